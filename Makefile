@@ -1,0 +1,48 @@
+# Two commands do everything on a machine with python3 (3.11 or newer), pip and make:
+#   make demo    install into .venv and run the main job on the model that ships with Freight
+#   make test    install into .venv, then lint, types and tests
+# PYTHON=python3.12 picks another interpreter; TORCH=cuda takes torch's default build instead of the CPU one.
+# Written for GNU make 3.81, which macOS ships.
+
+PYTHON ?= python3
+TORCH ?= cpu
+TORCH_VERSION = 2.13.0
+BIN = .venv/bin
+STAMP = .venv/ready-$(TORCH)
+
+.PHONY: setup demo test check format clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml Makefile
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("Freight needs Python 3.11 or newer; %s is %d.%d. Name another: make PYTHON=python3.12" % (sys.executable, v[0], v[1]))'
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "installing torch $(TORCH_VERSION) ($(TORCH)) and freight into .venv"
+ifeq ($(TORCH),cpu)
+	@$(BIN)/python -c 'import torch, sys; sys.exit(torch.__version__.split("+")[0] != "$(TORCH_VERSION)" or torch.version.cuda is not None)' 2>/dev/null \
+	  || $(BIN)/pip install -q --retries 0 --timeout 15 --index-url https://download.pytorch.org/whl/cpu torch==$(TORCH_VERSION) 2>/dev/null \
+	  || $(BIN)/pip install -q torch==$(TORCH_VERSION)
+else
+	@$(BIN)/pip install -q torch==$(TORCH_VERSION)
+endif
+	@$(BIN)/pip install -q -e '.[dev]'
+	@rm -f .venv/ready-*
+	@touch $@
+
+demo: setup
+	@$(BIN)/freight demo
+
+check: setup
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+test: check
+	@$(BIN)/pytest
+
+format: setup
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv build dist

@@ -1,0 +1,37 @@
+"""ForwardBatch: all that one forward pass is told. Frozen; models and layers get it as an argument, never a global."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ForwardBatch:
+    """The tokens of one step, the sequences they belong to laid end to end.
+
+    token_ids      [num_tokens] int64
+    positions      [num_tokens] int64, position in its sequence, from 0
+    slots          [num_tokens] int64, where each token's K and V go: block * block_size + offset; -1 stores nothing
+    query_starts   [num_seqs + 1] int32, row where each sequence's tokens begin; the last is num_tokens
+    context_lens   [num_seqs] int32, keys each sequence has once this step's are stored
+    block_tables   [num_seqs, max_blocks] int32, the blocks of each sequence in order; unused entries are 0
+    logit_rows     [num_logit_rows] int64, rows of the batch whose logits are wanted
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    query_starts: Tensor
+    context_lens: Tensor
+    block_tables: Tensor
+    logit_rows: Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        return self.token_ids.shape[0]
+
+    @property
+    def num_seqs(self) -> int:
+        return self.context_lens.shape[0]

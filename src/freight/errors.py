@@ -1,0 +1,52 @@
+"""Every error that Freight raises on purpose.
+
+    FreightError
+    ├── ConfigError      (also ValueError)  what was asked for cannot be: a flag, an argument, a combination
+    ├── RequestError     (also ValueError)  one request cannot be served: its prompt or its SamplingParams
+    ├── CheckpointError                     a folder of weights is incomplete, damaged or not understood
+    ├── CapacityError                       it would not fit into memory
+    └── KernelError                         a kernel was given what it cannot compute
+
+A message names the thing, the value it has, and the way out. Anything else that is raised is a bug of ours.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class FreightError(Exception):
+    """Base class of every error raised on purpose."""
+
+
+class ConfigError(FreightError, ValueError):
+    """A setting, or a combination of settings, cannot be honoured."""
+
+
+class RequestError(FreightError, ValueError):
+    """One request cannot be served; others are not affected."""
+
+
+class CheckpointError(FreightError):
+    """A checkpoint is incomplete, damaged, contradictory or of a kind that is not implemented."""
+
+
+class CapacityError(FreightError):
+    """Memory does not hold what was asked for."""
+
+
+class KernelError(FreightError):
+    """A kernel was called with tensors that it does not compute."""
+
+
+def choices(names: Iterable[str]) -> str:
+    """'a, b or c', for messages that list what would have been accepted."""
+    *most, last = names
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+def nearest(name: str, known: Iterable[str], synonyms: dict[str, str] | None = None) -> str:
+    """' (did you mean X?)' for the known name closest to `name`, or '' when none is close."""
+    match = (synonyms or {}).get(name) or next(iter(difflib.get_close_matches(name, list(known), n=1)), None)
+    return f" (did you mean {match}?)" if match else ""

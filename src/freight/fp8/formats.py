@@ -1,0 +1,66 @@
+"""The number formats that Freight stores, as facts. Imports no torch.
+
+E4M3FN and E5M2: Micikevicius et al. 2022, "FP8 formats for deep learning" (also OCP OFP8 1.0). E4M3FNUZ: Noune et al.
+2022, "8-bit numerical formats for deep neural networks", what AMD's MI300 computes with: its exponent bias is one
+larger, so a byte decodes to half of what E4M3FN makes of it, and 0x80, E4M3FN's -0, is its only NaN.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Format(StrEnum):
+    """How a number is stored. The value is the name used on the command line and in every JSON."""
+
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+    E4M3FN = "fp8_e4m3fn"
+    E4M3FNUZ = "fp8_e4m3fnuz"
+    E5M2 = "fp8_e5m2"
+
+    @property
+    def is_fp8(self) -> bool:
+        return self in (Format.E4M3FN, Format.E4M3FNUZ, Format.E5M2)
+
+    @property
+    def is_e4m3(self) -> bool:
+        return self in (Format.E4M3FN, Format.E4M3FNUZ)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of one number."""
+        return {Format.FLOAT32: 4, Format.FLOAT16: 2, Format.BFLOAT16: 2}.get(self, 1)
+
+    @property
+    def max(self) -> float:
+        """Largest finite magnitude; encoding saturates here. FP8 formats only."""
+        return {Format.E4M3FN: 448.0, Format.E4M3FNUZ: 240.0, Format.E5M2: 57344.0}[self]
+
+    @property
+    def torch_name(self) -> str:
+        """The name of the torch dtype, e.g. 'float8_e4m3fn'."""
+        return str(self).replace("fp8_", "float8_")
+
+
+COMPUTE_FORMATS = (Format.BFLOAT16, Format.FLOAT16, Format.FLOAT32)
+
+
+class Granularity(StrEnum):
+    """What shares one KV scale. `TENSOR`, `HEAD` and `CHANNEL` are static, `TOKEN` is measured as it is stored."""
+
+    TENSOR = "tensor"  # one per layer, K and V apart
+    HEAD = "head"  # [num_kv_heads]
+    CHANNEL = "channel"  # [num_kv_heads, head_dim]
+    TOKEN = "token"  # one per token and KV head, stored beside the page
+
+
+class ScaleSource(StrEnum):
+    """Where the KV scales in use came from."""
+
+    CHECKPOINT = "checkpoint"
+    CALIBRATED = "calibrated"
+    FILE = "file"
+    DYNAMIC = "dynamic"
+    UNIT = "unit"

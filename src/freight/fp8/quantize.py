@@ -1,0 +1,91 @@
+"""FP8 encode and decode: the only place in Freight that casts to FP8 (a test greps for others).
+
+`encode` divides by the scale in float32, clamps to the format's largest finite value, and rounds to nearest, ties to
+even. It clamps first because what a cast does past the range differs between formats, devices and torch versions
+(E4M3FN: NaN up to torch 2.11, saturation since; E5M2: inf; E4M3FNUZ: NaN). NaN stays NaN. A scale is always the
+multiplier: `true ≈ stored * scale`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from freight.errors import KernelError
+from freight.fp8.formats import Format
+
+_DTYPES = {format: getattr(torch, format.torch_name) for format in Format}
+_FORMATS = {dtype: format for format, dtype in _DTYPES.items()}
+
+
+def torch_dtype(format: Format) -> torch.dtype:
+    return _DTYPES[format]
+
+
+def format_of(tensor: Tensor) -> Format:
+    """The format a tensor is stored in. Raises KernelError for dtypes that are not a `Format`."""
+    if tensor.dtype not in _FORMATS:
+        raise KernelError(f"a tensor of dtype {tensor.dtype} where one of {', '.join(map(str, _FORMATS))} was expected")
+    return _FORMATS[tensor.dtype]
+
+
+def encode(x: Tensor, scale: Tensor | float, format: Format) -> Tensor:
+    """Quantize `x` (any float dtype) with `scale` (> 0, float32, broadcastable) to an FP8 tensor of x's shape."""
+    scaled = x.float() / scale
+    return scaled.clamp(-format.max, format.max).to(_DTYPES[format])
+
+
+def decode(stored: Tensor, scale: Tensor | float | None = None) -> Tensor:
+    """float32 values of an FP8 (or 16-bit) tensor, multiplied by `scale` if there is one."""
+    values = stored.float()
+    return values if scale is None else values * scale
+
+
+def amax(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
+    """Largest finite magnitude along `dim`, float32; 0 where there is none. Non-finite values do not count."""
+    magnitude = x.float().abs()
+    return torch.where(magnitude < torch.inf, magnitude, 0.0).amax(dim)  # a comparison with NaN is false
+
+
+SMALLEST_SCALE = 2.0**-126  # the smallest normal float32
+
+
+def scale_from_amax(amax: Tensor, format: Format) -> Tensor:
+    """scale = amax / format.max, float32, at least the smallest normal float32 (so an all-zero vector gets that)."""
+    return (amax.float() / format.max).clamp(min=SMALLEST_SCALE)
+
+
+def exponent_from_amax(amax: Tensor, format: Format) -> Tensor:
+    """The smallest power of two that is at least amax / format.max, as an E8M0 byte (OCP MX 1.0: 2 ** (byte - 127)).
+
+    Rounding up means that nothing saturates; being a power of two, the scale multiplies without rounding.
+    Returns uint8 of amax's shape, in 1..254.
+    """
+    bits = scale_from_amax(amax, format).view(torch.int32)
+    return ((bits + 0x7FFFFF) >> 23).clamp(1, 254).to(torch.uint8)
+
+
+def scale_from_exponent(exponent: Tensor) -> Tensor:
+    """float32 scale of an E8M0 byte in 1..254."""
+    return (exponent.to(torch.int32) << 23).view(torch.float32)
+
+
+def convert_e4m3(stored: Tensor, scale: Tensor, format: Format) -> tuple[Tensor, Tensor]:
+    """Reinterpret E4M3 bytes in the other variant: `format` is E4M3FN or E4M3FNUZ; (bytes, scale) mean the same values.
+
+    FN -> FNUZ: -0 (0x80, FNUZ's NaN) becomes 0, the scale doubles; E4M3FN's NaN stays NaN.
+    FNUZ -> FN: exact but for magnitudes above 224 (0x78 and more decode alike up to 0x7E; 0x7F would be FN's NaN),
+    which become 0x7E. Done once, at load. Returns the input unchanged if it has that format already.
+    """
+    have = format_of(stored)
+    if have is format:
+        return stored, scale
+    if not (have.is_e4m3 and format.is_e4m3):
+        raise KernelError(f"{have} cannot be reinterpreted as {format}: only E4M3FN and E4M3FNUZ share their bytes")
+    code = stored.view(torch.uint8)
+    magnitude = code & 0x7F
+    if format is Format.E4M3FNUZ:
+        code = torch.where((magnitude == 0) | (magnitude == 0x7F), torch.where(magnitude == 0, 0, 0x80).to(torch.uint8), code)
+        return code.view(_DTYPES[format]), scale * 2.0
+    code = torch.where(code == 0x80, torch.full_like(code, 0x7F), torch.where(magnitude == 0x7F, code - 1, code))
+    return code.view(_DTYPES[format]), scale / 2.0

@@ -1,0 +1,65 @@
+"""What a caller gets back. Names and shapes are those that vLLM's users know."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class FinishReason(StrEnum):
+    """Why a completion ended."""
+
+    STOP = "stop"  # a stop id or a stop string
+    LENGTH = "length"  # max_tokens, or the end of the context
+    ABORT = "abort"  # the caller went away
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """Natural log-probability of one token under the model, before temperature, penalties and truncation.
+
+    `rank` counts from 1 for the most likely token; `decoded_token` is None without a tokenizer.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+TokenLogprobs = dict[int, Logprob]  # the asked-for most likely tokens and, always, the token itself
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One completion. `stop_reason` is the stop string or stop id that ended it, if one did."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    logprobs: list[TokenLogprobs] | None = None
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Sum over the generated tokens, or None when log-probabilities were not asked for."""
+        if self.logprobs is None:
+            return None
+        return sum(entry[token].logprob for entry, token in zip(self.logprobs, self.token_ids, strict=True))
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """Everything known about a request so far. `prompt` is None when token ids were given.
+
+    `prompt_logprobs[0]` is None: nothing precedes the first token. `num_cached_tokens` prompt tokens came from the
+    prefix cache.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    num_cached_tokens: int = 0

@@ -1,0 +1,255 @@
+"""Train the model that ships with Freight: a small Llama that writes Python.
+
+    python tools/train_demo_model.py OUT [--tokens 16e6] [--seed 0] [--threads 2]
+
+Data: the source of the running Python's standard library, without its tests and without files that are tables
+rather than code. `HELD_OUT` is never trained on and becomes `heldout.txt`; `CALIBRATION` is ordinary training
+text, kept apart from the held-out text, and becomes `calibration.txt`.
+
+Guarantees: the same Python, torch, thread count and seed give the same bytes (no data-loader workers, one
+generator, fixed order). About an hour on two cores; `--device cuda` takes minutes.
+
+The recipe is the small-model one of the modded-nanogpt speed runs: Muon (Jordan et al. 2024) for the matrices
+inside the layers, AdamW for embeddings and norms, linear decay to zero; sequences of 512, the last quarter of
+1024, so that positions up to 1024 are trained.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import random
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from torch import Tensor, nn
+
+HELD_OUT = ["dataclasses.py", "heapq.py", "textwrap.py", "shlex.py", "http/cookies.py", "statistics.py", "queue.py"]
+CALIBRATION = ["asyncio/queues.py", "bisect.py", "configparser.py", "fractions.py", "zipapp.py", "json/decoder.py"]
+NOT_CODE = ["test/", "tests/", "idlelib/idle_test/", "site-packages/", "pydoc_data/", "encodings/", "lib2to3/tests/",
+            "ensurepip/_bundled", "html/entities.py", "stringprep.py", "_sysconfigdata", "turtledemo/", "__phello__",
+            "config-"]  # fmt: skip
+BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
+# Words with their leading space, numbers of up to three digits, punctuation, and runs of white space such as an indent.
+PIECES = r"""[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
+
+VOCAB, HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE = 4096, 256, 6, 4, 2, 64, 768
+CONTEXT, THETA, EPS = 1024, 10000.0, 1e-5
+
+
+def source_files() -> dict[str, str]:
+    """Relative path -> text of every file of the standard library that is code."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = {}
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root).as_posix()
+        if not any(part in name for part in NOT_CODE):
+            try:
+                files[name] = path.read_text(encoding="utf-8")
+            except UnicodeDecodeError:
+                continue
+    missing = [name for name in HELD_OUT + CALIBRATION if name not in files]
+    if missing:
+        raise SystemExit(f"this Python's standard library lacks {missing}; train with CPython 3.11 or edit HELD_OUT")
+    return files
+
+
+def train_tokenizer(texts: list[str]) -> Tokenizer:
+    """Byte-level BPE: every byte string can be encoded, and decoding gives it back exactly."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(PIECES), behavior="isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=[BOS, EOS], initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    bos = (BOS, tokenizer.token_to_id(BOS))
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[bos])
+    return tokenizer
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.o_proj = nn.Linear(HIDDEN, HEADS * HEAD_DIM, False), nn.Linear(HEADS * HEAD_DIM, HIDDEN, False)
+        self.k_proj, self.v_proj = (nn.Linear(HIDDEN, KV_HEADS * HEAD_DIM, False) for _ in "kv")
+        self.gate_proj, self.up_proj = (nn.Linear(HIDDEN, INTERMEDIATE, False) for _ in "gu")
+        self.down_proj = nn.Linear(INTERMEDIATE, HIDDEN, False)
+        self.input_layernorm, self.post_attention_layernorm = nn.RMSNorm(HIDDEN, EPS), nn.RMSNorm(HIDDEN, EPS)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # x: [batch, length, HIDDEN]
+        h = self.input_layernorm(x)
+        q, k, v = (p(h).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        k, v = (t.repeat_interleave(HEADS // KV_HEADS, dim=1) for t in (k, v))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.o_proj(attended.transpose(1, 2).flatten(-2))
+        h = self.post_attention_layernorm(x)
+        return x + self.down_proj(F.silu(self.gate_proj(h)) * self.up_proj(h))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+class Model(nn.Module):
+    """Llama with tied embeddings; parameter names follow the Hugging Face checkpoint once `state()` has renamed them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, HIDDEN)
+        self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.norm = nn.RMSNorm(HIDDEN, EPS)
+        for parameter in self.parameters():
+            if parameter.ndim == 2:
+                nn.init.normal_(parameter, std=0.02)
+        for block in self.layers:
+            for projection in (block.o_proj, block.down_proj):
+                nn.init.zeros_(projection.weight)
+        inverse = THETA ** (-torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+        angles = torch.outer(torch.arange(CONTEXT).float(), inverse)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy in nats per token; ids and targets: [batch, length]."""
+        x, n = self.embed(ids), ids.shape[1]
+        for block in self.layers:
+            x = block(x, self.cos[:n], self.sin[:n])
+        logits = F.linear(self.norm(x), self.embed.weight)
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+    def state(self) -> dict[str, Tensor]:
+        names = {"embed.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
+        state = {}
+        for name, tensor in self.state_dict().items():
+            parent, _, leaf = name.rpartition("_proj")
+            group = "self_attn." if parent[-1:] in "qkvo" else "mlp."
+            full = names.get(name) or "model." + (name.replace(f".{parent.split('.')[-1]}_proj", f".{group}{parent.split('.')[-1]}_proj") if leaf else name)
+            state[full] = tensor.detach().to("cpu", torch.bfloat16).contiguous()
+        return state
+
+
+def batches(stream: Tensor, length: int, rows: int, generator: torch.Generator) -> Iterator[Tensor]:
+    """Endless [rows, length + 1] windows: each epoch covers the stream once, from a random offset, in random order."""
+    while True:
+        offset = int(torch.randint(length, (1,), generator=generator))
+        windows = stream[offset : offset + (len(stream) - offset - 1) // length * length + 1].unfold(0, length + 1, length)
+        order = torch.randperm(len(windows), generator=generator)
+        for at in range(0, len(order) - rows + 1, rows):
+            yield windows[order[at : at + rows]]
+
+
+@torch.no_grad()
+def evaluate(model: Model, stream: Tensor, device: str) -> float:
+    """Mean nats per token over windows of 1024."""
+    windows = stream[: (len(stream) - 1) // CONTEXT * CONTEXT + 1].unfold(0, CONTEXT + 1, CONTEXT).to(device)
+    losses = []
+    for window in windows.split(8):
+        with torch.autocast(device, dtype=torch.bfloat16):
+            losses.append(float(model(window[:, :-1], window[:, 1:])) * len(window))
+    return sum(losses) / len(windows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--tokens", type=float, default=16e6, help="tokens to train on (default 16e6)")
+    parser.add_argument("--batch-tokens", type=int, default=4096)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+    generator = torch.Generator().manual_seed(args.seed)
+
+    files = source_files()
+    trained = [name for name in files if name not in HELD_OUT]
+    random.Random(args.seed).shuffle(trained)
+    tokenizer = train_tokenizer([files[name] for name in trained])
+    eos = tokenizer.token_to_id(EOS)
+
+    def stream(names: list[str]) -> Tensor:
+        return torch.tensor([t for e in tokenizer.encode_batch([files[n] for n in names]) for t in [*e.ids, eos]])
+
+    train, held_out = stream(trained), stream(HELD_OUT)
+    held_out_text = "".join(files[name] for name in HELD_OUT)
+    write_data(args.out, files, tokenizer, held_out_text)
+
+    model = Model().to(args.device)
+    matrices = [p for n, p in model.named_parameters() if "_proj" in n]
+    others = [p for n, p in model.named_parameters() if "_proj" not in n]
+    optimizers = [
+        torch.optim.Muon(matrices, lr=0.02, momentum=0.95, weight_decay=0.1, adjust_lr_fn="original"),
+        torch.optim.AdamW(others, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+    base = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
+    steps = int(args.tokens) // args.batch_tokens
+    short, long = (batches(train, length, args.batch_tokens // length, generator) for length in (CONTEXT // 2, CONTEXT))
+    log = open(args.out / "training.log", "w")  # noqa: SIM115 - closed at exit
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+        print(line, file=log, flush=True)
+
+    count = sum(p.numel() for p in model.parameters())
+    say(f"python {platform.python_version()} torch {torch.__version__} device {args.device} threads {args.threads} seed {args.seed}")
+    say(f"{len(trained)} files, {len(train)} tokens to train on; {len(HELD_OUT)} files, {len(held_out)} tokens held out; {count} parameters")
+    begin = time.monotonic()
+    for step in range(steps):
+        window = next(short if step < steps * 3 // 4 else long).to(args.device)
+        rate = min((step + 1) / 50, (steps - step) / (steps * 0.6), 1.0)
+        for optimizer, lr in zip(optimizers, base, strict=True):
+            optimizer.param_groups[0]["lr"] = lr * rate
+        with torch.autocast(args.device, dtype=torch.bfloat16):
+            loss = model(window[:, :-1], window[:, 1:])
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        if step % 20 == 0 or step == steps - 1:
+            seconds = time.monotonic() - begin
+            done = (step + 1) * args.batch_tokens
+            say(f"step {step} of {steps}, loss {float(loss.detach()):.4f}, {done / 1e6:.2f} M tokens, {done / seconds:.0f} tokens/s")
+        if step % 250 == 249 or step == steps - 1:
+            nats = evaluate(model, held_out, args.device)
+            bits = nats * len(held_out) / math.log(2) / len(held_out_text.encode())
+            say(f"held out: loss {nats:.4f}, perplexity {math.exp(nats):.3f}, {bits:.4f} bits per byte")
+            save_file(model.state(), args.out / "model.safetensors", metadata={"format": "pt"})
+    log.close()
+
+
+def write_data(out: Path, files: dict[str, str], tokenizer: Tokenizer, held_out_text: str) -> None:
+    """Everything but the weights: texts, tokenizer, configuration."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "heldout.txt").write_text(held_out_text, encoding="utf-8")
+    (out / "calibration.txt").write_text("".join(files[name] for name in CALIBRATION), encoding="utf-8")
+    tokenizer.save(str(out / "tokenizer.json"))
+    bos, eos = tokenizer.token_to_id(BOS), tokenizer.token_to_id(EOS)
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16",
+        "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "hidden_act": "silu",
+        "max_position_embeddings": CONTEXT, "rope_theta": THETA, "rms_norm_eps": EPS, "tie_word_embeddings": True,
+        "attention_bias": False, "mlp_bias": False, "bos_token_id": bos, "eos_token_id": eos,
+    }  # fmt: skip
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS, "model_max_length": CONTEXT,
+                "clean_up_tokenization_spaces": False}  # fmt: skip
+    for name, value in [("config.json", config), ("tokenizer_config.json", settings), ("generation_config.json", {"bos_token_id": bos, "eos_token_id": eos})]:
+        (out / name).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
