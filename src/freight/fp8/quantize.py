@@ -14,7 +14,7 @@ from torch import Tensor
 from freight.errors import KernelError
 from freight.fp8.formats import Format
 
-_DTYPES = {format: getattr(torch, format.torch_name) for format in Format}
+_DTYPES: dict[Format, torch.dtype] = {format: getattr(torch, format.torch_name) for format in Format}
 _FORMATS = {dtype: format for format, dtype in _DTYPES.items()}
 
 
@@ -31,8 +31,8 @@ def format_of(tensor: Tensor) -> Format:
 
 def encode(x: Tensor, scale: Tensor | float, format: Format) -> Tensor:
     """Quantize `x` (any float dtype) with `scale` (> 0, float32, broadcastable) to an FP8 tensor of x's shape."""
-    scaled = x.float() / scale
-    return scaled.clamp(-format.max, format.max).to(_DTYPES[format])
+    divisor = torch.as_tensor(scale, dtype=torch.float32, device=x.device)  # CUDA divides by a number inexactly
+    return (x.float() / divisor).clamp(-format.max, format.max).to(_DTYPES[format])
 
 
 def decode(stored: Tensor, scale: Tensor | float | None = None) -> Tensor:
@@ -52,7 +52,8 @@ SMALLEST_SCALE = 2.0**-126  # the smallest normal float32
 
 def scale_from_amax(amax: Tensor, format: Format) -> Tensor:
     """scale = amax / format.max, float32, at least the smallest normal float32 (so an all-zero vector gets that)."""
-    return (amax.float() / format.max).clamp(min=SMALLEST_SCALE)
+    largest = torch.tensor(format.max, dtype=torch.float32, device=amax.device)
+    return (amax.float() / largest).clamp(min=SMALLEST_SCALE)
 
 
 def exponent_from_amax(amax: Tensor, format: Format) -> Tensor:
@@ -74,8 +75,8 @@ def convert_e4m3(stored: Tensor, scale: Tensor, format: Format) -> tuple[Tensor,
     """Reinterpret E4M3 bytes in the other variant: `format` is E4M3FN or E4M3FNUZ; (bytes, scale) mean the same values.
 
     FN -> FNUZ: -0 (0x80, FNUZ's NaN) becomes 0, the scale doubles; E4M3FN's NaN stays NaN.
-    FNUZ -> FN: exact but for magnitudes above 224 (0x78 and more decode alike up to 0x7E; 0x7F would be FN's NaN),
-    which become 0x7E. Done once, at load. Returns the input unchanged if it has that format already.
+    FNUZ -> FN: the scale halves; exact but for FNUZ's largest magnitude, 240 (0x7F, FN's NaN), which becomes 224.
+    Done once, at load. Returns the input unchanged if it has that format already. Raises KernelError for E5M2.
     """
     have = format_of(stored)
     if have is format:
@@ -85,7 +86,7 @@ def convert_e4m3(stored: Tensor, scale: Tensor, format: Format) -> tuple[Tensor,
     code = stored.view(torch.uint8)
     magnitude = code & 0x7F
     if format is Format.E4M3FNUZ:
-        code = torch.where((magnitude == 0) | (magnitude == 0x7F), torch.where(magnitude == 0, 0, 0x80).to(torch.uint8), code)
+        code = code.masked_fill(magnitude == 0, 0).masked_fill(magnitude == 0x7F, 0x80)
         return code.view(_DTYPES[format]), scale * 2.0
-    code = torch.where(code == 0x80, torch.full_like(code, 0x7F), torch.where(magnitude == 0x7F, code - 1, code))
+    code = torch.where(magnitude == 0x7F, code - 1, code).masked_fill(code == 0x80, 0x7F)
     return code.view(_DTYPES[format]), scale / 2.0
