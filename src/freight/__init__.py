@@ -1,1 +1,54 @@
-"""x"""
+"""Freight: run, quantize and serve large language models with an FP8 KV cache.
+
+The names listed in `__all__` are public; everything else may change. They are loaded at first use (PEP 562), so that
+`import freight`, and with it the command line, costs nothing and loads no torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from freight.errors import CapacityError, CheckpointError, ConfigError, FreightError, KernelError, RequestError
+    from freight.llm import LLM
+    from freight.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
+    from freight.sampling import SamplingParams
+
+    __version__: str
+
+__all__ = [
+    "LLM",
+    "CapacityError",
+    "CheckpointError",
+    "CompletionOutput",
+    "ConfigError",
+    "FinishReason",
+    "FreightError",
+    "KernelError",
+    "Logprob",
+    "RequestError",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+]
+
+_HOMES = {"LLM": "llm", "SamplingParams": "sampling"} | dict.fromkeys(
+    ("CompletionOutput", "FinishReason", "Logprob", "RequestOutput"), "outputs"
+)  # the rest are errors
+
+if not TYPE_CHECKING:  # type checkers see the imports above, and so report a misspelt name
+
+    def __getattr__(name: str) -> object:
+        from importlib import import_module, metadata
+
+        from freight.errors import nearest
+
+        if name == "__version__":
+            return metadata.version("freight")
+        if name not in __all__:
+            raise AttributeError(f"module 'freight' has no attribute {name!r}{nearest(name, __all__)}")
+        return getattr(import_module(f"freight.{_HOMES.get(name, 'errors')}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

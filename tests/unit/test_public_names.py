@@ -1,0 +1,59 @@
+"""The public surface: exactly these names, each importable, loaded only when used."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import metadata
+
+import pytest
+
+import freight
+
+PUBLIC = {
+    "LLM": "freight.llm",
+    "SamplingParams": "freight.sampling",
+    "RequestOutput": "freight.outputs",
+    "CompletionOutput": "freight.outputs",
+    "FinishReason": "freight.outputs",
+    "Logprob": "freight.outputs",
+    "FreightError": "freight.errors",
+    "ConfigError": "freight.errors",
+    "RequestError": "freight.errors",
+    "CheckpointError": "freight.errors",
+    "CapacityError": "freight.errors",
+    "KernelError": "freight.errors",
+}
+
+
+def test_all_is_exactly_the_public_names() -> None:
+    assert set(freight.__all__) == {*PUBLIC, "__version__"}
+    assert dir(freight) == sorted(freight.__all__)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_each_name_is_the_class_of_its_home(name: str) -> None:
+    value = getattr(freight, name)
+    assert isinstance(value, type)
+    assert (value.__name__, value.__module__) == (name, PUBLIC[name])
+
+
+def test_version_is_that_of_the_distribution() -> None:
+    assert freight.__version__ == metadata.version("freight")
+
+
+@pytest.mark.parametrize(("typo", "meant"), [("SampleParams", "SamplingParams"), ("ConfgError", "ConfigError")])
+def test_an_unknown_name_suggests_the_nearest(typo: str, meant: str) -> None:
+    with pytest.raises(AttributeError, match=rf"no attribute '{typo}' \(did you mean {meant}\?\)"):
+        getattr(freight, typo)
+
+
+def test_a_name_like_nothing_suggests_nothing() -> None:
+    with pytest.raises(AttributeError, match=r"no attribute 'xyzzy'$"):
+        _ = freight.xyzzy  # type: ignore[attr-defined]
+
+
+def test_importing_freight_loads_neither_torch_nor_its_own_modules() -> None:
+    code = "import sys, freight; print([m for m in sys.modules if m == 'torch' or m.startswith('freight.')])"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert answer.stdout.strip() == "[]"
