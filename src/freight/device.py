@@ -1,0 +1,200 @@
+"""DeviceFacts, and the probe that finds them: what there is to compute with, and how much memory is really free.
+
+Guarantees: free memory never exceeds what the kernel would give this process. On Linux that is the least of
+MemAvailable and of what every control group above the process still allows (v1 and v2; page cache that the kernel
+can drop, `inactive_file`, does not count as used). Cores are those that the affinity mask and the CPU quota leave.
+Reads files only, under a `root` that tests replace; torch is loaded when `probe` is called and not before, so that
+whoever needs only the values stays light.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from freight.errors import ConfigError, choices, nearest
+from freight.fp8.formats import Format
+
+ROOT = Path("/")
+DEVICES = ("auto", "cpu", "cuda")
+# What kernels choose by, as /proc/cpuinfo spells it on x86 and on arm64.
+_FEATURES = (
+    *("avx2", "f16c", "fma", "avx512f", "avx512bw", "avx512vl", "avx512vbmi", "avx512_bf16", "amx_bf16"),
+    *("asimd", "asimdhp", "bf16", "sve"),
+)
+
+
+class DeviceKind(StrEnum):
+    """What torch calls it: an AMD GPU is `cuda` as well."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """One device. Memory in bytes, its own for a GPU; `cores` are the host's, as this process may use them.
+
+    `native_e4m3` is the E4M3 variant that the hardware computes with: FNUZ on AMD's gfx94x, FN elsewhere.
+    `note` is what start-up should say about the choice, or ''.
+    """
+
+    kind: DeviceKind
+    name: str
+    native_e4m3: Format
+    memory_total: int
+    memory_free: int
+    cores: int
+    note: str = ""
+
+
+def probe(device: str = "auto", root: Path = ROOT) -> DeviceFacts:
+    """The facts of `device` ('auto': cuda when torch sees one, else cpu).
+
+    Raises ConfigError for an unknown name, and for 'cuda' where torch has none, saying whether a GPU seems present.
+    """
+    if device not in DEVICES:
+        raise ConfigError(f"device {device!r} is unknown{nearest(device, DEVICES)}: choose {choices(DEVICES)}")
+    import torch
+
+    if device != "cpu" and torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        free, total = torch.cuda.mem_get_info()
+        fnuz = getattr(properties, "gcnArchName", "").startswith("gfx94")
+        native = Format.E4M3FNUZ if fnuz else Format.E4M3FN
+        return DeviceFacts(DeviceKind.CUDA, properties.name, native, total, free, usable_cores(root))
+
+    built_for_gpu = torch.version.cuda is not None or getattr(torch.version, "hip", None) is not None
+    note = _unused_gpu(gpu_present(root), torch.__version__, built_for_gpu)
+    if device == "cuda":
+        raise ConfigError(f"device 'cuda': {note or 'torch finds no GPU and none seems to be present'}; or use 'cpu'")
+    total, free = memory(root)
+    return DeviceFacts(DeviceKind.CPU, cpu_name(root), Format.E4M3FN, total, free, usable_cores(root), note)
+
+
+def gpu_present(root: Path = ROOT) -> str | None:
+    """'NVIDIA' or 'AMD' when the driver of such a GPU has left its files, whatever torch can do with it."""
+    if any((root / path).exists() for path in ("dev/nvidia0", "proc/driver/nvidia/version")):
+        return "NVIDIA"
+    return "AMD" if (root / "dev/kfd").exists() else None
+
+
+def _unused_gpu(vendor: str | None, version: str, built_for_gpu: bool) -> str:
+    """Why a GPU that is there does not get used, and the way out; '' without one."""
+    if vendor is None:
+        return ""
+    if built_for_gpu:
+        return f"an {vendor} GPU is present, but torch {version} cannot use it: check its driver and which are visible"
+    way_out = "make setup TORCH=cuda" if vendor == "NVIDIA" else "install torch's ROCm build"
+    return f"an {vendor} GPU is present, but torch {version} is a CPU build: {way_out}"
+
+
+def memory(root: Path = ROOT) -> tuple[int, int]:
+    """(total, free) bytes of main memory that this process may use."""
+    if not (root / "proc/meminfo").exists():
+        return _macos_memory()
+    facts = _fields(root / "proc/meminfo")
+    total, free = facts["MemTotal"] * 1024, facts["MemAvailable"] * 1024  # in kB there
+    for group, limit, used, droppable in _MEMORY_FILES:
+        for folder in _groups(root, group):
+            allowed, current = _number(folder / limit), _number(folder / used)
+            if allowed is None or current is None:
+                continue
+            current -= _fields(folder / "memory.stat").get(droppable, 0)
+            total, free = min(total, allowed), min(free, max(0, allowed - current))
+    return total, free
+
+
+_MEMORY_FILES = [  # control group, and in it: the limit, the use, the line of memory.stat that can be dropped
+    ("", "memory.max", "memory.current", "inactive_file"),
+    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+]
+
+
+def usable_cores(root: Path = ROOT) -> int:
+    """Cores left by the affinity mask and the CPU quota, rounded down: threads beyond a quota only get throttled."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quotas = [_read(folder / "cpu.max").split() for folder in _groups(root, "")]
+    for folder in _groups(root, "cpu"):
+        quotas.append([_read(folder / "cpu.cfs_quota_us").strip(), _read(folder / "cpu.cfs_period_us").strip()])
+    for quota in quotas:
+        if len(quota) == 2 and quota[0].isdigit() and quota[1].isdigit():  # not 'max', -1 or missing
+            cores = min(cores, max(1, math.floor(int(quota[0]) / int(quota[1]))))
+    return cores
+
+
+def cpu_name(root: Path = ROOT) -> str:
+    for line in _read(root / "proc/cpuinfo").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def cpu_features(root: Path = ROOT) -> tuple[str, ...]:
+    """The instruction sets that kernels choose by; empty where /proc does not tell."""
+    for line in _read(root / "proc/cpuinfo").splitlines():
+        if line.startswith(("flags", "Features")):
+            have = set(line.partition(":")[2].split())
+            return tuple(name for name in _FEATURES if name in have)
+    return ()
+
+
+def _groups(root: Path, controller: str) -> Iterator[Path]:
+    """Folders of the control group that this process is in and of every one above it, for a v1 controller ('': v2).
+
+    In a container the path often names folders that only the host sees; those are read as empty, and the walk ends at
+    the mount, which is the container's own group then.
+    """
+    mount = root / "sys/fs/cgroup" / controller
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controller in controllers.split(","):
+            parts = [part for part in path.split("/") if part not in ("", "..")]
+            for depth in range(len(parts), -1, -1):
+                yield mount.joinpath(*parts[:depth])
+
+
+def _read(path: Path) -> str:
+    """A file's text, '' where there is none or it may not be read."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _number(path: Path) -> int | None:
+    text = _read(path).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """'name value' or 'name: value kB' lines as numbers."""
+    pairs = (line.replace(":", " ").split() for line in _read(path).splitlines())
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) > 1 and pair[1].isdigit()}
+
+
+def _macos_memory() -> tuple[int, int]:
+    """(total, free) bytes from sysctl and vm_stat."""
+    try:
+        total, pages = (
+            subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            for command in (["sysctl", "-n", "hw.memsize"], ["vm_stat"])
+        )
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise ConfigError(f"{platform.system()} does not tell how much memory is free: {error}") from error
+    return int(total), parse_vm_stat(pages)
+
+
+def parse_vm_stat(text: str) -> int:
+    """Free bytes from macOS's vm_stat: pages that are free, or that the kernel drops when asked."""
+    header, *lines = text.splitlines()
+    page_size = int(header.split("page size of")[1].split()[0])
+    counts = dict(line.split(":", 1) for line in lines if ":" in line)
+    free = (counts[f"Pages {kind}"] for kind in ("free", "inactive", "speculative", "purgeable"))
+    return page_size * sum(int(count.strip(" .")) for count in free)

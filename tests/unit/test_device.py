@@ -1,0 +1,238 @@
+"""The probe, against made-up /proc, /sys and /dev trees, and against a torch that says it has a GPU."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from freight.device import (
+    DeviceKind,
+    cpu_features,
+    cpu_name,
+    gpu_present,
+    memory,
+    parse_vm_stat,
+    probe,
+    usable_cores,
+)
+from freight.errors import ConfigError
+from freight.fp8.formats import Format
+
+GIB = 2**30
+CPUINFO = "processor\t: 0\nmodel name\t: Some CPU @ 3 GHz\nflags\t\t: fpu avx2 f16c fma avx512_bf16 avx512vbmi\n"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A machine with 64 GiB, 48 of them available, and no control groups."""
+    write(tmp_path, "proc/meminfo", f"MemTotal: {64 * 2**20} kB\nMemFree: 1 kB\nMemAvailable:   {48 * 2**20} kB\n")
+    write(tmp_path, "proc/cpuinfo", CPUINFO)
+    return tmp_path
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def write(root: Path, path: str, text: str | int) -> None:
+    (root / path).parent.mkdir(parents=True, exist_ok=True)
+    (root / path).write_text(f"{text}\n")
+
+
+def group(root: Path, folder: str, *, limit: str | int, used: int, inactive: int = 0) -> None:
+    """A v2 control group."""
+    write(root, f"sys/fs/cgroup{folder}/memory.max", limit)
+    write(root, f"sys/fs/cgroup{folder}/memory.current", used)
+    write(root, f"sys/fs/cgroup{folder}/memory.stat", f"anon 5\ninactive_file {inactive}\nactive_file 7")
+
+
+def test_without_control_groups_the_machine_decides(root: Path) -> None:
+    assert memory(root) == (64 * GIB, 48 * GIB)
+
+
+def test_v2_limit_less_use_plus_what_can_be_dropped(root: Path) -> None:
+    write(root, "proc/self/cgroup", "0::/a")
+    group(root, "/a", limit=8 * GIB, used=6 * GIB, inactive=1 * GIB)
+    assert memory(root) == (8 * GIB, 3 * GIB)
+
+
+@pytest.mark.parametrize("tight", ["/a/b/c", "/a/b", "/a"])
+def test_v2_the_tightest_group_on_the_path_counts(root: Path, tight: str) -> None:
+    write(root, "proc/self/cgroup", "0::/a/b/c")
+    for folder in ("/a", "/a/b", "/a/b/c"):
+        group(root, folder, limit=20 * GIB if folder != tight else 4 * GIB, used=3 * GIB)
+    group(root, "/other", limit=1, used=1)
+    assert memory(root) == (4 * GIB, 1 * GIB)
+
+
+def test_v2_no_limit_is_no_limit(root: Path) -> None:
+    write(root, "proc/self/cgroup", "0::/a")
+    group(root, "/a", limit="max", used=60 * GIB)
+    assert memory(root) == (64 * GIB, 48 * GIB)
+
+
+def test_v2_a_container_whose_path_only_the_host_sees(root: Path) -> None:
+    write(root, "proc/self/cgroup", "0::/../../kubepods/pod7")
+    group(root, "", limit=2 * GIB, used=1 * GIB)
+    assert memory(root) == (2 * GIB, 1 * GIB)
+
+
+def test_use_above_the_limit_leaves_nothing(root: Path) -> None:
+    write(root, "proc/self/cgroup", "0::/")
+    group(root, "", limit=2 * GIB, used=3 * GIB)
+    assert memory(root) == (2 * GIB, 0)
+
+
+def test_v1_limits_are_read_along_the_path(root: Path) -> None:
+    write(root, "proc/self/cgroup", "3:cpu,cpuacct:/x\n2:memory:/docker/7f\n1:name=systemd:/\n0::/")
+    unlimited = 2**63 - 4096
+    for folder, limit, used, dropped in (("", unlimited, 9 * GIB, 0), ("/docker/7f", 6 * GIB, 5 * GIB, GIB)):
+        write(root, f"sys/fs/cgroup/memory{folder}/memory.limit_in_bytes", limit)
+        write(root, f"sys/fs/cgroup/memory{folder}/memory.usage_in_bytes", used)
+        write(root, f"sys/fs/cgroup/memory{folder}/memory.stat", f"inactive_file 1\ntotal_inactive_file {dropped}")
+    assert memory(root) == (6 * GIB, 2 * GIB)
+
+
+def test_memory_available_counts_where_the_group_allows_more(root: Path) -> None:
+    write(root, "proc/self/cgroup", "0::/")
+    group(root, "", limit=60 * GIB, used=0)
+    assert memory(root) == (60 * GIB, 48 * GIB)
+
+
+VM_STAT = """Mach Virtual Memory Statistics: (page size of 16384 bytes)
+Pages free:                               10.
+Pages active:                          99999.
+Pages inactive:                           20.
+Pages speculative:                         3.
+Pages throttled:                           0.
+Pages wired down:                       7777.
+Pages purgeable:                           4.
+"Translation faults":              123456789.
+"""
+
+
+def test_macos_counts_pages_that_can_be_had() -> None:
+    assert parse_vm_stat(VM_STAT) == 16384 * 37
+
+
+def test_macos_tools_answer_where_there_is_no_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "vm_stat.txt").write_text(VM_STAT)
+    for name, line in (("sysctl", "echo 17179869184"), ("vm_stat", f"cat {tmp_path}/vm_stat.txt")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert memory(tmp_path) == (16 * GIB, 16384 * 37)
+
+
+def test_a_system_that_tells_nothing_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="how much memory is free"):
+        memory(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("quota", "cores"), [("max 100000", 8), ("350000 100000", 3), ("50000 100000", 1), ("9900000 100000", 8)]
+)
+def test_cores_respect_affinity_and_the_v2_quota(
+    root: Path, monkeypatch: pytest.MonkeyPatch, quota: str, cores: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    write(root, "proc/self/cgroup", "0::/a/b")
+    write(root, "sys/fs/cgroup/a/cpu.max", quota)
+    assert usable_cores(root) == cores
+
+
+@pytest.mark.parametrize(("quota", "cores"), [(-1, 8), (200000, 2)])
+def test_cores_respect_the_v1_quota(root: Path, monkeypatch: pytest.MonkeyPatch, quota: int, cores: int) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    write(root, "proc/self/cgroup", "4:cpu,cpuacct:/a")
+    write(root, "sys/fs/cgroup/cpu/a/cpu.cfs_quota_us", quota)
+    write(root, "sys/fs/cgroup/cpu/a/cpu.cfs_period_us", 100000)
+    assert usable_cores(root) == cores
+
+
+def test_cores_without_an_affinity_mask(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    assert usable_cores(root) == 6
+
+
+def test_the_processor_and_its_features(root: Path, tmp_path: Path) -> None:
+    assert cpu_name(root) == "Some CPU @ 3 GHz"
+    assert cpu_features(root) == ("avx2", "f16c", "fma", "avx512vbmi", "avx512_bf16")
+    assert cpu_features(tmp_path / "nowhere") == ()
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize("device", ["cpu", "auto"])
+def test_cpu_facts(root: Path, device: str) -> None:
+    facts = probe(device, root)
+    assert (facts.kind, facts.name, facts.native_e4m3) == (DeviceKind.CPU, "Some CPU @ 3 GHz", Format.E4M3FN)
+    assert (facts.memory_total, facts.memory_free, facts.note) == (64 * GIB, 48 * GIB, "")
+    assert facts.cores >= 1
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_cuda_where_there_is_none(root: Path) -> None:
+    with pytest.raises(ConfigError, match="none seems to be present"):
+        probe("cuda", root)
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize(
+    ("path", "cuda", "says"),
+    [
+        ("dev/nvidia0", None, r"NVIDIA GPU is present.*CPU build: make setup TORCH=cuda"),
+        ("proc/driver/nvidia/version", None, r"make setup TORCH=cuda"),
+        ("dev/nvidia0", "12.8", r"cannot use it: check its driver"),
+        ("dev/kfd", None, r"AMD GPU is present.*ROCm build"),
+    ],
+)
+def test_a_gpu_that_torch_cannot_use_is_named(
+    root: Path, monkeypatch: pytest.MonkeyPatch, path: str, cuda: str | None, says: str
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.version, "hip", None)
+    write(root, path, "")
+    with pytest.raises(ConfigError, match=says):
+        probe("cuda", root)
+    facts = probe("auto", root)
+    assert facts.kind is DeviceKind.CPU
+    assert "GPU is present" in facts.note
+
+
+def test_no_gpu_files_no_gpu(root: Path) -> None:
+    assert gpu_present(root) is None
+
+
+@pytest.mark.parametrize(
+    ("arch", "native"),
+    [("gfx942:sramecc+", Format.E4M3FNUZ), ("gfx950", Format.E4M3FN), ("NVIDIA H100", Format.E4M3FN)],
+)
+def test_cuda_facts(root: Path, monkeypatch: pytest.MonkeyPatch, arch: str, native: Format) -> None:
+    properties = SimpleNamespace(name="A GPU", gcnArchName=arch)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (70 * GIB, 80 * GIB))
+    for device in ("auto", "cuda"):
+        facts = probe(device, root)
+        assert (facts.kind, facts.name, facts.native_e4m3) == (DeviceKind.CUDA, "A GPU", native)
+        assert (facts.memory_total, facts.memory_free) == (80 * GIB, 70 * GIB)
+    assert probe("cpu", root).kind is DeviceKind.CPU
+
+
+def test_an_unknown_device_lists_the_choices(root: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'cudaa' is unknown \(did you mean cuda\?\): choose auto, cpu or cuda"):
+        probe("cudaa", root)
+
+
+def test_this_machine() -> None:
+    facts = probe("cpu")
+    assert 0 < facts.memory_free <= facts.memory_total
+    assert 1 <= facts.cores <= (os.cpu_count() or 1)
