@@ -21,7 +21,6 @@ import json
 import math
 import platform
 import random
-import sys
 import sysconfig
 import time
 from collections.abc import Iterator
@@ -67,21 +66,31 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
     """Byte-level BPE: every byte string can be encoded, and decoding gives it back exactly."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(PIECES), behavior="isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=[BOS, EOS], initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB, special_tokens=[BOS, EOS], initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator(texts, trainer)
     bos = (BOS, tokenizer.token_to_id(BOS))
-    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[bos])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[bos]
+    )
     return tokenizer
 
 
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.q_proj, self.o_proj = nn.Linear(HIDDEN, HEADS * HEAD_DIM, False), nn.Linear(HEADS * HEAD_DIM, HIDDEN, False)
+        self.q_proj, self.o_proj = (
+            nn.Linear(HIDDEN, HEADS * HEAD_DIM, False),
+            nn.Linear(HEADS * HEAD_DIM, HIDDEN, False),
+        )
         self.k_proj, self.v_proj = (nn.Linear(HIDDEN, KV_HEADS * HEAD_DIM, False) for _ in "kv")
         self.gate_proj, self.up_proj = (nn.Linear(HIDDEN, INTERMEDIATE, False) for _ in "gu")
         self.down_proj = nn.Linear(INTERMEDIATE, HIDDEN, False)
@@ -95,7 +104,8 @@ class Block(nn.Module):
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.o_proj(attended.transpose(1, 2).flatten(-2))
         h = self.post_attention_layernorm(x)
-        return x + self.down_proj(F.silu(self.gate_proj(h)) * self.up_proj(h))
+        mixed: Tensor = x + self.down_proj(F.silu(self.gate_proj(h)) * self.up_proj(h))
+        return mixed
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -104,21 +114,24 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Model(nn.Module):
-    """Llama with tied embeddings; parameter names follow the Hugging Face checkpoint once `state()` has renamed them."""
+    """Llama with tied embeddings; `state()` gives its parameters the names of a Hugging Face checkpoint."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, HIDDEN)
-        self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
+        blocks = [Block() for _ in range(LAYERS)]
+        self.layers = nn.ModuleList(blocks)
         self.norm = nn.RMSNorm(HIDDEN, EPS)
         for parameter in self.parameters():
             if parameter.ndim == 2:
                 nn.init.normal_(parameter, std=0.02)
-        for block in self.layers:
+        for block in blocks:
             for projection in (block.o_proj, block.down_proj):
                 nn.init.zeros_(projection.weight)
         inverse = THETA ** (-torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
         angles = torch.outer(torch.arange(CONTEXT).float(), inverse)
+        self.cos: Tensor
+        self.sin: Tensor
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 
@@ -136,7 +149,11 @@ class Model(nn.Module):
         for name, tensor in self.state_dict().items():
             parent, _, leaf = name.rpartition("_proj")
             group = "self_attn." if parent[-1:] in "qkvo" else "mlp."
-            full = names.get(name) or "model." + (name.replace(f".{parent.split('.')[-1]}_proj", f".{group}{parent.split('.')[-1]}_proj") if leaf else name)
+            full = names.get(name) or "model." + (
+                name.replace(f".{parent.split('.')[-1]}_proj", f".{group}{parent.split('.')[-1]}_proj")
+                if leaf
+                else name
+            )
             state[full] = tensor.detach().to("cpu", torch.bfloat16).contiguous()
         return state
 
@@ -145,7 +162,9 @@ def batches(stream: Tensor, length: int, rows: int, generator: torch.Generator) 
     """Endless [rows, length + 1] windows: each epoch covers the stream once, from a random offset, in random order."""
     while True:
         offset = int(torch.randint(length, (1,), generator=generator))
-        windows = stream[offset : offset + (len(stream) - offset - 1) // length * length + 1].unfold(0, length + 1, length)
+        windows = stream[offset : offset + (len(stream) - offset - 1) // length * length + 1].unfold(
+            0, length + 1, length
+        )
         order = torch.randperm(len(windows), generator=generator)
         for at in range(0, len(order) - rows + 1, rows):
             yield windows[order[at : at + rows]]
@@ -205,8 +224,10 @@ def main() -> None:
         print(line, file=log, flush=True)
 
     count = sum(p.numel() for p in model.parameters())
-    say(f"python {platform.python_version()} torch {torch.__version__} device {args.device} threads {args.threads} seed {args.seed}")
-    say(f"{len(trained)} files, {len(train)} tokens to train on; {len(HELD_OUT)} files, {len(held_out)} tokens held out; {count} parameters")
+    versions = f"python {platform.python_version()} torch {torch.__version__}"
+    say(f"{versions} device {args.device} threads {args.threads} seed {args.seed}")
+    trained_on = f"{len(trained)} files, {len(train)} tokens to train on"
+    say(f"{trained_on}; {len(HELD_OUT)} files, {len(held_out)} tokens held out; {count} parameters")
     begin = time.monotonic()
     for step in range(steps):
         window = next(short if step < steps * 3 // 4 else long).to(args.device)
@@ -222,7 +243,8 @@ def main() -> None:
         if step % 20 == 0 or step == steps - 1:
             seconds = time.monotonic() - begin
             done = (step + 1) * args.batch_tokens
-            say(f"step {step} of {steps}, loss {float(loss.detach()):.4f}, {done / 1e6:.2f} M tokens, {done / seconds:.0f} tokens/s")
+            rates = f"{done / 1e6:.2f} M tokens, {done / seconds:.0f} tokens/s"
+            say(f"step {step} of {steps}, loss {float(loss.detach()):.4f}, {rates}")
         if step % 250 == 249 or step == steps - 1:
             nats = evaluate(model, held_out, args.device)
             bits = nats * len(held_out) / math.log(2) / len(held_out_text.encode())
@@ -245,11 +267,17 @@ def write_data(out: Path, files: dict[str, str], tokenizer: Tokenizer, held_out_
         "max_position_embeddings": CONTEXT, "rope_theta": THETA, "rms_norm_eps": EPS, "tie_word_embeddings": True,
         "attention_bias": False, "mlp_bias": False, "bos_token_id": bos, "eos_token_id": eos,
     }  # fmt: skip
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS, "model_max_length": CONTEXT,
-                "clean_up_tokenization_spaces": False}  # fmt: skip
-    for name, value in [("config.json", config), ("tokenizer_config.json", settings), ("generation_config.json", {"bos_token_id": bos, "eos_token_id": eos})]:
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS,
+        "model_max_length": CONTEXT, "clean_up_tokenization_spaces": False,
+    }  # fmt: skip
+    for name, value in [
+        ("config.json", config),
+        ("tokenizer_config.json", settings),
+        ("generation_config.json", {"bos_token_id": bos, "eos_token_id": eos}),
+    ]:
         (out / name).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

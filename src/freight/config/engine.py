@@ -6,10 +6,36 @@ and nobody changes it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
+from freight.errors import ConfigError, nearest
 from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.fp8.scheme import KVScales
+
+_SYNONYMS = {  # other engines' names -> ours
+    "gpu_memory_utilization": "kv_cache_memory",
+    "mem_fraction_static": "kv_cache_memory",
+    "swap_space": "kv_cache_memory",
+    "model_id": "model",
+    "model_path": "model",
+    "tokenizer_path": "tokenizer",
+    "torch_dtype": "dtype",
+    "kv_cache_scheme": "kv_cache_dtype",
+    "calculate_kv_scales": "kv_scales",
+    "kv_scales_path": "quantization_param_path",
+    "max_seq_len": "max_model_len",
+    "max_seq_len_to_capture": "max_model_len",
+    "context_length": "max_model_len",
+    "max_batch_size": "max_num_seqs",
+    "max_running_requests": "max_num_seqs",
+    "chunked_prefill_size": "max_num_batched_tokens",
+    "page_size": "block_size",
+    "n_threads": "threads",
+    "num_threads": "threads",
+    "attention_backend": "kernels",
+    "random_seed": "seed",
+}
 
 
 @dataclass(frozen=True)
@@ -35,6 +61,17 @@ class EngineArgs:
     kernels: str = "auto"
     threads: int | None = None
     seed: int = 0
+
+    @staticmethod
+    def from_options(**options: Any) -> EngineArgs:
+        """EngineArgs from keyword options. Raises ConfigError for an unknown name, with the nearest known one."""
+        known = [f.name for f in fields(EngineArgs)]
+        for name in options:
+            if name not in known:
+                raise ConfigError(
+                    f"unknown option {name!r}{nearest(name, known, _SYNONYMS)}; known are {', '.join(known)}"
+                )
+        return EngineArgs(**options)
 
 
 @dataclass(frozen=True)

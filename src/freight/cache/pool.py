@@ -1,0 +1,96 @@
+"""LayerKV and KVPool: the memory of the cache. `LayerKV.store` is the only writer of pages and their scales."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from freight.cache.spec import KVCacheSpec, LayerKVSpec
+from freight.config.engine import KVCacheConfig
+from freight.fp8.formats import Format, Granularity
+from freight.fp8.quantize import torch_dtype
+from freight.fp8.scheme import LayerScales
+from freight.fp8.values import KVPages
+from freight.kernels.kernel_set import KernelSet
+
+
+@dataclass(frozen=True)
+class LayerKV:
+    """One layer's pages with the kernel that writes them."""
+
+    pages: KVPages
+    kernels: KernelSet
+
+    def store(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        """Quantize k and v [num_tokens, num_kv_heads, head_dim] into `slots` [num_tokens]; -1 stores nothing."""
+        self.kernels.store_kv(k, v, slots, self.pages)
+
+
+@dataclass(frozen=True)
+class KVPool:
+    """The cache of all layers: `num_blocks` blocks of `spec.block_size` tokens."""
+
+    layers: tuple[LayerKV, ...]
+    spec: KVCacheSpec
+    num_blocks: int
+
+    @property
+    def capacity_tokens(self) -> int:
+        return self.num_blocks * self.spec.block_size
+
+    def nan_count(self) -> int:
+        """How many NaNs were stored since the start. A healthy model stores none."""
+        return sum(int(layer.pages.nan_count) for layer in self.layers)
+
+
+def cache_spec(kv: KVCacheConfig, num_layers: int, num_kv_heads: int, head_dim: int, block_size: int) -> KVCacheSpec:
+    layer = LayerKVSpec(kv.format, kv.granularity, num_kv_heads, head_dim)
+    return KVCacheSpec((layer,) * num_layers, block_size)
+
+
+def allocate_pool(
+    spec: KVCacheSpec, kv: KVCacheConfig, num_blocks: int, kernels: KernelSet, device: str = "cpu"
+) -> KVPool:
+    """Allocate the pages. Memory is touched when it is first written, not here."""
+    layers = []
+    for index, layer in enumerate(spec.layers):
+        scales = kv.scales.layers[index] if kv.scales is not None else None
+        layers.append(LayerKV(_allocate_layer(layer, scales, num_blocks, spec.block_size, device), kernels))
+    return KVPool(tuple(layers), spec, num_blocks)
+
+
+def _allocate_layer(
+    spec: LayerKVSpec, scales: LayerScales | None, num_blocks: int, block_size: int, device: str
+) -> KVPages:
+    assert scales is None or (spec.format.is_fp8 and spec.granularity is not Granularity.TOKEN)
+    shape = (num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
+
+    def page() -> Tensor:
+        return torch.empty(shape, dtype=torch_dtype(spec.format), device=device)
+
+    def scale(values: tuple[float, ...] | None) -> Tensor | None:
+        if spec.granularity is Granularity.TOKEN:
+            return torch.full(shape[:3], 127, dtype=torch.uint8, device=device)
+        if values is None:
+            return None
+        return expand_scale(values, spec.num_kv_heads, spec.head_dim).to(device)
+
+    k_scale, v_scale = (scale(values) for values in ((scales.k, scales.v) if scales else (None, None)))
+    return KVPages(page(), page(), k_scale, v_scale, torch.zeros(1, dtype=torch.int64, device=device))
+
+
+def expand_scale(values: tuple[float, ...], num_kv_heads: int, head_dim: int) -> Tensor:
+    """1, num_kv_heads or num_kv_heads * head_dim scales -> [num_kv_heads, head_dim] float32."""
+    scale = torch.tensor(values, dtype=torch.float32)
+    if len(values) == num_kv_heads * head_dim:
+        return scale.view(num_kv_heads, head_dim)
+    assert len(values) in (1, num_kv_heads), f"{len(values)} scales for {num_kv_heads} KV heads"
+    return scale[:, None].expand(num_kv_heads, head_dim).contiguous()
+
+
+def same_cache_at_16_bits(spec: KVCacheSpec, format: Format) -> KVCacheSpec:
+    """The cache that `format` would have needed, for the comparison that start-up prints."""
+    layers = tuple(LayerKVSpec(format, None, layer.num_kv_heads, layer.head_dim) for layer in spec.layers)
+    return KVCacheSpec(layers, spec.block_size)

@@ -1,0 +1,115 @@
+"""EngineArgs -> Engine, in the order that refuses early: names, headers, configuration, tokenizer; then weights.
+
+Nothing of the weights is read before every setting has been decided and every scale checked.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from freight.cache.blocks import BlockAllocator
+from freight.cache.pool import KVPool, allocate_pool, cache_spec, same_cache_at_16_bits
+from freight.cache.spec import KVCacheSpec
+from freight.checkpoint.kv_scales import read_kv_scales, read_scale_json
+from freight.checkpoint.layouts import read_scheme
+from freight.checkpoint.reader import Checkpoint, resolve_model
+from freight.config.engine import EngineArgs, EngineConfig, KVCacheConfig
+from freight.config.model import parse_model_config, stop_token_ids
+from freight.config.resolve import kv_scales_file, resolve
+from freight.device import DeviceFacts, probe
+from freight.engine.engine import Engine
+from freight.engine.runner import ModelRunner
+from freight.engine.scheduler import Scheduler
+from freight.errors import CapacityError
+from freight.fp8.formats import Format
+from freight.kernels.kernel_set import select_kernels
+from freight.models.loader import load_model
+from freight.tokenizer import Tokenizer
+
+logger = logging.getLogger("freight")
+
+MEMORY_SHARE = 0.5  # of what is free once the weights are loaded, when --kv-cache-memory is not given
+
+
+def build_engine(args: EngineArgs) -> tuple[Engine, EngineConfig]:
+    """Open the model and make it ready to serve.
+
+    Raises ConfigError, CheckpointError or CapacityError, before weights are read wherever that is decidable.
+    """
+    device = probe(args.device)
+    scale_file = kv_scales_file(args)
+    checkpoint = Checkpoint(resolve_model(args.model, args.revision))
+    model = parse_model_config(checkpoint.config)
+    scheme = read_scheme(checkpoint.config, checkpoint.hf_quant_config)
+    stored_scales = read_kv_scales(checkpoint, model)
+    kv_scales = read_scale_json(scale_file, model) if scale_file else stored_scales
+    config = resolve(args, model, scheme, kv_scales, device)
+    spec = cache_spec(config.kv, model.num_layers, model.num_kv_heads, model.head_dim, config.block_size)
+    if config.kv_cache_memory is not None:
+        _check_capacity(spec, config.kv_cache_memory, config, args)
+    tokenizer = _load_tokenizer(args, checkpoint.path)
+    _set_threads(config.threads, device)
+
+    kernels = select_kernels(config.kernels)
+    decoder = load_model(checkpoint, model, kernels, config.compute_format, config.max_model_len, config.device)
+    memory = config.kv_cache_memory
+    if memory is None:
+        useful = config.max_num_seqs * -(-config.max_model_len // config.block_size) * spec.bytes_per_block
+        memory = min(int(probe(args.device).free_memory * MEMORY_SHARE), useful)
+    config = _check_capacity(spec, memory, config, args)
+    pool = allocate_pool(spec, config.kv, spec.blocks_in(memory), kernels, config.device)
+    logger.info("%s", describe_cache(pool, config.kv, config.compute_format))
+
+    allocator = BlockAllocator(pool.num_blocks, config.block_size, config.enable_prefix_caching)
+    scheduler = Scheduler(allocator, config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len)
+    stops = stop_token_ids(checkpoint.config, checkpoint.generation_config)
+    runner = ModelRunner(decoder, pool, config.device)
+    return Engine(runner, allocator, scheduler, tokenizer, stops, config.seed), config
+
+
+def _load_tokenizer(args: EngineArgs, path: Path) -> Tokenizer | None:
+    if args.skip_tokenizer_init:
+        return None
+    return Tokenizer.load(resolve_model(args.tokenizer, args.revision) if args.tokenizer else path)
+
+
+def _set_threads(threads: int | None, device: DeviceFacts) -> None:
+    """torch counts the machine's cores, a container may own fewer: more threads than cores is many times slower."""
+    wanted = threads or min(torch.get_num_threads(), device.cores)
+    if wanted != torch.get_num_threads():
+        torch.set_num_threads(wanted)
+
+
+def _check_capacity(spec: KVCacheSpec, memory: int, config: EngineConfig, args: EngineArgs) -> EngineConfig:
+    """The context has to fit into the cache. One that was asked for must; the model's own limit is lowered to fit."""
+    tokens = spec.tokens_in(memory)
+    if tokens >= config.max_model_len:
+        return config
+    if args.max_model_len is not None or tokens == 0:
+        raise CapacityError(
+            f"{_mebibytes(memory)} of KV cache hold {tokens} tokens of {spec.bytes_per_token} bytes, in blocks of "
+            f"{spec.block_size}; a context of {config.max_model_len} tokens (--max-model-len) does not fit. "
+            f"Raise --kv-cache-memory to {_mebibytes(config.max_model_len * spec.bytes_per_token)}, or shorten it"
+        )
+    logger.info("context limited to the %d tokens that the KV cache holds", tokens)
+    return replace(config, max_model_len=tokens)
+
+
+def _mebibytes(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB"
+
+
+def describe_cache(pool: KVPool, kv: KVCacheConfig, compute_format: Format) -> str:
+    """The line at start: format, granularity, source of the scales, tokens that fit, and what 16 bits would hold."""
+    memory = pool.num_blocks * pool.spec.bytes_per_block
+    scales = f", scales per {kv.granularity} ({kv.scale_source})" if kv.granularity else ""
+    note = f": {kv.note}" if kv.note else ""
+    line = f"KV cache {kv.format}{scales}{note}; {pool.capacity_tokens} tokens in {_mebibytes(memory)}"
+    if kv.format.is_fp8:
+        sixteen = compute_format if compute_format.bytes == 2 else Format.BFLOAT16
+        line += f", {sixteen} would hold {same_cache_at_16_bits(pool.spec, sixteen).tokens_in(memory)}"
+    return line

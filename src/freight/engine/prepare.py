@@ -1,0 +1,66 @@
+"""Plain numbers -> ForwardBatch: which token goes where, and whose logits are wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from freight.batch import ForwardBatch
+
+
+class Logits(Enum):
+    """Which rows of a slice need logits."""
+
+    NONE = "none"  # a chunk of prefill that is not the last
+    LAST = "last"  # the next token is sampled
+    ALL = "all"  # prompt log-probabilities, evaluation
+
+
+@dataclass(frozen=True)
+class SequenceSlice:
+    """`token_ids` of one sequence at positions start, start + 1, …, and the blocks that hold the sequence."""
+
+    token_ids: Sequence[int]
+    start: int
+    block_ids: Sequence[int]
+    logits: Logits
+
+    @property
+    def num_logit_rows(self) -> int:
+        return {Logits.NONE: 0, Logits.LAST: 1, Logits.ALL: len(self.token_ids)}[self.logits]
+
+
+def prepare(slices: Sequence[SequenceSlice], block_size: int, device: str = "cpu") -> ForwardBatch:
+    """Lay the slices end to end; logit rows come in the slices' order."""
+    tokens: list[int] = []
+    positions, slots, rows = [], [], []
+    starts = np.zeros(len(slices) + 1, np.int32)
+    tables = np.zeros((len(slices), max(len(s.block_ids) for s in slices)), np.int32)
+    for i, part in enumerate(slices):
+        count = len(part.token_ids)
+        position = np.arange(part.start, part.start + count, dtype=np.int64)
+        tables[i, : len(part.block_ids)] = part.block_ids
+        positions.append(position)
+        slots.append(tables[i, position // block_size].astype(np.int64) * block_size + position % block_size)
+        end = starts[i + 1] = starts[i] + count
+        rows.append(np.arange(end - part.num_logit_rows, end, dtype=np.int64))
+        tokens.extend(part.token_ids)
+    lengths = np.array([s.start + len(s.token_ids) for s in slices], np.int32)
+
+    def tensor(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(device)
+
+    return ForwardBatch(
+        token_ids=torch.tensor(tokens, dtype=torch.int64, device=device),
+        positions=tensor(np.concatenate(positions)),
+        slots=tensor(np.concatenate(slots)),
+        query_starts=tensor(starts),
+        context_lens=tensor(lengths),
+        block_tables=tensor(tables),
+        logit_rows=tensor(np.concatenate(rows)),
+    )

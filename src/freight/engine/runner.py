@@ -1,0 +1,34 @@
+"""ModelRunner: one step's slices through the model, over the one cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from freight.cache.pool import KVPool
+from freight.engine.prepare import Logits, SequenceSlice, prepare
+from freight.models.decoder import Decoder
+
+
+@dataclass(frozen=True)
+class ModelRunner:
+    """A model and its cache on a device."""
+
+    model: Decoder
+    pool: KVPool
+    device: str
+
+    @torch.inference_mode()
+    def run(self, slices: Sequence[SequenceSlice]) -> list[Tensor]:
+        """Store the slices' K and V; float32 logits of each slice, [num_logit_rows, vocab_size]."""
+        batch = prepare(slices, self.pool.spec.block_size, self.device)
+        logits = self.model.forward(batch, self.pool.layers)
+        return list(logits.split([part.num_logit_rows for part in slices]))
+
+    def score(self, token_ids: Sequence[int], block_ids: Sequence[int], chunk: int) -> Iterator[Tensor]:
+        """float32 logits after each of `token_ids`, as one sequence in `block_ids`, `chunk` tokens at a time."""
+        for start in range(0, len(token_ids), chunk):
+            yield self.run([SequenceSlice(token_ids[start : start + chunk], start, block_ids, Logits.ALL)])[0]

@@ -1,0 +1,155 @@
+"""Every operation in plain torch: the specification of the fast kernels, their oracle, and the fallback.
+
+What it guarantees beyond the formulas: **a row's result depends on nothing but its own history**, to the bit. A BLAS
+library may choose another order of summation for another number of rows, so matrix products here are only ever
+called in one shape per weight: rows in tiles of `ROW_TILE`, padded with zeros; keys in tiles of `KEY_TILE` at
+absolute positions, walked in order (online softmax, Milakov and Gimelshein 2018). A tile that a row does not see
+changes no bit of that row. So chunking, batching, prefix hits and preemption change no bit of any token.
+
+Row-wise operations compute in float32 and round once, to the dtype of their input.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from freight.batch import ForwardBatch
+from freight.fp8.quantize import amax, decode, encode, exponent_from_amax, scale_from_exponent
+from freight.fp8.values import KVPages, Weight
+
+ROW_TILE = 32
+QUERY_TILE = 32
+KEY_TILE = 64
+
+
+def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    """x @ weight.T + bias. x: [rows, in_features]; returns [rows, out_features] in x's dtype."""
+    rows, in_features = x.shape
+    out = x.new_empty(rows, weight.data.shape[0])
+    for start in range(0, rows, ROW_TILE):
+        part = x[start : start + ROW_TILE]
+        tile = x.new_zeros(ROW_TILE, in_features)
+        tile[: len(part)] = part
+        out[start : start + ROW_TILE] = F.linear(tile, weight.data, bias)[: len(part)]
+    return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x²) + eps) * weight over the last dimension (Zhang and Sennrich 2019)."""
+    values = x.float()
+    normed = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
+    return weight * normed.to(x.dtype)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of a merged [rows, 2 * intermediate]: SwiGLU (Shazeer 2020), silu(g) = g / (1 + e^-g)."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (gate / (1.0 + torch.exp(-gate)) * up).to(gate_up.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding, "rotate half" pairing (i, i + head_dim / 2) (Su et al. 2021).
+
+    x: [rows, heads, head_dim]; cos, sin: [rows, head_dim / 2] float32 at each row's position.
+    """
+    first, second = x.float().chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def store_kv(k: Tensor, v: Tensor, slots: Tensor, pages: KVPages) -> None:
+    """Quantize k and v, [rows, num_kv_heads, head_dim], into the pages' slots; slot -1 stores nothing."""
+    kept = slots >= 0
+    k, v, slots = k[kept], v[kept], slots[kept]
+    pages.nan_count.add_(torch.isnan(k).sum() + torch.isnan(v).sum())
+    for values, page, scale in ((k, pages.k, pages.k_scale), (v, pages.v, pages.v_scale)):
+        if not pages.format.is_fp8:
+            page.flatten(0, 1)[slots] = values.to(page.dtype)
+            continue
+        factor: Tensor | float = 1.0
+        if pages.dynamic:
+            assert scale is not None
+            exponent = exponent_from_amax(amax(values, -1), pages.format)  # [rows, num_kv_heads]
+            scale.flatten(0, 1)[slots] = exponent
+            factor = scale_from_exponent(exponent)[..., None]
+        elif scale is not None:
+            factor = scale
+        stored = encode(values, factor, pages.format)
+        page.view(torch.uint8).flatten(0, 1)[slots] = stored.view(torch.uint8)
+
+
+def load_kv(page: Tensor, scale: Tensor | None, blocks: Tensor, length: int) -> Tensor:
+    """The first `length` tokens of a sequence, float32, in key tiles [tiles, num_kv_heads, KEY_TILE, head_dim].
+
+    A `token` scale is multiplied in; a static one is not (attention multiplies q and the output with it instead).
+    Slots beyond `length` may hold anything, NaN included: they become 0.
+    """
+    heads, dim = page.shape[2:]
+    raw = page.view(torch.uint8)[blocks].view(page.dtype) if page.itemsize == 1 else page[blocks]
+    values = decode(raw)
+    if scale is not None and scale.ndim == 3:
+        values = values * scale_from_exponent(scale[blocks])[..., None]
+    tiles = -(-length // KEY_TILE)
+    padded = values.new_zeros(tiles * KEY_TILE, heads, dim)
+    padded[:length] = values.flatten(0, 1)[:length]
+    return padded.view(tiles, KEY_TILE, heads, dim).transpose(1, 2).contiguous()
+
+
+def attention(q: Tensor, pages: KVPages, batch: ForwardBatch, softmax_scale: float, window: int | None) -> Tensor:
+    """Causal grouped-query attention of each row over its own sequence, read back from the pages.
+
+    q: [num_tokens, num_heads, head_dim]; the sequences' keys, this step's included, are stored already. A key at
+    position j is seen from position i if j <= i and, with a sliding window, i - j < window. Returns q's shape and
+    dtype; computes in float32.
+    """
+    out = torch.empty_like(q)
+    starts, lengths = batch.query_starts.tolist(), batch.context_lens.tolist()
+    for seq, length in enumerate(lengths):
+        begin, end = starts[seq], starts[seq + 1]
+        blocks = batch.block_tables[seq, : -(-length // pages.block_size)].long()
+        k = load_kv(pages.k, pages.k_scale, blocks, length).transpose(2, 3).contiguous()
+        v = load_kv(pages.v, pages.v_scale, blocks, length)
+        for row in range(begin, end, QUERY_TILE):
+            rows = slice(row, min(row + QUERY_TILE, end))
+            first = length - (end - row)  # position of the tile's first row
+            out[rows] = _attend(q[rows], k, v, first, pages, softmax_scale, window)
+    return out
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, first: int, pages: KVPages, softmax_scale: float, window: int | None
+) -> Tensor:
+    """One query tile, rows at positions first, first + 1, …, over key tiles k (transposed) and v of one sequence."""
+    rows, num_heads, dim = q.shape
+    _, num_kv_heads, _, _ = v.shape
+    group = num_heads // num_kv_heads
+    padded = q.new_zeros(QUERY_TILE, num_kv_heads, group, dim, dtype=torch.float32)
+    padded[:rows] = q.view(rows, num_kv_heads, group, dim).float() * softmax_scale
+    static = not pages.dynamic and pages.k_scale is not None
+    if static:
+        assert pages.k_scale is not None
+        padded *= pages.k_scale[:, None]
+    queries = padded.permute(1, 0, 2, 3).reshape(num_kv_heads, QUERY_TILE * group, dim).contiguous()
+    position = torch.arange(first, first + QUERY_TILE, device=q.device).repeat_interleave(group)[:, None]
+    best = torch.full((num_kv_heads, QUERY_TILE * group, 1), -torch.inf, device=q.device)
+    total = torch.zeros_like(best)
+    output = torch.zeros_like(queries)
+    begin = 0 if window is None else max(0, first - window + 1) // KEY_TILE
+    for tile in range(begin, (first + rows - 1) // KEY_TILE + 1):
+        key = torch.arange(tile * KEY_TILE, (tile + 1) * KEY_TILE, device=q.device)
+        seen = key <= position if window is None else (key <= position) & (position - key < window)
+        scores = torch.bmm(queries, k[tile]).masked_fill(~seen, -torch.inf)
+        new_best = torch.maximum(best, scores.amax(-1, keepdim=True))
+        reference = new_best.masked_fill(new_best == -torch.inf, 0.0)  # a row that has seen no key yet
+        probabilities = torch.exp(scores - reference)
+        decay = torch.exp(best - reference)
+        total = total * decay + probabilities.sum(-1, keepdim=True)
+        output = output * decay + torch.bmm(probabilities, v[tile])
+        best = new_best
+    output = (output / total).view(num_kv_heads, QUERY_TILE, group, dim).permute(1, 0, 2, 3)[:rows]
+    if static:
+        assert pages.v_scale is not None
+        output = output * pages.v_scale[:, None]
+    return output.reshape(rows, num_heads, dim).to(q.dtype)

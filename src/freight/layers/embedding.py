@@ -1,0 +1,31 @@
+"""Token embedding, and the output head over the same or another matrix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from freight.fp8.values import Weight
+from freight.kernels.kernel_set import KernelSet
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """Rows of `weight` [vocab_size, hidden_size]."""
+
+    weight: Tensor
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        return self.weight[token_ids]
+
+
+@dataclass(frozen=True)
+class LogitsHead:
+    """Hidden states [rows, hidden_size] -> float32 logits [rows, vocab_size]; never quantized unless asked."""
+
+    weight: Weight
+    kernels: KernelSet
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return self.kernels.linear(hidden, self.weight, None).float()

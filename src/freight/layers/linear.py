@@ -1,0 +1,22 @@
+"""Linear: a projection over its Weight value, final at construction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from freight.fp8.values import Weight
+from freight.kernels.kernel_set import KernelSet
+
+
+@dataclass(frozen=True)
+class Linear:
+    """x @ weight.T + bias; x [rows, in_features] -> [rows, out_features]."""
+
+    weight: Weight
+    bias: Tensor | None
+    kernels: KernelSet
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.kernels.linear(x, self.weight, self.bias)

@@ -1,0 +1,99 @@
+"""Rotary position embedding: tables of cos and sin for every position, computed once.
+
+Inverse frequencies by kind, as transformers computes them (float32), so that checkpoints see the angles they were
+trained with:
+
+default   theta ** (-2i / d)  (Su et al. 2021)
+linear    positions divided by `factor` (Chen et al. 2023)
+llama3    long wavelengths divided by `factor`, short ones kept, a linear ramp between (Llama 3.1)
+yarn      the same idea with bounds in rotations, and attention scaled by `attention_factor` (Peng et al. 2023)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from freight.config.model import RopeConfig
+from freight.kernels.kernel_set import KernelSet
+
+
+@dataclass(frozen=True)
+class Rope:
+    """cos, sin: [max_positions, head_dim / 2] float32."""
+
+    cos: Tensor
+    sin: Tensor
+    kernels: KernelSet
+
+    def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x: [rows, heads, head_dim], rotated at `positions` [rows]."""
+        return self.kernels.rotate(x, self.cos[positions], self.sin[positions])
+
+
+def build_rope(config: RopeConfig, head_dim: int, max_positions: int, kernels: KernelSet, device: str) -> Rope:
+    inverse, factor = inverse_frequencies(config, head_dim)
+    angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inverse)
+    return Rope((angles.cos() * factor).to(device), (angles.sin() * factor).to(device), kernels)
+
+
+def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
+    """[head_dim / 2] float32 inverse frequencies, and the factor that multiplies cos and sin."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    inverse = 1.0 / (config.theta**exponents)
+    match config.kind:
+        case "default":
+            return inverse, 1.0
+        case "linear":
+            return inverse / config.parameters["factor"], 1.0
+        case "llama3":
+            return _llama3(inverse, config), 1.0
+        case "yarn":
+            return _yarn(inverse, config, head_dim)
+    raise AssertionError(f"rope kind {config.kind} passed parse_model_config but is not implemented")
+
+
+def _llama3(inverse: Tensor, config: RopeConfig) -> Tensor:
+    p = config.parameters
+    factor, low, high = p["factor"], p["low_freq_factor"], p["high_freq_factor"]
+    original = p["original_max_position_embeddings"]
+    wavelength = 2 * math.pi / inverse
+    smooth = (original / wavelength - low) / (high - low)
+    blended = (1 - smooth) * inverse / factor + smooth * inverse
+    result = torch.where(wavelength > original / low, inverse / factor, blended)
+    return torch.where(wavelength < original / high, inverse, result)
+
+
+def _yarn(inverse: Tensor, config: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
+    p = config.parameters
+    factor, original = p["factor"], p["original_max_position_embeddings"]
+
+    def rotations_to_dim(rotations: float) -> float:
+        return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(config.theta))
+
+    low, high = rotations_to_dim(p.get("beta_fast", 32)), rotations_to_dim(p.get("beta_slow", 1))
+    if p.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    kept = 1 - ramp  # 1: extrapolate (keep the frequency), 0: interpolate (divide it)
+    return inverse / factor * (1 - kept) + inverse * kept, yarn_attention_factor(config)
+
+
+def yarn_attention_factor(config: RopeConfig) -> float:
+    """The checkpoint's `attention_factor`, else from `mscale` and `mscale_all_dim` (DeepSeek), else 0.1 ln(s) + 1."""
+    p = config.parameters
+    if "attention_factor" in p:
+        return float(p["attention_factor"])
+
+    def mscale(scale: float, weight: float = 1.0) -> float:
+        return 1.0 if scale <= 1 else 0.1 * weight * math.log(scale) + 1.0
+
+    if p.get("mscale") and p.get("mscale_all_dim"):
+        return mscale(p["factor"], p["mscale"]) / mscale(p["factor"], p["mscale_all_dim"])
+    return mscale(p["factor"])

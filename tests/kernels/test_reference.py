@@ -1,0 +1,174 @@
+"""The reference kernels against independent definitions: torch's own operators, and their promise about bits."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from freight.engine.prepare import Logits, SequenceSlice, prepare
+from freight.fp8.formats import Format
+from freight.fp8.quantize import torch_dtype
+from freight.fp8.values import KVPages, Weight
+from freight.kernels import reference
+
+BLOCK = 8
+GRANULARITIES = {
+    Format.FLOAT32: [None],
+    Format.BFLOAT16: [None],
+    Format.E4M3FN: ["static", "token", None],
+    Format.E4M3FNUZ: ["static", "token"],
+    Format.E5M2: ["token", None],
+}
+CACHES = [(format, granularity) for format, many in GRANULARITIES.items() for granularity in many]
+
+
+def make_pages(format: Format, granularity: str | None, heads: int, dim: int, num_blocks: int) -> KVPages:
+    """Pages full of NaN, so that anything read beyond what was written shows."""
+    shape = (num_blocks, BLOCK, heads, dim)
+    pages = [torch.full(shape, 0xFF, dtype=torch.uint8).view(torch_dtype(format)) if format.is_fp8
+             else torch.full(shape, torch.nan, dtype=torch_dtype(format)) for _ in "kv"]  # fmt: skip
+    if format is Format.E4M3FNUZ:
+        pages = [page.view(torch.uint8).fill_(0x80).view(page.dtype) for page in pages]
+    scales: list[torch.Tensor | None] = [None, None]
+    if granularity == "static":
+        scales = [torch.rand(heads, dim) * 0.02 + 0.02 for _ in "kv"]
+    elif granularity == "token":
+        scales = [torch.full(shape[:3], 254, dtype=torch.uint8) for _ in "kv"]
+    return KVPages(*pages, *scales, torch.zeros(1, dtype=torch.int64))
+
+
+def run(pages: KVPages, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, chunks: list[int], window: int | None = None,
+        blocks: list[int] | None = None) -> torch.Tensor:  # fmt: skip
+    """Attention output of one sequence stored and read in `chunks`."""
+    blocks = blocks or list(range(-(-len(k) // BLOCK)))
+    outputs, start = [], 0
+    for count in chunks:
+        rows = slice(start, start + count)
+        batch = prepare([SequenceSlice([0] * count, start, blocks, Logits.NONE)], BLOCK)
+        reference.store_kv(k[rows], v[rows], batch.slots, pages)
+        outputs.append(reference.attention(q[rows], pages, batch, q.shape[-1] ** -0.5, window))
+        start += count
+    return torch.cat(outputs)
+
+
+def stored_values(pages: KVPages, blocks: list[int], length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the pages mean, read with numpy-like indexing: [length, heads, dim] float64 each for K and V."""
+    result = []
+    for page, scale in ((pages.k, pages.k_scale), (pages.v, pages.v_scale)):
+        values = torch.cat([page[b].double() for b in blocks])[:length]
+        if pages.dynamic:
+            exponents = torch.cat([scale[b] for b in blocks])[:length]
+            values = values * torch.from_numpy(np.exp2(exponents.double().numpy() - 127))[..., None]
+        elif scale is not None:
+            values = values * scale.double()
+        result.append(values)
+    return result[0], result[1]
+
+
+def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:
+    length, group = len(k), q.shape[1] // k.shape[1]
+    i, j = torch.arange(length)[:, None], torch.arange(length)
+    mask = (j <= i) if window is None else (j <= i) & (i - j < window)
+    k, v = (t.repeat_interleave(group, dim=1).transpose(0, 1) for t in (k, v))
+    return F.scaled_dot_product_attention(q.double().transpose(0, 1), k, v, attn_mask=mask).transpose(0, 1)
+
+
+@pytest.mark.parametrize(("format", "granularity"), CACHES)
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize(("heads", "group", "dim", "length"), [(2, 2, 32, 1), (1, 8, 64, 70), (3, 1, 40, 130)])
+def test_attention_is_attention_over_what_is_stored(format, granularity, window, heads, group, dim, length):
+    torch.manual_seed(0)
+    k, v = torch.randn(length, heads, dim), torch.randn(length, heads, dim)
+    q = torch.randn(length, heads * group, dim)
+    blocks = torch.randperm(40)[: -(-length // BLOCK)].tolist()
+    pages = make_pages(format, granularity, heads, dim, 40)
+    out = run(pages, k, v, q, [length], window, blocks)
+    expected = sdpa(q, *stored_values(pages, blocks, length), window)
+    assert torch.allclose(out.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("format", "granularity"), CACHES)
+def test_what_is_stored_is_close_to_what_was_given(format, granularity):
+    torch.manual_seed(1)
+    k, v = torch.randn(50, 2, 64), torch.randn(50, 2, 64) * 0.5
+    pages = make_pages(format, granularity, 2, 64, 8)
+    run(pages, k, v, torch.zeros(50, 2, 64), [50])
+    relative = {Format.FLOAT32: 0.0, Format.BFLOAT16: 2**-8, Format.E5M2: 2**-3}.get(format, 2**-4)
+    for got, true in zip(stored_values(pages, list(range(7)), 50), (k, v), strict=True):
+        assert ((got - true).abs() <= relative * true.abs() + 0.003).all()
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    cache=st.sampled_from(CACHES),
+    cuts=st.sets(st.integers(1, 99)),
+    window=st.sampled_from([None, 3, 64]),
+    seed=st.integers(0, 99),
+)
+def test_chunks_change_no_bit(cache, cuts, window, seed):
+    torch.manual_seed(seed)
+    k, v, q = torch.randn(100, 2, 32), torch.randn(100, 2, 32), torch.randn(100, 4, 32)
+    edges = [0, *sorted(cuts), 100]
+    whole, pieces = make_pages(*cache, 2, 32, 13), make_pages(*cache, 2, 32, 13)
+    if cache[1] == "static":
+        pieces = KVPages(pieces.k, pieces.v, whole.k_scale, whole.v_scale, pieces.nan_count)
+    a = run(whole, k, v, q, [100], window)
+    b = run(pieces, k, v, q, [end - start for start, end in pairwise(edges)], window)
+    assert torch.equal(a, b)
+    assert torch.equal(whole.k.view(torch.uint8), pieces.k.view(torch.uint8))
+    assert torch.equal(whole.v.view(torch.uint8), pieces.v.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rows", "columns", "outputs"), [(1, 64, 48), (33, 100, 7), (70, 256, 512)])
+def test_linear_is_linear_and_rows_do_not_see_each_other(dtype, rows, columns, outputs):
+    torch.manual_seed(0)
+    x, bias = torch.randn(rows, columns).to(dtype), torch.randn(outputs).to(dtype)
+    weight = Weight((torch.randn(outputs, columns) / columns**0.5).to(dtype))
+    out = reference.linear(x, weight, bias)
+    exact = F.linear(x.double(), weight.data.double(), bias.double())
+    assert out.dtype == dtype
+    magnitude = F.linear(x.double().abs(), weight.data.double().abs(), bias.double().abs())
+    bound = torch.finfo(dtype).eps * exact.abs() + 8 * torch.finfo(torch.float32).eps * magnitude
+    assert ((out.double() - exact).abs() <= bound).all()
+    for row in range(rows):
+        assert torch.equal(reference.linear(x[row : row + 1], weight, bias), out[row : row + 1])
+
+
+@pytest.mark.parametrize("size", [64, 333])
+def test_row_wise_operations_do_not_see_other_rows(size):
+    torch.manual_seed(0)
+    x, weight = torch.randn(70, 2 * size), torch.rand(2 * size)
+    for operation in (lambda t: reference.rms_norm(t, weight, 1e-5), reference.silu_mul):
+        whole = operation(x)
+        assert all(torch.equal(operation(x[i:j]), whole[i:j]) for i in range(0, 70, 9) for j in range(i + 1, 71, 7))
+    assert torch.allclose(reference.rms_norm(x, weight, 1e-5), F.rms_norm(x, (2 * size,), weight, 1e-5), atol=1e-6)
+    gate, up = x.chunk(2, dim=-1)
+    assert torch.allclose(reference.silu_mul(x), F.silu(gate) * up, atol=1e-6)
+
+
+def test_store_skips_slot_minus_one_and_counts_nan():
+    pages = make_pages(Format.E4M3FN, None, 1, 4, 2)
+    before = pages.k.view(torch.uint8).clone()
+    k = torch.tensor([[[1.0, 2.0, 3.0, 4.0]], [[torch.nan, 1e9, -1e9, 0.0]]])
+    reference.store_kv(k, torch.zeros(2, 1, 4), torch.tensor([-1, 3]), pages)
+    after = pages.k.view(torch.uint8)
+    assert pages.nan_count.item() == 1
+    assert after[0, 3, 0].tolist() == [0x7F, 0x7E, 0xFE, 0x00]
+    after[0, 3] = before[0, 3]
+    assert torch.equal(after, before)
+
+
+def test_a_dynamic_scale_ignores_what_is_not_finite():
+    pages = make_pages(Format.E4M3FN, "token", 2, 4, 1)
+    k = torch.tensor([[[torch.inf, 448.0, torch.nan, 1.0], [0.0, 0.0, 0.0, 0.0]]])
+    reference.store_kv(k, k, torch.tensor([0]), pages)
+    assert pages.k_scale is not None
+    assert pages.k_scale[0, 0].tolist() == [127, 1]
+    assert pages.k[0, 0, 0].float()[:2].tolist() == [448.0, 448.0]
