@@ -21,7 +21,7 @@ GREEDY_BELOW = 1e-5  # a temperature under this is greedy, as in vLLM: logits di
 MAX_LOGPROBS = 20  # the most that OpenAI's API offers; each costs memory per token
 MAX_COMPLETIONS = 128
 MAX_SALT = 1024  # characters
-LARGEST = 1e9  # of temperature and of |logit_bias|, so that no float32 logit overflows
+LARGEST = 10**9  # of temperature and of |logit_bias|, so that no float32 logit overflows
 
 _SYNONYMS = {  # names of other engines -> the field that does the same or comes closest
     "best_of": "n",
