@@ -1,0 +1,55 @@
+"""`freight env`: what Freight runs on here, for people and for bug reports."""
+
+from __future__ import annotations
+
+import json
+import platform
+from importlib import metadata
+from typing import Annotated, Any
+
+import typer
+
+PACKAGES = ("freight", "torch", "transformers", "tokenizers", "safetensors", "numpy")
+
+
+def env(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
+    """Show versions, processor, memory, GPU and the kernels in use."""
+    facts = collect()
+    if as_json:
+        typer.echo(json.dumps(facts))
+        return
+    for name, value in facts.items():
+        if isinstance(value, dict):
+            value = ", ".join(f"{key} {version}" for key, version in value.items())
+        elif isinstance(value, list):
+            value = " ".join(value)
+        elif name.startswith("memory_"):
+            value = f"{value / 2**30:.1f} GiB"
+        typer.echo(f"{name.replace('_', ' '):<14} {'none' if value in (None, '') else value}")
+
+
+def collect() -> dict[str, Any]:
+    """The facts, by the names of the JSON. Memory in bytes."""
+    import torch
+
+    from freight.device import cpu_features, cpu_name, gpu_present, probe
+    from freight.kernels.kernel_set import select_kernels
+
+    device = probe("auto")
+    hip = getattr(torch.version, "hip", None)
+    return {
+        "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in PACKAGES},
+        "platform": platform.platform(),
+        "cpu": cpu_name(),
+        "cpu_features": list(cpu_features()),
+        "cores": device.cores,
+        "device": str(device.kind),
+        "device_name": device.name,
+        "native_e4m3": str(device.native_e4m3),
+        "memory_total": device.memory_total,
+        "memory_free": device.memory_free,
+        "torch_build": f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {hip}" if hip else "CPU",
+        "gpu_present": gpu_present(),
+        "kernels": select_kernels("auto").name,
+        "note": device.note,
+    }

@@ -1,0 +1,121 @@
+"""`freight generate`: complete one prompt, as the text comes, or several at once."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from freight.cli.options import takes_engine_options, takes_sampling_options
+from freight.config.engine import EngineArgs
+from freight.errors import RequestError
+from freight.outputs import CompletionOutput, RequestOutput
+from freight.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from freight.llm import LLM
+
+Prompts = list[str] | list[list[int]]
+
+
+@takes_engine_options
+@takes_sampling_options
+def generate(
+    args: EngineArgs,
+    params: SamplingParams,
+    prompt: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="A text to complete; may be repeated.")
+    ] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A file that is one prompt; - reads standard input.")
+    ] = None,
+    prompt_token_ids: Annotated[
+        list[str] | None, typer.Option(metavar="1,2,3", help="A prompt as token ids; may be repeated.")
+    ] = None,
+    n: Annotated[int, typer.Option("--n", "-n", metavar="COUNT", help="Completions per prompt.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Complete prompts. One prompt prints its text as it comes; several are computed together."""
+    params = replace(params, n=n, detokenize=not args.skip_tokenizer_init)
+    prompts = read_prompts(prompt or [], prompt_file, prompt_token_ids or [])
+
+    from freight.llm import LLM
+
+    llm = LLM(**vars(args))
+    if as_json:
+        print(json.dumps(as_object(llm, llm.generate(prompts, params, progress=sys.stderr.isatty()))))
+    elif len(prompts) == 1 and n == 1:
+        print_stream(llm, prompts[0], params)
+    else:
+        for output in llm.generate(prompts, params, progress=sys.stderr.isatty()):
+            for completion in output.outputs:
+                typer.secho(f"--- {_title(output, completion)}", dim=True)
+                typer.echo(text_of(completion, params))
+
+
+def read_prompts(texts: list[str], file: Path | None, token_ids: list[str]) -> Prompts:
+    """The prompts, of one kind only. Raises RequestError for none, for two kinds, and for an empty one."""
+    if sum((bool(texts), file is not None, bool(token_ids))) != 1:
+        raise RequestError("give the prompt in one way: --prompt TEXT, --prompt-file FILE or --prompt-token-ids 1,2,3")
+    if token_ids:
+        return [_parse_ids(text) for text in token_ids]
+    if file is not None:
+        try:
+            texts = [sys.stdin.read() if str(file) == "-" else file.read_text()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise RequestError(f"--prompt-file {file} cannot be read as text: {error}") from None
+    if not all(texts):
+        raise RequestError("a prompt is empty: it needs at least one character")
+    return texts
+
+
+def _parse_ids(text: str) -> list[int]:
+    try:
+        return [int(item) for item in text.split(",")]
+    except ValueError:
+        raise RequestError(f"--prompt-token-ids is {text!r}; it must be whole numbers, as in 1,2,3") from None
+
+
+def text_of(completion: CompletionOutput, params: SamplingParams) -> str:
+    """What a terminal shows of a completion: its text, or its token ids where there is no text."""
+    return completion.text if params.detokenize else " ".join(map(str, completion.token_ids))
+
+
+def print_stream(llm: LLM, prompt: str | list[int], params: SamplingParams) -> str:
+    """Print one completion as it grows; gives back all of it."""
+    shown = ""
+    for output in llm.stream(prompt, params):
+        text = text_of(output.outputs[0], params)
+        sys.stdout.write(text[len(shown) :])
+        sys.stdout.flush()
+        shown = text
+    sys.stdout.write("\n")
+    return shown
+
+
+def _title(output: RequestOutput, completion: CompletionOutput) -> str:
+    prompt = output.prompt if output.prompt is not None else str(output.prompt_token_ids)
+    start = prompt if len(prompt) <= 60 else prompt[:57] + "..."
+    number = f" [{completion.index + 1}/{len(output.outputs)}]" if len(output.outputs) > 1 else ""
+    return f"{start!r}{number}"
+
+
+def as_object(llm: LLM, outputs: list[RequestOutput]) -> dict[str, Any]:
+    """What --json prints: one entry for each completion, and the cache it was made with."""
+    return {
+        "outputs": [
+            {
+                "prompt": output.prompt,
+                "text": completion.text,
+                "token_ids": completion.token_ids,
+                "finish_reason": completion.finish_reason,
+            }
+            for output in outputs
+            for completion in output.outputs
+        ],
+        "kv_cache": llm.kv_cache_info(),
+    }

@@ -1,0 +1,59 @@
+"""The `freight` command: its verbs, and how errors reach a person.
+
+A FreightError becomes one line on stderr, without a traceback: exit status 2 for what was asked wrongly (ConfigError,
+RequestError), 1 for the rest. Ctrl-C is 130. Nothing here loads torch; a verb does, once its arguments are checked.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from freight import __version__
+from freight.cli.chat import chat
+from freight.cli.env import env
+from freight.cli.generate import generate
+from freight.errors import ConfigError, FreightError, RequestError
+
+app = typer.Typer(
+    help="Run large language models with an FP8 KV cache.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,  # its tables cut long option names off
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Run large language models with an FP8 KV cache."""
+
+
+app.command()(generate)
+app.command()(chat)
+app.command()(env)
+
+
+def main() -> None:
+    """Entry point of the `freight` script."""
+    try:
+        app()
+    except FreightError as error:
+        from rich.console import Console
+        from rich.text import Text
+
+        Console(stderr=True).print(Text("error: ", "bold red").append(str(error), "not bold default"), soft_wrap=True)
+        sys.exit(2 if isinstance(error, ConfigError | RequestError) else 1)

@@ -1,0 +1,188 @@
+"""The options that several verbs share, each said once: the model, the engine's (one per `EngineArgs` field), sampling.
+
+`@takes_engine_options` gives a command all of them and one `args: EngineArgs` in their place; `@takes_sampling_options`
+does the same with `params: SamplingParams`. Values are checked here, before torch is loaded. Environment variables
+are read in this package only, here: `FREIGHT_` and the field's name.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Annotated, Any
+
+import typer
+
+from freight.config import resolve
+from freight.config.engine import EngineArgs
+from freight.errors import ConfigError, RequestError
+from freight.sampling import SamplingParams
+
+Command = Callable[..., None]
+
+CHOICES: dict[str, Sequence[object]] = {  # for --help; `config.resolve.check` is what refuses
+    "dtype": ("auto", *resolve.DTYPES),
+    "kv_cache_dtype": resolve.KV_DTYPES,
+    "kv_scales": (*resolve.KV_SCALES, "FILE"),
+    "block_size": resolve.BLOCK_SIZES,
+    "device": resolve.DEVICES,
+    "kernels": resolve.KERNELS,
+}
+MAX_TOKENS = 256  # what a person at a terminal expects, where SamplingParams has the 16 of other libraries
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One option: the field it sets, its type, a sentence, and what stands for its value in --help."""
+
+    field: str
+    type: Any
+    help: str
+    metavar: str | None = None
+    min: int | None = None
+    negatable: bool = False
+
+    @property
+    def name(self) -> str:
+        return "--" + self.field.replace("_", "-")
+
+    @property
+    def envvar(self) -> str:
+        return f"FREIGHT_{self.field.upper()}"
+
+    def parameter(self, default: Any, envvar: str | None = None) -> inspect.Parameter:
+        """A keyword of a command, as typer reads it."""
+        name = f"{self.name}/--no-{self.name[2:]}" if self.negatable else self.name
+        metavar = self.metavar or ("|".join(map(str, CHOICES[self.field])) if self.field in CHOICES else None)
+        option = typer.Option(name, help=self.help, metavar=metavar, min=self.min, envvar=envvar)
+        annotation: Any = Annotated[self.type, option]
+        return inspect.Parameter(self.field, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+ENGINE_FLAGS = (
+    Flag("dtype", str, "What weights and activations are computed in; auto: as stored."),
+    Flag("kv_cache_dtype", str, "What the KV cache stores; auto: what the checkpoint declares, else the dtype."),
+    Flag("kv_scales", str, "Where the scales of an FP8 cache come from; FILE is a kv_cache_scales.json."),
+    Flag("quantization_param_path", str | None, "The same as --kv-scales FILE, as older engines call it.", "FILE"),
+    Flag("quantization", str | None, "Quantize the weights while they load.", "METHOD"),
+    Flag("max_model_len", int | None, "Longest context in tokens; default: the model's.", "TOKENS", 1),
+    Flag("max_num_seqs", int, "Most requests in one step.", "COUNT", 1),
+    Flag("max_num_batched_tokens", int, "Most tokens in one step; longer prompts go in chunks.", "TOKENS", 1),
+    Flag("block_size", int, "Tokens per block of the cache."),
+    Flag("enable_prefix_caching", bool, "Keep the blocks of earlier prompts for later ones.", negatable=True),
+    Flag("kv_cache_memory", str | None, "Memory for the KV cache; default: a share of what is free.", "BYTES|4GiB"),
+    Flag("device", str, "What to compute on; auto: a GPU if torch sees one."),
+    Flag("kernels", str, "Which kernels; reference is the plain torch definition of each."),
+    Flag("threads", int | None, "CPU threads; default: the cores this process may use.", "COUNT", 1),
+    Flag("seed", int, "Makes sampling repeatable: the same seed and prompts, the same tokens.", "NUMBER"),
+    Flag("revision", str | None, "Branch, tag or commit of a hub model.", "NAME"),
+    Flag("tokenizer", str | None, "A folder or hub id to take the tokenizer from instead.", "MODEL"),
+    Flag("skip_tokenizer_init", bool, "Run without a tokenizer: token ids in, token ids out."),
+)
+
+SAMPLING_FLAGS = (
+    Flag("max_tokens", int, "Tokens to generate at most.", "COUNT"),
+    Flag("min_tokens", int, "Tokens to generate at least.", "COUNT"),
+    Flag("temperature", float, "Divides the logits; 0 takes the most likely token.", "NUMBER"),
+    Flag("top_p", float, "Draw from the smallest set of tokens with this probability.", "SHARE"),
+    Flag("top_k", int, "Draw from this many most likely tokens; 0: all.", "COUNT"),
+    Flag("min_p", float, "Draw from tokens with this share of the most likely one's probability.", "SHARE"),
+    Flag("stop", list[str], "Text that ends the completion; may be repeated.", "TEXT"),
+    Flag("stop_token_ids", list[int], "Token id that ends the completion; may be repeated.", "ID"),
+    Flag("ignore_eos", bool, "Go on after the model's own end of text."),
+    Flag("presence_penalty", float, "Subtracted once from the logits of tokens already generated.", "NUMBER"),
+    Flag("frequency_penalty", float, "Subtracted for each time a token was generated.", "NUMBER"),
+    Flag("repetition_penalty", float, "Divides the logits of tokens seen so far.", "NUMBER"),
+    Flag("logit_bias", list[str], "Number to add to the logit of a token id; may be repeated.", "ID=NUMBER"),
+    Flag("skip_special_tokens", bool, "Leave special tokens out of the text.", negatable=True),
+)
+
+ModelArgument = Annotated[
+    str | None, typer.Argument(metavar="MODEL", help="A folder, a hub id, or 'demo', the model that ships (default).")
+]
+ModelIdOption = Annotated[
+    str | None, typer.Option("--model-id", metavar="MODEL", envvar="FREIGHT_MODEL_ID", help="The model, as an option.")
+]
+
+
+def takes_model(command: Command) -> Command:
+    """Replace the command's parameter `model: str` by MODEL and --model-id."""
+
+    def build(values: dict[str, Any]) -> dict[str, Any]:
+        ctx: typer.Context = values.pop("ctx")
+        model, model_id = values.pop("model"), values.pop("model_id")
+        source = ctx.get_parameter_source("model_id")
+        if model and model_id and source is not None and source.name == "COMMANDLINE":
+            raise ConfigError(f"MODEL is {model!r} and --model-id {model_id!r}: give one of the two")
+        return {"model": model or model_id or "demo"}
+
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return _replace(
+        command,
+        "model",
+        [
+            inspect.Parameter("ctx", kind, annotation=typer.Context),
+            inspect.Parameter("model", kind, default=None, annotation=ModelArgument),
+            inspect.Parameter("model_id", kind, default=None, annotation=ModelIdOption),
+        ],
+        build,
+    )
+
+
+def takes_engine_options(command: Command) -> Command:
+    """Replace the command's parameter `args: EngineArgs` by MODEL, --model-id and an option for every other field."""
+    defaults = {field.name: field.default for field in fields(EngineArgs)}
+
+    def build(values: dict[str, Any]) -> dict[str, Any]:
+        args = EngineArgs(model=values.pop("model"), **{flag.field: values.pop(flag.field) for flag in ENGINE_FLAGS})
+        resolve.check(args)
+        return {"args": args}
+
+    model = inspect.Parameter("model", inspect.Parameter.KEYWORD_ONLY, annotation=str)
+    flags = [flag.parameter(defaults[flag.field], flag.envvar) for flag in ENGINE_FLAGS]
+    return takes_model(_replace(command, "args", [model, *flags], build))
+
+
+def takes_sampling_options(command: Command) -> Command:
+    """Replace the command's parameter `params: SamplingParams` by the sampling options."""
+    plain = SamplingParams(max_tokens=MAX_TOKENS)
+
+    def default(flag: Flag) -> Any:
+        value = getattr(plain, flag.field)
+        return [] if flag.type in (list[str], list[int]) else value
+
+    def build(values: dict[str, Any]) -> dict[str, Any]:
+        given = {flag.field: values.pop(flag.field) for flag in SAMPLING_FLAGS}
+        return {"params": SamplingParams(**given | {"logit_bias": _biases(given["logit_bias"])})}
+
+    return _replace(command, "params", [flag.parameter(default(flag)) for flag in SAMPLING_FLAGS], build)
+
+
+def _biases(pairs: Sequence[str]) -> dict[int, float]:
+    """'ID=NUMBER' each."""
+    try:
+        return {int(token): float(bias) for token, bias in (pair.split("=") for pair in pairs)}
+    except ValueError:
+        raise RequestError(f"--logit-bias is {' '.join(pairs)!r}; each must be ID=NUMBER, as in 42=-5") from None
+
+
+def _replace(
+    command: Command,
+    parameter: str,
+    options: Sequence[inspect.Parameter],
+    build: Callable[[dict[str, Any]], dict[str, Any]],
+) -> Command:
+    """`command` with `options` in the place of `parameter`, which `build` makes by taking theirs out of the values."""
+
+    @functools.wraps(command)
+    def wrapped(**values: Any) -> None:
+        made = build(values)
+        command(**values, **made)
+
+    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != parameter]
+    known = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
+    wrapped.__signature__ = inspect.Signature([*known, *options])  # type: ignore[attr-defined]
+    wrapped.__annotations__ = {p.name: p.annotation for p in (*known, *options)}
+    return wrapped

@@ -1,0 +1,221 @@
+"""The house's rules, held by reading the source: who imports whom, what stays out of where, how long a file may be.
+
+The order of imports is the table in docs/architecture.md. Every import statement counts, also one inside a function or
+under `if TYPE_CHECKING`, and so does `import_module("freight.…")`.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SRC = ROOT / "src"
+SOURCES = sorted((SRC / "freight").rglob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+FACADE = "freight"  # freight/__init__.py: the public names
+
+ORDER = [
+    {"errors"},
+    {"sampling", "outputs", "batch", "fp8"},
+    {"device"},
+    {"config", "checkpoint", "kernels", "tokenizer"},
+    {"cache"},
+    {"layers"},
+    {"models"},
+    {"engine", "calibrate"},
+    {"llm"},
+    {FACADE},
+    {"evaluate", "bench", "server", "auto_fp8"},
+    {"cli"},
+]
+ROW = {package: row for row, packages in enumerate(ORDER) for package in packages}
+
+TORCH_FREE = [
+    "errors.py",
+    "sampling.py",
+    "outputs.py",
+    "config/*.py",
+    "fp8/formats.py",
+    "fp8/scheme.py",
+    "cache/blocks.py",
+    "engine/request.py",
+    "engine/scheduler.py",
+    "cli/*.py",
+]
+ONLY_IN = {  # third-party package -> the one module that may import it
+    "transformers": "freight.tokenizer",
+    "pydantic": None,
+}
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(SRC).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def package_of(module: str) -> str:
+    """The name that ORDER knows: 'fp8' of 'freight.fp8.formats'."""
+    return module.split(".")[1] if "." in module else FACADE
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """Full names of every module that a file imports anywhere in it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            if node.level:
+                yield "." * node.level + (node.module or "")
+            elif node.module == "freight":  # `from freight import cache` names a package, `… import LLM` the facade
+                yield from (f"freight.{a.name}" if a.name in ROW else "freight" for a in node.names)
+            else:
+                yield node.module or ""
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) == "import_module":
+            yield from (arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str))
+
+
+def import_faults(module: str, source: str) -> list[str]:
+    """What `source`, as the text of `module`, imports that it may not."""
+    package, faults = package_of(module), []
+    for name in imported(ast.parse(source)):
+        third_party = name.split(".")[0]
+        if name.startswith("."):
+            faults.append(f"{module} imports {name}: write the full name")
+        elif third_party in ONLY_IN and module != ONLY_IN[third_party]:
+            faults.append(f"{module} imports {name}, which belongs to {ONLY_IN[third_party] or 'no module'}")
+        elif third_party == "freight" and package != FACADE:
+            other = package_of(name)
+            if other != package and ROW[other] >= ROW[package]:
+                faults.append(f"{module} imports {name}, which is not in a row before {package}")
+    return faults
+
+
+def fp8_casts(source: str) -> list[int]:
+    """Lines that name a torch float8 dtype, or cast to a dtype that is made from a format's name."""
+    lines = []
+    for node in ast.walk(ast.parse(source)):
+        named = isinstance(node, ast.Attribute) and node.attr.startswith("float8")
+        cast = isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("to", "type")
+        built = cast and any("float8" in ast.dump(arg) or "torch_name" in ast.dump(arg) for arg in ast.walk(node))
+        if named or built:
+            lines.append(node.lineno)
+    return lines
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module_name)
+def test_imports_follow_the_order(path: Path) -> None:
+    module = module_name(path)
+    assert package_of(module) in ROW, f"{module} has no row in the import order"
+    assert import_faults(module, path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("freight.errors", "from freight.fp8.formats import Format"),
+        ("freight.cache.pool", "def f():\n    import freight.layers.attention"),
+        ("freight.models.decoder", "if TYPE_CHECKING:\n    from freight.engine.runner import Runner"),
+        ("freight.config.resolve", "from freight.checkpoint.reader import Checkpoint"),
+        ("freight.engine.loop", "from freight import llm"),
+        ("freight.engine.loop", "from freight import LLM"),
+        ("freight.layers.linear", "import_module('freight.cli.main')"),
+        ("freight.cache.pool", "from . import blocks"),
+        ("freight.server.app", "import pydantic.types"),
+        ("freight.evaluate.report", "from transformers import AutoTokenizer"),
+    ],
+)
+def test_the_check_sees_every_kind_of_import(module: str, source: str) -> None:
+    assert len(import_faults(module, source)) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("freight.cli.generate", "def f():\n    from freight.llm import LLM\n    from freight import __version__"),
+        ("freight.cache.pool", "import torch\nfrom freight.cache.spec import X\nfrom freight import fp8"),
+        ("freight.tokenizer", "from transformers import AutoTokenizer"),
+    ],
+)
+def test_the_check_allows_what_is_in_order(module: str, source: str) -> None:
+    assert import_faults(module, source) == []
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module_name)
+def test_fp8_is_cast_in_one_file(path: Path) -> None:
+    casts = fp8_casts(path.read_text())
+    assert casts == [] or module_name(path) == "freight.fp8.quantize"
+
+
+@pytest.mark.parametrize(
+    "source", ["x.to(torch.float8_e4m3fn)", "x.to(getattr(torch, format.torch_name))", "x.type('float8_e5m2')"]
+)
+def test_the_check_sees_a_cast(source: str) -> None:
+    assert fp8_casts(source)
+
+
+@pytest.mark.parametrize("path", SOURCES + TESTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_file_is_short_and_says_what_it_is(path: Path) -> None:
+    source = path.read_text()
+    tree = ast.parse(source)
+    num_lines = source.count("\n")
+    assert num_lines <= 400
+    if path.name == "__init__.py" and path.parent != SRC / "freight":
+        assert source == "", "the __init__ of a subpackage is empty"
+    else:
+        assert ast.get_docstring(tree), "a module opens by saying what it is"
+    assert not [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Global)], "no global that changes"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module_name)
+def test_a_function_is_at_most_60_lines(path: Path) -> None:
+    functions = (n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.FunctionDef))
+    assert [f.name for f in functions if (f.end_lineno or f.lineno) - f.lineno >= 60] == []
+
+
+def python(code: str, *argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_torch_free_modules_import_without_torch() -> None:
+    files = {pattern: sorted((SRC / "freight").glob(pattern)) for pattern in TORCH_FREE}
+    assert [pattern for pattern, found in files.items() if not found] == [], "a listed module does not exist"
+    names = [module_name(path) for found in files.values() for path in found]
+    code = (
+        "import importlib, json, sys; seen = {}\n"
+        "for name in sys.argv[1:]:\n    importlib.import_module(name); seen[name] = 'torch' in sys.modules\n"
+        "print(json.dumps(seen))"
+    )
+    answer = python(code, *names)
+    assert answer.returncode == 0, answer.stderr
+    assert [name for name, torch in json.loads(answer.stdout).items() if torch] == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "says"),
+    [
+        (["--help"], 0, "generate"),
+        (["--version"], 0, "0."),
+        (["generate", "--help"], 0, "--kv-cache-dtype"),
+        (["generate", "--kv-cache-dtipe", "fp8"], 2, "--kv-cache-dtype"),
+        (["generate", "--prompt", "x", "--kv-cache-dtype", "fp9"], 2, "fp8_e5m2"),
+        (["generate", "demo", "--model-id", "demo", "--prompt", "x"], 2, "--model-id"),
+        (["generate", "--prompt", "x", "--temperature", "-1"], 2, "temperature"),
+    ],
+)
+def test_the_command_line_answers_without_torch(argv: list[str], code: int, says: str) -> None:
+    run = (
+        "import sys; from freight.cli.main import main\n"
+        "try:\n    main()\nfinally:\n    print('TORCH' if 'torch' in sys.modules else 'LIGHT', file=sys.stderr)"
+    )
+    answer = python(run, *argv)
+    assert answer.returncode == code, answer.stderr
+    assert says in answer.stdout + answer.stderr
+    assert answer.stderr.rstrip().endswith("LIGHT")
+    assert "Traceback" not in answer.stderr
