@@ -1,0 +1,136 @@
+"""BlockAllocator: who holds which block. The only writer of reference counts, free list and prefix index.
+
+A block is in exactly one of three states, so that num_free + num_held + num_cached is always the size of the pool:
+
+    free     nobody holds it and nothing is known about its content
+    held     at least one request refers to it
+    cached   nobody holds it, but its content is indexed: a later request may take it up again, or it is evicted
+
+The prefix index maps a key to the block with that content. The key of a full block is a digest over the key of the
+block before it and its own token ids; the first block's parent is a digest of the request's cache salt. Equal keys
+therefore mean equal tokens from position 0 on, and equal salts. The digest is cryptographic: a caller must not be able
+to construct a prompt that is answered from someone else's blocks.
+
+Eviction takes the block that was released longest ago; of blocks released together, the one farthest from the start
+of the sequence, because a prefix is only useful from its head on. Not thread-safe. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+
+def root_key(salt: str | None) -> bytes:
+    """Parent key of a sequence's first block. No salt and the empty salt are two different salts."""
+    content = b"" if salt is None else b"salt" + salt.encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(content, digest_size=32, person=b"root").digest()
+
+
+def block_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """Key of a full block that holds `token_ids` and follows the block (or root) with key `parent`."""
+    return hashlib.blake2b(parent + array("q", token_ids).tobytes(), digest_size=32).digest()
+
+
+class BlockAllocator:
+    """Hands out the blocks 0 … num_blocks - 1 of `block_size` tokens, and finds computed ones again by their key.
+
+    Without prefix caching `register` does nothing and `acquire_prefix` finds nothing.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
+        assert min(num_blocks, block_size) > 0, (num_blocks, block_size)
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: low numbers leave first
+        self._cached: OrderedDict[int, None] = OrderedDict()  # oldest release first
+        self._num_held = 0
+        self._references = [0] * num_blocks
+        self._keys: list[bytes | None] = [None] * num_blocks  # key under which a block is indexed
+        self._index: dict[bytes, int] = {}  # the inverse of _keys
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_held(self) -> int:
+        return self._num_held
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `allocate` could hand out: free ones, and cached ones after eviction."""
+        return len(self._free) + len(self._cached)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that `num_tokens` tokens occupy."""
+        return -(-num_tokens // self.block_size)
+
+    def allocate(self, count: int) -> list[int] | None:
+        """`count` blocks with unspecified content, one reference each; None, and no change, if there are fewer.
+
+        Free blocks go first, then cached ones are evicted.
+        """
+        if count > self.num_available:
+            return None
+        blocks = []
+        for _ in range(count):
+            block = self._free.pop() if self._free else self._evict()
+            self._references[block] = 1
+            blocks.append(block)
+        self._num_held += count
+        return blocks
+
+    def acquire_prefix(self, keys: Iterable[bytes]) -> list[int]:
+        """The blocks of the longest indexed run at the start of `keys`, with a reference taken on each.
+
+        They are shared: the holder reads them and never writes them.
+        """
+        blocks = []
+        for key in keys:
+            block = self._index.get(key)
+            if block is None:
+                break
+            if self._references[block] == 0:
+                del self._cached[block]
+                self._num_held += 1
+            self._references[block] += 1
+            blocks.append(block)
+        return blocks
+
+    def register(self, block: int, key: bytes) -> None:
+        """Index a held block whose every slot is computed and stored. A block already indexed under `key` stays."""
+        assert self._references[block] > 0, f"block {block} is registered but not held"
+        if not self.enable_prefix_caching or key in self._index:
+            return
+        assert self._keys[block] is None, f"block {block} is already indexed under another key"
+        self._keys[block] = key
+        self._index[key] = block
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Give back one reference to each block of a sequence, in sequence order. Unheld ones become cached or free."""
+        for block in reversed(blocks):  # the tail becomes evictable before the head
+            assert self._references[block] > 0, f"block {block} is released more often than it was taken"
+            self._references[block] -= 1
+            if self._references[block] > 0:
+                continue
+            self._num_held -= 1
+            if self._keys[block] is None:
+                self._free.append(block)
+            else:
+                self._cached[block] = None
+
+    def _evict(self) -> int:
+        block, _ = self._cached.popitem(last=False)
+        key = self._keys[block]
+        assert key is not None
+        self._keys[block] = None
+        del self._index[key]
+        return block

@@ -1,0 +1,82 @@
+"""Request: one sequence on its way through the engine. Only the Scheduler writes it; everyone else reads.
+
+Its known tokens are the prompt followed by what was generated. The keys and values of the first
+`num_computed_tokens` of them are in the cache, in `block_ids`. Tokens are only ever appended, also across preemption,
+so `block_keys` stays valid once computed. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from freight.outputs import FinishReason
+from freight.sampling import SamplingParams
+
+
+class RequestState(StrEnum):
+    """WAITING holds no blocks; RUNNING takes part in every step; FINISHED is final and holds no blocks."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One of the `n` completions of one prompt.
+
+    group           the caller's request; its completions share it
+    index           which of the `n` completions, from 0
+    seed            resolved: what the sampler draws from for this completion
+    stop_token_ids  params.stop_token_ids and, unless ignore_eos, the model's own stop ids
+
+    The rest belongs to the Scheduler.
+
+    block_ids          blocks in sequence order; replaced, never changed in place, so that a step may keep it
+    block_keys         prefix keys of the leading full blocks, as far as they were needed
+    num_cached_tokens  prompt tokens found in the prefix cache when first admitted
+    arrival            counts up from 0 over all requests added to the Scheduler
+    token_limit        known tokens at which it ends with LENGTH
+    stop_reason        the stop string or the id from params.stop_token_ids that ended it; None for the model's own ids
+    """
+
+    request_id: str
+    group: str
+    index: int
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    stop_token_ids: frozenset[int]
+    output_token_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    block_ids: tuple[int, ...] = ()
+    block_keys: list[bytes] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    arrival: int = -1
+    token_limit: int = 0
+    state: RequestState = RequestState.WAITING
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens: prompt and generated ones."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.state is RequestState.FINISHED
+
+    def tokens(self, start: int, stop: int) -> tuple[int, ...]:
+        """The known tokens at positions start … stop - 1, in O(stop - start)."""
+        num_prompt = len(self.prompt_token_ids)
+        if stop <= num_prompt:
+            return self.prompt_token_ids[start:stop]
+        generated = self.output_token_ids[max(start - num_prompt, 0) : stop - num_prompt]
+        return (*self.prompt_token_ids[start:], *generated)

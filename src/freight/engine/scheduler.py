@@ -1,0 +1,302 @@
+"""Scheduler: what runs in the next step. The only writer of requests, and of what they hold.
+
+Prefill and decode are one thing: a request has known tokens, some of them computed, and each step computes a chunk of
+the rest within a budget of `max_num_batched_tokens`. A chunk that reaches the end of the known tokens samples one more.
+
+- Every running request advances in every step: one token of the budget is kept back for each that is still to come,
+  so no decode waits behind a long prefill. The rest of the budget goes by arrival, oldest first, then to waiting
+  requests, first come first served, while fewer than `max_num_seqs` run.
+- When blocks run out, the running request that arrived last gives back its blocks and waits at its place in the queue;
+  it keeps its tokens and computes them again later. The oldest request is never preempted, and `add` refuses what the
+  whole pool could not hold, so every request comes to an end.
+- A waiting request is admitted only if the blocks for all its known tokens are there, and one more for each running
+  request, so that it is not preempted right after.
+- Prefix hits leave at least the last known token to compute, so a shared block is never written. The completions of one
+  prompt wait for the first of them to compute the prompt, and then share its blocks.
+
+`schedule` and `apply` alternate, in one thread. `abort` and `finish` may come at any time between; what an already
+scheduled step still computes for such a request is dropped. Freed blocks are not handed out before the next `schedule`,
+so a step under way never writes into a block of someone else. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+
+from freight.cache.blocks import BlockAllocator, block_key, root_key
+from freight.engine.request import Request, RequestState
+from freight.errors import CapacityError, RequestError
+from freight.outputs import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledChunk:
+    """Compute the known tokens start … start + num_tokens - 1 of `request`, storing into `block_ids`.
+
+    `block_ids` are all blocks of the sequence up to the end of the chunk. With `samples`, the last row's logits give
+    the request's next token.
+    """
+
+    request: Request
+    start: int
+    num_tokens: int
+    block_ids: tuple[int, ...]
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One forward pass. `preempted` lost their blocks while it was scheduled, and are not part of it."""
+
+    chunks: tuple[ScheduledChunk, ...]
+    preempted: tuple[Request, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.num_tokens for chunk in self.chunks)
+
+
+_arrival = attrgetter("arrival")
+
+
+def _remove(queue: list[Request], request: Request) -> None:
+    """Take `request` out of a queue that is sorted by arrival."""
+    position = bisect_left(queue, request.arrival, key=_arrival)
+    assert queue[position] is request, f"request {request.request_id} is not in the queue of its state"
+    del queue[position]
+
+
+class Scheduler:
+    """Continuous batching over the blocks of one allocator. Limits: sequences, tokens a step, tokens a request."""
+
+    def __init__(
+        self, allocator: BlockAllocator, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int
+    ) -> None:
+        assert min(max_num_seqs, max_num_batched_tokens, max_model_len) > 0
+        self._allocator = allocator
+        self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_model_len = max_model_len
+        self._requests: dict[str, Request] = {}  # every unfinished request
+        self._leaders: dict[str, Request] = {}  # group -> its unfinished completion 0
+        self._waiting: list[Request] = []  # both queues by arrival
+        self._running: list[Request] = []
+        self._num_arrived = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._requests)
+
+    def add(self, request: Request) -> None:
+        """Queue a fresh request; completion 0 of a group comes first.
+
+        Raises RequestError for an empty or too long prompt or an id in use, and CapacityError when the whole pool is
+        smaller than the request may become.
+        """
+        assert request.arrival < 0, f"request {request.request_id} was added before"
+        num_prompt, name = request.num_prompt_tokens, request.request_id
+        if name in self._requests:
+            raise RequestError(f"request id {name!r} is in use by an unfinished request; choose another id")
+        if num_prompt == 0:
+            raise RequestError(f"request {name!r}: the prompt is empty; give at least one token")
+        if num_prompt > self._max_model_len - 1:
+            raise RequestError(
+                f"request {name!r}: the prompt has {num_prompt} tokens, and max_model_len {self._max_model_len} leaves "
+                f"room for {self._max_model_len - 1} besides one new token; shorten it or raise max_model_len"
+            )
+        max_tokens = request.params.max_tokens
+        limit = self._max_model_len if max_tokens is None else min(num_prompt + max_tokens, self._max_model_len)
+        capacity = self._allocator.num_blocks * self._allocator.block_size
+        if limit > capacity:
+            raise CapacityError(
+                f"request {name!r} may grow to {limit} tokens ({num_prompt} of prompt), and the KV cache holds "
+                f"{capacity}; lower max_tokens, shorten the prompt or raise kv_cache_memory"
+            )
+        request.token_limit = limit
+        request.arrival = self._num_arrived
+        self._num_arrived += 1
+        self._requests[name] = request
+        if request.index == 0:
+            self._leaders[request.group] = request
+        self._waiting.append(request)
+
+    def schedule(self) -> Step:
+        """The next step; without chunks only if no request is unfinished. Takes blocks, and preempts for them."""
+        chunks: list[ScheduledChunk] = []
+        preempted: list[Request] = []
+        budget = self._max_num_batched_tokens
+        running = self._running
+        position = 0
+        while position < len(running):  # preemption shortens it from the end
+            request = running[position]
+            reserved = len(running) - position - 1
+            start = request.num_computed_tokens
+            remaining = request.num_tokens - start
+            count = min(remaining, budget - reserved)
+            assert count > 0, f"no token of the budget is left for request {request.request_id}"
+            if not self._grow(request, start + count, preempted):
+                break  # it preempted itself, being the last
+            chunks.append(ScheduledChunk(request, start, count, request.block_ids, count == remaining))
+            budget -= count
+            position += 1
+        if not preempted:
+            self._admit_waiting(chunks, budget)
+        return Step(tuple(chunks), tuple(preempted))
+
+    def apply(self, step: Step, tokens: Mapping[str, int]) -> list[Request]:
+        """Take note that `step` was computed, with the sampled token of each chunk that samples, by request id.
+
+        Returns the requests that got a token, in the step's order; some may have finished by it. Requests that ended
+        since the step was scheduled are left alone and their tokens dropped.
+        """
+        advanced = []
+        for chunk in step.chunks:
+            request = chunk.request
+            if request.state is RequestState.FINISHED:
+                continue
+            assert request.num_computed_tokens == chunk.start, f"request {request.request_id}: step applied out of turn"
+            request.num_computed_tokens += chunk.num_tokens
+            self._register_full_blocks(request, chunk.start)
+            if chunk.samples:
+                request.output_token_ids.append(tokens[request.request_id])
+                advanced.append(request)
+                self._finish_if_done(request)
+        return advanced
+
+    def finish(self, request_id: str, reason: FinishReason, stop_reason: str | int | None = None) -> None:
+        """End a request from outside, e.g. at a stop string. An unknown or finished id changes nothing."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._finish(request, reason, stop_reason)
+
+    def abort(self, request_id: str) -> None:
+        """End a request whose caller went away. An unknown or finished id changes nothing."""
+        self.finish(request_id, FinishReason.ABORT)
+
+    def _grow(self, request: Request, num_tokens: int, preempted: list[Request]) -> bool:
+        """Give a running request blocks for `num_tokens` tokens; False if it was itself the last to preempt."""
+        missing = self._allocator.blocks_for(num_tokens) - len(request.block_ids)
+        if missing <= 0:
+            return True
+        while (blocks := self._allocator.allocate(missing)) is None:
+            preempted.append(self._preempt_latest())
+            if preempted[-1] is request:
+                return False
+        request.block_ids += tuple(blocks)
+        return True
+
+    def _preempt_latest(self) -> Request:
+        victim = self._running.pop()
+        self._allocator.release(victim.block_ids)
+        victim.block_ids = ()
+        victim.num_computed_tokens = 0
+        victim.num_preemptions += 1
+        victim.state = RequestState.WAITING
+        insort(self._waiting, victim, key=_arrival)
+        return victim
+
+    def _admit_waiting(self, chunks: list[ScheduledChunk], budget: int) -> None:
+        """Append a first chunk for each waiting request that budget, max_num_seqs and blocks admit, in order."""
+        position = 0
+        while position < len(self._waiting) and budget > 0 and len(self._running) < self._max_num_seqs:
+            request = self._waiting[position]
+            if self._waits_for_sibling(request):
+                position += 1
+                continue
+            chunk = self._admit(request, budget)
+            if chunk is None:
+                return
+            del self._waiting[position]
+            insort(self._running, request, key=_arrival)
+            chunks.append(chunk)
+            budget -= chunk.num_tokens
+
+    def _admit(self, request: Request, budget: int) -> ScheduledChunk | None:
+        """Start a waiting request with its prefix hits and a first chunk; None, and no change, if it does not fit."""
+        num_tokens = request.num_tokens
+        blocks = self._allocator.acquire_prefix(self._prefix_keys(request, num_tokens))
+        missing = self._allocator.blocks_for(num_tokens) - len(blocks)
+        if missing + len(self._running) > self._allocator.num_available:
+            self._allocator.release(blocks)
+            return None
+        start = len(blocks) * self._allocator.block_size
+        count = min(num_tokens - start, budget)
+        fresh = self._allocator.allocate(self._allocator.blocks_for(start + count) - len(blocks))
+        assert fresh is not None
+        request.block_ids = (*blocks, *fresh)
+        request.num_computed_tokens = start
+        if request.num_preemptions == 0:
+            request.num_cached_tokens = start
+        request.state = RequestState.RUNNING
+        return ScheduledChunk(request, start, count, request.block_ids, start + count == num_tokens)
+
+    def _waits_for_sibling(self, request: Request) -> bool:
+        """Whether completion 0 of its group is about to compute blocks that this request will share."""
+        leader = self._leaders.get(request.group)
+        return (
+            leader is not None
+            and leader is not request
+            and leader.num_computed_tokens < leader.num_prompt_tokens
+            and self._takes_hits(request)
+            and request.num_prompt_tokens > self._allocator.block_size
+        )
+
+    def _takes_hits(self, request: Request) -> bool:
+        # Log-probabilities of the prompt need every row of it computed.
+        return self._allocator.enable_prefix_caching and request.params.prompt_logprobs is None
+
+    def _prefix_keys(self, request: Request, num_tokens: int) -> list[bytes]:
+        """Keys of the blocks that may be hits: full ones, leaving at least the last known token to compute."""
+        if not self._takes_hits(request):
+            return []
+        count = (num_tokens - 1) // self._allocator.block_size
+        self._extend_keys(request, count)
+        return request.block_keys[:count]
+
+    def _extend_keys(self, request: Request, count: int) -> None:
+        """Have at least `count` keys in request.block_keys; only missing ones are computed."""
+        keys, size = request.block_keys, self._allocator.block_size
+        while len(keys) < count:
+            parent = keys[-1] if keys else root_key(request.params.cache_salt)
+            start = len(keys) * size
+            keys.append(block_key(parent, request.tokens(start, start + size)))
+
+    def _register_full_blocks(self, request: Request, previously_computed: int) -> None:
+        """Index the blocks that became full since `previously_computed` tokens were computed."""
+        size = self._allocator.block_size
+        first, end = previously_computed // size, request.num_computed_tokens // size
+        if first == end or not self._allocator.enable_prefix_caching:
+            return
+        self._extend_keys(request, end)
+        for position in range(first, end):
+            self._allocator.register(request.block_ids[position], request.block_keys[position])
+
+    def _finish_if_done(self, request: Request) -> None:
+        """A stop id ends a request once min_tokens are generated, and wins over a limit reached by the same token."""
+        params, token = request.params, request.output_token_ids[-1]
+        if token in request.stop_token_ids and len(request.output_token_ids) >= params.min_tokens:
+            self._finish(request, FinishReason.STOP, token if token in params.stop_token_ids else None)
+        elif request.num_tokens >= request.token_limit:
+            self._finish(request, FinishReason.LENGTH, None)
+
+    def _finish(self, request: Request, reason: FinishReason, stop_reason: str | int | None) -> None:
+        _remove(self._running if request.state is RequestState.RUNNING else self._waiting, request)
+        self._allocator.release(request.block_ids)
+        request.block_ids = ()
+        request.state = RequestState.FINISHED
+        request.finish_reason = reason
+        request.stop_reason = stop_reason
+        del self._requests[request.request_id]
+        if self._leaders.get(request.group) is request:
+            del self._leaders[request.group]

@@ -1,0 +1,163 @@
+"""`new_rig`: a scheduler with a model that shows whether anything it decided changed a token.
+
+`FakeModel` stands for the model and its cache: it writes into every slot a digest of the history up to that token, and
+samples from what it reads back through the blocks of the chunk. A wrong block, a block written by two requests or one
+read before it was computed changes its tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from freight.cache.blocks import BlockAllocator
+from freight.engine.request import Request, RequestState
+from freight.engine.scheduler import Scheduler, Step
+from freight.outputs import FinishReason
+from freight.sampling import SamplingParams
+
+VOCAB = 50
+
+
+def digest(*parts: object) -> bytes:
+    return hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+
+
+class FakeModel:
+    """A pure function of the token history, computed through slots."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.slots: dict[int, bytes] = {}
+
+    def slot(self, block_ids: Sequence[int], position: int) -> int:
+        return block_ids[position // self.block_size] * self.block_size + position % self.block_size
+
+    def __call__(self, step: Step) -> dict[str, int]:
+        sampled = {}
+        for chunk in step.chunks:
+            end = chunk.start + chunk.num_tokens
+            for position, token in enumerate(chunk.request.tokens(chunk.start, end), chunk.start):
+                before = self.slots[self.slot(chunk.block_ids, position - 1)] if position else b""
+                self.slots[self.slot(chunk.block_ids, position)] = digest(before, token)
+            if chunk.samples:
+                history = [self.slots[self.slot(chunk.block_ids, position)] for position in range(end)]
+                sampled[chunk.request.request_id] = self.next_token(history, chunk.request.seed)
+        return sampled
+
+    @staticmethod
+    def next_token(history: list[bytes], seed: int) -> int:
+        return digest(history, seed)[0] % VOCAB
+
+
+def expected_tokens(request: Request, max_model_len: int) -> list[int]:
+    """What the model generates for a request that is alone, uncached and never interrupted."""
+    history: list[bytes] = []
+    for token in request.prompt_token_ids:
+        history.append(digest(history[-1] if history else b"", token))
+    output: list[int] = []
+    params = request.params
+    while True:
+        token = FakeModel.next_token(history, request.seed)
+        output.append(token)
+        history.append(digest(history[-1], token))
+        stops = token in request.stop_token_ids and len(output) >= params.min_tokens
+        if stops or len(output) == params.max_tokens or len(history) == max_model_len:
+            return output
+
+
+class Rig:
+    """A scheduler, its allocator and a fake model; checks every step against what always holds."""
+
+    def __init__(
+        self,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        max_num_seqs: int = 8,
+        budget: int = 16,
+        max_model_len: int = 64,
+        caching: bool = True,
+    ) -> None:
+        self.allocator = BlockAllocator(num_blocks, block_size, caching)
+        self.scheduler = Scheduler(self.allocator, max_num_seqs, budget, max_model_len)
+        self.model = FakeModel(block_size)
+        self.max_num_seqs, self.budget, self.max_model_len = max_num_seqs, budget, max_model_len
+        self.requests: dict[str, Request] = {}
+        self.num_preemptions = 0
+
+    def add(
+        self, name: str, prompt: Sequence[int], group: str = "", index: int = 0, eos: Sequence[int] = (), **params: Any
+    ) -> Request:
+        sampling = SamplingParams(**params)
+        stops = frozenset(sampling.stop_token_ids) | frozenset(() if sampling.ignore_eos else eos)
+        request = Request(name, group or name, index, tuple(prompt), sampling, seed=index, stop_token_ids=stops)
+        self.scheduler.add(request)
+        self.requests[name] = request
+        return request
+
+    def schedule(self) -> Step:
+        expects_work = self.scheduler.has_unfinished
+        continuing = [request for request in self.requests.values() if request.state is RequestState.RUNNING]
+        step = self.scheduler.schedule()
+        scheduled = [chunk.request for chunk in step.chunks]
+        assert bool(step.chunks) == expects_work
+        assert step.num_tokens <= self.budget
+        assert len(set(scheduled)) == len(scheduled) == self.scheduler.num_running <= self.max_num_seqs
+        if step.preempted:  # and then nobody new is admitted
+            assert {*scheduled, *step.preempted} == set(continuing)
+            assert not set(scheduled) & set(step.preempted)
+        assert set(continuing) <= {*scheduled, *step.preempted}
+        for chunk in step.chunks:
+            assert chunk.num_tokens > 0
+            assert chunk.start == chunk.request.num_computed_tokens
+            assert chunk.samples == (chunk.start + chunk.num_tokens == chunk.request.num_tokens)
+            assert len(chunk.block_ids) >= self.allocator.blocks_for(chunk.start + chunk.num_tokens)
+        written = [
+            block for chunk in step.chunks for block in chunk.block_ids[chunk.start // self.allocator.block_size :]
+        ]
+        assert len(set(written)) == len(written), "two requests write into one block"
+        for chunk in step.chunks:
+            shared = chunk.block_ids[: chunk.start // self.allocator.block_size]
+            assert not set(shared) & set(written), "a block is written while another request reads it"
+        self.num_preemptions += len(step.preempted)
+        self.check_counts()
+        return step
+
+    def step(self) -> Step:
+        step = self.schedule()
+        self.scheduler.apply(step, self.model(step))
+        self.check_counts()
+        return step
+
+    def run(self) -> list[Step]:
+        steps = []
+        while self.scheduler.has_unfinished:
+            steps.append(self.step())
+            assert len(steps) < 5000
+        return steps
+
+    def check_counts(self) -> None:
+        allocator = self.allocator
+        assert allocator.num_free + allocator.num_held + allocator.num_cached == allocator.num_blocks
+
+    def check_all_done(self) -> None:
+        assert self.scheduler.num_waiting == self.scheduler.num_running == self.allocator.num_held == 0
+        for request in self.requests.values():
+            assert request.state is RequestState.FINISHED
+            assert request.block_ids == ()
+            expected = expected_tokens(request, self.max_model_len)
+            got = request.output_token_ids
+            assert got == (expected[: len(got)] if request.finish_reason is FinishReason.ABORT else expected)
+
+    @staticmethod
+    def shape(step: Step) -> list[tuple[str, int, int, bool]]:
+        return [(c.request.request_id, c.start, c.num_tokens, c.samples) for c in step.chunks]
+
+
+@pytest.fixture(scope="session")
+def new_rig() -> type[Rig]:
+    """Rig itself: every call makes a fresh one."""
+    return Rig
