@@ -65,7 +65,7 @@ def read_prompts(texts: list[str], file: Path | None, token_ids: list[str]) -> P
         return [_parse_ids(text) for text in token_ids]
     if file is not None:
         try:
-            texts = [sys.stdin.read() if str(file) == "-" else file.read_text()]
+            texts = [sys.stdin.read() if str(file) == "-" else file.read_text("utf-8")]
         except (OSError, UnicodeDecodeError) as error:
             raise RequestError(f"--prompt-file {file} cannot be read as text: {error}") from None
     if not all(texts):

@@ -1,0 +1,180 @@
+"""Every engine option, as a flag and as an environment variable, reaches EngineArgs; bad ones are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from freight.cli.options import ENGINE_FLAGS, SAMPLING_FLAGS
+from freight.config.engine import EngineArgs
+from freight.sampling import SamplingParams
+
+Run = Callable[..., Any]
+
+GIVEN = {  # field -> (as typed, as understood)
+    "tokenizer": ("other", "other"),
+    "revision": ("v2", "v2"),
+    "dtype": ("float32", "float32"),
+    "kv_cache_dtype": ("fp8_e5m2", "fp8_e5m2"),
+    "kv_scales": ("dynamic", "dynamic"),
+    "quantization_param_path": ("scales.json", "scales.json"),
+    "max_model_len": ("100", 100),
+    "max_num_seqs": ("3", 3),
+    "max_num_batched_tokens": ("200", 200),
+    "block_size": ("32", 32),
+    "kv_cache_memory": ("64MiB", "64MiB"),
+    "device": ("cpu", "cpu"),
+    "kernels": ("reference", "reference"),
+    "threads": ("1", 1),
+    "seed": ("5", 5),
+}
+
+
+@pytest.fixture(autouse=True)
+def scales_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "scales.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+
+
+def test_there_is_one_option_for_each_field() -> None:
+    assert {flag.field for flag in ENGINE_FLAGS} == {field.name for field in fields(EngineArgs)} - {"model"}
+
+
+def test_sampling_options_are_fields_of_sampling_params() -> None:
+    left_out = {"n", "seed", "logprobs", "prompt_logprobs", "detokenize", "cache_salt"}  # of no use at a terminal
+    assert {flag.field for flag in SAMPLING_FLAGS} == {field.name for field in fields(SamplingParams)} - left_out
+
+
+def test_without_options_the_defaults_are_those_of_engine_args(freight: Run, llm: Any) -> None:
+    assert freight("generate", "--prompt", "x").code == 0
+    assert llm.made == vars(EngineArgs())
+
+
+@pytest.mark.parametrize("field", GIVEN)
+def test_a_flag_and_its_variable_mean_the_same(freight: Run, llm: Any, field: str) -> None:
+    typed, understood = GIVEN[field]
+    assert freight("generate", "--prompt", "x", "--" + field.replace("_", "-"), typed).code == 0
+    by_flag = llm.made
+    assert freight("generate", "--prompt", "x", **{f"FREIGHT_{field.upper()}": typed}).code == 0
+    assert by_flag == llm.made == vars(EngineArgs(**{field: understood}))
+
+
+def test_a_flag_wins_over_its_variable(freight: Run, llm: Any) -> None:
+    freight("generate", "--prompt", "x", "--kv-cache-dtype", "fp8", FREIGHT_KV_CACHE_DTYPE="fp8_e5m2")
+    assert llm.made["kv_cache_dtype"] == "fp8"
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "field", "value"),
+    [
+        (["--no-enable-prefix-caching"], {}, "enable_prefix_caching", False),
+        (["--enable-prefix-caching"], {"FREIGHT_ENABLE_PREFIX_CACHING": "0"}, "enable_prefix_caching", True),
+        ([], {"FREIGHT_ENABLE_PREFIX_CACHING": "false"}, "enable_prefix_caching", False),
+        (["--skip-tokenizer-init"], {}, "skip_tokenizer_init", True),
+        ([], {"FREIGHT_SKIP_TOKENIZER_INIT": "1"}, "skip_tokenizer_init", True),
+    ],
+)
+def test_switches(freight: Run, llm: Any, argv: list[str], environ: dict[str, str], field: str, value: bool) -> None:
+    assert freight("generate", "--prompt-token-ids", "1", *argv, **environ).code == 0
+    assert llm.made[field] is value
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "model"),
+    [
+        ([], {}, "demo"),
+        (["some/model"], {}, "some/model"),
+        (["--model-id", "some/model"], {}, "some/model"),
+        ([], {"FREIGHT_MODEL_ID": "some/model"}, "some/model"),
+        (["typed"], {"FREIGHT_MODEL_ID": "some/model"}, "typed"),
+        (["--model-id", "typed"], {"FREIGHT_MODEL_ID": "some/model"}, "typed"),
+    ],
+)
+def test_the_model_in_every_form(freight: Run, llm: Any, argv: list[str], environ: dict[str, str], model: str) -> None:
+    assert freight("generate", *argv, "--prompt", "x", **environ).code == 0
+    assert llm.made["model"] == model
+
+
+def test_both_forms_of_the_model_at_once_are_refused(freight: Run) -> None:
+    answer = freight("generate", "a", "--model-id", "b", "--prompt", "x")
+    assert answer.code == 2
+    assert answer.err == "error: MODEL is 'a' and --model-id 'b': give one of the two\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--kv-cache-dtype", "fp9"], "choose auto, bfloat16"),
+        (["--dtype", "fp32"], "choose auto"),
+        (["--device", "gpu"], "auto, cpu or cuda"),
+        (["--kernels", "fast"], "auto or reference"),
+        (["--kv-scales", "dynamc"], "did you mean dynamic?"),
+        (["--max-num-seqs", "0"], "max-num-seqs"),
+        (["--max-model-len", "many"], "max-model-len"),
+        (["--block-size", "7"], "block-size"),
+        (["--kv-cache-memory", "lots"], "kv-cache-memory"),
+        (["--kv-cache-dtipe", "fp8"], "--kv-cache-dtype"),
+        (["--temperature", "-1"], "temperature"),
+        (["--temperature", "nan"], "temperature"),
+        (["--max-tokens", "0"], "max_tokens"),
+        (["--max-tokens", "-3"], "max_tokens"),
+        (["--n", "0"], "n is 0"),
+        (["--logit-bias", "5"], "ID=NUMBER"),
+    ],
+)
+def test_a_bad_value_is_refused_before_a_model_is_made(freight: Run, llm: Any, argv: list[str], says: str) -> None:
+    answer = freight("generate", "--prompt", "x", *argv)
+    assert answer.code == 2
+    assert says in answer.err
+    assert answer.out == ""
+    assert not hasattr(llm, "made")
+
+
+def test_a_bad_variable_is_named(freight: Run) -> None:
+    answer = freight("generate", "--prompt", "x", FREIGHT_MAX_NUM_SEQS="abc")
+    assert answer.code == 2
+    assert "FREIGHT_MAX_NUM_SEQS" in answer.err
+
+
+def test_sampling_options_reach_sampling_params(freight: Run, llm: Any) -> None:
+    argv = "--max-tokens 9 --min-tokens 2 --temperature 0.5 --top-p 0.9 --top-k 40 --min-p 0.1 --stop a --stop b"
+    argv += " --stop-token-ids 3 --stop-token-ids 4 --ignore-eos --presence-penalty 0.25 --frequency-penalty 0.5"
+    argv += " --repetition-penalty 1.5 --logit-bias 7=-2.5 --logit-bias 8=1 --no-skip-special-tokens"
+    assert freight("generate", "--prompt", "x", *argv.split()).code == 0
+    assert llm.params == [
+        SamplingParams(
+            max_tokens=9,
+            min_tokens=2,
+            temperature=0.5,
+            top_p=0.9,
+            top_k=40,
+            min_p=0.1,
+            stop=["a", "b"],
+            stop_token_ids=[3, 4],
+            ignore_eos=True,
+            presence_penalty=0.25,
+            frequency_penalty=0.5,
+            repetition_penalty=1.5,
+            logit_bias={7: -2.5, 8: 1.0},
+            skip_special_tokens=False,
+        )
+    ]
+
+
+def test_help_names_every_option_and_its_variable(freight: Run) -> None:
+    text = " ".join(freight("generate", "--help").out.split())
+    for flag in ENGINE_FLAGS:
+        assert f"{flag.name} " in text
+        assert flag.envvar in text
+
+
+def test_every_option_has_its_sentence_in_the_documentation() -> None:
+    documented = (Path(__file__).parents[3] / "docs" / "cli.md").read_text()
+    for flag in (*ENGINE_FLAGS, *SAMPLING_FLAGS):
+        assert f"`{flag.name}" in documented
+    for flag in ENGINE_FLAGS:
+        assert flag.envvar in documented

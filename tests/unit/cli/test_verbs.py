@@ -1,0 +1,194 @@
+"""generate, chat and env at the terminal: what is printed where, and how they end."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from freight.errors import CapacityError, CheckpointError, ConfigError, RequestError
+
+Run = Callable[..., Any]
+
+
+def type_in(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+
+
+@pytest.mark.usefixtures("llm")
+def test_one_prompt_prints_its_text_and_nothing_else(freight: Run) -> None:
+    answer = freight("generate", "--prompt", "x")
+    assert (answer.code, answer.out, answer.err) == (0, "one two three\n", "")
+
+
+def test_several_prompts_are_computed_together(freight: Run, llm: Any) -> None:
+    answer = freight("generate", "--prompt", "a", "--prompt", "b")
+    assert answer.out == "--- 'a'\none two three\n--- 'b'\none two three\n"
+    assert llm.asked == ["a", "b"]
+
+
+@pytest.mark.usefixtures("llm")
+def test_several_completions_are_numbered(freight: Run) -> None:
+    answer = freight("generate", "--prompt", "a" * 80, "-n", "2")
+    assert answer.out.count("one two three\n") == 2
+    assert f"--- '{'a' * 57}...' [2/2]" in answer.out
+
+
+def test_json_is_one_object_and_nothing_else(freight: Run, llm: Any) -> None:
+    answer = freight("generate", "--prompt", "a", "--prompt", "b", "-n", "2", "--json")
+    got = json.loads(answer.out)
+    one = {"text": "one two three", "token_ids": [0, 1, 2], "finish_reason": "length"}
+    assert got["outputs"] == [{"prompt": prompt, **one} for prompt in "aabb"]
+    assert got["kv_cache"] == llm.kv_cache_info(None)
+    assert set(got) == {"outputs", "kv_cache"}
+
+
+def test_token_ids_in_token_ids_out(freight: Run, llm: Any) -> None:
+    answer = freight("generate", "--skip-tokenizer-init", "--prompt-token-ids", "1, 2,3")
+    assert answer.out == "0 1 2\n"
+    assert llm.asked == [[1, 2, 3]]
+    assert not llm.params[0].detokenize
+    answer = freight("generate", "--skip-tokenizer-init", "--prompt-token-ids", "5", "--json")
+    assert json.loads(answer.out)["outputs"][0]["prompt"] is None
+
+
+def test_a_prompt_from_a_file_and_from_standard_input(
+    freight: Run, llm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "prompt.txt").write_text("from a file\n")
+    assert freight("generate", "--prompt-file", str(tmp_path / "prompt.txt")).code == 0
+    assert llm.asked == ["from a file\n"]
+    type_in(monkeypatch, "typed")
+    assert freight("generate", "--prompt-file", "-").code == 0
+    assert llm.asked == ["typed"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ([], "give the prompt in one way"),
+        (["--prompt", "a", "--prompt-token-ids", "1"], "give the prompt in one way"),
+        (["--prompt", ""], "a prompt is empty"),
+        (["--prompt-token-ids", ""], "whole numbers"),
+        (["--prompt-token-ids", "1,x"], "whole numbers"),
+        (["--prompt-file", "/nowhere/at/all"], "cannot be read"),
+    ],
+)
+def test_a_bad_prompt_is_refused_before_a_model_is_made(freight: Run, llm: Any, argv: list[str], says: str) -> None:
+    answer = freight("generate", *argv)
+    assert answer.code == 2
+    assert says in answer.err
+    assert not hasattr(llm, "made")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("no such thing"), 2),
+        (RequestError("no such thing"), 2),
+        (CheckpointError("no such thing"), 1),
+        (CapacityError("no such thing"), 1),
+    ],
+)
+def test_an_error_is_one_line_and_a_status(freight: Run, llm: Any, error: Exception, code: int) -> None:
+    llm.fails = error
+    answer = freight("generate", "--prompt", "x")
+    assert (answer.code, answer.out, answer.err) == (code, "", "error: no such thing\n")
+
+
+def test_an_error_in_brackets_is_not_markup(freight: Run, llm: Any) -> None:
+    llm.fails = ConfigError("[red] is not in [1, 2]" + " and so on" * 30)
+    assert freight("generate", "--prompt", "x").err == f"error: {llm.fails}\n"
+
+
+def test_a_bug_of_ours_is_not_hidden(freight: Run, llm: Any) -> None:
+    llm.fails = ZeroDivisionError("ours")
+    with pytest.raises(ZeroDivisionError):
+        freight("generate", "--prompt", "x")
+
+
+def test_ctrl_c_is_130(freight: Run, llm: Any) -> None:
+    llm.fails = KeyboardInterrupt
+    answer = freight("generate", "--prompt", "x")
+    assert answer.code == 130
+    assert "Traceback" not in answer.err
+
+
+def test_chat_keeps_the_conversation_until_it_is_reset(freight: Run, llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    type_in(monkeypatch, "hi\n\nhow are you\n/reset\nbye\n")
+    answer = freight("chat", "--system", "be brief")
+    assert (answer.code, answer.out) == (0, "one two three\n" * 3)
+    assert "/reset" in answer.err
+    said = len("one two three")
+    assert llm.asked == [[8, 2], [8, 2, said, 11], [8, 3]]  # the fake prompt is the length of each message
+
+
+def test_chat_goes_on_after_a_message_that_does_not_fit(
+    freight: Run, llm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm.fails = RequestError("the prompt is too long")
+    type_in(monkeypatch, "hi\nhello\n")
+    answer = freight("chat")
+    assert answer.code == 0
+    assert answer.err.count("error: the prompt is too long; /reset starts anew") == 2
+    assert llm.asked == [[2], [5]]
+
+
+def test_ctrl_c_stops_an_answer_but_not_the_chat(freight: Run, llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm.fails = KeyboardInterrupt
+    type_in(monkeypatch, "hi\nhello\n")
+    assert freight("chat").code == 0
+    assert llm.asked == [[2], [5]]
+
+
+def test_chat_without_a_template_is_refused_before_anything_is_read(
+    freight: Run, llm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm.template = False
+    type_in(monkeypatch, "hi\n")
+    answer = freight("chat")
+    assert (answer.code, answer.out) == (2, "")
+    assert "freight generate" in answer.err
+    assert llm.asked == []
+
+
+def test_chat_needs_a_tokenizer(freight: Run, llm: Any) -> None:
+    answer = freight("chat", "--skip-tokenizer-init")
+    assert answer.code == 2
+    assert "freight generate" in answer.err
+    assert not hasattr(llm, "made")
+
+
+def test_env_says_the_same_to_people_and_to_programs(freight: Run) -> None:
+    facts = json.loads(freight("env", "--json").out)
+    assert facts["versions"]["torch"]
+    assert facts["cores"] >= 1
+    assert 0 < facts["memory_free"] <= facts["memory_total"]
+    assert facts["device"] in ("cpu", "cuda")
+    assert facts["kernels"] == "reference"
+    text = freight("env").out
+    assert facts["versions"]["torch"] in text
+    assert f"{facts['memory_total'] / 2**30:.1f} GiB" in text
+    assert len(text.splitlines()) == len(facts)
+
+
+def test_version(freight: Run) -> None:
+    answer = freight("--version")
+    assert (answer.code, answer.out.count(".")) == (0, 2)
+
+
+def test_an_unknown_verb_suggests_the_nearest(freight: Run) -> None:
+    answer = freight("generat")
+    assert answer.code == 2
+    assert "generate" in answer.err
+
+
+def test_no_verb_shows_help(freight: Run) -> None:
+    answer = freight()
+    assert answer.code == 2
+    assert "generate" in answer.out + answer.err
