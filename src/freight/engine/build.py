@@ -6,8 +6,7 @@ Nothing of the weights is read before every setting has been decided and every s
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,7 +17,7 @@ from freight.checkpoint.kv_scales import read_kv_scales, read_scale_json
 from freight.checkpoint.layouts import read_scheme
 from freight.checkpoint.reader import Checkpoint, resolve_model
 from freight.config.engine import EngineArgs, EngineConfig, KVCacheConfig
-from freight.config.model import parse_model_config, stop_token_ids
+from freight.config.model import ModelConfig, parse_model_config, stop_token_ids
 from freight.config.resolve import kv_scales_file, resolve
 from freight.device import DeviceFacts, probe
 from freight.engine.engine import Engine
@@ -26,7 +25,9 @@ from freight.engine.runner import ModelRunner
 from freight.engine.scheduler import Scheduler
 from freight.errors import CapacityError
 from freight.fp8.formats import Format
+from freight.fp8.scheme import KVScales, Scheme
 from freight.kernels.kernel_set import select_kernels
+from freight.models.decoder import Decoder
 from freight.models.loader import load_model
 from freight.tokenizer import Tokenizer
 
@@ -35,56 +36,83 @@ logger = logging.getLogger("freight")
 MEMORY_SHARE = 0.5  # of what is free once the weights are loaded, when --kv-cache-memory is not given
 
 
+@dataclass(frozen=True)
+class OpenModel:
+    """A checkpoint whose headers and scale tensors have been read and checked, and no weight yet."""
+
+    args: EngineArgs
+    checkpoint: Checkpoint
+    model: ModelConfig
+    scheme: Scheme
+    kv_scales: KVScales
+    device: DeviceFacts
+
+    def resolve(self, args: EngineArgs) -> EngineConfig:
+        """What `args` comes to for this checkpoint; they may differ from the ones it was opened with in the cache."""
+        file = kv_scales_file(args)
+        scales = read_scale_json(file, self.model) if file else self.kv_scales
+        return resolve(args, self.model, self.scheme, scales, self.device)
+
+    def load(self, config: EngineConfig) -> Decoder:
+        """Read the weights."""
+        if config.threads or torch.get_num_threads() > self.device.cores:
+            # torch counts the machine's cores; a container may own fewer, and more threads than cores are far slower
+            torch.set_num_threads(config.threads or self.device.cores)
+        kernels = select_kernels(config.kernels)
+        length = config.max_model_len
+        return load_model(self.checkpoint, self.model, kernels, config.compute_format, length, config.device)
+
+    def cache_spec(self, config: EngineConfig) -> KVCacheSpec:
+        model = self.model
+        return cache_spec(config.kv, model.num_layers, model.num_kv_heads, model.head_dim, config.block_size)
+
+    def load_tokenizer(self) -> Tokenizer | None:
+        if self.args.skip_tokenizer_init:
+            return None
+        other = self.args.tokenizer
+        return Tokenizer.load(resolve_model(other, self.args.revision) if other else self.checkpoint.path)
+
+
+def open_model(args: EngineArgs) -> OpenModel:
+    """Open the checkpoint that `args.model` names. Raises ConfigError or CheckpointError."""
+    kv_scales_file(args)  # a contradiction between flags needs no checkpoint to be seen
+    checkpoint = Checkpoint(resolve_model(args.model, args.revision))
+    model = parse_model_config(checkpoint.config)
+    scheme = read_scheme(checkpoint.config, checkpoint.hf_quant_config)
+    device = probe(args.device)
+    if device.note:
+        logger.info("%s", device.note)
+    return OpenModel(args, checkpoint, model, scheme, read_kv_scales(checkpoint, model), device)
+
+
 def build_engine(args: EngineArgs) -> tuple[Engine, EngineConfig]:
     """Open the model and make it ready to serve.
 
     Raises ConfigError, CheckpointError or CapacityError, before weights are read wherever that is decidable.
     """
-    device = probe(args.device)
-    scale_file = kv_scales_file(args)
-    checkpoint = Checkpoint(resolve_model(args.model, args.revision))
-    model = parse_model_config(checkpoint.config)
-    scheme = read_scheme(checkpoint.config, checkpoint.hf_quant_config)
-    stored_scales = read_kv_scales(checkpoint, model)
-    kv_scales = read_scale_json(scale_file, model) if scale_file else stored_scales
-    config = resolve(args, model, scheme, kv_scales, device)
-    spec = cache_spec(config.kv, model.num_layers, model.num_kv_heads, model.head_dim, config.block_size)
+    opened = open_model(args)
+    config = opened.resolve(args)
+    spec = opened.cache_spec(config)
     if config.kv_cache_memory is not None:
-        _check_capacity(spec, config.kv_cache_memory, config, args)
-    tokenizer = _load_tokenizer(args, checkpoint.path)
-    _set_threads(config.threads, device)
-
-    kernels = select_kernels(config.kernels)
-    decoder = load_model(checkpoint, model, kernels, config.compute_format, config.max_model_len, config.device)
+        config = _fit_context(spec, config.kv_cache_memory, config, args)
+    tokenizer = opened.load_tokenizer()
+    decoder = opened.load(config)
     memory = config.kv_cache_memory
     if memory is None:
         useful = config.max_num_seqs * -(-config.max_model_len // config.block_size) * spec.bytes_per_block
-        memory = min(int(probe(args.device).free_memory * MEMORY_SHARE), useful)
-    config = _check_capacity(spec, memory, config, args)
-    pool = allocate_pool(spec, config.kv, spec.blocks_in(memory), kernels, config.device)
+        memory = min(int(probe(args.device).memory_free * MEMORY_SHARE), useful)
+        config = _fit_context(spec, memory, config, args)
+    pool = allocate_pool(spec, config.kv, spec.blocks_in(memory), select_kernels(config.kernels), config.device)
     logger.info("%s", describe_cache(pool, config.kv, config.compute_format))
 
     allocator = BlockAllocator(pool.num_blocks, config.block_size, config.enable_prefix_caching)
     scheduler = Scheduler(allocator, config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len)
-    stops = stop_token_ids(checkpoint.config, checkpoint.generation_config)
+    stops = stop_token_ids(opened.checkpoint.config, opened.checkpoint.generation_config)
     runner = ModelRunner(decoder, pool, config.device)
     return Engine(runner, allocator, scheduler, tokenizer, stops, config.seed), config
 
 
-def _load_tokenizer(args: EngineArgs, path: Path) -> Tokenizer | None:
-    if args.skip_tokenizer_init:
-        return None
-    return Tokenizer.load(resolve_model(args.tokenizer, args.revision) if args.tokenizer else path)
-
-
-def _set_threads(threads: int | None, device: DeviceFacts) -> None:
-    """torch counts the machine's cores, a container may own fewer: more threads than cores is many times slower."""
-    wanted = threads or min(torch.get_num_threads(), device.cores)
-    if wanted != torch.get_num_threads():
-        torch.set_num_threads(wanted)
-
-
-def _check_capacity(spec: KVCacheSpec, memory: int, config: EngineConfig, args: EngineArgs) -> EngineConfig:
+def _fit_context(spec: KVCacheSpec, memory: int, config: EngineConfig, args: EngineArgs) -> EngineConfig:
     """The context has to fit into the cache. One that was asked for must; the model's own limit is lowered to fit."""
     tokens = spec.tokens_in(memory)
     if tokens >= config.max_model_len:

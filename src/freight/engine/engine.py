@@ -6,8 +6,8 @@ applies the result; `output` says what a request has come to. A request leaves t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from freight.engine.request import Request
 from freight.engine.runner import ModelRunner
 from freight.engine.sampler import Sampled, SamplingRow, prompt_logprobs, sample, sibling_seed
 from freight.engine.scheduler import ScheduledChunk, Scheduler
-from freight.errors import CapacityError, RequestError
+from freight.errors import RequestError
 from freight.outputs import FinishReason, RequestOutput
 from freight.sampling import SamplingParams
 from freight.tokenizer import Detokenizer, Tokenizer
@@ -56,7 +56,10 @@ class Engine:
         return self.scheduler.has_unfinished
 
     def add(self, request_id: str, prompt: str | Sequence[int], params: SamplingParams) -> None:
-        """Queue a prompt, text or token ids. If it cannot run, raises RequestError or CapacityError and keeps nothing."""
+        """Queue a prompt, text or token ids.
+
+        Raises RequestError, or CapacityError, for one that cannot run; nothing is kept of it.
+        """
         text, token_ids = self._encode(prompt)
         self._check(request_id, token_ids, params)
         seed = params.seed if params.seed is not None else sibling_seed(self._seed, self._num_added)
@@ -70,7 +73,7 @@ class Engine:
                 group=request_id,
                 index=index,
                 prompt_token_ids=tuple(token_ids),
-                params=params,
+                params=params if index == 0 else replace(params, prompt_logprobs=None),  # one of them is enough
                 seed=sibling_seed(seed, index),
                 stop_token_ids=stops,
             )
@@ -157,25 +160,10 @@ class Engine:
         for completion in group.completions if group else []:
             del self._completions[completion.request.request_id]
 
-    @contextmanager
-    def borrowed_blocks(self, num_tokens: int) -> Iterator[list[int]]:
-        """Blocks for `num_tokens` tokens outside any request, for evaluation; given back at the end."""
-        needed = -(-num_tokens // self.allocator.block_size)
-        blocks = self.allocator.allocate(needed)
-        if blocks is None:
-            raise CapacityError(
-                f"{needed} blocks are needed and {self.allocator.num_free} are free; raise kv_cache_memory"
-            )
-        try:
-            yield blocks
-        finally:
-            self.allocator.release(blocks)
-
 
 def _wants_prompt_logprobs(chunk: ScheduledChunk) -> bool:
     request = chunk.request
-    wanted = request.params.prompt_logprobs is not None and request.index == 0
-    return wanted and chunk.start < len(request.prompt_token_ids)
+    return request.params.prompt_logprobs is not None and chunk.start < len(request.prompt_token_ids)
 
 
 def _to_slice(chunk: ScheduledChunk) -> SequenceSlice:

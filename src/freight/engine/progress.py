@@ -54,13 +54,14 @@ class Completion:
     def output(self) -> CompletionOutput:
         if len(self.pieces) > 1:
             self.pieces = ["".join(self.pieces)]
-        request = self.request
+        request, stop = self.request, self.detokenizer.stop_reason if self.detokenizer else None
         return CompletionOutput(
             index=request.index,
             text=self.pieces[0] if self.pieces else "",
             token_ids=list(request.output_token_ids),
-            finish_reason=request.finish_reason,
-            stop_reason=request.stop_reason,
+            # a stop string may be completed by the token that reached the limit
+            finish_reason=FinishReason.STOP if stop is not None else request.finish_reason,
+            stop_reason=stop if stop is not None else request.stop_reason,
             logprobs=list(self.logprobs) if request.params.logprobs is not None else None,
         )
 

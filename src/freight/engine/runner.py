@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +28,6 @@ class ModelRunner:
         logits = self.model.forward(batch, self.pool.layers)
         return list(logits.split([part.num_logit_rows for part in slices]))
 
-    def score(self, token_ids: Sequence[int], block_ids: Sequence[int], chunk: int) -> Iterator[Tensor]:
-        """float32 logits after each of `token_ids`, as one sequence in `block_ids`, `chunk` tokens at a time."""
-        for start in range(0, len(token_ids), chunk):
-            yield self.run([SequenceSlice(token_ids[start : start + chunk], start, block_ids, Logits.ALL)])[0]
+    def logits(self, token_ids: Sequence[int], start: int, block_ids: Sequence[int]) -> Tensor:
+        """float32 logits after each of `token_ids`, which stand at `start` of the sequence in `block_ids`."""
+        return self.run([SequenceSlice(token_ids, start, block_ids, Logits.ALL)])[0]

@@ -1,7 +1,7 @@
 """Checkpoint -> Decoder. Every tensor of the checkpoint is taken here, or skipped by name with a reason.
 
-Shapes come from ModelConfig, so a config that contradicts the tensors is an error that names both. q, k, v and gate,
-up are merged along the output, which is exact.
+What a model needs follows from ModelConfig alone (`tensor_shapes`), so a config that contradicts the tensors is an
+error that names both, before a weight is read. q, k, v and gate, up are merged along the output, which is exact.
 """
 
 from __future__ import annotations
@@ -26,63 +26,77 @@ from freight.models.architectures import ARCHITECTURES, TensorNames
 from freight.models.decoder import MLP, Decoder, DecoderLayer
 
 
+def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor that a checkpoint of this model must have, with its shape."""
+    c, names = config, ARCHITECTURES[config.architecture]
+    q_size, kv_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    projections = {
+        **dict(zip(names.qkv, ((q_size, c.qkv_bias), (kv_size, c.qkv_bias), (kv_size, c.qkv_bias)), strict=True)),
+        **dict.fromkeys(names.gate_up, (c.intermediate_size, c.mlp_bias)),
+        names.o: (c.hidden_size, c.o_bias),
+        names.down: (c.hidden_size, c.mlp_bias),
+    }
+    inputs = {names.o: q_size, names.down: c.intermediate_size}
+    shapes: dict[str, tuple[int, ...]] = {
+        names.embedding: (c.vocab_size, c.hidden_size),
+        names.norm: (c.hidden_size,),
+    }
+    if not c.tie_word_embeddings:
+        shapes[names.head] = (c.vocab_size, c.hidden_size)
+    for index in range(c.num_layers):
+        prefix = names.layer.format(index)
+        for name, (rows, bias) in projections.items():
+            shapes[f"{prefix}{name}.weight"] = (rows, inputs.get(name, c.hidden_size))
+            if bias:
+                shapes[f"{prefix}{name}.bias"] = (rows,)
+        shapes |= {prefix + names.attention_norm: (c.hidden_size,), prefix + names.mlp_norm: (c.hidden_size,)}
+        if c.qk_norm:
+            shapes |= {prefix + names.q_norm: (c.head_dim,), prefix + names.k_norm: (c.head_dim,)}
+    return shapes
+
+
 @dataclass(frozen=True)
 class _Loader:
+    """Takes tensors by name, in the compute dtype, on the device."""
+
     checkpoint: Checkpoint
     config: ModelConfig
     names: TensorNames
+    shapes: dict[str, tuple[int, ...]]
     kernels: KernelSet
     dtype: torch.dtype
     device: str
-    rope: Rope
 
-    def tensor(self, name: str, *shape: int) -> Tensor:
-        return self.checkpoint.take(name, shape).to(device=self.device, dtype=self.dtype).contiguous()
+    def tensor(self, name: str) -> Tensor:
+        tensor = self.checkpoint.take(name, self.shapes[name])
+        return tensor.to(device=self.device, dtype=self.dtype).contiguous()
 
-    def linear(self, prefix: str, parts: tuple[str, ...], rows: tuple[int, ...], columns: int, bias: bool) -> Linear:
-        """The projections `parts`, of `rows` outputs each, merged into one."""
-        weights = [Weight(self.tensor(f"{prefix}{p}.weight", n, columns)) for p, n in zip(parts, rows, strict=True)]
-        biases = [self.tensor(f"{prefix}{p}.bias", n) for p, n in zip(parts, rows, strict=True)] if bias else None
+    def linear(self, prefix: str, *parts: str) -> Linear:
+        """The projections `parts`, merged into one."""
+        weights = [Weight(self.tensor(f"{prefix}{part}.weight")) for part in parts]
+        biases = [self.tensor(name) for part in parts if (name := f"{prefix}{part}.bias") in self.shapes]
         return Linear(Weight.concat(weights), torch.cat(biases) if biases else None, self.kernels)
 
-    def norm(self, name: str, size: int) -> RMSNorm:
-        return RMSNorm(self.tensor(name, size), self.config.rms_norm_eps, self.kernels)
+    def norm(self, name: str) -> RMSNorm:
+        return RMSNorm(self.tensor(name), self.config.rms_norm_eps, self.kernels)
 
-    def layer(self, index: int) -> DecoderLayer:
+    def layer(self, index: int, rope: Rope) -> DecoderLayer:
         c, names, prefix = self.config, self.names, self.names.layer.format(index)
-        q_size, kv_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
         attention = Attention(
-            qkv=self.linear(prefix, names.qkv, (q_size, kv_size, kv_size), c.hidden_size, c.qkv_bias),
-            o=self.linear(prefix, (names.o,), (c.hidden_size,), q_size, c.o_bias),
-            q_norm=self.norm(prefix + names.q_norm, c.head_dim) if c.qk_norm else None,
-            k_norm=self.norm(prefix + names.k_norm, c.head_dim) if c.qk_norm else None,
-            rope=self.rope,
+            qkv=self.linear(prefix, *names.qkv),
+            o=self.linear(prefix, names.o),
+            q_norm=self.norm(prefix + names.q_norm) if c.qk_norm else None,
+            k_norm=self.norm(prefix + names.k_norm) if c.qk_norm else None,
+            rope=rope,
             num_heads=c.num_heads,
             num_kv_heads=c.num_kv_heads,
             head_dim=c.head_dim,
             window=c.windows[index],
             kernels=self.kernels,
         )
-        inner = c.intermediate_size
-        mlp = MLP(
-            gate_up=self.linear(prefix, names.gate_up, (inner, inner), c.hidden_size, c.mlp_bias),
-            down=self.linear(prefix, (names.down,), (c.hidden_size,), inner, c.mlp_bias),
-            kernels=self.kernels,
-        )
-        return DecoderLayer(
-            attention_norm=self.norm(prefix + names.attention_norm, c.hidden_size),
-            attention=attention,
-            mlp_norm=self.norm(prefix + names.mlp_norm, c.hidden_size),
-            mlp=mlp,
-        )
-
-    def head(self, embedding: Tensor) -> LogitsHead:
-        c, name = self.config, self.names.head
-        if c.tie_word_embeddings:
-            if name in self.checkpoint.names:
-                self.checkpoint.skip(name, "tied to the embedding")
-            return LogitsHead(Weight(embedding), self.kernels)
-        return LogitsHead(Weight(self.tensor(name, c.vocab_size, c.hidden_size)), self.kernels)
+        mlp = MLP(self.linear(prefix, *names.gate_up), self.linear(prefix, names.down), self.kernels)
+        attention_norm, mlp_norm = self.norm(prefix + names.attention_norm), self.norm(prefix + names.mlp_norm)
+        return DecoderLayer(attention_norm, attention, mlp_norm, mlp)
 
 
 def load_model(
@@ -90,18 +104,21 @@ def load_model(
 ) -> Decoder:
     """Read the weights in `compute_format`, for positions below `max_len`.
 
-    Raises CheckpointError for a missing, misshapen or left-over tensor.
+    Raises CheckpointError for missing and misshapen tensors before the first is read, and for left-over ones.
     """
+    names, shapes = ARCHITECTURES[config.architecture], tensor_shapes(config)
+    checkpoint.check(shapes)
+    if config.tie_word_embeddings:
+        checkpoint.skip(names.head, "tied to the embedding")
+    loader = _Loader(checkpoint, config, names, shapes, kernels, torch_dtype(compute_format), device)
     rope = build_rope(config.rope, config.head_dim, max_len, kernels, device)
-    names = ARCHITECTURES[config.architecture]
-    loader = _Loader(checkpoint, config, names, kernels, torch_dtype(compute_format), device, rope)
-    embedding = loader.tensor(names.embedding, config.vocab_size, config.hidden_size)
+    embedding = loader.tensor(names.embedding)
     decoder = Decoder(
         config=config,
         embedding=Embedding(embedding),
-        layers=tuple(loader.layer(index) for index in range(config.num_layers)),
-        norm=loader.norm(names.norm, config.hidden_size),
-        head=loader.head(embedding),
+        layers=tuple(loader.layer(index, rope) for index in range(config.num_layers)),
+        norm=loader.norm(names.norm),
+        head=LogitsHead(Weight(embedding if config.tie_word_embeddings else loader.tensor(names.head)), kernels),
     )
     checkpoint.finish()
     return decoder

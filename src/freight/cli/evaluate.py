@@ -1,0 +1,69 @@
+"""`freight evaluate`: what an FP8 cache costs in quality and saves in memory, on a text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from freight.cli.options import takes_engine_options
+from freight.config.engine import EngineArgs
+from freight.errors import ConfigError
+
+CACHES = [("fp8_e4m3", "auto"), ("fp8_e5m2", "auto")]  # measured unless one is asked for
+HELD_OUT = Path(__file__).parent.parent / "demo" / "heldout.txt"
+
+
+@takes_engine_options
+def evaluate(
+    args: EngineArgs,
+    data: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Text to judge by; for 'demo', its held-out text if not given.")
+    ] = None,
+    window: Annotated[int | None, typer.Option(metavar="TOKENS", min=2, help="Tokens judged together.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Perplexity, divergence from a 16-bit cache, and memory of FP8 caches (all, or the one asked for)."""
+    text = read_text(args.model, data)
+    chosen = args.quantization_param_path or args.kv_scales != "auto" or args.kv_cache_dtype != "auto"
+    caches = [(args.kv_cache_dtype, args.kv_scales)] if chosen else CACHES
+
+    from freight.evaluate.report import as_json as rows
+    from freight.evaluate.report import as_table, compare_caches
+
+    with progress("evaluating") as on_progress:
+        scores = compare_caches(args, caches, text, window, on_progress=on_progress)
+    if as_json:
+        print(json.dumps({"model": args.model, "caches": rows(scores)}))
+    else:
+        from rich.console import Console
+
+        Console().print(as_table(scores))
+        typer.echo(f"{scores[0].num_tokens:,} tokens of {data or HELD_OUT.name}; divergence is from the first row.")
+
+
+def read_text(model: str, data: Path | None) -> str:
+    """The text to judge by. Raises ConfigError where there is none."""
+    if data is None and model != "demo":
+        raise ConfigError("--data FILE is needed: a text the model was not trained on")
+    try:
+        return (data or HELD_OUT).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--data {data} cannot be read as text: {error}") from None
+
+
+@contextmanager
+def progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr; gives a function (done, total) that moves it."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+        task = bar.add_task(what)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

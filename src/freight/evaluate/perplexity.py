@@ -1,0 +1,44 @@
+"""Perplexity: exp of the mean negative log-likelihood per token, over windows that do not overlap.
+
+Each window begins with the model's begin-of-text token where it has one, so that every token of the text is judged
+once; without one, a window's first token is given and not judged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Window:
+    """`token_ids` go in; the logits after token i are judged by `targets[i]`. Both have the same length."""
+
+    token_ids: list[int]
+    targets: list[int]
+
+
+def cut_windows(token_ids: Sequence[int], length: int, bos_token_id: int | None) -> list[Window]:
+    """Cut a text into windows of at most `length` tokens; a remainder shorter than two tokens is left out."""
+    windows = []
+    step = length if bos_token_id is not None else length - 1
+    for start in range(0, len(token_ids), step):
+        part = list(token_ids[start : start + length])
+        if bos_token_id is not None:
+            windows.append(Window([bos_token_id, *part[:-1]], part))
+        elif len(part) > 1:
+            windows.append(Window(part[:-1], part[1:]))
+    return windows
+
+
+def target_logprobs(logprobs: Tensor, targets: Tensor) -> Tensor:
+    """logprobs [rows, vocab_size], targets [rows] -> log-probability of each target [rows]."""
+    return logprobs.gather(-1, targets[:, None])[:, 0]
+
+
+def perplexity(logprob_sum: float, count: int) -> float:
+    """exp(-sum / count), natural logarithms."""
+    return math.exp(-logprob_sum / count)

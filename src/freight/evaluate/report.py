@@ -1,0 +1,172 @@
+"""What an FP8 cache costs and saves: every cache over the same text, beside the 16-bit one, in one pass.
+
+The weights are loaded once: a decoder takes its cache as an argument, so each cache is a pool of its own behind the
+same model, and the distributions of one chunk are compared before the next chunk is computed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from rich.box import MARKDOWN
+from rich.table import Table
+from torch import Tensor
+
+from freight.cache.pool import allocate_pool
+from freight.config.engine import EngineArgs, EngineConfig
+from freight.engine.build import OpenModel, open_model
+from freight.engine.runner import ModelRunner
+from freight.errors import ConfigError
+from freight.evaluate.divergence import kl_divergence, same_top
+from freight.evaluate.perplexity import Window, cut_windows, perplexity, target_logprobs
+from freight.kernels.kernel_set import select_kernels
+
+MEMORY = 64 * 2**20  # bytes of cache for which `tokens_in_64_mib` is given
+
+
+@dataclass(frozen=True)
+class CacheScore:
+    """One cache over the text. `mean_kl` in nats per token and `same_top_share` are against the 16-bit cache."""
+
+    dtype: str
+    granularity: str | None
+    scale_source: str | None
+    perplexity: float
+    mean_kl: float
+    same_top_share: float
+    bytes_per_token: int
+    tokens_in_64_mib: int
+    num_tokens: int
+    seconds: float
+
+
+@dataclass
+class _Run:
+    """One cache while it is being measured. Sums are float64."""
+
+    config: EngineConfig
+    runner: ModelRunner
+    logprob_sum: float = 0.0
+    kl_sum: float = 0.0
+    same_top: int = 0
+    count: int = 0
+    seconds: float = 0.0
+
+    def logprobs(self, window: Window, start: int, stop: int, blocks: Sequence[int]) -> Tensor:
+        """float32 log-probabilities after tokens start … stop - 1 of the window, [stop - start, vocab_size]."""
+        begin = time.perf_counter()
+        logits = self.runner.logits(window.token_ids[start:stop], start, blocks)
+        self.seconds += time.perf_counter() - begin
+        return torch.log_softmax(logits, -1)
+
+    def add(self, reference: Tensor, own: Tensor, targets: Tensor) -> None:
+        self.logprob_sum += float(target_logprobs(own, targets).double().sum())
+        self.kl_sum += float(kl_divergence(reference, own).double().sum())
+        self.same_top += int(same_top(reference, own).sum())
+        self.count += len(targets)
+
+    def score(self) -> CacheScore:
+        kv, spec = self.config.kv, self.runner.pool.spec
+        return CacheScore(
+            dtype=str(kv.format),
+            granularity=str(kv.granularity) if kv.granularity else None,
+            scale_source=str(kv.scale_source) if kv.scale_source else None,
+            perplexity=perplexity(self.logprob_sum, self.count),
+            mean_kl=self.kl_sum / self.count,
+            same_top_share=self.same_top / self.count,
+            bytes_per_token=spec.bytes_per_token,
+            tokens_in_64_mib=spec.tokens_in(MEMORY),
+            num_tokens=self.count,
+            seconds=self.seconds,
+        )
+
+
+def compare_caches(
+    args: EngineArgs,
+    caches: Sequence[tuple[str, str]],
+    text: str | Sequence[int],
+    window: int | None = None,
+    max_tokens: int | None = None,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[CacheScore]:
+    """Score a cache in the compute dtype, and each (kv_cache_dtype, kv_scales) of `caches` beside it, on `text`.
+
+    `window` is the number of tokens judged together (default: the model's context, at most 1024); of the text, the
+    first `max_tokens` count.
+    `on_progress(done, total)` counts windows. Raises ConfigError for a text of fewer than two tokens, and what
+    `resolve` raises, before weights are read.
+    """
+    opened = open_model(args)
+    plain = replace(args, kv_cache_dtype="float32", kv_scales="auto", quantization_param_path=None)
+    plain = replace(plain, kv_cache_dtype=str(opened.resolve(plain).compute_format))
+    others = [replace(args, kv_cache_dtype=dtype, kv_scales=scales) for dtype, scales in caches]
+    configs = [opened.resolve(one) for one in (plain, *others)]
+    length = min(window or 1024, configs[0].max_model_len)
+    windows = _windows(opened, text, length, max_tokens)
+    decoder = opened.load(configs[0])
+    num_blocks = -(-length // configs[0].block_size)
+    runs = []
+    for config in configs:
+        kernels = select_kernels(config.kernels)
+        pool = allocate_pool(opened.cache_spec(config), config.kv, num_blocks, kernels, config.device)
+        runs.append(_Run(config, ModelRunner(decoder, pool, config.device)))
+    chunk, blocks = configs[0].max_num_batched_tokens, range(num_blocks)
+    for done, part in enumerate(windows):
+        on_progress(done, len(windows))
+        for start in range(0, len(part.token_ids), chunk):
+            stop = min(start + chunk, len(part.token_ids))
+            _score_chunk(runs, part, start, stop, blocks)
+    on_progress(len(windows), len(windows))
+    return [run.score() for run in runs]
+
+
+def _score_chunk(runs: list[_Run], window: Window, start: int, stop: int, blocks: Sequence[int]) -> None:
+    targets = torch.tensor(window.targets[start:stop], device=runs[0].runner.device)
+    reference = runs[0].logprobs(window, start, stop, blocks)
+    for run in runs:
+        own = reference if run is runs[0] else run.logprobs(window, start, stop, blocks)
+        run.add(reference, own, targets)
+
+
+def _windows(opened: OpenModel, text: str | Sequence[int], length: int, max_tokens: int | None) -> list[Window]:
+    token_ids, bos = text, opened.model.bos_token_id
+    if isinstance(text, str):
+        tokenizer = opened.load_tokenizer()
+        if tokenizer is None:
+            raise ConfigError("a text needs a tokenizer; with skip_tokenizer_init pass token ids")
+        token_ids = tokenizer.encode(text, add_special_tokens=False)
+        bos = tokenizer.bos_token_id if tokenizer.encode("a")[:1] == [tokenizer.bos_token_id] else None
+    assert not isinstance(token_ids, str)
+    if len(token_ids) < 2:
+        raise ConfigError(f"the text has {len(token_ids)} tokens; perplexity needs at least 2")
+    return cut_windows(token_ids[:max_tokens], length, bos)
+
+
+def as_json(scores: Sequence[CacheScore]) -> list[dict[str, Any]]:
+    return [asdict(score) for score in scores]
+
+
+def as_table(scores: Sequence[CacheScore]) -> Table:
+    """For people: a row a cache, the first being the one that the others are compared with."""
+    table = Table(box=MARKDOWN)
+    table.add_column("KV cache")
+    table.add_column("scales")
+    for heading in ("perplexity", "mean KL (nats)", "same top token", "bytes/token", "tokens in 64 MiB", "seconds"):
+        table.add_column(heading, justify="right")
+    for score in scores:
+        source = f"{score.granularity}, {score.scale_source}" if score.granularity else "none"
+        table.add_row(
+            score.dtype,
+            source,
+            f"{score.perplexity:.3f}",
+            f"{score.mean_kl:.5f}",
+            f"{score.same_top_share:.2%}",
+            str(score.bytes_per_token),
+            f"{score.tokens_in_64_mib:,}",
+            f"{score.seconds:.1f}",
+        )
+    return table

@@ -1,0 +1,91 @@
+"""Why scales matter, as a demonstration: models that compute the same function with keys or values of another size.
+
+    python -m freight.evaluate.rescale [MODEL] [--data FILE] [--tokens N]
+
+k_proj × c with q_proj / c leaves every score as it was; v_proj × c with o_proj / c leaves every output. So the 16-bit
+model does not change, and neither should one with an FP8 cache; with scales of 1.0 it falls apart, because keys or
+values leave E4M3's range. The command prints the table of docs/numerics.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import tempfile
+from pathlib import Path
+
+from rich.box import MARKDOWN
+from rich.console import Console
+from rich.table import Table
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from freight.checkpoint.reader import resolve_model
+from freight.config.engine import EngineArgs
+from freight.evaluate.report import CacheScore, compare_caches
+
+VARIANTS = ((1.0, 1.0), (1000.0, 1.0), (1e-4, 1.0), (1.0, 1000.0), (1.0, 1e-4))  # c for keys, c for values
+CACHES = (("fp8_e4m3", "unit"), ("fp8_e4m3", "dynamic"), ("fp8_e5m2", "unit"), ("fp8_e5m2", "dynamic"))
+
+
+def rescale_model(source: Path, out: Path, keys: float, values: float) -> None:
+    """Write a copy of the model in `source` to the new folder `out`, its keys × `keys` and its values × `values`.
+
+    Weights become float32, so that the change is one rounding of each weight and no more. The model needs biases on
+    neither or both of the projections of a pair; they are scaled alike.
+    """
+    shutil.copytree(source, out, ignore=shutil.ignore_patterns("*.safetensors*"))
+    factors = {"k_proj": keys, "q_proj": 1 / keys, "v_proj": values}
+    tensors = {}
+    for file in sorted(source.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as stored:
+            for name in stored.keys():  # noqa: SIM118, it is no dict
+                tensor = stored.get_tensor(name).float()
+                module = name.split(".")[-2]
+                if module == "o_proj" and name.endswith(".weight"):
+                    tensor /= values
+                tensors[name] = tensor * factors.get(module, 1.0)
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+
+
+def rescaled_scores(
+    model: str, text: str, num_tokens: int | None = None
+) -> dict[tuple[float, float], list[CacheScore]]:
+    """Each variant of `model` with each of `CACHES` on the first `num_tokens` of `text`; first a 16-bit cache."""
+    source = resolve_model(model)
+    results = {}
+    for keys, values in VARIANTS:
+        with tempfile.TemporaryDirectory() as folder:
+            rescale_model(source, Path(folder) / "model", keys, values)
+            args = EngineArgs(model=str(Path(folder) / "model"), dtype="bfloat16")
+            results[keys, values] = compare_caches(args, CACHES, text, max_tokens=num_tokens)
+    return results
+
+
+def as_table(results: dict[tuple[float, float], list[CacheScore]]) -> Table:
+    table = Table(box=MARKDOWN)
+    for heading in ("k ×", "v ×"):
+        table.add_column(heading, justify="right")
+    table.add_column("16 bits", justify="right")
+    for dtype, scales in CACHES:
+        table.add_column(f"{dtype} {scales}", justify="right")
+    for (keys, values), (plain, *scores) in results.items():
+        cells = [f"{score.perplexity:.2f} ({score.mean_kl:.4f})" for score in scores]
+        table.add_row(f"{keys:g}", f"{values:g}", f"{plain.perplexity:.2f}", *cells)
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("model", nargs="?", default="demo")
+    parser.add_argument("--data", type=Path, default=Path(__file__).parent.parent / "demo" / "heldout.txt")
+    parser.add_argument("--tokens", type=int, default=16384, help="tokens of the text to judge by")
+    args = parser.parse_args()
+    results = rescaled_scores(args.model, args.data.read_text(encoding="utf-8"), args.tokens)
+    console = Console()
+    console.print(as_table(results))
+    console.print(f"perplexity (mean KL to the 16-bit cache of the same variant, nats) on {args.tokens} tokens")
+
+
+if __name__ == "__main__":
+    main()

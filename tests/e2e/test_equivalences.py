@@ -1,0 +1,164 @@
+"""How a request is computed changes no bit of it: cache bytes, scales, log-probabilities, tokens.
+
+Alone or batched, whole or chunked prefill down to token by token, prefix hit or miss, preempted or not; for a 16-bit
+cache, E4M3 with static and with per-token scales, and E5M2; greedy and seeded.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from freight import LLM, SamplingParams
+from freight.checkpoint.reader import resolve_model
+
+PROMPT = "class Queue:\n    def __init__(self, maxsize=0):\n        self.maxsize = maxsize\n" * 3
+OTHERS = [f"def function_{i}(argument):\n" + f"    value = {i}\n" * i for i in range(16)]
+CACHES: dict[str, dict[str, Any]] = {
+    "bfloat16": {"kv_cache_dtype": "bfloat16"},
+    "e4m3-tensor": {"kv_cache_dtype": "fp8_e4m3"},
+    "e4m3-token": {"kv_cache_dtype": "fp8_e4m3", "kv_scales": "dynamic"},
+    "e5m2": {"kv_cache_dtype": "fp8_e5m2"},
+}
+SAMPLING = {
+    "greedy": SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=3),
+    "seeded": SamplingParams(temperature=0.9, top_p=0.95, seed=7, max_tokens=24, ignore_eos=True, logprobs=3),
+}
+
+
+@dataclass
+class Trace:
+    """All that a request left behind: `cache` is the bytes of K, V and their token scales, token by token."""
+
+    token_ids: list[int]
+    logprobs: list[dict[int, Any]]
+    cache: list[torch.Tensor]
+    num_cached_tokens: int
+    num_preemptions: int
+
+    def __eq__(self, other: object) -> bool:
+        assert isinstance(other, Trace)
+        same_cache = len(self.cache) == len(other.cache)
+        same_cache = same_cache and all(torch.equal(a, b) for a, b in zip(self.cache, other.cache, strict=True))
+        return self.token_ids == other.token_ids and self.logprobs == other.logprobs and same_cache
+
+
+def cache_of(llm: LLM, block_ids: tuple[int, ...], length: int) -> list[torch.Tensor]:
+    tensors = []
+    for layer in llm.engine.runner.pool.layers:
+        pages = layer.pages
+        tensors += [pages.k.view(torch.uint8), pages.v.view(torch.uint8)]
+        tensors += [scale for scale in (pages.k_scale, pages.v_scale) if scale is not None and pages.dynamic]
+    return [tensor[list(block_ids)].flatten(0, 1)[:length].clone() for tensor in tensors]
+
+
+def trace(llm: LLM, params: SamplingParams, prompt: str = PROMPT, others: list[str] | None = None) -> Trace:
+    """Run `prompt` together with `others`, and read its part of the cache right after its last step."""
+    engine = llm.engine
+    for index, other in enumerate(others or []):
+        engine.add(f"other {index}", other, SAMPLING["greedy"])
+    engine.add("main", prompt, params)
+    request = engine._groups["main"].completions[0].request
+    blocks: tuple[int, ...] = ()
+    schedule = engine.scheduler.schedule
+
+    def remember() -> Any:
+        nonlocal blocks
+        step = schedule()
+        blocks = next((chunk.block_ids for chunk in step.chunks if chunk.request is request), blocks)
+        return step
+
+    engine.scheduler.schedule = remember  # type: ignore[method-assign]
+    while not request.is_finished:
+        engine.step()
+    engine.scheduler.schedule = schedule  # type: ignore[method-assign]
+    output = engine.output("main").outputs[0]
+    cache = cache_of(llm, blocks, request.num_tokens - 1)
+    assert output.logprobs is not None
+    result = Trace(output.token_ids, output.logprobs, cache, request.num_cached_tokens, request.num_preemptions)
+    for name in ["main", *(f"other {index}" for index in range(len(others or [])))]:
+        engine.release(name)
+    return result
+
+
+@pytest.fixture(scope="module")
+def model_with_scales(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model with one K and one V scale a layer."""
+    source, folder = resolve_model("demo", None), tmp_path_factory.mktemp("scaled") / "demo"
+    shutil.copytree(source, folder)
+    tensors = load_file(folder / "model.safetensors")
+    for layer in range(6):
+        tensors[f"model.layers.{layer}.self_attn.k_scale"] = torch.tensor(0.03 + 0.001 * layer)
+        tensors[f"model.layers.{layer}.self_attn.v_scale"] = torch.tensor(0.02 + 0.001 * layer)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module", params=CACHES)
+def open_llm(request: pytest.FixtureRequest, model_with_scales: Path) -> Callable[..., LLM]:
+    model = str(model_with_scales) if request.param == "e4m3-tensor" else "demo"
+
+    def build(**options: Any) -> LLM:
+        return LLM(model, **{**CACHES[request.param], "max_model_len": 512, "kv_cache_memory": "64MiB", **options})
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def expected(open_llm: Callable[..., LLM]) -> dict[str, Trace]:
+    """Alone, whole prompt in one chunk, no prefix cache."""
+    llm = open_llm(enable_prefix_caching=False)
+    return {name: trace(llm, params) for name, params in SAMPLING.items()}
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_batched_with_16_others(open_llm, expected, sampling):
+    assert trace(open_llm(enable_prefix_caching=False), SAMPLING[sampling], others=OTHERS) == expected[sampling]
+
+
+@pytest.mark.parametrize("budget", [1, 7, 64])
+def test_chunked_prefill_down_to_token_by_token(open_llm, expected, budget):
+    llm = open_llm(enable_prefix_caching=False, max_num_batched_tokens=budget)
+    assert trace(llm, SAMPLING["seeded"]) == expected["seeded"]
+
+
+@pytest.mark.parametrize("block_size", [8, 64])
+def test_block_size(open_llm, expected, block_size):
+    assert trace(open_llm(block_size=block_size), SAMPLING["seeded"]) == expected["seeded"]
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_prefix_hit_or_miss(open_llm, expected, sampling):
+    llm = open_llm()
+    miss, hit = (trace(llm, SAMPLING[sampling]) for _ in range(2))
+    assert miss.num_cached_tokens == 0
+    assert hit.num_cached_tokens >= 16
+    assert miss == expected[sampling]
+    assert hit == expected[sampling]
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_preempted_and_recomputed(open_llm, expected, prefix_caching):
+    """A cache too small for all, in which the others came first, so that the last one has to give way."""
+    probe = open_llm()
+    length = len(probe.engine.tokenizer.encode(PROMPT)) + 32
+    memory = (length // 16 + 24) * 16 * probe.kv_cache_info()["bytes_per_token"]
+    llm = open_llm(enable_prefix_caching=prefix_caching, kv_cache_memory=memory, max_model_len=length)
+    result = trace(llm, SAMPLING["seeded"], others=OTHERS[:9])
+    assert result.num_preemptions > 0
+    assert result == expected["seeded"]
+
+
+def test_prompt_logprobs_do_not_depend_on_chunks(open_llm):
+    params = SamplingParams(max_tokens=1, prompt_logprobs=2, temperature=0.0)
+    outputs = [open_llm(max_num_batched_tokens=budget).generate(PROMPT, params)[0] for budget in (512, 5)]
+    assert outputs[0].prompt_logprobs == outputs[1].prompt_logprobs
+    assert outputs[0].prompt_logprobs[0] is None
+    assert len(outputs[0].prompt_logprobs) == len(outputs[0].prompt_token_ids)
