@@ -1,22 +1,22 @@
-"""ModelConfig: a model's shape and mathematics as data. Imports no torch."""
+"""ModelConfig: a model's shape and mathematics as data, read from a config.json. Imports no torch.
+
+What it guarantees: every key of config.json is either used, on a list of keys that change nothing, or has a value that
+switches its feature off. Anything else is a CheckpointError that names the key and its value, because a key that is
+passed over gives wrong text without a word. Where a key is absent, the value is what transformers' configuration class
+of that model_type takes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from freight.fp8.formats import Format
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary embedding. `kind` is default, linear, llama3 or yarn; `parameters` are that kind's numbers."""
-
-    theta: float = 10000.0
-    kind: str = "default"
-    parameters: Mapping[str, float | bool] = field(default_factory=dict)
-    rotary_dim: int | None = None
+from freight.config.fields import flag, integer, number, token_ids
+from freight.config.rope import RopeConfig as RopeConfig
+from freight.config.rope import parse_rope
+from freight.errors import CheckpointError, choices
+from freight.fp8.formats import COMPUTE_FORMATS, Format
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,269 @@ class ModelConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
 
+    @property
+    def position_limit(self) -> int:
+        """Positions that the rope covers; linear and yarn scaling may reach past `max_position_embeddings`."""
+        p = self.rope.parameters
+        if self.rope.kind == "linear":
+            return max(self.max_position_embeddings, int(self.max_position_embeddings * p["factor"]))
+        if self.rope.kind == "yarn":
+            return max(self.max_position_embeddings, int(p["original_max_position_embeddings"] * p["factor"]))
+        return self.max_position_embeddings
+
+
+@dataclass(frozen=True)
+class _Family:
+    """What one model_type means, and what it takes for keys that config.json lacks."""
+
+    architecture: str
+    max_position_embeddings: int
+    num_kv_heads: int | None = None  # None: one per attention head
+    head_dim: int | None = None  # None: hidden_size / heads
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+    sliding_window: int | None = None
+    windowed: bool = False  # whether a window applies when `use_sliding_window` is absent
+    window_from: int = 0  # `max_window_layers`: layers from this one on have the window
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    keys: frozenset[str] = frozenset()  # keys that this family has and others do not
+
+
+_WINDOW_KEYS = frozenset({"sliding_window", "use_sliding_window", "layer_types"})
+_FAMILIES = {
+    "llama": _Family(
+        "LlamaForCausalLM",
+        2048,
+        bos_token_id=1,
+        eos_token_id=2,
+        keys=frozenset({"attention_bias", "mlp_bias", "layer_types"}),
+    ),
+    "mistral": _Family(
+        "MistralForCausalLM",
+        131072,
+        num_kv_heads=8,
+        bos_token_id=1,
+        eos_token_id=2,
+        sliding_window=4096,
+        windowed=True,
+        keys=_WINDOW_KEYS,
+    ),
+    "qwen2": _Family(
+        "Qwen2ForCausalLM",
+        32768,
+        num_kv_heads=32,
+        sliding_window=4096,
+        window_from=28,
+        qkv_bias=True,  # always there, whatever `attention_bias` says
+        keys=_WINDOW_KEYS | {"max_window_layers"},
+    ),
+    "qwen3": _Family(
+        "Qwen3ForCausalLM",
+        32768,
+        num_kv_heads=32,
+        head_dim=128,
+        sliding_window=4096,
+        window_from=28,
+        qk_norm=True,
+        keys=_WINDOW_KEYS | {"max_window_layers", "attention_bias"},
+    ),
+}
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_READ = _words(
+    """
+    model_type architectures vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
+    num_key_value_heads head_dim max_position_embeddings rms_norm_eps rope_theta rope_scaling rope_parameters
+    original_max_position_embeddings tie_word_embeddings dtype torch_dtype bos_token_id eos_token_id
+    quantization_config compression_config kv_cache_torch_dtype kv_cache_dtype
+    """
+)
+# training, bookkeeping, and defaults of transformers' generate()
+_HARMLESS = _words(
+    """
+    transformers_version use_cache initializer_range attention_dropout hidden_dropout resid_dropout embd_dropout
+    pad_token_id sep_token_id decoder_start_token_id tokenizer_class auto_map name_or_path torchscript use_bfloat16
+    id2label label2id num_labels problem_type task_specific_params finetuning_task output_attentions
+    output_hidden_states return_dict return_dict_in_generate output_scores chunk_size_feed_forward
+    max_sequence_length max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty
+    temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
+    encoder_no_repeat_ngram_size num_return_sequences exponential_decay_length_penalty begin_suppress_tokens
+    attn_implementation unsloth_version unsloth_fixed is_llama_config transformers.js_config is_decoder
+    """
+)
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {  # keys that change the mathematics, and the values that do not
+    "hidden_act": ("silu", "swish"),
+    "hidden_activation": ("silu", "swish"),
+    "partial_rotary_factor": (1,),
+    "rotary_pct": (1,),
+    "pretraining_tp": (1,),
+    "logit_scale": (1,),
+    "logits_scaling": (1,),
+    "residual_multiplier": (1,),
+    "embedding_multiplier": (1,),
+    "attention_multiplier": (),
+    "query_pre_attn_scalar": (),
+    "attn_logit_softcapping": (),
+    "final_logit_softcapping": (),
+    "clip_qkv": (),
+    "rope_interleaved": (),
+    "num_experts": (),
+    "num_local_experts": (),
+    "is_encoder_decoder": (),
+    "add_cross_attention": (),
+}
+
 
 def parse_model_config(config: Mapping[str, Any]) -> ModelConfig:
-    raise NotImplementedError
+    """Read the content of a config.json. Raises CheckpointError for what is missing, contradictory or not implemented.
+
+    A config.json that names no dtype means float32, as it did before transformers wrote one.
+    """
+    model_type, family = _family(config)
+    _refuse_unknown_keys(config, model_type, family)
+    heads = integer(config, "num_attention_heads")
+    kv_heads = integer(config, "num_key_value_heads", family.num_kv_heads) if _has_kv_heads(config, family) else heads
+    hidden_size = integer(config, "hidden_size")
+    num_layers = integer(config, "num_hidden_layers")
+    if heads % kv_heads:
+        raise CheckpointError(
+            f"config.json contradicts itself: num_attention_heads = {heads} is no multiple of "
+            f"num_key_value_heads = {kv_heads}"
+        )
+    limit = integer(config, "max_position_embeddings", family.max_position_embeddings)
+    attention_bias = "attention_bias" in family.keys and flag(config, "attention_bias")
+    return ModelConfig(
+        model_type=model_type,
+        architecture=family.architecture,
+        vocab_size=integer(config, "vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=integer(config, "intermediate_size"),
+        num_layers=num_layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=_head_dim(config, family, hidden_size, heads),
+        max_position_embeddings=limit,
+        rms_norm_eps=number(config, "rms_norm_eps", 1e-6),
+        rope=parse_rope(config, limit),
+        windows=_windows(config, family, num_layers),
+        tie_word_embeddings=flag(config, "tie_word_embeddings"),
+        qkv_bias=family.qkv_bias or attention_bias,
+        o_bias=attention_bias,
+        mlp_bias=flag(config, "mlp_bias"),
+        qk_norm=family.qk_norm,
+        checkpoint_format=_checkpoint_format(config),
+        bos_token_id=next(iter(token_ids(config, "bos_token_id", family.bos_token_id)), None),
+        eos_token_ids=token_ids(config, "eos_token_id", family.eos_token_id),
+    )
+
+
+def stop_token_ids(config: Mapping[str, Any], generation_config: Mapping[str, Any] | None) -> frozenset[int]:
+    """The ids that end a completion: the union of config.json's and generation_config.json's `eos_token_id`."""
+    own = token_ids(config, "eos_token_id", _family(config)[1].eos_token_id)
+    return frozenset(own) | frozenset(token_ids(generation_config or {}, "eos_token_id", None))
+
+
+def _family(config: Mapping[str, Any]) -> tuple[str, _Family]:
+    model_type = config.get("model_type")
+    family = _FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if family is None:
+        raise CheckpointError(f"config.json: model_type {model_type!r} is not implemented; {choices(_FAMILIES)} are")
+    assert isinstance(model_type, str)
+    architectures = config.get("architectures") or [family.architecture]
+    if architectures != [family.architecture]:
+        raise CheckpointError(
+            f"config.json: architectures {architectures!r} with model_type {model_type!r} is not implemented; "
+            f"Freight runs [{family.architecture!r}]"
+        )
+    return model_type, family
+
+
+def _refuse_unknown_keys(config: Mapping[str, Any], model_type: str, family: _Family) -> None:
+    """Every key must be read, harmless, or switched off (null, false, empty)."""
+    known = _READ | _HARMLESS | family.keys | ({"attention_bias"} if family.qkv_bias else set())
+    for key, value in config.items():
+        off = value is None or value is False or value in ({}, [], "")
+        if off or key in known or key.startswith("_"):
+            continue
+        if key not in _NEUTRAL:
+            raise CheckpointError(
+                f"config.json: {key} = {value!r} is unknown to Freight for model_type {model_type}; it may change what "
+                "the model computes. If it does not, take it out of config.json"
+            )
+        if value not in _NEUTRAL[key]:
+            only = f"only {choices(map(repr, _NEUTRAL[key]))} is" if _NEUTRAL[key] else "only null is"
+            raise CheckpointError(f"config.json: {key} = {value!r} is not implemented; {only}")
+
+
+def _has_kv_heads(config: Mapping[str, Any], family: _Family) -> bool:
+    """An explicit null means one KV head per attention head, as does absence where the family has no default."""
+    return config.get("num_key_value_heads", family.num_kv_heads) is not None
+
+
+def _head_dim(config: Mapping[str, Any], family: _Family, hidden_size: int, heads: int) -> int:
+    if config.get("head_dim", family.head_dim) is not None:
+        head_dim = integer(config, "head_dim", family.head_dim)
+    elif hidden_size % heads:
+        raise CheckpointError(
+            f"config.json contradicts itself: hidden_size = {hidden_size} is no multiple of "
+            f"num_attention_heads = {heads}, and there is no head_dim"
+        )
+    else:
+        head_dim = hidden_size // heads
+    if head_dim % 2:
+        raise CheckpointError(f"config.json: head_dim = {head_dim} is odd; rotary embedding turns pairs of channels")
+    return head_dim
+
+
+def _windows(config: Mapping[str, Any], family: _Family, num_layers: int) -> tuple[int | None, ...]:
+    """The window of each layer: `layer_types` decides, else `max_window_layers`, else all layers."""
+    window = config.get("sliding_window", family.sliding_window)
+    if not flag(config, "use_sliding_window", family.windowed):
+        window = None
+    elif window is not None:
+        window = integer(config, "sliding_window", family.sliding_window)
+    first = integer(config, "max_window_layers", family.window_from, least=0)
+    default = [window is not None and index >= first for index in range(num_layers)]
+    layer_types = config.get("layer_types")
+    if not layer_types:
+        return tuple(window if slides else None for slides in default)
+    kinds = {"full_attention": False, "attention": False, "sliding_attention": True}
+    if not isinstance(layer_types, list) or len(layer_types) != num_layers:
+        raise CheckpointError(
+            f"config.json contradicts itself: layer_types = {layer_types!r} is no list of "
+            f"num_hidden_layers = {num_layers} entries"
+        )
+    for kind in layer_types:
+        if kind not in kinds:
+            raise CheckpointError(
+                f"config.json: layer_types has {kind!r}, which is not implemented; {choices(kinds)} are"
+            )
+    slides = [kinds[kind] for kind in layer_types]
+    if window is None and any(slides):
+        raise CheckpointError(
+            "config.json contradicts itself: layer_types has 'sliding_attention', but sliding_window = "
+            f"{config.get('sliding_window')!r} with use_sliding_window = {config.get('use_sliding_window')!r}"
+        )
+    if family.windowed and slides != default:
+        raise CheckpointError(
+            f"config.json: layer_types = {layer_types!r} with sliding_window = {window}: "
+            f"in {family.architecture} the window is that of all layers"
+        )
+    return tuple(window if slide else None for slide in slides)
+
+
+def _checkpoint_format(config: Mapping[str, Any]) -> Format:
+    said = {key: config[key] for key in ("dtype", "torch_dtype") if config.get(key) is not None}
+    if len(set(map(str, said.values()))) > 1:
+        raise CheckpointError(
+            f"config.json contradicts itself: dtype = {said['dtype']}, torch_dtype = {said['torch_dtype']}"
+        )
+    name = next(iter(said.values()), Format.FLOAT32)
+    if name not in tuple(COMPUTE_FORMATS):
+        raise CheckpointError(f"config.json: dtype {name!r} is not implemented; {choices(COMPUTE_FORMATS)} are")
+    return Format(name)

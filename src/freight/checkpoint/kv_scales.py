@@ -1,0 +1,207 @@
+"""KV scales, from a checkpoint's tensors or from the kv_cache_scales.json of older engines.
+
+Scales are found by tensor name, whatever the declared method: the names of every producer we know are one pattern
+here. Each is checked when it is read (shape, finite, above 0), so a layer either has scales that mean something or
+None; nothing is ever replaced by 1.0.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+from freight.checkpoint.layouts import read_scheme
+from freight.checkpoint.reader import Checkpoint
+from freight.errors import CheckpointError
+from freight.fp8.formats import Format, Granularity
+from freight.fp8.scheme import KVScales, LayerScales
+
+_NAME = re.compile(
+    r"""(?:^|\.) layers\.(?P<layer>\d+)\. (?:
+        self_attn\.(?:
+            (?P<a>k|v|kv)_scale                         # AutoFP8, compressed-tensors, Quark, TGI (kv)
+          | attn\.(?P<b>[kv])_scale                     # saved in vLLM's own form
+          | (?:qkv_proj\.)?(?P<c>[kv])_proj\.output_scale  # compressed-tensors before 0.7, Quark native
+          | (?P<d>[kv])_proj\.(?P=d)_scale              # ModelOpt
+          | qk(?:qk)?v_proj\.(?P<e>[kv])_scale          # fused projections
+          | (?P<f>[kv])_cache\.scale                    # Hy3
+        )
+      | mixer\.(?P<g>[kv])_proj\.(?P=g)_scale           # NemotronH
+      | attention\.(?:
+            (?P<h>k|v|kv)_fake_quantizer\.qscale_act    # Mistral's own files
+          | (?P<i>kv)_cache_scaling_factor              # TensorRT-LLM, AMMO
+        )
+    )$""",
+    re.VERBOSE,
+)
+_ORDER = (Granularity.TENSOR, Granularity.HEAD, Granularity.CHANNEL)  # from coarse to fine
+
+
+class ModelShape(Protocol):
+    """What of a ModelConfig is needed here."""
+
+    @property
+    def model_type(self) -> str: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+
+
+def parse_scale_name(name: str) -> tuple[int, str] | None:
+    """(layer, 'k', 'v' or 'kv') of a KV scale's tensor name; None for any other tensor."""
+    match = _NAME.search(name)
+    if match is None:
+        return None
+    sides = {key: side for key, side in match.groupdict().items() if side and key != "layer"}
+    return int(match["layer"]), next(iter(sides.values()))
+
+
+def read_kv_scales(checkpoint: Checkpoint, model: ModelShape) -> KVScales:
+    """Take every KV scale of the checkpoint.
+
+    A scale of one side alone stands for both, as does `kv_scale`. Raises CheckpointError, naming tensor and value, for
+    a scale that is not positive and finite, has a shape that fits neither tensor, head nor channel, or is there under
+    two names with two values.
+    """
+    found: list[dict[str, tuple[str, tuple[float, ...]]]] = [{} for _ in range(model.num_layers)]
+    for name in sorted(checkpoint.names):
+        parsed = parse_scale_name(name)
+        if parsed is None:
+            continue
+        layer, sides = parsed
+        if layer >= model.num_layers:
+            raise CheckpointError(f"{name} is a KV scale of layer {layer}, but the model has {model.num_layers} layers")
+        values = _read(checkpoint, name, model)
+        for side in sides:
+            other, present = found[layer].get(side, (name, values))
+            if present != values:
+                raise CheckpointError(
+                    f"{other} = {_short(present)} and {name} = {_short(values)} are the same KV scale"
+                )
+            found[layer].setdefault(side, (name, values))
+    format = read_scheme(checkpoint.config, checkpoint.hf_quant_config).kv_format or Format.E4M3FN
+    return KVScales(tuple(_layer(sides, model) for sides in found), format)
+
+
+def _layer(sides: dict[str, tuple[str, tuple[float, ...]]], model: ModelShape) -> LayerScales | None:
+    """Both sides, in the finer granularity of the two: expanding is exact."""
+    if not sides:
+        return None
+    (k_name, k), (v_name, v) = (sides.get(side) or next(iter(sides.values())) for side in "kv")
+    counts = {1: Granularity.TENSOR}
+    counts.setdefault(model.num_kv_heads, Granularity.HEAD)
+    counts.setdefault(model.num_kv_heads * model.head_dim, Granularity.CHANNEL)
+    granularity = max((counts[len(k)], counts[len(v)]), key=_ORDER.index)
+    size = max(len(k), len(v))
+    names = tuple(dict.fromkeys((k_name, v_name)))
+    return LayerScales(_repeat(k, size), _repeat(v, size), granularity, names)
+
+
+def _repeat(values: tuple[float, ...], size: int) -> tuple[float, ...]:
+    """Each value as often as it takes to fill `size`, row-major: (a, b) -> (a, a, b, b)."""
+    return tuple(value for value in values for _ in range(size // len(values)))
+
+
+def _read(checkpoint: Checkpoint, name: str, model: ModelShape) -> tuple[float, ...]:
+    shape, heads, channels = checkpoint.shape_of(name), model.num_kv_heads, model.head_dim
+    known = [(heads,), (heads, 1, 1), (1, heads, 1, 1), (heads, channels)]
+    if math.prod(shape) != 1 and shape not in known:
+        raise CheckpointError(
+            f"KV scale {name} has shape {list(shape)}; one number, [{heads}], [{heads}, 1, 1] (one per KV head) or "
+            f"[{heads}, {channels}] (one per channel) can be read"
+        )
+    values = tuple(float(x) for x in checkpoint.take(name, shape).float().flatten().tolist())
+    for value in values:
+        _require_positive(f"KV scale {name}", value)
+    return values
+
+
+def _short(values: tuple[float, ...]) -> str:
+    return f"{values[0]:.9g}" if len(values) == 1 else f"{values[0]:.9g}, … ({len(values)} values)"
+
+
+def _require_positive(what: str, value: float) -> None:
+    if not (math.isfinite(value) and value > 0):
+        raise CheckpointError(f"{what} is {value}; a scale has to be finite and above 0")
+
+
+def read_scale_json(path: Path, model: ModelShape) -> KVScales:
+    """The kv_cache_scales.json of older engines: one factor per layer, for K and V, made for E4M3FN.
+
+    Form: {"model_type": "llama", "kv_cache": {"dtype": "float8_e4m3fn", "scaling_factor": {"0": {"0": 0.015, …}}}},
+    rank by rank; exactly one rank, "0", is accepted. Raises CheckpointError, naming file and entry, for anything else
+    than one positive finite factor for each of the model's layers.
+    """
+    content = _load(path)
+    if "model_type" not in content:
+        raise CheckpointError(f"{path} has no model_type")
+    if content["model_type"] not in (None, model.model_type):
+        raise CheckpointError(
+            f"{path} is for model_type {content['model_type']!r}, but the model is {model.model_type!r}"
+        )
+    kv_cache = _object(path, content, "kv_cache")
+    if kv_cache.get("dtype") != "float8_e4m3fn":
+        raise CheckpointError(f"{path}: kv_cache.dtype is {kv_cache.get('dtype')!r}; only 'float8_e4m3fn' can be read")
+    ranks = _object(path, kv_cache, "scaling_factor")
+    if set(ranks) != {"0"}:
+        bad = [rank for rank in ranks if not rank.isdecimal()]
+        why = f"{bad[0]!r} is no rank number" if bad else f"it is for {len(ranks)} ranks, {_some(ranks)}"
+        raise CheckpointError(f"{path}: scaling_factor must have one rank, '0' (one device), but {why}")
+    factors = _object(path, ranks, "0")
+    expected = [str(layer) for layer in range(model.num_layers)]
+    if set(factors) != set(expected):
+        lacking = [layer for layer in expected if layer not in factors]
+        beyond = [layer for layer in factors if layer not in expected]
+        raise CheckpointError(
+            f"{path} has factors for {len(factors)} layers, but the model has {model.num_layers}: "
+            + "; ".join(f"{word} {_some(some)}" for word, some in (("lacking", lacking), ("unknown", beyond)) if some)
+        )
+    return KVScales(tuple(_json_layer(path, layer, factors[layer]) for layer in expected), Format.E4M3FN)
+
+
+def _json_layer(path: Path, layer: str, value: Any) -> LayerScales:
+    name = f"scaling_factor[0][{layer}]"
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise CheckpointError(f"{path}: {name} is {value!r}, not a number")
+    try:
+        factor = struct.unpack("<f", struct.pack("<f", value))[0]  # the nearest float32
+    except OverflowError:
+        factor = math.inf
+    if not (math.isfinite(factor) and factor > 0):
+        raise CheckpointError(f"{path}: {name} is {value}; a scale has to be finite and above 0")
+    return LayerScales((factor,), (factor,), Granularity.TENSOR, (f"{path.name}:{name}",))
+
+
+def _load(path: Path) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(dict(pairs)) != len(pairs):
+            raise ValueError(f"a key is there twice among {_some(key for key, _ in pairs)}")
+        return dict(pairs)
+
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique)
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{path} is not a JSON file of KV scales: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is not a JSON file of KV scales: it holds no object")
+    return content
+
+
+def _object(path: Path, parent: dict[str, Any], key: str) -> dict[str, Any]:
+    if not isinstance(parent.get(key), dict):
+        raise CheckpointError(f"{path}: {key!r} is missing, or is no object")
+    value: dict[str, Any] = parent[key]
+    return value
+
+
+def _some(keys: Iterable[str]) -> str:
+    names = list(keys)
+    return ", ".join(map(repr, names[:6])) + (", …" if len(names) > 6 else "")

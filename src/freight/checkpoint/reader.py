@@ -1,0 +1,309 @@
+"""Checkpoint: a folder of safetensors, opened by its headers, read lazily, and accounted for to the last tensor.
+
+Opening checks every header against its file: sizes, offsets, shards and index agree, no tensor is there twice. So
+whatever is damaged is named before a weight is read. `take` maps one tensor into memory; `finish` refuses a checkpoint
+of which something was neither taken nor skipped by name, because a tensor that nobody used means another model.
+Only safetensors are read: other files can run code when they are opened.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from freight.errors import CheckpointError, ConfigError
+from freight.fp8.formats import Format
+
+_BITS = {"BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64}
+_BITS |= {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+_BITS |= {"F8_E4M3": 8, "F8_E4M3FNUZ": 8, "F8_E5M2": 8, "F8_E5M2FNUZ": 8, "F8_E8M0": 8}
+_FORMATS = {
+    "F32": Format.FLOAT32,
+    "F16": Format.FLOAT16,
+    "BF16": Format.BFLOAT16,
+    "F8_E4M3": Format.E4M3FN,
+    "F8_E4M3FNUZ": Format.E4M3FNUZ,
+    "F8_E5M2": Format.E5M2,
+}
+_FETCHED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer*"]
+_NOT_FETCHED = ["*/*", "consolidated*"]  # other forms of the same weights
+_MAX_HEADER = 100_000_000  # bytes, the limit of the safetensors format
+# Tensors that other tools write and that change nothing here, by name, with the reason.
+_UNUSED = {
+    "*.rotary_emb.inv_freq": "computed from config.json",
+    "*.q_scale": "a query scale: attention keeps queries in 16 bits",
+    "*.q_proj.output_scale": "a query scale: attention keeps queries in 16 bits",
+    "*.self_attn.q.scale": "a query scale: attention keeps queries in 16 bits",
+    "*.prob_output_scale": "a scale of probabilities, which stay in 32 bits",
+    "*.prob_scale": "a scale of probabilities, which stay in 32 bits",
+}
+_ZERO_POINTS = ("*.[qkv]_zero_point", "*.[qkv]_proj.output_zero_point")
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """What a header says of one tensor. `dtype` is safetensors' name, e.g. 'BF16'; `size` in bytes."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    size: int
+
+    @property
+    def dtype_name(self) -> str:
+        """Our word for the dtype ('bfloat16'), or safetensors' in small letters where we have none."""
+        return str(_FORMATS.get(self.dtype, self.dtype.lower()))
+
+
+class Checkpoint:
+    """One opened folder; `config`, `generation_config`, `hf_quant_config` hold its JSON files, or None if not there."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises CheckpointError, naming file and fault, for a folder that is incomplete or damaged."""
+        self.path = path
+        config = read_json(path / "config.json")
+        if config is None:
+            raise CheckpointError(f"{path} has no config.json, so it is no model folder")
+        self.config: Mapping[str, Any] = config
+        self.generation_config = read_json(path / "generation_config.json")
+        self.hf_quant_config = read_json(path / "hf_quant_config.json")
+        self._entries = _read_entries(path)
+        self._handles: dict[Path, Any] = {}
+        self._taken: set[str] = set()
+        self._skipped: dict[str, str] = {}
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        return frozenset(self._entries)
+
+    @property
+    def skipped(self) -> Mapping[str, str]:
+        """Names that were skipped so far, with the reason."""
+        return self._skipped
+
+    def entry(self, name: str) -> TensorEntry:
+        """What the header says of `name`. Raises CheckpointError if there is no such tensor."""
+        if name not in self._entries:
+            raise CheckpointError(f"{self.path}: tensor {name} is missing")
+        return self._entries[name]
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        return self.entry(name).shape
+
+    def format_of(self, name: str) -> Format:
+        """Raises CheckpointError for a tensor whose numbers Freight does not compute with, such as integers."""
+        dtype = self.entry(name).dtype
+        if dtype not in _FORMATS:
+            raise CheckpointError(f"{self.path}: tensor {name} is stored as {dtype}, which is not implemented")
+        return _FORMATS[dtype]
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Compare with what a model will take, before anything is read. Raises CheckpointError listing all faults."""
+        faults = [f"{name} is missing" for name in shapes if name not in self._entries]
+        faults += [
+            f"{name} has shape {list(self._entries[name].shape)}, config.json asks for {list(shape)}"
+            for name, shape in shapes.items()
+            if name in self._entries and self._entries[name].shape != tuple(shape)
+        ]
+        if faults:
+            raise CheckpointError(f"{self.path}: {_listed(faults, '; ')}")
+
+    def take(self, name: str, shape: Iterable[int], format: Format | None = None) -> Tensor:
+        """The tensor, mapped from its file. Raises CheckpointError if it is missing, or of another shape or format.
+
+        Without `format` any 16- or 32-bit one will do; FP8 has to be asked for, as it means nothing without a scale.
+        """
+        shape = tuple(shape)
+        entry, stored = self.entry(name), self.format_of(name)
+        if entry.shape != shape:
+            raise CheckpointError(
+                f"{self.path}: {name} has shape {list(entry.shape)}, config.json asks for {list(shape)}"
+            )
+        if stored is not format if format is not None else stored.is_fp8:
+            expected = format or "16 or 32 bits, as no quantization is declared,"
+            raise CheckpointError(f"{self.path}: {name} is stored in {stored} where {expected} is expected")
+        self._taken.add(name)
+        return self._read(name)
+
+    def skip(self, pattern: str, reason: str) -> None:
+        """Leave out the tensors of this name, or of this pattern of `*`, `?` and `[...]`, and remember why."""
+        for name in fnmatch.filter(self._entries, pattern):
+            if name not in self._taken:
+                self._skipped[name] = reason
+
+    def finish(self) -> None:
+        """Raises CheckpointError that lists every tensor neither taken nor skipped.
+
+        What other tools write and Freight has no use for is skipped here by name: `inv_freq` buffers, scales of
+        queries and probabilities, and zero points, which have to be zero.
+        """
+        for pattern, reason in _UNUSED.items():
+            self.skip(pattern, reason)
+        for name in [name for pattern in _ZERO_POINTS for name in fnmatch.filter(self._entries, pattern)]:
+            if self._read(name).float().any():
+                raise CheckpointError(f"{self.path}: {name} is not zero; only symmetric quantization is implemented")
+            self.skip(name, "a zero point that is zero")
+        left = sorted(self.names - self._taken - set(self._skipped))
+        if left:
+            raise CheckpointError(
+                f"{self.path}: {len(left)} tensors belong to no part of the model that config.json describes: "
+                f"{_listed(left, ', ')}"
+            )
+
+    def _read(self, name: str) -> Tensor:
+        file = self._entries[name].file
+        try:
+            if file not in self._handles:
+                self._handles[file] = safe_open(file, framework="pt")
+            tensor: Tensor = self._handles[file].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file}: tensor {name} cannot be read: {error}") from error
+        return tensor
+
+
+def resolve_model(name: str, revision: str | None = None) -> Path:
+    """The folder of a model: 'demo' (shipped with Freight), an existing folder, or a Hugging Face hub id.
+
+    Raises CheckpointError if there is none, ConfigError for a revision of something that has no revisions.
+    """
+    name = str(name)
+    demo = Path(__file__).resolve().parent.parent / "demo"
+    folder = demo if name == "demo" else Path(name).expanduser()
+    if folder.is_dir():
+        if revision is not None:
+            raise ConfigError(f"--revision {revision}: {name} is a folder, only a hub id has revisions; leave it away")
+        return folder
+    if folder.exists():
+        raise CheckpointError(f"{name} is a file; give the folder that holds config.json and *.safetensors")
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or not name:
+        raise CheckpointError(f"there is no folder {name!r}")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=_FETCHED, ignore_patterns=_NOT_FETCHED))
+    except Exception as error:  # the client's own errors, and whatever its network stack raises
+        which = f"{name!r}" if revision is None else f"{name!r} at revision {revision!r}"
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise CheckpointError(
+            f"{which} is neither a folder nor a model that could be had from the Hugging Face hub; check the name and "
+            f"the connection, or give a folder ({type(error).__name__}: {reason})"
+        ) from error
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file, or None if there is no such file. Raises CheckpointError for anything else."""
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds {type(content).__name__}, not a JSON object")
+    return content
+
+
+def _read_entries(path: Path) -> dict[str, TensorEntry]:
+    """All tensors of the folder's files, every header checked."""
+    index = path / "model.safetensors.index.json"
+    single = path / "model.safetensors"
+    if single.is_file():
+        return read_header(single)
+    if index.is_file():
+        return _read_shards(path, index)
+    files = sorted(path.glob("*.safetensors"))
+    if len(files) == 1:
+        return read_header(files[0])
+    if files:
+        raise CheckpointError(f"{path} has {_listed([f.name for f in files], ', ')}, but no {index.name} to join them")
+    pickles = sorted(f.name for pattern in ("*.bin", "*.pt", "*.pth") for f in path.glob(pattern))
+    if pickles:
+        raise CheckpointError(
+            f"{path} has {_listed(pickles, ', ')}, which can run code when opened; Freight reads safetensors only: "
+            "convert it (transformers: save_pretrained)"
+        )
+    raise CheckpointError(f"{path} has no *.safetensors file")
+
+
+def _read_shards(path: Path, index: Path) -> dict[str, TensorEntry]:
+    weight_map = (read_json(index) or {}).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise CheckpointError(f"{index}: weight_map is missing, or does not give a file for every tensor")
+    entries: dict[str, TensorEntry] = {}
+    for shard in sorted(set(weight_map.values())):
+        if Path(shard).name != shard:
+            raise CheckpointError(f"{index} names {shard!r}, which lies outside the folder")
+        if not (path / shard).is_file():
+            raise CheckpointError(f"{path}: the shard {shard}, which {index.name} names, is missing")
+        for name, entry in read_header(path / shard).items():
+            if name in entries:
+                raise CheckpointError(f"{path}: tensor {name} is in both {entries[name].file.name} and {shard}")
+            entries[name] = entry
+    for name, shard in weight_map.items():
+        if name not in entries or entries[name].file.name != shard:
+            raise CheckpointError(f"{path}: {index.name} places tensor {name} in {shard}, which does not hold it")
+    return entries
+
+
+def read_header(file: Path) -> dict[str, TensorEntry]:
+    """The tensors of one safetensors file. Raises CheckpointError unless the header describes the file exactly."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if size < 8 or length > min(_MAX_HEADER, size - 8):
+            raise CheckpointError(f"{file} is truncated, or no safetensors file: {size} bytes, header of {length}")
+        try:
+            header = json.loads(stream.read(length), object_pairs_hook=_unique)
+        except ValueError as error:
+            raise CheckpointError(f"{file}: the header is damaged: {error}") from error
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{file}: the header is damaged: it is no JSON object")
+    header.pop("__metadata__", None)
+    end, entries = 0, {}
+    for name, (entry, begin, stop) in sorted(
+        ((name, _entry(file, name, said)) for name, said in header.items()), key=lambda item: item[1][1:]
+    ):
+        if begin != end:
+            raise CheckpointError(f"{file}: tensor {name} begins at byte {begin}, where {end} is expected")
+        end, entries[name] = stop, entry
+    if size != 8 + length + end:
+        kind = "truncated" if size < 8 + length + end else "too long"
+        raise CheckpointError(f"{file} is {kind}: {size} bytes where its header describes {8 + length + end}")
+    return entries
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is there twice")
+    return content
+
+
+def _entry(file: Path, name: str, said: Any) -> tuple[TensorEntry, int, int]:
+    """One header entry with the bytes it occupies, its dtype, shape and size checked against each other."""
+    try:
+        dtype, shape, (begin, stop) = said["dtype"], tuple(said["shape"]), said["data_offsets"]
+    except (TypeError, KeyError, ValueError) as error:
+        raise CheckpointError(f"{file}: the header's entry of {name} is damaged: {said!r}") from error
+    if not isinstance(dtype, str) or dtype not in _BITS:
+        raise CheckpointError(f"{file}: tensor {name} has dtype {dtype!r}, which is unknown")
+    if not all(isinstance(n, int) and n >= 0 for n in (*shape, begin, stop)):
+        raise CheckpointError(f"{file}: the header's entry of {name} is damaged: {said!r}")
+    if (stop - begin) * 8 != math.prod(shape) * _BITS[dtype]:
+        raise CheckpointError(f"{file}: tensor {name}, {dtype} {list(shape)}, does not fill its {stop - begin} bytes")
+    return TensorEntry(file, dtype, shape, stop - begin), begin, stop
+
+
+def _listed(items: list[str], separator: str, limit: int = 20) -> str:
+    more = f"{separator}and {len(items) - limit} more" if len(items) > limit else ""
+    return separator.join(items[:limit]) + more

@@ -1,0 +1,144 @@
+"""freight inspect MODEL: what a checkpoint is, from its headers and its KV scales; no weight is read.
+
+Works for quantized checkpoints that cannot be run yet as well.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from freight.checkpoint.reader import Checkpoint
+    from freight.config.model import ModelConfig
+    from freight.fp8.scheme import KVScales, LayerScales
+
+_NOT_PARAMETERS = ("scale", "scale_inv", "scale_ub", "zero_point", "inv_freq", "qscale_act", "qscale_weight")
+
+
+def inspect(model: str, as_json: bool) -> None:
+    """Print what `model` is, as a table or as one JSON object. Raises CheckpointError."""
+    facts = describe(model)
+    if as_json:
+        print(json.dumps(facts, indent=2))
+    else:
+        _print_table(facts)
+
+
+def describe(model: str) -> dict[str, Any]:
+    """The JSON object of `freight inspect --json`.
+
+    model, path, architecture, model_type, num_layers, num_parameters, max_position_embeddings; bytes: {dtype: count};
+    scheme: {method, weight_format, kv_format, kv_static, description}; kv_cache: {scales_format, scales}, where scales
+    has an entry per layer, {layer, k, v}, and is empty when there are none. k and v are null, or {granularity, min,
+    max, value, names}; `value` is there for granularity 'tensor'.
+    """
+    from freight.checkpoint.kv_scales import read_kv_scales
+    from freight.checkpoint.layouts import read_scheme
+    from freight.checkpoint.reader import Checkpoint, resolve_model
+    from freight.config.model import parse_model_config
+
+    checkpoint = Checkpoint(resolve_model(model))
+    config = parse_model_config(checkpoint.config)
+    scheme = read_scheme(checkpoint.config, checkpoint.hf_quant_config)
+    scales = read_kv_scales(checkpoint, config)
+    return {
+        "model": model,
+        "path": str(checkpoint.path),
+        **_architecture(config),
+        **_sizes(checkpoint),
+        "scheme": {
+            "method": scheme.method,
+            "weight_format": scheme.weight_format,
+            "kv_format": scheme.kv_format,
+            "kv_static": scheme.kv_static,
+            "description": scheme.description,
+        },
+        "kv_cache": {
+            "scales_format": None if scales.empty else scales.format,
+            "scales": [] if scales.empty else _scales(scales),
+        },
+    }
+
+
+def _architecture(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "architecture": config.architecture,
+        "model_type": config.model_type,
+        "num_layers": config.num_layers,
+        "max_position_embeddings": config.max_position_embeddings,
+    }
+
+
+def _sizes(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Parameters (scales and buffers are none) and bytes by dtype, from the headers."""
+    parameters, sizes = 0, Counter[str]()
+    for name in checkpoint.names:
+        entry = checkpoint.entry(name)
+        sizes[entry.dtype_name] += entry.size
+        if not name.endswith(_NOT_PARAMETERS):
+            parameters += math.prod(entry.shape)
+    return {"num_parameters": parameters, "bytes": dict(sizes.most_common())}
+
+
+def _scales(scales: KVScales) -> list[dict[str, Any]]:
+    return [{"layer": i, "k": _side(layer, "k"), "v": _side(layer, "v")} for i, layer in enumerate(scales.layers)]
+
+
+def _side(layer: LayerScales | None, side: str) -> dict[str, Any] | None:
+    from freight.checkpoint.kv_scales import parse_scale_name
+
+    if layer is None:
+        return None
+    values = layer.k if side == "k" else layer.v
+    sides = {name: (parse_scale_name(name) or (0, "kv"))[1] for name in layer.names}
+    own = [name for name in layer.names if side in sides[name]]
+    facts: dict[str, Any] = {"granularity": layer.granularity, "min": min(values), "max": max(values)}
+    if len(values) == 1:
+        facts["value"] = values[0]
+    return facts | {"names": own or list(layer.names)}
+
+
+def _print_table(facts: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(markup=False, highlight=False)
+    table = Table.grid(padding=(0, 2))
+    sizes = ", ".join(f"{count / 2**20:,.2f} MiB {dtype}" for dtype, count in facts["bytes"].items())
+    for label, value in (
+        ("model", facts["path"]),
+        ("architecture", f"{facts['architecture']}, {facts['num_layers']} layers"),
+        ("parameters", f"{facts['num_parameters'] / 1e6:,.1f} M"),
+        ("context", f"{facts['max_position_embeddings']:,} tokens"),
+        ("weights", sizes),
+        ("declared scheme", facts["scheme"]["description"]),
+        ("KV scales", f"made for {facts['kv_cache']['scales_format']}" if facts["kv_cache"]["scales"] else "none"),
+    ):
+        table.add_row(label, value)
+    console.print(table)
+    if facts["kv_cache"]["scales"]:
+        console.print(_scale_table(facts["kv_cache"]["scales"]))
+
+
+def _scale_table(layers: list[dict[str, Any]]) -> Any:
+    from rich.table import Table
+
+    table = Table("layer", "granularity", "k scale", "v scale")
+    table.add_column("tensors", overflow="fold")
+    for entry in layers:
+        k, v = entry["k"], entry["v"]
+        if k is None:
+            table.add_row(str(entry["layer"]), "", "missing", "missing", "")
+            continue
+        names = "\n".join(dict.fromkeys(k["names"] + v["names"]))
+        table.add_row(str(entry["layer"]), k["granularity"], _range(k), _range(v), names)
+    return table
+
+
+def _range(side: dict[str, Any]) -> str:
+    if side["min"] == side["max"]:
+        return f"{side['min']:.6g}"
+    return f"{side['min']:.6g} … {side['max']:.6g}"

@@ -1,0 +1,51 @@
+"""Values of a config.json, read with their types checked. Imports no torch.
+
+Each raises CheckpointError that names the key and its value. `default` stands for a key that is absent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from freight.errors import CheckpointError
+
+
+def integer(config: Mapping[str, Any], key: str, default: int | None = None, least: int = 1) -> int:
+    value = config.get(key, default)
+    if value is None:
+        raise CheckpointError(f"config.json lacks {key}")
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise CheckpointError(f"config.json: {key} = {value!r} is no whole number of at least {least}")
+    return value
+
+
+def number(config: Mapping[str, Any], key: str, default: float | None = None, least: float | None = None) -> float:
+    """A finite number, above 0, or at least `least` where that is given."""
+    value = default if config.get(key) is None else config[key]
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        number = float(value)
+        if number > 0 or (least is not None and number >= least):
+            return number
+    raise CheckpointError(
+        f"config.json: {key} = {value!r} is no number {'above 0' if least is None else f'from {least}'}"
+    )
+
+
+def flag(config: Mapping[str, Any], key: str, default: bool = False) -> bool:
+    value = config.get(key)
+    value = default if value is None else value
+    if not isinstance(value, bool):
+        raise CheckpointError(f"config.json: {key} = {value!r} is neither true nor false")
+    return value
+
+
+def token_ids(config: Mapping[str, Any], key: str, default: int | None) -> tuple[int, ...]:
+    """One id, a list of ids, or none (null)."""
+    value = config.get(key, default)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    for token in ids:
+        if not isinstance(token, int) or isinstance(token, bool) or token < 0:
+            raise CheckpointError(f"{key} = {value!r} is neither a token id nor a list of token ids")
+    return tuple(ids)
