@@ -13,8 +13,12 @@ import typer
 
 from freight import __version__
 from freight.cli.chat import chat
+from freight.cli.demo import demo
 from freight.cli.env import env
+from freight.cli.evaluate import evaluate
 from freight.cli.generate import generate
+from freight.cli.inspect import inspect
+from freight.cli.options import takes_model
 from freight.errors import ConfigError, FreightError, RequestError
 
 app = typer.Typer(
@@ -42,9 +46,17 @@ def _root(
     """Run large language models with an FP8 KV cache."""
 
 
-app.command()(generate)
-app.command()(chat)
-app.command()(env)
+@takes_model
+def _inspect(
+    model: str, as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
+) -> None:
+    """Show what a checkpoint holds: architecture, bytes by format, declared scheme, KV scales."""
+    inspect(model, as_json)
+
+
+for verb in (generate, chat, evaluate, demo, env):
+    app.command()(verb)
+app.command("inspect")(_inspect)
 
 
 def main() -> None:

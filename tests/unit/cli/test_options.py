@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.main import get_command
 
+from freight.cli.main import app
 from freight.cli.options import ENGINE_FLAGS, SAMPLING_FLAGS
 from freight.config.engine import EngineArgs
 from freight.sampling import SamplingParams
@@ -174,7 +176,12 @@ def test_help_names_every_option_and_its_variable(freight: Run) -> None:
 
 def test_every_option_has_its_sentence_in_the_documentation() -> None:
     documented = (Path(__file__).parents[3] / "docs" / "cli.md").read_text()
-    for flag in (*ENGINE_FLAGS, *SAMPLING_FLAGS):
-        assert f"`{flag.name}" in documented
-    for flag in ENGINE_FLAGS:
-        assert flag.envvar in documented
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    options = [(verb, option) for verb, command in commands.items() for option in command.params]
+    assert len(options) > 2 * len(ENGINE_FLAGS)
+    for verb, option in options:
+        assert f"`freight {verb}`" in documented
+        if option.param_type_name == "option" and option.name != "model_id":
+            assert any(f"`{spelling}`" in documented or f"`{spelling} " in documented for spelling in option.opts)
+        if option.envvar:
+            assert option.envvar in documented

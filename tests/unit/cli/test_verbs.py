@@ -177,6 +177,19 @@ def test_env_says_the_same_to_people_and_to_programs(freight: Run) -> None:
     assert len(text.splitlines()) == len(facts)
 
 
+@pytest.mark.parametrize("argv", [["demo"], ["--model-id", "demo"], []])
+def test_inspect_takes_the_model_in_both_forms(freight: Run, argv: list[str]) -> None:
+    answer = freight("inspect", *argv, "--json")
+    assert answer.code == 0
+    assert json.loads(answer.out)["model"] == "demo"
+
+
+def test_inspect_of_nothing_is_an_error(freight: Run) -> None:
+    answer = freight("inspect", FREIGHT_MODEL_ID="/nowhere/at/all")
+    assert answer.code in (1, 2)
+    assert "/nowhere/at/all" in answer.err
+
+
 def test_version(freight: Run) -> None:
     answer = freight("--version")
     assert (answer.code, answer.out.count(".")) == (0, 2)
