@@ -178,11 +178,11 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
     name = str(name)
     demo = Path(__file__).resolve().parent.parent / "demo"
     folder = demo if name == "demo" else Path(name).expanduser()
-    if folder.is_dir():
+    if name and folder.is_dir():
         if revision is not None:
             raise ConfigError(f"--revision {revision}: {name} is a folder, only a hub id has revisions; leave it away")
         return folder
-    if folder.exists():
+    if folder.is_file():
         raise CheckpointError(f"{name} is a file; give the folder that holds config.json and *.safetensors")
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or not name:
         raise CheckpointError(f"there is no folder {name!r}")

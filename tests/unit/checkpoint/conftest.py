@@ -1,0 +1,50 @@
+"""A folder of tiny tensors, and a model's shape to read it with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from freight.checkpoint.reader import Checkpoint
+
+
+@dataclass(frozen=True)
+class Shape:
+    model_type: str = "llama"
+    num_layers: int = 2
+    num_kv_heads: int = 3
+    head_dim: int = 4
+
+
+@pytest.fixture
+def shape() -> Shape:
+    return Shape()
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., Path]:
+    """write({file: {tensor name: tensor}}, config) -> folder; config.json is always there."""
+
+    def writer(files: dict[str, dict[str, torch.Tensor]], config: dict | None = None) -> Path:
+        for file, tensors in files.items():
+            save_file(tensors, tmp_path / file)
+        (tmp_path / "config.json").write_text(json.dumps(config or {}))
+        return tmp_path
+
+    return writer
+
+
+@pytest.fixture
+def open_tensors(write: Callable[..., Path]) -> Callable[..., Checkpoint]:
+    """open_tensors({tensor name: tensor}, config) -> Checkpoint of a single file."""
+
+    def opener(tensors: dict[str, torch.Tensor], config: dict | None = None) -> Checkpoint:
+        return Checkpoint(write({"model.safetensors": tensors}, config))
+
+    return opener

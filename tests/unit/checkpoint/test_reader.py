@@ -1,0 +1,265 @@
+"""Checkpoint: damaged folders are named when they are opened, and every tensor is accounted for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+
+from freight.checkpoint.reader import Checkpoint, read_header, resolve_model
+from freight.errors import CheckpointError, ConfigError
+from freight.fp8.formats import Format
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+A, B = torch.arange(6.0).view(2, 3), torch.ones(4, dtype=torch.bfloat16)
+INDEX = "model.safetensors.index.json"
+
+
+def index(folder, weight_map):
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder
+
+
+def refused(folder, *named):
+    with pytest.raises(CheckpointError) as error:
+        Checkpoint(folder)
+    for word in named:
+        assert word in str(error.value), f"{word!r} is not in: {error.value}"
+
+
+def test_single_file(open_tensors):
+    checkpoint = open_tensors({"a": A, "b": B}, {"vocab_size": 7})
+    assert checkpoint.names == {"a", "b"}
+    assert checkpoint.config == {"vocab_size": 7}
+    assert checkpoint.generation_config is None
+    assert checkpoint.hf_quant_config is None
+    assert checkpoint.shape_of("a") == (2, 3)
+    assert checkpoint.format_of("b") is Format.BFLOAT16
+    assert torch.equal(checkpoint.take("a", (2, 3)), A)
+    assert torch.equal(checkpoint.take("b", [4], Format.BFLOAT16), B)
+    checkpoint.finish()
+
+
+def test_any_one_safetensors_file_will_do(write):
+    assert Checkpoint(write({"weights.safetensors": {"a": A}})).names == {"a"}
+
+
+def test_shards(write):
+    folder = index(
+        write({"1.safetensors": {"a": A}, "2.safetensors": {"b": B}}), {"a": "1.safetensors", "b": "2.safetensors"}
+    )
+    checkpoint = Checkpoint(folder)
+    assert torch.equal(checkpoint.take("a", (2, 3)), A)
+    assert torch.equal(checkpoint.take("b", (4,)), B)
+    checkpoint.finish()
+
+
+def test_the_other_json_files(write):
+    folder = write({"model.safetensors": {"a": A}})
+    (folder / "generation_config.json").write_text('{"eos_token_id": 3}')
+    (folder / "hf_quant_config.json").write_text('{"quantization": {}}')
+    checkpoint = Checkpoint(folder)
+    assert checkpoint.generation_config == {"eos_token_id": 3}
+    assert checkpoint.hf_quant_config == {"quantization": {}}
+
+
+def test_a_missing_shard_is_named(write):
+    folder = index(write({"1.safetensors": {"a": A}}), {"a": "1.safetensors", "b": "2.safetensors"})
+    refused(folder, "2.safetensors", "missing", INDEX)
+
+
+def test_index_and_shards_must_agree(write):
+    folder = write({"1.safetensors": {"a": A}, "2.safetensors": {"b": B}})
+    refused(index(folder, {"a": "1.safetensors", "c": "2.safetensors"}), INDEX, "c", "2.safetensors")
+    refused(index(folder, {"a": "2.safetensors", "b": "1.safetensors"}), "a", "2.safetensors")
+    refused(index(folder, {"a": "../1.safetensors"}), "../1.safetensors", "outside")
+    refused(index(folder, {"a": 1}), INDEX, "weight_map")
+    (folder / INDEX).write_text("{}")
+    refused(folder, INDEX, "weight_map")
+
+
+def test_a_tensor_in_two_shards_is_named(write):
+    folder = write({"1.safetensors": {"a": A}, "2.safetensors": {"a": A, "b": B}})
+    refused(index(folder, {"a": "1.safetensors", "b": "2.safetensors"}), "a", "1.safetensors", "2.safetensors")
+
+
+def test_folders_without_weights(write, tmp_path):
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        Checkpoint(tmp_path)
+    folder = write({})
+    refused(folder, "no *.safetensors")
+    (folder / "pytorch_model.bin").write_bytes(b"\x80")
+    refused(folder, "pytorch_model.bin", "safetensors only")
+
+
+def test_two_files_without_an_index(write):
+    refused(write({"x.safetensors": {"a": A}, "y.safetensors": {"b": B}}), "x.safetensors", "y.safetensors", INDEX)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 8, 20, -1, -24])
+def test_truncated_files_are_named(write, keep):
+    folder = write({"model.safetensors": {"a": A}})
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    refused(folder, "model.safetensors", "truncated")
+
+
+def test_files_that_are_too_long_are_named(write):
+    folder = write({"model.safetensors": {"a": A}})
+    with (folder / "model.safetensors").open("ab") as file:
+        file.write(b"\0")
+    refused(folder, "model.safetensors", "too long")
+
+
+def header(entries, data=b"\0" * 24):
+    text = entries if isinstance(entries, bytes) else json.dumps(entries).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+GOOD = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ((2**63).to_bytes(8, "little") + b"{}", "truncated"),
+        (header(b"{oops"), "damaged"),
+        (header(b"[]", b""), "damaged"),
+        (header(b"\xff\xfe", b""), "damaged"),
+        (header({"a": GOOD | {"dtype": "F33"}}), "F33"),
+        (header({"a": GOOD | {"dtype": ["F32"]}}), "F32"),
+        (header({"a": GOOD | {"shape": [2, 2]}}), "does not fill"),
+        (header({"a": GOOD | {"shape": [-2, -3]}}), "damaged"),
+        (header({"a": GOOD | {"data_offsets": [0, 2**60], "shape": [2**58]}}), "truncated"),
+        (header({"a": GOOD | {"data_offsets": [4, 28]}}), "begins at byte 4"),
+        (header({"a": GOOD | {"data_offsets": [24, 0]}}), "a"),
+        (header({"a": GOOD, "b": GOOD}), "begins at byte 0"),
+        (header({"a": [1]}), "damaged"),
+        (header({"a": {"dtype": "F32"}}), "damaged"),
+        (header(b'{"a": 1, "a": 2}'), "twice"),
+    ],
+)
+def test_damaged_headers_are_named(write, content, named):
+    folder = write({})
+    (folder / "model.safetensors").write_bytes(content)
+    refused(folder, "model.safetensors", named)
+
+
+def test_broken_json_is_named(write):
+    folder = write({"model.safetensors": {"a": A}})
+    (folder / "generation_config.json").write_text("[1]")
+    refused(folder, "generation_config.json", "list")
+    (folder / "config.json").write_text("{")
+    refused(folder, "config.json", "not JSON")
+
+
+def test_take_names_both_shapes(open_tensors):
+    checkpoint = open_tensors({"a": A, "n": torch.ones(2, dtype=torch.int64), "q": B.to(torch.float8_e4m3fn)})
+    with pytest.raises(CheckpointError, match=r"a has shape \[2, 3\], config.json asks for \[3, 2\]"):
+        checkpoint.take("a", (3, 2))
+    with pytest.raises(CheckpointError, match="zzz is missing"):
+        checkpoint.take("zzz", (1,))
+    with pytest.raises(CheckpointError, match=r"a is stored in float32 where bfloat16"):
+        checkpoint.take("a", (2, 3), Format.BFLOAT16)
+    with pytest.raises(CheckpointError, match=r"n is stored as I64"):
+        checkpoint.take("n", (2,))
+    with pytest.raises(CheckpointError, match=r"q is stored in fp8_e4m3fn where 16 or 32 bits"):
+        checkpoint.take("q", (4,))
+    assert checkpoint.take("q", (4,), Format.E4M3FN).dtype is torch.float8_e4m3fn
+
+
+def test_check_lists_all_faults_before_anything_is_read(open_tensors):
+    checkpoint = open_tensors({"a": A, "b": B})
+    checkpoint.check({"a": (2, 3), "b": (4,)})
+    with pytest.raises(CheckpointError, match=r"c is missing; a has shape \[2, 3\], config.json asks for \[6\]"):
+        checkpoint.check({"a": (6,), "b": (4,), "c": (1,)})
+
+
+def test_what_is_left_over_is_listed(open_tensors):
+    checkpoint = open_tensors({"a": A, "b": B, "extra.weight": B + 1})
+    checkpoint.take("a", (2, 3))
+    with pytest.raises(CheckpointError, match=r"2 tensors .*: b, extra.weight"):
+        checkpoint.finish()
+    checkpoint.skip("b", "not needed")
+    checkpoint.skip("extra.*", "nor these")
+    checkpoint.finish()
+    assert checkpoint.skipped == {"b": "not needed", "extra.weight": "nor these"}
+
+
+def test_known_tensors_without_use_are_skipped_with_a_reason(open_tensors):
+    prefix = "model.layers.0.self_attn."
+    names = ["rotary_emb.inv_freq", "q_scale", "attn.q_scale", "q_proj.output_scale", "prob_output_scale"]
+    zeros = {f"{prefix}k_zero_point": torch.zeros(1), f"{prefix}v_zero_point": torch.zeros(1, dtype=torch.int8)}
+    checkpoint = open_tensors({prefix + name: torch.ones(1) for name in names} | zeros)
+    checkpoint.finish()
+    assert checkpoint.skipped.keys() == checkpoint.names
+    assert all(checkpoint.skipped.values())
+
+
+def test_zero_points_must_be_zero(open_tensors):
+    checkpoint = open_tensors({"model.layers.0.self_attn.k_zero_point": torch.ones(1)})
+    with pytest.raises(CheckpointError, match="k_zero_point is not zero"):
+        checkpoint.finish()
+
+
+def test_a_file_that_vanishes_is_named(open_tensors):
+    checkpoint = open_tensors({"a": A})
+    (checkpoint.path / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: tensor a cannot be read"):
+        checkpoint.take("a", (2, 3))
+
+
+@pytest.mark.parametrize("name", ["autofp8_static_kv", "ct_docs", "base_bf16"])
+def test_files_of_real_tools_open(name):
+    entries = read_header(FIXTURES / name / "model.safetensors")
+    assert entries["model.layers.1.self_attn.k_proj.weight"].shape == (128, 256)
+    assert Checkpoint(FIXTURES / name).names == entries.keys()
+
+
+def test_model_names(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shipped = resolve_model("demo")
+    assert (shipped / "config.json").is_file()
+    (tmp_path / "demo").mkdir()
+    assert resolve_model("demo") == shipped
+    assert resolve_model("./demo").resolve() == tmp_path / "demo"
+    assert resolve_model(str(tmp_path)) == tmp_path
+    (tmp_path / "file").touch()
+    for name in ("./nothing", "/no/such/folder", "a/b/c", ""):
+        with pytest.raises(CheckpointError, match="there is no folder"):
+            resolve_model(name)
+    with pytest.raises(CheckpointError, match="file is a file"):
+        resolve_model("file")
+    with pytest.raises(ConfigError, match="--revision main"):
+        resolve_model("demo", "main")
+
+
+def test_hub_ids(tmp_path, monkeypatch):
+    asked = {}
+
+    def download(name, **options):
+        asked.update(options, name=name)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert resolve_model("owner/model", "abc") == tmp_path
+    assert (asked["name"], asked["revision"]) == ("owner/model", "abc")
+    assert "*.safetensors" in asked["allow_patterns"]
+    assert not any("bin" in pattern for pattern in asked["allow_patterns"])
+
+
+def test_a_hub_that_does_not_answer(monkeypatch):
+    def download(name, **options):
+        raise huggingface_hub.errors.LocalEntryNotFoundError("no connection\nand more")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(CheckpointError, match=r"'owner/model' at revision 'abc' is neither a folder.*no connection"):
+        resolve_model("owner/model", "abc")
+
+
+def test_an_impossible_hub_id():
+    with pytest.raises(CheckpointError, match=r"'no such model' is neither a folder nor a model"):
+        resolve_model("no such model")

@@ -1,0 +1,285 @@
+"""config.json -> ModelConfig: both spellings, transformers' defaults, and no key that is passed over."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from transformers import AutoConfig
+
+from freight.config.model import parse_model_config, stop_token_ids
+from freight.errors import CheckpointError
+from freight.fp8.formats import Format
+
+SHAPE = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+FAMILIES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+
+
+def config(model_type="llama", **more):
+    return {"model_type": model_type, "architectures": [FAMILIES[model_type]], **SHAPE, **more}
+
+
+def refused(*named, **more):
+    with pytest.raises(CheckpointError) as error:
+        parse_model_config(config(**more))
+    for word in named:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_absent_keys_mean_what_transformers_takes(model_type):
+    said = config(model_type)
+    ours, theirs = parse_model_config(said), AutoConfig.for_model(**said)
+    assert ours.architecture == FAMILIES[model_type]
+    assert ours.max_position_embeddings == theirs.max_position_embeddings
+    assert ours.rms_norm_eps == theirs.rms_norm_eps
+    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert ours.rope.kind == theirs.rope_parameters["rope_type"]
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+    assert ours.head_dim == getattr(theirs, "head_dim", 64)
+    assert ours.bos_token_id == theirs.bos_token_id
+    assert list(ours.eos_token_ids) == ([] if theirs.eos_token_id is None else [theirs.eos_token_id])
+    assert ours.windows == (theirs.sliding_window if model_type == "mistral" else None,) * 4
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_what_transformers_writes_is_read(model_type, tmp_path):
+    more = {"rope_theta": 5e5, "dtype": "float16", "bos_token_id": 3, "eos_token_id": [4, 5]}
+    AutoConfig.for_model(**config(model_type, **more)).save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    ours = parse_model_config({**written, "architectures": [FAMILIES[model_type]]})
+    assert (ours.num_layers, ours.num_kv_heads, ours.rope.theta) == (4, 2, 5e5)
+    assert ours.checkpoint_format is Format.FLOAT16
+    assert (ours.bos_token_id, ours.eos_token_ids) == (3, (4, 5))
+
+
+def test_biases_and_norms_by_family():
+    def facts(model_type, **more):
+        c = parse_model_config(config(model_type, **more))
+        return c.qkv_bias, c.o_bias, c.mlp_bias, c.qk_norm
+
+    assert facts("llama") == (False, False, False, False)
+    assert facts("llama", attention_bias=True, mlp_bias=True) == (True, True, True, False)
+    assert facts("qwen2") == (True, False, False, False)
+    assert facts("qwen2", attention_bias=True) == (True, False, False, False)
+    assert facts("qwen3", attention_bias=True) == (True, True, False, True)
+    refused("attention_bias", model_type="mistral", attention_bias=True)
+
+
+def test_heads():
+    assert parse_model_config(config()).head_dim == 64
+    assert parse_model_config(config(head_dim=32)).head_dim == 32
+    assert parse_model_config(config("qwen3")).head_dim == 128
+    assert parse_model_config(config(num_key_value_heads=None)).num_kv_heads == 4
+    absent = {key: value for key, value in config().items() if key != "num_key_value_heads"}
+    assert parse_model_config(absent).num_kv_heads == 4
+
+
+LINEAR = {"type": "linear", "factor": 4.0}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 1024,
+    "attention_factor": 1.2,
+    "beta_fast": 16,
+    "beta_slow": 2,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.5,
+    "truncate": False,
+}
+
+
+@pytest.mark.parametrize("scaling", [LINEAR, {"rope_type": "llama3", **LLAMA3}, YARN], ids=["linear", "llama3", "yarn"])
+def test_both_rope_spellings_mean_the_same(scaling):
+    old = parse_model_config(config(rope_theta=1e6, rope_scaling=scaling)).rope
+    new = parse_model_config(config(rope_parameters={**scaling, "rope_theta": 1e6})).rope
+    both = parse_model_config(
+        config(rope_theta=1e6, rope_scaling=scaling, rope_parameters={**scaling, "rope_theta": 1e6})
+    )
+    assert old == new == both.rope
+    assert old.theta == 1e6
+    assert old.kind == scaling.get("rope_type", scaling.get("type"))
+    assert dict(old.parameters) == {k: v for k, v in scaling.items() if k not in ("type", "rope_type")}
+
+
+def test_rope_without_scaling():
+    default = parse_model_config(config(rope_parameters={"rope_type": "default", "rope_theta": 500.0})).rope
+    assert (default.theta, default.kind, dict(default.parameters)) == (500.0, "default", {})
+    assert parse_model_config(config(rope_scaling=None)).rope.kind == "default"
+
+
+def test_the_original_length_defaults_to_the_present_one():
+    yarn = parse_model_config(config(rope_scaling={"type": "yarn", "factor": 4.0}, max_position_embeddings=4096))
+    assert yarn.rope.parameters["original_max_position_embeddings"] == 4096
+    assert yarn.position_limit == 16384
+    outside = config(rope_scaling={"type": "yarn", "factor": None}, original_max_position_embeddings=512)
+    rope = parse_model_config({**outside, "max_position_embeddings": 2048}).rope
+    assert rope.parameters == {"factor": 4.0, "original_max_position_embeddings": 512}
+
+
+def test_position_limit():
+    assert parse_model_config(config(max_position_embeddings=100)).position_limit == 100
+    assert parse_model_config(config(max_position_embeddings=100, rope_scaling=LINEAR)).position_limit == 400
+    llama3 = {"rope_type": "llama3", **LLAMA3}
+    assert parse_model_config(config(max_position_embeddings=131072, rope_scaling=llama3)).position_limit == 131072
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope", "su", "mrope", "proportional"])
+def test_other_rope_kinds_are_named(kind):
+    refused(kind, "rope_scaling", rope_scaling={"type": kind, "factor": 2.0})
+    refused(kind, "rope_parameters", rope_parameters={"rope_type": kind, "rope_theta": 1e4})
+
+
+@pytest.mark.parametrize(
+    ("scaling", "named"),
+    [
+        ({"type": "linear"}, "factor"),
+        ({"type": "linear", "factor": 0}, "factor"),
+        ({"type": "linear", "factor": "4"}, "'4'"),
+        ({"rope_type": "llama3", **LLAMA3, "low_freq_factor": None}, "low_freq_factor"),
+        ({"rope_type": "llama3", **LLAMA3, "low_freq_factor": 4.0}, "high_freq_factor"),
+        ({"rope_type": "yarn", "factor": 2.0, "truncate": 1}, "truncate"),
+        ({"rope_type": "yarn", "factor": 2.0, "mrope_section": [1, 2]}, "mrope_section"),
+        ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_type": "yarn", "type": "linear", "factor": 2.0}, "linear"),
+    ],
+)
+def test_bad_rope_is_named(scaling, named):
+    refused(named, rope_scaling=scaling)
+
+
+def test_rope_contradictions():
+    refused("rope_theta", "500", "10000", rope_theta=1e4, rope_parameters={"rope_type": "default", "rope_theta": 500.0})
+    refused("contradicts", rope_scaling=LINEAR, rope_parameters={"rope_type": "default"})
+
+
+def windows(model_type="qwen2", **more):
+    return parse_model_config(config(model_type, **more)).windows
+
+
+def test_mistral_window_is_that_of_all_layers():
+    assert windows("mistral", sliding_window=8) == (8,) * 4
+    assert windows("mistral", sliding_window=None) == (None,) * 4
+    assert windows("mistral", sliding_window=8, use_sliding_window=False) == (None,) * 4
+    refused("layer_types", model_type="mistral", layer_types=["sliding_attention", "full_attention"] * 2)
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3"])
+def test_qwen_windows(model_type):
+    assert windows(model_type, sliding_window=8, max_window_layers=2) == (None,) * 4
+    assert windows(model_type, sliding_window=8, max_window_layers=2, use_sliding_window=False) == (None,) * 4
+    assert windows(model_type, sliding_window=8, max_window_layers=2, use_sliding_window=True) == (None, None, 8, 8)
+    types = ["sliding_attention", "full_attention"] * 2
+    assert windows(model_type, sliding_window=8, use_sliding_window=True, layer_types=types) == (8, None, 8, None)
+    said = config(model_type, sliding_window=8, max_window_layers=1, use_sliding_window=True)
+    kinds = AutoConfig.for_model(**said).layer_types
+    assert parse_model_config(said).windows == tuple(8 if kind == "sliding_attention" else None for kind in kinds)
+
+
+def test_window_contradictions():
+    types = ["sliding_attention", "full_attention"] * 2
+    refused("layer_types", "use_sliding_window", model_type="qwen2", sliding_window=8, layer_types=types)
+    refused("layer_types", "num_hidden_layers", model_type="qwen2", layer_types=types[:3])
+    refused("chunked_attention", model_type="qwen2", layer_types=["chunked_attention"] * 4)
+    refused("sliding_window", "0", model_type="mistral", sliding_window=0)
+    refused("sliding_window", "4096", model_type="llama", sliding_window=4096)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("hidden_act", "gelu"),
+        ("partial_rotary_factor", 0.5),
+        ("attn_logit_softcapping", 50.0),
+        ("final_logit_softcapping", 30.0),
+        ("logit_scale", 0.0625),
+        ("residual_multiplier", 0.22),
+        ("embedding_multiplier", 12.0),
+        ("pretraining_tp", 2),
+        ("num_local_experts", 8),
+        ("rope_interleaved", True),
+        ("is_encoder_decoder", True),
+        ("something_new", 7),
+        ("something_new", True),
+    ],
+)
+def test_a_key_that_changes_the_mathematics_is_named_with_its_value(key, value):
+    refused(key, repr(value), **{key: value})
+
+
+def test_an_unknown_key_is_said_to_be_unknown():
+    refused("unknown to Freight", something_new=7)
+
+
+def test_keys_that_change_nothing():
+    neutral = {
+        "hidden_act": "silu",
+        "partial_rotary_factor": 1.0,
+        "pretraining_tp": 1,
+        "logit_scale": 1.0,
+        "attn_logit_softcapping": None,
+        "something_new": None,
+        "something_else": False,
+        "pruned_heads": {},
+        "_name_or_path": "x",
+        "_anything": 3,
+        "transformers_version": "4.40",
+        "temperature": 0.7,
+    }
+    assert parse_model_config(config(**neutral)) == parse_model_config(config())
+
+
+def test_contradictions_and_gaps():
+    refused("num_attention_heads", "num_key_value_heads", "3", num_key_value_heads=3)
+    refused("hidden_size", "250", hidden_size=250)
+    refused("head_dim", "7", head_dim=7)
+    refused("hidden_size", hidden_size=None)
+    refused("num_hidden_layers", "0", num_hidden_layers=0)
+    refused("vocab_size", "True", vocab_size=True)
+    refused("rms_norm_eps", "-1", rms_norm_eps=-1)
+    refused("dtype", "float8_e4m3fn", dtype="float8_e4m3fn")
+    refused("torch_dtype", "float16", dtype="bfloat16", torch_dtype="float16")
+    refused("eos_token_id", "x", eos_token_id="x")
+    refused("tie_word_embeddings", tie_word_embeddings="yes")
+
+
+def test_other_models_are_named():
+    with pytest.raises(CheckpointError, match=r"gemma2.*llama, mistral, qwen2 or qwen3"):
+        parse_model_config({"model_type": "gemma2", **SHAPE})
+    with pytest.raises(CheckpointError, match="None"):
+        parse_model_config(SHAPE)
+    refused("LlamaForSequenceClassification", architectures=["LlamaForSequenceClassification"])
+    assert parse_model_config({**config(), "architectures": None}).architecture == "LlamaForCausalLM"
+
+
+def test_dtype_under_both_names():
+    assert parse_model_config(config(torch_dtype="bfloat16")).checkpoint_format is Format.BFLOAT16
+    assert parse_model_config(config(dtype="float16")).checkpoint_format is Format.FLOAT16
+    assert parse_model_config(config()).checkpoint_format is Format.FLOAT32
+
+
+def test_stop_ids_are_the_union():
+    assert stop_token_ids(config(eos_token_id=2), None) == {2}
+    assert stop_token_ids(config(eos_token_id=[2, 7]), {"eos_token_id": [7, 9]}) == {2, 7, 9}
+    assert stop_token_ids(config(eos_token_id=None), {"eos_token_id": 5}) == {5}
+    assert stop_token_ids(config("qwen2"), {}) == frozenset()
+
+
+def test_no_torch():
+    code = "import sys, freight.config.model, freight.config.resolve; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,302 @@
+"""EngineArgs -> EngineConfig: the whole table of cache formats and scale sources, and every error in it."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from freight.config.engine import EngineArgs
+from freight.config.model import parse_model_config
+from freight.config.resolve import check, for_variant, kv_scales_file, parse_memory, resolve
+from freight.errors import CheckpointError, ConfigError
+from freight.fp8.formats import Format, Granularity, ScaleSource
+from freight.fp8.scheme import KVScales, LayerScales, Scheme
+
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "dtype": "bfloat16",
+}
+FN, FNUZ, E5M2, BF16 = Format.E4M3FN, Format.E4M3FNUZ, Format.E5M2, Format.BFLOAT16
+LAYER = LayerScales((0.25,), (0.5,), Granularity.TENSOR, ("k_scale", "v_scale"))
+NONE, SOME, ALL = (KVScales(layers) for layers in ((None, None), (LAYER, None), (LAYER, LAYER)))
+NOTHING = Scheme()
+STATIC = Scheme("compressed-tensors", None, FN, True, "compressed-tensors: KV cache")
+CAST = Scheme("modelopt", None, FN, False, "modelopt: KV cache")
+SOURCES = ["checkpoint", "dynamic", "unit"]
+
+
+def decide(scheme=NOTHING, scales=NONE, native=FN, model=None, **args):
+    device = SimpleNamespace(kind="cpu", name="a CPU", native_e4m3=native)
+    return resolve(EngineArgs(**args), parse_model_config(CONFIG | (model or {})), scheme, scales, device)
+
+
+def kv(dtype="auto", source="auto", scheme=NOTHING, scales=NONE, native=FN, **more):
+    cache = decide(scheme, scales, native, kv_cache_dtype=dtype, kv_scales=source, **more).kv
+    assert (cache.scales is not None) == (cache.scale_source in (ScaleSource.CHECKPOINT, ScaleSource.FILE))
+    return cache.format, cache.granularity, cache.scale_source
+
+
+def refused(error, *named, **said):
+    with pytest.raises(error) as caught:
+        kv(**said)
+    for word in named:
+        assert word in str(caught.value), f"{word!r} is not in: {caught.value}"
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "kv_cache_scales.json"
+    path.write_text(json.dumps({}))
+    return str(path)
+
+
+DYNAMIC = (Granularity.TOKEN, ScaleSource.DYNAMIC)
+UNIT = (Granularity.TENSOR, ScaleSource.UNIT)
+CHECKPOINT = (Granularity.TENSOR, ScaleSource.CHECKPOINT)
+SIXTEEN = (None, None)
+
+
+@pytest.mark.parametrize("scales", [NONE, SOME, ALL])
+@pytest.mark.parametrize("name", ["bfloat16", "float16", "float32"])
+def test_sixteen_bits_have_no_scales(name, scales):
+    assert kv(name, scales=scales) == (Format(name), *SIXTEEN)
+    for source in SOURCES:
+        refused(ConfigError, f"--kv-scales {source}", name, "fp8", dtype=name, source=source, scales=scales)
+
+
+def test_auto_is_what_the_checkpoint_declares():
+    assert kv() == (BF16, *SIXTEEN)
+    assert kv(dtype="auto", model={"dtype": "float16"}) == (Format.FLOAT16, *SIXTEEN)
+    assert kv(scheme=STATIC, scales=ALL) == (FN, *CHECKPOINT)
+    assert kv(scheme=STATIC, scales=ALL, native=FNUZ) == (FNUZ, *CHECKPOINT)
+    assert kv(scales=ALL) == (BF16, *SIXTEEN)
+    for source in SOURCES:
+        refused(ConfigError, f"--kv-scales {source}", "--kv-cache-dtype auto", "bfloat16", source=source)
+
+
+def test_skipping_stored_scales_is_said():
+    assert "skipped" in decide(STATIC, ALL, kv_cache_dtype="bfloat16").kv.note
+    assert "--kv-cache-dtype fp8" in decide(NOTHING, ALL).kv.note
+    assert decide(STATIC, NONE, kv_cache_dtype="bfloat16").kv.note == ""
+
+
+@pytest.mark.parametrize(
+    ("dtype", "native", "format"),
+    [
+        ("fp8", FN, FN),
+        ("fp8", FNUZ, FNUZ),
+        ("fp8_e4m3", FN, FN),
+        ("fp8_e4m3", FNUZ, FNUZ),
+        ("fp8_e4m3fn", FNUZ, FN),
+        ("fp8_e4m3fnuz", FN, FNUZ),
+    ],
+)
+def test_e4m3(dtype, native, format):
+    said = {"dtype": dtype, "native": native}
+    assert kv(**said) == (format, *DYNAMIC)
+    assert kv(**said, scales=ALL) == (format, *CHECKPOINT)
+    assert kv(**said, source="checkpoint", scales=ALL) == (format, *CHECKPOINT)
+    for scales in (NONE, SOME, ALL):
+        assert kv(**said, source="dynamic", scales=scales) == (format, *DYNAMIC)
+        assert kv(**said, source="unit", scales=scales) == (format, *UNIT)
+
+
+def test_e4m3_without_scales():
+    note = decide(kv_cache_dtype="fp8").kv.note
+    assert note == "no scales in the checkpoint: measured per token as stored"
+    refused(ConfigError, "--kv-scales checkpoint", "no KV scales", "dynamic", dtype="fp8", source="checkpoint")
+    for dtype in ("auto", "fp8"):
+        refused(CheckpointError, "declares static", "layers 0, 1", "--kv-scales", dtype=dtype, scheme=STATIC)
+        assert kv(dtype, scheme=CAST) == (FN, *UNIT)
+    assert "modelopt" in decide(CAST).kv.note
+    assert kv(scheme=Scheme("compressed-tensors", None, FN, False)) == (FN, *DYNAMIC)
+
+
+@pytest.mark.parametrize("scheme", [NOTHING, STATIC, CAST])
+@pytest.mark.parametrize("source", ["auto", "checkpoint"])
+def test_e4m3_with_some_scales_names_the_layers(scheme, source):
+    refused(CheckpointError, "layer 1", "dynamic", dtype="fp8", source=source, scheme=scheme, scales=SOME)
+
+
+def test_e5m2():
+    for scheme in (NOTHING, STATIC, CAST):
+        assert kv("fp8_e5m2", scheme=scheme) == (E5M2, *UNIT)
+    for scales in (NONE, SOME, ALL):
+        assert kv("fp8_e5m2", "dynamic", scales=scales) == (E5M2, *DYNAMIC)
+        assert kv("fp8_e5m2", "unit", scales=scales) == (E5M2, *UNIT)
+        refused(ConfigError, "--kv-scales checkpoint", "fp8_e5m2", dtype="fp8_e5m2", source="checkpoint", scales=scales)
+    for scales in (SOME, ALL):
+        refused(ConfigError, "fp8_e5m2", "fp8_e4m3fn", "unit or dynamic", dtype="fp8_e5m2", scales=scales)
+    assert "E5M2" in decide(kv_cache_dtype="fp8_e5m2").kv.note
+
+
+def test_file(file):
+    for said in ({"kv_scales": file}, {"quantization_param_path": file}):
+        cache = decide(NOTHING, ALL, kv_cache_dtype="fp8", **said).kv
+        assert (cache.granularity, cache.scale_source) == (Granularity.TENSOR, ScaleSource.FILE)
+        assert cache.scales == ALL
+        assert str(kv_scales_file(EngineArgs(**said))) == file
+        assert decide(STATIC, ALL, **said).kv.scale_source is ScaleSource.FILE
+    assert kv_scales_file(EngineArgs()) is None
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "fp8_e5m2"])
+def test_file_with_a_format_that_has_no_static_scales(file, dtype):
+    for flag, said in (("--kv-scales", "kv_scales"), ("--quantization-param-path", "quantization_param_path")):
+        with pytest.raises(ConfigError, match=f"{flag} .*json.*{dtype}"):
+            kv_scales_file(EngineArgs(kv_cache_dtype=dtype, **{said: file}))
+
+
+def test_file_with_an_undeclared_cache_names_both(file):
+    with pytest.raises(ConfigError, match=r"--quantization-param-path .*--kv-cache-dtype auto .*bfloat16.*fp8"):
+        decide(NOTHING, ALL, quantization_param_path=file)
+    with pytest.raises(ConfigError, match="fp8_e5m2"):
+        decide(Scheme("x", None, E5M2), ALL, kv_scales=file)
+
+
+def test_file_twice_or_missing(file, tmp_path):
+    with pytest.raises(ConfigError, match=r"twice.*--kv-scales .*--quantization-param-path"):
+        kv_scales_file(EngineArgs(kv_cache_dtype="fp8", kv_scales=file, quantization_param_path=file))
+    for source in SOURCES:
+        with pytest.raises(ConfigError, match=f"--kv-scales {source} and --quantization-param-path"):
+            kv_scales_file(EngineArgs(kv_cache_dtype="fp8", kv_scales=source, quantization_param_path=file))
+    with pytest.raises(ConfigError, match=r"none\.json: there is no such file"):
+        kv_scales_file(EngineArgs(kv_cache_dtype="fp8", kv_scales=str(tmp_path / "none.json")))
+
+
+def test_unknown_words_list_the_choices_and_suggest_one():
+    refused(ConfigError, "'fp8_e4m4'", "fp8_e4m3", "did you mean", "bfloat16", "fp8_e5m2", dtype="fp8_e4m4")
+    refused(ConfigError, "'int8'", "auto, bfloat16, float16", dtype="int8")
+    refused(ConfigError, "'dynamc'", "did you mean dynamic", "FILE.json", source="dynamc")
+    with pytest.raises(ConfigError, match=r"--dtype 'float8' is unknown.*bfloat16"):
+        check(EngineArgs(dtype="float8"))
+    with pytest.raises(ConfigError, match=r"--device 'tpu' is unknown.*auto, cpu or cuda"):
+        check(EngineArgs(device="tpu"))
+    with pytest.raises(ConfigError, match="--kernels 'fast' is unknown"):
+        check(EngineArgs(kernels="fast"))
+
+
+def test_scales_are_converted_once_between_variants():
+    assert for_variant(ALL, FN) is ALL
+    doubled = for_variant(ALL, FNUZ)
+    assert doubled.format is FNUZ
+    assert (doubled.layers[0].k, doubled.layers[0].v) == ((0.5,), (1.0,))
+    assert doubled.layers[0].names == LAYER.names
+    assert for_variant(doubled, FN) == ALL
+    assert decide(STATIC, ALL, FNUZ).kv.scales == doubled
+    assert "converted from fp8_e4m3fn" in decide(STATIC, ALL, FNUZ).kv.note
+    assert decide(STATIC, doubled, FN).kv.scales == ALL
+    assert decide(STATIC, ALL, FN).kv.scales == ALL
+
+
+def test_mixed_granularities_report_the_finest():
+    head = LayerScales((1.0, 2.0), (1.0, 2.0), Granularity.HEAD)
+    assert decide(STATIC, KVScales((head, LAYER))).kv.granularity is Granularity.HEAD
+
+
+@pytest.mark.parametrize(
+    ("dtype", "format"),
+    [
+        ("auto", "bfloat16"),
+        ("bfloat16", "bfloat16"),
+        ("float16", "float16"),
+        ("half", "float16"),
+        ("float", "float32"),
+        ("float32", "float32"),
+    ],
+)
+def test_compute_dtype(dtype, format):
+    assert decide(dtype=dtype).compute_format is Format(format)
+    assert decide(dtype="auto", model={"dtype": "float32"}).compute_format is Format.FLOAT32
+
+
+def test_fp8_weights_are_not_there_yet():
+    with pytest.raises(ConfigError, match=r"--quantization fp8.*not there yet"):
+        check(EngineArgs(quantization="fp8"))
+    scheme = Scheme("fp8", FN, FN, True, "fp8: weights fp8_e4m3fn")
+    with pytest.raises(CheckpointError, match="fp8: weights fp8_e4m3fn"):
+        decide(scheme, ALL)
+
+
+def test_context_length():
+    assert decide().max_model_len == 1024
+    assert decide(max_model_len=17).max_model_len == 17
+    with pytest.raises(ConfigError, match=r"--max-model-len 1025.*1024 positions"):
+        decide(max_model_len=1025)
+    stretched = {"rope_scaling": {"type": "linear", "factor": 4.0}}
+    assert decide(model=stretched).max_model_len == 1024
+    assert decide(model=stretched, max_model_len=4096).max_model_len == 4096
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_num_seqs", 0),
+        ("max_num_batched_tokens", 0),
+        ("max_model_len", 0),
+        ("max_model_len", "12"),
+        ("threads", 0),
+        ("seed", -1),
+        ("seed", None),
+        ("seed", 1.5),
+        ("max_num_seqs", True),
+        ("block_size", 12),
+        ("block_size", 0),
+        ("block_size", 512),
+        ("kv_cache_memory", "lots"),
+        ("kv_cache_memory", 0),
+        ("kv_cache_memory", -1),
+    ],
+)
+def test_numbers_out_of_range_are_named(name, value):
+    with pytest.raises(ConfigError) as error:
+        check(EngineArgs(**{name: value}))
+    assert f"--{name.replace('_', '-')}" in str(error.value)
+    assert str(value) in str(error.value)
+
+
+@pytest.mark.parametrize("size", [8, 16, 32, 64])
+def test_block_sizes(size):
+    assert decide(block_size=size).block_size == size
+
+
+@pytest.mark.parametrize(
+    ("said", "size"),
+    [
+        (None, None),
+        (123, 123),
+        ("123", 123),
+        ("4GiB", 4 * 2**30),
+        ("512MiB", 512 * 2**20),
+        ("4GB", 4 * 10**9),
+        ("1e9", 10**9),
+        (1e9, 10**9),
+        ("1.5 kib", 1536),
+        ("64 B", 64),
+        ("1TiB", 2**40),
+    ],
+)
+def test_memory(said, size):
+    assert parse_memory(said) == size
+    assert decide(kv_cache_memory=said).kv_cache_memory == size
+
+
+@pytest.mark.parametrize("said", ["4G", "GiB", "1.2.3", "-4GiB", "nan", "inf", "", ".", True, "0", "0.1"])
+def test_no_memory(said):
+    with pytest.raises(ConfigError, match="--kv-cache-memory"):
+        parse_memory(said)
+
+
+def test_device_must_be_the_one_that_was_found():
+    assert decide(device="cpu").device == decide().device == "cpu"
+    with pytest.raises(ConfigError, match=r"--device cuda.*cpu"):
+        decide(device="cuda")
