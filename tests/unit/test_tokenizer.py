@@ -156,6 +156,8 @@ def test_a_broken_run_of_byte_tokens_takes_nothing_back(byte_fallback):
 
 
 def test_no_token_decodes_more_than_a_window(byte_level, monkeypatch):
+    stray_bytes = [byte_level.encode("𝄞", add_special_tokens=False)[1]] * 200
+    assert byte_level.decode(stray_bytes) == "\ufffd" * 200
     sizes = []
     decode = Tokenizer.decode
 
@@ -164,9 +166,8 @@ def test_no_token_decodes_more_than_a_window(byte_level, monkeypatch):
         return decode(self, token_ids, skip_special_tokens)
 
     monkeypatch.setattr(Tokenizer, "decode", recorded)
-    first_bytes = [byte_level.encode("好", add_special_tokens=False)[0]] * 200
     special = [byte_level.eos_token_id] * 200
-    for ids in (byte_level.encode("hello world " * 40), first_bytes, special):
+    for ids in (byte_level.encode("hello world " * 40), stray_bytes, special):
         stream(byte_level, ids, prompt=ids)
     assert max(sizes) <= 25
 
@@ -185,6 +186,7 @@ def test_with_the_prompt_the_first_space_survives_too(byte_fallback, metaspace, 
             assert tokenizer.decode(ids[:cut]) + text == "hello the world"
     ids = byte_fallback.encode("好好好好")  # the last 8 tokens of it begin inside a character
     assert "".join(stream(byte_fallback, byte_fallback.encode("the")[1:], prompt=ids)[0]) == " the"
+    assert "".join(stream(byte_fallback, ids[-3:], prompt=ids)[0]) == "好"
     assert stream(byte_fallback, [], prompt=ids[:-1])[0] == [""]
 
 
@@ -252,6 +254,7 @@ def test_no_stop_string_ends_within_the_first_min_tokens(demo):
     assert stream(demo, ids, stop="y", min_tokens=2) == (["x", "y", "x", "", ""], "y")
     assert stream(demo, ids, stop="xy", min_tokens=1) == (["", "", "", "", ""], "xy")
     assert stream(demo, ids, stop="xy", min_tokens=2) == (["", "xy", "", "", ""], "xy")
+    assert stream(demo, ids[:3], stop=["y", "xyz"], min_tokens=2) == (["", "", "xy", "x"], None)
     assert stream(demo, ids, stop="xy", min_tokens=4) == (["", "xy", "", "xy", ""], None)
 
 

@@ -168,6 +168,7 @@ def test_ties_take_the_lowest_id():
     logits = torch.tensor([[1.0, 3.0, 0.0, 3.0, 3.0, 2.0]])
     assert draw(logits[0], SamplingParams(temperature=0), 1) == [1]
     assert draw(logits[0], SamplingParams(temperature=0, logit_bias={5: 1.0}), 1) == [1]
+    assert set(draw(logits[0], SamplingParams(top_k=1), 50)) == {1}
     assert set(draw(logits[0], SamplingParams(top_k=2), 200)) == {1, 3}
     assert set(draw(torch.zeros(8), SamplingParams(top_p=0.5), 400)) == {0, 1, 2, 3}
     assert set(draw(torch.zeros(8), SamplingParams(top_k=6, top_p=1e-9), 50)) == {0}
