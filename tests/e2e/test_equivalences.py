@@ -7,8 +7,8 @@ cache, E4M3 with static and with per-token scales, and E5M2; greedy and seeded.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +59,12 @@ def cache_of(llm: LLM, block_ids: tuple[int, ...], length: int) -> list[torch.Te
     return [tensor[list(block_ids)].flatten(0, 1)[:length].clone() for tensor in tensors]
 
 
-def trace(llm: LLM, params: SamplingParams, prompt: str = PROMPT, others: list[str] | None = None) -> Trace:
-    """Run `prompt` together with `others`, and read its part of the cache right after its last step."""
+def trace(llm: LLM, params: SamplingParams, others: Sequence[str] = (), others_grow: int = 24) -> Trace:
+    """Run the prompt after `others`, and read its part of the cache right after its last step."""
     engine = llm.engine
-    for index, other in enumerate(others or []):
-        engine.add(f"other {index}", other, SAMPLING["greedy"])
-    engine.add("main", prompt, params)
+    for index, other in enumerate(others):
+        engine.add(f"other {index}", other, replace(SAMPLING["greedy"], max_tokens=others_grow))
+    engine.add("main", PROMPT, params)
     request = engine._groups["main"].completions[0].request
     blocks: tuple[int, ...] = ()
     schedule = engine.scheduler.schedule
@@ -83,7 +83,7 @@ def trace(llm: LLM, params: SamplingParams, prompt: str = PROMPT, others: list[s
     cache = cache_of(llm, blocks, request.num_tokens - 1)
     assert output.logprobs is not None
     result = Trace(output.token_ids, output.logprobs, cache, request.num_cached_tokens, request.num_preemptions)
-    for name in ["main", *(f"other {index}" for index in range(len(others or [])))]:
+    for name in ["main", *(f"other {index}" for index in range(len(others)))]:
         engine.release(name)
     return result
 
@@ -146,12 +146,12 @@ def test_prefix_hit_or_miss(open_llm, expected, sampling):
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_preempted_and_recomputed(open_llm, expected, prefix_caching):
-    """A cache too small for all, in which the others came first, so that the last one has to give way."""
-    probe = open_llm()
-    length = len(probe.engine.tokenizer.encode(PROMPT)) + 32
-    memory = (length // 16 + 24) * 16 * probe.kv_cache_info()["bytes_per_token"]
-    llm = open_llm(enable_prefix_caching=prefix_caching, kv_cache_memory=memory, max_model_len=length)
-    result = trace(llm, SAMPLING["seeded"], others=OTHERS[:9])
+    """A cache that holds all at first, and not what they grow to: the last to come gives way and starts again."""
+    unlimited = open_llm()
+    blocks = sum(len(unlimited.engine.tokenizer.encode(text)) // 16 + 2 for text in (PROMPT, *OTHERS[:4]))
+    memory = blocks * 16 * unlimited.kv_cache_info()["bytes_per_token"]
+    llm = open_llm(enable_prefix_caching=prefix_caching, kv_cache_memory=memory, max_model_len=160)
+    result = trace(llm, SAMPLING["seeded"], OTHERS[:4], others_grow=60)
     assert result.num_preemptions > 0
     assert result == expected["seeded"]
 

@@ -1,7 +1,7 @@
-"""Perplexity: exp of the mean negative log-likelihood per token, over windows that do not overlap.
+"""Perplexity: exp of the mean negative log-likelihood per token, over windows of a text.
 
 Each window begins with the model's begin-of-text token where it has one, so that every token of the text is judged
-once; without one, a window's first token is given and not judged.
+once. Without one, a window begins with the last token of the window before; the text's first token is not judged.
 """
 
 from __future__ import annotations
