@@ -5,7 +5,8 @@ Neither tensor travels without its scales, and the format is read off the tensor
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import StrEnum
 
 import torch
 from torch import Tensor
@@ -14,16 +15,40 @@ from freight.fp8.formats import Format
 from freight.fp8.quantize import format_of
 
 
+class Activations(StrEnum):
+    """What a Linear does with its input before the product."""
+
+    PLAIN = "plain"  # nothing: weight-only quantization, or none
+    DYNAMIC = "dynamic"  # rounds each row to E4M3 with a scale from its own amax (1 x 128 groups under block scales)
+    STATIC = "static"  # rounds to E4M3 with one calibrated scale
+
+
 @dataclass(frozen=True)
 class Weight:
-    """The matrix of a Linear, `data` [out_features, in_features], contiguous."""
+    """The matrix of a Linear.
+
+    data           [out_features, in_features], contiguous; FP8 or 16/32-bit
+    scale          None for 16/32 bits; float32 [out_features], one per output row; or float32
+                   [ceil(out_features / 128), ceil(in_features / 128)], one per 128 x 128 block
+    activations    what happens to the input; PLAIN unless data is FP8
+    input_scale    the static activation scale, > 0; only with STATIC
+    """
 
     data: Tensor
+    scale: Tensor | None = None
+    activations: Activations = Activations.PLAIN
+    input_scale: float | None = None
 
     @staticmethod
     def concat(parts: list[Weight]) -> Weight:
         """Merge along the output features (q, k, v or gate, up): exact, rows keep their bits."""
-        return parts[0] if len(parts) == 1 else Weight(torch.cat([part.data for part in parts]))
+        first = parts[0]
+        if len(parts) == 1:
+            return first
+        assert all((p.activations, p.input_scale) == (first.activations, first.input_scale) for p in parts)
+        scales = [part.scale for part in parts if part.scale is not None]
+        assert len(scales) in (0, len(parts))
+        return replace(first, data=torch.cat([p.data for p in parts]), scale=torch.cat(scales) if scales else None)
 
 
 @dataclass(frozen=True)
