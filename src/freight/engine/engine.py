@@ -79,7 +79,7 @@ class Engine:
             )
             self.scheduler.add(request)  # refuses all of a group or none: they have the same size
             detokenize = self.tokenizer is not None and params.detokenize
-            detokenizer = Detokenizer(self.tokenizer, params) if self.tokenizer and detokenize else None
+            detokenizer = Detokenizer(self.tokenizer, params, token_ids) if self.tokenizer and detokenize else None
             completion = Completion(request, detokenizer, self.tokenizer if detokenize else None)
             group.completions.append(completion)
             self._completions[request.request_id] = (group, completion)
