@@ -12,9 +12,10 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedC
 
 from freight.config.engine import EngineArgs
 from freight.engine.build import build_engine
-from freight.errors import ConfigError, RequestError
+from freight.errors import RequestError
 from freight.outputs import RequestOutput
 from freight.sampling import SamplingParams
+from freight.tokenizer import require_chat_template
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
@@ -29,13 +30,15 @@ class LLM:
         llm.generate(["def main("], SamplingParams(max_tokens=64, temperature=0.0))[0].outputs[0].text
 
     `model` is a folder, a hub id, or 'demo', the model that ships with the package. The other options are the fields
-    of `EngineArgs`. Raises ConfigError for a setting that cannot be honoured and CheckpointError for a folder that
-    cannot be read, both before any weight is read.
+    of `EngineArgs`. With `needs_chat_template`, a model that `chat` could not talk with is refused. Raises ConfigError
+    for a setting that cannot be honoured and CheckpointError for a folder that cannot be read, both before any weight
+    is read.
     """
 
-    def __init__(self, model: str = "demo", **options: Any) -> None:
+    def __init__(self, model: str = "demo", *, needs_chat_template: bool = False, **options: Any) -> None:
         _log_to_stderr()
-        self.engine, self.config = build_engine(EngineArgs.from_options(model=model, **options))
+        args = EngineArgs.from_options(model=model, **options)
+        self.engine, self.config = build_engine(args, needs_chat_template)
         self._ids = itertools.count()
 
     def generate(
@@ -89,9 +92,7 @@ class LLM:
 
     def chat_prompt(self, messages: Sequence[Message], **template_options: Any) -> list[int]:
         """The token ids of a conversation. Raises ConfigError for a model without a chat template."""
-        if self.engine.tokenizer is None:
-            raise ConfigError("chat needs a tokenizer; this model was opened with skip_tokenizer_init=True")
-        return self.engine.tokenizer.apply_chat_template(messages, **template_options)
+        return require_chat_template(self.engine.tokenizer).apply_chat_template(messages, **template_options)
 
     def kv_cache_info(self) -> dict[str, str | int | None]:
         """The cache in use, by the names every JSON of Freight uses; bytes_per_token includes `token` scales."""

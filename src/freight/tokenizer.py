@@ -69,7 +69,8 @@ class Tokenizer:
         Raises RequestError for text that is not Unicode (a lone surrogate).
         """
         _check_unicode(text)
-        return list(self._backend.encode(text, add_special_tokens=add_special_tokens))
+        # Not verbose: a warning about the tokenizer's own length limit, which is not what limits the context.
+        return list(self._backend.encode(text, add_special_tokens=add_special_tokens, verbose=False))
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`. Ids that the tokenizer does not have (padding of the model's vocabulary) are empty.
@@ -108,10 +109,7 @@ class Tokenizer:
         reach the template. The template writes BOS where the model wants it, so none is added. Raises ConfigError
         when the model has no template, RequestError for messages that are malformed or that the template refuses.
         """
-        if not self.has_chat_template:
-            raise ConfigError(
-                "this model has no chat template: it was not trained to converse; use generate with a plain prompt"
-            )
+        require_chat_template(self)
         _check_messages(messages)
         for name in _OURS:
             if name in template_values:
@@ -130,6 +128,20 @@ class Tokenizer:
         except (TemplateError, ValueError, TypeError, KeyError) as error:
             raise RequestError(f"the model's chat template refuses these messages: {error}") from error
         return list(token_ids)
+
+
+def require_chat_template(tokenizer: Tokenizer | None) -> Tokenizer:
+    """`tokenizer`; raises ConfigError unless one can converse with its model."""
+    if tokenizer is None:
+        raise ConfigError(
+            "chat needs a tokenizer, and skip_tokenizer_init leaves it out; use freight generate with token ids"
+        )
+    if not tokenizer.has_chat_template:
+        raise ConfigError(
+            "this model has no chat template: it was not trained to converse; use generate with a plain prompt "
+            "(freight generate, LLM.generate)"
+        )
+    return tokenizer
 
 
 def _check_unicode(text: str) -> None:

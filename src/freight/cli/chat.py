@@ -31,8 +31,7 @@ def chat(
 
     from freight.llm import LLM
 
-    llm = LLM(**vars(args))
-    llm.chat_prompt([*start, {"role": "user", "content": "hello"}])  # a model without a template is refused now
+    llm = LLM(**vars(args), needs_chat_template=True)  # a model without one is refused before its weights are read
     typer.secho(HELP, dim=True, err=True)
     messages = list(start)
     while (line := _read_line()) is not None:

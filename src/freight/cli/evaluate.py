@@ -15,6 +15,7 @@ from freight.config.engine import EngineArgs
 from freight.errors import ConfigError
 
 CACHES = [("fp8_e4m3", "auto"), ("fp8_e5m2", "auto")]  # measured unless one is asked for
+LEGEND = "KL (nats) and top token are against the first row."
 HELD_OUT = Path(__file__).parent.parent / "demo" / "heldout.txt"
 
 
@@ -27,7 +28,10 @@ def evaluate(
     window: Annotated[int | None, typer.Option(metavar="TOKENS", min=2, help="Tokens judged together.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
-    """Perplexity, divergence from a 16-bit cache, and memory of FP8 caches (all, or the one asked for)."""
+    """Measure what FP8 caches cost and save.
+
+    Perplexity, divergence from a 16-bit cache, and memory: of all FP8 caches, or of the one asked for.
+    """
     text = read_text(args.model, data)
     chosen = args.quantization_param_path or args.kv_scales != "auto" or args.kv_cache_dtype != "auto"
     caches = [(args.kv_cache_dtype, args.kv_scales)] if chosen else CACHES
@@ -40,10 +44,8 @@ def evaluate(
     if as_json:
         print(json.dumps({"model": args.model, "caches": rows(scores)}))
     else:
-        from rich.console import Console
-
-        Console().print(as_table(scores))
-        typer.echo(f"{scores[0].num_tokens:,} tokens of {data or HELD_OUT.name}; divergence is from the first row.")
+        typer.echo(as_table(scores))
+        typer.echo(f"{scores[0].num_tokens:,} tokens of {data or HELD_OUT.name}. {LEGEND}")
 
 
 def read_text(model: str, data: Path | None) -> str:

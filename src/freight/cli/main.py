@@ -50,7 +50,10 @@ def _root(
 def _inspect(
     model: str, as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
 ) -> None:
-    """Show what a checkpoint holds: architecture, bytes by format, declared scheme, KV scales."""
+    """Show what a checkpoint holds.
+
+    Architecture, bytes by format, declared scheme, KV scales; no weight is read.
+    """
     inspect(model, as_json)
 
 

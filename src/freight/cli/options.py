@@ -17,6 +17,7 @@ import typer
 
 from freight.config import resolve
 from freight.config.engine import EngineArgs
+from freight.device import DEVICES
 from freight.errors import ConfigError, RequestError
 from freight.sampling import SamplingParams
 
@@ -27,7 +28,7 @@ CHOICES: dict[str, Sequence[object]] = {  # for --help; `config.resolve.check` i
     "kv_cache_dtype": resolve.KV_DTYPES,
     "kv_scales": (*resolve.KV_SCALES, "FILE"),
     "block_size": resolve.BLOCK_SIZES,
-    "device": resolve.DEVICES,
+    "device": DEVICES,
     "kernels": resolve.KERNELS,
 }
 MAX_TOKENS = 256  # what a person at a terminal expects, where SamplingParams has the 16 of other libraries

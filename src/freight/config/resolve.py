@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from freight.config.engine import EngineArgs, EngineConfig, KVCacheConfig
+from freight.device import DEVICES
 from freight.errors import CheckpointError, ConfigError, choices, nearest
 from freight.fp8.formats import COMPUTE_FORMATS, Format, Granularity, ScaleSource
 from freight.fp8.scheme import KVScales, LayerScales, Scheme
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 DTYPES = {"half": Format.FLOAT16, "float": Format.FLOAT32} | {str(format): format for format in COMPUTE_FORMATS}
 KV_DTYPES = ("auto", *map(str, COMPUTE_FORMATS), "fp8", "fp8_e4m3", "fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2")
 KV_SCALES = ("auto", "checkpoint", "dynamic", "unit")  # or FILE.json
-DEVICES = ("auto", "cpu", "cuda")
 KERNELS = ("auto", "reference")
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 _UNITS = {"": 1, "B": 1} | {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}

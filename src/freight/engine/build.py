@@ -18,7 +18,7 @@ from freight.checkpoint.layouts import read_scheme
 from freight.checkpoint.reader import Checkpoint, resolve_model
 from freight.config.engine import EngineArgs, EngineConfig, KVCacheConfig
 from freight.config.model import ModelConfig, parse_model_config, stop_token_ids
-from freight.config.resolve import kv_scales_file, resolve
+from freight.config.resolve import check, kv_scales_file, resolve
 from freight.device import DeviceFacts, probe
 from freight.engine.engine import Engine
 from freight.engine.runner import ModelRunner
@@ -29,7 +29,7 @@ from freight.fp8.scheme import KVScales, Scheme
 from freight.kernels.kernel_set import select_kernels
 from freight.models.decoder import Decoder
 from freight.models.loader import load_model
-from freight.tokenizer import Tokenizer
+from freight.tokenizer import Tokenizer, require_chat_template
 
 logger = logging.getLogger("freight")
 
@@ -67,15 +67,18 @@ class OpenModel:
         return cache_spec(config.kv, model.num_layers, model.num_kv_heads, model.head_dim, config.block_size)
 
     def load_tokenizer(self) -> Tokenizer | None:
-        if self.args.skip_tokenizer_init:
+        """The model's own, or the one named; `revision` is the model's, so another repository comes at its newest."""
+        args = self.args
+        if args.skip_tokenizer_init:
             return None
-        other = self.args.tokenizer
-        return Tokenizer.load(resolve_model(other, self.args.revision) if other else self.checkpoint.path)
+        if args.tokenizer in (None, args.model):
+            return Tokenizer.load(self.checkpoint.path)
+        return Tokenizer.load(resolve_model(args.tokenizer))
 
 
 def open_model(args: EngineArgs) -> OpenModel:
     """Open the checkpoint that `args.model` names. Raises ConfigError or CheckpointError."""
-    kv_scales_file(args)  # a contradiction between flags needs no checkpoint to be seen
+    check(args)  # a contradiction between settings needs neither checkpoint nor device to be seen
     checkpoint = Checkpoint(resolve_model(args.model, args.revision))
     model = parse_model_config(checkpoint.config)
     scheme = read_scheme(checkpoint.config, checkpoint.hf_quant_config)
@@ -85,9 +88,10 @@ def open_model(args: EngineArgs) -> OpenModel:
     return OpenModel(args, checkpoint, model, scheme, read_kv_scales(checkpoint, model), device)
 
 
-def build_engine(args: EngineArgs) -> tuple[Engine, EngineConfig]:
+def build_engine(args: EngineArgs, needs_chat_template: bool = False) -> tuple[Engine, EngineConfig]:
     """Open the model and make it ready to serve.
 
+    `needs_chat_template` refuses a model that was not trained to converse.
     Raises ConfigError, CheckpointError or CapacityError, before weights are read wherever that is decidable.
     """
     opened = open_model(args)
@@ -96,6 +100,8 @@ def build_engine(args: EngineArgs) -> tuple[Engine, EngineConfig]:
     if config.kv_cache_memory is not None:
         config = _fit_context(spec, config.kv_cache_memory, config, args)
     tokenizer = opened.load_tokenizer()
+    if needs_chat_template:
+        require_chat_template(tokenizer)
     decoder = opened.load(config)
     memory = config.kv_cache_memory
     if memory is None:
@@ -133,11 +139,11 @@ def _mebibytes(count: int) -> str:
 
 def describe_cache(pool: KVPool, kv: KVCacheConfig, compute_format: Format) -> str:
     """The line at start: format, granularity, source of the scales, tokens that fit, and what 16 bits would hold."""
+    scales = f"{kv.granularity}, {kv.scale_source}" if kv.granularity else "none"
+    note = f" ({kv.note})" if kv.note else ""
     memory = pool.num_blocks * pool.spec.bytes_per_block
-    scales = f", scales per {kv.granularity} ({kv.scale_source})" if kv.granularity else ""
-    note = f": {kv.note}" if kv.note else ""
-    line = f"KV cache {kv.format}{scales}{note}; {pool.capacity_tokens} tokens in {_mebibytes(memory)}"
+    line = f"KV cache: {kv.format}; scales: {scales}{note}; {pool.capacity_tokens:,} tokens fit in {_mebibytes(memory)}"
     if kv.format.is_fp8:
         sixteen = compute_format if compute_format.bytes == 2 else Format.BFLOAT16
-        line += f", {sixteen} would hold {same_cache_at_16_bits(pool.spec, sixteen).tokens_in(memory)}"
+        line += f", {same_cache_at_16_bits(pool.spec, sixteen).tokens_in(memory):,} would in {sixteen}"
     return line

@@ -12,8 +12,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from rich.box import MARKDOWN
-from rich.table import Table
 from torch import Tensor
 
 from freight.cache.pool import allocate_pool
@@ -150,23 +148,28 @@ def as_json(scores: Sequence[CacheScore]) -> list[dict[str, Any]]:
     return [asdict(score) for score in scores]
 
 
-def as_table(scores: Sequence[CacheScore]) -> Table:
-    """For people: a row a cache, the first being the one that the others are compared with."""
-    table = Table(box=MARKDOWN)
-    table.add_column("KV cache")
-    table.add_column("scales")
-    for heading in ("perplexity", "mean KL (nats)", "same top token", "bytes/token", "tokens in 64 MiB", "seconds"):
-        table.add_column(heading, justify="right")
-    for score in scores:
-        source = f"{score.granularity}, {score.scale_source}" if score.granularity else "none"
-        table.add_row(
+def as_table(scores: Sequence[CacheScore]) -> str:
+    """For people: a row a cache, the first being the one that the others are compared with. KL in nats."""
+    headings = ("KV cache", "scales", "perplexity", "mean KL", "same top", "bytes/token", "in 64 MiB")
+    rows = [
+        (
             score.dtype,
-            source,
+            f"{score.granularity}, {score.scale_source}" if score.granularity else "none",
             f"{score.perplexity:.3f}",
             f"{score.mean_kl:.5f}",
             f"{score.same_top_share:.2%}",
             str(score.bytes_per_token),
             f"{score.tokens_in_64_mib:,}",
-            f"{score.seconds:.1f}",
         )
-    return table
+        for score in scores
+    ]
+    return markdown([headings, *rows], num_left=2)
+
+
+def markdown(rows: Sequence[Sequence[str]], num_left: int) -> str:
+    """A Markdown table, never wrapped. The first row is the heading; columns after the first `num_left` end flush."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rule = ["-" * width if i < num_left else "-" * (width - 1) + ":" for i, width in enumerate(widths)]
+    flush = [str.ljust if i < num_left else str.rjust for i in range(len(widths))]
+    lines = [[pad(cell, width) for pad, cell, width in zip(flush, row, widths, strict=True)] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (lines[0], rule, *lines[1:]))

@@ -14,15 +14,12 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from rich.box import MARKDOWN
-from rich.console import Console
-from rich.table import Table
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 from freight.checkpoint.reader import resolve_model
 from freight.config.engine import EngineArgs
-from freight.evaluate.report import CacheScore, compare_caches
+from freight.evaluate.report import CacheScore, compare_caches, markdown
 
 VARIANTS = ((1.0, 1.0), (1000.0, 1.0), (1e-4, 1.0), (1.0, 1000.0), (1.0, 1e-4))  # c for keys, c for values
 CACHES = (("fp8_e4m3", "unit"), ("fp8_e4m3", "dynamic"), ("fp8_e5m2", "unit"), ("fp8_e5m2", "dynamic"))
@@ -62,17 +59,13 @@ def rescaled_scores(
     return results
 
 
-def as_table(results: dict[tuple[float, float], list[CacheScore]]) -> Table:
-    table = Table(box=MARKDOWN)
-    for heading in ("k ×", "v ×"):
-        table.add_column(heading, justify="right")
-    table.add_column("16 bits", justify="right")
-    for dtype, scales in CACHES:
-        table.add_column(f"{dtype} {scales}", justify="right")
+def as_table(results: dict[tuple[float, float], list[CacheScore]]) -> str:
+    """A row a variant: perplexity and, in brackets, mean KL in nats to the 16-bit cache of the same variant."""
+    rows = [["k ×", "v ×", "16 bits", *(f"{dtype} {scales}" for dtype, scales in CACHES)]]
     for (keys, values), (plain, *scores) in results.items():
         cells = [f"{score.perplexity:.2f} ({score.mean_kl:.4f})" for score in scores]
-        table.add_row(f"{keys:g}", f"{values:g}", f"{plain.perplexity:.2f}", *cells)
-    return table
+        rows.append([f"{keys:g}", f"{values:g}", f"{plain.perplexity:.2f}", *cells])
+    return markdown(rows, num_left=0)
 
 
 def main() -> None:
@@ -82,9 +75,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16384, help="tokens of the text to judge by")
     args = parser.parse_args()
     results = rescaled_scores(args.model, args.data.read_text(encoding="utf-8"), args.tokens)
-    console = Console()
-    console.print(as_table(results))
-    console.print(f"perplexity (mean KL to the 16-bit cache of the same variant, nats) on {args.tokens} tokens")
+    print(as_table(results))
+    print(f"perplexity (mean KL to the 16-bit cache of the same variant, nats) on {args.tokens} tokens")
 
 
 if __name__ == "__main__":

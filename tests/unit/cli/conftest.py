@@ -35,7 +35,9 @@ class FakeLLM:
     template = True
     fails: Exception | type[BaseException] | None = None
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, needs_chat_template: bool = False, **options: Any) -> None:
+        if needs_chat_template and not self.template:
+            raise ConfigError("this model has no chat template; use freight generate")
         type(self).made, type(self).asked, type(self).params = options, [], []
 
     def stream(self, prompt: Any, params: SamplingParams) -> Iterator[RequestOutput]:
@@ -60,8 +62,6 @@ class FakeLLM:
         return RequestOutput("0", prompt if text_given else None, [7] if text_given else prompt, done, words == 3)
 
     def chat_prompt(self, messages: list[dict[str, str]]) -> list[int]:
-        if not self.template:
-            raise ConfigError("this model has no chat template; use freight generate")
         return [len(message["content"]) for message in messages]
 
     def kv_cache_info(self) -> dict[str, Any]:
