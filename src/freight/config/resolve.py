@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 DTYPES = {"half": Format.FLOAT16, "float": Format.FLOAT32} | {str(format): format for format in COMPUTE_FORMATS}
 KV_DTYPES = ("auto", *map(str, COMPUTE_FORMATS), "fp8", "fp8_e4m3", "fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2")
 KV_SCALES = ("auto", "checkpoint", "dynamic", "unit")  # or FILE.json
+QUANTIZATIONS = ("fp8",)
 KERNELS = ("auto", "reference")
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 _UNITS = {"": 1, "B": 1} | {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
@@ -41,7 +42,7 @@ def check(args: EngineArgs) -> None:
     _choose("--device", args.device, DEVICES)
     _choose("--kernels", args.kernels, KERNELS)
     if args.quantization is not None:
-        raise ConfigError(f"--quantization {args.quantization}: FP8 weights are not there yet; leave it away")
+        _choose("--quantization", args.quantization, QUANTIZATIONS)
     for name, value, least in (
         ("--max-num-seqs", args.max_num_seqs, 1),
         ("--max-num-batched-tokens", args.max_num_batched_tokens, 1),
@@ -69,14 +70,15 @@ def resolve(
     check(args)
     if scheme.weight_format is not None:
         raise CheckpointError(
-            f"the checkpoint's weights are quantized ({scheme.description}); FP8 weights are not there yet: "
-            "use the 16-bit model that it was made from"
+            f"the checkpoint's weights are quantized ({scheme.description}), which is not implemented: "
+            "use the 16-bit model that it was made from, with --quantization fp8"
         )
     if args.device not in ("auto", device.kind):
         raise ConfigError(f"--device {args.device}, but what was found is {device.kind} ({device.name})")
     compute = model.checkpoint_format if args.dtype == "auto" else DTYPES[args.dtype]
     return EngineConfig(
         compute_format=compute,
+        weight_format=device.native_e4m3 if args.quantization == "fp8" else compute,
         kv=_kv_cache(args, compute, scheme, kv_scales, device.native_e4m3),
         max_model_len=_max_model_len(args, model),
         max_num_seqs=args.max_num_seqs,
@@ -133,7 +135,8 @@ def parse_memory(said: int | str | None) -> int | None:
 def for_variant(scales: KVScales, format: Format) -> KVScales:
     """Scales made for one E4M3 variant, for a cache in the other: doubled FN -> FNUZ, halved FNUZ -> FN, both exact.
 
-    An FNUZ byte decodes to half of what FN makes of it, so stored values, and what they saturate at, stay FN's.
+    An FNUZ byte decodes to half of what FN makes of it, so stored values stay FN's. Only past FN's range is there a
+    difference: FNUZ reaches 240, which is 480 in FN's terms, where FN saturates at 448.
     """
     if scales.format is format:
         return scales
@@ -213,14 +216,14 @@ def _kv_cache(args: EngineArgs, compute: Format, scheme: Scheme, scales: KVScale
             )
         return _unit(format, "E5M2 needs no scales")
     if said == "file":
-        return _static(format, scales, ScaleSource.FILE, f"read from {file}")
+        return _static(format, scales, ScaleSource.FILE, str(file))
     return _from_checkpoint(format, said, scheme, scales)
 
 
 def _from_checkpoint(format: Format, said: str, scheme: Scheme, scales: KVScales) -> KVCacheConfig:
     """E4M3 with `auto` or `checkpoint`: what is there decides; scales that are missing are never guessed."""
     if not scales.missing:
-        return _static(format, scales, ScaleSource.CHECKPOINT, "read from the checkpoint")
+        return _static(format, scales, ScaleSource.CHECKPOINT)
     layers = (
         f"layers {', '.join(map(str, scales.missing))}" if len(scales.missing) > 1 else f"layer {scales.missing[0]}"
     )
@@ -249,11 +252,11 @@ def _skipped(args: EngineArgs) -> str:
     return "the checkpoint's KV scales are skipped: 16 bits were asked for"
 
 
-def _static(format: Format, scales: KVScales, source: ScaleSource, note: str) -> KVCacheConfig:
+def _static(format: Format, scales: KVScales, source: ScaleSource, note: str = "") -> KVCacheConfig:
     converted = for_variant(scales, format)
     finest = max((layer.granularity for layer in converted.layers if layer is not None), key=list(Granularity).index)
     if scales.format is not format:
-        note += f", converted from {scales.format}"
+        note += f"{', ' if note else ''}converted from {scales.format}"
     return KVCacheConfig(format, finest, source, converted, note)
 
 
