@@ -14,7 +14,7 @@ STAMP = .venv/ready-$(TORCH)
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml Makefile
+$(STAMP): pyproject.toml Makefile $(wildcard csrc/*)
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("Freight needs Python 3.11 or newer; %s is %d.%d. Name another: make PYTHON=python3.12" % (sys.executable, v[0], v[1]))'
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "installing torch $(TORCH_VERSION) ($(TORCH)) and freight into .venv"
@@ -25,6 +25,7 @@ ifeq ($(TORCH),cpu)
 else
 	@$(BIN)/pip install -q torch==$(TORCH_VERSION)
 endif
+	@rm -f src/freight/kernels/cpu/*.so
 	@$(BIN)/pip install -q -e '.[dev]'
 	@rm -f .venv/ready-*
 	@touch $@

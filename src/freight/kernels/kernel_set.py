@@ -1,9 +1,14 @@
-"""KernelSet: the operations a model is built from. One is chosen once, at load, and handed down as an argument."""
+"""KernelSet: the operations a model is built from. One is chosen once, at load, and handed down as an argument.
+
+On a CPU that is the compiled set (csrc/), in the best build that the processor runs; without a compiled one, and on
+request, the reference.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -14,19 +19,26 @@ from freight.kernels import reference
 
 @dataclass(frozen=True)
 class KernelSet:
-    """Functions on tensors; `kernels.reference` defines what each computes."""
+    """Functions on tensors; `kernels.reference` defines what each computes.
+
+    `pack` arranges a weight for this set, once, at load; `linear` takes what it returned. `note` is what start-up
+    should say about the choice, or ''.
+    """
 
     name: str
-    linear: Callable[[Tensor, Weight, Tensor | None], Tensor]
+    pack: Callable[[Weight], Any]
+    linear: Callable[[Tensor, Any, Tensor | None], Tensor]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     silu_mul: Callable[[Tensor], Tensor]
     rotate: Callable[[Tensor, Tensor, Tensor], Tensor]
     store_kv: Callable[[Tensor, Tensor, Tensor, KVPages], None]
     attention: Callable[[Tensor, KVPages, ForwardBatch, float, int | None], Tensor]
+    note: str = ""
 
 
 REFERENCE = KernelSet(
     "reference",
+    pack=lambda weight: weight,
     linear=reference.linear,
     rms_norm=reference.rms_norm,
     silu_mul=reference.silu_mul,
@@ -36,7 +48,17 @@ REFERENCE = KernelSet(
 )
 
 
-def select_kernels(name: str) -> KernelSet:
-    """The kernel set for `--kernels` auto or reference: both are the reference set until a faster one exists."""
-    assert name in ("auto", "reference")
-    return REFERENCE
+def select_kernels(name: str, device: str = "cpu") -> KernelSet:
+    """The kernel set for `--kernels`: auto, reference, cpu, or one build of it, as in cpu-avx2.
+
+    `auto` takes the best there is, and the reference where nothing was compiled. Raises KernelError when the CPU set
+    was asked for by name and cannot run, with the reason.
+    """
+    if name == "reference" or device != "cpu":
+        return REFERENCE
+    from freight.kernels.cpu import kernels, library
+
+    if name == "auto" and not library.runnable():
+        return replace(REFERENCE, note=f"slow reference kernels: {library.describe()}")
+    _, _, build = name.partition("-")
+    return kernels.cpu_kernels(library.load(build or None))

@@ -1,0 +1,93 @@
+// Where threads come from: the process's OpenMP runtime when there is one, else a small pool of our own.
+//
+// A second pool beside torch's would fight it for the cores: after a parallel region its workers spin for
+// milliseconds. Calling GOMP_parallel, whose interface is stable, puts kernels on the very threads that torch uses,
+// and needs no OpenMP compiler. The pool here serves processes whose torch has no GOMP (macOS).
+#include <pthread.h>
+
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "freight.h"
+#include "parallel.h"
+
+namespace {
+
+FreightGompParallel gomp_parallel = nullptr;  // written by freight_init, before any kernel runs
+
+class Pool {
+ public:
+  void run(void (*body)(void*), void* data, int threads) {
+    std::lock_guard<std::mutex> one_at_a_time(turn_);
+    while (static_cast<int>(workers_.size()) < threads - 1) {
+      const int index = static_cast<int>(workers_.size());
+      workers_.emplace_back([this, index, seen = generation_.load()] { work(index, seen); });
+    }
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      body_ = body, data_ = data, active_ = threads - 1;
+      pending_.store(static_cast<int>(workers_.size()));
+      generation_.fetch_add(1);
+    }
+    wake_.notify_all();
+    body(data);
+    for (int spins = 0; pending_.load(std::memory_order_acquire) > 0; spins++)
+      if (spins > kSpins) std::this_thread::yield();
+  }
+
+ private:
+  static constexpr int kSpins = 20000;  // some tens of microseconds: longer than the gap between two kernels
+
+  void work(int index, uint64_t seen) {
+    for (;;) {
+      for (int spins = 0; generation_.load(std::memory_order_acquire) == seen && spins < kSpins; spins++) {
+      }
+      void (*body)(void*);
+      void* data;
+      bool active;
+      {
+        std::unique_lock<std::mutex> lock(mutex_);
+        wake_.wait(lock, [&] { return generation_.load() != seen; });
+        seen = generation_.load();
+        body = body_, data = data_, active = index < active_;
+      }
+      if (active) body(data);
+      pending_.fetch_sub(1, std::memory_order_release);
+    }
+  }
+
+  std::mutex turn_, mutex_;
+  std::condition_variable wake_;
+  std::vector<std::thread> workers_;
+  std::atomic<uint64_t> generation_{0};
+  std::atomic<int> pending_{0};
+  void (*body_)(void*) = nullptr;
+  void* data_ = nullptr;
+  int active_ = 0;
+};
+
+Pool* pool = nullptr;  // never destroyed: its workers wait until the process ends
+
+Pool& own_pool() {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    pool = new Pool;
+    pthread_atfork(nullptr, nullptr, [] { pool = new Pool; });  // a forked child has none of the threads
+  });
+  return *pool;
+}
+
+}  // namespace
+
+void run_on_threads(void (*body)(void*), void* data, int threads) {
+  if (gomp_parallel)
+    gomp_parallel(body, data, static_cast<unsigned>(threads), 0);
+  else
+    own_pool().run(body, data, threads);
+}
+
+FREIGHT_API void freight_init(FreightGompParallel parallel) { gomp_parallel = parallel; }
+
+FREIGHT_API int32_t freight_abi() { return FREIGHT_ABI; }

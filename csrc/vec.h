@@ -1,0 +1,95 @@
+// One float vector type for every instruction set: 16 lanes (AVX-512), 8 (AVX2) or 4 (anything GCC or Clang compiles for).
+//
+// Lane-wise operations are GCC's vector extensions, so the sources read the same everywhere. What is written here gives
+// the same bits on every call: no contraction is left to the compiler (the build passes -ffp-contract=off).
+#pragma once
+#include "simd.h"
+
+namespace freight {
+
+#if FREIGHT_AVX512
+constexpr int W = 16;
+#elif FREIGHT_AVX2
+constexpr int W = 8;
+#else
+constexpr int W = 4;
+#endif
+
+typedef float VF __attribute__((vector_size(W * 4)));
+typedef int32_t VI __attribute__((vector_size(W * 4)));
+
+inline VF load(const float* p) {
+  VF v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+inline void store(float* p, VF v) { std::memcpy(p, &v, sizeof v); }
+inline VF set1(float x) { return x - VF{}; }  // exact, and keeps the sign of zero
+
+// a * b + c, one rounding where the instruction set has it.
+inline VF fma(VF a, VF b, VF c) {
+#if FREIGHT_AVX512
+  return (VF)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif FREIGHT_AVX2
+  return (VF)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
+}
+
+inline VF max(VF a, VF b) { return a > b ? a : b; }  // b where either is NaN
+
+inline float reduce_add(VF v) {
+  float lanes[W];
+  store(lanes, v);
+  for (int half = W / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
+  return lanes[0];
+}
+
+inline float reduce_max(VF v) {  // ignores no NaN in a fixed way; callers let NaN through elsewhere
+#if FREIGHT_AVX512
+  return _mm512_reduce_max_ps((__m512)v);
+#else
+  float lanes[W];
+  store(lanes, v);
+  for (int half = W / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; i++) lanes[i] = lanes[i] > lanes[i + half] ? lanes[i] : lanes[i + half];
+  return lanes[0];
+#endif
+}
+
+// 2 ** x for x <= 0, within 1 ulp; exactly 1 at 0 and exactly 0 below -126.5; NaN stays NaN.
+inline VF exp2(VF x) {
+  const VF magic = set1(12582912.0f);  // 1.5 * 2**23: adding it rounds to an integer
+  x = max(set1(-127.0f), x);
+  const VF rounded = x + magic;
+  const VF f = x - (rounded - magic);
+  VF p = set1(0.0001535335322842002f);
+  p = fma(p, f, set1(0.0013398875016719103f));
+  p = fma(p, f, set1(0.009618437848985195f));
+  p = fma(p, f, set1(0.055503323674201965f));
+  p = fma(p, f, set1(0.24022647738456726f));
+  p = fma(p, f, set1(0.6931471824645996f));
+  p = fma(p, f, set1(1.0f));
+  return p * (VF)(((VI)rounded + 127) << 23);
+}
+
+// r[i][j] <-> r[j][i]: log2(W) rounds of interleaving.
+inline void transpose(VF (&r)[W]) {
+  VI low, high;
+  for (int i = 0; i < W; i++) {
+    low[i] = i / 2 + (i & 1) * W;
+    high[i] = low[i] + W / 2;
+  }
+  for (int round = 1; round < W; round *= 2) {
+    VF next[W];
+    for (int i = 0; i < W / 2; i++) {
+      next[2 * i] = __builtin_shuffle(r[i], r[i + W / 2], low);
+      next[2 * i + 1] = __builtin_shuffle(r[i], r[i + W / 2], high);
+    }
+    for (int i = 0; i < W; i++) r[i] = next[i];
+  }
+}
+
+}  // namespace freight

@@ -1,0 +1,15 @@
+"""The CPU kernel set: the compiled functions where there are some, the reference's for the rest."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+from freight.kernels.cpu.library import Library
+from freight.kernels.kernel_set import REFERENCE, KernelSet
+
+
+@cache
+def cpu_kernels(library: Library) -> KernelSet:
+    """The set over one loaded build; its name says which, as in cpu-avx2."""
+    return replace(REFERENCE, name=f"cpu-{library.build}")

@@ -1,0 +1,99 @@
+"""The compiled CPU kernels: which builds were installed, which of them this processor runs, and the loading of one.
+
+`csrc/` is compiled once per instruction set; the libraries lie beside this file, or none do, when there was no
+compiler at install time. The best one that the processor runs is loaded. A library from an older build than this
+source is refused, not called.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from freight.device import cpu_features
+from freight.errors import KernelError, choices
+
+FOLDER = Path(__file__).parent
+ABI = 1  # FREIGHT_ABI in csrc/freight.h
+# Best first: the name of a build, and what /proc/cpuinfo must list for it. The portable one needs nothing.
+BUILDS: dict[str, frozenset[str]] = {
+    "avx512": frozenset({"avx512f", "avx512bw", "avx512vl", "avx512vbmi", "avx512_bf16", "avx2", "fma", "f16c"}),
+    "avx2": frozenset({"avx2", "fma", "f16c"}),
+    "portable": frozenset(),
+}
+
+
+@dataclass(frozen=True)
+class Library:
+    """One loaded build; `functions` has the C functions of csrc/freight.h and csrc/attention.h."""
+
+    build: str
+    functions: ctypes.CDLL
+
+
+def installed(folder: Path = FOLDER) -> tuple[str, ...]:
+    """The builds that were compiled, best first."""
+    return tuple(build for build in BUILDS if path_of(build, folder).exists())
+
+
+def path_of(build: str, folder: Path = FOLDER) -> Path:
+    return folder / f"freight_{build}.so"
+
+
+def runnable(features: Iterable[str] | None = None, folder: Path = FOLDER) -> tuple[str, ...]:
+    """The installed builds that a processor with these features (default: this one) runs, best first."""
+    have = set(cpu_features() if features is None else features)
+    return tuple(build for build in installed(folder) if BUILDS[build] <= have)
+
+
+def describe(features: tuple[str, ...] | None = None, folder: Path = FOLDER) -> str:
+    """One line on the choice: the build that runs and why not a better one, or why none does."""
+    features = cpu_features() if features is None else features
+    if not installed(folder):
+        return (
+            "no compiled kernels: there was no C++17 compiler when Freight was installed; install one, then reinstall"
+        )
+    best, *_ = runnable(features, folder) or ("none",)
+    reasons = []
+    for build in list(BUILDS)[: list(BUILDS).index(best) if best in BUILDS else None]:
+        lacks = sorted(BUILDS[build] - set(features))
+        reasons.append(f"{build}: the processor lacks {', '.join(lacks)}" if lacks else f"{build}: not compiled")
+    return best + (f" ({'; '.join(reasons)})" if reasons else "")
+
+
+@cache
+def load(build: str | None = None) -> Library:
+    """Load `build`, or the best that this processor runs.
+
+    Raises KernelError when none is installed, when the processor does not run `build`, and for a stale library.
+    """
+    usable = runnable()
+    if not usable or (build is not None and build not in usable):
+        wanted = f"the {build} build of the CPU kernels" if build else "the CPU kernels"
+        have = f"usable here: {choices(usable)}" if usable else "none is usable here"
+        raise KernelError(f"{wanted} cannot run ({have}): {describe()}")
+    name = build or usable[0]
+    try:
+        functions = ctypes.CDLL(str(path_of(name)))
+        abi = functions.freight_abi()
+    except (OSError, AttributeError) as error:
+        raise KernelError(f"{path_of(name)} cannot be loaded: {error}; reinstall Freight") from error
+    if abi != ABI:
+        raise KernelError(f"{path_of(name)} is of another version (interface {abi}, not {ABI}): reinstall Freight")
+    functions.freight_init.argtypes = [ctypes.c_void_p]
+    functions.freight_init(_gomp_parallel())
+    return Library(name, functions)
+
+
+def _gomp_parallel() -> int | None:
+    """The address of GOMP_parallel in the OpenMP runtime that torch has loaded: both use one pool of threads."""
+    if sys.platform != "linux" or "OpenMP" not in torch.__config__.parallel_info():
+        return None
+    function = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
+    return None if function is None else ctypes.cast(function, ctypes.c_void_p).value

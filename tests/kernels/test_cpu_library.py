@@ -1,0 +1,123 @@
+"""The rules by which a build of the CPU kernels is found, chosen and refused."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from freight.errors import KernelError
+from freight.kernels import kernel_set
+from freight.kernels.cpu import library
+from freight.kernels.kernel_set import REFERENCE, select_kernels
+
+ZEN4 = tuple(library.BUILDS["avx512"])
+HASWELL = ("avx2", "f16c", "fma")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with a file for every build."""
+    for build in library.BUILDS:
+        library.path_of(build, tmp_path).touch()
+    return tmp_path
+
+
+def compiler_works(folder: Path) -> bool:
+    source = folder / "probe.cpp"
+    source.write_text("#include <thread>\nint main() { return 0; }\n")
+    command = [
+        *shlex.split(os.environ.get("CXX", "c++")),
+        "-std=c++17",
+        "-c",
+        str(source),
+        "-o",
+        str(folder / "probe.o"),
+    ]
+    try:
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+    except OSError:
+        return False
+
+
+def test_the_kernels_were_compiled_where_a_compiler_works(tmp_path: Path) -> None:
+    assert library.installed() or not compiler_works(tmp_path), "the build of csrc/ failed: see `pip install -v -e .`"
+
+
+@pytest.mark.parametrize(
+    ("features", "builds"),
+    [
+        (ZEN4, ("avx512", "avx2", "portable")),
+        (HASWELL, ("avx2", "portable")),
+        (("avx2", "fma"), ("portable",)),  # AVX2 without F16C
+        ((*HASWELL, "avx512f", "avx512bw", "avx512vl"), ("avx2", "portable")),  # AVX-512 without VBMI and BF16
+        (("asimd", "bf16"), ("portable",)),
+        ((), ("portable",)),
+    ],
+)
+def test_the_processor_decides_which_builds_run(
+    features: tuple[str, ...], builds: tuple[str, ...], folder: Path
+) -> None:
+    assert library.runnable(features, folder) == builds
+
+
+def test_what_was_not_compiled_does_not_run(folder: Path) -> None:
+    library.path_of("avx512", folder).unlink()
+    assert library.runnable(ZEN4, folder) == ("avx2", "portable")
+    assert library.describe(ZEN4, folder) == "avx2 (avx512: not compiled)"
+
+
+def test_the_description_says_what_runs_and_why_not_better(folder: Path, tmp_path: Path) -> None:
+    assert library.describe(ZEN4, folder) == "avx512"
+    said = library.describe(HASWELL, folder)
+    assert said.startswith("avx2 (avx512: the processor lacks avx512_bf16, ")
+    assert "no C++17 compiler" in library.describe(ZEN4, tmp_path / "empty")
+
+
+def test_every_build_that_runs_here_loads() -> None:
+    for build in library.runnable():
+        assert library.load(build).build == build
+        assert select_kernels(f"cpu-{build}").name == f"cpu-{build}"
+
+
+def test_auto_takes_the_best_build() -> None:
+    best = library.runnable()
+    assert select_kernels("auto").name == (f"cpu-{best[0]}" if best else "reference")
+
+
+def test_the_reference_is_there_by_name_and_for_other_devices() -> None:
+    assert select_kernels("reference") is REFERENCE
+    assert select_kernels("auto", "cuda") is REFERENCE
+
+
+def test_without_a_build_auto_says_why_and_cpu_refuses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(library, "installed", lambda folder=tmp_path: ())
+    chosen = select_kernels("auto")
+    assert chosen.name == "reference"
+    assert "no C++17 compiler" in chosen.note
+    with pytest.raises(KernelError, match="none is usable here"):
+        library.load.__wrapped__(None)
+    assert kernel_set.REFERENCE.note == ""
+
+
+def test_a_build_that_the_processor_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "runnable", lambda features=None, folder=None: ("portable",))
+    with pytest.raises(KernelError, match="the avx512 build of the CPU kernels cannot run"):
+        library.load.__wrapped__("avx512")
+
+
+def test_a_damaged_library_is_refused(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.setattr(library, "runnable", lambda features=None, folder=None: ("portable",))
+    monkeypatch.setattr(library, "path_of", lambda build: folder / f"freight_{build}.so")
+    with pytest.raises(KernelError, match="reinstall Freight"):
+        library.load.__wrapped__("portable")
+
+
+def test_a_library_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "ABI", library.ABI + 1)
+    for build in library.runnable():
+        with pytest.raises(KernelError, match="of another version"):
+            library.load.__wrapped__(build)
