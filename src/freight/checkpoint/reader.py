@@ -77,7 +77,6 @@ class Checkpoint:
         self.generation_config = read_json(path / "generation_config.json")
         self.hf_quant_config = read_json(path / "hf_quant_config.json")
         self._entries = _read_entries(path)
-        self._handles: dict[Path, Any] = {}
         self._taken: set[str] = set()
         self._skipped: dict[str, str] = {}
 
@@ -160,11 +159,11 @@ class Checkpoint:
             )
 
     def _read(self, name: str) -> Tensor:
+        """The tensor in a mapping of its own, so that the memory is let go with the tensor and not with the file."""
         file = self._entries[name].file
         try:
-            if file not in self._handles:
-                self._handles[file] = safe_open(file, framework="pt")
-            tensor: Tensor = self._handles[file].get_tensor(name)
+            with safe_open(file, framework="pt") as handle:
+                tensor: Tensor = handle.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file}: tensor {name} cannot be read: {error}") from error
         return tensor

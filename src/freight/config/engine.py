@@ -90,9 +90,13 @@ class KVCacheConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Everything decided before a weight is read. `kv_cache_memory` in bytes; None: a share of what is free then."""
+    """Everything decided before a weight is read. `kv_cache_memory` in bytes; None: a share of what is free then.
+
+    `weight_format` is what every Linear but the head keeps its weights in.
+    """
 
     compute_format: Format
+    weight_format: Format
     kv: KVCacheConfig
     max_model_len: int
     max_num_seqs: int

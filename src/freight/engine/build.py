@@ -18,6 +18,7 @@ from freight.checkpoint.layouts import read_scheme
 from freight.checkpoint.reader import Checkpoint, resolve_model
 from freight.config.engine import EngineArgs, EngineConfig, KVCacheConfig
 from freight.config.model import ModelConfig, parse_model_config, stop_token_ids
+from freight.config.presets import shape_config
 from freight.config.resolve import check, kv_scales_file, resolve
 from freight.device import DeviceFacts, probe
 from freight.engine.engine import Engine
@@ -29,6 +30,7 @@ from freight.fp8.scheme import KVScales, Scheme
 from freight.kernels.kernel_set import select_kernels
 from freight.models.decoder import Decoder
 from freight.models.loader import load_model
+from freight.models.random_weights import random_model
 from freight.tokenizer import Tokenizer, require_chat_template
 
 logger = logging.getLogger("freight")
@@ -38,10 +40,13 @@ MEMORY_SHARE = 0.5  # of what is free once the weights are loaded, when --kv-cac
 
 @dataclass(frozen=True)
 class OpenModel:
-    """A checkpoint whose headers and scale tensors have been read and checked, and no weight yet."""
+    """A checkpoint whose headers and scale tensors have been read and checked, and no weight yet.
+
+    `checkpoint` is None for a model of random weights, which has no tokenizer and no stop ids.
+    """
 
     args: EngineArgs
-    checkpoint: Checkpoint
+    checkpoint: Checkpoint | None
     model: ModelConfig
     scheme: Scheme
     kv_scales: KVScales
@@ -54,22 +59,30 @@ class OpenModel:
         return resolve(args, self.model, self.scheme, scales, self.device)
 
     def load(self, config: EngineConfig) -> Decoder:
-        """Read the weights."""
+        """Read the weights, or draw them."""
         if config.threads or torch.get_num_threads() > self.device.cores:
             # torch counts the machine's cores; a container may own fewer, and more threads than cores are far slower
             torch.set_num_threads(config.threads or self.device.cores)
         kernels = select_kernels(config.kernels)
-        length = config.max_model_len
-        return load_model(self.checkpoint, self.model, kernels, config.compute_format, length, config.device)
+        formats, length = (config.compute_format, config.weight_format), config.max_model_len
+        logger.info("%s", describe_weights(*formats))
+        if self.checkpoint is None:
+            return random_model(self.model, kernels, *formats, length, config.device, config.seed)
+        return load_model(self.checkpoint, self.model, kernels, *formats, length, config.device)
 
     def cache_spec(self, config: EngineConfig) -> KVCacheSpec:
         model = self.model
         return cache_spec(config.kv, model.num_layers, model.num_kv_heads, model.head_dim, config.block_size)
 
+    def stop_token_ids(self) -> frozenset[int]:
+        if self.checkpoint is None:
+            return frozenset()
+        return stop_token_ids(self.checkpoint.config, self.checkpoint.generation_config)
+
     def load_tokenizer(self) -> Tokenizer | None:
         """The model's own, or the one named; `revision` is the model's, so another repository comes at its newest."""
         args = self.args
-        if args.skip_tokenizer_init:
+        if args.skip_tokenizer_init or self.checkpoint is None:
             return None
         if args.tokenizer in (None, args.model):
             return Tokenizer.load(self.checkpoint.path)
@@ -88,13 +101,25 @@ def open_model(args: EngineArgs) -> OpenModel:
     return OpenModel(args, checkpoint, model, scheme, read_kv_scales(checkpoint, model), device)
 
 
+def open_random(args: EngineArgs, shape: str) -> OpenModel:
+    """A model with random weights instead: `shape` is a preset's name or a config.json. Raises ConfigError."""
+    check(args)
+    model = parse_model_config(shape_config(shape))
+    return OpenModel(args, None, model, Scheme(), KVScales((None,) * model.num_layers), probe(args.device))
+
+
 def build_engine(args: EngineArgs, needs_chat_template: bool = False) -> tuple[Engine, EngineConfig]:
-    """Open the model and make it ready to serve.
+    """`start_engine` of the model that `args` names."""
+    return start_engine(open_model(args), needs_chat_template)
+
+
+def start_engine(opened: OpenModel, needs_chat_template: bool = False) -> tuple[Engine, EngineConfig]:
+    """Make an opened model ready to serve.
 
     `needs_chat_template` refuses a model that was not trained to converse.
     Raises ConfigError, CheckpointError or CapacityError, before weights are read wherever that is decidable.
     """
-    opened = open_model(args)
+    args = opened.args
     config = opened.resolve(args)
     spec = opened.cache_spec(config)
     if config.kv_cache_memory is not None:
@@ -113,9 +138,8 @@ def build_engine(args: EngineArgs, needs_chat_template: bool = False) -> tuple[E
 
     allocator = BlockAllocator(pool.num_blocks, config.block_size, config.enable_prefix_caching)
     scheduler = Scheduler(allocator, config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len)
-    stops = stop_token_ids(opened.checkpoint.config, opened.checkpoint.generation_config)
     runner = ModelRunner(decoder, pool, config.device)
-    return Engine(runner, allocator, scheduler, tokenizer, stops, config.seed), config
+    return Engine(runner, allocator, scheduler, tokenizer, opened.stop_token_ids(), config.seed), config
 
 
 def _fit_context(spec: KVCacheSpec, memory: int, config: EngineConfig, args: EngineArgs) -> EngineConfig:
@@ -135,6 +159,14 @@ def _fit_context(spec: KVCacheSpec, memory: int, config: EngineConfig, args: Eng
 
 def _mebibytes(count: int) -> str:
     return f"{count / 2**20:.1f} MiB"
+
+
+def describe_weights(compute_format: Format, weight_format: Format) -> str:
+    """The line at start about the weights."""
+    if not weight_format.is_fp8:
+        return f"weights: {weight_format}"
+    rounded = f"weights: {weight_format}, rounded as they load, one scale per output row"
+    return f"{rounded}; embedding and head: {compute_format}"
 
 
 def describe_cache(pool: KVPool, kv: KVCacheConfig, compute_format: Format) -> str:

@@ -16,16 +16,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from freight.batch import ForwardBatch
-from freight.fp8.quantize import amax, decode, encode, exponent_from_amax, scale_from_exponent
-from freight.fp8.values import KVPages, Weight
+from freight.fp8.formats import Format
+from freight.fp8.quantize import amax, decode, encode, format_of, scale_from_amax, token_scale
+from freight.fp8.values import Activations, KVPages, Weight
+from freight.fp8.weights import BLOCK, expand_blocks
 
 ROW_TILE = 32
+OUTPUT_TILE = 4096  # output features decoded at once; a multiple of 128
 QUERY_TILE = 32
 KEY_TILE = 64
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias. x: [rows, in_features]; returns [rows, out_features] in x's dtype."""
+    if weight.scale is not None:
+        return _fp8_linear(x, weight, bias)
     rows, in_features = x.shape
     out = x.new_empty(rows, weight.data.shape[0])
     for start in range(0, rows, ROW_TILE):
@@ -34,6 +39,49 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         tile[: len(part)] = part
         out[start : start + ROW_TILE] = F.linear(tile, weight.data, bias)[: len(part)]
     return out
+
+
+def _fp8_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    """`linear` over FP8 weights: float32 products and sums of the decoded values, then scales and bias, one rounding.
+
+    With a scale per output row both scales multiply the finished sum; with 128 x 128 blocks they multiply each value
+    beforehand. Decodes `OUTPUT_TILE` output features at a time.
+    """
+    assert weight.scale is not None
+    values, factor = _activations(x, weight)
+    padding = -len(x) % ROW_TILE
+    tiles = F.pad(values, (0, 0, 0, padding)).split(ROW_TILE)
+    out = x.new_empty(len(x) + padding, len(weight.data))
+    for begin in range(0, len(weight.data), OUTPUT_TILE):
+        part = slice(begin, begin + OUTPUT_TILE)
+        matrix = decode(weight.data[part])
+        if weight.scale.ndim == 2:
+            matrix *= expand_blocks(weight.scale[begin // BLOCK : (begin + OUTPUT_TILE) // BLOCK], matrix.shape)
+        product = torch.cat([F.linear(tile, matrix) for tile in tiles])
+        if factor is not None:
+            product *= F.pad(factor, (0, 0, 0, padding))
+        if weight.scale.ndim == 1:
+            product *= weight.scale[part]
+        out[:, part] = product if bias is None else product + bias[part].float()
+    return out[: len(x)]
+
+
+def _activations(x: Tensor, weight: Weight) -> tuple[Tensor, Tensor | None]:
+    """float32 values that enter the product, and what multiplies it afterwards ([rows, 1]; None: nothing)."""
+    if weight.activations is Activations.PLAIN:
+        return x.float(), None
+    stored = format_of(weight.data)
+    format = stored if stored.is_e4m3 else Format.E4M3FN
+    if weight.activations is Activations.STATIC:
+        assert weight.input_scale is not None
+        scale = torch.full((len(x), 1), weight.input_scale, dtype=torch.float32, device=x.device)
+    elif weight.scale is not None and weight.scale.ndim == 2:
+        groups = F.pad(x, (0, -x.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))  # zeros do not raise an amax
+        scale = scale_from_amax(amax(groups, -1), format).repeat_interleave(BLOCK, 1)[:, : x.shape[1]]
+        return decode(encode(x, scale, format), scale), None
+    else:
+        scale = scale_from_amax(amax(x, -1), format)[:, None]
+    return decode(encode(x, scale, format)), scale
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -71,9 +119,9 @@ def store_kv(k: Tensor, v: Tensor, slots: Tensor, pages: KVPages) -> None:
         factor: Tensor | float = 1.0
         if pages.dynamic:
             assert scale is not None
-            exponent = exponent_from_amax(amax(values, -1), pages.format)  # [rows, num_kv_heads]
-            scale.flatten(0, 1)[slots] = exponent
-            factor = scale_from_exponent(exponent)[..., None]
+            measured = token_scale(amax(values, -1), pages.format)  # [rows, num_kv_heads] bfloat16
+            scale.flatten(0, 1)[slots] = measured
+            factor = measured.float()[..., None]
         elif scale is not None:
             factor = scale
         stored = encode(values, factor, pages.format)
@@ -90,7 +138,7 @@ def load_kv(page: Tensor, scale: Tensor | None, blocks: Tensor, length: int) -> 
     raw = page.view(torch.uint8)[blocks].view(page.dtype) if page.itemsize == 1 else page[blocks]
     values = decode(raw)
     if scale is not None and scale.ndim == 3:
-        values = values * scale_from_exponent(scale[blocks])[..., None]
+        values = values * scale[blocks].float()[..., None]
     tiles = -(-length // KEY_TILE)
     padded = values.new_zeros(tiles * KEY_TILE, heads, dim)
     padded[:length] = values.flatten(0, 1)[:length]

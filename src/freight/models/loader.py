@@ -2,11 +2,13 @@
 
 What a model needs follows from ModelConfig alone (`tensor_shapes`), so a config that contradicts the tensors is an
 error that names both, before a weight is read. q, k, v and gate, up are merged along the output, which is exact.
+A 16-bit weight that becomes FP8 is let go before the next one is read, so memory peaks near the FP8 size.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +17,8 @@ from freight.checkpoint.reader import Checkpoint
 from freight.config.model import ModelConfig
 from freight.fp8.formats import Format
 from freight.fp8.quantize import torch_dtype
-from freight.fp8.values import Weight
+from freight.fp8.values import Activations, Weight
+from freight.fp8.weights import quantize_rows
 from freight.kernels.kernel_set import KernelSet
 from freight.layers.attention import Attention
 from freight.layers.embedding import Embedding, LogitsHead
@@ -55,25 +58,56 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+class WeightSource(Protocol):
+    """Where the tensors of a model come from, on the device that it will run on."""
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """An embedding, a head, a norm or a bias, in the compute dtype."""
+        ...
+
+    def weight(self, name: str, shape: tuple[int, ...]) -> Weight:
+        """The matrix of a Linear, as it will be kept."""
+        ...
+
+
 @dataclass(frozen=True)
-class _Loader:
-    """Takes tensors by name, in the compute dtype, on the device."""
+class CheckpointSource:
+    """Takes tensors from a checkpoint; rounds the matrices to `weight_format` if that is FP8."""
 
     checkpoint: Checkpoint
+    compute_format: Format
+    weight_format: Format
+    device: str
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        stored = self.checkpoint.take(name, shape)
+        return stored.to(device=self.device, dtype=torch_dtype(self.compute_format)).contiguous()
+
+    def weight(self, name: str, shape: tuple[int, ...]) -> Weight:
+        if not self.weight_format.is_fp8:
+            return Weight(self.tensor(name, shape))
+        stored = self.checkpoint.take(name, shape).to(self.device)
+        data, scale = quantize_rows(stored, self.weight_format)
+        return Weight(data, scale, Activations.DYNAMIC)
+
+
+@dataclass(frozen=True)
+class _Builder:
+    """Puts a model's parts together from the tensors of a source."""
+
+    source: WeightSource
     config: ModelConfig
     names: TensorNames
     shapes: dict[str, tuple[int, ...]]
     kernels: KernelSet
-    dtype: torch.dtype
-    device: str
 
     def tensor(self, name: str) -> Tensor:
-        tensor = self.checkpoint.take(name, self.shapes[name])
-        return tensor.to(device=self.device, dtype=self.dtype).contiguous()
+        return self.source.tensor(name, self.shapes[name])
 
     def linear(self, prefix: str, *parts: str) -> Linear:
         """The projections `parts`, merged into one."""
-        weights = [Weight(self.tensor(f"{prefix}{part}.weight")) for part in parts]
+        names = [f"{prefix}{part}.weight" for part in parts]
+        weights = [self.source.weight(name, self.shapes[name]) for name in names]
         biases = [self.tensor(name) for part in parts if (name := f"{prefix}{part}.bias") in self.shapes]
         return Linear(Weight.concat(weights), torch.cat(biases) if biases else None, self.kernels)
 
@@ -99,26 +133,40 @@ class _Loader:
         return DecoderLayer(attention_norm, attention, mlp_norm, mlp)
 
 
-def load_model(
-    checkpoint: Checkpoint, config: ModelConfig, kernels: KernelSet, compute_format: Format, max_len: int, device: str
-) -> Decoder:
-    """Read the weights in `compute_format`, for positions below `max_len`.
-
-    Raises CheckpointError for missing and misshapen tensors before the first is read, and for left-over ones.
-    """
-    names, shapes = ARCHITECTURES[config.architecture], tensor_shapes(config)
-    checkpoint.check(shapes)
-    if config.tie_word_embeddings:
-        checkpoint.skip(names.head, "tied to the embedding")
-    loader = _Loader(checkpoint, config, names, shapes, kernels, torch_dtype(compute_format), device)
+def build_decoder(config: ModelConfig, source: WeightSource, kernels: KernelSet, max_len: int, device: str) -> Decoder:
+    """The model that `config` describes, from the tensors of `source`, for positions below `max_len`."""
+    names = ARCHITECTURES[config.architecture]
+    builder = _Builder(source, config, names, tensor_shapes(config), kernels)
     rope = build_rope(config.rope, config.head_dim, max_len, kernels, device)
-    embedding = loader.tensor(names.embedding)
-    decoder = Decoder(
+    embedding = builder.tensor(names.embedding)
+    return Decoder(
         config=config,
         embedding=Embedding(embedding),
-        layers=tuple(loader.layer(index, rope) for index in range(config.num_layers)),
-        norm=loader.norm(names.norm),
-        head=LogitsHead(Weight(embedding if config.tie_word_embeddings else loader.tensor(names.head)), kernels),
+        layers=tuple(builder.layer(index, rope) for index in range(config.num_layers)),
+        norm=builder.norm(names.norm),
+        head=LogitsHead(Weight(embedding if config.tie_word_embeddings else builder.tensor(names.head)), kernels),
     )
+
+
+def load_model(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    kernels: KernelSet,
+    compute_format: Format,
+    weight_format: Format,
+    max_len: int,
+    device: str,
+) -> Decoder:
+    """Read a 16- or 32-bit checkpoint for computing in `compute_format`, for positions below `max_len`.
+
+    `weight_format` is `compute_format`, or an FP8 format that every Linear but the head is rounded to, with a scale
+    per output row and dynamic activations.
+    Raises CheckpointError for missing and misshapen tensors before the first is read, and for left-over ones.
+    """
+    checkpoint.check(tensor_shapes(config))
+    if config.tie_word_embeddings:
+        checkpoint.skip(ARCHITECTURES[config.architecture].head, "tied to the embedding")
+    source = CheckpointSource(checkpoint, compute_format, weight_format, device)
+    decoder = build_decoder(config, source, kernels, max_len, device)
     checkpoint.finish()
     return decoder

@@ -219,9 +219,17 @@ def test_compute_dtype(dtype, format):
     assert decide(dtype="auto", model={"dtype": "float32"}).compute_format is Format.FLOAT32
 
 
-def test_fp8_weights_are_not_there_yet():
-    with pytest.raises(ConfigError, match=r"--quantization fp8.*not there yet"):
-        check(EngineArgs(quantization="fp8"))
+def test_weights_become_fp8_when_asked():
+    assert decide().weight_format is BF16
+    assert decide(dtype="float32").weight_format is Format.FLOAT32
+    assert decide(quantization="fp8").weight_format is FN
+    assert decide(quantization="fp8", native=FNUZ).weight_format is FNUZ
+    assert decide(quantization="fp8").kv.format is BF16
+    with pytest.raises(ConfigError, match=r"--quantization 'awq' is unknown: choose fp8"):
+        check(EngineArgs(quantization="awq"))
+
+
+def test_checkpoints_with_fp8_weights_are_refused():
     scheme = Scheme("fp8", FN, FN, True, "fp8: weights fp8_e4m3fn")
     with pytest.raises(CheckpointError, match="fp8: weights fp8_e4m3fn"):
         decide(scheme, ALL)

@@ -1,0 +1,60 @@
+"""Shapes of well-known models as config.json content, for `--random-weights`. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from freight.errors import ConfigError, choices, nearest
+
+
+def _llama(
+    hidden: int, layers: int, intermediate: int, heads: int, head_dim: int, vocabulary: int
+) -> Mapping[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "torch_dtype": "bfloat16",
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "head_dim": head_dim,
+        "max_position_embeddings": 131072,
+        "rope_theta": 500000.0,
+        "rms_norm_eps": 1e-05,
+        "tie_word_embeddings": False,
+    }
+
+
+PRESETS = {
+    "llama-1b": _llama(2048, 16, 8192, 32, 64, 8192),  # a small vocabulary: nearly all of it is decoder layers
+    "llama-1b-128k": _llama(2048, 16, 8192, 32, 64, 128256),
+    "llama-8b": _llama(4096, 32, 14336, 32, 128, 128256),
+    "llama-70b": _llama(8192, 80, 28672, 64, 128, 128256),
+}
+
+
+def shape_config(shape: str) -> Mapping[str, Any]:
+    """config.json content for `--random-weights SHAPE`: a preset's name, or the path of a config.json or its folder.
+
+    Raises ConfigError for anything else.
+    """
+    if shape in PRESETS:
+        return PRESETS[shape]
+    path = Path(shape)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        known = choices((*PRESETS, "CONFIG.json"))
+        raise ConfigError(f"--random-weights {shape!r} is no file{nearest(shape, PRESETS)}: choose {known}")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"--random-weights {path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"--random-weights {path} holds {type(content).__name__}, not a JSON object")
+    return content

@@ -1,0 +1,48 @@
+"""Weights to FP8: one scale per output row, or per 128 x 128 block. Always from the largest finite magnitude."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from freight.fp8.formats import Format
+from freight.fp8.quantize import amax, encode, scale_from_amax, torch_dtype
+
+BLOCK = 128  # rows and columns that share a scale in block-scaled weights (DeepSeek-V3 2024, section 3.3)
+_PIECE = 2**20  # elements of a weight that are in float32 at once: they stay in the CPU's cache
+
+
+def quantize_rows(weight: Tensor, format: Format) -> tuple[Tensor, Tensor]:
+    """[rows, columns] -> (FP8 of that shape, float32 [rows]: one scale per output row).
+
+    Works in pieces, so beside the result it needs memory for a few million numbers only.
+    """
+    stored = torch.empty_like(weight, dtype=torch_dtype(format))
+    scale = weight.new_empty(len(weight), dtype=torch.float32)
+    step = max(1, _PIECE // max(1, weight.shape[1]))
+    for begin in range(0, len(weight), step):
+        rows = slice(begin, begin + step)
+        scale[rows] = scale_from_amax(amax(weight[rows], 1), format)
+        stored[rows] = encode(weight[rows], scale[rows, None], format)
+    return stored, scale
+
+
+def quantize_blocks(weight: Tensor, format: Format) -> tuple[Tensor, Tensor]:
+    """[rows, columns] -> (FP8 of that shape, float32 [ceil(rows / 128), ceil(columns / 128)]: one scale per block)."""
+    rows, columns = weight.shape
+    stored = torch.empty_like(weight, dtype=torch_dtype(format))
+    scales = []
+    for begin in range(0, rows, BLOCK):
+        band = weight[begin : begin + BLOCK]
+        largest = functional.pad(amax(band, 0), (0, -columns % BLOCK)).view(-1, BLOCK).amax(1)
+        scales.append(scale_from_amax(largest, format)[None])
+        stored[begin : begin + BLOCK] = encode(band, expand_blocks(scales[-1], band.shape), format)
+    return stored, torch.cat(scales)
+
+
+def expand_blocks(scale: Tensor, shape: Sequence[int]) -> Tensor:
+    """Block scales [ceil(rows / 128), ceil(columns / 128)] -> [rows, columns], each over its block."""
+    return scale.repeat_interleave(BLOCK, 0)[: shape[0]].repeat_interleave(BLOCK, 1)[:, : shape[1]]

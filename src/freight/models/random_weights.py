@@ -1,0 +1,68 @@
+"""A model of a given shape with random weights, made in memory: speed can be measured without a download.
+
+Every matrix is made in the format that it is kept in, so a 16-bit copy of an FP8 model never exists. Values are finite
+and have the variance that keeps activations near 1; the text that comes out means nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from freight.config.model import ModelConfig
+from freight.fp8.formats import Format
+from freight.fp8.quantize import decode, torch_dtype
+from freight.fp8.values import Activations, Weight
+from freight.kernels.kernel_set import KernelSet
+from freight.models.decoder import Decoder
+from freight.models.loader import build_decoder
+
+# In every byte of 8: the top bit of the exponent cleared and the last bit of the mantissa set. No such code is a NaN
+# or an infinity, in any FP8 format.
+_CLEARED, _SET = ~0x4040404040404040, 0x0101010101010101
+
+
+@dataclass(frozen=True)
+class RandomSource:
+    """A `WeightSource` that draws what it is asked for; the same seed gives the same model."""
+
+    compute_format: Format
+    weight_format: Format
+    device: str
+    generator: torch.Generator
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Norm weights are 1 and biases 0; matrices are uniform."""
+        values = torch.empty(shape, dtype=torch_dtype(self.compute_format), device=self.device)
+        if len(shape) == 1:
+            return values.zero_() if name.endswith("bias") else values.fill_(1.0)
+        bound = math.sqrt(3.0 / shape[1])
+        return values.uniform_(-bound, bound, generator=self.generator)
+
+    def weight(self, name: str, shape: tuple[int, ...]) -> Weight:
+        if not self.weight_format.is_fp8:
+            return Weight(self.tensor(name, shape))
+        rows, columns = shape
+        words = torch.empty(-(-rows * columns // 8), dtype=torch.int64, device=self.device)
+        words.random_(-(2**63), None, generator=self.generator).bitwise_and_(_CLEARED).bitwise_or_(_SET)
+        codes = words.view(torch_dtype(self.weight_format))[: rows * columns].view(shape)
+        root_mean_square = decode(codes[:1]).square().mean().sqrt()
+        scale = (1.0 / (root_mean_square * math.sqrt(columns))).expand(rows).contiguous()
+        return Weight(codes, scale, Activations.DYNAMIC)
+
+
+def random_model(
+    config: ModelConfig,
+    kernels: KernelSet,
+    compute_format: Format,
+    weight_format: Format,
+    max_len: int,
+    device: str,
+    seed: int = 0,
+) -> Decoder:
+    """`load_model` without a checkpoint."""
+    source = RandomSource(compute_format, weight_format, device, torch.Generator(device).manual_seed(seed))
+    return build_decoder(config, source, kernels, max_len, device)

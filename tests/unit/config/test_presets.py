@@ -1,0 +1,49 @@
+"""Shapes by name or by file."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from freight.config.model import parse_model_config
+from freight.config.presets import PRESETS, shape_config
+from freight.errors import ConfigError
+from freight.fp8.formats import Format
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [("llama-1b", 1.0e9), ("llama-1b-128k", 1.5e9), ("llama-8b", 8.03e9), ("llama-70b", 70.55e9)]
+)
+def test_presets_have_the_size_they_are_named_for(name, size):
+    config = parse_model_config(shape_config(name))
+    c = config
+    attention = 2 * c.hidden_size * c.head_dim * (c.num_heads + c.num_kv_heads)
+    layer = attention + 3 * c.hidden_size * c.intermediate_size
+    total = c.num_layers * layer + 2 * c.vocab_size * c.hidden_size
+    assert total == pytest.approx(size, rel=0.02)
+    assert not c.tie_word_embeddings
+    assert c.checkpoint_format is Format.BFLOAT16
+    assert c.num_kv_heads == 8
+
+
+def test_llama_1b_is_the_shape_that_benchmarks_compare():
+    c = parse_model_config(PRESETS["llama-1b"])
+    shape = (c.hidden_size, c.num_layers, c.intermediate_size, c.num_heads, c.num_kv_heads, c.head_dim, c.vocab_size)
+    assert shape == (2048, 16, 8192, 32, 8, 64, 8192)
+
+
+def test_a_shape_from_a_file_or_a_folder(tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(PRESETS["llama-8b"]))
+    assert shape_config(str(file)) == shape_config(str(tmp_path)) == PRESETS["llama-8b"]
+
+
+def test_what_is_no_shape_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"'lama-8b'.*did you mean llama-8b.*llama-1b, .*or CONFIG.json"):
+        shape_config("lama-8b")
+    file = tmp_path / "shape.json"
+    for content, says in (("{", "not JSON"), ("[1]", "list, not a JSON object")):
+        file.write_text(content)
+        with pytest.raises(ConfigError, match=says):
+            shape_config(str(file))

@@ -1,0 +1,65 @@
+"""Weights rounded to FP8, with a scale per output row or per 128 x 128 block."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from freight.fp8 import weights
+from freight.fp8.formats import Format
+from freight.fp8.quantize import SMALLEST_SCALE
+from freight.fp8.weights import expand_blocks, quantize_blocks, quantize_rows
+
+KINDS = {Format.E4M3FN: ml_dtypes.float8_e4m3fn, Format.E4M3FNUZ: ml_dtypes.float8_e4m3fnuz}
+SHAPES = [(1, 1), (128, 128), (300, 257), (5, 1000)]
+
+
+def codes(stored: torch.Tensor) -> list[int]:
+    return stored.view(torch.uint8).flatten().tolist()
+
+
+@pytest.mark.parametrize("format", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_are_rounded_with_their_own_scale(format, dtype, shape, monkeypatch):
+    monkeypatch.setattr(weights, "_PIECE", 1000)  # several pieces
+    torch.manual_seed(0)
+    weight = (torch.randn(shape) * torch.logspace(-3, 2, shape[0])[:, None]).to(dtype)
+    stored, scale = quantize_rows(weight, format)
+    values = weight.float().numpy()
+    expected = np.abs(values).max(1) / np.float32(format.max)
+    assert np.array_equal(scale.numpy(), expected)
+    rounded = np.clip(values / expected[:, None], -format.max, format.max).astype(KINDS[format])
+    assert codes(stored) == rounded.view(np.uint8).flatten().tolist()
+
+
+@pytest.mark.parametrize("format", KINDS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_blocks_are_rounded_with_their_own_scale(format, shape):
+    torch.manual_seed(0)
+    weight = torch.randn(shape) * torch.logspace(-3, 2, shape[0])[:, None]
+    stored, scale = quantize_blocks(weight, format)
+    assert scale.shape == (-(-shape[0] // 128), -(-shape[1] // 128))
+    for i in range(scale.shape[0]):
+        for j in range(scale.shape[1]):
+            part = (slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128))
+            values = weight[part].numpy()
+            expected = np.abs(values).max() / np.float32(format.max)
+            assert scale[i, j].item() == expected
+            rounded = np.clip(values / expected, -format.max, format.max).astype(KINDS[format])
+            assert codes(stored[part].contiguous()) == rounded.view(np.uint8).flatten().tolist()
+
+
+def test_a_row_of_zeros_stays_zero():
+    stored, scale = quantize_rows(torch.zeros(2, 3), Format.E4M3FN)
+    assert codes(stored) == [0] * 6
+    assert scale.tolist() == [SMALLEST_SCALE] * 2
+
+
+def test_expanded_blocks_cover_their_block():
+    scale = torch.arange(6.0).view(2, 3)
+    wide = expand_blocks(scale, (130, 300))
+    assert wide.shape == (130, 300)
+    assert [wide[r, c].item() for r, c in [(0, 0), (127, 127), (127, 128), (128, 255), (129, 299)]] == [0, 0, 1, 4, 5]
