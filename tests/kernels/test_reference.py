@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -39,7 +38,7 @@ def make_pages(format: Format, granularity: str | None, heads: int, dim: int, nu
     if granularity == "static":
         scales = [torch.rand(heads, dim) * 0.02 + 0.02 for _ in "kv"]
     elif granularity == "token":
-        scales = [torch.full(shape[:3], 254, dtype=torch.uint8) for _ in "kv"]
+        scales = [torch.full(shape[:3], torch.nan, dtype=torch.bfloat16) for _ in "kv"]
     return KVPages(*pages, *scales, torch.zeros(1, dtype=torch.int64))
 
 
@@ -63,8 +62,7 @@ def stored_values(pages: KVPages, blocks: list[int], length: int) -> tuple[torch
     for page, scale in ((pages.k, pages.k_scale), (pages.v, pages.v_scale)):
         values = torch.cat([page[b].double() for b in blocks])[:length]
         if pages.dynamic:
-            exponents = torch.cat([scale[b] for b in blocks])[:length]
-            values = values * torch.from_numpy(np.exp2(exponents.double().numpy() - 127))[..., None]
+            values = values * torch.cat([scale[b].double() for b in blocks])[:length, :, None]
         elif scale is not None:
             values = values * scale.double()
         result.append(values)
@@ -170,5 +168,5 @@ def test_a_dynamic_scale_ignores_what_is_not_finite():
     k = torch.tensor([[[torch.inf, 448.0, torch.nan, 1.0], [0.0, 0.0, 0.0, 0.0]]])
     reference.store_kv(k, k, torch.tensor([0]), pages)
     assert pages.k_scale is not None
-    assert pages.k_scale[0, 0].tolist() == [127, 1]
+    assert pages.k_scale[0, 0].tolist() == [1.0, 2.0**-126]
     assert pages.k[0, 0, 0].float()[:2].tolist() == [448.0, 448.0]

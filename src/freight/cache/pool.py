@@ -72,7 +72,7 @@ def _allocate_layer(
 
     def scale(values: tuple[float, ...] | None) -> Tensor | None:
         if spec.granularity is Granularity.TOKEN:
-            return torch.full(shape[:3], 127, dtype=torch.uint8, device=device)
+            return torch.empty(shape[:3], dtype=torch.bfloat16, device=device)
         if values is None:
             return None
         return expand_scale(values, spec.num_kv_heads, spec.head_dim).to(device)

@@ -21,9 +21,9 @@ class LayerKVSpec:
 
     @property
     def bytes_per_token(self) -> int:
-        """K and V of one token, with its `token` scales (one E8M0 byte per KV head, K and V apart)."""
+        """K and V of one token, with its `token` scales (one bfloat16 per KV head, K and V apart)."""
         values = 2 * self.num_kv_heads * self.head_dim * self.format.bytes
-        return values + (2 * self.num_kv_heads if self.granularity is Granularity.TOKEN else 0)
+        return values + (2 * 2 * self.num_kv_heads if self.granularity is Granularity.TOKEN else 0)
 
 
 @dataclass(frozen=True)

@@ -56,19 +56,14 @@ def scale_from_amax(amax: Tensor, format: Format) -> Tensor:
     return (amax.float() / largest).clamp(min=SMALLEST_SCALE)
 
 
-def exponent_from_amax(amax: Tensor, format: Format) -> Tensor:
-    """The smallest power of two that is at least amax / format.max, as an E8M0 byte (OCP MX 1.0: 2 ** (byte - 127)).
+def token_scale(amax: Tensor, format: Format) -> Tensor:
+    """The scale of a `token` vector: `scale_from_amax`, rounded to bfloat16, which is what the cache keeps beside it.
 
-    Rounding up means that nothing saturates; being a power of two, the scale multiplies without rounding.
-    Returns uint8 of amax's shape, in 1..254.
+    Rounding moves it by at most 2 ** -9, less than half the step of E4M3 and E5M2 at their top, so the largest value
+    still becomes the format's largest. A power of two would take one byte, but the largest value, which matters most
+    in attention, would no longer be exact (docs/numerics.md has the figures).
     """
-    bits = scale_from_amax(amax, format).view(torch.int32)
-    return ((bits + 0x7FFFFF) >> 23).clamp(1, 254).to(torch.uint8)
-
-
-def scale_from_exponent(exponent: Tensor) -> Tensor:
-    """float32 scale of an E8M0 byte in 1..254."""
-    return (exponent.to(torch.int32) << 23).view(torch.float32)
+    return scale_from_amax(amax, format).to(torch.bfloat16)
 
 
 def convert_e4m3(stored: Tensor, scale: Tensor, format: Format) -> tuple[Tensor, Tensor]:

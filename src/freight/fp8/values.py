@@ -58,7 +58,7 @@ class KVPages:
     k, v                [num_blocks, block_size, num_kv_heads, head_dim], FP8 or 16/32-bit
     k_scale, v_scale    None: stored values are the true ones (16 or 32 bits, or `unit`);
                         [num_kv_heads, head_dim] float32: static, whatever the granularity they came in;
-                        [num_blocks, block_size, num_kv_heads] uint8: `token`, E8M0 bytes (2 ** (byte - 127))
+                        [num_blocks, block_size, num_kv_heads] bfloat16: `token`
     nan_count           [1] int64: NaNs that were stored so far; FP8 keeps them NaN
     """
 
