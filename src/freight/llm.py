@@ -11,7 +11,7 @@ from typing import Any
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from freight.config.engine import EngineArgs
-from freight.engine.build import build_engine
+from freight.engine.build import BeforeWeights, build_engine
 from freight.errors import RequestError
 from freight.outputs import RequestOutput
 from freight.sampling import SamplingParams
@@ -30,15 +30,14 @@ class LLM:
         llm.generate(["def main("], SamplingParams(max_tokens=64, temperature=0.0))[0].outputs[0].text
 
     `model` is a folder, a hub id, or 'demo', the model that ships with the package. The other options are the fields
-    of `EngineArgs`. With `needs_chat_template`, a model that `chat` could not talk with is refused. Raises ConfigError
-    for a setting that cannot be honoured and CheckpointError for a folder that cannot be read, both before any weight
-    is read.
+    of `EngineArgs`. Raises ConfigError for a setting that cannot be honoured and CheckpointError for a folder that
+    cannot be read, both before any weight is read; `before_weights` is called right then, and may raise as well.
     """
 
-    def __init__(self, model: str = "demo", *, needs_chat_template: bool = False, **options: Any) -> None:
+    def __init__(self, model: str = "demo", *, before_weights: BeforeWeights | None = None, **options: Any) -> None:
         _log_to_stderr()
         args = EngineArgs.from_options(model=model, **options)
-        self.engine, self.config = build_engine(args, needs_chat_template)
+        self.engine, self.config = build_engine(args, before_weights)
         self._ids = itertools.count()
 
     def generate(

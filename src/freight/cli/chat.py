@@ -30,8 +30,9 @@ def chat(
     start = [{"role": "system", "content": system}] if system else []
 
     from freight.llm import LLM
+    from freight.tokenizer import require_chat_template
 
-    llm = LLM(**vars(args), needs_chat_template=True)  # a model without one is refused before its weights are read
+    llm = LLM(**vars(args), before_weights=lambda intake: require_chat_template(intake.tokenizer))
     typer.secho(HELP, dim=True, err=True)
     messages = list(start)
     while (line := _read_line()) is not None:

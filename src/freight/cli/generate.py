@@ -17,6 +17,7 @@ from freight.outputs import CompletionOutput, RequestOutput
 from freight.sampling import SamplingParams
 
 if TYPE_CHECKING:
+    from freight.engine.intake import Intake
     from freight.llm import LLM
 
 Prompts = list[str] | list[list[int]]
@@ -45,7 +46,11 @@ def generate(
 
     from freight.llm import LLM
 
-    llm = LLM(**vars(args))
+    def check(intake: Intake) -> None:
+        for one in prompts:
+            intake.accept(one, params)
+
+    llm = LLM(**vars(args), before_weights=check)
     if as_json:
         print(json.dumps(as_object(llm, llm.generate(prompts, params, progress=sys.stderr.isatty()))))
     elif len(prompts) == 1 and n == 1:

@@ -6,6 +6,7 @@ Nothing of the weights is read before every setting has been decided and every s
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,6 +23,7 @@ from freight.config.presets import shape_config
 from freight.config.resolve import check, kv_scales_file, resolve
 from freight.device import DeviceFacts, probe
 from freight.engine.engine import Engine
+from freight.engine.intake import Intake
 from freight.engine.runner import ModelRunner
 from freight.engine.scheduler import Scheduler
 from freight.errors import CapacityError
@@ -31,9 +33,11 @@ from freight.kernels.kernel_set import select_kernels
 from freight.models.decoder import Decoder
 from freight.models.loader import load_model
 from freight.models.random_weights import random_model
-from freight.tokenizer import Tokenizer, require_chat_template
+from freight.tokenizer import Tokenizer
 
 logger = logging.getLogger("freight")
+
+BeforeWeights = Callable[[Intake], object]  # refuses, by raising, what the model could not serve
 
 MEMORY_SHARE = 0.5  # of what is free once the weights are loaded, when --kv-cache-memory is not given
 
@@ -108,16 +112,16 @@ def open_random(args: EngineArgs, shape: str) -> OpenModel:
     return OpenModel(args, None, model, Scheme(), KVScales((None,) * model.num_layers), probe(args.device))
 
 
-def build_engine(args: EngineArgs, needs_chat_template: bool = False) -> tuple[Engine, EngineConfig]:
+def build_engine(args: EngineArgs, before_weights: BeforeWeights | None = None) -> tuple[Engine, EngineConfig]:
     """`start_engine` of the model that `args` names."""
-    return start_engine(open_model(args), needs_chat_template)
+    return start_engine(open_model(args), before_weights)
 
 
-def start_engine(opened: OpenModel, needs_chat_template: bool = False) -> tuple[Engine, EngineConfig]:
+def start_engine(opened: OpenModel, before_weights: BeforeWeights | None = None) -> tuple[Engine, EngineConfig]:
     """Make an opened model ready to serve.
 
-    `needs_chat_template` refuses a model that was not trained to converse.
-    Raises ConfigError, CheckpointError or CapacityError, before weights are read wherever that is decidable.
+    `before_weights` is called once all is known but the weights. Raises what it raises, and ConfigError,
+    CheckpointError or CapacityError, before weights are read wherever that is decidable.
     """
     args = opened.args
     config = opened.resolve(args)
@@ -125,8 +129,8 @@ def start_engine(opened: OpenModel, needs_chat_template: bool = False) -> tuple[
     if config.kv_cache_memory is not None:
         config = _fit_context(spec, config.kv_cache_memory, config, args)
     tokenizer = opened.load_tokenizer()
-    if needs_chat_template:
-        require_chat_template(tokenizer)
+    if before_weights is not None:
+        before_weights(Intake(tokenizer, opened.model.vocab_size, config.max_model_len))
     decoder = opened.load(config)
     memory = config.kv_cache_memory
     if memory is None:
@@ -139,7 +143,8 @@ def start_engine(opened: OpenModel, needs_chat_template: bool = False) -> tuple[
     allocator = BlockAllocator(pool.num_blocks, config.block_size, config.enable_prefix_caching)
     scheduler = Scheduler(allocator, config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len)
     runner = ModelRunner(decoder, pool, config.device)
-    return Engine(runner, allocator, scheduler, tokenizer, opened.stop_token_ids(), config.seed), config
+    intake = Intake(tokenizer, opened.model.vocab_size, config.max_model_len)
+    return Engine(runner, allocator, scheduler, intake, opened.stop_token_ids(), config.seed), config
 
 
 def _fit_context(spec: KVCacheSpec, memory: int, config: EngineConfig, args: EngineArgs) -> EngineConfig:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from freight.cache.blocks import BlockAllocator
+from freight.engine.intake import Intake
 from freight.engine.prepare import Logits, SequenceSlice
 from freight.engine.progress import Completion, Group, to_logprobs
 from freight.engine.request import Request
@@ -22,7 +23,7 @@ from freight.engine.scheduler import ScheduledChunk, Scheduler
 from freight.errors import RequestError
 from freight.outputs import FinishReason, RequestOutput
 from freight.sampling import SamplingParams
-from freight.tokenizer import Detokenizer, Tokenizer
+from freight.tokenizer import Detokenizer
 
 
 class Engine:
@@ -33,23 +34,20 @@ class Engine:
         runner: ModelRunner,
         allocator: BlockAllocator,
         scheduler: Scheduler,
-        tokenizer: Tokenizer | None,
+        intake: Intake,
         stop_token_ids: frozenset[int],
         seed: int,
     ) -> None:
         self.runner = runner
         self.allocator = allocator
         self.scheduler = scheduler
-        self.tokenizer = tokenizer
+        self.intake = intake
+        self.tokenizer = intake.tokenizer
         self._stop_token_ids = stop_token_ids
         self._seed = seed
         self._num_added = 0
         self._groups: dict[str, Group] = {}
         self._completions: dict[str, tuple[Group, Completion]] = {}
-
-    @property
-    def vocab_size(self) -> int:
-        return self.runner.model.config.vocab_size
 
     @property
     def has_unfinished(self) -> bool:
@@ -60,8 +58,9 @@ class Engine:
 
         Raises RequestError, or CapacityError, for one that cannot run; nothing is kept of it.
         """
-        text, token_ids = self._encode(prompt)
-        self._check(request_id, token_ids, params)
+        if request_id in self._groups:
+            raise RequestError(f"request id {request_id!r} is in use")
+        text, token_ids = self.intake.accept(prompt, params)
         seed = params.seed if params.seed is not None else sibling_seed(self._seed, self._num_added)
         stops = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
@@ -85,25 +84,6 @@ class Engine:
             self._completions[request.request_id] = (group, completion)
         self._groups[request_id] = group
         self._num_added += 1
-
-    def _encode(self, prompt: str | Sequence[int]) -> tuple[str | None, list[int]]:
-        if len(prompt) == 0:
-            raise RequestError("the prompt is empty; give at least one character or token id")
-        if not isinstance(prompt, str):
-            return None, list(prompt)
-        if self.tokenizer is None:
-            raise RequestError("a text prompt needs a tokenizer; without one (skip_tokenizer_init) pass token ids")
-        return prompt, self.tokenizer.encode(prompt)
-
-    def _check(self, request_id: str, token_ids: list[int], params: SamplingParams) -> None:
-        if request_id in self._groups:
-            raise RequestError(f"request id {request_id!r} is in use")
-        for token in token_ids:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
-                raise RequestError(f"prompt token id {token!r} is outside the vocabulary (0 to {self.vocab_size - 1})")
-        params.check_vocabulary(self.vocab_size)
-        if params.stop and self.tokenizer is None:
-            raise RequestError("stop strings need a tokenizer; without one (skip_tokenizer_init) use stop_token_ids")
 
     def step(self) -> list[str]:
         """Run one forward pass; returns the ids of the requests that have news."""

@@ -6,13 +6,12 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from freight.cli.main import main
-from freight.errors import ConfigError
 from freight.outputs import CompletionOutput, FinishReason, RequestOutput
 from freight.sampling import SamplingParams
 
@@ -35,9 +34,9 @@ class FakeLLM:
     template = True
     fails: Exception | type[BaseException] | None = None
 
-    def __init__(self, *, needs_chat_template: bool = False, **options: Any) -> None:
-        if needs_chat_template and not self.template:
-            raise ConfigError("this model has no chat template; use freight generate")
+    def __init__(self, *, before_weights: Callable[[Any], None], **options: Any) -> None:
+        tokenizer = SimpleNamespace(has_chat_template=self.template)
+        before_weights(SimpleNamespace(tokenizer=tokenizer, accept=lambda prompt, params: None))
         type(self).made, type(self).asked, type(self).params = options, [], []
 
     def stream(self, prompt: Any, params: SamplingParams) -> Iterator[RequestOutput]:
