@@ -242,7 +242,7 @@ def test_ids_of_parameters_are_checked_too(llm: LLM):
         llm.generate([[1], [2], [3]], [SamplingParams(), SamplingParams()])
 
 
-COMMANDS: list[tuple[list[str], tuple[str, ...]]] = [
+GENERATE: list[tuple[list[str], tuple[str, ...]]] = [
     (["--prompt", "x", "--kv-cache-dtype", "fp9"], ("--kv-cache-dtype 'fp9'", "fp8_e5m2")),
     (["--prompt", "x", "--kv-scales", "unit"], ("--kv-scales unit", "bfloat16", "--kv-cache-dtype fp8")),
     (["--prompt", "x", "--kv-scales", "unit", "--kv-cache-dtype", "float16"], ("--kv-scales unit", "float16")),
@@ -264,6 +264,17 @@ COMMANDS: list[tuple[list[str], tuple[str, ...]]] = [
 ]
 
 
+COMMANDS = [
+    *((["generate", *argv], says) for argv, says in GENERATE),
+    (["chat"], ("no chat template", "freight generate")),
+    (["chat", "--skip-tokenizer-init"], ("tokenizer", "freight generate")),
+    (["evaluate", str(BASE)], ("--data FILE is needed",)),
+    (["evaluate", "--kv-scales", "unit"], ("--kv-scales unit", "bfloat16", "--kv-cache-dtype fp8")),
+    (["evaluate", "--data", "/nowhere"], ("--data /nowhere", "cannot be read")),
+    (["inspect", "/nowhere"], ("/nowhere", "no folder")),
+]
+
+
 @pytest.mark.usefixtures("no_weights")
 @pytest.mark.parametrize(("argv", "says"), COMMANDS, ids=[" ".join(argv)[:60] for argv, _ in COMMANDS])
 def test_on_the_command_line(
@@ -271,7 +282,7 @@ def test_on_the_command_line(
 ):
     for name in [name for name in os.environ if name.startswith("FREIGHT_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setattr(sys, "argv", ["freight", "generate", *argv])
+    monkeypatch.setattr(sys, "argv", ["freight", *argv])
     with pytest.raises(SystemExit) as ended:
         main()
     out, err = capsys.readouterr()
