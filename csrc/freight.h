@@ -26,3 +26,25 @@ enum FreightFormat : int32_t {
 // so that one pool of threads exists and two never fight for the cores. Null: a pool of our own. Called once.
 typedef void (*FreightGompParallel)(void (*body)(void*), void* data, unsigned threads, unsigned flags);
 FREIGHT_API void freight_init(FreightGompParallel gomp_parallel);
+
+// A packed weight [out_features, in_features]. The layout of `data` belongs to the build that packed it (packed.h).
+struct FreightWeight {
+  const void* data;          // freight_packed_bytes, at a multiple of 64
+  const float* scale;        // [out_features, padded to 16]: multiplies a row's sum; NaN for a row that holds NaN codes
+  const float* block_scale;  // [ceil(out / 128), ceil(in / 128)], or null
+  int64_t out_features, in_features;
+  int32_t format;       // FREIGHT_FLOAT32, FREIGHT_FLOAT16, FREIGHT_BFLOAT16 or FREIGHT_E4M3FN
+  int32_t activations;  // 0: as they are; 1: rounded to E4M3FN by row (1 x 128 under block scales); 2: by input_scale
+  float input_scale;
+};
+
+FREIGHT_API int64_t freight_packed_bytes(int32_t format, int64_t out_features, int64_t in_features);
+
+// data: [out_features, in_features]. Rows with a NaN code get the scale NaN, which is written into `scale`.
+FREIGHT_API void freight_pack(const void* data, int32_t format, int64_t out_features, int64_t in_features, void* packed,
+                              float* scale, int32_t threads);
+
+// y = x @ weight.T * scales + bias. x: [rows, in_features], y: [rows, out_features], bias: [out_features] or null, all
+// three in x_format: float32, float16 or bfloat16. Sums are float32, over the inputs in order; one rounding, at the end.
+FREIGHT_API void freight_linear(const FreightWeight* weight, const void* x, int32_t x_format, int64_t rows,
+                                const void* bias, void* y, int32_t threads);

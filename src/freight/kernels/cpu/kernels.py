@@ -6,10 +6,11 @@ from dataclasses import replace
 from functools import cache
 
 from freight.kernels.cpu.library import Library
+from freight.kernels.cpu.linear import make_linear, make_pack
 from freight.kernels.kernel_set import REFERENCE, KernelSet
 
 
 @cache
 def cpu_kernels(library: Library) -> KernelSet:
     """The set over one loaded build; its name says which, as in cpu-avx2."""
-    return replace(REFERENCE, name=f"cpu-{library.build}")
+    return replace(REFERENCE, name=f"cpu-{library.build}", pack=make_pack(library), linear=make_linear(library))

@@ -1,0 +1,38 @@
+// Staging: rows of x as the matrix product reads them, converted, rounded to FP8 where the weight asks for it, padded.
+//
+// Rows come in tiles of up to kTileRows; within a tile values lie as [step][rows of the tile], so that one tile is one
+// stream of memory. A row is staged from its own values alone.
+#pragma once
+#include <vector>
+
+#include "packed.h"
+
+#if FREIGHT_AVX512
+constexpr int kTileRows = 12;  // x 2 blocks of outputs: 24 sums in registers
+#else
+constexpr int kTileRows = 6;
+#endif
+
+// The heights of tiles that exist as code; a tile of other height is padded with zeros to the next.
+constexpr int kHeights[] = {1, 2, 4, 6, 8, 12};
+
+inline int height_of(int64_t rows) {
+  for (int height : kHeights)
+    if (rows <= height && height <= kTileRows) return height;
+  return kTileRows;
+}
+
+enum Activations : int32_t { PLAIN = 0, DYNAMIC = 1, STATIC = 2 };
+
+// Where staged rows are; the memory belongs to the calling thread and is used again by its next call.
+struct Staged {
+  const void* x;             // tiles, each [steps][height] of Math::X
+  int64_t steps;             // of a row
+  int64_t groups;            // of 128 inputs
+  const float* row_scale;    // [rows]: multiplies a row's result; null when 1
+  const float* group_scale;  // [rows padded to tiles][groups]: multiplies a group's sum; null when 1
+};
+
+// Stage `rows` rows; `pair`: as pairs of bfloat16 (values that are not bfloat16 must have been rounded to FP8), else float32.
+Staged stage(const FreightWeight& weight, const void* x, int32_t format, int64_t rows, bool pair, int64_t steps,
+             int threads);

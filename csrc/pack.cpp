@@ -1,0 +1,58 @@
+// Packing: [out, in] row-major -> the units of packed.h. Done once, at load.
+#include <cstring>
+
+#include "packed.h"
+#include "parallel.h"
+
+namespace {
+
+template <class T>
+void pack_block(const T* from, T* to, int32_t format, int64_t rows, int64_t in, float* scale) {
+  const int inputs = inputs_per_unit(format);
+  const int64_t units = (in + inputs - 1) / inputs;
+  int index[kUnit];  // of (lane, input) at lane * inputs + input
+  for (int lane = 0; lane < kLanes; lane++)
+    for (int input = 0; input < inputs; input++) index[lane * inputs + input] = unit_index(format, lane, input);
+  for (int64_t unit = 0; unit < units; unit++) {
+    T* out = to + unit * kLanes * inputs;
+    std::memset(out, 0, kUnit);
+    const int there = static_cast<int>(in - unit * inputs < inputs ? in - unit * inputs : inputs);
+    for (int lane = 0; lane < rows; lane++)
+      for (int input = 0; input < there; input++)
+        out[index[lane * inputs + input]] = from[lane * in + unit * inputs + input];
+  }
+  if (format != FREIGHT_E4M3FN) return;
+  for (int64_t lane = 0; lane < rows; lane++) {
+    uint8_t nan = 0;
+    for (int64_t i = 0; i < in; i++) nan |= (static_cast<uint8_t>(from[lane * in + i]) & 0x7F) == 0x7F;
+    if (nan) scale[lane] = __builtin_nanf("");  // any product with that row is NaN: the decoders need not look for it
+  }
+}
+
+template <class T>
+void pack(const void* data, int32_t format, int64_t out, int64_t in, void* packed, float* scale, int threads) {
+  const int inputs = inputs_per_unit(format);
+  const int64_t block = (in + inputs - 1) / inputs * inputs * kLanes;  // elements
+  parallel_for((out + kLanes - 1) / kLanes, threads, [&](int64_t index) {
+    const int64_t first = index * kLanes, rows = out - first < kLanes ? out - first : kLanes;
+    const T* from = static_cast<const T*>(data) + first * in;
+    pack_block(from, static_cast<T*>(packed) + index * block, format, rows, in, scale + first);
+  });
+}
+
+}  // namespace
+
+FREIGHT_API int64_t freight_packed_bytes(int32_t format, int64_t out, int64_t in) {
+  const int inputs = inputs_per_unit(format);
+  return (out + kLanes - 1) / kLanes * ((in + inputs - 1) / inputs) * kUnit;
+}
+
+FREIGHT_API void freight_pack(const void* data, int32_t format, int64_t out, int64_t in, void* packed, float* scale,
+                              int32_t threads) {
+  if (format == FREIGHT_FLOAT32)
+    pack<uint32_t>(data, format, out, in, packed, scale, threads);
+  else if (format == FREIGHT_E4M3FN)
+    pack<uint8_t>(data, format, out, in, packed, scale, threads);
+  else
+    pack<uint16_t>(data, format, out, in, packed, scale, threads);
+}

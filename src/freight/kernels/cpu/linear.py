@@ -1,0 +1,138 @@
+"""Linear over packed weights (csrc/linear.cpp): the packing at load, and the call.
+
+A row's bits depend on nothing but that row and the weight: not on the other rows, the threads, or the place.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from freight.errors import KernelError
+from freight.fp8.values import Activations, Weight
+from freight.kernels.cpu.library import Library
+
+# FreightFormat in csrc/freight.h, of what a Linear computes with
+_FORMATS = {
+    torch.float32: 0,
+    torch.float16: 1,
+    torch.bfloat16: 2,
+    torch.uint8: 3,  # E4M3FN, looked at as bytes
+}
+_ACTIVATIONS = {Activations.PLAIN: 0, Activations.DYNAMIC: 1, Activations.STATIC: 2}
+_ALIGNMENT = 64
+_LANES = 16
+
+
+class _Descriptor(ctypes.Structure):
+    """FreightWeight in csrc/freight.h."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
+        ("block_scale", ctypes.c_void_p),
+        ("out_features", ctypes.c_int64),
+        ("in_features", ctypes.c_int64),
+        ("format", ctypes.c_int32),
+        ("activations", ctypes.c_int32),
+        ("input_scale", ctypes.c_float),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class PackedWeight:
+    """A weight as one build of the kernels reads it; the other fields own the memory that `descriptor` points to."""
+
+    out_features: int
+    in_features: int
+    data: Tensor
+    scale: Tensor
+    block_scale: Tensor | None
+    descriptor: _Descriptor
+    address: int  # of the descriptor
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (self.data, self.scale, self.block_scale) if t is not None)
+
+
+def _aligned(num_bytes: int) -> Tensor:
+    memory = torch.empty(num_bytes + _ALIGNMENT, dtype=torch.uint8)
+    start = -memory.data_ptr() % _ALIGNMENT
+    return memory[start : start + num_bytes]
+
+
+def make_pack(library: Library) -> Callable[[Weight], PackedWeight]:
+    """`KernelSet.pack` for this build. Raises KernelError for a weight that it does not compute with."""
+    functions = library.functions
+    functions.freight_packed_bytes.argtypes = [ctypes.c_int32, ctypes.c_int64, ctypes.c_int64]
+    functions.freight_packed_bytes.restype = ctypes.c_int64
+    functions.freight_pack.argtypes = [
+        *(ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_int64),
+        *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32),
+    ]
+    functions.freight_pack.restype = None
+
+    def pack(weight: Weight) -> PackedWeight:
+        out_features, in_features = weight.data.shape
+        data = weight.data.contiguous()
+        if str(data.dtype) == "torch.float8_e4m3fn":
+            data = data.view(torch.uint8)
+        if data.dtype not in _FORMATS or data.device.type != "cpu":
+            raise KernelError(
+                f"the CPU kernels compute with weights in float32, float16, bfloat16 and float8_e4m3fn in main memory, "
+                f"not {weight.data.dtype} on {weight.data.device}; --kernels reference takes the others"
+            )
+        format = _FORMATS[data.dtype]
+        scale = torch.ones(-(-out_features // _LANES) * _LANES)
+        if weight.scale is not None and weight.scale.ndim == 1:
+            scale[:out_features] = weight.scale
+        blocks = weight.scale.float().contiguous() if weight.scale is not None and weight.scale.ndim == 2 else None
+        packed = _aligned(functions.freight_packed_bytes(format, out_features, in_features))
+        functions.freight_pack(
+            *(data.data_ptr(), format, out_features, in_features),
+            *(packed.data_ptr(), scale.data_ptr(), torch.get_num_threads()),
+        )
+        descriptor = _Descriptor(
+            data=packed.data_ptr(),
+            scale=scale.data_ptr(),
+            block_scale=None if blocks is None else blocks.data_ptr(),
+            out_features=out_features,
+            in_features=in_features,
+            format=format,
+            activations=_ACTIVATIONS[weight.activations],
+            input_scale=weight.input_scale or 1.0,
+        )
+        address = ctypes.addressof(descriptor)
+        return PackedWeight(out_features, in_features, packed, scale, blocks, descriptor, address)
+
+    return pack
+
+
+def make_linear(library: Library) -> Callable[[Tensor, PackedWeight, Tensor | None], Tensor]:
+    """`KernelSet.linear` for this build."""
+    call = library.functions.freight_linear
+    call.argtypes = [
+        *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64),
+        *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32),
+    ]
+    call.restype = None
+
+    def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+        """x @ weight.T + bias. x: [rows, in_features]; returns [rows, out_features] in x's dtype."""
+        rows, in_features = x.shape
+        assert in_features == weight.in_features
+        assert bias is None or (bias.dtype == x.dtype and bias.is_contiguous())
+        x = x.contiguous()
+        out = x.new_empty(rows, weight.out_features)
+        call(
+            *(weight.address, x.data_ptr(), _FORMATS[x.dtype], rows),
+            *(None if bias is None else bias.data_ptr(), out.data_ptr(), torch.get_num_threads()),
+        )
+        return out
+
+    return linear
