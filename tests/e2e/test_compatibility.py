@@ -1,0 +1,177 @@
+"""Forms that users of other engines type, with only the name of the package or the command changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from freight import LLM, SamplingParams
+from freight.checkpoint.reader import resolve_model
+from freight.cli.main import main
+
+DEMO = resolve_model("demo")
+LAYERS = 6
+SMALL: dict[str, Any] = {"kv_cache_memory": "8MiB", "max_model_len": 128}
+PROMPT = "def main("
+
+Cache = tuple[str, str | None, str | None]  # dtype, granularity, scale_source
+
+
+def cache_of(info: dict[str, Any]) -> Cache:
+    return info["dtype"], info["granularity"], info["scale_source"]
+
+
+E4M3_DYNAMIC: Cache = ("fp8_e4m3fn", "token", "dynamic")
+E5M2: Cache = ("fp8_e5m2", "tensor", "unit")
+FILE: Cache = ("fp8_e4m3fn", "tensor", "file")
+CHECKPOINT: Cache = ("fp8_e4m3fn", "tensor", "checkpoint")
+PLAIN: Cache = ("bfloat16", None, None)
+
+
+@pytest.fixture(scope="module")
+def scale_file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What `--quantization-param-path` takes."""
+    path = tmp_path_factory.mktemp("scales") / "kv_cache_scales.json"
+    factors = {str(layer): 0.03 + 0.001 * layer for layer in range(LAYERS)}
+    kv_cache = {"dtype": "float8_e4m3fn", "scaling_factor": {"0": factors}}
+    path.write_text(json.dumps({"model_type": "llama", "kv_cache": kv_cache}))
+    return str(path)
+
+
+@pytest.fixture
+def write_model(tmp_path: Path) -> Callable[..., str]:
+    """write_model({suffix after self_attn.: tensor}, **keys of config.json) -> a copy of the shipped model."""
+
+    def write(scales: dict[str, torch.Tensor], **config: Any) -> str:
+        folder = tmp_path / "model"
+        shutil.copytree(DEMO, folder)
+        tensors = load_file(folder / "model.safetensors")
+        for layer in range(LAYERS):
+            tensors |= {f"model.layers.{layer}.self_attn.{name}": scale.clone() for name, scale in scales.items()}
+        save_file(tensors, folder / "model.safetensors")
+        said = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(said | config))
+        return str(folder)
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cache"),
+    [("auto", PLAIN), ("fp8", E4M3_DYNAMIC), ("fp8_e4m3", E4M3_DYNAMIC), ("fp8_e5m2", E5M2)],
+)
+def test_python_with_a_cache_dtype(dtype: str, cache: Cache):
+    llm = LLM(model="demo", kv_cache_dtype=dtype, **SMALL)
+    assert cache_of(llm.kv_cache_info()) == cache
+    sampling_params = SamplingParams(temperature=1.3, top_p=0.8)
+    text = llm.generate(PROMPT, sampling_params)[0].outputs[0].text
+    assert isinstance(text, str)
+    assert text
+
+
+def test_python_with_a_folder_as_the_first_argument():
+    assert LLM(str(DEMO), **SMALL).generate(PROMPT, SamplingParams(max_tokens=2))[0].prompt == PROMPT
+
+
+def test_python_with_a_file_of_scales(scale_file: str):
+    llm = LLM(model="demo", kv_cache_dtype="fp8", quantization_param_path=scale_file, **SMALL)
+    assert cache_of(llm.kv_cache_info()) == FILE
+    assert len(llm.generate([PROMPT], SamplingParams(max_tokens=4, ignore_eos=True))[0].outputs[0].token_ids) == 4
+
+
+def llm_compressor(**scheme: Any) -> dict[str, Any]:
+    """The quantization_config of `oneshot` with a recipe that has a kv_cache_scheme and nothing else."""
+    kv_cache_scheme = {"actorder": None, "block_structure": None, "dynamic": False, "group_size": None, "num_bits": 8,
+                       "observer": None, "observer_kwargs": {}, "scale_dtype": None, "strategy": "tensor",
+                       "symmetric": True, "type": "float", "zp_dtype": None}  # fmt: skip
+    return {"config_groups": {}, "format": "dense", "global_compression_ratio": None, "ignore": [],
+            "kv_cache_scheme": kv_cache_scheme | scheme, "quant_method": "compressed-tensors",
+            "quantization_status": "frozen", "sparsity_config": {}, "transform_config": {},
+            "version": "0.19.0"}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["auto", "fp8"])
+def test_a_checkpoint_of_llm_compressor_decides_by_itself(write_model: Callable[..., str], dtype: str):
+    scales = {"k_scale": torch.tensor([0.03]).bfloat16(), "v_scale": torch.tensor([0.02]).bfloat16()}
+    llm = LLM(model=write_model(scales, quantization_config=llm_compressor()), kv_cache_dtype=dtype, **SMALL)
+    assert cache_of(llm.kv_cache_info()) == CHECKPOINT
+    assert llm.generate(PROMPT, SamplingParams(max_tokens=4))[0].outputs[0].text
+
+
+def test_its_scales_per_head(write_model: Callable[..., str]):
+    scales = {"k_scale": torch.full((2, 1, 1), 0.03), "v_scale": torch.full((2, 1, 1), 0.02)}
+    llm = LLM(write_model(scales, quantization_config=llm_compressor(strategy="attn_head")), **SMALL)
+    assert cache_of(llm.kv_cache_info()) == ("fp8_e4m3fn", "head", "checkpoint")
+
+
+@pytest.mark.parametrize(("made_for", "factor"), [("float8_e4m3fn", 1.0), ("float8_e4m3fnuz", 0.5)])
+@pytest.mark.parametrize("key", ["kv_cache_torch_dtype", "kv_cache_dtype"])
+def test_kv_scale_with_the_format_it_was_made_for(
+    write_model: Callable[..., str], key: str, made_for: str, factor: float
+):
+    llm = LLM(write_model({"kv_scale": torch.tensor(0.03)}, **{key: made_for}), **SMALL)
+    assert cache_of(llm.kv_cache_info()) == CHECKPOINT
+    pages = llm.engine.runner.pool.layers[3].pages
+    for scale in (pages.k_scale, pages.v_scale):
+        assert scale is not None
+        assert torch.equal(scale, torch.full((2, 64), 0.03) * factor)
+
+
+def test_scales_that_nothing_declares(write_model: Callable[..., str]):
+    """A 16-bit checkpoint to which scales were added: used when an FP8 cache is asked for, else left alone."""
+    folder = write_model({"kv_scale": torch.tensor(0.03)})
+    assert cache_of(LLM(folder, kv_cache_dtype="fp8_e4m3fn", **SMALL).kv_cache_info()) == CHECKPOINT
+    assert cache_of(LLM(folder, **SMALL).kv_cache_info()) == PLAIN
+
+
+COMMANDS: dict[str, tuple[dict[str, str], Cache]] = {
+    "nothing": ({}, PLAIN),
+    "fp8": ({"kv-cache-dtype": "fp8"}, E4M3_DYNAMIC),
+    "fp8_e4m3": ({"kv-cache-dtype": "fp8_e4m3"}, E4M3_DYNAMIC),
+    "fp8_e4m3fn": ({"kv-cache-dtype": "fp8_e4m3fn"}, E4M3_DYNAMIC),
+    "fp8_e4m3fnuz": ({"kv-cache-dtype": "fp8_e4m3fnuz"}, ("fp8_e4m3fnuz", "token", "dynamic")),
+    "fp8_e5m2": ({"kv-cache-dtype": "fp8_e5m2"}, E5M2),
+    "unit": ({"kv-cache-dtype": "fp8", "kv-scales": "unit"}, ("fp8_e4m3fn", "tensor", "unit")),
+    "file": ({"kv-cache-dtype": "fp8", "quantization-param-path": "SCALES"}, FILE),
+    "file, by the newer name": ({"kv-cache-dtype": "fp8", "kv-scales": "SCALES"}, FILE),
+}
+
+
+@pytest.mark.parametrize("by", ["flags", "variables"])
+@pytest.mark.parametrize("form", COMMANDS)
+def test_the_command_line(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    scale_file: str,
+    form: str,
+    by: str,
+):
+    given, cache = COMMANDS[form]
+    options = {"model-id": "demo", "kv-cache-memory": "8MiB", "max-model-len": "128", **given}
+    options = {name: value.replace("SCALES", scale_file) for name, value in options.items()}
+    for name in [name for name in os.environ if name.startswith("FREIGHT_")]:
+        monkeypatch.delenv(name)
+    argv = ["freight", "generate", "--prompt", PROMPT, "--max-tokens", "2", "--json"]
+    for name, value in options.items():
+        if by == "flags":
+            argv += [f"--{name}", value]
+        else:
+            monkeypatch.setenv(f"FREIGHT_{name.upper().replace('-', '_')}", value)
+    monkeypatch.setattr(sys, "argv", argv)
+    with caplog.at_level("INFO", logger="freight"), pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    answer = json.loads(capsys.readouterr().out)
+    assert cache_of(answer["kv_cache"]) == cache
+    assert answer["outputs"][0]["text"]
+    assert f"KV cache: {cache[0]};" in caplog.text
