@@ -15,7 +15,7 @@ from freight.evaluate.report import CacheScore, compare_caches
 from freight.evaluate.rescale import VARIANTS, rescale_model
 
 NUM_TOKENS = 2048
-# How far the mean KL may be from that of c = 1, as a share of it. The codes differ, because c is no power of two and the
+# How far the mean KL may be from that of c = 1, as a share of it. Codes differ, because c is no power of two and the
 # rescaled weights are rounded anew. Measured: the five variants lie within 2 % of each other.
 NOISE = 0.15
 # Measured: 1000 to 3000 times the divergence of c = 1. A tenth of the least of them is still ruin.

@@ -64,8 +64,12 @@ def generate(
 
 def read_prompts(texts: list[str], file: Path | None, token_ids: list[str]) -> Prompts:
     """The prompts, of one kind only. Raises RequestError for none, for two kinds, and for an empty one."""
-    if sum((bool(texts), file is not None, bool(token_ids))) != 1:
-        raise RequestError("give the prompt in one way: --prompt TEXT, --prompt-file FILE or --prompt-token-ids 1,2,3")
+    ways = sum((bool(texts), file is not None, bool(token_ids)))
+    if ways != 1:
+        fault = "the prompt is given in more than one way" if ways else "there is no prompt"
+        raise RequestError(
+            f"{fault}; give it in one way: --prompt TEXT, --prompt-file FILE or --prompt-token-ids 1,2,3"
+        )
     if token_ids:
         return [_parse_ids(text) for text in token_ids]
     if file is not None:

@@ -107,7 +107,7 @@ def _print_table(facts: dict[str, Any]) -> None:
 
     console = Console(markup=False, highlight=False)
     table = Table.grid(padding=(0, 2))
-    sizes = ", ".join(f"{count / 2**20:,.2f} MiB {dtype}" for dtype, count in facts["bytes"].items())
+    sizes = ", ".join(f"{_size(count)} {dtype}" for dtype, count in facts["bytes"].items())
     for label, value in (
         ("model", facts["path"]),
         ("architecture", f"{facts['architecture']}, {facts['num_layers']} layers"),
@@ -123,6 +123,10 @@ def _print_table(facts: dict[str, Any]) -> None:
         console.print(_scale_table(facts["kv_cache"]["scales"]))
 
 
+def _size(count: int) -> str:
+    return f"{count / 2**20:,.2f} MiB" if count >= 2**20 / 100 else f"{count:,} bytes"
+
+
 def _scale_table(layers: list[dict[str, Any]]) -> Any:
     from rich.table import Table
 
@@ -133,7 +137,7 @@ def _scale_table(layers: list[dict[str, Any]]) -> Any:
         if k is None:
             table.add_row(str(entry["layer"]), "", "missing", "missing", "")
             continue
-        names = "\n".join(dict.fromkeys(k["names"] + v["names"]))
+        names = "\n".join(name.rpartition(f".{entry['layer']}.")[2] for name in dict.fromkeys(k["names"] + v["names"]))
         table.add_row(str(entry["layer"]), k["granularity"], _range(k), _range(v), names)
     return table
 

@@ -153,10 +153,11 @@ def _fit_context(spec: KVCacheSpec, memory: int, config: EngineConfig, args: Eng
     if tokens >= config.max_model_len:
         return config
     if args.max_model_len is not None or tokens == 0:
+        needed = -(-config.max_model_len // spec.block_size) * spec.bytes_per_block
         raise CapacityError(
-            f"{_mebibytes(memory)} of KV cache hold {tokens} tokens of {spec.bytes_per_token} bytes, in blocks of "
+            f"{memory:,} bytes of KV cache hold {tokens} tokens of {spec.bytes_per_token} bytes, in blocks of "
             f"{spec.block_size}; a context of {config.max_model_len} tokens (--max-model-len) does not fit. "
-            f"Raise --kv-cache-memory to {_mebibytes(config.max_model_len * spec.bytes_per_token)}, or shorten it"
+            f"Raise --kv-cache-memory to {-(-needed // 2**20)}MiB, or shorten it"
         )
     logger.info("context limited to the %d tokens that the KV cache holds", tokens)
     return replace(config, max_model_len=tokens)

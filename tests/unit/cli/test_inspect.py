@@ -74,7 +74,7 @@ def test_table(capsys, partial, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     inspect(str(partial), False)
     out = capsys.readouterr().out
-    for word in ("LlamaForCausalLM", "1.1 M", "bfloat16", "missing", "0.25 … 0.5", "model.layers.1.self_attn.kv_scale"):
+    for word in ("LlamaForCausalLM", "1.1 M", "bfloat16", "missing", "0.25 … 0.5", "│ self_attn.kv_scale"):
         assert word in out
     inspect("demo", False)
     assert "none" in capsys.readouterr().out

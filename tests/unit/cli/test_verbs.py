@@ -71,8 +71,8 @@ def test_a_prompt_from_a_file_and_from_standard_input(
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        ([], "give the prompt in one way"),
-        (["--prompt", "a", "--prompt-token-ids", "1"], "give the prompt in one way"),
+        ([], "there is no prompt; give it in one way"),
+        (["--prompt", "a", "--prompt-token-ids", "1"], "in more than one way"),
         (["--prompt", ""], "a prompt is empty"),
         (["--prompt-token-ids", ""], "whole numbers"),
         (["--prompt-token-ids", "1,x"], "whole numbers"),
