@@ -180,18 +180,23 @@ inline V16 e4m3_to_16(const uint8_t* from) { return decode_16(from, e4m3_to_floa
 
 #endif
 
-// The first `count` lanes (1 .. 16) of `a` as float32, float16 (1) or bfloat16 (2), by FreightFormat.
+// The first `count` lanes (1 .. 16) of `a` as float32 (0), float16 (1) or bfloat16 (2), by FreightFormat.
 inline void store_as(void* to, V16 a, int format, int count) {
-  float values[16];
+  alignas(64) float values[16];
+  alignas(64) uint16_t halves[16];
   store16(values, a);
-  if (format == 0) {
-    std::memcpy(to, values, static_cast<size_t>(count) * 4);
-    return;
-  }
-  uint16_t halves[16];
-  if (format == 1)
+  const void* from = halves;
+  if (format == 0)
+    from = values;
+  else if (format == 1)
     for (int i = 0; i < 16; i++) halves[i] = float_to_f16(values[i]);
   else
     for (int i = 0; i < 16; i++) halves[i] = float_to_bf16(values[i]);
-  std::memcpy(to, halves, static_cast<size_t>(count) * 2);
+  const size_t size = format == 0 ? 4 : 2;
+  if (count < 16)
+    std::memcpy(to, from, static_cast<size_t>(count) * size);
+  else if (size == 2)
+    std::memcpy(to, from, 32);  // of known size: one instruction
+  else
+    std::memcpy(to, from, 64);
 }

@@ -25,7 +25,7 @@ def env(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON obj
             value = " ".join(value)
         elif name.startswith("memory_"):
             value = f"{value / 2**30:.1f} GiB"
-        typer.echo(f"{name.replace('_', ' '):<14} {'none' if value in (None, '') else value}")
+        typer.echo(f"{name.replace('_', ' '):<16} {'none' if value in (None, '') else value}")
 
 
 def collect() -> dict[str, Any]:
@@ -33,6 +33,7 @@ def collect() -> dict[str, Any]:
     import torch
 
     from freight.device import cpu_features, cpu_name, gpu_present, probe
+    from freight.kernels.cpu import library as cpu_library
     from freight.kernels.kernel_set import select_kernels
 
     device = probe("auto")
@@ -51,5 +52,6 @@ def collect() -> dict[str, Any]:
         "torch_build": f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {hip}" if hip else "CPU",
         "gpu_present": gpu_present(),
         "kernels": select_kernels("auto").name,
+        "kernels_because": cpu_library.describe(),
         "note": device.note,
     }

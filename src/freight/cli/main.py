@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from freight import __version__
+from freight.cli import bench
 from freight.cli.chat import chat
 from freight.cli.demo import demo
 from freight.cli.env import env
@@ -60,6 +61,7 @@ def _inspect(
 for verb in (generate, chat, evaluate, demo, env):
     app.command()(verb)
 app.command("inspect")(_inspect)
+app.add_typer(bench.app, name="bench")
 
 
 def main() -> None:

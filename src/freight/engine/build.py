@@ -64,10 +64,10 @@ class OpenModel:
 
     def load(self, config: EngineConfig) -> Decoder:
         """Read the weights, or draw them."""
-        if config.threads or torch.get_num_threads() > self.device.cores:
-            # torch counts the machine's cores; a container may own fewer, and more threads than cores are far slower
-            torch.set_num_threads(config.threads or self.device.cores)
-        kernels = select_kernels(config.kernels)
+        use_threads(config.threads, self.device.cores)
+        kernels = select_kernels(config.kernels, config.device)
+        if kernels.note:
+            logger.warning("%s", kernels.note)
         formats, length = (config.compute_format, config.weight_format), config.max_model_len
         logger.info("%s", describe_weights(*formats))
         if self.checkpoint is None:
@@ -112,6 +112,13 @@ def open_random(args: EngineArgs, shape: str) -> OpenModel:
     return OpenModel(args, None, model, Scheme(), KVScales((None,) * model.num_layers), probe(args.device))
 
 
+def use_threads(wanted: int | None, cores: int) -> None:
+    """Have torch, and the kernels that share its threads, use `wanted`, or no more than the `cores` there are."""
+    if wanted or torch.get_num_threads() > cores:
+        # torch counts the machine's cores; a container may own fewer, and more threads than cores are far slower
+        torch.set_num_threads(wanted or cores)
+
+
 def build_engine(args: EngineArgs, before_weights: BeforeWeights | None = None) -> tuple[Engine, EngineConfig]:
     """`start_engine` of the model that `args` names."""
     return start_engine(open_model(args), before_weights)
@@ -137,7 +144,8 @@ def start_engine(opened: OpenModel, before_weights: BeforeWeights | None = None)
         useful = config.max_num_seqs * -(-config.max_model_len // config.block_size) * spec.bytes_per_block
         memory = min(int(probe(args.device).memory_free * MEMORY_SHARE), useful)
         config = _fit_context(spec, memory, config, args)
-    pool = allocate_pool(spec, config.kv, spec.blocks_in(memory), select_kernels(config.kernels), config.device)
+    kernels = select_kernels(config.kernels, config.device)
+    pool = allocate_pool(spec, config.kv, spec.blocks_in(memory), kernels, config.device)
     logger.info("%s", describe_cache(pool, config.kv, config.compute_format))
 
     allocator = BlockAllocator(pool.num_blocks, config.block_size, config.enable_prefix_caching)

@@ -109,7 +109,7 @@ def compare_caches(
     num_blocks = -(-length // configs[0].block_size)
     runs = []
     for config in configs:
-        kernels = select_kernels(config.kernels)
+        kernels = select_kernels(config.kernels, config.device)
         pool = allocate_pool(opened.cache_spec(config), config.kv, num_blocks, kernels, config.device)
         runs.append(_Run(config, ModelRunner(decoder, pool, config.device)))
     chunk, blocks = configs[0].max_num_batched_tokens, range(num_blocks)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
-from freight.fp8.values import Weight
 from freight.kernels.kernel_set import KernelSet
 
 
@@ -22,9 +22,12 @@ class Embedding:
 
 @dataclass(frozen=True)
 class LogitsHead:
-    """Hidden states [rows, hidden_size] -> float32 logits [rows, vocab_size]; never quantized unless asked."""
+    """Hidden states [rows, hidden_size] -> float32 logits [rows, vocab_size]; never quantized unless asked.
 
-    weight: Weight
+    `weight` is what `kernels.pack` returned.
+    """
+
+    weight: Any
     kernels: KernelSet
 
     def __call__(self, hidden: Tensor) -> Tensor:

@@ -1,20 +1,20 @@
-"""Linear: a projection over its Weight value, final at construction."""
+"""Linear: a projection over its weight, final at construction."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
-from freight.fp8.values import Weight
 from freight.kernels.kernel_set import KernelSet
 
 
 @dataclass(frozen=True)
 class Linear:
-    """x @ weight.T + bias; x [rows, in_features] -> [rows, out_features]."""
+    """x @ weight.T + bias; x [rows, in_features] -> [rows, out_features]. `weight` is what `kernels.pack` returned."""
 
-    weight: Weight
+    weight: Any
     bias: Tensor | None
     kernels: KernelSet
 

@@ -109,7 +109,8 @@ class _Builder:
         names = [f"{prefix}{part}.weight" for part in parts]
         weights = [self.source.weight(name, self.shapes[name]) for name in names]
         biases = [self.tensor(name) for part in parts if (name := f"{prefix}{part}.bias") in self.shapes]
-        return Linear(Weight.concat(weights), torch.cat(biases) if biases else None, self.kernels)
+        packed = self.kernels.pack(Weight.concat(weights))
+        return Linear(packed, torch.cat(biases) if biases else None, self.kernels)
 
     def norm(self, name: str) -> RMSNorm:
         return RMSNorm(self.tensor(name), self.config.rms_norm_eps, self.kernels)
@@ -138,14 +139,10 @@ def build_decoder(config: ModelConfig, source: WeightSource, kernels: KernelSet,
     names = ARCHITECTURES[config.architecture]
     builder = _Builder(source, config, names, tensor_shapes(config), kernels)
     rope = build_rope(config.rope, config.head_dim, max_len, kernels, device)
-    embedding = builder.tensor(names.embedding)
-    return Decoder(
-        config=config,
-        embedding=Embedding(embedding),
-        layers=tuple(builder.layer(index, rope) for index in range(config.num_layers)),
-        norm=builder.norm(names.norm),
-        head=LogitsHead(Weight(embedding if config.tie_word_embeddings else builder.tensor(names.head)), kernels),
-    )
+    layers = tuple(builder.layer(index, rope) for index in range(config.num_layers))
+    norm, embedding = builder.norm(names.norm), builder.tensor(names.embedding)
+    head = Weight(embedding if config.tie_word_embeddings else builder.tensor(names.head))
+    return Decoder(config, Embedding(embedding), layers, norm, LogitsHead(kernels.pack(head), kernels))
 
 
 def load_model(

@@ -49,8 +49,9 @@ class RandomSource:
         words = torch.empty(-(-rows * columns // 8), dtype=torch.int64, device=self.device)
         words.random_(-(2**63), None, generator=self.generator).bitwise_and_(_CLEARED).bitwise_or_(_SET)
         codes = words.view(torch_dtype(self.weight_format))[: rows * columns].view(shape)
-        root_mean_square = decode(codes[:1]).square().mean().sqrt()
-        scale = (1.0 / (root_mean_square * math.sqrt(columns))).expand(rows).contiguous()
+        every = torch.arange(2**8, dtype=torch.uint8, device=self.device) & (_CLEARED & 0xFF) | 1
+        mean_square = decode(every.view(torch_dtype(self.weight_format))).square().mean()
+        scale = (mean_square * columns).rsqrt().expand(rows).contiguous()
         return Weight(codes, scale, Activations.DYNAMIC)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from freight.errors import CapacityError, CheckpointError, ConfigError, RequestError
+from freight.kernels.kernel_set import select_kernels
 
 Run = Callable[..., Any]
 
@@ -170,7 +171,8 @@ def test_env_says_the_same_to_people_and_to_programs(freight: Run) -> None:
     assert facts["cores"] >= 1
     assert 0 < facts["memory_free"] <= facts["memory_total"]
     assert facts["device"] in ("cpu", "cuda")
-    assert facts["kernels"] == "reference"
+    assert facts["kernels"] == select_kernels("auto").name
+    assert facts["kernels_because"]
     text = freight("env").out
     assert facts["versions"]["torch"] in text
     assert f"{facts['memory_total'] / 2**30:.1f} GiB" in text

@@ -86,7 +86,7 @@ def test_random_weights_are_finite_and_of_sensible_size(format):
 
 def test_a_random_model_has_the_shape_that_was_asked_for(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(SMALL))
-    opened = open_random(EngineArgs(quantization="fp8"), str(tmp_path / "config.json"))
+    opened = open_random(EngineArgs(quantization="fp8", kernels="reference"), str(tmp_path / "config.json"))
     config = opened.resolve(opened.args)
     assert config.weight_format is Format.E4M3FN
     assert config.compute_format is Format.BFLOAT16
@@ -138,4 +138,4 @@ def test_memory_peaks_near_the_fp8_size(tmp_path):
     python(WRITE)
     sixteen = (tmp_path / "model.safetensors").stat().st_size
     assert sixteen > 300e6
-    assert int(python(PEAK)) < 0.66 * sixteen
+    assert int(python(PEAK)) < 0.75 * sixteen  # 0.53 is the model; the rest are copies of one layer

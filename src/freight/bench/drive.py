@@ -1,0 +1,92 @@
+"""Requests through the engine, step by step, with the time of each: what `latency` and `throughput` have in common."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from freight.config.engine import EngineConfig
+from freight.config.model import ModelConfig
+from freight.engine.engine import Engine
+from freight.fp8.formats import Format
+from freight.models.architectures import ARCHITECTURES
+from freight.models.loader import tensor_shapes
+from freight.sampling import SamplingParams
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One step: its time, how many requests got a token, how many ran, and the share of the cache's blocks in use."""
+
+    seconds: float
+    num_sampled: int
+    num_running: int
+    cache_share: float
+
+
+def random_prompt(length: int, vocab_size: int, numbers: random.Random) -> list[int]:
+    return [numbers.randrange(vocab_size) for _ in range(length)]
+
+
+def greedy(length: int) -> SamplingParams:
+    """Exactly `length` tokens, token ids only."""
+    return SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, detokenize=False)
+
+
+def drive(engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[StepRecord]:
+    """Add all requests at once and step until they are done; then forget them."""
+    ids = [f"bench {index}" for index in range(len(prompts))]
+    for request_id, prompt, one in zip(ids, prompts, params, strict=True):
+        engine.add(request_id, prompt, one)
+    records = []
+    blocks, scheduler = engine.allocator, engine.scheduler
+    unfinished = len(ids)
+    while engine.has_unfinished:
+        begin = time.perf_counter()
+        news = engine.step()
+        seconds = time.perf_counter() - begin
+        used = 1.0 - blocks.num_available / blocks.num_blocks
+        left = scheduler.num_running + scheduler.num_waiting
+        records.append(StepRecord(seconds, len(news), scheduler.num_running + unfinished - left, used))
+        unfinished = left
+    for request_id in ids:
+        engine.release(request_id)
+    return records
+
+
+def weight_bytes(model: ModelConfig, compute_format: Format, weight_format: Format) -> int:
+    """Bytes of weights that a step reads, scales included. Of an embedding that is not the head, only rows are read."""
+    names, total = ARCHITECTURES[model.architecture], 0
+    for name, shape in tensor_shapes(model).items():
+        if name == names.embedding and not model.tie_word_embeddings:
+            continue
+        linear = len(shape) == 2 and name not in (names.embedding, names.head)
+        total += math.prod(shape) * (weight_format if linear else compute_format).bytes
+        if linear and weight_format.is_fp8:
+            total += shape[0] * Format.FLOAT32.bytes
+    return total
+
+
+def describe_run(engine: Engine, config: EngineConfig, name: str) -> dict[str, Any]:
+    """What ran, for the JSON of every benchmark of the engine."""
+    kv = config.kv
+    return {
+        "model": name,
+        "kernels": engine.runner.model.head.kernels.name,
+        "device": config.device,
+        "threads": torch.get_num_threads(),
+        "dtype": str(config.compute_format),
+        "weight_dtype": str(config.weight_format),
+        "kv_cache": {
+            "dtype": str(kv.format),
+            "granularity": str(kv.granularity) if kv.granularity else None,
+            "scale_source": str(kv.scale_source) if kv.scale_source else None,
+            "bytes_per_token": engine.runner.pool.spec.bytes_per_token,
+        },
+    }

@@ -1,0 +1,96 @@
+"""`freight bench latency`: one batch that arrives at once, prefill and decode apart, beside the speed of the memory.
+
+Prefill lasts until the last of the batch has its first token. A decode step counts when every sequence gets a token in
+it, so its batch size is the one asked for. What a step has to read, the weights once and each sequence's keys and
+values, divided by its time and by the bandwidth measured between the runs, is `decode_bandwidth_fraction`: 1.0 is as
+fast as this memory allows.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from freight.bench.drive import StepRecord, describe_run, drive, greedy, random_prompt, weight_bytes
+from freight.bench.timing import MemoryProbe, Spread, peak_rss_bytes
+from freight.engine.build import OpenModel, start_engine
+from freight.errors import ConfigError
+
+
+def measure_latency(
+    opened: OpenModel,
+    name: str,
+    batch_size: int,
+    input_len: int,
+    output_len: int,
+    repeats: int,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, Any]:
+    """Medians over `repeats` runs, after one to warm up; lengths in tokens. Returns what --json prints.
+
+    Raises what `start_engine` raises, and ConfigError when no decode step has the whole batch.
+    """
+    imported = peak_rss_bytes()
+    length = opened.args.max_model_len or input_len + output_len
+    args = replace(opened.args, max_num_seqs=batch_size, max_model_len=length, skip_tokenizer_init=True)
+    engine, config = start_engine(replace(opened, args=args))
+    numbers = random.Random(config.seed)
+
+    def run() -> tuple[float, list[float]]:
+        prompts = [random_prompt(input_len, engine.runner.model.config.vocab_size, numbers) for _ in range(batch_size)]
+        return split(drive(engine, prompts, [greedy(output_len)] * batch_size), batch_size)
+
+    on_progress(0, repeats + 1)
+    run()
+    peak = peak_rss_bytes()  # before the probe takes its memory
+    probe = MemoryProbe()
+    prefill, decode, steps = [], [], []
+    for repeat in range(1, repeats + 1):
+        on_progress(repeat, repeats + 1)
+        probe.sample()
+        until_first, full = run()
+        probe.sample()
+        prefill.append(batch_size * input_len / until_first)
+        decode.append(batch_size * len(full) / sum(full))
+        steps += full
+    on_progress(repeats + 1, repeats + 1)
+    bandwidth, step = probe.bandwidth(), Spread.of([seconds * 1e3 for seconds in steps])
+    spec = engine.runner.pool.spec
+    weights = weight_bytes(engine.runner.model.config, config.compute_format, config.weight_format)
+    cache = round(batch_size * (input_len + output_len / 2) * spec.bytes_per_token)  # half way through decoding
+    figures = {
+        "prefill_tokens_per_second": Spread.of(prefill),
+        "decode_tokens_per_second": Spread.of(decode),
+        "decode_step_ms": step,
+        "read_bandwidth_bytes_per_second": bandwidth,
+    }
+    return describe_run(engine, config, name) | {
+        "batch_size": batch_size,
+        "input_len": input_len,
+        "output_len": output_len,
+        "repeats": repeats,
+        **{figure: spread.median for figure, spread in figures.items()},
+        "decode_bandwidth_fraction": (weights + cache) / (step.median / 1e3) / bandwidth.median,
+        "decode_bytes_per_step": {"weights": weights, "kv_cache": cache},
+        "peak_rss_bytes": peak,
+        "imported_rss_bytes": imported,
+        "kv_cache_bytes": engine.runner.pool.num_blocks * spec.bytes_per_block,
+        "spread": {figure: asdict(spread) for figure, spread in figures.items()},
+    }
+
+
+def split(records: Sequence[StepRecord], batch_size: int) -> tuple[float, list[float]]:
+    """(seconds until every sequence has its first token, seconds of each later step in which all get one).
+
+    Raises ConfigError when there is no such later step.
+    """
+    full = [index for index, record in enumerate(records) if record.num_sampled == batch_size]
+    if len(full) < 2:
+        raise ConfigError(
+            f"of {batch_size} sequences the first ends before all decode together: "
+            "raise --output-len or --max-num-batched-tokens, or lower --batch-size"
+        )
+    until_first = sum(record.seconds for record in records[: full[0] + 1])
+    return until_first, [records[index].seconds for index in full[1:]]

@@ -1,0 +1,74 @@
+"""`freight bench throughput`: many requests of different lengths, all there at the start, through the whole engine.
+
+Lengths are drawn evenly from half to one and a half times the ones given, so sequences come and go as they do in
+service. Rates are over the whole time; occupancy is the mean over time of sequences running, against `max_num_seqs`,
+and of the cache's blocks in use.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from freight.bench.drive import StepRecord, describe_run, drive, greedy, random_prompt
+from freight.bench.timing import Spread, peak_rss_bytes
+from freight.engine.build import OpenModel, start_engine
+
+
+def measure_throughput(
+    opened: OpenModel,
+    name: str,
+    num_requests: int,
+    input_len: int,
+    output_len: int,
+    repeats: int,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, Any]:
+    """Medians over `repeats` runs of the same lengths, after a short one to warm up. Returns what --json prints."""
+    numbers = random.Random(opened.args.seed)
+    lengths = [(draw_length(input_len, numbers), draw_length(output_len, numbers)) for _ in range(num_requests)]
+    longest = opened.args.max_model_len or max(before + after for before, after in lengths)
+    args = replace(opened.args, max_model_len=longest, skip_tokenizer_init=True)
+    engine, config = start_engine(replace(opened, args=args))
+
+    def run(lengths: Sequence[tuple[int, int]]) -> list[StepRecord]:
+        prompts = [random_prompt(before, engine.runner.model.config.vocab_size, numbers) for before, _ in lengths]
+        return drive(engine, prompts, [greedy(after) for _, after in lengths])
+
+    on_progress(0, repeats + 1)
+    run([(min(before, 32), 2) for before, _ in lengths[: config.max_num_seqs]])
+    totals, records = [], []
+    for repeat in range(1, repeats + 1):
+        on_progress(repeat, repeats + 1)
+        steps = run(lengths)
+        totals.append(sum(step.seconds for step in steps))
+        records += steps
+    on_progress(repeats + 1, repeats + 1)
+    num_input, num_output = (sum(column) for column in zip(*lengths, strict=True))
+    figures = {
+        "requests_per_second": Spread.of([num_requests / total for total in totals]),
+        "prefill_tokens_per_second": Spread.of([num_input / total for total in totals]),
+        "decode_tokens_per_second": Spread.of([num_output / total for total in totals]),
+    }
+    time = sum(record.seconds for record in records)
+    running = sum(record.seconds * record.num_running for record in records) / time
+    return describe_run(engine, config, name) | {
+        "num_requests": num_requests,
+        "input_tokens": num_input,
+        "output_tokens": num_output,
+        "repeats": repeats,
+        **{figure: spread.median for figure, spread in figures.items()},
+        "mean_running": running,
+        "batch_occupancy": running / config.max_num_seqs,
+        "cache_occupancy": sum(record.seconds * record.cache_share for record in records) / time,
+        "steps": len(records) // repeats,
+        "peak_rss_bytes": peak_rss_bytes(),
+        "spread": {figure: asdict(spread) for figure, spread in figures.items()},
+    }
+
+
+def draw_length(length: int, numbers: random.Random) -> int:
+    """Evenly from half to one and a half times `length`, at least 1."""
+    return numbers.randint(max(1, length // 2), max(1, length + length // 2))

@@ -1,0 +1,93 @@
+"""How Freight measures: warm up, alternate what is compared, report the median and the spread; memory and its speed.
+
+Guarantees: nothing is measured by a single run, and the speed of the memory, which bounds decoding, is measured in the
+same process between the runs that are compared with it, because it drifts on a machine that others use too.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The median of some samples, and their first and third quartile."""
+
+    median: float
+    low: float
+    high: float
+    count: int
+
+    @staticmethod
+    def of(samples: Sequence[float]) -> Spread:
+        assert samples
+        low = high = samples[0]
+        if len(samples) > 1:
+            low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
+        return Spread(statistics.median(samples), low, high, len(samples))
+
+
+def seconds_of(call: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def time_alternately(
+    calls: Mapping[str, Sequence[Callable[[], object]]], seconds: float, least: int = 5, most: int = 200
+) -> dict[str, Spread]:
+    """Seconds of each named call, in turns, for `seconds` each or until all have `least` samples, at most `most`.
+
+    A name stands for several calls that do the same on different memory: they take turns as well, so that with enough
+    of them nothing is found in a cache. Every call runs once beforehand, and does not count.
+    """
+    for several in calls.values():
+        for call in several:
+            call()
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    open_names = list(calls)
+    while open_names:
+        for name in open_names:
+            taken = samples[name]
+            taken.append(seconds_of(calls[name][len(taken) % len(calls[name])]))
+        open_names = [
+            name
+            for name in open_names
+            if len(samples[name]) < least or (sum(samples[name]) < seconds and len(samples[name]) < most)
+        ]
+    return {name: Spread.of(taken) for name, taken in samples.items()}
+
+
+class MemoryProbe:
+    """Reads main memory with all of torch's threads; `sample` before and after what the result is compared with."""
+
+    def __init__(self, size: int = 2**28) -> None:
+        """`size` in bytes: much more than any cache."""
+        # made by numpy, which asks for huge pages; torch does not
+        self._buffer = torch.from_numpy(np.ones(size // 4, np.float32))
+        self._samples: list[float] = []
+
+    def sample(self) -> float:
+        """Bytes per second now: the best of three readings."""
+        best = min(seconds_of(self._buffer.sum) for _ in range(3))
+        self._samples.append(self._buffer.nbytes / best)
+        return self._samples[-1]
+
+    def bandwidth(self) -> Spread:
+        """Bytes per second, of the samples so far."""
+        return Spread.of(self._samples)
+
+
+def peak_rss_bytes() -> int:
+    """The most memory that this process has held so far."""
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB

@@ -1,0 +1,171 @@
+"""`freight bench`: how fast this machine runs a model, or one kernel; speed beside the bandwidth of the memory."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from freight.cli.evaluate import progress
+from freight.cli.options import takes_engine_options
+from freight.config.engine import EngineArgs
+from freight.config.presets import shape_config
+from freight.config.resolve import KERNELS, check
+from freight.errors import ConfigError, choices
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from freight.engine.build import OpenModel
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure speed, beside the memory's own.")
+
+RandomWeights = Annotated[
+    str | None,
+    typer.Option(metavar="SHAPE", help="No checkpoint: a model of this shape, a preset's name or a config.json."),
+]
+BatchSize = Annotated[int, typer.Option(metavar="COUNT", min=1, help="Sequences that arrive at once.")]
+Requests = Annotated[int, typer.Option(metavar="COUNT", min=1, help="Requests in all.")]
+InputLen = Annotated[int, typer.Option(metavar="TOKENS", min=1, help="Length of a prompt.")]
+OutputLen = Annotated[int, typer.Option(metavar="TOKENS", min=1, help="Tokens generated for each.")]
+Repeats = Annotated[int, typer.Option(metavar="COUNT", min=1, help="Runs that count; one to warm up comes before.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+KERNEL_NAMES = ("linear", "attention", "store_kv", "torch.linear", "torch._scaled_mm")
+
+
+@app.command()
+@takes_engine_options
+def latency(
+    args: EngineArgs,
+    random_weights: RandomWeights = None,
+    batch_size: BatchSize = 1,
+    input_len: InputLen = 128,
+    output_len: OutputLen = 33,
+    repeats: Repeats = 3,
+    as_json: AsJson = False,
+) -> None:
+    """Prefill and decode of one batch, apart, and the share of the memory's bandwidth that decoding reaches."""
+    opened, name = _open(args, random_weights)
+    from freight.bench.latency import measure_latency
+
+    with progress("measuring") as on_progress:
+        found = measure_latency(opened, name, batch_size, input_len, output_len, repeats, on_progress)
+    _print(found, as_json)
+
+
+@app.command()
+@takes_engine_options
+def throughput(
+    args: EngineArgs,
+    random_weights: RandomWeights = None,
+    num_requests: Requests = 64,
+    input_len: InputLen = 128,
+    output_len: OutputLen = 64,
+    repeats: Repeats = 1,
+    as_json: AsJson = False,
+) -> None:
+    """Many requests of different lengths through the whole engine: rates, and how full batch and cache were."""
+    opened, name = _open(args, random_weights)
+    from freight.bench.throughput import measure_throughput
+
+    with progress("measuring") as on_progress:
+        found = measure_throughput(opened, name, num_requests, input_len, output_len, repeats, on_progress)
+    _print(found, as_json)
+
+
+@app.command()
+def kernels(
+    random_weights: Annotated[
+        str, typer.Option(metavar="SHAPE", help="The model whose shapes are measured: a preset or a config.json.")
+    ] = "llama-1b",
+    matrix: Annotated[
+        str, typer.Option(metavar="OUTxIN", help="One more weight, output by input features.")
+    ] = "14336x4096",
+    rows: Annotated[list[int] | None, typer.Option(metavar="COUNT", min=1, help="May be repeated; 1, 8, 512.")] = None,
+    context: Annotated[int, typer.Option(metavar="TOKENS", min=1, help="Keys that attention reads.")] = 16384,
+    only: Annotated[list[str] | None, typer.Option(metavar="KERNEL", help="May be repeated; default: all.")] = None,
+    seconds: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="Time for each row.")] = 0.3,
+    threads: Annotated[int | None, typer.Option(metavar="COUNT", min=1, envvar="FREIGHT_THREADS")] = None,
+    kernels: Annotated[str, typer.Option(metavar="|".join(KERNELS), envvar="FREIGHT_KERNELS")] = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Each operation on its own, beside torch's."""
+    check(EngineArgs(kernels=kernels, threads=threads))
+    shape = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", matrix)
+    if shape is None:
+        raise ConfigError(f"--matrix {matrix!r}: write it as 14336x4096, output by input features")
+    for name in only or []:
+        if name not in KERNEL_NAMES:
+            raise ConfigError(f"--only {name!r} is unknown: choose {choices(KERNEL_NAMES)}")
+    from freight.config.model import parse_model_config
+
+    model = parse_model_config(shape_config(random_weights))
+    from freight.bench.kernels import measure_kernels
+    from freight.device import usable_cores
+    from freight.engine.build import use_threads
+    from freight.kernels.kernel_set import select_kernels
+
+    use_threads(threads, usable_cores())
+    size = (int(shape[1]), int(shape[2]))
+    found = measure_kernels(select_kernels(kernels), model, size, rows or [1, 8, 512], context, seconds, only or [])
+    if not as_json:
+        typer.echo(f"{'kernel':18}{'format':24}{'shape':28}{'median us':>12}{'spread':>22}{'of bandwidth':>14}")
+    for row in found:
+        if as_json:
+            print(json.dumps(row), flush=True)
+            continue
+        extents = "x".join(map(str, row["shape"]))
+        spread = f"{row['low_us']:.1f} to {row['high_us']:.1f}"
+        typer.echo(
+            f"{row['kernel']:18}{row['format']:24}{extents:28}{row['median_us']:12.1f}{spread:>22}"
+            f"{row['bandwidth_fraction']:14.2f}"
+        )
+
+
+def _open(args: EngineArgs, random_weights: str | None) -> tuple[OpenModel, str]:
+    """The model to measure, and what to call it."""
+    if random_weights is None:
+        from freight.engine.build import open_model
+
+        return open_model(args), args.model
+    if args.model != "demo":
+        raise ConfigError(f"MODEL is {args.model!r} and --random-weights {random_weights!r}: give one of the two")
+    shape_config(random_weights)  # refused before torch is loaded
+    from freight.engine.build import open_random
+
+    return open_random(args, random_weights), random_weights
+
+
+def _print(found: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(found))
+        return
+    from rich.console import Console
+
+    Console().print(_table(found))
+
+
+def _table(found: dict[str, Any]) -> Table:
+    """For people: a line a figure, with its spread where it has one."""
+    from rich.box import MARKDOWN
+    from rich.table import Table
+
+    table = Table("figure", "value", "from", "to", box=MARKDOWN)
+    for name, value in found.items():
+        if isinstance(value, dict):
+            if name != "spread":
+                text = ", ".join(f"{key} {_text(part)}" for key, part in value.items() if part is not None)
+                table.add_row(name, text, "", "")
+            continue
+        spread = found["spread"].get(name)
+        low, high = (_text(spread["low"]), _text(spread["high"])) if spread else ("", "")
+        table.add_row(name, _text(value), low, high)
+    return table
+
+
+def _text(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:,.3f}" if value < 100 else f"{value:,.0f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
