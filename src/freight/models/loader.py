@@ -145,6 +145,12 @@ def build_decoder(config: ModelConfig, source: WeightSource, kernels: KernelSet,
     return Decoder(config, Embedding(embedding), layers, norm, LogitsHead(kernels.pack(head), kernels))
 
 
+def build_layer(config: ModelConfig, source: WeightSource, kernels: KernelSet, index: int, rope: Rope) -> DecoderLayer:
+    """One layer alone, for work that goes through a model layer by layer and never holds all of it."""
+    names = ARCHITECTURES[config.architecture]
+    return _Builder(source, config, names, tensor_shapes(config), kernels).layer(index, rope)
+
+
 def load_model(
     checkpoint: Checkpoint,
     config: ModelConfig,
