@@ -1,0 +1,212 @@
+"""The compiled matrix product: every path of every build that runs here against the reference, and its bits.
+
+Sums are float32 and products exact, so the bound is 1e-5 of the sum of magnitudes, beside the one rounding of the
+result. Rounding of activations to FP8 is compared code by code.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from freight.errors import KernelError
+from freight.fp8.formats import Format
+from freight.fp8.quantize import encode
+from freight.fp8.values import Activations, Weight
+from freight.fp8.weights import quantize_blocks, quantize_rows
+from freight.kernels import reference
+from freight.kernels.cpu import library
+from freight.kernels.cpu.linear import make_linear, make_pack
+
+BUILDS = library.runnable()
+FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+KINDS = ("rows", "blocks", *FLOATS)
+PATHS = [(kind, a) for kind in KINDS for a in Activations if kind not in FLOATS or a is Activations.PLAIN]
+SHAPES = [(1, 1), (48, 64), (7, 99), (130, 127), (33, 129), (260, 300)]  # out_features, in_features
+ROWS = 40
+MANY_ROWS = 530  # more than is staged at once
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def make(kind: str, activations: Activations, outputs: int, inputs: int) -> Weight:
+    matrix = torch.randn(outputs, inputs) / inputs**0.5
+    if kind in FLOATS:
+        return Weight(matrix.to(FLOATS[kind]))
+    stored = (quantize_rows if kind == "rows" else quantize_blocks)(matrix, Format.E4M3FN)
+    return Weight(*stored, activations, 0.013 if activations is Activations.STATIC else None)
+
+
+def magnitudes(weight: Weight) -> Weight:
+    data = weight.data
+    if data.itemsize > 1:
+        return replace(weight, data=data.float().abs())
+    return replace(weight, data=(data.view(torch.uint8) & 0x7F).view(data.dtype))
+
+
+def product(build: str, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    loaded = library.load(build)
+    return make_linear(loaded)(x, make_pack(loaded)(weight), bias)
+
+
+@pytest.mark.parametrize("dtype", FLOATS.values(), ids=list(FLOATS))
+@pytest.mark.parametrize(("kind", "activations"), PATHS)
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+@pytest.mark.parametrize("build", BUILDS)
+def test_product_is_the_references(build, outputs, inputs, kind, activations, dtype):
+    torch.manual_seed(inputs)
+    weight = make(kind, activations, outputs, inputs)
+    x, bias = torch.randn(ROWS, inputs).to(dtype), torch.randn(outputs).to(dtype)
+    exact = weight if weight.data.itemsize == 1 else Weight(weight.data.float())
+    expected = reference.linear(x.float(), exact, bias.float())
+    bound = 1e-5 * reference.linear(x.float().abs(), magnitudes(weight), bias.float().abs())
+    if dtype != torch.float32:
+        bound += torch.finfo(dtype).eps * expected.abs() + torch.finfo(dtype).smallest_normal
+    out = product(build, x, weight, bias)
+    assert out.dtype == dtype
+    assert ((out.float() - expected).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("kind", "activations"), PATHS)
+@pytest.mark.parametrize("build", BUILDS)
+def test_rows_do_not_see_each_other_nor_the_threads(build, kind, activations, dtype):
+    torch.manual_seed(0)
+    loaded = library.load(build)
+    linear = make_linear(loaded)
+    packed = make_pack(loaded)(make(kind, activations, 150, 200))
+    x = torch.randn(MANY_ROWS, 200).to(dtype)
+    x[17] = torch.nan  # neighbours that are not numbers change no bit either
+    torch.set_num_threads(1)
+    whole = linear(x, packed, None)
+    assert whole[17].isnan().all()
+    whole[17] = 0
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        for first, end in [*((20, 20 + count) for count in range(1, 27)), (15, 20), (500, 529), (0, MANY_ROWS)]:
+            out = linear(x[first:end], packed, None)
+            if first <= 17 < end:
+                out[17 - first] = 0
+            assert torch.equal(out, whole[first:end]), (threads, first, end)
+
+
+@pytest.mark.parametrize("dtype", FLOATS.values(), ids=list(FLOATS))
+@pytest.mark.parametrize("activations", [Activations.DYNAMIC, Activations.STATIC])
+@pytest.mark.parametrize("kind", ["rows", "blocks"])
+@pytest.mark.parametrize("build", BUILDS)
+def test_activations_become_the_references_codes(build, kind, activations, dtype):
+    """Through an identity matrix: midpoints between codes and their neighbours, subnormals, what saturates."""
+    torch.manual_seed(0)
+    codes = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    middles = (codes[1:] + codes[:-1]) / 2
+    infinity = torch.tensor(torch.inf)
+    near = torch.cat([codes, middles, torch.nextafter(middles, infinity), torch.nextafter(middles, -infinity)])
+    ties = torch.zeros(1024)
+    ties[: 2 * len(near)] = torch.cat([near, -near])
+    ties[::128] = 448.0  # every group's largest: scales are 1
+    random = torch.randn(20, 1024) * torch.logspace(-30, 30, 20)[:, None].to(dtype).float()
+    odd = torch.stack([torch.zeros(1024), ties * 5, torch.full((1024,), 3e-38)])
+    x = torch.cat([ties[None], random, odd]).to(dtype)
+    x[1, 7] = torch.inf
+    x[2, 7] = -torch.inf
+    x[3] = torch.nan
+    scale = torch.ones(8, 8) if kind == "blocks" else torch.ones(1024)
+    identity = Weight(
+        encode(torch.eye(1024), 1.0, Format.E4M3FN),
+        scale,
+        activations,
+        1.0 if activations is Activations.STATIC else None,
+    )
+    expected = reference.linear(x, identity)
+    assert torch.equal(product(build, x, identity).nan_to_num(1.25), expected.nan_to_num(1.25))
+
+
+@pytest.mark.parametrize("kind", ["rows", "blocks"])
+@pytest.mark.parametrize("build", BUILDS)
+def test_a_nan_code_makes_its_output_nan_and_no_other(build, kind):
+    torch.manual_seed(0)
+    weight = make(kind, Activations.PLAIN, 70, 150)
+    x = torch.randn(9, 150).bfloat16()
+    whole = product(build, x, weight)
+    spoilt = weight.data.view(torch.uint8).clone()
+    spoilt[3, 149], spoilt[69, 0] = 0x7F, 0xFF
+    out = product(build, x, replace(weight, data=spoilt.view(torch.float8_e4m3fn)))
+    bad = [3, 69]
+    assert out[:, bad].isnan().all()
+    out[:, bad] = whole[:, bad]
+    assert torch.equal(out, whole)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("build", BUILDS)
+def test_every_value_that_a_weight_can_hold(build, kind):
+    """One output per value: decoding is exact, subnormals and signed zeros included."""
+    if kind in FLOATS:
+        values = torch.arange(-32768, 32768, 7, dtype=torch.int16).view(
+            FLOATS[kind] if kind != "float32" else torch.float16
+        )
+        values = values[values.isfinite()].to(FLOATS[kind])
+        values = values[(values == 0) | (values.abs() > 1e-30)]  # bfloat16's own subnormals count as zero
+    else:
+        values = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn)
+        values = values[~values.float().isnan()]
+    weight = Weight(values[:, None].contiguous())
+    if kind == "rows":
+        weight = replace(weight, scale=torch.ones(len(values)))
+    elif kind == "blocks":
+        weight = replace(weight, scale=torch.ones(-(-len(values) // 128), 1))
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.tensor([[1.0], [-0.5]], dtype=dtype)
+        expected = (x.float() * values.float()[None]).to(dtype)
+        assert torch.equal(product(build, x, weight), expected)
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_threads_of_our_own_where_there_is_no_other_pool(build, tmp_path: Path):
+    """A process whose torch has no GOMP: the library starts its own workers, and computes the same bits."""
+    torch.manual_seed(0)
+    weight, x = make("rows", Activations.DYNAMIC, 260, 300), torch.randn(ROWS, 300).bfloat16()
+    functions = ctypes.CDLL(str(shutil.copy(library.path_of(build), tmp_path)))
+    functions.freight_init.argtypes = [ctypes.c_void_p]
+    functions.freight_init(None)
+    alone = library.Library(build, functions)
+    linear, packed = make_linear(alone), make_pack(alone)(weight)
+    expected = product(build, x, weight)
+    for threads in (1, 3, 2, 3):
+        torch.set_num_threads(threads)
+        for _ in range(20):
+            assert torch.equal(linear(x, packed, None), expected)
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_views_of_x_and_no_rows(build):
+    torch.manual_seed(0)
+    weight = make("rows", Activations.PLAIN, 20, 30)
+    x = torch.randn(30, 8).bfloat16()
+    assert torch.equal(product(build, x.T, weight), product(build, x.T.contiguous(), weight))
+    assert product(build, x.T[:0], weight).shape == (0, 20)
+
+
+@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float64])
+def test_other_weights_are_refused_by_name(build, dtype):
+    with pytest.raises(KernelError, match=f"not {dtype} on cpu; --kernels reference"):
+        make_pack(library.load(build))(Weight(torch.empty(4, 4, dtype=dtype)))
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_a_packed_weight_is_as_large_as_its_format_says(build):
+    weight = make("rows", Activations.PLAIN, 256, 512)
+    assert make_pack(library.load(build))(weight).num_bytes == 256 * 512 + 256 * 4
