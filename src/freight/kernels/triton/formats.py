@@ -1,0 +1,138 @@
+"""FP8 on a GPU: encoding and decoding, by conversion instructions where the hardware has them, else by its bits.
+
+`encode_bits` and `decode_bits` use integer arithmetic and one exact float32 addition or float16 multiplication, so
+every format runs on every GPU, and gives the bytes of `fp8/quantize.py`: to nearest, ties to even, saturating, NaN
+kept. A kernel sees from the element type of a pointer which way to take: float8 means that the hardware converts,
+uint8 that it does not. `carrier` makes that choice on the host; in Triton's interpreter it is always uint8.
+
+FP8 values are exact in float16, all formats, subnormals included: that is what they decode to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton import knobs
+
+from freight.fp8.formats import Format
+from freight.fp8.quantize import format_of
+
+
+@dataclass(frozen=True)
+class Target:
+    """What kernels choose by. `arch` is 80, 90, … on NVIDIA (`cuda`); on AMD (`hip`) it is 'gfx942' and the like."""
+
+    backend: str
+    arch: int | str
+
+    @property
+    def native(self) -> frozenset[Format]:
+        """FP8 formats that this GPU converts and multiplies in hardware."""
+        if self.backend == "hip":
+            return frozenset({Format.E4M3FNUZ} if str(self.arch).startswith("gfx94") else ())
+        return frozenset({Format.E4M3FN, Format.E5M2} if int(self.arch) >= 89 else ())
+
+    @property
+    def hopper_or_newer(self) -> bool:
+        return self.backend == "cuda" and int(self.arch) >= 90
+
+
+INTERPRETER = Target("cuda", 0)  # has nothing natively
+
+
+def current_target() -> Target:
+    """The GPU that torch uses now, or the interpreter."""
+    if knobs.runtime.interpret:
+        return INTERPRETER
+    if torch.version.hip is not None:
+        return Target("hip", torch.cuda.get_device_properties().gcnArchName.split(":")[0])
+    major, minor = torch.cuda.get_device_capability()
+    return Target("cuda", 10 * major + minor)
+
+
+def carrier(stored: Tensor, target: Target) -> Tensor:
+    """`stored` as kernels for `target` take it: FP8 that the hardware does not convert becomes its bytes."""
+    format = format_of(stored)
+    return stored.view(torch.uint8) if format.is_fp8 and format not in target.native else stored
+
+
+@triton.jit
+def encode_bits(x, FORMAT: tl.constexpr):
+    """float32 -> the byte of FORMAT (a `Format`'s name) that is nearest."""
+    FNUZ: tl.constexpr = FORMAT == "fp8_e4m3fnuz"
+    MANTISSA: tl.constexpr = 2 if FORMAT == "fp8_e5m2" else 3
+    BIAS: tl.constexpr = 15 if FORMAT == "fp8_e5m2" else (8 if FNUZ else 7)
+    LARGEST: tl.constexpr = 57344.0 if FORMAT == "fp8_e5m2" else (240.0 if FNUZ else 448.0)
+    # adding 2 ** (23 - MANTISSA + 1 - BIAS) leaves a subnormal, rounded, in the lowest bits of the sum
+    MAGIC: tl.constexpr = 2.0 ** (24 - MANTISSA - BIAS)
+    MAGIC_BITS: tl.constexpr = (24 - MANTISSA - BIAS + 127) << 23
+    SMALLEST_NORMAL: tl.constexpr = 2.0 ** (1 - BIAS)
+    bits = x.to(tl.int32, bitcast=True)
+    sign = (bits >> 24) & 0x80
+    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    magnitude = tl.minimum(tl.abs(x), LARGEST)
+    bits = magnitude.to(tl.int32, bitcast=True)
+    odd = (bits >> (23 - MANTISSA)) & 1
+    rounded = (bits + ((1 << (22 - MANTISSA)) - 1) + odd) >> (23 - MANTISSA)
+    normal = rounded - ((127 - BIAS) << MANTISSA)
+    subnormal = (magnitude + MAGIC).to(tl.int32, bitcast=True) - MAGIC_BITS
+    code = tl.where(magnitude < SMALLEST_NORMAL, subnormal, normal)
+    if FNUZ:
+        code = tl.where(is_nan, 0x80, tl.where(code == 0, 0, code | sign))
+    else:
+        code = tl.where(is_nan, 0x7F, code) | sign
+    return code.to(tl.uint8)
+
+
+@triton.jit
+def decode_bits(code, FORMAT: tl.constexpr):
+    """The byte of FORMAT -> float16, exactly."""
+    word = code.to(tl.int16)
+    if FORMAT == "fp8_e5m2":
+        return (word << 8).to(tl.float16, bitcast=True)  # float16's own upper half
+    # read as float16 the exponent's bias is 8 (FNUZ: 7) too large
+    bits = ((word & 0x80) << 8) | ((word & 0x7F) << 7)
+    if FORMAT == "fp8_e4m3fnuz":
+        scaled = bits.to(tl.float16, bitcast=True) * tl.full((), 128.0, tl.float16)
+        is_nan = word == 0x80
+    else:
+        scaled = bits.to(tl.float16, bitcast=True) * tl.full((), 256.0, tl.float16)
+        is_nan = (word & 0x7F) == 0x7F
+    return tl.where(is_nan, tl.full((), float("nan"), tl.float16), scaled)
+
+
+@triton.jit
+def encode(x, like: tl.constexpr, FORMAT: tl.constexpr):
+    """float32 -> what a pointer with elements of type `like` stores: float8 (in hardware) or a byte of FORMAT."""
+    if like == tl.uint8:
+        return encode_bits(x, FORMAT)
+    LARGEST: tl.constexpr = 57344.0 if FORMAT == "fp8_e5m2" else (240.0 if FORMAT == "fp8_e4m3fnuz" else 448.0)
+    return tl.clamp(x, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL).to(like)
+
+
+@triton.jit
+def decode(stored, FORMAT: tl.constexpr):
+    """What was loaded, float8 or bytes of FORMAT -> float16; 16 and 32 bits stay as they are."""
+    if stored.dtype == tl.uint8:
+        return decode_bits(stored, FORMAT)
+    if stored.dtype.is_fp8():
+        return stored.to(tl.float16)
+    return stored
+
+
+@triton.jit
+def finite_amax(x, axis: tl.constexpr):
+    """Largest finite magnitude along `axis`; 0 where there is none."""
+    magnitude = tl.abs(x)
+    return tl.max(tl.where(magnitude < float("inf"), magnitude, 0.0), axis)
+
+
+@triton.jit
+def scale_from_amax(amax, FORMAT: tl.constexpr):
+    """amax / the largest value of FORMAT, at least 2 ** -126."""
+    LARGEST: tl.constexpr = 57344.0 if FORMAT == "fp8_e5m2" else (240.0 if FORMAT == "fp8_e4m3fnuz" else 448.0)
+    return tl.maximum(tl.div_rn(amax, tl.full(amax.shape, LARGEST, tl.float32)), 1.1754943508222875e-38)

@@ -1,0 +1,58 @@
+"""Where the Triton kernels are tested: on the GPU if torch has one, else in Triton's interpreter, on the CPU.
+
+Tests that need a GPU stand in files `test_gpu_*.py`, which are collected only where there is one: `pytest -m gpu`.
+Without Triton, which is built for Linux alone, nothing here is collected.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+HAVE_GPU = torch.cuda.is_available()
+collect_ignore_glob: list[str] = []
+if importlib.util.find_spec("triton") is None:
+    collect_ignore_glob = ["test_*.py"]
+elif not HAVE_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined: before freight.kernels.triton is imported
+    collect_ignore_glob = ["test_gpu_*.py"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if item.path.parent == here:
+            item.add_marker("triton")
+            if HAVE_GPU:
+                item.add_marker("gpu")
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    return "cuda" if HAVE_GPU else "cpu"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def bfloat16_as_on_a_gpu() -> Iterator[None]:
+    """Triton's interpreter cuts a float32 off to make a bfloat16; every GPU rounds to nearest even."""
+    from triton.language import bfloat16, float32
+    from triton.runtime import interpreter
+
+    convert = interpreter._convert_float
+
+    def rounded(data: np.ndarray, have: Any, want: Any, mode: Any) -> np.ndarray:
+        if have != float32 or want != bfloat16:
+            return convert(data, have, want, mode)
+        values = torch.from_numpy(np.ascontiguousarray(data).view(np.float32)).bfloat16()
+        return values.view(torch.int16).numpy().view(np.uint16).reshape(data.shape)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_convert_float", rounded)
+        yield
