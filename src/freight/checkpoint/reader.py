@@ -17,6 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -46,7 +47,10 @@ _UNUSED = {
     "*.prob_output_scale": "a scale of probabilities, which stay in 32 bits",
     "*.prob_scale": "a scale of probabilities, which stay in 32 bits",
 }
-_ZERO_POINTS = ("*.[qkv]_zero_point", "*.[qkv]_proj.output_zero_point")
+_ZERO_POINTS = (
+    *("*.[qkv]_zero_point", "*.[qkv]_proj.output_zero_point"),
+    *("*.weight_zero_point", "*.input_zero_point"),
+)
 
 
 @dataclass(frozen=True)
@@ -133,14 +137,35 @@ class Checkpoint:
         self._taken.add(name)
         return self._read(name)
 
+    def take_scale(self, name: str) -> Tensor:
+        """Scales as float32, in a copy. Raises CheckpointError unless every one is finite and above 0.
+
+        Stored in 16 or 32 bits, or as powers of two in one byte, E8M0: 2 ** (byte - 127) (OCP MX 1.0, section 5.4).
+        """
+        dtype = self.entry(name).dtype
+        self._taken.add(name)
+        stored = self._read(name)
+        if dtype in ("U8", "F8_E8M0"):
+            stored = torch.exp2(stored.view(torch.uint8).double() - 127)
+        elif self.format_of(name).is_fp8:
+            raise CheckpointError(f"{self.path}: the scale {name} is stored as {dtype}, which is not implemented")
+        scale = stored.to(torch.float32, copy=True)
+        bad = scale[~((scale > 0) & (scale < torch.inf))]
+        if len(bad):
+            raise CheckpointError(
+                f"{self.path}: {name} has {bad[0].item()} among its {scale.numel()} values; a scale has to be finite "
+                "and above 0. Quantize the model again (fp16 models with an all-zero weight are known for this)"
+            )
+        return scale
+
     def skip(self, pattern: str, reason: str) -> None:
         """Leave out the tensors of this name, or of this pattern of `*`, `?` and `[...]`, and remember why."""
         for name in fnmatch.filter(self._entries, pattern):
             if name not in self._taken:
                 self._skipped[name] = reason
 
-    def finish(self) -> None:
-        """Raises CheckpointError that lists every tensor neither taken nor skipped.
+    def finish(self, pending: Iterable[str] = ()) -> None:
+        """Raises CheckpointError that lists every tensor neither taken, nor skipped, nor about to be (`pending`).
 
         What other tools write and Freight has no use for is skipped here by name: `inv_freq` buffers, scales of
         queries and probabilities, and zero points, which have to be zero.
@@ -151,7 +176,7 @@ class Checkpoint:
             if self._read(name).float().any():
                 raise CheckpointError(f"{self.path}: {name} is not zero; only symmetric quantization is implemented")
             self.skip(name, "a zero point that is zero")
-        left = sorted(self.names - self._taken - set(self._skipped))
+        left = sorted(self.names - self._taken - set(self._skipped) - set(pending))
         if left:
             raise CheckpointError(
                 f"{self.path}: {len(left)} tensors belong to no part of the model that config.json describes: "

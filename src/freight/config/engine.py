@@ -92,7 +92,8 @@ class KVCacheConfig:
 class EngineConfig:
     """Everything decided before a weight is read. `kv_cache_memory` in bytes; None: a share of what is free then.
 
-    `weight_format` is what every Linear but the head keeps its weights in.
+    `weight_format` is what Linears keep their weights in; those that a checkpoint does not quantize, and the head if it
+    does not, keep `compute_format`.
     """
 
     compute_format: Format

@@ -68,17 +68,12 @@ def resolve(
     CheckpointError where it is the checkpoint that cannot be served.
     """
     check(args)
-    if scheme.weight_format is not None:
-        raise CheckpointError(
-            f"the checkpoint's weights are quantized ({scheme.description}), which is not implemented: "
-            "use the 16-bit model that it was made from, with --quantization fp8"
-        )
     if args.device not in ("auto", device.kind):
         raise ConfigError(f"--device {args.device}, but what was found is {device.kind} ({device.name})")
     compute = model.checkpoint_format if args.dtype == "auto" else DTYPES[args.dtype]
     return EngineConfig(
         compute_format=compute,
-        weight_format=device.native_e4m3 if args.quantization == "fp8" else compute,
+        weight_format=device.native_e4m3 if args.quantization == "fp8" or scheme.weight_format else compute,
         kv=_kv_cache(args, compute, scheme, kv_scales, device.native_e4m3),
         max_model_len=_max_model_len(args, model),
         max_num_seqs=args.max_num_seqs,

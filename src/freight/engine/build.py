@@ -69,10 +69,10 @@ class OpenModel:
         if kernels.note:
             logger.warning("%s", kernels.note)
         formats, length = (config.compute_format, config.weight_format), config.max_model_len
-        logger.info("%s", describe_weights(*formats))
+        logger.info("%s", describe_weights(*formats, self.scheme))
         if self.checkpoint is None:
             return random_model(self.model, kernels, *formats, length, config.device, config.seed)
-        return load_model(self.checkpoint, self.model, kernels, *formats, length, config.device)
+        return load_model(self.checkpoint, self.model, kernels, *formats, length, config.device, self.scheme)
 
     def cache_spec(self, config: EngineConfig) -> KVCacheSpec:
         model = self.model
@@ -175,8 +175,10 @@ def _mebibytes(count: int) -> str:
     return f"{count / 2**20:.1f} MiB"
 
 
-def describe_weights(compute_format: Format, weight_format: Format) -> str:
+def describe_weights(compute_format: Format, weight_format: Format, scheme: Scheme) -> str:
     """The line at start about the weights."""
+    if scheme.weight_format is not None:
+        return f"{scheme.weights}, as stored ({scheme.method}); those left out: {compute_format}"
     if not weight_format.is_fp8:
         return f"weights: {weight_format}"
     rounded = f"weights: {weight_format}, rounded as they load, one scale per output row"

@@ -5,9 +5,56 @@ Scales are Python floats (exact images of the float32 values), always multiplier
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from enum import StrEnum
 
 from freight.fp8.formats import Format, Granularity
+
+
+class Activations(StrEnum):
+    """What a Linear does with its input before the product."""
+
+    PLAIN = "plain"  # nothing: weight-only quantization, or none
+    DYNAMIC = "dynamic"  # rounds each row to E4M3 with a scale from its own amax (1 x 128 groups under block scales)
+    STATIC = "static"  # rounds to E4M3 with one calibrated scale
+
+
+class WeightScales(StrEnum):
+    """What shares one weight scale."""
+
+    TENSOR = "tensor"
+    ROW = "row"  # one output feature
+    BLOCK = "block"  # a rectangle of the matrix
+
+
+@dataclass(frozen=True)
+class LinearScheme:
+    """How one Linear was quantized, as its checkpoint declares it.
+
+    block          rows and columns that share a scale; only with BLOCK
+    input_limit    with DYNAMIC: inputs are cut off at this magnitude before they are measured and rounded
+    or_plain       whether the producer leaves out, unnamed, what it cannot quantize; such a matrix has 16 or 32 bits
+    """
+
+    scales: WeightScales
+    activations: Activations
+    block: tuple[int, int] | None = None
+    input_limit: float | None = None
+    or_plain: bool = False
+
+    def __str__(self) -> str:
+        shared = f"{self.block[0]}x{self.block[1]} block" if self.block else str(self.scales)
+        limit = f" up to {self.input_limit:g}" if self.input_limit else ""
+        return f"scales per {shared}, activations {self.activations}{limit}"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`pattern` matches the names of modules from their start; `linear` is None for those that stay unquantized."""
+
+    pattern: re.Pattern[str]
+    linear: LinearScheme | None
 
 
 @dataclass(frozen=True)
@@ -46,9 +93,10 @@ class Scheme:
     """What config.json (or hf_quant_config.json) declares.
 
     `method` is the producer's name ('compressed-tensors', 'fp8', 'modelopt', …) or None for an unquantized model;
-    `weight_format` is FP8 when Linear weights are declared quantized; `kv_format` is FP8 when an FP8 KV cache is
-    declared; `kv_static` says that the declaration promises scales in the checkpoint, which ModelOpt's cast mode
-    does not. `description` is one line for people.
+    `weight_format` is FP8 when Linear weights are declared quantized, and `rules` say which and how, the first that
+    matches; `kv_format` is FP8 when an FP8 KV cache is declared; `kv_static` says that the declaration promises scales
+    in the checkpoint, which ModelOpt's cast mode does not. `unused` are tensors that the producer writes and that
+    have no use here: a pattern of `*` and `?`, and the reason. `description` is one line for people.
     """
 
     method: str | None = None
@@ -56,3 +104,15 @@ class Scheme:
     kv_format: Format | None = None
     kv_static: bool = False
     description: str = "none"
+    rules: tuple[Rule, ...] = ()
+    unused: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def weights(self) -> str:
+        """One line about the matrices that are declared quantized; '' when none are."""
+        kinds = dict.fromkeys(str(rule.linear) for rule in self.rules if rule.linear is not None)
+        return f"weights {self.weight_format}, {' or '.join(kinds)}" if kinds else ""
+
+    def linear(self, module: str) -> LinearScheme | None:
+        """How the weight of `module` ('model.layers.0.mlp.down_proj') was quantized; None: it was not."""
+        return next((rule.linear for rule in self.rules if rule.pattern.match(module)), None)

@@ -5,22 +5,16 @@ Neither tensor travels without its scales, and the format is read off the tensor
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 
 import torch
 from torch import Tensor
 
 from freight.fp8.formats import Format
-from freight.fp8.quantize import format_of
-
-
-class Activations(StrEnum):
-    """What a Linear does with its input before the product."""
-
-    PLAIN = "plain"  # nothing: weight-only quantization, or none
-    DYNAMIC = "dynamic"  # rounds each row to E4M3 with a scale from its own amax (1 x 128 groups under block scales)
-    STATIC = "static"  # rounds to E4M3 with one calibrated scale
+from freight.fp8.quantize import decode, format_of
+from freight.fp8.scheme import Activations as Activations
+from freight.fp8.weights import BLOCK, expand_blocks
 
 
 @dataclass(frozen=True)
@@ -32,22 +26,43 @@ class Weight:
                    [ceil(out_features / 128), ceil(in_features / 128)], one per 128 x 128 block
     activations    what happens to the input; PLAIN unless data is FP8
     input_scale    the static activation scale, > 0; only with STATIC
+    input_limit    only with DYNAMIC: the Linear layer cuts its input off at this magnitude; kernels do not see it
     """
 
     data: Tensor
     scale: Tensor | None = None
     activations: Activations = Activations.PLAIN
     input_scale: float | None = None
+    input_limit: float | None = None
+
+    def dequantized(self) -> Tensor:
+        """[out_features, in_features] float32: every stored value times its scale, rounded once."""
+        if self.scale is None:
+            return self.data.float()
+        scale = self.scale[:, None] if self.scale.ndim == 1 else expand_blocks(self.scale, self.data.shape)
+        return decode(self.data, scale)
 
     @staticmethod
-    def concat(parts: list[Weight]) -> Weight:
-        """Merge along the output features (q, k, v or gate, up): exact, rows keep their bits."""
+    def mergeable(parts: Sequence[Weight]) -> bool:
+        """Whether `concat` is exact: schemes and input scales agree, and no block of 128 rows spans two parts."""
+        blocks = any(part.scale is not None and part.scale.ndim == 2 for part in parts)
+        return len({part._kind for part in parts}) == 1 and not (
+            blocks and any(len(part.data) % BLOCK for part in parts[:-1])
+        )
+
+    @property
+    def _kind(self) -> tuple[object, ...]:
+        dims = None if self.scale is None else self.scale.ndim
+        return self.data.dtype, dims, self.activations, self.input_scale, self.input_limit
+
+    @staticmethod
+    def concat(parts: Sequence[Weight]) -> Weight:
+        """Merge `mergeable` parts along the output features (q, k, v or gate, up): exact, rows keep their bits."""
         first = parts[0]
         if len(parts) == 1:
             return first
-        assert all((p.activations, p.input_scale) == (first.activations, first.input_scale) for p in parts)
+        assert Weight.mergeable(parts)
         scales = [part.scale for part in parts if part.scale is not None]
-        assert len(scales) in (0, len(parts))
         return replace(first, data=torch.cat([p.data for p in parts]), scale=torch.cat(scales) if scales else None)
 
 

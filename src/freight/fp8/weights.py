@@ -46,3 +46,17 @@ def quantize_blocks(weight: Tensor, format: Format) -> tuple[Tensor, Tensor]:
 def expand_blocks(scale: Tensor, shape: Sequence[int]) -> Tensor:
     """Block scales [ceil(rows / 128), ceil(columns / 128)] -> [rows, columns], each over its block."""
     return scale.repeat_interleave(BLOCK, 0)[: shape[0]].repeat_interleave(BLOCK, 1)[:, : shape[1]]
+
+
+def regroup(scale: Tensor, block: tuple[int, int], shape: Sequence[int]) -> Tensor | None:
+    """Scales of another block size as those of 128 x 128 blocks, or of rows: exact, or None where neither is.
+
+    scale: float32 [ceil(rows / block[0]), ceil(columns / block[1])] of a matrix of `shape`.
+    """
+    (tall, wide), (rows, columns) = block, shape
+    if tall % BLOCK == 0 and wide % BLOCK == 0:
+        across = scale.repeat_interleave(tall // BLOCK, 0).repeat_interleave(wide // BLOCK, 1)
+        return across[: -(-rows // BLOCK), : -(-columns // BLOCK)].contiguous()
+    if wide >= columns:
+        return scale[:, 0].repeat_interleave(tall)[:rows].contiguous()
+    return None

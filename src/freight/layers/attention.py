@@ -13,17 +13,17 @@ from torch import Tensor
 from freight.batch import ForwardBatch
 from freight.cache.pool import LayerKV
 from freight.kernels.kernel_set import KernelSet
-from freight.layers.linear import Linear
+from freight.layers.linear import Projection
 from freight.layers.norm import RMSNorm
 from freight.layers.rope import Rope
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Grouped-query self-attention (Ainslie et al. 2023). `qkv` is q, k and v merged along the output."""
+    """Grouped-query self-attention (Ainslie et al. 2023). `qkv` is q, k and v along the output."""
 
-    qkv: Linear
-    o: Linear
+    qkv: Projection
+    o: Projection
     q_norm: RMSNorm | None
     k_norm: RMSNorm | None
     rope: Rope

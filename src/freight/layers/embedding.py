@@ -22,13 +22,16 @@ class Embedding:
 
 @dataclass(frozen=True)
 class LogitsHead:
-    """Hidden states [rows, hidden_size] -> float32 logits [rows, vocab_size]; never quantized unless asked.
+    """Hidden states [rows, hidden_size] -> float32 logits [rows, vocab_size]; quantized only where a checkpoint is.
 
-    `weight` is what `kernels.pack` returned.
+    `weight` is what `kernels.pack` returned; `input_limit` is that of `Linear`.
     """
 
     weight: Any
     kernels: KernelSet
+    input_limit: float | None = None
 
     def __call__(self, hidden: Tensor) -> Tensor:
+        if self.input_limit is not None:
+            hidden = hidden.clamp(-self.input_limit, self.input_limit)
         return self.kernels.linear(hidden, self.weight, None).float()

@@ -13,16 +13,16 @@ from freight.config.model import ModelConfig
 from freight.kernels.kernel_set import KernelSet
 from freight.layers.attention import Attention
 from freight.layers.embedding import Embedding, LogitsHead
-from freight.layers.linear import Linear
+from freight.layers.linear import Projection
 from freight.layers.norm import RMSNorm
 
 
 @dataclass(frozen=True)
 class MLP:
-    """down(silu(gate(x)) * up(x)); gate and up are merged along the output."""
+    """down(silu(gate(x)) * up(x)); gate and up lie along the output."""
 
-    gate_up: Linear
-    down: Linear
+    gate_up: Projection
+    down: Projection
     kernels: KernelSet
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -1,32 +1,37 @@
 """Checkpoint -> Decoder. Every tensor of the checkpoint is taken here, or skipped by name with a reason.
 
 What a model needs follows from ModelConfig alone (`tensor_shapes`), so a config that contradicts the tensors is an
-error that names both, before a weight is read. q, k, v and gate, up are merged along the output, which is exact.
+error that names both, before a weight is read. q, k, v and gate, up are merged along the output where that is exact.
 A 16-bit weight that becomes FP8 is let go before the next one is read, so memory peaks near the FP8 size.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from freight.checkpoint.linears import StoredLinear, find_linears
 from freight.checkpoint.reader import Checkpoint
 from freight.config.model import ModelConfig
 from freight.fp8.formats import Format
 from freight.fp8.quantize import torch_dtype
+from freight.fp8.scheme import Scheme
 from freight.fp8.values import Activations, Weight
 from freight.fp8.weights import quantize_rows
 from freight.kernels.kernel_set import KernelSet
 from freight.layers.attention import Attention
 from freight.layers.embedding import Embedding, LogitsHead
-from freight.layers.linear import Linear
+from freight.layers.linear import Linear, Projection, SideBySide
 from freight.layers.norm import RMSNorm
 from freight.layers.rope import Rope, build_rope
 from freight.models.architectures import ARCHITECTURES, TensorNames
 from freight.models.decoder import MLP, Decoder, DecoderLayer
+
+UNQUANTIZED = Scheme()
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -69,26 +74,46 @@ class WeightSource(Protocol):
         """The matrix of a Linear, as it will be kept."""
         ...
 
+    def head(self, name: str, shape: tuple[int, ...]) -> Weight:
+        """The matrix of the output head, which is not rounded here."""
+        ...
+
 
 @dataclass(frozen=True)
 class CheckpointSource:
-    """Takes tensors from a checkpoint; rounds the matrices to `weight_format` if that is FP8."""
+    """Takes tensors from a checkpoint.
+
+    Matrices in `stored` are in FP8 already and become `weight_format`; the others are rounded to it if it is FP8, or,
+    without `rounds`, keep 16 or 32 bits.
+    """
 
     checkpoint: Checkpoint
     compute_format: Format
     weight_format: Format
     device: str
+    stored: Mapping[str, StoredLinear] = field(default_factory=dict)
+    rounds: bool = True
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        if name in self.stored:
+            weight = self.stored[name].read(self.checkpoint, self.weight_format, self.device)
+            return weight.dequantized().to(torch_dtype(self.compute_format))
         stored = self.checkpoint.take(name, shape)
         return stored.to(device=self.device, dtype=torch_dtype(self.compute_format)).contiguous()
 
     def weight(self, name: str, shape: tuple[int, ...]) -> Weight:
-        if not self.weight_format.is_fp8:
+        if name in self.stored:
+            return self.stored[name].read(self.checkpoint, self.weight_format, self.device)
+        if not (self.rounds and self.weight_format.is_fp8):
             return Weight(self.tensor(name, shape))
         stored = self.checkpoint.take(name, shape).to(self.device)
         data, scale = quantize_rows(stored, self.weight_format)
         return Weight(data, scale, Activations.DYNAMIC)
+
+    def head(self, name: str, shape: tuple[int, ...]) -> Weight:
+        if name in self.stored:
+            return self.stored[name].read(self.checkpoint, self.weight_format, self.device)
+        return Weight(self.tensor(name, shape))
 
 
 @dataclass(frozen=True)
@@ -104,13 +129,17 @@ class _Builder:
     def tensor(self, name: str) -> Tensor:
         return self.source.tensor(name, self.shapes[name])
 
-    def linear(self, prefix: str, *parts: str) -> Linear:
-        """The projections `parts`, merged into one."""
+    def linear(self, prefix: str, *parts: str) -> Projection:
+        """The projections `parts`, merged into one matrix if they can be."""
         names = [f"{prefix}{part}.weight" for part in parts]
         weights = [self.source.weight(name, self.shapes[name]) for name in names]
         biases = [self.tensor(name) for part in parts if (name := f"{prefix}{part}.bias") in self.shapes]
-        packed = self.kernels.pack(Weight.concat(weights))
-        return Linear(packed, torch.cat(biases) if biases else None, self.kernels)
+        if Weight.mergeable(weights):
+            return self.packed(Weight.concat(weights), torch.cat(biases) if biases else None)
+        return SideBySide(tuple(map(self.packed, weights, biases or (None,) * len(weights))))
+
+    def packed(self, weight: Weight, bias: Tensor | None) -> Linear:
+        return Linear(self.kernels.pack(weight), bias, self.kernels, weight.input_limit)
 
     def norm(self, name: str) -> RMSNorm:
         return RMSNorm(self.tensor(name), self.config.rms_norm_eps, self.kernels)
@@ -141,8 +170,9 @@ def build_decoder(config: ModelConfig, source: WeightSource, kernels: KernelSet,
     rope = build_rope(config.rope, config.head_dim, max_len, kernels, device)
     layers = tuple(builder.layer(index, rope) for index in range(config.num_layers))
     norm, embedding = builder.norm(names.norm), builder.tensor(names.embedding)
-    head = Weight(embedding if config.tie_word_embeddings else builder.tensor(names.head))
-    return Decoder(config, Embedding(embedding), layers, norm, LogitsHead(kernels.pack(head), kernels))
+    head = Weight(embedding) if config.tie_word_embeddings else source.head(names.head, builder.shapes[names.head])
+    logits = LogitsHead(kernels.pack(head), kernels, head.input_limit)
+    return Decoder(config, Embedding(embedding), layers, norm, logits)
 
 
 def build_layer(config: ModelConfig, source: WeightSource, kernels: KernelSet, index: int, rope: Rope) -> DecoderLayer:
@@ -159,17 +189,25 @@ def load_model(
     weight_format: Format,
     max_len: int,
     device: str,
+    scheme: Scheme = UNQUANTIZED,
 ) -> Decoder:
-    """Read a 16- or 32-bit checkpoint for computing in `compute_format`, for positions below `max_len`.
+    """Read a checkpoint for computing in `compute_format`, for positions below `max_len`.
 
-    `weight_format` is `compute_format`, or an FP8 format that every Linear but the head is rounded to, with a scale
-    per output row and dynamic activations.
-    Raises CheckpointError for missing and misshapen tensors before the first is read, and for left-over ones.
+    FP8 matrices, which `scheme` declares, become `weight_format`, an E4M3 variant; the others stay in `compute_format`.
+    Where no matrix is declared quantized and `weight_format` is FP8, every Linear but the head is rounded to it, with
+    a scale per output row and dynamic activations.
+    Raises CheckpointError before the first weight is read for tensors that are missing, misshapen or left over, for
+    contradictions between declaration and tensors, and for scales that mean nothing.
     """
-    checkpoint.check(tensor_shapes(config))
+    names, shapes = ARCHITECTURES[config.architecture], tensor_shapes(config)
+    stored = find_linears(checkpoint, scheme, shapes, frozenset((names.head, names.embedding)))
+    needed = {stored[name].weight if name in stored else name: shape for name, shape in shapes.items()}
+    checkpoint.check(needed)
     if config.tie_word_embeddings:
-        checkpoint.skip(ARCHITECTURES[config.architecture].head, "tied to the embedding")
-    source = CheckpointSource(checkpoint, compute_format, weight_format, device)
-    decoder = build_decoder(config, source, kernels, max_len, device)
-    checkpoint.finish()
-    return decoder
+        checkpoint.skip(names.head.removesuffix("weight") + "*", "tied to the embedding")
+    for pattern, reason in scheme.unused:
+        checkpoint.skip(pattern, reason)
+    checkpoint.finish(pending=needed)
+    rounds = scheme.weight_format is None
+    source = CheckpointSource(checkpoint, compute_format, weight_format, device, stored, rounds)
+    return build_decoder(config, source, kernels, max_len, device)

@@ -54,6 +54,9 @@ class RandomSource:
         scale = (mean_square * columns).rsqrt().expand(rows).contiguous()
         return Weight(codes, scale, Activations.DYNAMIC)
 
+    def head(self, name: str, shape: tuple[int, ...]) -> Weight:
+        return Weight(self.tensor(name, shape))
+
 
 def random_model(
     config: ModelConfig,

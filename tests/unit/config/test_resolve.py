@@ -229,10 +229,12 @@ def test_weights_become_fp8_when_asked():
         check(EngineArgs(quantization="awq"))
 
 
-def test_checkpoints_with_fp8_weights_are_refused():
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+@pytest.mark.parametrize("native", [FN, FNUZ])
+def test_fp8_weights_of_a_checkpoint_become_the_device_s_variant(quantization, native):
     scheme = Scheme("fp8", FN, FN, True, "fp8: weights fp8_e4m3fn")
-    with pytest.raises(CheckpointError, match="fp8: weights fp8_e4m3fn"):
-        decide(scheme, ALL)
+    decided = decide(scheme, ALL, quantization=quantization, native=native)
+    assert (decided.weight_format, decided.compute_format) == (native, BF16)
 
 
 def test_context_length():

@@ -1,0 +1,192 @@
+"""FP8 matrices of a checkpoint: where each one's tensors are, what its scales mean, and the Weight that it becomes.
+
+`find_linears` compares what is declared with what is stored and reads every scale, so whatever does not fit is named
+before a weight is read. Whoever produced the file, a matrix ends up with one scale per output row or per 128 x 128
+block, with the producer's bytes and the producer's scales: dequantized values are theirs to the bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from freight.checkpoint.reader import Checkpoint
+from freight.errors import CheckpointError
+from freight.fp8.formats import Format
+from freight.fp8.quantize import convert_e4m3
+from freight.fp8.scheme import Activations, LinearScheme, Scheme, WeightScales
+from freight.fp8.values import Weight
+from freight.fp8.weights import regroup
+
+# Suffixes of a module's name, in all producers' words
+_WEIGHTS = ("weight", "_weight_qdata")  # the second is torchao's
+_SCALES = ("weight_scale", "weight_scale_inv", "_weight_scale", "qscale_weight", "scale")
+_INPUT_SCALES = ("input_scale", "activation_scale", "act_scale", "qscale_act")
+
+
+@dataclass(frozen=True)
+class StoredLinear:
+    """One FP8 matrix: its scales are read and checked, `weight` (a tensor's name) is not read yet."""
+
+    weight: str
+    shape: tuple[int, ...]
+    format: Format
+    scale: Tensor
+    activations: Activations
+    input_scale: float | None
+    input_limit: float | None
+
+    def read(self, checkpoint: Checkpoint, format: Format, device: str) -> Weight:
+        """The matrix in `format`, an E4M3 variant. Raises CheckpointError for bytes that it cannot hold."""
+        stored = checkpoint.take(self.weight, self.shape, self.format)
+        if self.format is Format.E4M3FNUZ and format is Format.E4M3FN:
+            largest = int((stored.view(torch.uint8) & 0x7F == 0x7F).sum())
+            if largest:
+                raise CheckpointError(
+                    f"{checkpoint.path}: {self.weight} has {largest} weights of magnitude 240 in {self.format}, which "
+                    f"have no counterpart in {format}, this device's format; quantize the model to {format}"
+                )
+        data, scale = convert_e4m3(stored.to(device), self.scale.to(device), format)
+        input_scale = self.input_scale
+        if input_scale is not None and format is not self.format:
+            input_scale *= 2.0 if format is Format.E4M3FNUZ else 0.5
+        return Weight(data.contiguous(), scale, self.activations, input_scale, self.input_limit)
+
+
+def find_linears(
+    checkpoint: Checkpoint, scheme: Scheme, shapes: Mapping[str, tuple[int, ...]], free: frozenset[str]
+) -> dict[str, StoredLinear]:
+    """The matrices that are stored in FP8, by the names in `shapes` ('model.layers.0.mlp.down_proj.weight').
+
+    `shapes` are all tensors of the model; those in `free` (head and embedding) may be quantized or not, whatever is
+    declared. Raises CheckpointError, naming tensors, for a declared matrix that is not stored in FP8 or has no scale,
+    for an FP8 matrix that is not declared, and for scales of another shape than declared.
+    """
+    found = {}
+    for name, shape in shapes.items():
+        module, dot, suffix = name.rpartition(".")
+        if suffix != "weight" or len(shape) != 2:
+            continue
+        weight = next((module + dot + s for s in _WEIGHTS if module + dot + s in checkpoint.names), None)
+        if weight is None:
+            continue  # a missing tensor, which the reader names
+        stored, declared = checkpoint.format_of(weight), scheme.linear(module)
+        if stored.is_fp8:
+            found[name] = _stored_linear(
+                checkpoint, module, weight, shape, _declared(checkpoint, weight, scheme, module)
+            )
+        else:
+            _require_plain(checkpoint, weight, scheme, declared, module, name in free)
+    return found
+
+
+def _declared(checkpoint: Checkpoint, weight: str, scheme: Scheme, module: str) -> LinearScheme:
+    declared, stored = scheme.linear(module), checkpoint.format_of(weight)
+    if stored not in (Format.E4M3FN, Format.E4M3FNUZ):
+        raise CheckpointError(f"{checkpoint.path}: {weight} is stored in {stored}; weights in E4M3 are implemented")
+    if declared is None and scheme.weight_format is None:
+        raise CheckpointError(
+            f"{checkpoint.path}: {weight} is stored in {stored}, but config.json declares no quantization of weights; "
+            "the quantizer's quantization_config is missing"
+        )
+    if declared is None:
+        raise CheckpointError(
+            f"{checkpoint.path}: {weight} is stored in {stored}, but config.json lists {module} as not quantized; "
+            "take it off the list, or store 16 bits"
+        )
+    return declared
+
+
+def _require_plain(
+    checkpoint: Checkpoint, weight: str, scheme: Scheme, declared: LinearScheme | None, module: str, free: bool
+) -> None:
+    """A matrix of 16 or 32 bits must be one that was left out, and have no scale."""
+    stored = checkpoint.format_of(weight)
+    if declared is not None and not declared.or_plain and not free:
+        raise CheckpointError(
+            f"{checkpoint.path}: {weight} is stored in {stored}, but config.json declares it quantized "
+            f"({scheme.method}: {declared}); list {module} among the modules that are not, if that is so"
+        )
+    scales = [name for s in _SCALES if (name := f"{module}.{s}") in checkpoint.names]
+    if scales and declared is not None:
+        raise CheckpointError(
+            f"{checkpoint.path}: {weight} is stored in {stored}, but there is a scale {scales[0]}; save the model "
+            "with its weights compressed"
+        )
+
+
+def _stored_linear(
+    checkpoint: Checkpoint, module: str, weight: str, shape: tuple[int, ...], declared: LinearScheme
+) -> StoredLinear:
+    if checkpoint.shape_of(weight) != tuple(shape):
+        raise CheckpointError(
+            f"{checkpoint.path}: {weight} has shape {list(checkpoint.shape_of(weight))}, config.json asks for "
+            f"{list(shape)}"
+        )
+    name = _one_of(checkpoint, module, _SCALES)
+    if name is None:
+        raise CheckpointError(
+            f"{checkpoint.path}: {weight} is stored in FP8, and its scale {module}.{_SCALES[0]} is missing"
+        )
+    scale = _weight_scale(checkpoint, name, shape, declared)
+    input_name = _one_of(checkpoint, module, _INPUT_SCALES)
+    input_scale = None
+    if declared.activations is Activations.STATIC:
+        if input_name is None:
+            raise CheckpointError(
+                f"{checkpoint.path}: activations are declared static, and {module}.{_INPUT_SCALES[0]} is missing"
+            )
+        values = checkpoint.take_scale(input_name)
+        if values.numel() != 1:
+            raise CheckpointError(
+                f"{checkpoint.path}: {input_name} has shape {list(values.shape)}; one number can be read"
+            )
+        input_scale = float(values)
+    elif input_name is not None:
+        raise CheckpointError(
+            f"{checkpoint.path}: there is {input_name}, but config.json declares activations {declared.activations}"
+        )
+    return StoredLinear(
+        weight, shape, checkpoint.format_of(weight), scale, declared.activations, input_scale, declared.input_limit
+    )
+
+
+def _one_of(checkpoint: Checkpoint, module: str, suffixes: tuple[str, ...]) -> str | None:
+    names = [name for suffix in suffixes if (name := f"{module}.{suffix}") in checkpoint.names]
+    if len(names) > 1:
+        raise CheckpointError(f"{checkpoint.path}: {names[0]} and {names[1]} are the same scale twice")
+    return names[0] if names else None
+
+
+def _weight_scale(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], declared: LinearScheme) -> Tensor:
+    """float32, as `Weight.scale` has it. Every form of the declared kind is known; another shape is an error."""
+    rows, columns = shape
+    scale = checkpoint.take_scale(name)
+    if declared.scales is WeightScales.TENSOR:
+        expected = "one number"
+        if scale.numel() == 1:
+            return scale.reshape(1).repeat(rows)
+    elif declared.scales is WeightScales.ROW:
+        expected = f"[{rows}] or [{rows}, 1]"
+        if scale.shape in ((rows,), (rows, 1)):
+            return scale.reshape(rows)
+    else:
+        assert declared.block is not None
+        grid = tuple(math.ceil(size / side) for size, side in zip(shape, declared.block, strict=True))
+        expected = f"{list(grid)}"
+        if scale.shape in (grid, (grid[0], 1, grid[1], 1)):
+            regrouped = regroup(scale.reshape(grid), declared.block, shape)
+            if regrouped is None:
+                raise CheckpointError(
+                    f"{checkpoint.path}: {name} scales blocks of {declared.block[0]}x{declared.block[1]}, which is not "
+                    "implemented; multiples of 128x128, and blocks as wide as the matrix, are"
+                )
+            return regrouped
+    raise CheckpointError(
+        f"{checkpoint.path}: {name} has shape {list(scale.shape)}; for {declared.scales} scales of a matrix "
+        f"[{rows}, {columns}], {expected} is expected"
+    )

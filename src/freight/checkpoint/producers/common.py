@@ -1,0 +1,67 @@
+"""What the readers of several producers share: FP8 or a refusal, and the KV cache's scheme. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from freight.errors import CheckpointError, choices
+from freight.fp8.formats import Format
+from freight.fp8.scheme import Activations, Scheme
+
+E4M3 = Format.E4M3FN  # what every producer stores; E4M3FNUZ is a matter of the device that reads it
+
+
+def mapping(value: Any, what: str) -> Mapping[str, Any]:
+    """`value` as an object, {} for null. Raises CheckpointError for anything else."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise CheckpointError(f"config.json: {what} = {value!r} is no JSON object")
+    return value
+
+
+def require_fp8(spec: Mapping[str, Any], what: str) -> None:
+    """QuantizationArgs must say 8 bits, float, symmetric."""
+    if spec.get("num_bits") != 8 or spec.get("type") != "float":
+        said = f"num_bits {spec.get('num_bits')!r}, type {spec.get('type')!r}"
+        raise CheckpointError(f"{what} of {said} is not implemented; FP8 (num_bits 8, type 'float') is")
+    if spec.get("symmetric", True) is False:
+        raise CheckpointError(f"{what} with symmetric False is not implemented; symmetric quantization is")
+
+
+def activations(word: str | None, what: str) -> Activations:
+    known = {None: Activations.PLAIN, "dynamic": Activations.DYNAMIC, "static": Activations.STATIC}
+    if word not in known:
+        raise CheckpointError(f"{what} {word!r} is not implemented; {choices(('static', 'dynamic', 'null'))} are")
+    return known[word]
+
+
+def block_size(said: Any, what: str) -> tuple[int, int]:
+    """[rows, columns], or '128x128' as older files have it."""
+    sizes = said.split("x") if isinstance(said, str) else said
+    try:
+        rows, columns = (int(size) for size in sizes)
+    except (TypeError, ValueError):
+        rows = columns = 0
+    if rows < 1 or columns < 1:
+        raise CheckpointError(f"{what} = {said!r} is no block of [rows, columns]")
+    return rows, columns
+
+
+def with_kv_scheme(said: Mapping[str, Any], scheme: Scheme) -> Scheme:
+    """`kv_cache_scheme`: the word 'static' (AutoFP8, Quark) or QuantizationArgs (compressed-tensors, ModelOpt)."""
+    kv = said.get("kv_cache_scheme")
+    if kv is None:
+        return scheme
+    if isinstance(kv, Mapping):
+        require_fp8(kv, "kv_cache_scheme")
+        if kv.get("strategy") not in (None, "tensor", "attn_head"):
+            raise CheckpointError(
+                f"kv_cache_scheme with strategy {kv.get('strategy')!r} is not implemented; 'tensor' and 'attn_head' are"
+            )
+        return replace(scheme, kv_format=E4M3, kv_static=not kv.get("dynamic"))
+    if kv != "static":
+        raise CheckpointError(f"kv_cache_scheme = {kv!r} is not implemented; 'static' is")
+    return replace(scheme, kv_format=E4M3, kv_static=True)

@@ -1,0 +1,99 @@
+"""compressed-tensors, as llm-compressor writes it: groups of modules, each with its own arguments.
+
+The payload of `float-quantized` and `naive-quantized` is the same; a group without `input_activations` is weight-only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from freight.checkpoint.producers import patterns
+from freight.checkpoint.producers.common import E4M3, block_size, mapping, require_fp8, with_kv_scheme
+from freight.errors import CheckpointError
+from freight.fp8.scheme import Activations, LinearScheme, Rule, Scheme, WeightScales
+
+
+def read_compressed_tensors(said: Mapping[str, Any]) -> Scheme:
+    for key in ("transform_config", "sparsity_config"):
+        value = said.get(key) or {}
+        if value and value.get("format", "dense" if key == "sparsity_config" else None) != "dense":
+            raise CheckpointError(f"compressed-tensors with {key} = {value!r} is not implemented")
+    rules, kv_outputs = read_groups(said, "compressed-tensors")
+    scheme = Scheme("compressed-tensors", E4M3 if any(rule.linear for rule in rules) else None, rules=tuple(rules))
+    if kv_outputs:  # before kv_cache_scheme there was `output_activations` of k_proj and v_proj
+        scheme = replace(scheme, kv_format=E4M3, kv_static=True)
+    return with_kv_scheme(said, scheme)
+
+
+def read_groups(said: Mapping[str, Any], method: str) -> tuple[list[Rule], bool]:
+    """The rules of `ignore` and `config_groups`, and whether a group quantizes what k_proj and v_proj put out.
+
+    A name counts more than an expression, and an expression more than a class.
+    """
+    ranked: list[tuple[int, Rule]] = []
+    kv_outputs = False
+    for name, content in mapping(said.get("config_groups"), "config_groups").items():
+        where = f"{method} config_groups[{name!r}]"
+        group = mapping(content, where)
+        targets = patterns.names(group, "targets") or ["Linear"]
+        if all(target.endswith("Attention") for target in targets):
+            continue  # queries, keys and values: `kv_cache_scheme` says the same of the cache
+        if group.get("output_activations"):
+            _require_kv_outputs(group, targets, where)
+            kv_outputs = True
+        linear = _linear(group, where)
+        if linear is not None:
+            ranked += [(_rank(target), Rule(patterns.class_or_exact(target), linear)) for target in targets]
+    ranked.sort(key=lambda item: item[0])
+    return [*patterns.rules(said, "ignore", patterns.class_or_exact), *(rule for _, rule in ranked)], kv_outputs
+
+
+def _rank(target: str) -> int:
+    return 2 if target in patterns.CLASSES else 1 if target.startswith("re:") else 0
+
+
+def _linear(group: Mapping[str, Any], where: str) -> LinearScheme | None:
+    """What a group makes of a Linear; None when it leaves the weights alone."""
+    weights, inputs = group.get("weights"), group.get("input_activations")
+    if not weights:
+        if inputs:
+            raise CheckpointError(f"{where} quantizes input_activations but no weights, which is not implemented")
+        return None
+    require_fp8(weights, f"{where} weights")
+    if weights.get("dynamic"):
+        raise CheckpointError(
+            f"{where} weights with dynamic {weights['dynamic']!r} are not implemented; static ones are"
+        )
+    strategy = weights.get("strategy") or "tensor"
+    kind = _activations(inputs, where)
+    if strategy == "block":
+        return LinearScheme(WeightScales.BLOCK, kind, block_size(weights.get("block_structure"), "block_structure"))
+    if strategy == "group":
+        return LinearScheme(WeightScales.BLOCK, kind, block_size([1, weights.get("group_size")], "group_size"))
+    known = {"tensor": WeightScales.TENSOR, "channel": WeightScales.ROW}
+    if strategy not in known:
+        raise CheckpointError(f"{where} weights with strategy {strategy!r} are not implemented")
+    return LinearScheme(known[strategy], kind)
+
+
+def _activations(inputs: Mapping[str, Any] | None, where: str) -> Activations:
+    if not inputs:
+        return Activations.PLAIN
+    require_fp8(inputs, f"{where} input_activations")
+    if inputs.get("dynamic") is True:
+        return Activations.DYNAMIC
+    strategy = inputs.get("strategy") or "tensor"
+    if inputs.get("dynamic") or strategy != "tensor":
+        raise CheckpointError(
+            f"{where} input_activations with dynamic {inputs.get('dynamic')!r} and strategy {strategy!r} are not "
+            "implemented; dynamic ones, and static ones of strategy 'tensor', are"
+        )
+    return Activations.STATIC
+
+
+def _require_kv_outputs(group: Mapping[str, Any], targets: list[str], where: str) -> None:
+    require_fp8(mapping(group["output_activations"], where), f"{where} output_activations")
+    if not all(target.endswith(("k_proj", "v_proj", "q_proj")) for target in targets):
+        raise CheckpointError(f"{where} quantizes the outputs of {targets!r}; only those of k_proj and v_proj can be")

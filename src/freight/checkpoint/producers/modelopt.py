@@ -1,0 +1,56 @@
+"""NVIDIA ModelOpt: one algorithm for all modules, or a map of them; in hf_quant_config.json or in config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from freight.checkpoint.producers import patterns
+from freight.checkpoint.producers.common import E4M3, mapping, with_kv_scheme
+from freight.checkpoint.producers.compressed_tensors import read_groups
+from freight.errors import CheckpointError, choices
+from freight.fp8.scheme import Activations, LinearScheme, Rule, Scheme, WeightScales
+
+_ALGOS = {
+    "FP8": LinearScheme(WeightScales.TENSOR, Activations.STATIC),
+    "FP8_PER_CHANNEL_PER_TOKEN": LinearScheme(WeightScales.ROW, Activations.DYNAMIC),
+    "FP8_PB_WO": LinearScheme(WeightScales.BLOCK, Activations.PLAIN, (128, 128)),  # per block, weight-only
+}
+
+
+def read_modelopt(said: Mapping[str, Any]) -> Scheme:
+    """An FP8 cache may come without scales (ModelOpt's cast mode), so none are promised."""
+    rules = _rules(said)
+    scheme = Scheme("modelopt", E4M3 if any(rule.linear for rule in rules) else None, rules=tuple(rules))
+    kv_algo = said.get("kv_cache_quant_algo")
+    if kv_algo not in (None, "FP8"):
+        raise CheckpointError(f"modelopt with kv_cache_quant_algo {kv_algo!r} is not implemented; FP8 is")
+    if kv_algo == "FP8":
+        return replace(scheme, kv_format=E4M3)
+    return replace(with_kv_scheme(said, scheme), kv_static=False)
+
+
+def _rules(said: Mapping[str, Any]) -> list[Rule]:
+    left_out = [
+        rule for key in ("exclude_modules", "ignore") for rule in patterns.rules(said, key, patterns.wildcard_or_part)
+    ]
+    algo = said.get("quant_algo")
+    if algo is None:
+        groups, _ = read_groups({"config_groups": said.get("config_groups")}, "modelopt")
+        return [*left_out, *groups] if groups else []
+    if algo != "MIXED_PRECISION":
+        return [*left_out, Rule(patterns.every(), _linear(algo))]
+    layers = mapping(said.get("quantized_layers"), "quantized_layers")
+
+    def linear(name: str) -> LinearScheme | None:
+        own = mapping(layers[name], f"quantized_layers[{name!r}]").get("quant_algo")
+        return None if own is None else _linear(own)
+
+    return [*left_out, *patterns.rules(said, "quantized_layers", patterns.wildcard_or_part, linear)]
+
+
+def _linear(algo: Any) -> LinearScheme:
+    if str(algo).upper() not in _ALGOS:
+        raise CheckpointError(f"modelopt with quant_algo {algo!r} is not implemented; {choices(sorted(_ALGOS))} are")
+    return _ALGOS[str(algo).upper()]

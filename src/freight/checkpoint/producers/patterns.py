@@ -1,0 +1,90 @@
+"""How each producer names the modules that it means, as regular expressions over full names, matched from the start.
+
+A list of exact names may leave `model.` away, and may name a projection that other engines keep merged (`qkv_proj`,
+`gate_up_proj`) for each of its parts. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from freight.errors import CheckpointError
+from freight.fp8.scheme import LinearScheme, Rule
+
+Syntax = Callable[[str], "re.Pattern[str]"]
+
+CLASSES = ("Linear", "LinearBase")  # every matrix that is asked for here is one
+_MERGED = {"qkv_proj": "(?:q|k|v|qkv)_proj", "gate_up_proj": "(?:gate|up|gate_up)_proj"}
+
+
+def every() -> re.Pattern[str]:
+    return re.compile("")
+
+
+def exact(name: str) -> re.Pattern[str]:
+    """One module, or `re:` and an expression that matches from the start (compressed-tensors)."""
+    if name.startswith("re:"):
+        return _compiled(name.removeprefix("re:"), name)
+    return re.compile(rf"{_name(name)}$")
+
+
+def class_or_exact(name: str) -> re.Pattern[str]:
+    """compressed-tensors: also a module class."""
+    return every() if name in CLASSES else exact(name)
+
+
+def searched(name: str) -> re.Pattern[str]:
+    """transformers and AutoFP8: a module with all that lies in it, the end of a name, or an expression up to a dot.
+
+    `re:` and an expression is searched anywhere, as AutoFP8 does.
+    """
+    if name.startswith("re:"):
+        return _compiled(f".*?(?:{name.removeprefix('re:')})", name)
+    forms = [rf"{_name(name)}(?:\.|$)", rf".*{re.escape(name)}$"]
+    with contextlib.suppress(re.error):  # a plain name need not be an expression
+        forms.append(re.compile(rf"(?:{name})(?:(?<=\.)|(?=\.|$))").pattern)
+    return re.compile("|".join(forms))
+
+
+def wildcard(name: str) -> re.Pattern[str]:
+    """Quark: `*`, `?` and `[...]` over the whole name, or `re:` as in `exact`."""
+    return exact(name) if name.startswith("re:") else re.compile(fnmatch.translate(name))
+
+
+def wildcard_or_part(name: str) -> re.Pattern[str]:
+    """ModelOpt: `*`, `?` and `[...]`; older files give a part of the name, which here has to end at dots."""
+    if any(sign in name for sign in "*?["):
+        return re.compile(fnmatch.translate(name))
+    return re.compile(rf"(?:.*\.)?{_name(name)}(?:\.|$)")
+
+
+def names(said: Mapping[str, Any], key: str) -> list[str]:
+    """The list of names (or the keys of the object) under `key`. Raises CheckpointError for anything else."""
+    found = said.get(key) or []
+    if not isinstance(found, list | Mapping) or not all(isinstance(name, str) for name in found):
+        raise CheckpointError(f"config.json: {key} = {found!r} is no list of module names")
+    return list(found)
+
+
+def rules(
+    said: Mapping[str, Any], key: str, syntax: Syntax, linear: Callable[[str], LinearScheme | None] | None = None
+) -> list[Rule]:
+    """A rule for each of `names`: what `linear` makes of it, or that it is left out."""
+    return [Rule(syntax(name), linear(name) if linear else None) for name in names(said, key)]
+
+
+def _name(name: str) -> str:
+    """The expression of one module's full name."""
+    head, dot, last = name.removeprefix("model.").rpartition(".")
+    return rf"(?:model\.)?{re.escape(head + dot)}{_MERGED.get(last, re.escape(last))}"
+
+
+def _compiled(expression: str, name: str) -> re.Pattern[str]:
+    try:
+        return re.compile(expression)
+    except re.error as error:
+        raise CheckpointError(f"config.json: {name!r} is no regular expression: {error}") from error

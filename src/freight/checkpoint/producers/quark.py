@@ -1,0 +1,107 @@
+"""AMD Quark's native export: specifications of tensors, by pattern of module names, then of class, then for all.
+
+The cache's scales are those of what k_proj and v_proj put out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from freight.checkpoint.producers import patterns
+from freight.checkpoint.producers.common import E4M3, block_size, mapping
+from freight.errors import CheckpointError
+from freight.fp8.scheme import Activations, LinearScheme, Rule, Scheme, WeightScales
+
+_FAKE = "the weights are stored unquantized, and used so"
+
+
+def read_quark(said: Mapping[str, Any]) -> Scheme:
+    if mapping(said.get("export"), "export").get("weight_format") == "fake_quantized":
+        scheme = Scheme("quark", unused=(("*.weight_scale", _FAKE), ("*.input_scale", _FAKE)))
+    else:
+        rules = tuple(_rules(said))
+        scheme = Scheme("quark", E4M3 if any(rule.linear for rule in rules) else None, rules=rules)
+    return replace(scheme, kv_format=E4M3, kv_static=True) if _quantizes_kv(said) else scheme
+
+
+def _rules(said: Mapping[str, Any]) -> list[Rule]:
+    by_name = mapping(said.get("layer_quant_config"), "layer_quant_config")
+    by_class = mapping(said.get("layer_type_quant_config"), "layer_type_quant_config")
+    rules = patterns.rules(said, "exclude", patterns.wildcard)
+    rules += patterns.rules(
+        said,
+        "layer_quant_config",
+        patterns.wildcard,
+        lambda name: _linear(by_name[name], f"layer_quant_config[{name!r}]"),
+    )
+    for name, spec in by_class.items():
+        if name.rpartition(".")[2].lower() in ("linear", "nn.linear"):
+            rules.append(Rule(patterns.every(), _linear(spec, f"layer_type_quant_config[{name!r}]")))
+    return [*rules, Rule(patterns.every(), _linear(said.get("global_quant_config"), "global_quant_config"))]
+
+
+def _linear(config: Any, where: str) -> LinearScheme | None:
+    spec = mapping(config, where)
+    weight, inputs = spec.get("weight"), spec.get("input_tensors")
+    if weight is None:
+        if inputs is not None:
+            raise CheckpointError(f"quark {where} quantizes input_tensors but no weight, which is not implemented")
+        return None
+    qscheme = _require_fp8(weight, f"{where}.weight")
+    if weight.get("is_dynamic"):
+        raise CheckpointError(f"quark {where}.weight with is_dynamic true is not implemented; static weights are")
+    kind = _activations(inputs, f"{where}.input_tensors")
+    if qscheme == "per_tensor":
+        return LinearScheme(WeightScales.TENSOR, kind)
+    if qscheme == "per_channel" and weight.get("ch_axis") in (None, 0):
+        return LinearScheme(WeightScales.ROW, kind)
+    if qscheme == "per_block":
+        return LinearScheme(WeightScales.BLOCK, kind, block_size(weight.get("block_size"), f"{where} block_size"))
+    if qscheme == "per_group" and weight.get("ch_axis") in (None, 1, -1):
+        size = block_size([1, weight.get("group_size")], f"{where} [1, group_size]")
+        return LinearScheme(WeightScales.BLOCK, kind, size)
+    raise CheckpointError(f"quark {where}.weight {qscheme} with ch_axis {weight.get('ch_axis')!r} is not implemented")
+
+
+def _activations(spec: Any, where: str) -> Activations:
+    if spec is None:
+        return Activations.PLAIN
+    qscheme = _require_fp8(spec, where)
+    if spec.get("is_dynamic"):
+        return Activations.DYNAMIC
+    if qscheme != "per_tensor":
+        raise CheckpointError(f"quark {where} of static {qscheme} is not implemented; per_tensor is")
+    return Activations.STATIC
+
+
+def _quantizes_kv(said: Mapping[str, Any]) -> bool:
+    """Whether outputs of k_proj and v_proj are quantized. Raises CheckpointError where other outputs are."""
+    found = False
+    for key in ("kv_cache_quant_config", "layer_quant_config"):
+        for pattern, config in mapping(said.get(key), key).items():
+            outputs = mapping(config, f"{key}[{pattern!r}]").get("output_tensors")
+            where = f"{key}[{pattern!r}].output_tensors"
+            if outputs is None:
+                continue
+            if key == "layer_quant_config" and not pattern.endswith(("q_proj", "k_proj", "v_proj")):
+                raise CheckpointError(f"quark {where} is not implemented; outputs of k_proj and v_proj are quantized")
+            if not pattern.endswith("q_proj"):
+                if _require_fp8(outputs, where) != "per_tensor":
+                    raise CheckpointError(f"quark {where} of {outputs['qscheme']} is not implemented; per_tensor is")
+                found = True
+    if mapping(said.get("global_quant_config"), "global_quant_config").get("output_tensors") is not None:
+        raise CheckpointError("quark global_quant_config.output_tensors is not implemented")
+    return found
+
+
+def _require_fp8(spec: Any, where: str) -> str:
+    """The qscheme of a specification of FP8 tensors."""
+    said = spec if isinstance(spec, Mapping) else {}
+    if said.get("dtype") != "fp8_e4m3" or said.get("qscheme") is None or said.get("symmetric") is False:
+        raise CheckpointError(
+            f"quark {where} of dtype {said.get('dtype')!r}, qscheme {said.get('qscheme')!r}, symmetric "
+            f"{said.get('symmetric')!r} is not implemented; symmetric fp8_e4m3 is"
+        )
+    return str(said["qscheme"])

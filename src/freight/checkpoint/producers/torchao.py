@@ -1,0 +1,80 @@
+"""torchao's Float8 types, stored as safetensors: `X.weight` is there as `X._weight_qdata` and `X._weight_scale`.
+
+The configuration says the granularity of activations and weights; which modules were quantized, the tensors say, as
+torchao leaves out what its kernels do not take.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from freight.checkpoint.producers import patterns
+from freight.checkpoint.producers.common import E4M3, block_size, mapping
+from freight.errors import CheckpointError
+from freight.fp8.scheme import Activations, LinearScheme, Rule, Scheme, WeightScales
+
+_TYPES = {
+    "Float8DynamicActivationFloat8WeightConfig": Activations.DYNAMIC,
+    "Float8WeightOnlyConfig": Activations.PLAIN,
+}
+_MAPS = {"ModuleFqnToConfig": "module_fqn_to_config", "FqnToConfig": "fqn_to_config"}
+
+
+def read_torchao(said: Mapping[str, Any]) -> Scheme:
+    quant_type = said.get("quant_type")
+    default = quant_type.get("default") if isinstance(quant_type, Mapping) else quant_type
+    rules = patterns.rules(said, "modules_to_not_convert", patterns.searched)
+    kind = default.get("_type") if isinstance(default, Mapping) else None
+    if isinstance(default, Mapping) and kind in _MAPS:
+        rules += _mapped(mapping(mapping(default.get("_data"), "_data").get(_MAPS[str(kind)]), _MAPS[str(kind)]))
+    else:
+        rules.append(Rule(patterns.every(), _linear(default)))
+    return Scheme("torchao", E4M3, rules=tuple(rules))
+
+
+def _mapped(configs: Mapping[str, Any]) -> list[Rule]:
+    """Names first, then expressions, then `_default`. A name may be that of the module or of its weight."""
+    order = sorted((name for name in configs if name != "_default"), key=lambda name: name.startswith("re:"))
+    rules = [
+        Rule(patterns.exact(name.removesuffix(".weight")), None if configs[name] is None else _linear(configs[name]))
+        for name in order
+    ]
+    default = configs.get("_default")
+    return [*rules, Rule(patterns.every(), None if default is None else _linear(default))]
+
+
+def _linear(config: Any) -> LinearScheme:
+    kind = config.get("_type") if isinstance(config, Mapping) else config
+    if kind not in _TYPES:
+        raise CheckpointError(f"torchao with quant_type {kind!r} is not implemented; {', '.join(_TYPES)} are")
+    data = mapping(config.get("_data") if isinstance(config, Mapping) else None, f"{kind}._data")
+    for key in ("weight_dtype", "activation_dtype"):
+        said = data.get(key)
+        dtype = said.get("_data") if isinstance(said, Mapping) else said
+        if dtype not in (None, E4M3.torch_name, f"torch.{E4M3.torch_name}"):
+            raise CheckpointError(f"torchao {kind} with {key} {dtype!r} is not implemented; {E4M3.torch_name} is")
+    limit = data.get("activation_value_ub")
+    if limit is not None and not (isinstance(limit, int | float) and 0 < limit < math.inf):
+        raise CheckpointError(f"torchao {kind} with activation_value_ub {limit!r}: it has to be finite and above 0")
+    granularity = data.get("granularity")
+    scales, block = _scales(granularity[-1] if isinstance(granularity, list) else granularity, str(kind))
+    return LinearScheme(scales, _TYPES[kind], block, None if limit is None else float(limit), or_plain=True)
+
+
+def _scales(granularity: Any, kind: str) -> tuple[WeightScales, tuple[int, int] | None]:
+    """The weight's granularity; without one, what torchao takes by default."""
+    if granularity is None:
+        return (WeightScales.ROW if kind == "Float8WeightOnlyConfig" else WeightScales.TENSOR), None
+    said = mapping(granularity, f"{kind} granularity")
+    name, data = said.get("_type"), mapping(said.get("_data"), f"{kind} granularity._data")
+    if name == "PerRow" and data.get("dim", -1) in (-1, 1):
+        return WeightScales.ROW, None
+    if name == "PerTensor":
+        return WeightScales.TENSOR, None
+    if name == "PerBlock":
+        return WeightScales.BLOCK, block_size(data.get("block_size"), "PerBlock block_size")
+    if name == "PerGroup":
+        return WeightScales.BLOCK, block_size([1, data.get("group_size")], "PerGroup [1, group_size]")
+    raise CheckpointError(f"torchao {kind} with granularity {granularity!r} is not implemented")
