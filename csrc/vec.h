@@ -39,24 +39,39 @@ inline VF fma(VF a, VF b, VF c) {
 
 inline VF max(VF a, VF b) { return a > b ? a : b; }  // b where either is NaN
 
-inline float reduce_add(VF v) {
-  float lanes[W];
-  store(lanes, v);
-  for (int half = W / 2; half > 0; half /= 2)
-    for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
-  return lanes[0];
+// The lanes of a and b in turns: the first halves, and the last halves.
+inline void interleave(VF a, VF b, VF& first, VF& last) {
+#if FREIGHT_AVX512
+  const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+  first = (VF)_mm512_permutex2var_ps((__m512)a, low, (__m512)b);
+  last = (VF)_mm512_permutex2var_ps((__m512)a, high, (__m512)b);
+#elif FREIGHT_AVX2
+  const __m256 low = _mm256_unpacklo_ps((__m256)a, (__m256)b), high = _mm256_unpackhi_ps((__m256)a, (__m256)b);
+  first = (VF)_mm256_permute2f128_ps(low, high, 0x20);
+  last = (VF)_mm256_permute2f128_ps(low, high, 0x31);
+#else
+  first = VF{a[0], b[0], a[1], b[1]};
+  last = VF{a[2], b[2], a[3], b[3]};
+#endif
 }
 
-inline float reduce_max(VF v) {  // ignores no NaN in a fixed way; callers let NaN through elsewhere
-#if FREIGHT_AVX512
-  return _mm512_reduce_max_ps((__m512)v);
-#else
-  float lanes[W];
-  store(lanes, v);
-  for (int half = W / 2; half > 0; half /= 2)
-    for (int i = 0; i < half; i++) lanes[i] = lanes[i] > lanes[i + half] ? lanes[i] : lanes[i + half];
-  return lanes[0];
-#endif
+inline float reduce_add(VF v) {
+  for (int round = 1; round < W; round *= 2) {
+    VF first, last;
+    interleave(v, v, first, last);
+    v = first + last;
+  }
+  return v[0];
+}
+
+inline float reduce_max(VF v) {
+  for (int round = 1; round < W; round *= 2) {
+    VF first, last;
+    interleave(v, v, first, last);
+    v = max(first, last);
+  }
+  return v[0];
 }
 
 // 2 ** x for x <= 0, within 1 ulp; exactly 1 at 0 and exactly 0 below -126.5; NaN stays NaN.
@@ -77,17 +92,9 @@ inline VF exp2(VF x) {
 
 // r[i][j] <-> r[j][i]: log2(W) rounds of interleaving.
 inline void transpose(VF (&r)[W]) {
-  VI low, high;
-  for (int i = 0; i < W; i++) {
-    low[i] = i / 2 + (i & 1) * W;
-    high[i] = low[i] + W / 2;
-  }
   for (int round = 1; round < W; round *= 2) {
     VF next[W];
-    for (int i = 0; i < W / 2; i++) {
-      next[2 * i] = __builtin_shuffle(r[i], r[i + W / 2], low);
-      next[2 * i + 1] = __builtin_shuffle(r[i], r[i + W / 2], high);
-    }
+    for (int i = 0; i < W / 2; i++) interleave(r[i], r[i + W / 2], next[2 * i], next[2 * i + 1]);
     for (int i = 0; i < W; i++) r[i] = next[i];
   }
 }

@@ -88,14 +88,19 @@ def test_float32_logits_equal_transformers(variant: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("variant", ["llama-llama3", "mistral-window", "qwen2", "qwen3"])
-def test_bfloat16_top_5_is_within_a_twentieth(variant: str, tmp_path: Path):
+def test_bfloat16_is_as_near_to_float32_as_transformers_is(variant: str, tmp_path: Path):
+    """Roundings to bfloat16 fall differently in any two programs; transformers' own move top-5 log-probabilities by
+    0.05 to 0.06 at most. So: 99 of 100 lie within 0.05 of transformers', and on average no farther from the truth."""
     model = save_random(VARIANTS[variant], tmp_path, torch.bfloat16)
-    ids = tokens(64)
+    ids = tokens()
     with torch.no_grad():
-        expected = model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
-    got = freight_logits(tmp_path, ids, "auto").log_softmax(-1)
-    top = expected.topk(5).indices
-    assert (got.gather(1, top) - expected.gather(1, top)).abs().max() <= 0.05
+        theirs = model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+        exact = model.float()(torch.tensor([ids])).logits[0].log_softmax(-1)
+    top = theirs.topk(5).indices
+    ours = freight_logits(tmp_path, ids, "auto").log_softmax(-1)
+    ours, theirs, exact = (logprobs.gather(1, top) for logprobs in (ours, theirs, exact))
+    assert (ours - theirs).abs().quantile(0.99) <= 0.05
+    assert (ours - exact).abs().mean() <= 1.05 * (theirs - exact).abs().mean()
 
 
 @pytest.mark.parametrize("variant", ["llama-llama3", "llama-linear", "llama-yarn-mscale", "qwen3-tied-theta"])

@@ -5,12 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
+from freight.kernels.cpu.attention import make_attention
 from freight.kernels.cpu.library import Library
 from freight.kernels.cpu.linear import make_linear, make_pack
+from freight.kernels.cpu.store import make_store_kv
 from freight.kernels.kernel_set import REFERENCE, KernelSet
 
 
 @cache
 def cpu_kernels(library: Library) -> KernelSet:
     """The set over one loaded build; its name says which, as in cpu-avx2."""
-    return replace(REFERENCE, name=f"cpu-{library.build}", pack=make_pack(library), linear=make_linear(library))
+    return replace(
+        REFERENCE,
+        name=f"cpu-{library.build}",
+        pack=make_pack(library),
+        linear=make_linear(library),
+        store_kv=make_store_kv(library),
+        attention=make_attention(library),
+    )

@@ -1,0 +1,145 @@
+// Attention over the pages of the KV cache: what is computed together, and how results of cut sequences are merged.
+//
+// Work is cut into tasks by rows, KV heads and key splits. Where the cuts lie depends on the load and the threads; what
+// a row's numbers are does not (attention_task.h). Few rows take all KV heads, because a token's heads are neighbours in
+// memory; many rows take one, so that a decoded tile serves many rows.
+#include "attention.h"
+
+#include <memory>
+
+#include "attention_bf16.h"
+#include "attention_f32.h"
+#include "attention_task.h"
+#include "parallel.h"
+
+namespace freight {
+namespace {
+
+constexpr int kRowsTogether = 128;   // rows (positions x query heads) that share a decoded tile
+constexpr int kTasksPerThread = 8;   // enough to even out what they take
+
+struct Plan {
+  std::vector<Task> tasks;
+  std::vector<Task> cut;  // those whose key splits are tasks of their own, to be merged
+  int64_t partials = 0;
+};
+
+// Add the tasks of `positions` positions of one sequence, in parts of at most `heads` KV heads; `cut`: and by splits.
+void plan_rows(const FreightAttention& a, Task task, int heads, bool cut, Plan& plan) {
+  const int splits = task.splits, rows = task.positions * (a.num_heads / a.num_kv_heads);
+  for (task.head = 0; task.head < a.num_kv_heads; task.head += heads) {
+    task.heads = std::min(heads, a.num_kv_heads - task.head);
+    if (!cut || splits == 1) {
+      plan.tasks.push_back(task);
+      continue;
+    }
+    Task part = task;
+    part.partial = plan.partials;
+    plan.cut.push_back(part);
+    part.splits = 1;
+    for (int i = 0; i < splits; i++, part.split++, part.partial += rows * task.heads) plan.tasks.push_back(part);
+    plan.partials = part.partial;
+  }
+}
+
+// Tasks of at most `heads` KV heads; `cut`: those of several key splits are cut there.
+template <class Tiles>
+Plan make_plan(const Call<Tiles>& call, int heads, bool cut) {
+  const FreightAttention& a = call.a;
+  const int together = std::max(1, kRowsTogether / call.group());
+  Plan plan;
+  for (int s = 0; s < a.num_seqs; s++) {
+    const int count = a.query_starts[s + 1] - a.query_starts[s], first = a.context_lens[s] - count;
+    for (int i = 0; i < count; i += together) {
+      const int positions = std::min(together, count - i), rows = positions * call.group();
+      const int begin = call.first_key(first + i) / kKeySplit, end = (first + i + positions - 1) / kKeySplit + 1;
+      const Task task{s, first + i, positions, a.query_starts[s] + i, 0, 0, begin, end - begin};
+      plan_rows(a, task, std::min(heads, std::max(1, kRowsTogether / rows)), cut, plan);
+    }
+  }
+  const auto size = [](const Task& task) {
+    const int64_t keys = std::min((task.split + task.splits) * kKeySplit, task.position + task.positions) - task.split * kKeySplit;
+    return keys * task.positions * task.heads;
+  };
+  std::stable_sort(plan.tasks.begin(), plan.tasks.end(), [&](const Task& x, const Task& y) { return size(x) > size(y); });
+  return plan;
+}
+
+// As few tasks as keep all threads busy: cut by splits, then by heads, only if there would be too few.
+template <class Tiles>
+Plan make_plan(const Call<Tiles>& call) {
+  const size_t wanted = call.a.threads > 1 ? kTasksPerThread * call.a.threads : 1;
+  int heads = call.a.num_kv_heads;
+  Plan plan = make_plan(call, heads, false);
+  for (bool cut = false; plan.tasks.size() < wanted && (!cut || heads > 1);) {
+    if (cut) heads = (heads + 1) / 2;
+    cut = true;
+    plan = make_plan(call, heads, cut);
+  }
+  return plan;
+}
+
+// One factor per KV head if the static K scale is the same for all its channels, so that q need not be scaled.
+std::vector<float> factors_per_head(const FreightAttention& a) {
+  std::vector<float> factors;
+  if (a.scales != FREIGHT_STATIC_SCALES) return factors;
+  const float* scale = static_cast<const float*>(a.k_scale);
+  for (int h = 0; h < a.num_kv_heads; h++, scale += a.head_dim) {
+    if (std::count(scale, scale + a.head_dim, scale[0]) < a.head_dim) return {};
+    factors.push_back(scale[0]);
+  }
+  return factors;
+}
+
+// Merge the splits of a task that was cut, in order, and finish its rows.
+template <class Tiles>
+void merge_splits(const Call<Tiles>& call, const Task& task) {
+  const size_t dim = call.tiles.value_dim;
+  const int group = call.group(), rows = task.positions * group, states = rows * task.heads;
+  for (int i = 0; i < states; i++) {
+    Partial& sum = call.partials[task.partial + i];
+    float* out = call.partial_outs + (task.partial + i) * dim;
+    for (int split = 1; split < task.splits; split++) {
+      const int64_t part = task.partial + static_cast<int64_t>(split) * states + i;
+      merge(sum, out, call.partials[part], call.partial_outs + part * dim, static_cast<int>(dim));
+    }
+    finish(call.a, task.row + i % rows / group, (task.head + i / rows) * group + i % group, sum.total, out);
+  }
+}
+
+template <class Tiles>
+void attend(const FreightAttention& a) {
+  const std::vector<float> k_factor = factors_per_head(a);
+  const Tiles tiles(a.head_dim, a.scales == FREIGHT_STATIC_SCALES && k_factor.empty());
+  const std::vector<uint8_t> nothing(static_cast<size_t>(a.num_kv_heads) * a.head_dim * bytes_of(Tiles::format));
+  Call<Tiles> call{a, tiles, k_factor, nothing, nullptr, nullptr};
+  const Plan plan = make_plan(call);
+  const std::unique_ptr<Partial[]> partials(new Partial[plan.partials]);
+  const std::unique_ptr<float[]> outs(new float[plan.partials * tiles.value_dim]);
+  call.partials = partials.get(), call.partial_outs = outs.get();
+  parallel_for(plan.tasks.size(), a.threads, [&](int64_t i) { Worker<Tiles>(call, plan.tasks[i]).run(); });
+  parallel_for(plan.cut.size(), a.threads, [&](int64_t i) { merge_splits(call, plan.cut[i]); });
+}
+
+template <FreightFormat F>
+void attend_pages(const FreightAttention& a) {
+#if FREIGHT_AVX512
+  if constexpr (F == FREIGHT_BFLOAT16 || bytes_of(F) == 1)
+    if (a.q_type == FREIGHT_BFLOAT16) return attend<Bf16Tiles<F>>(a);
+#endif
+  attend<Float32Tiles<F>>(a);
+}
+
+}  // namespace
+}  // namespace freight
+
+FREIGHT_API void freight_attention(const FreightAttention* a) {
+  switch (a->kv_format) {
+    case FREIGHT_FLOAT32: return freight::attend_pages<FREIGHT_FLOAT32>(*a);
+    case FREIGHT_FLOAT16: return freight::attend_pages<FREIGHT_FLOAT16>(*a);
+    case FREIGHT_BFLOAT16: return freight::attend_pages<FREIGHT_BFLOAT16>(*a);
+    case FREIGHT_E4M3FN: return freight::attend_pages<FREIGHT_E4M3FN>(*a);
+    case FREIGHT_E5M2: return freight::attend_pages<FREIGHT_E5M2>(*a);
+    case FREIGHT_E4M3FNUZ: return freight::attend_pages<FREIGHT_E4M3FNUZ>(*a);
+  }
+}

@@ -1,0 +1,46 @@
+// The C interface of attention over the pages of the KV cache, and of storing into them.
+//
+// A struct per call: src/freight/kernels/cpu/{attention,store}.py mirrors it field by field. Pages are
+// [num_blocks, block_size, num_kv_heads, head_dim], contiguous. Nothing is read beyond what was stored.
+#pragma once
+#include "freight.h"
+
+enum FreightKvScales : int32_t {
+  FREIGHT_NO_SCALES = 0,      // stored values are the true ones
+  FREIGHT_STATIC_SCALES = 1,  // float32 [num_kv_heads, head_dim]
+  FREIGHT_TOKEN_SCALES = 2,   // bfloat16 [num_blocks, block_size, num_kv_heads]
+};
+
+struct FreightAttention {
+  const void* q;                // [num_tokens, num_heads, head_dim] of q_type; rows q_stride values apart
+  void* out;                    // the same, contiguous
+  const void *k, *v;            // pages of kv_format
+  const void *k_scale, *v_scale;
+  const int32_t* query_starts;  // [num_seqs + 1]
+  const int32_t* context_lens;  // [num_seqs]
+  const int32_t* block_tables;  // [num_seqs, max_blocks]
+  int64_t q_stride;
+  int32_t q_type, kv_format, scales;
+  int32_t num_seqs, max_blocks, num_heads, num_kv_heads, head_dim, block_size;
+  int32_t window;               // 0: none
+  float softmax_scale;
+  int32_t threads;
+};
+
+// Causal grouped-query attention of each row over its own sequence. A row's bits depend on its own history alone.
+FREIGHT_API void freight_attention(const FreightAttention* arguments);
+
+struct FreightStore {
+  const void *k, *v;    // [rows, num_kv_heads, head_dim] of type; rows k_stride and v_stride values apart
+  void *k_pages, *v_pages;
+  void *k_scale, *v_scale;  // read if static, written if per token
+  const int64_t* slots;  // [rows]; negative stores nothing
+  int64_t* nan_count;    // [1], added to
+  int64_t rows, k_stride, v_stride;
+  int32_t num_kv_heads, head_dim;
+  int32_t type, kv_format, scales;
+  int32_t threads;
+};
+
+// Quantize rows of K and V into their slots: divide by the scale in float32, round to nearest, ties to even, saturate.
+FREIGHT_API void freight_store(const FreightStore* arguments);

@@ -1,0 +1,234 @@
+// Attention's tile products by BF16 dot products (AVX-512), for BF16 queries over pages whose values are exact in BF16:
+// FP8 and BF16.
+//
+// K and V are exact. q is one BF16 number a channel, or two (high and low part, 16 bits of mantissa together) when a
+// scale multiplies it; a probability is one, and the sum of probabilities adds up what was used. Sums are float32, one
+// chain in order per score and per output channel, so how many rows go through together changes no bit.
+//
+// K tile: the stored values of 16 keys are transposed, then decoded (FP8: two 128-byte table look-ups), so that a lane is
+// a key and holds two neighbouring channels. V tile: two neighbouring keys are interleaved, then decoded: a lane is a
+// channel and holds two keys.
+#pragma once
+#include "simd.h"
+#if FREIGHT_AVX512
+#include "attention_tile.h"
+#include "kv_formats.h"
+#include "vec.h"
+
+namespace freight {
+
+// 64 FP8 codes -> BF16, by tables of the low and the high byte: `first` has the first eight of each 16 codes, `last` the
+// last eight.
+template <FreightFormat F>
+struct Decoder {
+  __m512i low0, low1, high0, high1;
+
+  Decoder() {
+    if constexpr (bytes_of(F) == 1) {
+      const Fp8Table& table = fp8_table<F>();
+      low0 = _mm512_load_si512(table.low), low1 = _mm512_load_si512(table.low + 64);
+      high0 = _mm512_load_si512(table.high), high1 = _mm512_load_si512(table.high + 64);
+    }
+  }
+
+  void operator()(__m512i code, __m512i& first, __m512i& last) const {
+    const __m512i sign = _mm512_set1_epi8((char)0x80);
+    __m512i low = _mm512_permutex2var_epi8(low0, code, low1);
+    __m512i high = _mm512_permutex2var_epi8(high0, code, high1);
+    high = _mm512_ternarylogic_epi32(high, code, sign, 0xF8);  // high | (code & sign)
+    if constexpr (F == FREIGHT_E4M3FNUZ) {
+      const __mmask64 nan = _mm512_cmpeq_epi8_mask(code, sign);
+      low = _mm512_mask_blend_epi8(nan, low, _mm512_set1_epi8((char)0xC0));
+      high = _mm512_mask_blend_epi8(nan, high, _mm512_set1_epi8(0x7F));
+    }
+    first = _mm512_unpacklo_epi8(low, high);
+    last = _mm512_unpackhi_epi8(low, high);
+  }
+};
+
+// Lane l of out[c] is lane c of in[l], lanes of 128 bits.
+inline void transpose_lanes(const __m512i (&in)[4], __m512i (&out)[4]) {
+  const __m512i a = _mm512_shuffle_i32x4(in[0], in[1], 0x44), b = _mm512_shuffle_i32x4(in[2], in[3], 0x44);
+  const __m512i c = _mm512_shuffle_i32x4(in[0], in[1], 0xEE), d = _mm512_shuffle_i32x4(in[2], in[3], 0xEE);
+  out[0] = _mm512_shuffle_i32x4(a, b, 0x88), out[1] = _mm512_shuffle_i32x4(a, b, 0xDD);
+  out[2] = _mm512_shuffle_i32x4(c, d, 0x88), out[3] = _mm512_shuffle_i32x4(c, d, 0xDD);
+}
+
+template <FreightFormat F>
+struct Bf16Tiles {
+  static constexpr FreightFormat format = F;
+  static constexpr bool fp8 = bytes_of(F) == 1;
+  static constexpr int max_rows = 6;           // rows whose sums stay in registers
+  static constexpr int chunk = fp8 ? 64 : 32;  // channels in one register as stored
+
+  int head_dim;
+  int value_dim;  // padded to 64: how long an output row is in the working memory
+  int pairs;      // pairs of channels that a score adds up
+  int q_parts;    // BF16 numbers a channel of q is made of: 1, or 2 if it is scaled
+
+  Bf16Tiles(int head_dim, bool scaled_q)
+      : head_dim(head_dim),
+        value_dim((head_dim + 63) / 64 * 64),
+        pairs((head_dim + 3) / 4 * 2),
+        q_parts(scaled_q ? 2 : 1) {}
+
+  // Sizes of the working memory, in floats; two BF16 numbers fill one.
+  size_t q_size(int rows) const { return (size_t)rows * q_parts * pairs; }
+  size_t k_size() const { return (size_t)pairs * kKeyTile; }
+  size_t v_size() const { return (size_t)kKeyTile / 2 * value_dim; }
+  size_t p_size() const { return (size_t)max_rows * kKeyTile / 2; }
+
+  // A row of q, head_dim floats -> [rows][q_parts][pairs][2]
+  void pack_q(const float* q, int row, float* packed) const {
+    uint16_t* high = (uint16_t*)(packed + q_size(row));
+    for (int d = 0; d < head_dim; d++) high[d] = float_to_bf16(q[d]);
+    std::fill(high + head_dim, high + pairs * 2, uint16_t(0));
+    if (q_parts == 1) return;
+    uint16_t* low = high + pairs * 2;
+    for (int d = 0; d < head_dim; d++) low[d] = float_to_bf16(q[d] - bf16_to_float(high[d]));
+    std::fill(low + head_dim, low + pairs * 2, uint16_t(0));
+  }
+
+  __m512i load_chunk(const uint8_t* row, int channel) const {
+    const int left = head_dim - channel;
+    if (left >= chunk) return _mm512_loadu_si512(row + channel * bytes_of(F));
+    if constexpr (fp8) return _mm512_maskz_loadu_epi8(((__mmask64)1 << left) - 1, row + channel);
+    return _mm512_maskz_loadu_epi16(((__mmask32)1 << left) - 1, row + channel * 2);
+  }
+
+  // Four rows -> part t, lane c: dword 4 c + t of each row; FP8: two pairs of bytes, each of all four rows.
+  static void transpose_rows(const __m512i (&r)[4], __m512i (&part)[4]) {
+    if constexpr (fp8) {
+      const __m512i a0 = _mm512_unpacklo_epi16(r[0], r[2]), a1 = _mm512_unpackhi_epi16(r[0], r[2]);
+      const __m512i b0 = _mm512_unpacklo_epi16(r[1], r[3]), b1 = _mm512_unpackhi_epi16(r[1], r[3]);
+      part[0] = _mm512_unpacklo_epi16(a0, b0), part[1] = _mm512_unpackhi_epi16(a0, b0);
+      part[2] = _mm512_unpacklo_epi16(a1, b1), part[3] = _mm512_unpackhi_epi16(a1, b1);
+    } else {
+      const __m512i a0 = _mm512_unpacklo_epi32(r[0], r[1]), a1 = _mm512_unpackhi_epi32(r[0], r[1]);
+      const __m512i b0 = _mm512_unpacklo_epi32(r[2], r[3]), b1 = _mm512_unpackhi_epi32(r[2], r[3]);
+      part[0] = _mm512_unpacklo_epi64(a0, b0), part[1] = _mm512_unpackhi_epi64(a0, b0);
+      part[2] = _mm512_unpacklo_epi64(a1, b1), part[3] = _mm512_unpackhi_epi64(a1, b1);
+    }
+  }
+
+  // keys[64] + offset: head_dim stored values each -> [pairs][64][2]
+  void pack_k(const uint8_t* const* keys, size_t offset, float* packed) const {
+    const Decoder<F> decode;
+    for (int channel = 0; channel < head_dim; channel += chunk)
+      for (int first = 0; first < kKeyTile; first += 16) {
+        __m512i parts[4][4];  // [part][4 keys]
+        for (int four = 0; four < 4; four++) {
+          __m512i rows[4], part[4];
+          for (int i = 0; i < 4; i++) rows[i] = load_chunk(keys[first + 4 * four + i] + offset, channel);
+          transpose_rows(rows, part);
+          for (int t = 0; t < 4; t++) parts[t][four] = part[t];
+        }
+        for (int t = 0; t < 4; t++) {
+          __m512i lanes[4];
+          transpose_lanes(parts[t], lanes);
+          for (int c = 0; c < 4; c++) {
+            const int pair = channel / 2 + (4 * c + t) * (fp8 ? 2 : 1);
+            if (pair >= pairs) continue;
+            float* to = packed + (size_t)pair * kKeyTile + first;
+            if constexpr (fp8) {
+              __m512i even, odd;
+              decode(lanes[c], even, odd);
+              _mm512_storeu_si512(to, even);
+              _mm512_storeu_si512(to + kKeyTile, odd);
+            } else {
+              _mm512_storeu_si512(to, lanes[c]);
+            }
+          }
+        }
+      }
+  }
+
+  // Stored values in such an order that interleaving them with another key's brings the channels out in theirs.
+  __m512i load_spread(const uint8_t* row, int channel) const {
+    if (channel >= head_dim) return _mm512_setzero_si512();
+    const __m512i of_fp8 = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const __m512i of_bf16 = _mm512_setr_epi32(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15);
+    return _mm512_permutexvar_epi32(fp8 ? of_fp8 : of_bf16, load_chunk(row, channel));
+  }
+
+  // -> [32 pairs of keys][value_dim][2]
+  void pack_v(const uint8_t* const* keys, size_t offset, float* packed) const {
+    const Decoder<F> decode;
+    for (int key = 0; key < kKeyTile; key += 2)
+      for (int channel = 0; channel < value_dim; channel += chunk, packed += chunk) {
+        const __m512i even = load_spread(keys[key] + offset, channel), odd = load_spread(keys[key + 1] + offset, channel);
+        __m512i out[chunk / 16];
+        if constexpr (fp8) {
+          decode(_mm512_unpacklo_epi8(even, odd), out[0], out[1]);
+          decode(_mm512_unpackhi_epi8(even, odd), out[2], out[3]);
+        } else {
+          out[0] = _mm512_unpacklo_epi16(even, odd), out[1] = _mm512_unpackhi_epi16(even, odd);
+        }
+        for (int i = 0; i < chunk / 16; i++) _mm512_storeu_si512(packed + 16 * i, out[i]);
+      }
+  }
+
+  // Whether a packed V tile holds neither infinities nor NaN.
+  bool finite(const float* packed) const {
+    const __m512i exponent = _mm512_set1_epi16(0x7F80);
+    __mmask32 found = 0;
+    for (size_t i = 0; i < v_size(); i += 16)
+      found |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(_mm512_loadu_si512(packed + i), exponent), exponent);
+    return found == 0;
+  }
+
+  static __m512 dot(__m512 sum, __m512i a, const float* pair) {
+    return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)_mm512_set1_ps(*pair));
+  }
+
+  // scores[ROWS][64] = q[row ..] . k[key]
+  template <int ROWS>
+  void scores(const float* q, int row, const float* k, float* out) const {
+    q_parts == 1 ? scores<ROWS, 1>(q + q_size(row), k, out) : scores<ROWS, 2>(q + q_size(row), k, out);
+  }
+
+  template <int ROWS, int PARTS>
+  void scores(const float* q, const float* k, float* out) const {
+    __m512 sum[ROWS][4];
+    for (int r = 0; r < ROWS; r++)
+      for (int i = 0; i < 4; i++) sum[r][i] = _mm512_setzero_ps();
+    for (int pair = 0; pair < pairs; pair++) {
+      __m512i keys[4];
+      for (int i = 0; i < 4; i++) keys[i] = _mm512_loadu_si512(k + (size_t)pair * kKeyTile + 16 * i);
+      for (int part = 0; part < PARTS; part++)
+        for (int r = 0; r < ROWS; r++)
+          for (int i = 0; i < 4; i++) sum[r][i] = dot(sum[r][i], keys[i], q + (r * PARTS + part) * pairs + pair);
+    }
+    for (int r = 0; r < ROWS; r++)
+      for (int i = 0; i < 4; i++) _mm512_storeu_ps(out + r * kKeyTile + 16 * i, sum[r][i]);
+  }
+
+  // Keep W probabilities of a row, times their V scales if there are some; returns what counts for their sum.
+  VF put_p(float* packed, int row, int key, VF p, const float* scale) const {
+    const __m256bh one = _mm512_cvtneps_pbh((__m512)(scale ? p * load(scale + key) : p));
+    _mm256_storeu_si256((__m256i*)((uint16_t*)packed + row * kKeyTile + key), (__m256i)one);
+    return scale ? p : (VF)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)one), 16);
+  }
+
+  // out[row] = out[row] * decay[row] + p[row] @ v
+  template <int ROWS>
+  void accumulate(const float* p, const float* v, const float* decay, float* out) const {
+    for (int d = 0; d < value_dim; d += 64) {
+      __m512 sum[ROWS][4];
+      for (int r = 0; r < ROWS; r++)
+        for (int i = 0; i < 4; i++)
+          sum[r][i] = _mm512_mul_ps(_mm512_loadu_ps(out + (size_t)r * value_dim + d + 16 * i), _mm512_set1_ps(decay[r]));
+      for (int pair = 0; pair < kKeyTile / 2; pair++) {
+        __m512i values[4];
+        for (int i = 0; i < 4; i++) values[i] = _mm512_loadu_si512(v + (size_t)pair * value_dim + d + 16 * i);
+        for (int r = 0; r < ROWS; r++)
+          for (int i = 0; i < 4; i++) sum[r][i] = dot(sum[r][i], values[i], p + r * kKeyTile / 2 + pair);
+      }
+      for (int r = 0; r < ROWS; r++)
+        for (int i = 0; i < 4; i++) _mm512_storeu_ps(out + (size_t)r * value_dim + d + 16 * i, sum[r][i]);
+    }
+  }
+};
+
+}  // namespace freight
+#endif

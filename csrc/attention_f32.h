@@ -1,0 +1,163 @@
+// Attention's tile products in float32, for every instruction set and every stored format.
+//
+// A key tile is decoded once into floats: K transposed, so that a lane is a key, and V as it lies, so that a lane is a
+// channel. Every score and every output channel is one chain of additions in order: how many rows go through together
+// changes no bit.
+#pragma once
+#include <algorithm>
+
+#include "attention_tile.h"
+#include "kv_formats.h"
+#include "vec.h"
+
+namespace freight {
+
+// Eight stored values as floats.
+template <FreightFormat F>
+inline void decode8(const uint8_t* from, float* to) {
+#if FREIGHT_AVX512 || FREIGHT_AVX2
+  if constexpr (F == FREIGHT_FLOAT32) {
+    std::memcpy(to, from, 32);
+  } else if constexpr (bytes_of(F) == 2) {
+    const __m128i code = _mm_loadu_si128((const __m128i*)from);
+    if constexpr (F == FREIGHT_FLOAT16)
+      _mm256_storeu_ps(to, _mm256_cvtph_ps(code));
+    else
+      _mm256_storeu_si256((__m256i*)to, _mm256_slli_epi32(_mm256_cvtepu16_epi32(code), 16));
+  } else {  // by way of float16, whose exponent's bias is 15
+    const __m128i code = _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)from));
+    if constexpr (F == FREIGHT_E5M2) {
+      _mm256_storeu_ps(to, _mm256_cvtph_ps(_mm_slli_epi16(code, 8)));
+    } else {
+      const __m128i low = _mm_set1_epi16(0x7F), magnitude = _mm_and_si128(code, low);
+      const __m128i is_nan = _mm_cmpeq_epi16(code, _mm_set1_epi16(0x80));
+      const __m128i nan = F == FREIGHT_E4M3FNUZ ? is_nan : _mm_cmpeq_epi16(magnitude, low);
+      const __m128i sign = _mm_slli_epi16(_mm_andnot_si128(low, code), 8);
+      const __m128i half = _mm_or_si128(_mm_or_si128(_mm_slli_epi16(magnitude, 7), sign),
+                                        _mm_and_si128(nan, _mm_set1_epi16(0x7E00)));
+      const __m256 scale = _mm256_set1_ps(F == FREIGHT_E4M3FNUZ ? 128.0f : 256.0f);
+      _mm256_storeu_ps(to, _mm256_mul_ps(_mm256_cvtph_ps(half), scale));
+    }
+  }
+#else
+  if constexpr (bytes_of(F) == 1) {
+    const float* value = fp8_table<F>().value;
+    for (int i = 0; i < 8; i++) to[i] = value[from[i]];
+  } else {
+    read_row(from, F, 8, to);
+  }
+#endif
+}
+
+template <FreightFormat F>
+inline void decode_row(const uint8_t* from, int n, float* to) {
+  int i = 0;
+  for (; i + 8 <= n; i += 8) decode8<F>(from + i * bytes_of(F), to + i);
+  if (i < n) {
+    uint8_t tail[8 * bytes_of(F)] = {};
+    float values[8];
+    std::memcpy(tail, from + i * bytes_of(F), (size_t)(n - i) * bytes_of(F));
+    decode8<F>(tail, values);
+    std::memcpy(to + i, values, sizeof(float) * (size_t)(n - i));
+  }
+}
+
+template <FreightFormat F>
+struct Float32Tiles {
+  static constexpr FreightFormat format = F;
+  static constexpr int max_rows = W == 16 ? 6 : W == 8 ? 5 : 3;  // rows whose sums stay in registers
+  static constexpr int vectors = W == 16 ? 4 : 2;                // of keys or channels at a time
+  static constexpr int chunk = 16;                               // channels that are transposed together
+
+  int head_dim;
+  int value_dim;  // padded: how long an output row is in the working memory
+
+  Float32Tiles(int head_dim, bool /* scaled_q */) : head_dim(head_dim), value_dim((head_dim + 63) / 64 * 64) {}
+
+  // Sizes of the working memory, in floats.
+  size_t q_size(int rows) const { return (size_t)rows * head_dim; }
+  size_t k_size() const { return (size_t)(head_dim + chunk) * kKeyTile; }
+  size_t v_size() const { return (size_t)kKeyTile * value_dim; }
+  size_t p_size() const { return (size_t)max_rows * kKeyTile; }
+
+  void pack_q(const float* q, int row, float* packed) const { std::copy(q, q + head_dim, packed + q_size(row)); }
+
+  // keys[64] + offset: head_dim stored values each -> [head_dim][64]
+  void pack_k(const uint8_t* const* keys, size_t offset, float* packed) const {
+    for (int first = 0; first < kKeyTile; first += W)
+      for (int d = 0; d < head_dim; d += chunk) {
+        float rows[W][chunk] = {};
+        for (int i = 0; i < W; i++)
+          decode_row<F>(keys[first + i] + offset + d * bytes_of(F), std::min(chunk, head_dim - d), rows[i]);
+        for (int c = 0; c < chunk; c += W) {
+          VF part[W];
+          for (int i = 0; i < W; i++) part[i] = load(rows[i] + c);
+          transpose(part);
+          for (int i = 0; i < W; i++) store(packed + (size_t)(d + c + i) * kKeyTile + first, part[i]);
+        }
+      }
+  }
+
+  // -> [64][value_dim]
+  void pack_v(const uint8_t* const* keys, size_t offset, float* packed) const {
+    for (int key = 0; key < kKeyTile; key++) {
+      float* row = packed + (size_t)key * value_dim;
+      decode_row<F>(keys[key] + offset, head_dim, row);
+      std::fill(row + head_dim, row + value_dim, 0.0f);
+    }
+  }
+
+  // Whether a packed V tile holds neither infinities nor NaN.
+  bool finite(const float* packed) const {
+    int unlike = 0;
+    for (size_t i = 0; i < v_size(); i++) unlike |= (float_to_bits(packed[i]) & 0x7F800000) == 0x7F800000;
+    return !unlike;
+  }
+
+  // scores[ROWS][64] = q[row ..] . k[key]
+  template <int ROWS>
+  void scores(const float* q, int row, const float* k, float* out) const {
+    q += q_size(row);
+    for (int key = 0; key < kKeyTile; key += vectors * W) {
+      VF sum[ROWS][vectors] = {};
+      for (int d = 0; d < head_dim; d++) {
+        VF part[vectors];
+        for (int i = 0; i < vectors; i++) part[i] = load(k + (size_t)d * kKeyTile + key + i * W);
+        for (int r = 0; r < ROWS; r++) {
+          const VF x = set1(q[(size_t)r * head_dim + d]);
+          for (int i = 0; i < vectors; i++) sum[r][i] = fma(part[i], x, sum[r][i]);
+        }
+      }
+      for (int r = 0; r < ROWS; r++)
+        for (int i = 0; i < vectors; i++) store(out + r * kKeyTile + key + i * W, sum[r][i]);
+    }
+  }
+
+  // Keep W probabilities of a row, times their V scales if there are some; returns what counts for their sum.
+  VF put_p(float* packed, int row, int key, VF p, const float* scale) const {
+    store(packed + row * kKeyTile + key, scale ? p * load(scale + key) : p);
+    return p;
+  }
+
+  // out[row] = out[row] * decay[row] + p[row] @ v
+  template <int ROWS>
+  void accumulate(const float* p, const float* v, const float* decay, float* out) const {
+    for (int d = 0; d < value_dim; d += vectors * W) {
+      VF sum[ROWS][vectors];
+      for (int r = 0; r < ROWS; r++)
+        for (int i = 0; i < vectors; i++) sum[r][i] = load(out + (size_t)r * value_dim + d + i * W) * set1(decay[r]);
+      for (int key = 0; key < kKeyTile; key++) {
+        VF part[vectors];
+        for (int i = 0; i < vectors; i++) part[i] = load(v + (size_t)key * value_dim + d + i * W);
+        for (int r = 0; r < ROWS; r++) {
+          const VF x = set1(p[r * kKeyTile + key]);
+          for (int i = 0; i < vectors; i++) sum[r][i] = fma(part[i], x, sum[r][i]);
+        }
+      }
+      for (int r = 0; r < ROWS; r++)
+        for (int i = 0; i < vectors; i++) store(out + (size_t)r * value_dim + d + i * W, sum[r][i]);
+    }
+  }
+};
+
+}  // namespace freight

@@ -1,0 +1,319 @@
+// One task of attention: rows at neighbouring positions of one sequence, some KV heads, some key splits.
+//
+// Keys are walked in tiles of 64 at absolute positions, with an online softmax (Milakov and Gimelshein 2018) in base 2.
+// Every 1024 keys the running softmax is closed and merged into the row's result, in order: so a long sequence can be
+// cut there and its parts computed by different threads (Dao et al. 2023, "Flash-Decoding") without another bit. A tile
+// or split that a row does not see leaves that row's numbers as they were.
+//
+// `Tiles` (attention_bf16.h, attention_f32.h) does the arithmetic of a tile: it packs K and V, multiplies q with K and
+// the probabilities with V. Rows of a task are numbered by position, then by query head of the group: row = i * group + g.
+#pragma once
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+#include "attention.h"
+#include "attention_tile.h"
+#include "kv_formats.h"
+#include "vec.h"
+
+namespace freight {
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+struct Task {
+  int sequence;
+  int position, positions;  // of the rows: the first, how many
+  int64_t row;              // of the batch, where they begin
+  int head, heads;          // KV heads
+  int split, splits;        // key splits
+  int64_t partial = -1;     // where its partial results lie; -1: it sees all keys of its rows and finishes them
+};
+
+// What is known of a row after some of its keys. Beside it lies `out`, the sum of 2 ** (score - best) * v.
+struct Partial {
+  float best = -kInfinity;  // the largest score, in base 2
+  float total = 0.0f;       // the sum of 2 ** (score - best)
+};
+
+// What the tasks of a call share.
+template <class Tiles>
+struct Call {
+  const FreightAttention& a;
+  Tiles tiles;
+  std::vector<float> k_factor;   // [num_kv_heads] if each head has one static K scale, which multiplies its scores
+  std::vector<uint8_t> nothing;  // a token of zeros, read in place of keys that no row sees
+  Partial* partials;
+  float* partial_outs;  // [][value_dim]
+
+  int group() const { return a.num_heads / a.num_kv_heads; }  // query heads per KV head
+  int first_key(int position) const { return a.window ? std::max(0, position - a.window + 1) : 0; }
+};
+
+inline float exp2_of(float x) { return exp2(set1(x))[0]; }
+
+// into <- into and part, whose keys come later. Merging nothing, or into nothing, is exact.
+inline void merge(Partial& into, float* into_out, const Partial& part, const float* part_out, int size) {
+  const float best = part.best > into.best ? part.best : into.best;
+  const float base = best == -kInfinity ? 0.0f : best;
+  const float kept = exp2_of(into.best - base), added = exp2_of(part.best - base);
+  into.best = best;
+  into.total = into.total * kept + part.total * added;
+  for (int d = 0; d < size; d += W)
+    store(into_out + d, load(into_out + d) * set1(kept) + load(part_out + d) * set1(added));
+}
+
+// The output row of one query head <- its merged result. Adding 0 makes every zero +0.
+inline void finish(const FreightAttention& a, int64_t row, int head, float total, const float* out) {
+  float values[kMaxHeadDim];
+  for (int d = 0; d < a.head_dim; d++) values[d] = out[d] / total + 0.0f;
+  if (a.scales == FREIGHT_STATIC_SCALES) {
+    const int kv_head = head / (a.num_heads / a.num_kv_heads);
+    const float* scale = static_cast<const float*>(a.v_scale) + static_cast<size_t>(kv_head) * a.head_dim;
+    for (int d = 0; d < a.head_dim; d++) values[d] *= scale[d];
+  }
+  const FreightFormat type = static_cast<FreightFormat>(a.q_type);
+  const int64_t offset = (row * a.num_heads + head) * a.head_dim;
+  write_row(values, type, a.head_dim, static_cast<char*>(a.out) + offset * bytes_of(type));
+}
+
+// `floats` floats of this thread's own, at a multiple of 64 bytes; they grow and are kept.
+inline float* working_memory(size_t floats) {
+  static thread_local std::vector<float> memory;
+  if (memory.size() < floats + 16) memory.resize(floats + 16);
+  const uintptr_t address = reinterpret_cast<uintptr_t>(memory.data());
+  return reinterpret_cast<float*>((address + 63) / 64 * 64);
+}
+
+template <class Tiles>
+class Worker {
+ public:
+  Worker(const Call<Tiles>& call, const Task& task)
+      : call(call),
+        a(call.a),
+        tiles(call.tiles),
+        task(task),
+        group(call.group()),
+        rows(task.positions * group),
+        states(rows * task.heads),
+        q_size((tiles.q_size(rows) + 15) / 16 * 16),
+        running(states) {
+    const size_t outs = static_cast<size_t>(states) * tiles.value_dim;
+    const size_t sizes[] = {q_size * task.heads, tiles.k_size(), tiles.v_size(), tiles.p_size(), outs};
+    float* memory = working_memory(sizes[0] + sizes[1] + sizes[2] + sizes[3] + 2 * sizes[4]);
+    float** parts[] = {&q, &k, &v, &p, &out};
+    for (int i = 0; i < 5; i++) *parts[i] = memory, memory += sizes[i];
+    merged_out = task.partial < 0 ? memory : call.partial_outs + task.partial * tiles.value_dim;
+  }
+
+  void run() {
+    const int dim = tiles.value_dim;
+    std::vector<Partial> own(task.partial < 0 ? states : 0);
+    Partial* merged = task.partial < 0 ? own.data() : call.partials + task.partial;
+    std::fill(merged, merged + states, Partial());
+    std::fill(merged_out, merged_out + static_cast<size_t>(states) * dim, 0.0f);
+    read_queries();
+    for (int split = task.split; split < task.split + task.splits; split++) {
+      std::fill(running.begin(), running.end(), Running());
+      std::fill(out, out + static_cast<size_t>(states) * dim, 0.0f);
+      walk_split(split);
+      for (int i = 0; i < states; i++) {
+        const Partial part{running[i].best, reduce_add(running[i].total)};
+        merge(merged[i], merged_out + static_cast<size_t>(i) * dim, part, out + static_cast<size_t>(i) * dim, dim);
+      }
+    }
+    if (task.partial >= 0) return;
+    for (int i = 0; i < states; i++) {
+      const int head = (task.head + i / rows) * group + i % group;
+      finish(a, task.row + i % rows / group, head, merged[i].total, merged_out + static_cast<size_t>(i) * dim);
+    }
+  }
+
+ private:
+  struct Running {
+    float best = -kInfinity;
+    VF total = {};  // by lane
+  };
+
+  // 64 keys. Tokens that no row sees are `nothing`.
+  struct Tile {
+    int key;         // position of the first
+    int begin, end;  // those that some row sees
+    int64_t slot[kKeyTile];
+    const uint8_t *k[kKeyTile], *v[kKeyTile];  // whole tokens
+  };
+
+  void read_queries() {
+    float values[kMaxHeadDim];
+    const FreightFormat type = static_cast<FreightFormat>(a.q_type);
+    const bool scaled = a.scales == FREIGHT_STATIC_SCALES && call.k_factor.empty();
+    for (int h = 0; h < task.heads; h++)
+      for (int row = 0; row < rows; row++) {
+        const int kv_head = task.head + h, head = kv_head * group + row % group;
+        const int64_t from = (task.row + row / group) * a.q_stride + static_cast<int64_t>(head) * a.head_dim;
+        read_row(static_cast<const char*>(a.q) + from * bytes_of(type), type, a.head_dim, values);
+        if (scaled) {
+          const float* scale = static_cast<const float*>(a.k_scale) + static_cast<size_t>(kv_head) * a.head_dim;
+          for (int d = 0; d < a.head_dim; d++) values[d] *= scale[d];
+        }
+        tiles.pack_q(values, row, q + h * q_size);
+      }
+  }
+
+  void walk_split(int split) {
+    const int end = std::min((split + 1) * kKeySplit, task.position + task.positions);
+    const int begin = std::max(split * kKeySplit, call.first_key(task.position)) / kKeyTile * kKeyTile;
+    Tile tiles_of_keys[2];
+    if (begin < end) find_keys(begin, end, tiles_of_keys[0]);
+    for (int key = begin, turn = 0; key < end; key += kKeyTile, turn ^= 1) {
+      Tile &tile = tiles_of_keys[turn], &next = tiles_of_keys[turn ^ 1];
+      const bool more = key + kKeyTile < end;
+      if (more) find_keys(key + kKeyTile, end, next);
+      for (int h = 0; h < task.heads; h++) {
+        if (more) prefetch(next, h);
+        walk_tile(tile, h);
+      }
+    }
+  }
+
+  void find_keys(int key, int end, Tile& tile) const {
+    tile.key = key;
+    tile.begin = std::max(0, call.first_key(task.position) - key), tile.end = std::min(kKeyTile, end - key);
+    const int32_t* table = a.block_tables + static_cast<int64_t>(task.sequence) * a.max_blocks;
+    const int64_t token_bytes = static_cast<int64_t>(a.num_kv_heads) * a.head_dim * bytes_of(Tiles::format);
+    int block = (key + tile.begin) / a.block_size, offset = (key + tile.begin) % a.block_size;
+    for (int i = 0; i < kKeyTile; i++) tile.k[i] = tile.v[i] = call.nothing.data();
+    for (int i = tile.begin; i < tile.end; i++) {
+      tile.slot[i] = static_cast<int64_t>(table[block]) * a.block_size + offset;
+      tile.k[i] = static_cast<const uint8_t*>(a.k) + tile.slot[i] * token_bytes;
+      tile.v[i] = static_cast<const uint8_t*>(a.v) + tile.slot[i] * token_bytes;
+      if (++offset == a.block_size) offset = 0, block++;
+    }
+  }
+
+  // Ask for a part of the next tile while head h of this one is computed: whole tokens, as they lie in memory.
+  // Inlined by force: GCC takes a function that only prefetches for one without effect, and drops its calls.
+  __attribute__((always_inline)) void prefetch(const Tile& tile, int h) const {
+    const size_t first = static_cast<size_t>(task.head) * a.head_dim * bytes_of(Tiles::format);
+    const size_t last = static_cast<size_t>(task.head + task.heads) * a.head_dim * bytes_of(Tiles::format);
+    for (int i = kKeyTile * h / task.heads; i < kKeyTile * (h + 1) / task.heads; i++)
+      for (size_t byte = first; byte < last; byte += 64) {
+        __builtin_prefetch(tile.k[i] + byte, 0, 2);
+        __builtin_prefetch(tile.v[i] + byte, 0, 2);
+      }
+  }
+
+  void walk_tile(const Tile& tile, int h) {
+    read_scales(tile, task.head + h);
+    const size_t offset = static_cast<size_t>(task.head + h) * a.head_dim * bytes_of(Tiles::format);
+    tiles.pack_k(tile.k, offset, k);
+    tiles.pack_v(tile.v, offset, v);
+    if ((sees_all(tile, 0) && sees_all(tile, task.positions - 1)) || tiles.finite(v)) {
+      walk_rows(tile, h, 0, rows);
+      return;
+    }
+    // A probability of 0 times infinity or NaN would reach rows that do not see that key.
+    for (int i = 0; i < task.positions; i++) {
+      int begin, end;
+      seen(tile, i, begin, end);
+      Tile own = tile;
+      for (int key = 0; key < kKeyTile; key++)
+        if (key < begin || key >= end) own.v[key] = call.nothing.data();
+      tiles.pack_v(own.v, offset, v);
+      walk_rows(tile, h, i * group, group);
+    }
+  }
+
+  // What multiplies the scores, towards base 2, and the probabilities.
+  void read_scales(const Tile& tile, int head) {
+    const float factor = call.k_factor.empty() ? 1.0f : call.k_factor[head];
+    const float coefficient = a.softmax_scale * 1.44269504088896341f * factor;
+    std::fill(k_scale, k_scale + kKeyTile, coefficient);
+    if (a.scales != FREIGHT_TOKEN_SCALES) return;
+    std::fill(v_scale, v_scale + kKeyTile, 0.0f);
+    for (int i = tile.begin; i < tile.end; i++) {
+      const int64_t from = tile.slot[i] * a.num_kv_heads + head;
+      k_scale[i] = coefficient * bf16_to_float(static_cast<const uint16_t*>(a.k_scale)[from]);
+      v_scale[i] = bf16_to_float(static_cast<const uint16_t*>(a.v_scale)[from]);
+    }
+  }
+
+  // Keys of the tile that the rows of the i-th position see: [begin, end), empty if end <= begin.
+  void seen(const Tile& tile, int i, int& begin, int& end) const {
+    const int position = task.position + i;
+    begin = std::max(0, call.first_key(position) - tile.key);
+    end = std::min(kKeyTile, position + 1 - tile.key);
+  }
+
+  bool sees_all(const Tile& tile, int i) const {
+    int begin, end;
+    seen(tile, i, begin, end);
+    return begin <= tile.begin && end >= tile.end;
+  }
+
+  // In blocks of rows whose sums fit in registers; blocks that see nothing of the tile are left out.
+  void walk_rows(const Tile& tile, int h, int first, int count) {
+    const int blocks = (count + Tiles::max_rows - 1) / Tiles::max_rows, step = (count + blocks - 1) / blocks;
+    for (int row = first; row < first + count; row += step) {
+      const int n = std::min(step, first + count - row);
+      int begin, end, unused;
+      seen(tile, row / group, begin, unused);
+      seen(tile, (row + n - 1) / group, unused, end);
+      if (begin < kKeyTile && end > 0) block<Tiles::max_rows>(tile, h, row, n);
+    }
+  }
+
+  template <int ROWS>
+  void block(const Tile& tile, int h, int row, int n) {
+    if (n < ROWS) {
+      if constexpr (ROWS > 1) block<ROWS - 1>(tile, h, row, n);
+      return;
+    }
+    alignas(64) float scores[ROWS * kKeyTile];
+    float decay[ROWS];
+    tiles.template scores<ROWS>(q + h * q_size, row, k, scores);
+    for (int r = 0; r < ROWS; r++) decay[r] = softmax(tile, running[h * rows + row + r], row + r, r, scores + r * kKeyTile);
+    tiles.template accumulate<ROWS>(p, v, decay, out + static_cast<size_t>(h * rows + row) * tiles.value_dim);
+  }
+
+  // Scores -> probabilities, the `place`-th in p, against the largest score so far; returns what multiplies older sums.
+  float softmax(const Tile& tile, Running& so_far, int row, int place, const float* scores) {
+    constexpr int parts = kKeyTile / W;
+    int begin, end;
+    seen(tile, row / group, begin, end);
+    VF s[parts];
+    for (int i = 0; i < parts; i++) s[i] = load(scores + i * W) * load(k_scale + i * W);
+    if (begin > 0 || end < kKeyTile)
+      for (int i = 0; i < parts; i++) s[i] = mask(s[i], begin - i * W, end - i * W);
+    VF largest = s[0];
+    for (int i = 1; i < parts; i++) largest = max(largest, s[i]);
+    const float of_tile = reduce_max(largest), best = of_tile > so_far.best ? of_tile : so_far.best;
+    const float base = best == -kInfinity ? 0.0f : best;
+    const float decay = exp2_of(so_far.best - base);
+    const float* scale = a.scales == FREIGHT_TOKEN_SCALES ? v_scale : nullptr;
+    so_far.best = best;
+    so_far.total = so_far.total * set1(decay);
+    for (int i = 0; i < parts; i++)
+      so_far.total = so_far.total + tiles.put_p(p, place, i * W, exp2(s[i] - set1(base)), scale);
+    return decay;
+  }
+
+  // Lanes outside [begin, end) become -infinity.
+  static VF mask(VF s, int begin, int end) {
+    VI lane;
+    for (int i = 0; i < W; i++) lane[i] = i;
+    return (lane >= begin) & (lane < end) ? s : set1(-kInfinity);
+  }
+
+  const Call<Tiles>& call;
+  const FreightAttention& a;
+  const Tiles& tiles;
+  const Task& task;
+  const int group, rows, states;  // query heads per KV head; rows of one KV head; of all of the task's
+  const size_t q_size;            // floats of one KV head's queries
+  std::vector<Running> running;   // [heads][rows]
+  float *q, *k, *v, *p, *out, *merged_out;
+  alignas(64) float k_scale[kKeyTile], v_scale[kKeyTile];
+};
+
+}  // namespace freight

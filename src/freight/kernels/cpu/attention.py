@@ -1,0 +1,77 @@
+"""Attention over the pages of the cache (csrc/attention.cpp): K and V are read as stored and decoded in registers.
+
+A row's bits depend on nothing but its own history: not on the other rows, the chunk, the threads, or the blocks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from freight.batch import ForwardBatch
+from freight.fp8.quantize import format_of
+from freight.fp8.values import KVPages
+from freight.kernels.cpu.library import Library
+from freight.kernels.cpu.pages import FORMATS, address, rows_of, scales_of
+
+
+class _Arguments(ctypes.Structure):
+    """FreightAttention in csrc/attention.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "out", "k", "v", "k_scale", "v_scale")),
+        *((name, ctypes.c_void_p) for name in ("query_starts", "context_lens", "block_tables")),
+        ("q_stride", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("q_type", "kv_format", "scales")),
+        *((name, ctypes.c_int32) for name in ("num_seqs", "max_blocks", "num_heads", "num_kv_heads")),
+        *((name, ctypes.c_int32) for name in ("head_dim", "block_size", "window")),
+        ("softmax_scale", ctypes.c_float),
+        ("threads", ctypes.c_int32),
+    )
+
+
+def make_attention(library: Library) -> Callable[[Tensor, KVPages, ForwardBatch, float, int | None], Tensor]:
+    """`KernelSet.attention` for this build."""
+    call = library.functions.freight_attention
+    call.argtypes = [ctypes.POINTER(_Arguments)]
+    call.restype = None
+
+    def attention(q: Tensor, pages: KVPages, batch: ForwardBatch, softmax_scale: float, window: int | None) -> Tensor:
+        """q: [num_tokens, num_heads, head_dim]; returns the same. As `reference.attention`; over FP8 and bfloat16 pages
+        with the avx512 build, bfloat16 queries meet bfloat16 dot products."""
+        q = rows_of(q)
+        out = torch.empty(q.shape, dtype=q.dtype)
+        _, num_heads, head_dim = q.shape
+        _, block_size, num_kv_heads, _ = pages.k.shape
+        call(
+            _Arguments(
+                q=q.data_ptr(),
+                out=out.data_ptr(),
+                k=address(pages.k),
+                v=address(pages.v),
+                k_scale=address(pages.k_scale),
+                v_scale=address(pages.v_scale),
+                query_starts=address(batch.query_starts),
+                context_lens=address(batch.context_lens),
+                block_tables=address(batch.block_tables),
+                q_stride=q.stride(0),
+                q_type=FORMATS[format_of(q)],
+                kv_format=FORMATS[pages.format],
+                scales=scales_of(pages),
+                num_seqs=batch.num_seqs,
+                max_blocks=batch.block_tables.shape[1],
+                num_heads=num_heads,
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
+                block_size=block_size,
+                window=window or 0,
+                softmax_scale=softmax_scale,
+                threads=torch.get_num_threads(),
+            )
+        )
+        return out
+
+    return attention

@@ -1,0 +1,46 @@
+"""What attention and the store tell the C functions about the pages of the cache (csrc/attention.h)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from freight.errors import KernelError
+from freight.fp8.formats import Format
+from freight.fp8.values import KVPages
+
+# FreightFormat in csrc/freight.h
+FORMATS = {
+    Format.FLOAT32: 0,
+    Format.FLOAT16: 1,
+    Format.BFLOAT16: 2,
+    Format.E4M3FN: 3,
+    Format.E5M2: 4,
+    Format.E4M3FNUZ: 5,
+}
+MAX_HEAD_DIM = 1024  # kMaxHeadDim in csrc/attention_tile.h
+
+
+def scales_of(pages: KVPages) -> int:
+    """FreightKvScales: none, static or per token."""
+    if pages.k_scale is None:
+        return 0
+    return 2 if pages.dynamic else 1
+
+
+def address(tensor: Tensor | None) -> int | None:
+    if tensor is None:
+        return None
+    assert tensor.is_contiguous()
+    return tensor.data_ptr()
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """x [rows, heads, head_dim], copied unless each row lies in one piece; the rows may lie apart.
+
+    Raises KernelError for heads that the kernels have no room for.
+    """
+    if x.shape[2] > MAX_HEAD_DIM:
+        raise KernelError(
+            f"the CPU kernels take heads of at most {MAX_HEAD_DIM} channels, not {x.shape[2]}; --kernels reference does"
+        )
+    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()

@@ -1,0 +1,231 @@
+"""Attention of the compiled kernels against float64 arithmetic over what is stored, in every build that runs here.
+
+Pages start as NaN and NaN stands beside every token, so whatever is read beyond a row's own keys shows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from freight.batch import ForwardBatch
+from freight.engine.prepare import Logits, SequenceSlice, prepare
+from freight.errors import KernelError
+from freight.fp8.formats import Format
+from freight.fp8.quantize import decode, torch_dtype
+from freight.fp8.values import KVPages
+from freight.kernels import reference
+from freight.kernels.cpu import library
+from freight.kernels.cpu.attention import make_attention
+
+FP8 = (Format.E4M3FN, Format.E5M2, Format.E4M3FNUZ)
+WIDE = (Format.FLOAT32, Format.FLOAT16, Format.BFLOAT16)
+CACHES = [*((format, scales) for format in FP8 for scales in (None, "head", "channel", "token"))]
+CACHES += [(format, None) for format in WIDE]
+BUILDS = library.runnable()
+NAN = {Format.E4M3FNUZ: 0x80, Format.E4M3FN: 0x7F, Format.E5M2: 0x7F}
+
+
+@pytest.fixture(params=BUILDS)
+def attention(request: pytest.FixtureRequest) -> Any:
+    return make_attention(library.load(request.param))
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Pages that hold one sequence per entry of `lengths`, in blocks of no order, NaN everywhere else."""
+
+    pages: KVPages
+    blocks: list[list[int]]
+    lengths: list[int]
+
+    def batch(self, rows: list[int], ends: list[int] | None = None) -> ForwardBatch:
+        """The last `rows` positions before `ends` (default: all that is stored) of each sequence; 0: not in it."""
+        size = self.pages.block_size
+        slices = [
+            SequenceSlice([0] * count, end - count, blocks, Logits.NONE)
+            for count, end, blocks in zip(rows, ends or self.lengths, self.blocks, strict=True)
+            if count
+        ]
+        return prepare(slices, size)
+
+
+def make_cache(
+    format: Format, scales: str | None, lengths: list[int], heads: int, dim: int, block_size: int = 16, seed: int = 0
+) -> Cache:
+    torch.manual_seed(seed)
+    counts = [-(-length // block_size) for length in lengths]
+    shape = (sum(counts) + 2, block_size, heads, dim)
+    order = torch.randperm(shape[0]).tolist()
+    blocks = [order[sum(counts[:i]) : sum(counts[: i + 1])] for i in range(len(counts))]
+
+    def page() -> torch.Tensor:
+        if format.is_fp8:
+            return torch.full(shape, NAN[format], dtype=torch.uint8).view(torch_dtype(format))
+        return torch.full(shape, torch.nan, dtype=torch_dtype(format))
+
+    scale: list[torch.Tensor | None] = [None, None]
+    if scales == "head":
+        scale = [(torch.rand(heads, 1) * 0.02 + 0.01).expand(heads, dim).contiguous() for _ in "kv"]
+    elif scales == "channel":
+        scale = [torch.rand(heads, dim) * 0.02 + 0.01 for _ in "kv"]
+    elif scales == "token":
+        scale = [torch.full(shape[:3], torch.nan, dtype=torch.bfloat16) for _ in "kv"]
+    pages = KVPages(page(), page(), *scale, torch.zeros(1, dtype=torch.int64))
+    cache = Cache(pages, blocks, lengths)
+    k, v = (torch.randn(sum(lengths), heads, dim) for _ in "kv")
+    reference.store_kv(k, v, cache.batch(lengths).slots, pages)
+    return cache
+
+
+def exact(q: torch.Tensor, cache: Cache, batch: ForwardBatch, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """float64 attention over the stored values, and sum of p * |v|: what errors are measured against."""
+    outs, sizes = [], []
+    rows = batch.query_starts.tolist()
+    group = q.shape[1] // cache.pages.k.shape[2]
+    for seq, (begin, end) in enumerate(pairwise(rows)):
+        length = int(batch.context_lens[seq])
+        blocks = batch.block_tables[seq, : -(-length // cache.pages.block_size)].long()
+        stored = []
+        for page, scale in ((cache.pages.k, cache.pages.k_scale), (cache.pages.v, cache.pages.v_scale)):
+            values = decode(torch.stack([page[block] for block in blocks.tolist()])).double()
+            if scale is not None:
+                values = values * (scale[blocks].double()[..., None] if cache.pages.dynamic else scale.double())
+            stored.append(values.flatten(0, 1)[:length].repeat_interleave(group, 1).transpose(0, 1))
+        k, v = stored
+        i, j = torch.arange(length - (end - begin), length)[:, None], torch.arange(length)
+        seen = (j <= i) if window is None else (j <= i) & (i - j < window)
+        scores = q[begin:end].double().transpose(0, 1) @ k.transpose(1, 2) * q.shape[2] ** -0.5
+        p = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        outs.append((p @ v).transpose(0, 1))
+        sizes.append((p @ v.abs()).transpose(0, 1))
+    return torch.cat(outs), torch.cat(sizes)
+
+
+def check(attention: Any, cache: Cache, rows: list[int], group: int, window: int | None, dtype: torch.dtype) -> None:
+    batch = cache.batch(rows)
+    _, _, heads, dim = cache.pages.k.shape
+    q = torch.randn(sum(rows), heads * group, dim).to(dtype)
+    out = attention(q, cache.pages, batch, dim**-0.5, window)
+    want, size = exact(q, cache, batch, window)
+    assert out.dtype == dtype
+    assert out.shape == q.shape
+    tolerance = 4e-3 if dtype == torch.bfloat16 else 1e-5
+    rounding = torch.finfo(dtype).eps / 2 * want.abs() + torch.finfo(dtype).tiny
+    assert ((out.double() - want).abs() <= tolerance * size + rounding).all()
+
+
+@pytest.mark.parametrize(("format", "scales"), CACHES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 70])
+def test_formats(attention, format, scales, dtype, window):
+    cache = make_cache(format, scales, [200, 64, 65, 1], 2, 64)
+    check(attention, cache, [40, 1, 65, 1], 4, window, dtype)
+
+
+@pytest.mark.parametrize("dim", [32, 33, 40, 64, 80, 96, 100, 128, 192, 255, 256])
+@pytest.mark.parametrize("group", [1, 3, 8])
+@pytest.mark.parametrize("cache", [(Format.E4M3FN, "token"), (Format.BFLOAT16, None)])
+def test_shapes(attention, cache, group, dim):
+    heads = 3 if dim < 128 else 1
+    for dtype in (torch.bfloat16, torch.float32):
+        check(attention, make_cache(*cache, [70, 33], heads, dim), [9, 1], group, None, dtype)
+
+
+@pytest.mark.parametrize("group", [1, 2, 4, 5, 6, 7, 8])
+@pytest.mark.parametrize("block_size", [8, 24, 64])
+def test_groups_and_block_sizes(attention, group, block_size):
+    """Contexts that end in the first slot of a block, in its last, and in between."""
+    lengths = [block_size, 2 * block_size + 1, 3 * block_size - 1]
+    cache = make_cache(Format.E5M2, None, lengths, 2, 48, block_size)
+    for rows in ([1, 1, 1], [block_size, 2, 20]):
+        check(attention, cache, rows, group, None, torch.bfloat16)
+
+
+def test_float16_queries(attention):
+    check(attention, make_cache(Format.E4M3FN, "channel", [130], 2, 64), [130], 2, None, torch.float16)
+
+
+@pytest.mark.parametrize("window", [None, 1500])
+def test_long_contexts_are_cut_and_merged(attention, window):
+    cache = make_cache(Format.E4M3FN, "token", [3000, 1025, 1024], 2, 32)
+    check(attention, cache, [1, 1, 1], 2, window, torch.float32)
+    check(attention, cache, [50, 3, 1024], 2, window, torch.bfloat16)
+
+
+def test_one_key_tells_which_value(attention):
+    """A query that matches one key far more than any other returns that key's value."""
+    cache = make_cache(Format.FLOAT32, None, [300], 1, 64)
+    pages = cache.pages
+    k, v = (page[cache.blocks[0]].flatten(0, 1)[:300, 0] for page in (pages.k, pages.v))
+    for position in (0, 63, 64, 200, 299):
+        q = (k[position] * 1000)[None, None]
+        assert torch.allclose(attention(q, pages, cache.batch([1]), 1.0, None)[0, 0], v[position], atol=1e-5)
+
+
+@settings(deadline=None, max_examples=12)
+@given(
+    stored=st.sampled_from(CACHES),
+    cuts=st.sets(st.integers(1, 1299), max_size=12),
+    window=st.sampled_from([None, 3, 64, 1100]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+@pytest.mark.parametrize("build", BUILDS)
+def test_chunks_batches_and_threads_change_no_bit(build, stored, cuts, window, dtype):
+    attention = make_attention(library.load(build))
+    cache = make_cache(*stored, [1300, 200, 7], 2, 40)
+    q = torch.randn(1300, 6, 40).to(dtype)
+    others = torch.randn(207, 6, 40).to(dtype)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        whole = attention(q, cache.pages, cache.batch([1300, 0, 0]), 0.15, window)
+        for threads, (begin, end) in enumerate(pairwise([0, *sorted(cuts), 1300])):
+            torch.set_num_threads(threads % 4 + 1)
+            count = end - begin
+            alone = attention(q[begin:end], cache.pages, cache.batch([count, 0, 0], [end, 0, 0]), 0.15, window)
+            assert torch.equal(alone, whole[begin:end])
+            batch = cache.batch([count, 200, 7], [end, 200, 7])
+            together = attention(torch.cat([q[begin:end], others]), cache.pages, batch, 0.15, window)
+            assert torch.equal(together[:count], whole[begin:end])
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            last = attention(q[-1:], cache.pages, cache.batch([1, 0, 0]), 0.15, window)
+            assert torch.equal(last, whole[-1:])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("part", ["k", "v"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_what_is_not_finite_reaches_the_rows_that_see_it_alone(attention, part, value, dtype):
+    cache, clean = (make_cache(Format.BFLOAT16, None, [100], 2, 64) for _ in range(2))
+    slot = cache.batch([100]).slots[70]
+    getattr(cache.pages, part).flatten(0, 1)[slot, 0] = value
+    q = torch.rand(100, 4, 64).to(dtype)
+    out, expected = (attention(q, c.pages, c.batch([100]), 0.125, 20) for c in (cache, clean))
+    sees = torch.zeros(100, 4, dtype=torch.bool)
+    sees[70:90, :2] = True
+    assert torch.equal(out[~sees], expected[~sees])
+    assert not out[sees].isfinite().any()
+
+
+def test_rows_of_q_may_lie_apart(attention):
+    cache = make_cache(Format.E4M3FN, "head", [50], 2, 64)
+    qkv = torch.randn(50, 8, 64)
+    q, batch = qkv[:, :4], cache.batch([50])
+    a, b = (attention(rows, cache.pages, batch, 0.125, None) for rows in (q, q.contiguous()))
+    assert torch.equal(a, b)
+
+
+def test_heads_too_wide_are_refused(attention):
+    cache = make_cache(Format.E4M3FN, None, [3], 1, 1025)
+    with pytest.raises(KernelError, match="at most 1024 channels, not 1025"):
+        attention(torch.zeros(3, 1, 1025), cache.pages, cache.batch([3]), 1.0, None)
