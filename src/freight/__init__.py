@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from freight.calibrate.quantize import QuantizeResult, quantize
     from freight.errors import CapacityError, CheckpointError, ConfigError, FreightError, KernelError, RequestError
     from freight.llm import LLM
     from freight.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
@@ -26,15 +27,17 @@ __all__ = [
     "FreightError",
     "KernelError",
     "Logprob",
+    "QuantizeResult",
     "RequestError",
     "RequestOutput",
     "SamplingParams",
     "__version__",
+    "quantize",
 ]
 
-_HOMES = {"LLM": "llm", "SamplingParams": "sampling"} | dict.fromkeys(
-    ("CompletionOutput", "FinishReason", "Logprob", "RequestOutput"), "outputs"
-)  # the rest are errors
+_HOMES = {"LLM": "llm", "SamplingParams": "sampling"}
+_HOMES |= dict.fromkeys(("CompletionOutput", "FinishReason", "Logprob", "RequestOutput"), "outputs")
+_HOMES |= dict.fromkeys(("QuantizeResult", "quantize"), "calibrate.quantize")  # the rest are errors
 
 if not TYPE_CHECKING:  # type checkers see the imports above, and so report a misspelt name
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
+from freight.checkpoint.extras import read_extras
 from freight.checkpoint.layouts import read_scheme
 from freight.checkpoint.reader import Checkpoint
 from freight.errors import CheckpointError
@@ -65,7 +66,7 @@ def parse_scale_name(name: str) -> tuple[int, str] | None:
 
 
 def read_kv_scales(checkpoint: Checkpoint, model: ModelShape) -> KVScales:
-    """Take every KV scale of the checkpoint.
+    """Take every KV scale of the checkpoint; those per head or channel that lie beside it (`checkpoint.extras`) count.
 
     A scale of one side alone stands for both, as does `kv_scale`. Raises CheckpointError, naming tensor and value, for
     a scale that is not positive and finite, has a shape that fits neither tensor, head nor channel, or is there under
@@ -87,6 +88,9 @@ def read_kv_scales(checkpoint: Checkpoint, model: ModelShape) -> KVScales:
                     f"{other} = {_short(present)} and {name} = {_short(values)} are the same KV scale"
                 )
             found[layer].setdefault(side, (name, values))
+    finer = read_extras(checkpoint, model)
+    if finer is not None:
+        return finer
     format = read_scheme(checkpoint.config, checkpoint.hf_quant_config).kv_format or Format.E4M3FN
     return KVScales(tuple(_layer(sides, model) for sides in found), format)
 

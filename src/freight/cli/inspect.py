@@ -8,7 +8,10 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from freight.errors import ConfigError
 
 if TYPE_CHECKING:
     from freight.checkpoint.reader import Checkpoint
@@ -18,13 +21,34 @@ if TYPE_CHECKING:
 _NOT_PARAMETERS = ("scale", "scale_inv", "scale_ub", "zero_point", "inv_freq", "qscale_act", "qscale_weight")
 
 
-def inspect(model: str, as_json: bool) -> None:
-    """Print what `model` is, as a table or as one JSON object. Raises CheckpointError."""
+def inspect(model: str, as_json: bool, picture: Path | None = None) -> None:
+    """Print what `model` is, as a table or as one JSON object; draw its KV scales into `picture`.
+
+    Raises CheckpointError, and ConfigError for a picture that cannot be made.
+    """
     facts = describe(model)
+    if picture is not None:
+        _draw(facts, picture)
     if as_json:
         print(json.dumps(facts, indent=2))
     else:
         _print_table(facts)
+
+
+def _draw(facts: dict[str, Any], picture: Path) -> None:
+    from freight.evaluate.scale_picture import scale_picture
+
+    if picture.suffix != ".svg":
+        raise ConfigError(f"--picture {picture}: what is drawn is SVG; name a file that ends in .svg")
+    if picture.exists():
+        raise ConfigError(f"--picture {picture}: the file exists; remove it, or name another")
+    scales = facts["kv_cache"]["scales"]
+    if not any(entry["k"] for entry in scales):
+        raise ConfigError(f"--picture {picture}: {facts['model']} has no KV scales to draw")
+    try:
+        picture.write_text(scale_picture(facts["model"], facts["kv_cache"]["scales_format"], scales), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--picture {picture} cannot be written: {error}") from error
 
 
 def describe(model: str) -> dict[str, Any]:

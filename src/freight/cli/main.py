@@ -7,12 +7,13 @@ RequestError), 1 for the rest. Ctrl-C is 130. Nothing here loads torch; a verb d
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from freight import __version__
-from freight.cli import bench
+from freight.cli import bench, scales
 from freight.cli.chat import chat
 from freight.cli.demo import demo
 from freight.cli.env import env
@@ -20,6 +21,7 @@ from freight.cli.evaluate import evaluate
 from freight.cli.generate import generate
 from freight.cli.inspect import inspect
 from freight.cli.options import takes_model
+from freight.cli.quantize import quantize
 from freight.errors import ConfigError, FreightError, RequestError
 
 app = typer.Typer(
@@ -49,18 +51,23 @@ def _root(
 
 @takes_model
 def _inspect(
-    model: str, as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
+    model: str,
+    picture: Annotated[
+        Path | None, typer.Option(metavar="FILE.svg", help="Draw the KV scales by layer into a new file.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show what a checkpoint holds.
 
     Architecture, bytes by format, declared scheme, KV scales; no weight is read.
     """
-    inspect(model, as_json)
+    inspect(model, as_json, picture)
 
 
-for verb in (generate, chat, evaluate, demo, env):
+for verb in (generate, chat, quantize, evaluate, demo, env):
     app.command()(verb)
 app.command("inspect")(_inspect)
+app.add_typer(scales.app, name="scales")
 app.add_typer(bench.app, name="bench")
 
 

@@ -128,7 +128,7 @@ _READ = _words(
     model_type architectures vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
     num_key_value_heads head_dim max_position_embeddings rms_norm_eps rope_theta rope_scaling rope_parameters
     original_max_position_embeddings tie_word_embeddings dtype torch_dtype bos_token_id eos_token_id
-    quantization_config compression_config kv_cache_torch_dtype kv_cache_dtype
+    quantization_config compression_config kv_cache_torch_dtype kv_cache_dtype freight
     """
 )
 # training, bookkeeping, and defaults of transformers' generate()

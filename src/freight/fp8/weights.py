@@ -1,4 +1,7 @@
-"""Weights to FP8: one scale per output row, or per 128 x 128 block. Always from the largest finite magnitude."""
+"""Weights to FP8: one scale per tensor, output row, or 128 x 128 block. Always from the largest finite magnitude.
+
+`scale_format` is what the scale will be stored in: it is rounded to that before it divides, so codes and scale agree.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +18,40 @@ BLOCK = 128  # rows and columns that share a scale in block-scaled weights (Deep
 _PIECE = 2**20  # elements of a weight that are in float32 at once: they stay in the CPU's cache
 
 
-def quantize_rows(weight: Tensor, format: Format) -> tuple[Tensor, Tensor]:
+def quantize_rows(weight: Tensor, format: Format, scale_format: Format = Format.FLOAT32) -> tuple[Tensor, Tensor]:
     """[rows, columns] -> (FP8 of that shape, float32 [rows]: one scale per output row).
 
     Works in pieces, so beside the result it needs memory for a few million numbers only.
     """
     stored = torch.empty_like(weight, dtype=torch_dtype(format))
     scale = weight.new_empty(len(weight), dtype=torch.float32)
-    step = max(1, _PIECE // max(1, weight.shape[1]))
-    for begin in range(0, len(weight), step):
-        rows = slice(begin, begin + step)
-        scale[rows] = scale_from_amax(amax(weight[rows], 1), format)
+    for rows in _pieces(weight):
+        scale[rows] = _stored(scale_from_amax(amax(weight[rows], 1), format), scale_format)
         stored[rows] = encode(weight[rows], scale[rows, None], format)
     return stored, scale
 
 
-def quantize_blocks(weight: Tensor, format: Format) -> tuple[Tensor, Tensor]:
+def quantize_tensor(weight: Tensor, format: Format, scale_format: Format = Format.FLOAT32) -> tuple[Tensor, Tensor]:
+    """[rows, columns] -> (FP8 of that shape, float32 []: one scale). In pieces, as `quantize_rows`."""
+    largest = torch.stack([amax(weight[rows], (0, 1)) for rows in _pieces(weight)]).amax()
+    scale = _stored(scale_from_amax(largest, format), scale_format)
+    stored = torch.empty_like(weight, dtype=torch_dtype(format))
+    for rows in _pieces(weight):
+        stored[rows] = encode(weight[rows], scale, format)
+    return stored, scale
+
+
+def _pieces(weight: Tensor) -> list[slice]:
+    step = max(1, _PIECE // max(1, weight.shape[1]))
+    return [slice(begin, begin + step) for begin in range(0, len(weight), step)]
+
+
+def _stored(scale: Tensor, format: Format) -> Tensor:
+    """float32 values of `scale` as `format` keeps them."""
+    return scale.to(torch_dtype(format)).float()
+
+
+def quantize_blocks(weight: Tensor, format: Format, scale_format: Format = Format.FLOAT32) -> tuple[Tensor, Tensor]:
     """[rows, columns] -> (FP8 of that shape, float32 [ceil(rows / 128), ceil(columns / 128)]: one scale per block)."""
     rows, columns = weight.shape
     stored = torch.empty_like(weight, dtype=torch_dtype(format))
@@ -38,7 +59,7 @@ def quantize_blocks(weight: Tensor, format: Format) -> tuple[Tensor, Tensor]:
     for begin in range(0, rows, BLOCK):
         band = weight[begin : begin + BLOCK]
         largest = functional.pad(amax(band, 0), (0, -columns % BLOCK)).view(-1, BLOCK).amax(1)
-        scales.append(scale_from_amax(largest, format)[None])
+        scales.append(_stored(scale_from_amax(largest, format), scale_format)[None])
         stored[begin : begin + BLOCK] = encode(band, expand_blocks(scales[-1], band.shape), format)
     return stored, torch.cat(scales)
 

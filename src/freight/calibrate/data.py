@@ -1,0 +1,122 @@
+"""Calibration data -> samples, each a list of token ids.
+
+A file that ends in .jsonl has a sample a line: an object with `text`, with `messages` (through the model's chat
+template), or with `input_ids`, which need no tokenizer. Any other file is one text, cut into samples of
+`max_seq_len` tokens. Texts get the tokens that the model wants around a text (BOS), as at inference.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from freight.errors import ConfigError, RequestError
+from freight.tokenizer import Tokenizer
+
+MIN_TOKENS = 256  # below that, a largest magnitude says little
+
+Samples = list[list[int]]
+_KEYS = ("text", "messages", "input_ids")
+
+
+def read_samples(
+    data: object, num_samples: int, max_seq_len: int, vocab_size: int, load_tokenizer: Callable[[], Tokenizer]
+) -> Samples:
+    """At most `num_samples` samples of at most `max_seq_len` tokens.
+
+    `data` is a path, or a sequence of strings or of lists of token ids. `load_tokenizer` is called if there is text.
+    Raises ConfigError for a file that cannot be read, a line that is no sample, a token id that the model does not
+    have, and for fewer than MIN_TOKENS tokens.
+    """
+    tokenizer = _Lazy(load_tokenizer)
+    where = f"--calibration-data {data}" if isinstance(data, str | Path) else "calibration_data"
+    if isinstance(data, str | Path):
+        found = _from_file(where, Path(data), tokenizer, max_seq_len)
+    else:
+        found = _from_python(where, data, tokenizer)
+    samples = [ids[:max_seq_len] for ids in islice((ids for ids in found if ids), num_samples)]
+    for ids in samples:
+        if not 0 <= min(ids) <= max(ids) < vocab_size:
+            bad = next(token for token in ids if not 0 <= token < vocab_size)
+            raise ConfigError(f"{where}: token id {bad} is not in the model's vocabulary, [0, {vocab_size})")
+    total = sum(map(len, samples))
+    if total < MIN_TOKENS:
+        raise ConfigError(
+            f"{where} gives {total} tokens in {len(samples)} samples; at least {MIN_TOKENS} are needed for scales that "
+            "mean something. Give more text, or raise --num-samples or --max-seq-len"
+        )
+    return samples
+
+
+class _Lazy:
+    """A tokenizer that is loaded when it is needed first."""
+
+    def __init__(self, load: Callable[[], Tokenizer]) -> None:
+        self._load = load
+        self._tokenizer: Tokenizer | None = None
+
+    def __call__(self) -> Tokenizer:
+        if self._tokenizer is None:
+            self._tokenizer = self._load()
+        return self._tokenizer
+
+
+def _from_file(where: str, path: Path, tokenizer: _Lazy, max_seq_len: int) -> Iterator[list[int]]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{where} cannot be read as text: {error}") from None
+    return _lines(where, text, tokenizer) if path.suffix == ".jsonl" else _pieces(text, tokenizer(), max_seq_len)
+
+
+def _pieces(text: str, tokenizer: Tokenizer, max_seq_len: int) -> Iterator[list[int]]:
+    """The text in samples of `max_seq_len`, each with what the model wants before a text."""
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    begin = [tokenizer.bos_token_id] if tokenizer.encode("a")[:1] == [tokenizer.bos_token_id] else []
+    step = max_seq_len - len(begin)
+    for start in range(0, len(ids), step):
+        yield [*(token for token in begin if token is not None), *ids[start : start + step]]
+
+
+def _lines(where: str, text: str, tokenizer: _Lazy) -> Iterator[list[int]]:
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            yield _line(f"{where}, line {number}", line, tokenizer)
+
+
+def _line(where: str, line: str, tokenizer: _Lazy) -> list[int]:
+    try:
+        said = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{where} is not JSON: {error}") from None
+    keys = [key for key in _KEYS if isinstance(said, dict) and key in said]
+    if len(keys) != 1:
+        has = f"has {sorted(said)}" if isinstance(said, dict) else f"is {type(said).__name__}"
+        raise ConfigError(f"{where} {has}; each line is an object with one of `text`, `messages` or `input_ids`")
+    value: Any = said[keys[0]]
+    if keys[0] == "input_ids":
+        return _ids(where, value)
+    if keys[0] == "text":
+        if not isinstance(value, str):
+            raise ConfigError(f"{where}: `text` is {type(value).__name__}, not a string")
+        return tokenizer().encode(value)
+    try:
+        return tokenizer().apply_chat_template(value, add_generation_prompt=False)
+    except RequestError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _from_python(where: str, data: object, tokenizer: _Lazy) -> Iterator[list[int]]:
+    if not isinstance(data, Sequence):
+        raise ConfigError(f"{where} is {type(data).__name__}; give a path, strings, or lists of token ids")
+    for number, sample in enumerate(data):
+        yield tokenizer().encode(sample) if isinstance(sample, str) else _ids(f"{where}[{number}]", sample)
+
+
+def _ids(where: str, value: object) -> list[int]:
+    if not isinstance(value, Sequence) or not all(isinstance(x, int) and not isinstance(x, bool) for x in value):
+        raise ConfigError(f"{where}: token ids are a list of whole numbers, not {str(value)[:60]}")
+    return list(value)

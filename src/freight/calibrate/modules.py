@@ -1,0 +1,76 @@
+"""The Linear modules of a model by name, and which of them a list of patterns leaves out.
+
+A pattern is a module's full name, or `re:` and a regular expression that is searched in it, as in AutoFP8. Patterns
+are expanded to names here, so what is written means the same to every reader, whatever syntax it has.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from freight.config.model import ModelConfig
+from freight.errors import ConfigError, nearest
+from freight.models.architectures import ARCHITECTURES
+
+
+@dataclass(frozen=True)
+class LayerModules:
+    """Linear modules of one layer, full names; those of one entry read the same input and are computed together."""
+
+    attention: str
+    qkv: tuple[str, ...]
+    o: tuple[str, ...]
+    gate_up: tuple[str, ...]
+    down: tuple[str, ...]
+
+    @property
+    def groups(self) -> tuple[tuple[str, ...], ...]:
+        return (self.qkv, self.o, self.gate_up, self.down)
+
+
+def layer_modules(config: ModelConfig) -> tuple[LayerModules, ...]:
+    names = ARCHITECTURES[config.architecture]
+
+    def of(index: int) -> LayerModules:
+        prefix = names.layer.format(index)
+        qkv, gate_up = (tuple(prefix + part for part in parts) for parts in (names.qkv, names.gate_up))
+        attention = qkv[0].rpartition(".")[0]
+        return LayerModules(attention, qkv, (prefix + names.o,), gate_up, (prefix + names.down,))
+
+    return tuple(map(of, range(config.num_layers)))
+
+
+def ignored_modules(config: ModelConfig, patterns: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(names that `patterns` leave out, the output head always among them; names that a merging engine misses).
+
+    The second are modules that are left in although another of their group is left out: engines that merge q, k, v or
+    gate, up want one scheme for all of them. Raises ConfigError for a pattern that matches no module.
+    """
+    layers = layer_modules(config)
+    head = ARCHITECTURES[config.architecture].head.removesuffix(".weight")
+    known = [name for layer in layers for group in layer.groups for name in group] + [head]
+    ignored = {head}
+    for pattern in patterns:
+        matched = _matches(pattern, known)
+        if not matched:
+            hint = nearest(pattern, known) if not pattern.startswith("re:") else ""
+            raise ConfigError(
+                f"--ignore {pattern!r} matches no Linear module{hint}; give a full name such as {known[0]!r}, or "
+                "re: and a regular expression, as in 're:.*down_proj'"
+            )
+        ignored.update(matched)
+    groups = [group for layer in layers for group in layer.groups]
+    torn = [name for group in groups if ignored & set(group) for name in group if name not in ignored]
+    return tuple(name for name in known if name in ignored), tuple(torn)
+
+
+def _matches(pattern: str, known: Sequence[str]) -> list[str]:
+    if not pattern.startswith("re:"):
+        return [name for name in known if name == pattern]
+    try:
+        expression = re.compile(pattern[3:])
+    except re.error as error:
+        raise ConfigError(f"--ignore {pattern!r} is no regular expression: {error}") from None
+    return [name for name in known if expression.search(name)]

@@ -1,0 +1,142 @@
+"""Observers: what a scale is made of, collected piece by piece, without keeping the values.
+
+An observer sees values [groups, count] and keeps, per group, the largest magnitude and, if it needs one, a histogram
+of magnitudes. `amax()` is the magnitude that shall become the format's largest number:
+
+absmax       the largest seen: nothing of the calibration data saturates
+percentile   the smallest that at least 99.99 % of the values do not exceed
+mse          the one, of 50 between half the largest and the largest, with the least mean squared error after rounding
+
+A NaN or an infinity is an error that names what was observed: no scale could stand for it.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from freight.errors import CheckpointError
+from freight.fp8.formats import Format, Granularity
+from freight.fp8.plan import ObserverKind
+from freight.fp8.quantize import decode, encode, scale_from_amax
+
+PERCENTILE = 0.9999
+MSE_STEPS = 50
+_SHIFT = 17  # of float32's 23 bits of mantissa, 6 remain: 64 bins an octave, each at most 1.6 % wide
+_LOWEST = (127 - 40) << 23 >> _SHIFT  # the bin of 2 ** -40; what is smaller counts as that
+_NUM_BINS = 64 * 72  # up to 2 ** 32
+_AT_ONCE = 2**20  # numbers that `mse` rounds at a time
+
+
+class Observer(Protocol):
+    """Collects magnitudes by group."""
+
+    def observe(self, values: Tensor) -> None:
+        """values: [groups, count], any float dtype. Raises CheckpointError for NaN and infinities."""
+        ...
+
+    def amax(self) -> Tensor:
+        """float32 [groups]; 0 where only zeros were seen, or nothing."""
+        ...
+
+
+class AbsMax:
+    """The largest magnitude of each group."""
+
+    def __init__(self, name: str, groups: int, device: str = "cpu") -> None:
+        """`name` says what is observed, for errors."""
+        self._name = name
+        self._largest = torch.zeros(groups, device=device)
+
+    def observe(self, values: Tensor) -> None:
+        largest = values.abs().amax(1).float()  # a NaN spreads to the result
+        if not largest.isfinite().all():
+            what = "NaN" if largest.isnan().any() else "infinity"
+            raise CheckpointError(
+                f"{self._name}: {what} during calibration, so no scale can be measured; the model computes it without "
+                "quantization too"
+            )
+        self._largest = torch.maximum(self._largest, largest)
+
+    def amax(self) -> Tensor:
+        return self._largest
+
+
+class _Histogram(AbsMax):
+    """Also counts magnitudes in bins that grow with them."""
+
+    def __init__(self, name: str, groups: int, device: str = "cpu") -> None:
+        super().__init__(name, groups, device)
+        self._counts = torch.zeros(groups, _NUM_BINS, dtype=torch.int64, device=device)
+
+    def observe(self, values: Tensor) -> None:
+        super().observe(values)
+        bits = values.abs().float().contiguous().view(torch.int32) >> _SHIFT
+        bins = (bits - _LOWEST).clamp(0, _NUM_BINS - 1).long()
+        self._counts.scatter_add_(1, bins, torch.ones_like(bins))
+
+
+def _magnitude(bins: Tensor, part: float) -> Tensor:
+    """The magnitude at `part` of each bin's width, float32: 0 its lower end, 1 its upper."""
+    bits = (bins + _LOWEST << _SHIFT) + int(part * (1 << _SHIFT))
+    return bits.to(torch.int32).view(torch.float32)
+
+
+class Percentile(_Histogram):
+    """The upper end of the bin in which the wanted share of each group's values is reached."""
+
+    def amax(self) -> Tensor:
+        reached = self._counts.cumsum(1)
+        wanted = (reached[:, -1:].double() * PERCENTILE).ceil().long().clamp(min=1)
+        return torch.minimum(_magnitude((reached < wanted).sum(1), 1.0), self._largest)
+
+
+class MeanSquaredError(_Histogram):
+    """The largest magnitude, shrunk as far as the error of rounding the histogram to E4M3 falls."""
+
+    def amax(self) -> Tensor:
+        used = self._counts.any(0).nonzero()[:, 0]
+        values = _magnitude(used, 0.5)
+        factors = torch.linspace(1.0, 0.5, MSE_STEPS, device=values.device)
+        best = torch.ones_like(self._largest)
+        step = max(1, _AT_ONCE // max(1, len(used)))
+        for begin in range(0, len(self._largest), step):
+            rows = slice(begin, begin + step)
+            counts, largest = self._counts[rows][:, used].float(), self._largest[rows]
+            errors = torch.stack([_error(values, counts, factor * largest) for factor in factors])
+            best[rows] = factors[errors.argmin(0)]
+        return best * self._largest
+
+
+def _error(values: Tensor, counts: Tensor, amax: Tensor) -> Tensor:
+    """Sum of squared errors of `values` [bins], each `counts` [groups, bins] times, under `amax` [groups]."""
+    scale = scale_from_amax(amax, Format.E4M3FN)[:, None]
+    rounded = decode(encode(values.expand_as(counts), scale, Format.E4M3FN), scale)
+    return ((rounded - values).square() * counts).sum(1)
+
+
+_KINDS = {
+    ObserverKind.ABSMAX: AbsMax,
+    ObserverKind.PERCENTILE: Percentile,
+    ObserverKind.MSE: MeanSquaredError,
+}
+
+
+def make_observer(kind: ObserverKind, name: str, groups: int, device: str = "cpu") -> Observer:
+    return _KINDS[kind](name, groups, device)
+
+
+def num_groups(granularity: Granularity, num_heads: int, head_dim: int) -> int:
+    """How many scales one side of a layer's cache has."""
+    return {Granularity.TENSOR: 1, Granularity.HEAD: num_heads}.get(granularity, num_heads * head_dim)
+
+
+def by_group(values: Tensor, granularity: Granularity) -> Tensor:
+    """Keys or values [num_tokens, num_kv_heads, head_dim] -> [groups, count]."""
+    if granularity is Granularity.TENSOR:
+        return values.reshape(1, -1)
+    if granularity is Granularity.HEAD:
+        return values.transpose(0, 1).flatten(1)
+    return values.flatten(1).T

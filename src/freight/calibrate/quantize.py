@@ -1,0 +1,161 @@
+"""quantize: an unquantized checkpoint in, a quantized one out.
+
+    freight.quantize("demo", "out", weights="fp8", activations="static", kv_cache="fp8")
+
+In order: settings, headers, data; then the weights once for calibration (if anything is calibrated) and once for
+writing. Everything that can be refused is refused before the first weight is computed with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from freight.calibrate.data import Samples, read_samples
+from freight.calibrate.modules import ignored_modules
+from freight.calibrate.run import Calibration, Progress, calibrate
+from freight.calibrate.write import require_room, write_quantized
+from freight.checkpoint.kv_scales import read_kv_scales
+from freight.checkpoint.layouts import read_scheme
+from freight.checkpoint.reader import Checkpoint, resolve_model
+from freight.checkpoint.writer import require_new
+from freight.config.model import ModelConfig, parse_model_config
+from freight.config.quantize import QuantizeArgs, plan
+from freight.device import probe
+from freight.errors import CheckpointError, ConfigError
+from freight.fp8.plan import QuantizePlan
+from freight.kernels.kernel_set import select_kernels
+from freight.models.architectures import ARCHITECTURES
+from freight.models.loader import CheckpointSource, tensor_shapes
+from freight.tokenizer import Tokenizer
+
+NOTHING_CALIBRATED = Calibration(None, None, {}, 0, 0, {}, ())
+
+
+@dataclass(frozen=True)
+class QuantizeResult:
+    """What was written, and what is worth knowing of how.
+
+    warnings   sentences: scales that had not settled, what was only zeros, modules left out of a merged group
+    """
+
+    path: Path
+    plan: QuantizePlan
+    num_samples: int
+    num_tokens: int
+    bytes_before: int
+    bytes_after: int
+    warnings: tuple[str, ...] = field(default=())
+
+
+@dataclass(frozen=True)
+class Unquantized:
+    """An opened checkpoint with 16- or 32-bit weights and no scales, every tensor accounted for."""
+
+    checkpoint: Checkpoint
+    model: ModelConfig
+    name: str
+
+    def load_tokenizer(self) -> Tokenizer:
+        return Tokenizer.load(self.checkpoint.path)
+
+    def calibrate(
+        self,
+        plan: QuantizePlan,
+        samples: Samples,
+        ignored: tuple[str, ...],
+        on_progress: Progress = lambda what, done, total: None,
+    ) -> Calibration:
+        """Run the model over `samples`."""
+        device = str(probe().kind)
+        compute = self.model.checkpoint_format
+        source = CheckpointSource(self.checkpoint, compute, compute, device)
+        kernels = select_kernels("auto", device)
+        return calibrate(self.model, source, kernels, plan, samples, ignored, device, on_progress)
+
+
+def open_unquantized(model: str, revision: str | None = None) -> Unquantized:
+    """Open `model` ('demo', a folder or a hub id) for quantizing.
+
+    Raises CheckpointError for one that is quantized already, has KV scales, or lacks tensors.
+    """
+    checkpoint = Checkpoint(resolve_model(model, revision))
+    config = parse_model_config(checkpoint.config)
+    scheme = read_scheme(checkpoint.config, checkpoint.hf_quant_config)
+    way_out = "quantize the 16-bit model that it was made from"
+    if scheme.method is not None or scheme.kv_format is not None:
+        raise CheckpointError(f"{model} is quantized already ({scheme.description}); {way_out}")
+    if not read_kv_scales(checkpoint, config).empty:
+        raise CheckpointError(f"{model} has KV scales already; {way_out}")
+    if config.tie_word_embeddings:
+        checkpoint.skip(ARCHITECTURES[config.architecture].head, "tied to the embedding")
+    checkpoint.check(tensor_shapes(config))
+    for name, shape in tensor_shapes(config).items():
+        checkpoint.take(name, shape)  # mapped, not read
+    checkpoint.finish()
+    return Unquantized(checkpoint, config, model)
+
+
+def quantize(
+    model: str = "demo",
+    out: str | Path = "",
+    *,
+    on_progress: Progress = lambda what, done, total: None,
+    **options: Any,
+) -> QuantizeResult:
+    """Quantize `model` into the new folder `out`.
+
+    `options` are the fields of `QuantizeArgs`, named as the flags of `freight quantize`. `on_progress(what, done,
+    total)` is called as it goes on. Raises ConfigError for settings and data, CheckpointError for the model (NaN
+    during calibration among them), CapacityError for a full disk; whatever is raised, `out` is not there.
+    """
+    args = QuantizeArgs.from_options(**options)
+    decided = plan(args)
+    if not str(out):
+        raise ConfigError("quantize needs a folder to write: give out")
+    require_new(Path(out))
+    opened = open_unquantized(str(model))
+    ignored, torn = ignored_modules(opened.model, decided.ignore)
+    require_room(opened.checkpoint, Path(out))
+    calibration = NOTHING_CALIBRATED
+    if decided.needs_data:
+        samples = load_samples(opened, decided, args.calibration_data)
+        calibration = opened.calibrate(decided, samples, ignored, on_progress)
+    return write(opened, decided, ignored, torn, calibration, Path(out), on_progress)
+
+
+def load_samples(opened: Unquantized, plan: QuantizePlan, data: object) -> Samples:
+    """The calibration samples; for 'demo' the text that ships for this. Raises ConfigError where there is none."""
+    if data is None:
+        if opened.name != "demo":
+            raise ConfigError(
+                f"{plan.needed_by} needs --calibration-data FILE: text or JSONL like what the model will be used for"
+            )
+        data = opened.checkpoint.path / "calibration.txt"
+    length = min(plan.max_seq_len, opened.model.max_position_embeddings)
+    return read_samples(data, plan.num_samples, length, opened.model.vocab_size, opened.load_tokenizer)
+
+
+def write(
+    opened: Unquantized,
+    plan: QuantizePlan,
+    ignored: tuple[str, ...],
+    torn: tuple[str, ...],
+    calibration: Calibration,
+    out: Path,
+    on_progress: Progress = lambda what, done, total: None,
+) -> QuantizeResult:
+    """Write the checkpoint, and say what there is to say."""
+    before, after = write_quantized(opened.checkpoint, opened.model, plan, ignored, calibration, out, on_progress)
+    warnings = [
+        f"{name}: the scale still grew by {growth - 1:.0%} in the last quarter of the data; use more of it"
+        for name, growth in calibration.moving.items()
+    ]
+    warnings += [f"{name}: only zeros were seen, so its scale is 1.0" for name in calibration.zeros]
+    if torn:
+        warnings.append(
+            f"{torn[0]} is quantized although --ignore leaves out a module that engines merge it with; those that do "
+            "may refuse the checkpoint: ignore all of q, k, v or gate, up"
+        )
+    return QuantizeResult(out, plan, calibration.num_samples, calibration.num_tokens, before, after, tuple(warnings))

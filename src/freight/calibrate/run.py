@@ -1,0 +1,273 @@
+"""Calibration: the unquantized model over samples, one layer at a time, watched.
+
+All samples go through a layer before the next layer is read, so memory holds one layer, its cache for one sample, and
+the hidden states of all samples (tokens x hidden_size in the model's format). The layers are the engine's own; what
+is watched are the keys and values that they store (after rotary embedding, as the cache gets them) and the inputs of
+their Linear modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from freight.batch import ForwardBatch
+from freight.cache.pool import LayerKV, allocate_pool
+from freight.cache.spec import KVCacheSpec, LayerKVSpec
+from freight.calibrate.modules import LayerModules, layer_modules
+from freight.calibrate.observers import Observer, by_group, make_observer, num_groups
+from freight.config.engine import KVCacheConfig
+from freight.config.model import ModelConfig
+from freight.errors import CheckpointError
+from freight.fp8.formats import Format, Granularity
+from freight.fp8.plan import ActivationScheme, QuantizePlan
+from freight.fp8.quantize import SMALLEST_SCALE, scale_from_amax
+from freight.fp8.scheme import KVScales, LayerScales
+from freight.kernels.kernel_set import REFERENCE, KernelSet
+from freight.layers.linear import Projection, SideBySide
+from freight.layers.rope import build_rope
+from freight.models.architectures import ARCHITECTURES
+from freight.models.decoder import DecoderLayer
+from freight.models.loader import WeightSource, build_layer
+
+BLOCK_SIZE = 64  # of the cache that one sample is computed with
+LATE = 0.75  # a scale that grows by more than
+MOVING = 1.05  # this in what comes after that share of the tokens has not settled: about a step of E4M3
+FLOOR = 2.0**-8  # a head's or channel's scale, at least, as a share of the layer's: E4M3 has 2 ** 17 below its top,
+# so nothing is lost, and a channel that slept during calibration does not saturate at once when it wakes
+
+Progress = Callable[[str, int, int], None]  # (what, done, total)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was measured. Scales are for E4M3FN.
+
+    kv            one scale per layer, K and V apart; None if the cache was not watched
+    kv_finer      per head or channel, if that was asked for
+    input_scales  by Linear module; empty if activations were not watched
+    moving        name -> growth of scales that had not settled: more data would change them
+    zeros         what was zero throughout; its scale is 1.0
+    """
+
+    kv: KVScales | None
+    kv_finer: KVScales | None
+    input_scales: Mapping[str, float]
+    num_samples: int
+    num_tokens: int
+    moving: Mapping[str, float]
+    zeros: tuple[str, ...]
+
+
+class _Watch:
+    """One observer through the run: what it said before the last part of the data, and in the end."""
+
+    def __init__(self, observer: Observer, name: str) -> None:
+        self.observer, self.name = observer, name
+        self._earlier: Tensor | None = None
+
+    def mark(self) -> None:
+        self._earlier = self.observer.amax().clone()
+
+    def growth(self) -> float:
+        """Mean growth of the scales since `mark`; 1.0 if none grew."""
+        if self._earlier is None:
+            return 1.0
+        return float((self.observer.amax() / self._earlier.clamp(min=SMALLEST_SCALE)).clamp(max=1e6).mean())
+
+    @property
+    def zero(self) -> bool:
+        return not self.observer.amax().any()
+
+    def scales(self) -> Tensor:
+        """float32 [groups]; 1.0 if only zeros were seen."""
+        amax = self.observer.amax().cpu()
+        return torch.ones_like(amax) if self.zero else scale_from_amax(amax, Format.E4M3FN)
+
+
+@dataclass(frozen=True)
+class _Watched(SideBySide):
+    """Projections that show the input they share."""
+
+    observe: Callable[[Tensor], None]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.observe(x.reshape(1, -1))
+        return super().__call__(x)
+
+
+@dataclass(frozen=True)
+class _WatchedKV(LayerKV):
+    """A layer's cache that shows what is stored in it."""
+
+    observe: Callable[[Tensor, Tensor], None]
+
+    def store(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        self.observe(k, v)
+        super().store(k, v, slots)
+
+
+@dataclass(frozen=True)
+class _LayerWatch:
+    """All watches of one layer."""
+
+    modules: LayerModules
+    kv: Mapping[tuple[str, Granularity], _Watch]  # by ('k' or 'v', granularity)
+    inputs: Mapping[tuple[str, ...], _Watch]  # by the modules that share the input
+
+    @property
+    def all(self) -> list[_Watch]:
+        return [*self.kv.values(), *self.inputs.values()]
+
+    def see_kv(self, k: Tensor, v: Tensor) -> None:
+        for (side, granularity), watch in self.kv.items():
+            watch.observer.observe(by_group(k if side == "k" else v, granularity))
+
+    def around(self, layer: DecoderLayer) -> DecoderLayer:
+        """The layer with its Linear modules watched."""
+        attention, mlp, modules = layer.attention, layer.mlp, self.modules
+
+        def watched(projection: Projection, group: tuple[str, ...]) -> Projection:
+            watch = self.inputs.get(group)
+            if watch is None:
+                return projection
+            parts = projection.parts if isinstance(projection, SideBySide) else (projection,)
+            return _Watched(parts, watch.observer.observe)
+
+        attention = replace(attention, qkv=watched(attention.qkv, modules.qkv), o=watched(attention.o, modules.o))
+        mlp = replace(mlp, gate_up=watched(mlp.gate_up, modules.gate_up), down=watched(mlp.down, modules.down))
+        return replace(layer, attention=attention, mlp=mlp)
+
+    def layer_scales(self, granularity: Granularity) -> LayerScales:
+        k, v = (self._side(side, granularity) for side in "kv")
+        return LayerScales(k, v, granularity)
+
+    def _side(self, side: str, granularity: Granularity) -> tuple[float, ...]:
+        coarse = self.kv[side, Granularity.TENSOR].scales()
+        scales = torch.maximum(self.kv[side, granularity].scales(), coarse * FLOOR)
+        return tuple(scales.tolist())
+
+
+def _watch_layer(
+    plan: QuantizePlan, config: ModelConfig, modules: LayerModules, ignored: frozenset[str], device: str
+) -> _LayerWatch:
+    def watch(name: str, groups: int = 1) -> _Watch:
+        return _Watch(make_observer(plan.observer, name, groups, device), name)
+
+    kv, inputs = {}, {}
+    if plan.kv_granularity is not None:
+        for side, what in (("k", "keys"), ("v", "values")):
+            for granularity in dict.fromkeys((Granularity.TENSOR, plan.kv_granularity)):
+                groups = num_groups(granularity, config.num_kv_heads, config.head_dim)
+                kv[side, granularity] = watch(f"{modules.attention}: {what}", groups)
+    if plan.activations is ActivationScheme.STATIC:
+        for group in modules.groups:
+            if not ignored.issuperset(group):
+                inputs[group] = watch(f"{group[0]}: input")
+    return _LayerWatch(modules, kv, inputs)
+
+
+@torch.inference_mode()
+def calibrate(
+    config: ModelConfig,
+    source: WeightSource,
+    kernels: KernelSet,
+    plan: QuantizePlan,
+    samples: Sequence[Sequence[int]],
+    ignored: Sequence[str] = (),
+    device: str = "cpu",
+    on_progress: Progress = lambda what, done, total: None,
+) -> Calibration:
+    """Measure the scales that `plan` needs, on `samples` of token ids. `source` gives unquantized weights.
+
+    Attention is the reference's, in float32: the fast ones round more, which a scale would keep for good, and would
+    make it depend on the machine. Raises CheckpointError that names the layer and what of it is NaN or infinite.
+    """
+    kernels = replace(kernels, attention=REFERENCE.attention, store_kv=REFERENCE.store_kv)
+    run = _Run(config, kernels, samples, device)
+    names, left_out = ARCHITECTURES[config.architecture], frozenset(ignored)
+    embedding = source.tensor(names.embedding, (config.vocab_size, config.hidden_size))
+    hidden = embedding[torch.tensor([token for ids in samples for token in ids], device=device)]
+    del embedding
+    rope = build_rope(config.rope, config.head_dim, run.longest, kernels, device)
+    watched = []
+    for index, modules in enumerate(layer_modules(config)):
+        watch = _watch_layer(plan, config, modules, left_out, device)
+        layer = watch.around(build_layer(config, source, kernels, index, rope))
+        for done in run.through(layer, watch, hidden):
+            on_progress("calibrating", index * run.total + done, config.num_layers * run.total)
+        if not hidden.isfinite().all():
+            raise CheckpointError(
+                f"layer {index} ({names.layer.format(index).rstrip('.')}) computes NaN or infinity during calibration, "
+                "without quantization: no scales can be measured beyond it"
+            )
+        watched.append(watch)
+    return _summary(plan, watched, run)
+
+
+class _Run:
+    """The samples' way through one layer after the other. Hidden states are changed in place."""
+
+    def __init__(self, config: ModelConfig, kernels: KernelSet, samples: Sequence[Sequence[int]], device: str) -> None:
+        self.lengths = [len(ids) for ids in samples]
+        self.longest, self.total = max(self.lengths), sum(self.lengths)
+        self.device = device
+        format = config.checkpoint_format
+        spec = LayerKVSpec(format, None, config.num_kv_heads, config.head_dim)
+        num_blocks = -(-self.longest // BLOCK_SIZE)
+        pool = allocate_pool(
+            KVCacheSpec((spec,), BLOCK_SIZE), KVCacheConfig(format, None, None, None), num_blocks, kernels, device
+        )
+        self._kv = pool.layers[0]
+
+    def through(self, layer: DecoderLayer, watch: _LayerWatch, hidden: Tensor) -> Iterator[int]:
+        """hidden: [total, hidden_size], samples end to end. Yields how many tokens are through."""
+        kv = _WatchedKV(**vars(self._kv), observe=watch.see_kv)
+        begin, late = 0, min(LATE * self.total, self.total - self.lengths[-1])
+        for length in self.lengths:
+            if begin > 0 and begin >= late:
+                late = self.total
+                for one in watch.all:
+                    one.mark()
+            rows = slice(begin, begin + length)
+            hidden[rows] = layer(hidden[rows], self._batch(length), kv)
+            begin += length
+            yield begin
+
+    def _batch(self, length: int) -> ForwardBatch:
+        """One sequence from its beginning. Layers look at no token ids."""
+        position = torch.arange(length, device=self.device)
+        blocks = torch.arange(-(-length // BLOCK_SIZE), dtype=torch.int32, device=self.device)
+        return ForwardBatch(
+            token_ids=position,
+            positions=position,
+            slots=position,
+            query_starts=torch.tensor([0, length], dtype=torch.int32, device=self.device),
+            context_lens=torch.tensor([length], dtype=torch.int32, device=self.device),
+            block_tables=blocks[None],
+            logit_rows=position[:0],
+        )
+
+
+def _summary(plan: QuantizePlan, watched: Sequence[_LayerWatch], run: _Run) -> Calibration:
+    everything = [watch for layer in watched for watch in layer.all]
+    finer = plan.kv_granularity
+    coarse = Granularity.TENSOR
+
+    def kv(granularity: Granularity) -> KVScales:
+        return KVScales(tuple(layer.layer_scales(granularity) for layer in watched), Format.E4M3FN)
+
+    return Calibration(
+        kv=None if finer is None else kv(coarse),
+        kv_finer=None if finer in (None, coarse) else kv(finer),
+        input_scales={
+            name: float(watch.scales()) for layer in watched for group, watch in layer.inputs.items() for name in group
+        },
+        num_samples=len(run.lengths),
+        num_tokens=run.total,
+        moving={watch.name: growth for watch in everything if (growth := watch.growth()) > MOVING},
+        zeros=tuple(dict.fromkeys(watch.name for watch in everything if watch.zero)),
+    )

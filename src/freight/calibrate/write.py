@@ -1,0 +1,82 @@
+"""A checkpoint and its scales -> the written form: every tensor once, in the model's order, rounded as planned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from freight.calibrate.modules import layer_modules
+from freight.calibrate.run import Calibration, Progress
+from freight.checkpoint.declare import declare, kv_tensors, scale_format, weight_tensors
+from freight.checkpoint.extras import write_extras
+from freight.checkpoint.reader import Checkpoint
+from freight.checkpoint.writer import CheckpointWriter, require_space
+from freight.config.model import ModelConfig
+from freight.errors import CheckpointError
+from freight.fp8.formats import Format
+from freight.fp8.plan import QuantizePlan, WeightScheme
+from freight.fp8.weights import quantize_blocks, quantize_rows, quantize_tensor
+from freight.models.loader import tensor_shapes
+
+_ROUND = {
+    WeightScheme.TENSOR: quantize_tensor,
+    WeightScheme.CHANNEL: quantize_rows,
+    WeightScheme.BLOCK: quantize_blocks,
+}
+
+
+def require_room(checkpoint: Checkpoint, out: Path) -> None:
+    """Raises CapacityError unless the disk of `out` holds a copy of the checkpoint; what is written is no larger."""
+    require_space(out, sum(checkpoint.entry(name).size for name in checkpoint.names))
+
+
+def write_quantized(
+    checkpoint: Checkpoint,
+    model: ModelConfig,
+    plan: QuantizePlan,
+    ignored: Sequence[str],
+    calibration: Calibration,
+    out: Path,
+    on_progress: Progress = lambda what, done, total: None,
+    kv_scale_format: Format | None = None,
+) -> tuple[int, int]:
+    """Write `checkpoint`, which is unquantized, into the new folder `out`; (bytes of tensors before, after).
+
+    KV scales are stored as `plan.layout` has its scales, unless `kv_scale_format` is given.
+    Raises what CheckpointWriter raises, and CheckpointError for a weight that is NaN or infinite.
+    """
+    scales_in = scale_format(plan.layout, model.checkpoint_format)
+    linear = {name for layer in layer_modules(model) for group in layer.groups for name in group} - set(ignored)
+    shapes = tensor_shapes(model)
+    before = after = 0
+    with CheckpointWriter(out) as writer:
+        for done, (name, shape) in enumerate(shapes.items(), 1):
+            tensor = checkpoint.take(name, shape)
+            before += tensor.nbytes
+            module, _, kind = name.rpartition(".")
+            tensors = {name: tensor}
+            if kind == "weight" and module in linear and plan.weights is not WeightScheme.NONE:
+                _require_finite(name, tensor)
+                data, scale = _ROUND[plan.weights](tensor, Format.E4M3FN, scales_in)
+                tensors = weight_tensors(plan, module, data, scale, calibration.input_scales.get(module), scales_in)
+            after += sum(one.nbytes for one in tensors.values())
+            writer.add(tensors)
+            on_progress("writing", done, len(shapes))
+        declared = declare(checkpoint.config, plan, ignored)
+        files: dict[str, bytes] = {}
+        if calibration.kv is not None:
+            for modules, layer in zip(layer_modules(model), calibration.kv.layers, strict=True):
+                assert layer is not None
+                writer.add(kv_tensors(plan, modules.attention, layer, kv_scale_format or scales_in))
+        if calibration.kv_finer is not None:
+            said, files = write_extras(calibration.kv_finer)
+            declared |= said
+        writer.finish(declared, checkpoint.path, files)
+    return before, after
+
+
+def _require_finite(name: str, weight: Tensor) -> None:
+    if not bool(weight.isfinite().all()):
+        raise CheckpointError(f"{name} has values that are NaN or infinite; a damaged checkpoint cannot be quantized")

@@ -1,0 +1,129 @@
+"""What the written forms look like: what config.json declares, and the names, shapes and dtypes of scale tensors.
+
+compressed-tensors  `weight_scale` [1], [rows, 1] or [blocks, blocks], `input_scale` [1], `k_scale`, `v_scale` [1], in
+                    bfloat16 for a bfloat16 model, as llm-compressor writes them, else in float32
+fp8                 AutoFP8's: `weight_scale`, `input_scale`, `k_scale`, `v_scale` float32 []; with blocks DeepSeek's:
+                    `weight_scale_inv` float32 [blocks, blocks], a multiplier as every scale is
+tgi                 `kv_scale` float32 [], for K and V, and `kv_cache_torch_dtype` in config.json
+
+KV scales in these tensors are one per layer. Finer ones go into a file of their own (`checkpoint.extras`), so every
+engine can run with what is here. Only keys that old readers know are written, because some refuse others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from freight.fp8.formats import Format
+from freight.fp8.plan import ActivationScheme, Layout, QuantizePlan, WeightScheme
+from freight.fp8.quantize import torch_dtype
+from freight.fp8.scheme import LayerScales
+from freight.fp8.weights import BLOCK
+
+_STRATEGIES = {WeightScheme.TENSOR: "tensor", WeightScheme.CHANNEL: "channel", WeightScheme.BLOCK: "block"}
+
+
+def scale_format(layout: Layout, model_format: Format) -> Format:
+    """What scales are stored in. float16 has not the range for them."""
+    if layout is Layout.COMPRESSED_TENSORS and model_format is Format.BFLOAT16:
+        return Format.BFLOAT16
+    return Format.FLOAT32
+
+
+def declare(config: Mapping[str, Any], plan: QuantizePlan, ignored: Sequence[str]) -> dict[str, Any]:
+    """`config` (the content of config.json of the 16-bit model) with what was done to it."""
+    declared = dict(config)
+    if plan.layout is Layout.TGI:
+        declared["kv_cache_torch_dtype"] = Format.E4M3FN.torch_name
+    elif plan.layout is Layout.FP8:
+        declared["quantization_config"] = _fp8(plan, ignored)
+    else:
+        declared["quantization_config"] = _compressed_tensors(plan, ignored)
+    return declared
+
+
+def _fp8(plan: QuantizePlan, ignored: Sequence[str]) -> dict[str, Any]:
+    said: dict[str, Any] = {
+        "quant_method": "fp8",
+        "activation_scheme": str(plan.activations),
+        "ignored_layers": list(ignored),
+    }
+    if plan.weights is WeightScheme.BLOCK:
+        said |= {"fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK], "modules_to_not_convert": list(ignored)}
+    return said | _kv(plan, "static")
+
+
+def _compressed_tensors(plan: QuantizePlan, ignored: Sequence[str]) -> dict[str, Any]:
+    quantized = plan.weights is not WeightScheme.NONE
+    format, groups = "dense", {}
+    if quantized:
+        format = "naive-quantized" if plan.activations is ActivationScheme.NONE else "float-quantized"
+        group = {"targets": ["Linear"], "weights": _weights(plan.weights), "input_activations": _activations(plan)}
+        groups = {"group_0": group}
+    return {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "format": format,
+        "config_groups": groups,
+        "ignore": list(ignored) if quantized else [],
+        **_kv(plan, _arguments("tensor", observer="static_minmax")),
+    }
+
+
+def _kv(plan: QuantizePlan, scheme: object) -> dict[str, Any]:
+    """The cache's scheme and, beside it, the format that its scales were made for."""
+    if plan.kv_granularity is None:
+        return {}
+    return {"kv_cache_scheme": scheme, "kv_cache_format": str(Format.E4M3FN)}
+
+
+def _arguments(strategy: str, *, dynamic: bool = False, observer: str | None = None) -> dict[str, Any]:
+    """compressed-tensors' QuantizationArgs."""
+    said = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy, "dynamic": dynamic}
+    return said | {"group_size": None, "block_structure": None, "observer": observer}
+
+
+def _weights(scheme: WeightScheme) -> dict[str, Any]:
+    blocks = [BLOCK, BLOCK] if scheme is WeightScheme.BLOCK else None
+    return _arguments(_STRATEGIES[scheme], observer="static_minmax") | {"block_structure": blocks}
+
+
+def _activations(plan: QuantizePlan) -> dict[str, Any] | None:
+    if plan.activations is ActivationScheme.NONE:
+        return None
+    if plan.activations is ActivationScheme.STATIC:
+        return _arguments("tensor", observer="static_minmax")
+    if plan.weights is WeightScheme.BLOCK:
+        return _arguments("group", dynamic=True) | {"group_size": BLOCK}
+    return _arguments("token", dynamic=True)
+
+
+def weight_tensors(
+    plan: QuantizePlan, module: str, data: Tensor, scale: Tensor, input_scale: float | None, format: Format
+) -> dict[str, Tensor]:
+    """One quantized Linear: `data` FP8, `scale` float32 [], [rows] or [blocks, blocks]; scales are kept in `format`."""
+    stored = scale.to(torch_dtype(format))
+    if plan.layout is Layout.COMPRESSED_TENSORS and stored.ndim < 2:
+        stored = stored.view(1) if stored.ndim == 0 else stored[:, None]
+    suffix = "_inv" if plan.layout is Layout.FP8 and plan.weights is WeightScheme.BLOCK else ""
+    tensors = {f"{module}.weight": data, f"{module}.weight_scale{suffix}": stored}
+    if input_scale is not None:
+        tensors[f"{module}.input_scale"] = _scalar(plan.layout, input_scale, format)
+    return tensors
+
+
+def kv_tensors(plan: QuantizePlan, attention: str, scales: LayerScales, format: Format) -> dict[str, Tensor]:
+    """The KV scales of the attention module named `attention`, of which there is one for K and one for V."""
+    (k,), (v,) = scales.k, scales.v
+    if plan.layout is Layout.TGI:
+        return {f"{attention}.kv_scale": _scalar(plan.layout, max(k, v), format)}
+    return {f"{attention}.{side}_scale": _scalar(plan.layout, x, format) for side, x in (("k", k), ("v", v))}
+
+
+def _scalar(layout: Layout, value: float, format: Format) -> Tensor:
+    values = [value] if layout is Layout.COMPRESSED_TENSORS else value
+    return torch.tensor(values, dtype=torch.float32).to(torch_dtype(format))

@@ -1,0 +1,108 @@
+"""KV scales per head or per channel, in a file beside the weights that other engines do not look at.
+
+The standard tensors hold one scale per layer, valid on their own. config.json names the file and its SHA-256, so a
+file that is missing, or belongs to another run, is an error and never a fall-back:
+
+    "freight": {"kv_scales": {"file": "freight_kv_scales.json", "sha256": "…"}}
+
+The file is JSON: {"format": "fp8_e4m3fn", "granularity": "channel", "layers": [{"k": […], "v": […]}, …]}; scales are
+float32, row-major over [num_kv_heads, head_dim].
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from pathlib import Path
+from typing import Any, Protocol
+
+from freight.checkpoint.reader import Checkpoint
+from freight.errors import CheckpointError
+from freight.fp8.formats import Format, Granularity
+from freight.fp8.scheme import KVScales, LayerScales
+
+FILE = "freight_kv_scales.json"
+
+
+class CacheShape(Protocol):
+    """What of a ModelConfig is needed here."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+
+
+def write_extras(scales: KVScales) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """(what config.json gets, {file name: content}) for scales that every layer has."""
+    layers = [layer for layer in scales.layers if layer is not None]
+    assert len(layers) == len(scales.layers) > 0
+    content = {
+        "format": str(scales.format),
+        "granularity": str(layers[0].granularity),
+        "layers": [{"k": list(layer.k), "v": list(layer.v)} for layer in layers],
+    }
+    data = json.dumps(content).encode()
+    named = {"file": FILE, "sha256": hashlib.sha256(data).hexdigest()}
+    return {"freight": {"kv_scales": named}}, {FILE: data}
+
+
+def read_extras(checkpoint: Checkpoint, shape: CacheShape) -> KVScales | None:
+    """The finer scales that config.json names, or None. Raises CheckpointError unless the file is the one named."""
+    said = checkpoint.config.get("freight")
+    if said is None:
+        return None
+    named = said.get("kv_scales") if isinstance(said, dict) and set(said) == {"kv_scales"} else None
+    if not isinstance(named, dict) or set(named) != {"file", "sha256"} or not all(map(_is_str, named.values())):
+        raise CheckpointError(f"{checkpoint.path}/config.json: freight = {said!r} is not understood by this version")
+    if Path(named["file"]).name != named["file"]:
+        raise CheckpointError(f"{checkpoint.path}/config.json names {named['file']!r}, which lies outside the folder")
+    path = checkpoint.path / named["file"]
+    way_out = (
+        "copy it from where the model was written, or take `freight` out of config.json to do with a scale per layer"
+    )
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path}, which config.json names, cannot be read: {error}; {way_out}") from error
+    if hashlib.sha256(data).hexdigest() != named["sha256"]:
+        raise CheckpointError(f"{path} is not the file that config.json names: its SHA-256 differs; {way_out}")
+    return _parse(path, data, shape)
+
+
+def _is_str(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _parse(path: Path, data: bytes, shape: CacheShape) -> KVScales:
+    """The hash says who wrote it; it must still fit the model."""
+    sizes = {
+        Granularity.TENSOR: 1,
+        Granularity.HEAD: shape.num_kv_heads,
+        Granularity.CHANNEL: shape.num_kv_heads * shape.head_dim,
+    }
+    try:
+        content = json.loads(data)
+        format, granularity = Format(content["format"]), Granularity(content["granularity"])
+        layers = [(tuple(map(float, layer["k"])), tuple(map(float, layer["v"]))) for layer in content["layers"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} holds no KV scales: {type(error).__name__}: {error}") from error
+    if not format.is_e4m3 or granularity not in sizes or len(layers) != shape.num_layers:
+        raise CheckpointError(
+            f"{path} has {granularity} scales for {format} and {len(layers)} layers; the model has {shape.num_layers}"
+        )
+    for index, sides in enumerate(layers):
+        for side, values in zip("kv", sides, strict=True):
+            if len(values) != sizes[granularity]:
+                raise CheckpointError(
+                    f"{path}: layer {index} has {len(values)} scales of {side}, the model wants {sizes[granularity]}"
+                )
+            if not all(math.isfinite(value) and value > 0 for value in values):
+                raise CheckpointError(f"{path}: layer {index}: a scale of {side} is not finite and above 0")
+    names = tuple(f"{path.name}:layers[{index}]" for index in range(len(layers)))
+    return KVScales(
+        tuple(LayerScales(k, v, granularity, (name,)) for (k, v), name in zip(layers, names, strict=True)), format
+    )

@@ -1,0 +1,147 @@
+"""CheckpointWriter: a whole checkpoint, or none.
+
+Everything is written into a hidden folder beside the one asked for, config.json last, and that folder is renamed when
+it is complete. Whatever interrupts (an error, Ctrl-C, a full disk) removes it; after a kill it stays, but without a
+config.json nothing loads it. Tensors go into shards as they come, so memory holds one shard.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from freight.errors import CapacityError, CheckpointError, ConfigError
+
+SHARD_BYTES = 2 * 2**30
+# What belongs to a model beside config.json and weights: tokenizer, generation defaults, chat template, licence.
+_COPIED = (
+    *("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
+    *("merges.txt", "vocab.txt", "*.model", "*.tiktoken", "tekken.json", "*.jinja", "chat_template.json"),
+    *("LICENSE*", "NOTICE*", "USE_POLICY*"),
+)
+
+
+def require_new(out: Path) -> None:
+    """Raises ConfigError unless `out` is free (or an empty folder) in a folder that exists."""
+    if out.is_dir() and not any(out.iterdir()):
+        return
+    if out.exists() or out.is_symlink():
+        raise ConfigError(f"the output {out} exists; remove it, or name another")
+    if not out.absolute().parent.is_dir():
+        raise ConfigError(f"the output {out} has no parent folder; make {out.absolute().parent} first")
+
+
+def require_space(out: Path, num_bytes: int) -> None:
+    """Raises CapacityError unless the disk of `out` has room for `num_bytes`."""
+    free = shutil.disk_usage(out.absolute().parent).free
+    if free < num_bytes:
+        raise CapacityError(
+            f"{out} needs {num_bytes:,} bytes, and its disk has {free:,} free; make room, or name another disk"
+        )
+
+
+class CheckpointWriter:
+    """`with CheckpointWriter(out) as writer: writer.add(…); …; writer.finish(…)`. Leaving without `finish` undoes all.
+
+    Raises ConfigError if `out` is taken, CapacityError when the disk is full, CheckpointError when it cannot be
+    written otherwise.
+    """
+
+    def __init__(self, out: Path, shard_bytes: int = SHARD_BYTES) -> None:
+        self._out = out.absolute()
+        self._shard_bytes = shard_bytes
+        self._pending: dict[str, Tensor] = {}
+        self._pending_bytes = 0
+        self._shards: list[list[str]] = []  # the names of each
+        self._total = 0
+
+    def __enter__(self) -> CheckpointWriter:
+        require_new(self._out)
+        try:
+            self._folder = self._out.parent / f".{self._out.name}.{secrets.token_hex(4)}.partial"
+            self._folder.mkdir()
+        except OSError as error:
+            raise self._fault(error) from error
+        self._finished = False
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._finished:
+            (self._folder / "config.json").unlink(missing_ok=True)  # first, in case the rest is interrupted as well
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def add(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take tensors over; those of one call stay in one shard."""
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        if self._pending and self._pending_bytes + size > self._shard_bytes:
+            self._flush()
+        self._pending |= {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
+        self._pending_bytes += size
+
+    def finish(self, config: Mapping[str, Any], source: Path, files: Mapping[str, bytes] | None = None) -> None:
+        """Write what is left, the tokenizer and its like from `source`, `files`, config.json; then take the name."""
+        self._flush()
+        try:
+            self._name_shards()
+            for pattern in _COPIED:
+                for file in source.glob(pattern):
+                    if file.is_file():
+                        shutil.copyfile(file, self._folder / file.name)
+            for name, content in (files or {}).items():
+                (self._folder / name).write_bytes(content)
+            (self._folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            for shard in self._folder.glob("*.safetensors"):  # safetensors lets nobody else read what it writes
+                shutil.copymode(self._folder / "config.json", shard)
+            os.rename(self._folder, self._out)
+        except OSError as error:
+            raise self._fault(error) from error
+        self._finished = True
+
+    def _flush(self) -> None:
+        if not self._pending:
+            return
+        try:
+            save_file(self._pending, self._folder / _shard_name(len(self._shards), 0), metadata={"format": "pt"})
+        except (OSError, SafetensorError) as error:
+            raise self._fault(error) from error
+        self._shards.append(list(self._pending))
+        self._total += self._pending_bytes
+        self._pending, self._pending_bytes = {}, 0
+
+    def _name_shards(self) -> None:
+        count = len(self._shards)
+        if count == 1:
+            os.rename(self._folder / _shard_name(0, 0), self._folder / "model.safetensors")
+            return
+        weight_map: dict[str, str] = {}
+        for index, names in enumerate(self._shards):
+            os.rename(self._folder / _shard_name(index, 0), self._folder / _shard_name(index, count))
+            weight_map |= dict.fromkeys(names, _shard_name(index, count))
+        content = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
+        (self._folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=2) + "\n")
+
+    def _fault(self, error: Exception) -> CapacityError | CheckpointError:
+        said = re.search(r"\(os error (\d+)\)", str(error))  # what safetensors tells of it
+        number = int(said[1]) if said else getattr(error, "errno", None)
+        if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return CapacityError(f"the disk of {self._out} is full: {error}; nothing was left there")
+        return CheckpointError(f"{self._out} cannot be written: {error}")
+
+
+def _shard_name(index: int, count: int) -> str:
+    """As the ecosystem numbers them; `count` is 0 until it is known."""
+    return f"model-{index + 1:05}-of-{count:05}.safetensors"

@@ -1,0 +1,137 @@
+"""freight quantize MODEL OUT: FP8 weights, activations and KV cache, calibrated, in a checkpoint others load too."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from freight.config.quantize import KV_CACHES, KV_GRANULARITIES, MAX_SEQ_LEN, NUM_SAMPLES, QuantizeArgs, plan
+from freight.fp8.plan import ActivationScheme, Layout, ObserverKind, WeightScheme
+
+if TYPE_CHECKING:
+    from freight.calibrate.quantize import QuantizeResult
+
+
+def _option(values: str | Iterable[object], sentence: str) -> Any:
+    return typer.Option(metavar=values if isinstance(values, str) else "|".join(map(str, values)), help=sentence)
+
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="A folder, a hub id, or 'demo'.")]
+Out = Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; it must not exist.")]
+Weights = Annotated[
+    str | None,
+    _option(WeightScheme, "One scale per tensor, output row or 128 x 128 block. Default: fp8-channel."),
+]
+Activations = Annotated[
+    str | None,
+    _option(ActivationScheme, "Inputs of FP8 weights: measured as they come (default), calibrated, or in 16 bits."),
+]
+KVCache = Annotated[str | None, _option(KV_CACHES, "Calibrate scales for an FP8 KV cache; default: none.")]
+KVGranularity = Annotated[str | None, _option(KV_GRANULARITIES, "What shares a KV scale; default: tensor.")]
+Ignore = Annotated[
+    list[str] | None, _option("PATTERN", "A module to leave in 16 bits: a name, or re:REGEX; may be repeated.")
+]
+Data = Annotated[Path | None, _option("FILE", "Text, or .jsonl with text, messages or input_ids in each line.")]
+NumSamples = Annotated[int | None, _option("COUNT", f"Samples to calibrate with; default: {NUM_SAMPLES}.")]
+MaxSeqLen = Annotated[int | None, _option("TOKENS", f"Longest sample; default: {MAX_SEQ_LEN}.")]
+Observer = Annotated[str | None, _option(ObserverKind, "How a scale follows from what was seen; default: absmax.")]
+Format = Annotated[str, _option(Layout, "The form of the checkpoint.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
+def quantize(
+    model: Model,
+    out: Out,
+    weights: Weights = None,
+    activations: Activations = None,
+    kv_cache: KVCache = None,
+    kv_granularity: KVGranularity = None,
+    ignore: Ignore = None,
+    calibration_data: Data = None,
+    num_samples: NumSamples = None,
+    max_seq_len: MaxSeqLen = None,
+    observer: Observer = None,
+    format: Format = Layout.COMPRESSED_TENSORS,
+    as_json: Json = False,
+) -> None:
+    """Quantize a model once, for every engine.
+
+    FP8 weights, activations and KV cache; what is static is calibrated on the unquantized model.
+    """
+    options = {
+        "weights": weights,
+        "activations": activations,
+        "kv_cache": kv_cache,
+        "kv_granularity": kv_granularity,
+        "ignore": tuple(ignore or ()),
+        "calibration_data": calibration_data,
+        "num_samples": num_samples,
+        "max_seq_len": max_seq_len,
+        "observer": observer,
+        "format": format,
+    }
+    plan(QuantizeArgs.from_options(**options))
+
+    from freight.calibrate.quantize import quantize as run
+
+    with stages() as on_progress:
+        result = run(model, out, on_progress=on_progress, **options)
+    if as_json:
+        print(json.dumps(facts(result), indent=2))
+    else:
+        for line in sentences(result):
+            typer.echo(line)
+    for warning in result.warnings:
+        typer.echo(f"warning: {warning}", err=True)
+
+
+def facts(result: QuantizeResult) -> dict[str, Any]:
+    """The JSON object of `freight quantize --json`."""
+    plan = result.plan
+    return {
+        "path": str(result.path),
+        "format": plan.layout,
+        "weights": plan.weights,
+        "activations": plan.activations,
+        "kv_cache": "none" if plan.kv_granularity is None else "fp8",
+        "granularity": plan.kv_granularity,
+        "num_samples": result.num_samples,
+        "num_tokens": result.num_tokens,
+        "bytes_before": result.bytes_before,
+        "bytes_after": result.bytes_after,
+        "warnings": list(result.warnings),
+    }
+
+
+def sentences(result: QuantizeResult) -> Iterator[str]:
+    """The same for people."""
+    plan = result.plan
+    kv = "16 bits" if plan.kv_granularity is None else f"fp8, a scale per {plan.kv_granularity}"
+    yield f"{result.path}: {plan.layout}; weights {plan.weights}, activations {plan.activations}, KV cache {kv}"
+    yield f"tensors: {result.bytes_before / 2**20:,.2f} MiB before, {result.bytes_after / 2**20:,.2f} MiB after"
+    if result.num_tokens:
+        yield f"calibrated on {result.num_tokens:,} tokens in {result.num_samples:,} samples"
+
+
+@contextmanager
+def stages() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on stderr for each kind of work; gives a function (what, done, total) that moves them."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    tasks: dict[str, Any] = {}
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+
+        def move(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what, total=total)
+            bar.update(tasks[what], completed=done)
+
+        yield move

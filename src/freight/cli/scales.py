@@ -1,0 +1,80 @@
+"""freight scales: KV scales out of one checkpoint, into another, and from and to the JSON file of older engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from freight.cli.quantize import stages
+from freight.errors import ConfigError
+
+if TYPE_CHECKING:
+    from freight.fp8.scheme import KVScales
+
+app = typer.Typer(
+    help="Move KV scales between checkpoints and files.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+
+@app.command()
+def extract(
+    quantized: Annotated[str | None, typer.Argument(metavar="QUANTIZED", help="A model with KV scales.")] = None,
+    base: Annotated[str | None, typer.Argument(metavar="BASE", help="The 16-bit model that gets them.")] = None,
+    out: Annotated[Path | None, typer.Argument(metavar="OUT", help="The folder to write; it must not exist.")] = None,
+    quantized_model: Annotated[str | None, typer.Option(metavar="QUANTIZED", help="The same as QUANTIZED.")] = None,
+    model: Annotated[str | None, typer.Option(metavar="BASE", help="The same as BASE.")] = None,
+    save_path: Annotated[Path | None, typer.Option(metavar="OUT", help="The same as OUT.")] = None,
+) -> None:
+    """Take KV scales out of a quantized checkpoint and put them into a 16-bit one."""
+    names = (
+        _either("QUANTIZED", quantized, "--quantized-model", quantized_model),
+        _either("BASE", base, "--model", model),
+        Path(_either("OUT", out, "--save-path", save_path)),
+    )
+    from freight.calibrate.scales import extract_scales
+
+    with stages() as on_progress:
+        scales = extract_scales(*names, on_progress)
+    _say(names[2], scales)
+
+
+@app.command("export")
+def export(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model with KV scales.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE.json", help="The file to write; it must not exist.")],
+) -> None:
+    """Write a model's KV scales as the kv_cache_scales.json of older engines, one factor per layer."""
+    from freight.calibrate.scales import export_scales
+
+    _say(file, export_scales(model, file), "; the file has the largest of each layer")
+
+
+@app.command("import")
+def import_(
+    file: Annotated[Path, typer.Argument(metavar="FILE.json", help="A kv_cache_scales.json.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="The 16-bit model that gets the scales.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; it must not exist.")],
+) -> None:
+    """Put the factors of a kv_cache_scales.json into a 16-bit checkpoint."""
+    from freight.calibrate.scales import import_scales
+
+    with stages() as on_progress:
+        scales = import_scales(file, model, out, on_progress)
+    _say(out, scales)
+
+
+def _either(argument: str, value: str | Path | None, option: str, other: str | Path | None) -> str:
+    """One of the two forms of an argument."""
+    if (value is None) == (other is None):
+        said = "is missing" if value is None else f"is given as {value} and as {other}"
+        raise ConfigError(f"{argument} {said}: give either the argument {argument} or {option}")
+    return str(value if value is not None else other)
+
+
+def _say(out: Path, scales: KVScales, note: str = "") -> None:
+    granularity = next(layer.granularity for layer in scales.layers if layer is not None)
+    typer.echo(f"{out}: KV scales of {len(scales.layers)} layers, per {granularity}{note}")

@@ -1,0 +1,152 @@
+"""What `freight quantize` was asked for -> what it will do. Reads no file, imports no torch.
+
+`QuantizeArgs` is what was said, None meaning "not said"; `plan` decides once, and gives a `QuantizePlan`.
+A setting that would change nothing, such as an observer where nothing is calibrated, is an error, as is a scheme
+that the output format has no words for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from freight.errors import ConfigError, choices, nearest
+from freight.fp8.formats import Granularity
+from freight.fp8.plan import ActivationScheme, Layout, ObserverKind, QuantizePlan, WeightScheme
+
+KV_CACHES = ("fp8", "none")
+KV_GRANULARITIES = (Granularity.TENSOR, Granularity.HEAD, Granularity.CHANNEL)
+NUM_SAMPLES = 512
+MAX_SEQ_LEN = 2048
+_SYNONYMS = {  # other tools' names -> ours
+    "quantization": "weights",
+    "activation_scheme": "activations",
+    "kv_cache_scheme": "kv_cache",
+    "kv_cache_dtype": "kv_cache",
+    "dataset": "calibration_data",
+    "num_calibration_samples": "num_samples",
+    "max_seq_length": "max_seq_len",
+    "ignore_patterns": "ignore",
+}
+
+
+@dataclass(frozen=True)
+class QuantizeArgs:
+    """What the user said. Defaults that depend on others are None here and decided by `plan`."""
+
+    weights: str | None = None
+    activations: str | None = None
+    kv_cache: str | None = None
+    kv_granularity: str | None = None
+    ignore: tuple[str, ...] = ()
+    calibration_data: object = None  # a path, or samples: strings or lists of token ids
+    num_samples: int | None = None
+    max_seq_len: int | None = None
+    observer: str | None = None
+    format: str = Layout.COMPRESSED_TENSORS
+
+    @staticmethod
+    def from_options(**options: Any) -> QuantizeArgs:
+        """QuantizeArgs from keyword options. Raises ConfigError for an unknown name, with the nearest known one."""
+        known = [f.name for f in fields(QuantizeArgs)]
+        for name in options:
+            if name not in known:
+                hint = nearest(name, known, _SYNONYMS)
+                raise ConfigError(f"unknown option {name!r}{hint}; known are {', '.join(known)}")
+        ignore = options.get("ignore", ())
+        if isinstance(ignore, str):
+            raise ConfigError(f"ignore is {ignore!r}; give a list of patterns, [{ignore!r}]")
+        return QuantizeArgs(**options | {"ignore": tuple(ignore)})
+
+
+def plan(args: QuantizeArgs) -> QuantizePlan:
+    """Decide what is not said, and refuse what cannot be or would change nothing. Raises ConfigError."""
+    layout = Layout(_choose("--format", args.format, tuple(Layout)))
+    default = {Layout.FP8: WeightScheme.TENSOR, Layout.TGI: WeightScheme.NONE}.get(layout, WeightScheme.CHANNEL)
+    weights = WeightScheme(_choose("--weights", args.weights or default, tuple(WeightScheme)))
+    no_weights = weights is WeightScheme.NONE
+    said = args.activations or (ActivationScheme.NONE if no_weights else ActivationScheme.DYNAMIC)
+    activations = ActivationScheme(_choose("--activations", said, tuple(ActivationScheme)))
+    kv_cache = _choose("--kv-cache", args.kv_cache or ("fp8" if layout is Layout.TGI else "none"), KV_CACHES)
+    granularity = Granularity(
+        _choose("--kv-granularity", args.kv_granularity or Granularity.TENSOR, tuple(map(str, KV_GRANULARITIES)))
+    )
+    decided = QuantizePlan(
+        weights=weights,
+        activations=activations,
+        kv_granularity=granularity if kv_cache == "fp8" else None,
+        ignore=args.ignore,
+        num_samples=_count("--num-samples", args.num_samples, NUM_SAMPLES, 1),
+        max_seq_len=_count("--max-seq-len", args.max_seq_len, MAX_SEQ_LEN, 2),
+        observer=ObserverKind(_choose("--observer", args.observer or ObserverKind.ABSMAX, tuple(ObserverKind))),
+        layout=layout,
+    )
+    _check_scheme(decided)
+    _check_layout(decided)
+    _check_nothing_is_idle(args, decided)
+    return decided
+
+
+def _check_scheme(plan: QuantizePlan) -> None:
+    if plan.weights is WeightScheme.NONE and plan.activations is not ActivationScheme.NONE:
+        raise ConfigError(
+            f"--activations {plan.activations} with --weights none: activations are rounded for FP8 weights only; "
+            "choose --activations none, or --weights fp8"
+        )
+    if plan.weights is WeightScheme.BLOCK and plan.activations is ActivationScheme.STATIC:
+        raise ConfigError(
+            "--activations static with --weights fp8-block: block-scaled products take activations in dynamic groups "
+            "of 128; choose --activations dynamic, or --weights fp8 or fp8-channel"
+        )
+    if plan.weights is WeightScheme.NONE and plan.kv_granularity is None:
+        raise ConfigError("--weights none and --kv-cache none leave nothing to do; choose --kv-cache fp8, or weights")
+
+
+def _check_layout(plan: QuantizePlan) -> None:
+    """What each output format can say."""
+    if plan.layout is Layout.FP8:
+        if plan.weights not in (WeightScheme.TENSOR, WeightScheme.BLOCK):
+            raise ConfigError(
+                f"--format fp8 with --weights {plan.weights}: that format has weights with a scale per tensor or per "
+                "block; choose --weights fp8 or fp8-block, or --format compressed-tensors"
+            )
+        if plan.activations is ActivationScheme.NONE:
+            raise ConfigError(
+                "--format fp8 with --activations none: that format knows static and dynamic activations only; "
+                "choose one, or --format compressed-tensors"
+            )
+    if plan.layout is Layout.TGI:
+        if plan.weights is not WeightScheme.NONE:
+            raise ConfigError(
+                f"--format tgi with --weights {plan.weights}: that format adds KV scales to 16-bit weights; "
+                "choose --weights none, or --format compressed-tensors"
+            )
+        if plan.kv_granularity is None:
+            raise ConfigError("--format tgi with --kv-cache none: that format says nothing but KV scales")
+
+
+def _check_nothing_is_idle(args: QuantizeArgs, plan: QuantizePlan) -> None:
+    if args.kv_granularity is not None and plan.kv_granularity is None:
+        raise ConfigError(f"--kv-granularity {args.kv_granularity} changes nothing with --kv-cache none; add fp8")
+    if args.ignore and plan.weights is WeightScheme.NONE:
+        raise ConfigError(f"--ignore {args.ignore[0]} changes nothing with --weights none; leave it away")
+    for name in ("calibration_data", "num_samples", "max_seq_len", "observer"):
+        if getattr(args, name) is not None and not plan.needs_data:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is given, but nothing is calibrated: choose --activations static or "
+                "--kv-cache fp8, or leave it away"
+            )
+
+
+def _choose(flag: str, value: object, known: tuple[str, ...]) -> str:
+    if value not in known:
+        raise ConfigError(f"{flag} {value!r} is unknown{nearest(str(value), known)}: choose {choices(known)}")
+    return str(value)
+
+
+def _count(flag: str, value: int | None, default: int, least: int) -> int:
+    if value is None:
+        return default
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{flag} {value!r} is no whole number of at least {least}")
+    return value

@@ -1,0 +1,66 @@
+"""QuantizePlan: what a quantizer run will do, as plain values. Imports no torch. `config.quantize.plan` makes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from freight.fp8.formats import Granularity
+
+
+class WeightScheme(StrEnum):
+    """What shares a scale in a weight."""
+
+    TENSOR = "fp8"
+    CHANNEL = "fp8-channel"  # one output row
+    BLOCK = "fp8-block"  # 128 x 128
+    NONE = "none"
+
+
+class ActivationScheme(StrEnum):
+    """What the checkpoint declares about the inputs of quantized Linear modules."""
+
+    DYNAMIC = "dynamic"
+    STATIC = "static"
+    NONE = "none"
+
+
+class Layout(StrEnum):
+    """The form that is written."""
+
+    COMPRESSED_TENSORS = "compressed-tensors"
+    FP8 = "fp8"  # AutoFP8's; with fp8-block, DeepSeek's
+    TGI = "tgi"
+
+
+class ObserverKind(StrEnum):
+    """How a scale follows from the values that were seen."""
+
+    ABSMAX = "absmax"
+    PERCENTILE = "percentile"
+    MSE = "mse"
+
+
+@dataclass(frozen=True)
+class QuantizePlan:
+    """What will be done. `kv_granularity` is None where the cache is left alone."""
+
+    weights: WeightScheme
+    activations: ActivationScheme
+    kv_granularity: Granularity | None
+    ignore: tuple[str, ...]
+    num_samples: int
+    max_seq_len: int
+    observer: ObserverKind
+    layout: Layout
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether anything is calibrated."""
+        return self.activations is ActivationScheme.STATIC or self.kv_granularity is not None
+
+    @property
+    def needed_by(self) -> str:
+        """The settings that need calibration data, for messages."""
+        static = ["--activations static"] * (self.activations is ActivationScheme.STATIC)
+        return " and ".join(static + ["--kv-cache fp8"] * (self.kv_granularity is not None))

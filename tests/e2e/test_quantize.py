@@ -1,0 +1,259 @@
+"""freight quantize from end to end: what it writes is what other tools write, runs here, and is whole or not there."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import freight
+from freight import LLM, CapacityError, CheckpointError, ConfigError, SamplingParams
+from freight.checkpoint.reader import resolve_model
+from freight.config.engine import EngineArgs
+from freight.evaluate.report import compare_caches
+from freight.fp8.quantize import decode
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+BASE = FIXTURES / "base_bf16"
+LLM_COMPRESSOR = json.loads((FIXTURES / "llmcompressor_scales.json").read_text())
+IDS = LLM_COMPRESSOR["input_ids"]
+STATIC: dict[str, Any] = {"weights": "fp8", "activations": "static", "kv_cache": "fp8", "calibration_data": IDS}
+SMALL: dict[str, Any] = {"kv_cache_memory": "4MiB", "max_model_len": 128, "skip_tokenizer_init": True}
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def headers(folder: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors(folder).items()}
+
+
+def config(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return content
+
+
+def generate(folder: Path, **options: Any) -> list[int]:
+    llm = LLM(str(folder), **SMALL | options)
+    params = SamplingParams(max_tokens=8, temperature=0.0, detokenize=False, ignore_eos=True)
+    return list(llm.generate([1, 2, 3, 4], params)[0].outputs[0].token_ids)
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out"
+
+
+def test_tensors_are_those_that_llm_compressor_writes(out: Path):
+    freight.quantize(BASE, out, **STATIC)
+    assert headers(out) == headers(FIXTURES / "ct_docs")
+    got, theirs = tensors(out), tensors(FIXTURES / "ct_docs")
+    for name in got:
+        if name.endswith("weight_scale"):
+            assert torch.equal(got[name], theirs[name])
+        elif got[name].dtype is torch.bfloat16 and not name.endswith("_scale"):
+            assert torch.equal(got[name], theirs[name]), name
+    assert config(out)["quantization_config"]["kv_cache_format"] == "fp8_e4m3fn"
+    ours, docs = config(out)["quantization_config"], config(FIXTURES / "ct_docs")["quantization_config"]
+    assert {key for key in ours if key != "kv_cache_format"} <= docs.keys()
+    assert (ours["format"], ours["ignore"]) == (docs["format"], docs["ignore"])
+    (group,), (other,) = ours["config_groups"].values(), docs["config_groups"].values()
+    assert group.keys() <= other.keys()
+    for part in ("weights", "input_activations"):
+        assert group[part].keys() <= other[part].keys()
+        assert all(group[part][key] == other[part][key] for key in group[part] if key != "observer")
+
+
+def test_tensors_are_those_that_autofp8_writes(out: Path):
+    freight.quantize(BASE, out, **STATIC, format="fp8")
+    assert headers(out) == headers(FIXTURES / "autofp8_static_kv")
+    said = config(out)["quantization_config"]
+    assert said == config(FIXTURES / "autofp8_static_kv")["quantization_config"] | {"kv_cache_format": "fp8_e4m3fn"}
+
+
+def test_blocks_in_the_other_format_are_deepseeks(out: Path):
+    freight.quantize(BASE, out, weights="fp8-block", format="fp8")
+    got, said = headers(out), config(out)["quantization_config"]
+    assert said["weight_block_size"] == [128, 128]
+    assert (said["quant_method"], said["fmt"], said["activation_scheme"]) == ("fp8", "e4m3", "dynamic")
+    assert got["model.layers.0.mlp.down_proj.weight_scale_inv"] == (torch.float32, (2, 3))
+    assert not [name for name in got if name.endswith("weight_scale")]
+    assert len(generate(out)) == 8
+
+
+def test_scales_in_float32_are_amax_over_448(out: Path):
+    freight.quantize(BASE, out, weights="fp8", format="fp8")
+    got, base = tensors(out), tensors(BASE)
+    for name in base:
+        if f"{name}_scale" in got:
+            assert got[f"{name}_scale"] == base[name].float().abs().amax() / 448
+            assert got[name].view(torch.uint8).bitwise_and(0x7F).amax() == 0x7E, "the largest becomes 448"
+
+
+@pytest.mark.parametrize("weights", ["fp8", "fp8-channel", "fp8-block"])
+@pytest.mark.parametrize("activations", ["dynamic", "none"])
+def test_weights_are_within_half_a_step_and_run(out: Path, weights: str, activations: str):
+    result = freight.quantize(BASE, out, weights=weights, activations=activations)
+    got, base = tensors(out), tensors(BASE)
+    assert result.bytes_after < 0.7 * result.bytes_before
+    quantized = [name for name in got if got[name].dtype is torch.float8_e4m3fn]
+    assert len(quantized) == 14
+    for name in quantized:
+        scale = got[f"{name}_scale"].float()
+        if weights == "fp8-block":
+            scale = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        values, true = decode(got[name], scale), base[name].float()
+        step = torch.maximum(true.abs() / 16, scale * 2**-10)  # half the distance of E4M3 values
+        assert torch.all((values - true).abs() <= step * 1.1), name
+    assert len(generate(out)) == 8
+
+
+def test_ignored_modules_stay_as_they_are(out: Path):
+    freight.quantize(BASE, out, **STATIC, ignore=["re:1.*down_proj", "model.layers.0.self_attn.o_proj"])
+    left = ["model.layers.0.self_attn.o_proj", "model.layers.1.mlp.down_proj"]
+    assert config(out)["quantization_config"]["ignore"] == [*left, "lm_head"]
+    got, base = tensors(out), tensors(BASE)
+    for module in left:
+        assert torch.equal(got[f"{module}.weight"], base[f"{module}.weight"])
+        assert not [name for name in got if name.startswith(module) and "scale" in name]
+    assert len(generate(out)) == 8
+
+
+def test_a_pattern_that_tears_q_k_v_apart_is_told(out: Path):
+    result = freight.quantize(BASE, out, ignore=["re:q_proj"])
+    assert [warning for warning in result.warnings if "model.layers.0.self_attn.k_proj" in warning]
+    assert len(generate(out)) == 8
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "head", "channel"])
+def test_kv_scales_alone(out: Path, granularity: str):
+    freight.quantize(BASE, out, weights="none", kv_cache="fp8", kv_granularity=granularity, calibration_data=IDS)
+    got = headers(out)
+    scales = {f"model.layers.{i}.self_attn.{side}_scale": (torch.bfloat16, (1,)) for i in range(2) for side in "kv"}
+    assert got == headers(BASE) | scales
+    said = config(out)["quantization_config"]
+    assert (said["format"], said["config_groups"], said["ignore"]) == ("dense", {}, [])
+    assert ("freight" in config(out)) is (granularity != "tensor")
+    info = LLM(str(out), **SMALL).kv_cache_info()
+    assert (info["dtype"], info["granularity"], info["scale_source"]) == ("fp8_e4m3fn", granularity, "checkpoint")
+
+
+def test_tgi_gets_one_scale_and_its_format(out: Path):
+    freight.quantize(BASE, out, format="tgi", calibration_data=IDS)
+    scales = {f"model.layers.{index}.self_attn.kv_scale": (torch.float32, ()) for index in range(2)}
+    assert headers(out) == headers(BASE) | scales
+    assert config(out)["kv_cache_torch_dtype"] == "float8_e4m3fn"
+    assert "quantization_config" not in config(out)
+    for index in range(2):
+        k, v = (LLM_COMPRESSOR["scales"][f"model.layers.{index}.self_attn.{side}_scale"] for side in "kv")
+        kv = float(tensors(out)[f"model.layers.{index}.self_attn.kv_scale"])
+        assert kv == pytest.approx(max(k, v), rel=2**-8)
+    info = LLM(str(out), **SMALL).kv_cache_info()
+    assert (info["dtype"], info["scale_source"]) == ("fp8_e4m3fn", "checkpoint")
+
+
+def test_scales_reach_the_kernels(out: Path, tmp_path: Path):
+    freight.quantize(BASE, out, **STATIC, kv_granularity="channel")
+    before = generate(out)
+    changed = tmp_path / "changed"
+    shutil.copytree(out, changed)
+    stored = tensors(changed)
+    for name, tensor in stored.items():
+        if name.endswith("input_scale"):
+            stored[name] = tensor / 64
+    save_file(stored, changed / "model.safetensors")
+    assert generate(out) == before
+    assert generate(changed) != before
+
+
+def test_the_demo_needs_no_data_and_loses_little(out: Path):
+    freight.quantize("demo", out, weights="fp8", activations="static", kv_cache="fp8", num_samples=8)
+    source = resolve_model("demo")
+    assert {file.name for file in out.iterdir()} == {
+        "config.json", "model.safetensors", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+        "LICENSE.txt",
+    }  # fmt: skip
+    text = (source / "heldout.txt").read_text(encoding="utf-8")
+    (plain,) = compare_caches(EngineArgs("demo"), [], text, 512, max_tokens=4096)
+    _, quantized = compare_caches(EngineArgs(str(out)), [("auto", "auto")], text, 512, max_tokens=4096)
+    assert (quantized.dtype, quantized.granularity, quantized.scale_source) == ("fp8_e4m3fn", "tensor", "checkpoint")
+    assert quantized.perplexity == pytest.approx(plain.perplexity, rel=0.01)
+
+
+def test_interruption_leaves_nothing(out: Path):
+    def interrupt(what: str, done: int, total: int) -> None:
+        if what == "writing" and done == total // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        freight.quantize(BASE, out, on_progress=interrupt)
+    assert list(out.parent.iterdir()) == []
+
+
+@pytest.fixture
+def damaged(tmp_path: Path) -> Callable[[str], Path]:
+    """damaged(tensor): a copy of the model in which one value of the tensor is NaN."""
+
+    def make(name: str) -> Path:
+        folder = tmp_path / "damaged"
+        shutil.copytree(BASE, folder)
+        stored = tensors(folder)
+        stored[name][1, 1] = float("nan")
+        save_file(stored, folder / "model.safetensors")
+        return folder
+
+    return make
+
+
+def test_a_damaged_weight_is_named(out: Path, damaged: Callable[[str], Path]):
+    folder = damaged("model.layers.1.mlp.up_proj.weight")
+    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.up_proj\.weight has values that are NaN"):
+        freight.quantize(folder, out)
+    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.down_proj: input: NaN during calibration"):
+        freight.quantize(folder, out, **STATIC)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"kv_cache": "fp8"}, ConfigError, "--kv-cache fp8 needs --calibration-data"),
+        ({"activations": "static"}, ConfigError, "--activations static needs --calibration-data"),
+        ({"kv_cache": "fp8", "calibration_data": [[1, 2, 3]]}, ConfigError, "gives 3 tokens"),
+        ({"kv_cache": "fp8", "calibration_data": "/nowhere.txt"}, ConfigError, "/nowhere.txt cannot be read"),
+        ({"ignore": ["re:experts"]}, ConfigError, "matches no Linear module"),
+        ({"weight": "fp8"}, ConfigError, r"did you mean weights\?"),
+        ({"out": BASE}, ConfigError, "exists"),
+        ({"out": ""}, ConfigError, "needs a folder to write"),
+        ({"model": FIXTURES / "ct_docs"}, CheckpointError, "is quantized already"),
+        ({"model": FIXTURES / "autofp8_static_kv"}, CheckpointError, "is quantized already"),
+        ({"model": FIXTURES}, CheckpointError, "no config.json"),
+    ],
+)
+def test_bad_input_leaves_nothing(out: Path, options: dict[str, Any], error: type[Exception], says: str):
+    with pytest.raises(error, match=says):
+        freight.quantize(**{"model": BASE, "out": out} | options)
+    assert list(out.parent.iterdir()) == []
+
+
+def test_a_model_with_scales_is_not_calibrated_again(tmp_path: Path, out: Path):
+    folder = tmp_path / "scaled"
+    shutil.copytree(BASE, folder)
+    save_file(tensors(folder) | {"model.layers.0.self_attn.kv_scale": torch.tensor(0.1)}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match="has KV scales already"):
+        freight.quantize(folder, out)
+
+
+def test_a_full_disk_is_seen_before_the_work(out: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6, 1000))  # type: ignore[attr-defined]
+    with pytest.raises(CapacityError, match=re.escape("has 1,000 free")):
+        freight.quantize(BASE, out, **STATIC)
+    assert not out.exists()

@@ -1,0 +1,124 @@
+"""Calibration data: every form gives the token ids that the model would be given, and nothing malformed passes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from freight.calibrate.data import MIN_TOKENS, read_samples
+from freight.errors import ConfigError, RequestError
+
+LONG = "x" * 600
+
+
+class Letters:
+    """A tokenizer with a token a character, BOS 1, and a template."""
+
+    bos_token_id = 1
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [1] * add_special_tokens + [ord(c) for c in text]
+
+    def apply_chat_template(self, messages: Any, add_generation_prompt: bool) -> list[int]:
+        assert not add_generation_prompt, "calibration shows whole conversations"
+        if not isinstance(messages, list):
+            raise RequestError("messages are a list")
+        return [2, *(ord(c) for message in messages for c in message["content"])]
+
+
+def samples(data: object, num_samples: int = 512, max_seq_len: int = 2048) -> list[list[int]]:
+    return read_samples(data, num_samples, max_seq_len, 256, lambda: Letters())  # type: ignore[arg-type, return-value]
+
+
+def jsonl(tmp_path: Path, *lines: object) -> Path:
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines) + "\n\n")
+    return path
+
+
+def no_tokenizer() -> Any:
+    raise AssertionError("token ids need no tokenizer")
+
+
+def test_a_text_is_cut_and_every_piece_begins_as_a_text_does(tmp_path: Path):
+    path = tmp_path / "a.txt"
+    path.write_text("".join(chr(32 + i % 90) for i in range(1000)))
+    got = samples(path, max_seq_len=300)
+    assert [len(ids) for ids in got] == [300, 300, 300, 104]
+    assert all(ids[0] == 1 for ids in got)
+    assert [token for ids in got for token in ids[1:]] == [ord(c) for c in path.read_text()]
+
+
+def test_lines_of_every_kind(tmp_path: Path):
+    path = jsonl(
+        tmp_path,
+        {"text": LONG, "source": "somewhere"},
+        {"messages": [{"role": "user", "content": "ab"}]},
+        {"input_ids": [7, 8, 9]},
+    )
+    assert samples(path) == [[1, *map(ord, LONG)], [2, 97, 98], [7, 8, 9]]
+
+
+def test_python_sequences():
+    assert samples([LONG, [5, 6]]) == [[1, *map(ord, LONG)], [5, 6]]
+
+
+def test_samples_are_counted_and_cut():
+    got = samples([[3] * 400] * 5, num_samples=2, max_seq_len=150)
+    assert [len(ids) for ids in got] == [150, 150]
+
+
+def test_token_ids_need_no_tokenizer(tmp_path: Path):
+    path = jsonl(tmp_path, {"input_ids": [4] * 300})
+    assert read_samples(path, 8, 1024, 256, no_tokenizer) == [[4] * 300]
+
+
+def test_empty_samples_do_not_count():
+    assert samples([[], [3] * 300], num_samples=1) == [[3] * 300]
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("{", "line 1 is not JSON"),
+        ([1, 2], "line 1 is list"),
+        ({"prompt": "x"}, r"line 1 has \['prompt'\]"),
+        ({"text": "x", "input_ids": [1]}, "one of `text`"),
+        ({"text": 3}, "`text` is int"),
+        ({"input_ids": "abc"}, "token ids are a list of whole numbers"),
+        ({"input_ids": [1, 2.5]}, "token ids are a list of whole numbers"),
+        ({"messages": "hello"}, "line 1: messages are a list"),
+        ({"input_ids": [300] * 300}, "token id 300 is not in the model's vocabulary"),
+        ({"input_ids": [-1] * 300}, "token id -1"),
+    ],
+)
+def test_a_malformed_line_is_named(tmp_path: Path, line: object, says: str):
+    with pytest.raises(ConfigError, match=says):
+        samples(jsonl(tmp_path, line))
+
+
+def test_too_little_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match=f"gives {MIN_TOKENS - 1} tokens in 1 samples; at least {MIN_TOKENS}"):
+        samples([[3] * (MIN_TOKENS - 1)])
+    assert samples([[3] * MIN_TOKENS])
+    with pytest.raises(ConfigError, match="0 tokens"):
+        samples(jsonl(tmp_path))
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe\xfa"])
+def test_a_file_that_is_no_text(tmp_path: Path, content: bytes | None):
+    path = tmp_path / "data.txt"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"data.txt cannot be read as text"):
+        samples(path)
+
+
+def test_something_else_is_no_data():
+    with pytest.raises(ConfigError, match="is int; give a path"):
+        samples(3)
+    with pytest.raises(ConfigError, match=r"calibration_data\[0\]"):
+        samples([{"text": "x"}])

@@ -1,0 +1,106 @@
+"""Scales per head and channel beside the weights: read back to the bit, or refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from freight.checkpoint.extras import FILE, read_extras, write_extras
+from freight.checkpoint.kv_scales import read_kv_scales
+from freight.checkpoint.reader import Checkpoint
+from freight.errors import CheckpointError
+from freight.fp8.formats import Format, Granularity
+from freight.fp8.scheme import KVScales, LayerScales
+
+Open = Callable[..., Checkpoint]
+
+
+def scales(granularity: Granularity, count: int, layers: int = 2) -> KVScales:
+    def values(seed: int) -> tuple[float, ...]:
+        return tuple((torch.rand(count, generator=torch.Generator().manual_seed(seed)) + 1e-3).tolist())
+
+    return KVScales(tuple(LayerScales(values(i), values(i + 9), granularity) for i in range(layers)), Format.E4M3FN)
+
+
+@pytest.fixture
+def write_model(open_tensors: Open, tmp_path: Path) -> Callable[..., Checkpoint]:
+    """write_model(scales, content=…, said=…): a checkpoint with standard scales of 0.5 and these beside them."""
+
+    def make(finer: KVScales, content: bytes | None = None, said: dict[str, Any] | None = None) -> Checkpoint:
+        declared, files = write_extras(finer)
+        for name, data in files.items():
+            (tmp_path / name).write_bytes(data if content is None else content)
+        tensors = {f"model.layers.{i}.self_attn.{s}_scale": torch.tensor([0.5]) for i in range(2) for s in "kv"}
+        return open_tensors(tensors, declared if said is None else said)
+
+    return make
+
+
+@pytest.mark.parametrize(("granularity", "count"), [(Granularity.HEAD, 3), (Granularity.CHANNEL, 12)])
+def test_they_come_back_to_the_bit_and_count(write_model, shape, granularity: Granularity, count: int):
+    wanted = scales(granularity, count)
+    got = read_kv_scales(write_model(wanted), shape)
+    assert [(layer.k, layer.v, layer.granularity) for layer in got.layers] == [
+        (layer.k, layer.v, layer.granularity) for layer in wanted.layers
+    ]
+    assert got.format is Format.E4M3FN
+    assert got.layers[1].names == (f"{FILE}:layers[1]",)
+
+
+def test_without_a_name_in_config_the_file_is_not_looked_at(write_model, shape):
+    opened = write_model(scales(Granularity.HEAD, 3), content=b"nonsense", said={})
+    assert read_extras(opened, shape) is None
+    assert read_kv_scales(opened, shape).layers[0].k == (0.5,)
+
+
+def test_a_changed_file_is_refused(write_model, shape):
+    opened = write_model(scales(Granularity.HEAD, 3), content=write_extras(scales(Granularity.HEAD, 3, 1))[1][FILE])
+    with pytest.raises(CheckpointError, match="SHA-256 differs"):
+        read_kv_scales(opened, shape)
+
+
+def test_a_missing_file_is_refused(write_model, shape, tmp_path: Path):
+    opened = write_model(scales(Granularity.HEAD, 3))
+    (tmp_path / FILE).unlink()
+    with pytest.raises(CheckpointError, match=r"cannot be read.*take `freight` out of config.json"):
+        read_kv_scales(opened, shape)
+
+
+@pytest.mark.parametrize(
+    ("said", "says"),
+    [
+        ({"freight": 3}, "not understood by this version"),
+        ({"freight": {"centers": {}}}, "not understood by this version"),
+        ({"freight": {"kv_scales": {"file": "x.json"}}}, "not understood by this version"),
+        ({"freight": {"kv_scales": {"file": "../x.json", "sha256": "0"}}}, "outside the folder"),
+    ],
+)
+def test_what_config_says_is_checked(write_model, shape, said: dict[str, Any], says: str):
+    with pytest.raises(CheckpointError, match=says):
+        read_extras(write_model(scales(Granularity.HEAD, 3), said=said), shape)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"layers": [{"k": [1.0] * 3, "v": [1.0] * 3}]}, "1 layers; the model has 2"),
+        ({"layers": [{"k": [1.0] * 3, "v": [1.0] * 2}] * 2}, "layer 0 has 2 scales of v, the model wants 3"),
+        ({"layers": [{"k": [1.0, 0.0, 1.0], "v": [1.0] * 3}] * 2}, "a scale of k is not finite and above 0"),
+        ({"format": "fp8_e5m2"}, "for fp8_e5m2"),
+        ({"granularity": "token"}, "token scales"),
+        ({"granularity": "row"}, "holds no KV scales"),
+        ({"layers": 3}, "holds no KV scales"),
+    ],
+)
+def test_what_the_file_holds_must_fit_the_model(write_model, shape, tmp_path: Path, change: dict[str, Any], says: str):
+    content = json.loads(write_extras(scales(Granularity.HEAD, 3))[1][FILE]) | change
+    data = json.dumps(content).encode()
+    said = {"freight": {"kv_scales": {"file": FILE, "sha256": hashlib.sha256(data).hexdigest()}}}
+    with pytest.raises(CheckpointError, match=says):
+        read_extras(write_model(scales(Granularity.HEAD, 3), content=data, said=said), shape)
