@@ -17,7 +17,7 @@
 namespace {
 
 constexpr int64_t kStageRows = 516;  // rows staged at once: what all cores read over and over, from L3
-constexpr int64_t kPrefetch = 2048;  // bytes ahead in each stream of weights
+constexpr int64_t kPrefetch = 4096;  // bytes ahead in each stream of weights
 
 struct Call {
   const FreightWeight& weight;
@@ -32,10 +32,13 @@ struct Call {
   int64_t value_bytes() const { return format == FREIGHT_FLOAT32 ? 4 : 2; }
 };
 
+// Blocks of a tile, and how many of them are decoded before they are multiplied: what registers hold.
 #if FREIGHT_AVX512
-constexpr int blocks_for(int height) { return height <= 2 ? 8 : height <= 4 ? 4 : 2; }
+constexpr int blocks_for(int height) { return height <= 4 ? 4 : 2; }
+constexpr int blocks_at_once(int height) { return height <= 2 ? 1 : blocks_for(height); }
 #else
 constexpr int blocks_for(int height) { return height == 1 ? 4 : height == 2 ? 2 : 1; }
+constexpr int blocks_at_once(int height) { return blocks_for(height); }
 #endif
 
 // Call f with the height as a compile-time number.
@@ -63,14 +66,19 @@ inline void accumulate(const D& decoder, const uint8_t* const* w, const typename
   V16 sum[NB][M];
   for (int j = 0; j < NB; j++)
     for (int m = 0; m < M; m++) sum[j][m] = scale ? zero16() : load16(sums + (j * M + m) * kLanes);
-  for (int64_t unit = 0; unit < units; unit++) {
-    for (int j = 0; j < NB; j++) __builtin_prefetch(w[j] + unit * kUnit + kPrefetch);
-    for (int step = 0; step < D::steps; step++, x += M) {
-      typename Math::Operand operand[NB];
-      for (int j = 0; j < NB; j++) operand[j] = local.operand(w[j] + unit * kUnit, step);
-      for (int m = 0; m < M; m++)
-        for (int j = 0; j < NB; j++) sum[j][m] = Math::accumulate(sum[j][m], operand[j], x[m]);
-    }
+  constexpr int blocks = std::min(blocks_at_once(M), NB);
+  typename Math::Operand operand[blocks][D::at_once];
+  for (int64_t unit = 0; unit < units; unit++, x += D::steps * M) {
+    const int64_t at = unit * kBand * kUnit;
+    for (int j = 0; j < NB; j++) __builtin_prefetch(w[j] + at + kPrefetch);
+    for (int first = 0; first < NB; first += blocks)
+      for (int step = 0; step < D::steps; step += D::at_once) {
+        for (int j = 0; j < blocks; j++) local.decode(w[first + j] + at, step, operand[j]);
+        for (int i = 0; i < D::at_once; i++)
+          for (int m = 0; m < M; m++)
+            for (int j = 0; j < blocks; j++)
+              sum[first + j][m] = Math::accumulate(sum[first + j][m], operand[j][i], x[(step + i) * M + m]);
+      }
   }
   for (int j = 0; j < NB; j++)
     for (int m = 0; m < M; m++) {
@@ -96,7 +104,7 @@ inline void tile(const D& decoder, const uint8_t* const* w, const typename D::Ma
     float scale[NB * M];
     const uint8_t* from[NB];
     for (int j = 0; j < NB; j++) {
-      from[j] = w[j] + first * kUnit;
+      from[j] = w[j] + first * kBand * kUnit;
       const float of_weight = groups.weight[j][group] * groups.factor;
       for (int m = 0; m < M; m++)
         scale[j * M + m] = groups.x ? of_weight * groups.x[m * groups.stride + group] : of_weight;
@@ -133,7 +141,7 @@ struct Product {
   float factor = call.weight.block_scale ? 1.f : D::factor;  // left for the end
 
   const uint8_t* block_data(int64_t block) const {
-    return static_cast<const uint8_t*>(call.weight.data) + block * units * kUnit;
+    return static_cast<const uint8_t*>(call.weight.data) + block_offset(block, units);
   }
 
   // Group scales of a tile: `blocks` blocks from `block` on (beyond the last: the last), rows from `row` on.

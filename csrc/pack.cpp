@@ -1,4 +1,7 @@
 // Packing: [out, in] row-major -> the units of packed.h. Done once, at load.
+#include <sys/mman.h>
+
+#include <algorithm>
 #include <cstring>
 
 #include "packed.h"
@@ -6,6 +9,21 @@
 
 namespace {
 
+// Before they are first written: reading through large pages is up to a tenth faster. Refusal does no harm.
+void ask_for_large_pages(void* memory, int64_t bytes) {
+#ifdef MADV_HUGEPAGE
+  constexpr uintptr_t kPage = 1 << 21;
+  const uintptr_t first = reinterpret_cast<uintptr_t>(memory), end = first + static_cast<uintptr_t>(bytes);
+  const uintptr_t from = (first + kPage - 1) / kPage * kPage, to = end / kPage * kPage;
+  if (from < to) madvise(reinterpret_cast<void*>(from), to - from, MADV_HUGEPAGE);
+#else
+  (void)memory, (void)bytes;
+#endif
+}
+
+int64_t bands(int64_t out) { return (out + kBand * kLanes - 1) / (kBand * kLanes); }
+
+// A block of `rows` rows, kBand units apart; 0 rows pad the last band.
 template <class T>
 void pack_block(const T* from, T* to, int32_t format, int64_t rows, int64_t in, float* scale) {
   const int inputs = inputs_per_unit(format);
@@ -14,7 +32,7 @@ void pack_block(const T* from, T* to, int32_t format, int64_t rows, int64_t in, 
   for (int lane = 0; lane < kLanes; lane++)
     for (int input = 0; input < inputs; input++) index[lane * inputs + input] = unit_index(format, lane, input);
   for (int64_t unit = 0; unit < units; unit++) {
-    T* out = to + unit * kLanes * inputs;
+    T* out = to + unit * kBand * kLanes * inputs;
     std::memset(out, 0, kUnit);
     const int there = static_cast<int>(in - unit * inputs < inputs ? in - unit * inputs : inputs);
     for (int lane = 0; lane < rows; lane++)
@@ -32,11 +50,12 @@ void pack_block(const T* from, T* to, int32_t format, int64_t rows, int64_t in, 
 template <class T>
 void pack(const void* data, int32_t format, int64_t out, int64_t in, void* packed, float* scale, int threads) {
   const int inputs = inputs_per_unit(format);
-  const int64_t block = (in + inputs - 1) / inputs * inputs * kLanes;  // elements
-  parallel_for((out + kLanes - 1) / kLanes, threads, [&](int64_t index) {
-    const int64_t first = index * kLanes, rows = out - first < kLanes ? out - first : kLanes;
+  const int64_t units = (in + inputs - 1) / inputs;
+  parallel_for(bands(out) * kBand, threads, [&](int64_t block) {
+    const int64_t first = std::min(block * kLanes, out), rows = std::min<int64_t>(kLanes, out - first);
     const T* from = static_cast<const T*>(data) + first * in;
-    pack_block(from, static_cast<T*>(packed) + index * block, format, rows, in, scale + first);
+    T* to = static_cast<T*>(packed) + block_offset(block, units) / static_cast<int64_t>(sizeof(T));
+    pack_block(from, to, format, rows, in, scale + first);
   });
 }
 
@@ -44,11 +63,12 @@ void pack(const void* data, int32_t format, int64_t out, int64_t in, void* packe
 
 FREIGHT_API int64_t freight_packed_bytes(int32_t format, int64_t out, int64_t in) {
   const int inputs = inputs_per_unit(format);
-  return (out + kLanes - 1) / kLanes * ((in + inputs - 1) / inputs) * kUnit;
+  return bands(out) * kBand * ((in + inputs - 1) / inputs) * kUnit;
 }
 
 FREIGHT_API void freight_pack(const void* data, int32_t format, int64_t out, int64_t in, void* packed, float* scale,
                               int32_t threads) {
+  ask_for_large_pages(packed, freight_packed_bytes(format, out, in));
   if (format == FREIGHT_FLOAT32)
     pack<uint32_t>(data, format, out, in, packed, scale, threads);
   else if (format == FREIGHT_E4M3FN)

@@ -1,26 +1,34 @@
 // Packed weights: their layout, and what a matrix product needs of an instruction set.
 //
 // A weight is stored as units of 64 bytes that hold 16 output rows x `inputs` inputs (4 in eight bits, 2 in sixteen, 1
-// in float32): [ceil(out / 16)][ceil(in / inputs)][64], padded with zeros. So a block of 16 rows is one stream of
-// memory, and each of 16 lanes sums one output over its inputs in order: no horizontal sum, and the same order
-// whatever the number of rows of x. Within a unit values lie as [inputs][16], with two exceptions (`unit_index`): AVX-512
-// takes pairs (`Pair`), so bfloat16 as [16][2] and E4M3 so that one look-up serves two registers of 16 x 2; the
-// portable E4M3 lies as its decoding wants it.
+// in float32): [ceil(out / 32)][ceil(in / inputs)][2][64], padded with zeros. So a band of two blocks of 16 rows is one
+// stream of memory, and each of 16 lanes sums one output over its inputs in order: no horizontal sum, and the same order
+// whatever the number of rows of x. (Few streams of whole pairs of cache lines read a third faster than eight of single
+// lines.) Within a unit values lie as [inputs][16], with two exceptions (`unit_index`): AVX-512 takes pairs (`Pair`), so
+// bfloat16 as [16][2] and E4M3 so that one look-up serves two registers of 16 x 2; the portable E4M3 lies as its
+// decoding wants it.
 //
 // `Single` multiplies float32 by float32, one input a step. `Pair` takes two bfloat16 inputs a step (vdpbf16ps), which is
-// exact in its products. A decoder D makes D::steps operands of a unit, for its arithmetic D::Math.
+// exact in its products. A decoder D makes D::steps operands of a unit, for its arithmetic D::Math, D::at_once of them
+// in one call: those from `step` on.
 #pragma once
 #include <cstddef>
 
 #include "freight.h"
 #include "simd.h"
 
-constexpr int kLanes = 16;    // output rows of a block
-constexpr int kUnit = 64;     // bytes
-constexpr int kGroup = 128;   // outputs and inputs that share one block scale
+constexpr int kLanes = 16;   // output rows of a block
+constexpr int kUnit = 64;    // bytes
+constexpr int kBand = 2;     // blocks whose units alternate in memory
+constexpr int kGroup = 128;  // outputs and inputs that share one block scale
 
 inline int inputs_per_unit(int32_t format) {
   return format == FREIGHT_FLOAT32 ? 1 : format == FREIGHT_E4M3FN ? 4 : 2;
+}
+
+// Where a block's first unit lies in a packed weight, in bytes; the next ones follow kBand * kUnit apart.
+inline int64_t block_offset(int64_t block, int64_t units) {
+  return block / kBand * kBand * units * kUnit + block % kBand * kUnit;
 }
 
 struct Single {
@@ -32,17 +40,17 @@ struct Single {
 
 struct Float32 {
   using Math = Single;
-  static constexpr int steps = 1;
+  static constexpr int steps = 1, at_once = 1;
   static constexpr float factor = 1.f;  // true value = decoded * factor
-  V16 operand(const uint8_t* unit, int) const { return load16(reinterpret_cast<const float*>(unit)); }
+  void decode(const uint8_t* unit, int, V16* out) const { *out = load16(reinterpret_cast<const float*>(unit)); }
 };
 
 struct Float16 {
   using Math = Single;
-  static constexpr int steps = 2;
+  static constexpr int steps = 2, at_once = 1;
   static constexpr float factor = 1.f;
-  V16 operand(const uint8_t* unit, int step) const {
-    return f16_to_16(reinterpret_cast<const uint16_t*>(unit) + kLanes * step);
+  void decode(const uint8_t* unit, int step, V16* out) const {
+    *out = f16_to_16(reinterpret_cast<const uint16_t*>(unit) + kLanes * step);
   }
 };
 
@@ -65,22 +73,22 @@ inline V16 half(__m512i pairs, int second) {
 
 struct BFloat16Pair {
   using Math = Pair;
-  static constexpr int steps = 1;
+  static constexpr int steps = 1, at_once = 1;
   static constexpr float factor = 1.f;
-  __m512i operand(const uint8_t* unit, int) const { return _mm512_loadu_si512(unit); }
+  void decode(const uint8_t* unit, int, __m512i* out) const { *out = _mm512_load_si512(unit); }
 };
 
 struct BFloat16 {
   using Math = Single;
-  static constexpr int steps = 2;
+  static constexpr int steps = 2, at_once = 1;
   static constexpr float factor = 1.f;
-  V16 operand(const uint8_t* unit, int step) const { return half(_mm512_loadu_si512(unit), step); }
+  void decode(const uint8_t* unit, int step, V16* out) const { *out = half(_mm512_load_si512(unit), step); }
 };
 
 // The two bytes of bfloat16 are looked up apart, in 128-byte tables over the codes without their sign.
 struct E4M3Pair {
   using Math = Pair;
-  static constexpr int steps = 2;
+  static constexpr int steps = 2, at_once = 2;
   static constexpr float factor = 1.f;
   __m512i low0, low1, high0, high1;
 
@@ -93,64 +101,66 @@ struct E4M3Pair {
     low0 = _mm512_load_si512(low), low1 = _mm512_load_si512(low + 64);
     high0 = _mm512_load_si512(high), high1 = _mm512_load_si512(high + 64);
   }
-  __m512i operand(const uint8_t* unit, int step) const {
-    const __m512i code = _mm512_loadu_si512(unit);
+  void decode(const uint8_t* unit, int, __m512i* out) const {
+    const __m512i code = _mm512_load_si512(unit);
     const __m512i low = _mm512_permutex2var_epi8(low0, code, low1);
     __m512i high = _mm512_permutex2var_epi8(high0, code, high1);
     high = _mm512_ternarylogic_epi32(high, code, _mm512_set1_epi8(static_cast<char>(0x80)), 0xF8);  // high | code & sign
-    return step ? _mm512_unpackhi_epi8(low, high) : _mm512_unpacklo_epi8(low, high);
+    out[0] = _mm512_unpacklo_epi8(low, high), out[1] = _mm512_unpackhi_epi8(low, high);
   }
 };
 
 struct E4M3 {
   using Math = Single;
-  static constexpr int steps = 4;
+  static constexpr int steps = 4, at_once = 1;
   static constexpr float factor = 1.f;
   E4M3Pair pairs;
-  V16 operand(const uint8_t* unit, int step) const { return half(pairs.operand(unit, step / 2), step % 2); }
+  void decode(const uint8_t* unit, int step, V16* out) const {
+    __m512i two[2];
+    pairs.decode(unit, 0, two);
+    *out = half(two[step / 2], step % 2);
+  }
 };
 
 #else
 
 struct BFloat16 {
   using Math = Single;
-  static constexpr int steps = 2;
+  static constexpr int steps = 2, at_once = 1;
   static constexpr float factor = 1.f;
-  V16 operand(const uint8_t* unit, int step) const {
-    return bf16_to_16(reinterpret_cast<const uint16_t*>(unit) + kLanes * step);
+  void decode(const uint8_t* unit, int step, V16* out) const {
+    *out = bf16_to_16(reinterpret_cast<const uint16_t*>(unit) + kLanes * step);
   }
 };
 
 // NaN codes do not come here: packing has moved them into the row's scale.
 struct E4M3 {
   using Math = Single;
-  static constexpr int steps = 4;
+  static constexpr int steps = 4, at_once = 1;
 #if FREIGHT_AVX2
   // The code's bits, seven to the left, are a float16 that is 2^8 too small: its exponent's bias is 8 larger.
   static constexpr float factor = 256.f;
-  V16 operand(const uint8_t* unit, int step) const {
+  void decode(const uint8_t* unit, int step, V16* out) const {
     const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(unit) + step);
     const __m256i shifted = _mm256_slli_epi16(_mm256_cvtepi8_epi16(codes), 7);
     const __m256i half = _mm256_and_si256(shifted, _mm256_set1_epi16(static_cast<short>(0xBF80)));
-    return {_mm256_cvtph_ps(_mm256_castsi256_si128(half)), _mm256_cvtph_ps(_mm256_extracti128_si256(half, 1))};
+    *out = {_mm256_cvtph_ps(_mm256_castsi256_si128(half)), _mm256_cvtph_ps(_mm256_extracti128_si256(half, 1))};
   }
 #else
   // The same towards float32, 2^120 too small; that is multiplied at once, since products with it would underflow.
   // Sixteen codes are taken as four words; byte i of each word is one vector of four.
   static constexpr float factor = 1.f;
-  V16 operand(const uint8_t* unit, int step) const {
+  void decode(const uint8_t* unit, int step, V16* out) const {
     typedef uint32_t Words __attribute__((vector_size(16)));
     Words words;
     std::memcpy(&words, unit + kLanes * step, 16);
-    V16 out;
     for (int i = 0; i < 4; i++) {
       const Words code = words << (24 - 8 * i);
       const Words bits = (code & 0x80000000u) | (code & 0x7F000000u) >> 4;
       V4 value;
       std::memcpy(&value, &bits, 16);
-      out.v[i] = value * 0x1p120f;
+      out->v[i] = value * 0x1p120f;
     }
-    return out;
   }
 #endif
 };

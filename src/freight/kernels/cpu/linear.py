@@ -24,7 +24,8 @@ _FORMATS = {
     torch.uint8: 3,  # E4M3FN, looked at as bytes
 }
 _ACTIVATIONS = {Activations.PLAIN: 0, Activations.DYNAMIC: 1, Activations.STATIC: 2}
-_ALIGNMENT = 64
+_CACHE_LINE = 64
+_LARGE_PAGE = 2**21  # packing asks for such pages where whole ones lie in the memory
 _LANES = 16
 
 
@@ -61,8 +62,9 @@ class PackedWeight:
 
 
 def _aligned(num_bytes: int) -> Tensor:
-    memory = torch.empty(num_bytes + _ALIGNMENT, dtype=torch.uint8)
-    start = -memory.data_ptr() % _ALIGNMENT
+    alignment = _LARGE_PAGE if num_bytes >= _LARGE_PAGE else _CACHE_LINE
+    memory = torch.empty(num_bytes + alignment, dtype=torch.uint8)  # what comes before `start` is never touched
+    start = -memory.data_ptr() % alignment
     return memory[start : start + num_bytes]
 
 
