@@ -41,11 +41,15 @@ def device() -> str:
 
 @pytest.fixture(scope="session", autouse=True)
 def bfloat16_as_on_a_gpu() -> Iterator[None]:
-    """Triton's interpreter cuts a float32 off to make a bfloat16; every GPU rounds to nearest even."""
+    """Mend Triton's interpreter, which keeps bfloat16 as whole numbers of 16 bits.
+
+    It cuts a float32 off to make a bfloat16, where every GPU rounds to nearest even, and multiplies matrices of
+    bfloat16 as if they were whole numbers.
+    """
     from triton.language import bfloat16, float32
     from triton.runtime import interpreter
 
-    convert = interpreter._convert_float
+    convert, dot = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
 
     def rounded(data: np.ndarray, have: Any, want: Any, mode: Any) -> np.ndarray:
         if have != float32 or want != bfloat16:
@@ -53,6 +57,12 @@ def bfloat16_as_on_a_gpu() -> Iterator[None]:
         values = torch.from_numpy(np.ascontiguousarray(data).view(np.float32)).bfloat16()
         return values.view(torch.int16).numpy().view(np.uint16).reshape(data.shape)
 
+    def widened(builder: Any, a: Any, b: Any, *rest: Any) -> Any:
+        if a.dtype.scalar == bfloat16:
+            a, b = (builder.cast_impl(one, float32) for one in (a, b))
+        return dot(builder, a, b, *rest)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "_convert_float", rounded)
+        patch.setattr(interpreter.InterpreterBuilder, "create_dot", widened)
         yield

@@ -24,10 +24,14 @@ from freight.fp8.quantize import format_of
 
 @dataclass(frozen=True)
 class Target:
-    """What kernels choose by. `arch` is 80, 90, … on NVIDIA (`cuda`); on AMD (`hip`) it is 'gfx942' and the like."""
+    """What kernels choose by. `arch` is 80, 90, … on NVIDIA (`cuda`); on AMD (`hip`) it is 'gfx942' and the like.
+
+    `units` is the number of multiprocessors.
+    """
 
     backend: str
     arch: int | str
+    units: int = 132
 
     @property
     def native(self) -> frozenset[Format]:
@@ -41,17 +45,17 @@ class Target:
         return self.backend == "cuda" and int(self.arch) >= 90
 
 
-INTERPRETER = Target("cuda", 0)  # has nothing natively
+INTERPRETER = Target("cuda", 0, units=1)  # has nothing natively
 
 
 def current_target() -> Target:
     """The GPU that torch uses now, or the interpreter."""
     if knobs.runtime.interpret:
         return INTERPRETER
+    facts = torch.cuda.get_device_properties(torch.cuda.current_device())
     if torch.version.hip is not None:
-        return Target("hip", torch.cuda.get_device_properties().gcnArchName.split(":")[0])
-    major, minor = torch.cuda.get_device_capability()
-    return Target("cuda", 10 * major + minor)
+        return Target("hip", facts.gcnArchName.split(":")[0], facts.multi_processor_count)
+    return Target("cuda", 10 * facts.major + facts.minor, facts.multi_processor_count)
 
 
 def carrier(stored: Tensor, target: Target) -> Tensor:
@@ -93,35 +97,39 @@ def decode_bits(code, FORMAT: tl.constexpr):
     """The byte of FORMAT -> float16, exactly."""
     word = code.to(tl.int16)
     if FORMAT == "fp8_e5m2":
-        return (word << 8).to(tl.float16, bitcast=True)  # float16's own upper half
-    # read as float16 the exponent's bias is 8 (FNUZ: 7) too large
-    bits = ((word & 0x80) << 8) | ((word & 0x7F) << 7)
-    if FORMAT == "fp8_e4m3fnuz":
-        scaled = bits.to(tl.float16, bitcast=True) * tl.full((), 128.0, tl.float16)
-        is_nan = word == 0x80
+        value = (word << 8).to(tl.float16, bitcast=True)  # float16's own upper half
     else:
-        scaled = bits.to(tl.float16, bitcast=True) * tl.full((), 256.0, tl.float16)
-        is_nan = (word & 0x7F) == 0x7F
-    return tl.where(is_nan, tl.full((), float("nan"), tl.float16), scaled)
+        # read as float16 the exponent's bias is 8 (FNUZ: 7) too large
+        value = (((word & 0x80) << 8) | ((word & 0x7F) << 7)).to(tl.float16, bitcast=True)
+        nan = tl.full((), float("nan"), tl.float16)
+        if FORMAT == "fp8_e4m3fnuz":
+            value = tl.where(word == 0x80, nan, value * tl.full((), 128.0, tl.float16))
+        else:
+            value = tl.where((word & 0x7F) == 0x7F, nan, value * tl.full((), 256.0, tl.float16))
+    return value
 
 
 @triton.jit
 def encode(x, like: tl.constexpr, FORMAT: tl.constexpr):
     """float32 -> what a pointer with elements of type `like` stores: float8 (in hardware) or a byte of FORMAT."""
     if like == tl.uint8:
-        return encode_bits(x, FORMAT)
-    LARGEST: tl.constexpr = 57344.0 if FORMAT == "fp8_e5m2" else (240.0 if FORMAT == "fp8_e4m3fnuz" else 448.0)
-    return tl.clamp(x, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL).to(like)
+        stored = encode_bits(x, FORMAT)
+    else:
+        LARGEST: tl.constexpr = 57344.0 if FORMAT == "fp8_e5m2" else (240.0 if FORMAT == "fp8_e4m3fnuz" else 448.0)
+        stored = tl.clamp(x, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL).to(like)
+    return stored
 
 
 @triton.jit
 def decode(stored, FORMAT: tl.constexpr):
     """What was loaded, float8 or bytes of FORMAT -> float16; 16 and 32 bits stay as they are."""
     if stored.dtype == tl.uint8:
-        return decode_bits(stored, FORMAT)
-    if stored.dtype.is_fp8():
-        return stored.to(tl.float16)
-    return stored
+        value = decode_bits(stored, FORMAT)
+    elif stored.dtype.is_fp8():
+        value = stored.to(tl.float16)
+    else:
+        value = stored
+    return value
 
 
 @triton.jit

@@ -1,0 +1,268 @@
+"""Paged attention: what runs on the GPU. `paged.py` launches it.
+
+A sequence that has one row in this step is *decoded*: its keys are cut into splits of `SPLIT` at fixed positions,
+several programs take turns over the splits, and `merge_kernel` adds the splits up in order. One that has more is a
+chunk of *prefill*: a program takes a tile of its rows and walks the keys. Both walk tiles of keys at absolute
+positions through `_walk`, so within either kind a row's bits depend on nothing but its own history.
+
+FP8 is decoded in registers, between the load and the product. Static scales cost nothing there: the K scale is in q
+and the V scale multiplies the output. A `token` scale is one multiplication per score and one per probability.
+Products of FP8 values run in float16, in which every FP8 value is exact; q is brought near 1 by a power of two per row
+beforehand, which the scores get back in float32. Probabilities times `token` scales need bfloat16's range.
+
+Online softmax (Milakov and Gimelshein 2018) over tiles as in FlashAttention-2 (Dao 2023), with powers of 2.
+Shapes: M = ROWS rows of a tile, row m is query m // GROUP of the tile and head m % GROUP of the KV head's group;
+N = KEYS; D = BLOCK_DIM, head_dim padded to a power of two.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from freight.kernels.triton.formats import decode, finite_amax
+
+
+@triton.jit
+def _load_queries(
+    q_ptr, row, query_head, live, row_stride, head_stride, k_scale_ptr, head, DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr, SCALES: tl.constexpr, K_DOT: tl.constexpr,
+):  # fmt: skip
+    """q [M, D] as the product takes it, and what each row's scores are to be multiplied with [M]."""
+    dims = tl.arange(0, BLOCK_DIM)
+    mask = live[:, None] & (dims < DIM)[None, :]
+    place = row.to(tl.int64) * row_stride + query_head * head_stride
+    q = tl.load(q_ptr + place[:, None] + dims[None, :], mask=mask, other=0.0)
+    factor = tl.full(row.shape, 1.0, tl.float32)
+    if SCALES == "static" or K_DOT == tl.float16:
+        q = q.to(tl.float32)
+    if SCALES == "static":
+        q *= tl.load(k_scale_ptr + head * DIM + dims, mask=dims < DIM, other=0.0)[None, :]
+    if K_DOT == tl.float16:
+        # the power of two at or below the row's amax, from its exponent bits; its inverse is exact as well
+        exponent = finite_amax(q, 1).to(tl.int32, bitcast=True) & 0x7F800000
+        exponent = tl.minimum(tl.maximum(exponent, 1 << 23), 253 << 23)
+        factor = exponent.to(tl.float32, bitcast=True)
+        q *= ((254 << 23) - exponent).to(tl.float32, bitcast=True)[:, None]
+    return q.to(K_DOT), factor
+
+
+@triton.jit
+def _walk(
+    acc, best, total, q, factor, position, begin, end, length, window, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
+    table_ptr, head, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr,
+    K_DOT: tl.constexpr, V_DOT: tl.constexpr,
+):  # fmt: skip
+    """Take the keys of [begin, end), begin on a tile's edge, into (acc [M, D], best [M], total [M]).
+
+    Without MASKED every row sees every key of these tiles, and `end` is on an edge, too.
+    """
+    dims = tl.arange(0, BLOCK_DIM)
+    inside = (dims < DIM)[None, :]
+    for start in range(begin, end, KEYS):
+        key = start + tl.arange(0, KEYS)
+        if MASKED:
+            stored = key < length
+            block = tl.load(table_ptr + key // BLOCK_SIZE, mask=stored, other=0)
+        else:
+            block = tl.load(table_ptr + key // BLOCK_SIZE)
+        place = (block.to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE) * HEADS + head  # of the vector, among all
+        source = place[None, :] * DIM + dims[:, None]
+        if DIM == BLOCK_DIM:
+            k = tl.load(k_ptr + source)
+        else:
+            k = tl.load(k_ptr + source, mask=(dims < DIM)[:, None], other=0.0)
+        scores = tl.dot(q, decode(k, FORMAT).to(K_DOT), input_precision="ieee") * factor[:, None]
+        if SCALES == "token":
+            scores *= tl.load(k_scale_ptr + place).to(tl.float32)[None, :]
+        if MASKED:
+            seen = key[None, :] <= position[:, None]
+            if WINDOWED:
+                seen &= key[None, :] > position[:, None] - window
+            scores = tl.where(seen, scores, float("-inf"))
+        new_best = tl.maximum(best, tl.max(scores, 1))
+        reference = new_best
+        if WINDOWED:  # a row may not have seen a key yet
+            reference = tl.where(new_best == float("-inf"), 0.0, new_best)
+        probability = tl.exp2(scores - reference[:, None])
+        decay = tl.exp2(best - reference)
+        total = total * decay + tl.sum(probability, 1)
+        source = place[:, None] * DIM + dims[None, :]
+        if MASKED:  # a slot that was never written may hold a NaN
+            v = tl.load(v_ptr + source, mask=stored[:, None] & inside, other=0.0)
+        elif DIM == BLOCK_DIM:
+            v = tl.load(v_ptr + source)
+        else:
+            v = tl.load(v_ptr + source, mask=inside, other=0.0)
+        if SCALES == "token":
+            if MASKED:
+                scale = tl.load(v_scale_ptr + place, mask=stored, other=0.0)
+            else:
+                scale = tl.load(v_scale_ptr + place)
+            probability *= scale.to(tl.float32)[None, :]
+        acc = tl.dot(probability.to(V_DOT), decode(v, FORMAT).to(V_DOT), acc * decay[:, None], input_precision="ieee")
+        best = new_best
+    return acc, best, total
+
+
+@triton.jit
+def _sequence_of(starts_ptr, tile, num_seqs, QUERIES: tl.constexpr):
+    """The sequence that a tile of QUERIES rows belongs to; sequence i's tiles begin at starts[i] // QUERIES + i."""
+    low = 0
+    high = num_seqs
+    while high - low > 1:
+        middle = (low + high) // 2
+        first = tl.load(starts_ptr + middle) // QUERIES + middle
+        if first <= tile:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def prefill_kernel(
+    q_ptr, out_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, starts_ptr, lengths_ptr, tables_ptr, num_seqs,
+    table_stride, q_row_stride, q_head_stride, softmax_scale, window, GROUP: tl.constexpr, HEADS: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, QUERIES: tl.constexpr,
+    KEYS: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr, WINDOWED: tl.constexpr, K_DOT: tl.constexpr,
+    V_DOT: tl.constexpr,
+):  # fmt: skip
+    """A program: one tile of QUERIES rows of a sequence and all heads of one KV head. softmax_scale holds log2(e)."""
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last rows of a sequence see most keys: they go first
+    head = tl.program_id(1)
+    seq = _sequence_of(starts_ptr, tile, num_seqs, QUERIES)
+    begin = tl.load(starts_ptr + seq)
+    end = tl.load(starts_ptr + seq + 1)
+    first_row = begin + (tile - begin // QUERIES - seq) * QUERIES
+    if first_row >= end or end - begin == 1:
+        return
+    length = tl.load(lengths_ptr + seq)
+    m = tl.arange(0, ROWS)
+    row = first_row + m // GROUP
+    live = (m < QUERIES * GROUP) & (row < end)
+    position = length - end + row
+    first = length - end + first_row  # position of the first row
+    last = tl.minimum(first + QUERIES, length)  # keys that the last row sees
+    q, factor = _load_queries(
+        q_ptr, row, head * GROUP + m % GROUP, live, q_row_stride, q_head_stride, k_scale_ptr, head, DIM, BLOCK_DIM,
+        SCALES, K_DOT,
+    )  # fmt: skip
+    factor *= softmax_scale
+    acc = tl.zeros((ROWS, BLOCK_DIM), tl.float32)
+    best = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    table_ptr = tables_ptr + seq.to(tl.int64) * table_stride
+    if WINDOWED:
+        edge = tl.maximum(first - window + 1, 0) // KEYS * KEYS
+    else:
+        edge = (first + 1) // KEYS * KEYS
+        acc, best, total = _walk(
+            acc, best, total, q, factor, position, 0, edge, length, window, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
+            table_ptr, head, HEADS, DIM, BLOCK_DIM, BLOCK_SIZE, KEYS, FORMAT, SCALES, WINDOWED, False, K_DOT, V_DOT,
+        )  # fmt: skip
+    acc, best, total = _walk(
+        acc, best, total, q, factor, position, edge, last, length, window, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
+        table_ptr, head, HEADS, DIM, BLOCK_DIM, BLOCK_SIZE, KEYS, FORMAT, SCALES, WINDOWED, True, K_DOT, V_DOT,
+    )  # fmt: skip
+    dims = tl.arange(0, BLOCK_DIM)
+    output = acc / total[:, None]
+    if SCALES == "static":
+        output *= tl.load(v_scale_ptr + head * DIM + dims, mask=dims < DIM, other=0.0)[None, :]
+    place = (row.to(tl.int64) * HEADS + head) * GROUP + m % GROUP
+    mask = live[:, None] & (dims < DIM)[None, :]
+    tl.store(out_ptr + place[:, None] * DIM + dims[None, :], output.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def decode_kernel(
+    q_ptr, partial_ptr, stats_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, starts_ptr, lengths_ptr, tables_ptr,
+    table_stride, max_splits, q_row_stride, q_head_stride, softmax_scale, window, GROUP: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, SPLIT: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr, WINDOWED: tl.constexpr,
+    K_DOT: tl.constexpr, V_DOT: tl.constexpr,
+):  # fmt: skip
+    """A program: every num_programs(0)-th split of one sequence and KV head.
+
+    Writes acc to partial [num_seqs, HEADS, max_splits, GROUP, DIM] and (best, total) to stats [the same, 2].
+    """
+    head = tl.program_id(1)
+    seq = tl.program_id(2)
+    row = tl.load(starts_ptr + seq)
+    length = tl.load(lengths_ptr + seq)
+    if tl.load(starts_ptr + seq + 1) - row != 1:
+        return
+    m = tl.arange(0, ROWS)
+    dims = tl.arange(0, BLOCK_DIM)
+    live = m < GROUP
+    rows = tl.full((ROWS,), 0, tl.int32) + row
+    q, factor = _load_queries(
+        q_ptr, rows, head * GROUP + m, live, q_row_stride, q_head_stride, k_scale_ptr, head, DIM, BLOCK_DIM, SCALES,
+        K_DOT,
+    )  # fmt: skip
+    factor *= softmax_scale
+    position = tl.full((ROWS,), 0, tl.int32) + length - 1
+    table_ptr = tables_ptr + seq.to(tl.int64) * table_stride
+    first = 0
+    if WINDOWED:
+        first = tl.maximum(length - window, 0) // KEYS * KEYS
+    for split in range(first // SPLIT + tl.program_id(0), tl.cdiv(length, SPLIT), tl.num_programs(0)):
+        begin = tl.maximum(split * SPLIT, first)
+        end = tl.minimum(split * SPLIT + SPLIT, length)
+        acc = tl.zeros((ROWS, BLOCK_DIM), tl.float32)
+        best = tl.full((ROWS,), float("-inf"), tl.float32)
+        total = tl.zeros((ROWS,), tl.float32)
+        acc, best, total = _walk(
+            acc, best, total, q, factor, position, begin, end, length, window, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
+            table_ptr, head, HEADS, DIM, BLOCK_DIM, BLOCK_SIZE, KEYS, FORMAT, SCALES, WINDOWED, True, K_DOT, V_DOT,
+        )  # fmt: skip
+        place = ((seq.to(tl.int64) * HEADS + head) * max_splits + split) * GROUP + m
+        mask = live[:, None] & (dims < DIM)[None, :]
+        tl.store(partial_ptr + place[:, None] * DIM + dims[None, :], acc, mask=mask)
+        tl.store(stats_ptr + place * 2, best, mask=live)
+        tl.store(stats_ptr + place * 2 + 1, total, mask=live)
+
+
+@triton.jit
+def merge_kernel(
+    partial_ptr, stats_ptr, out_ptr, v_scale_ptr, starts_ptr, lengths_ptr, max_splits, window, GROUP: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr,
+    TILE: tl.constexpr, SCALES: tl.constexpr, WINDOWED: tl.constexpr,
+):  # fmt: skip
+    """Add up the splits of one sequence and head, in tiles of TILE splits at fixed places, in order."""
+    query_head = tl.program_id(0)
+    seq = tl.program_id(1)
+    row = tl.load(starts_ptr + seq)
+    length = tl.load(lengths_ptr + seq)
+    if tl.load(starts_ptr + seq + 1) - row != 1 or length == 0:
+        return
+    first = 0
+    if WINDOWED:
+        first = tl.maximum(length - window, 0) // KEYS * KEYS // SPLIT
+    num_splits = tl.cdiv(length, SPLIT)
+    dims = tl.arange(0, BLOCK_DIM)
+    best = tl.full((1,), float("-inf"), tl.float32)
+    total = tl.zeros((1,), tl.float32)
+    acc = tl.zeros((BLOCK_DIM,), tl.float32)
+    base = (seq.to(tl.int64) * HEADS + query_head // GROUP) * max_splits * GROUP + query_head % GROUP
+    for start in range(first // TILE * TILE, num_splits, TILE):
+        split = start + tl.arange(0, TILE)
+        taken = (split >= first) & (split < num_splits)
+        place = base + split * GROUP
+        split_best = tl.load(stats_ptr + place * 2, mask=taken, other=float("-inf"))
+        split_total = tl.load(stats_ptr + place * 2 + 1, mask=taken, other=0.0)
+        mask = taken[:, None] & (dims < DIM)[None, :]
+        part = tl.load(partial_ptr + place[:, None] * DIM + dims[None, :], mask=mask, other=0.0)
+        new_best = tl.maximum(best, tl.max(split_best, 0))
+        weight = tl.exp2(split_best - new_best)
+        decay = tl.exp2(best - new_best)
+        total = total * decay + tl.sum(weight * split_total, 0)
+        acc = acc * decay + tl.sum(weight[:, None] * part, 0)
+        best = new_best
+    output = acc / total
+    if SCALES == "static":
+        place = query_head // GROUP * DIM
+        output *= tl.load(v_scale_ptr + place + dims, mask=dims < DIM, other=0.0)
+    target = out_ptr + (row.to(tl.int64) * HEADS * GROUP + query_head) * DIM + dims
+    tl.store(target, output.to(out_ptr.dtype.element_ty), mask=dims < DIM)

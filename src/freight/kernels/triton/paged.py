@@ -1,0 +1,154 @@
+"""Paged attention: what is launched, and how large. `attention.py` is what runs.
+
+Grids follow from the shapes of the batch alone, never from what its lengths tensor holds, so a step can be captured
+in a graph and nothing waits for the GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from freight.batch import ForwardBatch
+from freight.fp8.values import KVPages
+from freight.kernels.triton.attention import decode_kernel, merge_kernel, prefill_kernel
+from freight.kernels.triton.formats import Target, carrier
+
+SPLIT = 512  # keys that one program adds up on its own while decoding
+MERGE_TILE = 16
+PROGRAMS_PER_UNIT = 4  # decoding programs that a multiprocessor holds at a time
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How much a program takes at a time, and with how many warps and pipeline stages."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+# Keys and values are found through the block table, so their loads are two deep, and Triton shares `stages` out between
+# the two: 5 keeps two tiles of keys in flight, 7 three.
+
+
+def prefill_tile(target: Target, block_dim: int, bytes_per_value: int) -> Tile:
+    """`bytes_per_value` is that of the product's operands."""
+    if bytes_per_value == 4:
+        return Tile(32, 32, 4, 1)
+    if target.backend == "hip":
+        return Tile(128, 64, 4, 1) if block_dim <= 128 else Tile(64, 32, 4, 1)
+    if target.hopper_or_newer:
+        return Tile(128, 64, 8, 5) if block_dim <= 128 else Tile(64, 32, 8, 5)
+    return Tile(64, 32, 4, 5) if block_dim <= 128 else Tile(64, 32, 8, 3)
+
+
+def decode_tile(target: Target, block_dim: int, bytes_per_value: int) -> Tile:
+    """`rows` is what the matrix units take at least; a KV head's group has fewer, mostly."""
+    if bytes_per_value == 4:
+        return Tile(16, 32, 4, 1)
+    if target.backend == "hip":
+        return Tile(16, 64 if block_dim <= 128 else 32, 4, 2)
+    return Tile(16, 32, 4, 7 if block_dim <= 128 and target.hopper_or_newer else 5)
+
+
+def dot_types(q: torch.dtype, pages: KVPages) -> tuple[tl.dtype, tl.dtype]:
+    """The operand types of Q·Kᵀ and P·V."""
+    if torch.float32 in (q, pages.k.dtype):
+        return tl.float32, tl.float32
+    if pages.k.dtype is torch.bfloat16:
+        return tl.bfloat16, tl.bfloat16
+    return tl.float16, tl.bfloat16 if pages.dynamic else tl.float16
+
+
+def constants(q: Tensor, pages: KVPages, window: int | None) -> dict[str, Any]:
+    """Compile-time constants that the attention kernels share."""
+    k_dot, v_dot = dot_types(q.dtype, pages)
+    num_kv_heads, dim = pages.k.shape[2:]
+    return {
+        "GROUP": q.shape[1] // num_kv_heads,
+        "HEADS": num_kv_heads,
+        "DIM": dim,
+        "BLOCK_DIM": max(16, triton.next_power_of_2(dim)),
+        "BLOCK_SIZE": pages.block_size,
+        "FORMAT": str(pages.format) if pages.format.is_fp8 else "",
+        "SCALES": "" if pages.k_scale is None else "token" if pages.dynamic else "static",
+        "WINDOWED": window is not None,
+        "K_DOT": k_dot,
+        "V_DOT": v_dot,
+    }
+
+
+def attention(
+    target: Target, q: Tensor, pages: KVPages, batch: ForwardBatch, softmax_scale: float, window: int | None
+) -> Tensor:
+    """`reference.attention`. q: [num_tokens, num_heads, head_dim], its last dimension contiguous."""
+    assert q.stride(2) == 1
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    shared = constants(q, pages, window)
+    k, v = carrier(pages.k, target), carrier(pages.v, target)
+    scale = softmax_scale * math.log2(math.e)
+    sequences = (batch.query_starts, batch.context_lens)
+    if batch.num_tokens > batch.num_seqs:
+        tile = prefill_tile(target, shared["BLOCK_DIM"], shared["K_DOT"].primitive_bitwidth // 8)
+        queries = max(1, tile.rows // shared["GROUP"])
+        grid = (batch.num_tokens // queries + batch.num_seqs, shared["HEADS"])
+        prefill_kernel[grid](
+            *(q, out, k, v, pages.k_scale, pages.v_scale, *sequences, batch.block_tables, batch.num_seqs),
+            *(batch.block_tables.stride(0), q.stride(0), q.stride(1), scale, window or 0),
+            **shared,
+            ROWS=max(tile.rows, triton.next_power_of_2(shared["GROUP"])),
+            QUERIES=queries,
+            KEYS=tile.keys,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+    _decode(target, q, out, k, v, pages, batch, scale, window, shared)
+    return out
+
+
+def _decode(
+    target: Target,
+    q: Tensor,
+    out: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pages: KVPages,
+    batch: ForwardBatch,
+    scale: float,
+    window: int | None,
+    shared: dict[str, Any],
+) -> None:
+    """The rows of sequences that have one in this step, into `out`."""
+    tile = decode_tile(target, shared["BLOCK_DIM"], shared["K_DOT"].primitive_bitwidth // 8)
+    heads, num_seqs = shared["HEADS"], batch.num_seqs
+    max_splits = triton.cdiv(batch.block_tables.shape[1] * pages.block_size, SPLIT)
+    programs = min(max_splits, triton.cdiv(PROGRAMS_PER_UNIT * target.units, num_seqs * heads))
+    partial = q.new_empty(num_seqs, heads, max_splits, shared["GROUP"], shared["DIM"], dtype=torch.float32)
+    stats = q.new_empty(*partial.shape[:-1], 2, dtype=torch.float32)
+    decode_kernel[(programs, heads, num_seqs)](
+        *(q, partial, stats, k, v, pages.k_scale, pages.v_scale, batch.query_starts, batch.context_lens),
+        *(batch.block_tables, batch.block_tables.stride(0), max_splits, q.stride(0), q.stride(1), scale, window or 0),
+        **shared,
+        ROWS=max(tile.rows, triton.next_power_of_2(shared["GROUP"])),
+        KEYS=tile.keys,
+        SPLIT=SPLIT,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    kept = ("GROUP", "HEADS", "DIM", "BLOCK_DIM", "SCALES", "WINDOWED")
+    merge_kernel[(q.shape[1], num_seqs)](
+        *(partial, stats, out, pages.v_scale, batch.query_starts, batch.context_lens, max_splits, window or 0),
+        **{name: shared[name] for name in kept},
+        KEYS=tile.keys,
+        SPLIT=SPLIT,
+        TILE=MERGE_TILE,
+        num_warps=1 if shared["DIM"] <= 64 else 4,
+    )

@@ -1,0 +1,125 @@
+"""Compile what the kernels' own launchers would launch on a GPU that is not there, down to machine code, and report.
+
+    python tests/kernels/triton/aot.py sm_90 | gfx942 | …     one JSON object a line
+
+A launcher is called with tensors that have shapes and no memory; every launch is recorded instead of run, and compiled
+for the target that the launcher was told. So tiles, warps and element types are those that would run there.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from cases import CASES
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from freight.kernels.triton.formats import Target
+
+TARGETS = {
+    "sm_80": (Target("cuda", 80), GPUTarget("cuda", 80, 32)),
+    "sm_90": (Target("cuda", 90), GPUTarget("cuda", 90, 32)),
+    "sm_100": (Target("cuda", 100), GPUTarget("cuda", 100, 32)),
+    "gfx942": (Target("hip", "gfx942"), GPUTarget("hip", "gfx942", 64)),
+}
+OPTIONS = ("num_warps", "num_stages")
+POINTERS = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+    torch.uint8: "*u8",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.float8_e4m3fnuz: "*fp8e4b8",
+    torch.float8_e5m2: "*fp8e5",
+}
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+
+
+def launches(call: Callable[[], object]) -> list[tuple[JITFunction, tuple[Any, ...], dict[str, Any]]]:
+    """The launches that `call` would make."""
+    made = []
+    run = JITFunction.run
+
+    def record(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        made.append((kernel, args, kwargs))
+
+    JITFunction.run = record
+    try:
+        call()
+    finally:
+        JITFunction.run = run
+    return made
+
+
+def source_of(kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ASTSource:
+    """What Triton would compile for this launch: 1, None and constants by value, multiples of 16 known as such."""
+    values = dict(zip(kernel.arg_names, args, strict=False)) | {n: v for n, v in kwargs.items() if n not in OPTIONS}
+    signature, constants, attributes = {}, {}, {}
+    for index, parameter in enumerate(kernel.params):
+        value = values[parameter.name]
+        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+            signature[parameter.name], constants[parameter.name] = "constexpr", value
+            continue
+        signature[parameter.name] = (
+            POINTERS[value.dtype] if isinstance(value, Tensor) else "fp32" if isinstance(value, float) else "i32"
+        )
+        if isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0):
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    return ASTSource(kernel, signature, constants, attributes)
+
+
+def usage(compiled: Any, backend: str) -> dict[str, int]:
+    """Registers per thread, registers spilled (NVIDIA: accesses to local memory), and shared memory in bytes."""
+    shared = compiled.metadata.shared
+    if backend == "hip":
+        text = compiled.asm["amdgcn"]
+        vector, spilled = (
+            int(re.search(rf"\.{name}:\s+(\d+)", text)[1]) for name in ("vgpr_count", "vgpr_spill_count")
+        )
+        return {"registers": vector, "spills": spilled, "shared": shared}
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        resources, code = (
+            subprocess.run([CUOBJDUMP, option, file.name], capture_output=True, text=True, check=True).stdout
+            for option in ("-res-usage", "-sass")
+        )
+    registers = int(re.search(r"REG:(\d+)", resources)[1])
+    return {"registers": registers, "spills": len(re.findall(r"\b(?:LDL|STL)\b", code)), "shared": shared}
+
+
+def products(compiled: Any, backend: str) -> list[str]:
+    """The matrix instructions in the machine code's assembly."""
+    if backend == "hip":
+        return sorted(set(re.findall(r"v_mfma\w+", compiled.asm["amdgcn"])))
+    return sorted(set(re.findall(r"(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)[\w.:]+", compiled.asm["ptx"])))
+
+
+def report(target_name: str, wanted: str = "") -> Iterator[dict[str, Any]]:
+    target, gpu = TARGETS[target_name]
+    for name, call in CASES.items():
+        if wanted not in name:
+            continue
+        for kernel, args, kwargs in launches(lambda call=call: call(target)):
+            options = {option: kwargs[option] for option in OPTIONS if option in kwargs}
+            compiled = triton.compile(source_of(kernel, args, kwargs), target=gpu, options=options)
+            launched = {"target": target_name, "case": name, "kernel": kernel.fn.__name__} | options
+            yield launched | usage(compiled, gpu.backend) | {"products": products(compiled, gpu.backend)}
+
+
+if __name__ == "__main__":
+    for line in report(*sys.argv[1:]):
+        print(json.dumps(line), flush=True)

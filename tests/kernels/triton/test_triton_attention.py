@@ -1,0 +1,147 @@
+"""Paged attention in Triton against the reference, and what changes no bit of a row."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from freight.engine.prepare import Logits, SequenceSlice, prepare
+from freight.fp8.formats import Format
+from freight.fp8.quantize import torch_dtype
+from freight.fp8.values import KVPages
+from freight.kernels import reference
+from freight.kernels.triton import paged
+from freight.kernels.triton.formats import current_target
+from freight.kernels.triton.paged import Tile
+
+BLOCK = 8
+CACHES = [
+    *((Format.E4M3FN, scales) for scales in ("unit", "static", "token")),
+    *((Format.E4M3FNUZ, scales) for scales in ("static", "token")),
+    *((Format.E5M2, scales) for scales in ("unit", "token")),
+    (Format.BFLOAT16, "unit"),
+    (Format.FLOAT32, "unit"),
+]
+# rows of each sequence in this step, and the keys it has before it
+MIXED = [(5, 0), (1, 40), (1, 0), (19, 14), (1, 75)]
+DECODES = [(1, 33), (1, 0), (1, 80)]
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Tiles and splits small enough that a short sequence has several of each."""
+    monkeypatch.setattr(paged, "SPLIT", 32)
+    monkeypatch.setattr(paged, "MERGE_TILE", 2)
+    monkeypatch.setattr(paged, "prefill_tile", lambda *_: Tile(16, 16, 4, 1))
+    monkeypatch.setattr(paged, "decode_tile", lambda *_: Tile(16, 16, 4, 1))
+
+
+class Case:
+    """Sequences in shuffled blocks, their keys stored, everything that no key was stored to full of NaN."""
+
+    def __init__(self, sequences, format, scales, dtype, heads, group, dim, device, extra_blocks=0):
+        torch.manual_seed(0)
+        self.device, self.dim = device, dim
+        counts = [-(-(rows + before) // BLOCK) for rows, before in sequences]
+        order = (torch.randperm(sum(counts)) + 1).tolist()  # block 0 belongs to nobody
+        self.blocks = [[order.pop() for _ in range(count)] for count in counts]
+        self.pages = self._pages(1 + sum(counts), format, scales, heads, dim)
+        lengths = [rows + before for rows, before in sequences]
+        self.q = [torch.randn(length, heads * group, dim, dtype=dtype, device=device) for length in lengths]
+        for blocks, length in zip(self.blocks, lengths, strict=True):
+            k, v = (torch.randn(length, heads, dim, device=device) * torch.rand(length, 1, 1, device=device)
+                    for _ in "kv")  # fmt: skip
+            slots = self.batch([(length, 0)], [blocks]).slots
+            reference.store_kv(k.to(dtype), v.to(dtype), slots, self.pages)
+        self.sequences = sequences
+        self.padding = [0] * extra_blocks
+
+    def _pages(self, num_blocks, format, scales, heads, dim) -> KVPages:
+        shape = (num_blocks, BLOCK, heads, dim)
+        nan = torch.full(shape, torch.nan, device=self.device).to(torch_dtype(format))
+        kept: list[Tensor | None] = [None, None]
+        if scales == "static":
+            kept = [torch.rand(heads, dim, device=self.device) * 0.02 + 0.01 for _ in "kv"]
+        elif scales == "token":
+            kept = [torch.full(shape[:3], torch.nan, dtype=torch.bfloat16, device=self.device) for _ in "kv"]
+        return KVPages(nan, nan.clone(), *kept, torch.zeros(1, dtype=torch.int64, device=self.device))
+
+    def batch(self, sequences, blocks):
+        slices = [
+            SequenceSlice([0] * rows, before, [*own, *getattr(self, "padding", [])], Logits.NONE)
+            for (rows, before), own in zip(sequences, blocks, strict=True)
+        ]
+        return prepare(slices, BLOCK, self.device)
+
+    def run(self, which, window=None, dtype=None) -> Tensor:
+        """Triton's output for the sequences numbered `which`; with `dtype` the reference's, computed in it."""
+        sequences = [self.sequences[i] for i in which]
+        q = torch.cat([self.q[i][before : before + rows] for i, (rows, before) in zip(which, sequences, strict=True)])
+        batch = self.batch(sequences, [self.blocks[i] for i in which])
+        if dtype is not None:
+            return reference.attention(q.to(dtype), self.pages, batch, self.dim**-0.5, window)
+        return paged.attention(current_target(), q, self.pages, batch, self.dim**-0.5, window)
+
+
+def assert_close(got: Tensor, expected: Tensor) -> None:
+    """Outputs are sums of values near 1: the tolerance is that of the rounded probabilities and of the result."""
+    bound = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}[got.dtype]
+    assert (got.float() - expected).abs().max() <= bound * max(1.0, expected.abs().max())
+
+
+@pytest.mark.parametrize(("format", "scales"), CACHES)
+@pytest.mark.parametrize("window", [None, 20])
+def test_a_mixed_batch(format, scales, window, device):
+    case = Case(MIXED, format, scales, torch.bfloat16, 2, 3, 32, device)
+    which = range(len(MIXED))
+    assert_close(case.run(which, window), case.run(which, window, torch.float32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("format", "scales"), [(Format.E4M3FN, "static"), (Format.E4M3FN, "token"), (Format.FLOAT16, "unit")]
+)
+@pytest.mark.parametrize(("heads", "group", "dim"), [(1, 1, 40), (1, 18, 16)])
+def test_other_compute_types_and_shapes(dtype, format, scales, heads, group, dim, device):
+    case = Case(MIXED, format, scales, dtype, heads, group, dim, device)
+    which = range(len(MIXED))
+    assert_close(case.run(which), case.run(which, None, torch.float32))
+
+
+@pytest.mark.parametrize(("format", "scales"), [(Format.E4M3FN, "token"), (Format.BFLOAT16, "unit")])
+def test_other_sequences_change_no_bit(format, scales, device):
+    case = Case(MIXED, format, scales, torch.bfloat16, 1, 2, 16, device)
+    together = case.run(range(len(MIXED))).split([rows for rows, _ in MIXED])
+    for i, expected in enumerate(together):
+        assert torch.equal(case.run([i]), expected)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_neither_programs_nor_the_table_s_width_change_a_bit_of_a_decode(window, monkeypatch, device):
+    case = Case(DECODES, Format.E4M3FN, "static", torch.bfloat16, 1, 2, 16, device, extra_blocks=30)
+    wide = case.run([0, 1, 2], window)
+    case.padding = []
+    monkeypatch.setattr(paged, "PROGRAMS_PER_UNIT", 1000)
+    assert torch.equal(case.run([0, 1, 2], window), wide)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_chunks_of_prefill_change_no_bit(window, device):
+    case = Case([(40, 0)], Format.E4M3FN, "token", torch.bfloat16, 1, 2, 16, device)
+    whole = case.run([0], window)
+    for chunks in ([7, 33], [2, 21, 17]):
+        before = 0
+        for rows in chunks:
+            case.sequences = [(rows, before)]
+            assert torch.equal(case.run([0], window), whole[before : before + rows])
+            before += rows
+
+
+def test_a_row_for_padding_is_left_out(device):
+    """A graph's unused rows are sequences without keys: nothing is read for them, and the others do not change."""
+    case = Case(DECODES, Format.E4M3FN, "token", torch.bfloat16, 1, 2, 16, device)
+    batch = case.batch([*DECODES, (1, -1)], [*case.blocks, [0]])
+    q = torch.cat([case.q[i][before:] for i, (_, before) in enumerate(DECODES)])
+    out = paged.attention(current_target(), torch.cat((q, q[:1])), case.pages, batch, 0.25, None)
+    assert torch.equal(out[:3], case.run([0, 1, 2]))
