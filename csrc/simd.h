@@ -79,6 +79,7 @@ inline V16 splat16(float value) { return {_mm512_set1_ps(value)}; }
 inline V16 load16(const float* from) { return {_mm512_loadu_ps(from)}; }
 inline void store16(float* to, V16 a) { _mm512_storeu_ps(to, a.v); }
 inline V16 add16(V16 a, V16 b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline V16 sub16(V16 a, V16 b) { return {_mm512_sub_ps(a.v, b.v)}; }
 inline V16 mul16(V16 a, V16 b) { return {_mm512_mul_ps(a.v, b.v)}; }
 inline V16 max16(V16 a, V16 b) { return {_mm512_max_ps(a.v, b.v)}; }
 inline V16 madd16(V16 a, V16 b, V16 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }  // a * b + c
@@ -110,6 +111,7 @@ inline V16 splat16(float value) { return {_mm256_set1_ps(value), _mm256_set1_ps(
 inline V16 load16(const float* from) { return {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)}; }
 inline void store16(float* to, V16 a) { _mm256_storeu_ps(to, a.lo), _mm256_storeu_ps(to + 8, a.hi); }
 inline V16 add16(V16 a, V16 b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
+inline V16 sub16(V16 a, V16 b) { return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
 inline V16 mul16(V16 a, V16 b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
 inline V16 max16(V16 a, V16 b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)}; }
 inline V16 madd16(V16 a, V16 b, V16 c) {
@@ -154,6 +156,7 @@ inline V16 splat16(float x) {
 }
 inline V16 zero16() { return splat16(0.f); }
 inline V16 add16(V16 a, V16 b) { return {{a.v[0] + b.v[0], a.v[1] + b.v[1], a.v[2] + b.v[2], a.v[3] + b.v[3]}}; }
+inline V16 sub16(V16 a, V16 b) { return {{a.v[0] - b.v[0], a.v[1] - b.v[1], a.v[2] - b.v[2], a.v[3] - b.v[3]}}; }
 inline V16 mul16(V16 a, V16 b) { return {{a.v[0] * b.v[0], a.v[1] * b.v[1], a.v[2] * b.v[2], a.v[3] * b.v[3]}}; }
 inline V16 max16(V16 a, V16 b) {
   for (int i = 0; i < 4; i++) a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i];

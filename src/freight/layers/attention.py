@@ -39,7 +39,7 @@ class Attention:
         q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = self.rope(q, batch.positions), self.rope(k, batch.positions)
+        q, k = self.rope(q, k, batch.positions)
         kv.store(k, v, batch.slots)
         attended = self.kernels.attention(q, kv.pages, batch, self.head_dim**-0.5, self.window)
         return self.o(attended.flatten(1))

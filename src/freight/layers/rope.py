@@ -29,9 +29,10 @@ class Rope:
     sin: Tensor
     kernels: KernelSet
 
-    def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x: [rows, heads, head_dim], rotated at `positions` [rows]."""
-        return self.kernels.rotate(x, self.cos[positions], self.sin[positions])
+    def __call__(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """q, k: [rows, heads, head_dim], both rotated at `positions` [rows]."""
+        cos, sin = self.cos[positions], self.sin[positions]
+        return self.kernels.rotate(q, cos, sin), self.kernels.rotate(k, cos, sin)
 
 
 def build_rope(config: RopeConfig, head_dim: int, max_positions: int, kernels: KernelSet, device: str) -> Rope:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import cache
 
 from freight.kernels.cpu.attention import make_attention
+from freight.kernels.cpu.elementwise import make_rms_norm, make_rotate, make_silu_mul
 from freight.kernels.cpu.library import Library
 from freight.kernels.cpu.linear import make_linear, make_pack
 from freight.kernels.cpu.store import make_store_kv
@@ -20,6 +21,9 @@ def cpu_kernels(library: Library) -> KernelSet:
         name=f"cpu-{library.build}",
         pack=make_pack(library),
         linear=make_linear(library),
+        rms_norm=make_rms_norm(library),
+        silu_mul=make_silu_mul(library),
+        rotate=make_rotate(library),
         store_kv=make_store_kv(library),
         attention=make_attention(library),
     )

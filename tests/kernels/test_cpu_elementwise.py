@@ -1,0 +1,117 @@
+"""The compiled row-wise operations: every build that runs here against the reference, and its bits.
+
+Rounding to the dtype may fall to the other side where the float32 value before it differs in its last bits: one unit
+in the last place for SiLU times up, two for RMSNorm, which rounds twice. Rotation gives the reference's bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from freight.kernels import reference
+from freight.kernels.cpu import library
+from freight.kernels.cpu.elementwise import make_rms_norm, make_rotate, make_silu_mul
+
+BUILDS = library.runnable()
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+SIZES = [1, 16, 31, 64, 300, 2048, 5000]
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def agrees(out: Tensor, expected: Tensor, units: int) -> bool:
+    """Within `units` in the last place of the dtype; float32: within 1e-5. What is below 1e-36 counts as zero."""
+    assert out.dtype == expected.dtype
+    assert out.shape == expected.shape
+    relative = 1e-5 if out.dtype == torch.float32 else units * torch.finfo(out.dtype).eps
+    smallest = torch.finfo(out.dtype).smallest_normal * relative
+    return torch.allclose(out.float(), expected.float(), rtol=relative, atol=max(smallest, 1e-36), equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("build", BUILDS)
+def test_rms_norm(build, size, dtype):
+    torch.manual_seed(size)
+    x, weight = torch.randn(5, size).to(dtype), torch.randn(size).to(dtype)
+    x[1] = 0
+    x[2] *= 100
+    rms_norm = make_rms_norm(library.load(build))
+    assert agrees(rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), 2)
+    x[3, 0] = torch.nan
+    assert rms_norm(x, weight, 1e-5).isnan().any(1).tolist() == [False, False, False, True, False]
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_rms_norm_of_heads_within_wider_rows(build):
+    torch.manual_seed(0)
+    merged, weight = torch.randn(6, 7, 80).bfloat16(), torch.randn(80).bfloat16()
+    _, x, _ = merged.split((2, 4, 1), 1)
+    rms_norm = make_rms_norm(library.load(build))
+    assert agrees(rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6), 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("build", BUILDS)
+def test_silu_mul(build, size, dtype):
+    torch.manual_seed(size)
+    x = (torch.randn(5, 2 * size) * 4).to(dtype)
+    x[0, 0], x[1, 0], x[2, 0], x[3, 0], x[4, 0] = torch.inf, -torch.inf, torch.nan, -80.0, 0.0
+    assert agrees(make_silu_mul(library.load(build))(x), reference.silu_mul(x), 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("build", BUILDS)
+def test_silu_of_every_value(build, dtype):
+    gate = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)[:, None]
+    x = torch.cat([gate, torch.ones_like(gate)], 1)
+    assert agrees(make_silu_mul(library.load(build))(x), reference.silu_mul(x), 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
+@pytest.mark.parametrize("dim", [2, 32, 64, 80, 128, 256])
+@pytest.mark.parametrize("build", BUILDS)
+def test_rotation_has_the_references_bits(build, dim, dtype):
+    torch.manual_seed(dim)
+    merged = torch.randn(9, 7, dim).to(dtype)
+    angles = torch.randn(9, dim // 2) * 10
+    rotate = make_rotate(library.load(build))
+    for x in merged.split((4, 2, 1), 1):
+        expected = reference.rotate(x, angles.cos(), angles.sin())
+        assert torch.equal(rotate(x, angles.cos(), angles.sin()), expected)
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_rows_do_not_see_each_other_nor_the_threads(build):
+    torch.manual_seed(0)
+    loaded = library.load(build)
+    rms_norm, silu_mul, rotate = make_rms_norm(loaded), make_silu_mul(loaded), make_rotate(loaded)
+    x, weight = torch.randn(40, 4096).bfloat16(), torch.randn(4096).bfloat16()
+    angles = torch.randn(40, 32)
+
+    def every(rows: slice) -> list[Tensor]:
+        part = x[rows]
+        heads = part.view(len(part), 64, 64)
+        return [
+            rms_norm(part, weight, 1e-5),
+            silu_mul(part),
+            rotate(heads, angles[rows].cos(), angles[rows].sin()),
+        ]
+
+    torch.set_num_threads(1)
+    whole = every(slice(0, 40))
+    for count in (1, 3):
+        torch.set_num_threads(count)
+        for rows in (slice(0, 1), slice(3, 4), slice(5, 40), slice(0, 40)):
+            for out, expected in zip(every(rows), whole, strict=True):
+                assert torch.equal(out, expected[rows])
