@@ -23,7 +23,7 @@ from freight.fp8.values import Weight
 from freight.fp8.weights import regroup
 
 # Suffixes of a module's name, in all producers' words
-_WEIGHTS = ("weight", "_weight_qdata")  # the second is torchao's
+WEIGHTS = ("weight", "_weight_qdata")  # the second is torchao's
 _SCALES = ("weight_scale", "weight_scale_inv", "_weight_scale", "qscale_weight", "scale")
 _INPUT_SCALES = ("input_scale", "activation_scale", "act_scale", "qscale_act")
 
@@ -71,7 +71,7 @@ def find_linears(
         module, dot, suffix = name.rpartition(".")
         if suffix != "weight" or len(shape) != 2:
             continue
-        weight = next((module + dot + s for s in _WEIGHTS if module + dot + s in checkpoint.names), None)
+        weight = next((module + dot + s for s in WEIGHTS if module + dot + s in checkpoint.names), None)
         if weight is None:
             continue  # a missing tensor, which the reader names
         stored, declared = checkpoint.format_of(weight), scheme.linear(module)

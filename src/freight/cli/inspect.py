@@ -1,6 +1,6 @@
 """freight inspect MODEL: what a checkpoint is, from its headers and its KV scales; no weight is read.
 
-Works for quantized checkpoints that cannot be run yet as well.
+A checkpoint of which a tensor would be refused can be looked at as well.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from freight.errors import ConfigError
 if TYPE_CHECKING:
     from freight.checkpoint.reader import Checkpoint
     from freight.config.model import ModelConfig
-    from freight.fp8.scheme import KVScales, LayerScales
+    from freight.fp8.scheme import KVScales, LayerScales, Scheme
 
 _NOT_PARAMETERS = ("scale", "scale_inv", "scale_ub", "zero_point", "inv_freq", "qscale_act", "qscale_weight")
 
@@ -55,9 +55,10 @@ def describe(model: str) -> dict[str, Any]:
     """The JSON object of `freight inspect --json`.
 
     model, path, architecture, model_type, num_layers, num_parameters, max_position_embeddings; bytes: {dtype: count};
-    scheme: {method, weight_format, kv_format, kv_static, description}; kv_cache: {scales_format, scales}, where scales
-    has an entry per layer, {layer, k, v}, and is empty when there are none. k and v are null, or {granularity, min,
-    max, value, names}; `value` is there for granularity 'tensor'.
+    scheme: {method, weight_format, kv_format, kv_static, description, fp8_weights}, where fp8_weights has the number of
+    matrices stored in FP8 by what is declared of them, {"scales per tensor, activations static": 14}; kv_cache:
+    {scales_format, scales}, where scales has an entry per layer, {layer, k, v}, and is empty when there are none. k and
+    v are null, or {granularity, min, max, value, names}; `value` is there for granularity 'tensor'.
     """
     from freight.checkpoint.kv_scales import read_kv_scales
     from freight.checkpoint.layouts import read_scheme
@@ -79,6 +80,7 @@ def describe(model: str) -> dict[str, Any]:
             "kv_format": scheme.kv_format,
             "kv_static": scheme.kv_static,
             "description": scheme.description,
+            "fp8_weights": _fp8_weights(checkpoint, scheme),
         },
         "kv_cache": {
             "scales_format": None if scales.empty else scales.format,
@@ -105,6 +107,18 @@ def _sizes(checkpoint: Checkpoint) -> dict[str, Any]:
         if not name.endswith(_NOT_PARAMETERS):
             parameters += math.prod(entry.shape)
     return {"num_parameters": parameters, "bytes": dict(sizes.most_common())}
+
+
+def _fp8_weights(checkpoint: Checkpoint, scheme: Scheme) -> dict[str, int]:
+    """Matrices in FP8 by what is declared of them, from the headers."""
+    from freight.checkpoint.linears import WEIGHTS
+
+    kinds = Counter[str]()
+    for name in checkpoint.names:
+        module, _, suffix = name.rpartition(".")
+        if suffix in WEIGHTS and checkpoint.entry(name).dtype_name.startswith("fp8"):
+            kinds[str(scheme.linear(module) or "not declared")] += 1
+    return dict(kinds.most_common())
 
 
 def _scales(scales: KVScales) -> list[dict[str, Any]]:
@@ -139,6 +153,7 @@ def _print_table(facts: dict[str, Any]) -> None:
         ("context", f"{facts['max_position_embeddings']:,} tokens"),
         ("weights", sizes),
         ("declared scheme", facts["scheme"]["description"]),
+        ("FP8 matrices", "; ".join(f"{n}: {kind}" for kind, n in facts["scheme"]["fp8_weights"].items()) or "none"),
         ("KV scales", f"made for {facts['kv_cache']['scales_format']}" if facts["kv_cache"]["scales"] else "none"),
     ):
         table.add_row(label, value)

@@ -1,4 +1,4 @@
-"""freight inspect: what a checkpoint is, also for one that cannot be run yet."""
+"""freight inspect: what a checkpoint is, also for one that would be refused."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ def test_the_shipped_model(as_json):
     assert list(facts["bytes"]) == ["bfloat16"]
     assert facts["bytes"]["bfloat16"] == 2 * facts["num_parameters"]
     assert facts["scheme"]["method"] is None
+    assert facts["scheme"]["fp8_weights"] == {}
     assert facts["kv_cache"]["scales"] == []
 
 
@@ -38,6 +39,7 @@ def test_fp8_checkpoints_of_real_tools(as_json, name, method):
     assert facts["num_parameters"] == base["num_parameters"] == 1115392
     assert facts["bytes"]["fp8_e4m3fn"] == 983040
     assert facts["scheme"]["method"] == method
+    assert facts["scheme"]["fp8_weights"] == {"scales per tensor, activations static": 14}
     assert facts["scheme"]["weight_format"] == facts["kv_cache"]["scales_format"] == "fp8_e4m3fn"
     for index, layer in enumerate(facts["kv_cache"]["scales"]):
         assert layer["layer"] == index
