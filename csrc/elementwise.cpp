@@ -22,24 +22,27 @@ int threads_for(int64_t elements, int threads) {
   return static_cast<int>(std::min<int64_t>(threads, elements / kShare + 1));
 }
 
-// The `count` (1 .. 16) values at element `first` of `from`, zeros after them.
-inline V16 load_as(const void* from, int64_t first, int32_t format, int count) {
-  const char* at = static_cast<const char*>(from) + first * size_of(format);
-  alignas(64) char padded[64] = {};
-  if (count < kLanes) {
-    std::memcpy(padded, at, static_cast<size_t>(count * size_of(format)));
-    at = padded;
-  }
-  if (format == FREIGHT_FLOAT32) return load16(reinterpret_cast<const float*>(at));
-  const uint16_t* halves = reinterpret_cast<const uint16_t*>(at);
+inline V16 load_16(const char* from, int32_t format) {
+  if (format == FREIGHT_FLOAT32) return load16(reinterpret_cast<const float*>(from));
+  const uint16_t* halves = reinterpret_cast<const uint16_t*>(from);
   return format == FREIGHT_BFLOAT16 ? bf16_to_16(halves) : f16_to_16(halves);
 }
 
-// The value that `format` stores for it.
-inline float rounded_to(float value, int32_t format) {
-  return format == FREIGHT_FLOAT32    ? value
-         : format == FREIGHT_BFLOAT16 ? bf16_to_float(float_to_bf16(value))
-                                      : f16_to_float(float_to_f16(value));
+// The `count` (1 .. 16) values at element `first` of `from`, zeros after them.
+inline V16 load_as(const void* from, int64_t first, int32_t format, int count) {
+  const char* at = static_cast<const char*>(from) + first * size_of(format);
+  if (count == kLanes) return load_16(at, format);
+  alignas(64) char padded[64] = {};
+  std::memcpy(padded, at, static_cast<size_t>(count * size_of(format)));
+  return load_16(padded, format);
+}
+
+// The values that `format` stores for them.
+inline V16 rounded_to(V16 values, int32_t format) {
+  if (format == FREIGHT_FLOAT32) return values;
+  alignas(64) char stored[64];
+  store_as(stored, values, format, kLanes);
+  return load_16(stored, format);
 }
 
 inline char* element(void* base, int64_t index, int32_t format) {
@@ -71,9 +74,8 @@ void rms_norm_row(const void* x, int64_t first, const void* weight, void* out, i
   const float scale = 1.f / std::sqrt(mean + eps);
   for (int64_t i = 0; i < dim; i += kLanes) {
     const int count = static_cast<int>(std::min<int64_t>(kLanes, dim - i));
-    float normed[kLanes];
-    for (int j = 0; j < kLanes; j++) normed[j] = rounded_to(values[i + j] * scale, format);
-    store_as(element(out, to + i, format), mul16(load_as(weight, i, format, count), load16(normed)), format, count);
+    const V16 normed = rounded_to(mul16(load16(values + i), splat16(scale)), format);
+    store_as(element(out, to + i, format), mul16(load_as(weight, i, format, count), normed), format, count);
   }
 }
 

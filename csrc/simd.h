@@ -183,23 +183,69 @@ inline V16 e4m3_to_16(const uint8_t* from) { return decode_16(from, e4m3_to_floa
 
 #endif
 
-// The first `count` lanes (1 .. 16) of `a` as float32 (0), float16 (1) or bfloat16 (2), by FreightFormat.
-inline void store_as(void* to, V16 a, int format, int count) {
-  alignas(64) float values[16];
-  alignas(64) uint16_t halves[16];
+// Round to nearest, ties to even, as float_to_bf16 and float_to_f16 do.
+#if FREIGHT_AVX512
+
+inline void bf16_from_16(uint16_t* to, V16 a) {  // not vcvtneps2bf16, which makes subnormals zero
+  const __m512i bits = _mm512_castps_si512(a.v), high = _mm512_srli_epi32(bits, 16);
+  const __m512i odd = _mm512_and_si512(high, _mm512_set1_epi32(1));
+  const __m512i sum = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7FFF)), odd);
+  const __mmask16 nan = _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q);
+  const __m512i quiet = _mm512_or_si512(high, _mm512_set1_epi32(0x40));
+  const __m512i rounded = _mm512_mask_mov_epi32(_mm512_srli_epi32(sum, 16), nan, quiet);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(rounded));
+}
+inline void f16_from_16(uint16_t* to, V16 a) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT));
+}
+
+#elif FREIGHT_AVX2
+
+inline __m256i bf16_from_8(__m256 a) {
+  const __m256i bits = _mm256_castps_si256(a), high = _mm256_srli_epi32(bits, 16);
+  const __m256i odd = _mm256_and_si256(high, _mm256_set1_epi32(1));
+  const __m256i sum = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), odd);
+  const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(a, a, _CMP_UNORD_Q));
+  return _mm256_blendv_epi8(_mm256_srli_epi32(sum, 16), _mm256_or_si256(high, _mm256_set1_epi32(0x40)), nan);
+}
+inline void bf16_from_16(uint16_t* to, V16 a) {
+  const __m256i mixed = _mm256_packus_epi32(bf16_from_8(a.lo), bf16_from_8(a.hi));  // by halves of 128 bits
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_permute4x64_epi64(mixed, 0xD8));
+}
+inline void f16_from_16(uint16_t* to, V16 a) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph(a.lo, _MM_FROUND_TO_NEAREST_INT));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 8), _mm256_cvtps_ph(a.hi, _MM_FROUND_TO_NEAREST_INT));
+}
+
+#else
+
+inline void bf16_from_16(uint16_t* to, V16 a) {
+  float values[16];
   store16(values, a);
-  const void* from = halves;
+  for (int i = 0; i < 16; i++) to[i] = float_to_bf16(values[i]);
+}
+inline void f16_from_16(uint16_t* to, V16 a) {
+  float values[16];
+  store16(values, a);
+  for (int i = 0; i < 16; i++) to[i] = float_to_f16(values[i]);
+}
+
+#endif
+
+// Sixteen lanes as float32 (0), float16 (1) or bfloat16 (2), by FreightFormat.
+inline void store_16(void* to, V16 a, int format) {
   if (format == 0)
-    from = values;
+    store16(static_cast<float*>(to), a);
   else if (format == 1)
-    for (int i = 0; i < 16; i++) halves[i] = float_to_f16(values[i]);
+    f16_from_16(static_cast<uint16_t*>(to), a);
   else
-    for (int i = 0; i < 16; i++) halves[i] = float_to_bf16(values[i]);
-  const size_t size = format == 0 ? 4 : 2;
-  if (count < 16)
-    std::memcpy(to, from, static_cast<size_t>(count) * size);
-  else if (size == 2)
-    std::memcpy(to, from, 32);  // of known size: one instruction
-  else
-    std::memcpy(to, from, 64);
+    bf16_from_16(static_cast<uint16_t*>(to), a);
+}
+
+// The first `count` of them.
+inline void store_as(void* to, V16 a, int format, int count) {
+  if (count == 16) return store_16(to, a, format);
+  alignas(64) char all[64];
+  store_16(all, a, format);
+  std::memcpy(to, all, static_cast<size_t>(count) * (format == 0 ? 4 : 2));
 }
