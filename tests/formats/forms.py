@@ -190,6 +190,11 @@ FORMS = {
     "deepseek ue8m0 as bytes": Form(
         {**BLOCKS, "scale_fmt": "ue8m0"}, lambda m, w: e8m0(per_block(w), torch.uint8), "dynamic"
     ),
+    "transformers static blocks": Form(
+        {**BLOCKS, "activation_scheme": "static"},
+        lambda m, w: renamed(static(per_block(w), m), {**INVERSE, "input_scale": "activation_scale"}),
+        "static",
+    ),
     "modelopt own file": Form(
         None,
         modelopt,

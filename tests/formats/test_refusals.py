@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.formats.forms import ARGS, FORMS, arguments, groups
-from tests.formats.writers import Written, write
+from tests.formats.forms import AO_DYNAMIC, ARGS, FORMS, PER_ROW, STATIC, TOKEN, ao, arguments, groups, quark
+from tests.formats.writers import Form, Written, write
 
 from freight import LLM
 from freight.checkpoint.reader import Checkpoint
@@ -94,11 +94,22 @@ CASES = [
         declare(**groups(arguments("channel"), arguments("channel"))),
         ("strategy 'channel'", "static"),
     ),
+    ("ct tensor static", declare(**groups(ARGS, arguments("group", True))), ("input_activations of group", "blocks")),
+    (
+        "quark",
+        declare(global_quant_config={"weight": STATIC, "input_tensors": {**TOKEN, "qscheme": "per_group"}}),
+        ("input_tensors of per_group", "blocks"),
+    ),
     ("ct tensor static", declare(**groups({}, ARGS)), ("input_activations but no weights",)),
     ("ct tensor static", declare(**groups(ARGS | {"symmetric": False}, None)), ("symmetric False",)),
     ("ct tensor static", declare(**groups(arguments("attn_head"), None)), ("strategy 'attn_head'",)),
     ("autofp8 static", declare(activation_scheme="none"), ("activation_scheme 'none'", "static, dynamic or null")),
     ("fbgemm", declare(activation_scale_ub=0), ("activation_scale_ub 0",)),
+    (
+        "torchao row",
+        declare(**ao(AO_DYNAMIC, [{"_type": "PerGroup", "_data": {"group_size": 128}}, PER_ROW])),
+        ("activations of PerGroup",),
+    ),
     ("torchao row", declare(quant_type="float8wo"), ("'float8wo'", "Float8WeightOnlyConfig")),
 ]
 
@@ -128,3 +139,11 @@ def test_what_a_producer_leaves_out_unnamed_stays_as_it_is(name: str, tmp_path: 
     made.tensors = {n: t for n, t in made.tensors.items() if not n.startswith(Q)}
     made.tensors[f"{Q}.weight"] = torch.randn(192, 192, generator=torch.Generator().manual_seed(0)).bfloat16()
     LLM(model=made.save(tmp_path), skip_tokenizer_init=True)
+
+
+def test_weights_that_were_only_rounded_in_place_are_16_bit(tmp_path: Path):
+    """Quark's `fake_quantized` keeps scales beside weights that are not in FP8."""
+    fake = quark("per_tensor", STATIC, export={"weight_format": "fake_quantized"})
+    made = write(Form(fake, kv=lambda layer: {"mlp.down_proj.weight_scale": torch.ones(()) * layer}))
+    llm = LLM(model=made.save(tmp_path), skip_tokenizer_init=True)
+    assert str(llm.config.weight_format) == "bfloat16"

@@ -31,6 +31,12 @@ def require_fp8(spec: Mapping[str, Any], what: str) -> None:
         raise CheckpointError(f"{what} with symmetric False is not implemented; symmetric quantization is")
 
 
+def require_blocks_for_groups(kind: str, where: str) -> None:
+    """Activations measured in groups of columns go with weights in blocks; called where weights are not."""
+    if kind in ("group", "per_group", "block", "per_block", "PerGroup", "PerBlock"):
+        raise CheckpointError(f"{where} of {kind} with weights that are not in blocks are not implemented")
+
+
 def activations(word: str | None, what: str) -> Activations:
     known = {None: Activations.PLAIN, "dynamic": Activations.DYNAMIC, "static": Activations.STATIC}
     if word not in known:

@@ -10,7 +10,14 @@ from dataclasses import replace
 from typing import Any
 
 from freight.checkpoint.producers import patterns
-from freight.checkpoint.producers.common import E4M3, block_size, mapping, require_fp8, with_kv_scheme
+from freight.checkpoint.producers.common import (
+    E4M3,
+    block_size,
+    mapping,
+    require_blocks_for_groups,
+    require_fp8,
+    with_kv_scheme,
+)
 from freight.errors import CheckpointError
 from freight.fp8.scheme import Activations, LinearScheme, Rule, Scheme, WeightScales
 
@@ -72,6 +79,8 @@ def _linear(group: Mapping[str, Any], where: str) -> LinearScheme | None:
         return LinearScheme(WeightScales.BLOCK, kind, block_size(weights.get("block_structure"), "block_structure"))
     if strategy == "group":
         return LinearScheme(WeightScales.BLOCK, kind, block_size([1, weights.get("group_size")], "group_size"))
+    if kind is not Activations.PLAIN:
+        require_blocks_for_groups(str((inputs or {}).get("strategy")), f"{where} input_activations")
     known = {"tensor": WeightScales.TENSOR, "channel": WeightScales.ROW}
     if strategy not in known:
         raise CheckpointError(f"{where} weights with strategy {strategy!r} are not implemented")

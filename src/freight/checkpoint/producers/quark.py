@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from freight.checkpoint.producers import patterns
-from freight.checkpoint.producers.common import E4M3, block_size, mapping
+from freight.checkpoint.producers.common import E4M3, block_size, mapping, require_blocks_for_groups
 from freight.errors import CheckpointError
 from freight.fp8.scheme import Activations, LinearScheme, Rule, Scheme, WeightScales
 
@@ -53,6 +53,8 @@ def _linear(config: Any, where: str) -> LinearScheme | None:
     if weight.get("is_dynamic"):
         raise CheckpointError(f"quark {where}.weight with is_dynamic true is not implemented; static weights are")
     kind = _activations(inputs, f"{where}.input_tensors")
+    if inputs is not None and qscheme in ("per_tensor", "per_channel"):
+        require_blocks_for_groups(str(inputs.get("qscheme")), f"quark {where}.input_tensors")
     if qscheme == "per_tensor":
         return LinearScheme(WeightScales.TENSOR, kind)
     if qscheme == "per_channel" and weight.get("ch_axis") in (None, 0):

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from freight.checkpoint.producers import patterns
-from freight.checkpoint.producers.common import E4M3, block_size, mapping
+from freight.checkpoint.producers.common import E4M3, block_size, mapping, require_blocks_for_groups
 from freight.errors import CheckpointError
 from freight.fp8.scheme import Activations, LinearScheme, Rule, Scheme, WeightScales
 
@@ -59,7 +59,10 @@ def _linear(config: Any) -> LinearScheme:
     if limit is not None and not (isinstance(limit, int | float) and 0 < limit < math.inf):
         raise CheckpointError(f"torchao {kind} with activation_value_ub {limit!r}: it has to be finite and above 0")
     granularity = data.get("granularity")
-    scales, block = _scales(granularity[-1] if isinstance(granularity, list) else granularity, str(kind))
+    inputs, weights = (granularity[0], granularity[-1]) if isinstance(granularity, list) else (None, granularity)
+    scales, block = _scales(weights, str(kind))
+    if inputs is not None and block is None:
+        require_blocks_for_groups(str(mapping(inputs, "granularity").get("_type")), f"torchao {kind} activations")
     return LinearScheme(scales, _TYPES[kind], block, None if limit is None else float(limit), or_plain=True)
 
 
