@@ -30,8 +30,8 @@ BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 _UNITS = {"": 1, "B": 1} | {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
 _UNITS |= {f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)}
 _MAKE_SCALES = (
-    "calibrate a checkpoint that has them (a quantizer that writes k_scale and v_scale, as llm-compressor does with a "
-    "kv_cache_scheme), give a file (--kv-scales FILE.json), or use --kv-scales dynamic"
+    "calibrate a checkpoint that has them (freight quantize MODEL OUT --kv-cache fp8), give a file (--kv-scales "
+    "FILE.json), or use --kv-scales dynamic"
 )
 
 

@@ -1,0 +1,113 @@
+"""Does vLLM on a CPU use the KV scales that we write? Its first tokens beside Freight's, on the same checkpoint.
+
+    python benchmarks/peers/compare_with_vllm.py --vllm-python PATH [MODEL] [--data FILE]
+
+Runs in Freight's environment; PATH is the interpreter of one with vLLM's CPU build (0.32 was tried). Quantizes the KV
+cache of MODEL per channel, so that vLLM sees the scale per layer and not the finer ones, and compares log-probabilities
+of the five most likely first tokens, in float32: the largest difference of the middle prompt, and of the worst.
+
+vLLM 0.32's CPU kernel rounds towards zero where it stores to FP8; Freight, as everyone on a GPU, rounds to nearest. So
+the comparison is made twice, the second time with Freight's reference kernels made to round as vLLM does. Ends with
+status 1 if the middle prompt of that one is above --tolerance.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+PROMPTS = (
+    *("def main(", "class Stack:\n    def __init__(self", "import os\nimport", "for i in range(", "    return self."),
+    *("# Copyright", "if not isinstance(", "    raise ValueError(", "with open(path) as", "@property\n    def"),
+    *("try:\n    import", "    for name, value in", "x = [", "def __repr__(self):\n        return", "while True:\n"),
+)
+Top = dict[int, float]  # log-probability by token
+
+
+def answer(folder: str, prompts: list[list[int]]) -> list[Top]:
+    """vLLM's side."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_NO_USAGE_STATS"] = os.environ["HF_HUB_OFFLINE"] = os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(folder, dtype="float32", enforce_eager=True, max_model_len=256, max_num_seqs=16)
+    params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=5)
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params)
+    return [{token: one.logprob for token, one in output.outputs[0].logprobs[0].items()} for output in outputs]
+
+
+def ours(folder: str, prompts: list[list[int]], **options: Any) -> list[Top]:
+    from freight import LLM, SamplingParams
+
+    llm = LLM(folder, dtype="float32", kv_cache_memory="16MiB", **options)
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=1, temperature=0.0, logprobs=5))
+    tops = [output.outputs[0].logprobs[0] for output in outputs if output.outputs[0].logprobs]
+    return [{token: one.logprob for token, one in top.items()} for top in tops]
+
+
+def round_towards_zero() -> None:
+    """Make the reference kernels store as vLLM's CPU kernel does."""
+    import torch
+
+    from freight.kernels import reference
+
+    nearest = reference.encode
+
+    def towards_zero(x: torch.Tensor, scale: Any, format: Any) -> torch.Tensor:
+        values = (x.float() / torch.as_tensor(scale, dtype=torch.float32)).clamp(-format.max, format.max)
+        step = torch.exp2(torch.floor(torch.log2(values.abs().clamp(min=2.0**-6))) - 3)
+        return nearest(torch.trunc(values / step) * step, 1.0, format)
+
+    reference.encode = towards_zero
+
+
+def differences(mine: list[Top], other: list[Top]) -> str:
+    pairs = zip(mine, other, strict=True)
+    largest = sorted(max(abs(a[token] - b[token]) for token in a.keys() & b.keys()) for a, b in pairs)
+    return f"middle prompt {largest[len(largest) // 2]:.5f}, worst {largest[-1]:.5f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("model", nargs="?", default="demo")
+    parser.add_argument("--vllm-python", required=True, metavar="PATH")
+    parser.add_argument("--data", help="calibration text; 'demo' has its own")
+    parser.add_argument("--tolerance", type=float, default=0.05)
+    args = parser.parse_args()
+    import freight
+    from freight.checkpoint.reader import resolve_model
+    from freight.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(resolve_model(args.model))
+    prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
+    with tempfile.TemporaryDirectory() as temporary:
+        out, answers = str(Path(temporary) / "out"), Path(temporary) / "answers.json"
+        freight.quantize(
+            args.model, out, weights="none", kv_cache="fp8", kv_granularity="channel", calibration_data=args.data,
+            num_samples=32, max_seq_len=512,
+        )  # fmt: skip
+        command = [args.vllm_python, __file__, "--answer", out, json.dumps(prompts), str(answers)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        theirs = [{int(token): value for token, value in top.items()} for top in json.loads(answers.read_text())]
+        config = json.loads((Path(out) / "config.json").read_text())
+        config.pop("freight")  # the finer scales, which vLLM does not see
+        (Path(out) / "config.json").write_text(json.dumps(config))
+        print(f"rounding to nearest: {differences(ours(out, prompts), theirs)}")
+        round_towards_zero()
+        same = differences(ours(out, prompts, kernels="reference"), theirs)
+        print(f"rounding towards zero, as vLLM: {same}")
+    sys.exit(float(same.split()[2].rstrip(",")) > args.tolerance)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--answer"]:
+        folder, prompts, answers = sys.argv[2:]
+        Path(answers).write_text(json.dumps(answer(folder, json.loads(prompts))))
+    else:
+        main()
