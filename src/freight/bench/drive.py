@@ -6,25 +6,48 @@ import math
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from freight.batch import ForwardBatch
+from freight.cache.pool import LayerKV
 from freight.config.engine import EngineConfig
 from freight.config.model import ModelConfig
 from freight.engine.engine import Engine
 from freight.fp8.formats import Format
 from freight.models.architectures import ARCHITECTURES
+from freight.models.decoder import Decoder
 from freight.models.loader import tensor_shapes
 from freight.sampling import SamplingParams
 
 
 @dataclass(frozen=True)
+class TimedDecoder(Decoder):
+    """A model that notes how long each forward pass took, in seconds, as the host sees it."""
+
+    forward_seconds: list[float] = field(default_factory=list)
+
+    @staticmethod
+    def over(model: Decoder) -> TimedDecoder:
+        return TimedDecoder(**{part.name: getattr(model, part.name) for part in fields(Decoder)})
+
+    def forward(self, batch: ForwardBatch, kv_cache: Sequence[LayerKV]) -> Tensor:
+        begin = time.perf_counter()
+        logits = super().forward(batch, kv_cache)
+        self.forward_seconds.append(time.perf_counter() - begin)
+        return logits
+
+
+@dataclass(frozen=True)
 class StepRecord:
-    """One step: its time, how many requests got a token, how many ran, and the share of the cache's blocks in use."""
+    """One step: its time and the model's part of it, how many requests got a token, how many ran, and the share of the
+    cache's blocks in use."""
 
     seconds: float
+    model_seconds: float
     num_sampled: int
     num_running: int
     cache_share: float
@@ -46,14 +69,18 @@ def drive(engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[Sam
         engine.add(request_id, prompt, one)
     records = []
     blocks, scheduler = engine.allocator, engine.scheduler
+    model = TimedDecoder.over(engine.runner.model)
+    engine.runner = replace(engine.runner, model=model)
     unfinished = len(ids)
     while engine.has_unfinished:
+        model.forward_seconds.clear()
         begin = time.perf_counter()
         news = engine.step()
         seconds = time.perf_counter() - begin
         used = 1.0 - blocks.num_available / blocks.num_blocks
         left = scheduler.num_running + scheduler.num_waiting
-        records.append(StepRecord(seconds, len(news), scheduler.num_running + unfinished - left, used))
+        running = scheduler.num_running + unfinished - left
+        records.append(StepRecord(seconds, sum(model.forward_seconds), len(news), running, used))
         unfinished = left
     for request_id in ids:
         engine.release(request_id)

@@ -3,7 +3,8 @@
 Prefill lasts until the last of the batch has its first token. A decode step counts when every sequence gets a token in
 it, so its batch size is the one asked for. What a step has to read, the weights once and each sequence's keys and
 values, divided by its time and by the bandwidth measured between the runs, is `decode_bandwidth_fraction`: 1.0 is as
-fast as this memory allows.
+fast as this memory allows. `overhead_fraction` is the share of a decode step that passes outside the model's forward
+pass: scheduling, preparation, sampling, bookkeeping (null on a GPU, which the host does not wait for there).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def measure_latency(
     engine, config = start_engine(replace(opened, args=args))
     numbers = random.Random(config.seed)
 
-    def run() -> tuple[float, list[float]]:
+    def run() -> tuple[float, list[StepRecord]]:
         prompts = [random_prompt(input_len, engine.runner.model.config.vocab_size, numbers) for _ in range(batch_size)]
         return split(drive(engine, prompts, [greedy(output_len)] * batch_size), batch_size)
 
@@ -46,17 +47,19 @@ def measure_latency(
     run()
     peak = peak_rss_bytes()  # before the probe takes its memory
     probe = MemoryProbe()
-    prefill, decode, steps = [], [], []
+    prefill: list[float] = []
+    decode: list[float] = []
+    steps: list[StepRecord] = []
     for repeat in range(1, repeats + 1):
         on_progress(repeat, repeats + 1)
         probe.sample()
         until_first, full = run()
         probe.sample()
         prefill.append(batch_size * input_len / until_first)
-        decode.append(batch_size * len(full) / sum(full))
+        decode.append(batch_size * len(full) / sum(step.seconds for step in full))
         steps += full
     on_progress(repeats + 1, repeats + 1)
-    bandwidth, step = probe.bandwidth(), Spread.of([seconds * 1e3 for seconds in steps])
+    bandwidth, step = probe.bandwidth(), Spread.of([record.seconds * 1e3 for record in steps])
     spec = engine.runner.pool.spec
     weights = weight_bytes(engine.runner.model.config, config.compute_format, config.weight_format)
     cache = round(batch_size * (input_len + output_len / 2) * spec.bytes_per_token)  # half way through decoding
@@ -64,6 +67,7 @@ def measure_latency(
         "prefill_tokens_per_second": Spread.of(prefill),
         "decode_tokens_per_second": Spread.of(decode),
         "decode_step_ms": step,
+        "overhead_ms": Spread.of([(record.seconds - record.model_seconds) * 1e3 for record in steps]),
         "read_bandwidth_bytes_per_second": bandwidth,
     }
     return describe_run(engine, config, name) | {
@@ -73,6 +77,7 @@ def measure_latency(
         "repeats": repeats,
         **{figure: spread.median for figure, spread in figures.items()},
         "decode_bandwidth_fraction": (weights + cache) / (step.median / 1e3) / bandwidth.median,
+        "overhead_fraction": figures["overhead_ms"].median / step.median if config.device == "cpu" else None,
         "decode_bytes_per_step": {"weights": weights, "kv_cache": cache},
         "peak_rss_bytes": peak,
         "imported_rss_bytes": imported,
@@ -81,8 +86,8 @@ def measure_latency(
     }
 
 
-def split(records: Sequence[StepRecord], batch_size: int) -> tuple[float, list[float]]:
-    """(seconds until every sequence has its first token, seconds of each later step in which all get one).
+def split(records: Sequence[StepRecord], batch_size: int) -> tuple[float, list[StepRecord]]:
+    """(seconds until every sequence has its first token, the later steps in which all get one).
 
     Raises ConfigError when there is no such later step.
     """
@@ -93,4 +98,4 @@ def split(records: Sequence[StepRecord], batch_size: int) -> tuple[float, list[f
             "raise --output-len or --max-num-batched-tokens, or lower --batch-size"
         )
     until_first = sum(record.seconds for record in records[: full[0] + 1])
-    return until_first, [records[index].seconds for index in full[1:]]
+    return until_first, [records[index] for index in full[1:]]

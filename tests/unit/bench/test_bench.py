@@ -1,0 +1,150 @@
+"""What the benchmarks say about a run: the right steps, bytes and keys, on a model small enough to run here."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from freight.bench.drive import StepRecord, TimedDecoder, drive, greedy, random_prompt, weight_bytes
+from freight.bench.kernels import linear_shapes, measure_kernels
+from freight.bench.latency import measure_latency, split
+from freight.bench.throughput import draw_length, measure_throughput
+from freight.bench.timing import MemoryProbe, Spread, time_alternately
+from freight.config.engine import EngineArgs
+from freight.config.model import parse_model_config
+from freight.config.presets import PRESETS
+from freight.engine.build import OpenModel, open_random, start_engine
+from freight.errors import ConfigError
+from freight.fp8.formats import Format
+from freight.kernels.kernel_set import REFERENCE, select_kernels
+
+SHAPE = PRESETS["llama-1b"] | {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 300,
+    "max_position_embeddings": 128,
+}
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> OpenModel:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(SHAPE))
+    args = EngineArgs(quantization="fp8", kv_cache_dtype="fp8", skip_tokenizer_init=True, kv_cache_memory="8 MiB")
+    return open_random(args, str(path))
+
+
+def record(sampled: int, seconds: float = 1.0) -> StepRecord:
+    return StepRecord(seconds, seconds / 2, sampled, sampled, 0.5)
+
+
+def test_spread_of_one_and_of_many():
+    assert Spread.of([3.0]) == Spread(3.0, 3.0, 3.0, 1)
+    assert Spread.of([4.0, 1.0, 2.0, 3.0, 5.0]) == Spread(3.0, 2.0, 4.0, 5)
+
+
+def test_calls_take_turns_and_the_first_does_not_count():
+    order: list[str] = []
+    calls = {"a": [lambda: order.append("a0"), lambda: order.append("a1")], "b": [lambda: order.append("b")]}
+    found = time_alternately(calls, seconds=0.0, least=3)
+    assert order == ["a0", "a1", "b", "a0", "b", "a1", "b", "a0", "b"]
+    assert {name: spread.count for name, spread in found.items()} == {"a": 3, "b": 3}
+
+
+def test_the_probe_reads_what_it_says():
+    probe = MemoryProbe(2**20)
+    first, second = probe.sample(), probe.sample()
+    assert probe.bandwidth() == Spread.of([first, second])
+    assert first > 0
+
+
+def test_decode_begins_when_the_last_has_its_first_token():
+    records = [record(0, 5.0), record(1, 4.0), record(2, 3.0), record(2, 2.0), record(1, 9.0), record(2, 1.0)]
+    until_first, full = split(records, 2)
+    assert until_first == 12.0
+    assert [step.seconds for step in full] == [2.0, 1.0]
+    with pytest.raises(ConfigError, match="raise --output-len"):
+        split(records[:3], 2)
+
+
+def test_weight_bytes_by_hand():
+    model = parse_model_config(SHAPE)
+    linear = 2 * ((64 + 2 * 32) * 64 + 64 * 64 + 2 * 96 * 64 + 64 * 96)
+    norms, head = 5 * 64, 300 * 64
+    outputs = 2 * ((64 + 2 * 32) + 64 + 2 * 96 + 64)
+    assert weight_bytes(model, Format.BFLOAT16, Format.BFLOAT16) == 2 * (linear + norms + head)
+    assert weight_bytes(model, Format.BFLOAT16, Format.E4M3FN) == linear + 4 * outputs + 2 * (norms + head)
+
+
+def test_every_step_is_timed_and_the_model_is_part_of_it(opened: OpenModel):
+    engine, _ = start_engine(opened)
+    numbers = random.Random(0)
+    for _ in range(2):  # a second drive over the same engine counts nothing twice
+        records = drive(engine, [random_prompt(9, 300, numbers) for _ in range(3)], [greedy(4)] * 3)
+        assert [one.num_sampled for one in records] == [3, 3, 3, 3]
+        assert [one.num_running for one in records] == [3, 3, 3, 3]
+        assert all(0 < one.model_seconds < one.seconds for one in records)
+    assert isinstance(engine.runner.model, TimedDecoder)
+    assert len(engine.runner.model.forward_seconds) == 1
+    assert not engine.has_unfinished
+
+
+def test_latency_reports_the_run(opened: OpenModel):
+    found = measure_latency(opened, "tiny", batch_size=2, input_len=12, output_len=5, repeats=2)
+    assert json.loads(json.dumps(found)) == found
+    assert found["spread"]["decode_step_ms"]["count"] == 2 * 4
+    assert found["kernels"] == select_kernels("auto").name
+    assert (found["dtype"], found["weight_dtype"], found["kv_cache"]["dtype"]) == (
+        "bfloat16",
+        "fp8_e4m3fn",
+        "fp8_e4m3fn",
+    )
+    assert 0 < found["overhead_fraction"] < 1
+    assert found["overhead_fraction"] == pytest.approx(found["overhead_ms"] / found["decode_step_ms"])
+    moved = sum(found["decode_bytes_per_step"].values())
+    share = moved / (found["decode_step_ms"] / 1e3) / found["read_bandwidth_bytes_per_second"]
+    assert found["decode_bandwidth_fraction"] == pytest.approx(share)
+    for figure in ("prefill_tokens_per_second", "decode_tokens_per_second", "peak_rss_bytes"):
+        assert found[figure] > 0
+
+
+def test_throughput_counts_every_token(opened: OpenModel):
+    found = measure_throughput(opened, "tiny", num_requests=5, input_len=10, output_len=4, repeats=1)
+    assert found["num_requests"] == 5
+    assert 5 * 5 <= found["input_tokens"] <= 5 * 15
+    assert 5 * 2 <= found["output_tokens"] <= 5 * 6
+    rate = found["decode_tokens_per_second"] / found["requests_per_second"]
+    assert rate == pytest.approx(found["output_tokens"] / 5)
+    assert 0 < found["cache_occupancy"] < 1
+
+
+def test_lengths_are_drawn_around_the_one_asked_for():
+    drawn = {draw_length(8, random.Random(seed)) for seed in range(200)}
+    assert (min(drawn), max(drawn)) == (4, 12)
+    assert draw_length(1, random.Random(0)) >= 1
+
+
+@pytest.mark.parametrize("kernels", [REFERENCE, select_kernels("auto")], ids=lambda kernels: kernels.name)
+def test_kernels_rows(kernels):
+    model = parse_model_config(SHAPE)
+    found = list(measure_kernels(kernels, model, (48, 32), [1, 3], 40, 0.0, cache_size=2**12))
+    shapes = {tuple(row["shape"]) for row in found if row["kernel"] == "linear"}
+    assert shapes == {(rows, *shape) for rows in (1, 3) for shape in [(48, 32), *linear_shapes(model)]}
+    assert {row["kernel"] for row in found} == {"linear", "attention", "store_kv", "torch.linear", "torch._scaled_mm"}
+    for row in found:
+        assert row["kernels"] == ("torch" if row["kernel"].startswith("torch") else kernels.name)
+        assert row["threads"] == torch.get_num_threads()
+        assert math.isfinite(row["median_us"])
+        share = row["bytes"] / (row["median_us"] / 1e6) / row["read_bandwidth_bytes_per_second"]
+        assert row["bandwidth_fraction"] == pytest.approx(share)
+    only = list(measure_kernels(kernels, model, (48, 32), [1], 40, 0.0, ["store_kv"], cache_size=2**12))
+    assert {row["kernel"] for row in only} == {"store_kv"}
