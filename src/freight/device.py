@@ -78,6 +78,15 @@ def probe(device: str = "auto", root: Path = ROOT) -> DeviceFacts:
     return DeviceFacts(DeviceKind.CPU, cpu_name(root), Format.E4M3FN, total, free, usable_cores(root), note)
 
 
+def use_threads(wanted: int | None, cores: int) -> None:
+    """Have torch, and the kernels that share its threads, use `wanted`, or no more than the `cores` there are."""
+    import torch
+
+    if wanted or torch.get_num_threads() > cores:
+        # torch counts the machine's cores; a container may own fewer, and more threads than cores are far slower
+        torch.set_num_threads(wanted or cores)
+
+
 def gpu_present(root: Path = ROOT) -> str | None:
     """'NVIDIA' or 'AMD' when the driver of such a GPU has left its files, whatever torch can do with it."""
     if any((root / path).exists() for path in ("dev/nvidia0", "proc/driver/nvidia/version")):

@@ -22,7 +22,7 @@ from freight.checkpoint.reader import Checkpoint, resolve_model
 from freight.checkpoint.writer import require_new
 from freight.config.model import ModelConfig, parse_model_config
 from freight.config.quantize import QuantizeArgs, plan
-from freight.device import probe
+from freight.device import probe, use_threads
 from freight.errors import CheckpointError, ConfigError
 from freight.fp8.plan import QuantizePlan
 from freight.kernels.kernel_set import select_kernels
@@ -68,7 +68,9 @@ class Unquantized:
         on_progress: Progress = lambda what, done, total: None,
     ) -> Calibration:
         """Run the model over `samples`."""
-        device = str(probe().kind)
+        facts = probe()
+        use_threads(None, facts.cores)
+        device = str(facts.kind)
         compute = self.model.checkpoint_format
         source = CheckpointSource(self.checkpoint, compute, compute, device)
         kernels = select_kernels("auto", device)

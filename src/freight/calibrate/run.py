@@ -205,6 +205,7 @@ def calibrate(
                 "without quantization: no scales can be measured beyond it"
             )
         watched.append(watch)
+        del layer  # before the next one is read
     return _summary(plan, watched, run)
 
 

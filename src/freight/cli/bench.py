@@ -103,8 +103,7 @@ def kernels(
 
     model = parse_model_config(shape_config(random_weights))
     from freight.bench.kernels import measure_kernels
-    from freight.device import usable_cores
-    from freight.engine.build import use_threads
+    from freight.device import usable_cores, use_threads
     from freight.kernels.kernel_set import select_kernels
 
     use_threads(threads, usable_cores())

@@ -9,8 +9,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import torch
-
 from freight.cache.blocks import BlockAllocator
 from freight.cache.pool import KVPool, allocate_pool, cache_spec, same_cache_at_16_bits
 from freight.cache.spec import KVCacheSpec
@@ -21,7 +19,7 @@ from freight.config.engine import EngineArgs, EngineConfig, KVCacheConfig
 from freight.config.model import ModelConfig, parse_model_config, stop_token_ids
 from freight.config.presets import shape_config
 from freight.config.resolve import check, kv_scales_file, resolve
-from freight.device import DeviceFacts, probe
+from freight.device import DeviceFacts, probe, use_threads
 from freight.engine.engine import Engine
 from freight.engine.intake import Intake
 from freight.engine.runner import ModelRunner
@@ -110,13 +108,6 @@ def open_random(args: EngineArgs, shape: str) -> OpenModel:
     check(args)
     model = parse_model_config(shape_config(shape))
     return OpenModel(args, None, model, Scheme(), KVScales((None,) * model.num_layers), probe(args.device))
-
-
-def use_threads(wanted: int | None, cores: int) -> None:
-    """Have torch, and the kernels that share its threads, use `wanted`, or no more than the `cores` there are."""
-    if wanted or torch.get_num_threads() > cores:
-        # torch counts the machine's cores; a container may own fewer, and more threads than cores are far slower
-        torch.set_num_threads(wanted or cores)
 
 
 def build_engine(args: EngineArgs, before_weights: BeforeWeights | None = None) -> tuple[Engine, EngineConfig]:

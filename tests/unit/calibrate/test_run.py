@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import weakref
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,11 +14,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from freight.calibrate.quantize import open_unquantized
-from freight.calibrate.run import FLOOR, Calibration
+from freight.calibrate.run import FLOOR, Calibration, calibrate
 from freight.config.quantize import QuantizeArgs, plan
 from freight.errors import CheckpointError
 from freight.fp8.formats import Format, Granularity
 from freight.fp8.scheme import LayerScales
+from freight.fp8.values import Weight
+from freight.kernels.kernel_set import REFERENCE
+from freight.models.loader import CheckpointSource
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 LLM_COMPRESSOR = json.loads((FIXTURES / "llmcompressor_scales.json").read_text())
@@ -165,6 +170,38 @@ def test_activations_of_ignored_modules_are_not_watched(cached: tuple[Path, obje
     assert not set(ignored) & got.input_scales.keys()
     assert len(got.input_scales) == 10
     assert got.kv is None
+
+
+class Ledger:
+    """A WeightSource that knows which layers' weights are in memory."""
+
+    def __init__(self, source: CheckpointSource) -> None:
+        self.source, self.alive, self.most = source, Counter[str](), 0
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        return self.source.tensor(name, shape)
+
+    def weight(self, name: str, shape: tuple[int, ...]) -> Weight:
+        weight, layer = Weight(self.source.weight(name, shape).data.clone()), name.split(".")[2]
+        self.alive[layer] += 1
+        self.most = max(self.most, sum(count > 0 for count in self.alive.values()))
+        weakref.finalize(weight.data, self.let_go, layer)
+        return weight
+
+    def let_go(self, layer: str) -> None:
+        self.alive[layer] -= 1
+
+    def head(self, name: str, shape: tuple[int, ...]) -> Weight:
+        raise AssertionError("calibration computes no logits")
+
+
+def test_one_layer_is_in_memory_at_a_time():
+    opened = open_unquantized(str(FIXTURES / "base_bf16"))
+    format = opened.model.checkpoint_format
+    ledger = Ledger(CheckpointSource(opened.checkpoint, format, format, "cpu"))
+    calibrate(opened.model, ledger, REFERENCE, plan(QuantizeArgs(kv_cache="fp8")), SAMPLES)
+    assert ledger.most == 1
+    assert not ledger.alive.total()
 
 
 def test_progress_reaches_the_end(cached: tuple[Path, object]):
