@@ -149,9 +149,9 @@ def _print(found: dict[str, Any], as_json: bool) -> None:
 def _table(found: dict[str, Any]) -> Table:
     """For people: a line a figure, with its spread where it has one."""
     from rich.box import MARKDOWN
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table("figure", "value", "from", "to", box=MARKDOWN)
+    table = Table(Column("figure", no_wrap=True), "value", "from", "to", box=MARKDOWN)
     for name, value in found.items():
         if isinstance(value, dict):
             if name != "spread":
