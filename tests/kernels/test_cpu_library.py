@@ -90,7 +90,7 @@ def test_auto_takes_the_best_build() -> None:
 
 def test_the_reference_is_there_by_name_and_for_other_devices() -> None:
     assert select_kernels("reference") is REFERENCE
-    assert select_kernels("auto", "cuda") is REFERENCE
+    assert select_kernels("reference", "cuda") is REFERENCE
 
 
 def test_without_a_build_auto_says_why_and_cpu_refuses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

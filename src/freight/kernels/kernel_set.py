@@ -1,13 +1,14 @@
 """KernelSet: the operations a model is built from. One is chosen once, at load, and handed down as an argument.
 
-On a CPU that is the compiled set (csrc/), in the best build that the processor runs; without a compiled one, and on
-request, the reference.
+On a GPU that is the Triton set, on a CPU the compiled set (csrc/), in the best build that the processor runs; where
+neither is there, and on request, the reference.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
 from torch import Tensor
@@ -49,13 +50,19 @@ REFERENCE = KernelSet(
 
 
 def select_kernels(name: str, device: str = "cpu") -> KernelSet:
-    """The kernel set for `--kernels`: auto, reference, cpu, or one build of it, as in cpu-avx2.
+    """The kernel set for `--kernels`: auto, reference, triton, cpu, or one build of it, as in cpu-avx2.
 
-    `auto` takes the best there is, and the reference where nothing was compiled. Raises KernelError when the CPU set
-    was asked for by name and cannot run, with the reason.
+    `auto` takes the best there is for `device` ('cpu' or 'cuda'), and the reference where there is nothing else. Raises
+    KernelError when the CPU set was asked for by name and cannot run, with the reason.
     """
-    if name == "reference" or device != "cpu":
+    if name == "reference":
         return REFERENCE
+    if name == "triton" or device != "cpu":
+        if find_spec("triton") is None:
+            return replace(REFERENCE, note="slow reference kernels: Triton is not installed (pip install triton)")
+        from freight.kernels.triton.kernels import triton_kernels
+
+        return triton_kernels()
     from freight.kernels.cpu import kernels, library
 
     if name == "auto" and not library.runnable():

@@ -1,6 +1,6 @@
 """Compile what the kernels' own launchers would launch on a GPU that is not there, down to machine code, and report.
 
-    python tests/kernels/triton/aot.py sm_90 | gfx942 | …     one JSON object a line
+    python tests/kernels/triton/aot.py sm_90 | gfx942 | … [all]     one JSON object a line
 
 A launcher is called with tensors that have shapes and no memory; every launch is recorded instead of run, and compiled
 for the target that the launcher was told. So tiles, warps and element types are those that would run there.
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import triton
-from cases import CASES
+from cases import CASES, MORE_CASES
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -108,11 +108,9 @@ def products(compiled: Any, backend: str) -> list[str]:
     return sorted(set(re.findall(r"(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)[\w.:]+", compiled.asm["ptx"])))
 
 
-def report(target_name: str, wanted: str = "") -> Iterator[dict[str, Any]]:
+def report(target_name: str, extent: str = "") -> Iterator[dict[str, Any]]:
     target, gpu = TARGETS[target_name]
-    for name, call in CASES.items():
-        if wanted not in name:
-            continue
+    for name, call in (CASES | MORE_CASES if extent == "all" else CASES).items():
         for kernel, args, kwargs in launches(lambda call=call: call(target)):
             options = {option: kwargs[option] for option in OPTIONS if option in kwargs}
             compiled = triton.compile(source_of(kernel, args, kwargs), target=gpu, options=options)

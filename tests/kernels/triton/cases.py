@@ -11,8 +11,8 @@ from torch import Tensor
 from freight.batch import ForwardBatch
 from freight.fp8.formats import Format
 from freight.fp8.quantize import torch_dtype
-from freight.fp8.values import KVPages
-from freight.kernels.triton import paged, store
+from freight.fp8.values import Activations, KVPages, Weight
+from freight.kernels.triton import elementwise, linear, paged, store
 from freight.kernels.triton.formats import Target
 
 BF16 = torch.bfloat16
@@ -53,18 +53,48 @@ def keep(format: Format, scales: str, dim: int, rows: int, target: Target) -> No
     )
 
 
+def multiply(format: Format, blocks: bool, activations: Activations, rows: int, target: Target) -> None:
+    """What `linear` does where torch has no product of its own: float16 is a compute type that `_scaled_mm` refuses."""
+    outputs, inputs = 4096, 14336
+    scale = empty(*((outputs // 128, inputs // 128) if blocks else (outputs,)), dtype=torch.float32)
+    weight = Weight(empty(outputs, inputs, dtype=torch_dtype(format)), scale, activations)
+    linear.linear(target, empty(rows, inputs, dtype=torch.float16), weight)
+
+
+# compiled whenever the tests run
 CASES: dict[str, Callable[[Target], object]] = {
-    "prefill fp8 static": partial(attend, Format.E4M3FN, "static", 8, 4, 128, 8192, None),
-    "prefill fp8 token": partial(attend, Format.E4M3FN, "token", 8, 4, 128, 8192, None),
-    "prefill fnuz static": partial(attend, Format.E4M3FNUZ, "static", 8, 4, 128, 8192, None),
-    "prefill e5m2": partial(attend, Format.E5M2, "unit", 8, 4, 128, 8192, None),
-    "prefill bf16": partial(attend, Format.BFLOAT16, "unit", 8, 4, 128, 8192, None),
-    "prefill bf16 window": partial(attend, Format.BFLOAT16, "unit", 8, 4, 128, 8192, 4096),
-    "prefill fp8 static dim 64": partial(attend, Format.E4M3FN, "static", 8, 7, 64, 8192, None),
-    "prefill fp8 static dim 256": partial(attend, Format.E4M3FN, "static", 4, 2, 256, 8192, None),
-    "store static": partial(keep, Format.E4M3FN, "static", 128, 8192),
+    "attention fp8 static": partial(attend, Format.E4M3FN, "static", 8, 4, 128, 8192, None),
+    "attention fp8 token": partial(attend, Format.E4M3FN, "token", 8, 4, 128, 8192, None),
+    "attention bf16 window": partial(attend, Format.BFLOAT16, "unit", 8, 4, 128, 8192, 4096),
     "store token": partial(keep, Format.E4M3FN, "token", 128, 8192),
-    "store token few": partial(keep, Format.E4M3FN, "token", 128, 64),
+    "linear fp8": partial(multiply, Format.E4M3FN, False, Activations.DYNAMIC, 8192),
+    "linear fp8 blocks": partial(multiply, Format.E4M3FN, True, Activations.DYNAMIC, 8192),
+    "linear fnuz": partial(multiply, Format.E4M3FNUZ, False, Activations.DYNAMIC, 8192),
+    "linear plain one row": partial(multiply, Format.E4M3FN, False, Activations.PLAIN, 1),
+    "rms_norm": lambda target: elementwise.rms_norm(empty(64, 4096), empty(4096), 1e-5),
+    "silu_mul": lambda target: elementwise.silu_mul(empty(64, 28672)),
+    "rotate": lambda target: elementwise.rotate(
+        empty(64, 48, 128)[:, :32], empty(64, 64, dtype=torch.float32), empty(64, 64, dtype=torch.float32)
+    ),
+}
+# compiled with `aot.py TARGET all`
+MORE_CASES: dict[str, Callable[[Target], object]] = {
+    "attention fnuz static": partial(attend, Format.E4M3FNUZ, "static", 8, 4, 128, 8192, None),
+    "attention fnuz token": partial(attend, Format.E4M3FNUZ, "token", 8, 4, 128, 8192, None),
+    "attention e5m2": partial(attend, Format.E5M2, "unit", 8, 4, 128, 8192, None),
+    "attention bf16": partial(attend, Format.BFLOAT16, "unit", 8, 4, 128, 8192, None),
+    "attention fp8 static, dim 64": partial(attend, Format.E4M3FN, "static", 8, 7, 64, 8192, None),
+    "attention fp8 static, dim 256": partial(attend, Format.E4M3FN, "static", 4, 2, 256, 8192, None),
+    "attention fp8 token, dim 256": partial(attend, Format.E4M3FN, "token", 4, 2, 256, 8192, None),
+    "store static": partial(keep, Format.E4M3FN, "static", 128, 8192),
+    "store token, one row": partial(keep, Format.E4M3FN, "token", 128, 1),
     "store fnuz static": partial(keep, Format.E4M3FNUZ, "static", 128, 8192),
     "store bf16": partial(keep, Format.BFLOAT16, "unit", 128, 8192),
+    "linear fp8, one row": partial(multiply, Format.E4M3FN, False, Activations.DYNAMIC, 1),
+    "linear fp8, 64 rows": partial(multiply, Format.E4M3FN, False, Activations.DYNAMIC, 64),
+    "linear fp8 blocks, one row": partial(multiply, Format.E4M3FN, True, Activations.DYNAMIC, 1),
+    "linear fnuz, one row": partial(multiply, Format.E4M3FNUZ, False, Activations.DYNAMIC, 1),
+    "linear plain": partial(multiply, Format.E4M3FN, False, Activations.PLAIN, 8192),
+    "linear e5m2 plain blocks": partial(multiply, Format.E5M2, True, Activations.PLAIN, 8192),
+    "rms_norm of heads": lambda target: elementwise.rms_norm(empty(64, 48, 128)[:, 32:40], empty(128), 1e-5),
 }

@@ -75,7 +75,11 @@ def _walk(
             k = tl.load(k_ptr + source, mask=(dims < DIM)[:, None], other=0.0)
         scores = tl.dot(q, decode(k, FORMAT).to(K_DOT), input_precision="ieee") * factor[:, None]
         if SCALES == "token":
-            scores *= tl.load(k_scale_ptr + place).to(tl.float32)[None, :]
+            if MASKED:
+                scale = tl.load(k_scale_ptr + place, mask=stored, other=0.0)
+            else:
+                scale = tl.load(k_scale_ptr + place)
+            scores *= scale.to(tl.float32)[None, :]
         if MASKED:
             seen = key[None, :] <= position[:, None]
             if WINDOWED:

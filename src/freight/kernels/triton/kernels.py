@@ -1,0 +1,25 @@
+"""The Triton kernel set: FP8 and 16-bit models on NVIDIA and AMD GPUs."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+
+from freight.kernels.kernel_set import KernelSet
+from freight.kernels.triton import elementwise, linear, paged, store
+from freight.kernels.triton.formats import Target, current_target
+
+
+@cache
+def triton_kernels(target: Target | None = None) -> KernelSet:
+    """The set for `target`, the GPU that torch uses now if that is None."""
+    target = target or current_target()
+    return KernelSet(
+        "triton",
+        pack=lambda weight: weight,
+        linear=partial(linear.linear, target),
+        rms_norm=elementwise.rms_norm,
+        silu_mul=elementwise.silu_mul,
+        rotate=elementwise.rotate,
+        store_kv=partial(store.store_kv, target),
+        attention=partial(paged.attention, target),
+    )

@@ -1,0 +1,223 @@
+"""Linear over FP8 weights: activation quantization, and a matrix product for what torch's own does not do.
+
+`torch._scaled_mm` takes many rows with a scale per row against weights with a scale per output row, on NVIDIA GPUs
+that multiply FP8. `matmul_kernel` takes the rest: few rows, where all that counts is how fast the weights are read;
+128 x 128 block scales; weight-only quantization; every GPU and format without FP8 multiplication, which decode both
+sides to float16, exactly. It sums over the input features in order, in float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from freight.fp8.formats import Format
+from freight.fp8.quantize import format_of, torch_dtype
+from freight.fp8.values import Activations, Weight
+from freight.fp8.weights import BLOCK
+from freight.kernels.triton.elementwise import warps_for
+from freight.kernels.triton.formats import Target, carrier, decode, encode, finite_amax, scale_from_amax
+
+FEW_ROWS = 64  # up to here reading the weights takes longer than multiplying with them
+
+
+@triton.jit
+def quantize_kernel(
+    x_ptr, codes_ptr, scale_ptr, static_scale, row_stride, SIZE: tl.constexpr, GROUPS: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr,
+):  # fmt: skip
+    """A program: one row, as groups of 128. SCALES is 'row' (writes [rows] scales), 'group' ([rows, GROUPS]) or 'static'."""
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.arange(0, BLOCK_GROUPS)
+    index = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    mask = index < SIZE
+    x = tl.load(x_ptr + row * row_stride + index, mask=mask, other=0.0).to(tl.float32)
+    if SCALES == "group":
+        scale = scale_from_amax(finite_amax(x, 1), FORMAT)
+        tl.store(scale_ptr + row * GROUPS + group, scale, mask=group < GROUPS)
+        divisor = tl.broadcast_to(scale[:, None], x.shape)
+    else:
+        if SCALES == "row":
+            scale = tl.max(scale_from_amax(finite_amax(x, 1), FORMAT), 0)
+            tl.store(scale_ptr + row, scale)
+        else:
+            scale = static_scale
+        divisor = tl.zeros(x.shape, tl.float32) + scale
+    stored = encode(tl.div_rn(x, divisor), codes_ptr.dtype.element_ty, FORMAT)
+    tl.store(codes_ptr + row * SIZE + index, stored, mask=mask)
+
+
+@triton.jit
+def matmul_kernel(
+    x_ptr, weight_ptr, x_scale_ptr, weight_scale_ptr, bias_ptr, out_ptr, num_rows, num_outputs, x_stride,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, X_FORMAT: tl.constexpr,
+    WEIGHT_FORMAT: tl.constexpr, BLOCKS: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """A program: ROWS rows by OUTPUTS outputs of x @ weight.T, [num_rows, SIZE] by [num_outputs, SIZE].
+
+    Without BLOCKS scales belong to rows of x and of the weight, and multiply the finished sum. With it they belong to
+    128 inputs of x and to 128 x 128 blocks of the weight, and INPUTS is 128. x_scale_ptr is None for plain x.
+    """
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    live_row = row < num_rows
+    live_output = output < num_outputs
+    # beyond the last row and output the last is computed again, and not stored
+    x_row = x_ptr + tl.minimum(row, num_rows - 1).to(tl.int64)[:, None] * x_stride
+    weight_row = weight_ptr + tl.minimum(output, num_outputs - 1).to(tl.int64)[None, :] * SIZE
+    GROUPS: tl.constexpr = (SIZE + 127) // 128
+    acc = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    for start in range(0, SIZE, INPUTS):
+        index = start + tl.arange(0, INPUTS)
+        if SIZE % INPUTS == 0:
+            x = tl.load(x_row + index[None, :])
+            weight = tl.load(weight_row + index[:, None])
+        else:
+            x = tl.load(x_row + index[None, :], mask=(index < SIZE)[None, :], other=0.0)
+            weight = tl.load(weight_row + index[:, None], mask=(index < SIZE)[:, None], other=0.0)
+        if not DOT.is_fp8():
+            x = decode(x, X_FORMAT).to(DOT)
+            weight = decode(weight, WEIGHT_FORMAT).to(DOT)
+        if BLOCKS:
+            part = tl.dot(x, weight, input_precision="ieee")
+            group = start // 128
+            place = output // 128 * GROUPS + group
+            part *= tl.load(weight_scale_ptr + place, mask=live_output, other=0.0)[None, :]
+            if x_scale_ptr is not None:
+                part *= tl.load(x_scale_ptr + row * GROUPS + group, mask=live_row, other=0.0)[:, None]
+            acc += part
+        else:
+            # FP8 sums on Hopper keep 14 bits: into float32 every 128 inputs
+            PIECE: tl.constexpr = INPUTS if INPUTS < 128 else 128
+            acc = tl.dot(x, weight, acc, input_precision="ieee", max_num_imprecise_acc=PIECE)
+    if not BLOCKS:
+        if x_scale_ptr is not None:
+            acc *= tl.load(x_scale_ptr + row, mask=live_row, other=0.0)[:, None]
+        acc *= tl.load(weight_scale_ptr + output, mask=live_output, other=0.0)[None, :]
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + output, mask=live_output, other=0.0).to(tl.float32)[None, :]
+    target = out_ptr + row.to(tl.int64)[:, None] * num_outputs + output[None, :]
+    tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=live_row[:, None] & live_output[None, :])
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How much of the product a program takes at a time."""
+
+    rows: int
+    outputs: int
+    inputs: int
+    warps: int
+    stages: int
+
+
+def matmul_tile(target: Target, rows: int, blocks: bool, dot: tl.dtype) -> Tile:
+    if dot == tl.float32:
+        return Tile(16, 32, 32 if not blocks else 128, 4, 1)
+    stages = 2 if target.backend == "hip" else 4
+    if rows <= 16:
+        return Tile(16, 32, 128 if blocks else 256, 4, stages + 2)
+    if rows <= FEW_ROWS:
+        return Tile(64, 64, 128, 4, stages)
+    if dot.primitive_bitwidth == 8 and target.hopper_or_newer:
+        return Tile(128, 128, 128, 8, stages)
+    if blocks:
+        return Tile(128, 64, 128, 8, stages - 1)
+    return Tile(128, 128, 64, 8, stages - 1)
+
+
+def quantize(target: Target, x: Tensor, weight: Weight) -> tuple[Tensor, Tensor]:
+    """x [rows, in_features] as the weight's `activations` say: FP8, and float32 scales [rows, 1] or [rows, groups]."""
+    assert weight.scale is not None
+    rows, size = x.shape
+    stored = format_of(weight.data)
+    format = stored if stored.is_e4m3 else Format.E4M3FN
+    groups = triton.cdiv(size, BLOCK)
+    block_groups = triton.next_power_of_2(groups)
+    blocks = weight.scale.ndim == 2
+    codes = torch.empty(x.shape, dtype=torch_dtype(format), device=x.device)
+    scale = torch.empty(rows, groups if blocks else 1, dtype=torch.float32, device=x.device)
+    static = weight.activations is Activations.STATIC
+    if static:
+        scale.fill_(weight.input_scale or 1.0)
+    quantize_kernel[(rows,)](
+        *(x, carrier(codes, target), scale, weight.input_scale or 1.0, x.stride(0)),
+        SIZE=size,
+        GROUPS=groups,
+        BLOCK_GROUPS=block_groups,
+        FORMAT=str(format),
+        SCALES="static" if static else "group" if blocks else "row",
+        num_warps=warps_for(block_groups * BLOCK),
+    )
+    return codes, scale
+
+
+def matmul(
+    target: Target, x: Tensor, x_scale: Tensor | None, weight: Weight, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """x @ weight.T + bias by `matmul_kernel`, in `dtype`. x: [rows, in_features], FP8 with `x_scale`, or plain."""
+    assert weight.scale is not None
+    rows, size = x.shape
+    outputs = len(weight.data)
+    blocks = weight.scale.ndim == 2
+    dot = dot_type(target, x, weight)
+    tile = matmul_tile(target, rows, blocks, dot)
+    out = torch.empty(rows, outputs, dtype=dtype, device=x.device)
+    matmul_kernel[(triton.cdiv(outputs, tile.outputs), triton.cdiv(rows, tile.rows))](
+        *(carrier(x, target), carrier(weight.data, target), x_scale, weight.scale, bias, out),
+        *(rows, outputs, x.stride(0)),
+        SIZE=size,
+        ROWS=tile.rows,
+        OUTPUTS=tile.outputs,
+        INPUTS=tile.inputs,
+        X_FORMAT=str(format_of(x)) if x_scale is not None else "",
+        WEIGHT_FORMAT=str(format_of(weight.data)),
+        BLOCKS=blocks,
+        DOT=dot,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return out
+
+
+def dot_type(target: Target, x: Tensor, weight: Weight) -> tl.dtype:
+    """FP8 where the hardware multiplies it; float16 for FP8 otherwise; the type of plain x."""
+    plain = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+    if x.dtype in plain:
+        return plain[x.dtype]
+    if x.dtype == weight.data.dtype and format_of(x) in target.native:
+        return tl.dtype({Format.E4M3FN: "fp8e4nv", Format.E4M3FNUZ: "fp8e4b8", Format.E5M2: "fp8e5"}[format_of(x)])
+    return tl.float16
+
+
+def linear(target: Target, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    """`reference.linear`. x: [rows, in_features]; 16- and 32-bit weights are multiplied by torch."""
+    if weight.scale is None:
+        return F.linear(x, weight.data, bias)
+    if weight.activations is Activations.PLAIN:
+        return matmul(target, x, None, weight, bias, x.dtype)
+    codes, scale = quantize(target, x, weight)
+    if len(x) > FEW_ROWS and scaled_mm_takes(target, x, weight):
+        # without `use_fast_accum` Hopper adds up in float32
+        product: Tensor = torch._scaled_mm(
+            codes, weight.data.t(), scale_a=scale, scale_b=weight.scale[None, :], out_dtype=x.dtype
+        )
+        return product if bias is None else product.add_(bias)
+    return matmul(target, codes, scale, weight, bias, x.dtype)
+
+
+def scaled_mm_takes(target: Target, x: Tensor, weight: Weight) -> bool:
+    """Whether `torch._scaled_mm` has this product: E4M3FN on NVIDIA, scales per row, bfloat16 out, sizes of 16."""
+    return (
+        target.backend == "cuda"
+        and format_of(weight.data) in target.native & {Format.E4M3FN}
+        and weight.scale is not None
+        and weight.scale.ndim == 1
+        and x.dtype is torch.bfloat16
+        and all(size % 16 == 0 for size in weight.data.shape)
+    )

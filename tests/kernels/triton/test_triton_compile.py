@@ -1,0 +1,70 @@
+"""Every kernel compiles to machine code for GPUs that are not here, uses their matrix units, and fits their registers.
+
+`aot.py` compiles and reports; it runs in its own processes, without the interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+AOT = Path(__file__).parent / "aot.py"
+TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
+# Registers a thread may have so that a multiprocessor holds the programs that the launchers count on: 4 decoding
+# programs of 128 threads in 65536 registers, and 1 program of 256 threads, or 2 of 128, of the others.
+DECODE_REGISTERS = 128
+REGISTERS = {"sm_80": 255, "sm_90": 255, "sm_100": 255, "gfx942": 512}
+FP8_PRODUCT = {"sm_90": "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3", "sm_100": "kind::f8f6f4"}
+PREFILL_PRODUCT = {"sm_80": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05.mma", "gfx942": "v_mfma_f32_32x32"}
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """What aot.py reports of every target; as many processes at a time as there are targets."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")), "TRITON_DEFAULT_FP_FUSION": "1"}
+    running = {
+        target: subprocess.Popen([sys.executable, AOT, target], env=environment, stdout=subprocess.PIPE, text=True)
+        for target in TARGETS
+    }
+    found = {}
+    for target, process in running.items():
+        lines, _ = process.communicate(timeout=600)
+        assert process.returncode == 0, target
+        found[target] = [json.loads(line) for line in lines.splitlines()]
+    return found
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_registers(reports, target):
+    names = {report["kernel"] for report in reports[target]}
+    assert names == {
+        *("store_kernel", "prefill_kernel", "decode_kernel", "merge_kernel", "quantize_kernel", "matmul_kernel"),
+        *("rms_norm_kernel", "silu_mul_kernel", "rotate_kernel"),
+    }
+    for report in reports[target]:
+        assert report["spills"] == 0, report
+        assert report["registers"] <= REGISTERS[target], report
+        if report["kernel"] == "decode_kernel" and target != "gfx942":
+            assert report["registers"] <= DECODE_REGISTERS, report
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_matrix_units(reports, target):
+    """Tiles of prefill and of large products go to the widest unit there is; FP8 is multiplied as FP8 where it can."""
+    for report in reports[target]:
+        if report["kernel"] in ("prefill_kernel", "decode_kernel", "matmul_kernel"):
+            assert report["products"], report
+        if report["kernel"] == "prefill_kernel":
+            assert all(PREFILL_PRODUCT[target] in product for product in report["products"]), report
+    matmul = {r["case"]: " ".join(r["products"]) for r in reports[target] if r["kernel"] == "matmul_kernel"}
+    if target in FP8_PRODUCT:
+        assert FP8_PRODUCT[target] in matmul["linear fp8"]
+        assert FP8_PRODUCT[target] in matmul["linear fp8 blocks"]
+    assert ("fp8_fp8" in matmul["linear fnuz"]) == (target == "gfx942")

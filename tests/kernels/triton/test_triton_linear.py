@@ -1,0 +1,74 @@
+"""Linear over FP8 weights in Triton against the reference: every format, scale and treatment of activations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from freight.fp8.formats import Format
+from freight.fp8.quantize import decode
+from freight.fp8.values import Activations, Weight
+from freight.fp8.weights import quantize_blocks, quantize_rows
+from freight.kernels import reference
+from freight.kernels.triton import linear
+from freight.kernels.triton.formats import current_target
+
+FP8 = [format for format in Format if format.is_fp8]
+
+
+def make(format: Format, blocks: bool, activations: Activations, columns: int, outputs: int, device: str) -> Weight:
+    weight = torch.randn(outputs, columns) / columns**0.5
+    data, scale = (quantize_blocks if blocks else quantize_rows)(weight, format)
+    static = 0.013 if activations is Activations.STATIC else None
+    return Weight(data.to(device), scale.to(device), activations, static)
+
+
+def assert_close(got: Tensor, x: Tensor, weight: Weight, bias: Tensor | None) -> None:
+    """Against the reference of the same input in float32, whose activations are rounded alike."""
+    expected = reference.linear(x.float(), weight, None if bias is None else bias.float())
+    assert got.dtype == x.dtype
+    bound = torch.finfo(x.dtype).eps * expected.abs() + 2e-5 * expected.abs().max()
+    assert ((got.float() - expected).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("activations", Activations)
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("format", FP8)
+def test_products(dtype, activations, blocks, format, device):
+    torch.manual_seed(0)
+    weight = make(format, blocks, activations, 300, 130, device)
+    x, bias = (torch.randn(9, 300) * 3).to(dtype).to(device), torch.randn(130).to(dtype).to(device)
+    assert_close(linear.linear(current_target(), x, weight, bias), x, weight, bias)
+
+
+@pytest.mark.parametrize("rows", [1, 17, 70])
+@pytest.mark.parametrize("activations", [Activations.DYNAMIC, Activations.PLAIN])
+@pytest.mark.parametrize("blocks", [False, True])
+def test_other_numbers_of_rows(rows, activations, blocks, device):
+    torch.manual_seed(1)
+    weight = make(Format.E4M3FN, blocks, activations, 256, 64, device)
+    x = torch.randn(rows, 256).half().to(device)
+    assert_close(linear.linear(current_target(), x, weight), x, weight, None)
+
+
+@pytest.mark.parametrize("format", FP8)
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("activations", [Activations.DYNAMIC, Activations.STATIC])
+def test_activations_are_quantized_to_the_same_bytes(format, blocks, activations, device):
+    torch.manual_seed(2)
+    x = torch.randn(5, 300).to(device)
+    x[0], x[1, 0], x[2, 1] = 0.0, torch.inf, torch.nan
+    weight = make(format, blocks, activations, 300, 16, device)
+    codes, scale = linear.quantize(current_target(), x, weight)
+    widened = scale.repeat_interleave(128 if blocks else 300, 1)[:, :300]
+    values, factor = reference._activations(x, weight)
+    expected = values if factor is None else values * factor
+    assert torch.equal((decode(codes) * widened).nan_to_num(7.0), expected.nan_to_num(7.0))
+
+
+def test_sixteen_bit_weights_are_torch_s(device):
+    x, weight, bias = torch.randn(3, 8).bfloat16(), torch.randn(5, 8).bfloat16(), torch.randn(5).bfloat16()
+    got = linear.linear(current_target(), x.to(device), Weight(weight.to(device)), bias.to(device))
+    assert torch.equal(got, torch.nn.functional.linear(x.to(device), weight.to(device), bias.to(device)))
