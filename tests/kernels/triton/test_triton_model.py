@@ -1,4 +1,4 @@
-"""A small model on the Triton kernel set: prefill, then steps that mix a chunk and decodes, beside the reference set."""
+"""A small model on the Triton kernel set: prefill, then steps that mix a chunk and decodes, beside the reference."""
 
 from __future__ import annotations
 
