@@ -21,6 +21,7 @@ from freight.config.presets import shape_config
 from freight.config.resolve import check, kv_scales_file, resolve
 from freight.device import DeviceFacts, probe, use_threads
 from freight.engine.engine import Engine
+from freight.engine.graphs import DecodeGraphs
 from freight.engine.intake import Intake
 from freight.engine.runner import ModelRunner
 from freight.engine.scheduler import Scheduler
@@ -141,7 +142,10 @@ def start_engine(opened: OpenModel, before_weights: BeforeWeights | None = None)
 
     allocator = BlockAllocator(pool.num_blocks, config.block_size, config.enable_prefix_caching)
     scheduler = Scheduler(allocator, config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len)
-    runner = ModelRunner(decoder, pool, config.device)
+    graphs = None
+    if kernels.name == "triton":  # the reference asks lengths of the device while it runs, which no graph can
+        graphs = DecodeGraphs(decoder, pool, config.max_num_seqs, config.max_model_len, config.device)
+    runner = ModelRunner(decoder, pool, config.device, graphs)
     intake = Intake(tokenizer, opened.model.vocab_size, config.max_model_len)
     return Engine(runner, allocator, scheduler, intake, opened.stop_token_ids(), config.seed), config
 

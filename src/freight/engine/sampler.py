@@ -70,7 +70,8 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
     assert logits.dtype == torch.float32
     assert logits.shape[0] == len(rows)
     tokens = _choose(_adjust(logits, rows), rows)
-    _check(logits)  # after the work, as a GPU would wait here
+    token_ids, broken = torch.stack((tokens, _broken(logits).long())).tolist()  # where the host waits for a GPU
+    _refuse(broken)
     entries: list[tuple[LogprobEntry, ...] | None] = [None] * len(rows)
     wanted = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
     if wanted:
@@ -78,7 +79,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
         counts = [rows[i].params.logprobs or 0 for i in wanted]
         for i, found in zip(wanted, _logprobs(logits[index], tokens[index], counts), strict=True):
             entries[i] = found
-    return [Sampled(token, found) for token, found in zip(tokens.tolist(), entries, strict=True)]
+    return [Sampled(token, found) for token, found in zip(token_ids, entries, strict=True)]
 
 
 def prompt_logprobs(logits: Tensor, targets: Tensor, k: int) -> list[tuple[LogprobEntry, ...]]:
@@ -87,7 +88,7 @@ def prompt_logprobs(logits: Tensor, targets: Tensor, k: int) -> list[tuple[Logpr
     logits: float32 [num_rows, vocab_size]; targets: int64 [num_rows], the tokens that follow in the prompt.
     Raises KernelError for a row of NaN or infinite logits.
     """
-    _check(logits)
+    _refuse(_broken(logits).tolist())
     return _logprobs(logits, targets, [k] * logits.shape[0])
 
 
@@ -120,11 +121,16 @@ def _mix(bits: Tensor) -> Tensor:
     return bits ^ _shifted(bits, 31)
 
 
-def _check(logits: Tensor) -> None:
-    broken = (~logits.amax(-1).isfinite()).tolist()  # a maximum passes NaN on
+def _broken(logits: Tensor) -> Tensor:
+    """bool [num_rows]: which rows have a NaN or no finite maximum."""
+    return ~logits.amax(-1).isfinite()  # a maximum passes NaN on
+
+
+def _refuse(broken: Sequence[int | bool]) -> None:
     if any(broken):
+        row = next(i for i, one in enumerate(broken) if one)
         raise KernelError(
-            f"the model gave NaN or infinite logits in row {broken.index(True)} of {len(broken)}; "
+            f"the model gave NaN or infinite logits in row {row} of {len(broken)}; "
             "its weights or its scales are damaged, or a value overflowed its format"
         )
 

@@ -31,7 +31,7 @@ def quantize_kernel(
     x_ptr, codes_ptr, scale_ptr, static_scale, row_stride, SIZE: tl.constexpr, GROUPS: tl.constexpr,
     BLOCK_GROUPS: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
-    """A program: one row, in groups of 128. SCALES: 'row' (writes [rows] scales), 'group' ([rows, GROUPS]) or 'static'."""
+    """A program: one row, in groups of 128. SCALES: 'row' (writes [rows]), 'group' ([rows, GROUPS]) or 'static'."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, BLOCK_GROUPS)
     index = group[:, None] * 128 + tl.arange(0, 128)[None, :]

@@ -1,0 +1,110 @@
+"""Decode steps as CUDA graphs: one launch instead of some hundreds, for steps in which every sequence has one token.
+
+A graph replays the same kernels on the same memory, so it belongs to a number of sequences, its bucket; a step is
+padded to the next bucket with sequences that have no keys and store nothing. What a step is told lies in `Buffers`,
+owned for life, filled on the host and brought over in one copy; the `ForwardBatch` that was captured is a view of
+them. Grids follow from shapes alone, so contexts may grow up to the buffers' width. Buckets are captured when they
+are first needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from freight.batch import ForwardBatch
+from freight.cache.pool import KVPool
+from freight.engine.prepare import Logits, SequenceSlice
+from freight.models.decoder import Decoder
+
+
+def bucket_of(num_seqs: int) -> int:
+    """The number of sequences that a step of `num_seqs` is padded to: 1, 2, 4, 8, then in eights, from 64 in 32s."""
+    if num_seqs <= 8:
+        return 1 << (num_seqs - 1).bit_length()
+    step = 8 if num_seqs <= 64 else 32
+    return -(-num_seqs // step) * step
+
+
+class Buffers:
+    """A decode batch of `bucket` sequences with up to `max_blocks` blocks each, on the host and on `device`."""
+
+    def __init__(self, bucket: int, max_blocks: int, block_size: int, device: str) -> None:
+        self.block_size = block_size
+        # int32 words: token ids, positions and slots as int64, then lengths and tables as int32
+        edges = np.cumsum([0, 2 * bucket, 2 * bucket, 2 * bucket, bucket, bucket * max_blocks]).tolist()
+        host = torch.zeros(edges[-1], dtype=torch.int32, pin_memory=device != "cpu")
+        words = torch.zeros(edges[-1], dtype=torch.int32, device=device)
+        self._host, self._words = host, words
+
+        def views(buffer: Tensor) -> tuple[Tensor, ...]:
+            parts = [buffer[begin:end] for begin, end in pairwise(edges)]
+            longs = [part.view(torch.int64) for part in parts[:3]]
+            return (*longs, parts[3], parts[4].view(bucket, max_blocks))
+
+        self._tokens, self._positions, self._slots, self._lengths, self._tables = (v.numpy() for v in views(host))
+        tokens, positions, slots, lengths, tables = views(words)
+        starts = torch.arange(bucket + 1, dtype=torch.int32, device=device)
+        rows = torch.arange(bucket, dtype=torch.int64, device=device)
+        self.batch = ForwardBatch(tokens, positions, slots, starts, lengths, tables, rows)
+        self.fill([])
+
+    def fill(self, slices: Sequence[SequenceSlice]) -> None:
+        """Make `batch` say what `slices`, one token each, say; the rest of it is padding."""
+        count = len(slices)
+        self._tokens[count:] = self._positions[count:] = self._lengths[count:] = 0
+        self._slots[count:] = -1
+        for i, part in enumerate(slices):
+            self._tables[i, : len(part.block_ids)] = part.block_ids
+        self._tokens[:count] = [part.token_ids[0] for part in slices]
+        starts = np.array([part.start for part in slices], dtype=np.int64)
+        self._positions[:count] = starts
+        self._lengths[:count] = starts + 1
+        blocks = self._tables[np.arange(count), starts // self.block_size].astype(np.int64)
+        self._slots[:count] = blocks * self.block_size + starts % self.block_size
+        self._words.copy_(self._host, non_blocking=True)  # the step's end waits for it: the tokens are read
+
+
+class DecodeGraphs:
+    """The captured steps of one model over one cache, for up to `max_num_seqs` sequences of `max_model_len` tokens."""
+
+    def __init__(self, model: Decoder, pool: KVPool, max_num_seqs: int, max_model_len: int, device: str) -> None:
+        self._model, self._pool, self._device = model, pool, device
+        self._max_num_seqs = max_num_seqs
+        self._max_blocks = -(-max_model_len // pool.spec.block_size)
+        self._memory: Any = None  # the pool that the graphs share: they never run at the same time
+        self._captured: dict[int, tuple[Buffers, torch.cuda.CUDAGraph, Tensor]] = {}
+
+    def takes(self, slices: Sequence[SequenceSlice]) -> bool:
+        """Whether every sequence has one token, whose logits are wanted."""
+        return len(slices) <= self._max_num_seqs and all(
+            len(part.token_ids) == 1 and part.logits is not Logits.NONE for part in slices
+        )
+
+    def run(self, slices: Sequence[SequenceSlice]) -> Tensor:
+        """float32 logits [len(slices), vocab_size]; the next step overwrites them."""
+        bucket = bucket_of(len(slices))
+        if bucket not in self._captured:
+            self._captured[bucket] = self._capture(bucket)
+        buffers, graph, logits = self._captured[bucket]
+        buffers.fill(slices)
+        graph.replay()
+        return logits[: len(slices)]
+
+    def _capture(self, bucket: int) -> tuple[Buffers, torch.cuda.CUDAGraph, Tensor]:
+        buffers = Buffers(bucket, self._max_blocks, self._pool.spec.block_size, self._device)
+        main, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+        aside.wait_stream(main)
+        with torch.cuda.stream(aside):  # kernels are compiled and libraries take their memory outside of the graph
+            self._model.forward(buffers.batch, self._pool.layers)
+        main.wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._memory):
+            logits = self._model.forward(buffers.batch, self._pool.layers)
+        self._memory = self._memory or graph.pool()
+        return buffers, graph, logits

@@ -1,0 +1,66 @@
+"""On a GPU: captured steps give what launched ones give, nothing waits for the device in them, and torch's FP8 product.
+
+Collected only where torch sees a GPU.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from freight.cache.pool import allocate_pool, cache_spec
+from freight.config.engine import KVCacheConfig
+from freight.config.model import parse_model_config
+from freight.config.presets import PRESETS
+from freight.engine.graphs import DecodeGraphs
+from freight.engine.prepare import Logits, SequenceSlice
+from freight.engine.runner import ModelRunner
+from freight.fp8.formats import Format, Granularity, ScaleSource
+from freight.fp8.values import Activations, Weight
+from freight.fp8.weights import quantize_rows
+from freight.kernels import reference
+from freight.kernels.kernel_set import select_kernels
+from freight.kernels.triton import linear
+from freight.kernels.triton.formats import current_target
+from freight.models.random_weights import random_model
+
+SMALL = {**PRESETS["llama-1b"], "num_hidden_layers": 2, "vocab_size": 512}
+BLOCK = 16
+
+
+@pytest.mark.parametrize("weights", [Format.BFLOAT16, Format.E4M3FN])
+def test_a_captured_step_gives_the_same_bits(weights):
+    config, kernels = parse_model_config(SMALL), select_kernels("auto", "cuda")
+    model = random_model(config, kernels, Format.BFLOAT16, weights, 256, "cuda")
+    kv = KVCacheConfig(Format.E4M3FN, Granularity.TOKEN, ScaleSource.DYNAMIC, None)
+    spec = cache_spec(kv, config.num_layers, config.num_kv_heads, config.head_dim, BLOCK)
+    pool = allocate_pool(spec, kv, 64, kernels, "cuda")
+    launched = ModelRunner(model, pool, "cuda")
+    replayed = ModelRunner(model, pool, "cuda", DecodeGraphs(model, pool, 8, 256, "cuda"))
+    blocks = [tuple(range(8 * i, 8 * i + 8)) for i in range(4)]
+    lengths = [3, 40, 100, 17]
+    launched.run([SequenceSlice(range(n), 0, b, Logits.LAST) for n, b in zip(lengths, blocks, strict=True)])
+    for step in range(3):
+        slices = [SequenceSlice([5 + step], n + step, b, Logits.LAST) for n, b in zip(lengths, blocks, strict=True)]
+        expected = torch.cat(launched.run(slices))
+        assert torch.equal(torch.cat(replayed.run(slices)), expected)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        replayed.run(slices)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("rows", [65, 300])
+@pytest.mark.parametrize("activations", [Activations.DYNAMIC, Activations.STATIC])
+def test_torch_s_product_is_the_reference_s(rows, activations):
+    torch.manual_seed(0)
+    data, scale = quantize_rows(torch.randn(256, 512, device="cuda") / 512**0.5, Format.E4M3FN)
+    weight = Weight(data, scale, activations, 0.02 if activations is Activations.STATIC else None)
+    x, bias = torch.randn(rows, 512, device="cuda").bfloat16(), torch.randn(256, device="cuda").bfloat16()
+    target = current_target()
+    assert linear.scaled_mm_takes(target, x, weight) == (Format.E4M3FN in target.native)
+    got = linear.linear(target, x, weight, bias)
+    expected = reference.linear(x.float(), weight, bias.float())
+    assert (got.float() - expected).abs().max() <= 0.02 * expected.abs().max()

@@ -1,0 +1,39 @@
+"""What a captured step is told: the buffers say what `prepare` would, padded. Capturing itself needs a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from freight.engine.graphs import Buffers, bucket_of
+from freight.engine.prepare import Logits, SequenceSlice, prepare
+
+SLICES = [
+    SequenceSlice([7], 10, (3, 1, 4), Logits.LAST),
+    SequenceSlice([9], 0, (2,), Logits.ALL),
+    SequenceSlice([8], 31, (5, 6, 9, 8), Logits.LAST),
+]
+
+
+def test_buckets_waste_little():
+    assert [bucket_of(n) for n in (1, 2, 3, 5, 8, 9, 17, 64, 65, 100, 129)] == [1, 2, 4, 8, 8, 16, 24, 64, 96, 128, 160]
+    assert all(bucket_of(n) >= n for n in range(1, 300))
+    assert bucket_of(bucket_of(77)) == bucket_of(77)
+
+
+@pytest.mark.parametrize("before", [[], SLICES, SLICES[::-1] + SLICES[:1]])
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_step_is_told_what_prepare_tells_and_padding(before, count):
+    buffers = Buffers(4, 6, 8, "cpu")
+    buffers.fill(before)
+    buffers.fill(SLICES[:count])
+    told, expected = buffers.batch, prepare(SLICES[:count], 8)
+    for name in ("token_ids", "positions", "slots", "context_lens", "logit_rows"):
+        assert torch.equal(getattr(told, name)[:count], getattr(expected, name)), name
+        assert getattr(told, name).dtype == getattr(expected, name).dtype
+    for row, part in enumerate(SLICES[:count]):
+        assert told.block_tables[row, : len(part.block_ids)].tolist() == list(part.block_ids)
+    assert told.query_starts.tolist() == [0, 1, 2, 3, 4]
+    assert told.slots[count:].eq(-1).all()
+    assert told.context_lens[count:].eq(0).all()
+    assert told.num_tokens == told.num_seqs == 4
