@@ -12,6 +12,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from statistics import mean
 from typing import Any
 
 from freight.bench.drive import StepRecord, describe_run, drive, greedy, random_prompt, weight_bytes
@@ -47,25 +48,21 @@ def measure_latency(
     run()
     peak = peak_rss_bytes()  # before the probe takes its memory
     probe = MemoryProbe()
-    prefill: list[float] = []
-    decode: list[float] = []
-    steps: list[StepRecord] = []
+    runs: list[tuple[float, list[StepRecord]]] = []
     for repeat in range(1, repeats + 1):
         on_progress(repeat, repeats + 1)
         probe.sample()
-        until_first, full = run()
+        runs.append(run())
         probe.sample()
-        prefill.append(batch_size * input_len / until_first)
-        decode.append(batch_size * len(full) / sum(step.seconds for step in full))
-        steps += full
     on_progress(repeats + 1, repeats + 1)
+    steps = [step for _, full in runs for step in full]
     bandwidth, step = probe.bandwidth(), Spread.of([record.seconds * 1e3 for record in steps])
     spec = engine.runner.pool.spec
     weights = weight_bytes(engine.runner.model.config, config.compute_format, config.weight_format)
     cache = round(batch_size * (input_len + output_len / 2) * spec.bytes_per_token)  # half way through decoding
     figures = {
-        "prefill_tokens_per_second": Spread.of(prefill),
-        "decode_tokens_per_second": Spread.of(decode),
+        "prefill_tokens_per_second": Spread.of([batch_size * input_len / until_first for until_first, _ in runs]),
+        "decode_tokens_per_second": Spread.of([batch_size / mean(one.seconds for one in full) for _, full in runs]),
         "decode_step_ms": step,
         "overhead_ms": Spread.of([(record.seconds - record.model_seconds) * 1e3 for record in steps]),
         "read_bandwidth_bytes_per_second": bandwidth,
