@@ -11,8 +11,9 @@ import pytest
 
 from freight.checkpoint.reader import resolve_model
 from freight.config.engine import EngineArgs
+from freight.evaluate import rescale
 from freight.evaluate.report import CacheScore, compare_caches
-from freight.evaluate.rescale import VARIANTS, rescale_model
+from freight.evaluate.rescale import VARIANTS, calibrated_score, rescale_model
 
 NUM_TOKENS = 2048
 # How far the mean KL may be from that of c = 1, as a share of it. Codes differ, because c is no power of two and the
@@ -60,3 +61,32 @@ def test_unit_scales_do(scores: dict[tuple[float, float], list[CacheScore]], var
     plain, unit, _ = scores[variant]
     assert unit.mean_kl > RUIN * max(unit_reference.mean_kl, dynamic_reference.mean_kl)
     assert unit.perplexity > 2 * plain.perplexity
+
+
+@pytest.fixture(scope="module")
+def calibrated(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[float, float], CacheScore]:
+    """One scale per layer, measured on a little of the calibration text."""
+    source, results = resolve_model("demo"), {}
+    text = (source / "heldout.txt").read_text(encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rescale, "NUM_SAMPLES", 4)
+        for keys, values in ((1.0, 1.0), (1000.0, 1.0), (1.0, 1e-4)):
+            folder = tmp_path_factory.mktemp("calibrated") / "model"
+            rescale_model(source, folder, keys, values)
+            results[keys, values] = calibrated_score(
+                folder, "tensor", source / "calibration.txt", text, NUM_TOKENS, 512
+            )
+            (folder / "model.safetensors").unlink()
+    return results
+
+
+def test_calibrated_scales_do_not_notice_either(
+    scores: dict[tuple[float, float], list[CacheScore]], calibrated: dict[tuple[float, float], CacheScore]
+):
+    plain = scores[1.0, 1.0][0]
+    for score in calibrated.values():
+        assert (score.granularity, score.scale_source) == ("tensor", "checkpoint")
+        assert score.perplexity == pytest.approx(plain.perplexity, rel=0.01)
+    for variant in ((1000.0, 1.0), (1.0, 1e-4)):
+        _, unit, _ = scores[variant]
+        assert 5 * calibrated[variant].mean_kl < unit.mean_kl
