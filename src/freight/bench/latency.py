@@ -47,7 +47,7 @@ def measure_latency(
     on_progress(0, repeats + 1)
     run()
     peak = peak_rss_bytes()  # before the probe takes its memory
-    probe = MemoryProbe()
+    probe = MemoryProbe(device=config.device)
     runs: list[tuple[float, list[StepRecord]]] = []
     for repeat in range(1, repeats + 1):
         on_progress(repeat, repeats + 1)

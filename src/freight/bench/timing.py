@@ -66,17 +66,23 @@ def time_alternately(
 
 
 class MemoryProbe:
-    """Reads main memory with all of torch's threads; `sample` before and after what the result is compared with."""
+    """Reads the device's memory, a CPU's with all of torch's threads; `sample` before and after what is compared."""
 
-    def __init__(self, size: int = 2**28) -> None:
-        """`size` in bytes: much more than any cache."""
+    def __init__(self, size: int | None = None, device: str = "cpu") -> None:
+        """`size` in bytes: much more than any cache; a GPU's is read so fast that it takes more."""
+        size = size or (2**28 if device == "cpu" else 2**31)
         # made by numpy, which asks for huge pages; torch does not
-        self._buffer = torch.from_numpy(np.ones(size // 4, np.float32))
+        self._buffer = torch.from_numpy(np.ones(size // 4, np.float32)).to(device)
         self._samples: list[float] = []
+
+    def _read(self) -> None:
+        self._buffer.sum()
+        if self._buffer.is_cuda:
+            torch.cuda.synchronize()
 
     def sample(self) -> float:
         """Bytes per second now: the best of three readings."""
-        best = min(seconds_of(self._buffer.sum) for _ in range(3))
+        best = min(seconds_of(self._read) for _ in range(3))
         self._samples.append(self._buffer.nbytes / best)
         return self._samples[-1]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -33,6 +34,7 @@ OutputLen = Annotated[int, typer.Option(metavar="TOKENS", min=1, help="Tokens ge
 Repeats = Annotated[int, typer.Option(metavar="COUNT", min=1, help="Runs that count; one to warm up comes before.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 KERNEL_NAMES = ("linear", "attention", "store_kv", "torch.linear", "torch._scaled_mm")
+GPU_KERNEL_NAMES = ("linear", "attention", "store_kv")  # each brings torch's own along
 
 
 @app.command()
@@ -109,6 +111,30 @@ def kernels(
     use_threads(threads, usable_cores())
     size = (int(shape[1]), int(shape[2]))
     found = measure_kernels(select_kernels(kernels), model, size, rows or [1, 8, 512], context, seconds, only or [])
+    _print_rows(found, as_json)
+
+
+@app.command()
+def gpu(
+    only: Annotated[list[str] | None, typer.Option(metavar="KERNEL", help="May be repeated; default: all.")] = None,
+    seconds: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="Time for each row.")] = 0.3,
+    as_json: AsJson = False,
+) -> None:
+    """Each operation on a GPU, beside torch's, in the sizes of the table in docs/benchmarks.md."""
+    for name in only or []:
+        if name not in GPU_KERNEL_NAMES:
+            raise ConfigError(f"--only {name!r} is unknown: choose {choices(GPU_KERNEL_NAMES)}")
+    from freight.device import probe
+
+    probe("cuda")  # refuses where there is none
+    from freight.bench.gpu import Sizes, measure_on_gpu
+    from freight.kernels.kernel_set import select_kernels
+
+    _print_rows(measure_on_gpu(select_kernels("auto", "cuda"), only or [], seconds, Sizes()), as_json)
+
+
+def _print_rows(found: Iterable[dict[str, Any]], as_json: bool) -> None:
+    """One kernel a line, as it is measured."""
     if not as_json:
         typer.echo(f"{'kernel':18}{'format':24}{'shape':28}{'median us':>12}{'spread':>22}{'of bandwidth':>14}")
     for row in found:
@@ -117,9 +143,10 @@ def kernels(
             continue
         extents = "x".join(map(str, row["shape"]))
         spread = f"{row['low_us']:.1f} to {row['high_us']:.1f}"
+        flops = f"{row['tflops']:10.1f} TFLOP/s" if row.get("tflops") else ""
         typer.echo(
             f"{row['kernel']:18}{row['format']:24}{extents:28}{row['median_us']:12.1f}{spread:>22}"
-            f"{row['bandwidth_fraction']:14.2f}"
+            f"{row['bandwidth_fraction']:14.2f}{flops}"
         )
 
 
