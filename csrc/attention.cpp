@@ -1,8 +1,8 @@
 // Attention over the pages of the KV cache: what is computed together, and how results of cut sequences are merged.
 //
 // Work is cut into tasks by rows, KV heads and key splits. Where the cuts lie depends on the load and the threads; what
-// a row's numbers are does not (attention_task.h). Few rows take all KV heads, because a token's heads are neighbours in
-// memory; many rows take one, so that a decoded tile serves many rows.
+// a row's numbers are does not (attention_task.h). Few rows take all KV heads, because a token's heads are neighbours
+// in memory; many rows take one, so that a decoded tile serves many rows.
 #include "attention.h"
 
 #include <memory>
@@ -15,8 +15,8 @@
 namespace freight {
 namespace {
 
-constexpr int kRowsTogether = 128;   // rows (positions x query heads) that share a decoded tile
-constexpr int kTasksPerThread = 8;   // enough to even out what they take
+constexpr int kRowsTogether = 128;  // rows (positions x query heads) that share a decoded tile
+constexpr int kTasksPerThread = 8;  // enough to even out what they take
 
 struct Plan {
   std::vector<Task> tasks;
@@ -58,10 +58,11 @@ Plan make_plan(const Call<Tiles>& call, int heads, bool cut) {
     }
   }
   const auto size = [](const Task& task) {
-    const int64_t keys = std::min((task.split + task.splits) * kKeySplit, task.position + task.positions) - task.split * kKeySplit;
-    return keys * task.positions * task.heads;
+    const int end = std::min((task.split + task.splits) * kKeySplit, task.position + task.positions);
+    return static_cast<int64_t>(end - task.split * kKeySplit) * task.positions * task.heads;
   };
-  std::stable_sort(plan.tasks.begin(), plan.tasks.end(), [&](const Task& x, const Task& y) { return size(x) > size(y); });
+  const auto larger = [&](const Task& x, const Task& y) { return size(x) > size(y); };
+  std::stable_sort(plan.tasks.begin(), plan.tasks.end(), larger);
   return plan;
 }
 

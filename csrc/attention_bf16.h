@@ -5,9 +5,9 @@
 // scale multiplies it; a probability is one, and the sum of probabilities adds up what was used. Sums are float32, one
 // chain in order per score and per output channel, so how many rows go through together changes no bit.
 //
-// K tile: the stored values of 16 keys are transposed, then decoded (FP8: two 128-byte table look-ups), so that a lane is
-// a key and holds two neighbouring channels. V tile: two neighbouring keys are interleaved, then decoded: a lane is a
-// channel and holds two keys.
+// K tile: the stored values of 16 keys are transposed, then decoded (FP8: two 128-byte table look-ups), so that a lane
+// is a key and holds two neighbouring channels. V tile: two neighbouring keys are interleaved, then decoded: a lane is
+// a channel and holds two keys.
 #pragma once
 #include "simd.h"
 #if FREIGHT_AVX512
@@ -17,8 +17,8 @@
 
 namespace freight {
 
-// 64 FP8 codes -> BF16, by tables of the low and the high byte: `first` has the first eight of each 16 codes, `last` the
-// last eight.
+// 64 FP8 codes -> BF16, by tables of the low and the high byte: `first` has the first eight of each 16 codes, `last`
+// the last eight.
 template <FreightFormat F>
 struct Decoder {
   __m512i low0, low1, high0, high1;
@@ -112,10 +112,11 @@ struct Bf16Tiles {
   }
 
   // keys[64] + offset: head_dim stored values each -> [pairs][64][2]
-  void pack_k(const uint8_t* const* keys, size_t offset, float* packed) const {
+  template <class Between>
+  void pack_k(const uint8_t* const* keys, size_t offset, float* packed, const Between& between) const {
     const Decoder<F> decode;
-    for (int channel = 0; channel < head_dim; channel += chunk)
-      for (int first = 0; first < kKeyTile; first += 16) {
+    for (int first = 0; first < kKeyTile; first += kPackTogether, between())
+      for (int channel = 0; channel < head_dim; channel += chunk) {
         __m512i parts[4][4];  // [part][4 keys]
         for (int four = 0; four < 4; four++) {
           __m512i rows[4], part[4];
@@ -152,11 +153,13 @@ struct Bf16Tiles {
   }
 
   // -> [32 pairs of keys][value_dim][2]
-  void pack_v(const uint8_t* const* keys, size_t offset, float* packed) const {
+  template <class Between>
+  void pack_v(const uint8_t* const* keys, size_t offset, float* packed, const Between& between) const {
     const Decoder<F> decode;
-    for (int key = 0; key < kKeyTile; key += 2)
+    for (int key = 0; key < kKeyTile; key += 2) {
       for (int channel = 0; channel < value_dim; channel += chunk, packed += chunk) {
-        const __m512i even = load_spread(keys[key] + offset, channel), odd = load_spread(keys[key + 1] + offset, channel);
+        const __m512i even = load_spread(keys[key] + offset, channel);
+        const __m512i odd = load_spread(keys[key + 1] + offset, channel);
         __m512i out[chunk / 16];
         if constexpr (fp8) {
           decode(_mm512_unpacklo_epi8(even, odd), out[0], out[1]);
@@ -166,6 +169,8 @@ struct Bf16Tiles {
         }
         for (int i = 0; i < chunk / 16; i++) _mm512_storeu_si512(packed + 16 * i, out[i]);
       }
+      if ((key + 2) % kPackTogether == 0) between();
+    }
   }
 
   // Whether a packed V tile holds neither infinities nor NaN.
@@ -216,8 +221,10 @@ struct Bf16Tiles {
     for (int d = 0; d < value_dim; d += 64) {
       __m512 sum[ROWS][4];
       for (int r = 0; r < ROWS; r++)
-        for (int i = 0; i < 4; i++)
-          sum[r][i] = _mm512_mul_ps(_mm512_loadu_ps(out + (size_t)r * value_dim + d + 16 * i), _mm512_set1_ps(decay[r]));
+        for (int i = 0; i < 4; i++) {
+          const __m512 before = _mm512_loadu_ps(out + (size_t)r * value_dim + d + 16 * i);
+          sum[r][i] = _mm512_mul_ps(before, _mm512_set1_ps(decay[r]));
+        }
       for (int pair = 0; pair < kKeyTile / 2; pair++) {
         __m512i values[4];
         for (int i = 0; i < 4; i++) values[i] = _mm512_loadu_si512(v + (size_t)pair * value_dim + d + 16 * i);

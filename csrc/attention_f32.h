@@ -83,8 +83,9 @@ struct Float32Tiles {
   void pack_q(const float* q, int row, float* packed) const { std::copy(q, q + head_dim, packed + q_size(row)); }
 
   // keys[64] + offset: head_dim stored values each -> [head_dim][64]
-  void pack_k(const uint8_t* const* keys, size_t offset, float* packed) const {
-    for (int first = 0; first < kKeyTile; first += W)
+  template <class Between>
+  void pack_k(const uint8_t* const* keys, size_t offset, float* packed, const Between& between) const {
+    for (int first = 0; first < kKeyTile; first += W) {
       for (int d = 0; d < head_dim; d += chunk) {
         float rows[W][chunk] = {};
         for (int i = 0; i < W; i++)
@@ -96,14 +97,18 @@ struct Float32Tiles {
           for (int i = 0; i < W; i++) store(packed + (size_t)(d + c + i) * kKeyTile + first, part[i]);
         }
       }
+      if ((first + W) % kPackTogether == 0) between();
+    }
   }
 
   // -> [64][value_dim]
-  void pack_v(const uint8_t* const* keys, size_t offset, float* packed) const {
+  template <class Between>
+  void pack_v(const uint8_t* const* keys, size_t offset, float* packed, const Between& between) const {
     for (int key = 0; key < kKeyTile; key++) {
       float* row = packed + (size_t)key * value_dim;
       decode_row<F>(keys[key] + offset, head_dim, row);
       std::fill(row + head_dim, row + value_dim, 0.0f);
+      if ((key + 1) % kPackTogether == 0) between();
     }
   }
 

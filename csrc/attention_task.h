@@ -5,8 +5,9 @@
 // cut there and its parts computed by different threads (Dao et al. 2023, "Flash-Decoding") without another bit. A tile
 // or split that a row does not see leaves that row's numbers as they were.
 //
-// `Tiles` (attention_bf16.h, attention_f32.h) does the arithmetic of a tile: it packs K and V, multiplies q with K and
-// the probabilities with V. Rows of a task are numbered by position, then by query head of the group: row = i * group + g.
+// `Tiles` (attention_bf16.h, attention_f32.h) does the arithmetic of a tile: it packs K and V, calling `between` after
+// every 16 keys, and multiplies q with K and the probabilities with V. Rows of a task are numbered by position, then by
+// query head of the group: row = i * group + g.
 #pragma once
 #include <algorithm>
 #include <limits>
@@ -166,13 +167,10 @@ class Worker {
     Tile tiles_of_keys[2];
     if (begin < end) find_keys(begin, end, tiles_of_keys[0]);
     for (int key = begin, turn = 0; key < end; key += kKeyTile, turn ^= 1) {
-      Tile &tile = tiles_of_keys[turn], &next = tiles_of_keys[turn ^ 1];
-      const bool more = key + kKeyTile < end;
-      if (more) find_keys(key + kKeyTile, end, next);
-      for (int h = 0; h < task.heads; h++) {
-        if (more) prefetch(next, h);
-        walk_tile(tile, h);
-      }
+      Tile& tile = tiles_of_keys[turn];
+      next = key + kKeyTile < end ? &tiles_of_keys[turn ^ 1] : nullptr, asked_for = 0;
+      if (next) find_keys(key + kKeyTile, end, tiles_of_keys[turn ^ 1]);
+      for (int h = 0; h < task.heads; h++) walk_tile(tile, h);
     }
   }
 
@@ -191,23 +189,25 @@ class Worker {
     }
   }
 
-  // Ask for a part of the next tile while head h of this one is computed: whole tokens, as they lie in memory.
-  // Inlined by force: GCC takes a function that only prefetches for one without effect, and drops its calls.
-  __attribute__((always_inline)) void prefetch(const Tile& tile, int h) const {
+  // Ask for a few more cache lines of the next tile: whole tokens, K first, as they lie in memory. Called all along the
+  // work on this tile, because a core waits for few lines at a time and stands still when asked for more.
+  void prefetch() {
+    if (!next) return;
     const size_t first = static_cast<size_t>(task.head) * a.head_dim * bytes_of(Tiles::format);
     const size_t last = static_cast<size_t>(task.head + task.heads) * a.head_dim * bytes_of(Tiles::format);
-    for (int i = kKeyTile * h / task.heads; i < kKeyTile * (h + 1) / task.heads; i++)
-      for (size_t byte = first; byte < last; byte += 64) {
-        __builtin_prefetch(tile.k[i] + byte, 0, 2);
-        __builtin_prefetch(tile.v[i] + byte, 0, 2);
-      }
+    const int calls = kPrefetches * task.heads, until = asked_for + (2 * kKeyTile + calls - 1) / calls;
+    for (; asked_for < std::min(until, 2 * kKeyTile); asked_for++) {
+      const uint8_t* token = asked_for < kKeyTile ? next->k[asked_for] : next->v[asked_for - kKeyTile];
+      for (size_t byte = first; byte < last; byte += 64) __builtin_prefetch(token + byte);
+    }
   }
 
   void walk_tile(const Tile& tile, int h) {
     read_scales(tile, task.head + h);
     const size_t offset = static_cast<size_t>(task.head + h) * a.head_dim * bytes_of(Tiles::format);
-    tiles.pack_k(tile.k, offset, k);
-    tiles.pack_v(tile.v, offset, v);
+    const auto between = [this] { prefetch(); };
+    tiles.pack_k(tile.k, offset, k, between);
+    tiles.pack_v(tile.v, offset, v, between);
     if ((sees_all(tile, 0) && sees_all(tile, task.positions - 1)) || tiles.finite(v)) {
       walk_rows(tile, h, 0, rows);
       return;
@@ -219,7 +219,7 @@ class Worker {
       Tile own = tile;
       for (int key = 0; key < kKeyTile; key++)
         if (key < begin || key >= end) own.v[key] = call.nothing.data();
-      tiles.pack_v(own.v, offset, v);
+      tiles.pack_v(own.v, offset, v, between);
       walk_rows(tile, h, i * group, group);
     }
   }
@@ -272,7 +272,10 @@ class Worker {
     alignas(64) float scores[ROWS * kKeyTile];
     float decay[ROWS];
     tiles.template scores<ROWS>(q + h * q_size, row, k, scores);
-    for (int r = 0; r < ROWS; r++) decay[r] = softmax(tile, running[h * rows + row + r], row + r, r, scores + r * kKeyTile);
+    prefetch();
+    for (int r = 0; r < ROWS; r++)
+      decay[r] = softmax(tile, running[h * rows + row + r], row + r, r, scores + r * kKeyTile);
+    prefetch();
     tiles.template accumulate<ROWS>(p, v, decay, out + static_cast<size_t>(h * rows + row) * tiles.value_dim);
   }
 
@@ -289,12 +292,12 @@ class Worker {
     for (int i = 1; i < parts; i++) largest = max(largest, s[i]);
     const float of_tile = reduce_max(largest), best = of_tile > so_far.best ? of_tile : so_far.best;
     const float base = best == -kInfinity ? 0.0f : best;
-    const float decay = exp2_of(so_far.best - base);
+    const float decay = best == so_far.best ? 1.0f : exp2_of(so_far.best - base);  // 1 is what it would be
     const float* scale = a.scales == FREIGHT_TOKEN_SCALES ? v_scale : nullptr;
+    VF total = so_far.total * set1(decay);
+    for (int i = 0; i < parts; i++) total = total + tiles.put_p(p, place, i * W, exp2(s[i] - set1(base)), scale);
     so_far.best = best;
-    so_far.total = so_far.total * set1(decay);
-    for (int i = 0; i < parts; i++)
-      so_far.total = so_far.total + tiles.put_p(p, place, i * W, exp2(s[i] - set1(base)), scale);
+    so_far.total = total;
     return decay;
   }
 
@@ -309,6 +312,9 @@ class Worker {
   const FreightAttention& a;
   const Tiles& tiles;
   const Task& task;
+  static constexpr int kPrefetches = 2 * kKeyTile / kPackTogether + 2;  // calls of prefetch per head of a tile
+  const Tile* next = nullptr;                                           // the tile to come, if there is one
+  int asked_for = 0;                                                    // of its 64 keys, then of its 64 values
   const int group, rows, states;  // query heads per KV head; rows of one KV head; of all of the task's
   const size_t q_size;            // floats of one KV head's queries
   std::vector<Running> running;   // [heads][rows]

@@ -3,8 +3,9 @@
 
 namespace freight {
 
-constexpr int kKeyTile = 64;      // keys that are decoded together, at absolute positions
-constexpr int kKeySplit = 1024;   // keys whose softmax is kept apart: cut at absolute positions, whatever the load
+constexpr int kKeyTile = 64;       // keys that are decoded and multiplied together, at absolute positions
+constexpr int kPackTogether = 16;  // keys of a tile that are packed at once
+constexpr int kKeySplit = 1024;    // keys whose softmax is kept apart: cut at absolute positions, whatever the load
 constexpr int kMaxHeadDim = 1024;
 
 }  // namespace freight

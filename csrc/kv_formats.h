@@ -1,6 +1,6 @@
 // The formats of the cache as bytes: encoding, decoding tables, and conversions that every build has.
 //
-// FP8 here is E4M3FN, E4M3FNUZ and E5M2 (Micikevicius et al. 2022; Noune et al. 2022). Every FP8 value is exact in BF16.
+// FP8 is E4M3FN, E4M3FNUZ and E5M2 (Micikevicius et al. 2022; Noune et al. 2022), whose values are all exact in BF16.
 #pragma once
 #include <cmath>
 #include <cstdint>

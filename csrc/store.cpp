@@ -1,7 +1,7 @@
 // Quantize and store: rows of K and V into their slots of the pages, each value read once and written once.
 //
-// The same bits as kernels/reference.py `store_kv`: divided by the scale in float32, clamped, rounded to nearest, ties to
-// even; NaN stays NaN and is counted. A `token` scale is amax / max of the finite values, rounded to bfloat16.
+// The same bits as kernels/reference.py `store_kv`: divided by the scale in float32, clamped, rounded to nearest, ties
+// to even; NaN stays NaN and is counted. A `token` scale is amax / max of the finite values, rounded to bfloat16.
 #include <algorithm>
 #include <atomic>
 

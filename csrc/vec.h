@@ -1,4 +1,4 @@
-// One float vector type for every instruction set: 16 lanes (AVX-512), 8 (AVX2) or 4 (anything GCC or Clang compiles for).
+// One float vector type for every instruction set: 16 lanes (AVX-512), 8 (AVX2), or 4 (all else GCC and Clang know).
 //
 // Lane-wise operations are GCC's vector extensions, so the sources read the same everywhere. What is written here gives
 // the same bits on every call: no contraction is left to the compiler (the build passes -ffp-contract=off).
