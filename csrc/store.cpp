@@ -16,14 +16,15 @@ namespace {
 constexpr int64_t kRowsPerTask = 32;
 constexpr float kSmallestScale = 0x1p-126f;  // the smallest normal float32
 
-// Magnitudes as integers, which a compiler may take in any order.
+// Magnitudes as integers, which a compiler may take in any order: so this loop becomes vectors.
 float largest_finite(const float* values, int n) {
-  uint32_t largest = 0;
+  int32_t largest = 0;
   for (int i = 0; i < n; i++) {
-    const uint32_t magnitude = float_to_bits(values[i]) & 0x7FFFFFFFu;
-    largest = std::max(largest, magnitude < 0x7F800000u ? magnitude : 0u);
+    const int32_t magnitude = static_cast<int32_t>(float_to_bits(values[i]) & 0x7FFFFFFFu);
+    const int32_t finite = magnitude < 0x7F800000 ? magnitude : 0;
+    largest = largest > finite ? largest : finite;
   }
-  return bits_to_float(largest);
+  return bits_to_float(static_cast<uint32_t>(largest));
 }
 
 int64_t count_nan(const float* values, int n) {
