@@ -19,10 +19,15 @@ struct FreightAttention {
   const int32_t* query_starts;  // [num_seqs + 1]
   const int32_t* context_lens;  // [num_seqs]
   const int32_t* block_tables;  // [num_seqs, max_blocks]
+  // What was taken off keys before their rotary embedding (src/freight/fp8/values.py, KeyCenter); unused without pairs.
+  const int32_t* center_pairs;          // [num_kv_heads, center_size]: channels i, with i + head_dim / 2
+  const float* center_parts;            // [2, num_kv_heads, center_size]
+  const float *center_cos, *center_sin;  // [positions / 64, head_dim / 2, 64]
   int64_t q_stride;
   int32_t q_type, kv_format, scales;
   int32_t num_seqs, max_blocks, num_heads, num_kv_heads, head_dim, block_size;
   int32_t window;               // 0: none
+  int32_t center_size;          // pairs per KV head; 0: keys are as they were
   float softmax_scale;
   int32_t threads;
 };

@@ -101,9 +101,11 @@ class Worker {
         running(states) {
     const size_t outs = static_cast<size_t>(states) * tiles.value_dim;
     const size_t sizes[] = {q_size * task.heads, tiles.k_size(), tiles.v_size(), tiles.p_size(), outs};
-    float* memory = working_memory(sizes[0] + sizes[1] + sizes[2] + sizes[3] + 2 * sizes[4]);
+    const size_t centers = static_cast<size_t>(states) * a.center_size * 2;
+    float* memory = working_memory(sizes[0] + sizes[1] + sizes[2] + sizes[3] + 2 * sizes[4] + centers);
     float** parts[] = {&q, &k, &v, &p, &out};
     for (int i = 0; i < 5; i++) *parts[i] = memory, memory += sizes[i];
+    center = memory + sizes[4];
     merged_out = task.partial < 0 ? memory : call.partial_outs + task.partial * tiles.value_dim;
   }
 
@@ -153,12 +155,44 @@ class Worker {
         const int kv_head = task.head + h, head = kv_head * group + row % group;
         const int64_t from = (task.row + row / group) * a.q_stride + static_cast<int64_t>(head) * a.head_dim;
         read_row(static_cast<const char*>(a.q) + from * bytes_of(type), type, a.head_dim, values);
+        if (a.center_size) read_center(values, kv_head, center_of(h * rows + row));
         if (scaled) {
           const float* scale = static_cast<const float*>(a.k_scale) + static_cast<size_t>(kv_head) * a.head_dim;
           for (int d = 0; d < a.head_dim; d++) values[d] *= scale[d];
         }
         tiles.pack_q(values, row, q + h * q_size);
       }
+  }
+
+  float* center_of(int state) const { return center + static_cast<size_t>(state) * a.center_size * 2; }
+
+  // What multiplies the cosine and the sine of each centered pair in the scores of a row, towards base 2.
+  void read_center(const float* q, int kv_head, float* to) const {
+    const int64_t first = static_cast<int64_t>(kv_head) * a.center_size;
+    const float *b1 = a.center_parts + first, *b2 = b1 + static_cast<int64_t>(a.num_kv_heads) * a.center_size;
+    const float coefficient = a.softmax_scale * 1.44269504088896341f;
+    for (int i = 0; i < a.center_size; i++) {
+      const int pair = a.center_pairs[first + i];
+      const float q1 = q[pair] * coefficient, q2 = q[pair + a.head_dim / 2] * coefficient;
+      to[2 * i] = q1 * b1[i] + q2 * b2[i];
+      to[2 * i + 1] = q2 * b1[i] - q1 * b2[i];
+    }
+  }
+
+  // scores += what the keys' center adds to them. s: the scores of one state with the 64 keys of a tile.
+  void add_center(const Tile& tile, int state, VF* s) const {
+    const int half = a.head_dim / 2;
+    const int32_t* pairs = a.center_pairs + static_cast<int64_t>(task.head + state / rows) * a.center_size;
+    const int64_t first = static_cast<int64_t>(tile.key / kKeyTile) * half;
+    const float* factors = center_of(state);
+    for (int i = 0; i < a.center_size; i++) {
+      const int64_t from = (first + pairs[i]) * kKeyTile;
+      const VF of_cos = set1(factors[2 * i]), of_sin = set1(factors[2 * i + 1]);
+      for (int j = 0; j < kKeyTile / W; j++) {
+        s[j] = fma(load(a.center_cos + from + j * W), of_cos, s[j]);
+        s[j] = fma(load(a.center_sin + from + j * W), of_sin, s[j]);
+      }
+    }
   }
 
   void walk_split(int split) {
@@ -274,18 +308,20 @@ class Worker {
     tiles.template scores<ROWS>(q + h * q_size, row, k, scores);
     prefetch();
     for (int r = 0; r < ROWS; r++)
-      decay[r] = softmax(tile, running[h * rows + row + r], row + r, r, scores + r * kKeyTile);
+      decay[r] = softmax(tile, h * rows + row + r, row + r, r, scores + r * kKeyTile);
     prefetch();
     tiles.template accumulate<ROWS>(p, v, decay, out + static_cast<size_t>(h * rows + row) * tiles.value_dim);
   }
 
   // Scores -> probabilities, the `place`-th in p, against the largest score so far; returns what multiplies older sums.
-  float softmax(const Tile& tile, Running& so_far, int row, int place, const float* scores) {
+  float softmax(const Tile& tile, int state, int row, int place, const float* scores) {
     constexpr int parts = kKeyTile / W;
+    Running& so_far = running[state];
     int begin, end;
     seen(tile, row / group, begin, end);
     VF s[parts];
     for (int i = 0; i < parts; i++) s[i] = load(scores + i * W) * load(k_scale + i * W);
+    if (a.center_size) add_center(tile, state, s);
     if (begin > 0 || end < kKeyTile)
       for (int i = 0; i < parts; i++) s[i] = mask(s[i], begin - i * W, end - i * W);
     VF largest = s[0];
@@ -318,7 +354,7 @@ class Worker {
   const int group, rows, states;  // query heads per KV head; rows of one KV head; of all of the task's
   const size_t q_size;            // floats of one KV head's queries
   std::vector<Running> running;   // [heads][rows]
-  float *q, *k, *v, *p, *out, *merged_out;
+  float *q, *k, *v, *p, *out, *merged_out, *center;
   alignas(64) float k_scale[kKeyTile], v_scale[kKeyTile];
 };
 

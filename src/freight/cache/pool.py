@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from freight.cache.spec import KVCacheSpec, LayerKVSpec
 from freight.config.engine import KVCacheConfig
+from freight.errors import KernelError
 from freight.fp8.formats import Format, Granularity
 from freight.fp8.quantize import torch_dtype
 from freight.fp8.scheme import LayerScales
-from freight.fp8.values import KVPages
+from freight.fp8.values import KeyCenter, KVPages
 from freight.kernels.kernel_set import KernelSet
 
 
@@ -50,15 +51,51 @@ def cache_spec(kv: KVCacheConfig, num_layers: int, num_kv_heads: int, head_dim: 
     return KVCacheSpec((layer,) * num_layers, block_size)
 
 
+RopeTables = tuple[Tensor, Tensor]  # cos, sin: [max_positions, head_dim / 2] float32
+
+
 def allocate_pool(
-    spec: KVCacheSpec, kv: KVCacheConfig, num_blocks: int, kernels: KernelSet, device: str = "cpu"
+    spec: KVCacheSpec,
+    kv: KVCacheConfig,
+    num_blocks: int,
+    kernels: KernelSet,
+    device: str = "cpu",
+    rope: RopeTables | None = None,
 ) -> KVPool:
-    """Allocate the pages. Memory is touched when it is first written, not here."""
+    """Allocate the pages. Memory is touched when it is first written, not here.
+
+    `rope` has the angles that the model turns its keys by; only centered keys need them. Raises KernelError if keys are
+    centered and `kernels` cannot put the center back.
+    """
+    of_layers = kv.scales.layers if kv.scales is not None else (None,) * len(spec.layers)
+    angles = None
+    if any(scales is not None and scales.k_center for scales in of_layers):
+        if not kernels.key_centers:
+            raise KernelError(
+                f"the keys are centered (freight quantize --center), which the {kernels.name} kernels cannot read; use "
+                "--kv-scales dynamic, --kernels reference, or a checkpoint that was made without --center"
+            )
+        assert rope is not None
+        angles = (KeyCenter.angle_tiles(rope[0]), KeyCenter.angle_tiles(rope[1]))
     layers = []
-    for index, layer in enumerate(spec.layers):
-        scales = kv.scales.layers[index] if kv.scales is not None else None
-        layers.append(LayerKV(_allocate_layer(layer, scales, num_blocks, spec.block_size, device), kernels))
+    for layer, scales in zip(spec.layers, of_layers, strict=True):
+        pages = _allocate_layer(layer, scales, num_blocks, spec.block_size, device)
+        k, v = (
+            expand_scale(center, layer.num_kv_heads, layer.head_dim).to(device) if center else None
+            for center in (((), ()) if scales is None else (scales.k_center, scales.v_center))
+        )
+        layers.append(LayerKV(centered_pages(pages, k, v, angles), kernels))
     return KVPool(tuple(layers), spec, num_blocks)
+
+
+def centered_pages(pages: KVPages, k: Tensor | None, v: Tensor | None, angles: RopeTables | None) -> KVPages:
+    """`pages` with the centers of keys and values, [num_kv_heads, head_dim] float32 or None.
+
+    `angles` are the angles as `KeyCenter.angle_tiles` makes them.
+    """
+    assert k is None or angles is not None
+    key_center = None if k is None or angles is None else KeyCenter.of(k, *angles)
+    return replace(pages, k_center=key_center, v_center=v)
 
 
 def _allocate_layer(

@@ -8,15 +8,16 @@ their Linear modules.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from freight.batch import ForwardBatch
-from freight.cache.pool import LayerKV, allocate_pool
+from freight.cache.pool import LayerKV, allocate_pool, centered_pages
 from freight.cache.spec import KVCacheSpec, LayerKVSpec
+from freight.calibrate.centers import CenterWatch, LayerCenters
 from freight.calibrate.modules import LayerModules, layer_modules
 from freight.calibrate.observers import Observer, by_group, make_observer, num_groups
 from freight.config.engine import KVCacheConfig
@@ -26,9 +27,10 @@ from freight.fp8.formats import Format, Granularity
 from freight.fp8.plan import ActivationScheme, QuantizePlan
 from freight.fp8.quantize import SMALLEST_SCALE, scale_from_amax
 from freight.fp8.scheme import KVScales, LayerScales
+from freight.fp8.values import KeyCenter
 from freight.kernels.kernel_set import REFERENCE, KernelSet
 from freight.layers.linear import Projection, SideBySide
-from freight.layers.rope import build_rope
+from freight.layers.rope import Rope, build_rope
 from freight.models.architectures import ARCHITECTURES
 from freight.models.decoder import DecoderLayer
 from freight.models.loader import WeightSource, build_layer
@@ -47,7 +49,8 @@ class Calibration:
     """What was measured. Scales are for E4M3FN.
 
     kv            one scale per layer, K and V apart; None if the cache was not watched
-    kv_finer      per head or channel, if that was asked for
+    kv_finer      per head or channel, if that was asked for; centered, in any granularity
+    centers       what centering is worth in each layer, and the centers of those where it is; empty if not asked for
     input_scales  by Linear module; empty if activations were not watched
     moving        name -> growth of scales that had not settled: more data would change them
     zeros         what was zero throughout; its scale is 1.0
@@ -60,6 +63,7 @@ class Calibration:
     num_tokens: int
     moving: Mapping[str, float]
     zeros: tuple[str, ...]
+    centers: tuple[LayerCenters, ...] = ()
 
 
 class _Watch:
@@ -103,7 +107,7 @@ class _Watched(SideBySide):
 class _WatchedKV(LayerKV):
     """A layer's cache that shows what is stored in it."""
 
-    observe: Callable[[Tensor, Tensor], None]
+    observe: Callable[[Tensor, Tensor], object]
 
     def store(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
         self.observe(k, v)
@@ -141,14 +145,19 @@ class _LayerWatch:
         mlp = replace(mlp, gate_up=watched(mlp.gate_up, modules.gate_up), down=watched(mlp.down, modules.down))
         return replace(layer, attention=attention, mlp=mlp)
 
-    def layer_scales(self, granularity: Granularity) -> LayerScales:
+    def layer_scales(self, granularity: Granularity, centers: LayerCenters | None = None) -> LayerScales:
         k, v = (self._side(side, granularity) for side in "kv")
-        return LayerScales(k, v, granularity)
+        b, c = (None, None) if centers is None else (centers.k, centers.v)
+        return LayerScales(k, v, granularity, (), _flat(b), _flat(c))
 
     def _side(self, side: str, granularity: Granularity) -> tuple[float, ...]:
         coarse = self.kv[side, Granularity.TENSOR].scales()
         scales = torch.maximum(self.kv[side, granularity].scales(), coarse * FLOOR)
         return tuple(scales.tolist())
+
+
+def _flat(center: Tensor | None) -> tuple[float, ...]:
+    return () if center is None else tuple(center.flatten().tolist())
 
 
 def _watch_layer(
@@ -184,21 +193,31 @@ def calibrate(
     """Measure the scales that `plan` needs, on `samples` of token ids. `source` gives unquantized weights.
 
     Attention is the reference's, in float32: the fast ones round more, which a scale would keep for good, and would
-    make it depend on the machine. Raises CheckpointError that names the layer and what of it is NaN or infinite.
+    make it depend on the machine. Centers need a second turn through each layer, as scales are for what they leave.
+    Raises CheckpointError that names the layer and what of it is NaN or infinite.
     """
-    kernels = replace(kernels, attention=REFERENCE.attention, store_kv=REFERENCE.store_kv)
-    run = _Run(config, kernels, samples, device)
+    kernels = replace(kernels, attention=REFERENCE.attention, store_kv=REFERENCE.store_kv, key_centers=True)
     names, left_out = ARCHITECTURES[config.architecture], frozenset(ignored)
+    lengths = [len(ids) for ids in samples]
+    rope = build_rope(config.rope, config.head_dim, max(lengths), kernels, device)
+    total = config.num_layers * sum(lengths) * (2 if plan.center else 1)
+    run = _Run(config, kernels, lengths, rope, device, lambda done: on_progress("calibrating", done, total))
     embedding = source.tensor(names.embedding, (config.vocab_size, config.hidden_size))
     hidden = embedding[torch.tensor([token for ids in samples for token in ids], device=device)]
     del embedding
-    rope = build_rope(config.rope, config.head_dim, run.longest, kernels, device)
-    watched = []
+    watched, centered = [], []
     for index, modules in enumerate(layer_modules(config)):
+        layer = build_layer(config, source, kernels, index, rope)
         watch = _watch_layer(plan, config, modules, left_out, device)
-        layer = watch.around(build_layer(config, source, kernels, index, rope))
-        for done in run.through(layer, watch, hidden):
-            on_progress("calibrating", index * run.total + done, config.num_layers * run.total)
+        if plan.center:
+            finder = CenterWatch()
+            run.through(finder.around(watch.around(layer)), hidden, watch, finder.see_values, keep=False)
+            centers = finder.centers()
+            rest = _watch_layer(replace(plan, activations=ActivationScheme.NONE), config, modules, left_out, device)
+            run.through(layer, hidden, rest, centers=centers)
+            centered.append((centers, rest))
+        else:
+            run.through(watch.around(layer), hidden, watch)
         if not hidden.isfinite().all():
             raise CheckpointError(
                 f"layer {index} ({names.layer.format(index).rstrip('.')}) computes NaN or infinity during calibration, "
@@ -206,69 +225,105 @@ def calibrate(
             )
         watched.append(watch)
         del layer  # before the next one is read
-    return _summary(plan, watched, run)
+    return _summary(plan, watched, centered, lengths)
 
 
 class _Run:
-    """The samples' way through one layer after the other. Hidden states are changed in place."""
+    """The samples' way through one layer after the other."""
 
-    def __init__(self, config: ModelConfig, kernels: KernelSet, samples: Sequence[Sequence[int]], device: str) -> None:
-        self.lengths = [len(ids) for ids in samples]
-        self.longest, self.total = max(self.lengths), sum(self.lengths)
-        self.device = device
+    def __init__(
+        self,
+        config: ModelConfig,
+        kernels: KernelSet,
+        lengths: Sequence[int],
+        rope: Rope,
+        device: str,
+        on_progress: Callable[[int], None],
+    ) -> None:
+        self._lengths, self._total, self._done = lengths, sum(lengths), 0
+        self._device, self._on_progress = device, on_progress
         format = config.checkpoint_format
-        spec = LayerKVSpec(format, None, config.num_kv_heads, config.head_dim)
-        num_blocks = -(-self.longest // BLOCK_SIZE)
-        pool = allocate_pool(
-            KVCacheSpec((spec,), BLOCK_SIZE), KVCacheConfig(format, None, None, None), num_blocks, kernels, device
-        )
+        spec = KVCacheSpec((LayerKVSpec(format, None, config.num_kv_heads, config.head_dim),), BLOCK_SIZE)
+        num_blocks = -(-max(lengths) // BLOCK_SIZE)
+        pool = allocate_pool(spec, KVCacheConfig(format, None, None, None), num_blocks, kernels, device)
         self._kv = pool.layers[0]
+        self._angles = (KeyCenter.angle_tiles(rope.cos), KeyCenter.angle_tiles(rope.sin))
 
-    def through(self, layer: DecoderLayer, watch: _LayerWatch, hidden: Tensor) -> Iterator[int]:
-        """hidden: [total, hidden_size], samples end to end. Yields how many tokens are through."""
-        kv = _WatchedKV(**vars(self._kv), observe=watch.see_kv)
-        begin, late = 0, min(LATE * self.total, self.total - self.lengths[-1])
-        for length in self.lengths:
+    def through(
+        self,
+        layer: DecoderLayer,
+        hidden: Tensor,
+        watch: _LayerWatch,
+        see_values: Callable[[Tensor], None] = lambda v: None,
+        centers: LayerCenters | None = None,
+        keep: bool = True,
+    ) -> None:
+        """hidden: [total, hidden_size], samples end to end; becomes what the layer makes of it if `keep`.
+
+        `watch` sees keys and values as they are stored, without `centers` if there are some.
+        """
+
+        def observe(k: Tensor, v: Tensor) -> None:
+            watch.see_kv(k, v)
+            see_values(v)
+
+        pages = self._kv.pages
+        if centers is not None:
+            pages = centered_pages(pages, centers.k, centers.v, self._angles)
+        kv = _WatchedKV(pages, self._kv.kernels, observe)
+        begin, late = 0, min(LATE * self._total, self._total - self._lengths[-1])
+        for length in self._lengths:
             if begin > 0 and begin >= late:
-                late = self.total
+                late = self._total
                 for one in watch.all:
                     one.mark()
             rows = slice(begin, begin + length)
-            hidden[rows] = layer(hidden[rows], self._batch(length), kv)
+            out = layer(hidden[rows], self._batch(length), kv)
+            if keep:
+                hidden[rows] = out
             begin += length
-            yield begin
+            self._done += length
+            self._on_progress(self._done)
 
     def _batch(self, length: int) -> ForwardBatch:
         """One sequence from its beginning. Layers look at no token ids."""
-        position = torch.arange(length, device=self.device)
-        blocks = torch.arange(-(-length // BLOCK_SIZE), dtype=torch.int32, device=self.device)
+        position = torch.arange(length, device=self._device)
+        blocks = torch.arange(-(-length // BLOCK_SIZE), dtype=torch.int32, device=self._device)
         return ForwardBatch(
             token_ids=position,
             positions=position,
             slots=position,
-            query_starts=torch.tensor([0, length], dtype=torch.int32, device=self.device),
-            context_lens=torch.tensor([length], dtype=torch.int32, device=self.device),
+            query_starts=torch.tensor([0, length], dtype=torch.int32, device=self._device),
+            context_lens=torch.tensor([length], dtype=torch.int32, device=self._device),
             block_tables=blocks[None],
             logit_rows=position[:0],
         )
 
 
-def _summary(plan: QuantizePlan, watched: Sequence[_LayerWatch], run: _Run) -> Calibration:
-    everything = [watch for layer in watched for watch in layer.all]
-    finer = plan.kv_granularity
-    coarse = Granularity.TENSOR
-
-    def kv(granularity: Granularity) -> KVScales:
-        return KVScales(tuple(layer.layer_scales(granularity) for layer in watched), Format.E4M3FN)
-
+def _summary(
+    plan: QuantizePlan,
+    watched: Sequence[_LayerWatch],
+    centered: Sequence[tuple[LayerCenters, _LayerWatch]],
+    lengths: Sequence[int],
+) -> Calibration:
+    everything = [watch for layer in (*watched, *(rest for _, rest in centered)) for watch in layer.all]
+    coarse, finer = Granularity.TENSOR, plan.kv_granularity
+    kv = kv_finer = None
+    if finer is not None:
+        kv = KVScales(tuple(layer.layer_scales(coarse) for layer in watched))
+        if centered:
+            kv_finer = KVScales(tuple(rest.layer_scales(finer, centers) for centers, rest in centered))
+        elif finer is not coarse:
+            kv_finer = KVScales(tuple(layer.layer_scales(finer) for layer in watched))
     return Calibration(
-        kv=None if finer is None else kv(coarse),
-        kv_finer=None if finer in (None, coarse) else kv(finer),
+        kv=kv,
+        kv_finer=kv_finer,
         input_scales={
             name: float(watch.scales()) for layer in watched for group, watch in layer.inputs.items() for name in group
         },
-        num_samples=len(run.lengths),
-        num_tokens=run.total,
+        num_samples=len(lengths),
+        num_tokens=sum(lengths),
         moving={watch.name: growth for watch in everything if (growth := watch.growth()) > MOVING},
         zeros=tuple(dict.fromkeys(watch.name for watch in everything if watch.zero)),
+        centers=tuple(centers for centers, _ in centered),
     )

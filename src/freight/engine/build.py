@@ -137,7 +137,8 @@ def start_engine(opened: OpenModel, before_weights: BeforeWeights | None = None)
         memory = min(int(probe(args.device).memory_free * MEMORY_SHARE), useful)
         config = _fit_context(spec, memory, config, args)
     kernels = select_kernels(config.kernels, config.device)
-    pool = allocate_pool(spec, config.kv, spec.blocks_in(memory), kernels, config.device)
+    rope = decoder.rope_tables
+    pool = allocate_pool(spec, config.kv, spec.blocks_in(memory), kernels, config.device, rope)
     logger.info("%s", describe_cache(pool, config.kv, config.compute_format))
 
     allocator = BlockAllocator(pool.num_blocks, config.block_size, config.enable_prefix_caching)

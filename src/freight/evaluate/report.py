@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from freight.cache.pool import allocate_pool
-from freight.config.engine import EngineArgs, EngineConfig
+from freight.config.engine import EngineArgs, EngineConfig, KVCacheConfig
 from freight.engine.build import OpenModel, open_model
 from freight.engine.runner import ModelRunner
 from freight.errors import ConfigError
@@ -85,13 +85,15 @@ class _Run:
 
 def compare_caches(
     args: EngineArgs,
-    caches: Sequence[tuple[str, str]],
+    caches: Sequence[tuple[str, str] | KVCacheConfig],
     text: str | Sequence[int],
     window: int | None = None,
     max_tokens: int | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[CacheScore]:
-    """Score a cache in the compute dtype, and each (kv_cache_dtype, kv_scales) of `caches` beside it, on `text`.
+    """Score a cache in the compute dtype, and each of `caches` beside it, on `text`.
+
+    A cache is (kv_cache_dtype, kv_scales), or decided already.
 
     `window` is the number of tokens judged together (default: the model's context, at most 1024); of the text, the
     first `max_tokens` count.
@@ -101,8 +103,12 @@ def compare_caches(
     opened = open_model(args)
     plain = replace(args, kv_cache_dtype="float32", kv_scales="auto", quantization_param_path=None)
     plain = replace(plain, kv_cache_dtype=str(opened.resolve(plain).compute_format))
-    others = [replace(args, kv_cache_dtype=dtype, kv_scales=scales) for dtype, scales in caches]
-    configs = [opened.resolve(one) for one in (plain, *others)]
+    configs = [opened.resolve(plain)]
+    for cache in caches:
+        if isinstance(cache, KVCacheConfig):
+            configs.append(replace(configs[0], kv=cache))
+        else:
+            configs.append(opened.resolve(replace(args, kv_cache_dtype=cache[0], kv_scales=cache[1])))
     length = min(window or 1024, configs[0].max_model_len)
     windows = _windows(opened, text, length, max_tokens)
     decoder = opened.load(configs[0])
@@ -110,7 +116,8 @@ def compare_caches(
     runs = []
     for config in configs:
         kernels = select_kernels(config.kernels, config.device)
-        pool = allocate_pool(opened.cache_spec(config), config.kv, num_blocks, kernels, config.device)
+        spec, rope = opened.cache_spec(config), decoder.rope_tables
+        pool = allocate_pool(spec, config.kv, num_blocks, kernels, config.device, rope)
         runs.append(_Run(config, ModelRunner(decoder, pool, config.device)))
     chunk, blocks = configs[0].max_num_batched_tokens, range(num_blocks)
     for done, part in enumerate(windows):

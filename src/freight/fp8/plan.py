@@ -43,7 +43,7 @@ class ObserverKind(StrEnum):
 
 @dataclass(frozen=True)
 class QuantizePlan:
-    """What will be done. `kv_granularity` is None where the cache is left alone."""
+    """What will be done. `kv_granularity` is None where the cache is left alone; `center` only goes with one."""
 
     weights: WeightScheme
     activations: ActivationScheme
@@ -53,6 +53,7 @@ class QuantizePlan:
     max_seq_len: int
     observer: ObserverKind
     layout: Layout
+    center: bool = False
 
     @property
     def needs_data(self) -> bool:

@@ -67,14 +67,64 @@ class Weight:
 
 
 @dataclass(frozen=True)
+class KeyCenter:
+    """A constant b that was taken off the keys before their rotary embedding R, and that attention puts back.
+
+    What is stored is R(p)(k - b), p the key's position, so a score is q . stored + q . R(p)b. With c and s the cosine
+    and sine of a pair's angle at p, its part of q . R(p)b is c (q1 b1 + q2 b2) + s (q2 b1 - q1 b2), at every position.
+    b is 0 but in `num_pairs` channel pairs (i, i + head_dim / 2) of each KV head.
+
+    b          [num_kv_heads, head_dim] float32
+    pairs      [num_kv_heads, num_pairs] int32; padded with pairs whose b is 0
+    parts      [2, num_kv_heads, num_pairs] float32: b1 and b2 of these pairs
+    cos, sin   [positions / 64, head_dim / 2, 64] float32; the same tensors for all layers
+    """
+
+    b: Tensor
+    pairs: Tensor
+    parts: Tensor
+    cos: Tensor
+    sin: Tensor
+
+    @staticmethod
+    def angle_tiles(table: Tensor) -> Tensor:
+        """Cosines or sines by position, [positions, head_dim / 2] -> by tiles of 64 positions, the last one padded."""
+        padded = torch.cat((table, table.new_zeros(-len(table) % 64, table.shape[1])))
+        return padded.view(-1, 64, table.shape[1]).transpose(1, 2).contiguous()
+
+    @staticmethod
+    def of(b: Tensor, cos: Tensor, sin: Tensor) -> KeyCenter:
+        """From b, not all zero, and the angles as `angle_tiles` makes them."""
+        halves = torch.stack(b.chunk(2, dim=-1))  # [2, num_kv_heads, head_dim / 2]
+        used = (halves != 0).any(0)
+        num_pairs = int(used.sum(-1).max())
+        pairs = torch.sort(used.byte(), dim=-1, descending=True, stable=True).indices[:, :num_pairs]
+        parts = halves.gather(-1, pairs.expand(2, -1, -1)).contiguous()
+        return KeyCenter(b, pairs.int().contiguous(), parts, cos, sin)
+
+    def coefficients(self, q: Tensor) -> Tensor:
+        """What multiplies the cosines, then the sines, of each row: float32 [rows, num_kv_heads, group, 2 * num_pairs].
+
+        q: float32 [rows, num_kv_heads, group, head_dim], rotated.
+        """
+        half = q.shape[-1] // 2
+        index = self.pairs.long()[None, :, None].expand(*q.shape[:3], -1)
+        first, second = q.gather(-1, index), q.gather(-1, index + half)
+        b1, b2 = self.parts[:, None, :, None]
+        return torch.cat((first * b1 + second * b2, second * b1 - first * b2), -1)
+
+
+@dataclass(frozen=True)
 class KVPages:
-    """One layer's pages and the scales they were written with.
+    """One layer's pages, the scales they were written with, and what was taken off before.
 
     k, v                [num_blocks, block_size, num_kv_heads, head_dim], FP8 or 16/32-bit
     k_scale, v_scale    None: stored values are the true ones (16 or 32 bits, or `unit`);
                         [num_kv_heads, head_dim] float32: static, whatever the granularity they came in;
                         [num_blocks, block_size, num_kv_heads] bfloat16: `token`
     nan_count           [1] int64: NaNs that were stored so far; FP8 keeps them NaN
+    k_center            taken off keys by the layer, put back by attention
+    v_center            [num_kv_heads, head_dim] float32: taken off values and put back into the output by the layer
     """
 
     k: Tensor
@@ -82,6 +132,8 @@ class KVPages:
     k_scale: Tensor | None
     v_scale: Tensor | None
     nan_count: Tensor
+    k_center: KeyCenter | None = None
+    v_center: Tensor | None = None
 
     @property
     def format(self) -> Format:

@@ -18,7 +18,7 @@ from torch import Tensor
 from freight.batch import ForwardBatch
 from freight.fp8.formats import Format
 from freight.fp8.quantize import amax, decode, encode, format_of, scale_from_amax, token_scale
-from freight.fp8.values import Activations, KVPages, Weight
+from freight.fp8.values import Activations, KeyCenter, KVPages, Weight
 from freight.fp8.weights import BLOCK, expand_blocks
 
 ROW_TILE = 32
@@ -166,6 +166,17 @@ def attention(q: Tensor, pages: KVPages, batch: ForwardBatch, softmax_scale: flo
     return out
 
 
+def _by_kv_head(rows: Tensor) -> Tensor:
+    """[rows, num_kv_heads, group, n] -> [num_kv_heads, rows * group, n]"""
+    return rows.permute(1, 0, 2, 3).flatten(1, 2).contiguous()
+
+
+def _angles(center: KeyCenter, tile: int) -> Tensor:
+    """Cosines, then sines, of a key tile's centered pairs: [num_kv_heads, 2 * num_pairs, KEY_TILE]."""
+    pairs = center.pairs.long()
+    return torch.cat((center.cos[tile][pairs], center.sin[tile][pairs]), 1)
+
+
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, first: int, pages: KVPages, softmax_scale: float, window: int | None
 ) -> Tensor:
@@ -175,11 +186,13 @@ def _attend(
     group = num_heads // num_kv_heads
     padded = q.new_zeros(QUERY_TILE, num_kv_heads, group, dim, dtype=torch.float32)
     padded[:rows] = q.view(rows, num_kv_heads, group, dim).float() * softmax_scale
+    center = pages.k_center
+    coefficients = None if center is None else _by_kv_head(center.coefficients(padded))
     static = not pages.dynamic and pages.k_scale is not None
     if static:
         assert pages.k_scale is not None
         padded *= pages.k_scale[:, None]
-    queries = padded.permute(1, 0, 2, 3).reshape(num_kv_heads, QUERY_TILE * group, dim).contiguous()
+    queries = _by_kv_head(padded)
     position = torch.arange(first, first + QUERY_TILE, device=q.device).repeat_interleave(group)[:, None]
     best = torch.full((num_kv_heads, QUERY_TILE * group, 1), -torch.inf, device=q.device)
     total = torch.zeros_like(best)
@@ -188,7 +201,10 @@ def _attend(
     for tile in range(begin, (first + rows - 1) // KEY_TILE + 1):
         key = torch.arange(tile * KEY_TILE, (tile + 1) * KEY_TILE, device=q.device)
         seen = key <= position if window is None else (key <= position) & (position - key < window)
-        scores = torch.bmm(queries, k[tile]).masked_fill(~seen, -torch.inf)
+        scores = torch.bmm(queries, k[tile])
+        if center is not None and coefficients is not None:
+            scores = scores + torch.bmm(coefficients, _angles(center, tile))
+        scores = scores.masked_fill(~seen, -torch.inf)
         new_best = torch.maximum(best, scores.amax(-1, keepdim=True))
         reference = new_best.masked_fill(new_best == -torch.inf, 0.0)  # a row that has seen no key yet
         probabilities = torch.exp(scores - reference)

@@ -2,6 +2,9 @@
 
 The keys and values of this step are stored first and read back from the pages, so a token is attended to in the same
 bits whether it came in this step or long ago.
+
+Where the cache has centers, they come off keys and values here. Attention puts the keys' back into the scores; the
+values' comes back into the output here.
 """
 
 from __future__ import annotations
@@ -39,7 +42,19 @@ class Attention:
         q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
+        k_center, v_center = kv.pages.k_center, kv.pages.v_center
+        if k_center is not None:
+            k = _shifted(k, -k_center.b)
+        if v_center is not None:
+            v = _shifted(v, -v_center)
         q, k = self.rope(q, k, batch.positions)
         kv.store(k, v, batch.slots)
         attended = self.kernels.attention(q, kv.pages, batch, self.head_dim**-0.5, self.window)
+        if v_center is not None:  # probabilities sum to 1
+            attended = _shifted(attended, v_center.repeat_interleave(self.num_heads // self.num_kv_heads, 0))
         return self.o(attended.flatten(1))
+
+
+def _shifted(x: Tensor, by: Tensor) -> Tensor:
+    """x + by in float32, rounded to x's dtype. x: [rows, heads, head_dim], by: [heads, head_dim]."""
+    return (x.float() + by).to(x.dtype)

@@ -53,6 +53,12 @@ class Decoder:
     norm: RMSNorm
     head: LogitsHead
 
+    @property
+    def rope_tables(self) -> tuple[Tensor, Tensor]:
+        """cos and sin, [max_positions, head_dim / 2] float32: what every layer turns its keys by."""
+        rope = self.layers[0].attention.rope
+        return rope.cos, rope.sin
+
     def forward(self, batch: ForwardBatch, kv_cache: Sequence[LayerKV]) -> Tensor:
         """Run one step and return float32 logits [num_logit_rows, vocab_size]; K and V go into `kv_cache`."""
         x = self.embedding(batch.token_ids)

@@ -24,10 +24,11 @@ class _Arguments(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("q", "out", "k", "v", "k_scale", "v_scale")),
         *((name, ctypes.c_void_p) for name in ("query_starts", "context_lens", "block_tables")),
+        *((name, ctypes.c_void_p) for name in ("center_pairs", "center_parts", "center_cos", "center_sin")),
         ("q_stride", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("q_type", "kv_format", "scales")),
         *((name, ctypes.c_int32) for name in ("num_seqs", "max_blocks", "num_heads", "num_kv_heads")),
-        *((name, ctypes.c_int32) for name in ("head_dim", "block_size", "window")),
+        *((name, ctypes.c_int32) for name in ("head_dim", "block_size", "window", "center_size")),
         ("softmax_scale", ctypes.c_float),
         ("threads", ctypes.c_int32),
     )
@@ -46,6 +47,7 @@ def make_attention(library: Library) -> Callable[[Tensor, KVPages, ForwardBatch,
         out = torch.empty(q.shape, dtype=q.dtype)
         _, num_heads, head_dim = q.shape
         _, block_size, num_kv_heads, _ = pages.k.shape
+        center = pages.k_center
         call(
             _Arguments(
                 q=q.data_ptr(),
@@ -57,6 +59,10 @@ def make_attention(library: Library) -> Callable[[Tensor, KVPages, ForwardBatch,
                 query_starts=address(batch.query_starts),
                 context_lens=address(batch.context_lens),
                 block_tables=address(batch.block_tables),
+                center_pairs=address(center.pairs) if center else None,
+                center_parts=address(center.parts) if center else None,
+                center_cos=address(center.cos) if center else None,
+                center_sin=address(center.sin) if center else None,
                 q_stride=q.stride(0),
                 q_type=FORMATS[format_of(q)],
                 kv_format=FORMATS[pages.format],
@@ -68,6 +74,7 @@ def make_attention(library: Library) -> Callable[[Tensor, KVPages, ForwardBatch,
                 head_dim=head_dim,
                 block_size=block_size,
                 window=window or 0,
+                center_size=center.pairs.shape[1] if center else 0,
                 softmax_scale=softmax_scale,
                 threads=torch.get_num_threads(),
             )

@@ -1,4 +1,8 @@
-"""The Triton kernel set: FP8 and 16-bit models on NVIDIA and AMD GPUs."""
+"""The Triton kernel set: FP8 and 16-bit models on NVIDIA and AMD GPUs.
+
+A kernel is compiled when it is first launched, once for each combination of types, compile-time constants and known
+divisors of its arguments. What changes from step to step is therefore marked `do_not_specialize`.
+"""
 
 from __future__ import annotations
 
@@ -22,4 +26,5 @@ def triton_kernels(target: Target | None = None) -> KernelSet:
         rotate=elementwise.rotate,
         store_kv=partial(store.store_kv, target),
         attention=partial(paged.attention, target),
+        key_centers=False,
     )

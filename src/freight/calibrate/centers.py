@@ -1,0 +1,119 @@
+"""What is taken off keys and values before they are rounded: where a mean is large, E4M3 spends its precision on it.
+
+E4M3's error is relative, so the mean squared error that rounding leaves on a key is in proportion to E[k^2] = mean^2 +
+variance, and taking the mean off leaves the variance. An error on a key's channel reaches the scores in proportion to
+the query's energy there, E[q^2]; rotary embedding mixes the two channels of a pair but keeps its energy, so keys are
+weighed and chosen by pair, before rotary embedding. A pair costs attention two multiplications a score: only those
+are taken whose mean outweighs their spread. Values cost one addition, so all channels of a layer are taken, or none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from freight.layers.rope import Rope
+from freight.models.decoder import DecoderLayer
+
+PAIR_RATIO = 1.0  # mean^2 over variance from which a pair of key channels is centered
+WORTH = 2.0  # a layer's keys or values are centered if this divides their mean squared error, or more
+
+
+@dataclass(frozen=True)
+class LayerCenters:
+    """Centers of one layer, [num_kv_heads, head_dim] float32, None where they are not worth it.
+
+    k_gain, v_gain   what would divide the mean squared error of scores, and of values
+    """
+
+    k: Tensor | None
+    v: Tensor | None
+    k_gain: float
+    v_gain: float
+
+
+class Moments:
+    """Mean and variance of each channel."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._sum: Tensor | float = 0.0
+        self._squares: Tensor | float = 0.0
+
+    def observe(self, x: Tensor) -> None:
+        """x: [num_tokens, heads, head_dim]"""
+        values = x.double()
+        self._count += len(x)
+        self._sum = self._sum + values.sum(0)
+        self._squares = self._squares + values.square().sum(0)
+
+    @property
+    def mean(self) -> Tensor:
+        """float64 [heads, head_dim]"""
+        return torch.as_tensor(self._sum) / self._count
+
+    @property
+    def energy(self) -> Tensor:
+        """Mean of the squares, float64 [heads, head_dim]."""
+        return torch.as_tensor(self._squares) / self._count
+
+    @property
+    def variance(self) -> Tensor:
+        """float64 [heads, head_dim]"""
+        return (self.energy - self.mean.square()).clamp(min=0)
+
+
+@dataclass(frozen=True)
+class WatchedRope(Rope):
+    """A rotary embedding that shows what it turns."""
+
+    observe: Callable[[Tensor, Tensor], None]
+
+    def __call__(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        self.observe(q, k)
+        return super().__call__(q, k, positions)
+
+
+class CenterWatch:
+    """Moments of one layer's queries and keys before rotary embedding, and of its values."""
+
+    def __init__(self) -> None:
+        self.q, self.k, self.v = Moments(), Moments(), Moments()
+
+    def see_heads(self, q: Tensor, k: Tensor) -> None:
+        self.q.observe(q)
+        self.k.observe(k)
+
+    def see_values(self, v: Tensor) -> None:
+        self.v.observe(v)
+
+    def around(self, layer: DecoderLayer) -> DecoderLayer:
+        """The layer with its queries and keys watched."""
+        rope = layer.attention.rope
+        watched = WatchedRope(rope.cos, rope.sin, rope.kernels, self.see_heads)
+        return replace(layer, attention=replace(layer.attention, rope=watched))
+
+    def centers(self, pair_ratio: float = PAIR_RATIO, worth: float = WORTH) -> LayerCenters:
+        mean, spread = self.k.mean, self.k.variance
+        weight = _by_pair(self.q.energy).unflatten(0, (len(mean), -1)).sum(1)  # [num_kv_heads, head_dim / 2]
+        of_mean, of_spread = _by_pair(mean.square()), _by_pair(spread)
+        large = of_mean > pair_ratio * of_spread
+        before = float((weight * (of_mean + of_spread)).sum())
+        after = before - float((weight * of_mean * large).sum())
+        k_gain = _ratio(before, after)
+        v_gain = _ratio(float(self.v.energy.sum()), float(self.v.variance.sum()))
+        k = (mean * large.repeat(1, 2)).float() if k_gain >= worth else None
+        v = self.v.mean.float() if v_gain >= worth else None
+        return LayerCenters(k, v, k_gain, v_gain)
+
+
+def _by_pair(x: Tensor) -> Tensor:
+    """Sums over the channel pairs (i, i + head_dim / 2): [heads, head_dim] -> [heads, head_dim / 2]."""
+    return sum(x.chunk(2, dim=-1), start=torch.zeros(()))
+
+
+def _ratio(before: float, after: float) -> float:
+    return before / after if after > 0 else (1.0 if before == 0 else float("inf"))

@@ -1,0 +1,149 @@
+"""Centered keys: attention puts back what was taken off them, in every kernel set of this machine.
+
+Keys are stored as R(p)(k - b); what is compared with is float64 attention over R(p)k made of what is stored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from freight.batch import ForwardBatch
+from freight.engine.prepare import Logits, SequenceSlice, prepare
+from freight.fp8.formats import Format
+from freight.fp8.quantize import decode, torch_dtype
+from freight.fp8.values import KeyCenter, KVPages
+from freight.kernels import reference
+from freight.kernels.cpu import library
+from freight.kernels.cpu.attention import make_attention
+
+HEADS, GROUP = 3, 2
+SETS = ["reference", *library.runnable()]
+BLOCK_SIZE = 16
+BIAS = 100.0
+
+
+@pytest.fixture(params=SETS)
+def attention(request: pytest.FixtureRequest) -> Any:
+    return reference.attention if request.param == "reference" else make_attention(library.load(request.param))
+
+
+def angles(positions: int, dim: int, base: float = 1e4) -> torch.Tensor:
+    return torch.outer(torch.arange(positions, dtype=torch.float64), base ** (-torch.arange(0, dim, 2) / dim))
+
+
+def make_pages(format: Format, scales: str | None, length: int, dim: int) -> KVPages:
+    """One sequence in blocks 1, 2, … of the pages; b is `BIAS` on some pairs of heads 0 and 1."""
+    torch.manual_seed(0)
+    num_blocks = -(-length // BLOCK_SIZE) + 1
+    shape = (num_blocks, BLOCK_SIZE, HEADS, dim)
+    stored = [torch.zeros(shape, dtype=torch_dtype(format)) for _ in "kv"]
+    scale: list[torch.Tensor | None] = [None, None]
+    if scales == "channel":
+        scale = [torch.rand(HEADS, dim) * 0.02 + 0.01 for _ in "kv"]
+    elif scales == "token":
+        scale = [torch.full(shape[:3], torch.nan, dtype=torch.bfloat16) for _ in "kv"]
+    b = torch.zeros(HEADS, dim)
+    b[0, [1, dim // 2 + 1, dim // 2 - 1]] = BIAS
+    b[1, [0, 1, 3]] = torch.tensor([BIAS, -BIAS, BIAS / 2])
+    tables = (KeyCenter.angle_tiles(table.float()) for table in (angles(length, dim).cos(), angles(length, dim).sin()))
+    result = KVPages(*stored, *scale, torch.zeros(1, dtype=torch.int64), KeyCenter.of(b, *tables))
+    k, v = (torch.randn(length, HEADS, dim) for _ in "kv")
+    cos, sin = angles(length, dim).cos().float(), angles(length, dim).sin().float()
+    reference.store_kv(reference.rotate(k, cos, sin), v, torch.arange(length) + BLOCK_SIZE, result)
+    return result
+
+
+def batch_of(*rows: tuple[int, int]) -> ForwardBatch:
+    """Slices (first position, end) of the sequence, each as a sequence of its own in the batch."""
+    return prepare(
+        [
+            SequenceSlice([0] * (end - begin), begin, range(1, -(-end // BLOCK_SIZE) + 1), Logits.NONE)
+            for begin, end in rows
+        ],
+        BLOCK_SIZE,
+    )
+
+
+def exact(q: torch.Tensor, pages: KVPages, begin: int, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """float64 attention of rows at `begin`, …; and sum of p * |v|."""
+    length, dim = begin + len(q), q.shape[2]
+    sides = []
+    for page, scale in ((pages.k, pages.k_scale), (pages.v, pages.v_scale)):
+        values = decode(page[1:]).double()
+        if scale is not None:
+            values = values * (scale[1:].double()[..., None] if pages.dynamic else scale.double())
+        sides.append(values.flatten(0, 1)[:length])
+    k, v = sides
+    assert pages.k_center is not None
+    first, second = pages.k_center.b.double().chunk(2, -1)
+    # The tables hold float32: what a kernel can know of an angle.
+    cos, sin = (table(angles(length, dim)).float().double()[:, None] for table in (torch.cos, torch.sin))
+    k = k + torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+    k, v = (x.repeat_interleave(GROUP, 1).transpose(0, 1) for x in (k, v))
+    i, j = torch.arange(begin, length)[:, None], torch.arange(length)
+    seen = (j <= i) if window is None else (j <= i) & (i - j < window)
+    scores = q.double().transpose(0, 1) @ k.transpose(1, 2) * dim**-0.5
+    p = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    return (p @ v).transpose(0, 1), (p @ v.abs()).transpose(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("format", "scales"),
+    [
+        (Format.E4M3FN, "channel"),
+        (Format.E4M3FN, "token"),
+        (Format.E4M3FNUZ, "channel"),
+        (Format.E5M2, None),
+        (Format.BFLOAT16, None),
+        (Format.FLOAT32, None),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 70])
+def test_scores_are_those_of_the_whole_keys(attention, format, scales, dtype, window):
+    length, dim = 200, 64
+    pages = make_pages(format, scales, length, dim)
+    q = (torch.randn(150, HEADS * GROUP, dim) * 0.05).to(dtype)
+    out = attention(q, pages, batch_of((50, 200)), dim**-0.5, window)
+    want, size = exact(q, pages, 50, window)
+    tolerance = 4e-3 if dtype == torch.bfloat16 else 2e-5
+    assert ((out.double() - want).abs() <= tolerance * size + torch.finfo(dtype).eps * want.abs()).all()
+    without = attention(q, replace(pages, k_center=None), batch_of((50, 200)), dim**-0.5, window)
+    assert (without.double() - want).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("dim", [16, 40, 80, 128])
+def test_shapes(attention, dim):
+    pages = make_pages(Format.E4M3FN, "channel", 130, dim)
+    q = torch.randn(7, HEADS * GROUP, dim) * 0.05
+    out = attention(q, pages, batch_of((123, 130)), dim**-0.5, None)
+    want, size = exact(q, pages, 123, None)
+    assert ((out.double() - want).abs() <= 2e-5 * size + 1e-6).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_is_the_same_in_any_batch(attention, dtype):
+    length, dim = 1100, 64  # two key splits
+    pages = make_pages(Format.E4M3FN, "channel", length, dim)
+    q = torch.randn(length, HEADS * GROUP, dim).to(dtype)
+    whole = attention(q, pages, batch_of((0, length)), dim**-0.5, None)
+    for rows in ([(1099, 1100)], [(1000, 1063), (20, 21), (0, 5)]):
+        part = attention(torch.cat([q[a:b] for a, b in rows]), pages, batch_of(*rows), dim**-0.5, None)
+        assert torch.equal(part, torch.cat([whole[a:b] for a, b in rows]))
+
+
+def test_only_pairs_in_use_are_kept():
+    center = make_pages(Format.FLOAT32, None, 70, 64).k_center
+    assert center is not None
+    assert center.pairs.shape == (HEADS, 3)
+    assert [sorted(row[:count].tolist()) for row, count in zip(center.pairs, (2, 3, 0), strict=True)] == [
+        [1, 31],
+        [0, 1, 3],
+        [],
+    ]
+    assert center.cos.shape == center.sin.shape == (2, 32, 64)
+    assert not center.parts[:, 2].any()
