@@ -10,7 +10,6 @@ are first needed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -36,14 +35,16 @@ class Buffers:
 
     def __init__(self, bucket: int, max_blocks: int, block_size: int, device: str) -> None:
         self.block_size = block_size
-        # int32 words: token ids, positions and slots as int64, then lengths and tables as int32
-        edges = np.cumsum([0, 2 * bucket, 2 * bucket, 2 * bucket, bucket, bucket * max_blocks]).tolist()
+        # int32 words: token ids, positions and slots as int64, then lengths and tables as int32. Each begins at a
+        # multiple of 16 bytes, as what `prepare` makes: Triton compiles a kernel anew for other alignments.
+        counts = (2 * bucket, 2 * bucket, 2 * bucket, bucket, bucket * max_blocks)
+        edges = np.cumsum([0, *(-(-count // 4) * 4 for count in counts)]).tolist()
         host = torch.zeros(edges[-1], dtype=torch.int32, pin_memory=device != "cpu")
         words = torch.zeros(edges[-1], dtype=torch.int32, device=device)
         self._host, self._words = host, words
 
         def views(buffer: Tensor) -> tuple[Tensor, ...]:
-            parts = [buffer[begin:end] for begin, end in pairwise(edges)]
+            parts = [buffer[begin : begin + count] for begin, count in zip(edges[:-1], counts, strict=True)]
             longs = [part.view(torch.int64) for part in parts[:3]]
             return (*longs, parts[3], parts[4].view(bucket, max_blocks))
 

@@ -70,13 +70,14 @@ def source_of(kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(kernel.params):
         value = values[parameter.name]
-        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+        known = isinstance(value, int) and not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or (known and value == 1):
             signature[parameter.name], constants[parameter.name] = "constexpr", value
             continue
         signature[parameter.name] = (
             POINTERS[value.dtype] if isinstance(value, Tensor) else "fp32" if isinstance(value, float) else "i32"
         )
-        if isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0):
+        if isinstance(value, Tensor) or (known and value % 16 == 0):
             attributes[(index,)] = [["tt.divisibility", 16]]
     return ASTSource(kernel, signature, constants, attributes)
 

@@ -25,10 +25,13 @@ def make(format: Format, blocks: bool, activations: Activations, columns: int, o
 
 
 def assert_close(got: Tensor, x: Tensor, weight: Weight, bias: Tensor | None) -> None:
-    """Against the reference of the same input in float32, whose activations are rounded alike."""
+    """Against the reference of the same input in float32, whose activations are rounded alike.
+
+    Matrix units that multiply FP8 keep fewer bits of their sums.
+    """
     expected = reference.linear(x.float(), weight, None if bias is None else bias.float())
     assert got.dtype == x.dtype
-    bound = torch.finfo(x.dtype).eps * expected.abs() + 2e-5 * expected.abs().max()
+    bound = torch.finfo(x.dtype).eps * expected.abs() + (1e-3 if x.is_cuda else 2e-5) * expected.abs().max()
     assert ((got.float() - expected).abs() <= bound).all()
 
 

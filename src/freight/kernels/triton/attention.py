@@ -125,7 +125,7 @@ def _sequence_of(starts_ptr, tile, num_seqs, QUERIES: tl.constexpr):
     return low
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs", "table_stride", "window"])
 def prefill_kernel(
     q_ptr, out_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, starts_ptr, lengths_ptr, tables_ptr, num_seqs,
     table_stride, q_row_stride, q_head_stride, softmax_scale, window, GROUP: tl.constexpr, HEADS: tl.constexpr,
@@ -179,7 +179,7 @@ def prefill_kernel(
     tl.store(out_ptr + place[:, None] * DIM + dims[None, :], output.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "max_splits", "window"])
 def decode_kernel(
     q_ptr, partial_ptr, stats_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, starts_ptr, lengths_ptr, tables_ptr,
     table_stride, max_splits, q_row_stride, q_head_stride, softmax_scale, window, GROUP: tl.constexpr,
@@ -228,7 +228,7 @@ def decode_kernel(
         tl.store(stats_ptr + place * 2 + 1, total, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_splits", "window"])
 def merge_kernel(
     partial_ptr, stats_ptr, out_ptr, v_scale_ptr, starts_ptr, lengths_ptr, max_splits, window, GROUP: tl.constexpr,
     HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr,

@@ -52,7 +52,7 @@ def quantize_kernel(
     tl.store(codes_ptr + row * SIZE + index, stored, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def matmul_kernel(
     x_ptr, weight_ptr, x_scale_ptr, weight_scale_ptr, bias_ptr, out_ptr, num_rows, num_outputs, x_stride,
     SIZE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, X_FORMAT: tl.constexpr,

@@ -40,7 +40,7 @@ def _store_one(
     return tl.sum((x != x).to(tl.int32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def store_kernel(
     k_ptr, v_ptr, slots_ptr, k_page_ptr, v_page_ptr, k_scale_ptr, v_scale_ptr, nan_count_ptr, num_rows,
     k_row_stride, k_head_stride, v_row_stride, v_head_stride, HEADS: tl.constexpr, DIM: tl.constexpr,
