@@ -51,7 +51,7 @@ def collect() -> dict[str, Any]:
         "memory_free": device.memory_free,
         "torch_build": f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {hip}" if hip else "CPU",
         "gpu_present": gpu_present(),
-        "kernels": select_kernels("auto").name,
+        "kernels": select_kernels("auto", str(device.kind)).name,
         "kernels_because": cpu_library.describe(),
         "note": device.note,
     }
