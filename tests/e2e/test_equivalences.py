@@ -1,7 +1,8 @@
 """How a request is computed changes no bit of it: cache bytes, scales, log-probabilities, tokens.
 
 Alone or batched, whole or chunked prefill down to token by token, prefix hit or miss, preempted or not; for a 16-bit
-cache, E4M3 with static and with per-token scales, and E5M2; greedy and seeded.
+cache, E4M3 with static and with per-token scales, and E5M2; greedy and seeded; on the kernels that run by default, and
+for one cache on each other set that runs here.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from safetensors.torch import load_file, save_file
 
 from freight import LLM, SamplingParams
 from freight.checkpoint.reader import resolve_model
+from freight.engine import build as engine_build
+from freight.kernels.cpu import library
+from freight.kernels.kernel_set import select_kernels
 
 PROMPT = "class Queue:\n    def __init__(self, maxsize=0):\n        self.maxsize = maxsize\n" * 3
 OTHERS = [f"def function_{i}(argument):\n" + f"    value = {i}\n" * i for i in range(16)]
@@ -27,6 +31,8 @@ CACHES: dict[str, dict[str, Any]] = {
     "e4m3-token": {"kv_cache_dtype": "fp8_e4m3", "kv_scales": "dynamic"},
     "e5m2": {"kv_cache_dtype": "fp8_e5m2"},
 }
+OTHER_KERNELS = ["reference", *(f"cpu-{build}" for build in library.runnable()[1:])]
+SETUPS = [*((cache, "auto") for cache in CACHES), *(("e4m3-token", kernels) for kernels in OTHER_KERNELS)]
 SAMPLING = {
     "greedy": SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=3),
     "seeded": SamplingParams(temperature=0.9, top_p=0.95, seed=7, max_tokens=24, ignore_eos=True, logprobs=3),
@@ -101,12 +107,17 @@ def model_with_scales(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=CACHES)
+@pytest.fixture(scope="module", params=SETUPS, ids="-".join)
 def open_llm(request: pytest.FixtureRequest, model_with_scales: Path) -> Callable[..., LLM]:
-    model = str(model_with_scales) if request.param == "e4m3-tensor" else "demo"
+    cache, kernels = request.param
+    model = str(model_with_scales) if cache == "e4m3-tensor" else "demo"
 
     def build(**options: Any) -> LLM:
-        return LLM(model, **{**CACHES[request.param], "max_model_len": 512, "kv_cache_memory": "64MiB", **options})
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine_build, "select_kernels", lambda *_: select_kernels(kernels))
+            llm = LLM(model, **{**CACHES[cache], "max_model_len": 512, "kv_cache_memory": "64MiB", **options})
+        assert kernels in ("auto", llm.engine.runner.pool.layers[0].kernels.name)
+        return llm
 
     return build
 
