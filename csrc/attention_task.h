@@ -231,8 +231,12 @@ class Worker {
     const size_t last = static_cast<size_t>(task.head + task.heads) * a.head_dim * bytes_of(Tiles::format);
     const int calls = kPrefetches * task.heads, until = asked_for + (2 * kKeyTile + calls - 1) / calls;
     for (; asked_for < std::min(until, 2 * kKeyTile); asked_for++) {
-      const uint8_t* token = asked_for < kKeyTile ? next->k[asked_for] : next->v[asked_for - kKeyTile];
+      const bool is_v = asked_for >= kKeyTile;
+      const int i = asked_for % kKeyTile;
+      const uint8_t* token = is_v ? next->v[i] : next->k[i];
       for (size_t byte = first; byte < last; byte += 64) __builtin_prefetch(token + byte);
+      if (a.scales != FREIGHT_TOKEN_SCALES || i < next->begin || i >= next->end) continue;
+      __builtin_prefetch(static_cast<const uint16_t*>(is_v ? a.v_scale : a.k_scale) + next->slot[i] * a.num_kv_heads);
     }
   }
 
