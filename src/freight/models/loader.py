@@ -21,7 +21,7 @@ from freight.fp8.formats import Format
 from freight.fp8.quantize import torch_dtype
 from freight.fp8.scheme import Scheme
 from freight.fp8.values import Activations, Weight
-from freight.fp8.weights import quantize_rows
+from freight.fp8.weights import fit_rows
 from freight.kernels.kernel_set import KernelSet
 from freight.layers.attention import Attention
 from freight.layers.embedding import Embedding, LogitsHead
@@ -107,7 +107,7 @@ class CheckpointSource:
         if not (self.rounds and self.weight_format.is_fp8):
             return Weight(self.tensor(name, shape))
         stored = self.checkpoint.take(name, shape).to(self.device)
-        data, scale = quantize_rows(stored, self.weight_format)
+        data, scale = fit_rows(stored, self.weight_format)
         return Weight(data, scale, Activations.DYNAMIC)
 
     def head(self, name: str, shape: tuple[int, ...]) -> Weight:

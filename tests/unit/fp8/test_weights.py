@@ -9,8 +9,8 @@ import torch
 
 from freight.fp8 import weights
 from freight.fp8.formats import Format
-from freight.fp8.quantize import SMALLEST_SCALE
-from freight.fp8.weights import expand_blocks, quantize_blocks, quantize_rows
+from freight.fp8.quantize import SMALLEST_SCALE, decode
+from freight.fp8.weights import expand_blocks, fit_rows, quantize_blocks, quantize_rows
 
 KINDS = {Format.E4M3FN: ml_dtypes.float8_e4m3fn, Format.E4M3FNUZ: ml_dtypes.float8_e4m3fnuz}
 SHAPES = [(1, 1), (128, 128), (300, 257), (5, 1000)]
@@ -63,3 +63,31 @@ def test_expanded_blocks_cover_their_block():
     wide = expand_blocks(scale, (130, 300))
     assert wide.shape == (130, 300)
     assert [wide[r, c].item() for r, c in [(0, 0), (127, 127), (127, 128), (128, 255), (129, 299)]] == [0, 0, 1, 4, 5]
+
+
+@pytest.mark.parametrize("format", KINDS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_fitted_rows_err_less_and_never_saturate(format, shape, monkeypatch):
+    monkeypatch.setattr(weights, "_PIECE", 1000)
+    torch.manual_seed(0)
+    weight = torch.randn(shape) * torch.logspace(-3, 2, shape[0])[:, None]
+    (plain, smallest), (stored, scale) = quantize_rows(weight, format), fit_rows(weight, format)
+    ratio = scale / smallest
+    assert ((ratio >= 1) & (ratio < 2)).all()
+
+    def error(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return (decode(codes, scale[:, None]) - weight).square().sum(1)
+
+    assert (error(stored, scale) <= error(plain, smallest) * (1 + 1e-6)).all()
+    if shape[0] > 100:
+        assert error(stored, scale).log().mean() < error(plain, smallest).log().mean() - 0.02
+
+
+def test_a_fitted_row_does_not_depend_on_its_neighbours():
+    weight = torch.randn(6, 3000)
+    weight[2, 5], weight[4, 7] = torch.nan, torch.inf
+    stored, scale = fit_rows(weight, Format.E4M3FN)
+    for row in range(6):
+        alone, own = fit_rows(weight[row : row + 1], Format.E4M3FN)
+        assert codes(alone) == codes(stored[row])
+        assert own.item() == scale[row].item()

@@ -17,7 +17,7 @@ from freight.config.presets import PRESETS
 from freight.engine.build import open_model, open_random
 from freight.fp8.formats import Format
 from freight.fp8.values import Activations, Weight
-from freight.fp8.weights import quantize_rows
+from freight.fp8.weights import fit_rows
 from freight.kernels.kernel_set import REFERENCE
 from freight.models.decoder import Decoder
 from freight.models.loader import load_model
@@ -54,7 +54,7 @@ def test_a_checkpoint_is_rounded_row_by_row_and_merged_exactly(format):
     tensors = Checkpoint(folder)
     name = "model.layers.3.self_attn.{}_proj.weight"
     parts = [tensors.take(name.format(p), tensors.shape_of(name.format(p))) for p in "qkv"]
-    stored, scale = quantize_rows(torch.cat(parts), format)
+    stored, scale = fit_rows(torch.cat(parts), format)
     qkv = model.layers[3].attention.qkv.weight
     assert qkv.scale is not None
     assert torch.equal(qkv.scale, scale)
@@ -113,9 +113,9 @@ import resource, sys
 from freight.config.engine import EngineArgs
 from freight.engine.build import open_model
 from freight.fp8.formats import Format
-from freight.fp8.weights import quantize_rows
+from freight.fp8.weights import fit_rows
 import torch
-quantize_rows(torch.ones(2048, 2048), Format.E4M3FN)  # what the libraries themselves take at first use
+fit_rows(torch.ones(2048, 2048), Format.E4M3FN)  # what the libraries themselves take at first use
 def peak():  # bytes; macOS counts in bytes, Linux in KiB
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return used if sys.platform == "darwin" else used * 1024
