@@ -22,14 +22,34 @@ inline float round_e4m3(float v) {
 }
 
 // amax / 448 over the finite values, as large as the smallest normal float32 at least.
-float scale_of(const float* values, int64_t count) {
-  float largest = 0.f;
-  for (int64_t i = 0; i < count; i++) {
-    const float magnitude = bits_to_float(float_to_bits(values[i]) & 0x7FFFFFFFu);
-    largest = magnitude < __builtin_inff() && magnitude > largest ? magnitude : largest;
-  }
-  const float scale = largest / kLargest;
+float scale_from(uint32_t largest) {
+  const float scale = bits_to_float(largest) / kLargest;
   return scale > kSmallestScale ? scale : kSmallestScale;
+}
+
+// The largest finite magnitude of `count` values, as a float32's bits. Integers, so that these loops become vectors.
+uint32_t largest_of(const float* values, int64_t count) {
+  int32_t largest = 0;
+  for (int64_t i = 0; i < count; i++) {
+    const int32_t magnitude = static_cast<int32_t>(float_to_bits(values[i]) & 0x7FFFFFFFu);
+    const int32_t finite = magnitude < 0x7F800000 ? magnitude : 0;
+    largest = largest > finite ? largest : finite;
+  }
+  return static_cast<uint32_t>(largest);
+}
+
+uint32_t largest_of(const void* x, int32_t format, int64_t first, int64_t count) {
+  if (format == FREIGHT_FLOAT32) return largest_of(static_cast<const float*>(x) + first, count);
+  const uint16_t* halves = static_cast<const uint16_t*>(x) + first;
+  const int16_t infinity = format == FREIGHT_BFLOAT16 ? 0x7F80 : 0x7C00;
+  int16_t largest = 0;
+  for (int64_t i = 0; i < count; i++) {
+    const int16_t magnitude = static_cast<int16_t>(halves[i] & 0x7FFF);
+    const int16_t finite = magnitude < infinity ? magnitude : static_cast<int16_t>(0);
+    largest = largest > finite ? largest : finite;
+  }
+  const uint16_t half = static_cast<uint16_t>(largest);
+  return float_to_bits(format == FREIGHT_BFLOAT16 ? bf16_to_float(half) : f16_to_float(half));
 }
 
 void round_by(float* values, int64_t count, float scale) {
@@ -48,6 +68,9 @@ void to_float(const void* x, int32_t format, int64_t first, int64_t count, float
     for (int64_t i = 0; i < count; i++) out[i] = f16_to_float(halves[i]);
 }
 
+constexpr int64_t kColumns = 1024;  // of a task; a multiple of kGroup
+constexpr int64_t kShare = 8192;    // values that are worth a second thread
+
 struct Stager {
   const FreightWeight& weight;
   const void* x;
@@ -56,41 +79,63 @@ struct Stager {
   int64_t steps, groups;
   float *row_scale, *group_scale;
 
-  // One row into every height-th word of `to`.
-  void row(int64_t index, uint32_t* to, int height, std::vector<float>& values) const {
+  void scale_row(int64_t row) const {
     const int64_t in = weight.in_features;
+    row_scale[row] = weight.activations == STATIC ? weight.input_scale
+                                                  : scale_from(largest_of(x, format, row * in, in));
+  }
+
+  // Columns `first` .. `first` + `count` of a row, as float32, rounded to FP8 where the weight asks for it.
+  void values_of(int64_t row, int64_t first, int64_t count, float* values) const {
+    to_float(x, format, row * weight.in_features + first, count, values);
+    if (row_scale) return round_by(values, count, row_scale[row]);
+    if (!group_scale) return;
+    for (int64_t done = 0; done < count; done += kGroup) {
+      const int64_t part = std::min<int64_t>(kGroup, count - done);
+      float& scale = group_scale[row * groups + (first + done) / kGroup];
+      scale = scale_from(largest_of(values + done, part));
+      round_by(values + done, part, scale);
+    }
+  }
+
+  // The words of kColumns columns from `first` on of a row; words past its end are 0.
+  void words_of(int64_t row, int64_t first, uint32_t* words) const {
+    const int64_t count = std::max<int64_t>(0, std::min(kColumns, weight.in_features - first));
     if (pair && weight.activations == PLAIN) {
-      const uint16_t* from = static_cast<const uint16_t*>(x) + index * in;
-      const int64_t whole = in / 2;
-      for (int64_t i = 0; i < whole; i++) std::memcpy(&to[i * height], from + 2 * i, 4);
-      for (int64_t i = whole; i < steps; i++) to[i * height] = 0;
-      if (in % 2) to[whole * height] = from[in - 1];
+      const uint16_t* from = static_cast<const uint16_t*>(x) + row * weight.in_features + first;
+      std::memset(words, 0, kColumns * 2);
+      std::memcpy(words, from, static_cast<size_t>(count) * 2);
       return;
     }
-    values.assign(static_cast<size_t>(steps) * (pair ? 2 : 1), 0.f);
-    to_float(x, format, index * in, in, values.data());
-    if (weight.activations == STATIC) {
-      round_by(values.data(), in, weight.input_scale);
-      row_scale[index] = weight.input_scale;
-    } else if (weight.activations == DYNAMIC && group_scale) {
-      for (int64_t group = 0; group < groups; group++) {
-        float* part = values.data() + group * kGroup;
-        const int64_t count = std::min<int64_t>(kGroup, in - group * kGroup);
-        group_scale[index * groups + group] = scale_of(part, count);
-        round_by(part, count, group_scale[index * groups + group]);
-      }
-    } else if (weight.activations == DYNAMIC) {
-      row_scale[index] = scale_of(values.data(), in);
-      round_by(values.data(), in, row_scale[index]);
-    }
+    alignas(64) float values[kColumns];
+    std::memset(values + count, 0, static_cast<size_t>(kColumns - count) * 4);
+    values_of(row, first, count, values);
     if (!pair) {
-      for (int64_t i = 0; i < steps; i++) std::memcpy(&to[i * height], &values[static_cast<size_t>(i)], 4);
+      std::memcpy(words, values, sizeof(values));
       return;
     }
-    for (int64_t i = 0; i < steps; i++) {
-      const float* two = values.data() + 2 * i;
-      to[i * height] = float_to_bf16(two[0]) | static_cast<uint32_t>(float_to_bf16(two[1])) << 16;
+    for (int64_t i = 0; i < kColumns / 2; i++) {  // the upper halves of two: all that values of FP8 have
+      uint64_t two;
+      std::memcpy(&two, values + 2 * i, 8);
+      words[i] = static_cast<uint32_t>(two >> 16 & 0xFFFFu) | static_cast<uint32_t>(two >> 32 & 0xFFFF0000u);
     }
+  }
+
+  // kColumns columns of a tile.
+  template <int H>
+  void part(int64_t tile, int64_t first, int64_t rows, uint32_t* to) const {
+    const int64_t step = pair ? first / 2 : first, most = pair ? kColumns / 2 : kColumns;
+    const int64_t count = std::min(most, steps - step);
+    alignas(64) uint32_t words[H][kColumns];
+    for (int row = 0; row < H; row++) {
+      if (row < rows)
+        words_of(tile * kTileRows + row, first, words[row]);
+      else
+        std::memset(words[row], 0, sizeof(words[row]));
+    }
+    uint32_t* out = to + tile * kTileRows * steps + step * H;
+    for (int64_t i = 0; i < count; i++)
+      for (int row = 0; row < H; row++) out[i * H + row] = words[row][i];
   }
 };
 
@@ -110,14 +155,12 @@ Staged stage(const FreightWeight& weight, const void* x, int32_t format, int64_t
   uint32_t* to = staged.data();
   const Stager stager{weight, x, format, pair, steps, groups, by_row ? row_scale.data() : nullptr,
                       by_group ? group_scale.data() : nullptr};
-  parallel_for(tiles, threads, [&](int64_t tile) {
-    thread_local std::vector<float> values;
-    const int64_t first = tile * kTileRows, there = std::min<int64_t>(kTileRows, rows - first);
-    const int height = height_of(there);
-    uint32_t* out = to + first * steps;
-    for (int64_t row = 0; row < there; row++) stager.row(first + row, out + row, height, values);
-    for (int64_t row = there; row < height; row++)
-      for (int64_t i = 0; i < steps; i++) out[i * height + row] = 0;
+  const int64_t parts = (steps * (pair ? 2 : 1) + kColumns - 1) / kColumns;
+  const int useful = static_cast<int>(std::min<int64_t>(threads, rows * weight.in_features / kShare + 1));
+  if (by_row) parallel_for(rows, rows > kTileRows ? useful : 1, [&](int64_t row) { stager.scale_row(row); });
+  parallel_for(tiles * parts, useful, [&](int64_t task) {
+    const int64_t tile = task / parts, there = std::min<int64_t>(kTileRows, rows - tile * kTileRows);
+    with_height(height_of(there), [&](auto height) { stager.part<height>(tile, task % parts * kColumns, there, to); });
   });
   return {to, steps, groups, stager.row_scale, stager.group_scale};
 }

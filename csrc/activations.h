@@ -3,6 +3,7 @@
 // Rows come in tiles of up to kTileRows; within a tile values lie as [step][rows of the tile], so that one tile is one
 // stream of memory. A row is staged from its own values alone.
 #pragma once
+#include <type_traits>
 #include <vector>
 
 #include "packed.h"
@@ -20,6 +21,21 @@ inline int height_of(int64_t rows) {
   for (int height : kHeights)
     if (rows <= height && height <= kTileRows) return height;
   return kTileRows;
+}
+
+// Call f with the height as a compile-time number.
+template <class F>
+inline void with_height(int height, const F& f) {
+  switch (height) {
+    case 1: return f(std::integral_constant<int, 1>());
+    case 2: return f(std::integral_constant<int, 2>());
+    case 4: return f(std::integral_constant<int, 4>());
+    case 6: return f(std::integral_constant<int, 6>());
+#if FREIGHT_AVX512
+    case 8: return f(std::integral_constant<int, 8>());
+    case 12: return f(std::integral_constant<int, 12>());
+#endif
+  }
 }
 
 enum Activations : int32_t { PLAIN = 0, DYNAMIC = 1, STATIC = 2 };

@@ -3,11 +3,10 @@
 // One order of summation for every number of rows: each output is summed over its inputs from first to last by one
 // lane; under block scales each group of 128 inputs is summed so, then multiplied and added in order. Rows are taken in
 // tiles, outputs in blocks; weights are decoded in registers as they stream by, once for every tile of rows, which costs
-// next to nothing while the multipliers are busy. A task keeps its few blocks of weights in L2 and goes over all tiles.
+// little while the multipliers are busy. A task is one band of weights: it stays in L2 while the task goes over all tiles.
 #include <algorithm>
 #include <cstdlib>
 #include <memory>
-#include <type_traits>
 #include <vector>
 
 #include "activations.h"
@@ -17,7 +16,8 @@
 namespace {
 
 constexpr int64_t kStageRows = 516;  // rows staged at once: what all cores read over and over, from L3
-constexpr int64_t kPrefetch = 4096;  // bytes ahead in each stream of weights
+constexpr int64_t kPrefetch = 8192;  // bytes ahead in the stream of weights, into the next task's when one ends
+constexpr int64_t kSpan = 128;       // units that all blocks of a band go over before the next ones: 32 KiB
 
 struct Call {
   const FreightWeight& weight;
@@ -40,21 +40,6 @@ constexpr int blocks_at_once(int height) { return height <= 2 ? 1 : blocks_for(h
 constexpr int blocks_for(int height) { return height == 1 ? 4 : height == 2 ? 2 : 1; }
 constexpr int blocks_at_once(int height) { return blocks_for(height); }
 #endif
-
-// Call f with the height as a compile-time number.
-template <class F>
-inline void with_height(int height, const F& f) {
-  switch (height) {
-    case 1: return f(std::integral_constant<int, 1>());
-    case 2: return f(std::integral_constant<int, 2>());
-    case 4: return f(std::integral_constant<int, 4>());
-    case 6: return f(std::integral_constant<int, 6>());
-#if FREIGHT_AVX512
-    case 8: return f(std::integral_constant<int, 8>());
-    case 12: return f(std::integral_constant<int, 12>());
-#endif
-  }
-}
 
 // With M staged rows, in order over `units` units of NB streams of weights: sums[NB][M][16] go on adding products;
 // or, given scale[NB][M], the products' own sum is multiplied by that and added.
@@ -96,21 +81,24 @@ struct Groups {
   float factor = 1.f;  // of the decoder
 };
 
+// As `accumulate`, over units first .. end of the band, group by group; w is where unit 0 lies.
 template <class D, int M, int NB>
-inline void tile(const D& decoder, const uint8_t* const* w, const typename D::Math::X* x, int64_t units,
+inline void tile(const D& decoder, const uint8_t* const* w, const typename D::Math::X* x, int64_t first, int64_t end,
                  const Groups& groups, float* sums) {
-  if (!groups.units) return accumulate<D, M, NB>(decoder, w, x, units, nullptr, sums);
-  for (int64_t group = 0, first = 0; first < units; group++, first += groups.units) {
+  const int64_t most = groups.units ? groups.units : end - first;
+  for (; first < end; first += most) {
     float scale[NB * M];
     const uint8_t* from[NB];
     for (int j = 0; j < NB; j++) {
       from[j] = w[j] + first * kBand * kUnit;
+      if (!groups.units) continue;
+      const int64_t group = first / groups.units;
       const float of_weight = groups.weight[j][group] * groups.factor;
       for (int m = 0; m < M; m++)
         scale[j * M + m] = groups.x ? of_weight * groups.x[m * groups.stride + group] : of_weight;
     }
-    const int64_t count = std::min(groups.units, units - first);
-    accumulate<D, M, NB>(decoder, from, x + first * D::steps * M, count, scale, sums);
+    const int64_t count = std::min(most, end - first);
+    accumulate<D, M, NB>(decoder, from, x + first * D::steps * M, count, groups.units ? scale : nullptr, sums);
   }
 }
 
@@ -157,26 +145,30 @@ struct Product {
   }
 
   void compute() const {
-    with_height(height_of(call.rows), [&](auto height) {
-      constexpr int NB = blocks_for(height);
-      parallel_for((call.blocks() + NB - 1) / NB, call.threads, [&](int64_t task) {
-        for (int64_t row = 0; row < call.rows; row += kTileRows)
-          with_height(height_of(call.rows - row), [&](auto own) {
-            if constexpr (own <= height) one_tile<own, NB>(row, task * NB);
-          });
-      });
+    parallel_for((call.blocks() + kBand - 1) / kBand, call.threads, [&](int64_t band) {
+      for (int64_t row = 0; row < call.rows; row += kTileRows)
+        with_height(height_of(call.rows - row), [&](auto height) { one_tile<height>(row, band * kBand); });
     });
   }
 
-  template <int M, int NB>
+  // M rows from `row` on by the band of blocks from `block` on.
+  template <int M>
   void one_tile(int64_t row, int64_t block) const {
-    const int64_t rows = std::min<int64_t>(kTileRows, call.rows - row);
-    const uint8_t* w[NB];
-    for (int j = 0; j < NB; j++) w[j] = block_data(std::min(block + j, call.blocks() - 1));
-    alignas(64) float sums[NB * M * kLanes] = {};
+    constexpr int NB = blocks_for(M);
+    constexpr int64_t size = NB * M * kLanes;
+    alignas(64) float sums[kBand / NB * size] = {};
     const X* x = static_cast<const X*>(call.staged.x) + row * call.staged.steps;
-    tile<D, M, NB>(decoder, w, x, units, groups(block, NB, row), sums);
-    for (int j = 0; j < NB && block + j < call.blocks(); j++)
+    const int parts = static_cast<int>(std::min<int64_t>(kBand, call.blocks() - block) + NB - 1) / NB;
+    const int64_t span = parts > 1 ? kSpan : units;
+    for (int64_t first = 0; first < units; first += span)
+      for (int part = 0; part < parts; part++) {
+        const uint8_t* w[NB];
+        for (int j = 0; j < NB; j++) w[j] = block_data(block + part * NB + j);
+        const int64_t end = std::min(first + span, units);
+        tile<D, M, NB>(decoder, w, x, first, end, groups(block + part * NB, NB, row), sums + part * size);
+      }
+    const int64_t rows = std::min<int64_t>(kTileRows, call.rows - row);
+    for (int j = 0; j < kBand && block + j < call.blocks(); j++)
       finish(call, sums + j * M * kLanes, row, rows, block + j, factor);
   }
 };

@@ -3,6 +3,9 @@
 
 #include <algorithm>
 #include <cstring>
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
 
 #include "packed.h"
 #include "parallel.h"
@@ -18,6 +21,13 @@ void ask_for_large_pages(void* memory, int64_t bytes) {
   if (from < to) madvise(reinterpret_cast<void*>(from), to - from, MADV_HUGEPAGE);
 #else
   (void)memory, (void)bytes;
+#endif
+}
+
+// The weights that have been packed were freed, and the heap would keep their pages.
+void give_back_freed_memory() {
+#ifdef __GLIBC__
+  malloc_trim(0);
 #endif
 }
 
@@ -68,6 +78,8 @@ FREIGHT_API int64_t freight_packed_bytes(int32_t format, int64_t out, int64_t in
 
 FREIGHT_API void freight_pack(const void* data, int32_t format, int64_t out, int64_t in, void* packed, float* scale,
                               int32_t threads) {
+  constexpr int64_t kLarge = 1 << 20;
+  if (out * in >= kLarge) give_back_freed_memory();
   ask_for_large_pages(packed, freight_packed_bytes(format, out, in));
   if (format == FREIGHT_FLOAT32)
     pack<uint32_t>(data, format, out, in, packed, scale, threads);

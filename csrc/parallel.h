@@ -1,7 +1,9 @@
-// parallel_for: numbered tasks, shared out among threads one by one.
+// parallel_for: numbered tasks, shared out among threads.
 //
-// Which thread takes which task is open, so a task must compute the same bits wherever it runs, and may not depend on
-// how many threads there are. Threads come from the OpenMP runtime given to freight_init, else from a pool of our own.
+// Each thread starts on a range of its own and goes through it in order, so that what its tasks read can be one stream
+// of memory; who has done all takes from the ends of the others' ranges. Which thread takes which task is open, so a task
+// must compute the same bits wherever it runs, and may not depend on how many threads there are. Threads come from the
+// OpenMP runtime given to freight_init, else from a pool of our own.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -9,26 +11,52 @@
 // Run body(data) on `threads` threads at once, this one included; returns when all have returned.
 void run_on_threads(void (*body)(void*), void* data, int threads);
 
-// Call body(task) for task 0 .. tasks-1, on at most `threads` threads.
+// The tasks that are left of a range: the first in the low half, the end in the high half.
+class TaskRange {
+ public:
+  void set(int64_t first, int64_t end) { left_.store(static_cast<uint64_t>(end) << 32 | static_cast<uint64_t>(first)); }
+
+  // The first or the last task, which is the caller's from then on; -1 when none is left.
+  int64_t take(bool first) {
+    uint64_t left = left_.load(std::memory_order_relaxed);
+    for (;;) {
+      const uint64_t next = left & 0xFFFFFFFFu, end = left >> 32;
+      if (next >= end) return -1;
+      if (left_.compare_exchange_weak(left, first ? left + 1 : left - (uint64_t{1} << 32), std::memory_order_relaxed))
+        return static_cast<int64_t>(first ? next : end - 1);
+    }
+  }
+
+ private:
+  alignas(64) std::atomic<uint64_t> left_{0};
+};
+
+// Call body(task) for task 0 .. tasks-1, on at most `threads` threads; fewer than 2^32 tasks.
 template <class Body>
 void parallel_for(int64_t tasks, int threads, const Body& body) {
+  constexpr int kRanges = 64;
   if (threads > tasks) threads = static_cast<int>(tasks);
   if (threads <= 1) {
     for (int64_t task = 0; task < tasks; task++) body(task);
     return;
   }
   struct Job {
-    std::atomic<int64_t> next{0};
-    int64_t tasks;
+    TaskRange ranges[kRanges];
+    std::atomic<int> arrived{0};
+    int count;
     const Body* body;
   } job;
-  job.tasks = tasks;
+  job.count = threads < kRanges ? threads : kRanges;
   job.body = &body;
+  for (int i = 0; i < job.count; i++) job.ranges[i].set(tasks * i / job.count, tasks * (i + 1) / job.count);
   run_on_threads(
       [](void* data) {
         Job& shared = *static_cast<Job*>(data);
-        for (int64_t task; (task = shared.next.fetch_add(1, std::memory_order_relaxed)) < shared.tasks;)
-          (*shared.body)(task);
+        const int own = shared.arrived.fetch_add(1, std::memory_order_relaxed);
+        for (int i = 0; i < shared.count; i++) {
+          TaskRange& range = shared.ranges[(own + i) % shared.count];
+          for (int64_t task; (task = range.take(i == 0)) >= 0;) (*shared.body)(task);
+        }
       },
       &job, threads);
 }

@@ -6,6 +6,7 @@ A row's bits depend on nothing but that row and the weight: not on the other row
 from __future__ import annotations
 
 import ctypes
+import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -62,9 +63,15 @@ class PackedWeight:
 
 
 def _aligned(num_bytes: int) -> Tensor:
-    alignment = _LARGE_PAGE if num_bytes >= _LARGE_PAGE else _CACHE_LINE
-    memory = torch.empty(num_bytes + alignment, dtype=torch.uint8)  # what comes before `start` is never touched
-    start = -memory.data_ptr() % alignment
+    """Memory that begins at a large page, or at a cache line. What is large gets a mapping of its own: between the
+    freed blocks of the heap it would keep them resident, and lie on small pages."""
+    if num_bytes < _LARGE_PAGE:
+        memory = torch.empty(num_bytes + _CACHE_LINE, dtype=torch.uint8)
+        start = -memory.data_ptr() % _CACHE_LINE
+    else:
+        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        memory = torch.frombuffer(mmap.mmap(-1, num_bytes + _LARGE_PAGE, flags=private), dtype=torch.uint8)
+        start = -memory.data_ptr() % _LARGE_PAGE  # what comes before is never touched
     return memory[start : start + num_bytes]
 
 
