@@ -6,7 +6,13 @@ The names listed in `__all__` are public; everything else may change. They are l
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
+
+# GNU OpenMP, which torch brings, reads this when torch is loaded. By default its threads spin for milliseconds when
+# they wait for each other: on cores that other programs use too, that makes a step ten times slower.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 if TYPE_CHECKING:
     from freight.calibrate.quantize import QuantizeResult, quantize

@@ -59,3 +59,13 @@ def test_importing_freight_loads_neither_torch_nor_its_own_modules() -> None:
     code = "import sys, freight; print([m for m in sys.modules if m == 'torch' or m.startswith('freight.')])"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("given", "spins"), [({}, "10000"), ({"GOMP_SPINCOUNT": "5"}, "5"), ({"OMP_WAIT_POLICY": "active"}, None)]
+)
+def test_waiting_threads_give_way_unless_told_otherwise(given, spins):
+    code = "import freight, os; print(os.environ.get('GOMP_SPINCOUNT'))"
+    run = [sys.executable, "-c", code]
+    answer = subprocess.run(run, env={"PATH": "/usr/bin:/bin", **given}, capture_output=True, text=True, check=True)
+    assert answer.stdout.strip() == str(spins)
