@@ -257,3 +257,68 @@ def test_a_full_disk_is_seen_before_the_work(out: Path, monkeypatch: pytest.Monk
     with pytest.raises(CapacityError, match=re.escape("has 1,000 free")):
         freight.quantize(BASE, out, **STATIC)
     assert not out.exists()
+
+
+CENTERED: dict[str, Any] = {"weights": "none", "kv_cache": "fp8", "center": True, "num_samples": 8, "max_seq_len": 512}
+
+
+def test_centers_lie_beside_scales_that_hold_without_them(tmp_path: Path):
+    plain, centered = tmp_path / "plain", tmp_path / "centered"
+    options = CENTERED | {"kv_granularity": "channel"}
+    result = freight.quantize("demo", centered, **options)
+    freight.quantize("demo", plain, **options | {"center": False})
+    assert [one.k is not None for one in result.centers] == [True] * 6
+    ours, others = tensors(centered), tensors(plain)
+    assert ours.keys() == others.keys()
+    assert all(torch.equal(ours[name], others[name]) for name in ours)
+
+    text = (resolve_model("demo") / "heldout.txt").read_text()
+    scores = [
+        compare_caches(EngineArgs(str(folder)), [("auto", "auto")], text, 512, max_tokens=2048)[1]
+        for folder in (plain, centered)
+    ]
+    assert scores[1].mean_kl < 0.85 * scores[0].mean_kl
+    assert scores[1].bytes_per_token == scores[0].bytes_per_token
+
+
+def test_centers_change_with_chunks_and_batches_no_more_than_anything_else(tmp_path: Path):
+    freight.quantize("demo", tmp_path / "out", **CENTERED)
+    prompts = [list(range(10 + i, 60 + 7 * i)) for i in range(4)]
+    params = SamplingParams(max_tokens=12, temperature=0.0, detokenize=False, ignore_eos=True, logprobs=1)
+
+    def run(**options: Any) -> list[Any]:
+        llm = LLM(str(tmp_path / "out"), **{**SMALL, **options})
+        return [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in llm.generate(prompts, params)]
+
+    together = run()
+    assert together == run(max_num_seqs=1, max_num_batched_tokens=16, enable_prefix_caching=False)
+
+
+def test_centers_that_gain_nothing_are_refused(tmp_path: Path, out: Path):
+    """A model whose keys and values are zero."""
+    weights = tensors(BASE)
+    for name in weights:
+        if "k_proj" in name or "v_proj" in name:
+            weights[name] = torch.zeros_like(weights[name])
+    shutil.copytree(BASE, tmp_path / "model")
+    save_file(weights, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match="--center gains nothing on this model"):
+        freight.quantize(tmp_path / "model", out, **CENTERED, calibration_data=IDS)
+    assert not out.exists()
+
+
+def test_scales_that_move_take_centers_along_or_hold_without(tmp_path: Path):
+    from freight.calibrate.scales import export_scales, extract_scales
+
+    quantized = tmp_path / "quantized"
+    freight.quantize("demo", quantized, **CENTERED)
+    extract_scales(str(quantized), "demo", tmp_path / "moved")
+    moved, made = (
+        json.loads((tmp_path / name / "freight_kv_scales.json").read_text()) for name in ("moved", "quantized")
+    )
+    assert moved == made
+    exported = export_scales(str(quantized), tmp_path / "scales.json")
+    stored = tensors(quantized)
+    for index, layer in enumerate(exported.layers):
+        assert layer is not None
+        assert layer.k[0] == float(stored[f"model.layers.{index}.self_attn.k_scale"])

@@ -19,7 +19,7 @@ from freight.layers.rope import Rope
 from freight.models.decoder import DecoderLayer
 
 PAIR_RATIO = 1.0  # mean^2 over variance from which a pair of key channels is centered
-WORTH = 2.0  # a layer's keys or values are centered if this divides their mean squared error, or more
+WORTH = 1.25  # a layer's keys or values are centered if this divides their mean squared error, or more
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from freight.calibrate.centers import WORTH, LayerCenters
 from freight.calibrate.data import Samples, read_samples
 from freight.calibrate.modules import ignored_modules
 from freight.calibrate.run import Calibration, Progress, calibrate
@@ -37,6 +38,7 @@ NOTHING_CALIBRATED = Calibration(None, None, {}, 0, 0, {}, ())
 class QuantizeResult:
     """What was written, and what is worth knowing of how.
 
+    centers    by layer, with what they gain; empty unless asked for
     warnings   sentences: scales that had not settled, what was only zeros, modules left out of a merged group
     """
 
@@ -46,6 +48,7 @@ class QuantizeResult:
     num_tokens: int
     bytes_before: int
     bytes_after: int
+    centers: tuple[LayerCenters, ...] = ()
     warnings: tuple[str, ...] = field(default=())
 
 
@@ -124,7 +127,19 @@ def quantize(
     if decided.needs_data:
         samples = load_samples(opened, decided, args.calibration_data)
         calibration = opened.calibrate(decided, samples, ignored, on_progress)
+        require_gain(decided, calibration)
     return write(opened, decided, ignored, torn, calibration, Path(out), on_progress)
+
+
+def require_gain(plan: QuantizePlan, calibration: Calibration) -> None:
+    """Raises ConfigError if centers were asked for and no layer is better for one."""
+    centers = calibration.centers
+    if plan.center and not any(one.k is not None or one.v is not None for one in centers):
+        k, v = max(one.k_gain for one in centers), max(one.v_gain for one in centers)
+        raise ConfigError(
+            f"--center gains nothing on this model: in the layers where it does most, it would divide the mean squared "
+            f"error of scores by {k:.2f} and of values by {v:.2f}, and {WORTH} is the least that pays; leave it away"
+        )
 
 
 def load_samples(opened: Unquantized, plan: QuantizePlan, data: object) -> Samples:
@@ -160,4 +175,5 @@ def write(
             f"{torn[0]} is quantized although --ignore leaves out a module that engines merge it with; those that do "
             "may refuse the checkpoint: ignore all of q, k, v or gate, up"
         )
-    return QuantizeResult(out, plan, calibration.num_samples, calibration.num_tokens, before, after, tuple(warnings))
+    counts = (calibration.num_samples, calibration.num_tokens)
+    return QuantizeResult(out, plan, *counts, before, after, calibration.centers, tuple(warnings))

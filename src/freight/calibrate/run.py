@@ -193,7 +193,8 @@ def calibrate(
     """Measure the scales that `plan` needs, on `samples` of token ids. `source` gives unquantized weights.
 
     Attention is the reference's, in float32: the fast ones round more, which a scale would keep for good, and would
-    make it depend on the machine. Centers need a second turn through each layer, as scales are for what they leave.
+    make it depend on the machine. Centers need a second turn through each layer, as scales are for what they leave, and
+    the hidden states twice; everything else is measured as without them.
     Raises CheckpointError that names the layer and what of it is NaN or infinite.
     """
     kernels = replace(kernels, attention=REFERENCE.attention, store_kv=REFERENCE.store_kv, key_centers=True)
@@ -210,12 +211,13 @@ def calibrate(
         layer = build_layer(config, source, kernels, index, rope)
         watch = _watch_layer(plan, config, modules, left_out, device)
         if plan.center:
-            finder = CenterWatch()
-            run.through(finder.around(watch.around(layer)), hidden, watch, finder.see_values, keep=False)
+            finder, before = CenterWatch(), hidden.clone()
+            run.through(finder.around(watch.around(layer)), hidden, watch, finder.see_values)
             centers = finder.centers()
             rest = _watch_layer(replace(plan, activations=ActivationScheme.NONE), config, modules, left_out, device)
-            run.through(layer, hidden, rest, centers=centers)
+            run.through(layer, before, rest, centers=centers)
             centered.append((centers, rest))
+            del before
         else:
             run.through(watch.around(layer), hidden, watch)
         if not hidden.isfinite().all():
@@ -256,9 +258,8 @@ class _Run:
         watch: _LayerWatch,
         see_values: Callable[[Tensor], None] = lambda v: None,
         centers: LayerCenters | None = None,
-        keep: bool = True,
     ) -> None:
-        """hidden: [total, hidden_size], samples end to end; becomes what the layer makes of it if `keep`.
+        """hidden: [total, hidden_size], samples end to end; becomes what the layer makes of it.
 
         `watch` sees keys and values as they are stored, without `centers` if there are some.
         """
@@ -278,9 +279,7 @@ class _Run:
                 for one in watch.all:
                     one.mark()
             rows = slice(begin, begin + length)
-            out = layer(hidden[rows], self._batch(length), kv)
-            if keep:
-                hidden[rows] = out
+            hidden[rows] = layer(hidden[rows], self._batch(length), kv)
             begin += length
             self._done += length
             self._on_progress(self._done)

@@ -29,13 +29,13 @@ def extract_scales(
     Raises ConfigError where the two differ, CheckpointError where scales are missing.
     """
     require_new(out)
-    scales, source = _complete_scales(quantized)
+    scales, coarse, source = _complete_scales(quantized)
     opened = open_unquantized(base)
     for what in ("model_type", "num_layers", "num_kv_heads", "head_dim"):
         theirs, ours = getattr(source, what), getattr(opened.model, what)
         if theirs != ours:
             raise ConfigError(f"the scales of {quantized} do not fit {base}: {what} is {theirs} there and {ours} here")
-    return _write(opened, scales, out, on_progress)
+    return _write(opened, scales, coarse, out, on_progress)
 
 
 def import_scales(
@@ -46,7 +46,8 @@ def import_scales(
     if not file.is_file():
         raise ConfigError(f"{file}: there is no such file")
     opened = open_unquantized(model)
-    return _write(opened, read_scale_json(file, opened.model), out, on_progress)
+    scales = read_scale_json(file, opened.model)
+    return _write(opened, scales, scales, out, on_progress)
 
 
 def export_scales(model: str, file: Path) -> KVScales:
@@ -57,7 +58,7 @@ def export_scales(model: str, file: Path) -> KVScales:
     """
     if file.exists():
         raise ConfigError(f"{file} exists; remove it, or name another")
-    scales, config = _complete_scales(model)
+    _, scales, config = _complete_scales(model)
     factors = {str(index): max(*layer.k, *layer.v) for index, layer in enumerate(scales.layers) if layer is not None}
     kv_cache: dict[str, Any] = {"dtype": Format.E4M3FN.torch_name, "scaling_factor": {"0": factors}}
     try:
@@ -67,15 +68,21 @@ def export_scales(model: str, file: Path) -> KVScales:
     return scales
 
 
-def _complete_scales(model: str) -> tuple[KVScales, ModelConfig]:
-    """Scales for E4M3FN of every layer of `model`."""
+def _complete_scales(model: str) -> tuple[KVScales, KVScales, ModelConfig]:
+    """Scales for E4M3FN of every layer of `model`, and those that hold without centers, one per layer and side."""
     checkpoint = Checkpoint(resolve_model(model))
     config = parse_model_config(checkpoint.config)
     scales = read_kv_scales(checkpoint, config)
     if scales.missing:
         which = "no KV scales" if scales.empty else f"no KV scales for layers {', '.join(map(str, scales.missing))}"
         raise CheckpointError(f"{model} has {which}; make them with freight quantize --kv-cache fp8")
-    return for_variant(scales, Format.E4M3FN), config
+    uncentered = read_kv_scales(checkpoint, config, extras=False) if any(map(_centered, scales.layers)) else scales
+    coarse = per_layer(for_variant(uncentered, Format.E4M3FN))
+    return for_variant(scales, Format.E4M3FN), coarse, config
+
+
+def _centered(layer: LayerScales | None) -> bool:
+    return layer is not None and bool(layer.centered)
 
 
 def per_layer(scales: KVScales) -> KVScales:
@@ -87,7 +94,7 @@ def _coarse(layer: LayerScales) -> LayerScales:
     return replace(layer, k=(max(layer.k),), v=(max(layer.v),), granularity=Granularity.TENSOR)
 
 
-def _write(opened: Unquantized, scales: KVScales, out: Path, on_progress: Progress) -> KVScales:
+def _write(opened: Unquantized, scales: KVScales, coarse: KVScales, out: Path, on_progress: Progress) -> KVScales:
     """In float32: what was read is written, to the bit."""
     require_room(opened.checkpoint, out)
     granularity = next(layer.granularity for layer in scales.layers if layer is not None)
@@ -101,7 +108,7 @@ def _write(opened: Unquantized, scales: KVScales, out: Path, on_progress: Progre
         observer=ObserverKind.ABSMAX,
         layout=Layout.COMPRESSED_TENSORS,
     )
-    finer = None if granularity is Granularity.TENSOR else scales
-    measured = replace(NOTHING_CALIBRATED, kv=per_layer(scales), kv_finer=finer)
+    finer = scales if granularity is not Granularity.TENSOR or any(map(_centered, scales.layers)) else None
+    measured = replace(NOTHING_CALIBRATED, kv=coarse, kv_finer=finer)
     write_quantized(opened.checkpoint, opened.model, plan, (), measured, out, on_progress, Format.FLOAT32)
     return scales

@@ -1,4 +1,4 @@
-"""KV scales per head or per channel, in a file beside the weights that other engines do not look at.
+"""KV scales per head or per channel, and centers, in a file beside the weights that other engines do not look at.
 
 The standard tensors hold one scale per layer, valid on their own. config.json names the file and its SHA-256, so a
 file that is missing, or belongs to another run, is an error and never a fall-back:
@@ -6,7 +6,8 @@ file that is missing, or belongs to another run, is an error and never a fall-ba
     "freight": {"kv_scales": {"file": "freight_kv_scales.json", "sha256": "…"}}
 
 The file is JSON: {"format": "fp8_e4m3fn", "granularity": "channel", "layers": [{"k": […], "v": […]}, …]}; scales are
-float32, row-major over [num_kv_heads, head_dim].
+float32, row-major over [num_kv_heads, head_dim]. A layer whose keys or values are stored without a constant has that as
+`k_center` or `v_center`, a number per channel; its scales are then for what remains.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from freight.fp8.formats import Format, Granularity
 from freight.fp8.scheme import KVScales, LayerScales
 
 FILE = "freight_kv_scales.json"
+_REQUIRED = dict.fromkeys(("k", "v"))  # fields of LayerScales
+_OPTIONAL = dict.fromkeys(("k_center", "v_center"))
 
 
 class CacheShape(Protocol):
@@ -43,7 +46,9 @@ def write_extras(scales: KVScales) -> tuple[dict[str, Any], dict[str, bytes]]:
     content = {
         "format": str(scales.format),
         "granularity": str(layers[0].granularity),
-        "layers": [{"k": list(layer.k), "v": list(layer.v)} for layer in layers],
+        "layers": [
+            {key: list(value) for key in _REQUIRED | _OPTIONAL if (value := getattr(layer, key))} for layer in layers
+        ],
     }
     data = json.dumps(content).encode()
     named = {"file": FILE, "sha256": hashlib.sha256(data).hexdigest()}
@@ -87,22 +92,34 @@ def _parse(path: Path, data: bytes, shape: CacheShape) -> KVScales:
     try:
         content = json.loads(data)
         format, granularity = Format(content["format"]), Granularity(content["granularity"])
-        layers = [(tuple(map(float, layer["k"])), tuple(map(float, layer["v"]))) for layer in content["layers"]]
-    except (ValueError, KeyError, TypeError) as error:
+        layers = [{key: tuple(map(float, values)) for key, values in layer.items()} for layer in content["layers"]]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} holds no KV scales: {type(error).__name__}: {error}") from error
     if not format.is_e4m3 or granularity not in sizes or len(layers) != shape.num_layers:
         raise CheckpointError(
             f"{path} has {granularity} scales for {format} and {len(layers)} layers; the model has {shape.num_layers}"
         )
-    for index, sides in enumerate(layers):
-        for side, values in zip("kv", sides, strict=True):
-            if len(values) != sizes[granularity]:
+    for index, layer in enumerate(layers):
+        if not set(_REQUIRED) <= set(layer) <= set(_REQUIRED | _OPTIONAL):
+            raise CheckpointError(f"{path}: layer {index} has {sorted(layer)}, which this version does not understand")
+        for side in _REQUIRED:
+            if len(layer[side]) != sizes[granularity]:
                 raise CheckpointError(
-                    f"{path}: layer {index} has {len(values)} scales of {side}, the model wants {sizes[granularity]}"
+                    f"{path}: layer {index} has {len(layer[side])} scales of {side}, the model wants "
+                    f"{sizes[granularity]}"
                 )
-            if not all(math.isfinite(value) and value > 0 for value in values):
+            if not all(math.isfinite(value) and value > 0 for value in layer[side]):
                 raise CheckpointError(f"{path}: layer {index}: a scale of {side} is not finite and above 0")
-    names = tuple(f"{path.name}:layers[{index}]" for index in range(len(layers)))
+        for center in _OPTIONAL:
+            values = layer.get(center, ())
+            if values and (len(values) != sizes[Granularity.CHANNEL] or not all(map(math.isfinite, values))):
+                raise CheckpointError(
+                    f"{path}: layer {index}: {center} is not {sizes[Granularity.CHANNEL]} finite numbers"
+                )
     return KVScales(
-        tuple(LayerScales(k, v, granularity, (name,)) for (k, v), name in zip(layers, names, strict=True)), format
+        tuple(
+            LayerScales(**layer, granularity=granularity, names=(f"{path.name}:layers[{index}]",))
+            for index, layer in enumerate(layers)
+        ),
+        format,
     )

@@ -65,8 +65,10 @@ def parse_scale_name(name: str) -> tuple[int, str] | None:
     return int(match["layer"]), next(iter(sides.values()))
 
 
-def read_kv_scales(checkpoint: Checkpoint, model: ModelShape) -> KVScales:
-    """Take every KV scale of the checkpoint; those per head or channel that lie beside it (`checkpoint.extras`) count.
+def read_kv_scales(checkpoint: Checkpoint, model: ModelShape, extras: bool = True) -> KVScales:
+    """Take every KV scale of the checkpoint. Those that lie beside it (`checkpoint.extras`) count if there are some.
+
+    Without `extras` the tensors' scales are what is returned: those that stand on their own, without centers.
 
     A scale of one side alone stands for both, as does `kv_scale`. Raises CheckpointError, naming tensor and value, for
     a scale that is not positive and finite, has a shape that fits neither tensor, head nor channel, or is there under
@@ -89,7 +91,7 @@ def read_kv_scales(checkpoint: Checkpoint, model: ModelShape) -> KVScales:
                 )
             found[layer].setdefault(side, (name, values))
     finer = read_extras(checkpoint, model)
-    if finer is not None:
+    if finer is not None and extras:
         return finer
     format = read_scheme(checkpoint.config, checkpoint.hf_quant_config).kv_format or Format.E4M3FN
     return KVScales(tuple(_layer(sides, model) for sides in found), format)

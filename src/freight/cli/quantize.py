@@ -33,6 +33,10 @@ Activations = Annotated[
 ]
 KVCache = Annotated[str | None, _option(KV_CACHES, "Calibrate scales for an FP8 KV cache; default: none.")]
 KVGranularity = Annotated[str | None, _option(KV_GRANULARITIES, "What shares a KV scale; default: tensor.")]
+Center = Annotated[
+    bool | None,
+    typer.Option("--center", help="Take the means off keys and values before they are stored, where that pays."),
+]
 Ignore = Annotated[
     list[str] | None, _option("PATTERN", "A module to leave in 16 bits: a name, or re:REGEX; may be repeated.")
 ]
@@ -51,6 +55,7 @@ def quantize(
     activations: Activations = None,
     kv_cache: KVCache = None,
     kv_granularity: KVGranularity = None,
+    center: Center = None,
     ignore: Ignore = None,
     calibration_data: Data = None,
     num_samples: NumSamples = None,
@@ -68,6 +73,7 @@ def quantize(
         "activations": activations,
         "kv_cache": kv_cache,
         "kv_granularity": kv_granularity,
+        "center": bool(center),
         "ignore": tuple(ignore or ()),
         "calibration_data": calibration_data,
         "num_samples": num_samples,
@@ -100,6 +106,14 @@ def facts(result: QuantizeResult) -> dict[str, Any]:
         "activations": plan.activations,
         "kv_cache": "none" if plan.kv_granularity is None else "fp8",
         "granularity": plan.kv_granularity,
+        "centers": [
+            {
+                "layer": index,
+                "k": one.k_gain if one.k is not None else None,
+                "v": one.v_gain if one.v is not None else None,
+            }
+            for index, one in enumerate(result.centers)
+        ],
         "num_samples": result.num_samples,
         "num_tokens": result.num_tokens,
         "bytes_before": result.bytes_before,
@@ -115,6 +129,13 @@ def sentences(result: QuantizeResult) -> Iterator[str]:
     yield f"{result.path}: {plan.layout}; weights {plan.weights}, activations {plan.activations}, KV cache {kv}"
     yield f"tensors: {result.bytes_before / 2**20:,.2f} MiB before, {result.bytes_after / 2**20:,.2f} MiB after"
     if result.num_tokens:
+        for what, gains in (
+            ("keys", [one.k_gain for one in result.centers if one.k is not None]),
+            ("values", [one.v_gain for one in result.centers if one.v is not None]),
+        ):
+            if gains:
+                where = f"{what} centered in {len(gains)} of {len(result.centers)} layers"
+                yield f"{where}: squared error of rounding divided by {min(gains):.1f} to {max(gains):.1f}"
         yield f"calibrated on {result.num_tokens:,} tokens in {result.num_samples:,} samples"
 
 

@@ -38,6 +38,7 @@ class QuantizeArgs:
     activations: str | None = None
     kv_cache: str | None = None
     kv_granularity: str | None = None
+    center: bool = False
     ignore: tuple[str, ...] = ()
     calibration_data: object = None  # a path, or samples: strings or lists of token ids
     num_samples: int | None = None
@@ -80,6 +81,7 @@ def plan(args: QuantizeArgs) -> QuantizePlan:
         max_seq_len=_count("--max-seq-len", args.max_seq_len, MAX_SEQ_LEN, 2),
         observer=ObserverKind(_choose("--observer", args.observer or ObserverKind.ABSMAX, tuple(ObserverKind))),
         layout=layout,
+        center=args.center,
     )
     _check_scheme(decided)
     _check_layout(decided)
@@ -128,6 +130,8 @@ def _check_layout(plan: QuantizePlan) -> None:
 def _check_nothing_is_idle(args: QuantizeArgs, plan: QuantizePlan) -> None:
     if args.kv_granularity is not None and plan.kv_granularity is None:
         raise ConfigError(f"--kv-granularity {args.kv_granularity} changes nothing with --kv-cache none; add fp8")
+    if args.center and plan.kv_granularity is None:
+        raise ConfigError("--center changes nothing with --kv-cache none; add --kv-cache fp8")
     if args.ignore and plan.weights is WeightScheme.NONE:
         raise ConfigError(f"--ignore {args.ignore[0]} changes nothing with --weights none; leave it away")
     for name in ("calibration_data", "num_samples", "max_seq_len", "observer"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -43,8 +43,8 @@ class CacheScore:
 
 
 @dataclass
-class _Run:
-    """One cache while it is being measured. Sums are float64."""
+class CacheRun:
+    """One cache while it is being measured, and what is known of it then. Sums are float64."""
 
     config: EngineConfig
     runner: ModelRunner
@@ -53,6 +53,12 @@ class _Run:
     same_top: int = 0
     count: int = 0
     seconds: float = 0.0
+    parts: list[Tensor] = field(default_factory=list)
+
+    @property
+    def token_logprobs(self) -> Tensor:
+        """Log-probability of each token of the text, in order, float32 [num_tokens]."""
+        return torch.cat(self.parts)
 
     def logprobs(self, window: Window, start: int, stop: int, blocks: Sequence[int]) -> Tensor:
         """float32 log-probabilities after tokens start … stop - 1 of the window, [stop - start, vocab_size]."""
@@ -62,7 +68,8 @@ class _Run:
         return torch.log_softmax(logits, -1)
 
     def add(self, reference: Tensor, own: Tensor, targets: Tensor) -> None:
-        self.logprob_sum += float(target_logprobs(own, targets).double().sum())
+        self.parts.append(target_logprobs(own, targets))
+        self.logprob_sum += float(self.parts[-1].double().sum())
         self.kl_sum += float(kl_divergence(reference, own).double().sum())
         self.same_top += int(same_top(reference, own).sum())
         self.count += len(targets)
@@ -100,6 +107,18 @@ def compare_caches(
     `on_progress(done, total)` counts windows. Raises ConfigError for a text of fewer than two tokens, and what
     `resolve` raises, before weights are read.
     """
+    return [run.score() for run in run_caches(args, caches, text, window, max_tokens, on_progress)]
+
+
+def run_caches(
+    args: EngineArgs,
+    caches: Sequence[tuple[str, str] | KVCacheConfig],
+    text: str | Sequence[int],
+    window: int | None = None,
+    max_tokens: int | None = None,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[CacheRun]:
+    """`compare_caches` with what it knows of each token."""
     opened = open_model(args)
     plain = replace(args, kv_cache_dtype="float32", kv_scales="auto", quantization_param_path=None)
     plain = replace(plain, kv_cache_dtype=str(opened.resolve(plain).compute_format))
@@ -118,7 +137,7 @@ def compare_caches(
         kernels = select_kernels(config.kernels, config.device)
         spec, rope = opened.cache_spec(config), decoder.rope_tables
         pool = allocate_pool(spec, config.kv, num_blocks, kernels, config.device, rope)
-        runs.append(_Run(config, ModelRunner(decoder, pool, config.device)))
+        runs.append(CacheRun(config, ModelRunner(decoder, pool, config.device)))
     chunk, blocks = configs[0].max_num_batched_tokens, range(num_blocks)
     for done, part in enumerate(windows):
         on_progress(done, len(windows))
@@ -126,10 +145,10 @@ def compare_caches(
             stop = min(start + chunk, len(part.token_ids))
             _score_chunk(runs, part, start, stop, blocks)
     on_progress(len(windows), len(windows))
-    return [run.score() for run in runs]
+    return runs
 
 
-def _score_chunk(runs: list[_Run], window: Window, start: int, stop: int, blocks: Sequence[int]) -> None:
+def _score_chunk(runs: list[CacheRun], window: Window, start: int, stop: int, blocks: Sequence[int]) -> None:
     targets = torch.tensor(window.targets[start:stop], device=runs[0].runner.device)
     reference = runs[0].logprobs(window, start, stop, blocks)
     for run in runs:

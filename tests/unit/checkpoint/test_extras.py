@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,21 @@ def test_they_come_back_to_the_bit_and_count(write_model, shape, granularity: Gr
     assert got.layers[1].names == (f"{FILE}:layers[1]",)
 
 
+@pytest.mark.parametrize("granularity", [Granularity.TENSOR, Granularity.CHANNEL])
+def test_centers_come_back_to_the_bit(write_model, shape, granularity: Granularity):
+    first, second = scales(granularity, 1 if granularity is Granularity.TENSOR else 12).layers
+    assert first is not None
+    assert second is not None
+    center = tuple((torch.arange(12) / 7 - 0.5).tolist())
+    centered = (replace(first, k_center=center), replace(second, k_center=center, v_center=center[::-1]))
+    opened = write_model(KVScales(centered))
+    got = read_kv_scales(opened, shape)
+    assert [replace(layer, names=()) for layer in got.layers if layer] == list(centered)
+    assert [layer.centered for layer in got.layers if layer] == ["k", "kv"]
+    alone = read_kv_scales(opened, shape, extras=False)
+    assert [(layer.k, layer.v, layer.centered) for layer in alone.layers if layer] == [((0.5,), (0.5,), "")] * 2
+
+
 def test_without_a_name_in_config_the_file_is_not_looked_at(write_model, shape):
     opened = write_model(scales(Granularity.HEAD, 3), content=b"nonsense", said={})
     assert read_extras(opened, shape) is None
@@ -96,6 +112,17 @@ def test_what_config_says_is_checked(write_model, shape, said: dict[str, Any], s
         ({"granularity": "token"}, "token scales"),
         ({"granularity": "row"}, "holds no KV scales"),
         ({"layers": 3}, "holds no KV scales"),
+        ({"layers": [3, 4]}, "holds no KV scales"),
+        ({"layers": [{"k": [1.0] * 3}] * 2}, r"has \['k'\], which this version does not understand"),
+        ({"layers": [{"k": [1.0] * 3, "v": [1.0] * 3, "zero": [0.0]}] * 2}, "does not understand"),
+        (
+            {"layers": [{"k": [1.0] * 3, "v": [1.0] * 3, "k_center": [0.0] * 3}] * 2},
+            "k_center is not 12 finite numbers",
+        ),
+        (
+            {"layers": [{"k": [1.0] * 3, "v": [1.0] * 3, "v_center": [float("inf")] * 12}] * 2},
+            "v_center is not 12 finite numbers",
+        ),
     ],
 )
 def test_what_the_file_holds_must_fit_the_model(write_model, shape, tmp_path: Path, change: dict[str, Any], says: str):

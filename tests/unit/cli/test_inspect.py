@@ -45,6 +45,7 @@ def test_fp8_checkpoints_of_real_tools(as_json, name, method):
         assert layer["layer"] == index
         for side in "kv":
             scale = layer[side]
+            assert not scale["centered"]
             assert scale["names"] == [f"model.layers.{index}.self_attn.{side}_scale"]
             assert scale["granularity"] == "tensor"
             assert scale["min"] == scale["max"] == scale["value"] > 0
@@ -68,6 +69,7 @@ def test_layers_without_scales_and_scales_per_head(as_json, partial):
         "granularity": "head",
         "min": 0.25,
         "max": 0.5,
+        "centered": False,
         "names": ["model.layers.1.self_attn.kv_scale"],
     }
 

@@ -1,0 +1,120 @@
+"""Models that try KV scales: copies of a model whose keys or values have another size, or a large constant in them.
+
+Rescaled copies compute the same function: k_proj × c with q_proj / c leaves every score as it was, for all channels or
+for one pair that rotary embedding turns; v_proj × c with o_proj / c leaves every output. A copy with a key bias, as the
+Qwen2 family has it, computes another function, and is to be compared with itself in 16 bits.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from freight.cache.pool import allocate_pool
+from freight.calibrate.centers import CenterWatch
+from freight.config.engine import EngineArgs
+from freight.config.model import ModelConfig
+from freight.engine.build import open_model
+from freight.engine.runner import ModelRunner
+from freight.kernels.kernel_set import select_kernels
+
+BIAS = 100.0  # standard deviations of the layer's keys
+
+Change = Callable[[str, Tensor], Tensor]  # (projection, its weight or bias in float32) -> the new one
+
+
+def rescaled(keys: float = 1.0, values: float = 1.0) -> Change:
+    """Keys × `keys` and queries / `keys`; values × `values` and the output projection / `values`."""
+    factors = {"k_proj": keys, "q_proj": 1 / keys, "v_proj": values}
+
+    def change(projection: str, tensor: Tensor) -> Tensor:
+        if projection == "o_proj":
+            return tensor / values if tensor.ndim == 2 else tensor
+        return tensor * factors.get(projection, 1.0)
+
+    return change
+
+
+def hot_pair(pair: int, head_dim: int, factor: float) -> Change:
+    """Channels `pair` and `pair` + head_dim / 2 of every head: keys × `factor`, queries / `factor`."""
+    of_key = torch.ones(head_dim)
+    of_key[[pair, pair + head_dim // 2]] = factor
+    factors = {"k_proj": of_key, "q_proj": 1 / of_key}
+
+    def change(projection: str, tensor: Tensor) -> Tensor:
+        if projection not in factors:
+            return tensor
+        return (tensor.view(-1, head_dim, tensor.numel() // len(tensor)) * factors[projection][:, None]).view_as(tensor)
+
+    return change
+
+
+def write_variant(source: Path, out: Path, change: Change) -> None:
+    """Write the model in `source`, changed, to the new folder `out`, in float32: each weight is rounded once."""
+    write_tensors(
+        source, out, {name: change(name.split(".")[-2], tensor) for name, tensor in read_tensors(source).items()}
+    )
+
+
+def write_biased(source: Path, out: Path, config: ModelConfig, spreads: Sequence[float], pair: int) -> None:
+    """Write a copy with a bias of `BIAS` times the layer's spread on channel `pair` of every KV head.
+
+    The copy is a Qwen2 model, a family whose q, k and v have biases; those of q and v are 0. `source` is a Llama
+    without any.
+    """
+    tensors = read_tensors(source)
+    for index, spread in enumerate(spreads):
+        prefix = f"model.layers.{index}.self_attn."
+        bias = torch.zeros(config.num_kv_heads, config.head_dim)
+        bias[:, pair] = BIAS * spread
+        tensors[prefix + "q_proj.bias"] = torch.zeros(config.num_heads * config.head_dim)
+        tensors[prefix + "k_proj.bias"] = bias.flatten()
+        tensors[prefix + "v_proj.bias"] = torch.zeros(config.num_kv_heads * config.head_dim)
+    family = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+    write_tensors(source, out, tensors, family, ("attention_bias", "mlp_bias"))
+
+
+def key_spreads(model: str, token_ids: Sequence[int]) -> list[float]:
+    """Standard deviation of each layer's keys before rotary embedding, over one sequence of `token_ids`."""
+    opened = open_model(EngineArgs(model))
+    config = opened.resolve(opened.args)
+    decoder, kernels = opened.load(config), select_kernels(config.kernels, config.device)
+    watches = [CenterWatch() for _ in decoder.layers]
+    layers = tuple(watch.around(layer) for watch, layer in zip(watches, decoder.layers, strict=True))
+    num_blocks = -(-len(token_ids) // config.block_size)
+    pool = allocate_pool(opened.cache_spec(config), config.kv, num_blocks, kernels, config.device)
+    ModelRunner(replace(decoder, layers=layers), pool, config.device).logits(token_ids, 0, range(num_blocks))
+    return [float(watch.k.variance.mean().sqrt()) for watch in watches]
+
+
+def read_tensors(source: Path) -> dict[str, Tensor]:
+    """Every tensor of the model in `source`, float32."""
+    tensors = {}
+    for file in sorted(source.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as stored:
+            tensors.update({name: stored.get_tensor(name).float() for name in stored.keys()})  # noqa: SIM118, no dict
+    return tensors
+
+
+def write_tensors(
+    source: Path,
+    out: Path,
+    tensors: Mapping[str, Tensor],
+    changes: Mapping[str, object] | None = None,
+    dropped: Sequence[str] = (),
+) -> None:
+    """Write `tensors` and the other files of `source` to the new folder `out`, with `changes` in config.json."""
+    shutil.copytree(source, out, ignore=shutil.ignore_patterns("*.safetensors*"))
+    config = json.loads((source / "config.json").read_text()) | dict(changes or {})
+    kept = {key: value for key, value in config.items() if key not in dropped}
+    (out / "config.json").write_text(json.dumps(kept, indent=1))
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(contiguous, out / "model.safetensors", metadata={"format": "pt"})
