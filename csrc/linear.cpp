@@ -3,7 +3,7 @@
 // One order of summation for every number of rows: each output is summed over its inputs from first to last by one
 // lane; under block scales each group of 128 inputs is summed so, then multiplied and added in order. Rows are taken in
 // tiles, outputs in blocks; weights are decoded in registers as they stream by, once for every tile of rows, which costs
-// little while the multipliers are busy. A task is one band of weights: it stays in L2 while the task goes over all tiles.
+// next to nothing while the multipliers are busy. A task keeps its few blocks of weights in L2 and goes over all tiles.
 #include <algorithm>
 #include <cstdlib>
 #include <memory>
@@ -16,8 +16,7 @@
 namespace {
 
 constexpr int64_t kStageRows = 516;  // rows staged at once: what all cores read over and over, from L3
-constexpr int64_t kPrefetch = 8192;  // bytes ahead in the stream of weights, into the next task's when one ends
-constexpr int64_t kSpan = 128;       // units that all blocks of a band go over before the next ones: 32 KiB
+constexpr int64_t kPrefetch = 8192;  // bytes ahead in the streams of weights together, and so into the next task's
 
 struct Call {
   const FreightWeight& weight;
@@ -41,11 +40,12 @@ constexpr int blocks_for(int height) { return height == 1 ? 4 : height == 2 ? 2 
 constexpr int blocks_at_once(int height) { return blocks_for(height); }
 #endif
 
-// With M staged rows, in order over `units` units of NB streams of weights: sums[NB][M][16] go on adding products;
-// or, given scale[NB][M], the products' own sum is multiplied by that and added.
+// With M staged rows, in order over `units` units of NB blocks of weights: sums[NB][M][16] go on adding products; or,
+// given scale[NB][M], the products' own sum is multiplied by that and added. `left` units from the first on the bands
+// end; what is to be read after that lies (NB / kBand - 1) bands, of `band` bytes each, further on.
 template <class D, int M, int NB>
 inline void accumulate(const D& decoder, const uint8_t* const* w, const typename D::Math::X* x, int64_t units,
-                       const float* scale, float* sums) {
+                       int64_t left, int64_t band, const float* scale, float* sums) {
   using Math = typename D::Math;
   const D local = decoder;  // keeps its tables in registers
   V16 sum[NB][M];
@@ -53,9 +53,12 @@ inline void accumulate(const D& decoder, const uint8_t* const* w, const typename
     for (int m = 0; m < M; m++) sum[j][m] = scale ? zero16() : load16(sums + (j * M + m) * kLanes);
   constexpr int blocks = std::min(blocks_at_once(M), NB);
   typename Math::Operand operand[blocks][D::at_once];
+  constexpr int64_t ahead = NB > kBand ? kPrefetch * kBand / NB : kPrefetch;
+  const int64_t end = left * kBand * kUnit, skipped = NB > kBand ? (NB / kBand - 1) * band : 0;
   for (int64_t unit = 0; unit < units; unit++, x += D::steps * M) {
     const int64_t at = unit * kBand * kUnit;
-    for (int j = 0; j < NB; j++) __builtin_prefetch(w[j] + at + kPrefetch);
+    const int64_t distance = at + ahead < end ? ahead : ahead + skipped;
+    for (int j = 0; j < NB; j++) __builtin_prefetch(w[j] + at + distance);
     for (int first = 0; first < NB; first += blocks)
       for (int step = 0; step < D::steps; step += D::at_once) {
         for (int j = 0; j < blocks; j++) local.decode(w[first + j] + at, step, operand[j]);
@@ -81,24 +84,22 @@ struct Groups {
   float factor = 1.f;  // of the decoder
 };
 
-// As `accumulate`, over units first .. end of the band, group by group; w is where unit 0 lies.
 template <class D, int M, int NB>
-inline void tile(const D& decoder, const uint8_t* const* w, const typename D::Math::X* x, int64_t first, int64_t end,
+inline void tile(const D& decoder, const uint8_t* const* w, const typename D::Math::X* x, int64_t units,
                  const Groups& groups, float* sums) {
-  const int64_t most = groups.units ? groups.units : end - first;
-  for (; first < end; first += most) {
+  const int64_t band = units * kBand * kUnit;
+  if (!groups.units) return accumulate<D, M, NB>(decoder, w, x, units, units, band, nullptr, sums);
+  for (int64_t group = 0, first = 0; first < units; group++, first += groups.units) {
     float scale[NB * M];
     const uint8_t* from[NB];
     for (int j = 0; j < NB; j++) {
       from[j] = w[j] + first * kBand * kUnit;
-      if (!groups.units) continue;
-      const int64_t group = first / groups.units;
       const float of_weight = groups.weight[j][group] * groups.factor;
       for (int m = 0; m < M; m++)
         scale[j * M + m] = groups.x ? of_weight * groups.x[m * groups.stride + group] : of_weight;
     }
-    const int64_t count = std::min(most, end - first);
-    accumulate<D, M, NB>(decoder, from, x + first * D::steps * M, count, groups.units ? scale : nullptr, sums);
+    const int64_t count = std::min(groups.units, units - first);
+    accumulate<D, M, NB>(decoder, from, x + first * D::steps * M, count, units - first, band, scale, sums);
   }
 }
 
@@ -145,30 +146,26 @@ struct Product {
   }
 
   void compute() const {
-    parallel_for((call.blocks() + kBand - 1) / kBand, call.threads, [&](int64_t band) {
-      for (int64_t row = 0; row < call.rows; row += kTileRows)
-        with_height(height_of(call.rows - row), [&](auto height) { one_tile<height>(row, band * kBand); });
+    with_height(height_of(call.rows), [&](auto height) {
+      constexpr int NB = blocks_for(height);
+      parallel_for((call.blocks() + NB - 1) / NB, call.threads, [&](int64_t task) {
+        for (int64_t row = 0; row < call.rows; row += kTileRows)
+          with_height(height_of(call.rows - row), [&](auto own) {
+            if constexpr (own <= height) one_tile<own, NB>(row, task * NB);
+          });
+      });
     });
   }
 
-  // M rows from `row` on by the band of blocks from `block` on.
-  template <int M>
+  template <int M, int NB>
   void one_tile(int64_t row, int64_t block) const {
-    constexpr int NB = blocks_for(M);
-    constexpr int64_t size = NB * M * kLanes;
-    alignas(64) float sums[kBand / NB * size] = {};
-    const X* x = static_cast<const X*>(call.staged.x) + row * call.staged.steps;
-    const int parts = static_cast<int>(std::min<int64_t>(kBand, call.blocks() - block) + NB - 1) / NB;
-    const int64_t span = parts > 1 ? kSpan : units;
-    for (int64_t first = 0; first < units; first += span)
-      for (int part = 0; part < parts; part++) {
-        const uint8_t* w[NB];
-        for (int j = 0; j < NB; j++) w[j] = block_data(block + part * NB + j);
-        const int64_t end = std::min(first + span, units);
-        tile<D, M, NB>(decoder, w, x, first, end, groups(block + part * NB, NB, row), sums + part * size);
-      }
     const int64_t rows = std::min<int64_t>(kTileRows, call.rows - row);
-    for (int j = 0; j < kBand && block + j < call.blocks(); j++)
+    const uint8_t* w[NB];
+    for (int j = 0; j < NB; j++) w[j] = block_data(std::min(block + j, call.blocks() - 1));
+    alignas(64) float sums[NB * M * kLanes] = {};
+    const X* x = static_cast<const X*>(call.staged.x) + row * call.staged.steps;
+    tile<D, M, NB>(decoder, w, x, units, groups(block, NB, row), sums);
+    for (int j = 0; j < NB && block + j < call.blocks(); j++)
       finish(call, sums + j * M * kLanes, row, rows, block + j, factor);
   }
 };

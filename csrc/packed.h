@@ -1,9 +1,10 @@
 // Packed weights: their layout, and what a matrix product needs of an instruction set.
 //
 // A weight is stored as units of 64 bytes that hold 16 output rows x `inputs` inputs (4 in eight bits, 2 in sixteen, 1
-// in float32): [ceil(out / 64)][ceil(in / inputs)][4][64], padded with zeros. So a band of four blocks of 16 rows is one
-// stream of memory, which goes on into the next band, and each of 16 lanes sums one output over its inputs in order: no
-// horizontal sum, and the same order whatever the number of rows of x. (One long stream reads a third faster than eight.) Within a unit values lie as [inputs][16], with two exceptions (`unit_index`): AVX-512 takes pairs (`Pair`), so
+// in float32): [ceil(out / 32)][ceil(in / inputs)][2][64], padded with zeros. So a band of two blocks of 16 rows is one
+// stream of memory, and each of 16 lanes sums one output over its inputs in order: no horizontal sum, and the same order
+// whatever the number of rows of x. (Few streams of whole pairs of cache lines read a third faster than eight of single
+// lines.) Within a unit values lie as [inputs][16], with two exceptions (`unit_index`): AVX-512 takes pairs (`Pair`), so
 // bfloat16 as [16][2] and E4M3 so that one look-up serves two registers of 16 x 2; the portable E4M3 lies as its
 // decoding wants it.
 //
@@ -18,7 +19,7 @@
 
 constexpr int kLanes = 16;   // output rows of a block
 constexpr int kUnit = 64;    // bytes
-constexpr int kBand = 4;     // blocks whose units alternate in memory
+constexpr int kBand = 2;     // blocks whose units alternate in memory
 constexpr int kGroup = 128;  // outputs and inputs that share one block scale
 
 inline int inputs_per_unit(int32_t format) {
