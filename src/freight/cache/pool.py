@@ -9,7 +9,6 @@ from torch import Tensor
 
 from freight.cache.spec import KVCacheSpec, LayerKVSpec
 from freight.config.engine import KVCacheConfig
-from freight.errors import KernelError
 from freight.fp8.formats import Format, Granularity
 from freight.fp8.quantize import torch_dtype
 from freight.fp8.scheme import LayerScales
@@ -64,17 +63,11 @@ def allocate_pool(
 ) -> KVPool:
     """Allocate the pages. Memory is touched when it is first written, not here.
 
-    `rope` has the angles that the model turns its keys by; only centered keys need them. Raises KernelError if keys are
-    centered and `kernels` cannot put the center back.
+    `rope` has the angles that the model turns its keys by; only centered keys need them.
     """
     of_layers = kv.scales.layers if kv.scales is not None else (None,) * len(spec.layers)
     angles = None
     if any(scales is not None and scales.k_center for scales in of_layers):
-        if not kernels.key_centers:
-            raise KernelError(
-                f"the keys are centered (freight quantize --center), which the {kernels.name} kernels cannot read; use "
-                "--kv-scales dynamic, --kernels reference, or a checkpoint that was made without --center"
-            )
         assert rope is not None
         angles = (KeyCenter.angle_tiles(rope[0]), KeyCenter.angle_tiles(rope[1]))
     layers = []

@@ -197,7 +197,7 @@ def calibrate(
     the hidden states twice; everything else is measured as without them.
     Raises CheckpointError that names the layer and what of it is NaN or infinite.
     """
-    kernels = replace(kernels, attention=REFERENCE.attention, store_kv=REFERENCE.store_kv, key_centers=True)
+    kernels = replace(kernels, attention=REFERENCE.attention, store_kv=REFERENCE.store_kv)
     names, left_out = ARCHITECTURES[config.architecture], frozenset(ignored)
     lengths = [len(ids) for ids in samples]
     rope = build_rope(config.rope, config.head_dim, max(lengths), kernels, device)

@@ -23,8 +23,7 @@ class KernelSet:
     """Functions on tensors; `kernels.reference` defines what each computes.
 
     `pack` arranges a weight for this set, once, at load; `linear` takes what it returned. `note` is what start-up
-    should say about the choice, or ''. `key_centers` is whether `attention` puts back what was taken off keys
-    (`KVPages.k_center`).
+    should say about the choice, or ''.
     """
 
     name: str
@@ -36,7 +35,6 @@ class KernelSet:
     store_kv: Callable[[Tensor, Tensor, Tensor, KVPages], None]
     attention: Callable[[Tensor, KVPages, ForwardBatch, float, int | None], Tensor]
     note: str = ""
-    key_centers: bool = True
 
 
 REFERENCE = KernelSet(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from freight.batch import ForwardBatch
 from freight.fp8.formats import Format
 from freight.fp8.quantize import torch_dtype
-from freight.fp8.values import Activations, KVPages, Weight
+from freight.fp8.values import Activations, KeyCenter, KVPages, Weight
 from freight.kernels.triton import elementwise, linear, paged, store
 from freight.kernels.triton.formats import Target
 
@@ -40,10 +41,24 @@ def batch(rows: int, num_seqs: int) -> ForwardBatch:
 
 
 def attend(
-    format: Format, scales: str, heads: int, group: int, dim: int, rows: int, window: int | None, target: Target
+    format: Format,
+    scales: str,
+    heads: int,
+    group: int,
+    dim: int,
+    rows: int,
+    window: int | None,
+    target: Target,
+    num_pairs: int = 0,
 ) -> None:
     q = empty(rows, heads * group, dim)
-    paged.attention(target, q, pages(format, scales, heads, dim), batch(rows, 64), 0.1, window)
+    cache = pages(format, scales, heads, dim)
+    if num_pairs:
+        parts, angles = empty(2, heads, num_pairs, dtype=torch.float32), empty(512, dim // 2, 64, dtype=torch.float32)
+        pairs = empty(heads, num_pairs, dtype=torch.int32)
+        center = KeyCenter(empty(heads, dim, dtype=torch.float32), pairs, parts, angles, angles)
+        cache = replace(cache, k_center=center)
+    paged.attention(target, q, cache, batch(rows, 64), 0.1, window)
 
 
 def keep(format: Format, scales: str, dim: int, rows: int, target: Target) -> None:
@@ -65,6 +80,7 @@ def multiply(format: Format, blocks: bool, activations: Activations, rows: int, 
 CASES: dict[str, Callable[[Target], object]] = {
     "attention fp8 static": partial(attend, Format.E4M3FN, "static", 8, 4, 128, 8192, None),
     "attention fp8 token": partial(attend, Format.E4M3FN, "token", 8, 4, 128, 8192, None),
+    "attention fp8 centered": partial(attend, Format.E4M3FN, "static", 8, 4, 128, 8192, None, num_pairs=20),
     "attention bf16 window": partial(attend, Format.BFLOAT16, "unit", 8, 4, 128, 8192, 4096),
     "store token": partial(keep, Format.E4M3FN, "token", 128, 8192),
     "linear fp8": partial(multiply, Format.E4M3FN, False, Activations.DYNAMIC, 8192),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,7 +11,7 @@ from torch import Tensor
 from freight.engine.prepare import Logits, SequenceSlice, prepare
 from freight.fp8.formats import Format
 from freight.fp8.quantize import torch_dtype
-from freight.fp8.values import KVPages
+from freight.fp8.values import KeyCenter, KVPages
 from freight.kernels import reference
 from freight.kernels.triton import paged
 from freight.kernels.triton.formats import current_target
@@ -145,3 +147,36 @@ def test_a_row_for_padding_is_left_out(device):
     q = torch.cat([case.q[i][before:] for i, (_, before) in enumerate(DECODES)])
     out = paged.attention(current_target(), torch.cat((q, q[:1])), case.pages, batch, 0.25, None)
     assert torch.equal(out[:3], case.run([0, 1, 2]))
+
+
+def centered(case: Case, positions: int) -> Case:
+    """The same pages, whose keys lack 100 on some pairs of channels."""
+    heads, half = case.pages.k.shape[2], case.dim // 2
+    b = torch.zeros(heads, case.dim, device=case.device)
+    b[0, [1, half + 1, half - 1]] = 100.0
+    b[-1, 0] = -100.0
+    angles = torch.outer(torch.arange(positions).float(), 1e4 ** (-torch.arange(half) / half)).to(case.device)
+    tables = (KeyCenter.angle_tiles(table) for table in (angles.cos(), angles.sin()))
+    case.pages = replace(case.pages, k_center=KeyCenter.of(b, *tables))
+    case.q = [q * 0.05 for q in case.q]
+    return case
+
+
+@pytest.mark.parametrize(
+    ("format", "scales"), [(Format.E4M3FN, "static"), (Format.E4M3FN, "token"), (Format.BFLOAT16, "unit")]
+)
+@pytest.mark.parametrize("window", [None, 20])
+def test_what_was_taken_off_keys_comes_back(format, scales, window, device):
+    case = centered(Case(MIXED, format, scales, torch.bfloat16, 2, 3, 32, device), 100)
+    which = range(len(MIXED))
+    expected = case.run(which, window, torch.float32)
+    assert_close(case.run(which, window), expected)
+    case.pages = replace(case.pages, k_center=None)
+    assert (case.run(which, window) - expected).abs().max() > 0.1
+
+
+def test_centers_change_no_bit_with_other_sequences(device):
+    case = centered(Case(MIXED, Format.E4M3FN, "static", torch.bfloat16, 1, 2, 16, device), 100)
+    together = case.run(range(len(MIXED))).split([rows for rows, _ in MIXED])
+    for i, expected in enumerate(together):
+        assert torch.equal(case.run([i]), expected)

@@ -7,6 +7,7 @@ positions through `_walk`, so within either kind a row's bits depend on nothing 
 
 FP8 is decoded in registers, between the load and the product. Static scales cost nothing there: the K scale is in q
 and the V scale multiplies the output. A `token` scale is one multiplication per score and one per probability.
+What was taken off keys (`KVPages.k_center`) comes back into the scores in float32, a pair of channels after the other.
 Products of FP8 values run in float16, in which every FP8 value is exact; q is brought near 1 by a power of two per row
 beforehand, which the scores get back in float32. Probabilities times `token` scales need bfloat16's range.
 
@@ -48,11 +49,40 @@ def _load_queries(
 
 
 @triton.jit
+def _add_center(
+    scores, center_ptr, place, live, cos_ptr, sin_ptr, pairs_ptr, num_pairs, head, key, DIM: tl.constexpr,
+):  # fmt: skip
+    """scores [M, N] and what the keys' center adds. `place` [M] has each row's first factor, `key` [N] positions.
+
+    Angles lie as [positions / 64, DIM / 2, 64]; pairs as [HEADS, num_pairs]; factors as cosines', then sines'.
+    """
+    angle = key // 64 * (DIM // 2 * 64) + key % 64
+    for i in range(num_pairs):
+        pair = tl.load(pairs_ptr + head * num_pairs + i)
+        of_cos = tl.load(center_ptr + place + i, mask=live, other=0.0)
+        of_sin = tl.load(center_ptr + place + num_pairs + i, mask=live, other=0.0)
+        scores += of_cos[:, None] * tl.load(cos_ptr + angle + pair * 64)[None, :]
+        scores += of_sin[:, None] * tl.load(sin_ptr + angle + pair * 64)[None, :]
+    return scores
+
+
+@triton.jit
+def _token_scale(scale_ptr, place, stored, MASKED: tl.constexpr):
+    """The `token` scales of a tile's keys or values, float32 [N]."""
+    if MASKED:
+        scale = tl.load(scale_ptr + place, mask=stored, other=0.0)
+    else:
+        scale = tl.load(scale_ptr + place)
+    return scale.to(tl.float32)
+
+
+@triton.jit
 def _walk(
     acc, best, total, q, factor, position, begin, end, length, window, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
-    table_ptr, head, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    KEYS: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr,
-    K_DOT: tl.constexpr, V_DOT: tl.constexpr,
+    table_ptr, head, center_ptr, center_place, live, cos_ptr, sin_ptr, pairs_ptr, num_pairs, HEADS: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, FORMAT: tl.constexpr,
+    SCALES: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr, K_DOT: tl.constexpr, V_DOT: tl.constexpr,
+    CENTERED: tl.constexpr,
 ):  # fmt: skip
     """Take the keys of [begin, end), begin on a tile's edge, into (acc [M, D], best [M], total [M]).
 
@@ -62,8 +92,8 @@ def _walk(
     inside = (dims < DIM)[None, :]
     for start in range(begin, end, KEYS):
         key = start + tl.arange(0, KEYS)
+        stored = key < length
         if MASKED:
-            stored = key < length
             block = tl.load(table_ptr + key // BLOCK_SIZE, mask=stored, other=0)
         else:
             block = tl.load(table_ptr + key // BLOCK_SIZE)
@@ -75,11 +105,11 @@ def _walk(
             k = tl.load(k_ptr + source, mask=(dims < DIM)[:, None], other=0.0)
         scores = tl.dot(q, decode(k, FORMAT).to(K_DOT), input_precision="ieee") * factor[:, None]
         if SCALES == "token":
-            if MASKED:
-                scale = tl.load(k_scale_ptr + place, mask=stored, other=0.0)
-            else:
-                scale = tl.load(k_scale_ptr + place)
-            scores *= scale.to(tl.float32)[None, :]
+            scores *= _token_scale(k_scale_ptr, place, stored, MASKED)[None, :]
+        if CENTERED:
+            scores = _add_center(
+                scores, center_ptr, center_place, live, cos_ptr, sin_ptr, pairs_ptr, num_pairs, head, key, DIM,
+            )  # fmt: skip
         if MASKED:
             seen = key[None, :] <= position[:, None]
             if WINDOWED:
@@ -100,11 +130,7 @@ def _walk(
         else:
             v = tl.load(v_ptr + source, mask=inside, other=0.0)
         if SCALES == "token":
-            if MASKED:
-                scale = tl.load(v_scale_ptr + place, mask=stored, other=0.0)
-            else:
-                scale = tl.load(v_scale_ptr + place)
-            probability *= scale.to(tl.float32)[None, :]
+            probability *= _token_scale(v_scale_ptr, place, stored, MASKED)[None, :]
         acc = tl.dot(probability.to(V_DOT), decode(v, FORMAT).to(V_DOT), acc * decay[:, None], input_precision="ieee")
         best = new_best
     return acc, best, total
@@ -125,13 +151,13 @@ def _sequence_of(starts_ptr, tile, num_seqs, QUERIES: tl.constexpr):
     return low
 
 
-@triton.jit(do_not_specialize=["num_seqs", "table_stride", "window"])
+@triton.jit(do_not_specialize=["num_seqs", "table_stride", "window", "num_pairs"])
 def prefill_kernel(
     q_ptr, out_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, starts_ptr, lengths_ptr, tables_ptr, num_seqs,
-    table_stride, q_row_stride, q_head_stride, softmax_scale, window, GROUP: tl.constexpr, HEADS: tl.constexpr,
-    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, QUERIES: tl.constexpr,
-    KEYS: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr, WINDOWED: tl.constexpr, K_DOT: tl.constexpr,
-    V_DOT: tl.constexpr,
+    table_stride, q_row_stride, q_head_stride, softmax_scale, window, center_ptr, cos_ptr, sin_ptr, pairs_ptr,
+    num_pairs, GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, FORMAT: tl.constexpr,
+    SCALES: tl.constexpr, WINDOWED: tl.constexpr, K_DOT: tl.constexpr, V_DOT: tl.constexpr, CENTERED: tl.constexpr,
 ):  # fmt: skip
     """A program: one tile of QUERIES rows of a sequence and all heads of one KV head. softmax_scale holds log2(e)."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last rows of a sequence see most keys: they go first
@@ -154,6 +180,7 @@ def prefill_kernel(
         SCALES, K_DOT,
     )  # fmt: skip
     factor *= softmax_scale
+    center_place = ((row.to(tl.int64) * HEADS + head) * GROUP + m % GROUP) * num_pairs * 2
     acc = tl.zeros((ROWS, BLOCK_DIM), tl.float32)
     best = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
@@ -164,11 +191,13 @@ def prefill_kernel(
         edge = (first + 1) // KEYS * KEYS
         acc, best, total = _walk(
             acc, best, total, q, factor, position, 0, edge, length, window, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
-            table_ptr, head, HEADS, DIM, BLOCK_DIM, BLOCK_SIZE, KEYS, FORMAT, SCALES, WINDOWED, False, K_DOT, V_DOT,
+            table_ptr, head, center_ptr, center_place, live, cos_ptr, sin_ptr, pairs_ptr, num_pairs, HEADS, DIM,
+            BLOCK_DIM, BLOCK_SIZE, KEYS, FORMAT, SCALES, WINDOWED, False, K_DOT, V_DOT, CENTERED,
         )  # fmt: skip
     acc, best, total = _walk(
         acc, best, total, q, factor, position, edge, last, length, window, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
-        table_ptr, head, HEADS, DIM, BLOCK_DIM, BLOCK_SIZE, KEYS, FORMAT, SCALES, WINDOWED, True, K_DOT, V_DOT,
+        table_ptr, head, center_ptr, center_place, live, cos_ptr, sin_ptr, pairs_ptr, num_pairs, HEADS, DIM,
+        BLOCK_DIM, BLOCK_SIZE, KEYS, FORMAT, SCALES, WINDOWED, True, K_DOT, V_DOT, CENTERED,
     )  # fmt: skip
     dims = tl.arange(0, BLOCK_DIM)
     output = acc / total[:, None]
@@ -179,13 +208,13 @@ def prefill_kernel(
     tl.store(out_ptr + place[:, None] * DIM + dims[None, :], output.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["table_stride", "max_splits", "window"])
+@triton.jit(do_not_specialize=["table_stride", "max_splits", "window", "num_pairs"])
 def decode_kernel(
     q_ptr, partial_ptr, stats_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, starts_ptr, lengths_ptr, tables_ptr,
-    table_stride, max_splits, q_row_stride, q_head_stride, softmax_scale, window, GROUP: tl.constexpr,
-    HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, SPLIT: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr, WINDOWED: tl.constexpr,
-    K_DOT: tl.constexpr, V_DOT: tl.constexpr,
+    table_stride, max_splits, q_row_stride, q_head_stride, softmax_scale, window, center_ptr, cos_ptr, sin_ptr,
+    pairs_ptr, num_pairs, GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, FORMAT: tl.constexpr,
+    SCALES: tl.constexpr, WINDOWED: tl.constexpr, K_DOT: tl.constexpr, V_DOT: tl.constexpr, CENTERED: tl.constexpr,
 ):  # fmt: skip
     """A program: every num_programs(0)-th split of one sequence and KV head.
 
@@ -206,6 +235,7 @@ def decode_kernel(
         K_DOT,
     )  # fmt: skip
     factor *= softmax_scale
+    center_place = ((rows.to(tl.int64) * HEADS + head) * GROUP + m) * num_pairs * 2
     position = tl.full((ROWS,), 0, tl.int32) + length - 1
     table_ptr = tables_ptr + seq.to(tl.int64) * table_stride
     first = 0
@@ -219,7 +249,8 @@ def decode_kernel(
         total = tl.zeros((ROWS,), tl.float32)
         acc, best, total = _walk(
             acc, best, total, q, factor, position, begin, end, length, window, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
-            table_ptr, head, HEADS, DIM, BLOCK_DIM, BLOCK_SIZE, KEYS, FORMAT, SCALES, WINDOWED, True, K_DOT, V_DOT,
+            table_ptr, head, center_ptr, center_place, live, cos_ptr, sin_ptr, pairs_ptr, num_pairs, HEADS, DIM,
+            BLOCK_DIM, BLOCK_SIZE, KEYS, FORMAT, SCALES, WINDOWED, True, K_DOT, V_DOT, CENTERED,
         )  # fmt: skip
         place = ((seq.to(tl.int64) * HEADS + head) * max_splits + split) * GROUP + m
         mask = live[:, None] & (dims < DIM)[None, :]

@@ -26,5 +26,4 @@ def triton_kernels(target: Target | None = None) -> KernelSet:
         rotate=elementwise.rotate,
         store_kv=partial(store.store_kv, target),
         attention=partial(paged.attention, target),
-        key_centers=False,
     )

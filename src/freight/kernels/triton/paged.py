@@ -39,15 +39,15 @@ class Tile:
 # the two: 5 keeps two tiles of keys in flight, 7 three.
 
 
-def prefill_tile(target: Target, block_dim: int, bytes_per_value: int) -> Tile:
-    """`bytes_per_value` is that of the product's operands."""
+def prefill_tile(target: Target, block_dim: int, bytes_per_value: int, centered: bool) -> Tile:
+    """`bytes_per_value` is that of the product's operands; `centered` is whether keys have a center."""
     if bytes_per_value == 4:
         return Tile(32, 32, 4, 1)
     if target.backend == "hip":
         return Tile(128, 64, 4, 1) if block_dim <= 128 else Tile(64, 32, 4, 1)
     if target.hopper_or_newer:
         return Tile(128, 64, 8, 5) if block_dim <= 128 else Tile(64, 32, 8, 5)
-    return Tile(64, 32, 4, 5) if block_dim <= 128 else Tile(64, 32, 8, 3)
+    return Tile(64, 32, 8 if centered else 4, 5) if block_dim <= 128 else Tile(64, 32, 8, 3)
 
 
 def decode_tile(target: Target, block_dim: int, bytes_per_value: int) -> Tile:
@@ -83,7 +83,17 @@ def constants(q: Tensor, pages: KVPages, window: int | None) -> dict[str, Any]:
         "WINDOWED": window is not None,
         "K_DOT": k_dot,
         "V_DOT": v_dot,
+        "CENTERED": pages.k_center is not None,
     }
+
+
+def center_arguments(q: Tensor, pages: KVPages, scale: float) -> tuple[Tensor | int | None, ...]:
+    """What the kernels need of a center: each row's factors, cosines, sines, pairs, and how many these are."""
+    center = pages.k_center
+    if center is None:
+        return None, None, None, None, 0
+    by_kv_head = q.float().unflatten(1, (pages.k.shape[2], -1)) * scale
+    return center.coefficients(by_kv_head), center.cos, center.sin, center.pairs, center.pairs.shape[1]
 
 
 def attention(
@@ -96,13 +106,15 @@ def attention(
     k, v = carrier(pages.k, target), carrier(pages.v, target)
     scale = softmax_scale * math.log2(math.e)
     sequences = (batch.query_starts, batch.context_lens)
+    center = center_arguments(q, pages, scale)
     if batch.num_tokens > batch.num_seqs:
-        tile = prefill_tile(target, shared["BLOCK_DIM"], shared["K_DOT"].primitive_bitwidth // 8)
+        bytes_per_value = shared["K_DOT"].primitive_bitwidth // 8
+        tile = prefill_tile(target, shared["BLOCK_DIM"], bytes_per_value, shared["CENTERED"])
         queries = max(1, tile.rows // shared["GROUP"])
         grid = (batch.num_tokens // queries + batch.num_seqs, shared["HEADS"])
         prefill_kernel[grid](
             *(q, out, k, v, pages.k_scale, pages.v_scale, *sequences, batch.block_tables, batch.num_seqs),
-            *(batch.block_tables.stride(0), q.stride(0), q.stride(1), scale, window or 0),
+            *(batch.block_tables.stride(0), q.stride(0), q.stride(1), scale, window or 0, *center),
             **shared,
             ROWS=max(tile.rows, triton.next_power_of_2(shared["GROUP"])),
             QUERIES=queries,
@@ -110,7 +122,7 @@ def attention(
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
-    _decode(target, q, out, k, v, pages, batch, scale, window, shared)
+    _decode(target, q, out, k, v, pages, batch, scale, window, center, shared)
     return out
 
 
@@ -124,6 +136,7 @@ def _decode(
     batch: ForwardBatch,
     scale: float,
     window: int | None,
+    center: tuple[Tensor | int | None, ...],
     shared: dict[str, Any],
 ) -> None:
     """The rows of sequences that have one in this step, into `out`."""
@@ -136,6 +149,7 @@ def _decode(
     decode_kernel[(programs, heads, num_seqs)](
         *(q, partial, stats, k, v, pages.k_scale, pages.v_scale, batch.query_starts, batch.context_lens),
         *(batch.block_tables, batch.block_tables.stride(0), max_splits, q.stride(0), q.stride(1), scale, window or 0),
+        *center,
         **shared,
         ROWS=max(tile.rows, triton.next_power_of_2(shared["GROUP"])),
         KEYS=tile.keys,
