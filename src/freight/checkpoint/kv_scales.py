@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
-from freight.checkpoint.extras import read_extras
+from freight.checkpoint.extras import CacheShape, read_extras
 from freight.checkpoint.layouts import read_scheme
 from freight.checkpoint.reader import Checkpoint
 from freight.errors import CheckpointError
@@ -43,17 +43,11 @@ _NAME = re.compile(
 _ORDER = (Granularity.TENSOR, Granularity.HEAD, Granularity.CHANNEL)  # from coarse to fine
 
 
-class ModelShape(Protocol):
+class ModelShape(CacheShape, Protocol):
     """What of a ModelConfig is needed here."""
 
     @property
     def model_type(self) -> str: ...
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
 
 
 def parse_scale_name(name: str) -> tuple[int, str] | None:
