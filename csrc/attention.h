@@ -29,6 +29,7 @@ struct FreightAttention {
   int32_t window;               // 0: none
   int32_t center_size;          // pairs per KV head; 0: keys are as they were
   float softmax_scale;
+  float soft_cap;               // a score s becomes soft_cap * tanh(s / soft_cap); 0: it stays s
   int32_t threads;
 };
 

@@ -166,14 +166,19 @@ class Worker {
 
   float* center_of(int state) const { return center + static_cast<size_t>(state) * a.center_size * 2; }
 
-  // What multiplies the cosine and the sine of each centered pair in the scores of a row, towards base 2.
+  // What multiplies a product of q and k to make it a score: in base 2, or as `soften` takes it.
+  float coefficient() const {
+    return a.softmax_scale * (a.soft_cap > 0.0f ? 2.0f / a.soft_cap : 1.0f) * 1.44269504088896341f;
+  }
+
+  // What multiplies the cosine and the sine of each centered pair in the scores of a row.
   void read_center(const float* q, int kv_head, float* to) const {
     const int64_t first = static_cast<int64_t>(kv_head) * a.center_size;
     const float *b1 = a.center_parts + first, *b2 = b1 + static_cast<int64_t>(a.num_kv_heads) * a.center_size;
-    const float coefficient = a.softmax_scale * 1.44269504088896341f;
+    const float factor = coefficient();
     for (int i = 0; i < a.center_size; i++) {
       const int pair = a.center_pairs[first + i];
-      const float q1 = q[pair] * coefficient, q2 = q[pair + a.head_dim / 2] * coefficient;
+      const float q1 = q[pair] * factor, q2 = q[pair + a.head_dim / 2] * factor;
       to[2 * i] = q1 * b1[i] + q2 * b2[i];
       to[2 * i + 1] = q2 * b1[i] - q1 * b2[i];
     }
@@ -193,6 +198,12 @@ class Worker {
         s[j] = fma(load(a.center_sin + from + j * W), of_sin, s[j]);
       }
     }
+  }
+
+  // Scores, times 2 log2(e) / soft_cap -> soft-capped, in base 2.
+  void soften(VF* s) const {
+    const VF cap = set1(a.soft_cap * 1.44269504088896341f);
+    for (int i = 0; i < kKeyTile / W; i++) s[i] = cap * tanh_of_exp2(s[i]);
   }
 
   void walk_split(int split) {
@@ -262,16 +273,15 @@ class Worker {
     }
   }
 
-  // What multiplies the scores, towards base 2, and the probabilities.
+  // What multiplies the scores, and the probabilities.
   void read_scales(const Tile& tile, int head) {
-    const float factor = call.k_factor.empty() ? 1.0f : call.k_factor[head];
-    const float coefficient = a.softmax_scale * 1.44269504088896341f * factor;
-    std::fill(k_scale, k_scale + kKeyTile, coefficient);
+    const float factor = coefficient() * (call.k_factor.empty() ? 1.0f : call.k_factor[head]);
+    std::fill(k_scale, k_scale + kKeyTile, factor);
     if (a.scales != FREIGHT_TOKEN_SCALES) return;
     std::fill(v_scale, v_scale + kKeyTile, 0.0f);
     for (int i = tile.begin; i < tile.end; i++) {
       const int64_t from = tile.slot[i] * a.num_kv_heads + head;
-      k_scale[i] = coefficient * bf16_to_float(static_cast<const uint16_t*>(a.k_scale)[from]);
+      k_scale[i] = factor * bf16_to_float(static_cast<const uint16_t*>(a.k_scale)[from]);
       v_scale[i] = bf16_to_float(static_cast<const uint16_t*>(a.v_scale)[from]);
     }
   }
@@ -326,6 +336,7 @@ class Worker {
     VF s[parts];
     for (int i = 0; i < parts; i++) s[i] = load(scores + i * W) * load(k_scale + i * W);
     if (a.center_size) add_center(tile, state, s);
+    if (a.soft_cap > 0.0f) soften(s);
     if (begin > 0 || end < kKeyTile)
       for (int i = 0; i < parts; i++) s[i] = mask(s[i], begin - i * W, end - i * W);
     VF largest = s[0];

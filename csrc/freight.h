@@ -1,4 +1,4 @@
-// The C interface of the CPU kernels, version 4: what src/freight/kernels/cpu/library.py calls through ctypes.
+// The C interface of the CPU kernels, version 5: what src/freight/kernels/cpu/library.py calls through ctypes.
 //
 // Plain functions on raw pointers; every array is contiguous and row-major unless its comment says otherwise. Nothing
 // here allocates what it returns, throws, or keeps a pointer beyond the call. `threads` is how many threads may work.
@@ -9,7 +9,7 @@
 #define FREIGHT_API extern "C" __attribute__((visibility("default")))
 
 // Changes when any declaration changes, so that a library from an older build is refused instead of called wrongly.
-constexpr int32_t FREIGHT_ABI = 4;
+constexpr int32_t FREIGHT_ABI = 5;
 FREIGHT_API int32_t freight_abi();
 
 // How values are stored; the numbers are part of the interface.

@@ -90,6 +90,12 @@ inline VF exp2(VF x) {
   return p * (VF)(((VI)rounded + 127) << 23);
 }
 
+// tanh(x * log(2) / 2), within 2 ** -23 of it: what exp2 makes it from. NaN stays NaN.
+inline VF tanh_of_exp2(VF x) {
+  const VF power = exp2(x > 0.0f ? -x : x), size = (1.0f - power) / (1.0f + power);
+  return x > 0.0f ? size : -size;
+}
+
 // r[i][j] <-> r[j][i]: log2(W) rounds of interleaving.
 inline void transpose(VF (&r)[W]) {
   for (int round = 1; round < W; round *= 2) {

@@ -84,7 +84,9 @@ def make_cache(
     return cache
 
 
-def exact(q: torch.Tensor, cache: Cache, batch: ForwardBatch, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+def exact(
+    q: torch.Tensor, cache: Cache, batch: ForwardBatch, window: int | None, soft_cap: float | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """float64 attention over the stored values, and sum of p * |v|: what errors are measured against."""
     outs, sizes = [], []
     rows = batch.query_starts.tolist()
@@ -102,18 +104,29 @@ def exact(q: torch.Tensor, cache: Cache, batch: ForwardBatch, window: int | None
         i, j = torch.arange(length - (end - begin), length)[:, None], torch.arange(length)
         seen = (j <= i) if window is None else (j <= i) & (i - j < window)
         scores = q[begin:end].double().transpose(0, 1) @ k.transpose(1, 2) * q.shape[2] ** -0.5
+        if soft_cap is not None:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
         p = scores.masked_fill(~seen, -torch.inf).softmax(-1)
         outs.append((p @ v).transpose(0, 1))
         sizes.append((p @ v.abs()).transpose(0, 1))
     return torch.cat(outs), torch.cat(sizes)
 
 
-def check(attention: Any, cache: Cache, rows: list[int], group: int, window: int | None, dtype: torch.dtype) -> None:
+def check(
+    attention: Any,
+    cache: Cache,
+    rows: list[int],
+    group: int,
+    window: int | None,
+    dtype: torch.dtype,
+    soft_cap: float | None = None,
+    size_of_q: float = 1.0,
+) -> None:
     batch = cache.batch(rows)
     _, _, heads, dim = cache.pages.k.shape
-    q = torch.randn(sum(rows), heads * group, dim).to(dtype)
-    out = attention(q, cache.pages, batch, dim**-0.5, window)
-    want, size = exact(q, cache, batch, window)
+    q = (torch.randn(sum(rows), heads * group, dim) * size_of_q).to(dtype)
+    out = attention(q, cache.pages, batch, dim**-0.5, window, soft_cap)
+    want, size = exact(q, cache, batch, window, soft_cap)
     assert out.dtype == dtype
     assert out.shape == q.shape
     tolerance = 4e-3 if dtype == torch.bfloat16 else 1e-5
@@ -127,6 +140,15 @@ def check(attention: Any, cache: Cache, rows: list[int], group: int, window: int
 def test_formats(attention, format, scales, dtype, window):
     cache = make_cache(format, scales, [200, 64, 65, 1], 2, 64)
     check(attention, cache, [40, 1, 65, 1], 4, window, dtype)
+
+
+@pytest.mark.parametrize(("format", "scales"), CACHES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("soft_cap", "size_of_q"), [(0.8, 1.0), (50.0, 1.0), (5.0, 1000.0)])
+def test_soft_caps(attention, format, scales, dtype, soft_cap, size_of_q):
+    """Scores far below the cap, about it, and far beyond it."""
+    cache = make_cache(format, scales, [200, 64, 1], 2, 64)
+    check(attention, cache, [40, 1, 1], 4, 70, dtype, soft_cap, size_of_q)
 
 
 @pytest.mark.parametrize("dim", [32, 33, 40, 64, 80, 96, 100, 128, 192, 255, 256])
@@ -175,9 +197,10 @@ def test_one_key_tells_which_value(attention):
     cuts=st.sets(st.integers(1, 1299), max_size=12),
     window=st.sampled_from([None, 3, 64, 1100]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    soft_cap=st.sampled_from([None, 1.0]),
 )
 @pytest.mark.parametrize("build", BUILDS)
-def test_chunks_batches_and_threads_change_no_bit(build, stored, cuts, window, dtype):
+def test_chunks_batches_and_threads_change_no_bit(build, stored, cuts, window, dtype, soft_cap):
     attention = make_attention(library.load(build))
     cache = make_cache(*stored, [1300, 200, 7], 2, 40)
     q = torch.randn(1300, 6, 40).to(dtype)
@@ -185,18 +208,20 @@ def test_chunks_batches_and_threads_change_no_bit(build, stored, cuts, window, d
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        whole = attention(q, cache.pages, cache.batch([1300, 0, 0]), 0.15, window)
+        whole = attention(q, cache.pages, cache.batch([1300, 0, 0]), 0.15, window, soft_cap)
         for threads, (begin, end) in enumerate(pairwise([0, *sorted(cuts), 1300])):
             torch.set_num_threads(threads % 4 + 1)
             count = end - begin
-            alone = attention(q[begin:end], cache.pages, cache.batch([count, 0, 0], [end, 0, 0]), 0.15, window)
+            alone = attention(
+                q[begin:end], cache.pages, cache.batch([count, 0, 0], [end, 0, 0]), 0.15, window, soft_cap
+            )
             assert torch.equal(alone, whole[begin:end])
             batch = cache.batch([count, 200, 7], [end, 200, 7])
-            together = attention(torch.cat([q[begin:end], others]), cache.pages, batch, 0.15, window)
+            together = attention(torch.cat([q[begin:end], others]), cache.pages, batch, 0.15, window, soft_cap)
             assert torch.equal(together[:count], whole[begin:end])
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            last = attention(q[-1:], cache.pages, cache.batch([1, 0, 0]), 0.15, window)
+            last = attention(q[-1:], cache.pages, cache.batch([1, 0, 0]), 0.15, window, soft_cap)
             assert torch.equal(last, whole[-1:])
     finally:
         torch.set_num_threads(before)

@@ -68,7 +68,9 @@ def batch_of(*rows: tuple[int, int]) -> ForwardBatch:
     )
 
 
-def exact(q: torch.Tensor, pages: KVPages, begin: int, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+def exact(
+    q: torch.Tensor, pages: KVPages, begin: int, window: int | None, soft_cap: float | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """float64 attention of rows at `begin`, …; and sum of p * |v|."""
     length, dim = begin + len(q), q.shape[2]
     sides = []
@@ -87,6 +89,8 @@ def exact(q: torch.Tensor, pages: KVPages, begin: int, window: int | None) -> tu
     i, j = torch.arange(begin, length)[:, None], torch.arange(length)
     seen = (j <= i) if window is None else (j <= i) & (i - j < window)
     scores = q.double().transpose(0, 1) @ k.transpose(1, 2) * dim**-0.5
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
     p = scores.masked_fill(~seen, -torch.inf).softmax(-1)
     return (p @ v).transpose(0, 1), (p @ v.abs()).transpose(0, 1)
 
@@ -103,16 +107,16 @@ def exact(q: torch.Tensor, pages: KVPages, begin: int, window: int | None) -> tu
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("window", [None, 70])
-def test_scores_are_those_of_the_whole_keys(attention, format, scales, dtype, window):
+@pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (70, None), (70, 2.0)])
+def test_scores_are_those_of_the_whole_keys(attention, format, scales, dtype, window, soft_cap):
     length, dim = 200, 64
     pages = make_pages(format, scales, length, dim)
     q = (torch.randn(150, HEADS * GROUP, dim) * 0.05).to(dtype)
-    out = attention(q, pages, batch_of((50, 200)), dim**-0.5, window)
-    want, size = exact(q, pages, 50, window)
+    out = attention(q, pages, batch_of((50, 200)), dim**-0.5, window, soft_cap)
+    want, size = exact(q, pages, 50, window, soft_cap)
     tolerance = 4e-3 if dtype == torch.bfloat16 else 2e-5
     assert ((out.double() - want).abs() <= tolerance * size + torch.finfo(dtype).eps * want.abs()).all()
-    without = attention(q, replace(pages, k_center=None), batch_of((50, 200)), dim**-0.5, window)
+    without = attention(q, replace(pages, k_center=None), batch_of((50, 200)), dim**-0.5, window, soft_cap)
     assert (without.double() - want).abs().max() > 0.1
 
 

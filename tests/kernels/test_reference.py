@@ -43,7 +43,7 @@ def make_pages(format: Format, granularity: str | None, heads: int, dim: int, nu
 
 
 def run(pages: KVPages, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, chunks: list[int], window: int | None = None,
-        blocks: list[int] | None = None) -> torch.Tensor:  # fmt: skip
+        blocks: list[int] | None = None, soft_cap: float | None = None) -> torch.Tensor:  # fmt: skip
     """Attention output of one sequence stored and read in `chunks`."""
     blocks = blocks or list(range(-(-len(k) // BLOCK)))
     outputs, start = [], 0
@@ -51,7 +51,7 @@ def run(pages: KVPages, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, chunk
         rows = slice(start, start + count)
         batch = prepare([SequenceSlice([0] * count, start, blocks, Logits.NONE)], BLOCK)
         reference.store_kv(k[rows], v[rows], batch.slots, pages)
-        outputs.append(reference.attention(q[rows], pages, batch, q.shape[-1] ** -0.5, window))
+        outputs.append(reference.attention(q[rows], pages, batch, q.shape[-1] ** -0.5, window, soft_cap))
         start += count
     return torch.cat(outputs)
 
@@ -89,6 +89,27 @@ def test_attention_is_attention_over_what_is_stored(format, granularity, window,
     out = run(pages, k, v, q, [length], window, blocks)
     expected = sdpa(q, *stored_values(pages, blocks, length), window)
     assert torch.allclose(out.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("granularity", ["static", "token"])
+@pytest.mark.parametrize("window", [None, 5])
+def test_soft_capped_scores_one_row_at_a_time(granularity, window):
+    """Against the formula, a row and a head at a time, in float64."""
+    torch.manual_seed(0)
+    heads, group, dim, length, cap = 2, 3, 32, 70, 0.7
+    k, v = torch.randn(length, heads, dim), torch.randn(length, heads, dim)
+    q = torch.randn(length, heads * group, dim)
+    blocks = torch.randperm(40)[: -(-length // BLOCK)].tolist()
+    pages = make_pages(Format.E4M3FN, granularity, heads, dim, 40)
+    out = run(pages, k, v, q, [length], window, blocks, cap)
+    k, v = stored_values(pages, blocks, length)
+    for i in range(length):
+        seen = slice(0 if window is None else max(0, i - window + 1), i + 1)
+        for head in range(heads * group):
+            s = k[seen, head // group] @ q[i, head].double() / dim**0.5
+            e = torch.exp(2 * s / cap)
+            p = torch.exp(cap * (e - 1) / (e + 1))
+            assert torch.allclose(out[i, head].double(), p @ v[seen, head // group] / p.sum(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("format", "granularity"), CACHES)

@@ -24,6 +24,7 @@ class ModelConfig:
     """One decoder, driven by data.
 
     `windows` has an entry per layer: the sliding window in tokens (a key at distance < window is seen), or None.
+    `attention_soft_cap` and `logit_soft_cap` bound scores and logits by a tanh; None: neither.
     `checkpoint_format` is what config.json says the weights are stored in.
     """
 
@@ -45,6 +46,8 @@ class ModelConfig:
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    attention_soft_cap: float | None
+    logit_soft_cap: float | None
     checkpoint_format: Format
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
@@ -129,6 +132,7 @@ _READ = _words(
     num_key_value_heads head_dim max_position_embeddings rms_norm_eps rope_theta rope_scaling rope_parameters
     original_max_position_embeddings tie_word_embeddings dtype torch_dtype bos_token_id eos_token_id
     quantization_config compression_config kv_cache_torch_dtype kv_cache_dtype freight
+    attn_logit_softcapping final_logit_softcapping
     """
 )
 # training, bookkeeping, and defaults of transformers' generate()
@@ -156,8 +160,6 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {  # keys that change the mathemati
     "embedding_multiplier": (1,),
     "attention_multiplier": (),
     "query_pre_attn_scalar": (),
-    "attn_logit_softcapping": (),
-    "final_logit_softcapping": (),
     "clip_qkv": (),
     "rope_interleaved": (),
     "num_experts": (),
@@ -204,6 +206,8 @@ def parse_model_config(config: Mapping[str, Any]) -> ModelConfig:
         o_bias=attention_bias,
         mlp_bias=flag(config, "mlp_bias"),
         qk_norm=family.qk_norm,
+        attention_soft_cap=_soft_cap(config, "attn_logit_softcapping"),
+        logit_soft_cap=_soft_cap(config, "final_logit_softcapping"),
         checkpoint_format=_checkpoint_format(config),
         bos_token_id=next(iter(token_ids(config, "bos_token_id", family.bos_token_id)), None),
         eos_token_ids=token_ids(config, "eos_token_id", family.eos_token_id),
@@ -303,6 +307,10 @@ def _windows(config: Mapping[str, Any], family: _Family, num_layers: int) -> tup
             f"in {family.architecture} the window is that of all layers"
         )
     return tuple(window if slide else None for slide in slides)
+
+
+def _soft_cap(config: Mapping[str, Any], key: str) -> float | None:
+    return None if config.get(key) is None else number(config, key)
 
 
 def _checkpoint_format(config: Mapping[str, Any]) -> Format:

@@ -17,6 +17,9 @@ from freight.batch import ForwardBatch
 from freight.fp8.values import KVPages, Weight
 from freight.kernels import reference
 
+# q, pages, batch, softmax_scale, window, soft_cap -> as q
+Attend = Callable[[Tensor, KVPages, ForwardBatch, float, int | None, float | None], Tensor]
+
 
 @dataclass(frozen=True)
 class KernelSet:
@@ -33,7 +36,7 @@ class KernelSet:
     silu_mul: Callable[[Tensor], Tensor]
     rotate: Callable[[Tensor, Tensor, Tensor], Tensor]
     store_kv: Callable[[Tensor, Tensor, Tensor, KVPages], None]
-    attention: Callable[[Tensor, KVPages, ForwardBatch, float, int | None], Tensor]
+    attention: Attend
     note: str = ""
 
 

@@ -145,11 +145,19 @@ def load_kv(page: Tensor, scale: Tensor | None, blocks: Tensor, length: int) -> 
     return padded.view(tiles, KEY_TILE, heads, dim).transpose(1, 2).contiguous()
 
 
-def attention(q: Tensor, pages: KVPages, batch: ForwardBatch, softmax_scale: float, window: int | None) -> Tensor:
+def attention(
+    q: Tensor,
+    pages: KVPages,
+    batch: ForwardBatch,
+    softmax_scale: float,
+    window: int | None,
+    soft_cap: float | None = None,
+) -> Tensor:
     """Causal grouped-query attention of each row over its own sequence, read back from the pages.
 
     q: [num_tokens, num_heads, head_dim]; the sequences' keys, this step's included, are stored already. A key at
-    position j is seen from position i if j <= i and, with a sliding window, i - j < window. Returns q's shape and
+    position j is seen from position i if j <= i and, with a sliding window, i - j < window. With a soft cap (Gemma 2,
+    Riviere et al. 2024) a score s = softmax_scale * q . k becomes soft_cap * tanh(s / soft_cap). Returns q's shape and
     dtype; computes in float32.
     """
     out = torch.empty_like(q)
@@ -162,7 +170,7 @@ def attention(q: Tensor, pages: KVPages, batch: ForwardBatch, softmax_scale: flo
         for row in range(begin, end, QUERY_TILE):
             rows = slice(row, min(row + QUERY_TILE, end))
             first = length - (end - row)  # position of the tile's first row
-            out[rows] = _attend(q[rows], k, v, first, pages, softmax_scale, window)
+            out[rows] = _attend(q[rows], k, v, first, pages, softmax_scale, window, soft_cap)
     return out
 
 
@@ -178,7 +186,14 @@ def _angles(center: KeyCenter, tile: int) -> Tensor:
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, first: int, pages: KVPages, softmax_scale: float, window: int | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    first: int,
+    pages: KVPages,
+    softmax_scale: float,
+    window: int | None,
+    soft_cap: float | None,
 ) -> Tensor:
     """One query tile, rows at positions first, first + 1, …, over key tiles k (transposed) and v of one sequence."""
     rows, num_heads, dim = q.shape
@@ -204,6 +219,8 @@ def _attend(
         scores = torch.bmm(queries, k[tile])
         if center is not None and coefficients is not None:
             scores = scores + torch.bmm(coefficients, _angles(center, tile))
+        if soft_cap is not None:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
         scores = scores.masked_fill(~seen, -torch.inf)
         new_best = torch.maximum(best, scores.amax(-1, keepdim=True))
         reference = new_best.masked_fill(new_best == -torch.inf, 0.0)  # a row that has seen no key yet

@@ -34,6 +34,7 @@ class Attention:
     num_kv_heads: int
     head_dim: int
     window: int | None
+    soft_cap: float | None
     kernels: KernelSet
 
     def __call__(self, x: Tensor, batch: ForwardBatch, kv: LayerKV) -> Tensor:
@@ -49,7 +50,7 @@ class Attention:
             v = _shifted(v, -v_center)
         q, k = self.rope(q, k, batch.positions)
         kv.store(k, v, batch.slots)
-        attended = self.kernels.attention(q, kv.pages, batch, self.head_dim**-0.5, self.window)
+        attended = self.kernels.attention(q, kv.pages, batch, self.head_dim**-0.5, self.window, self.soft_cap)
         if v_center is not None:  # probabilities sum to 1
             attended = _shifted(attended, v_center.repeat_interleave(self.num_heads // self.num_kv_heads, 0))
         return self.o(attended.flatten(1))

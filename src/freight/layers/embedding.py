@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from freight.kernels.kernel_set import KernelSet
@@ -24,14 +25,17 @@ class Embedding:
 class LogitsHead:
     """Hidden states [rows, hidden_size] -> float32 logits [rows, vocab_size]; quantized only where a checkpoint is.
 
-    `weight` is what `kernels.pack` returned; `input_limit` is that of `Linear`.
+    `weight` is what `kernels.pack` returned; `input_limit` is that of `Linear`. With a soft cap a logit x becomes
+    soft_cap * tanh(x / soft_cap) (Gemma 2, Riviere et al. 2024).
     """
 
     weight: Any
     kernels: KernelSet
     input_limit: float | None = None
+    soft_cap: float | None = None
 
     def __call__(self, hidden: Tensor) -> Tensor:
         if self.input_limit is not None:
             hidden = hidden.clamp(-self.input_limit, self.input_limit)
-        return self.kernels.linear(hidden, self.weight, None).float()
+        logits = self.kernels.linear(hidden, self.weight, None).float()
+        return logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)

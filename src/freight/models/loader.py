@@ -156,6 +156,7 @@ class _Builder:
             num_kv_heads=c.num_kv_heads,
             head_dim=c.head_dim,
             window=c.windows[index],
+            soft_cap=c.attention_soft_cap,
             kernels=self.kernels,
         )
         mlp = MLP(self.linear(prefix, *names.gate_up), self.linear(prefix, names.down), self.kernels)
@@ -171,7 +172,7 @@ def build_decoder(config: ModelConfig, source: WeightSource, kernels: KernelSet,
     layers = tuple(builder.layer(index, rope) for index in range(config.num_layers))
     norm, embedding = builder.norm(names.norm), builder.tensor(names.embedding)
     head = Weight(embedding) if config.tie_word_embeddings else source.head(names.head, builder.shapes[names.head])
-    logits = LogitsHead(kernels.pack(head), kernels, head.input_limit)
+    logits = LogitsHead(kernels.pack(head), kernels, head.input_limit, config.logit_soft_cap)
     return Decoder(config, Embedding(embedding), layers, norm, logits)
 
 

@@ -50,6 +50,7 @@ def attend(
     window: int | None,
     target: Target,
     num_pairs: int = 0,
+    soft_cap: float | None = None,
 ) -> None:
     q = empty(rows, heads * group, dim)
     cache = pages(format, scales, heads, dim)
@@ -58,7 +59,7 @@ def attend(
         pairs = empty(heads, num_pairs, dtype=torch.int32)
         center = KeyCenter(empty(heads, dim, dtype=torch.float32), pairs, parts, angles, angles)
         cache = replace(cache, k_center=center)
-    paged.attention(target, q, cache, batch(rows, 64), 0.1, window)
+    paged.attention(target, q, cache, batch(rows, 64), 0.1, window, soft_cap)
 
 
 def keep(format: Format, scales: str, dim: int, rows: int, target: Target) -> None:
@@ -81,6 +82,7 @@ CASES: dict[str, Callable[[Target], object]] = {
     "attention fp8 static": partial(attend, Format.E4M3FN, "static", 8, 4, 128, 8192, None),
     "attention fp8 token": partial(attend, Format.E4M3FN, "token", 8, 4, 128, 8192, None),
     "attention fp8 centered": partial(attend, Format.E4M3FN, "static", 8, 4, 128, 8192, None, num_pairs=20),
+    "attention fp8 soft cap": partial(attend, Format.E4M3FN, "static", 8, 4, 128, 8192, None, soft_cap=50.0),
     "attention bf16 window": partial(attend, Format.BFLOAT16, "unit", 8, 4, 128, 8192, 4096),
     "store token": partial(keep, Format.E4M3FN, "token", 128, 8192),
     "linear fp8": partial(multiply, Format.E4M3FN, False, Activations.DYNAMIC, 8192),
@@ -102,6 +104,9 @@ MORE_CASES: dict[str, Callable[[Target], object]] = {
     "attention fp8 static, dim 64": partial(attend, Format.E4M3FN, "static", 8, 7, 64, 8192, None),
     "attention fp8 static, dim 256": partial(attend, Format.E4M3FN, "static", 4, 2, 256, 8192, None),
     "attention fp8 token, dim 256": partial(attend, Format.E4M3FN, "token", 4, 2, 256, 8192, None),
+    "attention fp8 token, soft cap, window, dim 256": partial(
+        attend, Format.E4M3FN, "token", 4, 2, 256, 8192, 4096, soft_cap=50.0
+    ),
     "store static": partial(keep, Format.E4M3FN, "static", 128, 8192),
     "store token, one row": partial(keep, Format.E4M3FN, "token", 128, 1),
     "store fnuz static": partial(keep, Format.E4M3FNUZ, "static", 128, 8192),

@@ -76,14 +76,14 @@ class Case:
         ]
         return prepare(slices, BLOCK, self.device)
 
-    def run(self, which, window=None, dtype=None) -> Tensor:
+    def run(self, which, window=None, dtype=None, soft_cap=None) -> Tensor:
         """Triton's output for the sequences numbered `which`; with `dtype` the reference's, computed in it."""
         sequences = [self.sequences[i] for i in which]
         q = torch.cat([self.q[i][before : before + rows] for i, (rows, before) in zip(which, sequences, strict=True)])
         batch = self.batch(sequences, [self.blocks[i] for i in which])
         if dtype is not None:
-            return reference.attention(q.to(dtype), self.pages, batch, self.dim**-0.5, window)
-        return paged.attention(current_target(), q, self.pages, batch, self.dim**-0.5, window)
+            return reference.attention(q.to(dtype), self.pages, batch, self.dim**-0.5, window, soft_cap)
+        return paged.attention(current_target(), q, self.pages, batch, self.dim**-0.5, window, soft_cap)
 
 
 def assert_close(got: Tensor, expected: Tensor) -> None:
@@ -173,6 +173,23 @@ def test_what_was_taken_off_keys_comes_back(format, scales, window, device):
     assert_close(case.run(which, window), expected)
     case.pages = replace(case.pages, k_center=None)
     assert (case.run(which, window) - expected).abs().max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("format", "scales", "size_of_q"),
+    [(Format.E4M3FN, "token", 1.0), (Format.E4M3FN, "static", 1000.0), (Format.FLOAT32, "unit", 1.0)],
+)
+@pytest.mark.parametrize("with_center", [False, True])
+def test_soft_caps(format, scales, with_center, size_of_q, device):
+    dtype = torch.bfloat16 if format.is_fp8 else torch.float32
+    case = Case(MIXED, format, scales, dtype, 2, 3, 32, device)
+    if with_center:
+        case = centered(case, 100)
+    case.q = [q * size_of_q for q in case.q]
+    which = range(len(MIXED))
+    expected = case.run(which, 20, torch.float32, soft_cap=0.8)
+    assert_close(case.run(which, 20, soft_cap=0.8), expected)
+    assert (case.run(which, 20) - expected).abs().max() > 0.1
 
 
 def test_centers_change_no_bit_with_other_sequences(device):

@@ -205,8 +205,6 @@ def test_window_contradictions():
     [
         ("hidden_act", "gelu"),
         ("partial_rotary_factor", 0.5),
-        ("attn_logit_softcapping", 50.0),
-        ("final_logit_softcapping", 30.0),
         ("logit_scale", 0.0625),
         ("residual_multiplier", 0.22),
         ("embedding_multiplier", 12.0),
@@ -224,6 +222,15 @@ def test_a_key_that_changes_the_mathematics_is_named_with_its_value(key, value):
 
 def test_an_unknown_key_is_said_to_be_unknown():
     refused("unknown to Freight", something_new=7)
+
+
+def test_soft_caps():
+    plain = parse_model_config(config(attn_logit_softcapping=None))
+    assert (plain.attention_soft_cap, plain.logit_soft_cap) == (None, None)
+    capped = parse_model_config(config(attn_logit_softcapping=50, final_logit_softcapping=30.0))
+    assert (capped.attention_soft_cap, capped.logit_soft_cap) == (50.0, 30.0)
+    refused("attn_logit_softcapping", "0", "above 0", attn_logit_softcapping=0)
+    refused("final_logit_softcapping", "'30'", final_logit_softcapping="30")
 
 
 def test_keys_that_change_nothing():

@@ -6,7 +6,6 @@ A row's bits depend on nothing but its own history: not on the other rows, the c
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from freight.fp8.quantize import format_of
 from freight.fp8.values import KVPages
 from freight.kernels.cpu.library import Library
 from freight.kernels.cpu.pages import FORMATS, address, rows_of, scales_of
+from freight.kernels.kernel_set import Attend
 
 
 class _Arguments(ctypes.Structure):
@@ -29,18 +29,25 @@ class _Arguments(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("q_type", "kv_format", "scales")),
         *((name, ctypes.c_int32) for name in ("num_seqs", "max_blocks", "num_heads", "num_kv_heads")),
         *((name, ctypes.c_int32) for name in ("head_dim", "block_size", "window", "center_size")),
-        ("softmax_scale", ctypes.c_float),
+        *((name, ctypes.c_float) for name in ("softmax_scale", "soft_cap")),
         ("threads", ctypes.c_int32),
     )
 
 
-def make_attention(library: Library) -> Callable[[Tensor, KVPages, ForwardBatch, float, int | None], Tensor]:
+def make_attention(library: Library) -> Attend:
     """`KernelSet.attention` for this build."""
     call = library.functions.freight_attention
     call.argtypes = [ctypes.POINTER(_Arguments)]
     call.restype = None
 
-    def attention(q: Tensor, pages: KVPages, batch: ForwardBatch, softmax_scale: float, window: int | None) -> Tensor:
+    def attention(
+        q: Tensor,
+        pages: KVPages,
+        batch: ForwardBatch,
+        softmax_scale: float,
+        window: int | None,
+        soft_cap: float | None = None,
+    ) -> Tensor:
         """q: [num_tokens, num_heads, head_dim]; returns the same. As `reference.attention`; over FP8 and bfloat16 pages
         with the avx512 build, bfloat16 queries meet bfloat16 dot products."""
         q = rows_of(q)
@@ -76,6 +83,7 @@ def make_attention(library: Library) -> Callable[[Tensor, KVPages, ForwardBatch,
                 window=window or 0,
                 center_size=center.pairs.shape[1] if center else 0,
                 softmax_scale=softmax_scale,
+                soft_cap=soft_cap or 0.0,
                 threads=torch.get_num_threads(),
             )
         )

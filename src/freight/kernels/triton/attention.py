@@ -8,6 +8,7 @@ positions through `_walk`, so within either kind a row's bits depend on nothing 
 FP8 is decoded in registers, between the load and the product. Static scales cost nothing there: the K scale is in q
 and the V scale multiplies the output. A `token` scale is one multiplication per score and one per probability.
 What was taken off keys (`KVPages.k_center`) comes back into the scores in float32, a pair of channels after the other.
+A soft cap is applied after that, and is not there where CAPPED is false.
 Products of FP8 values run in float16, in which every FP8 value is exact; q is brought near 1 by a power of two per row
 beforehand, which the scores get back in float32. Probabilities times `token` scales need bfloat16's range.
 
@@ -67,6 +68,13 @@ def _add_center(
 
 
 @triton.jit
+def _soften(scores, cap):
+    """Scores times 2 log2(e) / soft cap -> soft-capped, in base 2. `cap` is the soft cap times log2(e)."""
+    power = tl.exp2(tl.minimum(scores, 64.0, propagate_nan=tl.PropagateNan.ALL))  # tanh is 1 long before
+    return cap - 2.0 * cap / (1.0 + power)  # tanh(x) = 1 - 2 / (1 + e ** 2x)
+
+
+@triton.jit
 def _token_scale(scale_ptr, place, stored, MASKED: tl.constexpr):
     """The `token` scales of a tile's keys or values, float32 [N]."""
     if MASKED:
@@ -79,10 +87,10 @@ def _token_scale(scale_ptr, place, stored, MASKED: tl.constexpr):
 @triton.jit
 def _walk(
     acc, best, total, q, factor, position, begin, end, length, window, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
-    table_ptr, head, center_ptr, center_place, live, cos_ptr, sin_ptr, pairs_ptr, num_pairs, HEADS: tl.constexpr,
+    table_ptr, head, center_ptr, center_place, live, cos_ptr, sin_ptr, pairs_ptr, num_pairs, cap, HEADS: tl.constexpr,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, FORMAT: tl.constexpr,
     SCALES: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr, K_DOT: tl.constexpr, V_DOT: tl.constexpr,
-    CENTERED: tl.constexpr,
+    CENTERED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """Take the keys of [begin, end), begin on a tile's edge, into (acc [M, D], best [M], total [M]).
 
@@ -110,6 +118,8 @@ def _walk(
             scores = _add_center(
                 scores, center_ptr, center_place, live, cos_ptr, sin_ptr, pairs_ptr, num_pairs, head, key, DIM,
             )  # fmt: skip
+        if CAPPED:
+            scores = _soften(scores, cap)
         if MASKED:
             seen = key[None, :] <= position[:, None]
             if WINDOWED:
@@ -151,13 +161,14 @@ def _sequence_of(starts_ptr, tile, num_seqs, QUERIES: tl.constexpr):
     return low
 
 
-@triton.jit(do_not_specialize=["num_seqs", "table_stride", "window", "num_pairs"])
+@triton.jit(do_not_specialize=["num_seqs", "table_stride", "window", "num_pairs", "cap"])
 def prefill_kernel(
     q_ptr, out_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, starts_ptr, lengths_ptr, tables_ptr, num_seqs,
     table_stride, q_row_stride, q_head_stride, softmax_scale, window, center_ptr, cos_ptr, sin_ptr, pairs_ptr,
-    num_pairs, GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    num_pairs, cap, GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, FORMAT: tl.constexpr,
     SCALES: tl.constexpr, WINDOWED: tl.constexpr, K_DOT: tl.constexpr, V_DOT: tl.constexpr, CENTERED: tl.constexpr,
+    CAPPED: tl.constexpr,
 ):  # fmt: skip
     """A program: one tile of QUERIES rows of a sequence and all heads of one KV head. softmax_scale holds log2(e)."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last rows of a sequence see most keys: they go first
@@ -191,13 +202,13 @@ def prefill_kernel(
         edge = (first + 1) // KEYS * KEYS
         acc, best, total = _walk(
             acc, best, total, q, factor, position, 0, edge, length, window, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
-            table_ptr, head, center_ptr, center_place, live, cos_ptr, sin_ptr, pairs_ptr, num_pairs, HEADS, DIM,
-            BLOCK_DIM, BLOCK_SIZE, KEYS, FORMAT, SCALES, WINDOWED, False, K_DOT, V_DOT, CENTERED,
+            table_ptr, head, center_ptr, center_place, live, cos_ptr, sin_ptr, pairs_ptr, num_pairs, cap, HEADS, DIM,
+            BLOCK_DIM, BLOCK_SIZE, KEYS, FORMAT, SCALES, WINDOWED, False, K_DOT, V_DOT, CENTERED, CAPPED,
         )  # fmt: skip
     acc, best, total = _walk(
         acc, best, total, q, factor, position, edge, last, length, window, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
-        table_ptr, head, center_ptr, center_place, live, cos_ptr, sin_ptr, pairs_ptr, num_pairs, HEADS, DIM,
-        BLOCK_DIM, BLOCK_SIZE, KEYS, FORMAT, SCALES, WINDOWED, True, K_DOT, V_DOT, CENTERED,
+        table_ptr, head, center_ptr, center_place, live, cos_ptr, sin_ptr, pairs_ptr, num_pairs, cap, HEADS, DIM,
+        BLOCK_DIM, BLOCK_SIZE, KEYS, FORMAT, SCALES, WINDOWED, True, K_DOT, V_DOT, CENTERED, CAPPED,
     )  # fmt: skip
     dims = tl.arange(0, BLOCK_DIM)
     output = acc / total[:, None]
@@ -208,13 +219,14 @@ def prefill_kernel(
     tl.store(out_ptr + place[:, None] * DIM + dims[None, :], output.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["table_stride", "max_splits", "window", "num_pairs"])
+@triton.jit(do_not_specialize=["table_stride", "max_splits", "window", "num_pairs", "cap"])
 def decode_kernel(
     q_ptr, partial_ptr, stats_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, starts_ptr, lengths_ptr, tables_ptr,
     table_stride, max_splits, q_row_stride, q_head_stride, softmax_scale, window, center_ptr, cos_ptr, sin_ptr,
-    pairs_ptr, num_pairs, GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    pairs_ptr, num_pairs, cap, GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, FORMAT: tl.constexpr,
     SCALES: tl.constexpr, WINDOWED: tl.constexpr, K_DOT: tl.constexpr, V_DOT: tl.constexpr, CENTERED: tl.constexpr,
+    CAPPED: tl.constexpr,
 ):  # fmt: skip
     """A program: every num_programs(0)-th split of one sequence and KV head.
 
@@ -249,8 +261,8 @@ def decode_kernel(
         total = tl.zeros((ROWS,), tl.float32)
         acc, best, total = _walk(
             acc, best, total, q, factor, position, begin, end, length, window, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
-            table_ptr, head, center_ptr, center_place, live, cos_ptr, sin_ptr, pairs_ptr, num_pairs, HEADS, DIM,
-            BLOCK_DIM, BLOCK_SIZE, KEYS, FORMAT, SCALES, WINDOWED, True, K_DOT, V_DOT, CENTERED,
+            table_ptr, head, center_ptr, center_place, live, cos_ptr, sin_ptr, pairs_ptr, num_pairs, cap, HEADS, DIM,
+            BLOCK_DIM, BLOCK_SIZE, KEYS, FORMAT, SCALES, WINDOWED, True, K_DOT, V_DOT, CENTERED, CAPPED,
         )  # fmt: skip
         place = ((seq.to(tl.int64) * HEADS + head) * max_splits + split) * GROUP + m
         mask = live[:, None] & (dims < DIM)[None, :]

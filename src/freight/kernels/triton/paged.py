@@ -68,7 +68,7 @@ def dot_types(q: torch.dtype, pages: KVPages) -> tuple[tl.dtype, tl.dtype]:
     return tl.float16, tl.bfloat16 if pages.dynamic else tl.float16
 
 
-def constants(q: Tensor, pages: KVPages, window: int | None) -> dict[str, Any]:
+def constants(q: Tensor, pages: KVPages, window: int | None, soft_cap: float | None) -> dict[str, Any]:
     """Compile-time constants that the attention kernels share."""
     k_dot, v_dot = dot_types(q.dtype, pages)
     num_kv_heads, dim = pages.k.shape[2:]
@@ -84,6 +84,7 @@ def constants(q: Tensor, pages: KVPages, window: int | None) -> dict[str, Any]:
         "K_DOT": k_dot,
         "V_DOT": v_dot,
         "CENTERED": pages.k_center is not None,
+        "CAPPED": soft_cap is not None,
     }
 
 
@@ -97,16 +98,23 @@ def center_arguments(q: Tensor, pages: KVPages, scale: float) -> tuple[Tensor | 
 
 
 def attention(
-    target: Target, q: Tensor, pages: KVPages, batch: ForwardBatch, softmax_scale: float, window: int | None
+    target: Target,
+    q: Tensor,
+    pages: KVPages,
+    batch: ForwardBatch,
+    softmax_scale: float,
+    window: int | None,
+    soft_cap: float | None = None,
 ) -> Tensor:
     """`reference.attention`. q: [num_tokens, num_heads, head_dim], its last dimension contiguous."""
     assert q.stride(2) == 1
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    shared = constants(q, pages, window)
+    shared = constants(q, pages, window, soft_cap)
     k, v = carrier(pages.k, target), carrier(pages.v, target)
-    scale = softmax_scale * math.log2(math.e)
+    scale = softmax_scale * math.log2(math.e) * (2 / soft_cap if soft_cap else 1)
+    cap = (soft_cap or 0.0) * math.log2(math.e)
     sequences = (batch.query_starts, batch.context_lens)
-    center = center_arguments(q, pages, scale)
+    extras = (*center_arguments(q, pages, scale), cap)
     if batch.num_tokens > batch.num_seqs:
         bytes_per_value = shared["K_DOT"].primitive_bitwidth // 8
         tile = prefill_tile(target, shared["BLOCK_DIM"], bytes_per_value, shared["CENTERED"])
@@ -114,7 +122,7 @@ def attention(
         grid = (batch.num_tokens // queries + batch.num_seqs, shared["HEADS"])
         prefill_kernel[grid](
             *(q, out, k, v, pages.k_scale, pages.v_scale, *sequences, batch.block_tables, batch.num_seqs),
-            *(batch.block_tables.stride(0), q.stride(0), q.stride(1), scale, window or 0, *center),
+            *(batch.block_tables.stride(0), q.stride(0), q.stride(1), scale, window or 0, *extras),
             **shared,
             ROWS=max(tile.rows, triton.next_power_of_2(shared["GROUP"])),
             QUERIES=queries,
@@ -122,7 +130,7 @@ def attention(
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
-    _decode(target, q, out, k, v, pages, batch, scale, window, center, shared)
+    _decode(target, q, out, k, v, pages, batch, scale, window, extras, shared)
     return out
 
 
@@ -136,7 +144,7 @@ def _decode(
     batch: ForwardBatch,
     scale: float,
     window: int | None,
-    center: tuple[Tensor | int | None, ...],
+    extras: tuple[Tensor | int | float | None, ...],
     shared: dict[str, Any],
 ) -> None:
     """The rows of sequences that have one in this step, into `out`."""
@@ -149,7 +157,7 @@ def _decode(
     decode_kernel[(programs, heads, num_seqs)](
         *(q, partial, stats, k, v, pages.k_scale, pages.v_scale, batch.query_starts, batch.context_lens),
         *(batch.block_tables, batch.block_tables.stride(0), max_splits, q.stride(0), q.stride(1), scale, window or 0),
-        *center,
+        *extras,
         **shared,
         ROWS=max(tile.rows, triton.next_power_of_2(shared["GROUP"])),
         KEYS=tile.keys,
