@@ -110,6 +110,11 @@ CASES = [
         declare(**ao(AO_DYNAMIC, [{"_type": "PerGroup", "_data": {"group_size": 128}}, PER_ROW])),
         ("activations of PerGroup",),
     ),
+    (
+        "modelopt own file",
+        put("model.layers.0.self_attn.k_proj.k_bias", torch.zeros(96)),
+        ("layers.0.self_attn.k_proj.k_bias", "affine KV cache", "symmetric"),
+    ),
     ("torchao row", declare(quant_type="float8wo"), ("'float8wo'", "Float8WeightOnlyConfig")),
 ]
 

@@ -40,6 +40,7 @@ _NAME = re.compile(
     )$""",
     re.VERBOSE,
 )
+_AFFINE = re.compile(r"layers\.\d+\.self_attn\.(?:k_proj\.k|v_proj\.v)_bias$")  # ModelOpt's affine cache
 _ORDER = (Granularity.TENSOR, Granularity.HEAD, Granularity.CHANNEL)  # from coarse to fine
 
 
@@ -66,8 +67,14 @@ def read_kv_scales(checkpoint: Checkpoint, model: ModelShape, extras: bool = Tru
 
     A scale of one side alone stands for both, as does `kv_scale`. Raises CheckpointError, naming tensor and value, for
     a scale that is not positive and finite, has a shape that fits neither tensor, head nor channel, or is there under
-    two names with two values.
+    two names with two values, and for scales of what a bias was taken off.
     """
+    affine = sorted(filter(_AFFINE.search, checkpoint.names))
+    if affine:
+        raise CheckpointError(
+            f"{checkpoint.path}: {affine[0]}: an affine KV cache (a bias beside each scale) is not implemented; export "
+            "the model with a symmetric FP8 cache"
+        )
     found: list[dict[str, tuple[str, tuple[float, ...]]]] = [{} for _ in range(model.num_layers)]
     for name in sorted(checkpoint.names):
         parsed = parse_scale_name(name)

@@ -178,7 +178,8 @@ def _weight_scale(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], dec
         assert declared.block is not None
         grid = tuple(math.ceil(size / side) for size, side in zip(shape, declared.block, strict=True))
         expected = f"{list(grid)}"
-        if scale.shape in (grid, (grid[0], 1, grid[1], 1)):
+        single = math.prod(grid) == scale.numel() == 1  # ModelOpt writes [] for a matrix of one block
+        if single or scale.shape in (grid, (grid[0], 1, grid[1], 1)):
             regrouped = regroup(scale.reshape(grid), declared.block, shape)
             if regrouped is None:
                 raise CheckpointError(

@@ -1,12 +1,14 @@
 """AMD Quark's native export: specifications of tensors, by pattern of module names, then of class, then for all.
 
-The cache's scales are those of what k_proj and v_proj put out.
+The cache's scales are those of what k_proj and v_proj put out; what is specified for that stands for the modules'
+weights and inputs too, so a specification of outputs alone leaves their weights in 16 bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from freight.checkpoint.producers import patterns
@@ -27,19 +29,19 @@ def read_quark(said: Mapping[str, Any]) -> Scheme:
 
 
 def _rules(said: Mapping[str, Any]) -> list[Rule]:
-    by_name = mapping(said.get("layer_quant_config"), "layer_quant_config")
     by_class = mapping(said.get("layer_type_quant_config"), "layer_type_quant_config")
     rules = patterns.rules(said, "exclude", patterns.wildcard)
-    rules += patterns.rules(
-        said,
-        "layer_quant_config",
-        patterns.wildcard,
-        lambda name: _linear(by_name[name], f"layer_quant_config[{name!r}]"),
-    )
+    for key in ("kv_cache_quant_config", "layer_quant_config"):
+        specs = mapping(said.get(key), key)
+        rules += patterns.rules(said, key, patterns.wildcard, partial(_named, specs, key))
     for name, spec in by_class.items():
         if name.rpartition(".")[2].lower() in ("linear", "nn.linear"):
             rules.append(Rule(patterns.every(), _linear(spec, f"layer_type_quant_config[{name!r}]")))
     return [*rules, Rule(patterns.every(), _linear(said.get("global_quant_config"), "global_quant_config"))]
+
+
+def _named(specs: Mapping[str, Any], key: str, name: str) -> LinearScheme | None:
+    return _linear(specs[name], f"{key}[{name!r}]")
 
 
 def _linear(config: Any, where: str) -> LinearScheme | None:
