@@ -38,7 +38,7 @@ from freight.sampling import SamplingParams
 LogprobEntry = tuple[int, float, int]  # token id, log-probability, rank from 1 (of equal logits, the lower id first)
 
 _GOLDEN = 0x9E3779B97F4A7C15  # SplitMix64's increment
-_NUCLEUS = 1024  # most likely tokens tried first for top_p; all are sorted when they do not reach it
+_NUCLEUS = 1024  # most likely tokens tried first for top_p; all are sorted when the host sees that they do not reach it
 _ROWS_AT_ONCE = 32  # bounds what log-probabilities of a long prompt hold in memory
 
 
@@ -69,13 +69,22 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
     """
     assert logits.dtype == torch.float32
     assert logits.shape[0] == len(rows)
-    tokens = _choose(_adjust(logits, rows), rows)
-    token_ids, broken = torch.stack((tokens, _broken(logits).long())).tolist()  # where the host waits for a GPU
+    adjusted = _adjust(logits, rows)
+    tokens, reached = _choose(adjusted, rows, _NUCLEUS)
+    barred = adjusted.amax(-1) == -math.inf
+    told = torch.stack((tokens, reached.long(), _broken(logits).long(), barred.long()))
+    token_ids, all_reached, broken, no_token = told.tolist()  # where the host waits for a GPU, the only place
     _refuse(broken)
+    if any(no_token):
+        params = rows[no_token.index(1)].params
+        raise KernelError(f"min_tokens={params.min_tokens} bars every stop id, and no other token is left")
+    if not all(all_reached):
+        tokens, _ = _choose(adjusted, rows, logits.shape[1])
+        token_ids = tokens.tolist()
     entries: list[tuple[LogprobEntry, ...] | None] = [None] * len(rows)
     wanted = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
     if wanted:
-        index = _column(wanted, logits).long().squeeze(-1)
+        index = _send(wanted, torch.int64, logits.device)
         counts = [rows[i].params.logprobs or 0 for i in wanted]
         for i, found in zip(wanted, _logprobs(logits[index], tokens[index], counts), strict=True):
             entries[i] = found
@@ -106,7 +115,7 @@ def uniforms(seeds: Sequence[int], positions: Sequence[int], device: torch.devic
 
 def _int64(values: Sequence[int], device: torch.device | None = None) -> Tensor:
     """Whole numbers modulo 2 ** 64, as the int64 of the same bits."""
-    return torch.tensor([(value + 2**63) % 2**64 - 2**63 for value in values], dtype=torch.int64, device=device)
+    return _send([(value + 2**63) % 2**64 - 2**63 for value in values], torch.int64, device or torch.device("cpu"))
 
 
 def _shifted(bits: Tensor, by: int) -> Tensor:
@@ -135,9 +144,14 @@ def _refuse(broken: Sequence[int | bool]) -> None:
         )
 
 
+def _send(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`values` on `device`; the host does not wait for what a GPU still computes, as torch.tensor would."""
+    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
 def _column(values: Sequence[float], like: Tensor) -> Tensor:
     """[len(values), 1] float64 on `like`'s device."""
-    return torch.tensor(values, dtype=torch.float64, device=like.device).unsqueeze(-1)
+    return _send(values, torch.float64, like.device).unsqueeze(-1)
 
 
 def _adjust(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
@@ -158,48 +172,56 @@ def _adjust_row(x: Tensor, row: SamplingRow, barred: frozenset[int]) -> None:
     """Change the logits x [vocab_size] of one row in place."""
 
     def ids(tokens: Sequence[int]) -> Tensor:
-        return torch.tensor(tokens, dtype=torch.int64, device=x.device)
+        return _send(tokens, torch.int64, x.device)
+
+    def change(values: Sequence[float]) -> Tensor:
+        return _send(values, x.dtype, x.device)
 
     params = row.params
     if params.logit_bias:
-        x[ids(list(params.logit_bias))] += x.new_tensor(list(params.logit_bias.values()))
+        x[ids(list(params.logit_bias))] += change(list(params.logit_bias.values()))
     if params.repetition_penalty != 1:
         seen = ids(list({*row.prompt_token_ids, *row.output_token_ids}))
-        penalty = x.new_tensor(params.repetition_penalty)
+        penalty = change([params.repetition_penalty])
         x[seen] = torch.where(x[seen] > 0, x[seen] / penalty, x[seen] * penalty)
     if row.output_token_ids and (params.presence_penalty != 0 or params.frequency_penalty != 0):
         counts = Counter(row.output_token_ids)
         cost = [params.presence_penalty + params.frequency_penalty * count for count in counts.values()]
-        x[ids(list(counts))] -= x.new_tensor(cost)
+        x[ids(list(counts))] -= change(cost)
     if barred:
         x[ids([token for token in barred if token < x.shape[0]])] = -math.inf
-        if x.max() == -math.inf:
-            raise KernelError(f"min_tokens={params.min_tokens} bars every stop id, and no other token is left")
 
 
-def _choose(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Tokens int64 [num_rows] from adjusted logits x."""
+def _choose(x: Tensor, rows: Sequence[SamplingRow], width: int) -> tuple[Tensor, Tensor]:
+    """Tokens int64 [num_rows] from adjusted logits x; bool [num_rows], whether the `width` most likely were enough."""
     drawn = [i for i, row in enumerate(rows) if not row.params.greedy]
     if len(drawn) == len(rows):
-        return _draw(x, rows)
+        return _draw(x, rows, width)
     tokens = x.argmax(-1)  # the first, thus the lowest id, of equal maxima
+    reached = torch.ones_like(tokens, dtype=torch.bool)
     if drawn:
-        index = torch.tensor(drawn, device=x.device)
-        tokens[index] = _draw(x[index], [rows[i] for i in drawn])
-    return tokens
+        index = _send(drawn, torch.int64, x.device)
+        tokens[index], reached[index] = _draw(x[index], [rows[i] for i in drawn], width)
+    return tokens, reached
 
 
-def _draw(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Tokens int64 [num_rows] of rows with temperature > 0."""
+def _draw(x: Tensor, rows: Sequence[SamplingRow], width: int) -> tuple[Tensor, Tensor]:
+    """`_choose` for rows with temperature > 0."""
     x = (x - x.amax(-1, keepdim=True)) / _column([row.params.temperature for row in rows], x).float()
     x = _on(x, rows, lambda params: params.min_p > 0, _min_p)
     x = _on(x, rows, lambda params: 0 < params.top_k < x.shape[-1], _top_k)
-    p = _on(x.softmax(-1), rows, lambda params: params.top_p < 1, _top_p)
+    p = x.softmax(-1)
+    reached = torch.ones(len(rows), dtype=torch.bool, device=x.device)
+    nucleus = [i for i, row in enumerate(rows) if row.params.top_p < 1]
+    if nucleus:
+        index = _send(nucleus, torch.int64, x.device)
+        kept, reached[index] = _top_p(p[index], [rows[i].params.top_p for i in nucleus], width)
+        p = p.index_copy(0, index, kept)
     mass = p.cumsum(-1, dtype=torch.float64)
     total = mass[:, -1:]
     u = uniforms([row.seed for row in rows], [row.position for row in rows], x.device).unsqueeze(-1)
     point = torch.minimum(u * total, total.nextafter(torch.zeros_like(total)))  # < total, also after rounding
-    return torch.searchsorted(mass, point, right=True).squeeze(-1)
+    return torch.searchsorted(mass, point, right=True).squeeze(-1), reached
 
 
 def _on(
@@ -214,7 +236,7 @@ def _on(
         return x
     if len(chosen) == len(rows):
         return keep(x, [row.params for row in rows])
-    index = torch.tensor(chosen, device=x.device)
+    index = _send(chosen, torch.int64, x.device)
     return x.index_copy(0, index, keep(x[index], [rows[i].params for i in chosen]))
 
 
@@ -229,15 +251,14 @@ def _top_k(x: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     return x.masked_fill(~_first(x, values.gather(-1, count - 1), count), -math.inf)
 
 
-def _top_p(p: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    goal = _column([one.top_p for one in params], p)
-    for width in (min(_NUCLEUS, p.shape[-1]), p.shape[-1]):
-        values = p.topk(width).values
-        mass = values.cumsum(-1, dtype=torch.float64)
-        if bool((mass[:, -1:] >= goal).all()):
-            break
+def _top_p(p: Tensor, goals: Sequence[float], width: int) -> tuple[Tensor, Tensor]:
+    """p with 0 outside of the nucleus; and whether the `width` largest of a row have its goal, bool [num_rows]."""
+    goal = _column(goals, p)
+    values = p.topk(min(width, p.shape[-1])).values
+    mass = values.cumsum(-1, dtype=torch.float64)
+    reached = (mass[:, -1] >= goal[:, 0]) | (width >= p.shape[-1])
     count = ((mass < goal).sum(-1, keepdim=True) + 1).clamp(max=values.shape[-1])  # rounding may leave 1 unreached
-    return p.masked_fill(~_first(p, values.gather(-1, count - 1), count), 0)
+    return p.masked_fill(~_first(p, values.gather(-1, count - 1), count), 0), reached
 
 
 def _first(values: Tensor, cutoff: Tensor, count: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from freight.config.presets import PRESETS
 from freight.engine.graphs import DecodeGraphs
 from freight.engine.prepare import Logits, SequenceSlice
 from freight.engine.runner import ModelRunner
+from freight.engine.sampler import SamplingRow, sample
 from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.fp8.values import Activations, Weight
 from freight.fp8.weights import quantize_rows
@@ -23,6 +24,7 @@ from freight.kernels.kernel_set import select_kernels
 from freight.kernels.triton import linear
 from freight.kernels.triton.formats import current_target
 from freight.models.random_weights import random_model
+from freight.sampling import SamplingParams
 
 SMALL = {**PRESETS["llama-1b"], "num_hidden_layers": 2, "vocab_size": 512}
 BLOCK = 16
@@ -50,6 +52,28 @@ def test_a_captured_step_gives_the_same_bits(weights):
         replayed.run(slices)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_sampler_draws_as_on_a_cpu_and_waits_once():
+    torch.manual_seed(0)
+    logits = torch.randn(4, 4096)
+    params = [
+        SamplingParams(temperature=0.0, logit_bias={3: 2.0}),
+        SamplingParams(temperature=0.8, top_p=0.9, repetition_penalty=1.2),
+        SamplingParams(temperature=1.5, top_k=40, min_p=0.01),
+        SamplingParams(temperature=1.0, top_p=0.5, presence_penalty=0.5),
+    ]
+    rows = [SamplingRow(one, 7 + i, i, (1, 2), (5, 6), frozenset()) for i, one in enumerate(params)]
+    expected = [one.token_id for one in sample(logits, rows)]
+    on_gpu = logits.cuda()
+    assert [one.token_id for one in sample(on_gpu, rows)] == expected
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with pytest.warns(UserWarning, match="synchroniz") as waits:
+            sample(on_gpu, rows)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(waits) == 1
 
 
 @pytest.mark.parametrize("rows", [65, 300])
