@@ -49,10 +49,14 @@ class Tokenizer:
         self.special_token_ids: frozenset[int] = frozenset(token for token, value in added if value.special)
 
     @classmethod
-    def load(cls, folder: str | Path) -> Tokenizer:
-        """Read the tokenizer in `folder`; nothing is downloaded. Raises CheckpointError when there is none to read."""
+    def load(
+        cls, folder: str | Path, way_out: str = "skip_tokenizer_init=True runs without one, with token ids as prompts"
+    ) -> Tokenizer:
+        """Read the tokenizer in `folder`; nothing is downloaded.
+
+        Raises CheckpointError when there is none to read, which ends with `way_out`.
+        """
         path = Path(folder)
-        way_out = "skip_tokenizer_init=True runs without one, with token ids as prompts"
         if not any((path / name).is_file() for name in _FILES):
             raise CheckpointError(f"{path} has no tokenizer (one of {', '.join(_FILES)}); {way_out}")
         from transformers import AutoTokenizer

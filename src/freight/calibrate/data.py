@@ -45,10 +45,14 @@ def read_samples(
     total = sum(map(len, samples))
     if total < MIN_TOKENS:
         raise ConfigError(
-            f"{where} gives {total} tokens in {len(samples)} samples; at least {MIN_TOKENS} are needed for scales that "
-            "mean something. Give more text, or raise --num-samples or --max-seq-len"
+            f"{where} gives {total} tokens in {_samples(len(samples))}; at least {MIN_TOKENS} are needed for scales "
+            "that mean something. Give more text, or raise --num-samples or --max-seq-len"
         )
     return samples
+
+
+def _samples(count: int) -> str:
+    return f"{count} sample" if count == 1 else f"{count} samples"
 
 
 class _Lazy:
@@ -103,6 +107,10 @@ def _line(where: str, line: str, tokenizer: _Lazy) -> list[int]:
         if not isinstance(value, str):
             raise ConfigError(f"{where}: `text` is {type(value).__name__}, not a string")
         return tokenizer().encode(value)
+    if not tokenizer().has_chat_template:
+        raise ConfigError(
+            f"{where} has `messages`, but the model has no chat template; give each line a `text` instead"
+        )
     try:
         return tokenizer().apply_chat_template(value, add_generation_prompt=False)
     except RequestError as error:

@@ -53,9 +53,11 @@ def ignored_modules(config: ModelConfig, patterns: Sequence[str]) -> tuple[tuple
     known = [name for layer in layers for group in layer.groups for name in group] + [head]
     ignored = {head}
     for pattern in patterns:
+        regular = pattern.startswith("re:")
         matched = _matches(pattern, known)
         if not matched:
-            hint = nearest(pattern, known) if not pattern.startswith("re:") else ""
+            ends = any(name.endswith(f".{pattern}") for name in known)
+            hint = f" (did you mean 're:{pattern}$'?)" if ends else nearest(pattern, () if regular else known)
             raise ConfigError(
                 f"--ignore {pattern!r} matches no Linear module{hint}; give a full name such as {known[0]!r}, or "
                 "re: and a regular expression, as in 're:.*down_proj'"

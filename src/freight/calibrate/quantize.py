@@ -61,7 +61,9 @@ class Unquantized:
     name: str
 
     def load_tokenizer(self) -> Tokenizer:
-        return Tokenizer.load(self.checkpoint.path)
+        return Tokenizer.load(
+            self.checkpoint.path, "calibrate with token ids: a .jsonl file with `input_ids` in each line"
+        )
 
     def calibrate(
         self,
@@ -106,21 +108,23 @@ def quantize(
     model: str = "demo",
     out: str | Path = "",
     *,
+    revision: str | None = None,
     on_progress: Progress = lambda what, done, total: None,
     **options: Any,
 ) -> QuantizeResult:
     """Quantize `model` into the new folder `out`.
 
-    `options` are the fields of `QuantizeArgs`, named as the flags of `freight quantize`. `on_progress(what, done,
-    total)` is called as it goes on. Raises ConfigError for settings and data, CheckpointError for the model (NaN
-    during calibration among them), CapacityError for a full disk; whatever is raised, `out` is not there.
+    `revision` is a hub model's branch, tag or commit. `options` are the fields of `QuantizeArgs`, named as the flags of
+    `freight quantize`. `on_progress(what, done, total)` is called as it goes on. Raises ConfigError for settings and
+    data, CheckpointError for the model (NaN during calibration among them), CapacityError for a full disk; whatever is
+    raised, `out` is not there.
     """
     args = QuantizeArgs.from_options(**options)
     decided = plan(args)
     if not str(out):
         raise ConfigError("quantize needs a folder to write: give out")
     require_new(Path(out))
-    opened = open_unquantized(str(model))
+    opened = open_unquantized(str(model), revision)
     ignored, torn = ignored_modules(opened.model, decided.ignore)
     require_room(opened.checkpoint, Path(out))
     calibration = NOTHING_CALIBRATED

@@ -30,21 +30,26 @@ def evaluate(
 ) -> None:
     """Measure what FP8 caches cost and save.
 
-    Perplexity, divergence from a 16-bit cache, and memory: of all FP8 caches, or of the one asked for.
+    Perplexity, divergence from a 16-bit cache, and memory: of all FP8 caches, or of the one asked for; and the
+    memory of the weights.
     """
     text = read_text(args.model, data)
     chosen = args.quantization_param_path or args.kv_scales != "auto" or args.kv_cache_dtype != "auto"
     caches = [(args.kv_cache_dtype, args.kv_scales)] if chosen else CACHES
 
     from freight.evaluate.report import as_json as rows
-    from freight.evaluate.report import as_table, compare_caches
+    from freight.evaluate.report import as_table, run_caches, weight_bytes
 
     with progress("evaluating") as on_progress:
-        scores = compare_caches(args, caches, text, window, on_progress=on_progress)
+        runs = run_caches(args, caches, text, window, on_progress=on_progress)
+    scores = [run.score() for run in runs]
+    size, format = weight_bytes(runs[0].runner.model), runs[0].config.weight_format
     if as_json:
-        print(json.dumps({"model": args.model, "caches": rows(scores)}))
+        weights = {"dtype": format, "bytes": size.layers, "embedding_bytes": size.embeddings}
+        print(json.dumps({"model": args.model, "weights": weights, "caches": rows(scores)}))
     else:
         typer.echo(as_table(scores))
+        typer.echo(f"weights: {size.layers:,} bytes in {format}, embedding and head {size.embeddings:,} bytes")
         typer.echo(f"{scores[0].num_tokens:,} tokens of {data or HELD_OUT.name}. {LEGEND}")
 
 

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 _NOT_PARAMETERS = ("scale", "scale_inv", "scale_ub", "zero_point", "inv_freq", "qscale_act", "qscale_weight")
 
 
-def inspect(model: str, as_json: bool, picture: Path | None = None) -> None:
+def inspect(model: str, as_json: bool, picture: Path | None = None, revision: str | None = None) -> None:
     """Print what `model` is, as a table or as one JSON object; draw its KV scales into `picture`.
 
     Raises CheckpointError, and ConfigError for a picture that cannot be made.
     """
-    facts = describe(model)
+    facts = describe(model, revision)
     if picture is not None:
         _draw(facts, picture)
     if as_json:
@@ -51,8 +51,8 @@ def _draw(facts: dict[str, Any], picture: Path) -> None:
         raise ConfigError(f"--picture {picture} cannot be written: {error}") from error
 
 
-def describe(model: str) -> dict[str, Any]:
-    """The JSON object of `freight inspect --json`.
+def describe(model: str, revision: str | None = None) -> dict[str, Any]:
+    """The JSON object of `freight inspect --json`. `revision` is a hub model's branch, tag or commit.
 
     model, path, architecture, model_type, num_layers, num_parameters, max_position_embeddings; bytes: {dtype: count};
     scheme: {method, weight_format, kv_format, kv_static, description, fp8_weights}, where fp8_weights has the number of
@@ -65,7 +65,7 @@ def describe(model: str) -> dict[str, Any]:
     from freight.checkpoint.reader import Checkpoint, resolve_model
     from freight.config.model import parse_model_config
 
-    checkpoint = Checkpoint(resolve_model(model))
+    checkpoint = Checkpoint(resolve_model(model, revision))
     config = parse_model_config(checkpoint.config)
     scheme = read_scheme(checkpoint.config, checkpoint.hf_quant_config)
     scales = read_kv_scales(checkpoint, config)

@@ -55,13 +55,14 @@ def _inspect(
     picture: Annotated[
         Path | None, typer.Option(metavar="FILE.svg", help="Draw the KV scales by layer into a new file.")
     ] = None,
+    revision: Annotated[str | None, typer.Option(metavar="NAME", help="Branch, tag or commit of a hub model.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show what a checkpoint holds.
 
     Architecture, bytes by format, declared scheme, KV scales; no weight is read.
     """
-    inspect(model, as_json, picture)
+    inspect(model, as_json, picture, revision)
 
 
 for verb in (generate, chat, quantize, evaluate, demo, env):

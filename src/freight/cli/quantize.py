@@ -45,6 +45,7 @@ NumSamples = Annotated[int | None, _option("COUNT", f"Samples to calibrate with;
 MaxSeqLen = Annotated[int | None, _option("TOKENS", f"Longest sample; default: {MAX_SEQ_LEN}.")]
 Observer = Annotated[str | None, _option(ObserverKind, "How a scale follows from what was seen; default: absmax.")]
 Format = Annotated[str, _option(Layout, "The form of the checkpoint.")]
+Revision = Annotated[str | None, _option("NAME", "Branch, tag or commit of a hub model.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
@@ -62,6 +63,7 @@ def quantize(
     max_seq_len: MaxSeqLen = None,
     observer: Observer = None,
     format: Format = Layout.COMPRESSED_TENSORS,
+    revision: Revision = None,
     as_json: Json = False,
 ) -> None:
     """Quantize a model once, for every engine.
@@ -86,7 +88,7 @@ def quantize(
     from freight.calibrate.quantize import quantize as run
 
     with stages() as on_progress:
-        result = run(model, out, on_progress=on_progress, **options)
+        result = run(model, out, revision=revision, on_progress=on_progress, **options)
     if as_json:
         print(json.dumps(facts(result), indent=2))
     else:
@@ -136,7 +138,8 @@ def sentences(result: QuantizeResult) -> Iterator[str]:
             if gains:
                 where = f"{what} centered in {len(gains)} of {len(result.centers)} layers"
                 yield f"{where}: squared error of rounding divided by {min(gains):.1f} to {max(gains):.1f}"
-        yield f"calibrated on {result.num_tokens:,} tokens in {result.num_samples:,} samples"
+        samples = "1 sample" if result.num_samples == 1 else f"{result.num_samples:,} samples"
+        yield f"calibrated on {result.num_tokens:,} tokens in {samples}"
 
 
 @contextmanager

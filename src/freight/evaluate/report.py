@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from freight.errors import ConfigError
 from freight.evaluate.divergence import kl_divergence, same_top
 from freight.evaluate.perplexity import Window, cut_windows, perplexity, target_logprobs
 from freight.kernels.kernel_set import select_kernels
+from freight.models.decoder import Decoder
 
 MEMORY = 64 * 2**20  # bytes of cache for which `tokens_in_64_mib` is given
 
@@ -98,7 +99,7 @@ def compare_caches(
     max_tokens: int | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[CacheScore]:
-    """Score a cache in the compute dtype, and each of `caches` beside it, on `text`.
+    """Score a cache in the compute dtype, and each of `caches` that is another one beside it, on `text`.
 
     A cache is (kv_cache_dtype, kv_scales), or decided already.
 
@@ -118,7 +119,7 @@ def run_caches(
     max_tokens: int | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[CacheRun]:
-    """`compare_caches` with what it knows of each token."""
+    """`compare_caches` with the model that ran, and what is known of each token."""
     opened = open_model(args)
     plain = replace(args, kv_cache_dtype="float32", kv_scales="auto", quantization_param_path=None)
     plain = replace(plain, kv_cache_dtype=str(opened.resolve(plain).compute_format))
@@ -127,7 +128,9 @@ def run_caches(
         if isinstance(cache, KVCacheConfig):
             configs.append(replace(configs[0], kv=cache))
         else:
-            configs.append(opened.resolve(replace(args, kv_cache_dtype=cache[0], kv_scales=cache[1])))
+            config = opened.resolve(replace(args, kv_cache_dtype=cache[0], kv_scales=cache[1]))
+            if config.kv.format is not configs[0].kv.format:  # that one is the first row
+                configs.append(config)
     length = min(window or 1024, configs[0].max_model_len)
     windows = _windows(opened, text, length, max_tokens)
     decoder = opened.load(configs[0])
@@ -168,6 +171,37 @@ def _windows(opened: OpenModel, text: str | Sequence[int], length: int, max_toke
     if len(token_ids) < 2:
         raise ConfigError(f"the text has {len(token_ids)} tokens; perplexity needs at least 2")
     return cut_windows(token_ids[:max_tokens], length, bos)
+
+
+@dataclass(frozen=True)
+class WeightBytes:
+    """Memory of a loaded model: `embeddings` are the embedding and the head, `layers` all else, scales included."""
+
+    layers: int
+    embeddings: int
+
+
+def weight_bytes(model: Decoder) -> WeightBytes:
+    """What the tensors of `model` occupy, packed as its kernels have them. One that is there twice counts once."""
+    outer = _tensors((model.embedding, model.head))
+    inner = _tensors((model.layers, model.norm))
+    rope = _tensors(model.rope_tables)
+    return WeightBytes(
+        layers=sum(size for at, size in inner.items() if at not in outer and at not in rope),
+        embeddings=sum(outer.values()),
+    )
+
+
+def _tensors(value: object) -> dict[int, int]:
+    """{address: bytes} of the tensors in `value`, however deep in tuples and dataclasses they lie."""
+    if isinstance(value, Tensor):
+        return {value.data_ptr(): value.nbytes}
+    parts: Sequence[object] = ()
+    if isinstance(value, tuple):
+        parts = value
+    elif is_dataclass(value) and not isinstance(value, type):
+        parts = [getattr(value, part.name) for part in fields(value)]
+    return {at: size for part in parts for at, size in _tensors(part).items()}
 
 
 def as_json(scores: Sequence[CacheScore]) -> list[dict[str, Any]]:

@@ -18,6 +18,7 @@ class Letters:
     """A tokenizer with a token a character, BOS 1, and a template."""
 
     bos_token_id = 1
+    has_chat_template = True
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [1] * add_special_tokens + [ord(c) for c in text]
@@ -100,8 +101,15 @@ def test_a_malformed_line_is_named(tmp_path: Path, line: object, says: str):
         samples(jsonl(tmp_path, line))
 
 
+def test_messages_need_a_chat_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Letters, "has_chat_template", False)
+    line = {"messages": [{"role": "user", "content": LONG}]}
+    with pytest.raises(ConfigError, match="line 1 has `messages`, but the model has no chat template; give each line"):
+        samples(jsonl(tmp_path, line))
+
+
 def test_too_little_is_refused(tmp_path: Path):
-    with pytest.raises(ConfigError, match=f"gives {MIN_TOKENS - 1} tokens in 1 samples; at least {MIN_TOKENS}"):
+    with pytest.raises(ConfigError, match=f"gives {MIN_TOKENS - 1} tokens in 1 sample; at least {MIN_TOKENS}"):
         samples([[3] * (MIN_TOKENS - 1)])
     assert samples([[3] * MIN_TOKENS])
     with pytest.raises(ConfigError, match="0 tokens"):

@@ -72,6 +72,8 @@ def test_people_are_told_what_was_done(freight: Run, out: Path):
         (["--weights", "int8"], "--weights 'int8' is unknown"),
         (["--kv-cache", "fp8"], "needs --calibration-data FILE"),
         (["--ignore", "re:nothing"], "matches no Linear module"),
+        (["--ignore", "o_proj"], "(did you mean 're:o_proj$'?)"),
+        (["--revision", "v2"], "only a hub id has revisions"),
         (["--observer", "mse"], "nothing is calibrated"),
     ],
 )
@@ -80,6 +82,27 @@ def test_what_is_asked_wrongly_is_status_2(freight: Run, out: Path, argv: list[s
     assert (answer.code, answer.out) == (2, "")
     assert says in answer.err
     assert not out.exists()
+
+
+def test_text_without_a_tokenizer_is_told_the_way_out(freight: Run, out: Path, tmp_path: Path):
+    (tmp_path / "data.txt").write_text("text")
+    answer = freight("quantize", BASE, str(out), "--kv-cache", "fp8", "--calibration-data", str(tmp_path / "data.txt"))
+    assert answer.code == 1
+    assert "has no tokenizer" in answer.err
+    assert "`input_ids` in each line" in answer.err
+
+
+def test_a_revision_of_the_hub_is_what_is_read(freight: Run, out: Path, monkeypatch: pytest.MonkeyPatch):
+    asked = []
+
+    def download(name: str, revision: str | None, **options: Any) -> str:
+        asked.append((name, revision))
+        return BASE
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert freight("quantize", "owner/model", str(out), "--revision", "v2").code == 0
+    assert freight("inspect", "owner/model", "--revision", "v3").code == 0
+    assert asked == [("owner/model", "v2"), ("owner/model", "v3")]
 
 
 def test_a_quantized_model_is_status_1(freight: Run, out: Path):
