@@ -1,0 +1,90 @@
+"""Does a centered, channel-scaled checkpoint stand on its own in vLLM? Beside the same model with a scale per layer.
+
+    python benchmarks/peers/compare_centered.py --vllm-python PATH [MODEL] [--data FILE]
+
+Runs in Freight's environment; PATH is the interpreter of one with vLLM's CPU build (0.32 was tried). MODEL, and a copy
+of it with a large key bias (freight.evaluate.variants), are quantized twice, with `--kv-granularity channel --center`
+and with `--kv-granularity tensor`. vLLM loads both, with an FP8 cache, and has to give the same log-probabilities: it
+sees neither centers nor finer scales, and what it sees holds without them. A line for each model: the largest
+difference between the two in vLLM, and what either is away from vLLM's own 16-bit cache. Status 1 if the two differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from compare_with_vllm import PROMPTS, Top
+
+import freight
+from freight.checkpoint.reader import Checkpoint, resolve_model
+from freight.config.model import parse_model_config
+from freight.evaluate.variants import key_spreads, write_biased
+from freight.tokenizer import Tokenizer
+
+ANSWER = Path(__file__).with_name("compare_with_vllm.py")
+SCALES = ({"kv_granularity": "tensor"}, {"kv_granularity": "channel", "center": True})
+
+
+def answers(python: str, folder: Path, prompts: list[list[int]]) -> list[Top]:
+    """vLLM's log-probabilities of the five most likely first tokens of each prompt."""
+    with tempfile.NamedTemporaryFile() as file:
+        command = [python, str(ANSWER), "--answer", str(folder), json.dumps(prompts), file.name]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        return [{int(token): value for token, value in top.items()} for top in json.loads(Path(file.name).read_text())]
+
+
+def difference(one: list[Top], other: list[Top]) -> float:
+    """The largest, of tokens that both name."""
+    pairs = zip(one, other, strict=True)
+    return max(abs(a[token] - b[token]) for a, b in pairs for token in a.keys() & b.keys())
+
+
+def write_models(model: str, folder: Path, token_ids: list[int]) -> dict[str, Path]:
+    """The model, and its biased copy; the bias lies on a pair of channels that hardly turns."""
+    source = resolve_model(model)
+    config = parse_model_config(Checkpoint(source).config)
+    half = config.head_dim // 2
+    write_biased(source, folder / "biased", config, key_spreads(model, token_ids), half - half // 8)
+    return {model: source, f"{model} with a key bias": folder / "biased"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("model", nargs="?", default="demo")
+    parser.add_argument("--vllm-python", required=True, metavar="PATH")
+    parser.add_argument("--data", type=Path, help="calibration text; 'demo' has its own")
+    args = parser.parse_args()
+    source = resolve_model(args.model)
+    tokenizer, data = Tokenizer.load(source), args.data or source / "calibration.txt"
+    prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
+    token_ids = tokenizer.encode(data.read_text(encoding="utf-8"))[:1024]
+    failed = False
+    with tempfile.TemporaryDirectory() as temporary:
+        for name, folder in write_models(args.model, Path(temporary), token_ids).items():
+            tops = [answers(args.vllm_python, folder, prompts)]
+            for index, scales in enumerate(SCALES):
+                out = Path(temporary) / f"{folder.name}-{index}"
+                result = freight.quantize(
+                    folder, out, weights="none", kv_cache="fp8", calibration_data=data, num_samples=32, max_seq_len=512,
+                    **scales,
+                )  # fmt: skip
+                tops.append(answers(args.vllm_python, out, prompts))
+            plain, coarse, centered = tops
+            layers = sum(one.k is not None or one.v is not None for one in result.centers)
+            apart = difference(coarse, centered)
+            failed |= apart > 0
+            print(
+                f"{name}: {layers} of {len(result.centers)} layers centered; apart in vLLM {apart:.5f}; from 16 bits "
+                f"{difference(plain, coarse):.5f} per layer, {difference(plain, centered):.5f} centered",
+                flush=True,
+            )
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()
