@@ -188,6 +188,16 @@ def test_the_demo_needs_no_data_and_loses_little(out: Path):
     assert quantized.perplexity == pytest.approx(plain.perplexity, rel=0.01)
 
 
+def test_weights_quantized_at_load_lose_little():
+    text = (resolve_model("demo") / "heldout.txt").read_text(encoding="utf-8")
+    plain, quantized = (
+        compare_caches(EngineArgs("demo", quantization=method), [], text, max_tokens=8192)[0]
+        for method in (None, "fp8")
+    )
+    assert quantized.perplexity == pytest.approx(plain.perplexity, rel=0.005)
+    assert quantized.perplexity != plain.perplexity
+
+
 def test_interruption_leaves_nothing(out: Path):
     def interrupt(what: str, done: int, total: int) -> None:
         if what == "writing" and done == total // 2:
