@@ -34,6 +34,7 @@ ORDER = [
     {FACADE},
     {"evaluate", "bench", "server", "auto_fp8"},
     {"cli"},
+    {"__main__"},
 ]
 ROW = {package: row for row, packages in enumerate(ORDER) for package in packages}
 

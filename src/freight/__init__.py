@@ -53,7 +53,10 @@ if not TYPE_CHECKING:  # type checkers see the imports above, and so report a mi
         from freight.errors import nearest
 
         if name == "__version__":
-            return metadata.version("freight")
+            try:
+                return metadata.version("freight")
+            except metadata.PackageNotFoundError:  # run from source, without an installation
+                return "0+source"
         if name not in __all__:
             raise AttributeError(f"module 'freight' has no attribute {name!r}{nearest(name, __all__)}")
         return getattr(import_module(f"freight.{_HOMES.get(name, 'errors')}"), name)

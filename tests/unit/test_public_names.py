@@ -44,6 +44,14 @@ def test_version_is_that_of_the_distribution() -> None:
     assert freight.__version__ == metadata.version("freight")
 
 
+def test_from_source_without_an_installation_there_is_a_version_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", nothing)
+    assert freight.__version__ == "0+source"
+
+
 @pytest.mark.parametrize(("typo", "meant"), [("SampleParams", "SamplingParams"), ("ConfgError", "ConfigError")])
 def test_an_unknown_name_suggests_the_nearest(typo: str, meant: str) -> None:
     with pytest.raises(AttributeError, match=rf"no attribute '{typo}' \(did you mean {meant}\?\)"):

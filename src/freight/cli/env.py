@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-PACKAGES = ("freight", "torch", "transformers", "tokenizers", "safetensors", "numpy")
+PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy")
 
 
 def env(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
@@ -32,6 +32,7 @@ def collect() -> dict[str, Any]:
     """The facts, by the names of the JSON. Memory in bytes."""
     import torch
 
+    import freight
     from freight.device import cpu_features, cpu_name, gpu_present, probe
     from freight.kernels.cpu import library as cpu_library
     from freight.kernels.kernel_set import select_kernels
@@ -39,7 +40,7 @@ def collect() -> dict[str, Any]:
     device = probe("auto")
     hip = getattr(torch.version, "hip", None)
     return {
-        "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in PACKAGES},
+        "versions": {"freight": freight.__version__, "python": platform.python_version()} | _versions(),
         "platform": platform.platform(),
         "cpu": cpu_name(),
         "cpu_features": list(cpu_features()),
@@ -55,3 +56,14 @@ def collect() -> dict[str, Any]:
         "kernels_because": cpu_library.describe(),
         "note": device.note,
     }
+
+
+def _versions() -> dict[str, str]:
+    """Of the packages that are installed."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
