@@ -137,7 +137,8 @@ def sentences(result: QuantizeResult) -> Iterator[str]:
         ):
             if gains:
                 where = f"{what} centered in {len(gains)} of {len(result.centers)} layers"
-                yield f"{where}: squared error of rounding divided by {min(gains):.1f} to {max(gains):.1f}"
+                span = " to ".join(dict.fromkeys((f"{min(gains):.1f}", f"{max(gains):.1f}")))
+                yield f"{where}: squared error of rounding divided by {span}"
         samples = "1 sample" if result.num_samples == 1 else f"{result.num_samples:,} samples"
         yield f"calibrated on {result.num_tokens:,} tokens in {samples}"
 
