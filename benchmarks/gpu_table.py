@@ -115,7 +115,9 @@ TABLE = (
     Line(
         "… computed in FP8", "1.2 x", faster("attention", "fp8_e4m3fn, static, fp8", "torch.sdpa", "bfloat16", PREFILL)
     ),
-    Line("quantize and store, 8 k tokens: of the copy bandwidth", "0.7", share("store_kv", STATIC_FP8, STORE)),
+    Line(
+        "rotate, quantize and store, 8 k tokens: of the copy bandwidth", "0.7", share("rotate_store", STATIC_FP8, STORE)
+    ),
     Line(
         "FP8 product, 8192³, activations quantized, against BF16",
         "1.6 x",

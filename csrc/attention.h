@@ -37,16 +37,22 @@ struct FreightAttention {
 FREIGHT_API void freight_attention(const FreightAttention* arguments);
 
 struct FreightStore {
-  const void *k, *v;    // [rows, num_kv_heads, head_dim] of type; rows k_stride and v_stride values apart
+  const void* qkv;  // [rows, num_heads + 2 * num_kv_heads, head_dim] of type, contiguous: q, then k, then v
+  void* q;          // [rows, num_heads, head_dim] of type: normed and rotated
   void *k_pages, *v_pages;
-  void *k_scale, *v_scale;  // read if static, written if per token
-  const int64_t* slots;  // [rows]; negative stores nothing
-  int64_t* nan_count;    // [1], added to
-  int64_t rows, k_stride, v_stride;
-  int32_t num_kv_heads, head_dim;
+  void *k_scale, *v_scale;              // read if static, written if per token
+  const int64_t *positions, *slots;     // [rows]; a negative slot stores nothing
+  const float *cos, *sin;               // [max_positions, head_dim / 2]
+  const void *q_norm, *k_norm;          // [head_dim] of type: RMSNorm of each head before all else; null: none
+  const float *k_center, *v_center;     // [num_kv_heads, head_dim]: taken off, keys before rotation; null: nothing
+  int64_t* counters;                    // [2], added to: NaNs, and values beyond their scale's range
+  int64_t rows;
+  int32_t num_heads, num_kv_heads, head_dim;  // head_dim: even
   int32_t type, kv_format, scales;
+  float eps;
   int32_t threads;
 };
 
-// Quantize rows of K and V into their slots: divide by the scale in float32, round to nearest, ties to even, saturate.
-FREIGHT_API void freight_store(const FreightStore* arguments);
+// Norm, center and rotate; quantize rows of K and V into their slots: divide by the scale in float32, round to nearest,
+// ties to even, saturate.
+FREIGHT_API void freight_rotate_store(const FreightStore* arguments);

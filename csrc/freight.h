@@ -1,4 +1,4 @@
-// The C interface of the CPU kernels, version 5: what src/freight/kernels/cpu/library.py calls through ctypes.
+// The C interface of the CPU kernels, version 6: what src/freight/kernels/cpu/library.py calls through ctypes.
 //
 // Plain functions on raw pointers; every array is contiguous and row-major unless its comment says otherwise. Nothing
 // here allocates what it returns, throws, or keeps a pointer beyond the call. `threads` is how many threads may work.
@@ -9,7 +9,7 @@
 #define FREIGHT_API extern "C" __attribute__((visibility("default")))
 
 // Changes when any declaration changes, so that a library from an older build is refused instead of called wrongly.
-constexpr int32_t FREIGHT_ABI = 5;
+constexpr int32_t FREIGHT_ABI = 6;
 FREIGHT_API int32_t freight_abi();
 
 // How values are stored; the numbers are part of the interface.
@@ -49,17 +49,13 @@ FREIGHT_API void freight_pack(const void* data, int32_t format, int64_t out_feat
 FREIGHT_API void freight_linear(const FreightWeight* weight, const void* x, int32_t x_format, int64_t rows,
                                 const void* bias, void* y, int32_t threads);
 
-// Row-wise operations; x, weight and out in `format` (float32, float16, bfloat16), out contiguous, float32 inside.
-// Heads of a row lie one after the other, rows row_stride values apart.
+// Row-wise operations; all in `format` (float32, float16, bfloat16), contiguous, float32 inside.
 
-// out = round(x / sqrt(mean(x^2) + eps)) * weight over the last dimension. x: [rows, heads, dim], weight: [dim].
-FREIGHT_API void freight_rms_norm(const void* x, const void* weight, void* out, int32_t format, int64_t rows,
-                                  int64_t heads, int64_t dim, int64_t row_stride, float eps, int32_t threads);
+// sum = x + delta; out = round(sum / sqrt(mean(sum^2) + eps)) * weight. x, delta, sum, out: [rows, size]; weight: [size].
+// Without delta (null) the sum is x, and not written.
+FREIGHT_API void freight_add_rms_norm(const void* x, const void* delta, const void* weight, void* sum, void* out,
+                                      int32_t format, int64_t rows, int64_t size, float eps, int32_t threads);
 
 // out = gate / (1 + e^-gate) * up. gate_up: [rows, 2 * size], contiguous, gate first; out: [rows, size].
 FREIGHT_API void freight_silu_mul(const void* gate_up, void* out, int32_t format, int64_t rows, int64_t size,
                                   int32_t threads);
-
-// Rotary embedding of the pairs (i, i + dim / 2). x: [rows, heads, dim]; cos, sin: float32 [rows, dim / 2].
-FREIGHT_API void freight_rotate(const void* x, const float* cos, const float* sin, void* out, int32_t format,
-                                int64_t rows, int64_t heads, int64_t dim, int64_t row_stride, int32_t threads);

@@ -22,6 +22,11 @@ constexpr float fp8_max(FreightFormat fp8) {
   return fp8 == FREIGHT_E5M2 ? 57344.0f : fp8 == FREIGHT_E4M3FN ? 448.0f : 240.0f;
 }
 
+// Half a step above the largest value: what is larger does not round to it, but is cut off.
+constexpr float fp8_overflow(FreightFormat fp8) {
+  return fp8 == FREIGHT_E5M2 ? 61440.0f : fp8 == FREIGHT_E4M3FN ? 464.0f : 248.0f;
+}
+
 // float of an FP8 byte, from its definition. For building tables.
 inline float fp8_value(FreightFormat format, int code) {
   const int bits = mantissa_bits(format), bias = exponent_bias(format);

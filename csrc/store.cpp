@@ -1,20 +1,27 @@
-// Quantize and store: rows of K and V into their slots of the pages, each value read once and written once.
+// Rotate and store: a merged projection's queries rotated, its keys and values into their slots of the pages, one pass.
 //
-// The same bits as kernels/reference.py `store_kv`: divided by the scale in float32, clamped, rounded to nearest, ties
-// to even; NaN stays NaN and is counted. A `token` scale is amax / max of the finite values, rounded to bfloat16.
-#include <algorithm>
+// The same bits as kernels/reference.py `rotate_store`: each step rounds to the type of the projection; then divided by
+// the scale in float32, clamped, rounded to nearest, ties to even; NaN stays NaN. A `token` scale is amax / max of the
+// finite values, rounded to bfloat16. NaNs are counted, and what was cut off because it lies beyond its scale's range.
 #include <atomic>
 
 #include "attention.h"
 #include "attention_tile.h"
 #include "kv_formats.h"
 #include "parallel.h"
+#include "rows.h"
 
 namespace freight {
 namespace {
 
-constexpr int64_t kRowsPerTask = 32;
+constexpr int64_t kRowsPerTask = 4;
 constexpr float kSmallestScale = 0x1p-126f;  // the smallest normal float32
+
+enum Kind { kQuery, kKey, kValue };
+
+struct Counts {
+  int64_t nan = 0, beyond = 0;
+};
 
 // Magnitudes as integers, which a compiler may take in any order: so this loop becomes vectors.
 float largest_finite(const float* values, int n) {
@@ -27,68 +34,116 @@ float largest_finite(const float* values, int n) {
   return bits_to_float(static_cast<uint32_t>(largest));
 }
 
-int64_t count_nan(const float* values, int n) {
-  int32_t count = 0;
-  for (int i = 0; i < n; i++) count += (float_to_bits(values[i]) & 0x7FFFFFFFu) > 0x7F800000u;
-  return count;
+// Round to `type` what lies in `values` [n], padded.
+void round_to(float* values, int n, int32_t type) {
+  if (type == FREIGHT_FLOAT32) return;
+  for (int i = 0; i < n; i += kLanes) store16(values + i, rounded_to(load16(values + i), type));
 }
 
-// One of the two halves of a store: what K and V differ in.
-struct Side {
-  const void* from;
-  int64_t stride;
-  uint8_t* pages;
-  void* scale;
-};
+// Rotary embedding of the pairs (i, i + n / 2); cos and sin: [n / 2].
+void rotate(const float* x, const float* cos, const float* sin, int n, float* out) {
+  const int half = n / 2;
+  for (int i = 0; i < half; i += kLanes) {
+    const int count = lanes_at(i, half);
+    const V16 c = load_as(cos, i, FREIGHT_FLOAT32, count), s = load_as(sin, i, FREIGHT_FLOAT32, count);
+    const V16 a = load_as(x, i, FREIGHT_FLOAT32, count), b = load_as(x, i + half, FREIGHT_FLOAT32, count);
+    store_as(out + i, sub16(mul16(a, c), mul16(b, s)), FREIGHT_FLOAT32, count);
+    store_as(out + i + half, add16(mul16(b, c), mul16(a, s)), FREIGHT_FLOAT32, count);
+  }
+}
 
-// Store one head of one row, whose values are `x`; returns how many of them are NaN.
+// x, one head of one row, as it is stored or attended with; `other` is room for as much. Returns where it is.
+float* finished(const FreightStore& a, Kind kind, int head, int64_t position, float* x, float* other) {
+  const int n = a.head_dim;
+  const void* norm = kind == kQuery ? a.q_norm : kind == kKey ? a.k_norm : nullptr;
+  if (norm) rms_norm(x, norm, n, a.type, a.eps);
+  const float* center = kind == kKey ? a.k_center : kind == kValue ? a.v_center : nullptr;
+  if (center) {
+    for (int i = 0; i < n; i++) x[i] -= center[static_cast<int64_t>(head) * n + i];
+    round_to(x, n, a.type);
+  }
+  if (kind == kValue) return x;
+  rotate(x, a.cos + position * (n / 2), a.sin + position * (n / 2), n, other);
+  round_to(other, n, a.type);
+  return other;
+}
+
+// Encode x[i] / scale(i).
+template <FreightFormat F, class Scale>
+Counts encode(const float* x, int n, const Scale& scale, uint8_t* to) {
+  const int32_t last = static_cast<int32_t>(float_to_bits(fp8_overflow(F)));
+  int32_t nan = 0, beyond = 0;
+  for (int i = 0; i < n; i++) {
+    const float quotient = x[i] / scale(i);
+    const int32_t magnitude = static_cast<int32_t>(float_to_bits(quotient) & 0x7FFFFFFFu);
+    to[i] = float_to_fp8<F>(quotient);
+    nan += magnitude > 0x7F800000;
+    beyond += magnitude > last;
+  }
+  return {nan, beyond - nan};
+}
+
 template <FreightFormat F>
-int64_t store_head(const FreightStore& a, const Side& side, const float* x, int64_t slot, int head) {
+Counts store_head(const FreightStore& a, Kind kind, int head, int64_t slot, const float* x) {
   const int n = a.head_dim;
   const int64_t place = slot * a.num_kv_heads + head;
-  uint8_t* to = side.pages + place * n * bytes_of(F);
+  uint8_t* to = static_cast<uint8_t*>(kind == kKey ? a.k_pages : a.v_pages) + place * n * bytes_of(F);
+  void* scales = kind == kKey ? a.k_scale : a.v_scale;
   if constexpr (bytes_of(F) > 1) {
     write_row(x, F, n, to);
+    Counts counts;
+    for (int i = 0; i < n; i++) counts.nan += (float_to_bits(x[i]) & 0x7FFFFFFFu) > 0x7F800000u;
+    return counts;
   } else if (a.scales == FREIGHT_STATIC_SCALES) {
-    const float* scale = static_cast<const float*>(side.scale) + static_cast<int64_t>(head) * n;
-    for (int i = 0; i < n; i++) to[i] = float_to_fp8<F>(x[i] / scale[i]);
+    const float* scale = static_cast<const float*>(scales) + static_cast<int64_t>(head) * n;
+    return encode<F>(x, n, [scale](int i) { return scale[i]; }, to);
   } else if (a.scales == FREIGHT_TOKEN_SCALES) {
-    const uint16_t scale = float_to_bf16(std::max(largest_finite(x, n) / fp8_max(F), kSmallestScale));
-    static_cast<uint16_t*>(side.scale)[place] = scale;
-    for (int i = 0; i < n; i++) to[i] = float_to_fp8<F>(x[i] / bf16_to_float(scale));
+    const uint16_t stored = float_to_bf16(std::max(largest_finite(x, n) / fp8_max(F), kSmallestScale));
+    static_cast<uint16_t*>(scales)[place] = stored;
+    const float scale = bf16_to_float(stored);
+    return encode<F>(x, n, [scale](int) { return scale; }, to);
   } else {
-    for (int i = 0; i < n; i++) to[i] = float_to_fp8<F>(x[i]);
+    return encode<F>(x, n, [](int) { return 1.f; }, to);
   }
-  return count_nan(x, n);
 }
 
 template <FreightFormat F>
 void store_rows(const FreightStore& a) {
-  const FreightFormat type = static_cast<FreightFormat>(a.type);
-  const Side sides[] = {{a.k, a.k_stride, static_cast<uint8_t*>(a.k_pages), a.k_scale},
-                        {a.v, a.v_stride, static_cast<uint8_t*>(a.v_pages), a.v_scale}};
-  std::atomic<int64_t> nan_count{0};
-  parallel_for((a.rows + kRowsPerTask - 1) / kRowsPerTask, a.threads, [&](int64_t task) {
-    float x[kMaxHeadDim];
-    int64_t found = 0;
+  const int n = a.head_dim, first_value = a.num_heads + a.num_kv_heads, heads = first_value + a.num_kv_heads;
+  const int threads = threads_for(a.rows * heads * n, a.threads);
+  std::atomic<int64_t> nan{0}, beyond{0};
+  parallel_for((a.rows + kRowsPerTask - 1) / kRowsPerTask, threads, [&](int64_t task) {
+    alignas(64) float x[kMaxHeadDim], other[kMaxHeadDim];
+    Counts found;
     for (int64_t row = task * kRowsPerTask; row < std::min(a.rows, (task + 1) * kRowsPerTask); row++) {
-      if (a.slots[row] < 0) continue;
-      for (const Side& side : sides)
-        for (int head = 0; head < a.num_kv_heads; head++) {
-          const int64_t from = row * side.stride + static_cast<int64_t>(head) * a.head_dim;
-          read_row(static_cast<const char*>(side.from) + from * bytes_of(type), type, a.head_dim, x);
-          found += store_head<F>(a, side, x, a.slots[row], head);
+      const int64_t slot = a.slots[row];
+      for (int index = 0; index < (slot < 0 ? a.num_heads : heads); index++) {
+        const Kind kind = index < a.num_heads ? kQuery : index < first_value ? kKey : kValue;
+        const int head = index - (kind == kQuery ? 0 : kind == kKey ? a.num_heads : first_value);
+        const int64_t from = (row * heads + index) * n;
+        for (int i = 0; i < n; i += kLanes) store16(x + i, load_as(a.qkv, from + i, a.type, lanes_at(i, n)));
+        const float* values = finished(a, kind, head, a.positions[row], x, other);
+        if (kind == kQuery) {
+          void* to = element(a.q, (row * a.num_heads + head) * n, a.type);
+          write_row(values, static_cast<FreightFormat>(a.type), n, to);
+        } else {
+          const Counts counts = store_head<F>(a, kind, head, slot, values);
+          found.nan += counts.nan;
+          found.beyond += counts.beyond;
         }
+      }
     }
-    if (found) nan_count += found;
+    if (found.nan) nan += found.nan;
+    if (found.beyond) beyond += found.beyond;
   });
-  *a.nan_count += nan_count;
+  a.counters[0] += nan;
+  a.counters[1] += beyond;
 }
 
 }  // namespace
 }  // namespace freight
 
-FREIGHT_API void freight_store(const FreightStore* a) {
+FREIGHT_API void freight_rotate_store(const FreightStore* a) {
   switch (a->kv_format) {
     case FREIGHT_FLOAT32: return freight::store_rows<FREIGHT_FLOAT32>(*a);
     case FREIGHT_FLOAT16: return freight::store_rows<FREIGHT_FLOAT16>(*a);

@@ -84,7 +84,7 @@ def milliseconds(sequences: int, length: int, new: int) -> list[float]:
     per = length // BLOCK_SIZE
     shape = (sequences * per, BLOCK_SIZE, HEADS, DIM)
     k, v = (torch.randint(0, 120, shape, dtype=torch.uint8).view(torch.float8_e4m3fn) for _ in "kv")
-    pages = KVPages(k, v, torch.rand(HEADS, DIM), torch.rand(HEADS, DIM), torch.zeros(1, dtype=torch.int64))
+    pages = KVPages(k, v, torch.rand(HEADS, DIM), torch.rand(HEADS, DIM), torch.zeros(2, dtype=torch.int64))
     angles = torch.outer(torch.arange(length).float(), 1e6 ** (-torch.arange(0, DIM, 2) / DIM))
     tables = KeyCenter.angle_tiles(angles.cos()), KeyCenter.angle_tiles(angles.sin())
     b = [torch.zeros(HEADS, DIM).index_fill_(1, torch.arange(count), 1.0) for count in PAIRS]

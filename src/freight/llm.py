@@ -20,6 +20,8 @@ from freight.tokenizer import require_chat_template
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
 
+CUT_OFF_SHARE = 1e-3  # of the keys and values of a run: what calibrated scales cut off on other text stays well below
+
 logger = logging.getLogger("freight")
 
 
@@ -122,7 +124,7 @@ class LLM:
 
     def _run(self, ids: list[str], progress: bool) -> None:
         """Step until every request of `ids` is done."""
-        nan_before = self.engine.runner.pool.nan_count()
+        before, tokens_before = self.engine.runner.pool.counters(), self.engine.num_computed_tokens
         columns = (TextColumn("generating"), MofNCompleteColumn(), TextColumn("requests"), TimeElapsedColumn())
         with Progress(*columns, disable=not progress, console=_stderr_console()) as bar:
             task = bar.add_task("", total=len(ids))
@@ -130,9 +132,17 @@ class LLM:
                 news = self.engine.step()
                 if progress:
                     bar.advance(task, sum(self.engine.output(request_id).finished for request_id in news))
-        nans = self.engine.runner.pool.nan_count() - nan_before
+        pool = self.engine.runner.pool
+        nans, cut_off = (now - then for now, then in zip(pool.counters(), before, strict=True))
         if nans:
             logger.warning("%d NaN were stored in the KV cache: the model computes NaN, its output means nothing", nans)
+        stored = (self.engine.num_computed_tokens - tokens_before) * pool.values_per_token
+        if cut_off > CUT_OFF_SHARE * stored:
+            logger.warning(
+                "%.1f %% of the keys and values lay beyond the range of their scales and were cut off: these scales do "
+                "not fit this model and text; --kv-scales dynamic measures them as it goes",
+                100 * cut_off / stored,
+            )
 
 
 def _text_or_ids(prompt: Prompt) -> str | Sequence[int]:

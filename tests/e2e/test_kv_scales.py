@@ -8,6 +8,7 @@ cache holds the dequantized values. A scale that is read and not used, or used f
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,11 +20,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from freight import LLM
+from freight import LLM, SamplingParams
 from freight.cache.pool import LayerKV, allocate_pool
 from freight.engine.runner import ModelRunner
 from freight.fp8.formats import Format
 from freight.fp8.quantize import decode, encode
+from freight.fp8.values import KVPages
+from freight.kernels.kernel_set import REFERENCE
+from freight.kernels.rotary import Rotary
 
 BASE = Path(__file__).parents[1] / "fixtures" / "base_bf16"
 LAYERS, HEADS, CHANNELS = 2, 2, 64
@@ -139,11 +143,15 @@ def logits_of_dequantized(case: Case) -> Tensor:
     layers = []
     for index, layer in enumerate(allocate_pool(runner.pool.spec, llm.config.kv, len(BLOCKS), None).layers):  # type: ignore[arg-type]
 
-        def store(k: Tensor, v: Tensor, slots: Tensor, pages: Any, index: int = index) -> None:
-            for x, page, scale in ((k, pages.k, case.k(index)), (v, pages.v, case.v(index))):
-                page.flatten(0, 1)[slots] = decode(encode(x, scale, Format.E4M3FN), scale)
+        def store(
+            qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor, pages: KVPages, index: int = index
+        ) -> Tensor:
+            q = REFERENCE.rotate_store(qkv, rotary, positions, slots, pages)
+            for page, scale in ((pages.k.flatten(0, 1), case.k(index)), (pages.v.flatten(0, 1), case.v(index))):
+                page[slots] = decode(encode(page[slots], scale, Format.E4M3FN), scale)
+            return q
 
-        kernels = replace(runner.pool.layers[index].kernels, store_kv=store)
+        kernels = replace(runner.pool.layers[index].kernels, rotate_store=store)
         layers.append(LayerKV(layer.pages, kernels))
     pool = replace(runner.pool, layers=tuple(layers), num_blocks=len(BLOCKS))
     return ModelRunner(runner.model, pool, "cpu").logits(TOKENS, 0, BLOCKS)
@@ -232,3 +240,28 @@ def test_scales_made_for_fnuz_are_halved(plain: tuple[Tensor, Tensor], tmp_path:
     llm = open_llm(folder)
     assert llm.kv_cache_info()["dtype"] == "fp8_e4m3fn"
     assert_used(llm, case, plain)
+
+
+def generate(model: Path, **options: Any) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=4, detokenize=False)
+    open_llm(model, kv_cache_dtype="fp8", **options).generate([TOKENS], params)
+
+
+@pytest.mark.parametrize("kernels", ["reference", "auto"])
+def test_scales_that_cut_off_are_said_and_scales_that_fit_are_not(
+    kernels: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    small, large = (
+        write_model(tmp_path / str(scale), lambda layer, scale=scale: {"kv_scale": torch.tensor(scale)})  # type: ignore[misc]
+        for scale in (1e-3, 0.1)
+    )
+    generate(large, kernels=kernels)
+    generate(small, kernels=kernels, kv_scales="dynamic")
+    assert "cut off" not in caplog.text
+    generate(small, kernels=kernels)
+    (said,) = re.findall(r"([\d.]+) % of the keys and values lay beyond the range of their scales", caplog.text)
+    llm = open_llm(small, kv_cache_dtype="fp8", kernels=kernels)
+    run(llm)
+    pages = [half for layer in range(LAYERS) for half in stored(llm, layer)]
+    at_the_end = sum(int((decode(half).abs() == 448).sum()) for half in pages) / sum(half.numel() for half in pages)
+    assert 0.5 * at_the_end < float(said) / 100 <= at_the_end + 0.01

@@ -77,7 +77,7 @@ def make_cache(
         scale = [torch.rand(heads, dim) * 0.02 + 0.01 for _ in "kv"]
     elif scales == "token":
         scale = [torch.full(shape[:3], torch.nan, dtype=torch.bfloat16) for _ in "kv"]
-    pages = KVPages(page(), page(), *scale, torch.zeros(1, dtype=torch.int64))
+    pages = KVPages(page(), page(), *scale, torch.zeros(2, dtype=torch.int64))
     cache = Cache(pages, blocks, lengths)
     k, v = (torch.randn(sum(lengths), heads, dim) for _ in "kv")
     reference.store_kv(k, v, cache.batch(lengths).slots, pages)

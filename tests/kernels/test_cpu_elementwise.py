@@ -1,7 +1,7 @@
 """The compiled row-wise operations: every build that runs here against the reference, and its bits.
 
 Rounding to the dtype may fall to the other side where the float32 value before it differs in its last bits: one unit
-in the last place for SiLU times up, two for RMSNorm, which rounds twice. Rotation gives the reference's bits.
+in the last place for SiLU times up, two for RMSNorm, which rounds twice. The residual sum has the reference's bits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from freight.kernels import reference
 from freight.kernels.cpu import library
-from freight.kernels.cpu.elementwise import make_rms_norm, make_rotate, make_silu_mul
+from freight.kernels.cpu.elementwise import make_add_rms_norm, make_silu_mul
 
 BUILDS = library.runnable()
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -40,24 +40,20 @@ def agrees(out: Tensor, expected: Tensor, units: int) -> bool:
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("build", BUILDS)
-def test_rms_norm(build, size, dtype):
+def test_add_rms_norm(build, size, dtype):
     torch.manual_seed(size)
-    x, weight = torch.randn(5, size).to(dtype), torch.randn(size).to(dtype)
-    x[1] = 0
+    (x, delta), weight = torch.randn(2, 5, size).to(dtype), torch.randn(size).to(dtype)
+    x[1] = delta[1] = 0
     x[2] *= 100
-    rms_norm = make_rms_norm(library.load(build))
-    assert agrees(rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), 2)
-    x[3, 0] = torch.nan
-    assert rms_norm(x, weight, 1e-5).isnan().any(1).tolist() == [False, False, False, True, False]
-
-
-@pytest.mark.parametrize("build", BUILDS)
-def test_rms_norm_of_heads_within_wider_rows(build):
-    torch.manual_seed(0)
-    merged, weight = torch.randn(6, 7, 80).bfloat16(), torch.randn(80).bfloat16()
-    _, x, _ = merged.split((2, 4, 1), 1)
-    rms_norm = make_rms_norm(library.load(build))
-    assert agrees(rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6), 2)
+    add_rms_norm = make_add_rms_norm(library.load(build))
+    total, normed = add_rms_norm(x, delta, weight, 1e-5)
+    assert torch.equal(total, x + delta)
+    assert agrees(normed, reference.add_rms_norm(x, delta, weight, 1e-5)[1], 2)
+    same, without = add_rms_norm(total, None, weight, 1e-5)  # fused is the composition of its parts
+    assert same is total
+    assert torch.equal(without, normed)
+    delta[3, 0] = torch.nan
+    assert add_rms_norm(x, delta, weight, 1e-5)[1].isnan().any(1).tolist() == [False, False, False, True, False]
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
@@ -78,35 +74,15 @@ def test_silu_of_every_value(build, dtype):
     assert agrees(make_silu_mul(library.load(build))(x), reference.silu_mul(x), 1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
-@pytest.mark.parametrize("dim", [2, 32, 64, 80, 128, 256])
-@pytest.mark.parametrize("build", BUILDS)
-def test_rotation_has_the_references_bits(build, dim, dtype):
-    torch.manual_seed(dim)
-    merged = torch.randn(9, 7, dim).to(dtype)
-    angles = torch.randn(9, dim // 2) * 10
-    rotate = make_rotate(library.load(build))
-    for x in merged.split((4, 2, 1), 1):
-        expected = reference.rotate(x, angles.cos(), angles.sin())
-        assert torch.equal(rotate(x, angles.cos(), angles.sin()), expected)
-
-
 @pytest.mark.parametrize("build", BUILDS)
 def test_rows_do_not_see_each_other_nor_the_threads(build):
     torch.manual_seed(0)
     loaded = library.load(build)
-    rms_norm, silu_mul, rotate = make_rms_norm(loaded), make_silu_mul(loaded), make_rotate(loaded)
-    x, weight = torch.randn(40, 4096).bfloat16(), torch.randn(4096).bfloat16()
-    angles = torch.randn(40, 32)
+    add_rms_norm, silu_mul = make_add_rms_norm(loaded), make_silu_mul(loaded)
+    (x, delta), weight = torch.randn(2, 40, 4096).bfloat16(), torch.randn(4096).bfloat16()
 
     def every(rows: slice) -> list[Tensor]:
-        part = x[rows]
-        heads = part.view(len(part), 64, 64)
-        return [
-            rms_norm(part, weight, 1e-5),
-            silu_mul(part),
-            rotate(heads, angles[rows].cos(), angles[rows].sin()),
-        ]
+        return [*add_rms_norm(x[rows], delta[rows], weight, 1e-5), silu_mul(x[rows])]
 
     torch.set_num_threads(1)
     whole = every(slice(0, 40))

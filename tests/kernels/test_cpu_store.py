@@ -1,54 +1,75 @@
-"""Quantize and store of the compiled kernels, against the reference, bit for bit, in every build that runs here."""
+"""Rotate and store of the compiled kernels, against the reference, bit for bit, in every build that runs here."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from freight.errors import KernelError
 from freight.fp8.formats import Format
-from freight.fp8.quantize import torch_dtype
-from freight.fp8.values import KVPages
+from freight.fp8.quantize import decode, torch_dtype
+from freight.fp8.values import KeyCenter, KVPages
 from freight.kernels import reference
 from freight.kernels.cpu import library
-from freight.kernels.cpu.store import make_store_kv
+from freight.kernels.cpu.kernels import cpu_kernels
+from freight.kernels.kernel_set import KernelSet
+from freight.kernels.rotary import Rotary
 
-BLOCK = 8
+BLOCK, POSITIONS = 8, 300
 FP8 = (Format.E4M3FN, Format.E5M2, Format.E4M3FNUZ)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @pytest.fixture(params=library.runnable())
-def store_kv(request: pytest.FixtureRequest) -> Any:
-    return make_store_kv(library.load(request.param))
+def kernels(request: pytest.FixtureRequest) -> KernelSet:
+    return cpu_kernels(library.load(request.param))
 
 
 def make_pages(format: Format, scales: str | None, heads: int, dim: int, num_blocks: int) -> KVPages:
     torch.manual_seed(1)
     shape = (num_blocks, BLOCK, heads, dim)
-    scale: list[torch.Tensor | None] = [None, None]
+    scale: list[Tensor | None] = [None, None]
     if scales == "static":
         scale = [torch.rand(heads, dim) * 0.02 + 0.001 for _ in "kv"]
     elif scales == "token":
         scale = [torch.zeros(shape[:3], dtype=torch.bfloat16) for _ in "kv"]
     pages = (torch.zeros(shape, dtype=torch_dtype(format)) for _ in "kv")
-    return KVPages(*pages, *scale, torch.zeros(1, dtype=torch.int64))
+    return KVPages(*pages, *scale, torch.zeros(2, dtype=torch.int64))
+
+
+def make_rotary(dim: int, norms: tuple[Tensor, Tensor] | None = None) -> Rotary:
+    angles = torch.outer(torch.arange(POSITIONS).float(), 1e4 ** -torch.linspace(0, 1, dim // 2))
+    return Rotary(angles.cos(), angles.sin(), norms, 1e-6)
+
+
+def make_qkv(rows: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> Tensor:
+    """Of all magnitudes, with NaN, infinities and negative zeros."""
+    torch.manual_seed(0)
+    qkv = torch.randn(rows, heads + 2 * kv_heads, dim).mul(10.0 ** torch.randint(-9, 9, (rows, 1, dim))).to(dtype)
+    for value in (torch.nan, -torch.inf, -0.0):
+        qkv[torch.rand(qkv.shape) < 0.02] = value
+    return qkv
+
+
+def assert_equal(got: Tensor, want: Tensor) -> None:
+    """Bit for bit, but that a NaN is a NaN."""
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[got.itemsize]
+    nan = decode(want).isnan()
+    assert torch.equal(decode(got).isnan(), nan)
+    assert torch.equal(got.view(bits)[~nan], want.view(bits)[~nan])
 
 
 def assert_same(pages: KVPages, expected: KVPages) -> None:
-    """Bit for bit; at 16 and 32 bits a NaN is a NaN."""
-    for got, want in zip((pages.k, pages.v), (expected.k, expected.v), strict=True):
-        if got.itemsize == 1:
-            assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
-        else:
-            assert torch.equal(got.isnan(), want.isnan())
-            assert torch.equal(got.nan_to_num(nan=7.0).view(torch.uint8), want.nan_to_num(nan=7.0).view(torch.uint8))
+    assert_equal(pages.k, expected.k)
+    assert_equal(pages.v, expected.v)
     if pages.dynamic:
         assert torch.equal(pages.k_scale.view(torch.int16), expected.k_scale.view(torch.int16))
         assert torch.equal(pages.v_scale.view(torch.int16), expected.v_scale.view(torch.int16))
-    assert pages.nan_count.item() == expected.nan_count.item()
+    assert pages.counters.tolist() == expected.counters.tolist()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -57,49 +78,109 @@ def assert_same(pages: KVPages, expected: KVPages) -> None:
     [*((format, scales) for format in FP8 for scales in (None, "static", "token"))]
     + [(format, None) for format in (Format.FLOAT32, Format.FLOAT16, Format.BFLOAT16)],
 )
-@pytest.mark.parametrize(("heads", "dim", "rows"), [(1, 64, 1), (2, 37, 70), (8, 256, 40)])
-def test_bits_are_the_references(store_kv, format, scales, dtype, heads, dim, rows):
-    torch.manual_seed(0)
-    qkv = torch.randn(rows, 2 * heads + 3, dim).mul(10.0 ** torch.randint(-9, 9, (rows, 1, dim))).to(dtype)
-    qkv[torch.rand(qkv.shape) < 0.02] = torch.nan
-    qkv[torch.rand(qkv.shape) < 0.02] = -torch.inf
-    qkv[torch.rand(qkv.shape) < 0.02] = -0.0
-    _, k, v = qkv.split((3, heads, heads), 1)  # rows lie apart
-    slots = torch.randperm(12 * BLOCK)[:rows]
-    slots[::5] = -1
-    pages, expected = (make_pages(format, scales, heads, dim, 12) for _ in range(2))
-    store_kv(k, v, slots, pages)
-    reference.store_kv(k, v, slots, expected)
+@pytest.mark.parametrize(("kv_heads", "dim", "rows"), [(1, 64, 1), (2, 38, 70), (8, 256, 40)])
+def test_bits_are_the_references(kernels, format, scales, dtype, kv_heads, dim, rows):
+    qkv = make_qkv(rows, 3, kv_heads, dim, dtype)
+    slots, positions = torch.randperm(12 * BLOCK)[:rows], torch.randint(0, POSITIONS, (rows,))
+    slots[::5] = -1 if rows > 1 else 3
+    pages, expected = (make_pages(format, scales, kv_heads, dim, 12) for _ in range(2))
+    arguments = (qkv, make_rotary(dim), positions, slots)
+    assert_equal(kernels.rotate_store(*arguments, pages), reference.rotate_store(*arguments, expected))
+    assert_same(pages, expected)
+    assert rows == 1 or (pages.counters[1] > 0) == format.is_fp8
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("centers", [False, True])
+def test_fused_is_the_composition_of_its_parts(kernels, centers, dtype):
+    """Norms of heads are those of `add_rms_norm` of the same build; centers come off after them."""
+    torch.manual_seed(2)
+    heads, kv_heads, dim, rows = 4, 2, 80, 33
+    qkv = torch.randn(rows, heads + 2 * kv_heads, dim).mul(3).to(dtype)
+    weights = torch.rand(2, dim).add(0.5).to(dtype)
+    rotary = make_rotary(dim, (weights[0], weights[1]))
+    positions, slots = torch.randint(0, POSITIONS, (rows,)), torch.randperm(12 * BLOCK)[:rows]
+    pages, expected = (make_pages(Format.E4M3FN, "static", kv_heads, dim, 12) for _ in range(2))
+    q, k, v = qkv.split((heads, kv_heads, kv_heads), 1)
+    add_rms_norm: Any = kernels.add_rms_norm
+    q, k = (
+        add_rms_norm(x.reshape(-1, dim), None, weight, 1e-6)[1].view(x.shape)
+        for x, weight in zip((q, k), weights, strict=True)
+    )
+    if centers:
+        tables = (KeyCenter.angle_tiles(table) for table in (rotary.cos, rotary.sin))
+        b, c = torch.randn(2, kv_heads, dim)
+        pages = replace(pages, k_center=KeyCenter.of(b, *tables), v_center=c)
+        k, v = ((x.float() - center).to(dtype) for x, center in ((k, b), (v, c)))
+    cos, sin = rotary.cos[positions], rotary.sin[positions]
+    reference.store_kv(reference.rotate(k, cos, sin), v, slots, expected)
+    assert_equal(kernels.rotate_store(qkv, rotary, positions, slots, pages), reference.rotate(q, cos, sin))
     assert_same(pages, expected)
 
 
+def test_rows_do_not_see_each_other_nor_the_threads(kernels):
+    qkv, rotary = make_qkv(70, 32, 8, 64, torch.bfloat16), make_rotary(64)
+    positions, slots = torch.arange(70), torch.arange(70)
+    before = torch.get_num_threads()
+    whole, parts = (make_pages(Format.E4M3FN, "token", 8, 64, 12) for _ in range(2))
+    try:
+        torch.set_num_threads(3)
+        q = kernels.rotate_store(qkv, rotary, positions, slots, whole)
+        torch.set_num_threads(1)
+        for rows in (slice(0, 1), slice(1, 38), slice(38, 70)):
+            part = kernels.rotate_store(qkv[rows], rotary, positions[rows], slots[rows], parts)
+            assert_equal(part, q[rows])
+    finally:
+        torch.set_num_threads(before)
+    assert_same(parts, whole)
+
+
+def store_values(kernels: Any, v: Tensor, slots: Tensor, pages: KVPages) -> None:
+    """Store v, [rows, 1, dim], beside keys of zeros."""
+    dim = v.shape[2]
+    qkv, positions = torch.cat((torch.zeros_like(v), v), 1), torch.zeros_like(slots)
+    kernels.rotate_store(qkv, make_rotary(dim), positions, slots, pages)
+
+
 @pytest.mark.parametrize("format", FP8)
-def test_every_rounding(store_kv, format):
+def test_every_rounding(kernels, format):
     """Every code, every point halfway between two, their neighbours, and what saturates."""
     codes = torch.arange(256, dtype=torch.uint8).view(torch_dtype(format)).float()
     values = codes[codes.isfinite()].unique()
     values = torch.cat([values, (values[1:] + values[:-1]) / 2, values * 4, torch.tensor([0.0, -0.0, torch.inf])])
+    values = torch.cat([values, torch.tensor([format.overflow])])
     infinity = torch.tensor(torch.inf)
     values = torch.cat([values, values.nextafter(infinity), values.nextafter(-infinity)])
-    values = torch.cat([values, -values, torch.tensor([torch.nan, -torch.nan])])[:, None, None]
-    pages, expected = (make_pages(format, None, 1, 1, len(values) // BLOCK + 1) for _ in range(2))
-    slots = torch.arange(len(values))
-    store_kv(values, values, slots, pages)
-    reference.store_kv(values, values, slots, expected)
+    values = torch.cat([values, -values, torch.tensor([torch.nan, -torch.nan])]).view(-1, 1, 2)
+    pages, expected = (make_pages(format, None, 1, 2, len(values) // BLOCK + 1) for _ in range(2))
+    store_values(kernels, values, torch.arange(len(values)), pages)
+    store_values(reference, values, torch.arange(len(values)), expected)
     assert_same(pages, expected)
+    assert torch.equal(pages.v.view(torch.uint8), expected.v.view(torch.uint8))  # the NaN of either sign, too
+    nans, cut_off = pages.counters.tolist()
+    assert (nans, cut_off) == (2, int((values.abs() > format.overflow).sum()))
 
 
 @pytest.mark.parametrize("format", FP8)
-def test_a_row_of_nothing_finite_and_a_tiny_row(store_kv, format):
-    k = torch.tensor([[torch.inf, torch.nan, -torch.inf, torch.nan], [1e-40, -1e-42, 0.0, 1e-45]])[:, None]
+def test_a_row_of_nothing_finite_and_a_tiny_row(kernels, format):
+    v = torch.tensor([[torch.inf, torch.nan, -torch.inf, torch.nan], [1e-40, -1e-42, 0.0, 1e-45]])[:, None]
     pages, expected = (make_pages(format, "token", 1, 4, 1) for _ in range(2))
-    store_kv(k, k, torch.tensor([2, 5]), pages)
-    reference.store_kv(k, k, torch.tensor([2, 5]), expected)
+    store_values(kernels, v, torch.tensor([2, 5]), pages)
+    store_values(reference, v, torch.tensor([2, 5]), expected)
     assert_same(pages, expected)
-    assert pages.nan_count.item() == 4
+    assert pages.counters.tolist() == [2, 2]
 
 
-def test_heads_too_wide_are_refused(store_kv):
-    pages = make_pages(Format.E4M3FN, None, 1, 1025, 1)
-    with pytest.raises(KernelError, match="at most 1024 channels, not 1025"):
-        store_kv(torch.zeros(1, 1, 1025), torch.zeros(1, 1, 1025), torch.zeros(1, dtype=torch.int64), pages)
+def test_what_a_measured_scale_rounds_is_not_cut_off(kernels):
+    """The largest value of a vector may lie above the format's largest after division, by the scale's own rounding."""
+    torch.manual_seed(3)
+    pages = make_pages(Format.E4M3FN, "token", 1, 64, 12)
+    store_values(kernels, torch.randn(90, 1, 64), torch.arange(90), pages)
+    assert (decode(pages.v).abs().flatten(0, 1)[:90].amax(-1) == 448).all()
+    assert pages.counters.tolist() == [0, 0]
+
+
+def test_heads_too_wide_are_refused(kernels):
+    pages = make_pages(Format.E4M3FN, None, 1, 1026, 1)
+    with pytest.raises(KernelError, match="at most 1024 channels, not 1026"):
+        store_values(kernels, torch.zeros(1, 1, 1026), torch.zeros(1, dtype=torch.int64), pages)

@@ -50,7 +50,7 @@ def make_pages(format: Format, scales: str | None, length: int, dim: int) -> KVP
     b[0, [1, dim // 2 + 1, dim // 2 - 1]] = BIAS
     b[1, [0, 1, 3]] = torch.tensor([BIAS, -BIAS, BIAS / 2])
     tables = (KeyCenter.angle_tiles(table.float()) for table in (angles(length, dim).cos(), angles(length, dim).sin()))
-    result = KVPages(*stored, *scale, torch.zeros(1, dtype=torch.int64), KeyCenter.of(b, *tables))
+    result = KVPages(*stored, *scale, torch.zeros(2, dtype=torch.int64), KeyCenter.of(b, *tables))
     k, v = (torch.randn(length, HEADS, dim) for _ in "kv")
     cos, sin = angles(length, dim).cos().float(), angles(length, dim).sin().float()
     reference.store_kv(reference.rotate(k, cos, sin), v, torch.arange(length) + BLOCK_SIZE, result)

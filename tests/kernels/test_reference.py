@@ -39,7 +39,7 @@ def make_pages(format: Format, granularity: str | None, heads: int, dim: int, nu
         scales = [torch.rand(heads, dim) * 0.02 + 0.02 for _ in "kv"]
     elif granularity == "token":
         scales = [torch.full(shape[:3], torch.nan, dtype=torch.bfloat16) for _ in "kv"]
-    return KVPages(*pages, *scales, torch.zeros(1, dtype=torch.int64))
+    return KVPages(*pages, *scales, torch.zeros(2, dtype=torch.int64))
 
 
 def run(pages: KVPages, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, chunks: list[int], window: int | None = None,
@@ -136,7 +136,7 @@ def test_chunks_change_no_bit(cache, cuts, window, seed):
     edges = [0, *sorted(cuts), 100]
     whole, pieces = make_pages(*cache, 2, 32, 13), make_pages(*cache, 2, 32, 13)
     if cache[1] == "static":
-        pieces = KVPages(pieces.k, pieces.v, whole.k_scale, whole.v_scale, pieces.nan_count)
+        pieces = KVPages(pieces.k, pieces.v, whole.k_scale, whole.v_scale, pieces.counters)
     a = run(whole, k, v, q, [100], window)
     b = run(pieces, k, v, q, [end - start for start, end in pairwise(edges)], window)
     assert torch.equal(a, b)
@@ -172,13 +172,13 @@ def test_row_wise_operations_do_not_see_other_rows(size):
     assert torch.allclose(reference.silu_mul(x), F.silu(gate) * up, atol=1e-6)
 
 
-def test_store_skips_slot_minus_one_and_counts_nan():
+def test_store_skips_slot_minus_one_and_counts_nan_and_what_is_cut_off():
     pages = make_pages(Format.E4M3FN, None, 1, 4, 2)
     before = pages.k.view(torch.uint8).clone()
     k = torch.tensor([[[1.0, 2.0, 3.0, 4.0]], [[torch.nan, 1e9, -1e9, 0.0]]])
     reference.store_kv(k, torch.zeros(2, 1, 4), torch.tensor([-1, 3]), pages)
     after = pages.k.view(torch.uint8)
-    assert pages.nan_count.item() == 1
+    assert pages.counters.tolist() == [1, 2]
     assert after[0, 3, 0].tolist() == [0x7F, 0x7E, 0xFE, 0x00]
     after[0, 3] = before[0, 3]
     assert torch.equal(after, before)

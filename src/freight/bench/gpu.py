@@ -2,7 +2,7 @@
 
 `bandwidth_fraction` is the bytes that a row has to read and write, over its median time and the bandwidth of a copy on
 the same device, read and written bytes both counted. Shapes: `attention` [batch, new tokens, context, heads, KV heads,
-head_dim]; `store_kv` [tokens, KV heads, head_dim]; products [rows, out_features, in_features].
+head_dim]; `rotate_store` [tokens, heads + 2 * KV heads, head_dim]; products [rows, out_features, in_features].
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from freight.fp8.formats import Format
 from freight.fp8.quantize import torch_dtype
 from freight.fp8.values import Activations, KVPages, Weight
 from freight.kernels.kernel_set import KernelSet
+from freight.kernels.rotary import Rotary
 
 BLOCK_SIZE = 16
 CACHES = ((Format.BFLOAT16, "none"), (Format.E4M3FN, "static"), (Format.E4M3FN, "token"), (Format.E5M2, "unit"))
@@ -111,7 +112,7 @@ def cases(kernels: KernelSet, sizes: Sizes, device: str, only: Sequence[str] = (
             for format, scales in CACHES:
                 yield partial(_attention, kernels, sizes, shape, format, scales, device)
             yield partial(_torch_attention, sizes, shape, device)
-    if not only or "store_kv" in only:
+    if not only or "rotate_store" in only:
         for format, scales in CACHES:
             yield partial(_store, kernels, sizes, format, scales, device)
     if not only or "linear" in only:
@@ -139,7 +140,7 @@ def _pages(sizes: Sizes, num_blocks: int, format: Format, scales: str, device: s
             return torch.full(shape[:3], 0.02, dtype=torch.bfloat16, device=device)
         return torch.full(shape[2:], 0.02, device=device) if scales == "static" else None
 
-    return KVPages(page(), page(), scale(), scale(), torch.zeros(1, dtype=torch.int64, device=device))
+    return KVPages(page(), page(), scale(), scale(), torch.zeros(2, dtype=torch.int64, device=device))
 
 
 def _bytes_of(pages: KVPages, tokens: int) -> int:
@@ -191,11 +192,14 @@ def _torch_attention(sizes: Sizes, shape: tuple[int, int, int], device: str) -> 
 
 def _store(kernels: KernelSet, sizes: Sizes, format: Format, scales: str, device: str) -> Case:
     pages = _pages(sizes, -(-sizes.store // BLOCK_SIZE), format, scales, device)
-    shape = (sizes.store, sizes.kv_heads, sizes.head_dim)
-    k, v = (torch.randn(shape, dtype=torch.bfloat16, device=device) for _ in "kv")
-    slots = torch.randperm(sizes.store, device=device)
-    size = _bytes_of(pages, sizes.store) + 2 * k.nbytes
-    return Case("store_kv", f"{format}, {scales}", shape, size, 0, partial(kernels.store_kv, k, v, slots, pages))
+    shape = (sizes.store, sizes.heads + 2 * sizes.kv_heads, sizes.head_dim)
+    qkv = torch.randn(shape, dtype=torch.bfloat16, device=device)
+    cos, sin = torch.rand(2, sizes.store, sizes.head_dim // 2, device=device)
+    positions, slots = torch.arange(sizes.store, device=device), torch.randperm(sizes.store, device=device)
+    size = _bytes_of(pages, sizes.store) + qkv.nbytes + 2 * sizes.store * sizes.heads * sizes.head_dim
+    size += cos.nbytes + sin.nbytes
+    call = partial(kernels.rotate_store, qkv, Rotary(cos, sin), positions, slots, pages)
+    return Case("rotate_store", f"{format}, {scales}", shape, size, 0, call)
 
 
 def _matrix(product: tuple[int, int, int], device: str) -> Weight:

@@ -3,7 +3,8 @@
 Every row takes turns over copies of what it reads, together larger than any cache, as it is when a model runs. Its
 `bandwidth_fraction` is the bytes that it has to read and write, divided by its median time and by the bandwidth
 measured right before and after it. Shapes: `linear` [rows, out_features, in_features]; `attention`
-[batch, context, num_heads, num_kv_heads, head_dim], one query a sequence; `store_kv` [rows, num_kv_heads, head_dim].
+[batch, context, num_heads, num_kv_heads, head_dim], one query a sequence; `rotate_store`
+[rows, num_heads + 2 * num_kv_heads, head_dim].
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.fp8.quantize import encode
 from freight.fp8.scheme import KVScales, LayerScales
 from freight.fp8.values import KVPages
+from freight.kernels import reference
 from freight.kernels.kernel_set import KernelSet
+from freight.kernels.rotary import Rotary
 from freight.models.random_weights import RandomSource
 
 CACHE_SIZE = 2**27  # bytes; the copies of what a row reads are larger together
@@ -112,7 +115,7 @@ def _cases(
         if wanted("attention"):
             yield partial(_attention, kernels, model, format, granularity, context, cache_size)
     for format, granularity in CACHES:
-        if wanted("store_kv"):
+        if wanted("rotate_store"):
             yield partial(_store, kernels, model, format, granularity, max(rows), cache_size)
 
 
@@ -189,7 +192,7 @@ def _pages(
     pools = [allocate_pool(spec, config, blocks, kernels) for _ in copies]
     k, v = (_activations(tokens, heads * dim).view(tokens, heads, dim) for _ in "kv")
     for pool in pools:
-        pool.layers[0].store(k, v, torch.arange(tokens))
+        reference.store_kv(k, v, torch.arange(tokens), pool.layers[0].pages)
     return [pool.layers[0].pages for pool in pools], spec.bytes_per_token * tokens
 
 
@@ -220,10 +223,11 @@ def _attention(
 def _store(
     kernels: KernelSet, model: ModelConfig, format: Format, granularity: Granularity | None, rows: int, cache_size: int
 ) -> Case:
-    heads, dim = model.num_kv_heads, model.head_dim
-    copies = _copies(2 * heads * dim * rows * format.bytes, cache_size)
+    heads, dim = model.num_heads + 2 * model.num_kv_heads, model.head_dim
+    copies = _copies(2 * model.num_kv_heads * dim * rows * format.bytes, cache_size)
     pages, size = _pages(kernels, model, format, granularity, rows, copies)
-    k, v = (_activations(rows, heads * dim).view(rows, heads, dim) for _ in "kv")
-    slots = torch.arange(rows)
-    calls = [partial(kernels.store_kv, k, v, slots, page) for page in pages]
-    return Case("store_kv", cache_name(format, granularity), (rows, heads, dim), size + 4 * rows * heads * dim, calls)
+    qkv = _activations(rows, heads * dim).view(rows, heads, dim)
+    positions, rotary = torch.arange(rows), Rotary(torch.rand(rows, dim // 2), torch.rand(rows, dim // 2))
+    size += 2 * rows * (heads + model.num_heads) * dim + 4 * rows * dim  # qkv and q, cosines and sines
+    calls = [partial(kernels.rotate_store, qkv, rotary, positions, positions, page) for page in pages]
+    return Case("rotate_store", cache_name(format, granularity), (rows, heads, dim), size, calls)

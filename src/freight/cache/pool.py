@@ -14,6 +14,7 @@ from freight.fp8.quantize import torch_dtype
 from freight.fp8.scheme import LayerScales
 from freight.fp8.values import KeyCenter, KVPages
 from freight.kernels.kernel_set import KernelSet
+from freight.kernels.rotary import Rotary
 
 
 @dataclass(frozen=True)
@@ -23,9 +24,12 @@ class LayerKV:
     pages: KVPages
     kernels: KernelSet
 
-    def store(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
-        """Quantize k and v [num_tokens, num_kv_heads, head_dim] into `slots` [num_tokens]; -1 stores nothing."""
-        self.kernels.store_kv(k, v, slots, self.pages)
+    def store(self, qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor) -> Tensor:
+        """Quantize the keys and values in qkv into `slots` [num_tokens] (-1 stores nothing); returns the queries.
+
+        qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim], as projected; q and k are normed and turned here.
+        """
+        return self.kernels.rotate_store(qkv, rotary, positions, slots, self.pages)
 
 
 @dataclass(frozen=True)
@@ -40,9 +44,14 @@ class KVPool:
     def capacity_tokens(self) -> int:
         return self.num_blocks * self.spec.block_size
 
-    def nan_count(self) -> int:
-        """How many NaNs were stored since the start. A healthy model stores none."""
-        return sum(int(layer.pages.nan_count) for layer in self.layers)
+    @property
+    def values_per_token(self) -> int:
+        return sum(2 * layer.num_kv_heads * layer.head_dim for layer in self.spec.layers)
+
+    def counters(self) -> tuple[int, int]:
+        """NaNs stored since the start, of which a healthy model has none, and values beyond their scale's range."""
+        nans, cut_off = torch.stack([layer.pages.counters for layer in self.layers]).sum(0).tolist()
+        return nans, cut_off
 
 
 def cache_spec(kv: KVCacheConfig, num_layers: int, num_kv_heads: int, head_dim: int, block_size: int) -> KVCacheSpec:
@@ -108,7 +117,7 @@ def _allocate_layer(
         return expand_scale(values, spec.num_kv_heads, spec.head_dim).to(device)
 
     k_scale, v_scale = (scale(values) for values in ((scales.k, scales.v) if scales else (None, None)))
-    return KVPages(page(), page(), k_scale, v_scale, torch.zeros(1, dtype=torch.int64, device=device))
+    return KVPages(page(), page(), k_scale, v_scale, torch.zeros(2, dtype=torch.int64, device=device))
 
 
 def expand_scale(values: tuple[float, ...], num_kv_heads: int, head_dim: int) -> Tensor:

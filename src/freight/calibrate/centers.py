@@ -9,14 +9,15 @@ are taken whose mean outweighs their spread. Values cost one addition, so all ch
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from freight.layers.rope import Rope
-from freight.models.decoder import DecoderLayer
+from freight.cache.pool import LayerKV
+from freight.fp8.values import KVPages
+from freight.kernels import reference
+from freight.kernels.rotary import Rotary
 
 PAIR_RATIO = 1.0  # mean^2 over variance from which a pair of key channels is centered
 WORTH = 1.25  # a layer's keys or values are centered if this divides their mean squared error, or more
@@ -66,35 +67,25 @@ class Moments:
         return (self.energy - self.mean.square()).clamp(min=0)
 
 
-@dataclass(frozen=True)
-class WatchedRope(Rope):
-    """A rotary embedding that shows what it turns."""
-
-    observe: Callable[[Tensor, Tensor], None]
-
-    def __call__(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        self.observe(q, k)
-        return super().__call__(q, k, positions)
-
-
 class CenterWatch:
     """Moments of one layer's queries and keys before rotary embedding, and of its values."""
 
     def __init__(self) -> None:
         self.q, self.k, self.v = Moments(), Moments(), Moments()
 
-    def see_heads(self, q: Tensor, k: Tensor) -> None:
-        self.q.observe(q)
-        self.k.observe(k)
+    def see(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Each [num_tokens, heads, head_dim]."""
+        for moments, x in ((self.q, q), (self.k, k), (self.v, v)):
+            moments.observe(x)
 
-    def see_values(self, v: Tensor) -> None:
-        self.v.observe(v)
+    def around(self, kv: LayerKV) -> LayerKV:
+        """The layer's cache, with what goes into it watched."""
 
-    def around(self, layer: DecoderLayer) -> DecoderLayer:
-        """The layer with its queries and keys watched."""
-        rope = layer.attention.rope
-        watched = WatchedRope(rope.cos, rope.sin, rope.kernels, self.see_heads)
-        return replace(layer, attention=replace(layer.attention, rope=watched))
+        def rotate_store(qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor, pages: KVPages) -> Tensor:
+            self.see(*reference.split_heads(qkv, rotary, pages))
+            return kv.kernels.rotate_store(qkv, rotary, positions, slots, pages)
+
+        return replace(kv, kernels=replace(kv.kernels, rotate_store=rotate_store))
 
     def centers(self, pair_ratio: float = PAIR_RATIO, worth: float = WORTH) -> LayerCenters:
         mean, spread = self.k.mean, self.k.variance

@@ -3,7 +3,7 @@
 All samples go through a layer before the next layer is read, so memory holds one layer, its cache for one sample, and
 the hidden states of all samples (tokens x hidden_size in the model's format). The layers are the engine's own; what
 is watched are the keys and values that they store (after rotary embedding, as the cache gets them) and the inputs of
-their Linear modules.
+their Linear modules. The cache has the model's own format and no scales, so what it stores is what it was given.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from freight.fp8.quantize import SMALLEST_SCALE, scale_from_amax
 from freight.fp8.scheme import KVScales, LayerScales
 from freight.fp8.values import KeyCenter
 from freight.kernels.kernel_set import REFERENCE, KernelSet
+from freight.kernels.rotary import Rotary
 from freight.layers.linear import Projection, SideBySide
-from freight.layers.rope import Rope, build_rope
+from freight.layers.rope import build_rope
 from freight.models.architectures import ARCHITECTURES
 from freight.models.decoder import DecoderLayer
 from freight.models.loader import WeightSource, build_layer
@@ -105,13 +106,14 @@ class _Watched(SideBySide):
 
 @dataclass(frozen=True)
 class _WatchedKV(LayerKV):
-    """A layer's cache that shows what is stored in it."""
+    """A layer's cache that shows what it has stored."""
 
-    observe: Callable[[Tensor, Tensor], object]
+    observe: Callable[[Tensor, Tensor], None]
 
-    def store(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
-        self.observe(k, v)
-        super().store(k, v, slots)
+    def store(self, qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor) -> Tensor:
+        q = super().store(qkv, rotary, positions, slots)
+        self.observe(*(page.flatten(0, 1)[slots] for page in (self.pages.k, self.pages.v)))
+        return q
 
 
 @dataclass(frozen=True)
@@ -197,10 +199,10 @@ def calibrate(
     the hidden states twice; everything else is measured as without them.
     Raises CheckpointError that names the layer and what of it is NaN or infinite.
     """
-    kernels = replace(kernels, attention=REFERENCE.attention, store_kv=REFERENCE.store_kv)
+    kernels = replace(kernels, attention=REFERENCE.attention, rotate_store=REFERENCE.rotate_store)
     names, left_out = ARCHITECTURES[config.architecture], frozenset(ignored)
     lengths = [len(ids) for ids in samples]
-    rope = build_rope(config.rope, config.head_dim, max(lengths), kernels, device)
+    rope = build_rope(config.rope, config.head_dim, max(lengths), device)
     total = config.num_layers * sum(lengths) * (2 if plan.center else 1)
     run = _Run(config, kernels, lengths, rope, device, lambda done: on_progress("calibrating", done, total))
     embedding = source.tensor(names.embedding, (config.vocab_size, config.hidden_size))
@@ -212,7 +214,7 @@ def calibrate(
         watch = _watch_layer(plan, config, modules, left_out, device)
         if plan.center:
             finder, before = CenterWatch(), hidden.clone()
-            run.through(finder.around(watch.around(layer)), hidden, watch, finder.see_values)
+            run.through(watch.around(layer), hidden, watch, around=finder.around)
             centers = finder.centers()
             rest = _watch_layer(replace(plan, activations=ActivationScheme.NONE), config, modules, left_out, device)
             run.through(layer, before, rest, centers=centers)
@@ -238,7 +240,7 @@ class _Run:
         config: ModelConfig,
         kernels: KernelSet,
         lengths: Sequence[int],
-        rope: Rope,
+        rope: Rotary,
         device: str,
         on_progress: Callable[[int], None],
     ) -> None:
@@ -256,22 +258,17 @@ class _Run:
         layer: DecoderLayer,
         hidden: Tensor,
         watch: _LayerWatch,
-        see_values: Callable[[Tensor], None] = lambda v: None,
         centers: LayerCenters | None = None,
+        around: Callable[[LayerKV], LayerKV] = lambda kv: kv,
     ) -> None:
         """hidden: [total, hidden_size], samples end to end; becomes what the layer makes of it.
 
         `watch` sees keys and values as they are stored, without `centers` if there are some.
         """
-
-        def observe(k: Tensor, v: Tensor) -> None:
-            watch.see_kv(k, v)
-            see_values(v)
-
         pages = self._kv.pages
         if centers is not None:
             pages = centered_pages(pages, centers.k, centers.v, self._angles)
-        kv = _WatchedKV(pages, self._kv.kernels, observe)
+        kv = around(_WatchedKV(pages, self._kv.kernels, watch.see_kv))
         begin, late = 0, min(LATE * self._total, self._total - self._lengths[-1])
         for length in self._lengths:
             if begin > 0 and begin >= late:
@@ -279,7 +276,8 @@ class _Run:
                 for one in watch.all:
                     one.mark()
             rows = slice(begin, begin + length)
-            hidden[rows] = layer(hidden[rows], self._batch(length), kv)
+            x, delta = layer(hidden[rows], None, self._batch(length), kv)
+            hidden[rows] = x + delta
             begin += length
             self._done += length
             self._on_progress(self._done)

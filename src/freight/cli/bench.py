@@ -33,8 +33,8 @@ InputLen = Annotated[int, typer.Option(metavar="TOKENS", min=1, help="Length of 
 OutputLen = Annotated[int, typer.Option(metavar="TOKENS", min=1, help="Tokens generated for each.")]
 Repeats = Annotated[int, typer.Option(metavar="COUNT", min=1, help="Runs that count; one to warm up comes before.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
-KERNEL_NAMES = ("linear", "attention", "store_kv", "torch.linear", "torch._scaled_mm")
-GPU_KERNEL_NAMES = ("linear", "attention", "store_kv")  # each brings torch's own along
+KERNEL_NAMES = ("linear", "attention", "rotate_store", "torch.linear", "torch._scaled_mm")
+GPU_KERNEL_NAMES = ("linear", "attention", "rotate_store")  # each brings torch's own along
 
 
 @app.command()

@@ -45,6 +45,7 @@ class Engine:
         self.tokenizer = intake.tokenizer
         self._stop_token_ids = stop_token_ids
         self._seed = seed
+        self.num_computed_tokens = 0  # since the start: tokens whose keys and values were computed and stored
         self._num_added = 0
         self._groups: dict[str, Group] = {}
         self._completions: dict[str, tuple[Group, Completion]] = {}
@@ -91,6 +92,7 @@ class Engine:
         if not step.chunks:
             return []
         logits = self.runner.run([_to_slice(chunk) for chunk in step.chunks])
+        self.num_computed_tokens += sum(chunk.num_tokens for chunk in step.chunks)
         for chunk, rows in zip(step.chunks, logits, strict=True):
             if _wants_prompt_logprobs(chunk):
                 self._take_prompt_logprobs(chunk, rows)

@@ -29,7 +29,10 @@ MEMORY = 64 * 2**20  # bytes of cache for which `tokens_in_64_mib` is given
 
 @dataclass(frozen=True)
 class CacheScore:
-    """One cache over the text. `mean_kl` in nats per token and `same_top_share` are against the 16-bit cache."""
+    """One cache over the text. `mean_kl` in nats per token and `same_top_share` are against the 16-bit cache.
+
+    `cut_off_share` of its keys and values lay beyond the range of their scales.
+    """
 
     dtype: str
     granularity: str | None
@@ -39,6 +42,7 @@ class CacheScore:
     same_top_share: float
     bytes_per_token: int
     tokens_in_64_mib: int
+    cut_off_share: float
     num_tokens: int
     seconds: float
 
@@ -53,6 +57,7 @@ class CacheRun:
     kl_sum: float = 0.0
     same_top: int = 0
     count: int = 0
+    num_stored: int = 0
     seconds: float = 0.0
     parts: list[Tensor] = field(default_factory=list)
 
@@ -66,6 +71,7 @@ class CacheRun:
         begin = time.perf_counter()
         logits = self.runner.logits(window.token_ids[start:stop], start, blocks)
         self.seconds += time.perf_counter() - begin
+        self.num_stored += stop - start
         return torch.log_softmax(logits, -1)
 
     def add(self, reference: Tensor, own: Tensor, targets: Tensor) -> None:
@@ -76,7 +82,9 @@ class CacheRun:
         self.count += len(targets)
 
     def score(self) -> CacheScore:
-        kv, spec = self.config.kv, self.runner.pool.spec
+        kv, pool = self.config.kv, self.runner.pool
+        spec = pool.spec
+        _, cut_off = pool.counters()
         return CacheScore(
             dtype=str(kv.format),
             granularity=str(kv.granularity) if kv.granularity else None,
@@ -86,6 +94,7 @@ class CacheRun:
             same_top_share=self.same_top / self.count,
             bytes_per_token=spec.bytes_per_token,
             tokens_in_64_mib=spec.tokens_in(MEMORY),
+            cut_off_share=cut_off / (self.num_stored * pool.values_per_token),
             num_tokens=self.count,
             seconds=self.seconds,
         )

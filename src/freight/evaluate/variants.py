@@ -88,10 +88,10 @@ def key_spreads(model: str, token_ids: Sequence[int]) -> list[float]:
     config = opened.resolve(opened.args)
     decoder, kernels = opened.load(config), select_kernels(config.kernels, config.device)
     watches = [CenterWatch() for _ in decoder.layers]
-    layers = tuple(watch.around(layer) for watch, layer in zip(watches, decoder.layers, strict=True))
     num_blocks = -(-len(token_ids) // config.block_size)
     pool = allocate_pool(opened.cache_spec(config), config.kv, num_blocks, kernels, config.device)
-    ModelRunner(replace(decoder, layers=layers), pool, config.device).logits(token_ids, 0, range(num_blocks))
+    pool = replace(pool, layers=tuple(watch.around(kv) for watch, kv in zip(watches, pool.layers, strict=True)))
+    ModelRunner(decoder, pool, config.device).logits(token_ids, 0, range(num_blocks))
     return [float(watch.k.variance.mean().sqrt()) for watch in watches]
 
 

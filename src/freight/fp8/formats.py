@@ -39,6 +39,11 @@ class Format(StrEnum):
         return {Format.E4M3FN: 448.0, Format.E4M3FNUZ: 240.0, Format.E5M2: 57344.0}[self]
 
     @property
+    def overflow(self) -> float:
+        """Half a step above `max`: what is larger does not round to `max`, but is cut off. FP8 formats only."""
+        return {Format.E4M3FN: 464.0, Format.E4M3FNUZ: 248.0, Format.E5M2: 61440.0}[self]
+
+    @property
     def torch_name(self) -> str:
         """The name of the torch dtype, e.g. 'float8_e4m3fn'."""
         return str(self).replace("fp8_", "float8_")

@@ -35,6 +35,12 @@ def encode(x: Tensor, scale: Tensor | float, format: Format) -> Tensor:
     return (x.float() / divisor).clamp(-format.max, format.max).to(_DTYPES[format])
 
 
+def num_cut_off(x: Tensor, scale: Tensor | float, format: Format) -> Tensor:
+    """How many values of x `encode` cuts off, because they lie beyond the range of their scale: int64 []."""
+    divisor = torch.as_tensor(scale, dtype=torch.float32, device=x.device)
+    return ((x.float() / divisor).abs() > format.overflow).sum()
+
+
 def decode(stored: Tensor, scale: Tensor | float | None = None) -> Tensor:
     """float32 values of an FP8 (or 16-bit) tensor, multiplied by `scale` if there is one."""
     values = stored.float()

@@ -122,7 +122,8 @@ class KVPages:
     k_scale, v_scale    None: stored values are the true ones (16 or 32 bits, or `unit`);
                         [num_kv_heads, head_dim] float32: static, whatever the granularity they came in;
                         [num_blocks, block_size, num_kv_heads] bfloat16: `token`
-    nan_count           [1] int64: NaNs that were stored so far; FP8 keeps them NaN
+    counters            [2] int64: NaNs that were stored so far (FP8 keeps them NaN), and values that FP8 cut off
+                        because they lay beyond the range of their scale
     k_center            taken off keys by the layer, put back by attention
     v_center            [num_kv_heads, head_dim] float32: taken off values and put back into the output by the layer
     """
@@ -131,7 +132,7 @@ class KVPages:
     v: Tensor
     k_scale: Tensor | None
     v_scale: Tensor | None
-    nan_count: Tensor
+    counters: Tensor
     k_center: KeyCenter | None = None
     v_center: Tensor | None = None
 

@@ -16,7 +16,12 @@ from torch import Tensor
 from freight.batch import ForwardBatch
 from freight.fp8.values import KVPages, Weight
 from freight.kernels import reference
+from freight.kernels.rotary import Rotary
 
+# x, delta or None, weight, eps -> x + delta, and its norm
+AddNorm = Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]
+# qkv, rotary, positions, slots, pages -> q
+RotateStore = Callable[[Tensor, Rotary, Tensor, Tensor, KVPages], Tensor]
 # q, pages, batch, softmax_scale, window, soft_cap -> as q
 Attend = Callable[[Tensor, KVPages, ForwardBatch, float, int | None, float | None], Tensor]
 
@@ -32,10 +37,9 @@ class KernelSet:
     name: str
     pack: Callable[[Weight], Any]
     linear: Callable[[Tensor, Any, Tensor | None], Tensor]
-    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    add_rms_norm: AddNorm
     silu_mul: Callable[[Tensor], Tensor]
-    rotate: Callable[[Tensor, Tensor, Tensor], Tensor]
-    store_kv: Callable[[Tensor, Tensor, Tensor, KVPages], None]
+    rotate_store: RotateStore
     attention: Attend
     note: str = ""
 
@@ -44,10 +48,9 @@ REFERENCE = KernelSet(
     "reference",
     pack=lambda weight: weight,
     linear=reference.linear,
-    rms_norm=reference.rms_norm,
+    add_rms_norm=reference.add_rms_norm,
     silu_mul=reference.silu_mul,
-    rotate=reference.rotate,
-    store_kv=reference.store_kv,
+    rotate_store=reference.rotate_store,
     attention=reference.attention,
 )
 

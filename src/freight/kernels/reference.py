@@ -17,9 +17,10 @@ from torch import Tensor
 
 from freight.batch import ForwardBatch
 from freight.fp8.formats import Format
-from freight.fp8.quantize import amax, decode, encode, format_of, scale_from_amax, token_scale
+from freight.fp8.quantize import amax, decode, encode, format_of, num_cut_off, scale_from_amax, token_scale
 from freight.fp8.values import Activations, KeyCenter, KVPages, Weight
 from freight.fp8.weights import BLOCK, expand_blocks
+from freight.kernels.rotary import Rotary
 
 ROW_TILE = 32
 OUTPUT_TILE = 4096  # output features decoded at once; a multiple of 128
@@ -91,6 +92,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * normed.to(x.dtype)
 
 
+def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x + delta in x's dtype, and the `rms_norm` of that. x, delta: [rows, size]; no delta adds nothing."""
+    if delta is not None:
+        x = x + delta
+    return x, rms_norm(x, weight, eps)
+
+
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up of a merged [rows, 2 * intermediate]: SwiGLU (Shazeer 2020), silu(g) = g / (1 + e^-g)."""
     gate, up = gate_up.float().chunk(2, dim=-1)
@@ -107,11 +115,38 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
+def split_heads(qkv: Tensor, rotary: Rotary, pages: KVPages) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v as they are before rotary embedding: normed, the centers of keys and values taken off.
+
+    qkv: [rows, num_heads + 2 * num_kv_heads, head_dim], the heads of q, then of k, then of v.
+    """
+    num_kv_heads = pages.k.shape[2]
+    q, k, v = qkv.split((qkv.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), 1)
+    if rotary.norms is not None:
+        q, k = (rms_norm(x, weight, rotary.eps) for x, weight in zip((q, k), rotary.norms, strict=True))
+    if pages.k_center is not None:
+        k = (k.float() - pages.k_center.b).to(k.dtype)
+    if pages.v_center is not None:
+        v = (v.float() - pages.v_center).to(v.dtype)
+    return q, k, v
+
+
+def rotate_store(qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor, pages: KVPages) -> Tensor:
+    """All between the projection and attention: `split_heads`, `rotate` q and k at `positions`, `store_kv`.
+
+    Returns q, [rows, num_heads, head_dim].
+    """
+    q, k, v = split_heads(qkv, rotary, pages)
+    cos, sin = rotary.cos[positions], rotary.sin[positions]
+    store_kv(rotate(k, cos, sin), v, slots, pages)
+    return rotate(q, cos, sin)
+
+
 def store_kv(k: Tensor, v: Tensor, slots: Tensor, pages: KVPages) -> None:
     """Quantize k and v, [rows, num_kv_heads, head_dim], into the pages' slots; slot -1 stores nothing."""
     kept = slots >= 0
     k, v, slots = k[kept], v[kept], slots[kept]
-    pages.nan_count.add_(torch.isnan(k).sum() + torch.isnan(v).sum())
+    pages.counters[0] += torch.isnan(k).sum() + torch.isnan(v).sum()
     for values, page, scale in ((k, pages.k, pages.k_scale), (v, pages.v, pages.v_scale)):
         if not pages.format.is_fp8:
             page.flatten(0, 1)[slots] = values.to(page.dtype)
@@ -124,6 +159,7 @@ def store_kv(k: Tensor, v: Tensor, slots: Tensor, pages: KVPages) -> None:
             factor = measured.float()[..., None]
         elif scale is not None:
             factor = scale
+        pages.counters[1] += num_cut_off(values, factor, pages.format)
         stored = encode(values, factor, pages.format)
         page.view(torch.uint8).flatten(0, 1)[slots] = stored.view(torch.uint8)
 

@@ -1,4 +1,4 @@
-"""RMSNorm over the last dimension."""
+"""RMSNorm, with the residual addition before it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from freight.kernels.kernel_set import KernelSet
 
 @dataclass(frozen=True)
 class RMSNorm:
-    """x / rms(x) * weight; weight has the size of x's last dimension (hidden_size, or head_dim for q/k norm)."""
+    """x / rms(x) * weight over the last dimension; weight: [hidden_size]."""
 
     weight: Tensor
     eps: float
     kernels: KernelSet
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.kernels.rms_norm(x, self.weight, self.eps)
+    def __call__(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x + delta, and its norm; x, delta: [rows, hidden_size]. No delta adds nothing."""
+        return self.kernels.add_rms_norm(x, delta, self.weight, self.eps)

@@ -12,33 +12,19 @@ yarn      the same idea with bounds in rotations, and attention scaled by `atten
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from freight.config.model import RopeConfig
-from freight.kernels.kernel_set import KernelSet
+from freight.kernels.rotary import Rotary
 
 
-@dataclass(frozen=True)
-class Rope:
-    """cos, sin: [max_positions, head_dim / 2] float32."""
-
-    cos: Tensor
-    sin: Tensor
-    kernels: KernelSet
-
-    def __call__(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """q, k: [rows, heads, head_dim], both rotated at `positions` [rows]."""
-        cos, sin = self.cos[positions], self.sin[positions]
-        return self.kernels.rotate(q, cos, sin), self.kernels.rotate(k, cos, sin)
-
-
-def build_rope(config: RopeConfig, head_dim: int, max_positions: int, kernels: KernelSet, device: str) -> Rope:
+def build_rope(config: RopeConfig, head_dim: int, max_positions: int, device: str) -> Rotary:
+    """The tables for positions below `max_positions`, without norms."""
     inverse, factor = inverse_frequencies(config, head_dim)
     angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inverse)
-    return Rope((angles.cos() * factor).to(device), (angles.sin() * factor).to(device), kernels)
+    return Rotary((angles.cos() * factor).to(device), (angles.sin() * factor).to(device))
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[Tensor, float]:

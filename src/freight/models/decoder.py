@@ -31,16 +31,18 @@ class MLP:
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """Pre-norm residual block."""
+    """Pre-norm residual block. What it adds to the stream last is added by whoever norms next: one pass for both."""
 
     attention_norm: RMSNorm
     attention: Attention
     mlp_norm: RMSNorm
     mlp: MLP
 
-    def __call__(self, x: Tensor, batch: ForwardBatch, kv: LayerKV) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), batch, kv)
-        return x + self.mlp(self.mlp_norm(x))
+    def __call__(self, x: Tensor, delta: Tensor | None, batch: ForwardBatch, kv: LayerKV) -> tuple[Tensor, Tensor]:
+        """The stream is x + delta, [num_tokens, hidden_size], on the way in and on the way out."""
+        x, normed = self.attention_norm(x, delta)
+        x, normed = self.mlp_norm(x, self.attention(normed, batch, kv))
+        return x, self.mlp(normed)
 
 
 @dataclass(frozen=True)
@@ -56,12 +58,17 @@ class Decoder:
     @property
     def rope_tables(self) -> tuple[Tensor, Tensor]:
         """cos and sin, [max_positions, head_dim / 2] float32: what every layer turns its keys by."""
-        rope = self.layers[0].attention.rope
-        return rope.cos, rope.sin
+        rotary = self.layers[0].attention.rotary
+        return rotary.cos, rotary.sin
 
     def forward(self, batch: ForwardBatch, kv_cache: Sequence[LayerKV]) -> Tensor:
         """Run one step and return float32 logits [num_logit_rows, vocab_size]; K and V go into `kv_cache`."""
         x = self.embedding(batch.token_ids)
+        delta: Tensor | None = None
         for layer, kv in zip(self.layers, kv_cache, strict=True):
-            x = layer(x, batch, kv)
-        return self.head(self.norm(x[batch.logit_rows]))
+            x, delta = layer(x, delta, batch, kv)
+        assert delta is not None
+        if len(batch.logit_rows) < len(x):
+            x, delta = x[batch.logit_rows], delta[batch.logit_rows]
+        _, normed = self.norm(x, delta)
+        return self.head(normed)

@@ -8,7 +8,7 @@ A 16-bit weight that becomes FP8 is let go before the next one is read, so memor
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -23,11 +23,12 @@ from freight.fp8.scheme import Scheme
 from freight.fp8.values import Activations, Weight
 from freight.fp8.weights import fit_rows
 from freight.kernels.kernel_set import KernelSet
+from freight.kernels.rotary import Rotary
 from freight.layers.attention import Attention
 from freight.layers.embedding import Embedding, LogitsHead
 from freight.layers.linear import Linear, Projection, SideBySide
 from freight.layers.norm import RMSNorm
-from freight.layers.rope import Rope, build_rope
+from freight.layers.rope import build_rope
 from freight.models.architectures import ARCHITECTURES, TensorNames
 from freight.models.decoder import MLP, Decoder, DecoderLayer
 
@@ -144,14 +145,13 @@ class _Builder:
     def norm(self, name: str) -> RMSNorm:
         return RMSNorm(self.tensor(name), self.config.rms_norm_eps, self.kernels)
 
-    def layer(self, index: int, rope: Rope) -> DecoderLayer:
+    def layer(self, index: int, rope: Rotary) -> DecoderLayer:
         c, names, prefix = self.config, self.names, self.names.layer.format(index)
+        norms = (self.tensor(prefix + names.q_norm), self.tensor(prefix + names.k_norm)) if c.qk_norm else None
         attention = Attention(
             qkv=self.linear(prefix, *names.qkv),
             o=self.linear(prefix, names.o),
-            q_norm=self.norm(prefix + names.q_norm) if c.qk_norm else None,
-            k_norm=self.norm(prefix + names.k_norm) if c.qk_norm else None,
-            rope=rope,
+            rotary=replace(rope, norms=norms, eps=c.rms_norm_eps),
             num_heads=c.num_heads,
             num_kv_heads=c.num_kv_heads,
             head_dim=c.head_dim,
@@ -168,7 +168,7 @@ def build_decoder(config: ModelConfig, source: WeightSource, kernels: KernelSet,
     """The model that `config` describes, from the tensors of `source`, for positions below `max_len`."""
     names = ARCHITECTURES[config.architecture]
     builder = _Builder(source, config, names, tensor_shapes(config), kernels)
-    rope = build_rope(config.rope, config.head_dim, max_len, kernels, device)
+    rope = build_rope(config.rope, config.head_dim, max_len, device)
     layers = tuple(builder.layer(index, rope) for index in range(config.num_layers))
     norm, embedding = builder.norm(names.norm), builder.tensor(names.embedding)
     head = Weight(embedding) if config.tie_word_embeddings else source.head(names.head, builder.shapes[names.head])
@@ -176,7 +176,9 @@ def build_decoder(config: ModelConfig, source: WeightSource, kernels: KernelSet,
     return Decoder(config, Embedding(embedding), layers, norm, logits)
 
 
-def build_layer(config: ModelConfig, source: WeightSource, kernels: KernelSet, index: int, rope: Rope) -> DecoderLayer:
+def build_layer(
+    config: ModelConfig, source: WeightSource, kernels: KernelSet, index: int, rope: Rotary
+) -> DecoderLayer:
     """One layer alone, for work that goes through a model layer by layer and never holds all of it."""
     names = ARCHITECTURES[config.architecture]
     return _Builder(source, config, names, tensor_shapes(config), kernels).layer(index, rope)

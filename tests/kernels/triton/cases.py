@@ -13,6 +13,7 @@ from freight.batch import ForwardBatch
 from freight.fp8.formats import Format
 from freight.fp8.quantize import torch_dtype
 from freight.fp8.values import Activations, KeyCenter, KVPages, Weight
+from freight.kernels.rotary import Rotary
 from freight.kernels.triton import elementwise, linear, paged, store
 from freight.kernels.triton.formats import Target
 
@@ -31,7 +32,7 @@ def pages(format: Format, scales: str, heads: int, dim: int) -> KVPages:
         "token": empty(*shape[:3]),
     }[scales]
     page = empty(*shape, dtype=torch_dtype(format))
-    return KVPages(page, page, scale, scale, empty(1, dtype=torch.int64))
+    return KVPages(page, page, scale, scale, empty(2, dtype=torch.int64))
 
 
 def batch(rows: int, num_seqs: int) -> ForwardBatch:
@@ -62,11 +63,15 @@ def attend(
     paged.attention(target, q, cache, batch(rows, 64), 0.1, window, soft_cap)
 
 
-def keep(format: Format, scales: str, dim: int, rows: int, target: Target) -> None:
-    merged = empty(rows, 48, dim)
-    store.store_kv(
-        target, merged[:, 32:40], merged[:, 40:], empty(rows, dtype=torch.int64), pages(format, scales, 8, dim)
-    )
+def keep(format: Format, scales: str, dim: int, rows: int, target: Target, more: bool = False) -> None:
+    """`more`: norms of heads, and centers."""
+    cache, row = pages(format, scales, 8, dim), empty(rows, dtype=torch.int64)
+    norms = (empty(dim), empty(dim)) if more else None
+    rotary = Rotary(*(empty(8192, dim // 2, dtype=torch.float32) for _ in ("cos", "sin")), norms, 1e-6)
+    if more:
+        float32, none = empty(8, dim, dtype=torch.float32), empty(0)
+        cache = replace(cache, k_center=KeyCenter(float32, none, none, none, none), v_center=float32)
+    store.rotate_store(target, empty(rows, 48, dim), rotary, row, row, cache)
 
 
 def multiply(format: Format, blocks: bool, activations: Activations, rows: int, target: Target) -> None:
@@ -84,16 +89,14 @@ CASES: dict[str, Callable[[Target], object]] = {
     "attention fp8 centered": partial(attend, Format.E4M3FN, "static", 8, 4, 128, 8192, None, num_pairs=20),
     "attention fp8 soft cap": partial(attend, Format.E4M3FN, "static", 8, 4, 128, 8192, None, soft_cap=50.0),
     "attention bf16 window": partial(attend, Format.BFLOAT16, "unit", 8, 4, 128, 8192, 4096),
+    "store token, norms, centers": partial(keep, Format.E4M3FN, "token", 128, 8192, more=True),
     "store token": partial(keep, Format.E4M3FN, "token", 128, 8192),
     "linear fp8": partial(multiply, Format.E4M3FN, False, Activations.DYNAMIC, 8192),
     "linear fp8 blocks": partial(multiply, Format.E4M3FN, True, Activations.DYNAMIC, 8192),
     "linear fnuz": partial(multiply, Format.E4M3FNUZ, False, Activations.DYNAMIC, 8192),
     "linear plain one row": partial(multiply, Format.E4M3FN, False, Activations.PLAIN, 1),
-    "rms_norm": lambda target: elementwise.rms_norm(empty(64, 4096), empty(4096), 1e-5),
+    "add_rms_norm": lambda target: elementwise.add_rms_norm(empty(64, 4096), empty(64, 4096), empty(4096), 1e-5),
     "silu_mul": lambda target: elementwise.silu_mul(empty(64, 28672)),
-    "rotate": lambda target: elementwise.rotate(
-        empty(64, 48, 128)[:, :32], empty(64, 64, dtype=torch.float32), empty(64, 64, dtype=torch.float32)
-    ),
 }
 # compiled with `aot.py TARGET all`
 MORE_CASES: dict[str, Callable[[Target], object]] = {
@@ -111,11 +114,12 @@ MORE_CASES: dict[str, Callable[[Target], object]] = {
     "store token, one row": partial(keep, Format.E4M3FN, "token", 128, 1),
     "store fnuz static": partial(keep, Format.E4M3FNUZ, "static", 128, 8192),
     "store bf16": partial(keep, Format.BFLOAT16, "unit", 128, 8192),
+    "store static, norms, centers, one row": partial(keep, Format.E4M3FN, "static", 128, 1, more=True),
     "linear fp8, one row": partial(multiply, Format.E4M3FN, False, Activations.DYNAMIC, 1),
     "linear fp8, 64 rows": partial(multiply, Format.E4M3FN, False, Activations.DYNAMIC, 64),
     "linear fp8 blocks, one row": partial(multiply, Format.E4M3FN, True, Activations.DYNAMIC, 1),
     "linear fnuz, one row": partial(multiply, Format.E4M3FNUZ, False, Activations.DYNAMIC, 1),
     "linear plain": partial(multiply, Format.E4M3FN, False, Activations.PLAIN, 8192),
     "linear e5m2 plain blocks": partial(multiply, Format.E5M2, True, Activations.PLAIN, 8192),
-    "rms_norm of heads": lambda target: elementwise.rms_norm(empty(64, 48, 128)[:, 32:40], empty(128), 1e-5),
+    "norm alone": lambda target: elementwise.add_rms_norm(empty(64, 4096), None, empty(4096), 1e-5),
 }

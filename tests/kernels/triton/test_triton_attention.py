@@ -67,7 +67,7 @@ class Case:
             kept = [torch.rand(heads, dim, device=self.device) * 0.02 + 0.01 for _ in "kv"]
         elif scales == "token":
             kept = [torch.full(shape[:3], torch.nan, dtype=torch.bfloat16, device=self.device) for _ in "kv"]
-        return KVPages(nan, nan.clone(), *kept, torch.zeros(1, dtype=torch.int64, device=self.device))
+        return KVPages(nan, nan.clone(), *kept, torch.zeros(2, dtype=torch.int64, device=self.device))
 
     def batch(self, sequences, blocks):
         slices = [

@@ -20,7 +20,7 @@ SMALL = Sizes(
 
 def test_every_case_runs(device):
     found = [make() for make in cases(select_kernels("triton"), SMALL, device)]
-    assert {case.kernel for case in found} >= {"attention", "store_kv", "linear", "torch.linear"}
+    assert {case.kernel for case in found} >= {"attention", "rotate_store", "linear", "torch.linear"}
     for case in found:
         result = case.call()
         assert result is None or (isinstance(result, torch.Tensor) and result.isfinite().all()), case
@@ -32,5 +32,5 @@ def test_every_case_runs(device):
 
 
 def test_one_kernel_can_be_asked_for(device):
-    found = [make() for make in cases(select_kernels("triton"), SMALL, device, ["store_kv"])]
-    assert {case.kernel for case in found} == {"store_kv"}
+    found = [make() for make in cases(select_kernels("triton"), SMALL, device, ["rotate_store"])]
+    assert {case.kernel for case in found} == {"rotate_store"}

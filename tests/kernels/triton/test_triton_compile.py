@@ -45,8 +45,8 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
 def test_registers(reports, target):
     names = {report["kernel"] for report in reports[target]}
     assert names == {
-        *("store_kernel", "prefill_kernel", "decode_kernel", "merge_kernel", "quantize_kernel", "matmul_kernel"),
-        *("rms_norm_kernel", "silu_mul_kernel", "rotate_kernel"),
+        *("rotate_store_kernel", "prefill_kernel", "decode_kernel", "merge_kernel", "quantize_kernel", "matmul_kernel"),
+        *("add_rms_norm_kernel", "silu_mul_kernel"),
     }
     for report in reports[target]:
         assert report["spills"] == 0, report

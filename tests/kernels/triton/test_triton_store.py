@@ -1,18 +1,24 @@
-"""Quantize-and-store against the reference: the same bytes and scales, slot by slot."""
+"""Rotate-and-store against the reference: the same bytes, scales and counts, slot by slot.
+
+On a GPU a rotation may be contracted into fused multiply-adds, so there what is rotated is compared as numbers.
+"""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
 
 from freight.fp8.formats import Format
 from freight.fp8.quantize import decode, torch_dtype
-from freight.fp8.values import KVPages
+from freight.fp8.values import KeyCenter, KVPages
 from freight.kernels import reference
+from freight.kernels.rotary import Rotary
 from freight.kernels.triton import store
 from freight.kernels.triton.formats import current_target
 
-BLOCK, NUM_BLOCKS = 8, 9
+BLOCK, NUM_BLOCKS, POSITIONS = 8, 9, 50
 FP8 = [format for format in Format if format.is_fp8]
 CACHES = [(format, kind) for format in FP8 for kind in ("unit", "static", "token")]
 CACHES += [(format, "unit") for format in (Format.BFLOAT16, Format.FLOAT16, Format.FLOAT32)]
@@ -27,7 +33,7 @@ def make_pages(format: Format, scales: str, heads: int, dim: int, device: str) -
     elif scales == "token":
         kept = [torch.full(shape[:3], -1.0, dtype=torch.bfloat16, device=device) for _ in "kv"]
     pages = [torch.zeros(shape, device=device).to(torch_dtype(format)) for _ in "kv"]
-    return KVPages(*pages, *kept, torch.zeros(1, dtype=torch.int64, device=device))
+    return KVPages(*pages, *kept, torch.zeros(2, dtype=torch.int64, device=device))
 
 
 def assert_same(got: KVPages, expected: KVPages) -> None:
@@ -38,7 +44,16 @@ def assert_same(got: KVPages, expected: KVPages) -> None:
         assert torch.equal(a.view(bits)[~left.isnan()], b.view(bits)[~left.isnan()])
     for a, b in ((got.k_scale, expected.k_scale), (got.v_scale, expected.v_scale)):
         assert (a is None and b is None) or torch.equal(a, b)
-    assert got.nan_count.item() == expected.nan_count.item()
+    assert got.counters.tolist() == expected.counters.tolist()
+
+
+def make_rotary(dim: int, device: str, norms: tuple[torch.Tensor, torch.Tensor] | None = None) -> Rotary:
+    angles = torch.outer(torch.arange(POSITIONS).float(), 1e4 ** -torch.linspace(0, 1, dim // 2))
+    return Rotary(angles.cos().to(device), angles.sin().to(device), norms, 1e-6)
+
+
+def rotate_store(*arguments: torch.Tensor | Rotary | KVPages) -> torch.Tensor:
+    return store.rotate_store(current_target(), *arguments)
 
 
 @pytest.mark.parametrize(("format", "scales"), CACHES)
@@ -46,25 +61,52 @@ def assert_same(got: KVPages, expected: KVPages) -> None:
 def test_stored_bytes_are_the_reference_s(format, scales, dtype, heads, dim, device):
     torch.manual_seed(0)
     rows = 13
-    merged = (torch.randn(rows, 3 * heads, dim) * 10 ** torch.randn(rows, 1, 1)).to(dtype).to(device)
-    merged[3, :, 1], merged[4, :, 2], merged[5] = torch.inf, torch.nan, 0.0
-    _, k, v = merged.split(heads, dim=1)  # views with gaps, as the merged projection gives them
-    slots = torch.randperm(BLOCK * NUM_BLOCKS)[:rows]
+    qkv = (torch.randn(rows, 5 * heads, dim) * 10 ** torch.randn(rows, 1, 1)).to(dtype).to(device)
+    qkv[3, :, 1], qkv[4, :, 2], qkv[5] = torch.inf, torch.nan, 0.0
+    slots, positions = torch.randperm(BLOCK * NUM_BLOCKS)[:rows], torch.randint(0, POSITIONS, (rows,))
     slots[7] = slots[11] = -1
+    rotary = make_rotary(dim, device)
+    if device != "cpu":
+        rotary = replace(rotary, cos=torch.ones_like(rotary.cos), sin=torch.zeros_like(rotary.sin))
     expected, got = (make_pages(format, scales, heads, dim, device) for _ in range(2))
-    reference.store_kv(k, v, slots.to(device), expected)
-    store.store_kv(current_target(), k, v, slots.to(device), got)
+    arguments = (qkv, rotary, positions.to(device), slots.to(device))
+    wanted, q = reference.rotate_store(*arguments, expected), rotate_store(*arguments, got)
     assert_same(got, expected)
-    assert got.nan_count.item() == 2 * heads
+    assert torch.equal(q.isnan(), wanted.isnan())
+    assert torch.equal(q[~q.isnan()], wanted[~wanted.isnan()])
+    nans, cut_off = got.counters.tolist()
+    assert nans >= 2 * heads
+    assert (cut_off > 0) == format.is_fp8
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_norms_and_centers(dtype, device):
+    """A norm's root and sum differ in their last bits: as numbers."""
+    torch.manual_seed(1)
+    rows, heads, kv_heads, dim = 9, 3, 2, 24
+    qkv = (torch.randn(rows, heads + 2 * kv_heads, dim) * 3).to(dtype).to(device)
+    weights = (torch.rand(2, dim) + 0.5).to(dtype).to(device)
+    rotary = make_rotary(dim, device, (weights[0], weights[1]))
+    positions, slots = torch.randint(0, POSITIONS, (rows,), device=device), torch.arange(rows, device=device) + 5
+    tables = (KeyCenter.angle_tiles(table) for table in (rotary.cos, rotary.sin))
+    b, c = torch.randn(2, kv_heads, dim).to(device)
+    centers = {"k_center": KeyCenter.of(b, *tables), "v_center": c}
+    pages = make_pages(Format.FLOAT32, "unit", kv_heads, dim, device)
+    expected, got = (replace(pages, k=pages.k.clone(), v=pages.v.clone(), **centers) for _ in range(2))
+    wanted = reference.rotate_store(qkv, rotary, positions, slots, expected)
+    bound = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 8 * torch.finfo(dtype).eps}
+    torch.testing.assert_close(rotate_store(qkv, rotary, positions, slots, got), wanted, **bound)
+    torch.testing.assert_close(got.k, expected.k, **bound)
+    assert torch.equal(got.v, expected.v)
 
 
 @pytest.mark.parametrize("scales", ["static", "token"])
 def test_many_rows_are_stored_as_few_are(scales, monkeypatch, device):
     torch.manual_seed(1)
-    k, v = (torch.randn(19, 2, 16).bfloat16().to(device) for _ in "kv")
+    qkv, positions = torch.randn(19, 7, 16).bfloat16().to(device), torch.arange(19, device=device)
     slots = torch.randperm(BLOCK * NUM_BLOCKS)[:19].to(device)
     few, many = (make_pages(Format.E4M3FN, scales, 2, 16, device) for _ in range(2))
-    store.store_kv(current_target(), k, v, slots, few)
+    q = rotate_store(qkv, make_rotary(16, device), positions, slots, few)
     monkeypatch.setattr(store, "FEW_ROWS", 0)
-    store.store_kv(current_target(), k, v, slots, many)
+    assert torch.equal(rotate_store(qkv, make_rotary(16, device), positions, slots, many), q)
     assert_same(many, few)

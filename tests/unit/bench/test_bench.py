@@ -139,12 +139,18 @@ def test_kernels_rows(kernels):
     found = list(measure_kernels(kernels, model, (48, 32), [1, 3], 40, 0.0, cache_size=2**12))
     shapes = {tuple(row["shape"]) for row in found if row["kernel"] == "linear"}
     assert shapes == {(rows, *shape) for rows in (1, 3) for shape in [(48, 32), *linear_shapes(model)]}
-    assert {row["kernel"] for row in found} == {"linear", "attention", "store_kv", "torch.linear", "torch._scaled_mm"}
+    assert {row["kernel"] for row in found} == {
+        "linear",
+        "attention",
+        "rotate_store",
+        "torch.linear",
+        "torch._scaled_mm",
+    }
     for row in found:
         assert row["kernels"] == ("torch" if row["kernel"].startswith("torch") else kernels.name)
         assert row["threads"] == torch.get_num_threads()
         assert math.isfinite(row["median_us"])
         share = row["bytes"] / (row["median_us"] / 1e6) / row["read_bandwidth_bytes_per_second"]
         assert row["bandwidth_fraction"] == pytest.approx(share)
-    only = list(measure_kernels(kernels, model, (48, 32), [1], 40, 0.0, ["store_kv"], cache_size=2**12))
-    assert {row["kernel"] for row in only} == {"store_kv"}
+    only = list(measure_kernels(kernels, model, (48, 32), [1], 40, 0.0, ["rotate_store"], cache_size=2**12))
+    assert {row["kernel"] for row in only} == {"rotate_store"}

@@ -32,8 +32,7 @@ def test_moments_are_those_of_all_that_was_seen():
 
 def watch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> CenterWatch:
     seen = CenterWatch()
-    seen.see_heads(q, k)
-    seen.see_values(v)
+    seen.see(q, k, v)
     return seen
 
 

@@ -14,7 +14,7 @@ from freight.batch import ForwardBatch
 from freight.fp8.quantize import format_of
 from freight.fp8.values import KVPages
 from freight.kernels.cpu.library import Library
-from freight.kernels.cpu.pages import FORMATS, address, rows_of, scales_of
+from freight.kernels.cpu.pages import FORMATS, address, require_room, scales_of
 from freight.kernels.kernel_set import Attend
 
 
@@ -50,7 +50,8 @@ def make_attention(library: Library) -> Attend:
     ) -> Tensor:
         """q: [num_tokens, num_heads, head_dim]; returns the same. As `reference.attention`; over FP8 and bfloat16 pages
         with the avx512 build, bfloat16 queries meet bfloat16 dot products."""
-        q = rows_of(q)
+        require_room(q)
+        q = q.contiguous()
         out = torch.empty(q.shape, dtype=q.dtype)
         _, num_heads, head_dim = q.shape
         _, block_size, num_kv_heads, _ = pages.k.shape

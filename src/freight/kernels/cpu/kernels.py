@@ -6,10 +6,10 @@ from dataclasses import replace
 from functools import cache
 
 from freight.kernels.cpu.attention import make_attention
-from freight.kernels.cpu.elementwise import make_rms_norm, make_rotate, make_silu_mul
+from freight.kernels.cpu.elementwise import make_add_rms_norm, make_silu_mul
 from freight.kernels.cpu.library import Library
 from freight.kernels.cpu.linear import make_linear, make_pack
-from freight.kernels.cpu.store import make_store_kv
+from freight.kernels.cpu.store import make_rotate_store
 from freight.kernels.kernel_set import REFERENCE, KernelSet
 
 
@@ -21,9 +21,8 @@ def cpu_kernels(library: Library) -> KernelSet:
         name=f"cpu-{library.build}",
         pack=make_pack(library),
         linear=make_linear(library),
-        rms_norm=make_rms_norm(library),
+        add_rms_norm=make_add_rms_norm(library),
         silu_mul=make_silu_mul(library),
-        rotate=make_rotate(library),
-        store_kv=make_store_kv(library),
+        rotate_store=make_rotate_store(library),
         attention=make_attention(library),
     )

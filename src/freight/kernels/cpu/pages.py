@@ -34,13 +34,9 @@ def address(tensor: Tensor | None) -> int | None:
     return tensor.data_ptr()
 
 
-def rows_of(x: Tensor) -> Tensor:
-    """x [rows, heads, head_dim], copied unless each row lies in one piece; the rows may lie apart.
-
-    Raises KernelError for heads that the kernels have no room for.
-    """
+def require_room(x: Tensor) -> None:
+    """Raises KernelError for x [rows, heads, head_dim] with heads that the kernels have no room for."""
     if x.shape[2] > MAX_HEAD_DIM:
         raise KernelError(
             f"the CPU kernels take heads of at most {MAX_HEAD_DIM} channels, not {x.shape[2]}; --kernels reference does"
         )
-    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()

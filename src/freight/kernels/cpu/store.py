@@ -1,9 +1,11 @@
-"""Quantize and store (csrc/store.cpp): K and V of a step into their slots, in one pass, in the reference's bits."""
+"""Rotate and store (csrc/store.cpp): what lies between the projection of q, k and v and attention, in one pass.
+
+The reference's bits, but where a norm of heads sums in another order; it sums as `add_rms_norm` of this build.
+"""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -11,52 +13,72 @@ from torch import Tensor
 from freight.fp8.quantize import format_of
 from freight.fp8.values import KVPages
 from freight.kernels.cpu.library import Library
-from freight.kernels.cpu.pages import FORMATS, address, rows_of, scales_of
+from freight.kernels.cpu.pages import FORMATS, address, require_room, scales_of
+from freight.kernels.kernel_set import RotateStore
+from freight.kernels.rotary import Rotary
 
 
 class _Arguments(ctypes.Structure):
     """FreightStore in csrc/attention.h."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("k", "v", "k_pages", "v_pages", "k_scale", "v_scale")),
-        *((name, ctypes.c_void_p) for name in ("slots", "nan_count")),
-        *((name, ctypes.c_int64) for name in ("rows", "k_stride", "v_stride")),
-        *((name, ctypes.c_int32) for name in ("num_kv_heads", "head_dim", "type", "kv_format", "scales", "threads")),
+        *((name, ctypes.c_void_p) for name in ("qkv", "q", "k_pages", "v_pages", "k_scale", "v_scale")),
+        *((name, ctypes.c_void_p) for name in ("positions", "slots", "cos", "sin", "q_norm", "k_norm")),
+        *((name, ctypes.c_void_p) for name in ("k_center", "v_center", "counters")),
+        ("rows", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("num_heads", "num_kv_heads", "head_dim")),
+        *((name, ctypes.c_int32) for name in ("type", "kv_format", "scales")),
+        ("eps", ctypes.c_float),
+        ("threads", ctypes.c_int32),
     )
 
 
-def make_store_kv(library: Library) -> Callable[[Tensor, Tensor, Tensor, KVPages], None]:
-    """`KernelSet.store_kv` for this build."""
-    call = library.functions.freight_store
+def make_rotate_store(library: Library) -> RotateStore:
+    """`KernelSet.rotate_store` for this build."""
+    call = library.functions.freight_rotate_store
     call.argtypes = [ctypes.POINTER(_Arguments)]
     call.restype = None
 
-    def store_kv(k: Tensor, v: Tensor, slots: Tensor, pages: KVPages) -> None:
-        """Quantize k and v, [rows, num_kv_heads, head_dim], into the pages' slots; slot -1 stores nothing."""
-        k, v = rows_of(k), rows_of(v)
-        rows, num_kv_heads, head_dim = k.shape
-        assert (num_kv_heads, head_dim) == pages.k.shape[2:]
-        assert k.dtype == v.dtype
+    def rotate_store(qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor, pages: KVPages) -> Tensor:
+        """qkv: [rows, num_heads + 2 * num_kv_heads, head_dim]; returns q, [rows, num_heads, head_dim].
+
+        Raises KernelError for heads that the kernels have no room for.
+        """
+        require_room(qkv)
+        rows, all_heads, head_dim = qkv.shape
+        num_kv_heads = pages.k.shape[2]
+        assert pages.k.shape[3] == 2 * rotary.cos.shape[1] == head_dim
+        assert rotary.norms is None or all(weight.dtype == qkv.dtype for weight in rotary.norms)
+        q = torch.empty((rows, all_heads - 2 * num_kv_heads, head_dim), dtype=qkv.dtype)
+        q_norm, k_norm = rotary.norms or (None, None)
         call(
             _Arguments(
-                k=k.data_ptr(),
-                v=v.data_ptr(),
+                qkv=address(qkv),
+                q=q.data_ptr(),
                 k_pages=address(pages.k),
                 v_pages=address(pages.v),
                 k_scale=address(pages.k_scale),
                 v_scale=address(pages.v_scale),
+                positions=address(positions),
                 slots=address(slots),
-                nan_count=address(pages.nan_count),
+                cos=address(rotary.cos),
+                sin=address(rotary.sin),
+                q_norm=address(q_norm),
+                k_norm=address(k_norm),
+                k_center=address(pages.k_center.b) if pages.k_center else None,
+                v_center=address(pages.v_center),
+                counters=address(pages.counters),
                 rows=rows,
-                k_stride=k.stride(0),
-                v_stride=v.stride(0),
+                num_heads=q.shape[1],
                 num_kv_heads=num_kv_heads,
                 head_dim=head_dim,
-                type=FORMATS[format_of(k)],
+                type=FORMATS[format_of(qkv)],
                 kv_format=FORMATS[pages.format],
                 scales=scales_of(pages),
+                eps=rotary.eps,
                 threads=torch.get_num_threads(),
             )
         )
+        return q
 
-    return store_kv
+    return rotate_store

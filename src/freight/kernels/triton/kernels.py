@@ -21,9 +21,8 @@ def triton_kernels(target: Target | None = None) -> KernelSet:
         "triton",
         pack=lambda weight: weight,
         linear=partial(linear.linear, target),
-        rms_norm=elementwise.rms_norm,
+        add_rms_norm=elementwise.add_rms_norm,
         silu_mul=elementwise.silu_mul,
-        rotate=elementwise.rotate,
-        store_kv=partial(store.store_kv, target),
+        rotate_store=partial(store.rotate_store, target),
         attention=partial(paged.attention, target),
     )
