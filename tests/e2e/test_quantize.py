@@ -15,10 +15,13 @@ from safetensors.torch import load_file, save_file
 
 import freight
 from freight import LLM, CapacityError, CheckpointError, ConfigError, SamplingParams
+from freight.calibrate.quantize import load_samples, open_unquantized
 from freight.checkpoint.reader import resolve_model
 from freight.config.engine import EngineArgs
+from freight.config.quantize import QuantizeArgs, plan
 from freight.evaluate.report import compare_caches
-from freight.fp8.quantize import decode
+from freight.fp8.formats import Format
+from freight.fp8.quantize import decode, encode
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 BASE = FIXTURES / "base_bf16"
@@ -116,6 +119,23 @@ def test_weights_are_within_half_a_step_and_run(out: Path, weights: str, activat
     assert len(generate(out)) == 8
 
 
+@pytest.mark.parametrize("weights", ["fp8", "fp8-channel", "fp8-block"])
+def test_codes_are_made_with_the_scale_that_is_stored(out: Path, weights: str):
+    """The scale is rounded to bfloat16 first: a reader, who sees that one, finds the nearest codes."""
+    freight.quantize(BASE, out, weights=weights)
+    got, base = tensors(out), tensors(BASE)
+    differ = 0
+    for name in (name for name in got if got[name].dtype is torch.float8_e4m3fn):
+        scale, exact = got[f"{name}_scale"].float(), base[name].float().abs()
+        if weights == "fp8-block":
+            scale = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: len(exact), : exact.shape[1]]
+        assert torch.equal(got[name].float(), encode(base[name], scale, Format.E4M3FN).float()), name
+        if weights == "fp8":
+            unrounded = encode(base[name], exact.amax() / 448, Format.E4M3FN)
+            differ += int((unrounded.float() != got[name].float()).sum())
+    assert (differ > 0) is (weights == "fp8")
+
+
 def test_ignored_modules_stay_as_they_are(out: Path):
     freight.quantize(BASE, out, **STATIC, ignore=["re:1.*down_proj", "model.layers.0.self_attn.o_proj"])
     left = ["model.layers.0.self_attn.o_proj", "model.layers.1.mlp.down_proj"]
@@ -172,6 +192,17 @@ def test_scales_reach_the_kernels(out: Path, tmp_path: Path):
     save_file(stored, changed / "model.safetensors")
     assert generate(out) == before
     assert generate(changed) != before
+
+
+def test_the_demo_is_never_calibrated_on_the_text_that_judges_it():
+    opened = open_unquantized("demo")
+    decided = plan(QuantizeArgs(kv_cache="fp8", num_samples=4))
+    source = resolve_model("demo")
+    assert load_samples(opened, decided, None) == load_samples(opened, decided, source / "calibration.txt")
+    calibrated, judged = ((source / f"{name}.txt").read_text(encoding="utf-8") for name in ("calibration", "heldout"))
+    lines = {line for line in judged.splitlines() if len(line) > 60}
+    assert len(lines) > 100
+    assert len(lines & set(calibrated.splitlines())) < 0.01 * len(lines)
 
 
 def test_the_demo_needs_no_data_and_loses_little(out: Path):
