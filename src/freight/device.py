@@ -42,7 +42,7 @@ class DeviceFacts:
     """One device. Memory in bytes, its own for a GPU; `cores` are the host's, as this process may use them.
 
     `native_e4m3` is the E4M3 variant that the hardware computes with: FNUZ on AMD's gfx94x, FN elsewhere.
-    `note` is what start-up should say about the choice, or ''.
+    `note` is what start-up should say about the choice, or ''. `multiplies_fp8`: its matrix units take E4M3 operands.
     """
 
     kind: DeviceKind
@@ -52,6 +52,7 @@ class DeviceFacts:
     memory_free: int
     cores: int
     note: str = ""
+    multiplies_fp8: bool = False
 
 
 def probe(device: str = "auto", root: Path = ROOT) -> DeviceFacts:
@@ -68,7 +69,10 @@ def probe(device: str = "auto", root: Path = ROOT) -> DeviceFacts:
         free, total = torch.cuda.mem_get_info()
         fnuz = getattr(properties, "gcnArchName", "").startswith("gfx94")
         native = Format.E4M3FNUZ if fnuz else Format.E4M3FN
-        return DeviceFacts(DeviceKind.CUDA, properties.name, native, total, free, usable_cores(root))
+        on_amd = getattr(torch.version, "hip", None) is not None
+        multiplies = fnuz if on_amd else (properties.major, properties.minor) >= (8, 9)
+        facts = (DeviceKind.CUDA, properties.name, native, total, free, usable_cores(root))
+        return DeviceFacts(*facts, multiplies_fp8=multiplies)
 
     built_for_gpu = torch.version.cuda is not None or getattr(torch.version, "hip", None) is not None
     note = _unused_gpu(gpu_present(root), torch.__version__, built_for_gpu)

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from freight.engine.prepare import Logits, SequenceSlice, prepare
 from freight.fp8.formats import Format
-from freight.fp8.quantize import torch_dtype
+from freight.fp8.quantize import decode, encode, torch_dtype
 from freight.fp8.values import KVPages, Weight
 from freight.kernels import reference
+from freight.kernels.reference import Fp8Products
 
 BLOCK = 8
 GRANULARITIES = {
@@ -43,7 +44,8 @@ def make_pages(format: Format, granularity: str | None, heads: int, dim: int, nu
 
 
 def run(pages: KVPages, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, chunks: list[int], window: int | None = None,
-        blocks: list[int] | None = None, soft_cap: float | None = None) -> torch.Tensor:  # fmt: skip
+        blocks: list[int] | None = None, soft_cap: float | None = None,
+        products: Fp8Products = Fp8Products.NONE) -> torch.Tensor:  # fmt: skip
     """Attention output of one sequence stored and read in `chunks`."""
     blocks = blocks or list(range(-(-len(k) // BLOCK)))
     outputs, start = [], 0
@@ -51,7 +53,7 @@ def run(pages: KVPages, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, chunk
         rows = slice(start, start + count)
         batch = prepare([SequenceSlice([0] * count, start, blocks, Logits.NONE)], BLOCK)
         reference.store_kv(k[rows], v[rows], batch.slots, pages)
-        outputs.append(reference.attention(q[rows], pages, batch, q.shape[-1] ** -0.5, window, soft_cap))
+        outputs.append(reference.attention(q[rows], pages, batch, q.shape[-1] ** -0.5, window, soft_cap, products))
         start += count
     return torch.cat(outputs)
 
@@ -112,6 +114,47 @@ def test_soft_capped_scores_one_row_at_a_time(granularity, window):
             assert torch.allclose(out[i, head].double(), p @ v[seen, head // group] / p.sum(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("format", [Format.E4M3FN, Format.E4M3FNUZ])
+@pytest.mark.parametrize("granularity", ["static", "token"])
+@pytest.mark.parametrize("products", [Fp8Products.SCORES, Fp8Products.BOTH])
+def test_fp8_products_one_row_at_a_time(format, granularity, products):
+    """Against the formula: q is rounded to E4M3 by row; over static scales so are probabilities times 2 ** 8 or 7."""
+    torch.manual_seed(0)
+    heads, group, dim, length = 2, 3, 32, 60
+    k, v = torch.randn(length, heads, dim), torch.randn(length, heads, dim)
+    q = torch.randn(length, heads * group, dim)
+    pages = make_pages(format, granularity, heads, dim, 8)
+    out = run(pages, k, v, q, [length], products=products)
+    blocks = list(range(8))
+    k, v = stored_values(pages, blocks, length)
+    for i in range(length):
+        for head in range(heads * group):
+            kv_head, query = head // group, q[i, head] / dim**0.5
+            scale = torch.ones(dim) if pages.dynamic else pages.k_scale[kv_head]
+            query = query * scale
+            step = query.abs().max() / format.max
+            rounded = decode(encode(query, step, format), step).double() / scale.double()
+            s = k[: i + 1, kv_head] @ rounded
+            p = torch.exp(s - s.max())
+            used = p
+            if products is Fp8Products.BOTH and granularity == "static":
+                most = 256.0 if format is Format.E4M3FN else 128.0
+                used = decode(encode(p.float(), 1 / most, format), 1 / most).double()
+            expected = used @ v[: i + 1, kv_head] / p.sum()
+            assert torch.allclose(out[i, head].double(), expected, rtol=1e-4, atol=2e-4)
+
+
+def test_pages_that_are_not_e4m3_are_multiplied_as_ever():
+    torch.manual_seed(0)
+    k, v, q = torch.randn(40, 2, 32), torch.randn(40, 2, 32), torch.randn(40, 4, 32)
+    for format in (Format.E5M2, Format.BFLOAT16):
+        plain, fp8 = (
+            run(make_pages(format, None, 2, 32, 5), k, v, q, [40], products=products)
+            for products in (Fp8Products.NONE, Fp8Products.BOTH)
+        )
+        assert torch.equal(plain, fp8)
+
+
 @pytest.mark.parametrize(("format", "granularity"), CACHES)
 def test_what_is_stored_is_close_to_what_was_given(format, granularity):
     torch.manual_seed(1)
@@ -129,16 +172,17 @@ def test_what_is_stored_is_close_to_what_was_given(format, granularity):
     cuts=st.sets(st.integers(1, 99)),
     window=st.sampled_from([None, 3, 64]),
     seed=st.integers(0, 99),
+    products=st.sampled_from(Fp8Products),
 )
-def test_chunks_change_no_bit(cache, cuts, window, seed):
+def test_chunks_change_no_bit(cache, cuts, window, seed, products):
     torch.manual_seed(seed)
     k, v, q = torch.randn(100, 2, 32), torch.randn(100, 2, 32), torch.randn(100, 4, 32)
     edges = [0, *sorted(cuts), 100]
     whole, pieces = make_pages(*cache, 2, 32, 13), make_pages(*cache, 2, 32, 13)
     if cache[1] == "static":
         pieces = KVPages(pieces.k, pieces.v, whole.k_scale, whole.v_scale, pieces.counters)
-    a = run(whole, k, v, q, [100], window)
-    b = run(pieces, k, v, q, [end - start for start, end in pairwise(edges)], window)
+    a = run(whole, k, v, q, [100], window, products=products)
+    b = run(pieces, k, v, q, [end - start for start, end in pairwise(edges)], window, products=products)
     assert torch.equal(a, b)
     assert torch.equal(whole.k.view(torch.uint8), pieces.k.view(torch.uint8))
     assert torch.equal(whole.v.view(torch.uint8), pieces.v.view(torch.uint8))

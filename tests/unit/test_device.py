@@ -211,11 +211,25 @@ def test_no_gpu_files_no_gpu(root: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arch", "native"),
-    [("gfx942:sramecc+", Format.E4M3FNUZ), ("gfx950", Format.E4M3FN), ("NVIDIA H100", Format.E4M3FN)],
+    ("arch", "capability", "native", "multiplies"),
+    [
+        ("gfx942:sramecc+", (9, 4), Format.E4M3FNUZ, True),
+        ("gfx90a", (9, 0), Format.E4M3FN, False),
+        ("NVIDIA H100", (9, 0), Format.E4M3FN, True),
+        ("NVIDIA L4", (8, 9), Format.E4M3FN, True),
+        ("NVIDIA A10", (8, 6), Format.E4M3FN, False),
+    ],
 )
-def test_cuda_facts(root: Path, monkeypatch: pytest.MonkeyPatch, arch: str, native: Format) -> None:
-    properties = SimpleNamespace(name="A GPU", gcnArchName=arch)
+def test_cuda_facts(
+    root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arch: str,
+    capability: tuple[int, int],
+    native: Format,
+    multiplies: bool,
+) -> None:
+    properties = SimpleNamespace(name="A GPU", gcnArchName=arch, major=capability[0], minor=capability[1])
+    monkeypatch.setattr(torch.version, "hip", "7.0" if arch.startswith("gfx") else None, raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
@@ -223,6 +237,7 @@ def test_cuda_facts(root: Path, monkeypatch: pytest.MonkeyPatch, arch: str, nati
     for device in ("auto", "cuda"):
         facts = probe(device, root)
         assert (facts.kind, facts.name, facts.native_e4m3) == (DeviceKind.CUDA, "A GPU", native)
+        assert facts.multiplies_fp8 is multiplies
         assert (facts.memory_total, facts.memory_free) == (80 * GIB, 70 * GIB)
     assert probe("cpu", root).kind is DeviceKind.CPU
 

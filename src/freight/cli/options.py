@@ -30,6 +30,7 @@ CHOICES: dict[str, Sequence[object]] = {  # for --help; `config.resolve.check` i
     "block_size": resolve.BLOCK_SIZES,
     "device": DEVICES,
     "kernels": resolve.KERNELS,
+    "attention_compute": resolve.ATTENTION_COMPUTES,
 }
 MAX_TOKENS = 256  # what a person at a terminal expects, where SamplingParams has the 16 of other libraries
 
@@ -76,6 +77,7 @@ ENGINE_FLAGS = (
     Flag("kv_cache_memory", str | None, "Memory for the KV cache; default: a share of what is free.", "BYTES|4GiB"),
     Flag("device", str, "What to compute on; auto: a GPU if torch sees one."),
     Flag("kernels", str, "Which kernels; reference is the plain torch definition of each."),
+    Flag("attention_compute", str, "fp8: attention multiplies FP8 by FP8 on a GPU that can; auto: 16 bits."),
     Flag("threads", int | None, "CPU threads; default: the cores this process may use.", "COUNT", 1),
     Flag("seed", int, "Makes sampling repeatable: the same seed and prompts, the same tokens.", "NUMBER"),
     Flag("revision", str | None, "Branch, tag or commit of a hub model.", "NAME"),

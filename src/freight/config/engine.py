@@ -59,6 +59,7 @@ class EngineArgs:
     kv_cache_memory: int | str | None = None
     device: str = "auto"
     kernels: str = "auto"
+    attention_compute: str = "auto"
     threads: int | None = None
     seed: int = 0
 
@@ -93,7 +94,7 @@ class EngineConfig:
     """Everything decided before a weight is read. `kv_cache_memory` in bytes; None: a share of what is free then.
 
     `weight_format` is what Linears keep their weights in; those that a checkpoint does not quantize, and the head if it
-    does not, keep `compute_format`.
+    does not, keep `compute_format`. `fp8_attention`: attention multiplies FP8 by FP8 where the hardware does.
     """
 
     compute_format: Format
@@ -107,5 +108,6 @@ class EngineConfig:
     kv_cache_memory: int | None
     device: str
     kernels: str
+    fp8_attention: bool
     threads: int | None
     seed: int

@@ -26,6 +26,7 @@ KV_DTYPES = ("auto", *map(str, COMPUTE_FORMATS), "fp8", "fp8_e4m3", "fp8_e4m3fn"
 KV_SCALES = ("auto", "checkpoint", "dynamic", "unit")  # or FILE.json
 QUANTIZATIONS = ("fp8",)
 KERNELS = ("auto", "reference")
+ATTENTION_COMPUTES = ("auto", "fp8")
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 _UNITS = {"": 1, "B": 1} | {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
 _UNITS |= {f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)}
@@ -41,6 +42,7 @@ def check(args: EngineArgs) -> None:
     _choose("--kv-cache-dtype", args.kv_cache_dtype, KV_DTYPES)
     _choose("--device", args.device, DEVICES)
     _choose("--kernels", args.kernels, KERNELS)
+    _choose("--attention-compute", args.attention_compute, ATTENTION_COMPUTES)
     if args.quantization is not None:
         _choose("--quantization", args.quantization, QUANTIZATIONS)
     for name, value, least in (
@@ -71,10 +73,11 @@ def resolve(
     if args.device not in ("auto", device.kind):
         raise ConfigError(f"--device {args.device}, but what was found is {device.kind} ({device.name})")
     compute = model.checkpoint_format if args.dtype == "auto" else DTYPES[args.dtype]
+    kv = _kv_cache(args, compute, scheme, kv_scales, device.native_e4m3)
     return EngineConfig(
         compute_format=compute,
         weight_format=device.native_e4m3 if args.quantization == "fp8" or scheme.weight_format else compute,
-        kv=_kv_cache(args, compute, scheme, kv_scales, device.native_e4m3),
+        kv=kv,
         max_model_len=_max_model_len(args, model),
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
@@ -83,6 +86,7 @@ def resolve(
         kv_cache_memory=parse_memory(args.kv_cache_memory),
         device=str(device.kind),
         kernels=args.kernels,
+        fp8_attention=_fp8_attention(args, compute, kv.format, device),
         threads=args.threads,
         seed=args.seed,
     )
@@ -161,6 +165,27 @@ def _max_model_len(args: EngineArgs, model: ModelConfig) -> int:
             f"use at most {model.position_limit}, or leave it away"
         )
     return args.max_model_len
+
+
+def _fp8_attention(args: EngineArgs, compute: Format, stored: Format, device: DeviceFacts) -> bool:
+    """Whether attention multiplies FP8 by FP8. The reference kernels do it anywhere, to measure its accuracy."""
+    if args.attention_compute == "auto":
+        return False
+    if not stored.is_e4m3:
+        problem = f"a cache in {stored}: it multiplies E4M3 as it is stored; use --kv-cache-dtype fp8"
+    elif compute is Format.FLOAT32:
+        problem = "--dtype float32, whose precision it would give away; use --dtype bfloat16 or float16"
+    elif args.kernels == "reference":
+        return True
+    elif device.kind == "cpu":
+        problem = "a CPU, which multiplies no FP8; --kernels reference shows how accurate it is, slowly"
+    elif not device.multiplies_fp8:
+        problem = f"{device.name}, which has no FP8 matrix units"
+    elif stored is not device.native_e4m3:
+        problem = f"a cache in {stored}: {device.name} multiplies {device.native_e4m3}; use --kv-cache-dtype fp8"
+    else:
+        return True
+    raise ConfigError(f"--attention-compute fp8 with {problem}, or leave --attention-compute away")
 
 
 def _no_scales_for(format: str, cache: str, scales: str) -> ConfigError:

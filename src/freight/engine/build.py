@@ -64,7 +64,7 @@ class OpenModel:
     def load(self, config: EngineConfig) -> Decoder:
         """Read the weights, or draw them."""
         use_threads(config.threads, self.device.cores)
-        kernels = select_kernels(config.kernels, config.device)
+        kernels = select_kernels(config.kernels, config.device, config.fp8_attention)
         if kernels.note:
             logger.warning("%s", kernels.note)
         formats, length = (config.compute_format, config.weight_format), config.max_model_len
@@ -136,10 +136,12 @@ def start_engine(opened: OpenModel, before_weights: BeforeWeights | None = None)
         useful = config.max_num_seqs * -(-config.max_model_len // config.block_size) * spec.bytes_per_block
         memory = min(int(probe(args.device).memory_free * MEMORY_SHARE), useful)
         config = _fit_context(spec, memory, config, args)
-    kernels = select_kernels(config.kernels, config.device)
+    kernels = select_kernels(config.kernels, config.device, config.fp8_attention)
     rope = decoder.rope_tables
     pool = allocate_pool(spec, config.kv, spec.blocks_in(memory), kernels, config.device, rope)
     logger.info("%s", describe_cache(pool, config.kv, config.compute_format))
+    if config.fp8_attention:
+        logger.info("attention: products in FP8")
 
     allocator = BlockAllocator(pool.num_blocks, config.block_size, config.enable_prefix_caching)
     scheduler = Scheduler(allocator, config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len)

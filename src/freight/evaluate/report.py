@@ -131,6 +131,7 @@ def run_caches(
     """`compare_caches` with the model that ran, and what is known of each token."""
     opened = open_model(args)
     plain = replace(args, kv_cache_dtype="float32", kv_scales="auto", quantization_param_path=None)
+    plain = replace(plain, attention_compute="auto")
     plain = replace(plain, kv_cache_dtype=str(opened.resolve(plain).compute_format))
     configs = [opened.resolve(plain)]
     for cache in caches:
@@ -142,7 +143,8 @@ def run_caches(
                 configs.append(config)
     length = min(window or 1024, configs[0].max_model_len)
     windows = _windows(opened, text, length, max_tokens)
-    decoder = opened.load(configs[0])
+    # FP8 products are those of E4M3 caches: attention over the first computes as ever
+    decoder = opened.load(replace(configs[0], fp8_attention=any(config.fp8_attention for config in configs)))
     num_blocks = -(-length // configs[0].block_size)
     runs = []
     for config in configs:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -55,20 +56,24 @@ REFERENCE = KernelSet(
 )
 
 
-def select_kernels(name: str, device: str = "cpu") -> KernelSet:
+_REFERENCE_FP8 = replace(REFERENCE, attention=partial(reference.attention, products=reference.Fp8Products.BOTH))
+
+
+def select_kernels(name: str, device: str = "cpu", fp8_attention: bool = False) -> KernelSet:
     """The kernel set for `--kernels`: auto, reference, triton, cpu, or one build of it, as in cpu-avx2.
 
     `auto` takes the best there is for `device` ('cpu' or 'cuda'), and the reference where there is nothing else. Raises
     KernelError when the CPU set was asked for by name and cannot run, with the reason.
+    `fp8_attention`: attention multiplies FP8 by FP8 over E4M3 pages; a set that cannot computes as ever.
     """
     if name == "reference":
-        return REFERENCE
+        return _REFERENCE_FP8 if fp8_attention else REFERENCE
     if name == "triton" or device != "cpu":
         if find_spec("triton") is None:
             return replace(REFERENCE, note="slow reference kernels: Triton is not installed (pip install triton)")
         from freight.kernels.triton.kernels import triton_kernels
 
-        return triton_kernels()
+        return triton_kernels(fp8_attention=fp8_attention)
     from freight.kernels.cpu import kernels, library
 
     if name == "auto" and not library.runnable():

@@ -11,6 +11,9 @@ Row-wise operations compute in float32 and round once, to the dtype of their inp
 
 from __future__ import annotations
 
+import math
+from enum import StrEnum
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -181,6 +184,14 @@ def load_kv(page: Tensor, scale: Tensor | None, blocks: Tensor, length: int) -> 
     return padded.view(tiles, KEY_TILE, heads, dim).transpose(1, 2).contiguous()
 
 
+class Fp8Products(StrEnum):
+    """Which of attention's products multiply FP8 by FP8, over E4M3 pages; others are computed as ever."""
+
+    NONE = "none"
+    SCORES = "scores"  # Q·Kᵀ: each row of q is rounded to E4M3, with a scale of its own
+    BOTH = "both"  # and P·V, unless V has `token` scales: probabilities times a power of two are rounded to E4M3
+
+
 def attention(
     q: Tensor,
     pages: KVPages,
@@ -188,6 +199,7 @@ def attention(
     softmax_scale: float,
     window: int | None,
     soft_cap: float | None = None,
+    products: Fp8Products = Fp8Products.NONE,
 ) -> Tensor:
     """Causal grouped-query attention of each row over its own sequence, read back from the pages.
 
@@ -206,7 +218,7 @@ def attention(
         for row in range(begin, end, QUERY_TILE):
             rows = slice(row, min(row + QUERY_TILE, end))
             first = length - (end - row)  # position of the tile's first row
-            out[rows] = _attend(q[rows], k, v, first, pages, softmax_scale, window, soft_cap)
+            out[rows] = _attend(q[rows], k, v, first, pages, softmax_scale, window, soft_cap, products)
     return out
 
 
@@ -221,6 +233,12 @@ def _angles(center: KeyCenter, tile: int) -> Tensor:
     return torch.cat((center.cos[tile][pairs], center.sin[tile][pairs]), 1)
 
 
+def _rounded_probabilities(probabilities: Tensor, format: Format) -> Tensor:
+    """Numbers in [0, 1] as E4M3 holds them times the largest power of two that it reaches."""
+    scale = 2.0 ** -math.floor(math.log2(format.max))
+    return decode(encode(probabilities, scale, format), scale)
+
+
 def _attend(
     q: Tensor,
     k: Tensor,
@@ -230,6 +248,7 @@ def _attend(
     softmax_scale: float,
     window: int | None,
     soft_cap: float | None,
+    products: Fp8Products,
 ) -> Tensor:
     """One query tile, rows at positions first, first + 1, …, over key tiles k (transposed) and v of one sequence."""
     rows, num_heads, dim = q.shape
@@ -244,6 +263,11 @@ def _attend(
         assert pages.k_scale is not None
         padded *= pages.k_scale[:, None]
     queries = _by_kv_head(padded)
+    if not pages.format.is_e4m3:
+        products = Fp8Products.NONE
+    if products is not Fp8Products.NONE:
+        scale = scale_from_amax(amax(queries, -1), pages.format)[..., None]
+        queries = decode(encode(queries, scale, pages.format), scale)
     position = torch.arange(first, first + QUERY_TILE, device=q.device).repeat_interleave(group)[:, None]
     best = torch.full((num_kv_heads, QUERY_TILE * group, 1), -torch.inf, device=q.device)
     total = torch.zeros_like(best)
@@ -263,6 +287,8 @@ def _attend(
         probabilities = torch.exp(scores - reference)
         decay = torch.exp(best - reference)
         total = total * decay + probabilities.sum(-1, keepdim=True)
+        if products is Fp8Products.BOTH and not pages.dynamic:
+            probabilities = _rounded_probabilities(probabilities, pages.format)
         output = output * decay + torch.bmm(probabilities, v[tile])
         best = new_best
     output = (output / total).view(num_kv_heads, QUERY_TILE, group, dim).permute(1, 0, 2, 3)[:rows]

@@ -52,6 +52,7 @@ def attend(
     target: Target,
     num_pairs: int = 0,
     soft_cap: float | None = None,
+    fp8: bool = False,
 ) -> None:
     q = empty(rows, heads * group, dim)
     cache = pages(format, scales, heads, dim)
@@ -60,7 +61,7 @@ def attend(
         pairs = empty(heads, num_pairs, dtype=torch.int32)
         center = KeyCenter(empty(heads, dim, dtype=torch.float32), pairs, parts, angles, angles)
         cache = replace(cache, k_center=center)
-    paged.attention(target, q, cache, batch(rows, 64), 0.1, window, soft_cap)
+    paged.attention(target, q, cache, batch(rows, 64), 0.1, window, soft_cap, fp8)
 
 
 def keep(format: Format, scales: str, dim: int, rows: int, target: Target, more: bool = False) -> None:
@@ -88,6 +89,9 @@ CASES: dict[str, Callable[[Target], object]] = {
     "attention fp8 token": partial(attend, Format.E4M3FN, "token", 8, 4, 128, 8192, None),
     "attention fp8 centered": partial(attend, Format.E4M3FN, "static", 8, 4, 128, 8192, None, num_pairs=20),
     "attention fp8 soft cap": partial(attend, Format.E4M3FN, "static", 8, 4, 128, 8192, None, soft_cap=50.0),
+    "attention fp8 compute": partial(attend, Format.E4M3FN, "static", 8, 4, 128, 8192, None, fp8=True),
+    "attention fp8 compute token": partial(attend, Format.E4M3FN, "token", 8, 4, 128, 8192, None, fp8=True),
+    "attention fnuz compute": partial(attend, Format.E4M3FNUZ, "static", 8, 4, 128, 8192, None, fp8=True),
     "attention bf16 window": partial(attend, Format.BFLOAT16, "unit", 8, 4, 128, 8192, 4096),
     "store token, norms, centers": partial(keep, Format.E4M3FN, "token", 128, 8192, more=True),
     "store token": partial(keep, Format.E4M3FN, "token", 128, 8192),

@@ -13,6 +13,7 @@ from freight.fp8.formats import Format
 from freight.fp8.quantize import torch_dtype
 from freight.fp8.values import KeyCenter, KVPages
 from freight.kernels import reference
+from freight.kernels.reference import Fp8Products
 from freight.kernels.triton import paged
 from freight.kernels.triton.formats import current_target
 from freight.kernels.triton.paged import Tile
@@ -76,14 +77,15 @@ class Case:
         ]
         return prepare(slices, BLOCK, self.device)
 
-    def run(self, which, window=None, dtype=None, soft_cap=None) -> Tensor:
+    def run(self, which, window=None, dtype=None, soft_cap=None, products=Fp8Products.NONE) -> Tensor:
         """Triton's output for the sequences numbered `which`; with `dtype` the reference's, computed in it."""
         sequences = [self.sequences[i] for i in which]
         q = torch.cat([self.q[i][before : before + rows] for i, (rows, before) in zip(which, sequences, strict=True)])
         batch = self.batch(sequences, [self.blocks[i] for i in which])
         if dtype is not None:
-            return reference.attention(q.to(dtype), self.pages, batch, self.dim**-0.5, window, soft_cap)
-        return paged.attention(current_target(), q, self.pages, batch, self.dim**-0.5, window, soft_cap)
+            return reference.attention(q.to(dtype), self.pages, batch, self.dim**-0.5, window, soft_cap, products)
+        fp8 = products is not Fp8Products.NONE
+        return paged.attention(current_target(), q, self.pages, batch, self.dim**-0.5, window, soft_cap, fp8)
 
 
 def assert_close(got: Tensor, expected: Tensor) -> None:
@@ -190,6 +192,34 @@ def test_soft_caps(format, scales, with_center, size_of_q, device):
     expected = case.run(which, 20, torch.float32, soft_cap=0.8)
     assert_close(case.run(which, 20, soft_cap=0.8), expected)
     assert (case.run(which, 20) - expected).abs().max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("format", "scales"),
+    [*((Format.E4M3FN, scales) for scales in ("unit", "static", "token")), (Format.E4M3FNUZ, "static")],
+)
+@pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (20, 2.0)])
+def test_fp8_products(format, scales, window, soft_cap, monkeypatch, device):
+    """The same roundings as the reference's where both see keys in the same tiles; and they cost what FP8 costs."""
+    monkeypatch.setattr(paged, "SPLIT", 4096)
+    monkeypatch.setattr(reference, "KEY_TILE", 16)
+    case = Case(MIXED, format, scales, torch.bfloat16, 2, 3, 32, device)
+    which = range(len(MIXED))
+    exact = case.run(which, window, torch.float32, soft_cap)
+    expected = case.run(which, window, torch.float32, soft_cap, Fp8Products.BOTH)
+    cost = (expected - exact).norm() / exact.norm()
+    assert 0.005 < cost < 0.08
+    got = case.run(which, window, None, soft_cap, Fp8Products.BOTH).float()
+    if device == "cpu":  # a GPU may multiply less in FP8: Target.fp8_products
+        assert (got - expected).norm() / exact.norm() < 0.2 * cost
+    assert (got - exact).norm() / exact.norm() < 1.2 * cost
+
+
+def test_fp8_products_change_no_bit_with_other_sequences(device):
+    case = Case(MIXED, Format.E4M3FN, "static", torch.bfloat16, 1, 2, 16, device)
+    together = case.run(range(len(MIXED)), products=Fp8Products.BOTH).split([rows for rows, _ in MIXED])
+    for i, expected in enumerate(together):
+        assert torch.equal(case.run([i], products=Fp8Products.BOTH), expected)
 
 
 def test_centers_change_no_bit_with_other_sequences(device):

@@ -21,6 +21,12 @@ TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 DECODE_REGISTERS = 128
 REGISTERS = {"sm_80": 255, "sm_90": 255, "sm_100": 255, "gfx942": 512}
 FP8_PRODUCT = {"sm_90": "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3", "sm_100": "kind::f8f6f4"}
+# What prefill and decoding multiply with under `--attention-compute fp8`.
+FP8_ATTENTION = {
+    "sm_90": (["f16.f16", "e4m3.e4m3"], ["f16.f16"]),
+    "sm_100": (["kind::f8f6f4"], ["f16.f16"]),
+    "gfx942": (["fp8_fp8"], ["fp8_fp8"]),
+}
 PREFILL_PRODUCT = {"sm_80": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05.mma", "gfx942": "v_mfma_f32_32x32"}
 
 
@@ -68,3 +74,21 @@ def test_matrix_units(reports, target):
         assert FP8_PRODUCT[target] in matmul["linear fp8"]
         assert FP8_PRODUCT[target] in matmul["linear fp8 blocks"]
     assert ("fp8_fp8" in matmul["linear fnuz"]) == (target == "gfx942")
+
+
+@pytest.mark.parametrize("target", FP8_ATTENTION)
+def test_attention_in_fp8_multiplies_fp8(reports, target):
+    """With static scales over the format that the target has; under `token` scales P·V stays as it is."""
+    native = "attention fnuz compute" if target == "gfx942" else "attention fp8 compute"
+    for kernel, expected in zip(("prefill_kernel", "decode_kernel"), FP8_ATTENTION[target], strict=True):
+        (found,) = (r["products"] for r in reports[target] if (r["case"], r["kernel"]) == (native, kernel))
+        assert len(found) == len(expected)
+        assert all(any(kind in product for product in found) for kind in expected), found
+    if target != "gfx942":
+        (found,) = (
+            " ".join(r["products"])
+            for r in reports[target]
+            if (r["case"], r["kernel"]) == ("attention fp8 compute token", "prefill_kernel")
+        )
+        assert "e4m3.e4m3" in found or "f8f6f4" in found
+        assert "bf16" in found or "kind::f16" in found

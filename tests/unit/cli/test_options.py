@@ -31,6 +31,7 @@ GIVEN = {  # field -> (as typed, as understood)
     "kv_cache_memory": ("64MiB", "64MiB"),
     "device": ("cpu", "cpu"),
     "kernels": ("reference", "reference"),
+    "attention_compute": ("fp8", "fp8"),
     "threads": ("1", 1),
     "seed": ("5", 5),
 }

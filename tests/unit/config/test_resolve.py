@@ -34,8 +34,12 @@ CAST = Scheme("modelopt", None, FN, False, "modelopt: KV cache")
 SOURCES = ["checkpoint", "dynamic", "unit"]
 
 
-def decide(scheme=NOTHING, scales=NONE, native=FN, model=None, **args):
-    device = SimpleNamespace(kind="cpu", name="a CPU", native_e4m3=native)
+CPU = {"kind": "cpu", "name": "a CPU", "multiplies_fp8": False}
+GPU = {"kind": "cuda", "name": "a GPU", "multiplies_fp8": True}
+
+
+def decide(scheme=NOTHING, scales=NONE, native=FN, model=None, facts=CPU, **args):
+    device = SimpleNamespace(native_e4m3=native, **facts)
     return resolve(EngineArgs(**args), parse_model_config(CONFIG | (model or {})), scheme, scales, device)
 
 
@@ -310,3 +314,42 @@ def test_device_must_be_the_one_that_was_found():
     assert decide(device="cpu").device == decide().device == "cpu"
     with pytest.raises(ConfigError, match=r"--device cuda.*cpu"):
         decide(device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("facts", "native", "said"),
+    [
+        (GPU, FN, {"kv_cache_dtype": "fp8"}),
+        (GPU, FNUZ, {"kv_cache_dtype": "fp8", "kv_scales": "unit"}),
+        (GPU, FN, {"kv_cache_dtype": "fp8", "dtype": "float16"}),
+        (CPU, FN, {"kv_cache_dtype": "fp8", "kernels": "reference"}),
+        (CPU, FN, {"kv_cache_dtype": "fp8_e4m3fnuz", "kernels": "reference"}),
+    ],
+)
+def test_attention_computes_in_fp8_where_it_can_and_only_if_asked(facts, native, said):
+    assert decide(facts=facts, native=native, attention_compute="fp8", **said).fp8_attention
+    assert not decide(facts=facts, native=native, **said).fp8_attention
+
+
+@pytest.mark.parametrize(
+    ("facts", "said", "problem", "way_out"),
+    [
+        (CPU, {"kv_cache_dtype": "fp8"}, "a CPU", "--kernels reference"),
+        (GPU | {"multiplies_fp8": False}, {"kv_cache_dtype": "fp8"}, "a GPU", "no FP8 matrix units"),
+        (GPU, {"kv_cache_dtype": "fp8_e5m2"}, "a cache in fp8_e5m2", "--kv-cache-dtype fp8"),
+        (GPU, {}, "a cache in bfloat16", "--kv-cache-dtype fp8"),
+        (CPU, {"kernels": "reference"}, "a cache in bfloat16", "--kv-cache-dtype fp8"),
+        (GPU, {"kv_cache_dtype": "fp8_e4m3fnuz"}, "multiplies fp8_e4m3fn", "--kv-cache-dtype fp8"),
+        (GPU, {"kv_cache_dtype": "fp8", "dtype": "float32"}, "--dtype float32", "--dtype bfloat16"),
+    ],
+)
+def test_attention_in_fp8_is_refused_where_it_cannot_run(facts, said, problem, way_out):
+    with pytest.raises(ConfigError, match=r"--attention-compute fp8 with .* leave --attention-compute away") as caught:
+        decide(facts=facts, attention_compute="fp8", **said)
+    assert problem in str(caught.value)
+    assert way_out in str(caught.value)
+
+
+def test_an_unknown_attention_compute_is_refused():
+    with pytest.raises(ConfigError, match=r"--attention-compute 'fp16' is unknown.*choose auto or fp8"):
+        check(EngineArgs(attention_compute="fp16"))

@@ -5,12 +5,23 @@ several programs take turns over the splits, and `merge_kernel` adds the splits 
 chunk of *prefill*: a program takes a tile of its rows and walks the keys. Both walk tiles of keys at absolute
 positions through `_walk`, so within either kind a row's bits depend on nothing but its own history.
 
+K_DOT and V_DOT are the types that the two products multiply; uint8 stands for FP8 as it is stored (below).
+
 FP8 is decoded in registers, between the load and the product. Static scales cost nothing there: the K scale is in q
 and the V scale multiplies the output. A `token` scale is one multiplication per score and one per probability.
 What was taken off keys (`KVPages.k_center`) comes back into the scores in float32, a pair of channels after the other.
 A soft cap is applied after that, and is not there where CAPPED is false.
 Products of FP8 values run in float16, in which every FP8 value is exact; q is brought near 1 by a power of two per row
 beforehand, which the scores get back in float32. Probabilities times `token` scales need bfloat16's range.
+
+With `--attention-compute fp8` products multiply E4M3 as it is stored, where Triton makes FP8 matrix instructions of
+that which pay (`Target.fp8_products`; `aot.py` shows them). q is rounded to E4M3 with a scale per row; probabilities,
+unless they are to be multiplied with `token` scales, times a power of two that the division by their sum takes off.
+
+    sm_89, sm_120   both products, prefill and decode               mma.sync e4m3
+    sm_90           Q·Kᵀ, prefill; P·V would have V transposed      wgmma e4m3
+    sm_100          both products, prefill; decode as sm_90: none   tcgen05 kind::f8f6f4
+    gfx942          both products, prefill and decode               v_mfma fp8_fp8
 
 Online softmax (Milakov and Gimelshein 2018) over tiles as in FlashAttention-2 (Dao 2023), with powers of 2.
 Shapes: M = ROWS rows of a tile, row m is query m // GROUP of the tile and head m % GROUP of the KV head's group;
@@ -22,13 +33,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from freight.kernels.triton.formats import decode, finite_amax
+from freight.kernels.triton.formats import decode, encode, encode_bits, finite_amax, scale_from_amax
 
 
 @triton.jit
 def _load_queries(
     q_ptr, row, query_head, live, row_stride, head_stride, k_scale_ptr, head, DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr, SCALES: tl.constexpr, K_DOT: tl.constexpr,
+    BLOCK_DIM: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr, K_DOT: tl.constexpr,
+    LIKE: tl.constexpr,
 ):  # fmt: skip
     """q [M, D] as the product takes it, and what each row's scores are to be multiplied with [M]."""
     dims = tl.arange(0, BLOCK_DIM)
@@ -36,7 +48,7 @@ def _load_queries(
     place = row.to(tl.int64) * row_stride + query_head * head_stride
     q = tl.load(q_ptr + place[:, None] + dims[None, :], mask=mask, other=0.0)
     factor = tl.full(row.shape, 1.0, tl.float32)
-    if SCALES == "static" or K_DOT == tl.float16:
+    if SCALES == "static" or K_DOT == tl.float16 or K_DOT == tl.uint8:
         q = q.to(tl.float32)
     if SCALES == "static":
         q *= tl.load(k_scale_ptr + head * DIM + dims, mask=dims < DIM, other=0.0)[None, :]
@@ -46,7 +58,59 @@ def _load_queries(
         exponent = tl.minimum(tl.maximum(exponent, 1 << 23), 253 << 23)
         factor = exponent.to(tl.float32, bitcast=True)
         q *= ((254 << 23) - exponent).to(tl.float32, bitcast=True)[:, None]
-    return q.to(K_DOT), factor
+    if K_DOT == tl.uint8:
+        factor = scale_from_amax(finite_amax(q, 1), FORMAT)
+        q = encode(tl.div_rn(q, tl.broadcast_to(factor[:, None], q.shape)), LIKE, FORMAT)
+    else:
+        q = q.to(K_DOT)
+    return q, factor
+
+
+@triton.jit
+def _fp8_product(a, b, FORMAT: tl.constexpr):
+    """a @ b of FP8 values as they are stored. Bytes, which only the interpreter has here, are decoded."""
+    if a.dtype == tl.uint8:
+        product = tl.dot(decode(a, FORMAT), decode(b, FORMAT))
+    else:
+        product = tl.dot(a, b)
+    return product
+
+
+@triton.jit
+def _scores(q, k, FORMAT: tl.constexpr, K_DOT: tl.constexpr):
+    """q [M, D] @ k [D, N], k as it was loaded; float32."""
+    if K_DOT == tl.uint8:
+        scores = _fp8_product(q, k, FORMAT)
+    else:
+        scores = tl.dot(q, decode(k, FORMAT).to(K_DOT), input_precision="ieee")
+    return scores
+
+
+@triton.jit
+def _add_values(acc, decay, probability, v, FORMAT: tl.constexpr, V_DOT: tl.constexpr):
+    """acc [M, D] * decay [M] + probability [M, N] @ v [N, D], v as it was loaded; float32.
+
+    In FP8 a tile's sum is made apart from the others', as some GPUs keep less than float32 of a sum of such products.
+    """
+    if V_DOT == tl.uint8:
+        if v.dtype == tl.uint8:
+            p = encode_bits(probability, FORMAT)
+        else:
+            p = probability.to(v.dtype)
+        acc = acc * decay[:, None] + _fp8_product(p, v, FORMAT)
+    else:
+        p = probability.to(V_DOT)
+        acc = tl.dot(p, decode(v, FORMAT).to(V_DOT), acc * decay[:, None], input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def _hide(scores, key, position, window, WINDOWED: tl.constexpr):
+    """Scores [M, N], -infinity where the row at `position` [M] does not see `key` [N]."""
+    seen = key[None, :] <= position[:, None]
+    if WINDOWED:
+        seen &= key[None, :] > position[:, None] - window
+    return tl.where(seen, scores, float("-inf"))
 
 
 @triton.jit
@@ -111,7 +175,7 @@ def _walk(
             k = tl.load(k_ptr + source)
         else:
             k = tl.load(k_ptr + source, mask=(dims < DIM)[:, None], other=0.0)
-        scores = tl.dot(q, decode(k, FORMAT).to(K_DOT), input_precision="ieee") * factor[:, None]
+        scores = _scores(q, k, FORMAT, K_DOT) * factor[:, None]
         if SCALES == "token":
             scores *= _token_scale(k_scale_ptr, place, stored, MASKED)[None, :]
         if CENTERED:
@@ -121,15 +185,15 @@ def _walk(
         if CAPPED:
             scores = _soften(scores, cap)
         if MASKED:
-            seen = key[None, :] <= position[:, None]
-            if WINDOWED:
-                seen &= key[None, :] > position[:, None] - window
-            scores = tl.where(seen, scores, float("-inf"))
+            scores = _hide(scores, key, position, window, WINDOWED)
         new_best = tl.maximum(best, tl.max(scores, 1))
         reference = new_best
         if WINDOWED:  # a row may not have seen a key yet
             reference = tl.where(new_best == float("-inf"), 0.0, new_best)
-        probability = tl.exp2(scores - reference[:, None])
+        if V_DOT == tl.uint8:  # times the largest power of two that FORMAT holds, and so is `total`
+            probability = tl.exp2(scores - (reference - (7.0 if FORMAT == "fp8_e4m3fnuz" else 8.0))[:, None])
+        else:
+            probability = tl.exp2(scores - reference[:, None])
         decay = tl.exp2(best - reference)
         total = total * decay + tl.sum(probability, 1)
         source = place[:, None] * DIM + dims[None, :]
@@ -141,7 +205,7 @@ def _walk(
             v = tl.load(v_ptr + source, mask=inside, other=0.0)
         if SCALES == "token":
             probability *= _token_scale(v_scale_ptr, place, stored, MASKED)[None, :]
-        acc = tl.dot(probability.to(V_DOT), decode(v, FORMAT).to(V_DOT), acc * decay[:, None], input_precision="ieee")
+        acc = _add_values(acc, decay, probability, v, FORMAT, V_DOT)
         best = new_best
     return acc, best, total
 
@@ -188,7 +252,7 @@ def prefill_kernel(
     last = tl.minimum(first + QUERIES, length)  # keys that the last row sees
     q, factor = _load_queries(
         q_ptr, row, head * GROUP + m % GROUP, live, q_row_stride, q_head_stride, k_scale_ptr, head, DIM, BLOCK_DIM,
-        SCALES, K_DOT,
+        FORMAT, SCALES, K_DOT, k_ptr.dtype.element_ty,
     )  # fmt: skip
     factor *= softmax_scale
     center_place = ((row.to(tl.int64) * HEADS + head) * GROUP + m % GROUP) * num_pairs * 2
@@ -243,8 +307,8 @@ def decode_kernel(
     live = m < GROUP
     rows = tl.full((ROWS,), 0, tl.int32) + row
     q, factor = _load_queries(
-        q_ptr, rows, head * GROUP + m, live, q_row_stride, q_head_stride, k_scale_ptr, head, DIM, BLOCK_DIM, SCALES,
-        K_DOT,
+        q_ptr, rows, head * GROUP + m, live, q_row_stride, q_head_stride, k_scale_ptr, head, DIM, BLOCK_DIM, FORMAT,
+        SCALES, K_DOT, k_ptr.dtype.element_ty,
     )  # fmt: skip
     factor *= softmax_scale
     center_place = ((rows.to(tl.int64) * HEADS + head) * GROUP + m) * num_pairs * 2

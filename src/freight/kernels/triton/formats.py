@@ -20,6 +20,7 @@ from triton import knobs
 
 from freight.fp8.formats import Format
 from freight.fp8.quantize import format_of
+from freight.kernels.reference import Fp8Products
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,18 @@ class Target:
         if self.backend == "hip":
             return frozenset({Format.E4M3FNUZ} if str(self.arch).startswith("gfx94") else ())
         return frozenset({Format.E4M3FN, Format.E5M2} if int(self.arch) >= 89 else ())
+
+    def fp8_products(self, decoding: bool) -> Fp8Products:
+        """Which products of attention Triton compiles to FP8 matrix instructions that pay.
+
+        Tiles of few rows go to `mma.sync`, for which Triton widens FP8 on Hopper and on Blackwell's sm_10x; Hopper's
+        `wgmma` would have V transposed byte by byte.
+        """
+        if self.backend == "hip":
+            return Fp8Products.BOTH
+        if 90 <= int(self.arch) < 120 and decoding:
+            return Fp8Products.NONE
+        return Fp8Products.SCORES if 90 <= int(self.arch) < 100 else Fp8Products.BOTH
 
     @property
     def hopper_or_newer(self) -> bool:

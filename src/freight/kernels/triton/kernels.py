@@ -14,8 +14,8 @@ from freight.kernels.triton.formats import Target, current_target
 
 
 @cache
-def triton_kernels(target: Target | None = None) -> KernelSet:
-    """The set for `target`, the GPU that torch uses now if that is None."""
+def triton_kernels(target: Target | None = None, fp8_attention: bool = False) -> KernelSet:
+    """The set for `target`, the GPU that torch uses now if that is None; `fp8_attention` as in `select_kernels`."""
     target = target or current_target()
     return KernelSet(
         "triton",
@@ -24,5 +24,5 @@ def triton_kernels(target: Target | None = None) -> KernelSet:
         add_rms_norm=elementwise.add_rms_norm,
         silu_mul=elementwise.silu_mul,
         rotate_store=partial(store.rotate_store, target),
-        attention=partial(paged.attention, target),
+        attention=partial(paged.attention, target, fp8=fp8_attention),
     )

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from freight.batch import ForwardBatch
 from freight.fp8.values import KVPages
+from freight.kernels.reference import Fp8Products
 from freight.kernels.triton.attention import decode_kernel, merge_kernel, prefill_kernel
 from freight.kernels.triton.formats import Target, carrier
 
@@ -59,18 +60,23 @@ def decode_tile(target: Target, block_dim: int, bytes_per_value: int) -> Tile:
     return Tile(16, 32, 4, 7 if block_dim <= 128 and target.hopper_or_newer else 5)
 
 
-def dot_types(q: torch.dtype, pages: KVPages) -> tuple[tl.dtype, tl.dtype]:
-    """The operand types of Q·Kᵀ and P·V."""
+def dot_types(q: torch.dtype, pages: KVPages, products: Fp8Products = Fp8Products.NONE) -> dict[str, tl.dtype]:
+    """The operand types of Q·Kᵀ and P·V; uint8 stands for FP8 as it is stored."""
     if torch.float32 in (q, pages.k.dtype):
-        return tl.float32, tl.float32
-    if pages.k.dtype is torch.bfloat16:
-        return tl.bfloat16, tl.bfloat16
-    return tl.float16, tl.bfloat16 if pages.dynamic else tl.float16
+        k_dot = v_dot = tl.float32
+    elif pages.k.dtype is torch.bfloat16:
+        k_dot = v_dot = tl.bfloat16
+    else:
+        k_dot, v_dot = tl.float16, tl.bfloat16 if pages.dynamic else tl.float16
+    if pages.format.is_e4m3 and products is not Fp8Products.NONE:
+        k_dot = tl.uint8
+        if products is Fp8Products.BOTH and not pages.dynamic:
+            v_dot = k_dot
+    return {"K_DOT": k_dot, "V_DOT": v_dot}
 
 
 def constants(q: Tensor, pages: KVPages, window: int | None, soft_cap: float | None) -> dict[str, Any]:
-    """Compile-time constants that the attention kernels share."""
-    k_dot, v_dot = dot_types(q.dtype, pages)
+    """Compile-time constants that the attention kernels share, but for the operand types."""
     num_kv_heads, dim = pages.k.shape[2:]
     return {
         "GROUP": q.shape[1] // num_kv_heads,
@@ -81,8 +87,6 @@ def constants(q: Tensor, pages: KVPages, window: int | None, soft_cap: float | N
         "FORMAT": str(pages.format) if pages.format.is_fp8 else "",
         "SCALES": "" if pages.k_scale is None else "token" if pages.dynamic else "static",
         "WINDOWED": window is not None,
-        "K_DOT": k_dot,
-        "V_DOT": v_dot,
         "CENTERED": pages.k_center is not None,
         "CAPPED": soft_cap is not None,
     }
@@ -105,8 +109,12 @@ def attention(
     softmax_scale: float,
     window: int | None,
     soft_cap: float | None = None,
+    fp8: bool = False,
 ) -> Tensor:
-    """`reference.attention`. q: [num_tokens, num_heads, head_dim], its last dimension contiguous."""
+    """`reference.attention`. q: [num_tokens, num_heads, head_dim], its last dimension contiguous.
+
+    With `fp8`, the products that `Target.fp8_products` names multiply FP8.
+    """
     assert q.stride(2) == 1
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     shared = constants(q, pages, window, soft_cap)
@@ -115,21 +123,24 @@ def attention(
     cap = (soft_cap or 0.0) * math.log2(math.e)
     sequences = (batch.query_starts, batch.context_lens)
     extras = (*center_arguments(q, pages, scale), cap)
+    products = target.fp8_products if fp8 else lambda decoding: Fp8Products.NONE
     if batch.num_tokens > batch.num_seqs:
-        bytes_per_value = shared["K_DOT"].primitive_bitwidth // 8
+        types = dot_types(q.dtype, pages, products(decoding=False))
+        bytes_per_value = types["V_DOT"].primitive_bitwidth // 8
         tile = prefill_tile(target, shared["BLOCK_DIM"], bytes_per_value, shared["CENTERED"])
         queries = max(1, tile.rows // shared["GROUP"])
         grid = (batch.num_tokens // queries + batch.num_seqs, shared["HEADS"])
         prefill_kernel[grid](
             *(q, out, k, v, pages.k_scale, pages.v_scale, *sequences, batch.block_tables, batch.num_seqs),
             *(batch.block_tables.stride(0), q.stride(0), q.stride(1), scale, window or 0, *extras),
-            **shared,
+            **(shared | types),
             ROWS=max(tile.rows, triton.next_power_of_2(shared["GROUP"])),
             QUERIES=queries,
             KEYS=tile.keys,
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
+    shared |= dot_types(q.dtype, pages, products(decoding=True))
     _decode(target, q, out, k, v, pages, batch, scale, window, extras, shared)
     return out
 
@@ -148,7 +159,7 @@ def _decode(
     shared: dict[str, Any],
 ) -> None:
     """The rows of sequences that have one in this step, into `out`."""
-    tile = decode_tile(target, shared["BLOCK_DIM"], shared["K_DOT"].primitive_bitwidth // 8)
+    tile = decode_tile(target, shared["BLOCK_DIM"], shared["V_DOT"].primitive_bitwidth // 8)
     heads, num_seqs = shared["HEADS"], batch.num_seqs
     max_splits = triton.cdiv(batch.block_tables.shape[1] * pages.block_size, SPLIT)
     programs = min(max_splits, triton.cdiv(PROGRAMS_PER_UNIT * target.units, num_seqs * heads))
