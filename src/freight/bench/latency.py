@@ -17,7 +17,7 @@ from typing import Any
 
 from freight.bench.drive import StepRecord, describe_run, drive, greedy, random_prompt, weight_bytes
 from freight.bench.timing import MemoryProbe, Spread, peak_rss_bytes
-from freight.engine.build import OpenModel, start_engine
+from freight.engine.build import OpenModel, memory_for_cache, start_engine
 from freight.errors import ConfigError
 
 
@@ -47,6 +47,9 @@ def measure_latency(
     on_progress(0, repeats + 1)
     run()
     peak = peak_rss_bytes()  # before the probe takes its memory
+    spec, pool = engine.runner.pool.spec, engine.runner.pool
+    pool_bytes = pool.num_blocks * spec.bytes_per_block
+    fits = spec.tokens_in(memory_for_cache(config.device) + (pool_bytes if config.device == "cuda" else 0))
     probe = MemoryProbe(device=config.device)
     runs: list[tuple[float, list[StepRecord]]] = []
     for repeat in range(1, repeats + 1):
@@ -57,7 +60,6 @@ def measure_latency(
     on_progress(repeats + 1, repeats + 1)
     steps = [step for _, full in runs for step in full]
     bandwidth, step = probe.bandwidth(), Spread.of([record.seconds * 1e3 for record in steps])
-    spec = engine.runner.pool.spec
     weights = weight_bytes(engine.runner.model.config, config.compute_format, config.weight_format)
     cache = round(batch_size * (input_len + output_len / 2) * spec.bytes_per_token)  # half way through decoding
     figures = {
@@ -78,7 +80,8 @@ def measure_latency(
         "decode_bytes_per_step": {"weights": weights, "kv_cache": cache},
         "peak_rss_bytes": peak,
         "imported_rss_bytes": imported,
-        "kv_cache_bytes": engine.runner.pool.num_blocks * spec.bytes_per_block,
+        "kv_cache_bytes": pool_bytes,
+        "tokens_that_fit": fits,
         "spread": {figure: asdict(spread) for figure, spread in figures.items()},
     }
 

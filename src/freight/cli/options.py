@@ -71,7 +71,7 @@ ENGINE_FLAGS = (
     Flag("quantization", str | None, "Quantize the weights while they load.", "METHOD"),
     Flag("max_model_len", int | None, "Longest context in tokens; default: the model's.", "TOKENS", 1),
     Flag("max_num_seqs", int, "Most requests in one step.", "COUNT", 1),
-    Flag("max_num_batched_tokens", int, "Most tokens in one step; longer prompts go in chunks.", "TOKENS", 1),
+    Flag("max_num_batched_tokens", int | None, "Most tokens in one step; longer prompts go in chunks.", "TOKENS", 1),
     Flag("block_size", int, "Tokens per block of the cache."),
     Flag("enable_prefix_caching", bool, "Keep the blocks of earlier prompts for later ones.", negatable=True),
     Flag("kv_cache_memory", str | None, "Memory for the KV cache; default: a share of what is free.", "BYTES|4GiB"),

@@ -53,7 +53,7 @@ class EngineArgs:
     quantization_param_path: str | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 64
-    max_num_batched_tokens: int = 512
+    max_num_batched_tokens: int | None = None
     block_size: int = 16
     enable_prefix_caching: bool = True
     kv_cache_memory: int | str | None = None

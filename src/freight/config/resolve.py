@@ -27,6 +27,7 @@ KV_SCALES = ("auto", "checkpoint", "dynamic", "unit")  # or FILE.json
 QUANTIZATIONS = ("fp8",)
 KERNELS = ("auto", "reference")
 ATTENTION_COMPUTES = ("auto", "fp8")
+STEP_TOKENS = {"cpu": 512, "cuda": 8192}  # of one step at most: what keeps the device busy, and a step short
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 _UNITS = {"": 1, "B": 1} | {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
 _UNITS |= {f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)}
@@ -52,7 +53,7 @@ def check(args: EngineArgs) -> None:
         ("--threads", args.threads, 1),
         ("--seed", args.seed, 0),
     ):
-        optional = value is None and name in ("--max-model-len", "--threads")
+        optional = value is None and name not in ("--max-num-seqs", "--seed")
         if not optional and (not isinstance(value, int) or isinstance(value, bool) or value < least):
             raise ConfigError(f"{name} {value!r} is no whole number of at least {least}")
     if isinstance(args.block_size, bool) or args.block_size not in BLOCK_SIZES:
@@ -80,7 +81,7 @@ def resolve(
         kv=kv,
         max_model_len=_max_model_len(args, model),
         max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=args.max_num_batched_tokens,
+        max_num_batched_tokens=args.max_num_batched_tokens or STEP_TOKENS[device.kind],
         block_size=args.block_size,
         enable_prefix_caching=args.enable_prefix_caching,
         kv_cache_memory=parse_memory(args.kv_cache_memory),

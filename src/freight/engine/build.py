@@ -38,7 +38,8 @@ logger = logging.getLogger("freight")
 
 BeforeWeights = Callable[[Intake], object]  # refuses, by raising, what the model could not serve
 
-MEMORY_SHARE = 0.5  # of what is free once the weights are loaded, when --kv-cache-memory is not given
+# Of what is free once the weights are loaded, when --kv-cache-memory is not given; a GPU is rarely shared.
+MEMORY_SHARE = {"cpu": 0.5, "cuda": 0.9}
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ def start_engine(opened: OpenModel, before_weights: BeforeWeights | None = None)
     memory = config.kv_cache_memory
     if memory is None:
         useful = config.max_num_seqs * -(-config.max_model_len // config.block_size) * spec.bytes_per_block
-        memory = min(int(probe(args.device).memory_free * MEMORY_SHARE), useful)
+        memory = min(memory_for_cache(config.device), useful)
         config = _fit_context(spec, memory, config, args)
     kernels = select_kernels(config.kernels, config.device, config.fp8_attention)
     rope = decoder.rope_tables
@@ -151,6 +152,11 @@ def start_engine(opened: OpenModel, before_weights: BeforeWeights | None = None)
     runner = ModelRunner(decoder, pool, config.device, graphs)
     intake = Intake(tokenizer, opened.model.vocab_size, config.max_model_len)
     return Engine(runner, allocator, scheduler, intake, opened.stop_token_ids(), config.seed), config
+
+
+def memory_for_cache(device: str) -> int:
+    """Bytes that a cache would be given now on 'cpu' or 'cuda', if it could use them."""
+    return int(probe(device).memory_free * MEMORY_SHARE[device])
 
 
 def _fit_context(spec: KVCacheSpec, memory: int, config: EngineConfig, args: EngineArgs) -> EngineConfig:
