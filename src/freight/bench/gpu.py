@@ -22,7 +22,7 @@ from freight.engine.prepare import Logits, SequenceSlice, prepare
 from freight.fp8.formats import Format
 from freight.fp8.quantize import torch_dtype
 from freight.fp8.values import Activations, KVPages, Weight
-from freight.kernels.kernel_set import KernelSet
+from freight.kernels.kernel_set import KernelSet, select_kernels
 from freight.kernels.rotary import Rotary
 
 BLOCK_SIZE = 16
@@ -107,11 +107,16 @@ def copy_bandwidth(size: int = 2**31) -> float:
 
 def cases(kernels: KernelSet, sizes: Sizes, device: str, only: Sequence[str] = ()) -> Iterator[Callable[[], Case]]:
     """What makes each case, one at a time, as together they are large."""
+    fp8 = select_kernels(kernels.name, device, fp8_attention=True)
     for shape in sizes.attention:
         if not only or "attention" in only:
             for format, scales in CACHES:
                 yield partial(_attention, kernels, sizes, shape, format, scales, device)
-            yield partial(_torch_attention, sizes, shape, device)
+                if format.is_e4m3:
+                    yield partial(_attention, fp8, sizes, shape, format, scales, device, ", FP8 products")
+            yield partial(_torch_attention, sizes, shape, device, SDPBackend.FLASH_ATTENTION)
+            if device == "cuda" and shape[1] > 1 and torch.version.hip is None:
+                yield partial(_torch_attention, sizes, shape, device, SDPBackend.CUDNN_ATTENTION)
     if not only or "rotate_store" in only:
         for format, scales in CACHES:
             yield partial(_store, kernels, sizes, format, scales, device)
@@ -156,7 +161,13 @@ def _work(sizes: Sizes, shape: tuple[int, int, int]) -> tuple[int, int]:
 
 
 def _attention(
-    kernels: KernelSet, sizes: Sizes, shape: tuple[int, int, int], format: Format, scales: str, device: str
+    kernels: KernelSet,
+    sizes: Sizes,
+    shape: tuple[int, int, int],
+    format: Format,
+    scales: str,
+    device: str,
+    compute: str = "",
 ) -> Case:
     """Sequences that have `context` keys, the last `rows` of them new; blocks lie in no order."""
     batch, rows, context = shape
@@ -168,26 +179,31 @@ def _attention(
     ends, flops = _work(sizes, shape)
     call = partial(kernels.attention, q, pages, told, sizes.head_dim**-0.5, None)
     extents = (*shape, sizes.heads, sizes.kv_heads, sizes.head_dim)
-    return Case("attention", f"{format}, {scales}", extents, _bytes_of(pages, batch * context) + ends, flops, call)
+    name = f"{format}, {scales}{compute}"
+    return Case("attention", name, extents, _bytes_of(pages, batch * context) + ends, flops, call)
 
 
-def _torch_attention(sizes: Sizes, shape: tuple[int, int, int], device: str) -> Case:
-    """FlashAttention of torch over contiguous bfloat16."""
+def _torch_attention(sizes: Sizes, shape: tuple[int, int, int], device: str, backend: SDPBackend) -> Case:
+    """torch's FlashAttention or cuDNN over contiguous bfloat16; cuDNN gets a KV head for each query head."""
     batch, rows, context = shape
 
     def tensor(heads: int, length: int) -> Tensor:
         return torch.randn(batch, heads, length, sizes.head_dim, dtype=torch.bfloat16, device=device)
 
-    q, k, v = tensor(sizes.heads, rows), tensor(sizes.kv_heads, context), tensor(sizes.kv_heads, context)
+    kv_heads = sizes.heads if backend is SDPBackend.CUDNN_ATTENTION else sizes.kv_heads
+    q, k, v = tensor(sizes.heads, rows), tensor(kv_heads, context), tensor(kv_heads, context)
 
     def call() -> Tensor:
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION if device == "cuda" else SDPBackend.MATH):
-            return functional.scaled_dot_product_attention(q, k, v, is_causal=rows > 1, enable_gqa=True)
+        with sdpa_kernel(backend if device == "cuda" else SDPBackend.MATH):
+            return functional.scaled_dot_product_attention(
+                q, k, v, is_causal=rows > 1, enable_gqa=kv_heads != sizes.heads
+            )
 
     ends, flops = _work(sizes, shape)
     extents = (*shape, sizes.heads, sizes.kv_heads, sizes.head_dim)
-    size = 4 * batch * context * sizes.kv_heads * sizes.head_dim + ends
-    return Case("torch.sdpa", "bfloat16", extents, size, flops, call)
+    size = 4 * batch * context * kv_heads * sizes.head_dim + ends
+    name = "bfloat16, cuDNN" if backend is SDPBackend.CUDNN_ATTENTION else "bfloat16, FlashAttention"
+    return Case("torch.sdpa", name, extents, size, flops, call)
 
 
 def _store(kernels: KernelSet, sizes: Sizes, format: Format, scales: str, device: str) -> Case:

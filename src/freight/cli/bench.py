@@ -136,7 +136,7 @@ def gpu(
 def _print_rows(found: Iterable[dict[str, Any]], as_json: bool) -> None:
     """One kernel a line, as it is measured."""
     if not as_json:
-        typer.echo(f"{'kernel':18}{'format':24}{'shape':28}{'median us':>12}{'spread':>22}{'of bandwidth':>14}")
+        typer.echo(f"{'kernel':18}{'format':34}{'shape':28}{'median us':>12}{'spread':>22}{'of bandwidth':>14}")
     for row in found:
         if as_json:
             print(json.dumps(row), flush=True)
@@ -145,7 +145,7 @@ def _print_rows(found: Iterable[dict[str, Any]], as_json: bool) -> None:
         spread = f"{row['low_us']:.1f} to {row['high_us']:.1f}"
         flops = f"{row['tflops']:10.1f} TFLOP/s" if row.get("tflops") else ""
         typer.echo(
-            f"{row['kernel']:18}{row['format']:24}{extents:28}{row['median_us']:12.1f}{spread:>22}"
+            f"{row['kernel']:18}{row['format']:34}{extents:28}{row['median_us']:12.1f}{spread:>22}"
             f"{row['bandwidth_fraction']:14.2f}{flops}"
         )
 

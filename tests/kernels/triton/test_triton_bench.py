@@ -27,6 +27,7 @@ def test_every_case_runs(device):
         assert case.num_bytes > 0
     attention = {case.format: case.num_bytes for case in found if case.shape == (2, 1, 40, 4, 2, 32)}
     assert attention["fp8_e4m3fn, token"] == 2 * 40 * 2 * 2 * (32 + 2) + 2 * 2 * 2 * 4 * 32
+    assert {"fp8_e4m3fn, static, FP8 products", "fp8_e4m3fn, token, FP8 products"} < set(attention)
     decode = next(case for case in found if case.kernel == "attention")
     assert decode.num_flops == 2 * 2 * 2 * 40 * 4 * 32
 

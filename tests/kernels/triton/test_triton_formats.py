@@ -10,7 +10,9 @@ from torch import Tensor
 
 from freight.fp8.formats import Format
 from freight.fp8.quantize import decode, encode, torch_dtype
+from freight.kernels.reference import Fp8Products
 from freight.kernels.triton import formats
+from freight.kernels.triton.formats import Target
 
 FP8 = [format for format in Format if format.is_fp8]
 WAYS = [True, False] if torch.cuda.is_available() else [True]  # the interpreter has no conversion instructions
@@ -78,3 +80,22 @@ def test_what_a_gpu_does_in_hardware():
         ("cuda", 90): {Format.E4M3FN, Format.E5M2},
         ("hip", "gfx942"): {Format.E4M3FNUZ},
     }
+
+
+def test_attention_multiplies_fp8_where_it_pays():
+    none, scores, both = Fp8Products.NONE, Fp8Products.SCORES, Fp8Products.BOTH
+    expected = {  # target -> (prefill, decode) over its own E4M3
+        Target("cuda", 86): (none, none),
+        Target("cuda", 89): (both, both),
+        Target("cuda", 90): (scores, none),
+        Target("cuda", 100): (both, none),
+        Target("cuda", 103): (both, none),
+        Target("cuda", 120): (both, both),
+        Target("hip", "gfx942"): (both, both),
+        Target("hip", "gfx90a"): (none, none),
+    }
+    for target, products in expected.items():
+        own, other = (Format.E4M3FNUZ, Format.E4M3FN) if target.backend == "hip" else (Format.E4M3FN, Format.E4M3FNUZ)
+        assert tuple(target.fp8_products(own, decoding) for decoding in (False, True)) == products, target
+        for format in (other, Format.E5M2, Format.BFLOAT16):
+            assert target.fp8_products(format, decoding=False) is none

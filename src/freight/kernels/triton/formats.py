@@ -41,12 +41,14 @@ class Target:
             return frozenset({Format.E4M3FNUZ} if str(self.arch).startswith("gfx94") else ())
         return frozenset({Format.E4M3FN, Format.E5M2} if int(self.arch) >= 89 else ())
 
-    def fp8_products(self, decoding: bool) -> Fp8Products:
-        """Which products of attention Triton compiles to FP8 matrix instructions that pay.
+    def fp8_products(self, format: Format, decoding: bool) -> Fp8Products:
+        """Which products of attention over `format` Triton compiles to FP8 matrix instructions that pay.
 
         Tiles of few rows go to `mma.sync`, for which Triton widens FP8 on Hopper and on Blackwell's sm_10x; Hopper's
-        `wgmma` would have V transposed byte by byte.
+        `wgmma` would have V transposed byte by byte. The interpreter, which has no FP8, rounds both.
         """
+        if not format.is_e4m3 or (format not in self.native and self.arch):
+            return Fp8Products.NONE
         if self.backend == "hip":
             return Fp8Products.BOTH
         if 90 <= int(self.arch) < 120 and decoding:

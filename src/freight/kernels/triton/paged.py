@@ -60,15 +60,16 @@ def decode_tile(target: Target, block_dim: int, bytes_per_value: int) -> Tile:
     return Tile(16, 32, 4, 7 if block_dim <= 128 and target.hopper_or_newer else 5)
 
 
-def dot_types(q: torch.dtype, pages: KVPages, products: Fp8Products = Fp8Products.NONE) -> dict[str, tl.dtype]:
+def dot_types(target: Target, q: torch.dtype, pages: KVPages, fp8: bool, decoding: bool) -> dict[str, tl.dtype]:
     """The operand types of Q·Kᵀ and P·V; uint8 stands for FP8 as it is stored."""
+    products = target.fp8_products(pages.format, decoding) if fp8 else Fp8Products.NONE
     if torch.float32 in (q, pages.k.dtype):
         k_dot = v_dot = tl.float32
     elif pages.k.dtype is torch.bfloat16:
         k_dot = v_dot = tl.bfloat16
     else:
         k_dot, v_dot = tl.float16, tl.bfloat16 if pages.dynamic else tl.float16
-    if pages.format.is_e4m3 and products is not Fp8Products.NONE:
+    if products is not Fp8Products.NONE:
         k_dot = tl.uint8
         if products is Fp8Products.BOTH and not pages.dynamic:
             v_dot = k_dot
@@ -123,9 +124,8 @@ def attention(
     cap = (soft_cap or 0.0) * math.log2(math.e)
     sequences = (batch.query_starts, batch.context_lens)
     extras = (*center_arguments(q, pages, scale), cap)
-    products = target.fp8_products if fp8 else lambda decoding: Fp8Products.NONE
     if batch.num_tokens > batch.num_seqs:
-        types = dot_types(q.dtype, pages, products(decoding=False))
+        types = dot_types(target, q.dtype, pages, fp8, decoding=False)
         bytes_per_value = types["V_DOT"].primitive_bitwidth // 8
         tile = prefill_tile(target, shared["BLOCK_DIM"], bytes_per_value, shared["CENTERED"])
         queries = max(1, tile.rows // shared["GROUP"])
@@ -140,7 +140,7 @@ def attention(
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
-    shared |= dot_types(q.dtype, pages, products(decoding=True))
+    shared |= dot_types(target, q.dtype, pages, fp8, decoding=True)
     _decode(target, q, out, k, v, pages, batch, scale, window, extras, shared)
     return out
 
