@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 Run = Callable[..., Any]
 BASE = str(Path(__file__).parents[2] / "fixtures" / "base_bf16")
@@ -135,6 +136,17 @@ def test_scales_go_out_and_come_back(freight: Run, scaled: str, tmp_path: Path):
     again = str(tmp_path / "again.json")
     assert freight("scales", "export", folder, again).code == 0
     assert json.loads(Path(again).read_text()) == json.loads(Path(file).read_text())
+
+
+def test_export_covers_the_larger_side(freight: Run, tmp_path: Path):
+    folder, file = tmp_path / "model", tmp_path / "scales.json"
+    shutil.copytree(AUTOFP8, folder)
+    stored = load_file(folder / "model.safetensors")
+    values = {name: tensor * 16 for name, tensor in stored.items() if name.endswith("v_scale")}
+    save_file(stored | values, folder / "model.safetensors")
+    assert freight("scales", "export", str(folder), str(file)).code == 0
+    factors = json.loads(file.read_text())["kv_cache"]["scaling_factor"]["0"]
+    assert list(factors.values()) == [tensor.item() for tensor in values.values()]
 
 
 @pytest.mark.parametrize("named", [False, True])
