@@ -19,8 +19,10 @@ from freight.fp8.values import KVPages, Weight
 from freight.kernels import reference
 from freight.kernels.rotary import Rotary
 
-# x, delta or None, weight, eps -> x + delta, and its norm
-AddNorm = Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]
+# x, delta or None, weight, eps, reader -> x + delta, and its norm
+AddNorm = Callable[[Tensor, Tensor | None, Tensor, float, Any], tuple[Tensor, Any]]
+# gate_up, reader -> silu(gate) * up
+SiluMul = Callable[[Tensor, Any], Any]
 # qkv, rotary, positions, slots, pages -> q
 RotateStore = Callable[[Tensor, Rotary, Tensor, Tensor, KVPages], Tensor]
 # q, pages, batch, softmax_scale, window, soft_cap -> as q
@@ -31,15 +33,16 @@ Attend = Callable[[Tensor, KVPages, ForwardBatch, float, int | None, float | Non
 class KernelSet:
     """Functions on tensors; `kernels.reference` defines what each computes.
 
-    `pack` arranges a weight for this set, once, at load; `linear` takes what it returned. `note` is what start-up
-    should say about the choice, or ''.
+    `pack` arranges a weight for this set, once, at load; `linear` takes what it returned. A `reader` is such a weight,
+    the only one that the result goes to, or None: a set may then return it as its `linear` wants it for that weight,
+    instead of a tensor. `note` is what start-up should say about the choice, or ''.
     """
 
     name: str
     pack: Callable[[Weight], Any]
-    linear: Callable[[Tensor, Any, Tensor | None], Tensor]
+    linear: Callable[[Any, Any, Tensor | None], Tensor]
     add_rms_norm: AddNorm
-    silu_mul: Callable[[Tensor], Tensor]
+    silu_mul: SiluMul
     rotate_store: RotateStore
     attention: Attend
     note: str = ""

@@ -95,14 +95,19 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * normed.to(x.dtype)
 
 
-def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x + delta in x's dtype, and the `rms_norm` of that. x, delta: [rows, size]; no delta adds nothing."""
+def add_rms_norm(
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, reader: object = None
+) -> tuple[Tensor, Tensor]:
+    """x + delta in x's dtype, and the `rms_norm` of that. x, delta: [rows, size]; no delta adds nothing.
+
+    Whoever reads it gets it as it is.
+    """
     if delta is not None:
         x = x + delta
     return x, rms_norm(x, weight, eps)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
+def silu_mul(gate_up: Tensor, reader: object = None) -> Tensor:
     """silu(gate) * up of a merged [rows, 2 * intermediate]: SwiGLU (Shazeer 2020), silu(g) = g / (1 + e^-g)."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     return (gate / (1.0 + torch.exp(-gate)) * up).to(gate_up.dtype)

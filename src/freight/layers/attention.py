@@ -10,6 +10,7 @@ scores; the values' comes back into the output here.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -34,9 +35,9 @@ class Attention:
     soft_cap: float | None
     kernels: KernelSet
 
-    def __call__(self, x: Tensor, batch: ForwardBatch, kv: LayerKV) -> Tensor:
-        """x: [num_tokens, hidden_size]; returns the same shape."""
-        heads = self.qkv(x).view(len(x), -1, self.head_dim)
+    def __call__(self, x: Any, batch: ForwardBatch, kv: LayerKV) -> Tensor:
+        """x: [num_tokens, hidden_size], as `qkv` reads it; returns the same shape."""
+        heads = self.qkv(x).view(batch.num_tokens, -1, self.head_dim)
         q = kv.store(heads, self.rotary, batch.positions, batch.slots)
         attended = self.kernels.attention(q, kv.pages, batch, self.head_dim**-0.5, self.window, self.soft_cap)
         if kv.pages.v_center is not None:  # probabilities sum to 1

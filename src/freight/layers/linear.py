@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,7 +23,13 @@ class Linear:
     kernels: KernelSet
     input_limit: float | None = None
 
-    def __call__(self, x: Tensor) -> Tensor:
+    @property
+    def reader(self) -> Any:
+        """What the maker of this layer's input, if nobody else reads it, is told (`KernelSet`)."""
+        return self.weight if self.input_limit is None else None
+
+    def __call__(self, x: Any) -> Tensor:
+        """x: a tensor, or what a kernel made for `reader`."""
         if self.input_limit is not None:
             x = x.clamp(-self.input_limit, self.input_limit)
         return self.kernels.linear(x, self.weight, self.bias)
@@ -34,6 +40,8 @@ class SideBySide:
     """Projections of one input that could not be merged: quantized differently, or not all of them."""
 
     parts: tuple[Linear, ...]
+
+    reader: ClassVar[None] = None  # several, and each its own
 
     def __call__(self, x: Tensor) -> Tensor:
         return torch.cat([part(x) for part in self.parts], 1)

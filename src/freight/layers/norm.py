@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -17,6 +18,6 @@ class RMSNorm:
     eps: float
     kernels: KernelSet
 
-    def __call__(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
-        """x + delta, and its norm; x, delta: [rows, hidden_size]. No delta adds nothing."""
-        return self.kernels.add_rms_norm(x, delta, self.weight, self.eps)
+    def __call__(self, x: Tensor, delta: Tensor | None, reader: Any = None) -> tuple[Tensor, Any]:
+        """x + delta, and its norm for `reader` (`KernelSet`); x, delta: [rows, hidden_size]. No delta adds nothing."""
+        return self.kernels.add_rms_norm(x, delta, self.weight, self.eps, reader)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -25,8 +26,9 @@ class MLP:
     down: Projection
     kernels: KernelSet
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.down(self.kernels.silu_mul(self.gate_up(x)))
+    def __call__(self, x: Any) -> Tensor:
+        """x: [num_tokens, hidden_size], as `gate_up` reads it."""
+        return self.down(self.kernels.silu_mul(self.gate_up(x), self.down.reader))
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,8 @@ class DecoderLayer:
 
     def __call__(self, x: Tensor, delta: Tensor | None, batch: ForwardBatch, kv: LayerKV) -> tuple[Tensor, Tensor]:
         """The stream is x + delta, [num_tokens, hidden_size], on the way in and on the way out."""
-        x, normed = self.attention_norm(x, delta)
-        x, normed = self.mlp_norm(x, self.attention(normed, batch, kv))
+        x, normed = self.attention_norm(x, delta, self.attention.qkv.reader)
+        x, normed = self.mlp_norm(x, self.attention(normed, batch, kv), self.mlp.gate_up.reader)
         return x, self.mlp(normed)
 
 

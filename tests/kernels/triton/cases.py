@@ -88,6 +88,21 @@ def native(target: Target) -> Format:
     return Format.E4M3FNUZ if target.backend == "hip" else Format.E4M3FN
 
 
+def reader(blocks: bool, activations: Activations, inputs: int) -> Weight:
+    scale = empty(*((4096 // 128, -(-inputs // 128)) if blocks else (4096,)), dtype=torch.float32)
+    static = 0.5 if activations is Activations.STATIC else None
+    return Weight(empty(4096, inputs, dtype=torch.float8_e4m3fn), scale, activations, static)
+
+
+def norm(blocks: bool, activations: Activations, size: int, target: Target) -> None:
+    x, weight = empty(64, size), reader(blocks, activations, size)
+    elementwise.add_rms_norm(target, x, x, empty(size), 1e-5, weight)
+
+
+def activate(blocks: bool, activations: Activations, size: int, target: Target) -> None:
+    elementwise.silu_mul(target, empty(64, 2 * size), reader(blocks, activations, size))
+
+
 # compiled whenever the tests run
 CASES: dict[str, Callable[[Target], object]] = {
     "attention fp8 static": partial(attend, Format.E4M3FN, "static", 8, 4, 128, 8192, None),
@@ -102,8 +117,9 @@ CASES: dict[str, Callable[[Target], object]] = {
     "linear fp8 blocks": partial(multiply, Format.E4M3FN, True, Activations.DYNAMIC, 8192),
     "linear fnuz": partial(multiply, Format.E4M3FNUZ, False, Activations.DYNAMIC, 8192),
     "linear plain one row": partial(multiply, Format.E4M3FN, False, Activations.PLAIN, 1),
-    "add_rms_norm": lambda target: elementwise.add_rms_norm(empty(64, 4096), empty(64, 4096), empty(4096), 1e-5),
-    "silu_mul": lambda target: elementwise.silu_mul(empty(64, 28672)),
+    "norm by row": partial(norm, False, Activations.DYNAMIC, 4096),
+    "silu_mul": lambda target: elementwise.silu_mul(target, empty(64, 28672)),
+    "silu_mul by row": partial(activate, False, Activations.DYNAMIC, 14336),
 }
 # compiled with `aot.py TARGET all`
 MORE_CASES: dict[str, Callable[[Target], object]] = {
@@ -134,5 +150,10 @@ MORE_CASES: dict[str, Callable[[Target], object]] = {
     "linear fnuz, one row": partial(multiply, Format.E4M3FNUZ, False, Activations.DYNAMIC, 1),
     "linear plain": partial(multiply, Format.E4M3FN, False, Activations.PLAIN, 8192),
     "linear e5m2 plain blocks": partial(multiply, Format.E5M2, True, Activations.PLAIN, 8192),
-    "norm alone": lambda target: elementwise.add_rms_norm(empty(64, 4096), None, empty(4096), 1e-5),
+    "norm": lambda target: elementwise.add_rms_norm(target, empty(64, 4096), None, empty(4096), 1e-5),
+    "norm by group, wide": partial(norm, True, Activations.DYNAMIC, 16384),
+    "norm static": partial(norm, False, Activations.STATIC, 4096),
+    "silu_mul by group": partial(activate, True, Activations.DYNAMIC, 14336),
+    "silu_mul by row, widest": partial(activate, False, Activations.DYNAMIC, elementwise.WIDE),
+    "silu_mul, wider": partial(activate, False, Activations.DYNAMIC, 28672),
 }

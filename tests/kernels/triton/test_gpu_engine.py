@@ -84,7 +84,7 @@ def test_torch_s_product_is_the_reference_s(rows, activations):
     weight = Weight(data, scale, activations, 0.02 if activations is Activations.STATIC else None)
     x, bias = torch.randn(rows, 512, device="cuda").bfloat16(), torch.randn(256, device="cuda").bfloat16()
     target = current_target()
-    assert linear.scaled_mm_takes(target, x, weight) == (Format.E4M3FN in target.native)
+    assert linear.scaled_mm_takes(target, x.dtype, weight) == (Format.E4M3FN in target.native)
     got = linear.linear(target, x, weight, bias)
     expected = reference.linear(x.float(), weight, bias.float())
     assert (got.float() - expected).abs().max() <= 0.02 * expected.abs().max()

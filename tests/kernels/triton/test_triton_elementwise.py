@@ -7,6 +7,7 @@ import torch
 
 from freight.kernels import reference
 from freight.kernels.triton import elementwise
+from freight.kernels.triton.formats import current_target
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -23,10 +24,12 @@ def test_add_rms_norm(dtype, device):
     torch.manual_seed(0)
     x, delta = (torch.randn(2, 5, 200) * 4).to(dtype).to(device)
     weight = torch.rand(200).to(dtype).to(device)
-    total, normed = elementwise.add_rms_norm(x, delta, weight, 1e-5)
+    total, normed = elementwise.add_rms_norm(current_target(), x, delta, weight, 1e-5)
     assert torch.equal(total, x + delta)
     assert_close(normed, reference.add_rms_norm(x, delta, weight, 1e-5)[1])
-    same, without = elementwise.add_rms_norm(total, None, weight, 1e-5)  # fused is the composition of its parts
+    same, without = elementwise.add_rms_norm(
+        current_target(), total, None, weight, 1e-5
+    )  # fused is the composition of its parts
     assert same is total
     assert torch.equal(without, normed)
 
@@ -36,4 +39,4 @@ def test_add_rms_norm(dtype, device):
 def test_silu_mul(dtype, size, device):
     torch.manual_seed(0)
     x = (torch.randn(3, 2 * size) * 5).to(dtype).to(device)
-    assert_close(elementwise.silu_mul(x), reference.silu_mul(x))
+    assert_close(elementwise.silu_mul(current_target(), x), reference.silu_mul(x))

@@ -11,8 +11,9 @@ from freight.fp8.quantize import decode
 from freight.fp8.values import Activations, Weight
 from freight.fp8.weights import quantize_blocks, quantize_rows
 from freight.kernels import reference
-from freight.kernels.triton import linear
+from freight.kernels.triton import elementwise, linear
 from freight.kernels.triton.formats import current_target
+from freight.kernels.triton.rows import Quantized, quantize
 
 FP8 = [format for format in Format if format.is_fp8]
 
@@ -64,7 +65,8 @@ def test_activations_are_quantized_to_the_same_bytes(format, blocks, activations
     x = torch.randn(5, 300).to(device)
     x[0], x[1, 0], x[2, 1] = 0.0, torch.inf, torch.nan
     weight = make(format, blocks, activations, 300, 16, device)
-    codes, scale = linear.quantize(current_target(), x, weight)
+    rows = quantize(current_target(), x, weight)
+    codes, scale = rows.codes, rows.scale
     widened = scale.repeat_interleave(128 if blocks else 300, 1)[:, :300]
     values, factor = reference._activations(x, weight)
     expected = values if factor is None else values * factor
@@ -75,3 +77,22 @@ def test_sixteen_bit_weights_are_torch_s(device):
     x, weight, bias = torch.randn(3, 8).bfloat16(), torch.randn(5, 8).bfloat16(), torch.randn(5).bfloat16()
     got = linear.linear(current_target(), x.to(device), Weight(weight.to(device)), bias.to(device))
     assert torch.equal(got, torch.nn.functional.linear(x.to(device), weight.to(device), bias.to(device)))
+
+
+@pytest.mark.parametrize("activations", Activations)
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_quantized_where_it_is_made_is_what_linear_quantizes(dtype, blocks, activations, monkeypatch, device):
+    torch.manual_seed(2)
+    target, weight = current_target(), make(Format.E4M3FN, blocks, activations, 300, 40, device)
+    x, delta, gate_up = ((torch.randn(5, size) * 3).to(dtype).to(device) for size in (300, 300, 600))
+    norm = torch.rand(300).to(dtype).to(device)
+    total, plain = elementwise.add_rms_norm(target, x, delta, norm, 1e-5)
+    same, made = elementwise.add_rms_norm(target, x, delta, norm, 1e-5, weight)
+    assert torch.equal(same, total)
+    pairs = [(made, plain), (elementwise.silu_mul(target, gate_up, weight), elementwise.silu_mul(target, gate_up))]
+    monkeypatch.setattr(elementwise, "WIDE", 0)
+    pairs.append((elementwise.silu_mul(target, gate_up, weight), pairs[1][1]))
+    for one, other in pairs:
+        assert isinstance(one, Quantized) == (activations is not Activations.PLAIN)
+        assert torch.equal(linear.linear(target, one, weight), linear.linear(target, other, weight))

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.interpreter import GridExecutor
+from triton.runtime.jit import JITFunction
 
 from freight.cache.pool import allocate_pool, cache_spec
 from freight.config.engine import KVCacheConfig
 from freight.config.model import parse_model_config
 from freight.config.presets import PRESETS
-from freight.engine.prepare import Logits, SequenceSlice
+from freight.engine.prepare import Logits, SequenceSlice, prepare
 from freight.engine.runner import ModelRunner
 from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.kernels.kernel_set import KernelSet, select_kernels
@@ -53,3 +58,36 @@ def test_logits_are_those_of_the_reference(compute, weights, bound, device):
     expected = logits(select_kernels("reference"), compute, weights, device)
     for got, wanted in zip(logits(select_kernels("triton"), compute, weights, device), expected, strict=True):
         assert (got - wanted).abs().max() / wanted.std() < (bound if device == "cpu" else 0.05)
+
+
+class OperationsOfTorch(TorchDispatchMode):
+    """Collects what would run on the device; memory that is taken and looked at differently does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not (func.is_view or "empty" in str(func) or "unsafe_view" in str(func)):
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("weights", "launches", "products"), [(Format.E4M3FN, 11, 0), (Format.BFLOAT16, 6, 4)])
+def test_the_launches_of_a_layer(weights, launches, products, monkeypatch, device):
+    """Those that docs/architecture.md counts, for a step that decodes."""
+    config, kernels = parse_model_config(SMALL), select_kernels("triton")
+    model = random_model(config, kernels, Format.BFLOAT16, weights, 64, device)
+    kv = KVCacheConfig(Format.E4M3FN, Granularity.TOKEN, ScaleSource.DYNAMIC, None)
+    spec = cache_spec(kv, config.num_layers, config.num_kv_heads, config.head_dim, 8)
+    pool = allocate_pool(spec, kv, 6, kernels, device)
+    batch = prepare([SequenceSlice([7], 10, (3, 1, 4), Logits.LAST)], 8, device)
+    x = model.embedding(batch.token_ids)
+    made = []
+    for executor, method in ((GridExecutor, "__call__"), (JITFunction, "run")):
+        monkeypatch.setattr(executor, method, lambda kernel, *args, **kwargs: made.append(kernel))
+    with torch.inference_mode(), OperationsOfTorch() as operations:
+        model.layers[0](x, x, batch, pool.layers[0])
+    assert len(made) == launches
+    assert len(operations.found) == products
+    assert all("linear" in name or "mm" in name for name in operations.found)

@@ -7,13 +7,12 @@ exponential, before the same roundings.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from freight.kernels.cpu.library import Library
-from freight.kernels.kernel_set import AddNorm
+from freight.kernels.kernel_set import AddNorm, SiluMul
 
 # FreightFormat in csrc/freight.h
 _FORMATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -26,7 +25,9 @@ def make_add_rms_norm(library: Library) -> AddNorm:
     call.argtypes = [_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _INT, _LONG, _LONG, _FLOAT, _INT]
     call.restype = None
 
-    def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(
+        x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, reader: object = None
+    ) -> tuple[Tensor, Tensor]:
         """x + delta and its norm. x, delta: [rows, size]; weight: [size]; one dtype."""
         assert weight.dtype == x.dtype
         assert weight.is_contiguous()
@@ -43,13 +44,13 @@ def make_add_rms_norm(library: Library) -> AddNorm:
     return add_rms_norm
 
 
-def make_silu_mul(library: Library) -> Callable[[Tensor], Tensor]:
+def make_silu_mul(library: Library) -> SiluMul:
     """`KernelSet.silu_mul` for this build."""
     call = library.functions.freight_silu_mul
     call.argtypes = [_POINTER, _POINTER, _INT, _LONG, _LONG, _INT]
     call.restype = None
 
-    def silu_mul(gate_up: Tensor) -> Tensor:
+    def silu_mul(gate_up: Tensor, reader: object = None) -> Tensor:
         """gate_up: [rows, 2 * size]; returns [rows, size]."""
         gate_up = gate_up.contiguous()
         rows, size = gate_up.shape[0], gate_up.shape[1] // 2

@@ -1,5 +1,7 @@
-"""Row-wise operations: residual addition with RMSNorm, SiLU of the gate times up. float32 inside, rounded where the
-reference rounds."""
+"""Row-wise operations: residual addition with RMSNorm, SiLU of the gate times up; for a reader that wants it, in FP8.
+
+float32 inside, rounded where the reference rounds.
+"""
 
 from __future__ import annotations
 
@@ -8,25 +10,37 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from freight.fp8.values import Weight
+from freight.kernels.triton.formats import Target
+from freight.kernels.triton.rows import Quantized, quantize, quantizes, room_for, write_row
+
 
 @triton.jit
 def add_rms_norm_kernel(
-    x_ptr, delta_ptr, weight_ptr, sum_ptr, out_ptr, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr, delta_ptr, weight_ptr, sum_ptr, eps, out_ptr, scale_ptr, static_scale, SIZE: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr, NUM_SCALES: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
     """A program: one row. Without delta_ptr the sum is x, and not written."""
-    row = tl.program_id(0).to(tl.int64) * SIZE
-    index = tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.arange(0, BLOCK_GROUPS)
+    index = group[:, None] * 128 + tl.arange(0, 128)[None, :]
     mask = index < SIZE
-    stored = tl.load(x_ptr + row + index, mask=mask, other=0.0)
+    stored = tl.load(x_ptr + row * SIZE + index, mask=mask, other=0.0)
     if delta_ptr is not None:
-        delta = tl.load(delta_ptr + row + index, mask=mask, other=0.0)
+        delta = tl.load(delta_ptr + row * SIZE + index, mask=mask, other=0.0)
         stored = (stored.to(tl.float32) + delta.to(tl.float32)).to(stored.dtype)
-        tl.store(sum_ptr + row + index, stored, mask=mask)
+        tl.store(sum_ptr + row * SIZE + index, stored, mask=mask)
     x = stored.to(tl.float32)
-    normed = (x * tl.rsqrt(tl.sum(x * x, 0) / SIZE + eps)).to(stored.dtype)
+    normed = (x * tl.rsqrt(tl.sum(tl.sum(x * x, 1), 0) / SIZE + eps)).to(stored.dtype)
     weight = tl.load(weight_ptr + index, mask=mask, other=0.0)
     result = (weight.to(tl.float32) * normed.to(tl.float32)).to(stored.dtype)
-    tl.store(out_ptr + row + index, result, mask=mask)
+    write_row(result, out_ptr, scale_ptr, static_scale, row, group, index, mask, SIZE, NUM_SCALES, FORMAT, SCALES)
+
+
+@triton.jit
+def _silu_mul(gate, up):
+    value = gate.to(tl.float32)
+    return (value / (1.0 + tl.exp(-value)) * up.to(tl.float32)).to(gate.dtype)
 
 
 @triton.jit
@@ -36,34 +50,51 @@ def silu_mul_kernel(x_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = index < SIZE
     gate = tl.load(x_ptr + row * 2 * SIZE + index, mask=mask, other=0.0)
-    up = tl.load(x_ptr + row * 2 * SIZE + SIZE + index, mask=mask, other=0.0).to(tl.float32)
-    value = gate.to(tl.float32)
-    result = value / (1.0 + tl.exp(-value)) * up
-    tl.store(out_ptr + row * SIZE + index, result.to(gate.dtype), mask=mask)
+    up = tl.load(x_ptr + row * 2 * SIZE + SIZE + index, mask=mask, other=0.0)
+    tl.store(out_ptr + row * SIZE + index, _silu_mul(gate, up), mask=mask)
 
 
-def warps_for(block: int) -> int:
-    """So many that a thread has about 16 values."""
-    return min(16, max(1, block // 512))
+@triton.jit
+def silu_mul_row_kernel(
+    x_ptr, out_ptr, scale_ptr, static_scale, SIZE: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
+    NUM_SCALES: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr,
+):  # fmt: skip
+    """A program: one row."""
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.arange(0, BLOCK_GROUPS)
+    index = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    mask = index < SIZE
+    gate = tl.load(x_ptr + row * 2 * SIZE + index, mask=mask, other=0.0)
+    up = tl.load(x_ptr + row * 2 * SIZE + SIZE + index, mask=mask, other=0.0)
+    result = _silu_mul(gate, up)
+    write_row(result, out_ptr, scale_ptr, static_scale, row, group, index, mask, SIZE, NUM_SCALES, FORMAT, SCALES)
 
 
-def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`reference.add_rms_norm`. x, delta: [rows, size], contiguous."""
+def add_rms_norm(
+    target: Target, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, reader: Weight | None = None
+) -> tuple[Tensor, Tensor | Quantized]:
+    """`reference.add_rms_norm`; the norm is quantized if `reader` multiplies quantized rows. x, delta: contiguous."""
     assert x.is_contiguous()
     assert delta is None or delta.is_contiguous()
     rows, size = x.shape
     total = x if delta is None else torch.empty_like(x)
-    out = torch.empty_like(x)
-    block = triton.next_power_of_2(size)
-    add_rms_norm_kernel[(rows,)](x, delta, weight, total, out, eps, SIZE=size, BLOCK=block, num_warps=warps_for(block))
+    out, pointers, constants = room_for(target, x, size, reader)
+    add_rms_norm_kernel[(rows,)](x, delta, weight, total, eps, *pointers, **constants)
     return total, out
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """`reference.silu_mul`. gate_up: [rows, 2 * intermediate], contiguous."""
+WIDE = 16384  # beyond it a row of gates and ups does not fit the registers of one program
+
+
+def silu_mul(target: Target, gate_up: Tensor, reader: Weight | None = None) -> Tensor | Quantized:
+    """`reference.silu_mul`, quantized if `reader` multiplies quantized rows. gate_up: [rows, 2 * size], contiguous."""
     assert gate_up.is_contiguous()
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    if quantizes(reader) and size <= WIDE:
+        result, pointers, constants = room_for(target, gate_up, size, reader)
+        silu_mul_row_kernel[(rows,)](gate_up, *pointers, **constants)
+        return result
     out = gate_up.new_empty(rows, size)
     block = min(1024, triton.next_power_of_2(size))
     silu_mul_kernel[(rows, triton.cdiv(size, block))](gate_up, out, SIZE=size, BLOCK=block, num_warps=4)
-    return out
+    return quantize(target, out, reader) if reader is not None and quantizes(reader) else out

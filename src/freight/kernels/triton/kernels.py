@@ -21,8 +21,8 @@ def triton_kernels(target: Target | None = None, fp8_attention: bool = False) ->
         "triton",
         pack=lambda weight: weight,
         linear=partial(linear.linear, target),
-        add_rms_norm=elementwise.add_rms_norm,
-        silu_mul=elementwise.silu_mul,
+        add_rms_norm=partial(elementwise.add_rms_norm, target),
+        silu_mul=partial(elementwise.silu_mul, target),
         rotate_store=partial(store.rotate_store, target),
         attention=partial(paged.attention, target, fp8=fp8_attention),
     )

@@ -1,4 +1,4 @@
-"""Linear over FP8 weights: activation quantization, and a matrix product for what torch's own does not do.
+"""Linear over FP8 weights: a matrix product for what torch's own does not do.
 
 `torch._scaled_mm` takes many rows with a scale per row against weights with a scale per output row, on NVIDIA GPUs
 that multiply FP8. `matmul_kernel` takes the rest: few rows, where all that counts is how fast the weights are read;
@@ -17,39 +17,12 @@ import triton.language as tl
 from torch import Tensor
 
 from freight.fp8.formats import Format
-from freight.fp8.quantize import format_of, torch_dtype
-from freight.fp8.values import Activations, Weight
-from freight.fp8.weights import BLOCK
-from freight.kernels.triton.elementwise import warps_for
-from freight.kernels.triton.formats import Target, carrier, decode, encode, finite_amax, scale_from_amax
+from freight.fp8.quantize import format_of
+from freight.fp8.values import Weight
+from freight.kernels.triton.formats import Target, carrier, decode
+from freight.kernels.triton.rows import Quantized, quantize, quantizes
 
 FEW_ROWS = 64  # up to here reading the weights takes longer than multiplying with them
-
-
-@triton.jit
-def quantize_kernel(
-    x_ptr, codes_ptr, scale_ptr, static_scale, row_stride, SIZE: tl.constexpr, GROUPS: tl.constexpr,
-    BLOCK_GROUPS: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr,
-):  # fmt: skip
-    """A program: one row, in groups of 128. SCALES: 'row' (writes [rows]), 'group' ([rows, GROUPS]) or 'static'."""
-    row = tl.program_id(0).to(tl.int64)
-    group = tl.arange(0, BLOCK_GROUPS)
-    index = group[:, None] * 128 + tl.arange(0, 128)[None, :]
-    mask = index < SIZE
-    x = tl.load(x_ptr + row * row_stride + index, mask=mask, other=0.0).to(tl.float32)
-    if SCALES == "group":
-        scale = scale_from_amax(finite_amax(x, 1), FORMAT)
-        tl.store(scale_ptr + row * GROUPS + group, scale, mask=group < GROUPS)
-        divisor = tl.broadcast_to(scale[:, None], x.shape)
-    else:
-        if SCALES == "row":
-            scale = tl.max(scale_from_amax(finite_amax(x, 1), FORMAT), 0)
-            tl.store(scale_ptr + row, scale)
-        else:
-            scale = static_scale
-        divisor = tl.zeros(x.shape, tl.float32) + scale
-    stored = encode(tl.div_rn(x, divisor), codes_ptr.dtype.element_ty, FORMAT)
-    tl.store(codes_ptr + row * SIZE + index, stored, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -131,32 +104,6 @@ def matmul_tile(target: Target, rows: int, blocks: bool, dot: tl.dtype) -> Tile:
     return Tile(128, 128, 64, 8, stages - 1)
 
 
-def quantize(target: Target, x: Tensor, weight: Weight) -> tuple[Tensor, Tensor]:
-    """x [rows, in_features] as the weight's `activations` say: FP8, and float32 scales [rows, 1] or [rows, groups]."""
-    assert weight.scale is not None
-    rows, size = x.shape
-    stored = format_of(weight.data)
-    format = stored if stored.is_e4m3 else Format.E4M3FN
-    groups = triton.cdiv(size, BLOCK)
-    block_groups = triton.next_power_of_2(groups)
-    blocks = weight.scale.ndim == 2
-    codes = torch.empty(x.shape, dtype=torch_dtype(format), device=x.device)
-    scale = torch.empty(rows, groups if blocks else 1, dtype=torch.float32, device=x.device)
-    static = weight.activations is Activations.STATIC
-    if static:
-        scale.fill_(weight.input_scale or 1.0)
-    quantize_kernel[(rows,)](
-        *(x, carrier(codes, target), scale, weight.input_scale or 1.0, x.stride(0)),
-        SIZE=size,
-        GROUPS=groups,
-        BLOCK_GROUPS=block_groups,
-        FORMAT=str(format),
-        SCALES="static" if static else "group" if blocks else "row",
-        num_warps=warps_for(block_groups * BLOCK),
-    )
-    return codes, scale
-
-
 def matmul(
     target: Target, x: Tensor, x_scale: Tensor | None, weight: Weight, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
@@ -195,29 +142,34 @@ def dot_type(target: Target, x: Tensor, weight: Weight) -> tl.dtype:
     return tl.float16
 
 
-def linear(target: Target, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """`reference.linear`. x: [rows, in_features]; 16- and 32-bit weights are multiplied by torch."""
-    if weight.scale is None:
-        return F.linear(x, weight.data, bias)
-    if weight.activations is Activations.PLAIN:
-        return matmul(target, x, None, weight, bias, x.dtype)
-    codes, scale = quantize(target, x, weight)
-    if len(x) > FEW_ROWS and scaled_mm_takes(target, x, weight):
+def linear(target: Target, x: Tensor | Quantized, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    """`reference.linear`. x: [rows, in_features], or quantized for this weight already.
+
+    16- and 32-bit weights are multiplied by torch.
+    """
+    if isinstance(x, Tensor):
+        if weight.scale is None:
+            return F.linear(x, weight.data, bias)
+        if not quantizes(weight):
+            return matmul(target, x, None, weight, bias, x.dtype)
+        x = quantize(target, x, weight)
+    if len(x.codes) > FEW_ROWS and scaled_mm_takes(target, x.dtype, weight):
+        assert weight.scale is not None
         # without `use_fast_accum` Hopper adds up in float32
         product: Tensor = torch._scaled_mm(
-            codes, weight.data.t(), scale_a=scale, scale_b=weight.scale[None, :], out_dtype=x.dtype
+            x.codes, weight.data.t(), scale_a=x.scale, scale_b=weight.scale[None, :], out_dtype=x.dtype
         )
         return product if bias is None else product.add_(bias)
-    return matmul(target, codes, scale, weight, bias, x.dtype)
+    return matmul(target, x.codes, x.scale, weight, bias, x.dtype)
 
 
-def scaled_mm_takes(target: Target, x: Tensor, weight: Weight) -> bool:
+def scaled_mm_takes(target: Target, dtype: torch.dtype, weight: Weight) -> bool:
     """Whether `torch._scaled_mm` has this product: E4M3FN on NVIDIA, scales per row, bfloat16 out, sizes of 16."""
     return (
         target.backend == "cuda"
         and format_of(weight.data) in target.native & {Format.E4M3FN}
         and weight.scale is not None
         and weight.scale.ndim == 1
-        and x.dtype is torch.bfloat16
+        and dtype is torch.bfloat16
         and all(size % 16 == 0 for size in weight.data.shape)
     )

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from freight.fp8.values import KVPages
 from freight.kernels.rotary import Rotary
-from freight.kernels.triton.elementwise import warps_for
 from freight.kernels.triton.formats import Target, carrier, encode, finite_amax, scale_from_amax
+from freight.kernels.triton.rows import warps_for
 
 
 @triton.jit

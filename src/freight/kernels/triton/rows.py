@@ -1,0 +1,118 @@
+"""Rows as their reader takes them: as they are, or quantized to FP8 by the kernel that computes them.
+
+Quantizing needs the whole row, for its largest value, so one program writes a row. That saves a launch and a pass
+over the activations before a matrix product.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from freight.fp8.formats import Format
+from freight.fp8.quantize import format_of, torch_dtype
+from freight.fp8.values import Activations, Weight
+from freight.fp8.weights import BLOCK
+from freight.kernels.triton.formats import Target, carrier, encode, finite_amax, scale_from_amax
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """Rows in FP8: codes [rows, size], and float32 scales [rows, 1], or [rows, groups of 128] for block scales.
+
+    `dtype` is that of the values they were made from, and of what a product with them gives.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    dtype: torch.dtype
+
+
+@triton.jit
+def write_row(
+    x, out_ptr, scale_ptr, static_scale, row, group, index, mask, SIZE: tl.constexpr, NUM_SCALES: tl.constexpr,
+    FORMAT: tl.constexpr, SCALES: tl.constexpr,
+):  # fmt: skip
+    """Write a row x [groups, 128] of the compute type. SCALES: '' (as it is), 'row', 'group' or 'static'."""
+    target = out_ptr + row * SIZE + index
+    if SCALES == "":
+        tl.store(target, x, mask=mask)
+    else:
+        x = x.to(tl.float32)
+        if SCALES == "group":
+            scale = scale_from_amax(finite_amax(x, 1), FORMAT)
+            divisor = tl.broadcast_to(scale[:, None], x.shape)
+            tl.store(scale_ptr + row * NUM_SCALES + group, scale, mask=group < NUM_SCALES)
+        else:
+            if SCALES == "row":
+                scale = tl.max(scale_from_amax(finite_amax(x, 1), FORMAT), 0)
+            else:
+                scale = static_scale
+            divisor = tl.zeros(x.shape, tl.float32) + scale
+            every = tl.zeros(group.shape, tl.float32) + scale
+            tl.store(scale_ptr + row * NUM_SCALES + group, every, mask=group < NUM_SCALES)
+        tl.store(target, encode(tl.div_rn(x, divisor), out_ptr.dtype.element_ty, FORMAT), mask=mask)
+
+
+@triton.jit
+def quantize_kernel(
+    x_ptr, row_stride, out_ptr, scale_ptr, static_scale, SIZE: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
+    NUM_SCALES: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr,
+):  # fmt: skip
+    """A program: one row."""
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.arange(0, BLOCK_GROUPS)
+    index = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    mask = index < SIZE
+    x = tl.load(x_ptr + row * row_stride + index, mask=mask, other=0.0)
+    write_row(x, out_ptr, scale_ptr, static_scale, row, group, index, mask, SIZE, NUM_SCALES, FORMAT, SCALES)
+
+
+def warps_for(block: int) -> int:
+    """So many that a thread has about 16 values."""
+    return min(16, max(1, block // 512))
+
+
+def quantizes(reader: Weight | None) -> bool:
+    """Whether `reader` multiplies quantized rows."""
+    return reader is not None and reader.scale is not None and reader.activations is not Activations.PLAIN
+
+
+def room_for(
+    target: Target, like: Tensor, size: int, reader: Weight | None
+) -> tuple[Tensor | Quantized, tuple[Any, ...], dict[str, Any]]:
+    """Where rows of `size`, as many as and of the type of those of `like`, are written for `reader`.
+
+    Also what `write_row` is told: out_ptr, scale_ptr and static_scale, and its constants with the number of warps.
+    """
+    rows, device = len(like), like.device
+    groups = triton.cdiv(size, BLOCK)
+    block_groups = triton.next_power_of_2(groups)
+    constants = {"SIZE": size, "BLOCK_GROUPS": block_groups, "num_warps": warps_for(block_groups * BLOCK)}
+    if reader is None or reader.scale is None or not quantizes(reader):
+        out = torch.empty(rows, size, dtype=like.dtype, device=device)
+        return out, (out, None, 1.0), constants | {"NUM_SCALES": 0, "FORMAT": "", "SCALES": ""}
+    stored = format_of(reader.data)
+    format = stored if stored.is_e4m3 else Format.E4M3FN
+    blocks, static = reader.scale.ndim == 2, reader.activations is Activations.STATIC
+    num_scales = groups if blocks else 1
+    codes = torch.empty(rows, size, dtype=torch_dtype(format), device=device)
+    scale = torch.empty(rows, num_scales, dtype=torch.float32, device=device)
+    constants |= {"NUM_SCALES": num_scales, "FORMAT": str(format)}
+    constants["SCALES"] = "static" if static else "group" if blocks else "row"
+    pointers = (carrier(codes, target), scale, reader.input_scale or 1.0)
+    return Quantized(codes, scale, like.dtype), pointers, constants
+
+
+def quantize(target: Target, x: Tensor, weight: Weight) -> Quantized:
+    """x [rows, in_features], its last dimension contiguous, as the weight's `activations` say."""
+    assert quantizes(weight)
+    result, pointers, constants = room_for(target, x, x.shape[1], weight)
+    assert isinstance(result, Quantized)
+    quantize_kernel[(len(x),)](x, x.stride(0), *pointers, **constants)
+    return result
