@@ -273,6 +273,7 @@ def test_a_damaged_weight_is_named(out: Path, damaged: Callable[[str], Path]):
         ({"ignore": ["re:experts"]}, ConfigError, "matches no Linear module"),
         ({"weight": "fp8"}, ConfigError, r"did you mean weights\?"),
         ({"out": BASE}, ConfigError, "exists"),
+        ({"out": BASE, "model": FIXTURES}, ConfigError, "exists"),  # before a model is looked at
         ({"out": ""}, ConfigError, "needs a folder to write"),
         ({"model": FIXTURES / "ct_docs"}, CheckpointError, "is quantized already"),
         ({"model": FIXTURES / "autofp8_static_kv"}, CheckpointError, "is quantized already"),
