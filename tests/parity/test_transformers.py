@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers.models.gemma2 import modeling_gemma2
+from transformers.models.llama import modeling_llama
 
 from freight.cache.pool import allocate_pool
 from freight.config.engine import EngineArgs
@@ -118,3 +121,21 @@ def test_the_older_spelling_of_config_json_means_the_same(variant: str, tmp_path
     config["torch_dtype"] = config.pop("dtype")
     path.write_text(json.dumps(config))
     assert torch.equal(freight_logits(tmp_path, ids, "auto"), expected)
+
+
+def test_soft_caps_are_those_of_gemma_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A Llama whose attention is Gemma 2's, and whose logits are capped as Gemma 2's are."""
+    model = save_random(VARIANTS["llama"], tmp_path, torch.float32)
+    ids, cap = tokens(), 0.5
+    with torch.no_grad():
+        uncapped = model(torch.tensor([ids])).logits[0]
+        capped_attention = partial(modeling_gemma2.eager_attention_forward, softcap=cap)
+        monkeypatch.setattr(modeling_llama, "eager_attention_forward", capped_attention)
+        expected = model(torch.tensor([ids])).logits[0]
+    assert (expected - uncapped).abs().max() > 0.1
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text()) | {"attn_logit_softcapping": cap}
+    path.write_text(json.dumps(config))
+    assert (freight_logits(tmp_path, ids, "auto") - expected).abs().max() <= 1e-4
+    path.write_text(json.dumps(config | {"final_logit_softcapping": 3.0}))
+    assert (freight_logits(tmp_path, ids, "auto") - 3 * torch.tanh(expected / 3)).abs().max() <= 1e-4
