@@ -17,6 +17,7 @@ from typing import Any
 
 from freight.bench.drive import StepRecord, describe_run, drive, greedy, random_prompt, weight_bytes
 from freight.bench.timing import MemoryProbe, Spread, peak_rss_bytes
+from freight.cache.pool import KVPool
 from freight.engine.build import OpenModel, memory_for_cache, start_engine
 from freight.errors import ConfigError
 
@@ -47,9 +48,7 @@ def measure_latency(
     on_progress(0, repeats + 1)
     run()
     peak = peak_rss_bytes()  # before the probe takes its memory
-    spec, pool = engine.runner.pool.spec, engine.runner.pool
-    pool_bytes = pool.num_blocks * spec.bytes_per_block
-    fits = spec.tokens_in(memory_for_cache(config.device) + (pool_bytes if config.device == "cuda" else 0))
+    room = _room(engine.runner.pool, config.device)
     probe = MemoryProbe(device=config.device)
     runs: list[tuple[float, list[StepRecord]]] = []
     for repeat in range(1, repeats + 1):
@@ -61,7 +60,8 @@ def measure_latency(
     steps = [step for _, full in runs for step in full]
     bandwidth, step = probe.bandwidth(), Spread.of([record.seconds * 1e3 for record in steps])
     weights = weight_bytes(engine.runner.model.config, config.compute_format, config.weight_format)
-    cache = round(batch_size * (input_len + output_len / 2) * spec.bytes_per_token)  # half way through decoding
+    bytes_per_token = engine.runner.pool.spec.bytes_per_token
+    cache = round(batch_size * (input_len + output_len / 2) * bytes_per_token)  # half way through decoding
     figures = {
         "prefill_tokens_per_second": Spread.of([batch_size * input_len / until_first for until_first, _ in runs]),
         "decode_tokens_per_second": Spread.of([batch_size / mean(one.seconds for one in full) for _, full in runs]),
@@ -80,10 +80,16 @@ def measure_latency(
         "decode_bytes_per_step": {"weights": weights, "kv_cache": cache},
         "peak_rss_bytes": peak,
         "imported_rss_bytes": imported,
-        "kv_cache_bytes": pool_bytes,
-        "tokens_that_fit": fits,
+        **room,
         "spread": {figure: asdict(spread) for figure, spread in figures.items()},
     }
+
+
+def _room(pool: KVPool, device: str) -> dict[str, int]:
+    """What the cache takes, and how many tokens it could hold if it had all that is free; a CPU's is not touched yet."""
+    taken = pool.num_blocks * pool.spec.bytes_per_block
+    free = memory_for_cache(device) + (taken if device == "cuda" else 0)
+    return {"kv_cache_bytes": taken, "tokens_that_fit": pool.spec.tokens_in(free)}
 
 
 def split(records: Sequence[StepRecord], batch_size: int) -> tuple[float, list[StepRecord]]:
