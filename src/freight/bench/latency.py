@@ -57,26 +57,19 @@ def measure_latency(
         runs.append(run())
         probe.sample()
     on_progress(repeats + 1, repeats + 1)
-    steps = [step for _, full in runs for step in full]
-    bandwidth, step = probe.bandwidth(), Spread.of([record.seconds * 1e3 for record in steps])
     weights = weight_bytes(engine.runner.model.config, config.compute_format, config.weight_format)
     bytes_per_token = engine.runner.pool.spec.bytes_per_token
     cache = round(batch_size * (input_len + output_len / 2) * bytes_per_token)  # half way through decoding
-    figures = {
-        "prefill_tokens_per_second": Spread.of([batch_size * input_len / until_first for until_first, _ in runs]),
-        "decode_tokens_per_second": Spread.of([batch_size / mean(one.seconds for one in full) for _, full in runs]),
-        "decode_step_ms": step,
-        "overhead_ms": Spread.of([(record.seconds - record.model_seconds) * 1e3 for record in steps]),
-        "read_bandwidth_bytes_per_second": bandwidth,
-    }
+    figures = _figures(runs, batch_size, input_len) | {"read_bandwidth_bytes_per_second": probe.bandwidth()}
+    step, bandwidth = figures["decode_step_ms"].median, figures["read_bandwidth_bytes_per_second"].median
     return describe_run(engine, config, name) | {
         "batch_size": batch_size,
         "input_len": input_len,
         "output_len": output_len,
         "repeats": repeats,
         **{figure: spread.median for figure, spread in figures.items()},
-        "decode_bandwidth_fraction": (weights + cache) / (step.median / 1e3) / bandwidth.median,
-        "overhead_fraction": figures["overhead_ms"].median / step.median if config.device == "cpu" else None,
+        "decode_bandwidth_fraction": (weights + cache) / (step / 1e3) / bandwidth,
+        "overhead_fraction": figures["overhead_ms"].median / step if config.device == "cpu" else None,
         "decode_bytes_per_step": {"weights": weights, "kv_cache": cache},
         "peak_rss_bytes": peak,
         "imported_rss_bytes": imported,
@@ -85,8 +78,19 @@ def measure_latency(
     }
 
 
+def _figures(runs: Sequence[tuple[float, list[StepRecord]]], batch_size: int, input_len: int) -> dict[str, Spread]:
+    """`runs`: seconds until all have their first token, and the steps after it."""
+    steps = [step for _, full in runs for step in full]
+    return {
+        "prefill_tokens_per_second": Spread.of([batch_size * input_len / until_first for until_first, _ in runs]),
+        "decode_tokens_per_second": Spread.of([batch_size / mean(one.seconds for one in full) for _, full in runs]),
+        "decode_step_ms": Spread.of([step.seconds * 1e3 for step in steps]),
+        "overhead_ms": Spread.of([(step.seconds - step.model_seconds) * 1e3 for step in steps]),
+    }
+
+
 def _room(pool: KVPool, device: str) -> dict[str, int]:
-    """What the cache takes, and how many tokens it could hold if it had all that is free; a CPU's is not touched yet."""
+    """What the cache takes, and how many tokens it could hold in all that is free; a CPU's is not touched yet."""
     taken = pool.num_blocks * pool.spec.bytes_per_block
     free = memory_for_cache(device) + (taken if device == "cuda" else 0)
     return {"kv_cache_bytes": taken, "tokens_that_fit": pool.spec.tokens_in(free)}
