@@ -136,6 +136,32 @@ def test_codes_are_made_with_the_scale_that_is_stored(out: Path, weights: str):
     assert (differ > 0) is (weights == "fp8")
 
 
+def test_the_output_head_is_rounded_if_asked(out: Path):
+    result = freight.quantize(BASE, out, lm_head=True)
+    got, base = tensors(out), tensors(BASE)
+    assert got["lm_head.weight"].dtype is torch.float8_e4m3fn
+    assert got["model.embed_tokens.weight"].dtype is torch.bfloat16
+    values = decode(got["lm_head.weight"], got["lm_head.weight_scale"].float())
+    assert (values - base["lm_head.weight"].float()).abs().max() <= base["lm_head.weight"].abs().max() / 16
+    assert config(out)["quantization_config"]["ignore"] == []
+    assert len(generate(out)) == 8
+    assert result.bytes_after < 0.7 * result.bytes_before
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        (BASE, {"activations": "static", "weights": "fp8"}, "head's input is not calibrated"),
+        (BASE, {"weights": "none", "kv_cache": "fp8"}, "--lm-head changes nothing with --weights none"),
+        ("demo", {}, "lm_head is this model's embedding, which stays in 16 bits"),
+    ],
+)
+def test_an_output_head_that_cannot_be_rounded_is_refused(out: Path, model: object, options: Any, message: str):
+    with pytest.raises(ConfigError, match=message):
+        freight.quantize(model, out, lm_head=True, **options)
+    assert not out.exists()
+
+
 def test_ignored_modules_stay_as_they_are(out: Path):
     freight.quantize(BASE, out, **STATIC, ignore=["re:1.*down_proj", "model.layers.0.self_attn.o_proj"])
     left = ["model.layers.0.self_attn.o_proj", "model.layers.1.mlp.down_proj"]

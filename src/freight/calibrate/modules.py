@@ -42,16 +42,27 @@ def layer_modules(config: ModelConfig) -> tuple[LayerModules, ...]:
     return tuple(map(of, range(config.num_layers)))
 
 
-def ignored_modules(config: ModelConfig, patterns: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(names that `patterns` leave out, the output head always among them; names that a merging engine misses).
+def head_module(config: ModelConfig) -> str:
+    """The output head's name, also where it is tied to the embedding and has no tensor."""
+    return ARCHITECTURES[config.architecture].head.removesuffix(".weight")
+
+
+def ignored_modules(
+    config: ModelConfig, patterns: Sequence[str], lm_head: bool = False
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(names that `patterns` leave out; names that a merging engine misses).
+
+    The output head is left out as well, unless `lm_head`; that raises ConfigError where it is tied to the embedding.
 
     The second are modules that are left in although another of their group is left out: engines that merge q, k, v or
     gate, up want one scheme for all of them. Raises ConfigError for a pattern that matches no module.
     """
     layers = layer_modules(config)
-    head = ARCHITECTURES[config.architecture].head.removesuffix(".weight")
+    head = head_module(config)
+    if lm_head and config.tie_word_embeddings:
+        raise ConfigError(f"--lm-head: {head} is this model's embedding, which stays in 16 bits; leave --lm-head away")
     known = [name for layer in layers for group in layer.groups for name in group] + [head]
-    ignored = {head}
+    ignored = set() if lm_head else {head}
     for pattern in patterns:
         regular = pattern.startswith("re:")
         matched = _matches(pattern, known)

@@ -125,7 +125,7 @@ def quantize(
         raise ConfigError("quantize needs a folder to write: give out")
     require_new(Path(out))
     opened = open_unquantized(str(model), revision)
-    ignored, torn = ignored_modules(opened.model, decided.ignore)
+    ignored, torn = ignored_modules(opened.model, decided.ignore, decided.lm_head)
     require_room(opened.checkpoint, Path(out))
     calibration = NOTHING_CALIBRATED
     if decided.needs_data:

@@ -37,6 +37,7 @@ Center = Annotated[
     bool | None,
     typer.Option("--center", help="Take the means off keys and values before they are stored, where that pays."),
 ]
+LmHead = Annotated[bool | None, typer.Option("--lm-head", help="Round the output head as well; default: 16 bits.")]
 Ignore = Annotated[
     list[str] | None, _option("PATTERN", "A module to leave in 16 bits: a name, or re:REGEX; may be repeated.")
 ]
@@ -57,6 +58,7 @@ def quantize(
     kv_cache: KVCache = None,
     kv_granularity: KVGranularity = None,
     center: Center = None,
+    lm_head: LmHead = None,
     ignore: Ignore = None,
     calibration_data: Data = None,
     num_samples: NumSamples = None,
@@ -76,6 +78,7 @@ def quantize(
         "kv_cache": kv_cache,
         "kv_granularity": kv_granularity,
         "center": bool(center),
+        "lm_head": bool(lm_head),
         "ignore": tuple(ignore or ()),
         "calibration_data": calibration_data,
         "num_samples": num_samples,

@@ -39,6 +39,7 @@ class QuantizeArgs:
     kv_cache: str | None = None
     kv_granularity: str | None = None
     center: bool = False
+    lm_head: bool = False
     ignore: tuple[str, ...] = ()
     calibration_data: object = None  # a path, or samples: strings or lists of token ids
     num_samples: int | None = None
@@ -82,6 +83,7 @@ def plan(args: QuantizeArgs) -> QuantizePlan:
         observer=ObserverKind(_choose("--observer", args.observer or ObserverKind.ABSMAX, tuple(ObserverKind))),
         layout=layout,
         center=args.center,
+        lm_head=args.lm_head,
     )
     _check_scheme(decided)
     _check_layout(decided)
@@ -99,6 +101,10 @@ def _check_scheme(plan: QuantizePlan) -> None:
         raise ConfigError(
             "--activations static with --weights fp8-block: block-scaled products take activations in dynamic groups "
             "of 128; choose --activations dynamic, or --weights fp8 or fp8-channel"
+        )
+    if plan.lm_head and plan.activations is ActivationScheme.STATIC:
+        raise ConfigError(
+            "--lm-head with --activations static: the head's input is not calibrated; choose --activations dynamic"
         )
     if plan.weights is WeightScheme.NONE and plan.kv_granularity is None:
         raise ConfigError("--weights none and --kv-cache none leave nothing to do; choose --kv-cache fp8, or weights")
@@ -132,6 +138,8 @@ def _check_nothing_is_idle(args: QuantizeArgs, plan: QuantizePlan) -> None:
         raise ConfigError(f"--kv-granularity {args.kv_granularity} changes nothing with --kv-cache none; add fp8")
     if args.center and plan.kv_granularity is None:
         raise ConfigError("--center changes nothing with --kv-cache none; add --kv-cache fp8")
+    if args.lm_head and plan.weights is WeightScheme.NONE:
+        raise ConfigError("--lm-head changes nothing with --weights none; leave it away")
     if args.ignore and plan.weights is WeightScheme.NONE:
         raise ConfigError(f"--ignore {args.ignore[0]} changes nothing with --weights none; leave it away")
     for name in ("calibration_data", "num_samples", "max_seq_len", "observer"):

@@ -43,7 +43,10 @@ class ObserverKind(StrEnum):
 
 @dataclass(frozen=True)
 class QuantizePlan:
-    """What will be done. `kv_granularity` is None where the cache is left alone; `center` only goes with one."""
+    """What will be done. `kv_granularity` is None where the cache is left alone; `center` only goes with one.
+
+    `lm_head`: the output head is rounded as the other Linear modules are.
+    """
 
     weights: WeightScheme
     activations: ActivationScheme
@@ -54,6 +57,7 @@ class QuantizePlan:
     observer: ObserverKind
     layout: Layout
     center: bool = False
+    lm_head: bool = False
 
     @property
     def needs_data(self) -> bool:
