@@ -155,5 +155,4 @@ MORE_CASES: dict[str, Callable[[Target], object]] = {
     "norm static": partial(norm, False, Activations.STATIC, 4096),
     "silu_mul by group": partial(activate, True, Activations.DYNAMIC, 14336),
     "silu_mul by row, widest": partial(activate, False, Activations.DYNAMIC, elementwise.WIDE),
-    "silu_mul, wider": partial(activate, False, Activations.DYNAMIC, 28672),
 }

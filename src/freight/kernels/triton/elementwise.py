@@ -83,7 +83,7 @@ def add_rms_norm(
     return total, out
 
 
-WIDE = 16384  # beyond it a row of gates and ups does not fit the registers of one program
+WIDE = 32768  # beyond it the gates and ups of a row do not fit the registers of one program
 
 
 def silu_mul(target: Target, gate_up: Tensor, reader: Weight | None = None) -> Tensor | Quantized:
