@@ -28,7 +28,7 @@ ALONE = ("--batch-size", "1", "--input-len", "128", "--output-len", "65")
 SHORT = ("--batch-size", "1", "--input-len", "512", "--output-len", "17", "--repeats", "1")
 
 COMMANDS: dict[str, tuple[str, ...]] = {
-    "kernels": ("gpu",),
+    "kernels": ("kernels", "--device", "cuda"),
     "8b batch 64, FP8": ("latency", "--random-weights", "llama-8b", *FP8, *BIG),
     "8b batch 64, BF16": ("latency", "--random-weights", "llama-8b", *BF16, *BIG),
     "8b batch 1, FP8": ("latency", "--random-weights", "llama-8b", *FP8, *ALONE),
@@ -51,7 +51,7 @@ class Line:
 
 
 def kernel(results: Results, name: str, form: str, shape: tuple[int, ...]) -> dict[str, Any]:
-    """The row of `freight bench gpu` whose format begins with `form` and whose shape begins with `shape`."""
+    """The row of `freight bench kernels` whose format begins with `form` and whose shape begins with `shape`."""
     for row in results["kernels"]:
         if row["kernel"] == name and row["format"].startswith(form) and row["shape"][: len(shape)] == list(shape):
             return row

@@ -1,4 +1,4 @@
-"""`freight bench gpu`: what the Triton kernel set does, beside torch's own, timed by events over graphs.
+"""`freight bench kernels` on a GPU: what the Triton kernel set does, beside torch's own, timed by events over graphs.
 
 `bandwidth_fraction` is the bytes that a row has to read and write, over its median time and the bandwidth of a copy on
 the same device, read and written bytes both counted. Shapes: `attention` [batch, new tokens, context, heads, KV heads,
@@ -108,26 +108,32 @@ def copy_bandwidth(size: int = 2**31) -> float:
 def cases(kernels: KernelSet, sizes: Sizes, device: str, only: Sequence[str] = ()) -> Iterator[Callable[[], Case]]:
     """What makes each case, one at a time, as together they are large."""
     fp8 = select_kernels(kernels.name, device, fp8_attention=True)
+
+    def wanted(kernel: str) -> bool:
+        return not only or kernel in only
+
     for shape in sizes.attention:
-        if not only or "attention" in only:
+        if wanted("attention"):
             for format, scales in CACHES:
                 yield partial(_attention, kernels, sizes, shape, format, scales, device)
                 if format.is_e4m3:
                     yield partial(_attention, fp8, sizes, shape, format, scales, device, ", FP8 products")
+        if wanted("torch.sdpa"):
             yield partial(_torch_attention, sizes, shape, device, SDPBackend.FLASH_ATTENTION)
             if device == "cuda" and shape[1] > 1 and torch.version.hip is None:
                 yield partial(_torch_attention, sizes, shape, device, SDPBackend.CUDNN_ATTENTION)
-    if not only or "rotate_store" in only:
+    if wanted("rotate_store"):
         for format, scales in CACHES:
             yield partial(_store, kernels, sizes, format, scales, device)
-    if not only or "linear" in only:
-        for product in (sizes.product, *sizes.decode_products):
+    for product in (sizes.product, *sizes.decode_products):
+        if wanted("linear"):
             for activations in (Activations.DYNAMIC, Activations.PLAIN):
                 yield partial(_linear, kernels, product, activations, device)
+        if wanted("torch.linear"):
             yield partial(_torch_linear, product, device)
+    if wanted("torch._scaled_mm") and device == "cuda":
         for fast in (False, True):
-            if device == "cuda":
-                yield partial(_scaled_mm, sizes.product, fast)
+            yield partial(_scaled_mm, sizes.product, fast)
 
 
 def _pages(sizes: Sizes, num_blocks: int, format: Format, scales: str, device: str) -> KVPages:

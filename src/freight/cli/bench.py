@@ -14,6 +14,7 @@ from freight.cli.options import takes_engine_options
 from freight.config.engine import EngineArgs
 from freight.config.presets import shape_config
 from freight.config.resolve import KERNELS, check
+from freight.device import DEVICES
 from freight.errors import ConfigError, choices
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ OutputLen = Annotated[int, typer.Option(metavar="TOKENS", min=1, help="Tokens ge
 Repeats = Annotated[int, typer.Option(metavar="COUNT", min=1, help="Runs that count; one to warm up comes before.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 KERNEL_NAMES = ("linear", "attention", "rotate_store", "torch.linear", "torch._scaled_mm")
-GPU_KERNEL_NAMES = ("linear", "attention", "rotate_store")  # each brings torch's own along
+GPU_KERNEL_NAMES = (*KERNEL_NAMES, "torch.sdpa")
 
 
 @app.command()
@@ -80,57 +81,64 @@ def throughput(
 @app.command()
 def kernels(
     random_weights: Annotated[
-        str, typer.Option(metavar="SHAPE", help="The model whose shapes are measured: a preset or a config.json.")
-    ] = "llama-1b",
+        str | None,
+        typer.Option(metavar="SHAPE", help="The model whose shapes are measured, as above; default: llama-1b."),
+    ] = None,
     matrix: Annotated[
-        str, typer.Option(metavar="OUTxIN", help="One more weight, output by input features.")
-    ] = "14336x4096",
+        str | None, typer.Option(metavar="OUTxIN", help="One more weight, output by input; default: 14336x4096.")
+    ] = None,
     rows: Annotated[list[int] | None, typer.Option(metavar="COUNT", min=1, help="May be repeated; 1, 8, 512.")] = None,
-    context: Annotated[int, typer.Option(metavar="TOKENS", min=1, help="Keys that attention reads.")] = 16384,
+    context: Annotated[
+        int | None, typer.Option(metavar="TOKENS", min=1, help="Keys that attention reads; default: 16384.")
+    ] = None,
     only: Annotated[list[str] | None, typer.Option(metavar="KERNEL", help="May be repeated; default: all.")] = None,
     seconds: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="Time for each row.")] = 0.3,
     threads: Annotated[int | None, typer.Option(metavar="COUNT", min=1, envvar="FREIGHT_THREADS")] = None,
+    device: Annotated[str, typer.Option(metavar="|".join(DEVICES), envvar="FREIGHT_DEVICE")] = "auto",
     kernels: Annotated[str, typer.Option(metavar="|".join(KERNELS), envvar="FREIGHT_KERNELS")] = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Each operation on its own, beside torch's."""
-    check(EngineArgs(kernels=kernels, threads=threads))
-    shape = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", matrix)
-    if shape is None:
-        raise ConfigError(f"--matrix {matrix!r}: write it as 14336x4096, output by input features")
+    """Each operation on its own, beside torch's; on a GPU in the sizes of the table in docs/benchmarks.md."""
+    check(EngineArgs(kernels=kernels, threads=threads, device=device))
+    size = _matrix(matrix or "14336x4096")
     for name in only or []:
-        if name not in KERNEL_NAMES:
-            raise ConfigError(f"--only {name!r} is unknown: choose {choices(KERNEL_NAMES)}")
+        if name not in GPU_KERNEL_NAMES or (name not in KERNEL_NAMES and device == "cpu"):
+            known = KERNEL_NAMES if device == "cpu" else GPU_KERNEL_NAMES
+            raise ConfigError(f"--only {name!r} is unknown: choose {choices(known)}")
+    shape = shape_config(random_weights or "llama-1b")
     from freight.config.model import parse_model_config
 
-    model = parse_model_config(shape_config(random_weights))
-    from freight.bench.kernels import measure_kernels
-    from freight.device import usable_cores, use_threads
+    model = parse_model_config(shape)
+    from freight.device import probe, use_threads
     from freight.kernels.kernel_set import select_kernels
 
-    use_threads(threads, usable_cores())
-    size = (int(shape[1]), int(shape[2]))
-    found = measure_kernels(select_kernels(kernels), model, size, rows or [1, 8, 512], context, seconds, only or [])
+    facts = probe(device)
+    kernel_set = select_kernels(kernels, str(facts.kind))
+    if facts.kind == "cuda":
+        for flag, value in {
+            "random-weights": random_weights,
+            "matrix": matrix,
+            "rows": rows,
+            "context": context,
+        }.items():
+            if value is not None:
+                raise ConfigError(f"--{flag} is for --device cpu: the sizes on a GPU are those of docs/benchmarks.md")
+        from freight.bench.gpu import Sizes, measure_on_gpu
+
+        _print_rows(measure_on_gpu(kernel_set, only or [], seconds, Sizes()), as_json)
+        return
+    from freight.bench.kernels import measure_kernels
+
+    use_threads(threads, facts.cores)
+    found = measure_kernels(kernel_set, model, size, rows or [1, 8, 512], context or 16384, seconds, only or [])
     _print_rows(found, as_json)
 
 
-@app.command()
-def gpu(
-    only: Annotated[list[str] | None, typer.Option(metavar="KERNEL", help="May be repeated; default: all.")] = None,
-    seconds: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="Time for each row.")] = 0.3,
-    as_json: AsJson = False,
-) -> None:
-    """Each operation on a GPU, beside torch's, in the sizes of the table in docs/benchmarks.md."""
-    for name in only or []:
-        if name not in GPU_KERNEL_NAMES:
-            raise ConfigError(f"--only {name!r} is unknown: choose {choices(GPU_KERNEL_NAMES)}")
-    from freight.device import probe
-
-    probe("cuda")  # refuses where there is none
-    from freight.bench.gpu import Sizes, measure_on_gpu
-    from freight.kernels.kernel_set import select_kernels
-
-    _print_rows(measure_on_gpu(select_kernels("auto", "cuda"), only or [], seconds, Sizes()), as_json)
+def _matrix(said: str) -> tuple[int, int]:
+    shape = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", said)
+    if shape is None:
+        raise ConfigError(f"--matrix {said!r}: write it as 14336x4096, output by input features")
+    return int(shape[1]), int(shape[2])
 
 
 def _print_rows(found: Iterable[dict[str, Any]], as_json: bool) -> None:

@@ -37,6 +37,8 @@ def tiny(tmp_path: Path) -> str:
         (["kernels", "--matrix", "14336"], "--matrix '14336': write it as 14336x4096"),
         (["kernels", "--matrix", "0x4"], "write it as 14336x4096"),
         (["kernels", "--only", "softmax"], "--only 'softmax' is unknown"),
+        (["kernels", "--only", "torch.sdpa", "--device", "cpu"], "--only 'torch.sdpa' is unknown"),
+        (["kernels", "--device", "gpu"], "choose auto, cpu or cuda"),
         (["kernels", "--kernels", "fast"], "--kernels 'fast' is unknown"),
     ],
 )
