@@ -23,9 +23,9 @@ FREIGHT = [sys.executable, "-m", "freight", "bench"]
 FP8 = ("--quantization", "fp8", "--kv-cache-dtype", "fp8")
 STATIC = ("--quantization", "fp8", "--kv-cache-dtype", "fp8", "--kv-scales", "unit")
 BF16 = ("--dtype", "bfloat16")
-BIG = ("--batch-size", "64", "--input-len", "2048", "--output-len", "256", "--repeats", "1")
-ALONE = ("--batch-size", "1", "--input-len", "128", "--output-len", "65")
-SHORT = ("--batch-size", "1", "--input-len", "512", "--output-len", "17", "--repeats", "1")
+BIG = ("--device", "cuda", "--batch-size", "64", "--input-len", "2048", "--output-len", "256", "--repeats", "1")
+ALONE = ("--device", "cuda", "--batch-size", "1", "--input-len", "128", "--output-len", "65")
+SHORT = ("--device", "cuda", "--batch-size", "1", "--input-len", "512", "--output-len", "17", "--repeats", "1")
 
 COMMANDS: dict[str, tuple[str, ...]] = {
     "kernels": ("kernels", "--device", "cuda"),
