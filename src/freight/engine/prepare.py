@@ -53,10 +53,11 @@ def prepare(slices: Sequence[SequenceSlice], block_size: int, device: str = "cpu
     lengths = np.array([s.start + len(s.token_ids) for s in slices], np.int32)
 
     def tensor(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(device)
+        host = torch.from_numpy(array)
+        return host if device == "cpu" else host.pin_memory().to(device, non_blocking=True)  # the host does not wait
 
     return ForwardBatch(
-        token_ids=torch.tensor(tokens, dtype=torch.int64, device=device),
+        token_ids=tensor(np.array(tokens, np.int64)),
         positions=tensor(np.concatenate(positions)),
         slots=tensor(np.concatenate(slots)),
         query_starts=tensor(starts),
