@@ -1,9 +1,9 @@
 """`freight bench latency`: one batch that arrives at once, prefill and decode apart, beside the speed of the memory.
 
 Prefill lasts until the last of the batch has its first token. A decode step counts when every sequence gets a token in
-it, so its batch size is the one asked for. What a step has to read, the weights once and each sequence's keys and
-values, divided by its time and by the bandwidth measured between the runs, is `decode_bandwidth_fraction`: 1.0 is as
-fast as this memory allows. `overhead_fraction` is the share of a decode step that passes outside the model's forward
+it, so its batch size is the one asked for. `decode_bandwidth_fraction` is what a step has to read, the weights once and
+each sequence's keys and values, divided by its time and by the bandwidth right before and after its run: 1.0 is
+as fast as this memory allows. `overhead_fraction` is the share of a decode step that passes outside the model's forward
 pass: scheduling, preparation, sampling, bookkeeping (null on a GPU, which the host does not wait for there).
 """
 
@@ -51,25 +51,29 @@ def measure_latency(
     room = _room(engine.runner.pool, config.device)
     probe = MemoryProbe(device=config.device)
     runs: list[tuple[float, list[StepRecord]]] = []
+    bandwidths: list[float] = []  # of each run
     for repeat in range(1, repeats + 1):
         on_progress(repeat, repeats + 1)
-        probe.sample()
+        before = probe.sample()
         runs.append(run())
-        probe.sample()
+        bandwidths.append((before + probe.sample()) / 2)
     on_progress(repeats + 1, repeats + 1)
     weights = weight_bytes(engine.runner.model.config, config.compute_format, config.weight_format)
     bytes_per_token = engine.runner.pool.spec.bytes_per_token
     cache = round(batch_size * (input_len + output_len / 2) * bytes_per_token)  # half way through decoding
-    figures = _figures(runs, batch_size, input_len) | {"read_bandwidth_bytes_per_second": probe.bandwidth()}
-    step, bandwidth = figures["decode_step_ms"].median, figures["read_bandwidth_bytes_per_second"].median
+    figures = _figures(runs, batch_size, input_len)
+    figures["decode_bandwidth_fraction"] = Spread.of(
+        [(weights + cache) / (step.seconds * b) for (_, full), b in zip(runs, bandwidths, strict=True) for step in full]
+    )
+    figures["read_bandwidth_bytes_per_second"] = probe.bandwidth()
+    overhead = figures["overhead_ms"].median / figures["decode_step_ms"].median
     return describe_run(engine, config, name) | {
         "batch_size": batch_size,
         "input_len": input_len,
         "output_len": output_len,
         "repeats": repeats,
         **{figure: spread.median for figure, spread in figures.items()},
-        "decode_bandwidth_fraction": (weights + cache) / (step / 1e3) / bandwidth,
-        "overhead_fraction": figures["overhead_ms"].median / step if config.device == "cpu" else None,
+        "overhead_fraction": overhead if config.device == "cpu" else None,
         "decode_bytes_per_step": {"weights": weights, "kv_cache": cache},
         "peak_rss_bytes": peak,
         "imported_rss_bytes": imported,
