@@ -6,6 +6,7 @@ import itertools
 import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -58,7 +59,8 @@ class LLM:
         batch = _prompts(prompts)
         ids = self._add_all(batch, _params(sampling_params, len(batch)))
         try:
-            self._run(ids, progress)
+            with self._cache_watched():
+                self._run(ids, progress)
             return [self.engine.output(request_id) for request_id in ids]
         finally:
             for request_id in ids:
@@ -68,12 +70,13 @@ class LLM:
         """Complete one prompt, yielding what there is after each new token. Leaving the loop aborts the request."""
         (request_id,) = self._add_all([prompt], [sampling_params or SamplingParams()])
         try:
-            while self.engine.has_unfinished:
-                if request_id in self.engine.step():
-                    output = self.engine.output(request_id)
-                    yield output
-                    if output.finished:
-                        return
+            with self._cache_watched():
+                while self.engine.has_unfinished:
+                    if request_id in self.engine.step():
+                        output = self.engine.output(request_id)
+                        yield output
+                        if output.finished:
+                            return
         finally:
             self.engine.release(request_id)
 
@@ -124,7 +127,6 @@ class LLM:
 
     def _run(self, ids: list[str], progress: bool) -> None:
         """Step until every request of `ids` is done."""
-        before, tokens_before = self.engine.runner.pool.counters(), self.engine.num_computed_tokens
         columns = (TextColumn("generating"), MofNCompleteColumn(), TextColumn("requests"), TimeElapsedColumn())
         with Progress(*columns, disable=not progress, console=_stderr_console()) as bar:
             task = bar.add_task("", total=len(ids))
@@ -132,17 +134,27 @@ class LLM:
                 news = self.engine.step()
                 if progress:
                     bar.advance(task, sum(self.engine.output(request_id).finished for request_id in news))
+
+    @contextmanager
+    def _cache_watched(self) -> Iterator[None]:
+        """Say of a run, however it ends, that NaNs were stored in the cache, or that its scales cut off too much."""
         pool = self.engine.runner.pool
-        nans, cut_off = (now - then for now, then in zip(pool.counters(), before, strict=True))
-        if nans:
-            logger.warning("%d NaN were stored in the KV cache: the model computes NaN, its output means nothing", nans)
-        stored = (self.engine.num_computed_tokens - tokens_before) * pool.values_per_token
-        if cut_off > CUT_OFF_SHARE * stored:
-            logger.warning(
-                "%.1f %% of the keys and values lay beyond the range of their scales and were cut off: these scales do "
-                "not fit this model and text; --kv-scales dynamic measures them as it goes",
-                100 * cut_off / stored,
-            )
+        before, tokens_before = pool.counters(), self.engine.num_computed_tokens
+        try:
+            yield
+        finally:
+            nans, cut_off = (now - then for now, then in zip(pool.counters(), before, strict=True))
+            stored = (self.engine.num_computed_tokens - tokens_before) * pool.values_per_token
+            if nans:
+                logger.warning(
+                    "%d NaN were stored in the KV cache: the model computes NaN, its output is nothing", nans
+                )
+            if cut_off > CUT_OFF_SHARE * stored:
+                logger.warning(
+                    "%.1f %% of the keys and values lay beyond the range of their scales and were cut off: these "
+                    "scales do not fit this model and text; --kv-scales dynamic measures them as it goes",
+                    100 * cut_off / stored,
+                )
 
 
 def _text_or_ids(prompt: Prompt) -> str | Sequence[int]:

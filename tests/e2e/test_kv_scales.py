@@ -242,9 +242,11 @@ def test_scales_made_for_fnuz_are_halved(plain: tuple[Tensor, Tensor], tmp_path:
     assert_used(llm, case, plain)
 
 
+FOUR = SamplingParams(temperature=0.0, max_tokens=4, detokenize=False)
+
+
 def generate(model: Path, **options: Any) -> None:
-    params = SamplingParams(temperature=0.0, max_tokens=4, detokenize=False)
-    open_llm(model, kv_cache_dtype="fp8", **options).generate([TOKENS], params)
+    open_llm(model, kv_cache_dtype="fp8", **options).generate([TOKENS], FOUR)
 
 
 @pytest.mark.parametrize("kernels", ["reference", "auto"])
@@ -265,3 +267,7 @@ def test_scales_that_cut_off_are_said_and_scales_that_fit_are_not(
     pages = [half for layer in range(LAYERS) for half in stored(llm, layer)]
     at_the_end = sum(int((decode(half).abs() == 448).sum()) for half in pages) / sum(half.numel() for half in pages)
     assert 0.5 * at_the_end < float(said) / 100 <= at_the_end + 0.01
+    caplog.clear()
+    for _ in llm.stream(TOKENS, FOUR):
+        assert "cut off" not in caplog.text
+    assert f"{said} % of the keys and values lay beyond" in caplog.text
