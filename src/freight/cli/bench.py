@@ -82,7 +82,7 @@ def throughput(
 def kernels(
     random_weights: Annotated[
         str | None,
-        typer.Option(metavar="SHAPE", help="The model whose shapes are measured, as above; default: llama-1b."),
+        typer.Option(metavar="SHAPE", help="Whose shapes are measured: a preset or a config.json; default: llama-1b."),
     ] = None,
     matrix: Annotated[
         str | None, typer.Option(metavar="OUTxIN", help="One more weight, output by input; default: 14336x4096.")
