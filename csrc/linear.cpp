@@ -58,7 +58,8 @@ inline void accumulate(const D& decoder, const uint8_t* const* w, const typename
   for (int64_t unit = 0; unit < units; unit++, x += D::steps * M) {
     const int64_t at = unit * kBand * kUnit;
     const int64_t distance = at + ahead < end ? ahead : ahead + skipped;
-    for (int j = 0; j < NB; j++) __builtin_prefetch(w[j] + at + distance);
+    // Not to be kept (the 0): a step's weights, streaming by, would push all else that it needs out of the caches.
+    for (int j = 0; j < NB; j++) __builtin_prefetch(w[j] + at + distance, 0, 0);
     for (int first = 0; first < NB; first += blocks)
       for (int step = 0; step < D::steps; step += D::at_once) {
         for (int j = 0; j < blocks; j++) local.decode(w[first + j] + at, step, operand[j]);
