@@ -58,18 +58,18 @@ def kernel(results: Results, name: str, form: str, shape: tuple[int, ...]) -> di
     raise KeyError(f"no row of {name}, {form}, {shape}")
 
 
-def times_faster(results: Results, name: str, form: str, other: str, other_form: str, shape: tuple[int, ...]) -> float:
-    """How many times as fast the first kernel is as the second, at one shape."""
-    slow, fast = kernel(results, other, other_form, shape), kernel(results, name, form, shape)
-    return float(slow["median_us"] / fast["median_us"])
-
-
 def share(name: str, form: str, shape: tuple[int, ...]) -> Callable[[Results], float]:
     return lambda results: float(kernel(results, name, form, shape)["bandwidth_fraction"])
 
 
 def faster(name: str, form: str, other: str, other_form: str, shape: tuple[int, ...]) -> Callable[[Results], float]:
-    return lambda results: times_faster(results, name, form, other, other_form, shape)
+    """How many times as fast the first kernel is as the second, at one shape."""
+
+    def find(results: Results) -> float:
+        slow, fast = kernel(results, other, other_form, shape), kernel(results, name, form, shape)
+        return float(slow["median_us"] / fast["median_us"])
+
+    return find
 
 
 def of_run(command: str, figure: str) -> Callable[[Results], float]:

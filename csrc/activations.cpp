@@ -5,11 +5,11 @@
 #include <cstring>
 
 #include "parallel.h"
+#include "rows.h"
 
 namespace {
 
-constexpr float kLargest = 448.f;            // E4M3FN
-constexpr float kSmallestScale = 0x1p-126f;  // the smallest normal float32
+constexpr float kLargest = 448.f;  // E4M3FN
 
 // The E4M3FN value nearest to v, ties to even; saturates. NaN stays NaN. Exact in bfloat16.
 inline float round_e4m3(float v) {
@@ -21,25 +21,9 @@ inline float round_e4m3(float v) {
   return v != v ? v : bits_to_float(rounded | sign);
 }
 
-// amax / 448 over the finite values, as large as the smallest normal float32 at least.
-float scale_from(uint32_t largest) {
-  const float scale = bits_to_float(largest) / kLargest;
-  return scale > kSmallestScale ? scale : kSmallestScale;
-}
-
-// The largest finite magnitude of `count` values, as a float32's bits. Integers, so that these loops become vectors.
-uint32_t largest_of(const float* values, int64_t count) {
-  int32_t largest = 0;
-  for (int64_t i = 0; i < count; i++) {
-    const int32_t magnitude = static_cast<int32_t>(float_to_bits(values[i]) & 0x7FFFFFFFu);
-    const int32_t finite = magnitude < 0x7F800000 ? magnitude : 0;
-    largest = largest > finite ? largest : finite;
-  }
-  return static_cast<uint32_t>(largest);
-}
-
-uint32_t largest_of(const void* x, int32_t format, int64_t first, int64_t count) {
-  if (format == FREIGHT_FLOAT32) return largest_of(static_cast<const float*>(x) + first, count);
+// The largest finite magnitude of `count` values from `first` on; of halves compared as they are stored.
+float largest_of(const void* x, int32_t format, int64_t first, int64_t count) {
+  if (format == FREIGHT_FLOAT32) return freight::largest_finite(static_cast<const float*>(x) + first, count);
   const uint16_t* halves = static_cast<const uint16_t*>(x) + first;
   const int16_t infinity = format == FREIGHT_BFLOAT16 ? 0x7F80 : 0x7C00;
   int16_t largest = 0;
@@ -49,7 +33,7 @@ uint32_t largest_of(const void* x, int32_t format, int64_t first, int64_t count)
     largest = largest > finite ? largest : finite;
   }
   const uint16_t half = static_cast<uint16_t>(largest);
-  return float_to_bits(format == FREIGHT_BFLOAT16 ? bf16_to_float(half) : f16_to_float(half));
+  return format == FREIGHT_BFLOAT16 ? bf16_to_float(half) : f16_to_float(half);
 }
 
 void round_by(float* values, int64_t count, float scale) {
@@ -82,7 +66,7 @@ struct Stager {
   void scale_row(int64_t row) const {
     const int64_t in = weight.in_features;
     row_scale[row] = weight.activations == STATIC ? weight.input_scale
-                                                  : scale_from(largest_of(x, format, row * in, in));
+                                                  : freight::scale_from(largest_of(x, format, row * in, in), kLargest);
   }
 
   // Columns `first` .. `first` + `count` of a row, as float32, rounded to FP8 where the weight asks for it.
@@ -93,7 +77,7 @@ struct Stager {
     for (int64_t done = 0; done < count; done += kGroup) {
       const int64_t part = std::min<int64_t>(kGroup, count - done);
       float& scale = group_scale[row * groups + (first + done) / kGroup];
-      scale = scale_from(largest_of(values + done, part));
+      scale = freight::scale_from(freight::largest_finite(values + done, part), kLargest);
       round_by(values + done, part, scale);
     }
   }

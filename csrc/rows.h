@@ -44,6 +44,20 @@ inline V16 rounded_to(V16 values, int32_t format) {
   return load_16(stored, format);
 }
 
+// The largest finite magnitude. Compared as integers, which a compiler may take in any order: so this becomes vectors.
+inline float largest_finite(const float* values, int64_t size) {
+  int32_t largest = 0;
+  for (int64_t i = 0; i < size; i++) {
+    const int32_t magnitude = static_cast<int32_t>(float_to_bits(values[i]) & 0x7FFFFFFFu);
+    const int32_t finite = magnitude < 0x7F800000 ? magnitude : 0;
+    largest = largest > finite ? largest : finite;
+  }
+  return bits_to_float(static_cast<uint32_t>(largest));
+}
+
+// amax / max, as large as the smallest normal float32 at least.
+inline float scale_from(float amax, float max) { return std::max(amax / max, 0x1p-126f); }
+
 inline char* element(void* base, int64_t index, int32_t format) {
   return static_cast<char*>(base) + index * size_of(format);
 }

@@ -15,24 +15,12 @@ namespace freight {
 namespace {
 
 constexpr int64_t kRowsPerTask = 4;
-constexpr float kSmallestScale = 0x1p-126f;  // the smallest normal float32
 
 enum Kind { kQuery, kKey, kValue };
 
 struct Counts {
   int64_t nan = 0, beyond = 0;
 };
-
-// Magnitudes as integers, which a compiler may take in any order: so this loop becomes vectors.
-float largest_finite(const float* values, int n) {
-  int32_t largest = 0;
-  for (int i = 0; i < n; i++) {
-    const int32_t magnitude = static_cast<int32_t>(float_to_bits(values[i]) & 0x7FFFFFFFu);
-    const int32_t finite = magnitude < 0x7F800000 ? magnitude : 0;
-    largest = largest > finite ? largest : finite;
-  }
-  return bits_to_float(static_cast<uint32_t>(largest));
-}
 
 // Round to `type` what lies in `values` [n], padded.
 void round_to(float* values, int n, int32_t type) {
@@ -98,7 +86,7 @@ Counts store_head(const FreightStore& a, Kind kind, int head, int64_t slot, cons
     const float* scale = static_cast<const float*>(scales) + static_cast<int64_t>(head) * n;
     return encode<F>(x, n, [scale](int i) { return scale[i]; }, to);
   } else if (a.scales == FREIGHT_TOKEN_SCALES) {
-    const uint16_t stored = float_to_bf16(std::max(largest_finite(x, n) / fp8_max(F), kSmallestScale));
+    const uint16_t stored = float_to_bf16(scale_from(largest_finite(x, n), fp8_max(F)));
     static_cast<uint16_t*>(scales)[place] = stored;
     const float scale = bf16_to_float(stored);
     return encode<F>(x, n, [scale](int) { return scale; }, to);

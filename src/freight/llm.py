@@ -147,7 +147,7 @@ class LLM:
             stored = (self.engine.num_computed_tokens - tokens_before) * pool.values_per_token
             if nans:
                 logger.warning(
-                    "%d NaN were stored in the KV cache: the model computes NaN, its output is nothing", nans
+                    "%d NaN were stored in the KV cache: the model computes NaN, its output means nothing", nans
                 )
             if cut_off > CUT_OFF_SHARE * stored:
                 logger.warning(

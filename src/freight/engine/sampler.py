@@ -71,7 +71,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
     assert logits.shape[0] == len(rows)
     adjusted = _adjust(logits, rows)
     tokens, reached = _choose(adjusted, rows, _NUCLEUS)
-    barred = adjusted.amax(-1) == -math.inf
+    barred = torch.zeros_like(reached) if adjusted is logits else adjusted.amax(-1) == -math.inf
     told = torch.stack((tokens, reached.long(), _broken(logits).long(), barred.long()))
     token_ids, all_reached, broken, no_token = told.tolist()  # where the host waits for a GPU, the only place
     _refuse(broken)

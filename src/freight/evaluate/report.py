@@ -130,8 +130,9 @@ def run_caches(
 ) -> list[CacheRun]:
     """`compare_caches` with the model that ran, and what is known of each token."""
     opened = open_model(args)
-    plain = replace(args, kv_cache_dtype="float32", kv_scales="auto", quantization_param_path=None)
-    plain = replace(plain, attention_compute="auto")
+    plain = replace(
+        args, kv_cache_dtype="float32", kv_scales="auto", quantization_param_path=None, attention_compute="auto"
+    )
     plain = replace(plain, kv_cache_dtype=str(opened.resolve(plain).compute_format))
     configs = [opened.resolve(plain)]
     for cache in caches:
@@ -146,12 +147,12 @@ def run_caches(
     # FP8 products are those of E4M3 caches: attention over the first computes as ever
     decoder = opened.load(replace(configs[0], fp8_attention=any(config.fp8_attention for config in configs)))
     num_blocks = -(-length // configs[0].block_size)
+    kernels, device = select_kernels(configs[0].kernels, configs[0].device), configs[0].device
     runs = []
     for config in configs:
-        kernels = select_kernels(config.kernels, config.device)
-        spec, rope = opened.cache_spec(config), decoder.rope_tables
-        pool = allocate_pool(spec, config.kv, num_blocks, kernels, config.device, rope)
-        runs.append(CacheRun(config, ModelRunner(decoder, pool, config.device)))
+        spec = opened.cache_spec(config)
+        pool = allocate_pool(spec, config.kv, num_blocks, kernels, device, decoder.rope_tables)
+        runs.append(CacheRun(config, ModelRunner(decoder, pool, device)))
     chunk, blocks = configs[0].max_num_batched_tokens, range(num_blocks)
     for done, part in enumerate(windows):
         on_progress(done, len(windows))

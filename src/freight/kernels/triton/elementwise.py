@@ -12,7 +12,7 @@ from torch import Tensor
 
 from freight.fp8.values import Weight
 from freight.kernels.triton.formats import Target
-from freight.kernels.triton.rows import Quantized, quantize, quantizes, room_for, write_row
+from freight.kernels.triton.rows import Quantized, quantize, quantizes, room_for, this_row, write_row
 
 
 @triton.jit
@@ -21,10 +21,7 @@ def add_rms_norm_kernel(
     BLOCK_GROUPS: tl.constexpr, NUM_SCALES: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
     """A program: one row. Without delta_ptr the sum is x, and not written."""
-    row = tl.program_id(0).to(tl.int64)
-    group = tl.arange(0, BLOCK_GROUPS)
-    index = group[:, None] * 128 + tl.arange(0, 128)[None, :]
-    mask = index < SIZE
+    row, group, index, mask = this_row(SIZE, BLOCK_GROUPS)
     stored = tl.load(x_ptr + row * SIZE + index, mask=mask, other=0.0)
     if delta_ptr is not None:
         delta = tl.load(delta_ptr + row * SIZE + index, mask=mask, other=0.0)
@@ -60,10 +57,7 @@ def silu_mul_row_kernel(
     NUM_SCALES: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
     """A program: one row."""
-    row = tl.program_id(0).to(tl.int64)
-    group = tl.arange(0, BLOCK_GROUPS)
-    index = group[:, None] * 128 + tl.arange(0, 128)[None, :]
-    mask = index < SIZE
+    row, group, index, mask = this_row(SIZE, BLOCK_GROUPS)
     gate = tl.load(x_ptr + row * 2 * SIZE + index, mask=mask, other=0.0)
     up = tl.load(x_ptr + row * 2 * SIZE + SIZE + index, mask=mask, other=0.0)
     result = _silu_mul(gate, up)
@@ -97,4 +91,4 @@ def silu_mul(target: Target, gate_up: Tensor, reader: Weight | None = None) -> T
     out = gate_up.new_empty(rows, size)
     block = min(1024, triton.next_power_of_2(size))
     silu_mul_kernel[(rows, triton.cdiv(size, block))](gate_up, out, SIZE=size, BLOCK=block, num_warps=4)
-    return quantize(target, out, reader) if reader is not None and quantizes(reader) else out
+    return quantize(target, out, reader) if quantizes(reader) else out

@@ -7,7 +7,7 @@ over the activations before a matrix product.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import triton
@@ -31,6 +31,14 @@ class Quantized:
     codes: Tensor
     scale: Tensor
     dtype: torch.dtype
+
+
+@triton.jit
+def this_row(SIZE: tl.constexpr, BLOCK_GROUPS: tl.constexpr):
+    """Of a program that works on one row: the row, its groups of 128, where their values lie in it, and which exist."""
+    group = tl.arange(0, BLOCK_GROUPS)
+    index = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    return tl.program_id(0).to(tl.int64), group, index, index < SIZE
 
 
 @triton.jit
@@ -65,10 +73,7 @@ def quantize_kernel(
     NUM_SCALES: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
     """A program: one row."""
-    row = tl.program_id(0).to(tl.int64)
-    group = tl.arange(0, BLOCK_GROUPS)
-    index = group[:, None] * 128 + tl.arange(0, 128)[None, :]
-    mask = index < SIZE
+    row, group, index, mask = this_row(SIZE, BLOCK_GROUPS)
     x = tl.load(x_ptr + row * row_stride + index, mask=mask, other=0.0)
     write_row(x, out_ptr, scale_ptr, static_scale, row, group, index, mask, SIZE, NUM_SCALES, FORMAT, SCALES)
 
@@ -78,7 +83,7 @@ def warps_for(block: int) -> int:
     return min(16, max(1, block // 512))
 
 
-def quantizes(reader: Weight | None) -> bool:
+def quantizes(reader: Weight | None) -> TypeGuard[Weight]:
     """Whether `reader` multiplies quantized rows."""
     return reader is not None and reader.scale is not None and reader.activations is not Activations.PLAIN
 
@@ -94,9 +99,10 @@ def room_for(
     groups = triton.cdiv(size, BLOCK)
     block_groups = triton.next_power_of_2(groups)
     constants = {"SIZE": size, "BLOCK_GROUPS": block_groups, "num_warps": warps_for(block_groups * BLOCK)}
-    if reader is None or reader.scale is None or not quantizes(reader):
+    if not quantizes(reader):
         out = torch.empty(rows, size, dtype=like.dtype, device=device)
         return out, (out, None, 1.0), constants | {"NUM_SCALES": 0, "FORMAT": "", "SCALES": ""}
+    assert reader.scale is not None
     stored = format_of(reader.data)
     format = stored if stored.is_e4m3 else Format.E4M3FN
     blocks, static = reader.scale.ndim == 2, reader.activations is Activations.STATIC

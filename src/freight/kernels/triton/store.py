@@ -106,13 +106,13 @@ def rotate_store_kernel(
     slots = tl.load(slots_ptr + rows, mask=live, other=-1)
     kept = (slots >= 0)[:, None] & inside[None, :]
     mask = live[:, None] & inside[None, :]
+    source = qkv_ptr + (rows.to(tl.int64) * (HEADS + 2 * KV_HEADS) + head)[:, None] * (2 * HALF) + index[None, :]
+    first = tl.load(source, mask=mask, other=0.0)
+    second = tl.load(source + HALF, mask=mask, other=0.0)
     if head < HEADS + KV_HEADS:
         turn = tl.load(positions_ptr + rows, mask=live, other=0)[:, None] * HALF + index[None, :]
         cos = tl.load(cos_ptr + turn, mask=mask, other=0.0)
         sin = tl.load(sin_ptr + turn, mask=mask, other=0.0)
-        source = qkv_ptr + (rows.to(tl.int64) * (HEADS + 2 * KV_HEADS) + head)[:, None] * (2 * HALF) + index[None, :]
-        first = tl.load(source, mask=mask, other=0.0)
-        second = tl.load(source + HALF, mask=mask, other=0.0)
         if head < HEADS:
             if q_norm_ptr is not None:
                 first, second = _normed(first, second, q_norm_ptr, eps, index, inside, HALF)
@@ -134,9 +134,6 @@ def rotate_store_kernel(
             )  # fmt: skip
     else:
         value_head = head - HEADS - KV_HEADS
-        source = qkv_ptr + (rows.to(tl.int64) * (HEADS + 2 * KV_HEADS) + head)[:, None] * (2 * HALF) + index[None, :]
-        first = tl.load(source, mask=kept, other=0.0)
-        second = tl.load(source + HALF, mask=kept, other=0.0)
         if v_center_ptr is not None:
             center_ptr = v_center_ptr + value_head * (2 * HALF)
             first = _centered(first, center_ptr, index, inside)
