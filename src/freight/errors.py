@@ -5,7 +5,8 @@
     ├── RequestError     (also ValueError)  one request cannot be served: its prompt or its SamplingParams
     ├── CheckpointError                     a folder of weights is incomplete, damaged or not understood
     ├── CapacityError                       it would not fit into memory
-    └── KernelError                         a kernel was given what it cannot compute
+    ├── KernelError                         a kernel was given what it cannot compute
+    └── GenerationError                     some requests failed while they were computed; `outputs` has them all
 
 A message names the thing, the value it has, and the way out. Anything else that is raised is a bug of ours.
 """
@@ -13,7 +14,8 @@ A message names the thing, the value it has, and the way out. Anything else that
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 
 class FreightError(Exception):
@@ -38,6 +40,18 @@ class CapacityError(FreightError):
 
 class KernelError(FreightError):
     """A kernel was called with tensors that it does not compute."""
+
+
+class GenerationError(FreightError):
+    """Some requests of a call failed while they were computed, and the others are complete.
+
+    `outputs` is what the call would have returned: a RequestOutput for each prompt, or the one that was streamed. The
+    completions that failed have finish reason "error", and `error` says why.
+    """
+
+    def __init__(self, message: str, outputs: Sequence[Any]) -> None:
+        super().__init__(message)
+        self.outputs = list(outputs)
 
 
 def choices(names: Iterable[str]) -> str:

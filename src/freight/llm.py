@@ -5,21 +5,27 @@ from __future__ import annotations
 import itertools
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from numbers import Integral
 from typing import Any
 
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from freight.config.engine import EngineArgs
 from freight.engine.build import BeforeWeights, build_engine
-from freight.errors import RequestError
+from freight.engine.intake import AcceptedPrompt
+from freight.engine.turns import Turns
+from freight.errors import ConfigError, GenerationError, RequestError
 from freight.outputs import RequestOutput
 from freight.sampling import SamplingParams
 from freight.tokenizer import require_chat_template
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
+Accepted = tuple[AcceptedPrompt, SamplingParams]
 
 CUT_OFF_SHARE = 1e-3  # of the keys and values of a run: what calibrated scales cut off on other text stays well below
 
@@ -35,6 +41,10 @@ class LLM:
     `model` is a folder, a hub id, or 'demo', the model that ships with the package. The other options are the fields
     of `EngineArgs`. Raises ConfigError for a setting that cannot be honoured and CheckpointError for a folder that
     cannot be read, both before any weight is read; `before_weights` is called right then, and may raise as well.
+
+    May be called from several threads: their requests are computed together, and a step is taken by one thread at a
+    time, in order of arrival. A call that is interrupted (Ctrl-C), and a stream that is left, take their requests with
+    them and change nothing for other calls.
     """
 
     def __init__(self, model: str = "demo", *, before_weights: BeforeWeights | None = None, **options: Any) -> None:
@@ -42,6 +52,7 @@ class LLM:
         args = EngineArgs.from_options(model=model, **options)
         self.engine, self.config = build_engine(args, before_weights)
         self._ids = itertools.count()
+        self._turns = Turns(self.engine.release)
 
     def generate(
         self,
@@ -49,36 +60,69 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool = False,
+        on_error: str = "raise",
     ) -> list[RequestOutput]:
         """Complete one prompt or many, in the order given.
 
         A prompt is a string, a list of token ids, {"prompt": str} or {"prompt_token_ids": [int]}. `sampling_params`
         is one for all or one for each. `progress` shows a bar on stderr. Raises RequestError for any prompt that
-        cannot be served, before the first is computed.
+        cannot be served, before the first is computed. A prompt that fails while it is computed stops no other: at the
+        end `on_error="raise"` raises GenerationError, whose `outputs` has all, and "return" returns all, the failed
+        completions with finish reason "error".
         """
-        batch = _prompts(prompts)
-        ids = self._add_all(batch, _params(sampling_params, len(batch)))
+        _check_on_error(on_error)
+        accepted = self._accept_all(prompts, sampling_params)
+        ids: list[str] = []
         try:
             with self._cache_watched():
+                self._turns.run(lambda: self._add_all(ids, accepted))
                 self._run(ids, progress)
-            return [self.engine.output(request_id) for request_id in ids]
+            outputs = self._turns.run(lambda: [self.engine.output(request_id) for request_id in ids])
         finally:
-            for request_id in ids:
-                self.engine.release(request_id)
+            self._turns.unwanted.extend(ids)
+            self._turns.tidy()
+        if on_error == "raise":
+            _raise_failed(outputs)
+        return outputs
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Complete one prompt, yielding what there is after each new token. Leaving the loop aborts the request."""
-        (request_id,) = self._add_all([prompt], [sampling_params or SamplingParams()])
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, on_error: str = "raise"
+    ) -> Iterator[RequestOutput]:
+        """Complete one prompt, yielding all there is of it after each step that brought a token.
+
+        The request is checked now, queued when the first output is asked for, and computed on whenever this stream or
+        any other call of the LLM takes a step. Leaving the loop aborts it. A failure is raised or returned behind the
+        last output, as in `generate`.
+        """
+        _check_on_error(on_error)
+        return self._stream(self._accept_all([prompt], sampling_params), on_error)
+
+    def _stream(self, accepted: list[Accepted], on_error: str) -> Iterator[RequestOutput]:
+        ids: list[str] = []
         try:
             with self._cache_watched():
-                while self.engine.has_unfinished:
-                    if request_id in self.engine.step():
-                        output = self.engine.output(request_id)
+                self._turns.run(lambda: self._add_all(ids, accepted))
+                seen = 0
+                while True:
+                    output, seen = self._turns.run(partial(self._advance, ids[0], seen))
+                    if output is not None:
                         yield output
                         if output.finished:
-                            return
+                            break
+                if on_error == "raise":
+                    _raise_failed([output])
         finally:
-            self.engine.release(request_id)
+            self._turns.unwanted.extend(ids)
+            self._turns.tidy()
+
+    def _advance(self, request_id: str, seen: int) -> tuple[RequestOutput | None, int]:
+        """The output of a request, after a step if it had only `seen` deltas; None if still. And how many it had."""
+        engine = self.engine
+        if engine.num_deltas(request_id) == seen and not engine.is_finished(request_id):
+            engine.step()
+        count = engine.num_deltas(request_id)
+        is_new = count > seen or engine.is_finished(request_id)
+        return (engine.output(request_id) if is_new else None), count
 
     def chat(
         self,
@@ -86,13 +130,14 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool = False,
+        on_error: str = "raise",
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation, a list of {"role", "content"}, or many, through the model's chat template."""
         single = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Any = [messages] if single else messages
         prompts = [self.chat_prompt(conversation, **template_options) for conversation in conversations]
-        return self.generate(prompts, sampling_params, progress=progress)
+        return self.generate(prompts, sampling_params, progress=progress, on_error=on_error)
 
     def chat_prompt(self, messages: Sequence[Message], **template_options: Any) -> list[int]:
         """The token ids of a conversation. Raises ConfigError for a model without a chat template."""
@@ -111,29 +156,37 @@ class LLM:
             "capacity_tokens": pool.capacity_tokens,
         }
 
-    def _add_all(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[str]:
-        """Queue all or none."""
-        added: list[str] = []
-        try:
-            for prompt, one in zip(prompts, params, strict=True):
-                request_id = str(next(self._ids))
-                self.engine.add(request_id, _text_or_ids(prompt), one)
-                added.append(request_id)
-        except BaseException:
-            for request_id in added:
-                self.engine.release(request_id)
-            raise
-        return added
+    def _accept_all(
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[Accepted]:
+        """Every prompt with its parameters, or the error of the first that cannot be served. Changes nothing."""
+        batch = _prompts(prompts)
+        params = _params(sampling_params, len(batch))
+        return [(self.engine.accept(_text_or_ids(prompt), one), one) for prompt, one in zip(batch, params, strict=True)]
+
+    def _add_all(self, ids: list[str], accepted: list[Accepted]) -> None:
+        """Queue all. An id is in `ids` before the engine has it, so that an interrupted caller releases it."""
+        for prompt, params in accepted:
+            ids.append(str(next(self._ids)))
+            self.engine.add(ids[-1], prompt, params)
 
     def _run(self, ids: list[str], progress: bool) -> None:
         """Step until every request of `ids` is done."""
+        pending = deque(ids)
+
+        def advance() -> int:
+            """The number of requests that are done, counted only for the bar."""
+            while pending and self.engine.is_finished(pending[0]):
+                pending.popleft()
+            if pending:
+                self.engine.step()
+            return sum(map(self.engine.is_finished, ids)) if progress else 0
+
         columns = (TextColumn("generating"), MofNCompleteColumn(), TextColumn("requests"), TimeElapsedColumn())
         with Progress(*columns, disable=not progress, console=_stderr_console()) as bar:
             task = bar.add_task("", total=len(ids))
-            while self.engine.has_unfinished:
-                news = self.engine.step()
-                if progress:
-                    bar.advance(task, sum(self.engine.output(request_id).finished for request_id in news))
+            while pending:
+                bar.update(task, completed=self._turns.run(advance))
 
     @contextmanager
     def _cache_watched(self) -> Iterator[None]:
@@ -157,27 +210,36 @@ class LLM:
                 )
 
 
-def _text_or_ids(prompt: Prompt) -> str | Sequence[int]:
+def _text_or_ids(prompt: Any) -> str | Sequence[int]:
     if isinstance(prompt, Mapping):
         keys = set(prompt)
         if keys == {"prompt"} and isinstance(prompt["prompt"], str):
             return str(prompt["prompt"])
         if keys == {"prompt_token_ids"}:
-            return list(prompt["prompt_token_ids"])
+            return _text_or_ids(_listed(prompt["prompt_token_ids"]))
         raise RequestError(
-            f'a prompt dict is {{"prompt": str}} or {{"prompt_token_ids": [int]}}; this has {sorted(keys)}'
+            f'a prompt dict is {{"prompt": str}} or {{"prompt_token_ids": [int]}}; this has {sorted(map(str, keys))}'
         )
-    if isinstance(prompt, str | Sequence):
+    prompt = _listed(prompt)
+    if isinstance(prompt, Sequence):
         return prompt
     raise RequestError(f"a prompt is a string, a list of token ids or a dict, not {type(prompt).__name__}")
 
 
-def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many -> many. A list of integers is one prompt."""
-    if isinstance(prompts, str | Mapping):
+def _prompts(prompts: Any) -> list[Any]:
+    """One prompt or many -> many. A list or array of integers is one prompt."""
+    prompts = _listed(prompts)
+    if isinstance(prompts, str | bytes | bytearray | Mapping):
         return [prompts]
-    batch: list[Any] = list(prompts)
-    return [batch] if batch and all(isinstance(item, int) for item in batch) else batch
+    if not isinstance(prompts, Iterable):
+        raise RequestError(f"prompts are a string, token ids, a dict or a list of these, not {type(prompts).__name__}")
+    batch = list(prompts)
+    return [batch] if batch and all(isinstance(item, Integral) for item in batch) else batch
+
+
+def _listed(value: Any) -> Any:
+    """An array or tensor as lists of Python numbers; anything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _params(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
@@ -186,6 +248,29 @@ def _params(given: SamplingParams | Sequence[SamplingParams] | None, count: int)
     if len(given) != count:
         raise RequestError(f"{len(given)} SamplingParams for {count} prompts; give one, or one for each")
     return list(given)
+
+
+def _check_on_error(on_error: str) -> None:
+    if on_error not in ("raise", "return"):
+        raise ConfigError(f"on_error is {on_error!r}; it must be 'raise' or 'return'")
+
+
+def _raise_failed(outputs: Sequence[RequestOutput]) -> None:
+    """Raises GenerationError when a completion of `outputs` failed."""
+    failed = [
+        (index, completion.error)
+        for index, output in enumerate(outputs)
+        for completion in output.outputs
+        if completion.error is not None
+    ]
+    if failed:
+        index, error = failed[0]
+        many = f"{len({index for index, _ in failed})} of {len(outputs)} prompts failed; prompt {index}"
+        raise GenerationError(
+            f"{many if len(outputs) > 1 else 'the prompt failed'}: {error} (the error's `outputs` has what was "
+            "computed; on_error='return' returns it)",
+            outputs,
+        )
 
 
 def _stderr_console() -> Any:

@@ -12,6 +12,8 @@ class FinishReason(StrEnum):
     STOP = "stop"  # a stop id or a stop string
     LENGTH = "length"  # max_tokens, or the end of the context
     ABORT = "abort"  # the caller went away
+    TIMEOUT = "timeout"  # timeout_s passed
+    ERROR = "error"  # it could not be computed further; `error` says why
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,10 @@ TokenLogprobs = dict[int, Logprob]  # the asked-for most likely tokens and, alwa
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One completion. `stop_reason` is the stop string or stop id that ended it, if one did."""
+    """One completion. `stop_reason` is the stop string or stop id that ended it, if one did.
+
+    `error` says why a completion with finish reason ERROR has no more tokens; it is None for all others.
+    """
 
     index: int
     text: str
@@ -39,6 +44,7 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     logprobs: list[TokenLogprobs] | None = None
+    error: str | None = None
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -60,6 +66,30 @@ class RequestOutput:
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
+    finished: bool
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionDelta:
+    """What is new of one completion since its last delta: tokens, whole characters of text, log-probabilities."""
+
+    index: int
+    token_ids: list[int]
+    text: str
+    logprobs: list[TokenLogprobs] | None
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None
+    error: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestDelta:
+    """What is new of a request: the completions that advanced, and entries of `prompt_logprobs`."""
+
+    request_id: str
+    outputs: list[CompletionDelta]
     finished: bool
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_cached_tokens: int = 0

@@ -117,6 +117,7 @@ class SamplingParams:
     detokenize: bool = True
     skip_special_tokens: bool = True
     cache_salt: str | None = None
+    timeout_s: float | None = None
 
     def __post_init__(self) -> None:
         values: dict[str, object] = {
@@ -126,7 +127,7 @@ class SamplingParams:
             "top_k": _whole("top_k", self.top_k, -1, hint="; 0 or -1 keeps every token"),
             "min_p": _number("min_p", self.min_p, 0, 1),
             "seed": _optional(_whole, "seed", self.seed, -(2**63), 2**64 - 1),
-            "max_tokens": _optional(_whole, "max_tokens", self.max_tokens, 1),
+            "max_tokens": _optional(_whole, "max_tokens", self.max_tokens, 0),
             "min_tokens": _whole("min_tokens", self.min_tokens, 0),
             "stop": _strings("stop", self.stop),
             "stop_token_ids": tuple(

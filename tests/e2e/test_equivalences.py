@@ -69,8 +69,9 @@ def trace(llm: LLM, params: SamplingParams, others: Sequence[str] = (), others_g
     """Run the prompt after `others`, and read its part of the cache right after its last step."""
     engine = llm.engine
     for index, other in enumerate(others):
-        engine.add(f"other {index}", other, replace(SAMPLING["greedy"], max_tokens=others_grow))
-    engine.add("main", PROMPT, params)
+        longer = replace(SAMPLING["greedy"], max_tokens=others_grow)
+        engine.add(f"other {index}", engine.accept(other, longer), longer)
+    engine.add("main", engine.accept(PROMPT, params), params)
     request = engine._groups["main"].completions[0].request
     blocks: tuple[int, ...] = ()
     schedule = engine.scheduler.schedule

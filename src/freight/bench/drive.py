@@ -26,7 +26,7 @@ from freight.sampling import SamplingParams
 
 @dataclass(frozen=True)
 class TimedDecoder(Decoder):
-    """A model that notes how long each forward pass took, in seconds, as the host sees it."""
+    """A model that records how long each part of a forward pass took, in seconds, as the host sees it."""
 
     forward_seconds: list[float] = field(default_factory=list)
 
@@ -34,9 +34,15 @@ class TimedDecoder(Decoder):
     def over(model: Decoder) -> TimedDecoder:
         return TimedDecoder(**{part.name: getattr(model, part.name) for part in fields(Decoder)})
 
-    def forward(self, batch: ForwardBatch, kv_cache: Sequence[LayerKV]) -> Tensor:
+    def hidden(self, batch: ForwardBatch, kv_cache: Sequence[LayerKV]) -> Tensor:
         begin = time.perf_counter()
-        logits = super().forward(batch, kv_cache)
+        hidden = super().hidden(batch, kv_cache)
+        self.forward_seconds.append(time.perf_counter() - begin)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        begin = time.perf_counter()
+        logits = super().logits(hidden)
         self.forward_seconds.append(time.perf_counter() - begin)
         return logits
 
@@ -66,7 +72,7 @@ def drive(engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[Sam
     """Add all requests at once and step until they are done; then forget them."""
     ids = [f"bench {index}" for index in range(len(prompts))]
     for request_id, prompt, one in zip(ids, prompts, params, strict=True):
-        engine.add(request_id, prompt, one)
+        engine.add(request_id, engine.intake.accept(prompt, one), one)
     records = []
     blocks, scheduler = engine.allocator, engine.scheduler
     model = TimedDecoder.over(engine.runner.model)
@@ -75,12 +81,12 @@ def drive(engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[Sam
     while engine.has_unfinished:
         model.forward_seconds.clear()
         begin = time.perf_counter()
-        news = engine.step()
+        deltas = engine.step()
         seconds = time.perf_counter() - begin
         used = 1.0 - blocks.num_available / blocks.num_blocks
         left = scheduler.num_running + scheduler.num_waiting
         running = scheduler.num_running + unfinished - left
-        records.append(StepRecord(seconds, sum(model.forward_seconds), len(news), running, used))
+        records.append(StepRecord(seconds, sum(model.forward_seconds), len(deltas), running, used))
         unfinished = left
     for request_id in ids:
         engine.release(request_id)

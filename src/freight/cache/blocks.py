@@ -45,11 +45,15 @@ class BlockAllocator:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: low numbers leave first
+        self.reset()
+
+    def reset(self) -> None:
+        """Make every block free and forget what was indexed."""
+        self._free = list(range(self.num_blocks - 1, -1, -1))  # a stack: low numbers leave first
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest release first
         self._num_held = 0
-        self._references = [0] * num_blocks
-        self._keys: list[bytes | None] = [None] * num_blocks  # key under which a block is indexed
+        self._references = [0] * self.num_blocks
+        self._keys: list[bytes | None] = [None] * self.num_blocks  # key under which a block is indexed
         self._index: dict[bytes, int] = {}  # the inverse of _keys
 
     @property
@@ -114,10 +118,15 @@ class BlockAllocator:
         self._keys[block] = key
         self._index[key] = block
 
-    def release(self, blocks: Sequence[int]) -> None:
-        """Give back one reference to each block of a sequence, in sequence order. Unheld ones become cached or free."""
+    def release(self, blocks: Sequence[int], forget: bool = False) -> None:
+        """Give back one reference to each block of a sequence, in sequence order. Unheld ones become cached or free.
+
+        With `forget` their content is no longer trusted: no later request takes it up.
+        """
         for block in reversed(blocks):  # the tail becomes evictable before the head
             assert self._references[block] > 0, f"block {block} is released more often than it was taken"
+            if forget:
+                self._forget(block)
             self._references[block] -= 1
             if self._references[block] > 0:
                 continue
@@ -129,8 +138,11 @@ class BlockAllocator:
 
     def _evict(self) -> int:
         block, _ = self._cached.popitem(last=False)
-        key = self._keys[block]
-        assert key is not None
-        self._keys[block] = None
-        del self._index[key]
+        self._forget(block)
         return block
+
+    def _forget(self, block: int) -> None:
+        key = self._keys[block]
+        if key is not None:
+            self._keys[block] = None
+            del self._index[key]

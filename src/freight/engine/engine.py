@@ -1,33 +1,38 @@
-"""Engine: requests in, outputs out, one step at a time. Knows no threads and no transport.
+"""Engine: requests in, what is new of them out, one step at a time. Knows no threads and no transport.
 
-`add` refuses what cannot be served before anything is computed; `step` schedules, runs the model, samples, and
-applies the result; `output` says what a request has come to. A request leaves through `release`, finished or not.
+`accept` refuses what cannot be served before anything is computed; `add` queues it; `step` schedules, runs the model,
+samples, applies the result and returns deltas; `output` says all that a request has come to. A request leaves through
+`release`, finished or not.
+
+A request fails alone: what cannot be computed further ends with finish reason ERROR, and the others go on with the
+same bits. An exception may interrupt any method (Ctrl-C raises one anywhere). While requests and blocks are being
+changed `_torn` is set; where it is found set, the next method first rebuilds everything from what never is half done,
+the prompts and the tokens so far. So a caller that is interrupted has only to release its own requests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-
-import torch
-from torch import Tensor
+from functools import partial
 
 from freight.cache.blocks import BlockAllocator
-from freight.engine.intake import Intake
-from freight.engine.prepare import Logits, SequenceSlice
+from freight.engine.compute import ChunkResult, ChunkWork, compute
+from freight.engine.intake import AcceptedPrompt, Intake
 from freight.engine.progress import Completion, Group, to_logprobs
 from freight.engine.request import Request
 from freight.engine.runner import ModelRunner
-from freight.engine.sampler import Sampled, SamplingRow, prompt_logprobs, sample, sibling_seed
-from freight.engine.scheduler import ScheduledChunk, Scheduler
+from freight.engine.sampler import sibling_seed
+from freight.engine.scheduler import Scheduler, Step
 from freight.errors import RequestError
-from freight.outputs import FinishReason, RequestOutput
+from freight.outputs import FinishReason, RequestDelta, RequestOutput
 from freight.sampling import SamplingParams
 from freight.tokenizer import Detokenizer
 
 
 class Engine:
-    """Continuous batching over one model and one cache."""
+    """Continuous batching over one model and one cache. `clock` gives seconds, for `timeout_s`."""
 
     def __init__(
         self,
@@ -37,6 +42,7 @@ class Engine:
         intake: Intake,
         stop_token_ids: frozenset[int],
         seed: int,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.runner = runner
         self.allocator = allocator
@@ -45,129 +51,192 @@ class Engine:
         self.tokenizer = intake.tokenizer
         self._stop_token_ids = stop_token_ids
         self._seed = seed
+        self._clock = clock
         self.num_computed_tokens = 0  # since the start: tokens whose keys and values were computed and stored
         self._num_added = 0
-        self._groups: dict[str, Group] = {}
+        self._groups: dict[str, Group] = {}  # the requests that there are: a group is put in last and taken out last
         self._completions: dict[str, tuple[Group, Completion]] = {}
+        self._deadlines: dict[str, float] = {}  # of groups with timeout_s, in seconds of the clock
+        self._torn = False
 
     @property
     def has_unfinished(self) -> bool:
         return self.scheduler.has_unfinished
 
-    def add(self, request_id: str, prompt: str | Sequence[int], params: SamplingParams) -> None:
-        """Queue a prompt, text or token ids.
+    def accept(self, prompt: str | Sequence[int], params: SamplingParams) -> AcceptedPrompt:
+        """Tokenize and check a prompt, text or token ids. Changes nothing.
 
-        Raises RequestError, or CapacityError, for one that cannot run; nothing is kept of it.
+        Raises RequestError for one that cannot be served with `params`, CapacityError for one that may outgrow the
+        whole cache.
         """
+        accepted = self.intake.accept(prompt, params)
+        self.scheduler.token_limit(len(accepted.token_ids), params.max_tokens)
+        return accepted
+
+    def add(self, request_id: str, prompt: AcceptedPrompt, params: SamplingParams) -> None:
+        """Queue a prompt that was accepted with `params`. Raises RequestError for an id in use."""
+        self._mend()
         if request_id in self._groups:
             raise RequestError(f"request id {request_id!r} is in use")
-        text, token_ids = self.intake.accept(prompt, params)
+        group = self._new_group(request_id, prompt, params)
+        deadline = None if params.timeout_s is None else self._clock() + params.timeout_s
+        self._torn = True
+        self._num_added += 1
+        if deadline is not None:
+            self._deadlines[request_id] = deadline
+        for completion in group.completions:
+            self.scheduler.add(completion.request)
+            self._completions[completion.request.request_id] = (group, completion)
+        self._groups[request_id] = group
+        self._torn = False
+
+    def step(self) -> list[RequestDelta]:
+        """Run one forward pass; returns what is new of each request that advanced or ended."""
+        self._mend()
+        self._torn = True
+        expired = self._expire()
+        step = self.scheduler.schedule()
+        self._torn = False
+        results = compute(self.runner, [self._to_work(step, index) for index in range(len(step.chunks))])
+        self._torn = True
+        advanced = self._apply(step, results)
+        deltas = [group.delta(completions) for group, completions in _by_group([*expired, *advanced])]
+        self._torn = False
+        return deltas
+
+    def output(self, request_id: str) -> RequestOutput:
+        """All that the request has come to so far."""
+        self._mend()
+        return self._groups[request_id].output()
+
+    def is_finished(self, request_id: str) -> bool:
+        return self._groups[request_id].finished
+
+    def num_deltas(self, request_id: str) -> int:
+        """How many deltas the request has had: whether there is anything new of it."""
+        return self._groups[request_id].num_deltas
+
+    def abort(self, request_id: str) -> None:
+        """Stop computing a request; its output stays until `release`. Unknown or finished ids are ignored."""
+        self._mend()
+        self._torn = True
+        self._end(self._groups.get(request_id), FinishReason.ABORT)
+        self._torn = False
+
+    def release(self, request_id: str) -> None:
+        """Forget a request, aborting what still runs. An unknown id changes nothing."""
+        self._mend()
+        group = self._groups.get(request_id)
+        if group is None:
+            return
+        self._torn = True
+        self._end(group, FinishReason.ABORT)
+        for completion in group.completions:
+            self._completions.pop(completion.request.request_id, None)
+        self._deadlines.pop(request_id, None)
+        self._groups.pop(request_id)
+        self._torn = False
+
+    def _new_group(self, request_id: str, prompt: AcceptedPrompt, params: SamplingParams) -> Group:
         seed = params.seed if params.seed is not None else sibling_seed(self._seed, self._num_added)
         stops = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stops |= self._stop_token_ids
-        group = Group(request_id, text, token_ids, params, [], [None])
+        tokenizer = self.tokenizer if params.detokenize else None
+        text_of = None if tokenizer is None else partial(Detokenizer, tokenizer, params, prompt.token_ids)
+        group = Group(request_id, prompt.text, list(prompt.token_ids), params, [])
         for index in range(params.n):
             request = Request(
                 request_id=f"{request_id}/{index}",
                 group=request_id,
                 index=index,
-                prompt_token_ids=tuple(token_ids),
+                prompt_token_ids=prompt.token_ids,
                 params=params if index == 0 else replace(params, prompt_logprobs=None),  # one of them is enough
                 seed=sibling_seed(seed, index),
                 stop_token_ids=stops,
             )
-            self.scheduler.add(request)  # refuses all of a group or none: they have the same size
-            detokenize = self.tokenizer is not None and params.detokenize
-            detokenizer = Detokenizer(self.tokenizer, params, token_ids) if self.tokenizer and detokenize else None
-            completion = Completion(request, detokenizer, self.tokenizer if detokenize else None)
-            group.completions.append(completion)
-            self._completions[request.request_id] = (group, completion)
-        self._groups[request_id] = group
-        self._num_added += 1
+            group.completions.append(Completion(request, text_of, tokenizer))
+        return group
 
-    def step(self) -> list[str]:
-        """Run one forward pass; returns the ids of the requests that have news."""
-        step = self.scheduler.schedule()
-        if not step.chunks:
+    def _mend(self) -> None:
+        """After an exception in the middle of a change: everything anew from the requests' tokens."""
+        if not self._torn:
+            return
+        groups = list(self._groups.values())
+        self.scheduler.rebuild(completion.request for group in groups for completion in group.completions)
+        self._completions = {}
+        for group in groups:
+            for completion in group.completions:
+                self._completions[completion.request.request_id] = (group, completion)
+                self._read(completion, completion.rebuild)
+        self._deadlines = {name: deadline for name, deadline in self._deadlines.items() if name in self._groups}
+        self._torn = False
+
+    def _to_work(self, step: Step, index: int) -> ChunkWork:
+        chunk = step.chunks[index]
+        group, completion = self._completions[chunk.request.request_id]
+        return ChunkWork(chunk, completion.row, group.num_scored if chunk.request.index == 0 else None)
+
+    def _expire(self) -> list[tuple[Group, Completion]]:
+        """End the requests whose deadline has passed; returns what ended by it."""
+        if not self._deadlines:
             return []
-        logits = self.runner.run([_to_slice(chunk) for chunk in step.chunks])
-        self.num_computed_tokens += sum(chunk.num_tokens for chunk in step.chunks)
-        for chunk, rows in zip(step.chunks, logits, strict=True):
-            if _wants_prompt_logprobs(chunk):
-                self._take_prompt_logprobs(chunk, rows)
-        sampling = [
-            (chunk.request, rows[-1:]) for chunk, rows in zip(step.chunks, logits, strict=True) if chunk.samples
-        ]
-        results = _sample(sampling)
-        self.scheduler.apply(step, {request_id: result.token_id for request_id, result in results.items()})
-        news: dict[str, None] = {}
-        for request_id, result in results.items():
+        now, ended = self._clock(), []
+        for name, deadline in list(self._deadlines.items()):
+            if now >= deadline:
+                group = self._groups[name]
+                ended += [(group, completion) for completion in self._end(group, FinishReason.TIMEOUT)]
+                del self._deadlines[name]
+        return ended
+
+    def _end(self, group: Group | None, reason: FinishReason) -> list[Completion]:
+        """End what still runs of a group, and give out the text that was held back."""
+        running = [one for one in group.completions if not one.request.is_finished] if group else []
+        for completion in running:
+            self.scheduler.finish(completion.request.request_id, reason)
+            completion.flush()
+        return running
+
+    def _apply(self, step: Step, results: list[ChunkResult]) -> list[tuple[Group, Completion]]:
+        """Take in what was computed; returns the completions that advanced or ended."""
+        tokens: dict[str, list[int]] = {}
+        advanced = []
+        for chunk, result in zip(step.chunks, results, strict=True):
+            request_id = chunk.request.request_id
             group, completion = self._completions[request_id]
-            stop = completion.append(result)
+            if result.error is not None:
+                self.scheduler.fail(request_id, result.error)
+                completion.flush()
+                advanced.append((group, completion))
+                continue
+            group.prompt_logprobs += [to_logprobs(entries, self.tokenizer) for entries in result.scored]
+            if result.sampled is not None:
+                if result.sampled.logprobs is not None:  # before the token: a rebuild drops what is too many
+                    completion.logprobs.append(to_logprobs(result.sampled.logprobs, completion.tokenizer))
+                tokens[request_id] = [result.sampled.token_id]
+        self.num_computed_tokens += step.num_tokens
+        self.scheduler.apply(step, tokens)
+        for chunk, result in zip(step.chunks, results, strict=True):
+            if result.error is None and (result.sampled is not None or chunk.request.is_finished):
+                group, completion = self._completions[chunk.request.request_id]
+                advanced.append((group, completion))
+                self._read(completion, completion.advance)
+        return advanced
+
+    def _read(self, completion: Completion, text_of_tokens: Callable[[], str | None]) -> None:
+        """Turn tokens into text, and end a completion that reached a stop string or whose text cannot be had."""
+        request_id = completion.request.request_id
+        try:
+            stop = text_of_tokens()
+        except Exception as error:
+            self.scheduler.fail(request_id, f"its tokens cannot be turned into text: {error}")
+        else:
             if stop is not None:
                 self.scheduler.finish(request_id, FinishReason.STOP, stop)
-            news[group.request_id] = None
-        return list(news)
-
-    def _take_prompt_logprobs(self, chunk: ScheduledChunk, rows: Tensor) -> None:
-        """rows: logits at positions start …; each is judged by the prompt token that follows it."""
-        group, _ = self._completions[chunk.request.request_id]
-        prompt = chunk.request.prompt_token_ids
-        first = len(group.prompt_logprobs)  # entries that are there already (recomputed after a preemption)
-        targets = prompt[max(first, chunk.start + 1) : chunk.start + chunk.num_tokens + 1]
-        if targets:
-            begin = max(first, chunk.start + 1) - 1 - chunk.start
-            wanted = rows[begin : begin + len(targets)]
-            ids = wanted.new_tensor(targets).long()
-            for entries in prompt_logprobs(wanted, ids, chunk.request.params.prompt_logprobs or 0):
-                group.prompt_logprobs.append(to_logprobs(entries, self.tokenizer))
-
-    def output(self, request_id: str) -> RequestOutput:
-        """What the request has come to so far."""
-        return self._groups[request_id].output()
-
-    def abort(self, request_id: str) -> None:
-        """Stop computing a request; its output stays until `release`. Unknown or finished ids are ignored."""
-        group = self._groups.get(request_id)
-        for completion in group.completions if group else []:
-            if not completion.request.is_finished:
-                self.scheduler.abort(completion.request.request_id)
-                completion.flush()
-
-    def release(self, request_id: str) -> None:
-        """Forget a request, aborting what still runs."""
-        self.abort(request_id)
-        group = self._groups.pop(request_id, None)
-        for completion in group.completions if group else []:
-            del self._completions[completion.request.request_id]
 
 
-def _wants_prompt_logprobs(chunk: ScheduledChunk) -> bool:
-    request = chunk.request
-    return request.params.prompt_logprobs is not None and chunk.start < len(request.prompt_token_ids)
-
-
-def _to_slice(chunk: ScheduledChunk) -> SequenceSlice:
-    tokens = chunk.request.tokens(chunk.start, chunk.start + chunk.num_tokens)
-    logits = Logits.ALL if _wants_prompt_logprobs(chunk) else Logits.LAST if chunk.samples else Logits.NONE
-    return SequenceSlice(tokens, chunk.start, chunk.block_ids, logits)
-
-
-def _sample(sampling: list[tuple[Request, Tensor]]) -> dict[str, Sampled]:
-    """Sample one token for each (request, its logits [1, vocab_size])."""
-    if not sampling:
-        return {}
-    rows = [
-        SamplingRow(
-            params=request.params,
-            seed=request.seed,
-            position=len(request.output_token_ids),
-            prompt_token_ids=request.prompt_token_ids,
-            output_token_ids=request.output_token_ids,
-            stop_token_ids=request.stop_token_ids,
-        )
-        for request, _ in sampling
-    ]
-    results = sample(torch.cat([logits for _, logits in sampling]), rows)
-    return {request.request_id: result for (request, _), result in zip(sampling, results, strict=True)}
+def _by_group(advanced: list[tuple[Group, Completion]]) -> list[tuple[Group, list[Completion]]]:
+    groups: dict[str, tuple[Group, list[Completion]]] = {}
+    for group, completion in advanced:
+        groups.setdefault(group.request_id, (group, []))[1].append(completion)
+    return list(groups.values())

@@ -8,10 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 from freight.errors import RequestError
 from freight.sampling import SamplingParams
 from freight.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class AcceptedPrompt:
+    """A prompt that can be served. `text` is None when token ids were given."""
+
+    text: str | None
+    token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -22,27 +31,38 @@ class Intake:
     vocab_size: int
     max_model_len: int
 
-    def accept(self, prompt: str | Sequence[int], params: SamplingParams) -> tuple[str | None, list[int]]:
-        """(text or None, token ids) of a prompt. Raises RequestError for one that cannot be served with `params`."""
-        text, token_ids = self._encode(prompt)
-        for token in token_ids:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
-                raise RequestError(f"prompt token id {token!r} is outside the vocabulary (0 to {self.vocab_size - 1})")
-        if len(token_ids) >= self.max_model_len:
+    def accept(self, prompt: str | Sequence[int], params: SamplingParams) -> AcceptedPrompt:
+        """Tokenize and check a prompt, text or token ids. Raises RequestError when `params` cannot be served for it."""
+        if isinstance(prompt, bytes | bytearray):
+            raise RequestError(f"the prompt is {type(prompt).__name__}; decode it to a string, or give token ids")
+        if len(prompt) == 0:
+            raise RequestError("the prompt is empty; give at least one character or token id")
+        text = prompt if isinstance(prompt, str) else None
+        token_ids = self._encode(prompt) if isinstance(prompt, str) else self._checked(prompt)
+        new = 0 if params.max_tokens == 0 else 1
+        if len(token_ids) + new > self.max_model_len:
             raise RequestError(
                 f"the prompt has {len(token_ids)} tokens, and max_model_len {self.max_model_len} leaves room for "
-                f"{self.max_model_len - 1} besides one new token; shorten it or raise max_model_len"
+                f"{self.max_model_len - new}{' besides one new token' * new}; shorten it or raise max_model_len"
             )
         params.check_vocabulary(self.vocab_size)
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer; without one (skip_tokenizer_init) use stop_token_ids")
-        return text, token_ids
+        return AcceptedPrompt(text, token_ids)
 
-    def _encode(self, prompt: str | Sequence[int]) -> tuple[str | None, list[int]]:
-        if len(prompt) == 0:
-            raise RequestError("the prompt is empty; give at least one character or token id")
-        if not isinstance(prompt, str):
-            return None, list(prompt)
+    def _encode(self, text: str) -> tuple[int, ...]:
         if self.tokenizer is None:
             raise RequestError("a text prompt needs a tokenizer; without one (skip_tokenizer_init) pass token ids")
-        return prompt, self.tokenizer.encode(prompt)
+        return self._checked(self.tokenizer.encode(text))
+
+    def _checked(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        ids: list[int] = []
+        for position, token in enumerate(token_ids):
+            if isinstance(token, bool) or not isinstance(token, Integral):  # NumPy's integers are Integral
+                raise RequestError(
+                    f"prompt token {position} is {token!r:.60}, a {type(token).__name__}; token ids are integers"
+                )
+            if not 0 <= token < self.vocab_size:
+                raise RequestError(f"prompt token id {token} is outside the vocabulary (0 to {self.vocab_size - 1})")
+            ids.append(int(token))
+        return tuple(ids)

@@ -1,16 +1,26 @@
-"""What a caller is told about its request: text, tokens and log-probabilities gathered so far.
+"""What a request has come to, text, tokens and log-probabilities, and what of it is new.
 
 Text is only ever whole characters, and stops exactly at a stop string. The token that ended a request (an end-of-text
-or another stop id) is in `token_ids` but not in `text`.
+or another stop id) is in `token_ids` but not in `text`. All text follows from the request's tokens, so `rebuild` makes
+it anew after an interrupted step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from freight.engine.request import Request
-from freight.engine.sampler import LogprobEntry, Sampled
-from freight.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput, TokenLogprobs
+from freight.engine.sampler import LogprobEntry, SamplingRow
+from freight.outputs import (
+    CompletionDelta,
+    CompletionOutput,
+    FinishReason,
+    Logprob,
+    RequestDelta,
+    RequestOutput,
+    TokenLogprobs,
+)
 from freight.sampling import SamplingParams
 from freight.tokenizer import Detokenizer, Tokenizer
 
@@ -23,72 +33,153 @@ def to_logprobs(entries: tuple[LogprobEntry, ...], tokenizer: Tokenizer | None) 
     }
 
 
-@dataclass
+@dataclass(eq=False)
 class Completion:
-    """One of a request's `n` completions."""
+    """One of a request's `n` completions. `logprobs` never has fewer entries than the request has output tokens.
+
+    new_detokenizer   makes a Detokenizer for this completion; None when no text is asked for
+    tokenizer         for the text of tokens in log-probabilities; None when there is none, or no text is asked for
+    """
 
     request: Request
-    detokenizer: Detokenizer | None
+    new_detokenizer: Callable[[], Detokenizer] | None
     tokenizer: Tokenizer | None
-    pieces: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
-    def append(self, sampled: Sampled) -> str | None:
-        """Take in a token that the scheduler has applied; returns the stop string that it completed, if one."""
-        if sampled.logprobs is not None:
-            self.logprobs.append(to_logprobs(sampled.logprobs, self.tokenizer))
+    def __post_init__(self) -> None:
+        self._told_tokens = self._told_chars = 0  # what earlier deltas had
+        self._restart()
+
+    def _restart(self) -> None:
+        request = self.request
+        self.detokenizer = self.new_detokenizer() if self.new_detokenizer else None
+        self._num_read = 0  # output tokens that the detokenizer has seen
+        self._pieces: list[str] = []
+        self._told_pieces = 0
+        self.row = SamplingRow(
+            request.params,
+            request.seed,
+            request.prompt_token_ids,
+            request.output_token_ids,
+            request.stop_token_ids,
+        )
+
+    def advance(self) -> str | None:
+        """Turn the tokens since the last call into text; returns the stop string that they completed, if one."""
         if self.detokenizer is None:
             return None
-        ended = self.request.is_finished
-        if not (ended and self.request.finish_reason is FinishReason.STOP):
-            self.pieces.append(self.detokenizer.append([sampled.token_id]))
-        if self.detokenizer.stop_reason is None and ended:
+        request, tokens = self.request, self.request.output_token_ids
+        by_stop_id = request.finish_reason is FinishReason.STOP and not isinstance(request.stop_reason, str)
+        self._pieces.append(self.detokenizer.append(tokens[self._num_read : len(tokens) - by_stop_id]))
+        self._num_read = len(tokens)
+        if request.is_finished:
             self.flush()
         return self.detokenizer.stop_reason
 
     def flush(self) -> None:
         """No more tokens come: give out the text that was held back."""
         if self.detokenizer is not None:
-            self.pieces.append(self.detokenizer.finish())
+            self._pieces.append(self.detokenizer.finish())
+
+    def rebuild(self) -> str | None:
+        """Make text and sampler state anew from the request's tokens, like `advance`; deltas go on where they were."""
+        del self.logprobs[len(self.request.output_token_ids) :]
+        self._restart()
+        stop = self.advance()
+        self._split()
+        return stop
+
+    def _split(self) -> str:
+        """All text so far; kept as two pieces, the one that deltas had and the rest."""
+        text = "".join(self._pieces)
+        self._pieces, self._told_pieces = [text[: self._told_chars], text[self._told_chars :]], 1
+        return text
+
+    @property
+    def _ending(self) -> tuple[FinishReason | None, str | int | None]:
+        """Finish reason and stop reason; a stop string may be completed by the token that reached the limit."""
+        stop = self.detokenizer.stop_reason if self.detokenizer else None
+        return (self.request.finish_reason, self.request.stop_reason) if stop is None else (FinishReason.STOP, stop)
+
+    def delta(self) -> CompletionDelta:
+        """What is new since the last call."""
+        request, first = self.request, self._told_tokens
+        reason, stop = self._ending
+        delta = CompletionDelta(
+            index=request.index,
+            token_ids=request.output_token_ids[first:],
+            text="".join(self._pieces[self._told_pieces :]),
+            logprobs=self.logprobs[first:] if request.params.logprobs is not None else None,
+            finish_reason=reason,
+            stop_reason=stop,
+            error=request.error,
+        )
+        self._told_tokens += len(delta.token_ids)
+        self._told_chars += len(delta.text)
+        self._told_pieces = len(self._pieces)
+        return delta
 
     def output(self) -> CompletionOutput:
-        if len(self.pieces) > 1:
-            self.pieces = ["".join(self.pieces)]
-        request, stop = self.request, self.detokenizer.stop_reason if self.detokenizer else None
+        reason, stop = self._ending
+        request = self.request
         return CompletionOutput(
             index=request.index,
-            text=self.pieces[0] if self.pieces else "",
+            text=self._split(),
             token_ids=list(request.output_token_ids),
-            # a stop string may be completed by the token that reached the limit
-            finish_reason=FinishReason.STOP if stop is not None else request.finish_reason,
-            stop_reason=stop if stop is not None else request.stop_reason,
-            logprobs=list(self.logprobs) if request.params.logprobs is not None else None,
+            finish_reason=reason,
+            stop_reason=stop,
+            logprobs=self.logprobs[: len(request.output_token_ids)] if request.params.logprobs is not None else None,
+            error=request.error,
         )
 
 
-@dataclass
+@dataclass(eq=False)
 class Group:
-    """A caller's request: its prompt and its completions."""
+    """A caller's request: its prompt and its completions. `num_deltas` counts the deltas so far."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     params: SamplingParams
     completions: list[Completion]
-    prompt_logprobs: list[TokenLogprobs | None]
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
+    num_deltas: int = 0
+
+    def __post_init__(self) -> None:
+        self._told_prompt_logprobs = 0
 
     @property
     def finished(self) -> bool:
-        return all(c.request.is_finished for c in self.completions)
+        return all(completion.request.is_finished for completion in self.completions)
+
+    @property
+    def num_scored(self) -> int | None:
+        """Entries of `prompt_logprobs` that are there; None when they are not asked for."""
+        return len(self.prompt_logprobs) if self.params.prompt_logprobs is not None else None
+
+    def delta(self, advanced: list[Completion]) -> RequestDelta:
+        """What is new since the last call, of the completions that advanced."""
+        scored = None
+        if self.params.prompt_logprobs is not None:
+            scored = self.prompt_logprobs[self._told_prompt_logprobs :]
+            self._told_prompt_logprobs += len(scored)
+        self.num_deltas += 1
+        return RequestDelta(
+            request_id=self.request_id,
+            outputs=[completion.delta() for completion in advanced],
+            finished=self.finished,
+            prompt_logprobs=scored,
+            num_cached_tokens=self.completions[0].request.num_cached_tokens,
+        )
 
     def output(self) -> RequestOutput:
-        wanted = self.params.prompt_logprobs is not None
+        """Everything so far."""
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=list(self.prompt_token_ids),
             outputs=[completion.output() for completion in self.completions],
             finished=self.finished,
-            prompt_logprobs=list(self.prompt_logprobs) if wanted else None,
+            prompt_logprobs=list(self.prompt_logprobs) if self.params.prompt_logprobs is not None else None,
             num_cached_tokens=self.completions[0].request.num_cached_tokens,
         )

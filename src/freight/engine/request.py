@@ -39,6 +39,7 @@ class Request:
     arrival            counts up from 0 over all requests added to the Scheduler
     token_limit        known tokens at which it ends with LENGTH
     stop_reason        the stop string or the id from params.stop_token_ids that ended it; None for the model's own ids
+    error              why a request with finish reason ERROR failed
     """
 
     request_id: str
@@ -59,6 +60,7 @@ class Request:
     state: RequestState = RequestState.WAITING
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    error: str | None = None
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -15,6 +15,31 @@ from freight.models.decoder import Decoder
 
 
 @dataclass(frozen=True)
+class StepRows:
+    """The rows of a step whose logits are wanted, one after another in the slices' order: `num_rows` of each slice.
+
+    `hidden` has their final states [rows, hidden_size]; `captured` their logits, where the step was a graph's.
+    """
+
+    model: Decoder
+    num_rows: list[int]
+    hidden: Tensor | None = None
+    captured: Tensor | None = None
+
+    def logits(self, rows: Sequence[int]) -> Tensor:
+        """float32 [len(rows), vocab_size]: the logits of these rows, in rising order."""
+        source = self.hidden if self.captured is None else self.captured
+        assert source is not None
+        if len(rows) < len(source):  # by slices: the host waits for no index on its way to a GPU
+            source = torch.cat([source[row : row + 1] for row in rows])
+        return source if self.captured is not None else self.model.logits(source)
+
+    def all_logits(self) -> Tensor:
+        """float32 [rows, vocab_size]."""
+        return self.logits(range(sum(self.num_rows)))
+
+
+@dataclass(frozen=True)
 class ModelRunner:
     """A model and its cache on a device. With `graphs`, steps that only decode are replayed instead of launched."""
 
@@ -24,17 +49,15 @@ class ModelRunner:
     graphs: DecodeGraphs | None = None
 
     @torch.inference_mode()
-    def run(self, slices: Sequence[SequenceSlice]) -> list[Tensor]:
-        """Store the slices' K and V; float32 logits of each slice, [num_logit_rows, vocab_size].
-
-        The next step may overwrite the logits.
-        """
+    def run(self, slices: Sequence[SequenceSlice]) -> StepRows:
+        """Store the slices' K and V, and give the rows whose logits are wanted. The next step may overwrite them."""
+        num_rows = [part.num_logit_rows for part in slices]
         if self.graphs is not None and self.graphs.takes(slices):
-            return list(self.graphs.run(slices).split(1))
+            return StepRows(self.model, num_rows, captured=self.graphs.run(slices))
         batch = prepare(slices, self.pool.spec.block_size, self.device)
-        logits = self.model.forward(batch, self.pool.layers)
-        return list(logits.split([part.num_logit_rows for part in slices]))
+        return StepRows(self.model, num_rows, hidden=self.model.hidden(batch, self.pool.layers))
 
+    @torch.inference_mode()
     def logits(self, token_ids: Sequence[int], start: int, block_ids: Sequence[int]) -> Tensor:
         """float32 logits after each of `token_ids`, which stand at `start` of the sequence in `block_ids`."""
-        return self.run([SequenceSlice(token_ids, start, block_ids, Logits.ALL)])[0]
+        return self.run([SequenceSlice(token_ids, start, block_ids, Logits.ALL)]).all_logits()

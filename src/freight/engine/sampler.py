@@ -48,10 +48,13 @@ class SamplingRow:
 
     params: SamplingParams
     seed: int
-    position: int
     prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int]
     stop_token_ids: frozenset[int]
+
+    @property
+    def position(self) -> int:
+        return len(self.output_token_ids)
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ class Sampled:
 
     token_id: int
     logprobs: tuple[LogprobEntry, ...] | None
+    error: str | None = None
 
 
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:

@@ -16,13 +16,15 @@ the rest within a budget of `max_num_batched_tokens`. A chunk that reaches the e
 
 `schedule` and `apply` alternate, in one thread. `abort` and `finish` may come at any time between; what an already
 scheduled step still computes for such a request is dropped. Freed blocks are not handed out before the next `schedule`,
-so a step under way never writes into a block of someone else. Imports no torch.
+so a step under way never writes into a block of someone else. A step that is never applied changes nothing: the next
+`schedule` gives its chunks again. When an exception interrupts one of these methods, `rebuild` starts over from the
+tokens of the requests. Imports no torch.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -62,6 +64,11 @@ class Step:
 _arrival = attrgetter("arrival")
 
 
+def _chunk(request: Request, start: int, count: int) -> ScheduledChunk:
+    samples = start + count == request.num_tokens < request.token_limit
+    return ScheduledChunk(request, start, count, request.block_ids, samples)
+
+
 def _remove(queue: list[Request], request: Request) -> None:
     """Take `request` out of a queue that is sorted by arrival."""
     position = bisect_left(queue, request.arrival, key=_arrival)
@@ -98,32 +105,36 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         return bool(self._requests)
 
-    def add(self, request: Request) -> None:
-        """Queue a fresh request; completion 0 of a group comes first.
+    def token_limit(self, num_prompt: int, max_tokens: int | None) -> int:
+        """Known tokens at which a request with a prompt of `num_prompt` tokens ends. Changes nothing.
 
-        Raises RequestError for an empty or too long prompt or an id in use, and CapacityError when the whole pool is
-        smaller than the request may become.
+        Raises RequestError for an empty or too long prompt, and CapacityError when the whole pool is smaller than the
+        request may become.
         """
-        assert request.arrival < 0, f"request {request.request_id} was added before"
-        num_prompt, name = request.num_prompt_tokens, request.request_id
-        if name in self._requests:
-            raise RequestError(f"request id {name!r} is in use by an unfinished request; choose another id")
         if num_prompt == 0:
-            raise RequestError(f"request {name!r}: the prompt is empty; give at least one token")
-        if num_prompt > self._max_model_len - 1:
+            raise RequestError("the prompt is empty; give at least one token")
+        new = 0 if max_tokens == 0 else 1
+        if num_prompt + new > self._max_model_len:
             raise RequestError(
-                f"request {name!r}: the prompt has {num_prompt} tokens, and max_model_len {self._max_model_len} leaves "
-                f"room for {self._max_model_len - 1} besides one new token; shorten it or raise max_model_len"
+                f"the prompt has {num_prompt} tokens, and max_model_len {self._max_model_len} leaves room for "
+                f"{self._max_model_len - new}{' besides one new token' * new}; shorten it or raise max_model_len"
             )
-        max_tokens = request.params.max_tokens
         limit = self._max_model_len if max_tokens is None else min(num_prompt + max_tokens, self._max_model_len)
         capacity = self._allocator.num_blocks * self._allocator.block_size
         if limit > capacity:
             raise CapacityError(
-                f"request {name!r} may grow to {limit} tokens ({num_prompt} of prompt), and the KV cache holds "
+                f"the request may grow to {limit} tokens ({num_prompt} of prompt), and the KV cache holds "
                 f"{capacity}; lower max_tokens, shorten the prompt or raise kv_cache_memory"
             )
-        request.token_limit = limit
+        return limit
+
+    def add(self, request: Request) -> None:
+        """Queue a fresh request; completion 0 of a group comes first. Raises, and changes nothing, as `token_limit`."""
+        assert request.arrival < 0, f"request {request.request_id} was added before"
+        name = request.request_id
+        if name in self._requests:
+            raise RequestError(f"request id {name!r} is in use by an unfinished request; choose another id")
+        request.token_limit = self.token_limit(request.num_prompt_tokens, request.params.max_tokens)
         request.arrival = self._num_arrived
         self._num_arrived += 1
         self._requests[name] = request
@@ -147,18 +158,18 @@ class Scheduler:
             assert count > 0, f"no token of the budget is left for request {request.request_id}"
             if not self._grow(request, start + count, preempted):
                 break  # it preempted itself, being the last
-            chunks.append(ScheduledChunk(request, start, count, request.block_ids, count == remaining))
+            chunks.append(_chunk(request, start, count))
             budget -= count
             position += 1
         if not preempted:
             self._admit_waiting(chunks, budget)
         return Step(tuple(chunks), tuple(preempted))
 
-    def apply(self, step: Step, tokens: Mapping[str, int]) -> list[Request]:
-        """Take note that `step` was computed, with the sampled token of each chunk that samples, by request id.
+    def apply(self, step: Step, tokens: Mapping[str, Sequence[int]]) -> list[Request]:
+        """Take note that `step` was computed, with the new tokens of each chunk that samples, by request id.
 
-        Returns the requests that got a token, in the step's order; some may have finished by it. Requests that ended
-        since the step was scheduled are left alone and their tokens dropped.
+        Returns the requests that got a token, in the step's order; some may have finished by it, and tokens behind
+        the one that ended a request are dropped. Requests that ended since the step was scheduled are left alone.
         """
         advanced = []
         for chunk in step.chunks:
@@ -169,9 +180,14 @@ class Scheduler:
             request.num_computed_tokens += chunk.num_tokens
             self._register_full_blocks(request, chunk.start)
             if chunk.samples:
-                request.output_token_ids.append(tokens[request.request_id])
                 advanced.append(request)
-                self._finish_if_done(request)
+                for token in tokens[request.request_id]:
+                    request.output_token_ids.append(token)
+                    self._finish_if_done(request)
+                    if request.is_finished:
+                        break
+            elif request.num_computed_tokens >= request.token_limit:  # max_tokens is 0: the prompt was all
+                self._finish(request, FinishReason.LENGTH, None)
         return advanced
 
     def finish(self, request_id: str, reason: FinishReason, stop_reason: str | int | None = None) -> None:
@@ -180,9 +196,43 @@ class Scheduler:
         if request is not None:
             self._finish(request, reason, stop_reason)
 
+    def fail(self, request_id: str, error: str) -> None:
+        """End a request that cannot be computed further. Nobody takes up the blocks it computed.
+
+        An unknown or finished id changes nothing.
+        """
+        request = self._requests.get(request_id)
+        if request is not None:
+            request.error = error
+            self._finish(request, FinishReason.ERROR, None)
+
     def abort(self, request_id: str) -> None:
         """End a request whose caller went away. An unknown or finished id changes nothing."""
         self.finish(request_id, FinishReason.ABORT)
+
+    def rebuild(self, requests: Iterable[Request]) -> None:
+        """Start over from the tokens of `requests`, which are all there are, after an exception in another method.
+
+        Unfinished ones wait and compute their tokens again, to the same bits; every block is free and no content is
+        indexed. What their last token decides is decided anew. May be interrupted, and then has to be called again.
+        """
+        self._allocator.reset()
+        self._requests, self._leaders, self._waiting, self._running = {}, {}, [], []
+        for request in sorted(requests, key=_arrival):
+            request.block_ids = ()
+            if request.is_finished:
+                continue
+            if request.num_computed_tokens:
+                request.num_preemptions += 1
+            request.num_computed_tokens = 0
+            request.state = RequestState.WAITING
+            request.finish_reason = request.stop_reason = request.error = None
+            self._requests[request.request_id] = request
+            if request.index == 0:
+                self._leaders[request.group] = request
+            self._waiting.append(request)
+        for request in [request for request in self._waiting if request.output_token_ids]:
+            self._finish_if_done(request)
 
     def _grow(self, request: Request, num_tokens: int, preempted: list[Request]) -> bool:
         """Give a running request blocks for `num_tokens` tokens; False if it was itself the last to preempt."""
@@ -239,7 +289,7 @@ class Scheduler:
         if request.num_preemptions == 0:
             request.num_cached_tokens = start
         request.state = RequestState.RUNNING
-        return ScheduledChunk(request, start, count, request.block_ids, start + count == num_tokens)
+        return _chunk(request, start, count)
 
     def _waits_for_sibling(self, request: Request) -> bool:
         """Whether completion 0 of its group is about to compute blocks that this request will share."""
@@ -292,11 +342,11 @@ class Scheduler:
 
     def _finish(self, request: Request, reason: FinishReason, stop_reason: str | int | None) -> None:
         _remove(self._running if request.state is RequestState.RUNNING else self._waiting, request)
-        self._allocator.release(request.block_ids)
-        request.block_ids = ()
-        request.state = RequestState.FINISHED
         request.finish_reason = reason
         request.stop_reason = stop_reason
+        request.state = RequestState.FINISHED  # after its reasons, so that `rebuild` finds all of them or none
+        self._allocator.release(request.block_ids, forget=reason is FinishReason.ERROR)
+        request.block_ids = ()
         del self._requests[request.request_id]
         if self._leaders.get(request.group) is request:
             del self._leaders[request.group]

@@ -65,6 +65,17 @@ class Decoder:
 
     def forward(self, batch: ForwardBatch, kv_cache: Sequence[LayerKV]) -> Tensor:
         """Run one step and return float32 logits [num_logit_rows, vocab_size]; K and V go into `kv_cache`."""
+        return self.logits(self.hidden(batch, kv_cache))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 logits [num_rows, vocab_size] of final states [num_rows, hidden_size]."""
+        return self.head(hidden)
+
+    def hidden(self, batch: ForwardBatch, kv_cache: Sequence[LayerKV]) -> Tensor:
+        """Run one step and return its final states, normed, [num_logit_rows, hidden_size]; K and V go into `kv_cache`.
+
+        Logits take far more memory than these, so their rows can be computed a few at a time.
+        """
         x = self.embedding(batch.token_ids)
         delta: Tensor | None = None
         for layer, kv in zip(self.layers, kv_cache, strict=True):
@@ -73,4 +84,5 @@ class Decoder:
         if len(batch.logit_rows) < len(x):
             x, delta = x[batch.logit_rows], delta[batch.logit_rows]
         _, normed = self.norm(x, delta)
-        return self.head(normed)
+        assert isinstance(normed, Tensor)  # no product behind this norm asked for it in FP8
+        return normed

@@ -43,7 +43,7 @@ def logits(kernels: KernelSet, compute: Format, weights: Format, device: str) ->
     kv = KVCacheConfig(Format.E4M3FN, Granularity.TOKEN, ScaleSource.DYNAMIC, None)
     spec = cache_spec(kv, config.num_layers, config.num_kv_heads, config.head_dim, 8)
     runner = ModelRunner(model, allocate_pool(spec, kv, 6, kernels, device), device)
-    return [torch.cat(runner.run(step)) for step in STEPS]
+    return [runner.run(step).all_logits() for step in STEPS]
 
 
 @pytest.mark.parametrize(

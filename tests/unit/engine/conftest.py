@@ -8,7 +8,7 @@ read before it was computed changes its tokens.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import pytest
@@ -36,8 +36,8 @@ class FakeModel:
     def slot(self, block_ids: Sequence[int], position: int) -> int:
         return block_ids[position // self.block_size] * self.block_size + position % self.block_size
 
-    def __call__(self, step: Step) -> dict[str, int]:
-        sampled = {}
+    def __call__(self, step: Step) -> dict[str, list[int]]:
+        sampled: dict[str, list[int]] = {}
         for chunk in step.chunks:
             end = chunk.start + chunk.num_tokens
             for position, token in enumerate(chunk.request.tokens(chunk.start, end), chunk.start):
@@ -45,7 +45,7 @@ class FakeModel:
                 self.slots[self.slot(chunk.block_ids, position)] = digest(before, token)
             if chunk.samples:
                 history = [self.slots[self.slot(chunk.block_ids, position)] for position in range(end)]
-                sampled[chunk.request.request_id] = self.next_token(history, chunk.request.seed)
+                sampled[chunk.request.request_id] = [self.next_token(history, chunk.request.seed)]
         return sampled
 
     @staticmethod
@@ -113,7 +113,8 @@ class Rig:
         for chunk in step.chunks:
             assert chunk.num_tokens > 0
             assert chunk.start == chunk.request.num_computed_tokens
-            assert chunk.samples == (chunk.start + chunk.num_tokens == chunk.request.num_tokens)
+            end = chunk.start + chunk.num_tokens
+            assert chunk.samples == (end == chunk.request.num_tokens and chunk.request.params.max_tokens != 0)
             assert len(chunk.block_ids) >= self.allocator.blocks_for(chunk.start + chunk.num_tokens)
         written = [
             block for chunk in step.chunks for block in chunk.block_ids[chunk.start // self.allocator.block_size :]
@@ -143,14 +144,15 @@ class Rig:
         allocator = self.allocator
         assert allocator.num_free + allocator.num_held + allocator.num_cached == allocator.num_blocks
 
-    def check_all_done(self) -> None:
+    def check_all_done(self, failed: Container[str] = ()) -> None:
         assert self.scheduler.num_waiting == self.scheduler.num_running == self.allocator.num_held == 0
-        for request in self.requests.values():
+        for name, request in self.requests.items():
             assert request.state is RequestState.FINISHED
             assert request.block_ids == ()
             expected = expected_tokens(request, self.max_model_len)
             got = request.output_token_ids
-            assert got == (expected[: len(got)] if request.finish_reason is FinishReason.ABORT else expected)
+            ended_early = request.finish_reason is FinishReason.ABORT or name in failed
+            assert got == (expected[: len(got)] if ended_early else expected)
 
     @staticmethod
     def shape(step: Step) -> list[tuple[str, int, int, bool]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -154,6 +155,60 @@ def test_apply_returns_the_requests_that_got_a_token(new_rig: NewRig) -> None:
     assert rig.scheduler.apply(step, rig.model(step)) == [a]
     step = rig.schedule()
     assert rig.scheduler.apply(step, rig.model(step)) == [b]
+
+
+def test_several_tokens_of_one_step_end_at_the_one_that_ends_the_request(new_rig: NewRig) -> None:
+    rig = new_rig()
+    a, b = rig.add("a", [1, 2, 3], eos=[7], max_tokens=9), rig.add("b", [4], max_tokens=3)
+    assert rig.scheduler.apply(rig.schedule(), {"a": [5, 6, 7, 8], "b": [1, 2, 3, 4]}) == [a, b]
+    assert (a.output_token_ids, a.finish_reason) == ([5, 6, 7], FinishReason.STOP)
+    assert (b.output_token_ids, b.finish_reason) == ([1, 2, 3], FinishReason.LENGTH)
+    assert rig.allocator.num_held == 0
+
+
+def test_a_prompt_can_be_computed_without_a_token_behind_it(new_rig: NewRig) -> None:
+    rig = new_rig(budget=8, max_model_len=12)
+    request = rig.add("a", range(12), max_tokens=0, prompt_logprobs=0)
+    assert rig.shape(rig.step()) == [("a", 0, 8, False)]
+    assert rig.shape(rig.step()) == [("a", 8, 4, False)]
+    assert (request.output_token_ids, request.finish_reason) == ([], FinishReason.LENGTH)
+    with pytest.raises(RequestError, match="13 tokens"):
+        rig.add("b", range(13), max_tokens=0, prompt_logprobs=0)
+
+
+def test_nobody_takes_up_the_blocks_of_a_request_that_failed(new_rig: NewRig) -> None:
+    rig = new_rig(budget=32)
+    a, b = (rig.add(name, range(12), max_tokens=9) for name in "ab")
+    rig.step()
+    rig.step()
+    rig.scheduler.fail("a", "broken")
+    rig.scheduler.fail("a", "again")  # a finished one is left alone
+    assert (a.finish_reason, a.error, a.block_ids) == (FinishReason.ERROR, "broken", ())
+    c = rig.add("c", range(12), max_tokens=2)
+    rig.run()
+    assert (b.finish_reason, c.num_cached_tokens) == (FinishReason.LENGTH, 0)
+    rig.check_all_done(failed={"a"})
+
+
+def test_rebuilding_loses_no_token(new_rig: NewRig) -> None:
+    """At any moment, as after an exception: the tokens decide, not what was half done."""
+    rng = random.Random(3)
+    for _ in range(20):
+        rig = new_rig(num_blocks=16, budget=12, max_model_len=40)
+        for index in range(6):
+            rig.add(str(index), [rng.randrange(9) for _ in range(rng.randint(1, 20))], eos=[3], max_tokens=8)
+        for _ in range(rng.randint(1, 12)):
+            if rig.scheduler.has_unfinished:
+                rig.step()
+        victim = rig.requests[str(rng.randrange(6))]
+        if not victim.is_finished:  # torn between its fields and the queues
+            victim.num_computed_tokens += 3
+            victim.block_ids = victim.block_ids[:1]
+        rig.allocator._references = [9] * 16
+        rig.scheduler.rebuild(rig.requests.values())
+        assert rig.allocator.num_free == 16
+        rig.run()
+        rig.check_all_done()
 
 
 # ----------------------------------------------------------------------------------------------------------- refusal
