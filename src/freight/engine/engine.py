@@ -20,7 +20,7 @@ from freight.engine.request import Request
 from freight.engine.runner import ModelRunner
 from freight.engine.sampler import Sampled, SamplingRow, prompt_logprobs, sample, sibling_seed
 from freight.engine.scheduler import ScheduledChunk, Scheduler
-from freight.errors import RequestError
+from freight.errors import KernelError, RequestError
 from freight.outputs import FinishReason, RequestOutput
 from freight.sampling import SamplingParams
 from freight.tokenizer import Detokenizer
@@ -121,6 +121,8 @@ class Engine:
             wanted = rows[begin : begin + len(targets)]
             ids = wanted.new_tensor(targets).long()
             for entries in prompt_logprobs(wanted, ids, chunk.request.params.prompt_logprobs or 0):
+                if entries is None:
+                    raise KernelError(f"request {chunk.request.request_id}: the model gave NaN or infinite logits")
                 group.prompt_logprobs.append(to_logprobs(entries, self.tokenizer))
 
     def output(self, request_id: str) -> RequestOutput:
@@ -162,7 +164,6 @@ def _sample(sampling: list[tuple[Request, Tensor]]) -> dict[str, Sampled]:
         SamplingRow(
             params=request.params,
             seed=request.seed,
-            position=len(request.output_token_ids),
             prompt_token_ids=request.prompt_token_ids,
             output_token_ids=request.output_token_ids,
             stop_token_ids=request.stop_token_ids,
@@ -170,4 +171,7 @@ def _sample(sampling: list[tuple[Request, Tensor]]) -> dict[str, Sampled]:
         for request, _ in sampling
     ]
     results = sample(torch.cat([logits for _, logits in sampling]), rows)
+    for (request, _), result in zip(sampling, results, strict=True):
+        if result.error is not None:
+            raise KernelError(f"request {request.request_id}: {result.error}")
     return {request.request_id: result for (request, _), result in zip(sampling, results, strict=True)}
