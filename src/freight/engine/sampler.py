@@ -19,47 +19,38 @@ output, and of nothing else: neither other rows, chunks, preemption nor the devi
 Guarantees: a row's result has the same bits whatever other rows are in the batch. Each step is therefore elementwise
 and exactly rounded, a comparison, an integer sum, or one of torch's kernels that walk a row on its own (softmax,
 log_softmax, cumsum); a float `sum` is not, and is not used. Log-probabilities are float32 log_softmax of the logits as
-the model gave them. A row with NaN or without a finite maximum is a broken model: KernelError.
+the model gave them. A row with NaN or without a finite maximum gives an error in place of a token, in that row alone.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from freight.errors import KernelError
+from freight.engine.adjust import SamplingRow as SamplingRow
+from freight.engine.adjust import adjust, send
 from freight.sampling import SamplingParams
 
 LogprobEntry = tuple[int, float, int]  # token id, log-probability, rank from 1 (of equal logits, the lower id first)
 
 _GOLDEN = 0x9E3779B97F4A7C15  # SplitMix64's increment
-_NUCLEUS = 1024  # most likely tokens tried first for top_p; all are sorted when the host sees that they do not reach it
+_NUCLEUS = 1024  # most likely tokens tried first for top_p; of a row that they do not reach, all are sorted
 _ROWS_AT_ONCE = 32  # bounds what log-probabilities of a long prompt hold in memory
 
 
 @dataclass(frozen=True)
-class SamplingRow:
-    """What one row of logits is sampled with. `position` counts the output tokens before this one."""
-
-    params: SamplingParams
-    seed: int
-    prompt_token_ids: Sequence[int]
-    output_token_ids: Sequence[int]
-    stop_token_ids: frozenset[int]
-
-    @property
-    def position(self) -> int:
-        return len(self.output_token_ids)
-
-
-@dataclass(frozen=True)
 class Sampled:
-    """A drawn token. `logprobs`: the asked-for most likely by rank, then the token itself unless it is among them."""
+    """A drawn token, or why there is none.
+
+    token_id  -1 when `error` is set
+    logprobs  the asked-for most likely by rank, then the token itself unless it is among them; None: not asked for
+    error     why this row has no token; other rows are not affected
+    """
 
     token_id: int
     logprobs: tuple[LogprobEntry, ...] | None
@@ -69,40 +60,48 @@ class Sampled:
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
     """Draw a token for each row. logits: float32 [num_rows, vocab_size], not changed.
 
-    Raises KernelError for a row of NaN or infinite logits, and when `min_tokens` leaves no token to draw.
+    A row of logits without a finite maximum, or with parameters that leave no token to draw, gives a Sampled with an
+    `error`.
     """
     assert logits.dtype == torch.float32
     assert logits.shape[0] == len(rows)
-    adjusted = _adjust(logits, rows)
+    adjusted = adjust(logits, rows)
     tokens, reached = _choose(adjusted, rows, _NUCLEUS)
-    barred = torch.zeros_like(reached) if adjusted is logits else adjusted.amax(-1) == -math.inf
-    told = torch.stack((tokens, reached.long(), _broken(logits).long(), barred.long()))
-    token_ids, all_reached, broken, no_token = told.tolist()  # where the host waits for a GPU, the only place
-    _refuse(broken)
-    if any(no_token):
-        params = rows[no_token.index(1)].params
-        raise KernelError(f"min_tokens={params.min_tokens} bars every stop id, and no other token is left")
-    if not all(all_reached):
-        tokens, _ = _choose(adjusted, rows, logits.shape[1])
+    peaks = logits.amax(-1)  # a maximum passes NaN on
+    adjusted_peaks = peaks if adjusted is logits else adjusted.amax(-1)
+    told = torch.stack((tokens.double(), reached.double(), peaks.double(), adjusted_peaks.double()))
+    drawn, all_reached, *both_peaks = told.tolist()  # where the host waits for a GPU, the only place
+    errors = [_fault(row, *values) for row, *values in zip(rows, *both_peaks, strict=True)]
+    token_ids = [int(token) for token in drawn]
+    rest = [i for i, error in enumerate(errors) if error is None and not all_reached[i]]
+    if rest:
+        index = send(rest, torch.int64, logits.device)
+        tokens[index], _ = _choose(adjusted[index], [rows[i] for i in rest], logits.shape[1])
         token_ids = tokens.tolist()
     entries: list[tuple[LogprobEntry, ...] | None] = [None] * len(rows)
-    wanted = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
+    wanted = [i for i, row in enumerate(rows) if row.params.logprobs is not None and errors[i] is None]
     if wanted:
-        index = _send(wanted, torch.int64, logits.device)
+        index = send(wanted, torch.int64, logits.device)
         counts = [rows[i].params.logprobs or 0 for i in wanted]
         for i, found in zip(wanted, _logprobs(logits[index], tokens[index], counts), strict=True):
             entries[i] = found
-    return [Sampled(token, found) for token, found in zip(token_ids, entries, strict=True)]
+    results = zip(token_ids, entries, errors, strict=True)
+    return [Sampled(-1 if error else token, found, error) for token, found, error in results]
 
 
-def prompt_logprobs(logits: Tensor, targets: Tensor, k: int) -> list[tuple[LogprobEntry, ...]]:
-    """The k most likely tokens of each row and, unless among them, its target.
+def prompt_logprobs(logits: Tensor, targets: Tensor, k: int) -> list[tuple[LogprobEntry, ...] | None]:
+    """The k most likely tokens of each row and, unless among them, its target; None for a row without finite maximum.
 
     logits: float32 [num_rows, vocab_size]; targets: int64 [num_rows], the tokens that follow in the prompt.
-    Raises KernelError for a row of NaN or infinite logits.
     """
-    _refuse(_broken(logits).tolist())
-    return _logprobs(logits, targets, [k] * logits.shape[0])
+    found: list[tuple[LogprobEntry, ...] | None] = [None] * logits.shape[0]
+    sound = [i for i, peak in enumerate(logits.amax(-1).tolist()) if math.isfinite(peak)]
+    if len(sound) < len(found):
+        index = send(sound, torch.int64, logits.device)
+        logits, targets = logits[index], targets[index]
+    for i, entries in zip(sound, _logprobs(logits, targets, [k] * len(sound)), strict=True):
+        found[i] = entries
+    return found
 
 
 def sibling_seed(seed: int, index: int) -> int:
@@ -119,7 +118,7 @@ def uniforms(seeds: Sequence[int], positions: Sequence[int], device: torch.devic
 
 def _int64(values: Sequence[int], device: torch.device | None = None) -> Tensor:
     """Whole numbers modulo 2 ** 64, as the int64 of the same bits."""
-    return _send([(value + 2**63) % 2**64 - 2**63 for value in values], torch.int64, device or torch.device("cpu"))
+    return send([(value + 2**63) % 2**64 - 2**63 for value in values], torch.int64, device or torch.device("cpu"))
 
 
 def _shifted(bits: Tensor, by: int) -> Tensor:
@@ -134,66 +133,30 @@ def _mix(bits: Tensor) -> Tensor:
     return bits ^ _shifted(bits, 31)
 
 
-def _broken(logits: Tensor) -> Tensor:
-    """bool [num_rows]: which rows have a NaN or no finite maximum."""
-    return ~logits.amax(-1).isfinite()  # a maximum passes NaN on
-
-
-def _refuse(broken: Sequence[int | bool]) -> None:
-    if any(broken):
-        row = next(i for i, one in enumerate(broken) if one)
-        raise KernelError(
-            f"the model gave NaN or infinite logits in row {row} of {len(broken)}; "
-            "its weights or its scales are damaged, or a value overflowed its format"
+def _fault(row: SamplingRow, peak: float, adjusted_peak: float) -> str | None:
+    """Why a row has no token, from the maximum of its logits and of what its parameters made of them; None: it has."""
+    params = row.params
+    if not math.isfinite(peak):
+        return (
+            "the model gave NaN or infinite logits; its weights or its scales are damaged, "
+            "or a value overflowed its format"
         )
-
-
-def _send(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`values` on `device`; the host does not wait for what a GPU still computes, as torch.tensor would."""
-    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    if adjusted_peak == math.inf:
+        return (
+            f"repetition_penalty={params.repetition_penalty} raised a logit of {peak:.3g} beyond float32; "
+            "use a value closer to 1"
+        )
+    if adjusted_peak == -math.inf:
+        return (
+            f"no token is left to draw after {row.position} output tokens: min_tokens={params.min_tokens} bars every "
+            "stop id, and all other logits are -inf; lower min_tokens or change logit_bias"
+        )
+    return None
 
 
 def _column(values: Sequence[float], like: Tensor) -> Tensor:
     """[len(values), 1] float64 on `like`'s device."""
-    return _send(values, torch.float64, like.device).unsqueeze(-1)
-
-
-def _adjust(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Bias, penalties and min_tokens; the given tensor itself when no row has any."""
-    adjusted = logits
-    for i, row in enumerate(rows):
-        params = row.params
-        penalised = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
-        barred = row.stop_token_ids if row.position < params.min_tokens else frozenset()
-        if params.logit_bias or penalised or barred:
-            if adjusted is logits:
-                adjusted = logits.clone()
-            _adjust_row(adjusted[i], row, barred)
-    return adjusted
-
-
-def _adjust_row(x: Tensor, row: SamplingRow, barred: frozenset[int]) -> None:
-    """Change the logits x [vocab_size] of one row in place."""
-
-    def ids(tokens: Sequence[int]) -> Tensor:
-        return _send(tokens, torch.int64, x.device)
-
-    def change(values: Sequence[float]) -> Tensor:
-        return _send(values, x.dtype, x.device)
-
-    params = row.params
-    if params.logit_bias:
-        x[ids(list(params.logit_bias))] += change(list(params.logit_bias.values()))
-    if params.repetition_penalty != 1:
-        seen = ids(list({*row.prompt_token_ids, *row.output_token_ids}))
-        penalty = change([params.repetition_penalty])
-        x[seen] = torch.where(x[seen] > 0, x[seen] / penalty, x[seen] * penalty)
-    if row.output_token_ids and (params.presence_penalty != 0 or params.frequency_penalty != 0):
-        counts = Counter(row.output_token_ids)
-        cost = [params.presence_penalty + params.frequency_penalty * count for count in counts.values()]
-        x[ids(list(counts))] -= change(cost)
-    if barred:
-        x[ids([token for token in barred if token < x.shape[0]])] = -math.inf
+    return send(values, torch.float64, like.device).unsqueeze(-1)
 
 
 def _choose(x: Tensor, rows: Sequence[SamplingRow], width: int) -> tuple[Tensor, Tensor]:
@@ -204,7 +167,7 @@ def _choose(x: Tensor, rows: Sequence[SamplingRow], width: int) -> tuple[Tensor,
     tokens = x.argmax(-1)  # the first, thus the lowest id, of equal maxima
     reached = torch.ones_like(tokens, dtype=torch.bool)
     if drawn:
-        index = _send(drawn, torch.int64, x.device)
+        index = send(drawn, torch.int64, x.device)
         tokens[index], reached[index] = _draw(x[index], [rows[i] for i in drawn], width)
     return tokens, reached
 
@@ -218,7 +181,7 @@ def _draw(x: Tensor, rows: Sequence[SamplingRow], width: int) -> tuple[Tensor, T
     reached = torch.ones(len(rows), dtype=torch.bool, device=x.device)
     nucleus = [i for i, row in enumerate(rows) if row.params.top_p < 1]
     if nucleus:
-        index = _send(nucleus, torch.int64, x.device)
+        index = send(nucleus, torch.int64, x.device)
         kept, reached[index] = _top_p(p[index], [rows[i].params.top_p for i in nucleus], width)
         p = p.index_copy(0, index, kept)
     mass = p.cumsum(-1, dtype=torch.float64)
@@ -240,7 +203,7 @@ def _on(
         return x
     if len(chosen) == len(rows):
         return keep(x, [row.params for row in rows])
-    index = _send(chosen, torch.int64, x.device)
+    index = send(chosen, torch.int64, x.device)
     return x.index_copy(0, index, keep(x[index], [rows[i].params for i in chosen]))
 
 
@@ -258,11 +221,20 @@ def _top_k(x: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 def _top_p(p: Tensor, goals: Sequence[float], width: int) -> tuple[Tensor, Tensor]:
     """p with 0 outside of the nucleus; and whether the `width` largest of a row have its goal, bool [num_rows]."""
     goal = _column(goals, p)
-    values = p.topk(min(width, p.shape[-1])).values
+    values = _largest(p, width)
     mass = values.cumsum(-1, dtype=torch.float64)
-    reached = (mass[:, -1] >= goal[:, 0]) | (width >= p.shape[-1])
-    count = ((mass < goal).sum(-1, keepdim=True) + 1).clamp(max=values.shape[-1])  # rounding may leave 1 unreached
+    reached = (mass[:, -1] >= goal[:, 0]) | (values.shape[-1] == p.shape[-1])
+    count = (torch.searchsorted(mass, goal) + 1).clamp(max=values.shape[-1])  # rounding may leave 1 unreached
     return p.masked_fill(~_first(p, values.gather(-1, count - 1), count), 0), reached
+
+
+def _largest(p: Tensor, width: int) -> Tensor:
+    """The `width` largest of each row, or all of them, by falling value."""
+    if p.device.type == "cpu":  # numpy sorts all, with vector instructions, in less time than topk takes for 1024
+        return torch.from_numpy(np.sort(p.numpy(), axis=-1)).flip(-1)
+    if width < p.shape[-1]:
+        return p.topk(width).values
+    return p.sort(dim=-1, descending=True).values
 
 
 def _first(values: Tensor, cutoff: Tensor, count: Tensor) -> Tensor:

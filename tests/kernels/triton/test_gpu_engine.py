@@ -61,12 +61,14 @@ def test_the_sampler_draws_as_on_a_cpu_and_waits_once():
         SamplingParams(temperature=0.0, logit_bias={3: 2.0}),
         SamplingParams(temperature=0.8, top_p=0.9, repetition_penalty=1.2),
         SamplingParams(temperature=1.5, top_k=40, min_p=0.01),
-        SamplingParams(temperature=1.0, top_p=0.5, presence_penalty=0.5),
+        SamplingParams(temperature=1.0, top_p=0.5, presence_penalty=0.5, min_tokens=8),
     ]
-    rows = [SamplingRow(one, 7 + i, i, (1, 2), (5, 6), frozenset()) for i, one in enumerate(params)]
+    output = [5, 6]
+    rows = [SamplingRow(one, 7 + i, (1, 2), output, frozenset({9})) for i, one in enumerate(params)]
     expected = [one.token_id for one in sample(logits, rows)]
     on_gpu = logits.cuda()
     assert [one.token_id for one in sample(on_gpu, rows)] == expected
+    output.append(7)  # the penalties take it in without a wait of their own
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with pytest.warns(UserWarning, match="synchroniz") as waits:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 
@@ -10,19 +11,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freight.engine.sampler import SamplingRow, prompt_logprobs, sample, sibling_seed, uniforms
-from freight.errors import KernelError
+from freight.engine.sampler import Sampled, SamplingRow, prompt_logprobs, sample, sibling_seed, uniforms
 from freight.sampling import SamplingParams
 
 DRAWS = 3000
 
 
 def make_row(params, seed=1, position=0, prompt=(), output=(), stops=()):
-    return SamplingRow(params, seed, position, tuple(prompt), tuple(output), frozenset(stops))
+    return SamplingRow(params, seed, tuple(prompt), list(output) or range(position), frozenset(stops))
 
 
-def draw(logits, params, count=DRAWS, seed=1, first=0, prompt=(), output=(), stops=()):
-    rows = [make_row(params, seed, first + i, prompt, output, stops) for i in range(count)]
+def draw(logits, params, count=DRAWS, seed=1, first=0, prompt=(), output=()):
+    """Tokens of `count` rows at positions first … or, where an output is given, with seeds of their own."""
+    if output:
+        rows = [make_row(params, sibling_seed(seed, i), prompt=prompt, output=output) for i in range(count)]
+    else:
+        rows = [make_row(params, seed, first + i, prompt) for i in range(count)]
     return [one.token_id for one in sample(logits.expand(count, -1), rows)]
 
 
@@ -192,8 +196,10 @@ def test_min_tokens_bars_stop_ids_until_then():
     params = SamplingParams(temperature=0, min_tokens=3)
     rows = [make_row(params, position=position, stops=[0, 99]) for position in (2, 3)]
     assert [one.token_id for one in sample(logits, rows)] == [1, 0]
-    with pytest.raises(KernelError, match="min_tokens=3"):
-        sample(logits[:1], [make_row(params, stops=[0, 1, 2])])
+    found = sample(logits, [make_row(params, stops=[0, 1, 2]), make_row(params, stops=[1, 2])])
+    assert found[1] == Sampled(0, None)
+    assert (found[0].token_id, found[0].logprobs) == (-1, None)
+    assert "min_tokens=3" in found[0].error
 
 
 def test_logits_of_the_caller_are_not_changed():
@@ -217,15 +223,14 @@ def test_extreme_values_stay_finite():
     assert draw(certain, SamplingParams(top_k=2, top_p=0.99), 8) == [1] * 8
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_broken_model_is_named(value):
-    logits = torch.zeros(3, 8)
-    logits[1, 5] = value
-    for params in (SamplingParams(temperature=0), SamplingParams(top_p=0.5, logprobs=2)):
-        with pytest.raises(KernelError, match=r"NaN or infinite logits in row 1 of 3"):
-            sample(logits, [make_row(params)] * 3)
-    with pytest.raises(KernelError, match=r"row 1 of 3"):
-        prompt_logprobs(logits, torch.zeros(3, dtype=torch.long), 0)
+def test_a_penalty_that_overflows_is_named():
+    logits = torch.tensor([[3e38, 1.0], [2.0, 1.0]])
+    rows = [make_row(SamplingParams(repetition_penalty=0.01, logprobs=1), prompt=(0, 1))] * 2
+    found = sample(logits, rows)
+    assert (found[0].token_id, found[0].logprobs) == (-1, None)
+    assert "repetition_penalty=0.01" in found[0].error
+    assert found[1] == sample(logits[1:], rows[1:])[0]
+    assert found[1].error is None
 
 
 OPTIONS = [
@@ -253,6 +258,61 @@ def test_a_row_has_the_same_bits_in_every_batch(kinds, seed):
     together = sample(logits, rows)
     assert together == [sample(logits[i : i + 1], [row])[0] for i, row in enumerate(rows)]
     assert together == sample(logits.flip(0), rows[::-1])[::-1]
+
+
+def spoil(row, kind):
+    """A copy of a row of logits with NaN or infinities."""
+    row = row.clone()
+    if kind == "one nan":
+        row[len(row) // 2] = math.nan
+    elif kind == "some nan":
+        row[::3] = math.nan
+    elif kind == "one inf":
+        row[-1] = math.inf
+    elif kind == "nan and inf":
+        row[0], row[1], row[2:] = math.nan, math.inf, -math.inf
+    else:
+        row[:] = float(kind)
+    return row
+
+
+BAD = ["one nan", "some nan", "one inf", "nan and inf", "nan", "inf", "-inf", "barred"]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    kinds=st.lists(st.sampled_from(range(len(OPTIONS))), min_size=1, max_size=10),
+    bad=st.dictionaries(st.integers(0, 9), st.sampled_from(BAD), max_size=9),
+    vocab_size=st.sampled_from([3, 700, 2003]),
+    seed=st.integers(0, 2**64 - 1),
+)
+def test_a_bad_row_fails_alone(kinds, bad, vocab_size, seed):
+    generator = torch.Generator().manual_seed(seed % 2**31)
+    logits = torch.randn(len(kinds), vocab_size, generator=generator) * 3
+    rows = []
+    for i, kind in enumerate(kinds):
+        params, stops = SamplingParams(**OPTIONS[kind]), ()
+        if vocab_size < 8 and params.logit_bias:
+            params = dataclasses.replace(params, logit_bias={2: 1.5})
+        if bad.get(i) == "barred":
+            params, stops = dataclasses.replace(params, min_tokens=16), range(vocab_size)
+        elif i in bad:
+            logits[i] = spoil(logits[i], bad[i])
+        rows.append(make_row(params, seed + i, i, (1, 2), [0, 2, 2], stops))
+    good = [i for i in range(len(kinds)) if i not in bad]
+    found = sample(logits, rows)
+    assert [found[i] for i in good] == sample(logits[good], [rows[i] for i in good])
+    for i, one in enumerate(found):
+        assert (one.error is not None) == (i in bad)
+        if i in bad:
+            assert (one.token_id, one.logprobs) == (-1, None)
+            assert ("bars every stop id" if bad[i] == "barred" else "NaN or infinite") in one.error
+    spoiled = {i for i in bad if bad[i] != "barred"}
+    targets = torch.arange(len(kinds)) % vocab_size
+    prompts = prompt_logprobs(logits, targets, 3)
+    kept = [i for i in range(len(kinds)) if i not in spoiled]
+    assert [i for i, entries in enumerate(prompts) if entries is not None] == kept
+    assert [prompts[i] for i in kept] == prompt_logprobs(logits[kept], targets[kept], 3)
 
 
 def test_logprobs_are_of_the_model_and_by_rank():

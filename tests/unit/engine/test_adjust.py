@@ -1,0 +1,146 @@
+"""What parameters change in logits: to the bit as defined, however the output grew and whatever was interrupted."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from freight.engine import adjust as module
+from freight.engine.adjust import SamplingRow, adjust
+from freight.sampling import SamplingParams
+
+VOCAB = 23
+
+
+def definition(logits, row):
+    """The definition of bias, penalties and min_tokens for one row, from the whole prompt and output."""
+    x, params, prompt, output = logits.clone(), row.params, row.prompt_token_ids, row.output_token_ids
+    for token, bias in params.logit_bias.items():
+        x[token] += torch.tensor(bias)
+    penalty = torch.tensor(params.repetition_penalty)
+    for token in {*prompt, *output}:
+        x[token] = x[token] / penalty if x[token] > 0 else x[token] * penalty
+    for token, count in Counter(output).items():
+        x[token] -= torch.tensor(params.presence_penalty + params.frequency_penalty * count)
+    if len(output) < params.min_tokens:
+        for token in row.stop_token_ids:
+            if token < VOCAB:
+                x[token] = -math.inf
+    return x
+
+
+def bits(x):
+    return x.view(torch.int32).tolist()
+
+
+tokens = st.lists(st.integers(0, VOCAB - 1), max_size=12)
+penalties = st.sampled_from([0.0, 0.3, -0.7, 2.0, 1e-8]) | st.floats(-2, 2)
+rows = st.builds(
+    SamplingParams,
+    repetition_penalty=st.sampled_from([1.0, 1.1, 0.6, 1 + 1e-9, 1 - 1e-9, 0.01, 100.0]) | st.floats(0.01, 100),
+    presence_penalty=penalties,
+    frequency_penalty=penalties,
+    logit_bias=st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-1e9, 1e9), max_size=4),
+    min_tokens=st.integers(0, 6),
+)
+logits = st.lists(
+    st.floats(width=32, allow_nan=False) | st.sampled_from([0.0, -0.0, 1e-45, -1e-45, 3.4e38, -math.inf]),
+    min_size=VOCAB,
+    max_size=VOCAB,
+).map(lambda values: torch.tensor(values, dtype=torch.float32))
+
+
+@settings(max_examples=300, deadline=None)
+@given(params=rows, x=logits, prompt=tokens, growth=st.lists(tokens, max_size=4))
+def test_a_growing_output_gives_the_bits_of_the_definition(params, x, prompt, growth):
+    output = []
+    row = SamplingRow(params, 1, tuple(prompt), output, frozenset({3, 4, 99}))
+    for fresh in ([], *growth):
+        output += fresh
+        before = x.clone()
+        adjusted = adjust(x[None], [row])
+        assert bits(adjusted[0]) == bits(definition(x, row))
+        assert bits(x) == bits(before)
+
+
+class Interrupt(BaseException):
+    """As Ctrl-C would raise it."""
+
+
+def raise_at_line(count):
+    """A trace function that raises Interrupt before the count-th line run in adjust.py, and at no later one."""
+
+    def trace(frame, event, argument):
+        nonlocal count
+        if frame.f_code.co_filename != module.__file__:
+            return None
+        if event == "line":
+            count -= 1
+            if count == 0:
+                raise Interrupt
+        return trace
+
+    return trace
+
+
+@pytest.mark.parametrize("num_before", [0, 1, 2, 3])
+def test_an_exception_at_any_line_leaves_a_row_usable(num_before):
+    params = SamplingParams(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.25, logit_bias={1: 2.0})
+    x = torch.linspace(-2, 2, VOCAB)[None]
+    pieces = ([], [2, 2], [2, 7, 7, 0], [9], [9, 2])
+    outer, lines, interrupted = sys.gettrace(), 0, True
+    while interrupted:  # until there are fewer lines than that
+        lines += 1
+        output = []
+        row = SamplingRow(params, 1, (0, 5), output, frozenset())
+        for i, fresh in enumerate(pieces):
+            output += fresh
+            if i == num_before:
+                try:
+                    sys.settrace(raise_at_line(lines))
+                    adjust(x, [row])
+                    interrupted = False
+                except Interrupt:
+                    pass
+                finally:
+                    sys.settrace(outer)
+            if i != num_before or lines % 2:  # a retry at once, or with more tokens
+                assert bits(adjust(x, [row])[0]) == bits(definition(x[0], row))
+    assert lines > 20
+
+
+def test_a_step_sends_only_the_tokens_that_are_new(monkeypatch):
+    output = list(range(20)) * 50
+    params = SamplingParams(repetition_penalty=1.3, frequency_penalty=0.25, logit_bias=dict.fromkeys(range(20), 1.0))
+    row = SamplingRow(params, 1, tuple(range(20)) * 50, output, frozenset())
+    x = torch.zeros(1, VOCAB)
+    adjust(x, [row])
+    sent, send = [], module.send
+
+    def recorded(values, dtype, device):
+        sent.append(len(values))
+        return send(values, dtype, device)
+
+    monkeypatch.setattr(module, "send", recorded)
+    for _ in range(3):
+        output.append(21)
+        adjust(x, [row])
+    assert sent == [1] * 6
+
+
+def test_a_row_without_changes_gives_the_logits_themselves():
+    x = torch.zeros(2, VOCAB)
+    row = SamplingRow(SamplingParams(min_tokens=2), 1, (1,), [1, 2], frozenset({3}))
+    assert adjust(x, [row, row]) is x
+
+
+def test_a_row_follows_the_logits_to_another_vocabulary_size():
+    row = SamplingRow(SamplingParams(repetition_penalty=2.0), 1, (1,), [2], frozenset())
+    assert adjust(torch.ones(1, 4), [row])[0].tolist() == [1, 0.5, 0.5, 1]
+    assert adjust(torch.ones(1, 3), [row])[0].tolist() == [1, 0.5, 0.5]
