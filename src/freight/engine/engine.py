@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from freight.cache.blocks import BlockAllocator
+from freight.detokenizer import Detokenizer
 from freight.engine.intake import Intake
 from freight.engine.prepare import Logits, SequenceSlice
 from freight.engine.progress import Completion, Group, to_logprobs
@@ -23,7 +24,6 @@ from freight.engine.scheduler import ScheduledChunk, Scheduler
 from freight.errors import RequestError
 from freight.outputs import FinishReason, RequestOutput
 from freight.sampling import SamplingParams
-from freight.tokenizer import Detokenizer
 
 
 class Engine:

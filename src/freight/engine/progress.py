@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from freight.detokenizer import Detokenizer
 from freight.engine.request import Request
 from freight.engine.sampler import LogprobEntry, Sampled
 from freight.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput, TokenLogprobs
 from freight.sampling import SamplingParams
-from freight.tokenizer import Detokenizer, Tokenizer
+from freight.tokenizer import Tokenizer
 
 
 def to_logprobs(entries: tuple[LogprobEntry, ...], tokenizer: Tokenizer | None) -> TokenLogprobs:
