@@ -24,9 +24,9 @@ FACADE = "freight"  # freight/__init__.py: the public names
 ORDER = [
     {"errors"},
     {"sampling", "outputs", "batch", "fp8"},
-    {"device"},
+    {"device", "messages", "token_pieces"},
     {"config", "checkpoint", "kernels", "tokenizer"},
-    {"cache"},
+    {"cache", "detokenizer"},
     {"layers"},
     {"models"},
     {"engine", "calibrate"},

@@ -1,28 +1,38 @@
-"""Text to token ids and back: `Tokenizer` reads a model's folder, `Detokenizer` turns one completion into text, token
-by token.
+"""Text to token ids and back, and conversations to token ids: `Tokenizer` reads a model's folder.
 
-Guarantees of `Detokenizer`: the pieces it gives out, joined, are the text of all tokens; a piece holds whole characters
-only (a character of several byte tokens comes with its last byte); the text stops exactly before the first stop
-string, however tokens cut it, and text that may begin one is held back until that is decided. A token costs the same
-wherever it stands, because only the last few are decoded again.
+Where the folder has a `tokenizer.json`, ids are exactly those of the `tokenizers` library with that file, whatever
+`tokenizer_class` and `model_type` the folder names: transformers would rebuild the pipeline for some of them, and give
+other ids. What else counts, by this rule:
 
-The only module that imports transformers, and only when a tokenizer is loaded: the import takes a second.
+- BOS and EOS come where the post-processor of tokenizer.json puts them. `add_bos_token` and `add_eos_token` of
+  tokenizer_config.json are not followed, as transformers does not where there is a tokenizer.json; a contradiction is
+  logged.
+- Truncation and padding in tokenizer.json are ignored: a prompt is its own length.
+- Tokens that tokenizer.json lacks, but tokenizer_config.json, special_tokens_map.json or added_tokens.json names, are
+  added.
+
+A folder without tokenizer.json is converted by transformers, and a line at start says so. This is the only module that
+imports transformers, and only then or for the first conversation: the import takes a second.
 """
 
 from __future__ import annotations
 
+import json
+import logging
+import os
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from freight.errors import CheckpointError, ConfigError, RequestError
-from freight.sampling import SamplingParams
+from tokenizers import AddedToken, models
+from tokenizers import Tokenizer as Backend
 
-_UNFINISHED = "\ufffd"  # what decoders write for bytes that are not, or not yet, a character
-_LONGEST_UNFINISHED = 3  # bytes of a UTF-8 character that can be there without the last one
-_WINDOW = 24  # tokens decoded again at most, and
-_KEPT = 12  # how many of them stay when it is full
-_PROMPT_CONTEXT = 8  # last tokens of the prompt, which decide whether the completion begins with a space
+from freight.errors import CheckpointError, ConfigError, RequestError
+from freight.messages import check_unicode, to_template_messages
+from freight.token_pieces import Pieces, read_decoder
+
+logger = logging.getLogger("freight")
 
 _FILES = (  # one of these is in every folder with a tokenizer
     "tokenizer.json",
@@ -33,20 +43,54 @@ _FILES = (  # one of these is in every folder with a tokenizer
     "spiece.model",
     "sentencepiece.bpe.model",
 )
-_OURS = ("tokenize", "return_dict", "return_tensors", "padding", "truncation", "max_length", "chat_template")
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_NO_TOKEN = 2**32  # the library's ids are 32 bits
+_OURS = (
+    "tokenize",
+    "return_dict",
+    "return_tensors",
+    "padding",
+    "truncation",
+    "max_length",
+    "chat_template",
+    "conversation",
+    "return_assistant_tokens_mask",
+    "sanitize_control_tokens",
+    "tokenizer_kwargs",
+)
 
 
 class Tokenizer:
     """A model's tokenizer. `vocab_size` counts added tokens too; ids are in [0, vocab_size)."""
 
-    def __init__(self, backend: Any) -> None:
-        """`backend` is a transformers tokenizer; `Tokenizer.load` makes one from a folder."""
+    def __init__(
+        self,
+        backend: Backend,
+        special_tokens: Mapping[str, str] | None = None,
+        chat_template: str | dict[str, str] | None = None,
+    ) -> None:
+        """`Tokenizer.load` makes one from a folder.
+
+        special_tokens: by their names in tokenizer_config.json, "bos_token" -> "<s>". chat_template: Jinja, or several
+        templates by name.
+        """
+        backend.no_truncation()
+        backend.no_padding()
         self._backend = backend
-        self.vocab_size: int = len(backend)
-        self.bos_token_id: int | None = backend.bos_token_id
-        self.eos_token_id: int | None = backend.eos_token_id
-        added = backend.added_tokens_decoder.items()
+        self._special_tokens = dict(special_tokens or {})
+        self._chat_template = chat_template
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self.bos_token_id = self._id_of("bos_token")
+        self.eos_token_id = self._id_of("eos_token")
+        added = backend.get_added_tokens_decoder().items()
         self.special_token_ids: frozenset[int] = frozenset(token for token, value in added if value.special)
+        decoder = read_decoder(backend.decoder)
+        # What single tokens add to a text, without and with special tokens. Both are caches.
+        self._pieces = decoder and (
+            Pieces(decoder, lambda token: self.token_string(token, False)),
+            Pieces(decoder, lambda token: self.token_string(token, True)),
+        )
+        self._token_texts: dict[int, str] = {}
 
     @classmethod
     def load(
@@ -57,24 +101,20 @@ class Tokenizer:
         Raises CheckpointError when there is none to read, which ends with `way_out`.
         """
         path = Path(folder)
-        if not any((path / name).is_file() for name in _FILES):
+        if not any(os.path.lexists(path / name) for name in _FILES):
             raise CheckpointError(f"{path} has no tokenizer (one of {', '.join(_FILES)}); {way_out}")
-        from transformers import AutoTokenizer
-
         try:
-            backend = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        except Exception as error:  # of many kinds: the parsers' own, and bare Exception
-            raise CheckpointError(f"the tokenizer in {path} cannot be read: {error}; {way_out}") from error
-        return cls(backend)
+            return cls(*(_read(path) if os.path.lexists(path / "tokenizer.json") else _convert(path)))
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; {way_out}") from error.__cause__
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`, with the tokens that the model wants around a text (BOS) unless told otherwise.
 
         Raises RequestError for text that is not Unicode (a lone surrogate).
         """
-        _check_unicode(text)
-        # Not verbose: a warning about the tokenizer's own length limit, which is not what limits the context.
-        return list(self._backend.encode(text, add_special_tokens=add_special_tokens, verbose=False))
+        check_unicode(text)
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`. Ids that the tokenizer does not have (padding of the model's vocabulary) are empty.
@@ -83,22 +123,29 @@ class Tokenizer:
         """
         if any(token < 0 for token in token_ids):
             raise RequestError(f"token id {min(token_ids)} is negative; token ids count from 0")
-        # The clean-up would remove spaces before punctuation, and only once the next token is known.
-        return str(
-            self._backend.decode(
-                list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-            )
-        )
+        known = [token for token in token_ids if token < _NO_TOKEN]
+        return self._backend.decode(known, skip_special_tokens=skip_special_tokens)
 
-    def has_text(self, token_id: int, skip_special_tokens: bool) -> bool:
-        """Whether `decode` looks at this token at all."""
-        if skip_special_tokens and token_id in self.special_token_ids:
-            return False
-        return self._backend.convert_ids_to_tokens(token_id) is not None
+    def token_text(self, token_id: int) -> str:
+        """The text of one token by itself, special tokens included, as log-probabilities show it."""
+        text = self._token_texts.get(token_id)
+        if text is None:
+            text = self._token_texts[token_id] = self.decode([token_id], skip_special_tokens=False)
+        return text
+
+    def token_string(self, token_id: int, skip_special_tokens: bool) -> str | None:
+        """The vocabulary's entry of a token ("▁the"), or None when `decode` does not look at this token at all."""
+        if (skip_special_tokens and token_id in self.special_token_ids) or token_id >= _NO_TOKEN:
+            return None
+        return self._backend.id_to_token(token_id)
+
+    def pieces(self, skip_special_tokens: bool) -> Pieces | None:
+        """What single tokens add to a text, or None when that depends on the tokens around them."""
+        return self._pieces[skip_special_tokens] if self._pieces else None
 
     @property
     def has_chat_template(self) -> bool:
-        return bool(self._backend.chat_template)
+        return bool(self._chat_template)
 
     def apply_chat_template(
         self,
@@ -109,29 +156,43 @@ class Tokenizer:
     ) -> list[int]:
         """Token ids of a conversation as the model was trained to see it.
 
-        messages: mappings with `role` and `content`, both strings. `template_values` (`tools`, `enable_thinking`, …)
-        reach the template. The template writes BOS where the model wants it, so none is added. Raises ConfigError
-        when the model has no template, RequestError for messages that are malformed or that the template refuses.
+        messages: mappings with `role` and `content`, a string or a list of text parts; `content` may be None beside
+        `tool_calls`. `template_values` (`tools`, `enable_thinking`, …) reach the template. The template writes BOS
+        where the model wants it, so none is added. Raises ConfigError when the model has no template, RequestError for
+        messages that are malformed or that the template refuses.
         """
         require_chat_template(self)
-        _check_messages(messages)
+        conversation = to_template_messages(messages)
         for name in _OURS:
             if name in template_values:
                 raise RequestError(f"{name} is not an option of the chat template; what chat gives is always token ids")
         from jinja2 import TemplateError
 
+        renderer = self._renderer
         try:
-            token_ids = self._backend.apply_chat_template(
-                [dict(message) for message in messages],
+            text = renderer.apply_chat_template(
+                conversation,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                tokenize=True,
-                return_dict=False,
-                **template_values,
+                tokenize=False,
+                **{**self._special_tokens, **template_values},
             )
-        except (TemplateError, ValueError, TypeError, KeyError) as error:
-            raise RequestError(f"the model's chat template refuses these messages: {error}") from error
-        return list(token_ids)
+        except Exception as error:  # a template is a program, and raises what it likes
+            said = str(error) if isinstance(error, TemplateError | ValueError) else repr(error)
+            raise RequestError(f"the model's chat template refuses these messages: {said}") from error
+        return self.encode(text, add_special_tokens=False)
+
+    @cached_property
+    def _renderer(self) -> Any:
+        """Renders the template by the rules of transformers. Its own tokenizer is empty."""
+        from transformers import PreTrainedTokenizerFast
+
+        make: Any = PreTrainedTokenizerFast
+        return make(tokenizer_object=Backend(models.BPE()), chat_template=self._chat_template)
+
+    def _id_of(self, name: str) -> int | None:
+        token = self._special_tokens.get(name)
+        return None if token is None else self._backend.token_to_id(token)
 
 
 def require_chat_template(tokenizer: Tokenizer | None) -> Tokenizer:
@@ -148,143 +209,125 @@ def require_chat_template(tokenizer: Tokenizer | None) -> Tokenizer:
     return tokenizer
 
 
-def _check_unicode(text: str) -> None:
+def _read(path: Path) -> tuple[Backend, dict[str, str], str | dict[str, str] | None]:
+    """The tokenizer of tokenizer.json, its special tokens by name and its chat template."""
+    file = path / "tokenizer.json"
     try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise RequestError(f"the text is not Unicode: {error.reason} at character {error.start}") from error
+        backend = Backend.from_file(str(file))
+    except Exception as error:  # the library raises nothing more special
+        raise CheckpointError(f"the tokenizer in {file} cannot be read: {error}") from error
+    config = _read_json(path / "tokenizer_config.json")
+    template = _chat_template(path, config)
+    if "added_tokens_decoder" not in config:  # the older files count only without it, as in transformers
+        config |= _read_json(path / "special_tokens_map.json")
+    try:
+        special_tokens = {name: _content(config[name]) for name in _NAMED if config.get(name) is not None}
+        missing = _named_tokens(config, _read_json(path / "added_tokens.json"), special_tokens)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise CheckpointError(
+            f"the special tokens in {path / 'tokenizer_config.json'} or beside it cannot be read: {error!r}"
+        ) from error
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    for token in missing:
+        if token.content not in known:
+            known.add(token.content)
+            backend.add_tokens([token])
+    _compare_bos(backend, config, special_tokens, path)
+    return backend, special_tokens, template
 
 
-def _check_messages(messages: object) -> None:
-    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
-        raise RequestError('messages must be a list like [{"role": "user", "content": "Hello"}], not empty')
-    for index, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            raise RequestError(f"messages[{index}] is {message!r:.60}; it must have role and content")
-        role, content = message.get("role"), message.get("content")
-        if not isinstance(role, str) or not role:
-            raise RequestError(f"messages[{index}].role is {role!r:.60}; it must be a string like 'user'")
-        if not isinstance(content, str):
-            raise RequestError(f"messages[{index}].content is {content!r:.60}; it must be a string")
-        _check_unicode(role + content)
+def _named_tokens(
+    config: Mapping[str, Any], older: Mapping[str, Any], special_tokens: Mapping[str, str]
+) -> list[AddedToken]:
+    """All that the files beside tokenizer.json name as tokens, in the order in which transformers adds them."""
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    special = [*special_tokens.values()]
+    special += [value for name, value in config.items() if name.endswith("_token") and isinstance(value, str)]
+    special += [_content(token) for token in (extra.values() if isinstance(extra, dict) else extra)]
+    declared = config.get("added_tokens_decoder")
+    if declared is None:
+        tokens = [
+            _added(name, {"special": name in special}) for name in sorted(older, key=lambda name: int(older[name]))
+        ]
+    else:
+        tokens = [_added(declared[key]["content"], declared[key]) for key in sorted(declared, key=int)]
+    return tokens + [_added(token, {"special": True}) for token in special]
 
 
-class Detokenizer:
-    """The text of one completion, as its tokens come. `stop_reason` is the stop string that ended it, if one did."""
-
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: Sequence[int] = ()) -> None:
-        """With `prompt_token_ids`, the text continues the prompt's: "▁world" after "Hello" is " world".
-
-        Without them it is as if the completion began a text, where some tokenizers drop the first space.
-        """
-        self.stop_reason: str | None = None
-        self._tokenizer = tokenizer
-        self._skip_special = params.skip_special_tokens
-        self._min_tokens = params.min_tokens
-        self._num_tokens = 0
-        self._stops = _StopStrings(params.stop)
-        # Tokens decoded together, the first `_context` of them only because the text of the rest depends on what
-        # precedes it, and the beginning of their text that is out already.
-        self._window = self._end_of(prompt_token_ids)
-        self._context = len(self._window)
-        self._shown = self._decode(self._window)
-
-    def append(self, token_ids: Sequence[int]) -> str:
-        """Take in tokens and give out the text that is now certain. Nothing comes after a stop string."""
-        released = []
-        for token in token_ids:
-            if self.stop_reason is not None:
-                break
-            self._num_tokens += 1
-            text = self._advance(token) if self._has_text(token) else ""
-            released.append(self._release(text))
-        return "".join(released)
-
-    def finish(self) -> str:
-        """No more tokens come: give out what was held back, U+FFFD for bytes that never became a character."""
-        if self.stop_reason is not None:
-            return ""
-        text, self._shown = self._decode(self._window)[len(self._shown) :], ""
-        self._window, self._context = [], 0
-        return self._release(text) + self._stops.flush()
-
-    def _end_of(self, prompt_token_ids: Sequence[int]) -> list[int]:
-        """The last tokens of the prompt, beginning and ending with whole characters; none if that cannot be had."""
-        last = [token for token in prompt_token_ids[-_PROMPT_CONTEXT:] if self._has_text(token)]
-        starts = range(min(len(last), _LONGEST_UNFINISHED + 1))
-        return next((last[start:] for start in starts if _UNFINISHED not in self._decode(last[start:])), [])
-
-    def _release(self, text: str) -> str:
-        released, self.stop_reason = self._stops.feed(text, self._num_tokens > self._min_tokens)
-        return released
-
-    def _has_text(self, token: int) -> bool:
-        return self._tokenizer.has_text(token, self._skip_special)
-
-    def _decode(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(token_ids, self._skip_special)
-
-    def _advance(self, token: int) -> str:
-        """The text that becomes certain with `token`."""
-        self._window.append(token)
-        text = self._decode(self._window)
-        if not text.startswith(self._shown):
-            # A byte that begins no character makes some decoders give up the whole run of bytes before it, which is
-            # out already. Bytes need no context.
-            del self._window[: self._context]
-            self._context, self._shown = 0, ""
-            text = self._decode(self._window)
-        certain = max(len(text.rstrip(_UNFINISHED)), len(text) - _LONGEST_UNFINISHED)
-        new = text[len(self._shown) : certain]
-        if new:
-            self._shown = text[:certain]
-        if new and certain == len(text):
-            del self._window[: self._context]
-            self._context, self._shown = len(self._window), self._decode(self._window)
-        elif len(self._window) > _WINDOW:
-            held = len(text) - len(self._shown)
-            del self._window[:-_KEPT]
-            kept = self._decode(self._window)
-            self._context, self._shown = 0, kept[: max(0, len(kept) - held)]
-        return new
+def _added(content: str, flags: Mapping[str, Any]) -> AddedToken:
+    special = bool(flags.get("special", False))
+    return AddedToken(
+        content,
+        special=special,
+        single_word=bool(flags.get("single_word", False)),
+        lstrip=bool(flags.get("lstrip", False)),
+        rstrip=bool(flags.get("rstrip", False)),
+        normalized=bool(flags.get("normalized", not special)),
+    )
 
 
-class _StopStrings:
-    """Finds the first of several strings in a text that comes in pieces, and holds back what may begin one.
-
-    First is the one that ends first and, of those that end together, the longest: what reading character by
-    character finds, so that pieces cut elsewhere give the same text.
-    """
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = stops
-        self._held = ""
-
-    def feed(self, text: str, checked: bool) -> tuple[str, str | None]:
-        """The text that is certain, and the stop string found. `checked` False: none may end within this piece."""
-        settled = len(self._held)  # a stop string has to end behind this
-        text = self._held + text
-        self._held = ""
-        if checked:
-            found = [
-                (begin + len(stop), begin, stop)
-                for stop in self._stops
-                if (begin := text.find(stop, max(0, settled + 1 - len(stop)))) >= 0
-            ]
-            if found:
-                _, begin, stop = min(found)
-                return text[:begin], stop
-        held = max((_overlap(text, stop) for stop in self._stops), default=0)
-        certain = len(text) - held
-        self._held = text[certain:]
-        return text[:certain], None
-
-    def flush(self) -> str:
-        """What was held back, when no more text comes."""
-        held, self._held = self._held, ""
-        return held
+def _content(token: Any) -> str:
+    """The text of a special token, which files give as a string or as {"content": …}."""
+    content = token["content"] if isinstance(token, dict) else token
+    if not isinstance(content, str):
+        raise TypeError(f"{token!r:.60} is not a token")
+    return content
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of `text` that begin `stop`, without being all of it."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+def _compare_bos(backend: Backend, config: Mapping[str, Any], special_tokens: Mapping[str, str], path: Path) -> None:
+    """Log where `add_bos_token` or `add_eos_token` contradicts tokenizer.json."""
+    around = backend.encode("a", add_special_tokens=True).ids
+    for option, name, index in (("add_bos_token", "bos_token", 0), ("add_eos_token", "eos_token", -1)):
+        if name in special_tokens and isinstance(said := config.get(option), bool):
+            added = around[index : index + 1 or None] == [backend.token_to_id(special_tokens[name])]
+            if added != said:
+                logger.warning(
+                    "%s: tokenizer_config.json says %s %s, tokenizer.json %s; Freight follows tokenizer.json",
+                    *(path, option, str(said).lower(), f"adds {special_tokens[name]}" if added else "adds none"),
+                )
+
+
+def _chat_template(path: Path, config: Mapping[str, Any]) -> str | dict[str, str] | None:
+    """Files of their own come before tokenizer_config.json, and that before chat_template.json."""
+    try:
+        named = {file.stem: file.read_text(encoding="utf-8") for file in path.glob("additional_chat_templates/*.jinja")}
+        if (path / "chat_template.jinja").is_file():
+            named["default"] = (path / "chat_template.jinja").read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"a chat template in {path} cannot be read: {error}") from error
+    if named:
+        return named["default"] if set(named) == {"default"} else named
+    found = config.get("chat_template") or _read_json(path / "chat_template.json").get("chat_template")
+    if isinstance(found, list) and all(isinstance(entry, dict) for entry in found):
+        found = {entry.get("name"): entry.get("template") for entry in found}
+    texts = [*found, *found.values()] if isinstance(found, dict) else [found or ""]
+    if not all(isinstance(text, str) for text in texts):
+        raise CheckpointError(
+            f"the chat_template of {path} is {found!r:.60}; it must be a string, or several with names"
+        )
+    return found
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """The object in `file`; empty where there is no file."""
+    if not os.path.lexists(file):
+        return {}
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file} is {value!r:.60}; it must be a JSON object")
+    return value
+
+
+def _convert(path: Path) -> tuple[Backend, dict[str, str], str | dict[str, str] | None]:
+    """As `_read`, of a folder whose tokenizer is in an older form."""
+    logger.info("%s has no tokenizer.json: its tokenizer is converted by transformers", path)
+    from transformers import AutoTokenizer
+
+    try:
+        converted = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        return converted.backend_tokenizer, converted.special_tokens_map, converted.chat_template
+    except Exception as error:  # of many kinds: the parsers' own, and bare Exception
+        raise CheckpointError(f"the tokenizer in {path} cannot be read: {error}") from error

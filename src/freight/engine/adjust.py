@@ -98,12 +98,12 @@ class _Changes:
         self._stop_ids = send(stops, torch.int64, device)
         self._factor: Tensor | None = None  # repetition_penalty at every token seen, 1 elsewhere
         if params.repetition_penalty != 1:
-            self._factor = torch.ones(vocab_size, device=device)
+            self._factor = torch.ones(vocab_size, dtype=torch.float32, device=device)
             seen = send(row.prompt_token_ids, torch.int64, device)
             self._factor.index_fill_(0, seen, params.repetition_penalty)
         self._cost: Tensor | None = None  # presence_penalty + frequency_penalty * n(v), 0 where n(v) is 0
         if params.presence_penalty != 0 or params.frequency_penalty != 0:
-            self._cost = torch.zeros(vocab_size, device=device)
+            self._cost = torch.zeros(vocab_size, dtype=torch.float32, device=device)
         self._counts: dict[int, tuple[int, int]] = {}  # token -> its count in output[:end], and that end
         self._num_taken = 0  # leading output tokens that all of the above has taken in
 

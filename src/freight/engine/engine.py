@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import partial
 
 from freight.cache.blocks import BlockAllocator
+from freight.detokenizer import Detokenizer
 from freight.engine.compute import ChunkResult, ChunkWork, compute
 from freight.engine.intake import AcceptedPrompt, Intake
 from freight.engine.progress import Completion, Group, to_logprobs
@@ -28,7 +29,6 @@ from freight.engine.scheduler import Scheduler, Step
 from freight.errors import RequestError
 from freight.outputs import FinishReason, RequestDelta, RequestOutput
 from freight.sampling import SamplingParams
-from freight.tokenizer import Detokenizer
 
 
 class Engine:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from freight.detokenizer import Detokenizer
 from freight.engine.request import Request
 from freight.engine.sampler import LogprobEntry, SamplingRow
 from freight.outputs import (
@@ -22,13 +23,13 @@ from freight.outputs import (
     TokenLogprobs,
 )
 from freight.sampling import SamplingParams
-from freight.tokenizer import Detokenizer, Tokenizer
+from freight.tokenizer import Tokenizer
 
 
 def to_logprobs(entries: tuple[LogprobEntry, ...], tokenizer: Tokenizer | None) -> TokenLogprobs:
     """(token id, logprob, rank) -> {token id: Logprob}, with the tokens' text where there is a tokenizer."""
     return {
-        token: Logprob(logprob, rank, tokenizer.decode([token], False) if tokenizer else None)
+        token: Logprob(logprob, rank, tokenizer.token_text(token) if tokenizer else None)
         for token, logprob, rank in entries
     }
 

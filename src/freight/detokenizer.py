@@ -1,0 +1,263 @@
+"""`Detokenizer` turns one completion into text, token by token.
+
+Guarantees: the pieces it gives out, joined, are the text of all tokens; a piece holds whole characters only (a
+character of several byte tokens comes with its last byte); the text stops exactly before the first stop string,
+however tokens cut it, and text that may begin one is held back until that is decided. A token costs the same wherever
+it stands.
+
+One exception to "the text of all tokens": with byte fallback, a byte that is not UTF-8 makes the decoder give up the
+whole run of byte tokens around it. Characters that are out already stay; the rest of the run is U+FFFD, one a byte.
+"""
+
+from __future__ import annotations
+
+import re
+from codecs import utf_8_decode
+from collections.abc import Sequence
+from typing import Protocol
+
+from freight.sampling import SamplingParams
+from freight.token_pieces import ByteDecoder, Pieces, TextDecoder
+from freight.tokenizer import Tokenizer
+
+_UNFINISHED = "\ufffd"  # what decoders write for bytes that are not, or not yet, a character
+_LONGEST_UNFINISHED = 3  # bytes of a UTF-8 character that can be there without the last one
+_WINDOW = 24  # tokens decoded again at most, and
+_KEPT = 12  # how many of them stay when it is full
+_PROMPT_CONTEXT = 8  # last tokens of the prompt, which decide whether the completion begins with a space
+
+
+class Detokenizer:
+    """The text of one completion, as its tokens come. `stop_reason` is the stop string that ended it, if one did."""
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: Sequence[int] = ()) -> None:
+        """With `prompt_token_ids`, the text continues the prompt's: "▁world" after "Hello" is " world".
+
+        Without them it is as if the completion began a text, where some tokenizers drop the first space.
+        """
+        self.stop_reason: str | None = None
+        self._min_tokens = params.min_tokens
+        self._num_tokens = 0
+        self._stops = _StopStrings(params.stop) if params.stop else None
+        self._text = _text_of(tokenizer, params.skip_special_tokens, prompt_token_ids[-_PROMPT_CONTEXT:])
+
+    def append(self, token_ids: Sequence[int]) -> str:
+        """Take in tokens and give out the text that is now certain. Nothing comes after a stop string."""
+        if self._stops is None:
+            return "".join(map(self._text.push, token_ids))
+        released = []
+        for token in token_ids:
+            if self.stop_reason is not None:
+                break
+            self._num_tokens += 1
+            released.append(self._release(self._text.push(token), self._stops))
+        return "".join(released)
+
+    def finish(self) -> str:
+        """No more tokens come: give out what was held back, U+FFFD for bytes that never became a character."""
+        if self.stop_reason is not None:
+            return ""
+        text = self._text.flush()
+        return text if self._stops is None else self._release(text, self._stops) + self._stops.flush()
+
+    def _release(self, text: str, stops: _StopStrings) -> str:
+        released, self.stop_reason = stops.feed(text, self._num_tokens > self._min_tokens)
+        return released
+
+
+class _Text(Protocol):
+    """Tokens in, whole characters out."""
+
+    def push(self, token: int) -> str:
+        """The text that becomes certain with `token`."""
+
+    def flush(self) -> str:
+        """The text that was waiting for more tokens."""
+
+
+def _text_of(tokenizer: Tokenizer, skip_special: bool, prompt_end: Sequence[int]) -> _Text:
+    pieces = tokenizer.pieces(skip_special)
+    if pieces is None:
+        return _Window(tokenizer, skip_special, prompt_end)
+    if isinstance(pieces.decoder, ByteDecoder):
+        return _Bytes(pieces)
+    begins = all(pieces[token] is None for token in prompt_end)
+    return _Joined(pieces, pieces.decoder, begins)
+
+
+class _Bytes:
+    """Of a byte-level decoder: the bytes of all tokens, as UTF-8. A prompt before them makes no difference."""
+
+    def __init__(self, pieces: Pieces) -> None:
+        self._pieces = pieces
+        self._held = b""  # a character's first bytes
+
+    def push(self, token: int) -> str:
+        piece = self._pieces[token]
+        if isinstance(piece, str) and not self._held:
+            return piece
+        if piece is None:
+            return ""
+        data = self._held + (piece.encode() if isinstance(piece, str) else piece)
+        text, used = utf_8_decode(data, "replace", False)
+        self._held = data[used:]
+        return text
+
+    def flush(self) -> str:
+        held, self._held = self._held, b""
+        return held.decode("utf-8", "replace")
+
+
+class _Joined:
+    """Of a decoder that joins the texts of tokens, with runs of byte tokens between them."""
+
+    def __init__(self, pieces: Pieces, decoder: TextDecoder, begins: bool) -> None:
+        """`begins`: the completion is the start of a text, which is where the decoder removes spaces."""
+        self._pieces = pieces
+        self._drop_in_first = decoder.drop_in_first if begins else ""
+        self._strip = decoder.strip
+        self._strip_most = decoder.strip_most if begins else 0
+        self._held = b""  # a character's first bytes
+        self._broken = False  # the run of byte tokens is no UTF-8
+
+    def push(self, token: int) -> str:
+        piece = self._pieces[token]
+        if isinstance(piece, str):
+            if self._held or self._broken:
+                piece = self.flush() + piece
+        elif piece is None:
+            return ""
+        else:
+            piece = self._byte(piece)
+        if self._strip_most or self._drop_in_first:
+            return self._first(token, piece)
+        return piece
+
+    def flush(self) -> str:
+        held, self._held, self._broken = self._held, b"", False
+        return _UNFINISHED * len(held)
+
+    def _byte(self, byte: bytes) -> str:
+        if self._broken:
+            return _UNFINISHED
+        data = self._held + byte
+        try:
+            text, used = utf_8_decode(data, "strict", False)
+        except UnicodeDecodeError:
+            self._held, self._broken = b"", True
+            return _UNFINISHED * len(data)
+        self._held = data[used:]
+        return text
+
+    def _first(self, token: int, text: str) -> str:
+        """What is left of the start of the text."""
+        if self._drop_in_first:
+            string = self._pieces.token_string(token)
+            text, self._drop_in_first = (string or "").replace(self._drop_in_first, ""), ""
+            return text
+        spaces = 0
+        while spaces < min(self._strip_most, len(text)) and text[spaces] == self._strip:
+            spaces += 1
+        self._strip_most = self._strip_most - spaces if spaces == len(text) else 0
+        return text[spaces:]
+
+
+class _Window:
+    """Of any other decoder: the last few tokens are decoded again with each new one."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool, prompt_end: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special
+        # Tokens decoded together, the first `_context` of them only because the text of the rest depends on what
+        # precedes it, and the beginning of their text that is out already.
+        self._window = self._whole(prompt_end)
+        self._context = len(self._window)
+        self._shown = self._decode(self._window)
+
+    def push(self, token: int) -> str:
+        if not self._has_text(token):
+            return ""
+        self._window.append(token)
+        text = self._decode(self._window)
+        if not text.startswith(self._shown):
+            # A byte that begins no character makes some decoders give up the whole run of bytes before it, which is
+            # out already. Bytes need no context.
+            del self._window[: self._context]
+            self._context, self._shown = 0, ""
+            text = self._decode(self._window)
+        certain = max(len(text.rstrip(_UNFINISHED)), len(text) - _LONGEST_UNFINISHED)
+        new = text[len(self._shown) : certain]
+        if new:
+            self._shown = text[:certain]
+        if new and certain == len(text):
+            del self._window[: self._context]
+            self._context, self._shown = len(self._window), self._decode(self._window)
+        elif len(self._window) > _WINDOW:
+            held = len(text) - len(self._shown)
+            del self._window[:-_KEPT]
+            kept = self._decode(self._window)
+            self._context, self._shown = 0, kept[: max(0, len(kept) - held)]
+        return new
+
+    def flush(self) -> str:
+        text, self._shown = self._decode(self._window)[len(self._shown) :], ""
+        self._window, self._context = [], 0
+        return text
+
+    def _whole(self, prompt_end: Sequence[int]) -> list[int]:
+        """The last tokens of the prompt, beginning and ending with whole characters; none if that cannot be had."""
+        last = [token for token in prompt_end if self._has_text(token)]
+        starts = range(min(len(last), _LONGEST_UNFINISHED + 1))
+        return next((last[start:] for start in starts if _UNFINISHED not in self._decode(last[start:])), [])
+
+    def _has_text(self, token: int) -> bool:
+        return self._tokenizer.token_string(token, self._skip_special) is not None
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids, self._skip_special)
+
+
+class _StopStrings:
+    """Finds the first of several strings in a text that comes in pieces, and holds back what may begin one.
+
+    First is the one that ends first and, of those that end together, the longest: what reading character by
+    character finds, so that pieces cut elsewhere give the same text.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
+        self._held = ""
+        # Most pieces have no character that begins a stop string, and this search is all that they cost.
+        first = "".join(map(re.escape, sorted({stop[0] for stop in stops})))
+        self._may_begin = re.compile(f"[{first}]").search
+
+    def feed(self, text: str, checked: bool) -> tuple[str, str | None]:
+        """The text that is certain, and the stop string found. `checked` False: none may end within this piece."""
+        if not self._held and not self._may_begin(text):
+            return text, None
+        settled = len(self._held)  # a stop string has to end behind this
+        text = self._held + text
+        self._held = ""
+        if checked:
+            found = [
+                (begin + len(stop), begin, stop)
+                for stop in self._stops
+                if (begin := text.find(stop, max(0, settled + 1 - len(stop)))) >= 0
+            ]
+            if found:
+                _, begin, stop = min(found)
+                return text[:begin], stop
+        held = max((_overlap(text, stop) for stop in self._stops), default=0)
+        certain = len(text) - held
+        self._held = text[certain:]
+        return text[:certain], None
+
+    def flush(self) -> str:
+        """What was held back, when no more text comes."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Characters at the end of `text` that begin `stop`, without being all of it."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

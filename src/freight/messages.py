@@ -1,0 +1,97 @@
+"""The messages of a conversation as chat templates read them: each a mapping with `role` and `content`, a string.
+
+What servers of chat send in other forms is brought into this one; anything else is refused by position and value.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from freight.errors import RequestError
+
+
+def to_template_messages(messages: object) -> list[dict[str, Any]]:
+    """Copies of `messages` with string contents.
+
+    A list of text parts is joined. `content` may be None in a message with `tool_calls`, and is then left out.
+    Arguments of tool calls that are the JSON of an object become that object, because templates write it as JSON once
+    more. The role `developer` becomes `system`. Raises RequestError for anything malformed.
+    """
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
+        raise RequestError('messages must be a list like [{"role": "user", "content": "Hello"}], not empty')
+    return [_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
+
+
+def check_unicode(text: str) -> None:
+    """Raises RequestError for a lone surrogate."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"the text is not Unicode: {error.reason} at character {error.start}") from error
+
+
+def _message(where: str, message: object) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise RequestError(f"{where} is {message!r:.60}; it must have role and content")
+    role, tool_calls = message.get("role"), message.get("tool_calls")
+    if not isinstance(role, str) or not role:
+        raise RequestError(f"{where}.role is {role!r:.60}; it must be a string like 'user'")
+    result = {**message, "role": "system" if role == "developer" else role}
+    if tool_calls is not None:
+        result["tool_calls"] = _tool_calls(f"{where}.tool_calls", tool_calls)
+    if message.get("content") is None and tool_calls:
+        result.pop("content", None)  # templates would write a None as text, and handle a content that is not there
+    else:
+        result["content"] = _content(f"{where}.content", message.get("content"))
+    check_unicode(role + result.get("content", ""))
+    return result
+
+
+def _content(where: str, content: object) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list | tuple):
+        raise RequestError(f"{where} is {content!r:.60}; it must be a string or a list of text parts")
+    return "".join(_text_part(f"{where}[{index}]", part) for index, part in enumerate(content))
+
+
+def _text_part(where: str, part: object) -> str:
+    if not isinstance(part, Mapping):
+        raise RequestError(f'{where} is {part!r:.60}; a part is like {{"type": "text", "text": "Hello"}}')
+    if part.get("type") != "text":
+        raise RequestError(f"{where} is of type {part.get('type')!r:.60}; only parts of type 'text' can be read")
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise RequestError(f"{where}.text is {text!r:.60}; it must be a string")
+    return text
+
+
+def _tool_calls(where: str, calls: object) -> list[dict[str, Any]]:
+    if not isinstance(calls, list | tuple):
+        raise RequestError(f"{where} is {calls!r:.60}; it must be a list of calls")
+    return [_tool_call(f"{where}[{index}]", call) for index, call in enumerate(calls)]
+
+
+def _tool_call(where: str, call: object) -> dict[str, Any]:
+    if not isinstance(call, Mapping):
+        raise RequestError(f'{where} is {call!r:.60}; a call is like {{"function": {{"name": …, "arguments": …}}}}')
+    function = call.get("function")
+    if function is None:
+        return dict(call)
+    if not isinstance(function, Mapping):
+        raise RequestError(f"{where}.function is {function!r:.60}; it must have name and arguments")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        function = {**function, "arguments": _parsed(arguments)}
+    return {**call, "function": function}
+
+
+def _parsed(arguments: str) -> object:
+    """The object that `arguments` is the JSON of, else `arguments`: a model may have written anything."""
+    try:
+        parsed = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    return parsed if isinstance(parsed, dict) else arguments

@@ -1,0 +1,94 @@
+"""What a single token adds to a text, for decoders where that does not depend on the tokens around it.
+
+Decoding a whole sequence again for each new token is what makes streaming slow. The decoders of nearly all models need
+none of that: byte-level ones join the bytes of all tokens, those in the style of SentencePiece join the texts of all
+tokens, with runs of byte tokens between them. Only the start of the text is special. For any other decoder
+`read_decoder` answers None.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a byte in the vocabularies with byte fallback
+
+
+@dataclass(frozen=True)
+class TextDecoder:
+    """A decoder that joins the texts of tokens. The defaults change nothing."""
+
+    replacements: tuple[tuple[str, str], ...] = ()  # done in this order within each token: ("▁", " ")
+    byte_fallback: bool = False  # tokens "<0x00>" … "<0xFF>" are bytes of UTF-8
+    strip: str = " "  # the character of which
+    strip_most: int = 0  # so many are removed at the start of the text
+    drop_in_first: str = ""  # a character that the first token of the text loses everywhere
+
+    def piece(self, token: str) -> str | bytes:
+        """The text of a vocabulary entry, or its byte."""
+        for old, new in self.replacements:
+            token = token.replace(old, new)
+        byte = _BYTE_TOKEN.fullmatch(token) if self.byte_fallback else None
+        return bytes.fromhex(byte[1]) if byte else token
+
+
+@dataclass(frozen=True)
+class ByteDecoder:
+    """A byte-level decoder: the text is the UTF-8 of the bytes of all tokens, with U+FFFD for what is not UTF-8."""
+
+    def piece(self, token: str) -> str | bytes:
+        """The text of a vocabulary entry; its bytes where these alone are not whole characters."""
+        data = bytes(map(_BYTE_OF.__getitem__, token)) if _BYTE_OF.keys() >= set(token) else token.encode()
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return data
+
+
+class Pieces(dict[int, str | bytes | None]):
+    """Token id -> piece, computed at the first use; None for a token that adds nothing (skipped, or not there)."""
+
+    def __init__(self, decoder: TextDecoder | ByteDecoder, token_string: Callable[[int], str | None]) -> None:
+        self.decoder = decoder
+        self.token_string = token_string
+
+    def __missing__(self, token: int) -> str | bytes | None:
+        string = self.token_string(token)
+        self[token] = piece = None if string is None else self.decoder.piece(string)
+        return piece
+
+
+def read_decoder(decoder: Any) -> TextDecoder | ByteDecoder | None:
+    """The rule of a decoder of `tokenizers`, or None where tokens have to be decoded together."""
+    if decoder is None:
+        return None
+    spec = json.loads(decoder.__getstate__())
+    steps = spec["decoders"] if spec["type"] == "Sequence" else [spec]
+    kinds = [step["type"] for step in steps]
+    if kinds == ["ByteLevel"]:
+        return ByteDecoder()
+    if kinds == ["Metaspace"]:
+        space = steps[0]["replacement"]
+        return TextDecoder(((space, " "),), drop_in_first="" if steps[0]["prepend_scheme"] == "never" else space)
+    replacements = []
+    while kinds and kinds[0] == "Replace" and steps[0]["pattern"].get("String"):
+        replacements.append((steps[0]["pattern"]["String"], steps[0]["content"]))
+        kinds, steps = kinds[1:], steps[1:]
+    if kinds == ["ByteFallback", "Fuse"]:
+        return TextDecoder(tuple(replacements), byte_fallback=True)
+    if kinds == ["ByteFallback", "Fuse", "Strip"] and steps[2]["stop"] == 0:
+        return TextDecoder(tuple(replacements), True, steps[2]["content"], steps[2]["start"])
+    return None
+
+
+def _byte_of() -> dict[str, int]:
+    """The characters that stand for bytes in byte-level vocabularies: printable Latin-1, then U+0100 and up."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_of()
