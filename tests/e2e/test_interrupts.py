@@ -40,7 +40,7 @@ def alarm() -> Iterator[Callable[[float], None]]:
 def new_llm() -> LLM:
     """A cache that the batch below outgrows, so that requests are preempted."""
     return LLM(
-        str(BASE), skip_tokenizer_init=True, kv_cache_memory="112KiB", max_model_len=40, max_num_seqs=6, block_size=4
+        str(BASE), skip_tokenizer_init=True, kv_cache_memory="88KiB", max_model_len=40, max_num_seqs=6, block_size=8
     )
 
 
@@ -101,7 +101,7 @@ def test_alarms_at_random_moments(alarm: Callable[[float], None], count: int):
             assert calls[check]() == expected[check]
             engine = llm.engine
             assert len(engine._groups) <= 1
-            assert engine.allocator.num_held <= -(-40 // 4)
+            assert engine.allocator.num_held <= -(-40 // 8)
     alive += list(kept)
     assert hits > count / 3
     assert essence(alive)[-1] == essence(llm.generate([batch[3]], longer[0]))[0]
