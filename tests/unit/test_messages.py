@@ -1,0 +1,63 @@
+"""Messages in the forms that clients send, in the form that chat templates read."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+
+from freight.errors import RequestError
+from freight.messages import to_template_messages
+
+
+def call(arguments):
+    return {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+
+
+def test_text_parts_are_joined():
+    parts = [{"type": "text", "text": "Hello "}, {"type": "text", "text": "world"}]
+    messages = [{"role": "user", "content": parts, "name": "x"}]
+    before = copy.deepcopy(messages)
+    assert to_template_messages(messages) == [{"role": "user", "content": "Hello world", "name": "x"}]
+    assert messages == before
+
+
+def test_developer_is_system():
+    assert to_template_messages([{"role": "developer", "content": "x"}]) == [{"role": "system", "content": "x"}]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given"),
+    [
+        ('{"a": [1, "é"]}', {"a": [1, "é"]}),
+        ({"a": 1}, {"a": 1}),
+        ('{"a": ', '{"a": '),
+        ("5", "5"),
+        ("", ""),
+        ("[" * 100_000, "[" * 100_000),
+    ],
+    ids=["object", "parsed", "unfinished", "number", "empty", "deep"],
+)
+def test_arguments_of_tool_calls_become_objects(arguments, given):
+    [message] = to_template_messages([{"role": "assistant", "content": None, "tool_calls": [call(arguments)]}])
+    assert message == {"role": "assistant", "tool_calls": [call(given)]}
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ({"content": [{"type": "image_url", "image_url": {"url": "x"}}]}, r"content\[0\] is of type 'image_url'"),
+        ({"content": [{"type": "text", "text": "x"}, {"type": "text"}]}, r"content\[1\].text is None"),
+        ({"content": None}, "content is None"),
+        ({"content": None, "tool_calls": []}, "content is None"),
+        ({"tool_calls": {}, "content": ""}, r"tool_calls is \{\}"),
+        ({"tool_calls": ["f"]}, r"tool_calls\[0\] is 'f'"),
+        ({"tool_calls": [{"function": "f"}]}, r"tool_calls\[0\].function is 'f'"),
+        ({"content": [{"type": "text", "text": "\ud800"}]}, "not Unicode"),
+    ],
+    ids=json.dumps,
+)
+def test_malformed_messages_are_refused_by_position(message, words):
+    with pytest.raises(RequestError, match=words):
+        to_template_messages([{"role": "user", "content": "x"}, {"role": "assistant", **message}])
