@@ -9,8 +9,9 @@ nearest, and a number is never clamped into its range.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any, TypeVar
@@ -18,10 +19,9 @@ from typing import Any, TypeVar
 from freight.errors import RequestError, nearest
 
 GREEDY_BELOW = 1e-5  # a temperature under this is greedy, as in vLLM: logits divided by less overflow float32
-MAX_LOGPROBS = 20  # the most that OpenAI's API offers; each costs memory per token
-MAX_COMPLETIONS = 128
-MAX_SALT = 1024  # characters
-LARGEST = 10**9  # of temperature and of |logit_bias|, so that no float32 logit overflows
+LARGEST = 10**9  # of seconds, and of temperature and |logit_bias|, so that no float32 logit overflows
+LARGEST_WHOLE = 2**63 - 1  # of counts and token ids: what an int64 holds
+_SHOWN = 60  # characters of a value that a message shows
 
 _SYNONYMS = {  # names of other engines -> the field that does the same or comes closest
     "best_of": "n",
@@ -45,9 +45,38 @@ _SYNONYMS = {  # names of other engines -> the field that does the same or comes
     "top_logprobs": "logprobs",
     "top_n_tokens": "logprobs",
     "echo": "prompt_logprobs",
+    "max_time": "timeout_s",
+    "timeout": "timeout_s",
 }
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class SamplingLimits:
+    """The most that one request may ask for. The defaults hold for every SamplingParams.
+
+    `check_limits` compares with lower ones, e.g. a server's.
+
+    n, temperature, logprobs, prompt_logprobs, timeout_s  the largest value of that field
+    stop, stop_token_ids, logit_bias                      the most entries of that field
+    stop_length                                           the most characters of each stop string
+    cache_salt                                            the most characters
+    """
+
+    n: int = 128
+    temperature: float = LARGEST
+    logprobs: int = 20  # the most that OpenAI's API offers; each costs memory per token
+    prompt_logprobs: int = 20
+    timeout_s: float = LARGEST
+    stop: int = 16  # each is looked for after every token
+    stop_length: int = 256  # a stream holds back as many
+    stop_token_ids: int = 1024
+    logit_bias: int = 1024
+    cache_salt: int = 1024
+
+
+LIMITS = SamplingLimits()
 
 
 def _explains_unknown_names(cls: type[T]) -> type[T]:
@@ -59,8 +88,8 @@ def _explains_unknown_names(cls: type[T]) -> type[T]:
     def explained(self: Any, **values: Any) -> None:
         for name in values:
             if name not in known:
-                hint = nearest(name, known, _SYNONYMS)
-                raise RequestError(f"SamplingParams has no field {name!r}{hint}; it has {', '.join(known)}")
+                hint = nearest(name[:_SHOWN], known, _SYNONYMS)
+                raise RequestError(f"SamplingParams has no field {_shown(name)}{hint}; it has {', '.join(known)}")
         init(self, **values)
 
     setattr(cls, "__init__", explained)  # noqa: B010, an assignment does not type-check
@@ -78,7 +107,8 @@ class SamplingParams:
     top_k                only the k most likely tokens; 0 or -1: all
     min_p                only tokens at least this share of the most likely one's probability
     seed                 same seed, prompt and parameters: same tokens; None: a fresh one for the request
-    max_tokens           tokens to generate at most; None: up to the end of the context
+    max_tokens           tokens to generate at most; None: up to the end of the context; 0, only with prompt_logprobs
+                         and n=1: score the prompt and generate nothing
     min_tokens           no stop id is drawn and no stop string looked for before this many tokens
     stop                 strings that end the text, which ends right before them; one string or several
     stop_token_ids       ids that end the completion besides the model's own
@@ -92,7 +122,10 @@ class SamplingParams:
     detokenize           give text back; without it there are token ids only
     skip_special_tokens  leave special tokens out of the text
     cache_salt           requests share cached prefixes only with requests of the same salt
+    timeout_s            seconds from when the request is added until it has ended, whatever it has by then, with
+                         finish_reason "timeout"; None: no such limit
 
+    `SamplingLimits` has the largest values and the most entries of each field.
     `stop`, `stop_token_ids` and `logit_bias` also take None for none; `stop` and `stop_token_ids` are stored as tuples.
     Raises RequestError for a value of the wrong type or outside its range.
     """
@@ -120,36 +153,19 @@ class SamplingParams:
     timeout_s: float | None = None
 
     def __post_init__(self) -> None:
-        values: dict[str, object] = {
-            "n": _whole("n", self.n, 1, MAX_COMPLETIONS),
-            "temperature": _number("temperature", self.temperature, 0, LARGEST, hint="; 0 is greedy"),
-            "top_p": _number("top_p", self.top_p, 0, 1, above=True, hint="; 1 keeps every token"),
-            "top_k": _whole("top_k", self.top_k, -1, hint="; 0 or -1 keeps every token"),
-            "min_p": _number("min_p", self.min_p, 0, 1),
-            "seed": _optional(_whole, "seed", self.seed, -(2**63), 2**64 - 1),
-            "max_tokens": _optional(_whole, "max_tokens", self.max_tokens, 0),
-            "min_tokens": _whole("min_tokens", self.min_tokens, 0),
-            "stop": _strings("stop", self.stop),
-            "stop_token_ids": tuple(
-                _whole("stop_token_ids", token, 0) for token in _listed("stop_token_ids", self.stop_token_ids)
-            ),
-            "ignore_eos": _flag("ignore_eos", self.ignore_eos),
-            "presence_penalty": _number("presence_penalty", self.presence_penalty, -2, 2),
-            "frequency_penalty": _number("frequency_penalty", self.frequency_penalty, -2, 2),
-            "repetition_penalty": _number("repetition_penalty", self.repetition_penalty, 0.01, 100, hint="; 1 is none"),
-            "logit_bias": _biases("logit_bias", self.logit_bias),
-            "logprobs": _optional(_whole, "logprobs", self.logprobs, 0, MAX_LOGPROBS),
-            "prompt_logprobs": _optional(_whole, "prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS),
-            "detokenize": _flag("detokenize", self.detokenize),
-            "skip_special_tokens": _flag("skip_special_tokens", self.skip_special_tokens),
-            "cache_salt": _salt("cache_salt", self.cache_salt),
-        }
-        for name, value in values.items():
+        for name, value in _checked(self, LIMITS).items():
             object.__setattr__(self, name, value)
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens is {self.min_tokens}, more than max_tokens, which is {self.max_tokens}")
+        if self.max_tokens == 0 and self.prompt_logprobs is None:
+            raise RequestError(
+                "max_tokens is 0 and prompt_logprobs None; set prompt_logprobs to score the prompt, "
+                "or max_tokens to 1 or more"
+            )
+        if self.max_tokens == 0 and self.n != 1:
+            raise RequestError(f"n is {self.n} and max_tokens 0; to score a prompt n must be 1")
         if self.stop and not self.detokenize:
             raise RequestError(
                 "stop needs the text, and detokenize is False; use stop_token_ids, or leave detokenize True"
@@ -168,29 +184,79 @@ class SamplingParams:
                 raise RequestError(f"{name} names token id {outside[0]}; the vocabulary has 0 to {vocab_size - 1}")
 
 
-def _range(low: float, high: float, above: bool = False) -> str:
-    if high == math.inf:
-        return f"{low} or more"
-    return f"greater than {low} and at most {high}" if above else f"{low} to {high}"
+def check_limits(params: SamplingParams, limits: SamplingLimits) -> None:
+    """Raises RequestError, with the field, its value and its limit, for `params` that ask for more than `limits`."""
+    _checked(params, limits)
 
 
-def _whole(name: str, value: object, low: int, high: float = math.inf, hint: str = "") -> int:
+def _checked(given: SamplingParams, limits: SamplingLimits) -> dict[str, object]:
+    """Each field's value, in the form it is kept in. Raises RequestError for a wrong type or one beyond `limits`."""
+    return {
+        "n": _whole("n", given.n, 1, limits.n),
+        "temperature": _number("temperature", given.temperature, 0, limits.temperature, hint="; 0 is greedy"),
+        "top_p": _number("top_p", given.top_p, 0, 1, above=True, hint="; 1 keeps every token"),
+        "top_k": _whole("top_k", given.top_k, -1, hint="; 0 or -1 keeps every token"),
+        "min_p": _number("min_p", given.min_p, 0, 1),
+        "seed": _optional(_whole, "seed", given.seed, -(2**63), 2**64 - 1),
+        "max_tokens": _optional(_whole, "max_tokens", given.max_tokens, 0),
+        "min_tokens": _whole("min_tokens", given.min_tokens, 0),
+        "stop": _strings("stop", given.stop, limits.stop, limits.stop_length),
+        "stop_token_ids": tuple(
+            _whole(f"stop_token_ids[{i}]", token, 0)
+            for i, token in enumerate(_entries("stop_token_ids", given.stop_token_ids, limits.stop_token_ids))
+        ),
+        "ignore_eos": _flag("ignore_eos", given.ignore_eos),
+        "presence_penalty": _number("presence_penalty", given.presence_penalty, -2, 2),
+        "frequency_penalty": _number("frequency_penalty", given.frequency_penalty, -2, 2),
+        "repetition_penalty": _number("repetition_penalty", given.repetition_penalty, 0.01, 100, hint="; 1 is none"),
+        "logit_bias": _biases("logit_bias", given.logit_bias, limits.logit_bias),
+        "logprobs": _optional(_whole, "logprobs", given.logprobs, 0, limits.logprobs),
+        "prompt_logprobs": _optional(_whole, "prompt_logprobs", given.prompt_logprobs, 0, limits.prompt_logprobs),
+        "detokenize": _flag("detokenize", given.detokenize),
+        "skip_special_tokens": _flag("skip_special_tokens", given.skip_special_tokens),
+        "cache_salt": _salt("cache_salt", given.cache_salt, limits.cache_salt),
+        "timeout_s": _optional(_number, "timeout_s", given.timeout_s, 0, limits.timeout_s, True),
+    }
+
+
+def _shown(value: object) -> str:
+    """`value` for a message: short, and made in a time that does not grow with the size of a builtin type."""
+    if isinstance(value, str | bytes):
+        return repr(value) if len(value) <= _SHOWN else f"{value[:_SHOWN]!r}... ({len(value)} characters)"
+    if isinstance(value, bool) or value is None:
+        return repr(value)
+    if isinstance(value, Integral):
+        bits = int(value).bit_length()
+        return str(int(value)) if bits <= 128 else f"a whole number of {bits} bits"  # str refuses the largest
+    if isinstance(value, Real):
+        return repr(_float(value))
+    if isinstance(value, list | tuple | dict | set | frozenset):
+        return f"a {type(value).__name__} of length {len(value)}"
+    return f"of type {type(value).__name__}"
+
+
+def _float(value: Real) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # a whole number or a fraction beyond float64
+        return math.inf
+
+
+def _whole(name: str, value: object, low: int, high: int = LARGEST_WHOLE, hint: str = "") -> int:
     """`value` as an int in [low, high]; bool is not a number."""
     if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
-        raise RequestError(f"{name} is {value!r:.60}; it must be a whole number, {_range(low, high)}{hint}")
+        raise RequestError(f"{name} is {_shown(value)}; it must be a whole number, {low} to {high}{hint}")
     return int(value)
 
 
 def _number(name: str, value: object, low: float, high: float, above: bool = False, hint: str = "") -> float:
     """`value` as a finite float in [low, high], or in (low, high] when `above`; bool is not a number."""
     if isinstance(value, Real) and not isinstance(value, bool):
-        try:
-            number = float(value)
-        except OverflowError:  # a whole number beyond float64
-            number = math.inf
+        number = _float(value)
         if math.isfinite(number) and low <= number <= high and not (above and number == low):
             return number
-    raise RequestError(f"{name} is {value!r:.60}; it must be a finite number, {_range(low, high, above)}{hint}")
+    within = f"greater than {low} and at most {high}" if above else f"{low} to {high}"
+    raise RequestError(f"{name} is {_shown(value)}; it must be a finite number, {within}{hint}")
 
 
 def _optional(check: Callable[..., T], name: str, value: object, *limits: float) -> T | None:
@@ -199,38 +265,49 @@ def _optional(check: Callable[..., T], name: str, value: object, *limits: float)
 
 def _flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
-        raise RequestError(f"{name} is {value!r:.60}; it must be True or False")
+        raise RequestError(f"{name} is {_shown(value)}; it must be True or False")
     return value
 
 
-def _listed(name: str, value: object) -> Iterable[Any]:
+def _entries(name: str, value: object, most: int) -> list[Any]:
+    """The entries of a list of at most `most`; of a longer one, or one without end, no more than that are looked at."""
     if value is None:
-        return ()
+        return []
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        raise RequestError(f"{name} is {value!r:.60}; it must be a list")
-    return value
+        raise RequestError(f"{name} is {_shown(value)}; it must be a list")
+    entries = list(itertools.islice(value, most + 1))
+    if len(entries) > most:
+        raise _too_many(name, value, most)
+    return entries
 
 
-def _strings(name: str, value: object) -> tuple[str, ...]:
-    strings = (value,) if isinstance(value, str) else tuple(_listed(name, value))
-    for string in strings:
-        if not isinstance(string, str) or not string:
-            raise RequestError(f"{name} has {string!r:.60}; a stop string is a string of one character or more")
+def _too_many(name: str, value: object, most: int) -> RequestError:
+    count = len(value) if isinstance(value, Sized) else f"more than {most}"
+    return RequestError(f"{name} has {count} entries; at most {most} are allowed")
+
+
+def _strings(name: str, value: object, most: int, longest: int) -> tuple[str, ...]:
+    strings = (value,) if isinstance(value, str) else tuple(_entries(name, value, most))
+    for i, string in enumerate(strings):
+        if not isinstance(string, str) or not 1 <= len(string) <= longest:
+            raise RequestError(f"{name}[{i}] is {_shown(string)}; it must be a string of 1 to {longest} characters")
     return strings
 
 
-def _biases(name: str, value: object) -> dict[int, float]:
+def _biases(name: str, value: object, most: int) -> dict[int, float]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise RequestError(f"{name} is {value!r:.60}; it must map token ids to numbers")
+        raise RequestError(f"{name} is {_shown(value)}; it must map token ids to numbers")
+    if len(value) > most:
+        raise _too_many(name, value, most)
     return {
         _whole(f"{name} key", token, 0): _number(f"{name}[{token}]", bias, -LARGEST, LARGEST)
         for token, bias in value.items()
     }
 
 
-def _salt(name: str, value: object) -> str | None:
-    if value is not None and (not isinstance(value, str) or not 1 <= len(value) <= MAX_SALT):
-        raise RequestError(f"{name} is {value!r:.80}; it must be a string of 1 to {MAX_SALT} characters")
+def _salt(name: str, value: object, longest: int) -> str | None:
+    if value is not None and (not isinstance(value, str) or not 1 <= len(value) <= longest):
+        raise RequestError(f"{name} is {_shown(value)}; it must be a string of 1 to {longest} characters")
     return value

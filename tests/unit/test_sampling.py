@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import fractions
+import itertools
 import math
 import pickle
+import time
 
 import numpy as np
 import pytest
 
 from freight.errors import RequestError
-from freight.sampling import SamplingParams
+from freight.sampling import SamplingLimits, SamplingParams, check_limits
 
 
 def test_defaults_are_those_of_vllm():
@@ -36,6 +39,7 @@ def test_defaults_are_those_of_vllm():
         "detokenize": True,
         "skip_special_tokens": True,
         "cache_salt": None,
+        "timeout_s": None,
     }
 
 
@@ -78,7 +82,7 @@ def test_a_copy_is_equal_and_the_callers_dict_is_not_kept():
         *[("top_k", value) for value in (-2, 1.5, True, None)],
         *[("min_p", value) for value in (-0.1, 1.1, math.nan)],
         *[("seed", value) for value in (2**64, -(2**63) - 1, 1.5, True)],
-        *[("max_tokens", value) for value in (0, -1, 1.5, True)],
+        *[("max_tokens", value) for value in (0, -1, 1.5, True, 2**63)],
         *[("min_tokens", value) for value in (-1, True, None)],
         *[("stop", value) for value in ("", ["a", ""], [1], 1, b"a", {"a": 1})],
         *[("stop_token_ids", value) for value in ([-1], [1.0], 3, "3", [True])],
@@ -92,6 +96,7 @@ def test_a_copy_is_equal_and_the_callers_dict_is_not_kept():
         *[("detokenize", value) for value in (0, None)],
         *[("skip_special_tokens", value) for value in (0, "yes")],
         *[("cache_salt", value) for value in ("", 1, "x" * 1025)],
+        *[("timeout_s", value) for value in (0, -1, math.nan, math.inf, 10**10, "1", True)],
     ],
 )
 def test_a_bad_value_is_refused_by_name(field, value):
@@ -104,8 +109,8 @@ def test_the_message_has_field_value_and_range():
         RequestError, match=r"^temperature is -1; it must be a finite number, 0 to 1000000000; 0 is greedy$"
     ):
         SamplingParams(temperature=-1)
-    with pytest.raises(RequestError, match=r"^max_tokens is 0; it must be a whole number, 1 or more$"):
-        SamplingParams(max_tokens=0)
+    with pytest.raises(RequestError, match=r"^n is 129; it must be a whole number, 1 to 128$"):
+        SamplingParams(n=129)
 
 
 def test_contradictions_are_refused():
@@ -116,6 +121,102 @@ def test_contradictions_are_refused():
         SamplingParams(stop="x", detokenize=False)
 
 
+def test_no_token_is_generated_only_to_score_the_prompt():
+    params = SamplingParams(max_tokens=0, prompt_logprobs=0)
+    assert (params.max_tokens, params.prompt_logprobs) == (0, 0)
+    with pytest.raises(RequestError, match="max_tokens is 0 and prompt_logprobs None; set prompt_logprobs"):
+        SamplingParams(max_tokens=0)
+    with pytest.raises(RequestError, match="min_tokens is 1, more than max_tokens, which is 0"):
+        SamplingParams(max_tokens=0, prompt_logprobs=0, min_tokens=1)
+    with pytest.raises(RequestError, match="n is 2 and max_tokens 0"):
+        SamplingParams(max_tokens=0, prompt_logprobs=0, n=2)
+
+
+AT_THE_LIMIT = {
+    "n": 128,
+    "temperature": 10**9,
+    "logprobs": 20,
+    "prompt_logprobs": 20,
+    "timeout_s": 10**9,
+    "stop": ["x" * 256] * 16,
+    "stop_token_ids": range(1024),
+    "logit_bias": dict.fromkeys(range(1024), 1.0),
+    "cache_salt": "x" * 1024,
+}
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"n": 16}, "n is 128; it must be a whole number, 1 to 16"),
+        ({"temperature": 2.0}, "temperature is 1000000000.0; it must be a finite number, 0 to 2.0; 0 is greedy"),
+        ({"logprobs": 5}, "logprobs is 20; it must be a whole number, 0 to 5"),
+        ({"prompt_logprobs": 5}, "prompt_logprobs is 20; it must be a whole number, 0 to 5"),
+        ({"timeout_s": 60}, "timeout_s is 1000000000.0; it must be a finite number, greater than 0 and at most 60"),
+        ({"stop": 4}, "stop has 16 entries; at most 4 are allowed"),
+        (
+            {"stop_length": 70},
+            f"stop[0] is '{'x' * 60}'... (256 characters); it must be a string of 1 to 70 characters",
+        ),
+        ({"stop_token_ids": 1023}, "stop_token_ids has 1024 entries; at most 1023 are allowed"),
+        ({"logit_bias": 300}, "logit_bias has 1024 entries; at most 300 are allowed"),
+        (
+            {"cache_salt": 64},
+            f"cache_salt is '{'x' * 60}'... (1024 characters); it must be a string of 1 to 64 characters",
+        ),
+    ],
+)
+def test_a_server_s_limits_may_be_lower(limits, message):
+    params = SamplingParams(**AT_THE_LIMIT)
+    check_limits(params, SamplingLimits())
+    with pytest.raises(RequestError) as refused:
+        check_limits(params, SamplingLimits(**limits))
+    assert str(refused.value) == message
+
+
+def test_every_limit_can_be_lowered():
+    assert {f.name for f in dataclasses.fields(SamplingLimits)} == {*AT_THE_LIMIT, "stop_length"}
+
+
+HUGE = 10**200_000  # more digits than Python prints
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        *[(name, HUGE, "bits") for name in ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "stop")],
+        *[(name, -HUGE, "bits") for name in ("temperature", "top_p", "presence_penalty", "timeout_s", "detokenize")],
+        ("temperature", fractions.Fraction(HUGE, 7), "inf"),
+        ("stop", "x" * 10**7, "stop[0] is 'xxx"),
+        ("stop", ["x", b"x" * 10**7], "stop[1] is b'xxx"),
+        ("stop", ["x"] * 10**6, "stop has 1000000 entries; at most 16"),
+        ("stop", itertools.repeat("x"), "stop has more than 16 entries"),
+        ("stop", ["x"] * 17, "stop has 17 entries; at most 16"),
+        ("stop", "x" * 257, "(257 characters); it must be a string of 1 to 256 characters"),
+        ("stop_token_ids", range(10**7), "stop_token_ids has 10000000 entries; at most 1024"),
+        ("stop_token_ids", [1, HUGE], "stop_token_ids[1] is a whole number of"),
+        ("stop_token_ids", [[1] * 10**6], "stop_token_ids[0] is a list of length 1000000"),
+        ("logit_bias", dict.fromkeys(range(10**5), 1), "logit_bias has 100000 entries; at most 1024"),
+        ("logit_bias", {HUGE: 1}, "logit_bias key is a whole number of"),
+        ("logit_bias", {"x" * 10**7: 1}, "logit_bias key is 'xxx"),
+        ("logit_bias", {1: HUGE}, "logit_bias[1] is a whole number of"),
+        ("logit_bias", [1] * 10**6, "logit_bias is a list of length 1000000"),
+        ("ignore_eos", [1] * 10**6, "ignore_eos is a list of length 1000000"),
+        ("cache_salt", "x" * 10**7, "cache_salt is 'xxx"),
+        ("cache_salt", {1: [1] * 10**6}, "cache_salt is a dict of length 1"),
+        ("x" * 10**6, 1, "no field 'xxx"),
+    ],
+    ids=lambda value: str(value)[:40] if isinstance(value, str) and len(value) < 40 else type(value).__name__,
+)
+def test_a_huge_value_is_refused_at_once_and_not_repeated(field, value, says):
+    start = time.thread_time()
+    with pytest.raises(RequestError) as refused:
+        SamplingParams(**{field: value})
+    assert time.thread_time() - start < 0.05
+    assert says in str(refused.value)
+    assert len(str(refused.value)) < 600
+
+
 @pytest.mark.parametrize(
     ("unknown", "suggestion"),
     [
@@ -123,6 +224,8 @@ def test_contradictions_are_refused():
         ("stop_sequences", "stop"),
         ("do_sample", "temperature"),
         ("best_of", "n"),
+        ("max_time", "timeout_s"),
+        ("timeout", "timeout_s"),
         ("use_beam_search", "n"),
         ("temperture", "temperature"),
         ("repitition_penalty", "repetition_penalty"),
@@ -134,7 +237,7 @@ def test_an_unknown_name_suggests_the_nearest(unknown, suggestion):
 
 
 def test_a_hopeless_name_lists_what_there_is():
-    with pytest.raises(RequestError, match=r"no field 'zzzz'; it has n, temperature, .*cache_salt"):
+    with pytest.raises(RequestError, match=r"no field 'zzzz'; it has n, temperature, .*cache_salt, timeout_s$"):
         SamplingParams(zzzz=1)
 
 

@@ -99,6 +99,7 @@ SAMPLING_FLAGS = (
     Flag("frequency_penalty", float, "Subtracted for each time a token was generated.", "NUMBER"),
     Flag("repetition_penalty", float, "Divides the logits of tokens seen so far.", "NUMBER"),
     Flag("logit_bias", list[str], "Number to add to the logit of a token id; may be repeated.", "ID=NUMBER"),
+    Flag("timeout_s", float | None, "Seconds after which a completion ends with what it has by then.", "SECONDS"),
     Flag("skip_special_tokens", bool, "Leave special tokens out of the text.", negatable=True),
 )
 
