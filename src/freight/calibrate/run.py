@@ -206,7 +206,8 @@ def calibrate(
     total = config.num_layers * sum(lengths) * (2 if plan.center else 1)
     run = _Run(config, kernels, lengths, rope, device, lambda done: on_progress("calibrating", done, total))
     embedding = source.tensor(names.embedding, (config.vocab_size, config.hidden_size))
-    hidden = embedding[torch.tensor([token for ids in samples for token in ids], device=device)]
+    tokens = [token for ids in samples for token in ids]
+    hidden = embedding[torch.tensor(tokens, dtype=torch.int64, device=device)]
     del embedding
     watched, centered = [], []
     for index, modules in enumerate(layer_modules(config)):
@@ -284,7 +285,7 @@ class _Run:
 
     def _batch(self, length: int) -> ForwardBatch:
         """One sequence from its beginning. Layers look at no token ids."""
-        position = torch.arange(length, device=self._device)
+        position = torch.arange(length, dtype=torch.int64, device=self._device)
         blocks = torch.arange(-(-length // BLOCK_SIZE), dtype=torch.int32, device=self._device)
         return ForwardBatch(
             token_ids=position,
