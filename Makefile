@@ -1,6 +1,7 @@
 # Two commands do everything on a machine with python3 (3.11 or newer), pip and make:
 #   make demo    install into .venv and run the main job on the model that ships with Freight
 #   make test    install into .venv, then lint, types and tests
+#   make test-defaults   the end-to-end tests under other torch defaults, and under python -O
 # PYTHON=python3.12 picks another interpreter; TORCH=cuda takes torch's default build instead of the CPU one.
 # Written for GNU make 3.81, which macOS ships.
 
@@ -10,7 +11,7 @@ TORCH_VERSION = 2.13.0
 BIN = .venv/bin
 STAMP = .venv/ready-$(TORCH)
 
-.PHONY: setup demo test check format clean
+.PHONY: setup demo test test-defaults check format clean
 
 setup: $(STAMP)
 
@@ -40,6 +41,12 @@ check: setup
 
 test: check
 	@$(BIN)/pytest
+
+# pytest's own rewriting keeps the assertions of test modules under -O; those of the source are gone, and it warns of that
+test-defaults: setup
+	@set -e; for dtype in float64 float16 bfloat16; do \
+	  echo "tests/e2e with torch.set_default_dtype(torch.$$dtype)"; FREIGHT_TEST_DEFAULT_DTYPE=$$dtype $(BIN)/pytest tests/e2e; done
+	@echo "tests/e2e under python -O"; $(BIN)/python -O -m pytest -W ignore::pytest.PytestConfigWarning tests/e2e
 
 format: setup
 	@$(BIN)/ruff check --fix .

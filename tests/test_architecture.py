@@ -184,6 +184,36 @@ def python(code: str, *argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, timeout=60, check=False)
 
 
+FACTORIES = {
+    *("empty", "empty_strided", "zeros", "ones", "full", "eye", "tensor", "as_tensor", "asarray", "scalar_tensor"),
+    *("arange", "range", "linspace", "logspace", "rand", "randn", "randint", "randperm", "normal"),
+}
+
+
+def open_factories(source: str) -> list[str]:
+    """Calls of a torch factory that leave the dtype or the device to the defaults of the process."""
+    calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
+    return [
+        f"line {call.lineno}: {ast.unparse(call)}"
+        for call in calls
+        if isinstance(call.func, ast.Attribute)
+        and ast.unparse(call.func.value) == "torch"
+        and call.func.attr in FACTORIES
+        and not {"dtype", "device"} <= {keyword.arg for keyword in call.keywords}
+    ]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module_name)
+def test_no_tensor_has_the_default_dtype_or_device(path: Path) -> None:
+    """Both belong to the user's process: torch.set_default_dtype and set_default_device change no result."""
+    assert open_factories(path.read_text()) == []
+
+
+@pytest.mark.parametrize("call", ["torch.ones(3)", "torch.ones(3, dtype=d)", "torch.tensor([1], device=d)"])
+def test_the_check_sees_an_open_factory(call: str) -> None:
+    assert open_factories(f"x = {call} + 1")
+
+
 def test_torch_free_modules_import_without_torch() -> None:
     files = {pattern: sorted((SRC / "freight").glob(pattern)) for pattern in TORCH_FREE}
     assert [pattern for pattern, found in files.items() if not found] == [], "a listed module does not exist"

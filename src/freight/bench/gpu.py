@@ -149,7 +149,7 @@ def _pages(sizes: Sizes, num_blocks: int, format: Format, scales: str, device: s
     def scale() -> Tensor | None:
         if scales == "token":
             return torch.full(shape[:3], 0.02, dtype=torch.bfloat16, device=device)
-        return torch.full(shape[2:], 0.02, device=device) if scales == "static" else None
+        return torch.full(shape[2:], 0.02, dtype=torch.float32, device=device) if scales == "static" else None
 
     return KVPages(page(), page(), scale(), scale(), torch.zeros(2, dtype=torch.int64, device=device))
 
@@ -179,8 +179,13 @@ def _attention(
     batch, rows, context = shape
     blocks = -(-context // BLOCK_SIZE)
     pages = _pages(sizes, batch * blocks, format, scales, device)
-    order = torch.randperm(batch * blocks, generator=torch.Generator().manual_seed(0)).view(batch, blocks).tolist()
-    told = prepare([SequenceSlice([0] * rows, context - rows, own, Logits.LAST) for own in order], BLOCK_SIZE, device)
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randperm(batch * blocks, generator=generator, dtype=torch.int64, device="cpu")
+    told = prepare(
+        [SequenceSlice([0] * rows, context - rows, own, Logits.LAST) for own in order.view(batch, blocks).tolist()],
+        BLOCK_SIZE,
+        device,
+    )
     q = torch.randn(batch * rows, sizes.heads, sizes.head_dim, dtype=torch.bfloat16, device=device)
     ends, flops = _work(sizes, shape)
     call = partial(kernels.attention, q, pages, told, sizes.head_dim**-0.5, None)
@@ -216,8 +221,9 @@ def _store(kernels: KernelSet, sizes: Sizes, format: Format, scales: str, device
     pages = _pages(sizes, -(-sizes.store // BLOCK_SIZE), format, scales, device)
     shape = (sizes.store, sizes.heads + 2 * sizes.kv_heads, sizes.head_dim)
     qkv = torch.randn(shape, dtype=torch.bfloat16, device=device)
-    cos, sin = torch.rand(2, sizes.store, sizes.head_dim // 2, device=device)
-    positions, slots = torch.arange(sizes.store, device=device), torch.randperm(sizes.store, device=device)
+    cos, sin = torch.rand(2, sizes.store, sizes.head_dim // 2, dtype=torch.float32, device=device)
+    positions = torch.arange(sizes.store, dtype=torch.int64, device=device)
+    slots = torch.randperm(sizes.store, dtype=torch.int64, device=device)
     size = _bytes_of(pages, sizes.store) + qkv.nbytes + 2 * sizes.store * sizes.heads * sizes.head_dim
     size += cos.nbytes + sin.nbytes
     call = partial(kernels.rotate_store, qkv, Rotary(cos, sin), positions, slots, pages)
@@ -227,7 +233,9 @@ def _store(kernels: KernelSet, sizes: Sizes, format: Format, scales: str, device
 def _matrix(product: tuple[int, int, int], device: str) -> Weight:
     _, outputs, inputs = product
     codes = torch.randint(0, 256, (outputs, inputs), dtype=torch.uint8, device=device) & 0xBF
-    return Weight(codes.view(torch_dtype(Format.E4M3FN)), torch.full((outputs,), 0.01, device=device))
+    return Weight(
+        codes.view(torch_dtype(Format.E4M3FN)), torch.full((outputs,), 0.01, dtype=torch.float32, device=device)
+    )
 
 
 def _linear(kernels: KernelSet, product: tuple[int, int, int], activations: Activations, device: str) -> Case:

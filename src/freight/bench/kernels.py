@@ -140,7 +140,8 @@ def _source(format: Format) -> RandomSource:
 
 
 def _activations(rows: int, columns: int) -> Tensor:
-    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(1)).bfloat16()
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(rows, columns, generator=generator, dtype=torch.float32, device="cpu").bfloat16()
 
 
 def _linear(kernels: KernelSet, format: Format, shape: tuple[int, int], rows: int, cache_size: int) -> Case:
@@ -163,7 +164,7 @@ def _scaled_mm(shape: tuple[int, int], rows: int, cache_size: int) -> Case:
     size = shape[0] * shape[1]
     x, source = encode(_activations(rows, shape[1]), 0.01, Format.E4M3FN), _source(Format.E4M3FN)
     weights = [source.weight("", shape).data for _ in _copies(size, cache_size)]
-    one = torch.ones(())
+    one = torch.ones((), dtype=torch.float32, device="cpu")
 
     def call(weight: Tensor) -> Tensor:
         product: Tensor = torch._scaled_mm(x, weight.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
@@ -191,8 +192,9 @@ def _pages(
     blocks = -(-tokens // BLOCK_SIZE)
     pools = [allocate_pool(spec, config, blocks, kernels) for _ in copies]
     k, v = (_activations(tokens, heads * dim).view(tokens, heads, dim) for _ in "kv")
+    slots = torch.arange(tokens, dtype=torch.int64, device="cpu")
     for pool in pools:
-        reference.store_kv(k, v, torch.arange(tokens), pool.layers[0].pages)
+        reference.store_kv(k, v, slots, pool.layers[0].pages)
     return [pool.layers[0].pages for pool in pools], spec.bytes_per_token * tokens
 
 
@@ -212,7 +214,8 @@ def _attention(
     heads, dim = model.num_heads, model.head_dim
     size = 2 * model.num_kv_heads * dim * context * format.bytes
     pages, size = _pages(kernels, model, format, granularity, context, _copies(size, cache_size))
-    order = torch.randperm(-(-context // BLOCK_SIZE), generator=torch.Generator().manual_seed(2)).tolist()
+    generator = torch.Generator().manual_seed(2)
+    order = torch.randperm(-(-context // BLOCK_SIZE), generator=generator, dtype=torch.int64, device="cpu").tolist()
     batch = prepare([SequenceSlice([0], context - 1, order, Logits.NONE)], BLOCK_SIZE)
     q = _activations(1, heads * dim).view(1, heads, dim)
     calls = [partial(kernels.attention, q, page, batch, dim**-0.5, None) for page in pages]
@@ -227,7 +230,8 @@ def _store(
     copies = _copies(2 * model.num_kv_heads * dim * rows * format.bytes, cache_size)
     pages, size = _pages(kernels, model, format, granularity, rows, copies)
     qkv = _activations(rows, heads * dim).view(rows, heads, dim)
-    positions, rotary = torch.arange(rows), Rotary(torch.rand(rows, dim // 2), torch.rand(rows, dim // 2))
+    positions = torch.arange(rows, dtype=torch.int64, device="cpu")
+    rotary = Rotary(*torch.rand(2, rows, dim // 2, dtype=torch.float32, device="cpu"))
     size += 2 * rows * (heads + model.num_heads) * dim + 4 * rows * dim  # qkv and q, cosines and sines
     calls = [partial(kernels.rotate_store, qkv, rotary, positions, positions, page) for page in pages]
     return Case("rotate_store", cache_name(format, granularity), (rows, heads, dim), size, calls)

@@ -122,7 +122,7 @@ def _allocate_layer(
 
 def expand_scale(values: tuple[float, ...], num_kv_heads: int, head_dim: int) -> Tensor:
     """1, num_kv_heads or num_kv_heads * head_dim scales -> [num_kv_heads, head_dim] float32."""
-    scale = torch.tensor(values, dtype=torch.float32)
+    scale = torch.tensor(values, dtype=torch.float32, device="cpu")
     if len(values) == num_kv_heads * head_dim:
         return scale.view(num_kv_heads, head_dim)
     assert len(values) in (1, num_kv_heads), f"{len(values)} scales for {num_kv_heads} KV heads"

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from freight.cache.pool import LayerKV
@@ -41,25 +40,28 @@ class Moments:
 
     def __init__(self) -> None:
         self._count = 0
-        self._sum: Tensor | float = 0.0
-        self._squares: Tensor | float = 0.0
+        self._sum: Tensor | None = None
+        self._squares: Tensor | None = None
 
     def observe(self, x: Tensor) -> None:
         """x: [num_tokens, heads, head_dim]"""
         values = x.double()
+        total, squares = values.sum(0), values.square().sum(0)
         self._count += len(x)
-        self._sum = self._sum + values.sum(0)
-        self._squares = self._squares + values.square().sum(0)
+        self._sum = total if self._sum is None else self._sum + total
+        self._squares = squares if self._squares is None else self._squares + squares
 
     @property
     def mean(self) -> Tensor:
         """float64 [heads, head_dim]"""
-        return torch.as_tensor(self._sum) / self._count
+        assert self._sum is not None, "nothing was observed"
+        return self._sum / self._count
 
     @property
     def energy(self) -> Tensor:
         """Mean of the squares, float64 [heads, head_dim]."""
-        return torch.as_tensor(self._squares) / self._count
+        assert self._squares is not None, "nothing was observed"
+        return self._squares / self._count
 
     @property
     def variance(self) -> Tensor:
@@ -103,7 +105,8 @@ class CenterWatch:
 
 def _by_pair(x: Tensor) -> Tensor:
     """Sums over the channel pairs (i, i + head_dim / 2): [heads, head_dim] -> [heads, head_dim / 2]."""
-    return sum(x.chunk(2, dim=-1), start=torch.zeros(()))
+    first, second = x.chunk(2, dim=-1)
+    return first + second
 
 
 def _ratio(before: float, after: float) -> float:

@@ -2,12 +2,14 @@
 
 A file that ends in .jsonl has a sample a line: an object with `text`, with `messages` (through the model's chat
 template), or with `input_ids`, which need no tokenizer. Any other file is one text, cut into samples of
-`max_seq_len` tokens. Texts get the tokens that the model wants around a text (BOS), as at inference.
+`max_seq_len` tokens. Files are UTF-8, with or without a byte order mark. Texts get the tokens that the model wants
+around a text (BOS), as at inference.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -16,7 +18,9 @@ from typing import Any
 from freight.errors import ConfigError, RequestError
 from freight.tokenizer import Tokenizer
 
-MIN_TOKENS = 256  # below that, a largest magnitude says little
+logger = logging.getLogger("freight")
+
+FEW_TOKENS = 256  # below that, a largest magnitude says little
 
 Samples = list[list[int]]
 _KEYS = ("text", "messages", "input_ids")
@@ -29,7 +33,7 @@ def read_samples(
 
     `data` is a path, or a sequence of strings or of lists of token ids. `load_tokenizer` is called if there is text.
     Raises ConfigError for a file that cannot be read, a line that is no sample, a token id that the model does not
-    have, and for fewer than MIN_TOKENS tokens.
+    have, and where there is no token at all. Fewer than FEW_TOKENS tokens are a warning.
     """
     tokenizer = _Lazy(load_tokenizer)
     where = f"--calibration-data {data}" if isinstance(data, str | Path) else "calibration_data"
@@ -43,10 +47,13 @@ def read_samples(
             bad = next(token for token in ids if not 0 <= token < vocab_size)
             raise ConfigError(f"{where}: token id {bad} is not in the model's vocabulary, [0, {vocab_size})")
     total = sum(map(len, samples))
-    if total < MIN_TOKENS:
-        raise ConfigError(
-            f"{where} gives {total} tokens in {_samples(len(samples))}; at least {MIN_TOKENS} are needed for scales "
-            "that mean something. Give more text, or raise --num-samples or --max-seq-len"
+    if total == 0:
+        raise ConfigError(f"{where} has no token to calibrate with; give text")
+    if total < FEW_TOKENS:
+        logger.warning(
+            "%s gives %d tokens in %s, and scales of fewer than %d tokens say little of other text; give more text, or "
+            "raise --num-samples or --max-seq-len",
+            *(where, total, _samples(len(samples)), FEW_TOKENS),
         )
     return samples
 
@@ -69,11 +76,13 @@ class _Lazy:
 
 
 def _from_file(where: str, path: Path, tokenizer: _Lazy, max_seq_len: int) -> Iterator[list[int]]:
+    jsonl = path.suffix == ".jsonl"
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8-sig", newline="\n" if jsonl else None) as file:
+            text = file.read()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{where} cannot be read as text: {error}") from None
-    return _lines(where, text, tokenizer) if path.suffix == ".jsonl" else _pieces(text, tokenizer(), max_seq_len)
+    return _lines(where, text, tokenizer) if jsonl else _pieces(text, tokenizer(), max_seq_len)
 
 
 def _pieces(text: str, tokenizer: Tokenizer, max_seq_len: int) -> Iterator[list[int]]:
@@ -86,7 +95,7 @@ def _pieces(text: str, tokenizer: Tokenizer, max_seq_len: int) -> Iterator[list[
 
 
 def _lines(where: str, text: str, tokenizer: _Lazy) -> Iterator[list[int]]:
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):  # splitlines() also splits inside of JSON strings: U+2028
         if line.strip():
             yield _line(f"{where}, line {number}", line, tokenizer)
 
@@ -94,7 +103,7 @@ def _lines(where: str, text: str, tokenizer: _Lazy) -> Iterator[list[int]]:
 def _line(where: str, line: str, tokenizer: _Lazy) -> list[int]:
     try:
         said = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where} is not JSON: {error}") from None
     keys = [key for key in _KEYS if isinstance(said, dict) and key in said]
     if len(keys) != 1:

@@ -48,7 +48,7 @@ class AbsMax:
     def __init__(self, name: str, groups: int, device: str = "cpu") -> None:
         """`name` says what is observed, for errors."""
         self._name = name
-        self._largest = torch.zeros(groups, device=device)
+        self._largest = torch.zeros(groups, dtype=torch.float32, device=device)
 
     def observe(self, values: Tensor) -> None:
         largest = values.abs().amax(1).float()  # a NaN spreads to the result
@@ -99,7 +99,7 @@ class MeanSquaredError(_Histogram):
     def amax(self) -> Tensor:
         used = self._counts.any(0).nonzero()[:, 0]
         values = _magnitude(used, 0.5)
-        factors = torch.linspace(1.0, 0.5, MSE_STEPS, device=values.device)
+        factors = torch.linspace(1.0, 0.5, MSE_STEPS, dtype=torch.float32, device=values.device)
         best = torch.ones_like(self._largest)
         step = max(1, _AT_ONCE // max(1, len(used)))
         for begin in range(0, len(self._largest), step):

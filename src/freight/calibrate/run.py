@@ -1,7 +1,8 @@
 """Calibration: the unquantized model over samples, one layer at a time, watched.
 
-All samples go through a layer before the next layer is read, so memory holds one layer, its cache for one sample, and
-the hidden states of all samples (tokens x hidden_size in the model's format). The layers are the engine's own; what
+All samples go through a layer before the next layer is read, so memory holds one layer with its observers, its cache
+for one sample, the scales of the layers before, and the hidden states of all samples (tokens x hidden_size in the
+model's format). The layers are the engine's own; what
 is watched are the keys and values that they store (after rotary embedding, as the cache gets them) and the inputs of
 their Linear modules. The cache has the model's own format and no scales, so what it stores is what it was given.
 """
@@ -68,29 +69,47 @@ class Calibration:
 
 
 class _Watch:
-    """One observer through the run: what it said before the last part of the data, and in the end."""
+    """One observer through its layer: what it said before the last part of the data, and in the end.
+
+    `finish` keeps the scales and lets go of the observer, whose histograms are far larger.
+    """
 
     def __init__(self, observer: Observer, name: str) -> None:
-        self.observer, self.name = observer, name
+        self.name = name
+        self._observer: Observer | None = observer
         self._earlier: Tensor | None = None
+        self._amax: Tensor | None = None  # float32 [groups], once finished
+        self.growth = 1.0  # mean growth of the scales since `mark`; 1.0 if none grew
+
+    def observe(self, values: Tensor) -> None:
+        """values: [groups, count]"""
+        assert self._observer is not None, "finished"
+        self._observer.observe(values)
 
     def mark(self) -> None:
-        self._earlier = self.observer.amax().clone()
+        assert self._observer is not None, "finished"
+        self._earlier = self._observer.amax().clone()
 
-    def growth(self) -> float:
-        """Mean growth of the scales since `mark`; 1.0 if none grew."""
-        if self._earlier is None:
-            return 1.0
-        return float((self.observer.amax() / self._earlier.clamp(min=SMALLEST_SCALE)).clamp(max=1e6).mean())
+    def finish(self) -> None:
+        assert self._observer is not None, "finished"
+        amax = self._observer.amax()
+        if self._earlier is not None:
+            self.growth = float((amax / self._earlier.clamp(min=SMALLEST_SCALE)).clamp(max=1e6).mean())
+        self._amax = amax.cpu()
+        self._observer = self._earlier = None
 
     @property
     def zero(self) -> bool:
-        return not self.observer.amax().any()
+        return not self._seen.any()
 
     def scales(self) -> Tensor:
         """float32 [groups]; 1.0 if only zeros were seen."""
-        amax = self.observer.amax().cpu()
-        return torch.ones_like(amax) if self.zero else scale_from_amax(amax, Format.E4M3FN)
+        return torch.ones_like(self._seen) if self.zero else scale_from_amax(self._seen, Format.E4M3FN)
+
+    @property
+    def _seen(self) -> Tensor:
+        assert self._amax is not None, "not finished"
+        return self._amax
 
 
 @dataclass(frozen=True)
@@ -130,7 +149,7 @@ class _LayerWatch:
 
     def see_kv(self, k: Tensor, v: Tensor) -> None:
         for (side, granularity), watch in self.kv.items():
-            watch.observer.observe(by_group(k if side == "k" else v, granularity))
+            watch.observe(by_group(k if side == "k" else v, granularity))
 
     def around(self, layer: DecoderLayer) -> DecoderLayer:
         """The layer with its Linear modules watched."""
@@ -141,7 +160,7 @@ class _LayerWatch:
             if watch is None:
                 return projection
             parts = projection.parts if isinstance(projection, SideBySide) else (projection,)
-            return _Watched(parts, watch.observer.observe)
+            return _Watched(parts, watch.observe)
 
         attention = replace(attention, qkv=watched(attention.qkv, modules.qkv), o=watched(attention.o, modules.o))
         mlp = replace(mlp, gate_up=watched(mlp.gate_up, modules.gate_up), down=watched(mlp.down, modules.down))
@@ -206,7 +225,8 @@ def calibrate(
     total = config.num_layers * sum(lengths) * (2 if plan.center else 1)
     run = _Run(config, kernels, lengths, rope, device, lambda done: on_progress("calibrating", done, total))
     embedding = source.tensor(names.embedding, (config.vocab_size, config.hidden_size))
-    hidden = embedding[torch.tensor([token for ids in samples for token in ids], device=device)]
+    tokens = [token for ids in samples for token in ids]
+    hidden = embedding[torch.tensor(tokens, dtype=torch.int64, device=device)]
     del embedding
     watched, centered = [], []
     for index, modules in enumerate(layer_modules(config)):
@@ -263,7 +283,7 @@ class _Run:
     ) -> None:
         """hidden: [total, hidden_size], samples end to end; becomes what the layer makes of it.
 
-        `watch` sees keys and values as they are stored, without `centers` if there are some.
+        `watch` sees keys and values as they are stored, without `centers` if there are some, and is finished then.
         """
         pages = self._kv.pages
         if centers is not None:
@@ -281,10 +301,12 @@ class _Run:
             begin += length
             self._done += length
             self._on_progress(self._done)
+        for one in watch.all:
+            one.finish()
 
     def _batch(self, length: int) -> ForwardBatch:
         """One sequence from its beginning. Layers look at no token ids."""
-        position = torch.arange(length, device=self._device)
+        position = torch.arange(length, dtype=torch.int64, device=self._device)
         blocks = torch.arange(-(-length // BLOCK_SIZE), dtype=torch.int32, device=self._device)
         return ForwardBatch(
             token_ids=position,
@@ -320,7 +342,7 @@ def _summary(
         },
         num_samples=len(lengths),
         num_tokens=sum(lengths),
-        moving={watch.name: growth for watch in everything if (growth := watch.growth()) > MOVING},
+        moving={watch.name: watch.growth for watch in everything if watch.growth > MOVING},
         zeros=tuple(dict.fromkeys(watch.name for watch in everything if watch.zero)),
         centers=tuple(centers for centers, _ in centered),
     )

@@ -126,4 +126,4 @@ def kv_tensors(plan: QuantizePlan, attention: str, scales: LayerScales, format: 
 
 def _scalar(layout: Layout, value: float, format: Format) -> Tensor:
     values = [value] if layout is Layout.COMPRESSED_TENSORS else value
-    return torch.tensor(values, dtype=torch.float32).to(torch_dtype(format))
+    return torch.tensor(values, dtype=torch.float32, device="cpu").to(torch_dtype(format))

@@ -93,7 +93,7 @@ def _parse(path: Path, data: bytes, shape: CacheShape) -> KVScales:
         content = json.loads(data)
         format, granularity = Format(content["format"]), Granularity(content["granularity"])
         layers = [{key: tuple(map(float, values)) for key, values in layer.items()} for layer in content["layers"]]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} holds no KV scales: {type(error).__name__}: {error}") from error
     if not format.is_e4m3 or granularity not in sizes or len(layers) != shape.num_layers:
         raise CheckpointError(

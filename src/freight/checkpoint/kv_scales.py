@@ -195,7 +195,7 @@ def _load(path: Path) -> dict[str, Any]:
 
     try:
         content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a JSON file of KV scales: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is not a JSON file of KV scales: it holds no object")

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -225,24 +225,37 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
 
 def read_json(path: Path) -> dict[str, Any] | None:
     """The object in a JSON file, or None if there is no such file. Raises CheckpointError for anything else."""
-    if not path.is_file():
+    if not _is_there(path):
         return None
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except OSError as error:
+        raise CheckpointError(_unreadable(path, error)) from error
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds {type(content).__name__}, not a JSON object")
     return content
 
 
+def _is_there(path: Path) -> bool:
+    """Whether a folder has an entry of this name; what a link points to may be missing, and has to be named then."""
+    return path.is_symlink() or path.exists()
+
+
+def _unreadable(path: Path, error: OSError) -> str:
+    if path.is_symlink() and not path.exists():
+        return f"{path} is a link to {path.readlink()}, which does not exist; fetch the model again, or mend the link"
+    return f"{path} cannot be read: {error}"
+
+
 def _read_entries(path: Path) -> dict[str, TensorEntry]:
     """All tensors of the folder's files, every header checked."""
     index = path / "model.safetensors.index.json"
     single = path / "model.safetensors"
-    if single.is_file():
+    if _is_there(single):
         return read_header(single)
-    if index.is_file():
+    if _is_there(index):
         return _read_shards(path, index)
     files = sorted(path.glob("*.safetensors"))
     if len(files) == 1:
@@ -266,7 +279,7 @@ def _read_shards(path: Path, index: Path) -> dict[str, TensorEntry]:
     for shard in sorted(set(weight_map.values())):
         if Path(shard).name != shard:
             raise CheckpointError(f"{index} names {shard!r}, which lies outside the folder")
-        if not (path / shard).is_file():
+        if not _is_there(path / shard):
             raise CheckpointError(f"{path}: the shard {shard}, which {index.name} names, is missing")
         for name, entry in read_header(path / shard).items():
             if name in entries:
@@ -280,15 +293,21 @@ def _read_shards(path: Path, index: Path) -> dict[str, TensorEntry]:
 
 def read_header(file: Path) -> dict[str, TensorEntry]:
     """The tensors of one safetensors file. Raises CheckpointError unless the header describes the file exactly."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if size < 8 or length > min(_MAX_HEADER, size - 8):
-            raise CheckpointError(f"{file} is truncated, or no safetensors file: {size} bytes, header of {length}")
-        try:
-            header = json.loads(stream.read(length), object_pairs_hook=_unique)
-        except ValueError as error:
-            raise CheckpointError(f"{file}: the header is damaged: {error}") from error
+    try:
+        with file.open("rb") as stream:
+            return _read_header(file, stream, file.stat().st_size)
+    except OSError as error:
+        raise CheckpointError(_unreadable(file, error)) from error
+
+
+def _read_header(file: Path, stream: BinaryIO, size: int) -> dict[str, TensorEntry]:
+    length = int.from_bytes(stream.read(8), "little")
+    if size < 8 or length > min(_MAX_HEADER, size - 8):
+        raise CheckpointError(f"{file} is truncated, or no safetensors file: {size} bytes, header of {length}")
+    try:
+        header = json.loads(stream.read(length), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: the header is damaged: {error}") from error
     if not isinstance(header, dict):
         raise CheckpointError(f"{file}: the header is damaged: it is no JSON object")
     header.pop("__metadata__", None)

@@ -1,8 +1,10 @@
 """CheckpointWriter: a whole checkpoint, or none.
 
-Everything is written into a hidden folder beside the one asked for, config.json last, and that folder is renamed when
-it is complete. Whatever interrupts (an error, Ctrl-C, a full disk) removes it; after a kill it stays, but without a
-config.json nothing loads it. Tensors go into shards as they come, so memory holds one shard.
+Everything is written into a hidden folder, config.json last. Where the output does not exist, that folder lies beside
+it and is renamed when it is complete. An empty folder that exists may be a mount point or a link, which no rename
+replaces, so the hidden folder lies inside of it and its files move up in the end, config.json last. Whatever interrupts
+(an error, Ctrl-C, a full disk) removes all of it; after a kill files stay, which nothing loads without a config.json.
+Tensors go into shards as they come, so memory holds one shard.
 """
 
 from __future__ import annotations
@@ -34,18 +36,32 @@ _COPIED = (
 
 
 def require_new(out: Path) -> None:
-    """Raises ConfigError unless `out` is free (or an empty folder) in a folder that exists."""
-    if out.is_dir() and not any(out.iterdir()):
-        return
-    if out.exists() or out.is_symlink():
-        raise ConfigError(f"the output {out} exists; remove it, or name another")
-    if not out.absolute().parent.is_dir():
-        raise ConfigError(f"the output {out} has no parent folder; make {out.absolute().parent} first")
+    """Raises ConfigError unless `out` is free (or an empty folder), in a folder that exists and can be written."""
+    try:
+        empty = out.is_dir() and not any(out.iterdir())
+        if not empty and (out.exists() or out.is_symlink()):
+            raise ConfigError(f"the output {out} exists; remove it, or name another")
+        if not out.absolute().parent.is_dir():
+            raise ConfigError(f"the output {out} has no parent folder; make {out.absolute().parent} first")
+        _make_partial(out).rmdir()  # names the other reasons before any work is done
+    except OSError as error:
+        raise ConfigError(f"the output {out} cannot be written: {error}; name another") from error
+
+
+def _make_partial(out: Path) -> Path:
+    """A new hidden folder on the disk of `out`: inside of it if it exists, else beside it."""
+    folder = _workplace(out) / f".freight.{secrets.token_hex(4)}.partial"
+    folder.mkdir()
+    return folder
+
+
+def _workplace(out: Path) -> Path:
+    return out if out.is_dir() else out.absolute().parent
 
 
 def require_space(out: Path, num_bytes: int) -> None:
     """Raises CapacityError unless the disk of `out` has room for `num_bytes`."""
-    free = shutil.disk_usage(out.absolute().parent).free
+    free = shutil.disk_usage(_workplace(out)).free
     if free < num_bytes:
         raise CapacityError(
             f"{out} needs {num_bytes:,} bytes, and its disk has {free:,} free; make room, or name another disk"
@@ -55,8 +71,8 @@ def require_space(out: Path, num_bytes: int) -> None:
 class CheckpointWriter:
     """`with CheckpointWriter(out) as writer: writer.add(…); …; writer.finish(…)`. Leaving without `finish` undoes all.
 
-    Raises ConfigError if `out` is taken, CapacityError when the disk is full, CheckpointError when it cannot be
-    written otherwise.
+    Raises ConfigError if `out` is taken or cannot be made, CapacityError when the disk is full, CheckpointError when it
+    cannot be written otherwise.
     """
 
     def __init__(self, out: Path, shard_bytes: int = SHARD_BYTES) -> None:
@@ -66,12 +82,12 @@ class CheckpointWriter:
         self._pending_bytes = 0
         self._shards: list[list[str]] = []  # the names of each
         self._total = 0
+        self._published: list[Path] = []
 
     def __enter__(self) -> CheckpointWriter:
         require_new(self._out)
         try:
-            self._folder = self._out.parent / f".{self._out.name}.{secrets.token_hex(4)}.partial"
-            self._folder.mkdir()
+            self._folder = _make_partial(self._out)
         except OSError as error:
             raise self._fault(error) from error
         self._finished = False
@@ -81,6 +97,8 @@ class CheckpointWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if not self._finished:
+            for file in reversed(self._published):
+                file.unlink(missing_ok=True)
             (self._folder / "config.json").unlink(missing_ok=True)  # first, in case the rest is interrupted as well
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -106,10 +124,21 @@ class CheckpointWriter:
             (self._folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
             for shard in self._folder.glob("*.safetensors"):  # safetensors lets nobody else read what it writes
                 shutil.copymode(self._folder / "config.json", shard)
-            os.rename(self._folder, self._out)
+            self._publish()
         except OSError as error:
             raise self._fault(error) from error
         self._finished = True
+
+    def _publish(self) -> None:
+        if self._folder.parent != self._out:
+            os.rename(self._folder, self._out)
+            return
+        if any(path != self._folder for path in self._out.iterdir()):
+            raise CheckpointError(f"{self._out} was filled by another program meanwhile; nothing was changed there")
+        for name in sorted((file.name for file in self._folder.iterdir()), key="config.json".__eq__):
+            self._published.append(self._out / name)
+            os.rename(self._folder / name, self._out / name)
+        self._folder.rmdir()
 
     def _flush(self) -> None:
         if not self._pending:

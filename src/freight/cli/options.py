@@ -43,7 +43,6 @@ class Flag:
     type: Any
     help: str
     metavar: str | None = None
-    min: int | None = None
     negatable: bool = False
 
     @property
@@ -58,7 +57,7 @@ class Flag:
         """A keyword of a command, as typer reads it."""
         name = f"{self.name}/--no-{self.name[2:]}" if self.negatable else self.name
         metavar = self.metavar or ("|".join(map(str, CHOICES[self.field])) if self.field in CHOICES else None)
-        option = typer.Option(name, help=self.help, metavar=metavar, min=self.min, envvar=envvar)
+        option = typer.Option(name, help=self.help, metavar=metavar, envvar=envvar)
         annotation: Any = Annotated[self.type, option]
         return inspect.Parameter(self.field, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
@@ -69,16 +68,16 @@ ENGINE_FLAGS = (
     Flag("kv_scales", str, "Where the scales of an FP8 cache come from; FILE is a kv_cache_scales.json."),
     Flag("quantization_param_path", str | None, "The same as --kv-scales FILE, as older engines call it.", "FILE"),
     Flag("quantization", str | None, "Quantize the weights while they load.", "METHOD"),
-    Flag("max_model_len", int | None, "Longest context in tokens; default: the model's.", "TOKENS", 1),
-    Flag("max_num_seqs", int, "Most requests in one step.", "COUNT", 1),
-    Flag("max_num_batched_tokens", int | None, "Most tokens in one step; longer prompts go in chunks.", "TOKENS", 1),
+    Flag("max_model_len", int | None, "Longest context in tokens; default: the model's.", "TOKENS"),
+    Flag("max_num_seqs", int, "Most requests in one step.", "COUNT"),
+    Flag("max_num_batched_tokens", int | None, "Most tokens in one step; longer prompts go in chunks.", "TOKENS"),
     Flag("block_size", int, "Tokens per block of the cache."),
     Flag("enable_prefix_caching", bool, "Keep the blocks of earlier prompts for later ones.", negatable=True),
     Flag("kv_cache_memory", str | None, "Memory for the KV cache; default: a share of what is free.", "BYTES|4GiB"),
     Flag("device", str, "What to compute on; auto: a GPU if torch sees one."),
     Flag("kernels", str, "Which kernels; reference is the plain torch definition of each."),
     Flag("attention_compute", str, "fp8: attention multiplies FP8 by FP8 on a GPU that can; auto: 16 bits."),
-    Flag("threads", int | None, "CPU threads; default: the cores this process may use.", "COUNT", 1),
+    Flag("threads", int | None, "CPU threads; default: the cores this process may use.", "COUNT"),
     Flag("seed", int, "Makes sampling repeatable: the same seed and prompts, the same tokens.", "NUMBER"),
     Flag("revision", str | None, "Branch, tag or commit of a hub model.", "NAME"),
     Flag("tokenizer", str | None, "A folder or hub id to take the tokenizer from instead.", "MODEL"),

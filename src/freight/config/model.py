@@ -215,9 +215,14 @@ def parse_model_config(config: Mapping[str, Any]) -> ModelConfig:
 
 
 def stop_token_ids(config: Mapping[str, Any], generation_config: Mapping[str, Any] | None) -> frozenset[int]:
-    """The ids that end a completion: the union of config.json's and generation_config.json's `eos_token_id`."""
-    own = token_ids(config, "eos_token_id", _family(config)[1].eos_token_id)
-    return frozenset(own) | frozenset(token_ids(generation_config or {}, "eos_token_id", None))
+    """The ids that end a completion: the union of config.json's and generation_config.json's `eos_token_id`.
+
+    The model_type's own is for models of which neither file says anything.
+    """
+    generation = generation_config or {}
+    default = None if "eos_token_id" in generation else _family(config)[1].eos_token_id
+    own = token_ids(config, "eos_token_id", default)
+    return frozenset(own) | frozenset(token_ids(generation, "eos_token_id", None))
 
 
 def _family(config: Mapping[str, Any]) -> tuple[str, _Family]:

@@ -53,7 +53,7 @@ def shape_config(shape: str) -> Mapping[str, Any]:
         raise ConfigError(f"--random-weights {shape!r} is no file{nearest(shape, PRESETS)}: choose {known}")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"--random-weights {path} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"--random-weights {path} holds {type(content).__name__}, not a JSON object")

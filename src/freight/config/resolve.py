@@ -126,7 +126,10 @@ def parse_memory(said: int | str | None) -> int | None:
     match = re.fullmatch(r"\s*([0-9.]+(?:E[+]?[0-9]{1,2})?)\s*([A-Z]*)\s*", str(said).upper())
     if isinstance(said, bool) or match is None or match[2] not in _UNITS or match[1].count(".") > 1 or match[1] == ".":
         raise ConfigError(f"--kv-cache-memory {said!r} is no amount of memory; write it as 4GiB, 512MiB, 4GB or bytes")
-    size = int(float(match[1]) * _UNITS[match[2]])
+    amount = float(match[1]) * _UNITS[match[2]]
+    if amount >= 2**63:
+        raise ConfigError(f"--kv-cache-memory {said!r} is beyond any machine; leave it away to take a share of memory")
+    size = int(amount)
     if size < 1:
         raise ConfigError(f"--kv-cache-memory {said!r} holds nothing; leave it away for a share of what is free")
     return size

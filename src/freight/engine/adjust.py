@@ -82,7 +82,8 @@ def adjust(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 def send(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
     """`values` on `device`; the host does not wait for what a GPU still computes, as torch.tensor would."""
-    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    host = torch.tensor(values, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)
 
 
 class _Changes:

@@ -6,6 +6,7 @@ Nothing of the weights is read before every setting has been decided and every s
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -29,8 +30,9 @@ from freight.errors import CapacityError
 from freight.fp8.formats import Format
 from freight.fp8.scheme import KVScales, Scheme
 from freight.kernels.kernel_set import select_kernels
+from freight.models.architectures import ARCHITECTURES
 from freight.models.decoder import Decoder
-from freight.models.loader import load_model
+from freight.models.loader import load_model, tensor_shapes
 from freight.models.random_weights import random_model
 from freight.tokenizer import Tokenizer
 
@@ -127,6 +129,7 @@ def start_engine(opened: OpenModel, before_weights: BeforeWeights | None = None)
     config = opened.resolve(args)
     spec = opened.cache_spec(config)
     if config.kv_cache_memory is not None:
+        _check_memory(config.kv_cache_memory, _weight_bytes(opened.model, config), opened.device)
         config = _fit_context(spec, config.kv_cache_memory, config, args)
     tokenizer = opened.load_tokenizer()
     if before_weights is not None:
@@ -173,6 +176,28 @@ def _fit_context(spec: KVCacheSpec, memory: int, config: EngineConfig, args: Eng
         )
     logger.info("context limited to the %d tokens that the KV cache holds", tokens)
     return replace(config, max_model_len=tokens)
+
+
+def _weight_bytes(model: ModelConfig, config: EngineConfig) -> int:
+    """Bytes that the weights occupy at least: layers' matrices in the format they are kept in, the rest as computed."""
+    names = ARCHITECTURES[model.architecture]
+    matrix, other = min(config.weight_format.bytes, config.compute_format.bytes), config.compute_format.bytes
+    return sum(
+        math.prod(shape) * (matrix if len(shape) == 2 and name not in (names.embedding, names.head) else other)
+        for name, shape in tensor_shapes(model).items()
+    )
+
+
+def _check_memory(asked: int, weights: int, device: DeviceFacts) -> None:
+    """Pages are touched when they are first written, so a cache that is too large would end the process much later."""
+    if asked + weights <= device.memory_free:
+        return
+    left = (device.memory_free - weights) // 2**20
+    way_out = f"use at most {left}MiB, or leave it away for a share of that" if left > 0 else "free memory first"
+    raise CapacityError(
+        f"--kv-cache-memory asks for {asked:,} bytes and the weights need {weights:,}, but of the {device.kind}'s "
+        f"memory {device.memory_free:,} bytes are free; {way_out}"
+    )
 
 
 def _mebibytes(count: int) -> str:

@@ -39,7 +39,7 @@ class Buffers:
         # multiple of 16 bytes, as what `prepare` makes: Triton compiles a kernel anew for other alignments.
         counts = (2 * bucket, 2 * bucket, 2 * bucket, bucket, bucket * max_blocks)
         edges = np.cumsum([0, *(-(-count // 4) * 4 for count in counts)]).tolist()
-        host = torch.zeros(edges[-1], dtype=torch.int32, pin_memory=device != "cpu")
+        host = torch.zeros(edges[-1], dtype=torch.int32, device="cpu", pin_memory=device != "cpu")
         words = torch.zeros(edges[-1], dtype=torch.int32, device=device)
         self._host, self._words = host, words
 

@@ -262,7 +262,7 @@ def _logprobs_at_once(logits: Tensor, tokens: Tensor, counts: Sequence[int]) -> 
     top = zip(ids.tolist(), logprobs.gather(-1, ids).tolist(), strict=True)
     own = tokens.unsqueeze(-1)
     value = logits.gather(-1, own)
-    everyone = torch.arange(logits.shape[-1], device=logits.device)
+    everyone = torch.arange(logits.shape[-1], dtype=torch.int64, device=logits.device)
     ranks = ((logits > value) | ((logits == value) & (everyone <= own))).sum(-1).tolist()
     owns = zip(tokens.tolist(), logprobs.gather(-1, own).squeeze(-1).tolist(), ranks, strict=True)
     found = []
@@ -279,6 +279,6 @@ def _most_likely(logits: Tensor, count: int) -> Tensor:
         return torch.empty(logits.shape[0], 0, dtype=torch.int64, device=logits.device)
     cutoff = logits.topk(count).values[:, -1:]
     mask = _first(logits, cutoff, torch.full_like(cutoff, count, dtype=torch.int64))
-    everyone = torch.arange(vocab_size, device=logits.device)
+    everyone = torch.arange(vocab_size, dtype=torch.int64, device=logits.device)
     ids = torch.where(mask, everyone, vocab_size).topk(count, largest=False).values.sort(-1).values
     return ids.gather(-1, logits.gather(-1, ids).sort(stable=True, dim=-1, descending=True).indices)

@@ -164,7 +164,7 @@ def run_caches(
 
 
 def _score_chunk(runs: list[CacheRun], window: Window, start: int, stop: int, blocks: Sequence[int]) -> None:
-    targets = torch.tensor(window.targets[start:stop], device=runs[0].runner.device)
+    targets = torch.tensor(window.targets[start:stop], dtype=torch.int64, device=runs[0].runner.device)
     reference = runs[0].logprobs(window, start, stop, blocks)
     for run in runs:
         own = reference if run is runs[0] else run.logprobs(window, start, stop, blocks)

@@ -139,8 +139,9 @@ def paired_difference(one: Tensor, other: Tensor) -> tuple[float, float, float]:
     difference = (other - one).double()
     blocks = difference[: len(difference) // BLOCK * BLOCK].view(-1, BLOCK).mean(1)
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.randint(len(blocks), (DRAWS, len(blocks)), generator=generator)
-    low, high = torch.quantile(blocks[drawn].mean(1), torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    drawn = torch.randint(len(blocks), (DRAWS, len(blocks)), generator=generator, dtype=torch.int64, device="cpu")
+    ends = torch.tensor([0.025, 0.975], dtype=torch.float64, device="cpu")
+    low, high = torch.quantile(blocks[drawn].mean(1), ends).tolist()
     return float(difference.mean()), low, high
 
 

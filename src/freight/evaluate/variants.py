@@ -45,7 +45,7 @@ def rescaled(keys: float = 1.0, values: float = 1.0) -> Change:
 
 def hot_pair(pair: int, head_dim: int, factor: float) -> Change:
     """Channels `pair` and `pair` + head_dim / 2 of every head: keys × `factor`, queries / `factor`."""
-    of_key = torch.ones(head_dim)
+    of_key = torch.ones(head_dim, dtype=torch.float32, device="cpu")
     of_key[[pair, pair + head_dim // 2]] = factor
     factors = {"k_proj": of_key, "q_proj": 1 / of_key}
 
@@ -73,11 +73,15 @@ def write_biased(source: Path, out: Path, config: ModelConfig, spreads: Sequence
     tensors = read_tensors(source)
     for index, spread in enumerate(spreads):
         prefix = f"model.layers.{index}.self_attn."
-        bias = torch.zeros(config.num_kv_heads, config.head_dim)
+        bias = torch.zeros(config.num_kv_heads, config.head_dim, dtype=torch.float32, device="cpu")
         bias[:, pair] = BIAS * spread
-        tensors[prefix + "q_proj.bias"] = torch.zeros(config.num_heads * config.head_dim)
+        tensors[prefix + "q_proj.bias"] = torch.zeros(
+            config.num_heads * config.head_dim, dtype=torch.float32, device="cpu"
+        )
         tensors[prefix + "k_proj.bias"] = bias.flatten()
-        tensors[prefix + "v_proj.bias"] = torch.zeros(config.num_kv_heads * config.head_dim)
+        tensors[prefix + "v_proj.bias"] = torch.zeros(
+            config.num_kv_heads * config.head_dim, dtype=torch.float32, device="cpu"
+        )
     family = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
     write_tensors(source, out, tensors, family, ("attention_bias", "mlp_bias"))
 

@@ -273,13 +273,14 @@ def _attend(
     if products is not Fp8Products.NONE:
         scale = scale_from_amax(amax(queries, -1), pages.format)[..., None]
         queries = decode(encode(queries, scale, pages.format), scale)
-    position = torch.arange(first, first + QUERY_TILE, device=q.device).repeat_interleave(group)[:, None]
-    best = torch.full((num_kv_heads, QUERY_TILE * group, 1), -torch.inf, device=q.device)
+    position = torch.arange(first, first + QUERY_TILE, dtype=torch.int64, device=q.device)
+    position = position.repeat_interleave(group)[:, None]
+    best = torch.full((num_kv_heads, QUERY_TILE * group, 1), -torch.inf, dtype=torch.float32, device=q.device)
     total = torch.zeros_like(best)
     output = torch.zeros_like(queries)
     begin = 0 if window is None else max(0, first - window + 1) // KEY_TILE
     for tile in range(begin, (first + rows - 1) // KEY_TILE + 1):
-        key = torch.arange(tile * KEY_TILE, (tile + 1) * KEY_TILE, device=q.device)
+        key = torch.arange(tile * KEY_TILE, (tile + 1) * KEY_TILE, dtype=torch.int64, device=q.device)
         seen = key <= position if window is None else (key <= position) & (position - key < window)
         scores = torch.bmm(queries, k[tile])
         if center is not None and coefficients is not None:

@@ -23,13 +23,13 @@ from freight.kernels.rotary import Rotary
 def build_rope(config: RopeConfig, head_dim: int, max_positions: int, device: str) -> Rotary:
     """The tables for positions below `max_positions`, without norms."""
     inverse, factor = inverse_frequencies(config, head_dim)
-    angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inverse)
+    angles = torch.outer(torch.arange(max_positions, dtype=torch.float32, device="cpu"), inverse)
     return Rotary((angles.cos() * factor).to(device), (angles.sin() * factor).to(device))
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
     """[head_dim / 2] float32 inverse frequencies, and the factor that multiplies cos and sin."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float() / head_dim
     inverse = 1.0 / (config.theta**exponents)
     match config.kind:
         case "default":
@@ -67,7 +67,7 @@ def _yarn(inverse: Tensor, config: RopeConfig, head_dim: int) -> tuple[Tensor, f
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
         high += 0.001
-    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low)).clamp(0, 1)
     kept = 1 - ramp  # 1: extrapolate (keep the frequency), 0: interpolate (divide it)
     return inverse / factor * (1 - kept) + inverse * kept, yarn_attention_factor(config)
 

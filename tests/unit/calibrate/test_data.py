@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from freight.calibrate.data import MIN_TOKENS, read_samples
+from freight.calibrate.data import FEW_TOKENS, read_samples
 from freight.errors import ConfigError, RequestError
 
 LONG = "x" * 600
@@ -30,8 +31,8 @@ class Letters:
         return [2, *(ord(c) for message in messages for c in message["content"])]
 
 
-def samples(data: object, num_samples: int = 512, max_seq_len: int = 2048) -> list[list[int]]:
-    return read_samples(data, num_samples, max_seq_len, 256, lambda: Letters())  # type: ignore[arg-type, return-value]
+def samples(data: object, num_samples: int = 512, max_seq_len: int = 2048, vocab_size: int = 256) -> list[list[int]]:
+    return read_samples(data, num_samples, max_seq_len, vocab_size, lambda: Letters())  # type: ignore[arg-type, return-value]
 
 
 def jsonl(tmp_path: Path, *lines: object) -> Path:
@@ -85,6 +86,7 @@ def test_empty_samples_do_not_count():
     ("line", "says"),
     [
         ("{", "line 1 is not JSON"),
+        pytest.param("[" * 200_000, "line 1 is not JSON", id="nested"),
         ([1, 2], "line 1 is list"),
         ({"prompt": "x"}, r"line 1 has \['prompt'\]"),
         ({"text": "x", "input_ids": [1]}, "one of `text`"),
@@ -108,12 +110,40 @@ def test_messages_need_a_chat_template(tmp_path: Path, monkeypatch: pytest.Monke
         samples(jsonl(tmp_path, line))
 
 
-def test_too_little_is_refused(tmp_path: Path):
-    with pytest.raises(ConfigError, match=f"gives {MIN_TOKENS - 1} tokens in 1 sample; at least {MIN_TOKENS}"):
-        samples([[3] * (MIN_TOKENS - 1)])
-    assert samples([[3] * MIN_TOKENS])
-    with pytest.raises(ConfigError, match="0 tokens"):
+def test_little_is_a_warning(caplog: pytest.LogCaptureFixture):
+    assert samples([[3] * (FEW_TOKENS - 1)]) == [[3] * (FEW_TOKENS - 1)]
+    (record,) = caplog.records
+    assert (record.name, record.levelno) == ("freight", logging.WARNING)
+    assert f"calibration_data gives {FEW_TOKENS - 1} tokens in 1 sample" in record.getMessage()
+    assert "give more text" in record.getMessage()
+    caplog.clear()
+    assert samples([[3] * FEW_TOKENS])
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("data", [[], [[]]])
+def test_nothing_is_refused(data: list[Any], tmp_path: Path):
+    with pytest.raises(ConfigError, match="calibration_data has no token"):
+        samples(data)
+    with pytest.raises(ConfigError, match="no token"):
         samples(jsonl(tmp_path))
+
+
+@pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85"])
+def test_only_a_line_feed_ends_a_line(tmp_path: Path, separator: str):
+    """JSON allows the other line separators of Unicode in its strings, unescaped."""
+    text = f"one{separator}two"
+    line = json.dumps({"text": text}, ensure_ascii=False)
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(f"{line}\r\n\n{line}\r\n".encode())
+    assert samples(path, vocab_size=0x3000) == [[1, *map(ord, text)]] * 2
+
+
+@pytest.mark.parametrize("name", ["data.jsonl", "data.txt"])
+def test_a_byte_order_mark_is_no_text(tmp_path: Path, name: str):
+    path = tmp_path / name
+    path.write_text('{"text": "ab"}' if name == "data.jsonl" else "ab", encoding="utf-8-sig")
+    assert samples(path) == [[1, 97, 98]]
 
 
 @pytest.mark.parametrize("content", [None, b"\xff\xfe\xfa"])

@@ -13,11 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from freight.calibrate.observers import Observer, make_observer
 from freight.calibrate.quantize import open_unquantized
 from freight.calibrate.run import FLOOR, Calibration, calibrate
 from freight.config.quantize import QuantizeArgs, plan
 from freight.errors import CheckpointError
 from freight.fp8.formats import Format, Granularity
+from freight.fp8.plan import ObserverKind
 from freight.fp8.scheme import LayerScales
 from freight.fp8.values import Weight
 from freight.kernels.kernel_set import REFERENCE
@@ -202,6 +204,34 @@ def test_one_layer_is_in_memory_at_a_time():
     calibrate(opened.model, ledger, REFERENCE, plan(QuantizeArgs(kv_cache="fp8")), SAMPLES)
     assert ledger.most == 1
     assert not ledger.alive.total()
+
+
+@pytest.mark.parametrize("options", [{}, {"center": True}])
+@pytest.mark.parametrize("observer", ["absmax", "percentile"])
+def test_the_observers_of_one_layer_are_in_memory_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, observer: str, options: dict[str, bool]
+):
+    """A histogram of every channel is hundreds of MiB a layer."""
+    alive = Counter[str]()
+    most = 0
+
+    def noted(kind: ObserverKind, name: str, groups: int, device: str = "cpu") -> Observer:
+        nonlocal most
+        made, layer = make_observer(kind, name, groups, device), name.split(".")[2]
+        alive[layer] += 1
+        most = max(most, sum(count > 0 for count in alive.values()))
+        weakref.finalize(made, lambda: alive.update({layer: -1}))
+        return made
+
+    monkeypatch.setattr("freight.calibrate.run.make_observer", noted)
+    samples = [list(range(40))] * 2
+    decided = plan(
+        QuantizeArgs(activations="static", kv_cache="fp8", kv_granularity="channel", observer=observer, **options)
+    )
+    open_unquantized(str(FIXTURES / "base_bf16")).calibrate(decided, samples, ("lm_head",))
+    assert most == 1
+    assert len(alive) == 2
+    assert not sum(alive.values())
 
 
 def test_progress_reaches_the_end(cached: tuple[Path, object]):

@@ -223,7 +223,11 @@ def test_bad_json_is_named(read_json, said, named):
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "[]", "\x00", '{"kv_cache": {}}', '{"model_type": "llama", "model_type": "llama"}']
+    "text",
+    [
+        *("{", "[]", "\x00", '{"kv_cache": {}}', '{"model_type": "llama", "model_type": "llama"}'),
+        pytest.param("[" * 200_000, id="nested"),
+    ],
 )
 def test_files_that_are_no_scale_json(tmp_path, shape, text):
     path = tmp_path / "kv_cache_scales.json"

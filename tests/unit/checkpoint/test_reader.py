@@ -128,6 +128,7 @@ GOOD = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
         ((2**63).to_bytes(8, "little") + b"{}", "truncated"),
         (header(b"{oops"), "damaged"),
         (header(b"[]", b""), "damaged"),
+        pytest.param(header(b"[" * 200_000), "damaged", id="nested"),
         (header(b"\xff\xfe", b""), "damaged"),
         (header({"a": GOOD | {"dtype": "F33"}}), "F33"),
         (header({"a": GOOD | {"dtype": ["F32"]}}), "F32"),
@@ -154,6 +155,42 @@ def test_broken_json_is_named(write):
     refused(folder, "generation_config.json", "list")
     (folder / "config.json").write_text("{")
     refused(folder, "config.json", "not JSON")
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "hf_quant_config.json", INDEX])
+def test_json_nested_without_end_is_named(write, name):
+    folder = write({})
+    (folder / name).write_text('{"a":' * 200_000)
+    refused(folder, name, "not JSON")
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "only.safetensors", "generation_config.json", "hf_quant_config.json", INDEX]
+)
+def test_a_link_to_nothing_is_named(write, name):
+    """A cache of the hub keeps files as links, and what they point to may have been cleared away."""
+    folder = write({} if name.endswith("safetensors") or name == INDEX else {"model.safetensors": {"a": A}})
+    (folder / name).symlink_to("../blobs/gone")
+    refused(folder, name, "../blobs/gone", "does not exist")
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "only.safetensors", "generation_config.json", "config.json", INDEX]
+)
+def test_a_folder_in_the_place_of_a_file_is_named(write, name):
+    folder = write({})
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).mkdir()
+    refused(folder, name, "directory")
+
+
+def test_a_shard_that_is_no_file_is_named(write):
+    folder = index(write({"1.safetensors": {"a": A}}), {"a": "1.safetensors", "b": "2.safetensors"})
+    (folder / "2.safetensors").symlink_to("gone")
+    refused(folder, "2.safetensors", "gone", "does not exist")
+    (folder / "2.safetensors").unlink()
+    (folder / "2.safetensors").mkdir()
+    refused(folder, "2.safetensors", "directory")
 
 
 def test_take_names_both_shapes(open_tensors):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -108,12 +109,96 @@ def test_an_output_that_is_taken(tmp_path: Path):
         require_new(tmp_path / "no" / "such")
 
 
-def test_an_empty_folder_is_filled(tmp_path: Path, source: Path):
-    (tmp_path / "out").mkdir()
-    with CheckpointWriter(tmp_path / "out") as writer:
+def write_two_shards(out: Path, source: Path) -> None:
+    with CheckpointWriter(out, shard_bytes=100) as writer:
         writer.add({"a": tensor(1)})
+        writer.add({"b": tensor(2)})
         writer.finish(CONFIG, source)
-    assert Checkpoint(tmp_path / "out").names == {"a"}
+
+
+def refuse_to_rename(monkeypatch: pytest.MonkeyPatch, refused: Path, number: int) -> None:
+    rename = os.rename
+
+    def limited(old: Path, new: Path) -> None:
+        if Path(new) == refused:
+            raise OSError(number, os.strerror(number))
+        rename(old, new)
+
+    monkeypatch.setattr(os, "rename", limited)
+
+
+def test_an_empty_folder_is_filled(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch):
+    out = tmp_path / "out"
+    out.mkdir()
+    refuse_to_rename(monkeypatch, out, errno.EBUSY)  # as for a mount point
+    write_two_shards(out, source)
+    assert Checkpoint(out).names == {"a", "b"}
+    assert not [path.name for path in out.iterdir() if path.name.startswith(".")]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
+
+
+def test_a_link_to_an_empty_folder_is_filled(tmp_path: Path, source: Path):
+    (tmp_path / "elsewhere").mkdir()
+    out = tmp_path / "out"
+    out.symlink_to("elsewhere", target_is_directory=True)
+    write_two_shards(out, source)
+    assert out.is_symlink()
+    assert Checkpoint(tmp_path / "elsewhere").names == {"a", "b"}
+
+
+def test_an_empty_folder_is_empty_again_after_a_fault(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch):
+    out = tmp_path / "out"
+    out.mkdir()
+    refuse_to_rename(monkeypatch, out / "config.json", errno.EIO)
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        write_two_shards(out, source)
+    assert list(out.iterdir()) == []
+
+
+def test_an_empty_folder_that_is_filled_meanwhile_keeps_what_it_has(tmp_path: Path, source: Path):
+    out = tmp_path / "out"
+    out.mkdir()
+
+    def late() -> None:
+        with CheckpointWriter(out) as writer:
+            writer.add({"a": tensor(1)})
+            (out / "model.safetensors").write_text("mine")
+            writer.finish(CONFIG, source)
+
+    with pytest.raises(CheckpointError, match="filled by another program"):
+        late()
+    assert [path.read_text() for path in out.iterdir()] == ["mine"]
+
+
+def test_the_longest_name_is_written_and_a_longer_one_refused_at_once(tmp_path: Path, source: Path):
+    write_two_shards(tmp_path / ("x" * 255), source)
+    assert Checkpoint(tmp_path / ("x" * 255)).names == {"a", "b"}
+    with pytest.raises(ConfigError, match=r"cannot be written.*name another"):
+        require_new(tmp_path / ("x" * 256))
+
+
+def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def fails(path: Path, *args: object, **options: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(Path, "mkdir", fails)
+    with pytest.raises(ConfigError, match=r"out cannot be written.*[Rr]ead-only"):
+        require_new(tmp_path / "out")
+
+
+def test_the_disk_is_that_of_the_folder_that_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    asked: list[Path] = []
+    usage = shutil.disk_usage
+
+    def noted(path: Path) -> object:
+        asked.append(path)
+        return usage(path)
+
+    monkeypatch.setattr(shutil, "disk_usage", noted)
+    (tmp_path / "out").mkdir()
+    require_space(tmp_path / "out", 1)
+    require_space(tmp_path / "new", 1)
+    assert asked == [tmp_path / "out", tmp_path]
 
 
 def test_a_folder_that_appears_meanwhile_is_not_overwritten(tmp_path: Path, source: Path):

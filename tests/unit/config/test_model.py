@@ -287,6 +287,14 @@ def test_stop_ids_are_the_union():
     assert stop_token_ids(config("qwen2"), {}) == frozenset()
 
 
+@pytest.mark.parametrize(
+    ("generation", "ids"), [(None, {2}), ({}, {2}), ({"eos_token_id": 5}, {5}), ({"eos_token_id": None}, set())]
+)
+def test_the_stop_id_of_the_class_joins_no_other(generation: dict[str, object] | None, ids: set[int]):
+    said = {key: value for key, value in config("llama").items() if key != "eos_token_id"}
+    assert stop_token_ids(said, generation) == ids
+
+
 def test_no_torch():
     code = "import sys, freight.config.model, freight.config.resolve; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -43,7 +43,7 @@ def test_what_is_no_shape_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"'lama-8b'.*did you mean llama-8b.*llama-1b, .*or CONFIG.json"):
         shape_config("lama-8b")
     file = tmp_path / "shape.json"
-    for content, says in (("{", "not JSON"), ("[1]", "list, not a JSON object")):
+    for content, says in (("{", "not JSON"), ("[" * 200_000, "not JSON"), ("[1]", "list, not a JSON object")):
         file.write_text(content)
         with pytest.raises(ConfigError, match=says):
             shape_config(str(file))

@@ -52,7 +52,7 @@ def make_attention(library: Library) -> Attend:
         with the avx512 build, bfloat16 queries meet bfloat16 dot products."""
         require_room(q)
         q = q.contiguous()
-        out = torch.empty(q.shape, dtype=q.dtype)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         _, num_heads, head_dim = q.shape
         _, block_size, num_kv_heads, _ = pages.k.shape
         center = pages.k_center

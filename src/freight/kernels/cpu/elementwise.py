@@ -54,7 +54,7 @@ def make_silu_mul(library: Library) -> SiluMul:
         """gate_up: [rows, 2 * size]; returns [rows, size]."""
         gate_up = gate_up.contiguous()
         rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-        out = torch.empty((rows, size), dtype=gate_up.dtype)
+        out = torch.empty((rows, size), dtype=gate_up.dtype, device=gate_up.device)
         threads = torch.get_num_threads()
         call(gate_up.data_ptr(), out.data_ptr(), _FORMATS[gate_up.dtype], rows, size, threads)
         return out

@@ -66,7 +66,7 @@ def _aligned(num_bytes: int) -> Tensor:
     """Memory that begins at a large page, or at a cache line. What is large gets a mapping of its own: between the
     freed blocks of the heap it would keep them resident, and lie on small pages."""
     if num_bytes < _LARGE_PAGE:
-        memory = torch.empty(num_bytes + _CACHE_LINE, dtype=torch.uint8)
+        memory = torch.empty(num_bytes + _CACHE_LINE, dtype=torch.uint8, device="cpu")
         start = -memory.data_ptr() % _CACHE_LINE
     else:
         private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -97,7 +97,7 @@ def make_pack(library: Library) -> Callable[[Weight], PackedWeight]:
                 f"not {weight.data.dtype} on {weight.data.device}; --kernels reference takes the others"
             )
         format = _FORMATS[data.dtype]
-        scale = torch.ones(-(-out_features // _LANES) * _LANES)
+        scale = torch.ones(-(-out_features // _LANES) * _LANES, dtype=torch.float32, device="cpu")
         if weight.scale is not None and weight.scale.ndim == 1:
             scale[:out_features] = weight.scale
         blocks = weight.scale.float().contiguous() if weight.scale is not None and weight.scale.ndim == 2 else None

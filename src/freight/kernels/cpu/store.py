@@ -49,7 +49,7 @@ def make_rotate_store(library: Library) -> RotateStore:
         num_kv_heads = pages.k.shape[2]
         assert pages.k.shape[3] == 2 * rotary.cos.shape[1] == head_dim
         assert rotary.norms is None or all(weight.dtype == qkv.dtype for weight in rotary.norms)
-        q = torch.empty((rows, all_heads - 2 * num_kv_heads, head_dim), dtype=qkv.dtype)
+        q = torch.empty((rows, all_heads - 2 * num_kv_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
         q_norm, k_norm = rotary.norms or (None, None)
         call(
             _Arguments(

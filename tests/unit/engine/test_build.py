@@ -1,0 +1,64 @@
+"""The order in which an engine is built: what does not fit is refused before a weight is read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from freight.config.engine import EngineArgs, EngineConfig
+from freight.engine.build import OpenModel, open_model, open_random, start_engine
+from freight.errors import CapacityError
+from freight.models.decoder import Decoder
+
+DEMO_WEIGHTS = 11_540_992  # bytes of the demo's tensors, in bfloat16
+
+
+class LoadedError(Exception):
+    """The weights would be read now."""
+
+
+@pytest.fixture(autouse=True)
+def _no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(opened: OpenModel, config: EngineConfig) -> Decoder:
+        raise LoadedError
+
+    monkeypatch.setattr(OpenModel, "load", load)
+
+
+def start(free: int, **options: Any) -> None:
+    opened = open_model(EngineArgs(max_model_len=16, **options))
+    start_engine(replace(opened, device=replace(opened.device, memory_free=free)))
+
+
+def test_a_cache_beyond_what_is_free_is_refused_before_weights_are_read():
+    with pytest.raises(CapacityError) as error:
+        start(free=23 * 2**30, kv_cache_memory="200GiB")
+    for figure in (f"{200 * 2**30:,}", f"{DEMO_WEIGHTS:,}", f"{23 * 2**30:,}", "at most 23540MiB"):
+        assert figure in str(error.value)
+
+
+@pytest.mark.parametrize(("dtype", "factor"), [("bfloat16", 1), ("float32", 2)])
+def test_cache_and_weights_are_counted_to_the_byte(dtype: str, factor: int):
+    cache = 2**20
+    exactly = cache + factor * DEMO_WEIGHTS
+    with pytest.raises(LoadedError):
+        start(free=exactly, kv_cache_memory=cache, dtype=dtype)
+    with pytest.raises(CapacityError, match="free memory first"):
+        start(free=exactly - 1, kv_cache_memory=cache, dtype=dtype)
+
+
+def test_weights_that_become_fp8_count_as_fp8():
+    with pytest.raises(LoadedError):
+        start(free=2**20 + DEMO_WEIGHTS * 2 // 3, kv_cache_memory=2**20, quantization="fp8")
+
+
+def test_a_share_of_what_is_free_is_not_judged():
+    with pytest.raises(LoadedError):
+        start(free=1)
+
+
+def test_random_weights_are_counted_as_well():
+    with pytest.raises(CapacityError, match="the weights need"):
+        start_engine(open_random(EngineArgs(kv_cache_memory="900TiB"), "llama-1b"))
