@@ -95,8 +95,10 @@ class _Outside(threading.local):
 class Threads:
     """How many threads torch and the kernels of this package compute with: inside `with threads:`, `count` of them.
 
-    torch keeps the number for each Python thread. What it was there before comes back on leaving, so neither the caller
-    nor another model sees it change. May be entered again inside itself, and from several Python threads at once.
+    torch keeps the number for each Python thread; on leaving, it is what it was before. So neither the caller nor
+    another model sees it change. Only a Python thread that uses torch for the first time meanwhile does: it begins with
+    the number that was set last. May be entered again inside itself, and from several Python threads at once.
+
     Raises FreightError when entered in a process that was forked after this was made: the OpenMP runtime's threads are
     not copied, and it would wait for them forever.
     """

@@ -177,6 +177,11 @@ def test_the_processor_and_its_features(root: Path, tmp_path: Path) -> None:
     assert cpu_features(tmp_path / "nowhere") == ()
 
 
+def test_features_that_no_kernel_uses_are_not_listed(root: Path) -> None:
+    write(root, "proc/cpuinfo", "flags\t\t: fpu avx2 amx_bf16 amx_tile avx512_fp16\n")
+    assert cpu_features(root) == ("avx2",)
+
+
 @pytest.fixture
 def three_threads() -> Iterator[None]:
     """torch is left at a number that no test asks for."""
@@ -241,7 +246,7 @@ def test_threads_are_refused_in_a_forked_process() -> None:
 
 
 FORK = """
-import freight, os, sys, torch
+import freight, os, signal, torch
 from freight.device import Threads
 from freight.errors import FreightError
 
@@ -249,6 +254,7 @@ threads = Threads(2)
 with threads:
     torch.ones(2**20).sum()
 if os.fork() == 0:
+    signal.alarm(10)  # ends it, should it hang
     try:
         with threads:
             torch.ones(2**20).sum()  # would wait forever for threads that only the parent has
