@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from freight.bench import timing
 from freight.config.presets import PRESETS
 
 TINY = PRESETS["llama-1b"] | {
@@ -69,7 +70,9 @@ def test_one_object_for_a_program_a_table_for_people(freight, tiny, verb, keys):
     assert all(key in table.out for key in keys)
 
 
-def test_kernels_prints_one_object_per_row_and_takes_threads(freight, tiny):
+def test_kernels_prints_one_object_per_row_and_takes_threads(freight, tiny, monkeypatch):
+    monkeypatch.setattr(timing, "CACHE_SIZE", 2**20)
+    monkeypatch.setattr(timing, "last_level_cache", lambda root: None)
     before = torch.get_num_threads()
     options = ["--random-weights", tiny, "--matrix", "32x16", "--rows", "2", "--only", "linear", "--seconds", "0"]
     answer = freight("bench", "kernels", *options, "--threads", "1", "--json")
