@@ -11,6 +11,7 @@
 #include "attention_f32.h"
 #include "attention_task.h"
 #include "parallel.h"
+#include "status.h"
 
 namespace freight {
 namespace {
@@ -52,14 +53,15 @@ Plan make_plan(const Call<Tiles>& call, int heads, bool cut) {
     const int count = a.query_starts[s + 1] - a.query_starts[s], first = a.context_lens[s] - count;
     for (int i = 0; i < count; i += together) {
       const int positions = std::min(together, count - i), rows = positions * call.group();
-      const int begin = call.first_key(first + i) / kKeySplit, end = (first + i + positions - 1) / kKeySplit + 1;
+      const int begin = static_cast<int>(call.first_key(first + i) / kKeySplit);
+      const int end = static_cast<int>((first + i + positions - 1) / kKeySplit) + 1;
       const Task task{s, first + i, positions, a.query_starts[s] + i, 0, 0, begin, end - begin};
       plan_rows(a, task, std::min(heads, std::max(1, kRowsTogether / rows)), cut, plan);
     }
   }
   const auto size = [](const Task& task) {
-    const int end = std::min((task.split + task.splits) * kKeySplit, task.position + task.positions);
-    return static_cast<int64_t>(end - task.split * kKeySplit) * task.positions * task.heads;
+    const int64_t end = std::min((task.split + task.splits) * kKeySplit, int64_t{task.position} + task.positions);
+    return (end - task.split * kKeySplit) * task.positions * task.heads;
   };
   const auto larger = [&](const Task& x, const Task& y) { return size(x) > size(y); };
   std::stable_sort(plan.tasks.begin(), plan.tasks.end(), larger);
@@ -131,16 +133,28 @@ void attend_pages(const FreightAttention& a) {
   attend<Float32Tiles<F>>(a);
 }
 
+// A row before the first key sees nothing, and a softmax over nothing is not defined.
+bool contexts_hold_queries(const FreightAttention& a) {
+  for (int s = 0; s < a.num_seqs; s++)
+    if (a.context_lens[s] < a.query_starts[s + 1] - a.query_starts[s]) return false;
+  return true;
+}
+
+void attention(const FreightAttention& a) {
+  switch (a.kv_format) {
+    case FREIGHT_FLOAT32: return attend_pages<FREIGHT_FLOAT32>(a);
+    case FREIGHT_FLOAT16: return attend_pages<FREIGHT_FLOAT16>(a);
+    case FREIGHT_BFLOAT16: return attend_pages<FREIGHT_BFLOAT16>(a);
+    case FREIGHT_E4M3FN: return attend_pages<FREIGHT_E4M3FN>(a);
+    case FREIGHT_E5M2: return attend_pages<FREIGHT_E5M2>(a);
+    case FREIGHT_E4M3FNUZ: return attend_pages<FREIGHT_E4M3FNUZ>(a);
+  }
+}
+
 }  // namespace
 }  // namespace freight
 
-FREIGHT_API void freight_attention(const FreightAttention* a) {
-  switch (a->kv_format) {
-    case FREIGHT_FLOAT32: return freight::attend_pages<FREIGHT_FLOAT32>(*a);
-    case FREIGHT_FLOAT16: return freight::attend_pages<FREIGHT_FLOAT16>(*a);
-    case FREIGHT_BFLOAT16: return freight::attend_pages<FREIGHT_BFLOAT16>(*a);
-    case FREIGHT_E4M3FN: return freight::attend_pages<FREIGHT_E4M3FN>(*a);
-    case FREIGHT_E5M2: return freight::attend_pages<FREIGHT_E5M2>(*a);
-    case FREIGHT_E4M3FNUZ: return freight::attend_pages<FREIGHT_E4M3FNUZ>(*a);
-  }
+FREIGHT_API int32_t freight_attention(const FreightAttention* a) {
+  if (!freight::contexts_hold_queries(*a)) return FREIGHT_SHORT_CONTEXT;
+  return status_of([&] { freight::attention(*a); });
 }

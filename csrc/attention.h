@@ -34,7 +34,8 @@ struct FreightAttention {
 };
 
 // Causal grouped-query attention of each row over its own sequence. A row's bits depend on its own history alone.
-FREIGHT_API void freight_attention(const FreightAttention* arguments);
+// A context shorter than its queries is refused (FREIGHT_SHORT_CONTEXT) before anything is written.
+FREIGHT_API int32_t freight_attention(const FreightAttention* arguments);
 
 struct FreightStore {
   const void* qkv;  // [rows, num_heads + 2 * num_kv_heads, head_dim] of type, contiguous: q, then k, then v
@@ -55,4 +56,4 @@ struct FreightStore {
 
 // Norm, center and rotate; quantize rows of K and V into their slots: divide by the scale in float32, round to nearest,
 // ties to even, saturate.
-FREIGHT_API void freight_rotate_store(const FreightStore* arguments);
+FREIGHT_API int32_t freight_rotate_store(const FreightStore* arguments);

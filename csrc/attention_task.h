@@ -207,11 +207,12 @@ class Worker {
   }
 
   void walk_split(int split) {
-    const int end = std::min((split + 1) * kKeySplit, task.position + task.positions);
-    const int begin = std::max(split * kKeySplit, call.first_key(task.position)) / kKeyTile * kKeyTile;
+    const int64_t end = std::min((split + 1) * kKeySplit, int64_t{task.position} + task.positions);
+    const int64_t begin = std::max<int64_t>(split * kKeySplit, call.first_key(task.position)) / kKeyTile * kKeyTile;
     Tile tiles_of_keys[2];
     if (begin < end) find_keys(begin, end, tiles_of_keys[0]);
-    for (int key = begin, turn = 0; key < end; key += kKeyTile, turn ^= 1) {
+    int turn = 0;
+    for (int64_t key = begin; key < end; key += kKeyTile, turn ^= 1) {
       Tile& tile = tiles_of_keys[turn];
       next = key + kKeyTile < end ? &tiles_of_keys[turn ^ 1] : nullptr, asked_for = 0;
       if (next) find_keys(key + kKeyTile, end, tiles_of_keys[turn ^ 1]);
@@ -219,12 +220,13 @@ class Worker {
     }
   }
 
-  void find_keys(int key, int end, Tile& tile) const {
-    tile.key = key;
-    tile.begin = std::max(0, call.first_key(task.position) - key), tile.end = std::min(kKeyTile, end - key);
+  void find_keys(int64_t key, int64_t end, Tile& tile) const {
+    tile.key = static_cast<int>(key);
+    tile.begin = std::max(0, call.first_key(task.position) - tile.key);
+    tile.end = static_cast<int>(std::min<int64_t>(kKeyTile, end - key));
     const int32_t* table = a.block_tables + static_cast<int64_t>(task.sequence) * a.max_blocks;
     const int64_t token_bytes = static_cast<int64_t>(a.num_kv_heads) * a.head_dim * bytes_of(Tiles::format);
-    int block = (key + tile.begin) / a.block_size, offset = (key + tile.begin) % a.block_size;
+    int block = (tile.key + tile.begin) / a.block_size, offset = (tile.key + tile.begin) % a.block_size;
     for (int i = 0; i < kKeyTile; i++) tile.k[i] = tile.v[i] = call.nothing.data();
     for (int i = tile.begin; i < tile.end; i++) {
       tile.slot[i] = static_cast<int64_t>(table[block]) * a.block_size + offset;

@@ -1,11 +1,14 @@
 // Constants that attention's parts share.
 #pragma once
+#include <cstdint>
 
 namespace freight {
 
 constexpr int kKeyTile = 64;       // keys that are decoded and multiplied together, at absolute positions
 constexpr int kPackTogether = 16;  // keys of a tile that are packed at once
-constexpr int kKeySplit = 1024;    // keys whose softmax is kept apart: cut at absolute positions, whatever the load
+// Keys whose softmax is kept apart: cut at absolute positions, whatever the load. 64 bits, because the end of the last
+// split of a context of nearly 2^31 tokens does not fit into 32.
+constexpr int64_t kKeySplit = 1024;
 constexpr int kMaxHeadDim = 1024;
 
 }  // namespace freight

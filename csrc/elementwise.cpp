@@ -5,6 +5,7 @@
 
 #include "parallel.h"
 #include "rows.h"
+#include "status.h"
 #include "vec.h"
 
 namespace freight {
@@ -22,12 +23,8 @@ inline void silu_mul_lanes(const float* gate, const float* up, float* out) {
   }
 }
 
-}  // namespace
-}  // namespace freight
-
-FREIGHT_API void freight_add_rms_norm(const void* x, const void* delta, const void* weight, void* sum, void* out,
-                                      int32_t format, int64_t rows, int64_t size, float eps, int32_t threads) {
-  using namespace freight;
+void add_rms_norm(const void* x, const void* delta, const void* weight, void* sum, void* out, int32_t format,
+                  int64_t rows, int64_t size, float eps, int32_t threads) {
   parallel_for(rows, threads_for(rows * size, threads), [&](int64_t row) {
     thread_local std::vector<float> scratch;
     if (static_cast<int64_t>(scratch.size()) < padded(size)) scratch.resize(static_cast<size_t>(padded(size)));
@@ -48,9 +45,7 @@ FREIGHT_API void freight_add_rms_norm(const void* x, const void* delta, const vo
   });
 }
 
-FREIGHT_API void freight_silu_mul(const void* gate_up, void* out, int32_t format, int64_t rows, int64_t size,
-                                  int32_t threads) {
-  using namespace freight;
+void silu_mul(const void* gate_up, void* out, int32_t format, int64_t rows, int64_t size, int32_t threads) {
   const int64_t chunks = (size + kChunk - 1) / kChunk;
   parallel_for(rows * chunks, threads_for(rows * size, threads), [&](int64_t task) {
     const int64_t row = task / chunks, begin = task % chunks * kChunk, end = std::min(size, begin + kChunk);
@@ -63,4 +58,17 @@ FREIGHT_API void freight_silu_mul(const void* gate_up, void* out, int32_t format
       store_as(element(out, row * size + i, format), load16(gate), format, count);
     }
   });
+}
+
+}  // namespace
+}  // namespace freight
+
+FREIGHT_API int32_t freight_add_rms_norm(const void* x, const void* delta, const void* weight, void* sum, void* out,
+                                         int32_t format, int64_t rows, int64_t size, float eps, int32_t threads) {
+  return status_of([&] { freight::add_rms_norm(x, delta, weight, sum, out, format, rows, size, eps, threads); });
+}
+
+FREIGHT_API int32_t freight_silu_mul(const void* gate_up, void* out, int32_t format, int64_t rows, int64_t size,
+                                     int32_t threads) {
+  return status_of([&] { freight::silu_mul(gate_up, out, format, rows, size, threads); });
 }

@@ -1,7 +1,8 @@
-// The C interface of the CPU kernels, version 6: what src/freight/kernels/cpu/library.py calls through ctypes.
+// The C interface of the CPU kernels, version 7: what src/freight/kernels/cpu/library.py calls through ctypes.
 //
 // Plain functions on raw pointers; every array is contiguous and row-major unless its comment says otherwise. Nothing
 // here allocates what it returns, throws, or keeps a pointer beyond the call. `threads` is how many threads may work.
+// What computes returns a FreightStatus; its output is undefined unless that is FREIGHT_OK.
 // Attention and the KV cache have their own header, attention.h.
 #pragma once
 #include <cstdint>
@@ -9,8 +10,15 @@
 #define FREIGHT_API extern "C" __attribute__((visibility("default")))
 
 // Changes when any declaration changes, so that a library from an older build is refused instead of called wrongly.
-constexpr int32_t FREIGHT_ABI = 6;
+constexpr int32_t FREIGHT_ABI = 7;
 FREIGHT_API int32_t freight_abi();
+
+enum FreightStatus : int32_t {
+  FREIGHT_OK = 0,
+  FREIGHT_OUT_OF_MEMORY = 1,  // no room for working memory; a later call may succeed
+  FREIGHT_FAILED = 2,         // the system refused something else, such as a thread
+  FREIGHT_SHORT_CONTEXT = 3,  // attention: a sequence has fewer keys than queries
+};
 
 // How values are stored; the numbers are part of the interface.
 enum FreightFormat : int32_t {
@@ -27,6 +35,10 @@ enum FreightFormat : int32_t {
 typedef void (*FreightGompParallel)(void (*body)(void*), void* data, unsigned threads, unsigned flags);
 FREIGHT_API void freight_init(FreightGompParallel gomp_parallel);
 
+// How weights are prefetched: 0: into all caches; 1: past them (non-temporal); -1: as this processor is fastest, which
+// is the default. Changes no result. Returns 0 or 1, what holds from now on.
+FREIGHT_API int32_t freight_set_prefetch(int32_t non_temporal);
+
 // A packed weight [out_features, in_features]. The layout of `data` belongs to the build that packed it (packed.h).
 struct FreightWeight {
   const void* data;          // freight_packed_bytes, at a multiple of 64
@@ -41,21 +53,21 @@ struct FreightWeight {
 FREIGHT_API int64_t freight_packed_bytes(int32_t format, int64_t out_features, int64_t in_features);
 
 // data: [out_features, in_features]. Rows with a NaN code get the scale NaN, which is written into `scale`.
-FREIGHT_API void freight_pack(const void* data, int32_t format, int64_t out_features, int64_t in_features, void* packed,
-                              float* scale, int32_t threads);
+FREIGHT_API int32_t freight_pack(const void* data, int32_t format, int64_t out_features, int64_t in_features,
+                                 void* packed, float* scale, int32_t threads);
 
 // y = x @ weight.T * scales + bias. x: [rows, in_features], y: [rows, out_features], bias: [out_features] or null, all
 // three in x_format: float32, float16 or bfloat16. Sums are float32, over the inputs in order; one rounding, at the end.
-FREIGHT_API void freight_linear(const FreightWeight* weight, const void* x, int32_t x_format, int64_t rows,
-                                const void* bias, void* y, int32_t threads);
+FREIGHT_API int32_t freight_linear(const FreightWeight* weight, const void* x, int32_t x_format, int64_t rows,
+                                   const void* bias, void* y, int32_t threads);
 
 // Row-wise operations; all in `format` (float32, float16, bfloat16), contiguous, float32 inside.
 
 // sum = x + delta; out = round(sum / sqrt(mean(sum^2) + eps)) * weight. x, delta, sum, out: [rows, size]; weight: [size].
 // Without delta (null) the sum is x, and not written.
-FREIGHT_API void freight_add_rms_norm(const void* x, const void* delta, const void* weight, void* sum, void* out,
-                                      int32_t format, int64_t rows, int64_t size, float eps, int32_t threads);
+FREIGHT_API int32_t freight_add_rms_norm(const void* x, const void* delta, const void* weight, void* sum, void* out,
+                                         int32_t format, int64_t rows, int64_t size, float eps, int32_t threads);
 
 // out = gate / (1 + e^-gate) * up. gate_up: [rows, 2 * size], contiguous, gate first; out: [rows, size].
-FREIGHT_API void freight_silu_mul(const void* gate_up, void* out, int32_t format, int64_t rows, int64_t size,
-                                  int32_t threads);
+FREIGHT_API int32_t freight_silu_mul(const void* gate_up, void* out, int32_t format, int64_t rows, int64_t size,
+                                     int32_t threads);

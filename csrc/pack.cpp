@@ -9,6 +9,7 @@
 
 #include "packed.h"
 #include "parallel.h"
+#include "status.h"
 
 namespace {
 
@@ -76,15 +77,17 @@ FREIGHT_API int64_t freight_packed_bytes(int32_t format, int64_t out, int64_t in
   return bands(out) * kBand * ((in + inputs - 1) / inputs) * kUnit;
 }
 
-FREIGHT_API void freight_pack(const void* data, int32_t format, int64_t out, int64_t in, void* packed, float* scale,
-                              int32_t threads) {
+FREIGHT_API int32_t freight_pack(const void* data, int32_t format, int64_t out, int64_t in, void* packed, float* scale,
+                                 int32_t threads) {
   constexpr int64_t kLarge = 1 << 20;
   if (out * in >= kLarge) give_back_freed_memory();
   ask_for_large_pages(packed, freight_packed_bytes(format, out, in));
-  if (format == FREIGHT_FLOAT32)
-    pack<uint32_t>(data, format, out, in, packed, scale, threads);
-  else if (format == FREIGHT_E4M3FN)
-    pack<uint8_t>(data, format, out, in, packed, scale, threads);
-  else
-    pack<uint16_t>(data, format, out, in, packed, scale, threads);
+  return status_of([&] {
+    if (format == FREIGHT_FLOAT32)
+      pack<uint32_t>(data, format, out, in, packed, scale, threads);
+    else if (format == FREIGHT_E4M3FN)
+      pack<uint8_t>(data, format, out, in, packed, scale, threads);
+    else
+      pack<uint16_t>(data, format, out, in, packed, scale, threads);
+  });
 }

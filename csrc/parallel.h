@@ -3,10 +3,11 @@
 // Each thread starts on a range of its own and goes through it in order, so that what its tasks read can be one stream
 // of memory; who has done all takes from the ends of the others' ranges. Which thread takes which task is open, so a task
 // must compute the same bits wherever it runs, and may not depend on how many threads there are. Threads come from the
-// OpenMP runtime given to freight_init, else from a pool of our own.
+// OpenMP runtime given to freight_init, else from a pool of our own. A task may throw std::bad_alloc.
 #pragma once
 #include <atomic>
 #include <cstdint>
+#include <new>
 
 // Run body(data) on `threads` threads at once, this one included; returns when all have returned.
 void run_on_threads(void (*body)(void*), void* data, int threads);
@@ -31,7 +32,8 @@ class TaskRange {
   alignas(64) std::atomic<uint64_t> left_{0};
 };
 
-// Call body(task) for task 0 .. tasks-1, on at most `threads` threads; fewer than 2^32 tasks.
+// Call body(task) for task 0 .. tasks-1, on at most `threads` threads; fewer than 2^32 tasks. Throws std::bad_alloc if a
+// task did; all threads have returned then.
 template <class Body>
 void parallel_for(int64_t tasks, int threads, const Body& body) {
   constexpr int kRanges = 64;
@@ -43,6 +45,7 @@ void parallel_for(int64_t tasks, int threads, const Body& body) {
   struct Job {
     TaskRange ranges[kRanges];
     std::atomic<int> arrived{0};
+    std::atomic<bool> failed{false};
     int count;
     const Body* body;
   } job;
@@ -53,10 +56,15 @@ void parallel_for(int64_t tasks, int threads, const Body& body) {
       [](void* data) {
         Job& shared = *static_cast<Job*>(data);
         const int own = shared.arrived.fetch_add(1, std::memory_order_relaxed);
-        for (int i = 0; i < shared.count; i++) {
-          TaskRange& range = shared.ranges[(own + i) % shared.count];
-          for (int64_t task; (task = range.take(i == 0)) >= 0;) (*shared.body)(task);
+        try {  // an exception that left the region would end the process
+          for (int i = 0; i < shared.count; i++) {
+            TaskRange& range = shared.ranges[(own + i) % shared.count];
+            for (int64_t task; (task = range.take(i == 0)) >= 0;) (*shared.body)(task);
+          }
+        } catch (...) {
+          shared.failed.store(true, std::memory_order_relaxed);
         }
       },
       &job, threads);
+  if (job.failed.load(std::memory_order_relaxed)) throw std::bad_alloc();
 }

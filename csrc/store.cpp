@@ -10,6 +10,7 @@
 #include "kv_formats.h"
 #include "parallel.h"
 #include "rows.h"
+#include "status.h"
 
 namespace freight {
 namespace {
@@ -128,16 +129,20 @@ void store_rows(const FreightStore& a) {
   a.counters[1] += beyond;
 }
 
+void rotate_store(const FreightStore& a) {
+  switch (a.kv_format) {
+    case FREIGHT_FLOAT32: return store_rows<FREIGHT_FLOAT32>(a);
+    case FREIGHT_FLOAT16: return store_rows<FREIGHT_FLOAT16>(a);
+    case FREIGHT_BFLOAT16: return store_rows<FREIGHT_BFLOAT16>(a);
+    case FREIGHT_E4M3FN: return store_rows<FREIGHT_E4M3FN>(a);
+    case FREIGHT_E5M2: return store_rows<FREIGHT_E5M2>(a);
+    case FREIGHT_E4M3FNUZ: return store_rows<FREIGHT_E4M3FNUZ>(a);
+  }
+}
+
 }  // namespace
 }  // namespace freight
 
-FREIGHT_API void freight_rotate_store(const FreightStore* a) {
-  switch (a->kv_format) {
-    case FREIGHT_FLOAT32: return freight::store_rows<FREIGHT_FLOAT32>(*a);
-    case FREIGHT_FLOAT16: return freight::store_rows<FREIGHT_FLOAT16>(*a);
-    case FREIGHT_BFLOAT16: return freight::store_rows<FREIGHT_BFLOAT16>(*a);
-    case FREIGHT_E4M3FN: return freight::store_rows<FREIGHT_E4M3FN>(*a);
-    case FREIGHT_E5M2: return freight::store_rows<FREIGHT_E5M2>(*a);
-    case FREIGHT_E4M3FNUZ: return freight::store_rows<FREIGHT_E4M3FNUZ>(*a);
-  }
+FREIGHT_API int32_t freight_rotate_store(const FreightStore* a) {
+  return status_of([&] { freight::rotate_store(*a); });
 }

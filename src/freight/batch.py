@@ -15,7 +15,7 @@ class ForwardBatch:
     positions      [num_tokens] int64, position in its sequence, from 0
     slots          [num_tokens] int64, where each token's K and V go: block * block_size + offset; -1 stores nothing
     query_starts   [num_seqs + 1] int32, row where each sequence's tokens begin; the last is num_tokens
-    context_lens   [num_seqs] int32, keys each sequence has once this step's are stored
+    context_lens   [num_seqs] int32, keys each sequence has once this step's are stored: no fewer than its tokens here
     block_tables   [num_seqs, max_blocks] int32, the blocks of each sequence in order; unused entries are 0
     logit_rows     [num_logit_rows] int64, rows of the batch whose logits are wanted, in order and none twice
     """

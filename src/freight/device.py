@@ -12,20 +12,22 @@ from __future__ import annotations
 import math
 import os
 import platform
+import re
 import subprocess
+import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from freight.errors import ConfigError, choices, nearest
+from freight.errors import ConfigError, FreightError, choices, nearest
 from freight.fp8.formats import Format
 
 ROOT = Path("/")
 DEVICES = ("auto", "cpu", "cuda")
 # What kernels choose by, as /proc/cpuinfo spells it on x86 and on arm64.
 _FEATURES = (
-    *("avx2", "f16c", "fma", "avx512f", "avx512bw", "avx512vl", "avx512vbmi", "avx512_bf16", "amx_bf16"),
+    *("avx2", "f16c", "fma", "avx512f", "avx512bw", "avx512vl", "avx512vbmi", "avx512_bf16"),
     *("asimd", "asimdhp", "bf16", "sve"),
 )
 
@@ -82,13 +84,85 @@ def probe(device: str = "auto", root: Path = ROOT) -> DeviceFacts:
     return DeviceFacts(DeviceKind.CPU, cpu_name(root), Format.E4M3FN, total, free, usable_cores(root), note)
 
 
-def use_threads(wanted: int | None, cores: int) -> None:
-    """Have torch, and the kernels that share its threads, use `wanted`, or no more than the `cores` there are."""
+class _Outside(threading.local):
+    """For each thread: the numbers to go back to, the last one entered last."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+
+@dataclass(frozen=True)
+class Threads:
+    """How many threads torch and the kernels of this package compute with: inside `with threads:`, `count` of them.
+
+    torch keeps the number for each Python thread; on leaving, it is what it was before. So neither the caller nor
+    another model sees it change. Only a Python thread that uses torch for the first time meanwhile does: it begins with
+    the number that was set last. May be entered again inside itself, and from several Python threads at once.
+
+    Raises FreightError when entered in a process that was forked after this was made: the OpenMP runtime's threads are
+    not copied, and it would wait for them forever.
+    """
+
+    count: int
+    pid: int = field(default_factory=os.getpid)
+    _outside: _Outside = field(default_factory=_Outside, init=False, repr=False, compare=False)
+
+    def __enter__(self) -> None:
+        import torch
+
+        if os.getpid() != self.pid:
+            raise FreightError(
+                f"process {os.getpid()} was forked from process {self.pid} after Freight's threads had started there, "
+                "and a fork has none of them: start processes with the 'spawn' method, or fork before a model is loaded"
+            )
+        before = torch.get_num_threads()
+        self._outside.counts.append(before)
+        if before != self.count:
+            torch.set_num_threads(self.count)
+
+    def __exit__(self, *_: object) -> None:
+        import torch
+
+        before = self._outside.counts.pop()
+        if torch.get_num_threads() != before:
+            torch.set_num_threads(before)
+
+
+def choose_threads(wanted: int | None, cores: int, root: Path = ROOT) -> Threads:
+    """`wanted` threads, or else one for each physical core, but no more than the `cores` that this process may use.
+
+    Without a wish, no more than torch would take, which OMP_NUM_THREADS and torch.set_num_threads lower. Raises
+    ConfigError as `check_threads`.
+    """
     import torch
 
-    if wanted or torch.get_num_threads() > cores:
-        # torch counts the machine's cores; a container may own fewer, and more threads than cores are far slower
-        torch.set_num_threads(wanted or cores)
+    check_threads(wanted, cores)
+    return Threads(wanted or min(cores, physical_cores(root) or cores, torch.get_num_threads()))
+
+
+def check_threads(wanted: int | None, cores: int) -> None:
+    """Raises ConfigError if `wanted` threads are more than the `cores`: they would wait for each other."""
+    if wanted is not None and not 1 <= wanted <= cores:
+        usable = "1 core" if cores == 1 else f"{cores} cores"
+        raise ConfigError(
+            f"--threads {wanted}: this process may use {usable}; choose a number from 1 to {cores}, or omit it"
+        )
+
+
+def physical_cores(root: Path = ROOT) -> int | None:
+    """Physical cores among the processors that the affinity mask leaves; None where /sys does not show them."""
+    if not hasattr(os, "sched_getaffinity"):
+        return None
+    topology = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+    cores = {_read(root / topology.format(processor)).strip() for processor in os.sched_getaffinity(0)}
+    return None if "" in cores else len(cores)
+
+
+def last_level_cache(root: Path = ROOT) -> int | None:
+    """Bytes of the largest cache that the first processor reads through; None where /sys does not show it."""
+    sizes = [_read(path / "size").strip() for path in (root / "sys/devices/system/cpu/cpu0/cache").glob("index*")]
+    units = {"K": 2**10, "M": 2**20, "G": 2**30}
+    return max((int(size[:-1]) * units[size[-1]] for size in sizes if re.fullmatch(r"\d+[KMG]", size)), default=None)
 
 
 def gpu_present(root: Path = ROOT) -> str | None:

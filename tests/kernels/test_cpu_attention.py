@@ -5,7 +5,7 @@ Pages start as NaN and NaN stands beside every token, so whatever is read beyond
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -254,3 +254,29 @@ def test_heads_too_wide_are_refused(attention):
     cache = make_cache(Format.E4M3FN, None, [3], 1, 1025)
     with pytest.raises(KernelError, match="at most 1024 channels, not 1025"):
         attention(torch.zeros(3, 1, 1025), cache.pages, cache.batch([3]), 1.0, None)
+
+
+@pytest.mark.parametrize("format", [Format.FLOAT32, Format.BFLOAT16, Format.E4M3FN])
+@pytest.mark.parametrize("rows", [1, 70])
+def test_the_longest_context_that_its_type_can_say(attention, format, rows):
+    """2^31 - 1 tokens in one block again and again: 2^30 tokens earlier all is the same, and so are the bits."""
+    cache = make_cache(format, None, [2**14], heads=1, dim=16, block_size=2**14)
+    q = torch.randn(rows, 2, 16).bfloat16()
+    table = torch.tensor(cache.blocks, dtype=torch.int32).expand(1, 2**17).contiguous()
+    outs = []
+    for length in (2**31 - 1, 2**30 - 1):
+        starts, lengths = (torch.tensor(ints, dtype=torch.int32) for ints in ([0, rows], [length]))
+        batch = replace(cache.batch([rows]), query_starts=starts, context_lens=lengths, block_tables=table)
+        outs.append(attention(q, cache.pages, batch, 0.25, 100))
+    assert outs[0].isfinite().all()
+    assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize(("rows", "ends"), [([1], [0]), ([3], [2]), ([2, 5], [9, 4])])
+@pytest.mark.parametrize("attend", [reference.attention, *map(make_attention, map(library.load, BUILDS))])
+def test_a_context_shorter_than_its_queries_is_refused(attend, rows, ends):
+    cache = make_cache(Format.BFLOAT16, None, [16] * len(rows), heads=1, dim=8)
+    batch = replace(cache.batch(rows), context_lens=torch.tensor(ends, dtype=torch.int32))
+    q = torch.randn(sum(rows), 2, 8).bfloat16()
+    with pytest.raises(KernelError, match="more queries than keys: its context must include the tokens of this step"):
+        attend(q, cache.pages, batch, 0.35, None)

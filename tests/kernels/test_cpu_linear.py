@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import shutil
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from freight.device import Threads
 from freight.errors import KernelError
 from freight.fp8.formats import Format
 from freight.fp8.quantize import encode
@@ -188,6 +191,50 @@ def test_threads_of_our_own_where_there_is_no_other_pool(build, tmp_path: Path):
         torch.set_num_threads(threads)
         for _ in range(20):
             assert torch.equal(linear(x, packed, None), expected)
+
+
+@pytest.mark.parametrize(("kind", "activations"), PATHS)
+@pytest.mark.parametrize("build", BUILDS)
+def test_how_weights_are_prefetched_changes_no_bit(build, kind, activations):
+    torch.manual_seed(0)
+    loaded = library.load(build)
+    packed, linear = make_pack(loaded)(make(kind, activations, 150, 200)), make_linear(loaded)
+    x = torch.randn(MANY_ROWS, 200).bfloat16()
+    try:
+        for rows in (1, 2, 5, MANY_ROWS):
+            outs = []
+            for non_temporal in (False, True):
+                assert loaded.set_prefetch(non_temporal) == non_temporal
+                outs.append(linear(x[:rows], packed, None))
+            assert torch.equal(*outs)
+    finally:
+        loaded.set_prefetch(None)
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_weights_are_prefetched_past_the_caches_on_amd_only(build):
+    cpuinfo = Path("/proc/cpuinfo")
+    amd = cpuinfo.exists() and "AuthenticAMD" in cpuinfo.read_text()
+    assert library.load(build).set_prefetch(None) == amd
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_python_threads_with_thread_counts_of_their_own_get_the_same_bits(build):
+    torch.manual_seed(0)
+    loaded = library.load(build)
+    packed, linear = make_pack(loaded)(make("rows", Activations.DYNAMIC, 600, 1000)), make_linear(loaded)
+    x = torch.randn(33, 1000).bfloat16()
+    expected = linear(x, packed, None)
+    start = threading.Barrier(4)
+
+    def several(count: int) -> list[tuple[int, bool]]:
+        with Threads(count):
+            start.wait(10)
+            return [(torch.get_num_threads(), torch.equal(linear(x, packed, None), expected)) for _ in range(30)]
+
+    with ThreadPoolExecutor(4) as pool:
+        for count, found in zip((1, 2, 3, 5), pool.map(several, (1, 2, 3, 5)), strict=True):
+            assert found == [(count, True)] * 30
 
 
 @pytest.mark.parametrize("build", BUILDS)

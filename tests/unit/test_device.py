@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from freight.device import (
     DeviceKind,
+    Threads,
+    choose_threads,
     cpu_features,
     cpu_name,
     gpu_present,
+    last_level_cache,
     memory,
     parse_vm_stat,
     probe,
     usable_cores,
 )
-from freight.errors import ConfigError
+from freight.errors import ConfigError, FreightError
 from freight.fp8.formats import Format
 
 GIB = 2**30
@@ -166,6 +175,140 @@ def test_the_processor_and_its_features(root: Path, tmp_path: Path) -> None:
     assert cpu_name(root) == "Some CPU @ 3 GHz"
     assert cpu_features(root) == ("avx2", "f16c", "fma", "avx512vbmi", "avx512_bf16")
     assert cpu_features(tmp_path / "nowhere") == ()
+
+
+def test_features_that_no_kernel_uses_are_not_listed(root: Path) -> None:
+    write(root, "proc/cpuinfo", "flags\t\t: fpu avx2 amx_bf16 amx_tile avx512_fp16\n")
+    assert cpu_features(root) == ("avx2",)
+
+
+@pytest.fixture
+def three_threads() -> Iterator[None]:
+    """torch is left at a number that no test asks for."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("three_threads")
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.booleans())
+def test_threads_hold_inside_and_not_outside(counts: list[int], fails: bool) -> None:
+    """However they are nested, the same object in itself too, and whether or not what is inside raises."""
+    made = {count: Threads(count) for count in counts}
+
+    def nest(left: list[int]) -> None:
+        if not left:
+            raise KeyError if fails else StopIteration
+        before = torch.get_num_threads()
+        try:
+            with made[left[0]]:
+                assert torch.get_num_threads() == left[0]
+                nest(left[1:])
+        finally:
+            assert torch.get_num_threads() == before
+
+    with pytest.raises(KeyError if fails else StopIteration):
+        nest(counts)
+    assert torch.get_num_threads() == 3
+
+
+@pytest.mark.usefixtures("three_threads")
+def test_threads_count_for_the_python_thread_that_entered_them() -> None:
+    shared, inside, done = Threads(1), threading.Event(), threading.Event()
+    found = []
+
+    def other() -> None:
+        torch.set_num_threads(2)
+        with shared:
+            found.append(torch.get_num_threads())
+            inside.set()
+            done.wait(10)
+        found.append(torch.get_num_threads())
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    inside.wait(10)
+    assert torch.get_num_threads() == 3
+    with shared:
+        assert torch.get_num_threads() == 1
+        done.set()
+        thread.join(10)
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == 3
+    assert found == [1, 2]
+
+
+def test_threads_are_refused_in_a_forked_process() -> None:
+    with pytest.raises(FreightError, match=rf"forked from process {os.getpid() + 1} after .* 'spawn' method"):
+        Threads(1, pid=os.getpid() + 1).__enter__()
+    assert Threads(1).pid == os.getpid()
+
+
+FORK = """
+import freight, os, signal, torch
+from freight.device import Threads
+from freight.errors import FreightError
+
+threads = Threads(2)
+with threads:
+    torch.ones(2**20).sum()
+if os.fork() == 0:
+    signal.alarm(10)  # ends it, should it hang
+    try:
+        with threads:
+            torch.ones(2**20).sum()  # would wait forever for threads that only the parent has
+    except FreightError as error:
+        print(error, flush=True)
+    os._exit(0)
+os.wait()
+"""
+
+
+def test_a_forked_process_gets_an_error_and_does_not_hang() -> None:
+    ran = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=30, check=False)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert "start processes with the 'spawn' method, or fork before a model is loaded" in ran.stdout
+
+
+@pytest.mark.usefixtures("three_threads")
+@pytest.mark.parametrize(
+    ("wanted", "cores", "siblings", "count"),
+    [
+        (None, 2, ["0", "1"], 2),  # no more than the cores
+        (None, 8, [str(i) for i in range(8)], 3),  # no more than torch is set to
+        (None, 4, ["0,2", "1,3", "0,2", "1,3"], 2),  # one for each physical core
+        (4, 4, ["0,2", "1,3", "0,2", "1,3"], 4),  # a wish may use them all
+        (1, 4, [], 1),
+        (None, 2, [], 2),  # /sys shows nothing
+    ],
+)
+def test_how_many_threads(
+    root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    wanted: int | None,
+    cores: int,
+    siblings: list[str],
+    count: int,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
+    for processor, text in enumerate(siblings):
+        write(root, f"sys/devices/system/cpu/cpu{processor}/topology/thread_siblings_list", text)
+    assert choose_threads(wanted, cores, root).count == count
+    assert torch.get_num_threads() == 3
+
+
+@pytest.mark.parametrize("wanted", [64, 3, 0, -1])
+def test_more_threads_than_cores_are_refused(wanted: int) -> None:
+    with pytest.raises(ConfigError, match=rf"--threads {wanted}: this process may use 2 cores; .* from 1 to 2"):
+        choose_threads(wanted, 2)
+
+
+def test_the_last_level_cache(root: Path) -> None:
+    assert last_level_cache(root) is None
+    for index, size in enumerate(("48K", "32K", "2048K", "480M")):
+        write(root, f"sys/devices/system/cpu/cpu0/cache/index{index}/size", size)
+    assert last_level_cache(root) == 480 * 2**20
 
 
 @pytest.mark.usefixtures("no_gpu")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from freight.bench.timing import MemoryProbe, time_alternately
+from freight.bench.timing import MemoryProbe, bytes_beyond_caches, time_alternately
 from freight.cache.pool import allocate_pool, cache_spec
 from freight.config.engine import KVCacheConfig
 from freight.config.model import ModelConfig
@@ -32,7 +32,7 @@ from freight.kernels.kernel_set import KernelSet
 from freight.kernels.rotary import Rotary
 from freight.models.random_weights import RandomSource
 
-CACHE_SIZE = 2**27  # bytes; the copies of what a row reads are larger together
+MOST_COPIES = 256  # what is so small that these fit into the caches is measured there
 BLOCK_SIZE = 16
 CACHES: tuple[tuple[Format, Granularity | None], ...] = (
     (Format.BFLOAT16, None),
@@ -61,12 +61,14 @@ def measure_kernels(
     context: int,
     seconds: float,
     only: Sequence[str] = (),
-    cache_size: int = CACHE_SIZE,
+    cache_size: int | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Yield what --json prints, a row at a time. `matrix` [out_features, in_features] comes beside the model's own.
 
-    `only` names the kernels wanted; none: all. `seconds` are spent on each row, and at least five runs.
+    `only` names the kernels wanted; none: all. `seconds` are spent on each row, and at least five runs. `cache_size`,
+    in bytes, is what the copies together exceed; default: `bytes_beyond_caches`.
     """
+    cache_size = cache_size or bytes_beyond_caches()
     probe = MemoryProbe(max(2 * cache_size, 4096))
     for make in _cases(kernels, model, matrix, rows, context, cache_size, only):
         case = make()
@@ -132,7 +134,7 @@ def linear_shapes(model: ModelConfig) -> list[tuple[int, int]]:
 
 def _copies(num_bytes: int, cache_size: int) -> range:
     """Enough of them that none stays in a cache until its turn comes again."""
-    return range(min(64, max(1, -(-cache_size // num_bytes))))
+    return range(min(MOST_COPIES, max(1, -(-cache_size // num_bytes))))
 
 
 def _source(format: Format) -> RandomSource:

@@ -11,9 +11,15 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
+
+from freight.device import ROOT, last_level_cache, memory
+
+CACHE_SIZE = 2**27  # bytes, at least: what is taken where the size of the last-level cache is not known
+MEMORY_SHARE = 0.25  # of what is free, at most: what is compared, and a probe of twice its size
 
 
 @dataclass(frozen=True)
@@ -65,12 +71,20 @@ def time_alternately(
     return {name: Spread.of(taken) for name, taken in samples.items()}
 
 
+def bytes_beyond_caches(root: Path = ROOT) -> int:
+    """Bytes of which no cache keeps anything until their turn comes again: twice the last-level cache.
+
+    No more than MEMORY_SHARE of the free memory: where that is not enough, figures are partly a cache's.
+    """
+    return min(max(CACHE_SIZE, 2 * (last_level_cache(root) or 0)), int(memory(root)[1] * MEMORY_SHARE))
+
+
 class MemoryProbe:
     """Reads the device's memory, a CPU's with all of torch's threads; `sample` before and after what is compared."""
 
     def __init__(self, size: int | None = None, device: str = "cpu") -> None:
         """`size` in bytes: much more than any cache; a GPU's is read so fast that it takes more."""
-        size = size or (2**28 if device == "cpu" else 2**31)
+        size = size or (2 * bytes_beyond_caches() if device == "cpu" else 2**31)
         # made by numpy, which asks for huge pages; torch does not
         self._buffer = torch.from_numpy(np.ones(size // 4, np.float32)).to(device)
         self._samples: list[float] = []

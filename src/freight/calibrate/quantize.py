@@ -23,7 +23,7 @@ from freight.checkpoint.reader import Checkpoint, resolve_model
 from freight.checkpoint.writer import require_new
 from freight.config.model import ModelConfig, parse_model_config
 from freight.config.quantize import QuantizeArgs, plan
-from freight.device import probe, use_threads
+from freight.device import choose_threads, probe
 from freight.errors import CheckpointError, ConfigError
 from freight.fp8.plan import QuantizePlan
 from freight.kernels.kernel_set import select_kernels
@@ -74,12 +74,12 @@ class Unquantized:
     ) -> Calibration:
         """Run the model over `samples`."""
         facts = probe()
-        use_threads(None, facts.cores)
         device = str(facts.kind)
         compute = self.model.checkpoint_format
         source = CheckpointSource(self.checkpoint, compute, compute, device)
         kernels = select_kernels("auto", device)
-        return calibrate(self.model, source, kernels, plan, samples, ignored, device, on_progress)
+        with choose_threads(None, facts.cores):
+            return calibrate(self.model, source, kernels, plan, samples, ignored, device, on_progress)
 
 
 def open_unquantized(model: str, revision: str | None = None) -> Unquantized:

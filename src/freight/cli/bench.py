@@ -14,7 +14,7 @@ from freight.cli.options import takes_engine_options
 from freight.config.engine import EngineArgs
 from freight.config.presets import shape_config
 from freight.config.resolve import KERNELS, check
-from freight.device import DEVICES
+from freight.device import DEVICES, choose_threads
 from freight.errors import ConfigError, choices
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def latency(
     opened, name = _open(args, random_weights)
     from freight.bench.latency import measure_latency
 
-    with progress("measuring") as on_progress:
+    with choose_threads(args.threads, opened.device.cores), progress("measuring") as on_progress:
         found = measure_latency(opened, name, batch_size, input_len, output_len, repeats, on_progress)
     _print(found, as_json)
 
@@ -73,7 +73,7 @@ def throughput(
     opened, name = _open(args, random_weights)
     from freight.bench.throughput import measure_throughput
 
-    with progress("measuring") as on_progress:
+    with choose_threads(args.threads, opened.device.cores), progress("measuring") as on_progress:
         found = measure_throughput(opened, name, num_requests, input_len, output_len, repeats, on_progress)
     _print(found, as_json)
 
@@ -109,10 +109,11 @@ def kernels(
     from freight.config.model import parse_model_config
 
     model = parse_model_config(shape)
-    from freight.device import probe, use_threads
+    from freight.device import probe
     from freight.kernels.kernel_set import select_kernels
 
     facts = probe(device)
+    used = choose_threads(threads, facts.cores)
     kernel_set = select_kernels(kernels, str(facts.kind))
     if facts.kind == "cuda":
         for flag, value in {
@@ -129,9 +130,9 @@ def kernels(
         return
     from freight.bench.kernels import measure_kernels
 
-    use_threads(threads, facts.cores)
-    found = measure_kernels(kernel_set, model, size, rows or [1, 8, 512], context or 16384, seconds, only or [])
-    _print_rows(found, as_json)
+    with used:
+        found = measure_kernels(kernel_set, model, size, rows or [1, 8, 512], context or 16384, seconds, only or [])
+        _print_rows(found, as_json)
 
 
 def _matrix(said: str) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from freight.config.engine import EngineArgs, EngineConfig, KVCacheConfig
-from freight.device import DEVICES
+from freight.device import DEVICES, check_threads
 from freight.errors import CheckpointError, ConfigError, choices, nearest
 from freight.fp8.formats import COMPUTE_FORMATS, Format, Granularity, ScaleSource
 from freight.fp8.scheme import KVScales, LayerScales, Scheme
@@ -73,6 +73,7 @@ def resolve(
     check(args)
     if args.device not in ("auto", device.kind):
         raise ConfigError(f"--device {args.device}, but what was found is {device.kind} ({device.name})")
+    check_threads(args.threads, device.cores)
     compute = model.checkpoint_format if args.dtype == "auto" else DTYPES[args.dtype]
     kv = _kv_cache(args, compute, scheme, kv_scales, device.native_e4m3)
     return EngineConfig(

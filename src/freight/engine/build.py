@@ -20,7 +20,7 @@ from freight.config.engine import EngineArgs, EngineConfig, KVCacheConfig
 from freight.config.model import ModelConfig, parse_model_config, stop_token_ids
 from freight.config.presets import shape_config
 from freight.config.resolve import check, kv_scales_file, resolve
-from freight.device import DeviceFacts, probe, use_threads
+from freight.device import DeviceFacts, Threads, choose_threads, probe
 from freight.engine.engine import Engine
 from freight.engine.graphs import DecodeGraphs
 from freight.engine.intake import Intake
@@ -64,9 +64,16 @@ class OpenModel:
         scales = read_scale_json(file, self.model) if file else self.kv_scales
         return resolve(args, self.model, self.scheme, scales, self.device)
 
+    def threads(self, config: EngineConfig) -> Threads:
+        """What everything that computes with this model should be inside of."""
+        return choose_threads(config.threads, self.device.cores)
+
     def load(self, config: EngineConfig) -> Decoder:
-        """Read the weights, or draw them."""
-        use_threads(config.threads, self.device.cores)
+        """Read the weights, or draw them, with the threads of `config`."""
+        with self.threads(config):
+            return self._load(config)
+
+    def _load(self, config: EngineConfig) -> Decoder:
         kernels = select_kernels(config.kernels, config.device, config.fp8_attention)
         if kernels.note:
             logger.warning("%s", kernels.note)

@@ -145,21 +145,22 @@ def run_caches(
     length = min(window or 1024, configs[0].max_model_len)
     windows = _windows(opened, text, length, max_tokens)
     # FP8 products are those of E4M3 caches: attention over the first computes as ever
-    decoder = opened.load(replace(configs[0], fp8_attention=any(config.fp8_attention for config in configs)))
-    num_blocks = -(-length // configs[0].block_size)
-    kernels, device = select_kernels(configs[0].kernels, configs[0].device), configs[0].device
-    runs = []
-    for config in configs:
-        spec = opened.cache_spec(config)
-        pool = allocate_pool(spec, config.kv, num_blocks, kernels, device, decoder.rope_tables)
-        runs.append(CacheRun(config, ModelRunner(decoder, pool, device)))
-    chunk, blocks = configs[0].max_num_batched_tokens, range(num_blocks)
-    for done, part in enumerate(windows):
-        on_progress(done, len(windows))
-        for start in range(0, len(part.token_ids), chunk):
-            stop = min(start + chunk, len(part.token_ids))
-            _score_chunk(runs, part, start, stop, blocks)
-    on_progress(len(windows), len(windows))
+    with opened.threads(configs[0]):
+        decoder = opened.load(replace(configs[0], fp8_attention=any(config.fp8_attention for config in configs)))
+        num_blocks = -(-length // configs[0].block_size)
+        kernels, device = select_kernels(configs[0].kernels, configs[0].device), configs[0].device
+        runs = []
+        for config in configs:
+            spec = opened.cache_spec(config)
+            pool = allocate_pool(spec, config.kv, num_blocks, kernels, device, decoder.rope_tables)
+            runs.append(CacheRun(config, ModelRunner(decoder, pool, device)))
+        chunk, blocks = configs[0].max_num_batched_tokens, range(num_blocks)
+        for done, part in enumerate(windows):
+            on_progress(done, len(windows))
+            for start in range(0, len(part.token_ids), chunk):
+                stop = min(start + chunk, len(part.token_ids))
+                _score_chunk(runs, part, start, stop, blocks)
+        on_progress(len(windows), len(windows))
     return runs
 
 

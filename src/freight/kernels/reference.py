@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from freight.batch import ForwardBatch
+from freight.errors import KernelError
 from freight.fp8.formats import Format
 from freight.fp8.quantize import amax, decode, encode, format_of, num_cut_off, scale_from_amax, token_scale
 from freight.fp8.values import Activations, KeyCenter, KVPages, Weight
@@ -211,12 +212,18 @@ def attention(
     q: [num_tokens, num_heads, head_dim]; the sequences' keys, this step's included, are stored already. A key at
     position j is seen from position i if j <= i and, with a sliding window, i - j < window. With a soft cap (Gemma 2,
     Riviere et al. 2024) a score s = softmax_scale * q . k becomes soft_cap * tanh(s / soft_cap). Returns q's shape and
-    dtype; computes in float32.
+    dtype; computes in float32. Raises KernelError for a context shorter than its queries: a row before the first key
+    sees none, and a softmax over nothing is not defined.
     """
     out = torch.empty_like(q)
     starts, lengths = batch.query_starts.tolist(), batch.context_lens.tolist()
     for seq, length in enumerate(lengths):
         begin, end = starts[seq], starts[seq + 1]
+        if length < end - begin:
+            raise KernelError(
+                "a sequence has more queries than keys: its context must include the tokens of this step; "
+                f"sequence {seq} has {end - begin} and {length}"
+            )
         blocks = batch.block_tables[seq, : -(-length // pages.block_size)].long()
         k = load_kv(pages.k, pages.k_scale, blocks, length).transpose(2, 3).contiguous()
         v = load_kv(pages.v, pages.v_scale, blocks, length)

@@ -14,7 +14,7 @@ from freight.bench.drive import StepRecord, TimedDecoder, drive, greedy, random_
 from freight.bench.kernels import linear_shapes, measure_kernels
 from freight.bench.latency import measure_latency, split
 from freight.bench.throughput import draw_length, measure_throughput
-from freight.bench.timing import MemoryProbe, Spread, time_alternately
+from freight.bench.timing import MemoryProbe, Spread, bytes_beyond_caches, time_alternately
 from freight.config.engine import EngineArgs
 from freight.config.model import parse_model_config
 from freight.config.presets import PRESETS
@@ -65,6 +65,20 @@ def test_the_probe_reads_what_it_says():
     first, second = probe.sample(), probe.sample()
     assert probe.bandwidth() == Spread.of([first, second])
     assert first > 0
+
+
+@pytest.mark.parametrize(
+    ("cache", "free", "size"),
+    [("480M", 64 * 2**30, 960 * 2**20), ("32M", 64 * 2**30, 2**27), (None, 64 * 2**30, 2**27), ("480M", 2**30, 2**28)],
+)
+def test_what_is_measured_does_not_fit_into_a_cache_but_into_memory(tmp_path, cache, free, size):
+    files = {"proc/meminfo": f"MemTotal: {free // 1024} kB\nMemAvailable: {free // 1024} kB\n"}
+    if cache:
+        files["sys/devices/system/cpu/cpu0/cache/index3/size"] = f"{cache}\n"
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert bytes_beyond_caches(tmp_path) == size
 
 
 def test_decode_begins_when_the_last_has_its_first_token():

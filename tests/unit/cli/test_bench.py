@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from freight.bench import timing
 from freight.config.presets import PRESETS
 
 TINY = PRESETS["llama-1b"] | {
@@ -69,19 +70,19 @@ def test_one_object_for_a_program_a_table_for_people(freight, tiny, verb, keys):
     assert all(key in table.out for key in keys)
 
 
-def test_kernels_prints_one_object_per_row_and_takes_threads(freight, tiny):
+def test_kernels_prints_one_object_per_row_and_takes_threads(freight, tiny, monkeypatch):
+    monkeypatch.setattr(timing, "CACHE_SIZE", 2**20)
+    monkeypatch.setattr(timing, "last_level_cache", lambda root: None)
     before = torch.get_num_threads()
-    try:
-        options = ["--random-weights", tiny, "--matrix", "32x16", "--rows", "2", "--only", "linear", "--seconds", "0"]
-        answer = freight("bench", "kernels", *options, "--threads", "1", "--json")
-        assert answer.code == 0, answer.err
-        rows = [json.loads(line) for line in answer.out.splitlines()]
-        assert rows[0]["shape"] == [2, 32, 16]
-        assert {row["format"] for row in rows} == {"fp8_e4m3fn", "bfloat16"}
-        assert all({"kernel", "median_us", "bandwidth_fraction"} <= set(row) for row in rows)
-        assert {row["threads"] for row in rows} == {1}
-        table = freight("bench", "kernels", *options)
-        assert table.out.splitlines()[0].split()[:2] == ["kernel", "format"]
-        assert len(table.out.splitlines()) == 1 + len(rows)
-    finally:
-        torch.set_num_threads(before)
+    options = ["--random-weights", tiny, "--matrix", "32x16", "--rows", "2", "--only", "linear", "--seconds", "0"]
+    answer = freight("bench", "kernels", *options, "--threads", "1", "--json")
+    assert answer.code == 0, answer.err
+    rows = [json.loads(line) for line in answer.out.splitlines()]
+    assert rows[0]["shape"] == [2, 32, 16]
+    assert {row["format"] for row in rows} == {"fp8_e4m3fn", "bfloat16"}
+    assert all({"kernel", "median_us", "bandwidth_fraction"} <= set(row) for row in rows)
+    assert {row["threads"] for row in rows} == {1}
+    table = freight("bench", "kernels", *options)
+    assert table.out.splitlines()[0].split()[:2] == ["kernel", "format"]
+    assert len(table.out.splitlines()) == 1 + len(rows)
+    assert torch.get_num_threads() == before

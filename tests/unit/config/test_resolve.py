@@ -35,8 +35,8 @@ CAST = Scheme("modelopt", None, FN, False, "modelopt: KV cache")
 SOURCES = ["checkpoint", "dynamic", "unit"]
 
 
-CPU = {"kind": "cpu", "name": "a CPU", "multiplies_fp8": False}
-GPU = {"kind": "cuda", "name": "a GPU", "multiplies_fp8": True}
+CPU = {"kind": "cpu", "name": "a CPU", "multiplies_fp8": False, "cores": 2}
+GPU = {"kind": "cuda", "name": "a GPU", "multiplies_fp8": True, "cores": 2}
 
 
 def decide(scheme=NOTHING, scales=NONE, native=FN, model=None, facts=CPU, **args):
@@ -277,6 +277,12 @@ def test_numbers_out_of_range_are_named(name, value):
         check(EngineArgs(**{name: value}))
     assert f"--{name.replace('_', '-')}" in str(error.value)
     assert str(value) in str(error.value)
+
+
+def test_more_threads_than_cores_are_named():
+    assert decide(threads=2).threads == 2
+    refused(ConfigError, "--threads 64", "2 cores", "from 1 to 2", threads=64)
+    refused(ConfigError, "--threads 2", "1 core", threads=2, facts=CPU | {"cores": 1})
 
 
 @pytest.mark.parametrize("size", [8, 16, 32, 64])

@@ -36,9 +36,7 @@ class _Arguments(ctypes.Structure):
 
 def make_attention(library: Library) -> Attend:
     """`KernelSet.attention` for this build."""
-    call = library.functions.freight_attention
-    call.argtypes = [ctypes.POINTER(_Arguments)]
-    call.restype = None
+    call = library.function("freight_attention", ctypes.POINTER(_Arguments))
 
     def attention(
         q: Tensor,
@@ -49,7 +47,11 @@ def make_attention(library: Library) -> Attend:
         soft_cap: float | None = None,
     ) -> Tensor:
         """q: [num_tokens, num_heads, head_dim]; returns the same. As `reference.attention`; over FP8 and bfloat16 pages
-        with the avx512 build, bfloat16 queries meet bfloat16 dot products."""
+        with the avx512 build, bfloat16 queries meet bfloat16 dot products.
+
+        Raises KernelError for heads that the kernels have no room for and for a context shorter than its queries,
+        CapacityError without memory for the working space.
+        """
         require_room(q)
         q = q.contiguous()
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

@@ -21,9 +21,8 @@ _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64,
 
 def make_add_rms_norm(library: Library) -> AddNorm:
     """`KernelSet.add_rms_norm` for this build."""
-    call = library.functions.freight_add_rms_norm
-    call.argtypes = [_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _INT, _LONG, _LONG, _FLOAT, _INT]
-    call.restype = None
+    types = (_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _INT, _LONG, _LONG, _FLOAT, _INT)
+    call = library.function("freight_add_rms_norm", *types)
 
     def add_rms_norm(
         x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, reader: object = None
@@ -46,9 +45,7 @@ def make_add_rms_norm(library: Library) -> AddNorm:
 
 def make_silu_mul(library: Library) -> SiluMul:
     """`KernelSet.silu_mul` for this build."""
-    call = library.functions.freight_silu_mul
-    call.argtypes = [_POINTER, _POINTER, _INT, _LONG, _LONG, _INT]
-    call.restype = None
+    call = library.function("freight_silu_mul", _POINTER, _POINTER, _INT, _LONG, _LONG, _INT)
 
     def silu_mul(gate_up: Tensor, reader: object = None) -> Tensor:
         """gate_up: [rows, 2 * size]; returns [rows, size]."""

@@ -9,23 +9,32 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from freight.device import cpu_features
-from freight.errors import KernelError, choices
+from freight.errors import CapacityError, FreightError, KernelError, choices
 
 FOLDER = Path(__file__).parent
-ABI = 6  # FREIGHT_ABI in csrc/freight.h
+ABI = 7  # FREIGHT_ABI in csrc/freight.h
 # Best first: the name of a build, and what /proc/cpuinfo must list for it. The portable one needs nothing.
 BUILDS: dict[str, frozenset[str]] = {
     "avx512": frozenset({"avx512f", "avx512bw", "avx512vl", "avx512vbmi", "avx512_bf16", "avx2", "fma", "f16c"}),
     "avx2": frozenset({"avx2", "fma", "f16c"}),
     "portable": frozenset(),
+}
+
+
+# FreightStatus in csrc/freight.h, but FREIGHT_OK
+_ERRORS: dict[int, tuple[type[FreightError], str]] = {
+    1: (CapacityError, "there is no memory left for its working space; lower --max-num-batched-tokens"),
+    2: (KernelError, "the system gave it no thread; lower --threads"),
+    3: (KernelError, "a sequence has more queries than keys: its context must include the tokens of this step"),
 }
 
 
@@ -35,6 +44,29 @@ class Library:
 
     build: str
     functions: ctypes.CDLL
+
+    def function(self, name: str, *arguments: Any) -> Callable[..., None]:
+        """The C function `name`, which takes `arguments` (ctypes types) and returns a FreightStatus.
+
+        What is returned raises CapacityError when there was no memory, and KernelError for any other failure.
+        """
+        function: Any = self.functions[name]
+        function.argtypes, function.restype, function.errcheck = arguments, ctypes.c_int32, _require_success
+        checked: Callable[..., None] = function
+        return checked
+
+    def set_prefetch(self, non_temporal: bool | None) -> bool:
+        """Have weights prefetched past the caches, or into them; None: as is fastest on this processor, the default.
+
+        For measurements: changes no result. Returns which of the two holds from now on.
+        """
+        return bool(self.functions.freight_set_prefetch(-1 if non_temporal is None else int(non_temporal)))
+
+
+def _require_success(status: int, function: Any, arguments: tuple[Any, ...]) -> None:
+    if status:
+        kind, reason = _ERRORS[status]
+        raise kind(f"{function.__name__} failed: {reason}")
 
 
 def installed(folder: Path = FOLDER) -> tuple[str, ...]:

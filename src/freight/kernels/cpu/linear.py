@@ -77,14 +77,14 @@ def _aligned(num_bytes: int) -> Tensor:
 
 def make_pack(library: Library) -> Callable[[Weight], PackedWeight]:
     """`KernelSet.pack` for this build. Raises KernelError for a weight that it does not compute with."""
-    functions = library.functions
-    functions.freight_packed_bytes.argtypes = [ctypes.c_int32, ctypes.c_int64, ctypes.c_int64]
-    functions.freight_packed_bytes.restype = ctypes.c_int64
-    functions.freight_pack.argtypes = [
+    packed_bytes = library.functions.freight_packed_bytes
+    packed_bytes.argtypes = [ctypes.c_int32, ctypes.c_int64, ctypes.c_int64]
+    packed_bytes.restype = ctypes.c_int64
+    call = library.function(
+        "freight_pack",
         *(ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_int64),
         *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32),
-    ]
-    functions.freight_pack.restype = None
+    )
 
     def pack(weight: Weight) -> PackedWeight:
         out_features, in_features = weight.data.shape
@@ -101,8 +101,8 @@ def make_pack(library: Library) -> Callable[[Weight], PackedWeight]:
         if weight.scale is not None and weight.scale.ndim == 1:
             scale[:out_features] = weight.scale
         blocks = weight.scale.float().contiguous() if weight.scale is not None and weight.scale.ndim == 2 else None
-        packed = _aligned(functions.freight_packed_bytes(format, out_features, in_features))
-        functions.freight_pack(
+        packed = _aligned(packed_bytes(format, out_features, in_features))
+        call(
             *(data.data_ptr(), format, out_features, in_features),
             *(packed.data_ptr(), scale.data_ptr(), torch.get_num_threads()),
         )
@@ -124,12 +124,11 @@ def make_pack(library: Library) -> Callable[[Weight], PackedWeight]:
 
 def make_linear(library: Library) -> Callable[[Tensor, PackedWeight, Tensor | None], Tensor]:
     """`KernelSet.linear` for this build."""
-    call = library.functions.freight_linear
-    call.argtypes = [
+    call = library.function(
+        "freight_linear",
         *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64),
         *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32),
-    ]
-    call.restype = None
+    )
 
     def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
         """x @ weight.T + bias. x: [rows, in_features]; returns [rows, out_features] in x's dtype."""

@@ -35,9 +35,7 @@ class _Arguments(ctypes.Structure):
 
 def make_rotate_store(library: Library) -> RotateStore:
     """`KernelSet.rotate_store` for this build."""
-    call = library.functions.freight_rotate_store
-    call.argtypes = [ctypes.POINTER(_Arguments)]
-    call.restype = None
+    call = library.function("freight_rotate_store", ctypes.POINTER(_Arguments))
 
     def rotate_store(qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor, pages: KVPages) -> Tensor:
         """qkv: [rows, num_heads + 2 * num_kv_heads, head_dim]; returns q, [rows, num_heads, head_dim].

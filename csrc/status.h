@@ -1,0 +1,24 @@
+// The border between C++ and the C interface: no exception crosses it, nor the border of a parallel region.
+//
+// Working memory is allocated where it is needed, so std::bad_alloc can be thrown anywhere below an exported function;
+// parallel_for carries it from a worker to the calling thread.
+#pragma once
+#include <new>
+#include <stdexcept>
+
+#include "freight.h"
+
+// Run body(); returns FREIGHT_OK, or what its exception stands for.
+template <class Body>
+int32_t status_of(const Body& body) noexcept {
+  try {
+    body();
+    return FREIGHT_OK;
+  } catch (const std::bad_alloc&) {
+    return FREIGHT_OUT_OF_MEMORY;
+  } catch (const std::length_error&) {  // a vector longer than any address space
+    return FREIGHT_OUT_OF_MEMORY;
+  } catch (...) {  // std::system_error: the pool got no thread
+    return FREIGHT_FAILED;
+  }
+}
