@@ -105,7 +105,11 @@ def test_the_text_of_any_tokens_is_the_library_s(name):
     @example(ids=[0xBD, 0xE4, 0xBD, 0xA0, 260], skip=True)
     @example(ids=[0x20, 0x20, 0x20, 258], skip=True)
     def check(ids, skip):
-        if "meta" not in name and name != "byte-level" and any(map(broken_after_a_character, runs_of_bytes(tokenizer, ids, skip))):
+        if (
+            "meta" not in name
+            and name != "byte-level"
+            and any(map(broken_after_a_character, runs_of_bytes(tokenizer, ids, skip)))
+        ):
             return
         assert stream(tokenizer, ids, skip) == built.decode(ids, skip_special_tokens=skip)
 
@@ -120,7 +124,11 @@ def test_after_a_prompt_nothing_is_removed_at_the_start(name):
     @settings(max_examples=60, deadline=None)
     @given(ids=IDS)
     def check(ids):
-        if "meta" not in name and name != "byte-level" and any(map(broken_after_a_character, runs_of_bytes(tokenizer, ids, True))):
+        if (
+            "meta" not in name
+            and name != "byte-level"
+            and any(map(broken_after_a_character, runs_of_bytes(tokenizer, ids, True)))
+        ):
             return
         assert "a" + stream(tokenizer, ids, True, prompt) == built.decode(prompt + ids)
         assert stream(tokenizer, ids, True, [prompt[1]]) == built.decode(ids)

@@ -161,7 +161,8 @@ def start_engine(opened: OpenModel, before_weights: BeforeWeights | None = None)
         graphs = DecodeGraphs(decoder, pool, config.max_num_seqs, config.max_model_len, config.device)
     runner = ModelRunner(decoder, pool, config.device, graphs)
     intake = Intake(tokenizer, opened.model.vocab_size, config.max_model_len)
-    return Engine(runner, allocator, scheduler, intake, opened.stop_token_ids(), config.seed), config
+    threads = opened.threads(config)
+    return Engine(runner, allocator, scheduler, intake, opened.stop_token_ids(), config.seed, threads), config
 
 
 def memory_for_cache(device: str) -> int:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 
@@ -32,7 +33,10 @@ from freight.sampling import SamplingParams
 
 
 class Engine:
-    """Continuous batching over one model and one cache. `clock` gives seconds, for `timeout_s`."""
+    """Continuous batching over one model and one cache.
+
+    Every step is computed inside of `threads`; `clock` gives seconds, for `timeout_s`.
+    """
 
     def __init__(
         self,
@@ -42,6 +46,7 @@ class Engine:
         intake: Intake,
         stop_token_ids: frozenset[int],
         seed: int,
+        threads: AbstractContextManager[object],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.runner = runner
@@ -51,6 +56,7 @@ class Engine:
         self.tokenizer = intake.tokenizer
         self._stop_token_ids = stop_token_ids
         self._seed = seed
+        self._threads = threads
         self._clock = clock
         self.num_computed_tokens = 0  # since the start: tokens whose keys and values were computed and stored
         self._num_added = 0
@@ -97,7 +103,8 @@ class Engine:
         expired = self._expire()
         step = self.scheduler.schedule()
         self._torn = False
-        results = compute(self.runner, [self._to_work(step, index) for index in range(len(step.chunks))])
+        with self._threads:
+            results = compute(self.runner, [self._to_work(step, index) for index in range(len(step.chunks))])
         self._torn = True
         advanced = self._apply(step, results)
         deltas = [group.delta(completions) for group, completions in _by_group([*expired, *advanced])]

@@ -12,6 +12,7 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -145,7 +146,9 @@ def new_llm(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
         scheduler = Scheduler(allocator, max_num_seqs, budget, max_model_len)
         intake = Intake(FakeTokenizer(), VOCAB, max_model_len)  # type: ignore[arg-type]
         runner: Any = FakeRunner(num_blocks)
-        engine = Engine(runner, allocator, scheduler, intake, frozenset({EOS}), seed=0, clock=Clock())
+        engine = Engine(
+            runner, allocator, scheduler, intake, frozenset({EOS}), seed=0, threads=nullcontext(), clock=Clock()
+        )
         monkeypatch.setattr("freight.llm.build_engine", lambda args, before_weights: (engine, None))
         return LLM("demo")
 
