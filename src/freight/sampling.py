@@ -244,9 +244,12 @@ def _float(value: Real) -> float:
 
 def _whole(name: str, value: object, low: int, high: int = LARGEST_WHOLE, hint: str = "") -> int:
     """`value` as an int in [low, high]; bool is not a number."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
-        raise RequestError(f"{name} is {_shown(value)}; it must be a whole number, {low} to {high}{hint}")
-    return int(value)
+    number = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
+    if number is not None and low <= number <= high:
+        return number
+    unbounded = high == LARGEST_WHOLE and (number is None or number < low)  # that limit is no help to them
+    within = f"{low} or more" if unbounded else f"{low} to {high}"
+    raise RequestError(f"{name} is {_shown(value)}; it must be a whole number, {within}{hint}")
 
 
 def _number(name: str, value: object, low: float, high: float, above: bool = False, hint: str = "") -> float:

@@ -187,7 +187,7 @@ def test_tensors_that_the_config_has_no_place_for(model: Callable[..., str]):
 
 BAD_PARAMS = [
     ({"max_tokens": 0}, ("max_tokens", "0", "1 or more")),
-    ({"max_tokens": -5}, ("max_tokens", "-5", "1 or more")),
+    ({"max_tokens": -5}, ("max_tokens", "-5", "0 or more")),
     ({"temperature": -1.0}, ("temperature", "-1", "0 is greedy")),
     ({"temperature": math.nan}, ("temperature", "nan", "0 is greedy")),
     ({"top_p": 1.5}, ("top_p", "1.5", "at most 1")),
@@ -253,7 +253,7 @@ GENERATE: list[tuple[list[str], tuple[str, ...]]] = [
     (["--prompt-token-ids", "1,-1"], ("-1", "0 to 4095")),
     (["--prompt", ""], ("empty",)),
     (["--prompt", "x", "--max-tokens", "0"], ("max_tokens is 0", "1 or more")),
-    (["--prompt", "x", "--max-tokens", "-1"], ("max_tokens is -1", "1 or more")),
+    (["--prompt", "x", "--max-tokens", "-1"], ("max_tokens is -1", "0 or more")),
     (["--prompt", "x", "--temperature", "-1"], ("temperature is -1.0", "0 is greedy")),
     (["--prompt", "x", "--temperature", "nan"], ("temperature is nan", "0 is greedy")),
     (["--prompt", "x", "--stop-token-ids", "4096"], ("stop_token_ids", "4096", "0 to 4095")),

@@ -113,6 +113,13 @@ def test_the_message_has_field_value_and_range():
         SamplingParams(n=129)
 
 
+def test_a_whole_number_without_a_practical_limit_names_it_only_beyond_it():
+    with pytest.raises(RequestError, match=r"^max_tokens is -1; it must be a whole number, 0 or more$"):
+        SamplingParams(max_tokens=-1)
+    with pytest.raises(RequestError, match=r"^max_tokens is 9223372036854775808; .*, 0 to 9223372036854775807$"):
+        SamplingParams(max_tokens=2**63)
+
+
 def test_contradictions_are_refused():
     with pytest.raises(RequestError, match="min_tokens is 5, more than max_tokens, which is 4"):
         SamplingParams(min_tokens=5, max_tokens=4)
