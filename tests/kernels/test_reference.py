@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import pytest
@@ -26,6 +27,43 @@ GRANULARITIES = {
     Format.E5M2: ["token", None],
 }
 CACHES = [(format, granularity) for format, many in GRANULARITIES.items() for granularity in many]
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("format", [Format.FLOAT32, Format.BFLOAT16, Format.E4M3FN])
+@pytest.mark.parametrize(("outputs", "inputs"), [(256, 2048), (1000, 1100), (64, 512)])
+def test_the_number_of_threads_changes_no_bit_of_a_product(
+    threads: Callable[[int], None], format: Format, outputs: int, inputs: int
+):
+    x, matrix = torch.randn(5, inputs), torch.randn(outputs, inputs)
+    weight = Weight(matrix.to(torch_dtype(format)))
+    if format.is_fp8:
+        weight = Weight(encode(matrix, 0.02, format), torch.full((outputs,), 0.02))
+    elif format is Format.BFLOAT16:
+        x = x.bfloat16()
+    found = []
+    for count in (1, 2, 3, 4):
+        threads(count)
+        found.append(reference.linear(x, weight))
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+@pytest.mark.parametrize(("heads", "group", "dim"), [(1, 4, 128), (2, 2, 256), (8, 1, 64)])
+def test_the_number_of_threads_changes_no_bit_of_attention(
+    threads: Callable[[int], None], heads: int, group: int, dim: int
+):
+    q, k, v = torch.randn(90, heads * group, dim), torch.randn(90, heads, dim), torch.randn(90, heads, dim)
+    found = []
+    for count in (1, 2, 3, 4):
+        threads(count)
+        found.append(run(make_pages(Format.FLOAT32, None, heads, dim, 12), k, v, q, [90]))
+    assert all(torch.equal(found[0], other) for other in found[1:])
 
 
 def make_pages(format: Format, granularity: str | None, heads: int, dim: int, num_blocks: int) -> KVPages:

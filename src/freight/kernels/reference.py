@@ -4,7 +4,8 @@ What it guarantees beyond the formulas: **a row's result depends on nothing but 
 library may choose another order of summation for another number of rows, so matrix products here are only ever
 called in one shape per weight: rows in tiles of `ROW_TILE`, padded with zeros; keys in tiles of `KEY_TILE` at
 absolute positions, walked in order (online softmax, Milakov and Gimelshein 2018). A tile that a row does not see
-changes no bit of that row. So chunking, batching, prefix hits and preemption change no bit of any token.
+changes no bit of that row. Nor does the number of threads, but for a single KV head of 512 channels or more. So
+chunking, batching, prefix hits and preemption change no bit of any token.
 
 Row-wise operations compute in float32 and round once, to the dtype of their input.
 """
@@ -27,6 +28,7 @@ from freight.fp8.weights import BLOCK, expand_blocks
 from freight.kernels.rotary import Rotary
 
 ROW_TILE = 32
+INPUT_TILE = 512  # inputs that float32 products sum in one call; a BLAS cuts longer sums by the number of threads
 OUTPUT_TILE = 4096  # output features decoded at once; a multiple of 128
 QUERY_TILE = 32
 KEY_TILE = 64
@@ -42,8 +44,18 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         part = x[start : start + ROW_TILE]
         tile = x.new_zeros(ROW_TILE, in_features)
         tile[: len(part)] = part
-        out[start : start + ROW_TILE] = F.linear(tile, weight.data, bias)[: len(part)]
+        product = F.linear(tile, weight.data, bias) if x.dtype != torch.float32 else _product(tile, weight.data, bias)
+        out[start : start + ROW_TILE] = product[: len(part)]
     return out
+
+
+def _product(tile: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
+    """tile @ matrix.T + bias in float32, inputs summed `INPUT_TILE` at a time, so the thread count changes no bit."""
+    pieces = zip(tile.split(INPUT_TILE, 1), matrix.split(INPUT_TILE, 1), strict=True)
+    out = F.linear(*next(pieces))
+    for inputs, columns in pieces:
+        out += F.linear(inputs, columns)
+    return out if bias is None else out + bias
 
 
 def _fp8_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
@@ -62,7 +74,7 @@ def _fp8_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
         matrix = decode(weight.data[part])
         if weight.scale.ndim == 2:
             matrix *= expand_blocks(weight.scale[begin // BLOCK : (begin + OUTPUT_TILE) // BLOCK], matrix.shape)
-        product = torch.cat([F.linear(tile, matrix) for tile in tiles])
+        product = torch.cat([_product(tile, matrix) for tile in tiles])
         if factor is not None:
             product *= F.pad(factor, (0, 0, 0, padding))
         if weight.scale.ndim == 1:
