@@ -8,11 +8,13 @@ read before it was computed changes its tokens.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import pytest
+from tests.unit.engine.fakes import FakeDetokenizer, new_engine
 
+from freight import LLM
 from freight.cache.blocks import BlockAllocator
 from freight.engine.request import Request, RequestState
 from freight.engine.scheduler import Scheduler, Step
@@ -163,3 +165,15 @@ class Rig:
 def new_rig() -> type[Rig]:
     """Rig itself: every call makes a fresh one."""
     return Rig
+
+
+@pytest.fixture
+def new_llm(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
+    """An LLM over the fake model: every call makes a fresh one, with the limits that `new_engine` takes."""
+    monkeypatch.setattr("freight.engine.engine.Detokenizer", lambda tokenizer, params, ids: FakeDetokenizer(params))
+
+    def make(**limits: int) -> LLM:
+        monkeypatch.setattr("freight.llm.build_engine", lambda args, before_weights: (new_engine(**limits), None))
+        return LLM("demo")
+
+    return make
