@@ -59,7 +59,9 @@ def model(tmp_path: Path) -> Callable[..., str]:
         shutil.copytree(BASE, folder)
         if scales is not None:
             tensors = load_file(folder / "model.safetensors")
-            tensors |= {f"model.layers.{name}": torch.tensor(value) for name, value in scales.items()}
+            tensors |= {
+                f"model.layers.{name}": torch.tensor(value, dtype=torch.float32) for name, value in scales.items()
+            }
             save_file(tensors, folder / "model.safetensors")
         said = json.loads((folder / "config.json").read_text()) | config
         (folder / "config.json").write_text(json.dumps(said))

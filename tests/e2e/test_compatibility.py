@@ -101,14 +101,20 @@ def llm_compressor(**scheme: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("dtype", ["auto", "fp8"])
 def test_a_checkpoint_of_llm_compressor_decides_by_itself(write_model: Callable[..., str], dtype: str):
-    scales = {"k_scale": torch.tensor([0.03]).bfloat16(), "v_scale": torch.tensor([0.02]).bfloat16()}
+    scales = {
+        "k_scale": torch.tensor([0.03], dtype=torch.bfloat16),
+        "v_scale": torch.tensor([0.02], dtype=torch.bfloat16),
+    }
     llm = LLM(model=write_model(scales, quantization_config=llm_compressor()), kv_cache_dtype=dtype, **SMALL)
     assert cache_of(llm.kv_cache_info()) == CHECKPOINT
     assert llm.generate(PROMPT, SamplingParams(max_tokens=4))[0].outputs[0].text
 
 
 def test_its_scales_per_head(write_model: Callable[..., str]):
-    scales = {"k_scale": torch.full((2, 1, 1), 0.03), "v_scale": torch.full((2, 1, 1), 0.02)}
+    scales = {
+        "k_scale": torch.full((2, 1, 1), 0.03, dtype=torch.float32),
+        "v_scale": torch.full((2, 1, 1), 0.02, dtype=torch.float32),
+    }
     llm = LLM(write_model(scales, quantization_config=llm_compressor(strategy="attn_head")), **SMALL)
     assert cache_of(llm.kv_cache_info()) == ("fp8_e4m3fn", "head", "checkpoint")
 
@@ -118,17 +124,17 @@ def test_its_scales_per_head(write_model: Callable[..., str]):
 def test_kv_scale_with_the_format_it_was_made_for(
     write_model: Callable[..., str], key: str, made_for: str, factor: float
 ):
-    llm = LLM(write_model({"kv_scale": torch.tensor(0.03)}, **{key: made_for}), **SMALL)
+    llm = LLM(write_model({"kv_scale": torch.tensor(0.03, dtype=torch.float32)}, **{key: made_for}), **SMALL)
     assert cache_of(llm.kv_cache_info()) == CHECKPOINT
     pages = llm.engine.runner.pool.layers[3].pages
     for scale in (pages.k_scale, pages.v_scale):
         assert scale is not None
-        assert torch.equal(scale, torch.full((2, 64), 0.03) * factor)
+        assert torch.equal(scale, torch.full((2, 64), 0.03, dtype=torch.float32) * factor)
 
 
 def test_scales_that_nothing_declares(write_model: Callable[..., str]):
     """A 16-bit checkpoint to which scales were added: used when an FP8 cache is asked for, else left alone."""
-    folder = write_model({"kv_scale": torch.tensor(0.03)})
+    folder = write_model({"kv_scale": torch.tensor(0.03, dtype=torch.float32)})
     assert cache_of(LLM(folder, kv_cache_dtype="fp8_e4m3fn", **SMALL).kv_cache_info()) == CHECKPOINT
     assert cache_of(LLM(folder, **SMALL).kv_cache_info()) == PLAIN
 

@@ -102,8 +102,8 @@ def model_with_scales(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(source, folder)
     tensors = load_file(folder / "model.safetensors")
     for layer in range(6):
-        tensors[f"model.layers.{layer}.self_attn.k_scale"] = torch.tensor(0.03 + 0.001 * layer)
-        tensors[f"model.layers.{layer}.self_attn.v_scale"] = torch.tensor(0.02 + 0.001 * layer)
+        tensors[f"model.layers.{layer}.self_attn.k_scale"] = torch.tensor(0.03 + 0.001 * layer, dtype=torch.float32)
+        tensors[f"model.layers.{layer}.self_attn.v_scale"] = torch.tensor(0.02 + 0.001 * layer, dtype=torch.float32)
     save_file(tensors, folder / "model.safetensors")
     return folder
 

@@ -50,7 +50,7 @@ class Case:
 def spread(shape: tuple[int, ...], layer: int, side: str) -> Tensor:
     """Scales of this shape: powers of no two, other ones for every layer, side, head and channel; some saturate."""
     seed = 2 * layer + (side == "v")
-    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) * 0.01 + 0.0005
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32) * 0.01 + 0.0005
 
 
 def apart(shape: tuple[int, ...], granularity: str, k_name: str = "k_scale", v_name: str = "v_scale") -> Case:
@@ -202,7 +202,7 @@ def test_the_json_file(option: str, plain: tuple[Tensor, Tensor], tmp_path: Path
 
 
 def test_the_json_file_counts_more_than_the_checkpoint(plain: tuple[Tensor, Tensor], tmp_path: Path):
-    model = write_model(tmp_path / "model", lambda layer: {"kv_scale": torch.tensor(3.0)})
+    model = write_model(tmp_path / "model", lambda layer: {"kv_scale": torch.tensor(3.0, dtype=torch.float32)})
     factors = {str(layer): both(layer).item() for layer in range(LAYERS)}
     file = tmp_path / "kv_cache_scales.json"
     kv_cache = {"dtype": "float8_e4m3fn", "scaling_factor": {"0": factors}}
@@ -254,7 +254,9 @@ def test_scales_that_cut_off_are_said_and_scales_that_fit_are_not(
     kernels: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     small, large = (
-        write_model(tmp_path / str(scale), lambda layer, scale=scale: {"kv_scale": torch.tensor(scale)})  # type: ignore[misc]
+        write_model(
+            tmp_path / str(scale), lambda layer, scale=scale: {"kv_scale": torch.tensor(scale, dtype=torch.float32)}
+        )
         for scale in (1e-3, 0.1)
     )
     generate(large, kernels=kernels)

@@ -90,7 +90,7 @@ def test_the_table_has_a_row_for_each(rows: dict[str, Row]):
 
 def test_a_difference_beyond_chance_is_outside_its_interval():
     generator = torch.Generator().manual_seed(0)
-    loss, noise = (torch.randn(4096, generator=generator) for _ in range(2))
+    loss, noise = (torch.randn(4096, generator=generator, dtype=torch.float32) for _ in range(2))
     mean, low, high = paired_difference(loss, loss + 0.05 + 0.1 * noise)
     assert low < mean < high
     assert 0.04 < low < 0.05 < high < 0.06
