@@ -260,4 +260,7 @@ class _StopStrings:
 
 def _overlap(text: str, stop: str) -> int:
     """Characters at the end of `text` that begin `stop`, without being all of it."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+    begin = text.find(stop[0], max(0, len(text) + 1 - len(stop)))
+    while begin >= 0 and not stop.startswith(text[begin:]):
+        begin = text.find(stop[0], begin + 1)
+    return len(text) - begin if begin >= 0 else 0

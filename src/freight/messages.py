@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from reprlib import repr as show  # short, also of what is deeply nested
 from typing import Any
 
 from freight.errors import RequestError
@@ -34,10 +35,10 @@ def check_unicode(text: str) -> None:
 
 def _message(where: str, message: object) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise RequestError(f"{where} is {message!r:.60}; it must have role and content")
+        raise RequestError(f"{where} is {show(message)}; it must have role and content")
     role, tool_calls = message.get("role"), message.get("tool_calls")
     if not isinstance(role, str) or not role:
-        raise RequestError(f"{where}.role is {role!r:.60}; it must be a string like 'user'")
+        raise RequestError(f"{where}.role is {show(role)}; it must be a string like 'user'")
     result = {**message, "role": "system" if role == "developer" else role}
     if tool_calls is not None:
         result["tool_calls"] = _tool_calls(f"{where}.tool_calls", tool_calls)
@@ -53,35 +54,35 @@ def _content(where: str, content: object) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):
-        raise RequestError(f"{where} is {content!r:.60}; it must be a string or a list of text parts")
+        raise RequestError(f"{where} is {show(content)}; it must be a string or a list of text parts")
     return "".join(_text_part(f"{where}[{index}]", part) for index, part in enumerate(content))
 
 
 def _text_part(where: str, part: object) -> str:
     if not isinstance(part, Mapping):
-        raise RequestError(f'{where} is {part!r:.60}; a part is like {{"type": "text", "text": "Hello"}}')
+        raise RequestError(f'{where} is {show(part)}; a part is like {{"type": "text", "text": "Hello"}}')
     if part.get("type") != "text":
-        raise RequestError(f"{where} is of type {part.get('type')!r:.60}; only parts of type 'text' can be read")
+        raise RequestError(f"{where} is of type {show(part.get('type'))}; only parts of type 'text' can be read")
     text = part.get("text")
     if not isinstance(text, str):
-        raise RequestError(f"{where}.text is {text!r:.60}; it must be a string")
+        raise RequestError(f"{where}.text is {show(text)}; it must be a string")
     return text
 
 
 def _tool_calls(where: str, calls: object) -> list[dict[str, Any]]:
     if not isinstance(calls, list | tuple):
-        raise RequestError(f"{where} is {calls!r:.60}; it must be a list of calls")
+        raise RequestError(f"{where} is {show(calls)}; it must be a list of calls")
     return [_tool_call(f"{where}[{index}]", call) for index, call in enumerate(calls)]
 
 
 def _tool_call(where: str, call: object) -> dict[str, Any]:
     if not isinstance(call, Mapping):
-        raise RequestError(f'{where} is {call!r:.60}; a call is like {{"function": {{"name": …, "arguments": …}}}}')
+        raise RequestError(f'{where} is {show(call)}; a call is like {{"function": {{"name": …, "arguments": …}}}}')
     function = call.get("function")
     if function is None:
         return dict(call)
     if not isinstance(function, Mapping):
-        raise RequestError(f"{where}.function is {function!r:.60}; it must have name and arguments")
+        raise RequestError(f"{where}.function is {show(function)}; it must have name and arguments")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         function = {**function, "arguments": _parsed(arguments)}

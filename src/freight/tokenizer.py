@@ -111,10 +111,13 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`, with the tokens that the model wants around a text (BOS) unless told otherwise.
 
-        Raises RequestError for text that is not Unicode (a lone surrogate).
+        Raises RequestError for text that is not Unicode (a lone surrogate) or that the vocabulary has no tokens for.
         """
         check_unicode(text)
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except Exception as error:  # the library raises nothing more special
+            raise RequestError(f"the tokenizer has no tokens for {text!r:.60}: {error}") from error
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`. Ids that the tokenizer does not have (padding of the model's vocabulary) are empty.
@@ -276,7 +279,12 @@ def _content(token: Any) -> str:
 
 def _compare_bos(backend: Backend, config: Mapping[str, Any], special_tokens: Mapping[str, str], path: Path) -> None:
     """Log where `add_bos_token` or `add_eos_token` contradicts tokenizer.json."""
-    around = backend.encode("a", add_special_tokens=True).ids
+    if not any(isinstance(config.get(option), bool) for option in ("add_bos_token", "add_eos_token")):
+        return
+    try:
+        around = backend.encode("a", add_special_tokens=True).ids
+    except Exception:  # a vocabulary without "a" and without a token for the unknown
+        return
     for option, name, index in (("add_bos_token", "bos_token", 0), ("add_eos_token", "eos_token", -1)):
         if name in special_tokens and isinstance(said := config.get(option), bool):
             added = around[index : index + 1 or None] == [backend.token_to_id(special_tokens[name])]

@@ -61,3 +61,12 @@ def test_arguments_of_tool_calls_become_objects(arguments, given):
 def test_malformed_messages_are_refused_by_position(message, words):
     with pytest.raises(RequestError, match=words):
         to_template_messages([{"role": "user", "content": "x"}, {"role": "assistant", **message}])
+
+
+def test_what_is_deeply_nested_is_refused():
+    nested = []
+    for _ in range(100_000):
+        nested = [nested]
+    for message in ({"role": nested}, {"content": nested}, {"tool_calls": [{"function": nested}]}):
+        with pytest.raises(RequestError, match=r"\[\[\[\[\[\[\.\.\."):
+            to_template_messages([{"role": "user", "content": "x", **message}])

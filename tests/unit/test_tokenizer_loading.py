@@ -173,3 +173,13 @@ def test_a_tokenizer_json_needs_no_transformers(tmp_path):
     )
     folder = write(tmp_path, tokenizer_config={"chat_template": "x"})
     assert subprocess.run([sys.executable, "-c", check, str(folder)], check=False).returncode == 0
+
+
+def test_a_text_that_has_no_tokens_is_refused(tmp_path):
+    built = Built(models.WordLevel({"b": 0}, unk_token="<unk>"))
+    built.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "b", "add_bos_token": true}')
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.encode("b") == [0]
+    with pytest.raises(RequestError, match="no tokens for 'a'"):
+        tokenizer.encode("a")
