@@ -49,7 +49,7 @@ for build in library.runnable():
     for threads in (1, 2):  # working memory is kept, so the second needs more
         torch.set_num_threads(threads)
         torch.ones(2**20).sum()  # starts torch's threads
-        attempt(library.load(build), threads * 2**21)
+        attempt(library.load(build), threads * 2**20)
 """
 
 
