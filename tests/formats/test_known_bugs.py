@@ -38,7 +38,7 @@ def opened(made: Written, folder: Path) -> OpenModel:
 
 
 def decided(model: OpenModel, native: Format = Format.E4M3FN) -> EngineConfig:
-    device = SimpleNamespace(kind=model.device.kind, name="this", native_e4m3=native)
+    device = SimpleNamespace(kind=model.device.kind, name="this", native_e4m3=native, cores=model.device.cores)
     return resolve(model.args, model.model, model.scheme, model.kv_scales, device)
 
 

@@ -60,7 +60,8 @@ class Intake:
         for position, token in enumerate(token_ids):
             if isinstance(token, bool) or not isinstance(token, Integral):  # NumPy's integers are Integral
                 raise RequestError(
-                    f"prompt token {position} is {token!r:.60}, a {type(token).__name__}; token ids are integers"
+                    f"prompt token {position} is {token!r:.60}, a {type(token).__name__}; token ids are integers, "
+                    f"here 0 to {self.vocab_size - 1}"
                 )
             if not 0 <= token < self.vocab_size:
                 raise RequestError(f"prompt token id {token} is outside the vocabulary (0 to {self.vocab_size - 1})")
