@@ -1,6 +1,6 @@
 # Two commands do everything on a machine with python3 (3.11 or newer), pip and make:
 #   make demo    install into .venv and run the main job on the model that ships with Freight
-#   make test    install into .venv, then lint, types and tests
+#   make test    install into .venv, then lint, types and tests (make test-all: and the tests that take long)
 #   make test-defaults   the end-to-end tests under other torch defaults, and under python -O
 # PYTHON=python3.12 picks another interpreter; TORCH=cuda takes torch's default build instead of the CPU one.
 # Written for GNU make 3.81, which macOS ships.
@@ -11,7 +11,7 @@ TORCH_VERSION = 2.13.0
 BIN = .venv/bin
 STAMP = .venv/ready-$(TORCH)
 
-.PHONY: setup demo test test-defaults check format clean
+.PHONY: setup demo test test-all test-defaults check format clean
 
 setup: $(STAMP)
 
@@ -41,6 +41,11 @@ check: setup
 
 test: check
 	@$(BIN)/pytest
+
+# what takes longer as well, and the end-to-end tests under other defaults of the process
+test-all: check
+	@$(BIN)/pytest -m ""
+	@$(MAKE) --no-print-directory test-defaults
 
 # pytest's own rewriting keeps the assertions of test modules under -O; those of the source are gone, and it warns of that
 test-defaults: setup

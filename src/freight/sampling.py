@@ -119,7 +119,7 @@ class SamplingParams:
     logit_bias           token id -> number added to its logit
     logprobs             log-probabilities of this many most likely tokens, besides the token's own; None: none at all
     prompt_logprobs      the same for the prompt's tokens
-    detokenize           give text back; without it there are token ids only
+    detokenize           give text back; without it, or without a tokenizer, there are token ids only
     skip_special_tokens  leave special tokens out of the text
     cache_salt           requests share cached prefixes only with requests of the same salt
     timeout_s            seconds from when the request is added until it has ended, whatever it has by then, with

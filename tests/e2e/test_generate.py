@@ -144,13 +144,15 @@ def test_the_model_s_own_end_of_text(llm: LLM):
 
 
 @pytest.mark.parametrize("max_tokens", [None, 100])
-def test_length_at_the_end_of_the_context(max_tokens: int | None):
+def test_length_at_the_end_of_the_context(max_tokens: int | None, caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO", "freight")
     llm = LLM(str(BASE), skip_tokenizer_init=True, kv_cache_memory="1MiB", max_model_len=40)
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     short, longest = llm.generate([[5, 6, 7], [9] * 39], params)
     assert [len(short.outputs[0].token_ids), len(longest.outputs[0].token_ids)] == [37, 1]
     assert {output.outputs[0].finish_reason for output in (short, longest)} == {FinishReason.LENGTH}
     assert short.outputs[0].text == ""
+    assert "outputs have no text" in caplog.text
     assert llm.engine.allocator.num_held == 0
 
 

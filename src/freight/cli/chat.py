@@ -11,7 +11,7 @@ import typer
 from freight.cli.generate import print_stream
 from freight.cli.options import takes_engine_options, takes_sampling_options
 from freight.config.engine import EngineArgs
-from freight.errors import ConfigError, RequestError
+from freight.errors import ConfigError, GenerationError, RequestError
 from freight.sampling import SamplingParams
 
 HELP = "Type a message; /reset forgets the conversation, Ctrl-C stops an answer, Ctrl-D ends."
@@ -46,7 +46,7 @@ def chat(
             answer = print_stream(llm, llm.chat_prompt(asked), params)
         except KeyboardInterrupt:
             typer.echo()
-        except RequestError as error:  # the conversation has outgrown the context
+        except (RequestError, GenerationError) as error:  # the conversation has outgrown the context, say
             typer.secho(f"error: {error}; /reset starts anew", fg="red", err=True)
         else:
             messages = [*asked, {"role": "assistant", "content": answer}]

@@ -12,7 +12,7 @@ import typer
 
 from freight.cli.options import takes_engine_options, takes_sampling_options
 from freight.config.engine import EngineArgs
-from freight.errors import RequestError
+from freight.errors import GenerationError, RequestError
 from freight.outputs import CompletionOutput, RequestOutput
 from freight.sampling import SamplingParams
 
@@ -51,15 +51,23 @@ def generate(
             intake.accept(one, params)
 
     llm = LLM(**vars(args), before_weights=check)
-    if as_json:
-        print(json.dumps(as_object(llm, llm.generate(prompts, params, progress=sys.stderr.isatty()))))
-    elif len(prompts) == 1 and n == 1:
+    if len(prompts) == 1 and n == 1 and not as_json:
         print_stream(llm, prompts[0], params)
-    else:
-        for output in llm.generate(prompts, params, progress=sys.stderr.isatty()):
-            for completion in output.outputs:
+        return
+    outputs = llm.generate(prompts, params, progress=sys.stderr.isatty(), on_error="return")
+    if as_json:
+        print(json.dumps(as_object(llm, outputs)))
+    failed = False
+    for output in outputs:
+        for completion in output.outputs:
+            if not as_json:
                 typer.secho(f"--- {_title(output, completion)}", dim=True)
                 typer.echo(text_of(completion, params))
+            if completion.error is not None:
+                failed = True
+                typer.secho(f"error: {_title(output, completion)}: {completion.error}", fg="red", err=True)
+    if failed:
+        raise typer.Exit(1)
 
 
 def read_prompts(texts: list[str], file: Path | None, token_ids: list[str]) -> Prompts:
@@ -95,14 +103,17 @@ def text_of(completion: CompletionOutput, params: SamplingParams) -> str:
 
 
 def print_stream(llm: LLM, prompt: str | list[int], params: SamplingParams) -> str:
-    """Print one completion as it grows; gives back all of it."""
+    """Print one completion as it grows; gives back all of it. Raises GenerationError when it fails half-way."""
     shown = ""
-    for output in llm.stream(prompt, params):
-        text = text_of(output.outputs[0], params)
+    for output in llm.stream(prompt, params, on_error="return"):
+        (completion,) = output.outputs
+        text = text_of(completion, params)
         sys.stdout.write(text[len(shown) :])
         sys.stdout.flush()
         shown = text
     sys.stdout.write("\n")
+    if completion.error is not None:
+        raise GenerationError(completion.error, [output])
     return shown
 
 
@@ -122,6 +133,7 @@ def as_object(llm: LLM, outputs: list[RequestOutput]) -> dict[str, Any]:
                 "text": completion.text,
                 "token_ids": completion.token_ids,
                 "finish_reason": completion.finish_reason,
+                **({} if completion.error is None else {"error": completion.error}),
             }
             for output in outputs
             for completion in output.outputs

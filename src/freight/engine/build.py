@@ -95,7 +95,10 @@ class OpenModel:
     def load_tokenizer(self) -> Tokenizer | None:
         """The model's own, or the one named; `revision` is the model's, so another repository comes at its newest."""
         args = self.args
-        if args.skip_tokenizer_init or self.checkpoint is None:
+        if self.checkpoint is None:
+            return None
+        if args.skip_tokenizer_init:
+            logger.info("no tokenizer (skip_tokenizer_init): prompts are token ids, and outputs have no text")
             return None
         if args.tokenizer in (None, args.model):
             return Tokenizer.load(self.checkpoint.path)
