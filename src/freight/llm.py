@@ -265,12 +265,9 @@ def _raise_failed(outputs: Sequence[RequestOutput]) -> None:
     ]
     if failed:
         index, error = failed[0]
-        many = f"{len({index for index, _ in failed})} of {len(outputs)} prompts failed; prompt {index}"
-        raise GenerationError(
-            f"{many if len(outputs) > 1 else 'the prompt failed'}: {error} (the error's `outputs` has what was "
-            "computed; on_error='return' returns it)",
-            outputs,
-        )
+        count = len({index for index, _ in failed})
+        which = f"{count} of {len(outputs)} prompts failed; prompt {index}" if len(outputs) > 1 else "the prompt failed"
+        raise GenerationError(f"{which}: {error}", outputs)
 
 
 def _stderr_console() -> Any:

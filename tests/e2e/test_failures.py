@@ -81,5 +81,5 @@ def test_on_the_command_line(model: Path):
     assert (second["finish_reason"], second["token_ids"]) == ("error", [])
     assert "NaN" in second["error"]
     assert "error: '[3, 7]': the model gave NaN" in result.stderr
-    with pytest.raises(GenerationError, match=r"^the model gave NaN"):
+    with pytest.raises(GenerationError, match=r"^the prompt failed: the model gave NaN"):
         CliRunner().invoke(app, [*arguments, "--prompt-token-ids", "3,7"], catch_exceptions=False)

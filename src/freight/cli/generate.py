@@ -54,17 +54,19 @@ def generate(
     if len(prompts) == 1 and n == 1 and not as_json:
         print_stream(llm, prompts[0], params)
         return
-    outputs = llm.generate(prompts, params, progress=sys.stderr.isatty(), on_error="return")
+    failed = False
+    try:
+        outputs = llm.generate(prompts, params, progress=sys.stderr.isatty())
+    except GenerationError as error:
+        outputs, failed = error.outputs, True
     if as_json:
         print(json.dumps(as_object(llm, outputs)))
-    failed = False
     for output in outputs:
         for completion in output.outputs:
             if not as_json:
                 typer.secho(f"--- {_title(output, completion)}", dim=True)
                 typer.echo(text_of(completion, params))
             if completion.error is not None:
-                failed = True
                 typer.secho(f"error: {_title(output, completion)}: {completion.error}", fg="red", err=True)
     if failed:
         raise typer.Exit(1)
@@ -105,15 +107,16 @@ def text_of(completion: CompletionOutput, params: SamplingParams) -> str:
 def print_stream(llm: LLM, prompt: str | list[int], params: SamplingParams) -> str:
     """Print one completion as it grows; gives back all of it. Raises GenerationError when it fails half-way."""
     shown = ""
-    for output in llm.stream(prompt, params, on_error="return"):
-        (completion,) = output.outputs
-        text = text_of(completion, params)
-        sys.stdout.write(text[len(shown) :])
-        sys.stdout.flush()
-        shown = text
+    try:
+        for output in llm.stream(prompt, params):
+            text = text_of(output.outputs[0], params)
+            sys.stdout.write(text[len(shown) :])
+            sys.stdout.flush()
+            shown = text
+    except GenerationError:
+        sys.stdout.write("\n")
+        raise
     sys.stdout.write("\n")
-    if completion.error is not None:
-        raise GenerationError(completion.error, [output])
     return shown
 
 
