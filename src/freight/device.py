@@ -84,6 +84,9 @@ def probe(device: str = "auto", root: Path = ROOT) -> DeviceFacts:
     return DeviceFacts(DeviceKind.CPU, cpu_name(root), Format.E4M3FN, total, free, usable_cores(root), note)
 
 
+_started_in: dict[str, int] = {}  # the process in which threads were first used; a fork inherits it
+
+
 class _Outside(threading.local):
     """For each thread: the numbers to go back to, the last one entered last."""
 
@@ -99,21 +102,21 @@ class Threads:
     another model sees it change. Only a Python thread that uses torch for the first time meanwhile does: it begins with
     the number that was set last. May be entered again inside itself, and from several Python threads at once.
 
-    Raises FreightError when entered in a process that was forked after this was made: the OpenMP runtime's threads are
-    not copied, and it would wait for them forever.
+    Raises FreightError in a process that was forked from one that had entered any: the OpenMP runtime's threads are not
+    copied, and it would wait for them forever.
     """
 
     count: int
-    pid: int = field(default_factory=os.getpid)
     _outside: _Outside = field(default_factory=_Outside, init=False, repr=False, compare=False)
 
     def __enter__(self) -> None:
         import torch
 
-        if os.getpid() != self.pid:
+        if _started_in.setdefault("pid", os.getpid()) != os.getpid():
             raise FreightError(
-                f"process {os.getpid()} was forked from process {self.pid} after Freight's threads had started there, "
-                "and a fork has none of them: start processes with the 'spawn' method, or fork before a model is loaded"
+                f"process {os.getpid()} was forked from process {_started_in['pid']} after Freight's threads had "
+                "started there, and a fork has none of them: start processes with the 'spawn' method, or fork before a "
+                "model is loaded"
             )
         before = torch.get_num_threads()
         self._outside.counts.append(before)

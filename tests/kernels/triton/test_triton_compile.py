@@ -82,7 +82,7 @@ def test_matrix_units(reports, target):
     assert ("fp8_fp8" in matmul["linear fnuz"]) == (target == "gfx942")
 
 
-@pytest.mark.parametrize("target", ("sm_90", "gfx942", SM_100))
+@pytest.mark.parametrize("target", ["sm_90", "gfx942", SM_100])
 def test_attention_in_fp8_multiplies_fp8(reports, target):
     """With static scales over the format that the target has."""
     for kernel, expected in zip(("prefill_kernel", "decode_kernel"), FP8_ATTENTION[target], strict=True):
