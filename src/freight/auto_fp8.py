@@ -21,7 +21,7 @@ from typing import Any
 
 from freight.calibrate.modules import ignored_modules, layer_modules
 from freight.calibrate.quantize import NOTHING_CALIBRATED, Unquantized, load_samples, open_unquantized, write
-from freight.calibrate.write import require_room
+from freight.calibrate.write import check_disk_space
 from freight.checkpoint.writer import require_new
 from freight.config.quantize import QuantizeArgs, plan
 from freight.errors import ConfigError
@@ -116,7 +116,7 @@ class AutoFP8ForCausalLM:
             raise ConfigError("call quantize(calibration_tokens) before save_quantized")
         out = Path(save_dir)
         require_new(out)
-        require_room(self._opened.checkpoint, out)
+        check_disk_space(self._opened.checkpoint, out)
         write(self._opened, self._plan, self._ignored, self._torn, self._calibration, out)
 
     def _kv_layers(self, targets: Iterable[str]) -> list[str]:

@@ -27,7 +27,7 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
 Accepted = tuple[AcceptedPrompt, SamplingParams]
 
-CUT_OFF_SHARE = 1e-3  # of the keys and values of a run: what calibrated scales cut off on other text stays well below
+CLIPPED_SHARE = 1e-3  # of the keys and values of a run: what calibrated scales cut off on other text stays well below
 
 logger = logging.getLogger("freight")
 
@@ -196,17 +196,17 @@ class LLM:
         try:
             yield
         finally:
-            nans, cut_off = (now - then for now, then in zip(pool.counters(), before, strict=True))
+            nans, clipped = (now - then for now, then in zip(pool.counters(), before, strict=True))
             stored = (self.engine.num_computed_tokens - tokens_before) * pool.values_per_token
             if nans:
                 logger.warning(
                     "%d NaN were stored in the KV cache: the model computes NaN, its output means nothing", nans
                 )
-            if cut_off > CUT_OFF_SHARE * stored:
+            if clipped > CLIPPED_SHARE * stored:
                 logger.warning(
                     "%.1f %% of the keys and values lay beyond the range of their scales and were cut off: these "
                     "scales do not fit this model and text; --kv-scales dynamic measures them as it goes",
-                    100 * cut_off / stored,
+                    100 * clipped / stored,
                 )
 
 

@@ -157,8 +157,8 @@ def test_every_rounding(kernels, format):
     store_values(reference, values, torch.arange(len(values)), expected)
     assert_same(pages, expected)
     assert torch.equal(pages.v.view(torch.uint8), expected.v.view(torch.uint8))  # the NaN of either sign, too
-    nans, cut_off = pages.counters.tolist()
-    assert (nans, cut_off) == (2, int((values.abs() > format.overflow).sum()))
+    nans, clipped = pages.counters.tolist()
+    assert (nans, clipped) == (2, int((values.abs() > format.overflow).sum()))
 
 
 @pytest.mark.parametrize("format", FP8)

@@ -50,8 +50,8 @@ class KVPool:
 
     def counters(self) -> tuple[int, int]:
         """NaNs stored since the start, of which a healthy model has none, and values beyond their scale's range."""
-        nans, cut_off = torch.stack([layer.pages.counters for layer in self.layers]).sum(0).tolist()
-        return nans, cut_off
+        nans, clipped = torch.stack([layer.pages.counters for layer in self.layers]).sum(0).tolist()
+        return nans, clipped
 
 
 def cache_spec(kv: KVCacheConfig, num_layers: int, num_kv_heads: int, head_dim: int, block_size: int) -> KVCacheSpec:

@@ -102,14 +102,14 @@ def _lines(where: str, text: str, tokenizer: _Lazy) -> Iterator[list[int]]:
 
 def _line(where: str, line: str, tokenizer: _Lazy) -> list[int]:
     try:
-        said = json.loads(line)
+        entry = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where} is not JSON: {error}") from None
-    keys = [key for key in _KEYS if isinstance(said, dict) and key in said]
+    keys = [key for key in _KEYS if isinstance(entry, dict) and key in entry]
     if len(keys) != 1:
-        has = f"has {sorted(said)}" if isinstance(said, dict) else f"is {type(said).__name__}"
+        has = f"has {sorted(entry)}" if isinstance(entry, dict) else f"is {type(entry).__name__}"
         raise ConfigError(f"{where} {has}; each line is an object with one of `text`, `messages` or `input_ids`")
-    value: Any = said[keys[0]]
+    value: Any = entry[keys[0]]
     if keys[0] == "input_ids":
         return _ids(where, value)
     if keys[0] == "text":

@@ -16,7 +16,7 @@ from freight.calibrate.centers import WORTH, LayerCenters
 from freight.calibrate.data import Samples, read_samples
 from freight.calibrate.modules import ignored_modules
 from freight.calibrate.run import Calibration, Progress, calibrate
-from freight.calibrate.write import require_room, write_quantized
+from freight.calibrate.write import check_disk_space, write_quantized
 from freight.checkpoint.kv_scales import read_kv_scales
 from freight.checkpoint.layouts import read_scheme
 from freight.checkpoint.reader import Checkpoint, resolve_model
@@ -126,7 +126,7 @@ def quantize(
     require_new(Path(out))
     opened = open_unquantized(str(model), revision)
     ignored, torn = ignored_modules(opened.model, decided.ignore, decided.lm_head)
-    require_room(opened.checkpoint, Path(out))
+    check_disk_space(opened.checkpoint, Path(out))
     calibration = NOTHING_CALIBRATED
     if decided.needs_data:
         samples = load_samples(opened, decided, args.calibration_data)

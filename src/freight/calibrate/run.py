@@ -31,7 +31,7 @@ from freight.fp8.scheme import KVScales, LayerScales
 from freight.fp8.values import KeyCenter
 from freight.kernels.kernel_set import REFERENCE, KernelSet
 from freight.kernels.rotary import Rotary
-from freight.layers.linear import Projection, SideBySide
+from freight.layers.linear import Projection, UnmergedLinear
 from freight.layers.rope import build_rope
 from freight.models.architectures import ARCHITECTURES
 from freight.models.decoder import DecoderLayer
@@ -113,7 +113,7 @@ class _Watch:
 
 
 @dataclass(frozen=True)
-class _Watched(SideBySide):
+class _Watched(UnmergedLinear):
     """Projections that show the input they share."""
 
     observe: Callable[[Tensor], None]
@@ -159,7 +159,7 @@ class _LayerWatch:
             watch = self.inputs.get(group)
             if watch is None:
                 return projection
-            parts = projection.parts if isinstance(projection, SideBySide) else (projection,)
+            parts = projection.parts if isinstance(projection, UnmergedLinear) else (projection,)
             return _Watched(parts, watch.observe)
 
         attention = replace(attention, qkv=watched(attention.qkv, modules.qkv), o=watched(attention.o, modules.o))

@@ -9,7 +9,7 @@ from typing import Any
 
 from freight.calibrate.quantize import NOTHING_CALIBRATED, Unquantized, open_unquantized
 from freight.calibrate.run import Progress
-from freight.calibrate.write import require_room, write_quantized
+from freight.calibrate.write import check_disk_space, write_quantized
 from freight.checkpoint.kv_scales import read_kv_scales, read_scale_json
 from freight.checkpoint.reader import Checkpoint, resolve_model
 from freight.checkpoint.writer import require_new
@@ -96,7 +96,7 @@ def _coarse(layer: LayerScales) -> LayerScales:
 
 def _write(opened: Unquantized, scales: KVScales, coarse: KVScales, out: Path, on_progress: Progress) -> KVScales:
     """In float32: what was read is written, to the bit."""
-    require_room(opened.checkpoint, out)
+    check_disk_space(opened.checkpoint, out)
     granularity = next(layer.granularity for layer in scales.layers if layer is not None)
     plan = QuantizePlan(
         weights=WeightScheme.NONE,

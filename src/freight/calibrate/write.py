@@ -27,7 +27,7 @@ _ROUND = {
 }
 
 
-def require_room(checkpoint: Checkpoint, out: Path) -> None:
+def check_disk_space(checkpoint: Checkpoint, out: Path) -> None:
     """Raises CapacityError unless the disk of `out` holds a copy of the checkpoint; what is written is no larger."""
     require_space(out, sum(checkpoint.entry(name).size for name in checkpoint.names))
 
@@ -72,8 +72,8 @@ def write_quantized(
                 assert layer is not None
                 writer.add(kv_tensors(plan, modules.attention, layer, kv_scale_format or scales_in))
         if calibration.kv_finer is not None:
-            said, files = write_extras(calibration.kv_finer)
-            declared |= said
+            named, files = write_extras(calibration.kv_finer)
+            declared |= named
         writer.finish(declared, checkpoint.path, files)
     return before, after
 

@@ -319,12 +319,12 @@ def _soft_cap(config: Mapping[str, Any], key: str) -> float | None:
 
 
 def _checkpoint_format(config: Mapping[str, Any]) -> Format:
-    said = {key: config[key] for key in ("dtype", "torch_dtype") if config.get(key) is not None}
-    if len(set(map(str, said.values()))) > 1:
+    declared = {key: config[key] for key in ("dtype", "torch_dtype") if config.get(key) is not None}
+    if len(set(map(str, declared.values()))) > 1:
         raise CheckpointError(
-            f"config.json contradicts itself: dtype = {said['dtype']}, torch_dtype = {said['torch_dtype']}"
+            f"config.json contradicts itself: dtype = {declared['dtype']}, torch_dtype = {declared['torch_dtype']}"
         )
-    name = next(iter(said.values()), Format.FLOAT32)
+    name = next(iter(declared.values()), Format.FLOAT32)
     if name not in tuple(COMPUTE_FORMATS):
         raise CheckpointError(f"config.json: dtype {name!r} is not implemented; {choices(COMPUTE_FORMATS)} are")
     return Format(name)

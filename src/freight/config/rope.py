@@ -37,13 +37,13 @@ _OTHER = frozenset({"type", "rope_type", "rope_theta", "partial_rotary_factor", 
 
 def parse_rope(config: Mapping[str, Any], max_position_embeddings: int) -> RopeConfig:
     """Both spellings: `rope_theta` and `rope_scaling`, or `rope_parameters` with the theta inside."""
-    said = {key: config[key] for key in ("rope_parameters", "rope_scaling") if config.get(key)}
-    for key, value in said.items():
+    declared = {key: config[key] for key in ("rope_parameters", "rope_scaling") if config.get(key)}
+    for key, value in declared.items():
         if not isinstance(value, Mapping):
             raise CheckpointError(f"config.json: {key} = {value!r} is no JSON object")
-    parsed = {key: _parse(key, value, config, max_position_embeddings) for key, value in said.items()}
+    parsed = {key: _parse(key, value, config, max_position_embeddings) for key, value in declared.items()}
     if len(set(map(repr, parsed.values()))) > 1:
-        raise CheckpointError(f"config.json contradicts itself: {' but '.join(f'{k} = {v}' for k, v in said.items())}")
+        raise CheckpointError(f"config.json contradicts itself: {' but '.join(f'{k} = {v}' for k, v in declared.items())}")
     return next(iter(parsed.values()), RopeConfig(theta=number(config, "rope_theta", 10000.0)))
 
 
@@ -64,7 +64,7 @@ def _parse(where: str, rope: Mapping[str, Any], config: Mapping[str, Any], max_p
         raise CheckpointError(
             f"config.json: partial_rotary_factor = {partial!r} in {where} is not implemented; only 1 is"
         )
-    # the pretrained length may stand outside, which then counts; where none is said, it is the present one
+    # the pretrained length may stand outside, which then counts; where none is declared, it is the present one
     outside = config.get("original_max_position_embeddings")
     original = outside if outside is not None else values.pop("original_max_position_embeddings", max_positions)
     values.pop("original_max_position_embeddings", None)

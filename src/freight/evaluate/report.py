@@ -84,7 +84,7 @@ class CacheRun:
     def score(self) -> CacheScore:
         kv, pool = self.config.kv, self.runner.pool
         spec = pool.spec
-        _, cut_off = pool.counters()
+        _, clipped = pool.counters()
         return CacheScore(
             dtype=str(kv.format),
             granularity=str(kv.granularity) if kv.granularity else None,
@@ -94,7 +94,7 @@ class CacheRun:
             same_top_share=self.same_top / self.count,
             bytes_per_token=spec.bytes_per_token,
             tokens_in_64_mib=spec.tokens_in(MEMORY),
-            cut_off_share=cut_off / (self.num_stored * pool.values_per_token),
+            cut_off_share=clipped / (self.num_stored * pool.values_per_token),
             num_tokens=self.count,
             seconds=self.seconds,
         )

@@ -35,7 +35,7 @@ def encode(x: Tensor, scale: Tensor | float, format: Format) -> Tensor:
     return (x.float() / divisor).clamp(-format.max, format.max).to(_DTYPES[format])
 
 
-def num_cut_off(x: Tensor, scale: Tensor | float, format: Format) -> Tensor:
+def num_clipped(x: Tensor, scale: Tensor | float, format: Format) -> Tensor:
     """How many values of x `encode` cuts off, because they lie beyond the range of their scale: int64 []."""
     divisor = torch.as_tensor(scale, dtype=torch.float32, device=x.device)
     return ((x.float() / divisor).abs() > format.overflow).sum()

@@ -19,9 +19,9 @@ from freight.fp8.values import KVPages, Weight
 from freight.kernels import reference
 from freight.kernels.rotary import Rotary
 
-# x, delta or None, weight, eps, reader -> x + delta, and its norm
+# x, delta or None, weight, eps, consumer -> x + delta, and its norm
 AddNorm = Callable[[Tensor, Tensor | None, Tensor, float, Any], tuple[Tensor, Any]]
-# gate_up, reader -> silu(gate) * up
+# gate_up, consumer -> silu(gate) * up
 SiluMul = Callable[[Tensor, Any], Any]
 # qkv, rotary, positions, slots, pages -> q
 RotateStore = Callable[[Tensor, Rotary, Tensor, Tensor, KVPages], Tensor]
@@ -33,7 +33,7 @@ Attend = Callable[[Tensor, KVPages, ForwardBatch, float, int | None, float | Non
 class KernelSet:
     """Functions on tensors; `kernels.reference` defines what each computes.
 
-    `pack` arranges a weight for this set, once, at load; `linear` takes what it returned. A `reader` is such a weight,
+    `pack` arranges a weight for this set, once, at load; `linear` takes what it returned. A `consumer` is such a weight,
     the only one that the result goes to, or None: a set may then return it as its `linear` wants it for that weight,
     instead of a tensor. `note` is what start-up should say about the choice, or ''.
     """

@@ -22,7 +22,7 @@ from torch import Tensor
 from freight.batch import ForwardBatch
 from freight.errors import KernelError
 from freight.fp8.formats import Format
-from freight.fp8.quantize import amax, decode, encode, format_of, num_cut_off, scale_from_amax, token_scale
+from freight.fp8.quantize import amax, decode, encode, format_of, num_clipped, scale_from_amax, token_scale
 from freight.fp8.values import Activations, KeyCenter, KVPages, Weight
 from freight.fp8.weights import BLOCK, expand_blocks
 from freight.kernels.rotary import Rotary
@@ -109,7 +109,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(
-    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, reader: object = None
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, consumer: object = None
 ) -> tuple[Tensor, Tensor]:
     """x + delta in x's dtype, and the `rms_norm` of that. x, delta: [rows, size]; no delta adds nothing.
 
@@ -120,7 +120,7 @@ def add_rms_norm(
     return x, rms_norm(x, weight, eps)
 
 
-def silu_mul(gate_up: Tensor, reader: object = None) -> Tensor:
+def silu_mul(gate_up: Tensor, consumer: object = None) -> Tensor:
     """silu(gate) * up of a merged [rows, 2 * intermediate]: SwiGLU (Shazeer 2020), silu(g) = g / (1 + e^-g)."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     return (gate / (1.0 + torch.exp(-gate)) * up).to(gate_up.dtype)
@@ -180,7 +180,7 @@ def store_kv(k: Tensor, v: Tensor, slots: Tensor, pages: KVPages) -> None:
             factor = measured.float()[..., None]
         elif scale is not None:
             factor = scale
-        pages.counters[1] += num_cut_off(values, factor, pages.format)
+        pages.counters[1] += num_clipped(values, factor, pages.format)
         stored = encode(values, factor, pages.format)
         page.view(torch.uint8).flatten(0, 1)[slots] = stored.view(torch.uint8)
 

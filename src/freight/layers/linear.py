@@ -24,27 +24,27 @@ class Linear:
     input_limit: float | None = None
 
     @property
-    def reader(self) -> Any:
+    def consumer(self) -> Any:
         """What the maker of this layer's input, if nobody else reads it, is told (`KernelSet`)."""
         return self.weight if self.input_limit is None else None
 
     def __call__(self, x: Any) -> Tensor:
-        """x: a tensor, or what a kernel made for `reader`."""
+        """x: a tensor, or what a kernel made for `consumer`."""
         if self.input_limit is not None:
             x = x.clamp(-self.input_limit, self.input_limit)
         return self.kernels.linear(x, self.weight, self.bias)
 
 
 @dataclass(frozen=True)
-class SideBySide:
+class UnmergedLinear:
     """Projections of one input that could not be merged: quantized differently, or not all of them."""
 
     parts: tuple[Linear, ...]
 
-    reader: ClassVar[None] = None  # several, and each its own
+    consumer: ClassVar[None] = None  # several, and each its own
 
     def __call__(self, x: Tensor) -> Tensor:
         return torch.cat([part(x) for part in self.parts], 1)
 
 
-Projection = Linear | SideBySide
+Projection = Linear | UnmergedLinear

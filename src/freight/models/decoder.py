@@ -28,7 +28,7 @@ class MLP:
 
     def __call__(self, x: Any) -> Tensor:
         """x: [num_tokens, hidden_size], as `gate_up` reads it."""
-        return self.down(self.kernels.silu_mul(self.gate_up(x), self.down.reader))
+        return self.down(self.kernels.silu_mul(self.gate_up(x), self.down.consumer))
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class DecoderLayer:
 
     def __call__(self, x: Tensor, delta: Tensor | None, batch: ForwardBatch, kv: LayerKV) -> tuple[Tensor, Tensor]:
         """The stream is x + delta, [num_tokens, hidden_size], on the way in and on the way out."""
-        x, normed = self.attention_norm(x, delta, self.attention.qkv.reader)
-        x, normed = self.mlp_norm(x, self.attention(normed, batch, kv), self.mlp.gate_up.reader)
+        x, normed = self.attention_norm(x, delta, self.attention.qkv.consumer)
+        x, normed = self.mlp_norm(x, self.attention(normed, batch, kv), self.mlp.gate_up.consumer)
         return x, self.mlp(normed)
 
 

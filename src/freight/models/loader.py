@@ -26,7 +26,7 @@ from freight.kernels.kernel_set import KernelSet
 from freight.kernels.rotary import Rotary
 from freight.layers.attention import Attention
 from freight.layers.embedding import Embedding, LogitsHead
-from freight.layers.linear import Linear, Projection, SideBySide
+from freight.layers.linear import Linear, Projection, UnmergedLinear
 from freight.layers.norm import RMSNorm
 from freight.layers.rope import build_rope
 from freight.models.architectures import ARCHITECTURES, TensorNames
@@ -137,7 +137,7 @@ class _Builder:
         biases = [self.tensor(name) for part in parts if (name := f"{prefix}{part}.bias") in self.shapes]
         if Weight.mergeable(weights):
             return self.packed(Weight.concat(weights), torch.cat(biases) if biases else None)
-        return SideBySide(tuple(map(self.packed, weights, biases or (None,) * len(weights))))
+        return UnmergedLinear(tuple(map(self.packed, weights, biases or (None,) * len(weights))))
 
     def packed(self, weight: Weight, bias: Tensor | None) -> Linear:
         return Linear(self.kernels.pack(weight), bias, self.kernels, weight.input_limit)

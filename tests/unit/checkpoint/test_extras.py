@@ -106,7 +106,7 @@ def test_what_config_says_is_checked(write_model, shape, said: dict[str, Any], s
     ("change", "says"),
     [
         ({"layers": [{"k": [1.0] * 3, "v": [1.0] * 3}]}, "1 layers; the model has 2"),
-        ({"layers": [{"k": [1.0] * 3, "v": [1.0] * 2}] * 2}, "layer 0 has 2 scales of v, the model wants 3"),
+        ({"layers": [{"k": [1.0] * 3, "v": [1.0] * 2}] * 2}, "layer 0 has 2 scales of v, the model needs 3"),
         ({"layers": [{"k": [1.0, 0.0, 1.0], "v": [1.0] * 3}] * 2}, "a scale of k is not finite and above 0"),
         ({"format": "fp8_e5m2"}, "for fp8_e5m2"),
         ({"granularity": "token"}, "token scales"),

@@ -34,7 +34,7 @@ def address(tensor: Tensor | None) -> int | None:
     return tensor.data_ptr()
 
 
-def require_room(x: Tensor) -> None:
+def check_head_dim(x: Tensor) -> None:
     """Raises KernelError for x [rows, heads, head_dim] with heads that the kernels have no room for."""
     if x.shape[2] > MAX_HEAD_DIM:
         raise KernelError(

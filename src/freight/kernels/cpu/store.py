@@ -13,7 +13,7 @@ from torch import Tensor
 from freight.fp8.quantize import format_of
 from freight.fp8.values import KVPages
 from freight.kernels.cpu.library import Library
-from freight.kernels.cpu.pages import FORMATS, address, require_room, scales_of
+from freight.kernels.cpu.pages import FORMATS, address, check_head_dim, scales_of
 from freight.kernels.kernel_set import RotateStore
 from freight.kernels.rotary import Rotary
 
@@ -42,7 +42,7 @@ def make_rotate_store(library: Library) -> RotateStore:
 
         Raises KernelError for heads that the kernels have no room for.
         """
-        require_room(qkv)
+        check_head_dim(qkv)
         rows, all_heads, head_dim = qkv.shape
         num_kv_heads = pages.k.shape[2]
         assert pages.k.shape[3] == 2 * rotary.cos.shape[1] == head_dim
