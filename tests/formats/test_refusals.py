@@ -72,7 +72,7 @@ CASES = [
         (f"{Q}.weight is stored in float32", "declares it quantized", f"list {Q} among"),
     ),
     ("torchao row", put(f"{Q}.weight", torch.zeros(192, 192)), (f"{Q}._weight_scale", "weights compressed")),
-    ("autofp8 static", declare(ignored_layers=["lm_head", Q]), (f"lists {Q} as not quantized", "remove it from the list")),
+    ("autofp8 static", declare(ignored_layers=["lm_head", Q]), (f"lists {Q} as not quantized", "remove it from")),
     ("ct of 2024", put(f"{Q}.weight_zero_point", torch.ones(1)), ("weight_zero_point is not zero",)),
     ("autofp8 static", lambda made: made.config.pop("quantization_config"), ("stored in fp8_e4m3fn", "declares no")),
     ("ct block", declare(config_groups={}), ("stored in fp8_e4m3fn", "declares no quantization of weights")),

@@ -1,4 +1,4 @@
-"""A checkpoint and its scales -> the written form: every tensor once, in the model's order, rounded as planned."""
+"""Write a checkpoint with its scales: every tensor once, in the model's order, quantized as planned."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ROUND = {
 
 
 def check_disk_space(checkpoint: Checkpoint, out: Path) -> None:
-    """Raises CapacityError unless the disk of `out` holds a copy of the checkpoint; what is written is no larger."""
+    """Raises CapacityError unless the disk of `out` has room for a copy of the checkpoint; the output is no larger."""
     require_space(out, sum(checkpoint.entry(name).size for name in checkpoint.names))
 
 
@@ -44,7 +44,7 @@ def write_quantized(
 ) -> tuple[int, int]:
     """Write `checkpoint`, which is unquantized, into the new folder `out`; (bytes of tensors before, after).
 
-    KV scales are stored as `plan.layout` has its scales, unless `kv_scale_format` is given.
+    KV scales are stored in the scale format of `plan.layout`, unless `kv_scale_format` is given.
     Raises what CheckpointWriter raises, and CheckpointError for a weight that is NaN or infinite.
     """
     scales_in = scale_format(plan.layout, model.checkpoint_format)

@@ -69,7 +69,8 @@ def read_extras(checkpoint: Checkpoint, shape: CacheShape) -> KVScales | None:
         raise CheckpointError(f"{checkpoint.path}/config.json names {named['file']!r}, which lies outside the folder")
     path = checkpoint.path / named["file"]
     way_out = (
-        "copy it from the folder that the model was written to, or remove `freight` from config.json to use one scale per layer"
+        "copy it from the folder that the model was written to, or remove `freight` from config.json to use one scale "
+        "per layer"
     )
     try:
         data = path.read_bytes()

@@ -110,7 +110,7 @@ class Checkpoint:
         return _FORMATS[dtype]
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Compare with the shapes that a model needs; reads no tensor. Raises CheckpointError listing all mismatches."""
+        """Compare with the shapes that a model needs; reads no tensor. Raises CheckpointError with all mismatches."""
         faults = [f"{name} is missing" for name in shapes if name not in self._entries]
         faults += [
             f"{name} has shape {list(self._entries[name].shape)}, config.json asks for {list(shape)}"
@@ -123,7 +123,7 @@ class Checkpoint:
     def take(self, name: str, shape: Iterable[int], format: Format | None = None) -> Tensor:
         """The tensor, mapped from its file. Raises CheckpointError if it is missing, or of another shape or format.
 
-        Without `format` any 16- or 32-bit format is accepted. FP8 must be requested: it has no meaning without its scale.
+        Without `format` any 16- or 32-bit format is accepted. FP8 must be requested: it is meaningless without a scale.
         """
         shape = tuple(shape)
         entry, stored = self.entry(name), self.format_of(name)
@@ -218,8 +218,8 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
         which = f"{name!r}" if revision is None else f"{name!r} at revision {revision!r}"
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise CheckpointError(
-            f"{which} is neither a folder nor a model that could be fetched from the Hugging Face hub; check the name and "
-            f"the connection, or give a folder ({type(error).__name__}: {reason})"
+            f"{which} is neither a folder nor a model that could be fetched from the Hugging Face hub; check the name "
+            f"and the connection, or give a folder ({type(error).__name__}: {reason})"
         ) from error
 
 
@@ -239,7 +239,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def _is_there(path: Path) -> bool:
-    """Whether a folder has an entry of this name. A dangling link counts, so that the error names its missing target."""
+    """Whether a folder has an entry of this name. A dangling link counts, so that the error names its target."""
     return path.is_symlink() or path.exists()
 
 

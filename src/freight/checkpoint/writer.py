@@ -111,7 +111,7 @@ class CheckpointWriter:
         self._pending_bytes += size
 
     def finish(self, config: Mapping[str, Any], source: Path, files: Mapping[str, bytes] | None = None) -> None:
-        """Write pending tensors, the tokenizer and the like from `source`, `files` and config.json; then publish `out`."""
+        """Write pending tensors, tokenizer and other files of `source`, `files` and config.json; then publish `out`."""
         self._flush()
         try:
             self._name_shards()
@@ -122,7 +122,7 @@ class CheckpointWriter:
             for name, content in (files or {}).items():
                 (self._folder / name).write_bytes(content)
             (self._folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-            for shard in self._folder.glob("*.safetensors"):  # safetensors makes its files readable by their owner alone
+            for shard in self._folder.glob("*.safetensors"):  # safetensors makes its files readable by the owner alone
                 shutil.copymode(self._folder / "config.json", shard)
             self._publish()
         except OSError as error:

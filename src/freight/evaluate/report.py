@@ -31,7 +31,7 @@ MEMORY = 64 * 2**20  # bytes of cache for which `tokens_in_64_mib` is given
 class CacheScore:
     """One cache over the text. `mean_kl` in nats per token and `same_top_share` are against the 16-bit cache.
 
-    `cut_off_share` of its keys and values lay beyond the range of their scales.
+    `cut_off_share` of its keys and values were clipped, as they lay beyond the range of their scales.
     """
 
     dtype: str
@@ -108,7 +108,7 @@ def compare_caches(
     max_tokens: int | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[CacheScore]:
-    """Score a cache in the compute dtype, and each of `caches` that is another one beside it, on `text`.
+    """Score on `text` a cache in the compute dtype, and every one of `caches` that differs from it.
 
     A cache is (kv_cache_dtype, kv_scales), or decided already.
 
@@ -144,7 +144,7 @@ def run_caches(
                 configs.append(config)
     length = min(window or 1024, configs[0].max_model_len)
     windows = _windows(opened, text, length, max_tokens)
-    # FP8 products are those of E4M3 caches: attention over the first computes as ever
+    # FP8 products apply to E4M3 caches only, so they do not change attention over the first cache
     with opened.threads(configs[0]):
         decoder = opened.load(replace(configs[0], fp8_attention=any(config.fp8_attention for config in configs)))
         num_blocks = -(-length // configs[0].block_size)

@@ -19,5 +19,5 @@ class RMSNorm:
     kernels: KernelSet
 
     def __call__(self, x: Tensor, delta: Tensor | None, consumer: Any = None) -> tuple[Tensor, Any]:
-        """x + delta, and its norm for `consumer` (`KernelSet`); x, delta: [rows, hidden_size]. No delta adds nothing."""
+        """x + delta (x if delta is None) and its norm, for `consumer` (`KernelSet`). x, delta: [rows, hidden_size]."""
         return self.kernels.add_rms_norm(x, delta, self.weight, self.eps, consumer)

@@ -32,7 +32,7 @@ def require_fp8(spec: Mapping[str, Any], what: str) -> None:
 
 
 def require_blocks_for_groups(kind: str, where: str) -> None:
-    """Raises CheckpointError for activation scales per group; for weights without block scales, which need other ones."""
+    """Raises CheckpointError if activations are scaled per group. Call it for weights without block scales."""
     if kind in ("group", "per_group", "block", "per_block", "PerGroup", "PerBlock"):
         raise CheckpointError(f"{where} of {kind} with weights that are not in blocks are not implemented")
 

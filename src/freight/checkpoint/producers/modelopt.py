@@ -33,7 +33,9 @@ def read_modelopt(declared: Mapping[str, Any]) -> Scheme:
 
 def _rules(declared: Mapping[str, Any]) -> list[Rule]:
     left_out = [
-        rule for key in ("exclude_modules", "ignore") for rule in patterns.rules(declared, key, patterns.wildcard_or_part)
+        rule
+        for key in ("exclude_modules", "ignore")
+        for rule in patterns.rules(declared, key, patterns.wildcard_or_part)
     ]
     algo = declared.get("quant_algo")
     if algo is None:

@@ -47,10 +47,10 @@ def make_attention(library: Library) -> Attend:
         soft_cap: float | None = None,
     ) -> Tensor:
         """q: [num_tokens, num_heads, head_dim]; returns the same. As `reference.attention`; over FP8 and bfloat16 pages
-        with the avx512 build, bfloat16 queries meet bfloat16 dot products.
+        with the avx512 build, bfloat16 queries use bfloat16 dot products.
 
-        Raises KernelError for heads that the kernels have no room for and for a context shorter than its queries,
-        CapacityError without memory for the working space.
+        Raises KernelError for a head_dim above MAX_HEAD_DIM and for a context shorter than its queries, CapacityError
+        if working memory cannot be allocated.
         """
         check_head_dim(q)
         q = q.contiguous()

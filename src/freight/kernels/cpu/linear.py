@@ -22,11 +22,11 @@ _FORMATS = {
     torch.float32: 0,
     torch.float16: 1,
     torch.bfloat16: 2,
-    torch.uint8: 3,  # E4M3FN, looked at as bytes
+    torch.uint8: 3,  # E4M3FN, viewed as bytes
 }
 _ACTIVATIONS = {Activations.PLAIN: 0, Activations.DYNAMIC: 1, Activations.STATIC: 2}
 _CACHE_LINE = 64
-_LARGE_PAGE = 2**21  # packing asks for such pages where whole ones lie in the memory
+_LARGE_PAGE = 2**21  # bytes; packing requests such pages where whole ones fit
 _LANES = 16
 
 

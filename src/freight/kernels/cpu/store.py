@@ -1,6 +1,6 @@
-"""Rotate and store (csrc/store.cpp): what lies between the projection of q, k and v and attention, in one pass.
+"""Rotate and store (csrc/store.cpp): the steps between the projection of q, k and v and attention, in one pass.
 
-The reference's bits, but where a norm of heads sums in another order; it sums as `add_rms_norm` of this build.
+Bit-identical to the reference, except that a norm of heads sums in the order of this build's `add_rms_norm`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def make_rotate_store(library: Library) -> RotateStore:
     def rotate_store(qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor, pages: KVPages) -> Tensor:
         """qkv: [rows, num_heads + 2 * num_kv_heads, head_dim]; returns q, [rows, num_heads, head_dim].
 
-        Raises KernelError for heads that the kernels have no room for.
+        Raises KernelError for a head_dim above MAX_HEAD_DIM.
         """
         check_head_dim(qkv)
         rows, all_heads, head_dim = qkv.shape

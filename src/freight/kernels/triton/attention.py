@@ -9,14 +9,15 @@ K_DOT and V_DOT are the types that the two products multiply; uint8 stands for F
 
 FP8 is decoded in registers, between the load and the product. Static scales cost nothing there: the K scale is in q
 and the V scale multiplies the output. A `token` scale is one multiplication per score and one per probability.
-What was taken off keys (`KVPages.k_center`) comes back into the scores in float32, a pair of channels after the other.
-A soft cap is applied after that, and is not there where CAPPED is false.
-Products of FP8 values run in float16, in which every FP8 value is exact; q is brought near 1 by a power of two per row
-beforehand, which the scores get back in float32. Probabilities times `token` scales need bfloat16's range.
+The constant subtracted from keys (`KVPages.k_center`) is added back to the scores in float32, one pair of channels at a
+time. A soft cap is applied after that; without CAPPED it is not compiled.
+Products of FP8 values run in float16, in which every FP8 value is exact; q is divided by a power of two per row
+beforehand, so that it is near 1, and the scores are multiplied by it in float32. Probabilities times `token` scales
+need bfloat16's range.
 
 With `--attention-compute fp8` products multiply E4M3 as it is stored, where Triton makes FP8 matrix instructions of
 that which pay (`Target.fp8_products`; `aot.py` shows them). q is rounded to E4M3 with a scale per row; probabilities,
-unless they are to be multiplied with `token` scales, times a power of two that the division by their sum takes off.
+unless they are to be multiplied with `token` scales, times a power of two that the division by their sum cancels.
 
     sm_89, sm_120   both products, prefill and decode               mma.sync e4m3
     sm_90           Q·Kᵀ, prefill; P·V would have V transposed      wgmma e4m3

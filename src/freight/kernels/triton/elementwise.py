@@ -1,6 +1,6 @@
-"""Row-wise operations: residual addition with RMSNorm, SiLU of the gate times up; for a consumer that wants it, in FP8.
+"""Row-wise operations: residual addition with RMSNorm, SiLU of the gate times up; in FP8 if the consumer takes it.
 
-float32 inside, rounded where the reference rounds.
+Computed in float32, rounded where the reference rounds.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def silu_mul_row_kernel(
 def add_rms_norm(
     target: Target, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, consumer: Weight | None = None
 ) -> tuple[Tensor, Tensor | Quantized]:
-    """`reference.add_rms_norm`; the norm is quantized if `consumer` multiplies quantized rows. x, delta: contiguous."""
+    """`reference.add_rms_norm`; the norm is quantized if `consumer` takes quantized rows. x, delta: contiguous."""
     assert x.is_contiguous()
     assert delta is None or delta.is_contiguous()
     rows, size = x.shape
@@ -81,7 +81,7 @@ WIDE = 32768  # beyond it the gates and ups of a row do not fit the registers of
 
 
 def silu_mul(target: Target, gate_up: Tensor, consumer: Weight | None = None) -> Tensor | Quantized:
-    """`reference.silu_mul`, quantized if `consumer` multiplies quantized rows. gate_up: [rows, 2 * size], contiguous."""
+    """`reference.silu_mul`, quantized if `consumer` takes quantized rows. gate_up: [rows, 2 * size], contiguous."""
     assert gate_up.is_contiguous()
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     if quantizes(consumer) and size <= WIDE:

@@ -1,7 +1,7 @@
-"""Rows as their consumer takes them: as they are, or quantized to FP8 by the kernel that computes them.
+"""Rows in the form that their consumer takes: unchanged, or quantized to FP8 by the kernel that computes them.
 
-Quantizing needs the whole row, for its largest value, so one program writes a row. That saves a launch and a pass
-over the activations before a matrix product.
+Quantizing needs the amax of the whole row, so one program writes a row. Fusing it saves a launch and a pass over the
+activations before a matrix product.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from freight.kernels.triton.formats import Target, carrier, encode, finite_amax,
 class Quantized:
     """Rows in FP8: codes [rows, size], and float32 scales [rows, 1], or [rows, groups of 128] for block scales.
 
-    `dtype` is that of the values they were made from, and of what a product with them gives.
+    `dtype` is that of the values before quantization, and of the results of products with them.
     """
 
     codes: Tensor
@@ -79,21 +79,21 @@ def quantize_kernel(
 
 
 def warps_for(block: int) -> int:
-    """So many that a thread has about 16 values."""
+    """The number of warps with which a thread has about 16 values."""
     return min(16, max(1, block // 512))
 
 
 def quantizes(consumer: Weight | None) -> TypeGuard[Weight]:
-    """Whether `consumer` multiplies quantized rows."""
+    """Whether `consumer` takes quantized rows."""
     return consumer is not None and consumer.scale is not None and consumer.activations is not Activations.PLAIN
 
 
 def allocate_output(
     target: Target, like: Tensor, size: int, consumer: Weight | None
 ) -> tuple[Tensor | Quantized, tuple[Any, ...], dict[str, Any]]:
-    """Where rows of `size`, as many as and of the type of those of `like`, are written for `consumer`.
+    """Allocate output for `consumer`: rows and dtype of `like`, width `size`; quantized if `consumer` wants that.
 
-    Also what `write_row` is told: out_ptr, scale_ptr and static_scale, and its constants with the number of warps.
+    Also returns the arguments of `write_row`: (out_ptr, scale_ptr, static_scale), and its constants with `num_warps`.
     """
     rows, device = len(like), like.device
     groups = triton.cdiv(size, BLOCK)
