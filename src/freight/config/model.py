@@ -1,6 +1,6 @@
 """ModelConfig: a model's hyperparameters, read from a config.json. Imports no torch.
 
-Every key of config.json is either used, on a list of keys that do not affect inference, or has a value that disables
+Every key of config.json is either used, on a list of keys that do not affect the model, or has a value that disables
 its feature. Any other key raises a CheckpointError that names it and its value, because ignoring it could silently
 change the output. An absent key has the default of transformers' configuration class of that model_type.
 """

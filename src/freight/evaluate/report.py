@@ -1,4 +1,4 @@
-"""What an FP8 cache costs and saves: every cache over the same text, beside the 16-bit one, in one pass.
+"""What an FP8 cache costs and saves: every cache and the 16-bit one over the same text, in one pass.
 
 The weights are loaded once: a decoder takes its cache as an argument, so each cache is a pool of its own behind the
 same model, and the distributions of one chunk are compared before the next chunk is computed.
@@ -49,7 +49,7 @@ class CacheScore:
 
 @dataclass
 class CacheRun:
-    """One cache while it is being measured, and what is known of it then. Sums are float64."""
+    """One cache, with what has been measured of it so far. Sums are float64."""
 
     config: EngineConfig
     runner: ModelRunner
@@ -110,7 +110,7 @@ def compare_caches(
 ) -> list[CacheScore]:
     """Score on `text` a cache in the compute dtype, and every one of `caches` that differs from it.
 
-    A cache is (kv_cache_dtype, kv_scales), or decided already.
+    A cache is (kv_cache_dtype, kv_scales), or a resolved KVCacheConfig.
 
     `window` is the number of tokens judged together (default: the model's context, at most 1024); of the text, the
     first `max_tokens` count.
@@ -128,7 +128,7 @@ def run_caches(
     max_tokens: int | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[CacheRun]:
-    """`compare_caches` with the model that ran, and what is known of each token."""
+    """`compare_caches`, but returns the runs, with the log-probability of each token."""
     opened = open_model(args)
     plain = replace(
         args, kv_cache_dtype="float32", kv_scales="auto", quantization_param_path=None, attention_compute="auto"

@@ -1,4 +1,4 @@
-"""Models that try KV scales: copies of a model whose keys or values have another size, or a large constant in them.
+"""Models that test KV scales: copies of a model whose keys or values are rescaled, or have a large bias.
 
 Rescaled copies compute the same function: k_proj × c with q_proj / c leaves every score as it was, for all channels or
 for one pair that rotary embedding turns; v_proj × c with o_proj / c leaves every output. A copy with a key bias, as the
