@@ -2,8 +2,8 @@
 // FP8 and BF16.
 //
 // K and V are exact. q is one BF16 number per channel, or two (high and low part, 16 bits of mantissa together) if a
-// scale multiplies it. A probability is one BF16 number, and the sum of probabilities adds the rounded ones. Sums are float32, one
-// chain in order per score and per output channel, so how many rows go through together changes no bit.
+// scale multiplies it. A probability is one BF16 number, and the sum of probabilities adds the rounded ones. Sums are
+// float32, one chain in order per score and per output channel, so how many rows go through together changes no bit.
 //
 // K tile: the stored values of 16 keys are transposed, then decoded (FP8: two 128-byte table look-ups), so that a lane
 // is a key and holds two neighbouring channels. V tile: two neighbouring keys are interleaved, then decoded: a lane is

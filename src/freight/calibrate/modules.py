@@ -52,8 +52,8 @@ def ignored_modules(
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(names of ignored modules, names of quantized modules whose group is partly ignored).
 
-    Ignored are the modules that `patterns` match, and the output head unless `lm_head` is True, which raises ConfigError
-    if the head is tied to the embedding. The second list matters to engines that merge q, k, v or gate, up: they need
+    Ignored are the modules that `patterns` match, and the output head unless `lm_head` is True. `lm_head` raises
+    ConfigError if the head is tied to the embedding. The second list matters to engines that merge q, k, v or gate, up: they need
     one scheme for the whole group. Raises ConfigError for a pattern that matches no module.
     """
     layers = layer_modules(config)

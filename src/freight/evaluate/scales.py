@@ -1,4 +1,4 @@
-"""The effect of KV scales and centers on a model and variants of it, with every kind of scale: the table of numerics.md.
+"""The effect of every kind of KV scale, and of centers, on a model and variants of it: the table of numerics.md.
 
     python -m freight.evaluate.scales [MODEL] [--data FILE] [--calibration-data FILE] [--tokens N]
 

@@ -15,9 +15,10 @@ Products of FP8 values run in float16, in which every FP8 value is exact; q is d
 beforehand, so that it is near 1, and the scores are multiplied by it in float32. Probabilities times `token` scales
 need bfloat16's range.
 
-With `--attention-compute fp8` products multiply E4M3 as it is stored, where Triton makes FP8 matrix instructions of
-them that are faster (`Target.fp8_products`; `aot.py` shows them). q is rounded to E4M3 with a scale per row; probabilities,
-unless they are to be multiplied with `token` scales, times a power of two that the division by their sum cancels.
+With `--attention-compute fp8` products multiply E4M3 as it is stored, where Triton compiles that to
+faster FP8 matrix instructions (`Target.fp8_products`; `aot.py` shows them). q is rounded to E4M3 with a scale per row.
+Probabilities, unless `token` scales multiply them, are rounded to E4M3 after multiplication by a power of two, which
+the division by their sum cancels.
 
     sm_89, sm_120   both products, prefill and decode               mma.sync e4m3
     sm_90           Q·Kᵀ, prefill; P·V would need V transposed      wgmma e4m3
@@ -118,7 +119,7 @@ def _hide(scores, key, position, window, WINDOWED: tl.constexpr):
 def _add_center(
     scores, center_ptr, place, live, cos_ptr, sin_ptr, pairs_ptr, num_pairs, head, key, DIM: tl.constexpr,
 ):  # fmt: skip
-    """scores [M, N] plus the contribution of the keys' center. `place` [M] has each row's first factor, `key` [N] positions.
+    """scores [M, N] plus that of the keys' center. `place` [M] has each row's first factor, `key` [N] positions.
 
     Layouts: angles [positions / 64, DIM / 2, 64]; pairs [HEADS, num_pairs]; factors of cosines, then of sines.
     """

@@ -1,4 +1,4 @@
-"""FP8 on a GPU: encoding and decoding, by conversion instructions where the hardware has them, else with integer arithmetic.
+"""FP8 on a GPU: encoding and decoding, by conversion instructions where the hardware has them, else by bits.
 
 `encode_bits` and `decode_bits` use integer arithmetic and one exact float32 addition or float16 multiplication, so
 every format runs on every GPU, and gives the bytes of `fp8/quantize.py`: to nearest, ties to even, saturating, NaN
@@ -25,7 +25,7 @@ from freight.kernels.reference import Fp8Products
 
 @dataclass(frozen=True)
 class Target:
-    """The GPU that kernels are specialized for. `arch` is 80, 90, … on NVIDIA (`cuda`); on AMD (`hip`) it is 'gfx942' and the like.
+    """The GPU that kernels are specialized for. `arch` is 80, 90, … on NVIDIA (`cuda`), 'gfx942' etc. on AMD (`hip`).
 
     `units` is the number of multiprocessors.
     """
