@@ -168,7 +168,7 @@ class Tokenizer:
         conversation = to_template_messages(messages)
         for name in _OURS:
             if name in template_values:
-                raise RequestError(f"{name} is not an option of the chat template; what chat gives is always token ids")
+                raise RequestError(f"{name} is not an option of the chat template; the result is always token ids")
         from jinja2 import TemplateError
 
         renderer = self._renderer

@@ -53,8 +53,8 @@ def ignored_modules(
     """(names of ignored modules, names of quantized modules whose group is partly ignored).
 
     Ignored are the modules that `patterns` match, and the output head unless `lm_head` is True. `lm_head` raises
-    ConfigError if the head is tied to the embedding. The second list matters to engines that merge q, k, v or gate, up: they need
-    one scheme for the whole group. Raises ConfigError for a pattern that matches no module.
+    ConfigError if the head is tied to the embedding. The second list matters to engines that merge q, k, v or gate, up:
+    they need one scheme for the whole group. Raises ConfigError for a pattern that matches no module.
     """
     layers = layer_modules(config)
     head = head_module(config)
