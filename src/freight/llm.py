@@ -205,7 +205,7 @@ class LLM:
             if clipped > CLIPPED_SHARE * stored:
                 logger.warning(
                     "%.1f %% of the keys and values lay beyond the range of their scales and were clipped: these "
-                    "scales do not fit this model and text; --kv-scales dynamic measures them as it goes",
+                    "scales do not fit this model and text; --kv-scales dynamic measures them per token",
                     100 * clipped / stored,
                 )
 

@@ -135,7 +135,9 @@ def _check_layout(plan: QuantizePlan) -> None:
 
 def _check_nothing_is_idle(args: QuantizeArgs, plan: QuantizePlan) -> None:
     if args.kv_granularity is not None and plan.kv_granularity is None:
-        raise ConfigError(f"--kv-granularity {args.kv_granularity} changes nothing with --kv-cache none; add --kv-cache fp8")
+        raise ConfigError(
+            f"--kv-granularity {args.kv_granularity} changes nothing with --kv-cache none; add --kv-cache fp8"
+        )
     if args.center and plan.kv_granularity is None:
         raise ConfigError("--center changes nothing with --kv-cache none; add --kv-cache fp8")
     if args.lm_head and plan.weights is WeightScheme.NONE:
