@@ -8,9 +8,8 @@
     model.save_quantized(OUT)
 
 The output has AutoFP8's own layout. The scales are those of `freight quantize`: observed on the unquantized model,
-keys after rotary embedding. AutoFP8's are less exact, because it
-observed a model whose earlier layers were already quantized. Padding that an attention mask marks is not observed,
-unlike in AutoFP8.
+keys after rotary embedding. AutoFP8's are less exact, because it observed a model whose earlier layers were already
+quantized. Padding that an attention mask marks is not observed, unlike in AutoFP8.
 """
 
 from __future__ import annotations

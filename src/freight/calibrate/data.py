@@ -2,8 +2,8 @@
 
 A file that ends in .jsonl has one sample per line: an object with `text`, with `messages` (through the model's chat
 template), or with `input_ids`, which need no tokenizer. Any other file is one text, cut into samples of
-`max_seq_len` tokens. Files are UTF-8, with or without a byte order mark. Texts get the model's special tokens
-(BOS), as at inference.
+`max_seq_len` tokens. Files are UTF-8, with or without a byte order mark. Texts get the model's special tokens (BOS), as
+at inference.
 """
 
 from __future__ import annotations

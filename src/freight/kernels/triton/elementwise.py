@@ -12,7 +12,7 @@ from torch import Tensor
 
 from freight.fp8.values import Weight
 from freight.kernels.triton.formats import Target
-from freight.kernels.triton.rows import Quantized, quantize, quantizes, allocate_output, this_row, write_row
+from freight.kernels.triton.rows import Quantized, allocate_output, quantize, quantizes, this_row, write_row
 
 
 @triton.jit
