@@ -2,8 +2,9 @@
 
 Everything is written into a hidden folder, config.json last. Where the output does not exist, that folder lies beside
 it and is renamed when it is complete. An empty folder that exists may be a mount point or a link, which no rename
-replaces, so the hidden folder lies inside of it and its files move up in the end, config.json last. An
-error, Ctrl-C or a full disk removes all of it. After SIGKILL files remain, which nothing loads without a config.json. Tensors go into shards in the order they are added, so memory holds one shard.
+replaces, so the hidden folder lies inside of it and its files move up in the end, config.json last. An error, Ctrl-C or
+a full disk removes all of it. After SIGKILL files remain, which nothing loads without a config.json. Tensors go into
+shards in the order they are added, so memory holds one shard.
 """
 
 from __future__ import annotations

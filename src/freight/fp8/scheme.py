@@ -105,8 +105,8 @@ class Scheme:
     `method` is the producer's name ('compressed-tensors', 'fp8', 'modelopt', …) or None for an unquantized model;
     `weight_format` is FP8 when Linear weights are declared quantized, and `rules` say which and how, the first that
     matches; `kv_format` is FP8 when an FP8 KV cache is declared; `kv_static` is True when the checkpoint must
-    have static KV scales, and False for ModelOpt's cast mode, which stores none. `unused` are tensors that the producer writes and that
-    Freight does not need: (pattern of `*` and `?`, reason). `description` is one line for the user.
+    have static KV scales, and False for ModelOpt's cast mode, which stores none. `unused` are tensors that the producer
+    writes and that Freight does not need: (pattern of `*` and `?`, reason). `description` is one line for the user.
     """
 
     method: str | None = None
