@@ -69,7 +69,7 @@ CASES = [
     (
         "autofp8 static",
         put(f"{Q}.weight", torch.zeros(192, 192)),
-        (f"{Q}.weight is stored in float32", "declares it quantized", f"list {Q} among"),
+        (f"{Q}.weight is stored in float32", "declares it quantized", f"list {Q} as ignored"),
     ),
     ("torchao row", put(f"{Q}.weight", torch.zeros(192, 192)), (f"{Q}._weight_scale", "weights compressed")),
     ("autofp8 static", declare(ignored_layers=["lm_head", Q]), (f"lists {Q} as not quantized", "remove it from")),

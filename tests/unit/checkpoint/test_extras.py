@@ -84,7 +84,7 @@ def test_a_changed_file_is_refused(write_model, shape):
 def test_a_missing_file_is_refused(write_model, shape, tmp_path: Path):
     opened = write_model(scales(Granularity.HEAD, 3))
     (tmp_path / FILE).unlink()
-    with pytest.raises(CheckpointError, match=r"cannot be read.*take `freight` out of config.json"):
+    with pytest.raises(CheckpointError, match=r"cannot be read.*remove `freight` from config.json"):
         read_kv_scales(opened, shape)
 
 
