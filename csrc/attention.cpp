@@ -1,7 +1,7 @@
-// Attention over the pages of the KV cache: what is computed together, and how results of cut sequences are merged.
+// Attention over the pages of the KV cache: how work is cut into tasks, and how results of cut sequences are merged.
 //
-// Work is cut into tasks by rows, KV heads and key splits. Where the cuts lie depends on the load and the threads; what
-// a row's numbers are does not (attention_task.h). Few rows take all KV heads, because a token's heads are neighbours
+// Work is cut into tasks by rows, KV heads and key splits. The cuts depend on the load and the threads; the
+// bits of a row do not (attention_task.h). Few rows take all KV heads, because a token's heads are neighbours
 // in memory; many rows take one, so that a decoded tile serves many rows.
 #include "attention.h"
 
@@ -133,7 +133,7 @@ void attend_pages(const FreightAttention& a) {
   attend<Float32Tiles<F>>(a);
 }
 
-// A row before the first key sees nothing, and a softmax over nothing is not defined.
+// A row before the first key would have no key to attend to.
 bool contexts_hold_queries(const FreightAttention& a) {
   for (int s = 0; s < a.num_seqs; s++)
     if (a.context_lens[s] < a.query_starts[s + 1] - a.query_starts[s]) return false;

@@ -19,7 +19,7 @@ struct FreightAttention {
   const int32_t* query_starts;  // [num_seqs + 1]
   const int32_t* context_lens;  // [num_seqs]
   const int32_t* block_tables;  // [num_seqs, max_blocks]
-  // What was taken off keys before their rotary embedding (src/freight/fp8/values.py, KeyCenter); unused without pairs.
+  // Subtracted from keys before their rotary embedding (src/freight/fp8/values.py, KeyCenter); unused without pairs.
   const int32_t* center_pairs;          // [num_kv_heads, center_size]: channels i, with i + head_dim / 2
   const float* center_parts;            // [2, num_kv_heads, center_size]
   const float *center_cos, *center_sin;  // [positions / 64, head_dim / 2, 64]
@@ -27,7 +27,7 @@ struct FreightAttention {
   int32_t q_type, kv_format, scales;
   int32_t num_seqs, max_blocks, num_heads, num_kv_heads, head_dim, block_size;
   int32_t window;               // 0: none
-  int32_t center_size;          // pairs per KV head; 0: keys are as they were
+  int32_t center_size;          // pairs per KV head; 0: keys are not centered
   float softmax_scale;
   float soft_cap;               // a score s becomes soft_cap * tanh(s / soft_cap); 0: it stays s
   int32_t threads;
@@ -45,7 +45,7 @@ struct FreightStore {
   const int64_t *positions, *slots;     // [rows]; a negative slot stores nothing
   const float *cos, *sin;               // [max_positions, head_dim / 2]
   const void *q_norm, *k_norm;          // [head_dim] of type: RMSNorm of each head before all else; null: none
-  const float *k_center, *v_center;     // [num_kv_heads, head_dim]: taken off, keys before rotation; null: nothing
+  const float *k_center, *v_center;     // [num_kv_heads, head_dim]: subtracted, from keys before rotation; null: none
   int64_t* counters;                    // [2], added to: NaNs, and values beyond their scale's range
   int64_t rows;
   int32_t num_heads, num_kv_heads, head_dim;  // head_dim: even

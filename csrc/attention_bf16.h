@@ -1,9 +1,9 @@
 // Attention's tile products by BF16 dot products (AVX-512), for BF16 queries over pages whose values are exact in BF16:
 // FP8 and BF16.
 //
-// K and V are exact. q is one BF16 number a channel, or two (high and low part, 16 bits of mantissa together) when a
-// scale multiplies it; a probability is one, and the sum of probabilities adds up what was used. Sums are float32, one
-// chain in order per score and per output channel, so how many rows go through together changes no bit.
+// K and V are exact. q is one BF16 number per channel, or two (high and low part, 16 bits of mantissa together) if a
+// scale multiplies it. A probability is one BF16 number, and the sum of probabilities adds the rounded ones. Sums are
+// float32, one chain in order per score and per output channel, so how many rows go through together changes no bit.
 //
 // K tile: the stored values of 16 keys are transposed, then decoded (FP8: two 128-byte table look-ups), so that a lane
 // is a key and holds two neighbouring channels. V tile: two neighbouring keys are interleaved, then decoded: a lane is
@@ -144,7 +144,7 @@ struct Bf16Tiles {
       }
   }
 
-  // Stored values in such an order that interleaving them with another key's brings the channels out in theirs.
+  // Stored values, permuted so that interleaving them with another key's restores the order of channels.
   __m512i load_spread(const uint8_t* row, int channel) const {
     if (channel >= head_dim) return _mm512_setzero_si512();
     const __m512i of_fp8 = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
@@ -208,7 +208,7 @@ struct Bf16Tiles {
       for (int i = 0; i < 4; i++) _mm512_storeu_ps(out + r * kKeyTile + 16 * i, sum[r][i]);
   }
 
-  // Keep W probabilities of a row, times their V scales if there are some; returns what counts for their sum.
+  // Store W probabilities of a row, times their V scales if there are any; returns the summands of their sum.
   VF put_p(float* packed, int row, int key, VF p, const float* scale) const {
     const __m256bh one = _mm512_cvtneps_pbh((__m512)(scale ? p * load(scale + key) : p));
     _mm256_storeu_si256((__m256i*)((uint16_t*)packed + row * kKeyTile + key), (__m256i)one);

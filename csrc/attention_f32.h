@@ -1,6 +1,6 @@
 // Attention's tile products in float32, for every instruction set and every stored format.
 //
-// A key tile is decoded once into floats: K transposed, so that a lane is a key, and V as it lies, so that a lane is a
+// A key tile is decoded once into floats: K transposed, so that a lane is a key, and V as stored, so that a lane is a
 // channel. Every score and every output channel is one chain of additions in order: how many rows go through together
 // changes no bit.
 #pragma once
@@ -138,7 +138,7 @@ struct Float32Tiles {
     }
   }
 
-  // Keep W probabilities of a row, times their V scales if there are some; returns what counts for their sum.
+  // Store W probabilities of a row, times their V scales if there are any; returns the summands of their sum.
   VF put_p(float* packed, int row, int key, VF p, const float* scale) const {
     store(packed + row * kKeyTile + key, scale ? p * load(scale + key) : p);
     return p;

@@ -2,8 +2,8 @@
 //
 // Keys are walked in tiles of 64 at absolute positions, with an online softmax (Milakov and Gimelshein 2018) in base 2.
 // Every 1024 keys the running softmax is closed and merged into the row's result, in order: so a long sequence can be
-// cut there and its parts computed by different threads (Dao et al. 2023, "Flash-Decoding") without another bit. A tile
-// or split that a row does not see leaves that row's numbers as they were.
+// cut there and its parts computed by different threads (Dao et al. 2023, "Flash-Decoding") with the same bits. A tile
+// or split that a row does not see leaves that row's state unchanged.
 //
 // `Tiles` (attention_bf16.h, attention_f32.h) does the arithmetic of a tile: it packs K and V, calling `between` after
 // every 16 keys, and multiplies q with K and the probabilities with V. Rows of a task are numbered by position, then by
@@ -31,7 +31,7 @@ struct Task {
   int64_t partial = -1;     // where its partial results lie; -1: it sees all keys of its rows and finishes them
 };
 
-// What is known of a row after some of its keys. Beside it lies `out`, the sum of 2 ** (score - best) * v.
+// The softmax state of a row after some of its keys. Beside it lies `out`, the sum of 2 ** (score - best) * v.
 struct Partial {
   float best = -kInfinity;  // the largest score, in base 2
   float total = 0.0f;       // the sum of 2 ** (score - best)
@@ -166,12 +166,12 @@ class Worker {
 
   float* center_of(int state) const { return center + static_cast<size_t>(state) * a.center_size * 2; }
 
-  // What multiplies a product of q and k to make it a score: in base 2, or as `soften` takes it.
+  // The factor from a product of q and k to a score: in base 2, or as `soften` takes it.
   float coefficient() const {
     return a.softmax_scale * (a.soft_cap > 0.0f ? 2.0f / a.soft_cap : 1.0f) * 1.44269504088896341f;
   }
 
-  // What multiplies the cosine and the sine of each centered pair in the scores of a row.
+  // The factors of the cosine and the sine of each centered pair in the scores of a row.
   void read_center(const float* q, int kv_head, float* to) const {
     const int64_t first = static_cast<int64_t>(kv_head) * a.center_size;
     const float *b1 = a.center_parts + first, *b2 = b1 + static_cast<int64_t>(a.num_kv_heads) * a.center_size;
@@ -184,7 +184,7 @@ class Worker {
     }
   }
 
-  // scores += what the keys' center adds to them. s: the scores of one state with the 64 keys of a tile.
+  // scores += the contribution of the keys' center. s: the scores of one state with the 64 keys of a tile.
   void add_center(const Tile& tile, int state, VF* s) const {
     const int half = a.head_dim / 2;
     const int32_t* pairs = a.center_pairs + static_cast<int64_t>(task.head + state / rows) * a.center_size;
@@ -236,8 +236,8 @@ class Worker {
     }
   }
 
-  // Ask for a few more cache lines of the next tile: whole tokens, K first, as they lie in memory. Called all along the
-  // work on this tile, because a core waits for few lines at a time and stands still when asked for more.
+  // Prefetch a few more cache lines of the next tile: whole tokens, K first, in memory order. Called all along the work
+  // on this tile, because a core has few outstanding misses at a time and stalls on more.
   void prefetch() {
     if (!next) return;
     const size_t first = static_cast<size_t>(task.head) * a.head_dim * bytes_of(Tiles::format);
@@ -275,7 +275,7 @@ class Worker {
     }
   }
 
-  // What multiplies the scores, and the probabilities.
+  // The factors of the scores, and of the probabilities.
   void read_scales(const Tile& tile, int head) {
     const float factor = coefficient() * (call.k_factor.empty() ? 1.0f : call.k_factor[head]);
     std::fill(k_scale, k_scale + kKeyTile, factor);
@@ -329,7 +329,7 @@ class Worker {
     tiles.template accumulate<ROWS>(p, v, decay, out + static_cast<size_t>(h * rows + row) * tiles.value_dim);
   }
 
-  // Scores -> probabilities, the `place`-th in p, against the largest score so far; returns what multiplies older sums.
+  // Scores -> probabilities, the `place`-th in p, against the largest score so far; returns the factor of older sums.
   float softmax(const Tile& tile, int state, int row, int place, const float* scores) {
     constexpr int parts = kKeyTile / W;
     Running& so_far = running[state];

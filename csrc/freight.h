@@ -2,7 +2,7 @@
 //
 // Plain functions on raw pointers; every array is contiguous and row-major unless its comment says otherwise. Nothing
 // here allocates what it returns, throws, or keeps a pointer beyond the call. `threads` is how many threads may work.
-// What computes returns a FreightStatus; its output is undefined unless that is FREIGHT_OK.
+// Functions that compute return a FreightStatus; their output is undefined unless that is FREIGHT_OK.
 // Attention and the KV cache have their own header, attention.h.
 #pragma once
 #include <cstdint>
@@ -35,8 +35,8 @@ enum FreightFormat : int32_t {
 typedef void (*FreightGompParallel)(void (*body)(void*), void* data, unsigned threads, unsigned flags);
 FREIGHT_API void freight_init(FreightGompParallel gomp_parallel);
 
-// How weights are prefetched: 0: into all caches; 1: past them (non-temporal); -1: as this processor is fastest, which
-// is the default. Changes no result. Returns 0 or 1, what holds from now on.
+// How weights are prefetched: 0: into all caches; 1: past them (non-temporal); -1, the default: whichever is
+// faster on this processor. Changes no result. Returns 0 or 1, the setting that is now in effect.
 FREIGHT_API int32_t freight_set_prefetch(int32_t non_temporal);
 
 // A packed weight [out_features, in_features]. The layout of `data` belongs to the build that packed it (packed.h).

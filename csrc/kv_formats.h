@@ -22,7 +22,7 @@ constexpr float fp8_max(FreightFormat fp8) {
   return fp8 == FREIGHT_E5M2 ? 57344.0f : fp8 == FREIGHT_E4M3FN ? 448.0f : 240.0f;
 }
 
-// Half a step above the largest value: what is larger does not round to it, but is cut off.
+// Half a step above the largest value: larger magnitudes do not round to it; they are clipped.
 constexpr float fp8_overflow(FreightFormat fp8) {
   return fp8 == FREIGHT_E5M2 ? 61440.0f : fp8 == FREIGHT_E4M3FN ? 464.0f : 248.0f;
 }

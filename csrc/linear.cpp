@@ -22,7 +22,7 @@ constexpr int64_t kStageRows = 516;  // rows staged at once: what all cores read
 constexpr int64_t kPrefetch = 8192;  // bytes ahead in the streams of weights together, and so into the next task's
 
 // Intel's cores wait for lines that were prefetched past the caches: decoding FP8 takes up to 1.9 times as long there. On
-// AMD's it takes 3 % less, as weights that stream by push nothing else out. Others are taken to be like Intel's.
+// AMD's it takes 3 % less, because weights, which are read once, evict nothing. Others are treated like Intel's.
 bool prefers_non_temporal() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
@@ -34,7 +34,7 @@ bool prefers_non_temporal() {
 
 std::atomic<bool> non_temporal{prefers_non_temporal()};
 
-// A decoder whose weights are prefetched into the caches, or past them; the instruction has that in its code.
+// A decoder whose weights are prefetched into the caches, or past them; that is a constant of the instruction.
 template <class D, bool NonTemporal>
 struct Streamed : D {
   static void prefetch(const void* at) { __builtin_prefetch(at, 0, NonTemporal ? 0 : 3); }

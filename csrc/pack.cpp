@@ -25,7 +25,7 @@ void ask_for_large_pages(void* memory, int64_t bytes) {
 #endif
 }
 
-// The weights that have been packed were freed, and the heap would keep their pages.
+// The unpacked weights have been freed, but the heap would keep their pages.
 void give_back_freed_memory() {
 #ifdef __GLIBC__
   malloc_trim(0);

@@ -5,8 +5,8 @@
 // stream of memory, and each of 16 lanes sums one output over its inputs in order: no horizontal sum, and the same order
 // whatever the number of rows of x. (Few streams of whole pairs of cache lines read a third faster than eight of single
 // lines.) Within a unit values lie as [inputs][16], with two exceptions (`unit_index`): AVX-512 takes pairs (`Pair`), so
-// bfloat16 as [16][2] and E4M3 so that one look-up serves two registers of 16 x 2; the portable E4M3 lies as its
-// decoding wants it.
+// bfloat16 as [16][2] and E4M3 so that one look-up serves two registers of 16 x 2; the portable E4M3 lies in
+// the order that its decoder needs.
 //
 // `Single` multiplies float32 by float32, one input a step. `Pair` takes two bfloat16 inputs a step (vdpbf16ps), which is
 // exact in its products. A decoder D makes D::steps operands of a unit, for its arithmetic D::Math, D::at_once of them

@@ -1,9 +1,9 @@
-// parallel_for: numbered tasks, shared out among threads.
+// parallel_for: numbered tasks, distributed over threads.
 //
 // Each thread starts on a range of its own and goes through it in order, so that what its tasks read can be one stream
-// of memory; who has done all takes from the ends of the others' ranges. Which thread takes which task is open, so a task
-// must compute the same bits wherever it runs, and may not depend on how many threads there are. Threads come from the
-// OpenMP runtime given to freight_init, else from a pool of our own. A task may throw std::bad_alloc.
+// of memory; one that has finished steals from the ends of other ranges. Which thread runs which task is undetermined,
+// so a task must compute the same bits wherever it runs, and may not depend on the number of threads. Threads come from
+// the OpenMP runtime given to freight_init, else from a pool of our own. A task may throw std::bad_alloc.
 #pragma once
 #include <atomic>
 #include <cstdint>

@@ -12,7 +12,7 @@ namespace freight {
 constexpr int kLanes = 16;
 constexpr int64_t kShare = 32768;  // elements that are worth a second thread
 
-// Only large inputs are shared out among threads: the rows of a decode step are done before a thread has woken.
+// Only large inputs are distributed over threads: waking one takes longer than the rows of a decode step.
 inline int threads_for(int64_t elements, int threads) {
   return static_cast<int>(std::min<int64_t>(threads, elements / kShare + 1));
 }

@@ -1,7 +1,7 @@
 // V16: sixteen float32 lanes, the same operations for every instruction set, and the decoding of stored formats.
 //
 // AVX-512: one register; AVX2: two; portable: four vectors of four, which compilers map to SSE2 or NEON.
-// `madd` is fused where the build has FMA (then always, never at the compiler's whim: contraction is off).
+// `madd` is fused where the build has FMA (then always, as the compiler's own contraction is off).
 // Decoding is exact, subnormals included, and NaN stays NaN.
 #pragma once
 #include <cstdint>

@@ -1,4 +1,4 @@
-// The border between C++ and the C interface: no exception crosses it, nor the border of a parallel region.
+// The boundary between C++ and the C interface: no exception crosses it, nor that of a parallel region.
 //
 // Working memory is allocated where it is needed, so std::bad_alloc can be thrown anywhere below an exported function;
 // parallel_for carries it from a worker to the calling thread.
@@ -8,7 +8,7 @@
 
 #include "freight.h"
 
-// Run body(); returns FREIGHT_OK, or what its exception stands for.
+// Run body(); returns FREIGHT_OK, or the status of its exception.
 template <class Body>
 int32_t status_of(const Body& body) noexcept {
   try {

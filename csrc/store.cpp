@@ -2,7 +2,7 @@
 //
 // The same bits as kernels/reference.py `rotate_store`: each step rounds to the type of the projection; then divided by
 // the scale in float32, clamped, rounded to nearest, ties to even; NaN stays NaN. A `token` scale is amax / max of the
-// finite values, rounded to bfloat16. NaNs are counted, and what was cut off because it lies beyond its scale's range.
+// finite values, rounded to bfloat16. NaNs are counted, and values clipped to the range of their scale.
 #include <atomic>
 
 #include "attention.h"

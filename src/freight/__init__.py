@@ -1,4 +1,4 @@
-"""Freight: run, quantize and serve large language models with an FP8 KV cache.
+"""Freight: run and quantize large language models with an FP8 KV cache.
 
 The names listed in `__all__` are public; everything else may change. They are loaded at first use (PEP 562), so that
 `import freight`, and with it the command line, costs nothing and loads no torch.

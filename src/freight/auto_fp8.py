@@ -1,4 +1,4 @@
-"""AutoFP8's names over Freight's quantizer: a script that used `auto_fp8` runs with its import changed.
+"""AutoFP8's interface to Freight's quantizer: a script that used `auto_fp8` runs with its import changed.
 
     from freight.auto_fp8 import AutoFP8ForCausalLM, BaseQuantizeConfig
 
@@ -7,9 +7,9 @@
     model.quantize([])
     model.save_quantized(OUT)
 
-What is written is AutoFP8's own form. The scales are those of `freight quantize`: observed on the unquantized model,
-keys after rotary embedding. AutoFP8's are looser, as it fed what it had already rounded to the layers after. Padding
-that an attention mask marks is left out; AutoFP8 observed it.
+The output has AutoFP8's own layout. The scales are those of `freight quantize`: observed on the unquantized model,
+keys after rotary embedding. AutoFP8's are less exact, because it observed a model whose earlier layers were already
+quantized. Padding that an attention mask marks is not observed, unlike in AutoFP8.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import Any
 
 from freight.calibrate.modules import ignored_modules, layer_modules
 from freight.calibrate.quantize import NOTHING_CALIBRATED, Unquantized, load_samples, open_unquantized, write
-from freight.calibrate.write import require_room
+from freight.calibrate.write import check_disk_space
 from freight.checkpoint.writer import require_new
 from freight.config.quantize import QuantizeArgs, plan
 from freight.errors import ConfigError
 from freight.fp8.plan import ActivationScheme, Layout
 
-_PASSED_OVER = frozenset(  # options of from_pretrained that say how transformers loads, which does not happen here
+_PASSED_OVER = frozenset(  # options of from_pretrained about loading by transformers, which is not used here
     """
     torch_dtype dtype device_map trust_remote_code low_cpu_mem_usage attn_implementation use_safetensors cache_dir
     force_download resume_download proxies local_files_only use_auth_token token subfolder _commit_hash
@@ -116,7 +116,7 @@ class AutoFP8ForCausalLM:
             raise ConfigError("call quantize(calibration_tokens) before save_quantized")
         out = Path(save_dir)
         require_new(out)
-        require_room(self._opened.checkpoint, out)
+        check_disk_space(self._opened.checkpoint, out)
         write(self._opened, self._plan, self._ignored, self._torn, self._calibration, out)
 
     def _kv_layers(self, targets: Iterable[str]) -> list[str]:

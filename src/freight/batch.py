@@ -1,4 +1,4 @@
-"""ForwardBatch: all that one forward pass is told. Frozen; models and layers get it as an argument, never a global."""
+"""ForwardBatch: the inputs of one forward pass. Frozen; passed to models and layers as an argument, never a global."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ Guarantees: free memory never exceeds what the kernel would give this process. O
 MemAvailable and of what every control group above the process still allows (v1 and v2; page cache that the kernel
 can drop, `inactive_file`, does not count as used). Cores are those that the affinity mask and the CPU quota leave.
 Reads files only, under a `root` that tests replace; torch is loaded when `probe` is called and not before, so that
-whoever needs only the values stays light.
+importing the values alone stays cheap.
 """
 
 from __future__ import annotations

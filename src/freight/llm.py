@@ -27,7 +27,7 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
 Accepted = tuple[AcceptedPrompt, SamplingParams]
 
-CUT_OFF_SHARE = 1e-3  # of the keys and values of a run: what calibrated scales cut off on other text stays well below
+CLIPPED_SHARE = 1e-3  # of the keys and values of a run; what calibrated scales clip on other text stays well below
 
 logger = logging.getLogger("freight")
 
@@ -190,23 +190,23 @@ class LLM:
 
     @contextmanager
     def _cache_watched(self) -> Iterator[None]:
-        """Say of a run, however it ends, that NaNs were stored in the cache, or that its scales cut off too much."""
+        """Warn after a run, however it ends, if NaNs were stored in the cache or its scales clipped too many values."""
         pool = self.engine.runner.pool
         before, tokens_before = pool.counters(), self.engine.num_computed_tokens
         try:
             yield
         finally:
-            nans, cut_off = (now - then for now, then in zip(pool.counters(), before, strict=True))
+            nans, clipped = (now - then for now, then in zip(pool.counters(), before, strict=True))
             stored = (self.engine.num_computed_tokens - tokens_before) * pool.values_per_token
             if nans:
                 logger.warning(
                     "%d NaN were stored in the KV cache: the model computes NaN, its output means nothing", nans
                 )
-            if cut_off > CUT_OFF_SHARE * stored:
+            if clipped > CLIPPED_SHARE * stored:
                 logger.warning(
-                    "%.1f %% of the keys and values lay beyond the range of their scales and were cut off: these "
-                    "scales do not fit this model and text; --kv-scales dynamic measures them as it goes",
-                    100 * cut_off / stored,
+                    "%.1f %% of the keys and values lay beyond the range of their scales and were clipped: these "
+                    "scales do not fit this model and text; --kv-scales dynamic measures them per token",
+                    100 * clipped / stored,
                 )
 
 
@@ -277,7 +277,7 @@ def _stderr_console() -> Any:
 
 
 def _log_to_stderr() -> None:
-    """What start-up decides is said even where the program has not set up logging."""
+    """Log start-up decisions to stderr unless the program has set up logging."""
     if not logger.handlers and not logging.getLogger().handlers:
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(logging.Formatter("freight: %(message)s"))

@@ -109,7 +109,7 @@ class Tokenizer:
             raise CheckpointError(f"{error}; {way_out}") from error.__cause__
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, with the tokens that the model wants around a text (BOS) unless told otherwise.
+        """Token ids of `text`, with the special tokens that the model wants around a text (BOS), unless disabled.
 
         Raises RequestError for text that is not Unicode (a lone surrogate) or that the vocabulary has no tokens for.
         """
@@ -168,7 +168,7 @@ class Tokenizer:
         conversation = to_template_messages(messages)
         for name in _OURS:
             if name in template_values:
-                raise RequestError(f"{name} is not an option of the chat template; what chat gives is always token ids")
+                raise RequestError(f"{name} is not an option of the chat template; the result is always token ids")
         from jinja2 import TemplateError
 
         renderer = self._renderer
@@ -181,8 +181,8 @@ class Tokenizer:
                 **{**self._special_tokens, **template_values},
             )
         except Exception as error:  # a template is a program, and raises what it likes
-            said = str(error) if isinstance(error, TemplateError | ValueError) else repr(error)
-            raise RequestError(f"the model's chat template refuses these messages: {said}") from error
+            reason = str(error) if isinstance(error, TemplateError | ValueError) else repr(error)
+            raise RequestError(f"the model's chat template refuses these messages: {reason}") from error
         return self.encode(text, add_special_tokens=False)
 
     @cached_property
@@ -286,12 +286,12 @@ def _compare_bos(backend: Backend, config: Mapping[str, Any], special_tokens: Ma
     except Exception:  # a vocabulary without "a" and without a token for the unknown
         return
     for option, name, index in (("add_bos_token", "bos_token", 0), ("add_eos_token", "eos_token", -1)):
-        if name in special_tokens and isinstance(said := config.get(option), bool):
+        if name in special_tokens and isinstance(declared := config.get(option), bool):
             added = around[index : index + 1 or None] == [backend.token_to_id(special_tokens[name])]
-            if added != said:
+            if added != declared:
                 logger.warning(
                     "%s: tokenizer_config.json says %s %s, tokenizer.json %s; Freight follows tokenizer.json",
-                    *(path, option, str(said).lower(), f"adds {special_tokens[name]}" if added else "adds none"),
+                    *(path, option, str(declared).lower(), f"adds {special_tokens[name]}" if added else "adds none"),
                 )
 
 

@@ -119,7 +119,7 @@ class TestScales:
     @pytest.mark.parametrize(
         ("factors", "model_type", "says"),
         [
-            ({"rank0": {"0": 0.1, "1": 0.1}}, "llama", ("'rank0' is no rank number", "'0'")),
+            ({"rank0": {"0": 0.1, "1": 0.1}}, "llama", ("'rank0' is not a rank number", "'0'")),
             ({"0": {"0": 0.1, "1": 0.1}, "1": {"0": 0.1, "1": 0.1}}, "llama", ("2 ranks", "one device")),
             ({"1": {"0": 0.1, "1": 0.1}}, "llama", ("one rank, '0'",)),
             ({"0": {"0": 0.1}}, "llama", ("1 layers", "the model has 2", "lacking '1'")),

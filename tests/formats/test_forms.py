@@ -20,7 +20,7 @@ from freight.fp8.scheme import Activations
 from freight.fp8.values import Weight
 from freight.fp8.weights import quantize_rows
 from freight.kernels.kernel_set import REFERENCE, select_kernels
-from freight.layers.linear import Linear, SideBySide
+from freight.layers.linear import Linear, UnmergedLinear
 from freight.models.decoder import Decoder
 from freight.models.loader import load_model
 
@@ -44,7 +44,7 @@ def matrices(model: Decoder) -> dict[str, tuple[Weight, Tensor, float | None]]:
             ("mlp", ("gate_proj", "up_proj"), layer.mlp.gate_up),
             ("mlp", ("down_proj",), layer.mlp.down),
         ):
-            parts = projection.parts if isinstance(projection, SideBySide) else (projection,)
+            parts = projection.parts if isinstance(projection, UnmergedLinear) else (projection,)
             rows = [
                 part.weight.dequantized().split([ROWS.get(n, 192) for n in names] if len(parts) == 1 else 999)
                 for part in parts

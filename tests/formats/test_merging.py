@@ -16,7 +16,7 @@ from freight.errors import CheckpointError
 from freight.fp8.formats import Format
 from freight.fp8.weights import regroup
 from freight.kernels.kernel_set import REFERENCE
-from freight.layers.linear import Linear, SideBySide
+from freight.layers.linear import Linear, UnmergedLinear
 from freight.models.decoder import Decoder
 from freight.models.loader import load_model
 
@@ -27,9 +27,9 @@ def load(made: Written, folder: Path, format: Format = Format.E4M3FN) -> Decoder
     return load_model(opened.checkpoint, opened.model, REFERENCE, Format.BFLOAT16, format, 64, "cpu", opened.scheme)
 
 
-def parts(projection: Linear | SideBySide) -> list[int]:
+def parts(projection: Linear | UnmergedLinear) -> list[int]:
     """Output features of each matrix."""
-    linears = projection.parts if isinstance(projection, SideBySide) else (projection,)
+    linears = projection.parts if isinstance(projection, UnmergedLinear) else (projection,)
     return [len(linear.weight.data) for linear in linears]
 
 

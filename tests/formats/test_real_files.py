@@ -15,14 +15,14 @@ from freight.engine.build import open_model
 from freight.fp8.formats import Format
 from freight.fp8.scheme import Activations
 from freight.fp8.values import Weight
-from freight.layers.linear import Projection, SideBySide
+from freight.layers.linear import Projection, UnmergedLinear
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 LAYER = "model.layers.0."
 
 
 def weights(projection: Projection) -> list[Weight]:
-    return [part.weight for part in (projection.parts if isinstance(projection, SideBySide) else (projection,))]
+    return [part.weight for part in (projection.parts if isinstance(projection, UnmergedLinear) else (projection,))]
 
 
 @pytest.mark.parametrize(

@@ -69,10 +69,10 @@ CASES = [
     (
         "autofp8 static",
         put(f"{Q}.weight", torch.zeros(192, 192)),
-        (f"{Q}.weight is stored in float32", "declares it quantized", f"list {Q} among"),
+        (f"{Q}.weight is stored in float32", "declares it quantized", f"list {Q} as ignored"),
     ),
     ("torchao row", put(f"{Q}.weight", torch.zeros(192, 192)), (f"{Q}._weight_scale", "weights compressed")),
-    ("autofp8 static", declare(ignored_layers=["lm_head", Q]), (f"lists {Q} as not quantized", "take it off")),
+    ("autofp8 static", declare(ignored_layers=["lm_head", Q]), (f"lists {Q} as not quantized", "remove it from")),
     ("ct of 2024", put(f"{Q}.weight_zero_point", torch.ones(1)), ("weight_zero_point is not zero",)),
     ("autofp8 static", lambda made: made.config.pop("quantization_config"), ("stored in fp8_e4m3fn", "declares no")),
     ("ct block", declare(config_groups={}), ("stored in fp8_e4m3fn", "declares no quantization of weights")),

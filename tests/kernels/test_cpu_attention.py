@@ -252,7 +252,7 @@ def test_rows_of_q_may_lie_apart(attention):
 
 def test_heads_too_wide_are_refused(attention):
     cache = make_cache(Format.E4M3FN, None, [3], 1, 1025)
-    with pytest.raises(KernelError, match="at most 1024 channels, not 1025"):
+    with pytest.raises(KernelError, match="at most 1024, not 1025"):
         attention(torch.zeros(3, 1, 1025), cache.pages, cache.batch([3]), 1.0, None)
 
 

@@ -157,8 +157,8 @@ def test_every_rounding(kernels, format):
     store_values(reference, values, torch.arange(len(values)), expected)
     assert_same(pages, expected)
     assert torch.equal(pages.v.view(torch.uint8), expected.v.view(torch.uint8))  # the NaN of either sign, too
-    nans, cut_off = pages.counters.tolist()
-    assert (nans, cut_off) == (2, int((values.abs() > format.overflow).sum()))
+    nans, clipped = pages.counters.tolist()
+    assert (nans, clipped) == (2, int((values.abs() > format.overflow).sum()))
 
 
 @pytest.mark.parametrize("format", FP8)
@@ -171,7 +171,7 @@ def test_a_row_of_nothing_finite_and_a_tiny_row(kernels, format):
     assert pages.counters.tolist() == [2, 2]
 
 
-def test_what_a_measured_scale_rounds_is_not_cut_off(kernels):
+def test_what_a_measured_scale_rounds_is_not_clipped(kernels):
     """The largest value of a vector may lie above the format's largest after division, by the scale's own rounding."""
     torch.manual_seed(3)
     pages = make_pages(Format.E4M3FN, "token", 1, 64, 12)
@@ -182,5 +182,5 @@ def test_what_a_measured_scale_rounds_is_not_cut_off(kernels):
 
 def test_heads_too_wide_are_refused(kernels):
     pages = make_pages(Format.E4M3FN, None, 1, 1026, 1)
-    with pytest.raises(KernelError, match="at most 1024 channels, not 1026"):
+    with pytest.raises(KernelError, match="at most 1024, not 1026"):
         store_values(kernels, torch.zeros(1, 1, 1026), torch.zeros(1, dtype=torch.int64), pages)

@@ -1,4 +1,4 @@
-"""Centered keys: attention puts back what was taken off them, in every kernel set of this machine.
+"""Centered keys: attention adds back what was subtracted, in every kernel set of this machine.
 
 Keys are stored as R(p)(k - b); what is compared with is float64 attention over R(p)k made of what is stored.
 """

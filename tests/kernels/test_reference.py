@@ -254,7 +254,7 @@ def test_row_wise_operations_do_not_see_other_rows(size):
     assert torch.allclose(reference.silu_mul(x), F.silu(gate) * up, atol=1e-6)
 
 
-def test_store_skips_slot_minus_one_and_counts_nan_and_what_is_cut_off():
+def test_store_skips_slot_minus_one_and_counts_nan_and_clipped_values():
     pages = make_pages(Format.E4M3FN, None, 1, 4, 2)
     before = pages.k.view(torch.uint8).clone()
     k = torch.tensor([[[1.0, 2.0, 3.0, 4.0]], [[torch.nan, 1e9, -1e9, 0.0]]])

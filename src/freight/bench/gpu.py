@@ -181,14 +181,14 @@ def _attention(
     pages = _pages(sizes, batch * blocks, format, scales, device)
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(batch * blocks, generator=generator, dtype=torch.int64, device="cpu")
-    told = prepare(
+    forward_batch = prepare(
         [SequenceSlice([0] * rows, context - rows, own, Logits.LAST) for own in order.view(batch, blocks).tolist()],
         BLOCK_SIZE,
         device,
     )
     q = torch.randn(batch * rows, sizes.heads, sizes.head_dim, dtype=torch.bfloat16, device=device)
     ends, flops = _work(sizes, shape)
-    call = partial(kernels.attention, q, pages, told, sizes.head_dim**-0.5, None)
+    call = partial(kernels.attention, q, pages, forward_batch, sizes.head_dim**-0.5, None)
     extents = (*shape, sizes.heads, sizes.kv_heads, sizes.head_dim)
     name = f"{format}, {scales}{compute}"
     return Case("attention", name, extents, _bytes_of(pages, batch * context) + ends, flops, call)

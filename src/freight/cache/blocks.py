@@ -1,10 +1,10 @@
-"""BlockAllocator: who holds which block. The only writer of reference counts, free list and prefix index.
+"""BlockAllocator: which blocks are in use. The only writer of reference counts, free list and prefix index.
 
 A block is in exactly one of three states, so that num_free + num_held + num_cached is always the size of the pool:
 
-    free     nobody holds it and nothing is known about its content
+    free     no request refers to it, and its content is unspecified
     held     at least one request refers to it
-    cached   nobody holds it, but its content is indexed: a later request may take it up again, or it is evicted
+    cached   no request refers to it, but its content is indexed: a later request may reuse it, or it is evicted
 
 The prefix index maps a key to the block with that content. The key of a full block is a digest over the key of the
 block before it and its own token ids; the first block's parent is a digest of the request's cache salt. Equal keys
@@ -12,7 +12,7 @@ therefore mean equal tokens from position 0 on, and equal salts. The digest is c
 to construct a prompt that is answered from someone else's blocks.
 
 Eviction takes the block that was released longest ago; of blocks released together, the one farthest from the start
-of the sequence, because a prefix is only useful from its head on. Not thread-safe. Imports no torch.
+of the sequence, because a block is only found after those before it. Not thread-safe. Imports no torch.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class BlockAllocator:
     def release(self, blocks: Sequence[int], forget: bool = False) -> None:
         """Give back one reference to each block of a sequence, in sequence order. Unheld ones become cached or free.
 
-        With `forget` their content is no longer trusted: no later request takes it up.
+        With `forget` their content is removed from the index, so no later request reuses it.
         """
         for block in reversed(blocks):  # the tail becomes evictable before the head
             assert self._references[block] > 0, f"block {block} is released more often than it was taken"

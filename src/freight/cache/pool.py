@@ -27,7 +27,7 @@ class LayerKV:
     def store(self, qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor) -> Tensor:
         """Quantize the keys and values in qkv into `slots` [num_tokens] (-1 stores nothing); returns the queries.
 
-        qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim], as projected; q and k are normed and turned here.
+        qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim], as projected; q and k are normed and rotated here.
         """
         return self.kernels.rotate_store(qkv, rotary, positions, slots, self.pages)
 
@@ -49,9 +49,9 @@ class KVPool:
         return sum(2 * layer.num_kv_heads * layer.head_dim for layer in self.spec.layers)
 
     def counters(self) -> tuple[int, int]:
-        """NaNs stored since the start, of which a healthy model has none, and values beyond their scale's range."""
-        nans, cut_off = torch.stack([layer.pages.counters for layer in self.layers]).sum(0).tolist()
-        return nans, cut_off
+        """(NaNs stored since the start, values clipped to their scale's range); a working model stores no NaN."""
+        nans, clipped = torch.stack([layer.pages.counters for layer in self.layers]).sum(0).tolist()
+        return nans, clipped
 
 
 def cache_spec(kv: KVCacheConfig, num_layers: int, num_kv_heads: int, head_dim: int, block_size: int) -> KVCacheSpec:
@@ -72,7 +72,7 @@ def allocate_pool(
 ) -> KVPool:
     """Allocate the pages. Memory is touched when it is first written, not here.
 
-    `rope` has the angles that the model turns its keys by; only centered keys need them.
+    `rope` has the model's rotary tables; they are needed for centered keys only.
     """
     of_layers = kv.scales.layers if kv.scales is not None else (None,) * len(spec.layers)
     angles = None

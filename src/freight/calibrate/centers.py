@@ -1,10 +1,11 @@
-"""What is taken off keys and values before they are rounded: where a mean is large, E4M3 spends its precision on it.
+"""Centers: constants that are subtracted from keys and values before these are rounded to E4M3.
 
-E4M3's error is relative, so the mean squared error that rounding leaves on a key is in proportion to E[k^2] = mean^2 +
-variance, and taking the mean off leaves the variance. An error on a key's channel reaches the scores in proportion to
-the query's energy there, E[q^2]; rotary embedding mixes the two channels of a pair but keeps its energy, so keys are
-weighed and chosen by pair, before rotary embedding. A pair costs attention two multiplications a score: only those
-are taken whose mean outweighs their spread. Values cost one addition, so all channels of a layer are taken, or none.
+E4M3's error is relative, so the mean squared error of a rounded key is proportional to E[k^2] = mean^2 + variance;
+subtracting the mean leaves the variance. An error on a key's channel reaches the scores in proportion to the query's
+energy there, E[q^2]. Rotary embedding mixes the two channels of a pair but keeps the pair's energy, so keys are
+weighted and selected by pair, before rotary embedding. A centered pair costs attention two multiplications per score,
+so only pairs whose mean^2 exceeds their variance are centered. Values cost one addition, so either all channels of a
+layer are centered or none.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from freight.kernels import reference
 from freight.kernels.rotary import Rotary
 
 PAIR_RATIO = 1.0  # mean^2 over variance from which a pair of key channels is centered
-WORTH = 1.25  # a layer's keys or values are centered if this divides their mean squared error, or more
+WORTH = 1.25  # least gain for which a layer's keys or values are centered
 
 
 @dataclass(frozen=True)
 class LayerCenters:
-    """Centers of one layer, [num_kv_heads, head_dim] float32, None where they are not worth it.
+    """Centers of one layer, [num_kv_heads, head_dim] float32, None where the gain is too small.
 
-    k_gain, v_gain   what would divide the mean squared error of scores, and of values
+    k_gain, v_gain   mean squared error of scores, and of values, without centers divided by that with them
     """
 
     k: Tensor | None
@@ -81,7 +82,7 @@ class CenterWatch:
             moments.observe(x)
 
     def around(self, kv: LayerKV) -> LayerKV:
-        """The layer's cache, with what goes into it watched."""
+        """The layer's cache, with q, k and v observed before they are stored."""
 
         def rotate_store(qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor, pages: KVPages) -> Tensor:
             self.see(*reference.split_heads(qkv, rotary, pages))

@@ -1,9 +1,9 @@
 """Calibration data -> samples, each a list of token ids.
 
-A file that ends in .jsonl has a sample a line: an object with `text`, with `messages` (through the model's chat
+A file that ends in .jsonl has one sample per line: an object with `text`, with `messages` (through the model's chat
 template), or with `input_ids`, which need no tokenizer. Any other file is one text, cut into samples of
-`max_seq_len` tokens. Files are UTF-8, with or without a byte order mark. Texts get the tokens that the model wants
-around a text (BOS), as at inference.
+`max_seq_len` tokens. Files are UTF-8, with or without a byte order mark. Texts get the model's special tokens (BOS), as
+at inference.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from freight.tokenizer import Tokenizer
 
 logger = logging.getLogger("freight")
 
-FEW_TOKENS = 256  # below that, a largest magnitude says little
+FEW_TOKENS = 256  # with fewer, an amax is not representative
 
 Samples = list[list[int]]
 _KEYS = ("text", "messages", "input_ids")
@@ -51,7 +51,7 @@ def read_samples(
         raise ConfigError(f"{where} has no token to calibrate with; give text")
     if total < FEW_TOKENS:
         logger.warning(
-            "%s gives %d tokens in %s, and scales of fewer than %d tokens say little of other text; give more text, or "
+            "%s gives %d tokens in %s, and scales of fewer than %d tokens may not fit other text; give more text, or "
             "raise --num-samples or --max-seq-len",
             *(where, total, _samples(len(samples)), FEW_TOKENS),
         )
@@ -63,7 +63,7 @@ def _samples(count: int) -> str:
 
 
 class _Lazy:
-    """A tokenizer that is loaded when it is needed first."""
+    """A tokenizer that is loaded at its first use."""
 
     def __init__(self, load: Callable[[], Tokenizer]) -> None:
         self._load = load
@@ -86,7 +86,7 @@ def _from_file(where: str, path: Path, tokenizer: _Lazy, max_seq_len: int) -> It
 
 
 def _pieces(text: str, tokenizer: Tokenizer, max_seq_len: int) -> Iterator[list[int]]:
-    """The text in samples of `max_seq_len`, each with what the model wants before a text."""
+    """The text in samples of at most `max_seq_len` tokens, each with BOS if the model has it before a text."""
     ids = tokenizer.encode(text, add_special_tokens=False)
     begin = [tokenizer.bos_token_id] if tokenizer.encode("a")[:1] == [tokenizer.bos_token_id] else []
     step = max_seq_len - len(begin)
@@ -102,14 +102,14 @@ def _lines(where: str, text: str, tokenizer: _Lazy) -> Iterator[list[int]]:
 
 def _line(where: str, line: str, tokenizer: _Lazy) -> list[int]:
     try:
-        said = json.loads(line)
+        entry = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where} is not JSON: {error}") from None
-    keys = [key for key in _KEYS if isinstance(said, dict) and key in said]
+    keys = [key for key in _KEYS if isinstance(entry, dict) and key in entry]
     if len(keys) != 1:
-        has = f"has {sorted(said)}" if isinstance(said, dict) else f"is {type(said).__name__}"
+        has = f"has {sorted(entry)}" if isinstance(entry, dict) else f"is {type(entry).__name__}"
         raise ConfigError(f"{where} {has}; each line is an object with one of `text`, `messages` or `input_ids`")
-    value: Any = said[keys[0]]
+    value: Any = entry[keys[0]]
     if keys[0] == "input_ids":
         return _ids(where, value)
     if keys[0] == "text":
@@ -135,5 +135,5 @@ def _from_python(where: str, data: object, tokenizer: _Lazy) -> Iterator[list[in
 
 def _ids(where: str, value: object) -> list[int]:
     if not isinstance(value, Sequence) or not all(isinstance(x, int) and not isinstance(x, bool) for x in value):
-        raise ConfigError(f"{where}: token ids are a list of whole numbers, not {str(value)[:60]}")
+        raise ConfigError(f"{where}: token ids must be a list of integers, not {str(value)[:60]}")
     return list(value)

@@ -1,7 +1,7 @@
-"""The Linear modules of a model by name, and which of them a list of patterns leaves out.
+"""The Linear modules of a model by name, and which of them a list of patterns ignores.
 
 A pattern is a module's full name, or `re:` and a regular expression that is searched in it, as in AutoFP8. Patterns
-are expanded to names here, so what is written means the same to every reader, whatever syntax it has.
+are expanded to names here, so a written checkpoint does not depend on the pattern syntax of its reader.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from freight.models.architectures import ARCHITECTURES
 
 @dataclass(frozen=True)
 class LayerModules:
-    """Linear modules of one layer, full names; those of one entry read the same input and are computed together."""
+    """Linear modules of one layer, full names; those of one field share their input and are computed together."""
 
     attention: str
     qkv: tuple[str, ...]
@@ -50,17 +50,16 @@ def head_module(config: ModelConfig) -> str:
 def ignored_modules(
     config: ModelConfig, patterns: Sequence[str], lm_head: bool = False
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(names that `patterns` leave out; names that a merging engine misses).
+    """(names of ignored modules, names of quantized modules whose group is partly ignored).
 
-    The output head is left out as well, unless `lm_head`; that raises ConfigError where it is tied to the embedding.
-
-    The second are modules that are left in although another of their group is left out: engines that merge q, k, v or
-    gate, up want one scheme for all of them. Raises ConfigError for a pattern that matches no module.
+    Ignored are the modules that `patterns` match, and the output head unless `lm_head` is True. `lm_head` raises
+    ConfigError if the head is tied to the embedding. The second list matters to engines that merge q, k, v or gate, up:
+    they need one scheme for the whole group. Raises ConfigError for a pattern that matches no module.
     """
     layers = layer_modules(config)
     head = head_module(config)
     if lm_head and config.tie_word_embeddings:
-        raise ConfigError(f"--lm-head: {head} is this model's embedding, which stays in 16 bits; leave --lm-head away")
+        raise ConfigError(f"--lm-head: {head} is this model's embedding, which stays in 16 bits; omit --lm-head")
     known = [name for layer in layers for group in layer.groups for name in group] + [head]
     ignored = set() if lm_head else {head}
     for pattern in patterns:
@@ -85,5 +84,5 @@ def _matches(pattern: str, known: Sequence[str]) -> list[str]:
     try:
         expression = re.compile(pattern[3:])
     except re.error as error:
-        raise ConfigError(f"--ignore {pattern!r} is no regular expression: {error}") from None
+        raise ConfigError(f"--ignore {pattern!r} is not a regular expression: {error}") from None
     return [name for name in known if expression.search(name)]

@@ -1,13 +1,13 @@
-"""Observers: what a scale is made of, collected piece by piece, without keeping the values.
+"""Observers: collect the statistics that a scale needs, piece by piece, without keeping the values.
 
 An observer sees values [groups, count] and keeps, per group, the largest magnitude and, if it needs one, a histogram
-of magnitudes. `amax()` is the magnitude that shall become the format's largest number:
+of magnitudes. `amax()` is the magnitude that will be encoded as the format's largest number:
 
-absmax       the largest seen: nothing of the calibration data saturates
+absmax       the largest observed: no value of the calibration data saturates
 percentile   the smallest that at least 99.99 % of the values do not exceed
 mse          the one, of 50 between half the largest and the largest, with the least mean squared error after rounding
 
-A NaN or an infinity is an error that names what was observed: no scale could stand for it.
+A NaN or an infinity raises an error that names what was observed, because no scale can represent it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from freight.fp8.quantize import decode, encode, scale_from_amax
 PERCENTILE = 0.9999
 MSE_STEPS = 50
 _SHIFT = 17  # of float32's 23 bits of mantissa, 6 remain: 64 bins an octave, each at most 1.6 % wide
-_LOWEST = (127 - 40) << 23 >> _SHIFT  # the bin of 2 ** -40; what is smaller counts as that
+_LOWEST = (127 - 40) << 23 >> _SHIFT  # the bin of 2 ** -40; smaller magnitudes are counted in it
 _NUM_BINS = 64 * 72  # up to 2 ** 32
 _AT_ONCE = 2**20  # numbers that `mse` rounds at a time
 
@@ -46,7 +46,7 @@ class AbsMax:
     """The largest magnitude of each group."""
 
     def __init__(self, name: str, groups: int, device: str = "cpu") -> None:
-        """`name` says what is observed, for errors."""
+        """`name`: what is observed, for error messages."""
         self._name = name
         self._largest = torch.zeros(groups, dtype=torch.float32, device=device)
 
@@ -65,7 +65,7 @@ class AbsMax:
 
 
 class _Histogram(AbsMax):
-    """Also counts magnitudes in bins that grow with them."""
+    """Also counts magnitudes, in bins of equal relative width."""
 
     def __init__(self, name: str, groups: int, device: str = "cpu") -> None:
         super().__init__(name, groups, device)

@@ -3,7 +3,7 @@
     freight.quantize("demo", "out", weights="fp8", activations="static", kv_cache="fp8")
 
 In order: settings, headers, data; then the weights once for calibration (if anything is calibrated) and once for
-writing. Everything that can be refused is refused before the first weight is computed with.
+writing. Everything that can be refused is refused before the first computation.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from freight.calibrate.centers import WORTH, LayerCenters
 from freight.calibrate.data import Samples, read_samples
 from freight.calibrate.modules import ignored_modules
 from freight.calibrate.run import Calibration, Progress, calibrate
-from freight.calibrate.write import require_room, write_quantized
+from freight.calibrate.write import check_disk_space, write_quantized
 from freight.checkpoint.kv_scales import read_kv_scales
 from freight.checkpoint.layouts import read_scheme
 from freight.checkpoint.reader import Checkpoint, resolve_model
@@ -36,10 +36,10 @@ NOTHING_CALIBRATED = Calibration(None, None, {}, 0, 0, {}, ())
 
 @dataclass(frozen=True)
 class QuantizeResult:
-    """What was written, and what is worth knowing of how.
+    """What was written, with figures and warnings.
 
-    centers    by layer, with what they gain; empty unless asked for
-    warnings   sentences: scales that had not settled, what was only zeros, modules left out of a merged group
+    centers    by layer, with their gains; empty unless requested
+    warnings   sentences: scales that had not settled, values that were always zero, partly ignored merged groups
     """
 
     path: Path
@@ -126,7 +126,7 @@ def quantize(
     require_new(Path(out))
     opened = open_unquantized(str(model), revision)
     ignored, torn = ignored_modules(opened.model, decided.ignore, decided.lm_head)
-    require_room(opened.checkpoint, Path(out))
+    check_disk_space(opened.checkpoint, Path(out))
     calibration = NOTHING_CALIBRATED
     if decided.needs_data:
         samples = load_samples(opened, decided, args.calibration_data)
@@ -136,13 +136,13 @@ def quantize(
 
 
 def require_gain(plan: QuantizePlan, calibration: Calibration) -> None:
-    """Raises ConfigError if centers were asked for and no layer is better for one."""
+    """Raises ConfigError if centers were requested and no layer gains enough from one."""
     centers = calibration.centers
     if plan.center and not any(one.k is not None or one.v is not None for one in centers):
         k, v = max(one.k_gain for one in centers), max(one.v_gain for one in centers)
         raise ConfigError(
-            f"--center gains nothing on this model: in the layers where it does most, it would divide the mean squared "
-            f"error of scores by {k:.2f} and of values by {v:.2f}, and {WORTH} is the least that pays; leave it away"
+            f"--center gains nothing on this model: in the layers where it gains most, it would divide the mean "
+            f"squared error of scores by {k:.2f} and of values by {v:.2f}; at least {WORTH} is required; omit it"
         )
 
 
@@ -167,7 +167,7 @@ def write(
     out: Path,
     on_progress: Progress = lambda what, done, total: None,
 ) -> QuantizeResult:
-    """Write the checkpoint, and say what there is to say."""
+    """Write the checkpoint, and collect the warnings."""
     before, after = write_quantized(opened.checkpoint, opened.model, plan, ignored, calibration, out, on_progress)
     warnings = [
         f"{name}: the scale still grew by {growth - 1:.0%} in the last quarter of the data; use more of it"

@@ -1,10 +1,10 @@
-"""Calibration: the unquantized model over samples, one layer at a time, watched.
+"""Calibration: run the unquantized model over samples, one layer at a time, and observe what will be quantized.
 
 All samples go through a layer before the next layer is read, so memory holds one layer with its observers, its cache
 for one sample, the scales of the layers before, and the hidden states of all samples (tokens x hidden_size in the
-model's format). The layers are the engine's own; what
-is watched are the keys and values that they store (after rotary embedding, as the cache gets them) and the inputs of
-their Linear modules. The cache has the model's own format and no scales, so what it stores is what it was given.
+model's format). The layers are the engine's own. Observed are the keys and values that they store (after rotary
+embedding, as the cache gets them) and the inputs of their Linear modules. The cache has the model's own format and no
+scales, so it stores values unchanged.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from freight.fp8.scheme import KVScales, LayerScales
 from freight.fp8.values import KeyCenter
 from freight.kernels.kernel_set import REFERENCE, KernelSet
 from freight.kernels.rotary import Rotary
-from freight.layers.linear import Projection, SideBySide
+from freight.layers.linear import Projection, UnmergedLinear
 from freight.layers.rope import build_rope
 from freight.models.architectures import ARCHITECTURES
 from freight.models.decoder import DecoderLayer
 from freight.models.loader import WeightSource, build_layer
 
 BLOCK_SIZE = 64  # of the cache that one sample is computed with
-LATE = 0.75  # a scale that grows by more than
-MOVING = 1.05  # this in what comes after that share of the tokens has not settled: about a step of E4M3
-FLOOR = 2.0**-8  # a head's or channel's scale, at least, as a share of the layer's: E4M3 has 2 ** 17 below its top,
-# so nothing is lost, and a channel that slept during calibration does not saturate at once when it wakes
+LATE = 0.75  # share of the tokens after which scales are compared with the final ones
+MOVING = 1.05  # a scale that grows by more than this factor after that has not settled; about one step of E4M3
+FLOOR = 2.0**-8  # least scale of a head or channel, as a share of the layer's. E4M3 spans a factor of 2 ** 17, so this
+# loses no precision, and a channel that was inactive in calibration does not saturate as soon as it is active
 
 Progress = Callable[[str, int, int], None]  # (what, done, total)
 
@@ -50,12 +50,12 @@ Progress = Callable[[str, int, int], None]  # (what, done, total)
 class Calibration:
     """What was measured. Scales are for E4M3FN.
 
-    kv            one scale per layer, K and V apart; None if the cache was not watched
-    kv_finer      per head or channel, if that was asked for; centered, in any granularity
-    centers       what centering is worth in each layer, and the centers of those where it is; empty if not asked for
-    input_scales  by Linear module; empty if activations were not watched
+    kv            one scale per layer for K and one for V; None if the cache was not observed
+    kv_finer      per head or channel, if requested; with centers, in any granularity
+    centers       by layer, the gain of centering, and the centers where it is large enough; empty if not requested
+    input_scales  by Linear module; empty if activations were not observed
     moving        name -> growth of scales that had not settled: more data would change them
-    zeros         what was zero throughout; its scale is 1.0
+    zeros         names of what was always zero; its scale is 1.0
     """
 
     kv: KVScales | None
@@ -69,9 +69,9 @@ class Calibration:
 
 
 class _Watch:
-    """One observer through its layer: what it said before the last part of the data, and in the end.
+    """One observer of a layer, with its amax before the last part of the data (`mark`) and at the end (`finish`).
 
-    `finish` keeps the scales and lets go of the observer, whose histograms are far larger.
+    `finish` keeps the amax and releases the observer, whose histograms are far larger.
     """
 
     def __init__(self, observer: Observer, name: str) -> None:
@@ -113,8 +113,8 @@ class _Watch:
 
 
 @dataclass(frozen=True)
-class _Watched(SideBySide):
-    """Projections that show the input they share."""
+class _Watched(UnmergedLinear):
+    """Projections that pass the input they share to `observe`."""
 
     observe: Callable[[Tensor], None]
 
@@ -125,7 +125,7 @@ class _Watched(SideBySide):
 
 @dataclass(frozen=True)
 class _WatchedKV(LayerKV):
-    """A layer's cache that shows what it has stored."""
+    """A layer's cache that passes what it has stored to `observe`."""
 
     observe: Callable[[Tensor, Tensor], None]
 
@@ -137,7 +137,7 @@ class _WatchedKV(LayerKV):
 
 @dataclass(frozen=True)
 class _LayerWatch:
-    """All watches of one layer."""
+    """All observers of one layer."""
 
     modules: LayerModules
     kv: Mapping[tuple[str, Granularity], _Watch]  # by ('k' or 'v', granularity)
@@ -152,14 +152,14 @@ class _LayerWatch:
             watch.observe(by_group(k if side == "k" else v, granularity))
 
     def around(self, layer: DecoderLayer) -> DecoderLayer:
-        """The layer with its Linear modules watched."""
+        """The layer with the inputs of its Linear modules observed."""
         attention, mlp, modules = layer.attention, layer.mlp, self.modules
 
         def watched(projection: Projection, group: tuple[str, ...]) -> Projection:
             watch = self.inputs.get(group)
             if watch is None:
                 return projection
-            parts = projection.parts if isinstance(projection, SideBySide) else (projection,)
+            parts = projection.parts if isinstance(projection, UnmergedLinear) else (projection,)
             return _Watched(parts, watch.observe)
 
         attention = replace(attention, qkv=watched(attention.qkv, modules.qkv), o=watched(attention.o, modules.o))
@@ -213,10 +213,10 @@ def calibrate(
 ) -> Calibration:
     """Measure the scales that `plan` needs, on `samples` of token ids. `source` gives unquantized weights.
 
-    Attention is the reference's, in float32: the fast ones round more, which a scale would keep for good, and would
-    make it depend on the machine. Centers need a second turn through each layer, as scales are for what they leave, and
+    Attention is the reference's, in float32: the rounding of faster kernels, which depends on the machine, would become
+    part of the scales. Centers need a second pass through each layer, because scales are for the centered values, and
     the hidden states twice; everything else is measured as without them.
-    Raises CheckpointError that names the layer and what of it is NaN or infinite.
+    Raises CheckpointError that names the layer and what in it is NaN or infinite.
     """
     kernels = replace(kernels, attention=REFERENCE.attention, rotate_store=REFERENCE.rotate_store)
     names, left_out = ARCHITECTURES[config.architecture], frozenset(ignored)
@@ -253,7 +253,7 @@ def calibrate(
 
 
 class _Run:
-    """The samples' way through one layer after the other."""
+    """Runs all samples through one layer after the other."""
 
     def __init__(
         self,
@@ -281,9 +281,9 @@ class _Run:
         centers: LayerCenters | None = None,
         around: Callable[[LayerKV], LayerKV] = lambda kv: kv,
     ) -> None:
-        """hidden: [total, hidden_size], samples end to end; becomes what the layer makes of it.
+        """hidden: [total, hidden_size], samples end to end; overwritten with the layer's output.
 
-        `watch` sees keys and values as they are stored, without `centers` if there are some, and is finished then.
+        `watch` observes keys and values as they are stored, after subtracting `centers` if given, and is then finished.
         """
         pages = self._kv.pages
         if centers is not None:
@@ -305,7 +305,7 @@ class _Run:
             one.finish()
 
     def _batch(self, length: int) -> ForwardBatch:
-        """One sequence from its beginning. Layers look at no token ids."""
+        """One sequence from its beginning. Layers do not use token ids."""
         position = torch.arange(length, dtype=torch.int64, device=self._device)
         blocks = torch.arange(-(-length // BLOCK_SIZE), dtype=torch.int32, device=self._device)
         return ForwardBatch(

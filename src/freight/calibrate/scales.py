@@ -9,7 +9,7 @@ from typing import Any
 
 from freight.calibrate.quantize import NOTHING_CALIBRATED, Unquantized, open_unquantized
 from freight.calibrate.run import Progress
-from freight.calibrate.write import require_room, write_quantized
+from freight.calibrate.write import check_disk_space, write_quantized
 from freight.checkpoint.kv_scales import read_kv_scales, read_scale_json
 from freight.checkpoint.reader import Checkpoint, resolve_model
 from freight.checkpoint.writer import require_new
@@ -24,7 +24,7 @@ from freight.fp8.scheme import KVScales, LayerScales
 def extract_scales(
     quantized: str, base: str, out: Path, on_progress: Progress = lambda what, done, total: None
 ) -> KVScales:
-    """Write `base`, a 16-bit model, into the new folder `out` with the KV scales of `quantized`, which is of its shape.
+    """Write `base`, a 16-bit model, into the new folder `out` with the KV scales of `quantized`, a model of its shape.
 
     Raises ConfigError where the two differ, CheckpointError where scales are missing.
     """
@@ -53,8 +53,8 @@ def import_scales(
 def export_scales(model: str, file: Path) -> KVScales:
     """Write the KV scales of `model` as the kv_cache_scales.json of older engines.
 
-    That file has one factor per layer, for K and V and all heads: the largest of the layer's scales, so nothing that
-    did not saturate begins to. Raises ConfigError if the file exists, CheckpointError where scales are missing.
+    That file has one factor per layer, for K and V and all heads: the largest of the layer's scales, so no value
+    saturates that did not before. Raises ConfigError if the file exists, CheckpointError where scales are missing.
     """
     if file.exists():
         raise ConfigError(f"{file} exists; remove it, or name another")
@@ -69,7 +69,7 @@ def export_scales(model: str, file: Path) -> KVScales:
 
 
 def _complete_scales(model: str) -> tuple[KVScales, KVScales, ModelConfig]:
-    """Scales for E4M3FN of every layer of `model`, and those that hold without centers, one per layer and side."""
+    """Scales for E4M3FN of every layer of `model`, and those valid without centers, one per layer and side."""
     checkpoint = Checkpoint(resolve_model(model))
     config = parse_model_config(checkpoint.config)
     scales = read_kv_scales(checkpoint, config)
@@ -95,8 +95,8 @@ def _coarse(layer: LayerScales) -> LayerScales:
 
 
 def _write(opened: Unquantized, scales: KVScales, coarse: KVScales, out: Path, on_progress: Progress) -> KVScales:
-    """In float32: what was read is written, to the bit."""
-    require_room(opened.checkpoint, out)
+    """Scales are written in float32, with the bits that were read."""
+    check_disk_space(opened.checkpoint, out)
     granularity = next(layer.granularity for layer in scales.layers if layer is not None)
     plan = QuantizePlan(
         weights=WeightScheme.NONE,

@@ -1,4 +1,4 @@
-"""A checkpoint and its scales -> the written form: every tensor once, in the model's order, rounded as planned."""
+"""Write a checkpoint with its scales: every tensor once, in the model's order, quantized as planned."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _ROUND = {
 }
 
 
-def require_room(checkpoint: Checkpoint, out: Path) -> None:
-    """Raises CapacityError unless the disk of `out` holds a copy of the checkpoint; what is written is no larger."""
+def check_disk_space(checkpoint: Checkpoint, out: Path) -> None:
+    """Raises CapacityError unless the disk of `out` has room for a copy of the checkpoint; the output is no larger."""
     require_space(out, sum(checkpoint.entry(name).size for name in checkpoint.names))
 
 
@@ -44,7 +44,7 @@ def write_quantized(
 ) -> tuple[int, int]:
     """Write `checkpoint`, which is unquantized, into the new folder `out`; (bytes of tensors before, after).
 
-    KV scales are stored as `plan.layout` has its scales, unless `kv_scale_format` is given.
+    KV scales are stored in the scale format of `plan.layout`, unless `kv_scale_format` is given.
     Raises what CheckpointWriter raises, and CheckpointError for a weight that is NaN or infinite.
     """
     scales_in = scale_format(plan.layout, model.checkpoint_format)
@@ -72,8 +72,8 @@ def write_quantized(
                 assert layer is not None
                 writer.add(kv_tensors(plan, modules.attention, layer, kv_scale_format or scales_in))
         if calibration.kv_finer is not None:
-            said, files = write_extras(calibration.kv_finer)
-            declared |= said
+            named, files = write_extras(calibration.kv_finer)
+            declared |= named
         writer.finish(declared, checkpoint.path, files)
     return before, after
 

@@ -1,4 +1,4 @@
-"""What the written forms look like: what config.json declares, and the names, shapes and dtypes of scale tensors.
+"""Written checkpoint layouts: the declaration in config.json, and names, shapes and dtypes of scale tensors.
 
 compressed-tensors  `weight_scale` [1], [rows, 1] or [blocks, blocks], `input_scale` [1], `k_scale`, `v_scale` [1], in
                     bfloat16 for a bfloat16 model, as llm-compressor writes them, else in float32
@@ -6,8 +6,8 @@ fp8                 AutoFP8's: `weight_scale`, `input_scale`, `k_scale`, `v_scal
                     `weight_scale_inv` float32 [blocks, blocks], a multiplier as every scale is
 tgi                 `kv_scale` float32 [], for K and V, and `kv_cache_torch_dtype` in config.json
 
-KV scales in these tensors are one per layer. Finer ones go into a file of their own (`checkpoint.extras`), so every
-engine can run with what is here. Only keys that old readers know are written, because some refuse others.
+These tensors hold one KV scale per layer and side. Finer scales go into a file of their own (`checkpoint.extras`), so
+every engine can use the tensors. Only keys that old readers know are written, because some refuse unknown ones.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _STRATEGIES = {WeightScheme.TENSOR: "tensor", WeightScheme.CHANNEL: "channel", W
 
 
 def scale_format(layout: Layout, model_format: Format) -> Format:
-    """What scales are stored in. float16 has not the range for them."""
+    """The format in which scales are stored. float16 lacks the range."""
     if layout is Layout.COMPRESSED_TENSORS and model_format is Format.BFLOAT16:
         return Format.BFLOAT16
     return Format.FLOAT32
 
 
 def declare(config: Mapping[str, Any], plan: QuantizePlan, ignored: Sequence[str]) -> dict[str, Any]:
-    """`config` (the content of config.json of the 16-bit model) with what was done to it."""
+    """`config` (the content of config.json of the 16-bit model) with the declaration of what `plan` quantizes."""
     declared = dict(config)
     if plan.layout is Layout.TGI:
         declared["kv_cache_torch_dtype"] = Format.E4M3FN.torch_name
@@ -47,14 +47,14 @@ def declare(config: Mapping[str, Any], plan: QuantizePlan, ignored: Sequence[str
 
 
 def _fp8(plan: QuantizePlan, ignored: Sequence[str]) -> dict[str, Any]:
-    said: dict[str, Any] = {
+    content: dict[str, Any] = {
         "quant_method": "fp8",
         "activation_scheme": str(plan.activations),
         "ignored_layers": list(ignored),
     }
     if plan.weights is WeightScheme.BLOCK:
-        said |= {"fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK], "modules_to_not_convert": list(ignored)}
-    return said | _kv(plan, "static")
+        content |= {"fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK], "modules_to_not_convert": list(ignored)}
+    return content | _kv(plan, "static")
 
 
 def _compressed_tensors(plan: QuantizePlan, ignored: Sequence[str]) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def _compressed_tensors(plan: QuantizePlan, ignored: Sequence[str]) -> dict[str,
 
 
 def _kv(plan: QuantizePlan, scheme: object) -> dict[str, Any]:
-    """The cache's scheme and, beside it, the format that its scales were made for."""
+    """The KV cache's scheme, and the format that its scales were made for."""
     if plan.kv_granularity is None:
         return {}
     return {"kv_cache_scheme": scheme, "kv_cache_format": str(Format.E4M3FN)}
@@ -83,8 +83,8 @@ def _kv(plan: QuantizePlan, scheme: object) -> dict[str, Any]:
 
 def _arguments(strategy: str, *, dynamic: bool = False, observer: str | None = None) -> dict[str, Any]:
     """compressed-tensors' QuantizationArgs."""
-    said = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy, "dynamic": dynamic}
-    return said | {"group_size": None, "block_structure": None, "observer": observer}
+    content = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy, "dynamic": dynamic}
+    return content | {"group_size": None, "block_structure": None, "observer": observer}
 
 
 def _weights(scheme: WeightScheme) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def weight_tensors(
 
 
 def kv_tensors(plan: QuantizePlan, attention: str, scales: LayerScales, format: Format) -> dict[str, Tensor]:
-    """The KV scales of the attention module named `attention`, of which there is one for K and one for V."""
+    """The KV scales of the attention module named `attention`; `scales` has one for K and one for V."""
     (k,), (v,) = scales.k, scales.v
     if plan.layout is Layout.TGI:
         return {f"{attention}.kv_scale": _scalar(plan.layout, max(k, v), format)}

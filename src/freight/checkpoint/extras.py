@@ -1,13 +1,13 @@
-"""KV scales per head or per channel, and centers, in a file beside the weights that other engines do not look at.
+"""KV scales per head or per channel, and centers, in a side file that other engines ignore.
 
-The standard tensors hold one scale per layer, valid on their own. config.json names the file and its SHA-256, so a
-file that is missing, or belongs to another run, is an error and never a fall-back:
+The standard tensors hold one scale per layer, valid without the file. config.json names the file and its SHA-256; a
+file that is missing, or belongs to another run, is an error, and there is no fallback:
 
     "freight": {"kv_scales": {"file": "freight_kv_scales.json", "sha256": "…"}}
 
 The file is JSON: {"format": "fp8_e4m3fn", "granularity": "channel", "layers": [{"k": […], "v": […]}, …]}; scales are
-float32, row-major over [num_kv_heads, head_dim]. A layer whose keys or values are stored without a constant has that as
-`k_center` or `v_center`, a number per channel; its scales are then for what remains.
+float32, row-major over [num_kv_heads, head_dim]. A layer that subtracts a constant from its keys or values before it
+stores them has that as `k_center` or `v_center`, one number per channel; its scales are for the differences.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _OPTIONAL = dict.fromkeys(("k_center", "v_center"))
 
 
 class CacheShape(Protocol):
-    """What of a ModelConfig is needed here."""
+    """The fields of ModelConfig that are needed here."""
 
     @property
     def num_layers(self) -> int: ...
@@ -40,7 +40,7 @@ class CacheShape(Protocol):
 
 
 def write_extras(scales: KVScales) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """(what config.json gets, {file name: content}) for scales that every layer has."""
+    """(entries for config.json, {file name: content}). Every layer must have scales."""
     layers = [layer for layer in scales.layers if layer is not None]
     assert len(layers) == len(scales.layers) > 0
     content = {
@@ -56,18 +56,21 @@ def write_extras(scales: KVScales) -> tuple[dict[str, Any], dict[str, bytes]]:
 
 
 def read_extras(checkpoint: Checkpoint, shape: CacheShape) -> KVScales | None:
-    """The finer scales that config.json names, or None. Raises CheckpointError unless the file is the one named."""
-    said = checkpoint.config.get("freight")
-    if said is None:
+    """The scales of the file that config.json names; None if it names none. Raises CheckpointError for another file."""
+    declared = checkpoint.config.get("freight")
+    if declared is None:
         return None
-    named = said.get("kv_scales") if isinstance(said, dict) and set(said) == {"kv_scales"} else None
+    named = declared.get("kv_scales") if isinstance(declared, dict) and set(declared) == {"kv_scales"} else None
     if not isinstance(named, dict) or set(named) != {"file", "sha256"} or not all(map(_is_str, named.values())):
-        raise CheckpointError(f"{checkpoint.path}/config.json: freight = {said!r} is not understood by this version")
+        raise CheckpointError(
+            f"{checkpoint.path}/config.json: freight = {declared!r} is not understood by this version"
+        )
     if Path(named["file"]).name != named["file"]:
         raise CheckpointError(f"{checkpoint.path}/config.json names {named['file']!r}, which lies outside the folder")
     path = checkpoint.path / named["file"]
     way_out = (
-        "copy it from where the model was written, or take `freight` out of config.json to do with a scale per layer"
+        "copy it from the folder that the model was written to, or remove `freight` from config.json to use one scale "
+        "per layer"
     )
     try:
         data = path.read_bytes()
@@ -83,7 +86,7 @@ def _is_str(value: object) -> bool:
 
 
 def _parse(path: Path, data: bytes, shape: CacheShape) -> KVScales:
-    """The hash says who wrote it; it must still fit the model."""
+    """The hash shows that the file is unchanged; its content must still fit the model."""
     sizes = {
         Granularity.TENSOR: 1,
         Granularity.HEAD: shape.num_kv_heads,
@@ -105,7 +108,7 @@ def _parse(path: Path, data: bytes, shape: CacheShape) -> KVScales:
         for side in _REQUIRED:
             if len(layer[side]) != sizes[granularity]:
                 raise CheckpointError(
-                    f"{path}: layer {index} has {len(layer[side])} scales of {side}, the model wants "
+                    f"{path}: layer {index} has {len(layer[side])} scales of {side}, the model needs "
                     f"{sizes[granularity]}"
                 )
             if not all(math.isfinite(value) and value > 0 for value in layer[side]):

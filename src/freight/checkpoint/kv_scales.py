@@ -1,8 +1,8 @@
 """KV scales, from a checkpoint's tensors or from the kv_cache_scales.json of older engines.
 
-Scales are found by tensor name, whatever the declared method: the names of every producer we know are one pattern
-here. Each is checked when it is read (shape, finite, above 0), so a layer either has scales that mean something or
-None; nothing is ever replaced by 1.0.
+Scales are found by tensor name, whatever the declared method: one pattern covers the names of all known producers.
+Each scale is checked when it is read (shape, finite, above 0). A layer has valid scales or None; a missing scale is
+never replaced by 1.0.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _ORDER = (Granularity.TENSOR, Granularity.HEAD, Granularity.CHANNEL)  # from coa
 
 
 class ModelShape(CacheShape, Protocol):
-    """What of a ModelConfig is needed here."""
+    """The fields of ModelConfig that are needed here."""
 
     @property
     def model_type(self) -> str: ...
@@ -61,13 +61,13 @@ def parse_scale_name(name: str) -> tuple[int, str] | None:
 
 
 def read_kv_scales(checkpoint: Checkpoint, model: ModelShape, extras: bool = True) -> KVScales:
-    """Take every KV scale of the checkpoint. Those that lie beside it (`checkpoint.extras`) count if there are some.
+    """Take all KV scales of the checkpoint. Those of a side file (`checkpoint.extras`) take precedence if it has one.
 
-    Without `extras` the tensors' scales are what is returned: those that stand on their own, without centers.
+    With `extras` False the scales of the tensors are returned, which are valid without centers.
 
-    A scale of one side alone stands for both, as does `kv_scale`. Raises CheckpointError, naming tensor and value, for
-    a scale that is not positive and finite, has a shape that fits neither tensor, head nor channel, or is there under
-    two names with two values, and for scales of what a bias was taken off.
+    If only K or V has a scale, both use it; `kv_scale` is for both. Raises CheckpointError, naming tensor and value,
+    for a scale that is not positive and finite, has a shape that fits neither tensor, head nor channel granularity, or
+    has different values under two names, and for affine (biased) KV scales.
     """
     affine = sorted(filter(_AFFINE.search, checkpoint.names))
     if affine:
@@ -99,7 +99,7 @@ def read_kv_scales(checkpoint: Checkpoint, model: ModelShape, extras: bool = Tru
 
 
 def _layer(sides: dict[str, tuple[str, tuple[float, ...]]], model: ModelShape) -> LayerScales | None:
-    """Both sides, in the finer granularity of the two: expanding is exact."""
+    """Scales of K and V, both in the finer of their granularities; expanding is exact."""
     if not sides:
         return None
     (k_name, k), (v_name, v) = (sides.get(side) or next(iter(sides.values())) for side in "kv")
@@ -144,8 +144,8 @@ def read_scale_json(path: Path, model: ModelShape) -> KVScales:
     """The kv_cache_scales.json of older engines: one factor per layer, for K and V, made for E4M3FN.
 
     Form: {"model_type": "llama", "kv_cache": {"dtype": "float8_e4m3fn", "scaling_factor": {"0": {"0": 0.015, …}}}},
-    rank by rank; exactly one rank, "0", is accepted. Raises CheckpointError, naming file and entry, for anything else
-    than one positive finite factor for each of the model's layers.
+    rank by rank; exactly one rank, "0", is accepted. Raises CheckpointError, naming file and entry, unless there is one
+    positive finite factor for each of the model's layers.
     """
     content = _load(path)
     if "model_type" not in content:
@@ -160,7 +160,7 @@ def read_scale_json(path: Path, model: ModelShape) -> KVScales:
     ranks = _object(path, kv_cache, "scaling_factor")
     if set(ranks) != {"0"}:
         bad = [rank for rank in ranks if not rank.isdecimal()]
-        why = f"{bad[0]!r} is no rank number" if bad else f"it is for {len(ranks)} ranks, {_some(ranks)}"
+        why = f"{bad[0]!r} is not a rank number" if bad else f"it is for {len(ranks)} ranks, {_some(ranks)}"
         raise CheckpointError(f"{path}: scaling_factor must have one rank, '0' (one device), but {why}")
     factors = _object(path, ranks, "0")
     expected = [str(layer) for layer in range(model.num_layers)]
@@ -190,7 +190,7 @@ def _json_layer(path: Path, layer: str, value: Any) -> LayerScales:
 def _load(path: Path) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(dict(pairs)) != len(pairs):
-            raise ValueError(f"a key is there twice among {_some(key for key, _ in pairs)}")
+            raise ValueError(f"a key appears twice among {_some(key for key, _ in pairs)}")
         return dict(pairs)
 
     try:
@@ -198,13 +198,13 @@ def _load(path: Path) -> dict[str, Any]:
     except (ValueError, OSError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a JSON file of KV scales: {error}") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is not a JSON file of KV scales: it holds no object")
+        raise CheckpointError(f"{path} is not a JSON file of KV scales: it has no object")
     return content
 
 
 def _object(path: Path, parent: dict[str, Any], key: str) -> dict[str, Any]:
     if not isinstance(parent.get(key), dict):
-        raise CheckpointError(f"{path}: {key!r} is missing, or is no object")
+        raise CheckpointError(f"{path}: {key!r} is missing, or not an object")
     value: dict[str, Any] = parent[key]
     return value
 

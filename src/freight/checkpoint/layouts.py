@@ -1,9 +1,9 @@
 """read_scheme: what a checkpoint declares about its quantization. Declarations only, no tensors; imports no torch.
 
-Understood are `quant_method` fp8 (AutoFP8, Quark's vLLM export, DeepSeek's blocks, transformers), compressed-tensors
+Supported are `quant_method` fp8 (AutoFP8, Quark's vLLM export, DeepSeek's blocks, transformers), compressed-tensors
 (llm-compressor), modelopt (NVIDIA), quark (AMD), fbgemm_fp8 and torchao, each read in `producers/`, and the keys that
-Text Generation Inference reads. What is declared and not implemented, such as an INT8 cache, is a CheckpointError,
-never a fall-back.
+Text Generation Inference reads. A declared scheme that is not implemented, such as an INT8 cache, raises
+CheckpointError; there is no fallback.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ def read_scheme(config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | 
 
     Raises CheckpointError for an unknown method and for what is not FP8.
     """
-    said = config.get("quantization_config") or config.get("compression_config")
-    if said is None and hf_quant_config is not None:
-        said = {"quant_method": "modelopt"}
-    if said is None:
+    declared = config.get("quantization_config") or config.get("compression_config")
+    if declared is None and hf_quant_config is not None:
+        declared = {"quant_method": "modelopt"}
+    if declared is None:
         return _described(_in_named_format(Scheme(), config))
-    if not isinstance(said, Mapping):
-        raise CheckpointError(f"config.json: quantization_config = {said!r} is no JSON object")
-    method = said.get("quant_method")
-    if method is None and "config_groups" in said:
-        method = "compressed-tensors"  # files of 2024 do not say
+    if not isinstance(declared, Mapping):
+        raise CheckpointError(f"config.json: quantization_config = {declared!r} is not a JSON object")
+    method = declared.get("quant_method")
+    if method is None and "config_groups" in declared:
+        method = "compressed-tensors"  # files of 2024 have no quant_method
     if not isinstance(method, str) or method not in _READERS:
         raise CheckpointError(f"quantization method {method!r} is not implemented; {choices(_READERS)} are")
-    if method.startswith("modelopt"):  # config.json counts where both files speak
-        said = {**((hf_quant_config or {}).get("quantization") or {}), **said}
-    return _described(_in_named_format(_READERS[method](said), {**said, **config}))
+    if method.startswith("modelopt"):  # config.json wins where both files have a key
+        declared = {**((hf_quant_config or {}).get("quantization") or {}), **declared}
+    return _described(_in_named_format(_READERS[method](declared), {**declared, **config}))
 
 
 def _described(scheme: Scheme) -> Scheme:
-    """With `description`: the kinds of Linear, and what is said of the cache."""
+    """`scheme` with its `description`: how Linear weights and the KV cache are quantized."""
     parts = [scheme.weights] if scheme.weights else []
     if scheme.kv_format is not None:
         promised = "static scales" if scheme.kv_static else "no static scales promised"
@@ -69,20 +69,21 @@ def _described(scheme: Scheme) -> Scheme:
 
 
 def _in_named_format(scheme: Scheme, config: Mapping[str, Any]) -> Scheme:
-    """With the format that scales were made for, where config.json says it, which also promises that there are some.
+    """`scheme` with the E4M3 variant that config.json names for the KV scales, if it names one.
 
-    The keys are `kv_cache_torch_dtype` (or, from the same tool, `kv_cache_dtype`) beside the model's own, and
-    `kv_cache_format` within quantization_config.
+    A variant without a declared KV scheme also declares that the checkpoint has static scales. The keys are
+    `kv_cache_torch_dtype` (or, from the same tool, `kv_cache_dtype`) beside the model's own, and `kv_cache_format`
+    within quantization_config.
     """
     keys = ("kv_cache_torch_dtype", "kv_cache_dtype", "kv_cache_format")
-    said = {key: config[key] for key in keys if config.get(key) is not None}
-    for key, name in said.items():
+    declared = {key: config[key] for key in keys if config.get(key) is not None}
+    for key, name in declared.items():
         if name not in _NAMED:
             raise CheckpointError(f"config.json: {key} = {name!r} is not implemented; {choices(_NAMED)} are")
-    formats = {_NAMED[name] for name in said.values()}
+    formats = {_NAMED[name] for name in declared.values()}
     if len(formats) > 1:
         raise CheckpointError(
-            f"config.json contradicts itself: {' but '.join(f'{k} = {v!r}' for k, v in said.items())}"
+            f"config.json contradicts itself: {' but '.join(f'{k} = {v!r}' for k, v in declared.items())}"
         )
     if not formats:
         return scheme

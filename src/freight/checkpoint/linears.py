@@ -1,8 +1,8 @@
-"""FP8 matrices of a checkpoint: where each one's tensors are, what its scales mean, and the Weight that it becomes.
+"""FP8 matrices of a checkpoint: where their tensors are, how their scales are laid out, and the Weight of each.
 
-`find_linears` compares what is declared with what is stored and reads every scale, so whatever does not fit is named
-before a weight is read. Whoever produced the file, a matrix ends up with one scale per output row or per 128 x 128
-block, with the producer's bytes and the producer's scales: dequantized values are theirs to the bit.
+`find_linears` compares the declaration with the stored tensors and reads every scale, so a mismatch is reported before
+a weight is read. Whatever the producer, a matrix becomes a Weight with one scale per output row or per 128 x 128
+block. Bytes and scales are the producer's, so dequantized values are the same to the bit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from freight.fp8.scheme import Activations, LinearScheme, Scheme, WeightScales
 from freight.fp8.values import Weight
 from freight.fp8.weights import regroup
 
-# Suffixes of a module's name, in all producers' words
+# Suffixes of a module's tensors, by all producers' names
 WEIGHTS = ("weight", "_weight_qdata")  # the second is torchao's
 _SCALES = ("weight_scale", "weight_scale_inv", "_weight_scale", "qscale_weight", "scale")
 _INPUT_SCALES = ("input_scale", "activation_scale", "act_scale", "qscale_act")
@@ -30,7 +30,7 @@ _INPUT_SCALES = ("input_scale", "activation_scale", "act_scale", "qscale_act")
 
 @dataclass(frozen=True)
 class StoredLinear:
-    """One FP8 matrix: its scales are read and checked, `weight` (a tensor's name) is not read yet."""
+    """One FP8 matrix with its scales read and checked; `weight`, a tensor's name, is not read yet."""
 
     weight: str
     shape: tuple[int, ...]
@@ -41,7 +41,7 @@ class StoredLinear:
     input_limit: float | None
 
     def read(self, checkpoint: Checkpoint, format: Format, device: str) -> Weight:
-        """The matrix in `format`, an E4M3 variant. Raises CheckpointError for bytes that it cannot hold."""
+        """The matrix in `format`, an E4M3 variant. Raises CheckpointError for bytes without a counterpart in it."""
         stored = checkpoint.take(self.weight, self.shape, self.format)
         if self.format is Format.E4M3FNUZ and format is Format.E4M3FN:
             largest = int((stored.view(torch.uint8) & 0x7F == 0x7F).sum())
@@ -73,7 +73,7 @@ def find_linears(
             continue
         weight = next((module + dot + s for s in WEIGHTS if module + dot + s in checkpoint.names), None)
         if weight is None:
-            continue  # a missing tensor, which the reader names
+            continue  # `Checkpoint.check` reports missing tensors
         stored, declared = checkpoint.format_of(weight), scheme.linear(module)
         if stored.is_fp8:
             found[name] = _stored_linear(
@@ -96,7 +96,7 @@ def _declared(checkpoint: Checkpoint, weight: str, scheme: Scheme, module: str) 
     if declared is None:
         raise CheckpointError(
             f"{checkpoint.path}: {weight} is stored in {stored}, but config.json lists {module} as not quantized; "
-            "take it off the list, or store 16 bits"
+            "remove it from the list, or store it in 16 bits"
         )
     return declared
 
@@ -104,12 +104,12 @@ def _declared(checkpoint: Checkpoint, weight: str, scheme: Scheme, module: str) 
 def _require_plain(
     checkpoint: Checkpoint, weight: str, scheme: Scheme, declared: LinearScheme | None, module: str, free: bool
 ) -> None:
-    """A matrix of 16 or 32 bits must be one that was left out, and have no scale."""
+    """Raises CheckpointError for a matrix in 16 or 32 bits that is declared quantized, or that has a scale."""
     stored = checkpoint.format_of(weight)
     if declared is not None and not declared.or_plain and not free:
         raise CheckpointError(
             f"{checkpoint.path}: {weight} is stored in {stored}, but config.json declares it quantized "
-            f"({scheme.method}: {declared}); list {module} among the modules that are not, if that is so"
+            f"({scheme.method}: {declared}); if it is not quantized, list {module} as ignored"
         )
     scales = [name for s in _SCALES if (name := f"{module}.{s}") in checkpoint.names]
     if scales and declared is not None:
@@ -163,7 +163,7 @@ def _one_of(checkpoint: Checkpoint, module: str, suffixes: tuple[str, ...]) -> s
 
 
 def _weight_scale(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], declared: LinearScheme) -> Tensor:
-    """float32, as `Weight.scale` has it. Every form of the declared kind is known; another shape is an error."""
+    """float32, as in `Weight.scale`. Raises CheckpointError for a shape that does not fit the declared granularity."""
     rows, columns = shape
     scale = checkpoint.take_scale(name)
     if declared.scales is WeightScales.TENSOR:

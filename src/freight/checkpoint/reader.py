@@ -1,9 +1,9 @@
-"""Checkpoint: a folder of safetensors, opened by its headers, read lazily, and accounted for to the last tensor.
+"""Checkpoint: a folder of safetensors, opened by its headers and read lazily; every tensor is accounted for.
 
-Opening checks every header against its file: sizes, offsets, shards and index agree, no tensor is there twice. So
-whatever is damaged is named before a weight is read. `take` maps one tensor into memory; `finish` refuses a checkpoint
-of which something was neither taken nor skipped by name, because a tensor that nobody used means another model.
-Only safetensors are read: other files can run code when they are opened.
+Opening checks every header against its file: sizes, offsets, shards and index must agree, and no tensor may appear
+twice, so damage is reported before a weight is read. `take` maps one tensor into memory. `finish` refuses a checkpoint
+with tensors that were neither taken nor skipped by name, because an unused tensor means that config.json describes
+another model. Only safetensors are read: pickle files can run code when they are opened.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _ZERO_POINTS = (
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """What a header says of one tensor. `dtype` is safetensors' name, e.g. 'BF16'; `size` in bytes."""
+    """The header entry of one tensor. `dtype` is safetensors' name, e.g. 'BF16'; `size` in bytes."""
 
     file: Path
     dtype: str
@@ -64,7 +64,7 @@ class TensorEntry:
 
     @property
     def dtype_name(self) -> str:
-        """Our word for the dtype ('bfloat16'), or safetensors' in small letters where we have none."""
+        """Freight's name of the dtype ('bfloat16'); safetensors' in lower case for a dtype that no Format has."""
         return str(_FORMATS.get(self.dtype, self.dtype.lower()))
 
 
@@ -76,7 +76,7 @@ class Checkpoint:
         self.path = path
         config = read_json(path / "config.json")
         if config is None:
-            raise CheckpointError(f"{path} has no config.json, so it is no model folder")
+            raise CheckpointError(f"{path} has no config.json, so it is not a model folder")
         self.config: Mapping[str, Any] = config
         self.generation_config = read_json(path / "generation_config.json")
         self.hf_quant_config = read_json(path / "hf_quant_config.json")
@@ -94,7 +94,7 @@ class Checkpoint:
         return self._skipped
 
     def entry(self, name: str) -> TensorEntry:
-        """What the header says of `name`. Raises CheckpointError if there is no such tensor."""
+        """The header entry of `name`. Raises CheckpointError if there is no such tensor."""
         if name not in self._entries:
             raise CheckpointError(f"{self.path}: tensor {name} is missing")
         return self._entries[name]
@@ -103,14 +103,14 @@ class Checkpoint:
         return self.entry(name).shape
 
     def format_of(self, name: str) -> Format:
-        """Raises CheckpointError for a tensor whose numbers Freight does not compute with, such as integers."""
+        """Raises CheckpointError for a dtype that Freight does not compute with, such as integers."""
         dtype = self.entry(name).dtype
         if dtype not in _FORMATS:
             raise CheckpointError(f"{self.path}: tensor {name} is stored as {dtype}, which is not implemented")
         return _FORMATS[dtype]
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Compare with what a model will take, before anything is read. Raises CheckpointError listing all faults."""
+        """Compare with the shapes that a model needs; reads no tensor. Raises CheckpointError with all mismatches."""
         faults = [f"{name} is missing" for name in shapes if name not in self._entries]
         faults += [
             f"{name} has shape {list(self._entries[name].shape)}, config.json asks for {list(shape)}"
@@ -123,7 +123,7 @@ class Checkpoint:
     def take(self, name: str, shape: Iterable[int], format: Format | None = None) -> Tensor:
         """The tensor, mapped from its file. Raises CheckpointError if it is missing, or of another shape or format.
 
-        Without `format` any 16- or 32-bit one will do; FP8 has to be asked for, as it means nothing without a scale.
+        Without `format` any 16- or 32-bit format is accepted. FP8 must be requested: it is meaningless without a scale.
         """
         shape = tuple(shape)
         entry, stored = self.entry(name), self.format_of(name)
@@ -159,7 +159,7 @@ class Checkpoint:
         return scale
 
     def skip(self, pattern: str, reason: str) -> None:
-        """Leave out the tensors of this name, or of this pattern of `*`, `?` and `[...]`, and remember why."""
+        """Skip the tensors whose name matches `pattern` (`*`, `?` and `[...]`), and record the reason."""
         for name in fnmatch.filter(self._entries, pattern):
             if name not in self._taken:
                 self._skipped[name] = reason
@@ -167,8 +167,8 @@ class Checkpoint:
     def finish(self, pending: Iterable[str] = ()) -> None:
         """Raises CheckpointError that lists every tensor neither taken, nor skipped, nor about to be (`pending`).
 
-        What other tools write and Freight has no use for is skipped here by name: `inv_freq` buffers, scales of
-        queries and probabilities, and zero points, which have to be zero.
+        Tensors that other tools write and Freight does not use are skipped by name: `inv_freq` buffers, scales of
+        queries and probabilities, and zero points, which must be zero.
         """
         for pattern, reason in _UNUSED.items():
             self.skip(pattern, reason)
@@ -184,7 +184,7 @@ class Checkpoint:
             )
 
     def _read(self, name: str) -> Tensor:
-        """The tensor in a mapping of its own, so that the memory is let go with the tensor and not with the file."""
+        """The tensor in a mapping of its own, so that its memory is released with the tensor."""
         file = self._entries[name].file
         try:
             with safe_open(file, framework="pt") as handle:
@@ -204,7 +204,7 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
     folder = demo if name == "demo" else Path(name).expanduser()
     if name and folder.is_dir():
         if revision is not None:
-            raise ConfigError(f"--revision {revision}: {name} is a folder, only a hub id has revisions; leave it away")
+            raise ConfigError(f"--revision {revision}: {name} is a folder, only a hub id has revisions; omit it")
         return folder
     if folder.is_file():
         raise CheckpointError(f"{name} is a file; give the folder that holds config.json and *.safetensors")
@@ -218,8 +218,8 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
         which = f"{name!r}" if revision is None else f"{name!r} at revision {revision!r}"
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise CheckpointError(
-            f"{which} is neither a folder nor a model that could be had from the Hugging Face hub; check the name and "
-            f"the connection, or give a folder ({type(error).__name__}: {reason})"
+            f"{which} is neither a folder nor a model that could be fetched from the Hugging Face hub; check the name "
+            f"and the connection, or give a folder ({type(error).__name__}: {reason})"
         ) from error
 
 
@@ -239,13 +239,13 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def _is_there(path: Path) -> bool:
-    """Whether a folder has an entry of this name; what a link points to may be missing, and has to be named then."""
+    """Whether a folder has an entry of this name. A dangling link counts, so that the error names its target."""
     return path.is_symlink() or path.exists()
 
 
 def _unreadable(path: Path, error: OSError) -> str:
     if path.is_symlink() and not path.exists():
-        return f"{path} is a link to {path.readlink()}, which does not exist; fetch the model again, or mend the link"
+        return f"{path} is a link to {path.readlink()}, which does not exist; fetch the model again, or repair the link"
     return f"{path} cannot be read: {error}"
 
 
@@ -303,17 +303,17 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
 def _read_header(file: Path, stream: BinaryIO, size: int) -> dict[str, TensorEntry]:
     length = int.from_bytes(stream.read(8), "little")
     if size < 8 or length > min(_MAX_HEADER, size - 8):
-        raise CheckpointError(f"{file} is truncated, or no safetensors file: {size} bytes, header of {length}")
+        raise CheckpointError(f"{file} is truncated, or not a safetensors file: {size} bytes, header of {length}")
     try:
         header = json.loads(stream.read(length), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: the header is damaged: {error}") from error
     if not isinstance(header, dict):
-        raise CheckpointError(f"{file}: the header is damaged: it is no JSON object")
+        raise CheckpointError(f"{file}: the header is damaged: it is not a JSON object")
     header.pop("__metadata__", None)
     end, entries = 0, {}
     for name, (entry, begin, stop) in sorted(
-        ((name, _entry(file, name, said)) for name, said in header.items()), key=lambda item: item[1][1:]
+        ((name, _entry(file, name, fields)) for name, fields in header.items()), key=lambda item: item[1][1:]
     ):
         if begin != end:
             raise CheckpointError(f"{file}: tensor {name} begins at byte {begin}, where {end} is expected")
@@ -328,20 +328,20 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) != len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is there twice")
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} appears twice")
     return content
 
 
-def _entry(file: Path, name: str, said: Any) -> tuple[TensorEntry, int, int]:
-    """One header entry with the bytes it occupies, its dtype, shape and size checked against each other."""
+def _entry(file: Path, name: str, fields: Any) -> tuple[TensorEntry, int, int]:
+    """One header entry and its byte range; dtype, shape and size are checked against each other."""
     try:
-        dtype, shape, (begin, stop) = said["dtype"], tuple(said["shape"]), said["data_offsets"]
+        dtype, shape, (begin, stop) = fields["dtype"], tuple(fields["shape"]), fields["data_offsets"]
     except (TypeError, KeyError, ValueError) as error:
-        raise CheckpointError(f"{file}: the header's entry of {name} is damaged: {said!r}") from error
+        raise CheckpointError(f"{file}: the header's entry of {name} is damaged: {fields!r}") from error
     if not isinstance(dtype, str) or dtype not in _BITS:
         raise CheckpointError(f"{file}: tensor {name} has dtype {dtype!r}, which is unknown")
     if not all(isinstance(n, int) and n >= 0 for n in (*shape, begin, stop)):
-        raise CheckpointError(f"{file}: the header's entry of {name} is damaged: {said!r}")
+        raise CheckpointError(f"{file}: the header's entry of {name} is damaged: {fields!r}")
     if (stop - begin) * 8 != math.prod(shape) * _BITS[dtype]:
         raise CheckpointError(f"{file}: tensor {name}, {dtype} {list(shape)}, does not fill its {stop - begin} bytes")
     return TensorEntry(file, dtype, shape, stop - begin), begin, stop

@@ -2,9 +2,9 @@
 
 Everything is written into a hidden folder, config.json last. Where the output does not exist, that folder lies beside
 it and is renamed when it is complete. An empty folder that exists may be a mount point or a link, which no rename
-replaces, so the hidden folder lies inside of it and its files move up in the end, config.json last. Whatever interrupts
-(an error, Ctrl-C, a full disk) removes all of it; after a kill files stay, which nothing loads without a config.json.
-Tensors go into shards as they come, so memory holds one shard.
+replaces, so the hidden folder lies inside of it and its files move up in the end, config.json last. An error, Ctrl-C or
+a full disk removes all of it. After SIGKILL files remain, which nothing loads without a config.json. Tensors go into
+shards in the order they are added, so memory holds one shard.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def require_space(out: Path, num_bytes: int) -> None:
 
 
 class CheckpointWriter:
-    """`with CheckpointWriter(out) as writer: writer.add(…); …; writer.finish(…)`. Leaving without `finish` undoes all.
+    """`with CheckpointWriter(out) as writer: writer.add(…); …; writer.finish(…)`. Leaving without `finish` removes all.
 
     Raises ConfigError if `out` is taken or cannot be made, CapacityError when the disk is full, CheckpointError when it
     cannot be written otherwise.
@@ -103,7 +103,7 @@ class CheckpointWriter:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take tensors over; those of one call stay in one shard."""
+        """Add tensors; those of one call go into one shard."""
         size = sum(tensor.nbytes for tensor in tensors.values())
         if self._pending and self._pending_bytes + size > self._shard_bytes:
             self._flush()
@@ -111,7 +111,7 @@ class CheckpointWriter:
         self._pending_bytes += size
 
     def finish(self, config: Mapping[str, Any], source: Path, files: Mapping[str, bytes] | None = None) -> None:
-        """Write what is left, the tokenizer and its like from `source`, `files`, config.json; then take the name."""
+        """Write pending tensors, tokenizer and other files of `source`, `files` and config.json; then publish `out`."""
         self._flush()
         try:
             self._name_shards()
@@ -122,7 +122,7 @@ class CheckpointWriter:
             for name, content in (files or {}).items():
                 (self._folder / name).write_bytes(content)
             (self._folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-            for shard in self._folder.glob("*.safetensors"):  # safetensors lets nobody else read what it writes
+            for shard in self._folder.glob("*.safetensors"):  # safetensors makes its files readable by the owner alone
                 shutil.copymode(self._folder / "config.json", shard)
             self._publish()
         except OSError as error:
@@ -164,8 +164,8 @@ class CheckpointWriter:
         (self._folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=2) + "\n")
 
     def _fault(self, error: Exception) -> CapacityError | CheckpointError:
-        said = re.search(r"\(os error (\d+)\)", str(error))  # what safetensors tells of it
-        number = int(said[1]) if said else getattr(error, "errno", None)
+        match = re.search(r"\(os error (\d+)\)", str(error))  # how safetensors reports the errno
+        number = int(match[1]) if match else getattr(error, "errno", None)
         if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             return CapacityError(f"the disk of {self._out} is full: {error}; nothing was left there")
         return CheckpointError(f"{self._out} cannot be written: {error}")

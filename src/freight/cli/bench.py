@@ -135,10 +135,10 @@ def kernels(
         _print_rows(found, as_json)
 
 
-def _matrix(said: str) -> tuple[int, int]:
-    shape = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", said)
+def _matrix(value: str) -> tuple[int, int]:
+    shape = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", value)
     if shape is None:
-        raise ConfigError(f"--matrix {said!r}: write it as 14336x4096, output by input features")
+        raise ConfigError(f"--matrix {value!r}: write it as 14336x4096, output by input features")
     return int(shape[1]), int(shape[2])
 
 

@@ -22,11 +22,11 @@ HELP = "Type a message; /reset forgets the conversation, Ctrl-C stops an answer,
 def chat(
     args: EngineArgs,
     params: SamplingParams,
-    system: Annotated[str | None, typer.Option(metavar="TEXT", help="What the model is told beforehand.")] = None,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="System prompt.")] = None,
 ) -> None:
     """Talk with a model that has a chat template."""
     if args.skip_tokenizer_init:
-        raise ConfigError("chat needs a tokenizer: leave --skip-tokenizer-init away, or use freight generate")
+        raise ConfigError("chat needs a tokenizer: omit --skip-tokenizer-init, or use freight generate")
     start = [{"role": "system", "content": system}] if system else []
 
     from freight.llm import LLM

@@ -1,6 +1,6 @@
 """freight inspect MODEL: what a checkpoint is, from its headers and its KV scales; no weight is read.
 
-A checkpoint of which a tensor would be refused can be looked at as well.
+Also works on checkpoints that Freight cannot load.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The options that several verbs share, each said once: the model, the engine's (one per `EngineArgs` field), sampling.
+"""The options that several verbs share, each defined once: model, engine (one per `EngineArgs` field), sampling.
 
 `@takes_engine_options` gives a command all of them and one `args: EngineArgs` in their place; `@takes_sampling_options`
 does the same with `params: SamplingParams`. Values are checked here, before torch is loaded. Environment variables
@@ -23,7 +23,7 @@ from freight.sampling import SamplingParams
 
 Command = Callable[..., None]
 
-CHOICES: dict[str, Sequence[object]] = {  # for --help; `config.resolve.check` is what refuses
+CHOICES: dict[str, Sequence[object]] = {  # for --help; `config.resolve.check` validates
     "dtype": ("auto", *resolve.DTYPES),
     "kv_cache_dtype": resolve.KV_DTYPES,
     "kv_scales": (*resolve.KV_SCALES, "FILE"),

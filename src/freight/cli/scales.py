@@ -70,8 +70,8 @@ def import_(
 def _either(argument: str, value: str | Path | None, option: str, other: str | Path | None) -> str:
     """One of the two forms of an argument."""
     if (value is None) == (other is None):
-        said = "is missing" if value is None else f"is given as {value} and as {other}"
-        raise ConfigError(f"{argument} {said}: give either the argument {argument} or {option}")
+        fault = "is missing" if value is None else f"is given as {value} and as {other}"
+        raise ConfigError(f"{argument} {fault}: give either the argument {argument} or {option}")
     return str(value if value is not None else other)
 
 

@@ -1,7 +1,7 @@
-"""Two configurations: `EngineArgs` is what was said, `EngineConfig` what was decided. Imports no torch.
+"""Two configurations: `EngineArgs`, the options as given, and `EngineConfig`, the resolved ones. Imports no torch.
 
-In `EngineArgs`, None and 'auto' mean "not said". `EngineConfig` has neither; `config.resolve.resolve` builds it once,
-and nobody changes it.
+In `EngineArgs`, None and 'auto' mean "not given". `EngineConfig` is immutable, and `config.resolve.resolve` builds it
+once, with every choice made.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SYNONYMS = {  # other engines' names -> ours
 
 @dataclass(frozen=True)
 class EngineArgs:
-    """What the user said, by the names the ecosystem uses. Sizes in tokens, memory in bytes or as '4GiB'."""
+    """Options as given, with the names that other engines use. Sizes in tokens, memory in bytes or as '4GiB'."""
 
     model: str = "demo"
     tokenizer: str | None = None
@@ -77,9 +77,9 @@ class EngineArgs:
 
 @dataclass(frozen=True)
 class KVCacheConfig:
-    """The decided KV cache. `scales` holds static scales; it is None for `token` granularity, `unit` and 16 bits.
+    """The resolved KV cache. `scales` holds static scales; it is None for `token` granularity, `unit` and 16 bits.
 
-    `granularity` and `scale_source` are None for a 16-bit cache. `note` is what start-up says about the choice.
+    `granularity` and `scale_source` are None for a 16-bit cache. `note` explains the choice in the log at start-up.
     """
 
     format: Format
@@ -91,10 +91,10 @@ class KVCacheConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Everything decided before a weight is read. `kv_cache_memory` in bytes; None: a share of what is free then.
+    """All settings, resolved before a weight is read. `kv_cache_memory` in bytes; None: a share of the free memory.
 
-    `weight_format` is what Linears keep their weights in; those that a checkpoint does not quantize, and the head if it
-    does not, keep `compute_format`. `fp8_attention`: attention multiplies FP8 by FP8 where the hardware does.
+    `weight_format` is the format of Linear weights; weights (the head included) that a quantized checkpoint leaves
+    unquantized have `compute_format`. `fp8_attention`: attention multiplies FP8 by FP8 where the hardware can.
     """
 
     compute_format: Format

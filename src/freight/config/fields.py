@@ -1,6 +1,6 @@
 """Values of a config.json, read with their types checked. Imports no torch.
 
-Each raises CheckpointError that names the key and its value. `default` stands for a key that is absent.
+Each raises a CheckpointError that names the key and its value. `default` is the value of a key that is absent.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ def integer(config: Mapping[str, Any], key: str, default: int | None = None, lea
     if value is None:
         raise CheckpointError(f"config.json lacks {key}")
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise CheckpointError(f"config.json: {key} = {value!r} is no whole number of at least {least}")
+        raise CheckpointError(f"config.json: {key} = {value!r} must be an integer ≥ {least}")
     return value
 
 
 def number(config: Mapping[str, Any], key: str, default: float | None = None, least: float | None = None) -> float:
-    """A finite number, above 0, or at least `least` where that is given."""
+    """A finite number > 0, or ≥ `least` if that is given."""
     value = default if config.get(key) is None else config[key]
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         number = float(value)
         if number > 0 or (least is not None and number >= least):
             return number
     raise CheckpointError(
-        f"config.json: {key} = {value!r} is no number {'above 0' if least is None else f'from {least}'}"
+        f"config.json: {key} = {value!r} must be a finite number {'> 0' if least is None else f'≥ {least}'}"
     )
 
 
@@ -37,7 +37,7 @@ def flag(config: Mapping[str, Any], key: str, default: bool = False) -> bool:
     value = config.get(key)
     value = default if value is None else value
     if not isinstance(value, bool):
-        raise CheckpointError(f"config.json: {key} = {value!r} is neither true nor false")
+        raise CheckpointError(f"config.json: {key} = {value!r} must be true or false")
     return value
 
 
@@ -47,5 +47,5 @@ def token_ids(config: Mapping[str, Any], key: str, default: int | None) -> tuple
     ids = value if isinstance(value, list) else [] if value is None else [value]
     for token in ids:
         if not isinstance(token, int) or isinstance(token, bool) or token < 0:
-            raise CheckpointError(f"{key} = {value!r} is neither a token id nor a list of token ids")
+            raise CheckpointError(f"{key} = {value!r} must be a token id or a list of token ids")
     return tuple(ids)

@@ -1,9 +1,8 @@
-"""ModelConfig: a model's shape and mathematics as data, read from a config.json. Imports no torch.
+"""ModelConfig: a model's hyperparameters, read from a config.json. Imports no torch.
 
-What it guarantees: every key of config.json is either used, on a list of keys that change nothing, or has a value that
-switches its feature off. Anything else is a CheckpointError that names the key and its value, because a key that is
-passed over gives wrong text without a word. Where a key is absent, the value is what transformers' configuration class
-of that model_type takes.
+Every key of config.json is either used, on a list of keys that do not affect the model, or has a value that disables
+its feature. Any other key raises a CheckpointError that names it and its value, because ignoring it could silently
+change the output. An absent key has the default of transformers' configuration class of that model_type.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from freight.fp8.formats import COMPUTE_FORMATS, Format
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """One decoder, driven by data.
+    """Hyperparameters of one decoder.
 
     `windows` has an entry per layer: the sliding window in tokens (a key at distance < window is seen), or None.
-    `attention_soft_cap` and `logit_soft_cap` bound scores and logits by a tanh; None: neither.
-    `checkpoint_format` is what config.json says the weights are stored in.
+    `attention_soft_cap` and `logit_soft_cap` bound scores and logits by a tanh; None: unbounded.
+    `checkpoint_format` is the dtype that config.json names for the weights.
     """
 
     model_type: str
@@ -65,7 +64,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class _Family:
-    """What one model_type means, and what it takes for keys that config.json lacks."""
+    """The architecture of one model_type, and its defaults of keys that config.json lacks."""
 
     architecture: str
     max_position_embeddings: int
@@ -106,7 +105,7 @@ _FAMILIES = {
         num_kv_heads=32,
         sliding_window=4096,
         window_from=28,
-        qkv_bias=True,  # always there, whatever `attention_bias` says
+        qkv_bias=True,  # always, whatever the value of `attention_bias`
         keys=_WINDOW_KEYS | {"max_window_layers"},
     ),
     "qwen3": _Family(
@@ -148,7 +147,7 @@ _HARMLESS = _words(
     attn_implementation unsloth_version unsloth_fixed is_llama_config transformers.js_config is_decoder
     """
 )
-_NEUTRAL: Mapping[str, tuple[object, ...]] = {  # keys that change the mathematics, and the values that do not
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {  # keys that change the computation, and the values that do not
     "hidden_act": ("silu", "swish"),
     "hidden_activation": ("silu", "swish"),
     "partial_rotary_factor": (1,),
@@ -182,7 +181,7 @@ def parse_model_config(config: Mapping[str, Any]) -> ModelConfig:
     num_layers = integer(config, "num_hidden_layers")
     if heads % kv_heads:
         raise CheckpointError(
-            f"config.json contradicts itself: num_attention_heads = {heads} is no multiple of "
+            f"config.json contradicts itself: num_attention_heads = {heads} is not a multiple of "
             f"num_key_value_heads = {kv_heads}"
         )
     limit = integer(config, "max_position_embeddings", family.max_position_embeddings)
@@ -217,7 +216,7 @@ def parse_model_config(config: Mapping[str, Any]) -> ModelConfig:
 def stop_token_ids(config: Mapping[str, Any], generation_config: Mapping[str, Any] | None) -> frozenset[int]:
     """The ids that end a completion: the union of config.json's and generation_config.json's `eos_token_id`.
 
-    The model_type's own is for models of which neither file says anything.
+    The default of the model_type applies only if neither file has that key.
     """
     generation = generation_config or {}
     default = None if "eos_token_id" in generation else _family(config)[1].eos_token_id
@@ -250,7 +249,7 @@ def _refuse_unknown_keys(config: Mapping[str, Any], model_type: str, family: _Fa
         if key not in _NEUTRAL:
             raise CheckpointError(
                 f"config.json: {key} = {value!r} is unknown to Freight for model_type {model_type}; it may change what "
-                "the model computes. If it does not, take it out of config.json"
+                "the model computes. If it does not, remove it from config.json"
             )
         if value not in _NEUTRAL[key]:
             only = f"only {choices(map(repr, _NEUTRAL[key]))} is" if _NEUTRAL[key] else "only null is"
@@ -267,13 +266,13 @@ def _head_dim(config: Mapping[str, Any], family: _Family, hidden_size: int, head
         head_dim = integer(config, "head_dim", family.head_dim)
     elif hidden_size % heads:
         raise CheckpointError(
-            f"config.json contradicts itself: hidden_size = {hidden_size} is no multiple of "
+            f"config.json contradicts itself: hidden_size = {hidden_size} is not a multiple of "
             f"num_attention_heads = {heads}, and there is no head_dim"
         )
     else:
         head_dim = hidden_size // heads
     if head_dim % 2:
-        raise CheckpointError(f"config.json: head_dim = {head_dim} is odd; rotary embedding turns pairs of channels")
+        raise CheckpointError(f"config.json: head_dim = {head_dim} is odd; rotary embedding rotates pairs of channels")
     return head_dim
 
 
@@ -292,7 +291,7 @@ def _windows(config: Mapping[str, Any], family: _Family, num_layers: int) -> tup
     kinds = {"full_attention": False, "attention": False, "sliding_attention": True}
     if not isinstance(layer_types, list) or len(layer_types) != num_layers:
         raise CheckpointError(
-            f"config.json contradicts itself: layer_types = {layer_types!r} is no list of "
+            f"config.json contradicts itself: layer_types = {layer_types!r} is not a list of "
             f"num_hidden_layers = {num_layers} entries"
         )
     for kind in layer_types:
@@ -309,7 +308,7 @@ def _windows(config: Mapping[str, Any], family: _Family, num_layers: int) -> tup
     if family.windowed and slides != default:
         raise CheckpointError(
             f"config.json: layer_types = {layer_types!r} with sliding_window = {window}: "
-            f"in {family.architecture} the window is that of all layers"
+            f"in {family.architecture} all layers have the same window"
         )
     return tuple(window if slide else None for slide in slides)
 
@@ -319,12 +318,12 @@ def _soft_cap(config: Mapping[str, Any], key: str) -> float | None:
 
 
 def _checkpoint_format(config: Mapping[str, Any]) -> Format:
-    said = {key: config[key] for key in ("dtype", "torch_dtype") if config.get(key) is not None}
-    if len(set(map(str, said.values()))) > 1:
+    declared = {key: config[key] for key in ("dtype", "torch_dtype") if config.get(key) is not None}
+    if len(set(map(str, declared.values()))) > 1:
         raise CheckpointError(
-            f"config.json contradicts itself: dtype = {said['dtype']}, torch_dtype = {said['torch_dtype']}"
+            f"config.json contradicts itself: dtype = {declared['dtype']}, torch_dtype = {declared['torch_dtype']}"
         )
-    name = next(iter(said.values()), Format.FLOAT32)
+    name = next(iter(declared.values()), Format.FLOAT32)
     if name not in tuple(COMPUTE_FORMATS):
         raise CheckpointError(f"config.json: dtype {name!r} is not implemented; {choices(COMPUTE_FORMATS)} are")
     return Format(name)

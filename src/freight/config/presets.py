@@ -50,7 +50,7 @@ def shape_config(shape: str) -> Mapping[str, Any]:
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         known = choices((*PRESETS, "CONFIG.json"))
-        raise ConfigError(f"--random-weights {shape!r} is no file{nearest(shape, PRESETS)}: choose {known}")
+        raise ConfigError(f"--random-weights {shape!r} is not a file{nearest(shape, PRESETS)}: choose {known}")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

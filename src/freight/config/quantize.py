@@ -1,8 +1,8 @@
-"""What `freight quantize` was asked for -> what it will do. Reads no file, imports no torch.
+"""Options of `freight quantize` -> QuantizePlan. Reads no file, imports no torch.
 
-`QuantizeArgs` is what was said, None meaning "not said"; `plan` decides once, and gives a `QuantizePlan`.
-A setting that would change nothing, such as an observer where nothing is calibrated, is an error, as is a scheme
-that the output format has no words for.
+`QuantizeArgs` holds the options as given, None meaning "not given"; `plan` resolves them once into a `QuantizePlan`.
+An option that would have no effect, such as an observer where nothing is calibrated, is an error, as is a scheme that
+the output format cannot express.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SYNONYMS = {  # other tools' names -> ours
 
 @dataclass(frozen=True)
 class QuantizeArgs:
-    """What the user said. Defaults that depend on others are None here and decided by `plan`."""
+    """Options as given. Defaults that depend on other options are None here and resolved by `plan`."""
 
     weights: str | None = None
     activations: str | None = None
@@ -62,13 +62,13 @@ class QuantizeArgs:
 
 
 def plan(args: QuantizeArgs) -> QuantizePlan:
-    """Decide what is not said, and refuse what cannot be or would change nothing. Raises ConfigError."""
+    """Fill in the defaults. Raises ConfigError for options that contradict each other or would have no effect."""
     layout = Layout(_choose("--format", args.format, tuple(Layout)))
     default = {Layout.FP8: WeightScheme.TENSOR, Layout.TGI: WeightScheme.NONE}.get(layout, WeightScheme.CHANNEL)
     weights = WeightScheme(_choose("--weights", args.weights or default, tuple(WeightScheme)))
     no_weights = weights is WeightScheme.NONE
-    said = args.activations or (ActivationScheme.NONE if no_weights else ActivationScheme.DYNAMIC)
-    activations = ActivationScheme(_choose("--activations", said, tuple(ActivationScheme)))
+    requested = args.activations or (ActivationScheme.NONE if no_weights else ActivationScheme.DYNAMIC)
+    activations = ActivationScheme(_choose("--activations", requested, tuple(ActivationScheme)))
     kv_cache = _choose("--kv-cache", args.kv_cache or ("fp8" if layout is Layout.TGI else "none"), KV_CACHES)
     granularity = Granularity(
         _choose("--kv-granularity", args.kv_granularity or Granularity.TENSOR, tuple(map(str, KV_GRANULARITIES)))
@@ -111,7 +111,7 @@ def _check_scheme(plan: QuantizePlan) -> None:
 
 
 def _check_layout(plan: QuantizePlan) -> None:
-    """What each output format can say."""
+    """Raises ConfigError for a scheme that the output format cannot express."""
     if plan.layout is Layout.FP8:
         if plan.weights not in (WeightScheme.TENSOR, WeightScheme.BLOCK):
             raise ConfigError(
@@ -120,7 +120,7 @@ def _check_layout(plan: QuantizePlan) -> None:
             )
         if plan.activations is ActivationScheme.NONE:
             raise ConfigError(
-                "--format fp8 with --activations none: that format knows static and dynamic activations only; "
+                "--format fp8 with --activations none: that format has static and dynamic activations only; "
                 "choose one, or --format compressed-tensors"
             )
     if plan.layout is Layout.TGI:
@@ -130,23 +130,25 @@ def _check_layout(plan: QuantizePlan) -> None:
                 "choose --weights none, or --format compressed-tensors"
             )
         if plan.kv_granularity is None:
-            raise ConfigError("--format tgi with --kv-cache none: that format says nothing but KV scales")
+            raise ConfigError("--format tgi with --kv-cache none: that format stores KV scales only")
 
 
 def _check_nothing_is_idle(args: QuantizeArgs, plan: QuantizePlan) -> None:
     if args.kv_granularity is not None and plan.kv_granularity is None:
-        raise ConfigError(f"--kv-granularity {args.kv_granularity} changes nothing with --kv-cache none; add fp8")
+        raise ConfigError(
+            f"--kv-granularity {args.kv_granularity} changes nothing with --kv-cache none; add --kv-cache fp8"
+        )
     if args.center and plan.kv_granularity is None:
         raise ConfigError("--center changes nothing with --kv-cache none; add --kv-cache fp8")
     if args.lm_head and plan.weights is WeightScheme.NONE:
-        raise ConfigError("--lm-head changes nothing with --weights none; leave it away")
+        raise ConfigError("--lm-head changes nothing with --weights none; omit it")
     if args.ignore and plan.weights is WeightScheme.NONE:
-        raise ConfigError(f"--ignore {args.ignore[0]} changes nothing with --weights none; leave it away")
+        raise ConfigError(f"--ignore {args.ignore[0]} changes nothing with --weights none; omit it")
     for name in ("calibration_data", "num_samples", "max_seq_len", "observer"):
         if getattr(args, name) is not None and not plan.needs_data:
             raise ConfigError(
                 f"--{name.replace('_', '-')} is given, but nothing is calibrated: choose --activations static or "
-                "--kv-cache fp8, or leave it away"
+                "--kv-cache fp8, or omit it"
             )
 
 
@@ -160,5 +162,5 @@ def _count(flag: str, value: int | None, default: int, least: int) -> int:
     if value is None:
         return default
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{flag} {value!r} is no whole number of at least {least}")
+        raise ConfigError(f"{flag} {value!r} must be an integer ≥ {least}")
     return value

@@ -1,7 +1,7 @@
-"""What was said -> what was decided. Takes values, gives a frozen EngineConfig; reads no file, imports no torch.
+"""Options, model and device -> a frozen EngineConfig. Takes values only: reads no file, imports no torch.
 
 Every contradiction between settings, or between a setting and the checkpoint, is an error that names both sides and
-the way out. Where something was left open, the choice that was made is said in `KVCacheConfig.note`.
+the way out. `KVCacheConfig.note` records choices that the options left open.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ KV_SCALES = ("auto", "checkpoint", "dynamic", "unit")  # or FILE.json
 QUANTIZATIONS = ("fp8",)
 KERNELS = ("auto", "reference")
 ATTENTION_COMPUTES = ("auto", "fp8")
-STEP_TOKENS = {"cpu": 512, "cuda": 8192}  # of one step at most: what keeps the device busy, and a step short
+STEP_TOKENS = {"cpu": 512, "cuda": 8192}  # per step at most: they keep the device busy, and a step short
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 _UNITS = {"": 1, "B": 1} | {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
 _UNITS |= {f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)}
@@ -55,7 +55,7 @@ def check(args: EngineArgs) -> None:
     ):
         optional = value is None and name not in ("--max-num-seqs", "--seed")
         if not optional and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-            raise ConfigError(f"{name} {value!r} is no whole number of at least {least}")
+            raise ConfigError(f"{name} {value!r} must be an integer ≥ {least}")
     if isinstance(args.block_size, bool) or args.block_size not in BLOCK_SIZES:
         raise ConfigError(f"--block-size {args.block_size!r}: choose {choices(map(str, BLOCK_SIZES))} tokens")
     parse_memory(args.kv_cache_memory)
@@ -65,14 +65,14 @@ def check(args: EngineArgs) -> None:
 def resolve(
     args: EngineArgs, model: ModelConfig, scheme: Scheme, kv_scales: KVScales, device: DeviceFacts
 ) -> EngineConfig:
-    """Decide everything before a weight is read.
+    """Resolve all settings before a weight is read.
 
     `kv_scales` are those of the checkpoint, or of the file when `kv_scales_file` names one. Raises ConfigError, and
-    CheckpointError where it is the checkpoint that cannot be served.
+    CheckpointError where the checkpoint is at fault.
     """
     check(args)
     if args.device not in ("auto", device.kind):
-        raise ConfigError(f"--device {args.device}, but what was found is {device.kind} ({device.name})")
+        raise ConfigError(f"--device {args.device}, but the device found is {device.kind} ({device.name})")
     check_threads(args.threads, device.cores)
     compute = model.checkpoint_format if args.dtype == "auto" else DTYPES[args.dtype]
     kv = _kv_cache(args, compute, scheme, kv_scales, device.native_e4m3)
@@ -106,7 +106,7 @@ def kv_scales_file(args: EngineArgs) -> Path | None:
         twice = "a file of scales is given twice" if named else "two sources of scales are named"
         raise ConfigError(
             f"{twice}: --kv-scales {args.kv_scales} and --quantization-param-path {args.quantization_param_path}; "
-            "leave one away"
+            "omit one"
         )
     flag = "--kv-scales" if named else "--quantization-param-path"
     name = args.kv_scales if named else args.quantization_param_path
@@ -120,27 +120,27 @@ def kv_scales_file(args: EngineArgs) -> Path | None:
     return Path(name)
 
 
-def parse_memory(said: int | str | None) -> int | None:
-    """Bytes of '4GiB', '512MiB', '4GB', '1e9' or a number; None when nothing was said. Raises ConfigError."""
-    if said is None:
+def parse_memory(value: int | str | None) -> int | None:
+    """Bytes of '4GiB', '512MiB', '4GB', '1e9' or a number; None for None. Raises ConfigError."""
+    if value is None:
         return None
-    match = re.fullmatch(r"\s*([0-9.]+(?:E[+]?[0-9]{1,2})?)\s*([A-Z]*)\s*", str(said).upper())
-    if isinstance(said, bool) or match is None or match[2] not in _UNITS or match[1].count(".") > 1 or match[1] == ".":
-        raise ConfigError(f"--kv-cache-memory {said!r} is no amount of memory; write it as 4GiB, 512MiB, 4GB or bytes")
+    match = re.fullmatch(r"\s*([0-9.]+(?:E[+]?[0-9]{1,2})?)\s*([A-Z]*)\s*", str(value).upper())
+    if isinstance(value, bool) or match is None or match[2] not in _UNITS or match[1].count(".") > 1 or match[1] == ".":
+        raise ConfigError(f"--kv-cache-memory {value!r} is not an amount of memory; write 4GiB, 512MiB, 4GB or bytes")
     amount = float(match[1]) * _UNITS[match[2]]
     if amount >= 2**63:
-        raise ConfigError(f"--kv-cache-memory {said!r} is beyond any machine; leave it away to take a share of memory")
+        raise ConfigError(f"--kv-cache-memory {value!r} is more than any machine has; omit it to use a share of memory")
     size = int(amount)
     if size < 1:
-        raise ConfigError(f"--kv-cache-memory {said!r} holds nothing; leave it away for a share of what is free")
+        raise ConfigError(f"--kv-cache-memory {value!r} must be positive; omit it to use a share of the free memory")
     return size
 
 
 def for_variant(scales: KVScales, format: Format) -> KVScales:
     """Scales made for one E4M3 variant, for a cache in the other: doubled FN -> FNUZ, halved FNUZ -> FN, both exact.
 
-    An FNUZ byte decodes to half of what FN makes of it, so stored values stay FN's. Only past FN's range is there a
-    difference: FNUZ reaches 240, which is 480 in FN's terms, where FN saturates at 448.
+    An FNUZ byte decodes to half its FN value, so with a doubled scale the stored values are the same. Only the ranges
+    differ: FNUZ's largest value, 240, is 480 at the FN scale, where FN saturates at 448.
     """
     if scales.format is format:
         return scales
@@ -167,7 +167,7 @@ def _max_model_len(args: EngineArgs, model: ModelConfig) -> int:
     if args.max_model_len > model.position_limit:
         raise ConfigError(
             f"--max-model-len {args.max_model_len} is more than the {model.position_limit} positions of this model; "
-            f"use at most {model.position_limit}, or leave it away"
+            f"use at most {model.position_limit}, or omit it"
         )
     return args.max_model_len
 
@@ -179,18 +179,18 @@ def _fp8_attention(args: EngineArgs, compute: Format, stored: Format, device: De
     if not stored.is_e4m3:
         problem = f"a cache in {stored}: it multiplies E4M3 as it is stored; use --kv-cache-dtype fp8"
     elif compute is Format.FLOAT32:
-        problem = "--dtype float32, whose precision it would give away; use --dtype bfloat16 or float16"
+        problem = "--dtype float32, whose precision it would lose; use --dtype bfloat16 or float16"
     elif args.kernels == "reference":
         return True
     elif device.kind == "cpu":
-        problem = "a CPU, which multiplies no FP8; --kernels reference shows how accurate it is, slowly"
+        problem = "a CPU, which has no FP8 products; --kernels reference computes it, slowly, to measure accuracy"
     elif not device.multiplies_fp8:
         problem = f"{device.name}, which has no FP8 matrix units"
     elif stored is not device.native_e4m3:
         problem = f"a cache in {stored}: {device.name} multiplies {device.native_e4m3}; use --kv-cache-dtype fp8"
     else:
         return True
-    raise ConfigError(f"--attention-compute fp8 with {problem}, or leave --attention-compute away")
+    raise ConfigError(f"--attention-compute fp8 with {problem}, or omit --attention-compute")
 
 
 def _no_scales_for(format: str, cache: str, scales: str) -> ConfigError:
@@ -200,39 +200,39 @@ def _no_scales_for(format: str, cache: str, scales: str) -> ConfigError:
             "use --kv-cache-dtype fp8, or --kv-scales dynamic or unit"
         )
     return ConfigError(
-        f"{scales} with {cache}: a cache in {format} is stored as it is and has no scales; "
-        "use --kv-cache-dtype fp8, or leave the scales away"
+        f"{scales} with {cache}: a cache in {format} is stored unquantized and has no scales; "
+        "use --kv-cache-dtype fp8, or omit the scales"
     )
 
 
 def _kv_format(args: EngineArgs, compute: Format, scheme: Scheme, native: Format) -> tuple[Format, str]:
     """The cache's format, and where it comes from, for messages."""
-    said = args.kv_cache_dtype
-    if said == "auto" and scheme.kv_format is None:
+    dtype = args.kv_cache_dtype
+    if dtype == "auto" and scheme.kv_format is None:
         return compute, f"--kv-cache-dtype auto (the checkpoint declares no FP8 cache, so {compute})"
-    if said == "auto" and scheme.kv_format is not None:
+    if dtype == "auto" and scheme.kv_format is not None:
         format = native if scheme.kv_format.is_e4m3 else scheme.kv_format
         return format, f"--kv-cache-dtype auto (the checkpoint declares {scheme.kv_format})"
-    return native if said in ("fp8", "fp8_e4m3") else Format(said), f"--kv-cache-dtype {said}"
+    return native if dtype in ("fp8", "fp8_e4m3") else Format(dtype), f"--kv-cache-dtype {dtype}"
 
 
 def _kv_cache(args: EngineArgs, compute: Format, scheme: Scheme, scales: KVScales, native: Format) -> KVCacheConfig:
-    """--kv-cache-dtype says the format, --kv-scales where scales come from; `auto` of either leaves it to the rest."""
+    """--kv-cache-dtype selects the format, --kv-scales the source of scales; `auto` depends on the checkpoint."""
     format, cache = _kv_format(args, compute, scheme, native)
     file = kv_scales_file(args)
     named = args.kv_scales if args.quantization_param_path is None else args.quantization_param_path
     flag = "--kv-scales" if args.quantization_param_path is None else "--quantization-param-path"
-    said = "file" if file else args.kv_scales
+    source = "file" if file else args.kv_scales
     if not format.is_fp8:
-        if said != "auto":
+        if source != "auto":
             raise _no_scales_for(format, cache, f"{flag} {named}")
         return KVCacheConfig(format, None, None, None, "" if scales.empty else _skipped(args))
-    if said == "dynamic":
+    if source == "dynamic":
         return _dynamic(format, "measured per token as stored")
-    if said == "unit":
+    if source == "unit":
         return _unit(format, "1.0 as asked for")
     if format is Format.E5M2:
-        if said in ("checkpoint", "file"):
+        if source in ("checkpoint", "file"):
             raise _no_scales_for(format, cache, f"{flag} {named}")
         if not scales.empty:
             raise ConfigError(
@@ -240,13 +240,13 @@ def _kv_cache(args: EngineArgs, compute: Format, scheme: Scheme, scales: KVScale
                 "name another source with --kv-scales unit or dynamic"
             )
         return _unit(format, "E5M2 needs no scales")
-    if said == "file":
+    if source == "file":
         return _static(format, scales, ScaleSource.FILE, str(file))
-    return _from_checkpoint(format, said, scheme, scales)
+    return _from_checkpoint(format, source, scheme, scales)
 
 
-def _from_checkpoint(format: Format, said: str, scheme: Scheme, scales: KVScales) -> KVCacheConfig:
-    """E4M3 with `auto` or `checkpoint`: what is there decides; scales that are missing are never guessed."""
+def _from_checkpoint(format: Format, source: str, scheme: Scheme, scales: KVScales) -> KVCacheConfig:
+    """E4M3 with `auto` or `checkpoint`: the checkpoint decides; missing scales are never guessed."""
     if not scales.missing:
         return _static(format, scales, ScaleSource.CHECKPOINT)
     layers = (
@@ -257,7 +257,7 @@ def _from_checkpoint(format: Format, said: str, scheme: Scheme, scales: KVScales
             f"the checkpoint has KV scales, but none for {layers} of {len(scales.layers)}; "
             "use --kv-scales dynamic to measure them all, or unit"
         )
-    if said == "checkpoint":
+    if source == "checkpoint":
         raise ConfigError(f"--kv-scales checkpoint, but the checkpoint has no KV scales: {_MAKE_SCALES}")
     if scheme.kv_static:
         raise CheckpointError(

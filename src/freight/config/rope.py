@@ -15,8 +15,8 @@ class RopeConfig:
     """Rotary embedding. `kind` is default, linear, llama3 or yarn; `parameters` are that kind's numbers.
 
     linear: factor. llama3: factor, low_freq_factor, high_freq_factor, original_max_position_embeddings.
-    yarn: factor, original_max_position_embeddings and, where the checkpoint says them, attention_factor, beta_fast,
-    beta_slow, mscale, mscale_all_dim, truncate. `rotary_dim` None: the whole head turns.
+    yarn: factor, original_max_position_embeddings and, where the checkpoint has them, attention_factor, beta_fast,
+    beta_slow, mscale, mscale_all_dim, truncate. `rotary_dim` None: the whole head is rotated.
     """
 
     theta: float = 10000.0
@@ -37,13 +37,14 @@ _OTHER = frozenset({"type", "rope_type", "rope_theta", "partial_rotary_factor", 
 
 def parse_rope(config: Mapping[str, Any], max_position_embeddings: int) -> RopeConfig:
     """Both spellings: `rope_theta` and `rope_scaling`, or `rope_parameters` with the theta inside."""
-    said = {key: config[key] for key in ("rope_parameters", "rope_scaling") if config.get(key)}
-    for key, value in said.items():
+    declared = {key: config[key] for key in ("rope_parameters", "rope_scaling") if config.get(key)}
+    for key, value in declared.items():
         if not isinstance(value, Mapping):
-            raise CheckpointError(f"config.json: {key} = {value!r} is no JSON object")
-    parsed = {key: _parse(key, value, config, max_position_embeddings) for key, value in said.items()}
+            raise CheckpointError(f"config.json: {key} = {value!r} is not a JSON object")
+    parsed = {key: _parse(key, value, config, max_position_embeddings) for key, value in declared.items()}
     if len(set(map(repr, parsed.values()))) > 1:
-        raise CheckpointError(f"config.json contradicts itself: {' but '.join(f'{k} = {v}' for k, v in said.items())}")
+        spellings = " but ".join(f"{key} = {value}" for key, value in declared.items())
+        raise CheckpointError(f"config.json contradicts itself: {spellings}")
     return next(iter(parsed.values()), RopeConfig(theta=number(config, "rope_theta", 10000.0)))
 
 
@@ -64,7 +65,7 @@ def _parse(where: str, rope: Mapping[str, Any], config: Mapping[str, Any], max_p
         raise CheckpointError(
             f"config.json: partial_rotary_factor = {partial!r} in {where} is not implemented; only 1 is"
         )
-    # the pretrained length may stand outside, which then counts; where none is said, it is the present one
+    # a pretrained length outside of this object takes precedence; without either, it is max_position_embeddings
     outside = config.get("original_max_position_embeddings")
     original = outside if outside is not None else values.pop("original_max_position_embeddings", max_positions)
     values.pop("original_max_position_embeddings", None)
@@ -89,6 +90,6 @@ def _value(where: str, values: Mapping[str, Any], key: str) -> float | bool:
     value = values[key]
     if key == "truncate":
         if not isinstance(value, bool):
-            raise CheckpointError(f"config.json: truncate = {value!r} in {where} is neither true nor false")
+            raise CheckpointError(f"config.json: truncate = {value!r} in {where} must be true or false")
         return value
     return number(values, key, least=0.0 if key.startswith("mscale") else None)

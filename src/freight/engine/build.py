@@ -59,7 +59,7 @@ class OpenModel:
     device: DeviceFacts
 
     def resolve(self, args: EngineArgs) -> EngineConfig:
-        """What `args` comes to for this checkpoint; they may differ from the ones it was opened with in the cache."""
+        """`args` resolved for this checkpoint; they may differ from those it was opened with in cache options only."""
         file = kv_scales_file(args)
         scales = read_scale_json(file, self.model) if file else self.kv_scales
         return resolve(args, self.model, self.scheme, scales, self.device)
@@ -204,7 +204,7 @@ def _check_memory(asked: int, weights: int, device: DeviceFacts) -> None:
     if asked + weights <= device.memory_free:
         return
     left = (device.memory_free - weights) // 2**20
-    way_out = f"use at most {left}MiB, or leave it away for a share of that" if left > 0 else "free memory first"
+    way_out = f"use at most {left}MiB, or omit it for a share of that" if left > 0 else "free memory first"
     raise CapacityError(
         f"--kv-cache-memory asks for {asked:,} bytes and the weights need {weights:,}, but of the {device.kind}'s "
         f"memory {device.memory_free:,} bytes are free; {way_out}"

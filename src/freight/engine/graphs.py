@@ -1,7 +1,7 @@
 """Decode steps as CUDA graphs: one launch instead of some hundreds, for steps in which every sequence has one token.
 
 A graph replays the same kernels on the same memory, so it belongs to a number of sequences, its bucket; a step is
-padded to the next bucket with sequences that have no keys and store nothing. What a step is told lies in `Buffers`,
+padded to the next bucket with sequences that have no keys and store nothing. The inputs of a step lie in `Buffers`,
 owned for life, filled on the host and brought over in one copy; the `ForwardBatch` that was captured is a view of
 them. Grids follow from shapes alone, so contexts may grow up to the buffers' width. Buckets are captured when they
 are first needed.

@@ -69,8 +69,8 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
     tokens, reached = _choose(adjusted, rows, _NUCLEUS)
     peaks = logits.amax(-1)  # a maximum passes NaN on
     adjusted_peaks = peaks if adjusted is logits else adjusted.amax(-1)
-    told = torch.stack((tokens.double(), reached.double(), peaks.double(), adjusted_peaks.double()))
-    drawn, all_reached, *both_peaks = told.tolist()  # where the host waits for a GPU, the only place
+    gathered = torch.stack((tokens.double(), reached.double(), peaks.double(), adjusted_peaks.double()))
+    drawn, all_reached, *both_peaks = gathered.tolist()  # where the host waits for a GPU, the only place
     errors = [_fault(row, *values) for row, *values in zip(rows, *both_peaks, strict=True)]
     token_ids = [int(token) for token in drawn]
     rest = [i for i, error in enumerate(errors) if error is None and not all_reached[i]]

@@ -1,4 +1,4 @@
-"""How far one model's next-token distributions are from another's, token by token."""
+"""Divergence of one model's next-token distributions from another's, token by token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an FP8 cache costs and saves: every cache over the same text, beside the 16-bit one, in one pass.
+"""What an FP8 cache costs and saves: every cache and the 16-bit one over the same text, in one pass.
 
 The weights are loaded once: a decoder takes its cache as an argument, so each cache is a pool of its own behind the
 same model, and the distributions of one chunk are compared before the next chunk is computed.
@@ -31,7 +31,7 @@ MEMORY = 64 * 2**20  # bytes of cache for which `tokens_in_64_mib` is given
 class CacheScore:
     """One cache over the text. `mean_kl` in nats per token and `same_top_share` are against the 16-bit cache.
 
-    `cut_off_share` of its keys and values lay beyond the range of their scales.
+    `cut_off_share` of its keys and values were clipped, as they lay beyond the range of their scales.
     """
 
     dtype: str
@@ -49,7 +49,7 @@ class CacheScore:
 
 @dataclass
 class CacheRun:
-    """One cache while it is being measured, and what is known of it then. Sums are float64."""
+    """One cache, with what has been measured of it so far. Sums are float64."""
 
     config: EngineConfig
     runner: ModelRunner
@@ -84,7 +84,7 @@ class CacheRun:
     def score(self) -> CacheScore:
         kv, pool = self.config.kv, self.runner.pool
         spec = pool.spec
-        _, cut_off = pool.counters()
+        _, clipped = pool.counters()
         return CacheScore(
             dtype=str(kv.format),
             granularity=str(kv.granularity) if kv.granularity else None,
@@ -94,7 +94,7 @@ class CacheRun:
             same_top_share=self.same_top / self.count,
             bytes_per_token=spec.bytes_per_token,
             tokens_in_64_mib=spec.tokens_in(MEMORY),
-            cut_off_share=cut_off / (self.num_stored * pool.values_per_token),
+            cut_off_share=clipped / (self.num_stored * pool.values_per_token),
             num_tokens=self.count,
             seconds=self.seconds,
         )
@@ -108,9 +108,9 @@ def compare_caches(
     max_tokens: int | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[CacheScore]:
-    """Score a cache in the compute dtype, and each of `caches` that is another one beside it, on `text`.
+    """Score on `text` a cache in the compute dtype, and every one of `caches` that differs from it.
 
-    A cache is (kv_cache_dtype, kv_scales), or decided already.
+    A cache is (kv_cache_dtype, kv_scales), or a resolved KVCacheConfig.
 
     `window` is the number of tokens judged together (default: the model's context, at most 1024); of the text, the
     first `max_tokens` count.
@@ -128,7 +128,7 @@ def run_caches(
     max_tokens: int | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[CacheRun]:
-    """`compare_caches` with the model that ran, and what is known of each token."""
+    """`compare_caches`, but returns the runs, with the log-probability of each token."""
     opened = open_model(args)
     plain = replace(
         args, kv_cache_dtype="float32", kv_scales="auto", quantization_param_path=None, attention_compute="auto"
@@ -144,7 +144,7 @@ def run_caches(
                 configs.append(config)
     length = min(window or 1024, configs[0].max_model_len)
     windows = _windows(opened, text, length, max_tokens)
-    # FP8 products are those of E4M3 caches: attention over the first computes as ever
+    # FP8 products apply to E4M3 caches only, so they do not change attention over the first cache
     with opened.threads(configs[0]):
         decoder = opened.load(replace(configs[0], fp8_attention=any(config.fp8_attention for config in configs)))
         num_blocks = -(-length // configs[0].block_size)

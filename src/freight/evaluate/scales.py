@@ -1,10 +1,10 @@
-"""What KV scales and centers are worth: a model and variants of it, with every kind of scale. The table of numerics.md.
+"""The effect of every kind of KV scale, and of centers, on a model and variants of it: the table of numerics.md.
 
     python -m freight.evaluate.scales [MODEL] [--data FILE] [--calibration-data FILE] [--tokens N]
 
 The variants (variants.py) either compute the model's own function with keys or values of another size, so that nothing
-but the storage can make a difference, or have a large key bias. Static scales are calibrated as `freight quantize` does
-it, on a text that is not the one that judges. E5M2 gets the same scales, made for its own range.
+but the storage can make a difference, or have a large key bias. Static scales are calibrated as by
+`freight quantize`, on another text than the evaluation text. E5M2 gets the same scales, converted to its range.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from freight.fp8.scheme import KVScales, LayerScales
 FORMATS = (Format.E4M3FN, Format.E5M2)
 SCALES = ("unit", "tensor", "head", "channel", "token", "centered")
 NUM_SAMPLES, SAMPLE_LENGTH = 32, 512
-BLOCK = 64  # neighbouring tokens that the bootstrap draws together
+BLOCK = 64  # neighbouring tokens that the bootstrap resamples together
 DRAWS = 10_000
 
 Write = Callable[[Path, Path], None]  # (model's folder, new folder)
@@ -108,7 +108,7 @@ def caches(model: str, data: Path, length: int = SAMPLE_LENGTH) -> dict[tuple[Fo
 
 
 def _for_range(scales: KVScales, format: Format) -> KVScales:
-    """Scales for E4M3FN -> for `format`, whose largest number the largest value then becomes."""
+    """Scales for E4M3FN -> for `format`, so that the same amax becomes its largest number."""
     factor = Format.E4M3FN.max / format.max
 
     def changed(layer: LayerScales | None) -> LayerScales | None:

@@ -1,8 +1,8 @@
-"""Models that try KV scales: copies of a model whose keys or values have another size, or a large constant in them.
+"""Models that test KV scales: copies of a model whose keys or values are rescaled, or have a large bias.
 
 Rescaled copies compute the same function: k_proj × c with q_proj / c leaves every score as it was, for all channels or
-for one pair that rotary embedding turns; v_proj × c with o_proj / c leaves every output. A copy with a key bias, as the
-Qwen2 family has it, computes another function, and is to be compared with itself in 16 bits.
+for one pair of rotary embedding; v_proj × c with o_proj / c leaves every output. A copy with a key bias, as the Qwen2
+family has it, computes another function, and is to be compared with itself in 16 bits.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The number formats that Freight stores, as facts. Imports no torch.
+"""The number formats that Freight stores. Imports no torch.
 
 E4M3FN and E5M2: Micikevicius et al. 2022, "FP8 formats for deep learning" (also OCP OFP8 1.0). E4M3FNUZ: Noune et al.
-2022, "8-bit numerical formats for deep neural networks", what AMD's MI300 computes with: its exponent bias is one
-larger, so a byte decodes to half of what E4M3FN makes of it, and 0x80, E4M3FN's -0, is its only NaN.
+2022, "8-bit numerical formats for deep neural networks", the E4M3 of AMD's MI300. Its exponent bias is larger by
+one, so a byte decodes to half its E4M3FN value, and 0x80, which is -0 in E4M3FN, is its only NaN.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Format(StrEnum):
 
     @property
     def overflow(self) -> float:
-        """Half a step above `max`: what is larger does not round to `max`, but is cut off. FP8 formats only."""
+        """Half a step above `max`: larger magnitudes do not round to `max`; they are clipped. FP8 formats only."""
         return {Format.E4M3FN: 464.0, Format.E4M3FNUZ: 248.0, Format.E5M2: 61440.0}[self]
 
     @property
@@ -53,9 +53,9 @@ COMPUTE_FORMATS = (Format.BFLOAT16, Format.FLOAT16, Format.FLOAT32)
 
 
 class Granularity(StrEnum):
-    """What shares one KV scale. `TENSOR`, `HEAD` and `CHANNEL` are static, `TOKEN` is measured as it is stored."""
+    """Which values share one KV scale. `TENSOR`, `HEAD` and `CHANNEL` are static; `TOKEN` is measured at the store."""
 
-    TENSOR = "tensor"  # one per layer, K and V apart
+    TENSOR = "tensor"  # one per layer for K, one for V
     HEAD = "head"  # [num_kv_heads]
     CHANNEL = "channel"  # [num_kv_heads, head_dim]
     TOKEN = "token"  # one per token and KV head, stored beside the page

@@ -9,7 +9,7 @@ from freight.fp8.formats import Granularity
 
 
 class WeightScheme(StrEnum):
-    """What shares a scale in a weight."""
+    """Which elements of a weight share a scale."""
 
     TENSOR = "fp8"
     CHANNEL = "fp8-channel"  # one output row
@@ -26,7 +26,7 @@ class ActivationScheme(StrEnum):
 
 
 class Layout(StrEnum):
-    """The form that is written."""
+    """The checkpoint layout that is written."""
 
     COMPRESSED_TENSORS = "compressed-tensors"
     FP8 = "fp8"  # AutoFP8's; with fp8-block, DeepSeek's
@@ -34,7 +34,7 @@ class Layout(StrEnum):
 
 
 class ObserverKind(StrEnum):
-    """How a scale follows from the values that were seen."""
+    """How a scale is derived from the observed values."""
 
     ABSMAX = "absmax"
     PERCENTILE = "percentile"
@@ -43,9 +43,9 @@ class ObserverKind(StrEnum):
 
 @dataclass(frozen=True)
 class QuantizePlan:
-    """What will be done. `kv_granularity` is None where the cache is left alone; `center` only goes with one.
+    """A resolved quantizer run. `kv_granularity` is None if the KV cache is not quantized; `center` requires one.
 
-    `lm_head`: the output head is rounded as the other Linear modules are.
+    `lm_head`: the output head is quantized like the other Linear modules.
     """
 
     weights: WeightScheme

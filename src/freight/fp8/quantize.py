@@ -31,12 +31,12 @@ def format_of(tensor: Tensor) -> Format:
 
 def encode(x: Tensor, scale: Tensor | float, format: Format) -> Tensor:
     """Quantize `x` (any float dtype) with `scale` (> 0, float32, broadcastable) to an FP8 tensor of x's shape."""
-    divisor = torch.as_tensor(scale, dtype=torch.float32, device=x.device)  # CUDA divides by a number inexactly
+    divisor = torch.as_tensor(scale, dtype=torch.float32, device=x.device)  # CUDA's division by a number is inexact
     return (x.float() / divisor).clamp(-format.max, format.max).to(_DTYPES[format])
 
 
-def num_cut_off(x: Tensor, scale: Tensor | float, format: Format) -> Tensor:
-    """How many values of x `encode` cuts off, because they lie beyond the range of their scale: int64 []."""
+def num_clipped(x: Tensor, scale: Tensor | float, format: Format) -> Tensor:
+    """How many values of x `encode` clips because they lie beyond the range of their scale: int64 []."""
     divisor = torch.as_tensor(scale, dtype=torch.float32, device=x.device)
     return ((x.float() / divisor).abs() > format.overflow).sum()
 
@@ -63,7 +63,7 @@ def scale_from_amax(amax: Tensor, format: Format) -> Tensor:
 
 
 def token_scale(amax: Tensor, format: Format) -> Tensor:
-    """The scale of a `token` vector: `scale_from_amax`, rounded to bfloat16, which is what the cache keeps beside it.
+    """The scale of a `token` vector: `scale_from_amax`, rounded to bfloat16, the dtype in which the cache stores it.
 
     Rounding moves it by at most 2 ** -9, less than half the step of E4M3 and E5M2 at their top, so the largest value
     still becomes the format's largest. A power of two would take one byte, but the largest value, which matters most
@@ -73,7 +73,7 @@ def token_scale(amax: Tensor, format: Format) -> Tensor:
 
 
 def convert_e4m3(stored: Tensor, scale: Tensor, format: Format) -> tuple[Tensor, Tensor]:
-    """Reinterpret E4M3 bytes in the other variant: `format` is E4M3FN or E4M3FNUZ; (bytes, scale) mean the same values.
+    """Convert E4M3 bytes to the variant `format`, E4M3FN or E4M3FNUZ; (bytes, scale) represent the same values.
 
     FN -> FNUZ: -0 (0x80, FNUZ's NaN) becomes 0, the scale doubles; E4M3FN's NaN stays NaN.
     FNUZ -> FN: the scale halves; exact but for FNUZ's largest magnitude, 240 (0x7F, FN's NaN), which becomes 224.

@@ -13,15 +13,15 @@ from freight.fp8.formats import Format, Granularity
 
 
 class Activations(StrEnum):
-    """What a Linear does with its input before the product."""
+    """How a Linear quantizes its input before the product."""
 
-    PLAIN = "plain"  # nothing: weight-only quantization, or none
+    PLAIN = "plain"  # not at all: weight-only quantization, or none
     DYNAMIC = "dynamic"  # rounds each row to E4M3 with a scale from its own amax (1 x 128 groups under block scales)
     STATIC = "static"  # rounds to E4M3 with one calibrated scale
 
 
 class WeightScales(StrEnum):
-    """What shares one weight scale."""
+    """Which elements of a weight share one scale."""
 
     TENSOR = "tensor"
     ROW = "row"  # one output feature
@@ -33,8 +33,8 @@ class LinearScheme:
     """How one Linear was quantized, as its checkpoint declares it.
 
     block          rows and columns that share a scale; only with BLOCK
-    input_limit    with DYNAMIC: inputs are cut off at this magnitude before they are measured and rounded
-    or_plain       whether the producer leaves out, unnamed, what it cannot quantize; such a matrix has 16 or 32 bits
+    input_limit    with DYNAMIC: inputs are clipped to this magnitude before their scale is measured
+    or_plain       whether the producer may leave a matrix in 16 or 32 bits without listing it as unquantized
     """
 
     scales: WeightScales
@@ -51,7 +51,7 @@ class LinearScheme:
 
 @dataclass(frozen=True)
 class Rule:
-    """`pattern` matches the names of modules from their start; `linear` is None for those that stay unquantized."""
+    """`pattern` matches module names from their start; `linear` is None for modules that stay unquantized."""
 
     pattern: re.Pattern[str]
     linear: LinearScheme | None
@@ -64,8 +64,8 @@ class LayerScales:
     `k` and `v` hold 1 (`tensor`), `num_kv_heads` (`head`) or `num_kv_heads * head_dim` (`channel`) positive finite
     floats, in row-major order; `names` are the tensors (or the JSON entries) they were read from.
 
-    `k_center` and `v_center`, if not empty, hold `num_kv_heads * head_dim` finite floats that are taken off keys
-    (before rotary embedding) and values before they are stored; the scales are then for what remains.
+    `k_center` and `v_center`, if not empty, hold `num_kv_heads * head_dim` finite floats that are subtracted from
+    keys (before rotary embedding) and values before they are stored; the scales are then for the differences.
     """
 
     k: tuple[float, ...]
@@ -104,9 +104,9 @@ class Scheme:
 
     `method` is the producer's name ('compressed-tensors', 'fp8', 'modelopt', …) or None for an unquantized model;
     `weight_format` is FP8 when Linear weights are declared quantized, and `rules` say which and how, the first that
-    matches; `kv_format` is FP8 when an FP8 KV cache is declared; `kv_static` says that the declaration promises scales
-    in the checkpoint, which ModelOpt's cast mode does not. `unused` are tensors that the producer writes and that
-    have no use here: a pattern of `*` and `?`, and the reason. `description` is one line for people.
+    matches; `kv_format` is FP8 when an FP8 KV cache is declared; `kv_static` is True when the checkpoint must
+    have static KV scales, and False for ModelOpt's cast mode, which stores none. `unused` are tensors that the producer
+    writes and that Freight does not need: (pattern of `*` and `?`, reason). `description` is one line for the user.
     """
 
     method: str | None = None

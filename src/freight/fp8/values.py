@@ -1,6 +1,6 @@
-"""Quantized things as data: a Linear's weight, and the pages of one layer's KV cache with the scales they belong to.
+"""Quantized data: a Linear's weight, and the pages of one layer's KV cache, each with its scales.
 
-Neither tensor travels without its scales, and the format is read off the tensor, never passed beside it.
+Tensors and scales are always passed together. The format follows from the tensor's dtype and is never passed.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Weight:
     data           [out_features, in_features], contiguous; FP8 or 16/32-bit
     scale          None for 16/32 bits; float32 [out_features], one per output row; or float32
                    [ceil(out_features / 128), ceil(in_features / 128)], one per 128 x 128 block
-    activations    what happens to the input; PLAIN unless data is FP8
+    activations    how the input is quantized; PLAIN unless data is FP8
     input_scale    the static activation scale, > 0; only with STATIC
-    input_limit    only with DYNAMIC: the Linear layer cuts its input off at this magnitude; kernels do not see it
+    input_limit    only with DYNAMIC: the Linear layer clips its input to this magnitude; kernels do not see it
     """
 
     data: Tensor
@@ -68,11 +68,11 @@ class Weight:
 
 @dataclass(frozen=True)
 class KeyCenter:
-    """A constant b that was taken off the keys before their rotary embedding R, and that attention puts back.
+    """A constant b, subtracted from keys before their rotary embedding R; attention adds it back to the scores.
 
     What is stored is R(p)(k - b), p the key's position, so a score is q . stored + q . R(p)b. With c and s the cosine
     and sine of a pair's angle at p, its part of q . R(p)b is c (q1 b1 + q2 b2) + s (q2 b1 - q1 b2), at every position.
-    b is 0 but in `num_pairs` channel pairs (i, i + head_dim / 2) of each KV head.
+    b is 0 except in `num_pairs` channel pairs (i, i + head_dim / 2) of each KV head.
 
     b          [num_kv_heads, head_dim] float32
     pairs      [num_kv_heads, num_pairs] int32; padded with pairs whose b is 0
@@ -116,16 +116,17 @@ class KeyCenter:
 
 @dataclass(frozen=True)
 class KVPages:
-    """One layer's pages, the scales they were written with, and what was taken off before.
+    """One layer's pages, the scales they were written with, and the centers subtracted before that.
 
     k, v                [num_blocks, block_size, num_kv_heads, head_dim], FP8 or 16/32-bit
     k_scale, v_scale    None: stored values are the true ones (16 or 32 bits, or `unit`);
                         [num_kv_heads, head_dim] float32: static, whatever the granularity they came in;
                         [num_blocks, block_size, num_kv_heads] bfloat16: `token`
-    counters            [2] int64: NaNs that were stored so far (FP8 keeps them NaN), and values that FP8 cut off
+    counters            [2] int64: NaNs that were stored so far (FP8 keeps them NaN), and values that FP8 clipped
                         because they lay beyond the range of their scale
-    k_center            taken off keys by the layer, put back by attention
-    v_center            [num_kv_heads, head_dim] float32: taken off values and put back into the output by the layer
+    k_center            subtracted from keys by `rotate_store`, added back to the scores by `attention`
+    v_center            [num_kv_heads, head_dim] float32: subtracted from values by `rotate_store`, added back to the
+                        output of `attention` by the layer
     """
 
     k: Tensor
@@ -146,5 +147,5 @@ class KVPages:
 
     @property
     def dynamic(self) -> bool:
-        """Whether scales are measured per token as it is stored."""
+        """Whether each token has its own scales, measured when it is stored."""
         return self.k_scale is not None and self.k_scale.ndim == 3

@@ -1,6 +1,7 @@
 """Weights to FP8: one scale per tensor, output row, or 128 x 128 block, from the largest finite magnitude.
 
-`scale_format` is what the scale will be stored in: it is rounded to that before it divides, so codes and scale agree.
+`scale_format` is the format in which the scale will be stored. The scale is rounded to it before the weight is divided
+by it, so codes and stored scale agree.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from freight.fp8.formats import Format
 from freight.fp8.quantize import amax, decode, encode, scale_from_amax, torch_dtype
 
 BLOCK = 128  # rows and columns that share a scale in block-scaled weights (DeepSeek-V3 2024, section 3.3)
-_JUDGED = 512  # columns, at least, of a row of that many
-_PIECE = 2**20  # elements of a weight that are in float32 at once: they stay in the CPU's cache
+_JUDGED = 512  # columns of a row, at least, on which `fit_rows` measures errors
+_PIECE = 2**20  # elements of a weight in float32 at a time: they fit the CPU's cache
 
 
 def quantize_rows(weight: Tensor, format: Format, scale_format: Format = Format.FLOAT32) -> tuple[Tensor, Tensor]:
     """[rows, columns] -> (FP8 of that shape, float32 [rows]: one scale per output row).
 
-    Works in pieces, so beside the result it needs memory for a few million numbers only.
+    Works in pieces: beyond the result it needs memory for a few million numbers.
     """
     stored = torch.empty_like(weight, dtype=torch_dtype(format))
     scale = weight.new_empty(len(weight), dtype=torch.float32)
@@ -33,10 +34,10 @@ def quantize_rows(weight: Tensor, format: Format, scale_format: Format = Format.
 
 
 def fit_rows(weight: Tensor, format: Format) -> tuple[Tensor, Tensor]:
-    """`quantize_rows` with the scale of each row that leaves the smallest squared error, of four.
+    """`quantize_rows`, but each row has the scale with the smallest squared error of four candidates.
 
-    They lie evenly (in the logarithm) from amax / max up to twice that, where the roundings repeat: nothing saturates,
-    and the lattice of a floating-point format falls differently on the row. Errors are judged on 512 to 1023 columns.
+    The candidates are amax / max times 2 ** (0, 1/4, 1/2, 3/4): nothing saturates, and each rounds the row to another
+    grid. A factor of 2 would give the grid of the first again. Errors are measured on 512 to 1023 columns.
     """
     stored = torch.empty_like(weight, dtype=torch_dtype(format))
     scale = weight.new_empty(len(weight), dtype=torch.float32)
@@ -68,7 +69,7 @@ def _pieces(weight: Tensor) -> list[slice]:
 
 
 def _stored(scale: Tensor, format: Format) -> Tensor:
-    """float32 values of `scale` as `format` keeps them."""
+    """`scale` rounded to `format`, as float32."""
     return scale.to(torch_dtype(format)).float()
 
 
@@ -91,7 +92,7 @@ def expand_blocks(scale: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def regroup(scale: Tensor, block: tuple[int, int], shape: Sequence[int]) -> Tensor | None:
-    """Scales of another block size as those of 128 x 128 blocks, or of rows: exact, or None where neither is.
+    """Convert scales of another block size to those of 128 x 128 blocks, or of rows; None if neither is exact.
 
     scale: float32 [ceil(rows / block[0]), ceil(columns / block[1])] of a matrix of `shape`.
     """

@@ -1,7 +1,7 @@
-"""KernelSet: the operations a model is built from. One is chosen once, at load, and handed down as an argument.
+"""KernelSet: the operations a model is built from. `select_kernels` returns one, which is passed down as an argument.
 
-On a GPU that is the Triton set, on a CPU the compiled set (csrc/), in the best build that the processor runs; where
-neither is there, and on request, the reference.
+On a GPU it is the Triton set, on a CPU the best build of the compiled set (csrc/) that the processor runs; where
+neither is available, and on request, the reference.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from freight.fp8.values import KVPages, Weight
 from freight.kernels import reference
 from freight.kernels.rotary import Rotary
 
-# x, delta or None, weight, eps, reader -> x + delta, and its norm
+# x, delta or None, weight, eps, consumer -> x + delta, and its norm
 AddNorm = Callable[[Tensor, Tensor | None, Tensor, float, Any], tuple[Tensor, Any]]
-# gate_up, reader -> silu(gate) * up
+# gate_up, consumer -> silu(gate) * up
 SiluMul = Callable[[Tensor, Any], Any]
 # qkv, rotary, positions, slots, pages -> q
 RotateStore = Callable[[Tensor, Rotary, Tensor, Tensor, KVPages], Tensor]
-# q, pages, batch, softmax_scale, window, soft_cap -> as q
+# q, pages, batch, softmax_scale, window, soft_cap -> a tensor of q's shape and dtype
 Attend = Callable[[Tensor, KVPages, ForwardBatch, float, int | None, float | None], Tensor]
 
 
@@ -33,9 +33,10 @@ Attend = Callable[[Tensor, KVPages, ForwardBatch, float, int | None, float | Non
 class KernelSet:
     """Functions on tensors; `kernels.reference` defines what each computes.
 
-    `pack` arranges a weight for this set, once, at load; `linear` takes what it returned. A `reader` is such a weight,
-    the only one that the result goes to, or None: a set may then return it as its `linear` wants it for that weight,
-    instead of a tensor. `note` is what start-up should say about the choice, or ''.
+    `pack` arranges a weight for this set, once, at load; `linear` takes what it returned. A `consumer` is the packed
+    weight that alone consumes an operation's output, or None. With a consumer, a set may return the output in the form
+    that its `linear` takes for that weight (quantized), instead of a tensor. `note` explains the choice in the log at
+    start-up; it may be ''.
     """
 
     name: str
@@ -63,11 +64,13 @@ _REFERENCE_FP8 = replace(REFERENCE, attention=partial(reference.attention, produ
 
 
 def select_kernels(name: str, device: str = "cpu", fp8_attention: bool = False) -> KernelSet:
-    """The kernel set for `--kernels`: auto, reference, triton, cpu, or one build of it, as in cpu-avx2.
+    """The kernel set `name`: 'auto' or 'reference', the values of `--kernels`, or for measurements and tests
+    'triton', 'cpu', or one build of the latter such as 'cpu-avx2'.
 
-    `auto` takes the best there is for `device` ('cpu' or 'cuda'), and the reference where there is nothing else. Raises
-    KernelError when the CPU set was asked for by name and cannot run, with the reason.
-    `fp8_attention`: attention multiplies FP8 by FP8 over E4M3 pages; a set that cannot computes as ever.
+    'auto' is the best set for `device` ('cpu' or 'cuda'), and the reference if no other can run. Raises KernelError,
+    with the reason, if the CPU set was requested by name and cannot run.
+    `fp8_attention`: attention multiplies FP8 by FP8 over E4M3 pages; a set that cannot falls back to products of
+    decoded values.
     """
     if name == "reference":
         return _REFERENCE_FP8 if fp8_attention else REFERENCE

@@ -22,7 +22,7 @@ from torch import Tensor
 from freight.batch import ForwardBatch
 from freight.errors import KernelError
 from freight.fp8.formats import Format
-from freight.fp8.quantize import amax, decode, encode, format_of, num_cut_off, scale_from_amax, token_scale
+from freight.fp8.quantize import amax, decode, encode, format_of, num_clipped, scale_from_amax, token_scale
 from freight.fp8.values import Activations, KeyCenter, KVPages, Weight
 from freight.fp8.weights import BLOCK, expand_blocks
 from freight.kernels.rotary import Rotary
@@ -109,18 +109,18 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(
-    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, reader: object = None
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, consumer: object = None
 ) -> tuple[Tensor, Tensor]:
     """x + delta in x's dtype, and the `rms_norm` of that. x, delta: [rows, size]; no delta adds nothing.
 
-    Whoever reads it gets it as it is.
+    `consumer` is ignored.
     """
     if delta is not None:
         x = x + delta
     return x, rms_norm(x, weight, eps)
 
 
-def silu_mul(gate_up: Tensor, reader: object = None) -> Tensor:
+def silu_mul(gate_up: Tensor, consumer: object = None) -> Tensor:
     """silu(gate) * up of a merged [rows, 2 * intermediate]: SwiGLU (Shazeer 2020), silu(g) = g / (1 + e^-g)."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     return (gate / (1.0 + torch.exp(-gate)) * up).to(gate_up.dtype)
@@ -137,7 +137,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def split_heads(qkv: Tensor, rotary: Rotary, pages: KVPages) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v as they are before rotary embedding: normed, the centers of keys and values taken off.
+    """q, k and v before rotary embedding: q and k normed, the centers of keys and values subtracted.
 
     qkv: [rows, num_heads + 2 * num_kv_heads, head_dim], the heads of q, then of k, then of v.
     """
@@ -153,7 +153,7 @@ def split_heads(qkv: Tensor, rotary: Rotary, pages: KVPages) -> tuple[Tensor, Te
 
 
 def rotate_store(qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor, pages: KVPages) -> Tensor:
-    """All between the projection and attention: `split_heads`, `rotate` q and k at `positions`, `store_kv`.
+    """The steps between projection and attention: `split_heads`, `rotate` q and k at `positions`, `store_kv`.
 
     Returns q, [rows, num_heads, head_dim].
     """
@@ -180,7 +180,7 @@ def store_kv(k: Tensor, v: Tensor, slots: Tensor, pages: KVPages) -> None:
             factor = measured.float()[..., None]
         elif scale is not None:
             factor = scale
-        pages.counters[1] += num_cut_off(values, factor, pages.format)
+        pages.counters[1] += num_clipped(values, factor, pages.format)
         stored = encode(values, factor, pages.format)
         page.view(torch.uint8).flatten(0, 1)[slots] = stored.view(torch.uint8)
 
@@ -203,7 +203,7 @@ def load_kv(page: Tensor, scale: Tensor | None, blocks: Tensor, length: int) -> 
 
 
 class Fp8Products(StrEnum):
-    """Which of attention's products multiply FP8 by FP8, over E4M3 pages; others are computed as ever."""
+    """Which of attention's products multiply FP8 by FP8, over E4M3 pages; the others decode K and V first."""
 
     NONE = "none"
     SCORES = "scores"  # Q·Kᵀ: each row of q is rounded to E4M3, with a scale of its own
@@ -225,7 +225,7 @@ def attention(
     position j is seen from position i if j <= i and, with a sliding window, i - j < window. With a soft cap (Gemma 2,
     Riviere et al. 2024) a score s = softmax_scale * q . k becomes soft_cap * tanh(s / soft_cap). Returns q's shape and
     dtype; computes in float32. Raises KernelError for a context shorter than its queries: a row before the first key
-    sees none, and a softmax over nothing is not defined.
+    would have no key to attend to.
     """
     out = torch.empty_like(q)
     starts, lengths = batch.query_starts.tolist(), batch.context_lens.tolist()
@@ -258,7 +258,7 @@ def _angles(center: KeyCenter, tile: int) -> Tensor:
 
 
 def _rounded_probabilities(probabilities: Tensor, format: Format) -> Tensor:
-    """Numbers in [0, 1] as E4M3 holds them times the largest power of two that it reaches."""
+    """Numbers in [0, 1], rounded as E4M3 rounds them when scaled by the largest power of two in its range."""
     scale = 2.0 ** -math.floor(math.log2(format.max))
     return decode(encode(probabilities, scale, format), scale)
 

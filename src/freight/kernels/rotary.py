@@ -1,4 +1,4 @@
-"""Rotary: what a layer does to its queries and keys between their projection and the cache, as data."""
+"""Rotary: the parameters of what a layer does to queries and keys between their projection and the cache."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Attention of one layer: project; norm, rotate and store; attend; project back.
 
-The keys and values of this step are stored first and read back from the pages, so a token is attended to in the same
-bits whether it came in this step or long ago.
+The keys and values of this step are stored first and read back from the pages, so attention reads the same bits
+for a token of this step as for an earlier one.
 
-Where the cache has centers, they come off keys and values as these are stored. Attention puts the keys' back into the
-scores; the values' comes back into the output here.
+If the cache has centers, the kernel that stores keys and values subtracts them. The attention kernel adds the center of
+keys back to the scores; the center of values is added back to the output here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from freight.layers.linear import Projection
 
 @dataclass(frozen=True)
 class Attention:
-    """Grouped-query self-attention (Ainslie et al. 2023). `qkv` is q, k and v along the output."""
+    """Grouped-query self-attention (Ainslie et al. 2023). `qkv` computes q, k and v, concatenated along the output."""
 
     qkv: Projection
     o: Projection
@@ -36,7 +36,7 @@ class Attention:
     kernels: KernelSet
 
     def __call__(self, x: Any, batch: ForwardBatch, kv: LayerKV) -> Tensor:
-        """x: [num_tokens, hidden_size], as `qkv` reads it; returns the same shape."""
+        """x: [num_tokens, hidden_size], a tensor or what the norm returned for `qkv.consumer`; returns x's shape."""
         heads = self.qkv(x).view(batch.num_tokens, -1, self.head_dim)
         q = kv.store(heads, self.rotary, batch.positions, batch.slots)
         attended = self.kernels.attention(q, kv.pages, batch, self.head_dim**-0.5, self.window, self.soft_cap)

@@ -23,7 +23,7 @@ class Embedding:
 
 @dataclass(frozen=True)
 class LogitsHead:
-    """Hidden states [rows, hidden_size] -> float32 logits [rows, vocab_size]; quantized only where a checkpoint is.
+    """Hidden states [rows, hidden_size] -> float32 logits [rows, vocab_size]; quantized if the checkpoint's head is.
 
     `weight` is what `kernels.pack` returned; `input_limit` is that of `Linear`. With a soft cap a logit x becomes
     soft_cap * tanh(x / soft_cap) (Gemma 2, Riviere et al. 2024).

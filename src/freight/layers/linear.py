@@ -15,7 +15,7 @@ from freight.kernels.kernel_set import KernelSet
 class Linear:
     """x @ weight.T + bias; x [rows, in_features] -> [rows, out_features]. `weight` is what `kernels.pack` returned.
 
-    `input_limit`: x is cut off at this magnitude first, so no dynamic scale grows beyond it (fbgemm's upper bound).
+    `input_limit`: x is clipped to this magnitude first, which bounds dynamic scales (fbgemm's upper bound).
     """
 
     weight: Any
@@ -24,27 +24,27 @@ class Linear:
     input_limit: float | None = None
 
     @property
-    def reader(self) -> Any:
-        """What the maker of this layer's input, if nobody else reads it, is told (`KernelSet`)."""
+    def consumer(self) -> Any:
+        """The `consumer` (`KernelSet`) to pass to the operation whose output only this layer takes as input."""
         return self.weight if self.input_limit is None else None
 
     def __call__(self, x: Any) -> Tensor:
-        """x: a tensor, or what a kernel made for `reader`."""
+        """x: a tensor, or what an operation returned for `consumer`."""
         if self.input_limit is not None:
             x = x.clamp(-self.input_limit, self.input_limit)
         return self.kernels.linear(x, self.weight, self.bias)
 
 
 @dataclass(frozen=True)
-class SideBySide:
-    """Projections of one input that could not be merged: quantized differently, or not all of them."""
+class UnmergedLinear:
+    """Projections of one input that cannot be merged: quantized differently, or only some of them."""
 
     parts: tuple[Linear, ...]
 
-    reader: ClassVar[None] = None  # several, and each its own
+    consumer: ClassVar[None] = None  # several weights take the input
 
     def __call__(self, x: Tensor) -> Tensor:
         return torch.cat([part(x) for part in self.parts], 1)
 
 
-Projection = Linear | SideBySide
+Projection = Linear | UnmergedLinear

@@ -18,6 +18,6 @@ class RMSNorm:
     eps: float
     kernels: KernelSet
 
-    def __call__(self, x: Tensor, delta: Tensor | None, reader: Any = None) -> tuple[Tensor, Any]:
-        """x + delta, and its norm for `reader` (`KernelSet`); x, delta: [rows, hidden_size]. No delta adds nothing."""
-        return self.kernels.add_rms_norm(x, delta, self.weight, self.eps, reader)
+    def __call__(self, x: Tensor, delta: Tensor | None, consumer: Any = None) -> tuple[Tensor, Any]:
+        """x + delta (x if delta is None) and its norm, for `consumer` (`KernelSet`). x, delta: [rows, hidden_size]."""
+        return self.kernels.add_rms_norm(x, delta, self.weight, self.eps, consumer)

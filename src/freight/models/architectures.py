@@ -1,4 +1,4 @@
-"""Where each architecture keeps its tensors. Differences between models are data: their mathematics is in ModelConfig.
+"""Tensor names of each architecture. Differences between models are data: their hyperparameters are in ModelConfig.
 
 A new family of the same block is a row here and one in `config/model.py` (docs/add-a-model.md); a new file is only
 for a new block.

@@ -20,20 +20,20 @@ from freight.layers.norm import RMSNorm
 
 @dataclass(frozen=True)
 class MLP:
-    """down(silu(gate(x)) * up(x)); gate and up lie along the output."""
+    """down(silu(gate(x)) * up(x)); `gate_up` computes both, concatenated along the output."""
 
     gate_up: Projection
     down: Projection
     kernels: KernelSet
 
     def __call__(self, x: Any) -> Tensor:
-        """x: [num_tokens, hidden_size], as `gate_up` reads it."""
-        return self.down(self.kernels.silu_mul(self.gate_up(x), self.down.reader))
+        """x: [num_tokens, hidden_size], a tensor or what the norm returned for `gate_up.consumer`."""
+        return self.down(self.kernels.silu_mul(self.gate_up(x), self.down.consumer))
 
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """Pre-norm residual block. What it adds to the stream last is added by whoever norms next: one pass for both."""
+    """Pre-norm residual block. The final residual add is fused into the next norm."""
 
     attention_norm: RMSNorm
     attention: Attention
@@ -41,9 +41,9 @@ class DecoderLayer:
     mlp: MLP
 
     def __call__(self, x: Tensor, delta: Tensor | None, batch: ForwardBatch, kv: LayerKV) -> tuple[Tensor, Tensor]:
-        """The stream is x + delta, [num_tokens, hidden_size], on the way in and on the way out."""
-        x, normed = self.attention_norm(x, delta, self.attention.qkv.reader)
-        x, normed = self.mlp_norm(x, self.attention(normed, batch, kv), self.mlp.gate_up.reader)
+        """The residual stream is x + delta, [num_tokens, hidden_size], in the arguments and in the result."""
+        x, normed = self.attention_norm(x, delta, self.attention.qkv.consumer)
+        x, normed = self.mlp_norm(x, self.attention(normed, batch, kv), self.mlp.gate_up.consumer)
         return x, self.mlp(normed)
 
 
@@ -59,7 +59,7 @@ class Decoder:
 
     @property
     def rope_tables(self) -> tuple[Tensor, Tensor]:
-        """cos and sin, [max_positions, head_dim / 2] float32: what every layer turns its keys by."""
+        """cos and sin, [max_positions, head_dim / 2] float32: the rotary angles of every layer."""
         rotary = self.layers[0].attention.rotary
         return rotary.cos, rotary.sin
 
@@ -84,5 +84,5 @@ class Decoder:
         if len(batch.logit_rows) < len(x):
             x, delta = x[batch.logit_rows], delta[batch.logit_rows]
         _, normed = self.norm(x, delta)
-        assert isinstance(normed, Tensor)  # no product behind this norm asked for it in FP8
+        assert isinstance(normed, Tensor)  # this norm has no consumer, so it is not quantized
         return normed

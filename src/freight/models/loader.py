@@ -2,7 +2,7 @@
 
 What a model needs follows from ModelConfig alone (`tensor_shapes`), so a config that contradicts the tensors is an
 error that names both, before a weight is read. q, k, v and gate, up are merged along the output where that is exact.
-A 16-bit weight that becomes FP8 is let go before the next one is read, so memory peaks near the FP8 size.
+A 16-bit weight that becomes FP8 is released before the next one is read, so memory peaks near the FP8 size.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from freight.kernels.kernel_set import KernelSet
 from freight.kernels.rotary import Rotary
 from freight.layers.attention import Attention
 from freight.layers.embedding import Embedding, LogitsHead
-from freight.layers.linear import Linear, Projection, SideBySide
+from freight.layers.linear import Linear, Projection, UnmergedLinear
 from freight.layers.norm import RMSNorm
 from freight.layers.rope import build_rope
 from freight.models.architectures import ARCHITECTURES, TensorNames
@@ -72,11 +72,11 @@ class WeightSource(Protocol):
         ...
 
     def weight(self, name: str, shape: tuple[int, ...]) -> Weight:
-        """The matrix of a Linear, as it will be kept."""
+        """The matrix of a Linear, in its final format."""
         ...
 
     def head(self, name: str, shape: tuple[int, ...]) -> Weight:
-        """The matrix of the output head, which is not rounded here."""
+        """The matrix of the output head, which is not quantized at load."""
         ...
 
 
@@ -84,8 +84,8 @@ class WeightSource(Protocol):
 class CheckpointSource:
     """Takes tensors from a checkpoint.
 
-    Matrices in `stored` are in FP8 already and become `weight_format`; the others are rounded to it if it is FP8, or,
-    without `rounds`, keep 16 or 32 bits.
+    Matrices in `stored` are in FP8 already and become `weight_format`; the others are quantized to it if it is FP8, or
+    keep 16 or 32 bits if `rounds` is False.
     """
 
     checkpoint: Checkpoint
@@ -119,7 +119,7 @@ class CheckpointSource:
 
 @dataclass(frozen=True)
 class _Builder:
-    """Puts a model's parts together from the tensors of a source."""
+    """Builds a model's parts from the tensors of a source."""
 
     source: WeightSource
     config: ModelConfig
@@ -137,7 +137,7 @@ class _Builder:
         biases = [self.tensor(name) for part in parts if (name := f"{prefix}{part}.bias") in self.shapes]
         if Weight.mergeable(weights):
             return self.packed(Weight.concat(weights), torch.cat(biases) if biases else None)
-        return SideBySide(tuple(map(self.packed, weights, biases or (None,) * len(weights))))
+        return UnmergedLinear(tuple(map(self.packed, weights, biases or (None,) * len(weights))))
 
     def packed(self, weight: Weight, bias: Tensor | None) -> Linear:
         return Linear(self.kernels.pack(weight), bias, self.kernels, weight.input_limit)
@@ -200,7 +200,7 @@ def load_model(
     Where no matrix is declared quantized and `weight_format` is FP8, every Linear but the head is rounded to it, with
     a scale per output row and dynamic activations.
     Raises CheckpointError before the first weight is read for tensors that are missing, misshapen or left over, for
-    contradictions between declaration and tensors, and for scales that mean nothing.
+    contradictions between declaration and tensors, and for invalid scales.
     """
     names, shapes = ARCHITECTURES[config.architecture], tensor_shapes(config)
     stored = find_linears(checkpoint, scheme, shapes, frozenset((names.head, names.embedding)))

@@ -1,7 +1,7 @@
 """A model of a given shape with random weights, made in memory: speed can be measured without a download.
 
-Every matrix is made in the format that it is kept in, so a 16-bit copy of an FP8 model never exists. Values are finite
-and have the variance that keeps activations near 1; the text that comes out means nothing.
+Every matrix is created in its final format, so a 16-bit copy of an FP8 model never exists. Values are finite
+and have the variance that keeps activations near 1; the generated text is meaningless.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CLEARED, _SET = ~0x4040404040404040, 0x0101010101010101
 
 @dataclass(frozen=True)
 class RandomSource:
-    """A `WeightSource` that draws what it is asked for; the same seed gives the same model."""
+    """A `WeightSource` that draws each tensor at random; the same seed gives the same model."""
 
     compute_format: Format
     weight_format: Format

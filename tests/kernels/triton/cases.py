@@ -88,19 +88,19 @@ def native(target: Target) -> Format:
     return Format.E4M3FNUZ if target.backend == "hip" else Format.E4M3FN
 
 
-def reader(blocks: bool, activations: Activations, inputs: int) -> Weight:
+def consumer(blocks: bool, activations: Activations, inputs: int) -> Weight:
     scale = empty(*((4096 // 128, -(-inputs // 128)) if blocks else (4096,)), dtype=torch.float32)
     static = 0.5 if activations is Activations.STATIC else None
     return Weight(empty(4096, inputs, dtype=torch.float8_e4m3fn), scale, activations, static)
 
 
 def norm(blocks: bool, activations: Activations, size: int, target: Target) -> None:
-    x, weight = empty(64, size), reader(blocks, activations, size)
+    x, weight = empty(64, size), consumer(blocks, activations, size)
     elementwise.add_rms_norm(target, x, x, empty(size), 1e-5, weight)
 
 
 def activate(blocks: bool, activations: Activations, size: int, target: Target) -> None:
-    elementwise.silu_mul(target, empty(64, 2 * size), reader(blocks, activations, size))
+    elementwise.silu_mul(target, empty(64, 2 * size), consumer(blocks, activations, size))
 
 
 # compiled whenever the tests run

@@ -74,9 +74,9 @@ def test_stored_bytes_are_the_reference_s(format, scales, dtype, heads, dim, dev
     assert_same(got, expected)
     assert torch.equal(q.isnan(), wanted.isnan())
     assert torch.equal(q[~q.isnan()], wanted[~wanted.isnan()])
-    nans, cut_off = got.counters.tolist()
+    nans, clipped = got.counters.tolist()
     assert nans >= 2 * heads
-    assert (cut_off > 0) == format.is_fp8
+    assert (clipped > 0) == format.is_fp8
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

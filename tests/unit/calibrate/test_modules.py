@@ -57,7 +57,7 @@ def test_what_tears_a_merged_group_apart_is_told(config: ModelConfig):
         ("down_proj", "matches no Linear module"),
         ("model.layers.1.mlp.down_prj", "did you mean model.layers.1.mlp.down_proj"),
         ("model.embed_tokens", "matches no Linear module"),
-        ("re:(", "is no regular expression"),
+        ("re:(", "is not a regular expression"),
     ],
 )
 def test_a_pattern_that_matches_nothing_is_an_error(config: ModelConfig, pattern: str, says: str):

@@ -244,7 +244,7 @@ def test_progress_reaches_the_end(cached: tuple[Path, object]):
 
 
 @pytest.mark.parametrize("observer", ["percentile", "mse"])
-def test_the_other_observers_cut_off_at_most_half(cached: tuple[Path, object], observer: str):
+def test_the_other_observers_clip_at_most_half(cached: tuple[Path, object], observer: str):
     largest, other = measure(cached[0]), measure(cached[0], observer=observer)
     for index in range(2):
         for mine, most in zip(layer(other.kv, index).k, layer(largest.kv, index).k, strict=True):

@@ -84,7 +84,7 @@ def test_a_changed_file_is_refused(write_model, shape):
 def test_a_missing_file_is_refused(write_model, shape, tmp_path: Path):
     opened = write_model(scales(Granularity.HEAD, 3))
     (tmp_path / FILE).unlink()
-    with pytest.raises(CheckpointError, match=r"cannot be read.*take `freight` out of config.json"):
+    with pytest.raises(CheckpointError, match=r"cannot be read.*remove `freight` from config.json"):
         read_kv_scales(opened, shape)
 
 
@@ -106,7 +106,7 @@ def test_what_config_says_is_checked(write_model, shape, said: dict[str, Any], s
     ("change", "says"),
     [
         ({"layers": [{"k": [1.0] * 3, "v": [1.0] * 3}]}, "1 layers; the model has 2"),
-        ({"layers": [{"k": [1.0] * 3, "v": [1.0] * 2}] * 2}, "layer 0 has 2 scales of v, the model wants 3"),
+        ({"layers": [{"k": [1.0] * 3, "v": [1.0] * 2}] * 2}, "layer 0 has 2 scales of v, the model needs 3"),
         ({"layers": [{"k": [1.0, 0.0, 1.0], "v": [1.0] * 3}] * 2}, "a scale of k is not finite and above 0"),
         ({"format": "fp8_e5m2"}, "for fp8_e5m2"),
         ({"granularity": "token"}, "token scales"),

@@ -32,7 +32,7 @@ def tiny(tmp_path: Path) -> str:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["latency", "--random-weights", "llama-2b"], "'llama-2b' is no file"),
+        (["latency", "--random-weights", "llama-2b"], "'llama-2b' is not a file"),
         (["latency", "some/model", "--random-weights", "llama-1b"], "give one of the two"),
         (["throughput", "--random-weights", "llama-1b", "--kv-cache-dtype", "int8"], "int8"),
         (["kernels", "--matrix", "14336"], "--matrix '14336': write it as 14336x4096"),

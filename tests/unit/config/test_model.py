@@ -229,7 +229,7 @@ def test_soft_caps():
     assert (plain.attention_soft_cap, plain.logit_soft_cap) == (None, None)
     capped = parse_model_config(config(attn_logit_softcapping=50, final_logit_softcapping=30.0))
     assert (capped.attention_soft_cap, capped.logit_soft_cap) == (50.0, 30.0)
-    refused("attn_logit_softcapping", "0", "above 0", attn_logit_softcapping=0)
+    refused("attn_logit_softcapping", "0", "finite number > 0", attn_logit_softcapping=0)
     refused("final_logit_softcapping", "'30'", final_logit_softcapping="30")
 
 

@@ -1,4 +1,4 @@
-"""What the readers of several producers share: FP8 or a refusal, and the KV cache's scheme. Imports no torch."""
+"""Helpers of several producers' readers: FP8 checks, and the KV cache's scheme. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from freight.errors import CheckpointError, choices
 from freight.fp8.formats import Format
 from freight.fp8.scheme import Activations, Scheme
 
-E4M3 = Format.E4M3FN  # what every producer stores; E4M3FNUZ is a matter of the device that reads it
+E4M3 = Format.E4M3FN  # what every producer stores; conversion to E4M3FNUZ depends on the device that loads it
 
 
 def mapping(value: Any, what: str) -> Mapping[str, Any]:
@@ -18,21 +18,21 @@ def mapping(value: Any, what: str) -> Mapping[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise CheckpointError(f"config.json: {what} = {value!r} is no JSON object")
+        raise CheckpointError(f"config.json: {what} = {value!r} is not a JSON object")
     return value
 
 
 def require_fp8(spec: Mapping[str, Any], what: str) -> None:
     """QuantizationArgs must say 8 bits, float, symmetric."""
     if spec.get("num_bits") != 8 or spec.get("type") != "float":
-        said = f"num_bits {spec.get('num_bits')!r}, type {spec.get('type')!r}"
-        raise CheckpointError(f"{what} of {said} is not implemented; FP8 (num_bits 8, type 'float') is")
+        found = f"num_bits {spec.get('num_bits')!r}, type {spec.get('type')!r}"
+        raise CheckpointError(f"{what} of {found} is not implemented; FP8 (num_bits 8, type 'float') is")
     if spec.get("symmetric", True) is False:
         raise CheckpointError(f"{what} with symmetric False is not implemented; symmetric quantization is")
 
 
 def require_blocks_for_groups(kind: str, where: str) -> None:
-    """Activations measured in groups of columns go with weights in blocks; called where weights are not."""
+    """Raises CheckpointError if activations are scaled per group. Call it for weights without block scales."""
     if kind in ("group", "per_group", "block", "per_block", "PerGroup", "PerBlock"):
         raise CheckpointError(f"{where} of {kind} with weights that are not in blocks are not implemented")
 
@@ -44,21 +44,21 @@ def activations(word: str | None, what: str) -> Activations:
     return known[word]
 
 
-def block_size(said: Any, what: str) -> tuple[int, int]:
-    """[rows, columns], or '128x128' as older files have it."""
-    sizes = said.split("x") if isinstance(said, str) else said
+def block_size(value: Any, what: str) -> tuple[int, int]:
+    """[rows, columns] of a list, or of '128x128' as in older files."""
+    sizes = value.split("x") if isinstance(value, str) else value
     try:
         rows, columns = (int(size) for size in sizes)
     except (TypeError, ValueError):
         rows = columns = 0
     if rows < 1 or columns < 1:
-        raise CheckpointError(f"{what} = {said!r} is no block of [rows, columns]")
+        raise CheckpointError(f"{what} = {value!r} is not a block size [rows, columns]")
     return rows, columns
 
 
-def with_kv_scheme(said: Mapping[str, Any], scheme: Scheme) -> Scheme:
+def with_kv_scheme(declared: Mapping[str, Any], scheme: Scheme) -> Scheme:
     """`kv_cache_scheme`: the word 'static' (AutoFP8, Quark) or QuantizationArgs (compressed-tensors, ModelOpt)."""
-    kv = said.get("kv_cache_scheme")
+    kv = declared.get("kv_cache_scheme")
     if kv is None:
         return scheme
     if isinstance(kv, Mapping):

@@ -22,31 +22,31 @@ from freight.errors import CheckpointError
 from freight.fp8.scheme import Activations, LinearScheme, Rule, Scheme, WeightScales
 
 
-def read_compressed_tensors(said: Mapping[str, Any]) -> Scheme:
+def read_compressed_tensors(declared: Mapping[str, Any]) -> Scheme:
     for key in ("transform_config", "sparsity_config"):
-        value = said.get(key) or {}
+        value = declared.get(key) or {}
         if value and value.get("format", "dense" if key == "sparsity_config" else None) != "dense":
             raise CheckpointError(f"compressed-tensors with {key} = {value!r} is not implemented")
-    rules, kv_outputs = read_groups(said, "compressed-tensors")
+    rules, kv_outputs = read_groups(declared, "compressed-tensors")
     scheme = Scheme("compressed-tensors", E4M3 if any(rule.linear for rule in rules) else None, rules=tuple(rules))
     if kv_outputs:  # before kv_cache_scheme there was `output_activations` of k_proj and v_proj
         scheme = replace(scheme, kv_format=E4M3, kv_static=True)
-    return with_kv_scheme(said, scheme)
+    return with_kv_scheme(declared, scheme)
 
 
-def read_groups(said: Mapping[str, Any], method: str) -> tuple[list[Rule], bool]:
-    """The rules of `ignore` and `config_groups`, and whether a group quantizes what k_proj and v_proj put out.
+def read_groups(declared: Mapping[str, Any], method: str) -> tuple[list[Rule], bool]:
+    """The rules of `ignore` and `config_groups`, and whether a group quantizes the outputs of k_proj and v_proj.
 
-    A name counts more than an expression, and an expression more than a class.
+    Precedence: an exact name, then a regular expression, then a class.
     """
     ranked: list[tuple[int, Rule]] = []
     kv_outputs = False
-    for name, content in mapping(said.get("config_groups"), "config_groups").items():
+    for name, content in mapping(declared.get("config_groups"), "config_groups").items():
         where = f"{method} config_groups[{name!r}]"
         group = mapping(content, where)
         targets = patterns.names(group, "targets") or ["Linear"]
         if all(target.endswith("Attention") for target in targets):
-            continue  # queries, keys and values: `kv_cache_scheme` says the same of the cache
+            continue  # queries, keys and values: `kv_cache_scheme` declares the cache too
         if group.get("output_activations"):
             _require_kv_outputs(group, targets, where)
             kv_outputs = True
@@ -54,7 +54,7 @@ def read_groups(said: Mapping[str, Any], method: str) -> tuple[list[Rule], bool]
         if linear is not None:
             ranked += [(_rank(target), Rule(patterns.class_or_exact(target), linear)) for target in targets]
     ranked.sort(key=lambda item: item[0])
-    return [*patterns.rules(said, "ignore", patterns.class_or_exact), *(rule for _, rule in ranked)], kv_outputs
+    return [*patterns.rules(declared, "ignore", patterns.class_or_exact), *(rule for _, rule in ranked)], kv_outputs
 
 
 def _rank(target: str) -> int:
@@ -62,7 +62,7 @@ def _rank(target: str) -> int:
 
 
 def _linear(group: Mapping[str, Any], where: str) -> LinearScheme | None:
-    """What a group makes of a Linear; None when it leaves the weights alone."""
+    """How a group quantizes a Linear; None if it does not quantize weights."""
     weights, inputs = group.get("weights"), group.get("input_activations")
     if not weights:
         if inputs:

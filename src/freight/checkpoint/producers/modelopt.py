@@ -19,35 +19,37 @@ _ALGOS = {
 }
 
 
-def read_modelopt(said: Mapping[str, Any]) -> Scheme:
-    """An FP8 cache may come without scales (ModelOpt's cast mode), so none are promised."""
-    rules = _rules(said)
+def read_modelopt(declared: Mapping[str, Any]) -> Scheme:
+    """An FP8 cache may have no stored scales (ModelOpt's cast mode), so `kv_static` is False."""
+    rules = _rules(declared)
     scheme = Scheme("modelopt", E4M3 if any(rule.linear for rule in rules) else None, rules=tuple(rules))
-    kv_algo = said.get("kv_cache_quant_algo")
+    kv_algo = declared.get("kv_cache_quant_algo")
     if kv_algo not in (None, "FP8"):
         raise CheckpointError(f"modelopt with kv_cache_quant_algo {kv_algo!r} is not implemented; FP8 is")
     if kv_algo == "FP8":
         return replace(scheme, kv_format=E4M3)
-    return replace(with_kv_scheme(said, scheme), kv_static=False)
+    return replace(with_kv_scheme(declared, scheme), kv_static=False)
 
 
-def _rules(said: Mapping[str, Any]) -> list[Rule]:
+def _rules(declared: Mapping[str, Any]) -> list[Rule]:
     left_out = [
-        rule for key in ("exclude_modules", "ignore") for rule in patterns.rules(said, key, patterns.wildcard_or_part)
+        rule
+        for key in ("exclude_modules", "ignore")
+        for rule in patterns.rules(declared, key, patterns.wildcard_or_part)
     ]
-    algo = said.get("quant_algo")
+    algo = declared.get("quant_algo")
     if algo is None:
-        groups, _ = read_groups({"config_groups": said.get("config_groups")}, "modelopt")
+        groups, _ = read_groups({"config_groups": declared.get("config_groups")}, "modelopt")
         return [*left_out, *groups] if groups else []
     if algo != "MIXED_PRECISION":
         return [*left_out, Rule(patterns.every(), _linear(algo))]
-    layers = mapping(said.get("quantized_layers"), "quantized_layers")
+    layers = mapping(declared.get("quantized_layers"), "quantized_layers")
 
     def linear(name: str) -> LinearScheme | None:
         own = mapping(layers[name], f"quantized_layers[{name!r}]").get("quant_algo")
         return None if own is None else _linear(own)
 
-    return [*left_out, *patterns.rules(said, "quantized_layers", patterns.wildcard_or_part, linear)]
+    return [*left_out, *patterns.rules(declared, "quantized_layers", patterns.wildcard_or_part, linear)]
 
 
 def _linear(algo: Any) -> LinearScheme:

@@ -1,7 +1,7 @@
-"""How each producer names the modules that it means, as regular expressions over full names, matched from the start.
+"""How each producer refers to modules, as regular expressions over full names, matched from the start.
 
-A list of exact names may leave `model.` away, and may name a projection that other engines keep merged (`qkv_proj`,
-`gate_up_proj`) for each of its parts. Imports no torch.
+Exact names may omit the prefix `model.`, and the name of a merged projection (`qkv_proj`, `gate_up_proj`) also matches
+each of its parts. Imports no torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from freight.fp8.scheme import LinearScheme, Rule
 
 Syntax = Callable[[str], "re.Pattern[str]"]
 
-CLASSES = ("Linear", "LinearBase")  # every matrix that is asked for here is one
+CLASSES = ("Linear", "LinearBase")  # every module that is looked up here is one
 _MERGED = {"qkv_proj": "(?:q|k|v|qkv)_proj", "gate_up_proj": "(?:gate|up|gate_up)_proj"}
 
 
@@ -38,7 +38,7 @@ def class_or_exact(name: str) -> re.Pattern[str]:
 
 
 def searched(name: str) -> re.Pattern[str]:
-    """transformers and AutoFP8: a module with all that lies in it, the end of a name, or an expression up to a dot.
+    """transformers and AutoFP8: a module and its submodules, the end of a name, or an expression that ends at a dot.
 
     `re:` and an expression is searched anywhere, as AutoFP8 does.
     """
@@ -56,25 +56,25 @@ def wildcard(name: str) -> re.Pattern[str]:
 
 
 def wildcard_or_part(name: str) -> re.Pattern[str]:
-    """ModelOpt: `*`, `?` and `[...]`; older files give a part of the name, which here has to end at dots."""
+    """ModelOpt: `*`, `?` and `[...]`; older files give a part of the name, delimited by dots."""
     if any(sign in name for sign in "*?["):
         return re.compile(fnmatch.translate(name))
     return re.compile(rf"(?:.*\.)?{_name(name)}(?:\.|$)")
 
 
-def names(said: Mapping[str, Any], key: str) -> list[str]:
+def names(declared: Mapping[str, Any], key: str) -> list[str]:
     """The list of names (or the keys of the object) under `key`. Raises CheckpointError for anything else."""
-    found = said.get(key) or []
+    found = declared.get(key) or []
     if not isinstance(found, list | Mapping) or not all(isinstance(name, str) for name in found):
-        raise CheckpointError(f"config.json: {key} = {found!r} is no list of module names")
+        raise CheckpointError(f"config.json: {key} = {found!r} is not a list of module names")
     return list(found)
 
 
 def rules(
-    said: Mapping[str, Any], key: str, syntax: Syntax, linear: Callable[[str], LinearScheme | None] | None = None
+    declared: Mapping[str, Any], key: str, syntax: Syntax, linear: Callable[[str], LinearScheme | None] | None = None
 ) -> list[Rule]:
-    """A rule for each of `names`: what `linear` makes of it, or that it is left out."""
-    return [Rule(syntax(name), linear(name) if linear else None) for name in names(said, key)]
+    """A rule for each of `names`: the scheme that `linear` returns for it, or None (not quantized)."""
+    return [Rule(syntax(name), linear(name) if linear else None) for name in names(declared, key)]
 
 
 def _name(name: str) -> str:
@@ -87,4 +87,4 @@ def _compiled(expression: str, name: str) -> re.Pattern[str]:
     try:
         return re.compile(expression)
     except re.error as error:
-        raise CheckpointError(f"config.json: {name!r} is no regular expression: {error}") from error
+        raise CheckpointError(f"config.json: {name!r} is not a regular expression: {error}") from error

@@ -1,7 +1,7 @@
-"""AMD Quark's native export: specifications of tensors, by pattern of module names, then of class, then for all.
+"""AMD Quark's native export: tensor specifications by pattern of module names, then by class, then for all modules.
 
-The cache's scales are those of what k_proj and v_proj put out; what is specified for that stands for the modules'
-weights and inputs too, so a specification of outputs alone leaves their weights in 16 bits.
+The cache's scales are those of the outputs of k_proj and v_proj. The specification of such a module also covers its
+weight and input, so one that has outputs alone leaves the weight in 16 bits.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from freight.checkpoint.producers.common import E4M3, block_size, mapping, requi
 from freight.errors import CheckpointError
 from freight.fp8.scheme import Activations, LinearScheme, Rule, Scheme, WeightScales
 
-_FAKE = "the weights are stored unquantized, and used so"
+_FAKE = "the weights are stored unquantized, and used as they are"
 
 
-def read_quark(said: Mapping[str, Any]) -> Scheme:
-    if mapping(said.get("export"), "export").get("weight_format") == "fake_quantized":
+def read_quark(declared: Mapping[str, Any]) -> Scheme:
+    if mapping(declared.get("export"), "export").get("weight_format") == "fake_quantized":
         scheme = Scheme("quark", unused=(("*.weight_scale", _FAKE), ("*.input_scale", _FAKE)))
     else:
-        rules = tuple(_rules(said))
+        rules = tuple(_rules(declared))
         scheme = Scheme("quark", E4M3 if any(rule.linear for rule in rules) else None, rules=rules)
-    return replace(scheme, kv_format=E4M3, kv_static=True) if _quantizes_kv(said) else scheme
+    return replace(scheme, kv_format=E4M3, kv_static=True) if _quantizes_kv(declared) else scheme
 
 
-def _rules(said: Mapping[str, Any]) -> list[Rule]:
-    by_class = mapping(said.get("layer_type_quant_config"), "layer_type_quant_config")
-    rules = patterns.rules(said, "exclude", patterns.wildcard)
+def _rules(declared: Mapping[str, Any]) -> list[Rule]:
+    by_class = mapping(declared.get("layer_type_quant_config"), "layer_type_quant_config")
+    rules = patterns.rules(declared, "exclude", patterns.wildcard)
     for key in ("kv_cache_quant_config", "layer_quant_config"):
-        specs = mapping(said.get(key), key)
-        rules += patterns.rules(said, key, patterns.wildcard, partial(_named, specs, key))
+        specs = mapping(declared.get(key), key)
+        rules += patterns.rules(declared, key, patterns.wildcard, partial(_named, specs, key))
     for name, spec in by_class.items():
         if name.rpartition(".")[2].lower() in ("linear", "nn.linear"):
             rules.append(Rule(patterns.every(), _linear(spec, f"layer_type_quant_config[{name!r}]")))
-    return [*rules, Rule(patterns.every(), _linear(said.get("global_quant_config"), "global_quant_config"))]
+    return [*rules, Rule(patterns.every(), _linear(declared.get("global_quant_config"), "global_quant_config"))]
 
 
 def _named(specs: Mapping[str, Any], key: str, name: str) -> LinearScheme | None:
@@ -80,11 +80,11 @@ def _activations(spec: Any, where: str) -> Activations:
     return Activations.STATIC
 
 
-def _quantizes_kv(said: Mapping[str, Any]) -> bool:
+def _quantizes_kv(declared: Mapping[str, Any]) -> bool:
     """Whether outputs of k_proj and v_proj are quantized. Raises CheckpointError where other outputs are."""
     found = False
     for key in ("kv_cache_quant_config", "layer_quant_config"):
-        for pattern, config in mapping(said.get(key), key).items():
+        for pattern, config in mapping(declared.get(key), key).items():
             outputs = mapping(config, f"{key}[{pattern!r}]").get("output_tensors")
             where = f"{key}[{pattern!r}].output_tensors"
             if outputs is None:
@@ -95,17 +95,17 @@ def _quantizes_kv(said: Mapping[str, Any]) -> bool:
                 if _require_fp8(outputs, where) != "per_tensor":
                     raise CheckpointError(f"quark {where} of {outputs['qscheme']} is not implemented; per_tensor is")
                 found = True
-    if mapping(said.get("global_quant_config"), "global_quant_config").get("output_tensors") is not None:
+    if mapping(declared.get("global_quant_config"), "global_quant_config").get("output_tensors") is not None:
         raise CheckpointError("quark global_quant_config.output_tensors is not implemented")
     return found
 
 
 def _require_fp8(spec: Any, where: str) -> str:
     """The qscheme of a specification of FP8 tensors."""
-    said = spec if isinstance(spec, Mapping) else {}
-    if said.get("dtype") != "fp8_e4m3" or said.get("qscheme") is None or said.get("symmetric") is False:
+    declared = spec if isinstance(spec, Mapping) else {}
+    if declared.get("dtype") != "fp8_e4m3" or declared.get("qscheme") is None or declared.get("symmetric") is False:
         raise CheckpointError(
-            f"quark {where} of dtype {said.get('dtype')!r}, qscheme {said.get('qscheme')!r}, symmetric "
-            f"{said.get('symmetric')!r} is not implemented; symmetric fp8_e4m3 is"
+            f"quark {where} of dtype {declared.get('dtype')!r}, qscheme {declared.get('qscheme')!r}, symmetric "
+            f"{declared.get('symmetric')!r} is not implemented; symmetric fp8_e4m3 is"
         )
-    return str(said["qscheme"])
+    return str(declared["qscheme"])

@@ -1,7 +1,7 @@
 """torchao's Float8 types, stored as safetensors: `X.weight` is there as `X._weight_qdata` and `X._weight_scale`.
 
-The configuration says the granularity of activations and weights; which modules were quantized, the tensors say, as
-torchao leaves out what its kernels do not take.
+The configuration gives the granularity of activations and weights. The tensors show which modules were quantized,
+because torchao skips those that its kernels do not support.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _TYPES = {
 _MAPS = {"ModuleFqnToConfig": "module_fqn_to_config", "FqnToConfig": "fqn_to_config"}
 
 
-def read_torchao(said: Mapping[str, Any]) -> Scheme:
-    quant_type = said.get("quant_type")
+def read_torchao(declared: Mapping[str, Any]) -> Scheme:
+    quant_type = declared.get("quant_type")
     default = quant_type.get("default") if isinstance(quant_type, Mapping) else quant_type
-    rules = patterns.rules(said, "modules_to_not_convert", patterns.searched)
+    rules = patterns.rules(declared, "modules_to_not_convert", patterns.searched)
     kind = default.get("_type") if isinstance(default, Mapping) else None
     if isinstance(default, Mapping) and kind in _MAPS:
         rules += _mapped(mapping(mapping(default.get("_data"), "_data").get(_MAPS[str(kind)]), _MAPS[str(kind)]))
@@ -35,7 +35,7 @@ def read_torchao(said: Mapping[str, Any]) -> Scheme:
 
 
 def _mapped(configs: Mapping[str, Any]) -> list[Rule]:
-    """Names first, then expressions, then `_default`. A name may be that of the module or of its weight."""
+    """Names first, then expressions, then `_default`. A name is that of the module or of its weight."""
     order = sorted((name for name in configs if name != "_default"), key=lambda name: name.startswith("re:"))
     rules = [
         Rule(patterns.exact(name.removesuffix(".weight")), None if configs[name] is None else _linear(configs[name]))
@@ -51,13 +51,13 @@ def _linear(config: Any) -> LinearScheme:
         raise CheckpointError(f"torchao with quant_type {kind!r} is not implemented; {', '.join(_TYPES)} are")
     data = mapping(config.get("_data") if isinstance(config, Mapping) else None, f"{kind}._data")
     for key in ("weight_dtype", "activation_dtype"):
-        said = data.get(key)
-        dtype = said.get("_data") if isinstance(said, Mapping) else said
+        declared = data.get(key)
+        dtype = declared.get("_data") if isinstance(declared, Mapping) else declared
         if dtype not in (None, E4M3.torch_name, f"torch.{E4M3.torch_name}"):
             raise CheckpointError(f"torchao {kind} with {key} {dtype!r} is not implemented; {E4M3.torch_name} is")
     limit = data.get("activation_value_ub")
     if limit is not None and not (isinstance(limit, int | float) and 0 < limit < math.inf):
-        raise CheckpointError(f"torchao {kind} with activation_value_ub {limit!r}: it has to be finite and above 0")
+        raise CheckpointError(f"torchao {kind} with activation_value_ub {limit!r}: it must be finite and above 0")
     granularity = data.get("granularity")
     inputs, weights = (granularity[0], granularity[-1]) if isinstance(granularity, list) else (None, granularity)
     scales, block = _scales(weights, str(kind))
@@ -67,11 +67,11 @@ def _linear(config: Any) -> LinearScheme:
 
 
 def _scales(granularity: Any, kind: str) -> tuple[WeightScales, tuple[int, int] | None]:
-    """The weight's granularity; without one, what torchao takes by default."""
+    """The weight's granularity; without one, torchao's default."""
     if granularity is None:
         return (WeightScales.ROW if kind == "Float8WeightOnlyConfig" else WeightScales.TENSOR), None
-    said = mapping(granularity, f"{kind} granularity")
-    name, data = said.get("_type"), mapping(said.get("_data"), f"{kind} granularity._data")
+    declared = mapping(granularity, f"{kind} granularity")
+    name, data = declared.get("_type"), mapping(declared.get("_data"), f"{kind} granularity._data")
     if name == "PerRow" and data.get("dim", -1) in (-1, 1):
         return WeightScales.ROW, None
     if name == "PerTensor":

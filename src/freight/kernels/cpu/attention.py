@@ -14,7 +14,7 @@ from freight.batch import ForwardBatch
 from freight.fp8.quantize import format_of
 from freight.fp8.values import KVPages
 from freight.kernels.cpu.library import Library
-from freight.kernels.cpu.pages import FORMATS, address, require_room, scales_of
+from freight.kernels.cpu.pages import FORMATS, address, check_head_dim, scales_of
 from freight.kernels.kernel_set import Attend
 
 
@@ -47,12 +47,12 @@ def make_attention(library: Library) -> Attend:
         soft_cap: float | None = None,
     ) -> Tensor:
         """q: [num_tokens, num_heads, head_dim]; returns the same. As `reference.attention`; over FP8 and bfloat16 pages
-        with the avx512 build, bfloat16 queries meet bfloat16 dot products.
+        with the avx512 build, bfloat16 queries use bfloat16 dot products.
 
-        Raises KernelError for heads that the kernels have no room for and for a context shorter than its queries,
-        CapacityError without memory for the working space.
+        Raises KernelError for a head_dim above MAX_HEAD_DIM and for a context shorter than its queries, CapacityError
+        if working memory cannot be allocated.
         """
-        require_room(q)
+        check_head_dim(q)
         q = q.contiguous()
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         _, num_heads, head_dim = q.shape

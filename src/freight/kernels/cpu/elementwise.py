@@ -25,7 +25,7 @@ def make_add_rms_norm(library: Library) -> AddNorm:
     call = library.function("freight_add_rms_norm", *types)
 
     def add_rms_norm(
-        x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, reader: object = None
+        x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, consumer: object = None
     ) -> tuple[Tensor, Tensor]:
         """x + delta and its norm. x, delta: [rows, size]; weight: [size]; one dtype."""
         assert weight.dtype == x.dtype
@@ -47,7 +47,7 @@ def make_silu_mul(library: Library) -> SiluMul:
     """`KernelSet.silu_mul` for this build."""
     call = library.function("freight_silu_mul", _POINTER, _POINTER, _INT, _LONG, _LONG, _INT)
 
-    def silu_mul(gate_up: Tensor, reader: object = None) -> Tensor:
+    def silu_mul(gate_up: Tensor, consumer: object = None) -> Tensor:
         """gate_up: [rows, 2 * size]; returns [rows, size]."""
         gate_up = gate_up.contiguous()
         rows, size = gate_up.shape[0], gate_up.shape[1] // 2

@@ -1,4 +1,4 @@
-"""The CPU kernel set: the compiled functions where there are some, the reference's for the rest."""
+"""The CPU kernel set: compiled functions, and the reference's where there are none."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from freight.kernels.kernel_set import REFERENCE, KernelSet
 
 @cache
 def cpu_kernels(library: Library) -> KernelSet:
-    """The set over one loaded build; its name says which, as in cpu-avx2."""
+    """The set of one loaded build, which its name contains: 'cpu-avx2'."""
     return replace(
         REFERENCE,
         name=f"cpu-{library.build}",

@@ -1,8 +1,7 @@
 """The compiled CPU kernels: which builds were installed, which of them this processor runs, and the loading of one.
 
-`csrc/` is compiled once per instruction set; the libraries lie beside this file, or none do, when there was no
-compiler at install time. The best one that the processor runs is loaded. A library from an older build than this
-source is refused, not called.
+`csrc/` is compiled once per instruction set; the libraries lie beside this file, and are absent if there was no
+compiler at install time. The best one that the processor runs is loaded. A library older than this source is refused.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ BUILDS: dict[str, frozenset[str]] = {
 }
 
 
-# FreightStatus in csrc/freight.h, but FREIGHT_OK
+# FreightStatus in csrc/freight.h, without FREIGHT_OK
 _ERRORS: dict[int, tuple[type[FreightError], str]] = {
     1: (CapacityError, "there is no memory left for its working space; lower --max-num-batched-tokens"),
     2: (KernelError, "the system gave it no thread; lower --threads"),
@@ -48,7 +47,7 @@ class Library:
     def function(self, name: str, *arguments: Any) -> Callable[..., None]:
         """The C function `name`, which takes `arguments` (ctypes types) and returns a FreightStatus.
 
-        What is returned raises CapacityError when there was no memory, and KernelError for any other failure.
+        The returned function raises CapacityError if memory cannot be allocated, and KernelError for other failures.
         """
         function: Any = self.functions[name]
         function.argtypes, function.restype, function.errcheck = arguments, ctypes.c_int32, _require_success
@@ -56,9 +55,9 @@ class Library:
         return checked
 
     def set_prefetch(self, non_temporal: bool | None) -> bool:
-        """Have weights prefetched past the caches, or into them; None: as is fastest on this processor, the default.
+        """Prefetch weights past the caches (True) or into them; None, the default: as is fastest on this processor.
 
-        For measurements: changes no result. Returns which of the two holds from now on.
+        For measurements: changes no result. Returns the setting that is now in effect.
         """
         return bool(self.functions.freight_set_prefetch(-1 if non_temporal is None else int(non_temporal)))
 

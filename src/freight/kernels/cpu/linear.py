@@ -1,6 +1,6 @@
 """Linear over packed weights (csrc/linear.cpp): the packing at load, and the call.
 
-A row's bits depend on nothing but that row and the weight: not on the other rows, the threads, or the place.
+A row's bits depend on nothing but that row and the weight: not on the other rows, the threads, or memory addresses.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _FORMATS = {
     torch.float32: 0,
     torch.float16: 1,
     torch.bfloat16: 2,
-    torch.uint8: 3,  # E4M3FN, looked at as bytes
+    torch.uint8: 3,  # E4M3FN, viewed as bytes
 }
 _ACTIVATIONS = {Activations.PLAIN: 0, Activations.DYNAMIC: 1, Activations.STATIC: 2}
 _CACHE_LINE = 64
-_LARGE_PAGE = 2**21  # packing asks for such pages where whole ones lie in the memory
+_LARGE_PAGE = 2**21  # bytes; packing requests such pages where whole ones fit
 _LANES = 16
 
 
@@ -47,7 +47,7 @@ class _Descriptor(ctypes.Structure):
 
 @dataclass(frozen=True, eq=False)
 class PackedWeight:
-    """A weight as one build of the kernels reads it; the other fields own the memory that `descriptor` points to."""
+    """A weight in the layout of one build. The other fields own the memory that `descriptor` points to."""
 
     out_features: int
     in_features: int
@@ -63,8 +63,8 @@ class PackedWeight:
 
 
 def _aligned(num_bytes: int) -> Tensor:
-    """Memory that begins at a large page, or at a cache line. What is large gets a mapping of its own: between the
-    freed blocks of the heap it would keep them resident, and lie on small pages."""
+    """Memory that begins at a large page, or at a cache line. Large sizes get a mapping of their own: on the heap they
+    would lie on small pages, and keep freed blocks around them resident."""
     if num_bytes < _LARGE_PAGE:
         memory = torch.empty(num_bytes + _CACHE_LINE, dtype=torch.uint8, device="cpu")
         start = -memory.data_ptr() % _CACHE_LINE

@@ -1,4 +1,4 @@
-"""What attention and the store tell the C functions about the pages of the cache (csrc/attention.h)."""
+"""Arguments about the pages of the cache that attention and store pass to the C functions (csrc/attention.h)."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def address(tensor: Tensor | None) -> int | None:
     return tensor.data_ptr()
 
 
-def require_room(x: Tensor) -> None:
-    """Raises KernelError for x [rows, heads, head_dim] with heads that the kernels have no room for."""
+def check_head_dim(x: Tensor) -> None:
+    """Raises KernelError for x [rows, heads, head_dim] with a head_dim above MAX_HEAD_DIM."""
     if x.shape[2] > MAX_HEAD_DIM:
         raise KernelError(
-            f"the CPU kernels take heads of at most {MAX_HEAD_DIM} channels, not {x.shape[2]}; --kernels reference does"
+            f"the CPU kernels support a head_dim of at most {MAX_HEAD_DIM}, not {x.shape[2]}; use --kernels reference"
         )

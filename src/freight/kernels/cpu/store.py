@@ -1,6 +1,6 @@
-"""Rotate and store (csrc/store.cpp): what lies between the projection of q, k and v and attention, in one pass.
+"""Rotate and store (csrc/store.cpp): the steps between the projection of q, k and v and attention, in one pass.
 
-The reference's bits, but where a norm of heads sums in another order; it sums as `add_rms_norm` of this build.
+Bit-identical to the reference, except that a norm of heads sums in the order of this build's `add_rms_norm`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from freight.fp8.quantize import format_of
 from freight.fp8.values import KVPages
 from freight.kernels.cpu.library import Library
-from freight.kernels.cpu.pages import FORMATS, address, require_room, scales_of
+from freight.kernels.cpu.pages import FORMATS, address, check_head_dim, scales_of
 from freight.kernels.kernel_set import RotateStore
 from freight.kernels.rotary import Rotary
 
@@ -40,9 +40,9 @@ def make_rotate_store(library: Library) -> RotateStore:
     def rotate_store(qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor, pages: KVPages) -> Tensor:
         """qkv: [rows, num_heads + 2 * num_kv_heads, head_dim]; returns q, [rows, num_heads, head_dim].
 
-        Raises KernelError for heads that the kernels have no room for.
+        Raises KernelError for a head_dim above MAX_HEAD_DIM.
         """
-        require_room(qkv)
+        check_head_dim(qkv)
         rows, all_heads, head_dim = qkv.shape
         num_kv_heads = pages.k.shape[2]
         assert pages.k.shape[3] == 2 * rotary.cos.shape[1] == head_dim

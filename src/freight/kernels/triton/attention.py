@@ -1,7 +1,7 @@
-"""Paged attention: what runs on the GPU. `paged.py` launches it.
+"""Paged attention: the kernels. `paged.py` launches them.
 
 A sequence that has one row in this step is *decoded*: its keys are cut into splits of `SPLIT` at fixed positions,
-several programs take turns over the splits, and `merge_kernel` adds the splits up in order. One that has more is a
+several programs take turns over the splits, and `merge_kernel` merges the splits in order. One that has more is a
 chunk of *prefill*: a program takes a tile of its rows and walks the keys. Both walk tiles of keys at absolute
 positions through `_walk`, so within either kind a row's bits depend on nothing but its own history.
 
@@ -9,17 +9,19 @@ K_DOT and V_DOT are the types that the two products multiply; uint8 stands for F
 
 FP8 is decoded in registers, between the load and the product. Static scales cost nothing there: the K scale is in q
 and the V scale multiplies the output. A `token` scale is one multiplication per score and one per probability.
-What was taken off keys (`KVPages.k_center`) comes back into the scores in float32, a pair of channels after the other.
-A soft cap is applied after that, and is not there where CAPPED is false.
-Products of FP8 values run in float16, in which every FP8 value is exact; q is brought near 1 by a power of two per row
-beforehand, which the scores get back in float32. Probabilities times `token` scales need bfloat16's range.
+The constant subtracted from keys (`KVPages.k_center`) is added back to the scores in float32, one pair of channels at a
+time. A soft cap is applied after that; without CAPPED it is not compiled.
+Products of FP8 values run in float16, in which every FP8 value is exact; q is divided by a power of two per row
+beforehand, so that it is near 1, and the scores are multiplied by it in float32. Probabilities times `token` scales
+need bfloat16's range.
 
-With `--attention-compute fp8` products multiply E4M3 as it is stored, where Triton makes FP8 matrix instructions of
-that which pay (`Target.fp8_products`; `aot.py` shows them). q is rounded to E4M3 with a scale per row; probabilities,
-unless they are to be multiplied with `token` scales, times a power of two that the division by their sum takes off.
+With `--attention-compute fp8` products multiply E4M3 as it is stored, where Triton compiles that to
+faster FP8 matrix instructions (`Target.fp8_products`; `aot.py` shows them). q is rounded to E4M3 with a scale per row.
+Probabilities, unless `token` scales multiply them, are rounded to E4M3 after multiplication by a power of two, which
+the division by their sum cancels.
 
     sm_89, sm_120   both products, prefill and decode               mma.sync e4m3
-    sm_90           Q·Kᵀ, prefill; P·V would have V transposed      wgmma e4m3
+    sm_90           Q·Kᵀ, prefill; P·V would need V transposed      wgmma e4m3
     sm_100          both products, prefill; decode as sm_90: none   tcgen05 kind::f8f6f4
     gfx942          both products, prefill and decode               v_mfma fp8_fp8
 
@@ -42,7 +44,7 @@ def _load_queries(
     BLOCK_DIM: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr, K_DOT: tl.constexpr,
     LIKE: tl.constexpr,
 ):  # fmt: skip
-    """q [M, D] as the product takes it, and what each row's scores are to be multiplied with [M]."""
+    """q [M, D] in the operand type, and the factor [M] that each row's scores must be multiplied with."""
     dims = tl.arange(0, BLOCK_DIM)
     mask = live[:, None] & (dims < DIM)[None, :]
     place = row.to(tl.int64) * row_stride + query_head * head_stride
@@ -68,7 +70,7 @@ def _load_queries(
 
 @triton.jit
 def _fp8_product(a, b, FORMAT: tl.constexpr):
-    """a @ b of FP8 values as they are stored. Bytes, which only the interpreter has here, are decoded."""
+    """a @ b of FP8 values as they are stored. Bytes, which occur in the interpreter only, are decoded."""
     if a.dtype == tl.uint8:
         product = tl.dot(decode(a, FORMAT), decode(b, FORMAT))
     else:
@@ -90,7 +92,7 @@ def _scores(q, k, FORMAT: tl.constexpr, K_DOT: tl.constexpr):
 def _add_values(acc, decay, probability, v, FORMAT: tl.constexpr, V_DOT: tl.constexpr):
     """acc [M, D] * decay [M] + probability [M, N] @ v [N, D], v as it was loaded; float32.
 
-    In FP8 a tile's sum is made apart from the others', as some GPUs keep less than float32 of a sum of such products.
+    In FP8 each tile is summed separately, because some GPUs sum such products with less than float32 precision.
     """
     if V_DOT == tl.uint8:
         if v.dtype == tl.uint8:
@@ -117,9 +119,9 @@ def _hide(scores, key, position, window, WINDOWED: tl.constexpr):
 def _add_center(
     scores, center_ptr, place, live, cos_ptr, sin_ptr, pairs_ptr, num_pairs, head, key, DIM: tl.constexpr,
 ):  # fmt: skip
-    """scores [M, N] and what the keys' center adds. `place` [M] has each row's first factor, `key` [N] positions.
+    """scores [M, N] plus that of the keys' center. `place` [M] has each row's first factor, `key` [N] positions.
 
-    Angles lie as [positions / 64, DIM / 2, 64]; pairs as [HEADS, num_pairs]; factors as cosines', then sines'.
+    Layouts: angles [positions / 64, DIM / 2, 64]; pairs [HEADS, num_pairs]; factors of cosines, then of sines.
     """
     angle = key // 64 * (DIM // 2 * 64) + key % 64
     for i in range(num_pairs):
@@ -156,7 +158,7 @@ def _walk(
     SCALES: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr, K_DOT: tl.constexpr, V_DOT: tl.constexpr,
     CENTERED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Take the keys of [begin, end), begin on a tile's edge, into (acc [M, D], best [M], total [M]).
+    """Add the keys of [begin, end), begin on a tile's edge, to (acc [M, D], best [M], total [M]).
 
     Without MASKED every row sees every key of these tiles, and `end` is on an edge, too.
     """
@@ -188,7 +190,7 @@ def _walk(
             scores = _hide(scores, key, position, window, WINDOWED)
         new_best = tl.maximum(best, tl.max(scores, 1))
         reference = new_best
-        if WINDOWED:  # a row may not have seen a key yet
+        if WINDOWED:  # a row may have seen no key yet
             reference = tl.where(new_best == float("-inf"), 0.0, new_best)
         if V_DOT == tl.uint8:  # times the largest power of two that FORMAT holds, and so is `total`
             probability = tl.exp2(scores - (reference - (7.0 if FORMAT == "fp8_e4m3fnuz" else 8.0))[:, None])
@@ -341,7 +343,7 @@ def merge_kernel(
     HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr,
     TILE: tl.constexpr, SCALES: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """Add up the splits of one sequence and head, in tiles of TILE splits at fixed places, in order."""
+    """Merge the splits of one sequence and head, in tiles of TILE splits at fixed places, in order."""
     query_head = tl.program_id(0)
     seq = tl.program_id(1)
     row = tl.load(starts_ptr + seq)

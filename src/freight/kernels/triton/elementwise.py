@@ -1,6 +1,6 @@
-"""Row-wise operations: residual addition with RMSNorm, SiLU of the gate times up; for a reader that wants it, in FP8.
+"""Row-wise operations: residual addition with RMSNorm, SiLU of the gate times up; in FP8 if the consumer takes it.
 
-float32 inside, rounded where the reference rounds.
+Computed in float32, rounded where the reference rounds.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from freight.fp8.values import Weight
 from freight.kernels.triton.formats import Target
-from freight.kernels.triton.rows import Quantized, quantize, quantizes, room_for, this_row, write_row
+from freight.kernels.triton.rows import Quantized, allocate_output, quantize, quantizes, this_row, write_row
 
 
 @triton.jit
@@ -65,14 +65,14 @@ def silu_mul_row_kernel(
 
 
 def add_rms_norm(
-    target: Target, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, reader: Weight | None = None
+    target: Target, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, consumer: Weight | None = None
 ) -> tuple[Tensor, Tensor | Quantized]:
-    """`reference.add_rms_norm`; the norm is quantized if `reader` multiplies quantized rows. x, delta: contiguous."""
+    """`reference.add_rms_norm`; the norm is quantized if `consumer` takes quantized rows. x, delta: contiguous."""
     assert x.is_contiguous()
     assert delta is None or delta.is_contiguous()
     rows, size = x.shape
     total = x if delta is None else torch.empty_like(x)
-    out, pointers, constants = room_for(target, x, size, reader)
+    out, pointers, constants = allocate_output(target, x, size, consumer)
     add_rms_norm_kernel[(rows,)](x, delta, weight, total, eps, *pointers, **constants)
     return total, out
 
@@ -80,15 +80,15 @@ def add_rms_norm(
 WIDE = 32768  # beyond it the gates and ups of a row do not fit the registers of one program
 
 
-def silu_mul(target: Target, gate_up: Tensor, reader: Weight | None = None) -> Tensor | Quantized:
-    """`reference.silu_mul`, quantized if `reader` multiplies quantized rows. gate_up: [rows, 2 * size], contiguous."""
+def silu_mul(target: Target, gate_up: Tensor, consumer: Weight | None = None) -> Tensor | Quantized:
+    """`reference.silu_mul`, quantized if `consumer` takes quantized rows. gate_up: [rows, 2 * size], contiguous."""
     assert gate_up.is_contiguous()
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-    if quantizes(reader) and size <= WIDE:
-        result, pointers, constants = room_for(target, gate_up, size, reader)
+    if quantizes(consumer) and size <= WIDE:
+        result, pointers, constants = allocate_output(target, gate_up, size, consumer)
         silu_mul_row_kernel[(rows,)](gate_up, *pointers, **constants)
         return result
     out = gate_up.new_empty(rows, size)
     block = min(1024, triton.next_power_of_2(size))
     silu_mul_kernel[(rows, triton.cdiv(size, block))](gate_up, out, SIZE=size, BLOCK=block, num_warps=4)
-    return quantize(target, out, reader) if quantizes(reader) else out
+    return quantize(target, out, consumer) if quantizes(consumer) else out

@@ -1,11 +1,11 @@
-"""FP8 on a GPU: encoding and decoding, by conversion instructions where the hardware has them, else by its bits.
+"""FP8 on a GPU: encoding and decoding, by conversion instructions where the hardware has them, else by bits.
 
 `encode_bits` and `decode_bits` use integer arithmetic and one exact float32 addition or float16 multiplication, so
 every format runs on every GPU, and gives the bytes of `fp8/quantize.py`: to nearest, ties to even, saturating, NaN
-kept. A kernel sees from the element type of a pointer which way to take: float8 means that the hardware converts,
+kept. The element type of a pointer selects the way at compile time: float8 means that the hardware converts,
 uint8 that it does not. `carrier` makes that choice on the host; in Triton's interpreter it is always uint8.
 
-FP8 values are exact in float16, all formats, subnormals included: that is what they decode to.
+FP8 decodes to float16, in which all values of all FP8 formats are exact, subnormals included.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from freight.kernels.reference import Fp8Products
 
 @dataclass(frozen=True)
 class Target:
-    """What kernels choose by. `arch` is 80, 90, … on NVIDIA (`cuda`); on AMD (`hip`) it is 'gfx942' and the like.
+    """The GPU that kernels are specialized for. `arch` is 80, 90, … on NVIDIA (`cuda`), 'gfx942' etc. on AMD (`hip`).
 
     `units` is the number of multiprocessors.
     """
@@ -42,10 +42,10 @@ class Target:
         return frozenset({Format.E4M3FN, Format.E5M2} if int(self.arch) >= 89 else ())
 
     def fp8_products(self, format: Format, decoding: bool) -> Fp8Products:
-        """Which products of attention over `format` Triton compiles to FP8 matrix instructions that pay.
+        """Which products of attention over `format` Triton compiles to FP8 matrix instructions that are faster.
 
         Tiles of few rows go to `mma.sync`, for which Triton widens FP8 on Hopper and on Blackwell's sm_10x; Hopper's
-        `wgmma` would have V transposed byte by byte. The interpreter, which has no FP8, rounds both.
+        `wgmma` would need V transposed byte by byte. The interpreter, which has no FP8, rounds both.
         """
         if not format.is_e4m3 or (format not in self.native and self.arch):
             return Fp8Products.NONE
@@ -60,7 +60,7 @@ class Target:
         return self.backend == "cuda" and int(self.arch) >= 90
 
 
-INTERPRETER = Target("cuda", 0, units=1)  # has nothing natively
+INTERPRETER = Target("cuda", 0, units=1)  # no native FP8
 
 
 def current_target() -> Target:
@@ -74,7 +74,7 @@ def current_target() -> Target:
 
 
 def carrier(stored: Tensor, target: Target) -> Tensor:
-    """`stored` as kernels for `target` take it: FP8 that the hardware does not convert becomes its bytes."""
+    """`stored` as kernels for `target` take it: FP8 that the hardware does not convert is viewed as uint8."""
     format = format_of(stored)
     return stored.view(torch.uint8) if format.is_fp8 and format not in target.native else stored
 

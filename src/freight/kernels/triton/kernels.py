@@ -1,7 +1,7 @@
 """The Triton kernel set: FP8 and 16-bit models on NVIDIA and AMD GPUs.
 
 A kernel is compiled when it is first launched, once for each combination of types, compile-time constants and known
-divisors of its arguments. What changes from step to step is therefore marked `do_not_specialize`.
+divisors of its arguments. Arguments that change from step to step are therefore marked `do_not_specialize`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Linear over FP8 weights: a matrix product for what torch's own does not do.
+"""Linear over FP8 weights: a matrix product for the cases that torch's own does not support.
 
 `torch._scaled_mm` takes many rows with a scale per row against weights with a scale per output row, on NVIDIA GPUs
-that multiply FP8. `matmul_kernel` takes the rest: few rows, where all that counts is how fast the weights are read;
-128 x 128 block scales; weight-only quantization; every GPU and format without FP8 multiplication, which decode both
-sides to float16, exactly. It sums over the input features in order, in float32.
+that multiply FP8. `matmul_kernel` takes the rest: few rows, where reading the weights takes most of the time;
+128 x 128 block scales; weight-only quantization; every GPU and format without FP8 multiplication, where both
+operands are decoded to float16, exactly. It sums over the input features in order, in float32.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def matmul_kernel(
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     live_row = row < num_rows
     live_output = output < num_outputs
-    # beyond the last row and output the last is computed again, and not stored
+    # indices beyond the last row or output repeat the last, and are not stored
     x_row = x_ptr + tl.minimum(row, num_rows - 1).to(tl.int64)[:, None] * x_stride
     weight_row = weight_ptr + tl.minimum(output, num_outputs - 1).to(tl.int64)[None, :] * SIZE
     GROUPS: tl.constexpr = (SIZE + 127) // 128
@@ -65,7 +65,7 @@ def matmul_kernel(
                 part *= tl.load(x_scale_ptr + row * GROUPS + group, mask=live_row, other=0.0)[:, None]
             acc += part
         else:
-            # FP8 sums on Hopper keep 14 bits: into float32 every 128 inputs
+            # FP8 sums on Hopper keep 14 bits, so they are added to a float32 sum every 128 inputs
             PIECE: tl.constexpr = INPUTS if INPUTS < 128 else 128
             acc = tl.dot(x, weight, acc, input_precision="ieee", max_num_imprecise_acc=PIECE)
     if not BLOCKS:
@@ -80,7 +80,7 @@ def matmul_kernel(
 
 @dataclass(frozen=True)
 class Tile:
-    """How much of the product a program takes at a time."""
+    """Tile sizes of a program."""
 
     rows: int
     outputs: int
@@ -133,7 +133,7 @@ def matmul(
 
 
 def dot_type(target: Target, x: Tensor, weight: Weight) -> tl.dtype:
-    """FP8 where the hardware multiplies it; float16 for FP8 otherwise; the type of plain x."""
+    """Operand type: FP8 where the hardware multiplies it, float16 for FP8 otherwise, and the type of plain x."""
     plain = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
     if x.dtype in plain:
         return plain[x.dtype]
@@ -164,7 +164,7 @@ def linear(target: Target, x: Tensor | Quantized, weight: Weight, bias: Tensor |
 
 
 def scaled_mm_takes(target: Target, dtype: torch.dtype, weight: Weight) -> bool:
-    """Whether `torch._scaled_mm` has this product: E4M3FN on NVIDIA, scales per row, bfloat16 out, sizes of 16."""
+    """Whether `torch._scaled_mm` supports this product: E4M3FN on NVIDIA, scales per row, bfloat16 out, sizes of 16."""
     return (
         target.backend == "cuda"
         and format_of(weight.data) in target.native & {Format.E4M3FN}

@@ -1,7 +1,7 @@
-"""Paged attention: what is launched, and how large. `attention.py` is what runs.
+"""Paged attention: launches and their sizes. The kernels are in `attention.py`.
 
-Grids follow from the shapes of the batch alone, never from what its lengths tensor holds, so a step can be captured
-in a graph and nothing waits for the GPU.
+Grids depend on the shapes of the batch alone, never on the values of its lengths, so a step can be captured in a graph
+and the host does not wait for the GPU.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from freight.kernels.reference import Fp8Products
 from freight.kernels.triton.attention import decode_kernel, merge_kernel, prefill_kernel
 from freight.kernels.triton.formats import Target, carrier
 
-SPLIT = 512  # keys that one program adds up on its own while decoding
+SPLIT = 512  # keys of one split in decoding
 MERGE_TILE = 16
 PROGRAMS_PER_UNIT = 4  # decoding programs that a multiprocessor holds at a time
 
 
 @dataclass(frozen=True)
 class Tile:
-    """How much a program takes at a time, and with how many warps and pipeline stages."""
+    """Tile sizes of a program, and its numbers of warps and pipeline stages."""
 
     rows: int
     keys: int
@@ -52,7 +52,7 @@ def prefill_tile(target: Target, block_dim: int, bytes_per_value: int, centered:
 
 
 def decode_tile(target: Target, block_dim: int, bytes_per_value: int) -> Tile:
-    """`rows` is what the matrix units take at least; a KV head's group has fewer, mostly."""
+    """`rows` is the least that the matrix units take; a KV head's group mostly has fewer."""
     if bytes_per_value == 4:
         return Tile(16, 32, 4, 1)
     if target.backend == "hip":
@@ -77,7 +77,7 @@ def dot_types(target: Target, q: torch.dtype, pages: KVPages, fp8: bool, decodin
 
 
 def constants(q: Tensor, pages: KVPages, window: int | None, soft_cap: float | None) -> dict[str, Any]:
-    """Compile-time constants that the attention kernels share, but for the operand types."""
+    """Compile-time constants that the attention kernels share, except the operand types."""
     num_kv_heads, dim = pages.k.shape[2:]
     return {
         "GROUP": q.shape[1] // num_kv_heads,
@@ -94,7 +94,7 @@ def constants(q: Tensor, pages: KVPages, window: int | None, soft_cap: float | N
 
 
 def center_arguments(q: Tensor, pages: KVPages, scale: float) -> tuple[Tensor | int | None, ...]:
-    """What the kernels need of a center: each row's factors, cosines, sines, pairs, and how many these are."""
+    """Kernel arguments for a center: each row's factors, cosines, sines, pairs, and the number of pairs."""
     center = pages.k_center
     if center is None:
         return None, None, None, None, 0
@@ -158,7 +158,7 @@ def _decode(
     extras: tuple[Tensor | int | float | None, ...],
     shared: dict[str, Any],
 ) -> None:
-    """The rows of sequences that have one in this step, into `out`."""
+    """Compute the rows of sequences that have one row in this step, into `out`."""
     tile = decode_tile(target, shared["BLOCK_DIM"], shared["V_DOT"].primitive_bitwidth // 8)
     heads, num_seqs = shared["HEADS"], batch.num_seqs
     max_splits = triton.cdiv(batch.block_tables.shape[1] * pages.block_size, SPLIT)

@@ -1,7 +1,7 @@
-"""Rows as their reader takes them: as they are, or quantized to FP8 by the kernel that computes them.
+"""Rows in the form that their consumer takes: unchanged, or quantized to FP8 by the kernel that computes them.
 
-Quantizing needs the whole row, for its largest value, so one program writes a row. That saves a launch and a pass
-over the activations before a matrix product.
+Quantizing needs the amax of the whole row, so one program writes a row. Fusing it saves a launch and a pass over the
+activations before a matrix product.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from freight.kernels.triton.formats import Target, carrier, encode, finite_amax,
 class Quantized:
     """Rows in FP8: codes [rows, size], and float32 scales [rows, 1], or [rows, groups of 128] for block scales.
 
-    `dtype` is that of the values they were made from, and of what a product with them gives.
+    `dtype` is that of the values before quantization, and of the results of products with them.
     """
 
     codes: Tensor
@@ -79,46 +79,46 @@ def quantize_kernel(
 
 
 def warps_for(block: int) -> int:
-    """So many that a thread has about 16 values."""
+    """The number of warps with which a thread has about 16 values."""
     return min(16, max(1, block // 512))
 
 
-def quantizes(reader: Weight | None) -> TypeGuard[Weight]:
-    """Whether `reader` multiplies quantized rows."""
-    return reader is not None and reader.scale is not None and reader.activations is not Activations.PLAIN
+def quantizes(consumer: Weight | None) -> TypeGuard[Weight]:
+    """Whether `consumer` takes quantized rows."""
+    return consumer is not None and consumer.scale is not None and consumer.activations is not Activations.PLAIN
 
 
-def room_for(
-    target: Target, like: Tensor, size: int, reader: Weight | None
+def allocate_output(
+    target: Target, like: Tensor, size: int, consumer: Weight | None
 ) -> tuple[Tensor | Quantized, tuple[Any, ...], dict[str, Any]]:
-    """Where rows of `size`, as many as and of the type of those of `like`, are written for `reader`.
+    """Allocate output for `consumer`: rows and dtype of `like`, width `size`; quantized if `consumer` wants that.
 
-    Also what `write_row` is told: out_ptr, scale_ptr and static_scale, and its constants with the number of warps.
+    Also returns the arguments of `write_row`: (out_ptr, scale_ptr, static_scale), and its constants with `num_warps`.
     """
     rows, device = len(like), like.device
     groups = triton.cdiv(size, BLOCK)
     block_groups = triton.next_power_of_2(groups)
     constants = {"SIZE": size, "BLOCK_GROUPS": block_groups, "num_warps": warps_for(block_groups * BLOCK)}
-    if not quantizes(reader):
+    if not quantizes(consumer):
         out = torch.empty(rows, size, dtype=like.dtype, device=device)
         return out, (out, None, 1.0), constants | {"NUM_SCALES": 0, "FORMAT": "", "SCALES": ""}
-    assert reader.scale is not None
-    stored = format_of(reader.data)
+    assert consumer.scale is not None
+    stored = format_of(consumer.data)
     format = stored if stored.is_e4m3 else Format.E4M3FN
-    blocks, static = reader.scale.ndim == 2, reader.activations is Activations.STATIC
+    blocks, static = consumer.scale.ndim == 2, consumer.activations is Activations.STATIC
     num_scales = groups if blocks else 1
     codes = torch.empty(rows, size, dtype=torch_dtype(format), device=device)
     scale = torch.empty(rows, num_scales, dtype=torch.float32, device=device)
     constants |= {"NUM_SCALES": num_scales, "FORMAT": str(format)}
     constants["SCALES"] = "static" if static else "group" if blocks else "row"
-    pointers = (carrier(codes, target), scale, reader.input_scale or 1.0)
+    pointers = (carrier(codes, target), scale, consumer.input_scale or 1.0)
     return Quantized(codes, scale, like.dtype), pointers, constants
 
 
 def quantize(target: Target, x: Tensor, weight: Weight) -> Quantized:
     """x [rows, in_features], its last dimension contiguous, as the weight's `activations` say."""
     assert quantizes(weight)
-    result, pointers, constants = room_for(target, x, x.shape[1], weight)
+    result, pointers, constants = allocate_output(target, x, x.shape[1], weight)
     assert isinstance(result, Quantized)
     quantize_kernel[(len(x),)](x, x.stride(0), *pointers, **constants)
     return result

@@ -49,7 +49,7 @@ def _rotated(first, second, cos, sin):
 
 @triton.jit
 def _encoded(x, scale, target, mask, like: tl.constexpr, FORMAT: tl.constexpr):
-    """Store x / scale at `target`; returns how much of it is cut off. No scale divides nothing."""
+    """Store x / scale (x if scale is None) at `target`; returns how many values are clipped."""
     LAST: tl.constexpr = 61440.0 if FORMAT == "fp8_e5m2" else (248.0 if FORMAT == "fp8_e4m3fnuz" else 464.0)
     quotient = x.to(tl.float32)
     if scale is not None:
