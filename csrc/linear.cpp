@@ -21,7 +21,7 @@ namespace {
 constexpr int64_t kStageRows = 516;  // rows staged at once: what all cores read over and over, from L3
 constexpr int64_t kPrefetch = 8192;  // bytes ahead in the streams of weights together, and so into the next task's
 
-// Intel's cores wait for lines that were prefetched past the caches: decoding FP8 takes up to 1.9 times as long there. On
+// Intel's cores wait for lines that were prefetched past the caches: decoding FP8 takes 1.2 to 1.9 times as long there. On
 // AMD's it takes 3 % less, because weights, which are read once, evict nothing. Others are treated like Intel's.
 bool prefers_non_temporal() {
 #if defined(__x86_64__)

