@@ -1,6 +1,7 @@
 """Every kernel compiles to machine code for GPUs that are not here, uses their matrix units, and fits their registers.
 
-`aot.py` compiles and reports; it runs in its own processes, without the interpreter.
+`aot.py` compiles and reports; it runs in its own processes, without the interpreter. That takes minutes of two cores:
+`make test-all` runs it, and `make test` does not.
 """
 
 from __future__ import annotations
@@ -14,10 +15,9 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
 AOT = Path(__file__).parent / "aot.py"
-# Two targets take a minute of two cores: the oldest and the newest NVIDIA one are left to `make test-all`.
-SM_80, SM_100 = (pytest.param(target, marks=pytest.mark.slow) for target in ("sm_80", "sm_100"))
-TARGETS = ("sm_90", "gfx942", SM_80, SM_100)
+TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 # Registers a thread may have so that a multiprocessor holds the programs that the launchers count on: 4 decoding
 # programs of 128 threads in 65536 registers, and 1 program of 256 threads, or 2 of 128, of the others.
 DECODE_REGISTERS = 128
@@ -33,17 +33,13 @@ PREFILL_PRODUCT = {"sm_80": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05.mma
 
 
 @pytest.fixture(scope="module")
-def reports(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, list[dict[str, Any]]]:
-    """What aot.py reports of every target that a test of this run asks for; a process for each, side by side."""
-    items = (item for item in request.session.items if item.path == Path(__file__))
-    targets = {item.callspec.params["target"]: None for item in items if isinstance(item, pytest.Function)}
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """What aot.py reports of every target; as many processes at a time as there are targets."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")), "TRITON_DEFAULT_FP_FUSION": "1"}
     running = {
         target: subprocess.Popen([sys.executable, AOT, target], env=environment, stdout=subprocess.PIPE, text=True)
-        for target in targets
+        for target in TARGETS
     }
     found = {}
     for target, process in running.items():
@@ -82,7 +78,7 @@ def test_matrix_units(reports, target):
     assert ("fp8_fp8" in matmul["linear fnuz"]) == (target == "gfx942")
 
 
-@pytest.mark.parametrize("target", ["sm_90", "gfx942", SM_100])
+@pytest.mark.parametrize("target", FP8_ATTENTION)
 def test_attention_in_fp8_multiplies_fp8(reports, target):
     """With static scales over the format that the target has."""
     for kernel, expected in zip(("prefill_kernel", "decode_kernel"), FP8_ATTENTION[target], strict=True):
