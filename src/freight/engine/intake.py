@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral
 
+from freight.engine.request import check_length
 from freight.errors import RequestError
 from freight.sampling import SamplingParams
 from freight.tokenizer import Tokenizer
@@ -39,12 +40,7 @@ class Intake:
             raise RequestError("the prompt is empty; give at least one character or token id")
         text = prompt if isinstance(prompt, str) else None
         token_ids = self._encode(prompt) if isinstance(prompt, str) else self._checked(prompt)
-        new = 0 if params.max_tokens == 0 else 1
-        if len(token_ids) + new > self.max_model_len:
-            raise RequestError(
-                f"the prompt has {len(token_ids)} tokens, and max_model_len {self.max_model_len} leaves room for "
-                f"{self.max_model_len - new}{' besides one new token' * new}; shorten it or raise max_model_len"
-            )
+        check_length(len(token_ids), params.max_tokens, self.max_model_len)
         params.check_vocabulary(self.vocab_size)
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer; without one (skip_tokenizer_init) use stop_token_ids")

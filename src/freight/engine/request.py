@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from freight.errors import RequestError
 from freight.outputs import FinishReason
 from freight.sampling import SamplingParams
 
@@ -20,6 +21,16 @@ class RequestState(StrEnum):
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
+
+
+def check_length(num_prompt: int, max_tokens: int | None, max_model_len: int) -> None:
+    """Raises RequestError for a prompt that leaves no room for a token, or, with max_tokens=0, is itself too long."""
+    new = 0 if max_tokens == 0 else 1
+    if num_prompt + new > max_model_len:
+        raise RequestError(
+            f"the prompt has {num_prompt} tokens, and max_model_len {max_model_len} leaves room for "
+            f"{max_model_len - new}{' besides one new token' * new}; shorten it or raise max_model_len"
+        )
 
 
 @dataclass(eq=False, slots=True)

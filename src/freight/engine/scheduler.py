@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from freight.cache.blocks import BlockAllocator, block_key, root_key
-from freight.engine.request import Request, RequestState
+from freight.engine.request import Request, RequestState, check_length
 from freight.errors import CapacityError, RequestError
 from freight.outputs import FinishReason
 
@@ -113,12 +113,7 @@ class Scheduler:
         """
         if num_prompt == 0:
             raise RequestError("the prompt is empty; give at least one token")
-        new = 0 if max_tokens == 0 else 1
-        if num_prompt + new > self._max_model_len:
-            raise RequestError(
-                f"the prompt has {num_prompt} tokens, and max_model_len {self._max_model_len} leaves room for "
-                f"{self._max_model_len - new}{' besides one new token' * new}; shorten it or raise max_model_len"
-            )
+        check_length(num_prompt, max_tokens, self._max_model_len)
         limit = self._max_model_len if max_tokens is None else min(num_prompt + max_tokens, self._max_model_len)
         capacity = self._allocator.num_blocks * self._allocator.block_size
         if limit > capacity:
