@@ -1,4 +1,4 @@
-// Staging of activations, and their rounding to E4M3FN as fp8/quantize.py defines it.
+// Staging of activations, and their rounding to E4M3FN as fp8/cast.py defines it.
 #include "activations.h"
 
 #include <algorithm>

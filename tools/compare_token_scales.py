@@ -21,8 +21,8 @@ from freight.cache import pool
 from freight.checkpoint.reader import resolve_model
 from freight.config.engine import EngineArgs
 from freight.evaluate.report import compare_caches
+from freight.fp8.cast import scale_from_amax
 from freight.fp8.formats import Format
-from freight.fp8.quantize import scale_from_amax
 from freight.kernels import reference
 
 

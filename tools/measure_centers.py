@@ -25,8 +25,8 @@ from freight.evaluate.scales import calibrated
 from freight.evaluate.variants import read_tensors, write_tensors
 from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.fp8.scheme import KVScales, LayerScales
-from freight.fp8.values import KeyCenter, KVPages
-from freight.kernels.kernel_set import select_kernels
+from freight.kernels.select import select_kernels
+from freight.operands.kv_pages import KeyCenter, KVPages
 
 VALUE_BIAS = 15.0
 SIDES = ("", "k", "v", "kv")
@@ -97,7 +97,7 @@ def milliseconds(sequences: int, length: int, new: int) -> list[float]:
     for _ in range(REPEATS):
         for i, one in enumerate(tried):
             begin = time.perf_counter()
-            attention(q, one, batch, DIM**-0.5, None, None)
+            attention(q, one, batch.sequences(0), DIM**-0.5, None, None)
             best[i] = min(best[i], time.perf_counter() - begin)
     return [1e3 * seconds for seconds in best]
 

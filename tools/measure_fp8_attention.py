@@ -18,17 +18,17 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from freight.batch import ForwardBatch
 from freight.engine.prepare import Logits, SequenceSlice, prepare
 from freight.evaluate.report import markdown
+from freight.fp8.cast import amax, decode, scale_from_amax, torch_dtype
 from freight.fp8.formats import Format
-from freight.fp8.quantize import amax, decode, scale_from_amax, torch_dtype
-from freight.fp8.values import KVPages
 from freight.kernels import reference
 from freight.kernels.reference import Fp8Products
+from freight.operands.batch import Sequences
+from freight.operands.kv_pages import KVPages
 
 DIM, BLOCK_SIZE, PEAKS, RELATED = 128, 64, (0.0, 1.0, 2.0), 8
-Attention = Callable[[Tensor, KVPages, ForwardBatch, float, None], Tensor]
+Attention = Callable[[Tensor, KVPages, Sequences, float, None], Tensor]
 
 
 def reference_computes() -> dict[str, Attention]:
@@ -101,7 +101,7 @@ def main() -> None:
         ]
         over_stored, over_given = exact(q, *stored), exact(q, k, v)
         for name, attention in computes.items():
-            out = attention(q[:, None], pages, batch, DIM**-0.5, None)[:, 0].double()
+            out = attention(q[:, None], pages, batch.sequences(0), DIM**-0.5, None)[:, 0].double()
             rows.append((f"{peak:g}", name, error(out, over_stored), error(out, over_given)))
     print(markdown(rows, num_left=2))
 

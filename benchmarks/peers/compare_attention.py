@@ -32,11 +32,11 @@ from torch import Tensor
 
 from freight.bench.gpu import seconds_in_graph
 from freight.engine.prepare import Logits, SequenceSlice, prepare
+from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
-from freight.fp8.quantize import torch_dtype
-from freight.fp8.values import KVPages
 from freight.kernels import reference
-from freight.kernels.kernel_set import select_kernels
+from freight.kernels.select import select_kernels
+from freight.operands.kv_pages import KVPages
 
 BLOCK_SIZE, SEGMENTS, SCALE = 16, 16, 0.02
 SIXTEEN = Format.BFLOAT16 if torch.cuda.is_available() else Format.FLOAT16

@@ -23,9 +23,8 @@ from freight.calibrate.modules import ignored_modules, layer_modules
 from freight.calibrate.quantize import NOTHING_CALIBRATED, Unquantized, load_samples, open_unquantized, write
 from freight.calibrate.write import check_disk_space
 from freight.checkpoint.writer import require_new
-from freight.config.quantize import QuantizeArgs, plan
+from freight.config.plan import ActivationScheme, Layout, QuantizeArgs, plan
 from freight.errors import ConfigError
-from freight.fp8.plan import ActivationScheme, Layout
 
 _PASSED_OVER = frozenset(  # options of from_pretrained about loading by transformers, which is not used here
     """

@@ -21,7 +21,7 @@ from freight import LLM, SamplingParams
 from freight.checkpoint.reader import resolve_model
 from freight.engine import build as engine_build
 from freight.kernels.cpu import library
-from freight.kernels.kernel_set import select_kernels
+from freight.kernels.select import select_kernels
 
 PROMPT = "class Queue:\n    def __init__(self, maxsize=0):\n        self.maxsize = maxsize\n" * 3
 OTHERS = [f"def function_{i}(argument):\n" + f"    value = {i}\n" * i for i in range(16)]

@@ -21,13 +21,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from freight import LLM, SamplingParams
-from freight.cache.pool import LayerKV, allocate_pool
+from freight.cache.pool import PagedKV, allocate_pool
 from freight.engine.runner import ModelRunner
+from freight.fp8.cast import decode, encode
 from freight.fp8.formats import Format
-from freight.fp8.quantize import decode, encode
-from freight.fp8.values import KVPages
-from freight.kernels.kernel_set import REFERENCE
-from freight.kernels.rotary import Rotary
+from freight.kernels.reference_set import REFERENCE
+from freight.operands.batch import ForwardBatch
+from freight.operands.rotary import Rotary
 
 BASE = Path(__file__).parents[1] / "fixtures" / "base_bf16"
 LAYERS, HEADS, CHANNELS = 2, 2, 64
@@ -136,24 +136,28 @@ def plain() -> tuple[Tensor, Tensor]:
     return stored(llm)
 
 
+@dataclass(frozen=True)
+class Dequantized(PagedKV):
+    """A float32 cache in which every k and v goes to FP8 and back."""
+
+    scales: tuple[Tensor, Tensor] = (torch.ones(1), torch.ones(1))
+
+    def store(self, qkv: Tensor, rotary: Rotary, batch: ForwardBatch) -> Tensor:
+        q, slots = super().store(qkv, rotary, batch), batch.slots[self.group]
+        for page, scale in zip((self.pages.k.flatten(0, 1), self.pages.v.flatten(0, 1)), self.scales, strict=True):
+            page[slots] = decode(encode(page[slots], scale, Format.E4M3FN), scale)
+        return q
+
+
 def logits_of_dequantized(case: Case) -> Tensor:
     """The oracle: nothing is stored in FP8, but every k and v goes to FP8 and back on its way into a float32 cache."""
     llm = open_llm(kv_cache_dtype="float32")
     runner = llm.engine.runner
-    layers = []
-    for index, layer in enumerate(allocate_pool(runner.pool.spec, llm.config.kv, len(BLOCKS), None).layers):  # type: ignore[arg-type]
-
-        def store(
-            qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor, pages: KVPages, index: int = index
-        ) -> Tensor:
-            q = REFERENCE.rotate_store(qkv, rotary, positions, slots, pages)
-            for page, scale in ((pages.k.flatten(0, 1), case.k(index)), (pages.v.flatten(0, 1), case.v(index))):
-                page[slots] = decode(encode(page[slots], scale, Format.E4M3FN), scale)
-            return q
-
-        kernels = replace(runner.pool.layers[index].kernels, rotate_store=store)
-        layers.append(LayerKV(layer.pages, kernels))
-    pool = replace(runner.pool, layers=tuple(layers), num_blocks=len(BLOCKS))
+    layers = allocate_pool(runner.pool.spec, llm.config.kv, len(BLOCKS), REFERENCE).layers
+    layers = tuple(
+        Dequantized(layer.pages, REFERENCE, scales=(case.k(index), case.v(index))) for index, layer in enumerate(layers)
+    )
+    pool = replace(runner.pool, layers=layers, num_blocks=len(BLOCKS))
     return ModelRunner(runner.model, pool, "cpu").logits(TOKENS, 0, BLOCKS)
 
 

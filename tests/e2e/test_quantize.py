@@ -18,10 +18,10 @@ from freight import LLM, CapacityError, CheckpointError, ConfigError, SamplingPa
 from freight.calibrate.quantize import load_samples, open_unquantized
 from freight.checkpoint.reader import resolve_model
 from freight.config.engine import EngineArgs
-from freight.config.quantize import QuantizeArgs, plan
+from freight.config.plan import QuantizeArgs, plan
 from freight.evaluate.report import compare_caches
+from freight.fp8.cast import decode, encode
 from freight.fp8.formats import Format
-from freight.fp8.quantize import decode, encode
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 BASE = FIXTURES / "base_bf16"
@@ -377,7 +377,7 @@ def test_centers_that_gain_nothing_are_refused(tmp_path: Path, out: Path):
 
 
 def test_scales_that_move_take_centers_along_or_hold_without(tmp_path: Path):
-    from freight.calibrate.scales import export_scales, extract_scales
+    from freight.calibrate.transfer import export_scales, extract_scales
 
     quantized = tmp_path / "quantized"
     freight.quantize("demo", quantized, **CENTERED)

@@ -22,8 +22,9 @@ from freight.engine.build import OpenModel, open_model
 from freight.errors import CheckpointError
 from freight.fp8.formats import Format, ScaleSource
 from freight.fp8.scheme import Activations
-from freight.fp8.values import Weight
-from freight.kernels.kernel_set import REFERENCE, select_kernels
+from freight.kernels.reference_set import REFERENCE
+from freight.kernels.select import select_kernels
+from freight.operands.weight import Weight
 
 FAMILIES = {
     "llama": "LlamaForCausalLM",

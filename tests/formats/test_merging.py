@@ -15,7 +15,7 @@ from freight.engine.build import open_model
 from freight.errors import CheckpointError
 from freight.fp8.formats import Format
 from freight.fp8.weights import regroup
-from freight.kernels.kernel_set import REFERENCE
+from freight.kernels.reference_set import REFERENCE
 from freight.layers.linear import Linear, UnmergedLinear
 from freight.models.decoder import Decoder
 from freight.models.loader import load_model

@@ -14,8 +14,8 @@ from freight.config.engine import EngineArgs
 from freight.engine.build import open_model
 from freight.fp8.formats import Format
 from freight.fp8.scheme import Activations
-from freight.fp8.values import Weight
 from freight.layers.linear import Projection, UnmergedLinear
+from freight.operands.weight import Weight
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 LAYER = "model.layers.0."

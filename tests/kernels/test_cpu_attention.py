@@ -14,15 +14,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freight.batch import ForwardBatch
 from freight.engine.prepare import Logits, SequenceSlice, prepare
 from freight.errors import KernelError
+from freight.fp8.cast import decode, torch_dtype
 from freight.fp8.formats import Format
-from freight.fp8.quantize import decode, torch_dtype
-from freight.fp8.values import KVPages
 from freight.kernels import reference
 from freight.kernels.cpu import library
-from freight.kernels.cpu.attention import make_attention
+from freight.kernels.cpu.cpu_set import CpuKernels
+from freight.kernels.reference_set import REFERENCE
+from freight.operands.batch import ForwardBatch, Sequences
+from freight.operands.kv_pages import KVPages
 
 FP8 = (Format.E4M3FN, Format.E5M2, Format.E4M3FNUZ)
 WIDE = (Format.FLOAT32, Format.FLOAT16, Format.BFLOAT16)
@@ -34,7 +35,7 @@ NAN = {Format.E4M3FNUZ: 0x80, Format.E4M3FN: 0x7F, Format.E5M2: 0x7F}
 
 @pytest.fixture(params=BUILDS)
 def attention(request: pytest.FixtureRequest) -> Any:
-    return make_attention(library.load(request.param))
+    return CpuKernels(library.load(request.param)).attention
 
 
 @dataclass(frozen=True)
@@ -80,12 +81,12 @@ def make_cache(
     pages = KVPages(page(), page(), *scale, torch.zeros(2, dtype=torch.int64))
     cache = Cache(pages, blocks, lengths)
     k, v = (torch.randn(sum(lengths), heads, dim) for _ in "kv")
-    reference.store_kv(k, v, cache.batch(lengths).slots, pages)
+    reference.store_kv(k, v, cache.batch(lengths).slots[0], pages)
     return cache
 
 
 def exact(
-    q: torch.Tensor, cache: Cache, batch: ForwardBatch, window: int | None, soft_cap: float | None = None
+    q: torch.Tensor, cache: Cache, batch: Sequences, window: int | None, soft_cap: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """float64 attention over the stored values, and sum of p * |v|: what errors are measured against."""
     outs, sizes = [], []
@@ -122,7 +123,7 @@ def check(
     soft_cap: float | None = None,
     size_of_q: float = 1.0,
 ) -> None:
-    batch = cache.batch(rows)
+    batch = cache.batch(rows).sequences(0)
     _, _, heads, dim = cache.pages.k.shape
     q = (torch.randn(sum(rows), heads * group, dim) * size_of_q).to(dtype)
     out = attention(q, cache.pages, batch, dim**-0.5, window, soft_cap)
@@ -188,7 +189,9 @@ def test_one_key_tells_which_value(attention):
     k, v = (page[cache.blocks[0]].flatten(0, 1)[:300, 0] for page in (pages.k, pages.v))
     for position in (0, 63, 64, 200, 299):
         q = (k[position] * 1000)[None, None]
-        assert torch.allclose(attention(q, pages, cache.batch([1]), 1.0, None)[0, 0], v[position], atol=1e-5)
+        assert torch.allclose(
+            attention(q, pages, cache.batch([1]).sequences(0), 1.0, None)[0, 0], v[position], atol=1e-5
+        )
 
 
 @settings(deadline=None, max_examples=12)
@@ -201,27 +204,27 @@ def test_one_key_tells_which_value(attention):
 )
 @pytest.mark.parametrize("build", BUILDS)
 def test_chunks_batches_and_threads_change_no_bit(build, stored, cuts, window, dtype, soft_cap):
-    attention = make_attention(library.load(build))
+    attention = CpuKernels(library.load(build)).attention
     cache = make_cache(*stored, [1300, 200, 7], 2, 40)
     q = torch.randn(1300, 6, 40).to(dtype)
     others = torch.randn(207, 6, 40).to(dtype)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        whole = attention(q, cache.pages, cache.batch([1300, 0, 0]), 0.15, window, soft_cap)
+        whole = attention(q, cache.pages, cache.batch([1300, 0, 0]).sequences(0), 0.15, window, soft_cap)
         for threads, (begin, end) in enumerate(pairwise([0, *sorted(cuts), 1300])):
             torch.set_num_threads(threads % 4 + 1)
             count = end - begin
             alone = attention(
-                q[begin:end], cache.pages, cache.batch([count, 0, 0], [end, 0, 0]), 0.15, window, soft_cap
+                q[begin:end], cache.pages, cache.batch([count, 0, 0], [end, 0, 0]).sequences(0), 0.15, window, soft_cap
             )
             assert torch.equal(alone, whole[begin:end])
-            batch = cache.batch([count, 200, 7], [end, 200, 7])
+            batch = cache.batch([count, 200, 7], [end, 200, 7]).sequences(0)
             together = attention(torch.cat([q[begin:end], others]), cache.pages, batch, 0.15, window, soft_cap)
             assert torch.equal(together[:count], whole[begin:end])
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            last = attention(q[-1:], cache.pages, cache.batch([1, 0, 0]), 0.15, window, soft_cap)
+            last = attention(q[-1:], cache.pages, cache.batch([1, 0, 0]).sequences(0), 0.15, window, soft_cap)
             assert torch.equal(last, whole[-1:])
     finally:
         torch.set_num_threads(before)
@@ -232,10 +235,10 @@ def test_chunks_batches_and_threads_change_no_bit(build, stored, cuts, window, d
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_what_is_not_finite_reaches_the_rows_that_see_it_alone(attention, part, value, dtype):
     cache, clean = (make_cache(Format.BFLOAT16, None, [100], 2, 64) for _ in range(2))
-    slot = cache.batch([100]).slots[70]
+    slot = cache.batch([100]).slots[0][70]
     getattr(cache.pages, part).flatten(0, 1)[slot, 0] = value
     q = torch.rand(100, 4, 64).to(dtype)
-    out, expected = (attention(q, c.pages, c.batch([100]), 0.125, 20) for c in (cache, clean))
+    out, expected = (attention(q, c.pages, c.batch([100]).sequences(0), 0.125, 20) for c in (cache, clean))
     sees = torch.zeros(100, 4, dtype=torch.bool)
     sees[70:90, :2] = True
     assert torch.equal(out[~sees], expected[~sees])
@@ -245,7 +248,7 @@ def test_what_is_not_finite_reaches_the_rows_that_see_it_alone(attention, part, 
 def test_rows_of_q_may_lie_apart(attention):
     cache = make_cache(Format.E4M3FN, "head", [50], 2, 64)
     qkv = torch.randn(50, 8, 64)
-    q, batch = qkv[:, :4], cache.batch([50])
+    q, batch = qkv[:, :4], cache.batch([50]).sequences(0)
     a, b = (attention(rows, cache.pages, batch, 0.125, None) for rows in (q, q.contiguous()))
     assert torch.equal(a, b)
 
@@ -253,7 +256,7 @@ def test_rows_of_q_may_lie_apart(attention):
 def test_heads_too_wide_are_refused(attention):
     cache = make_cache(Format.E4M3FN, None, [3], 1, 1025)
     with pytest.raises(KernelError, match="at most 1024, not 1025"):
-        attention(torch.zeros(3, 1, 1025), cache.pages, cache.batch([3]), 1.0, None)
+        attention(torch.zeros(3, 1, 1025), cache.pages, cache.batch([3]).sequences(0), 1.0, None)
 
 
 @pytest.mark.parametrize("format", [Format.FLOAT32, Format.BFLOAT16, Format.E4M3FN])
@@ -266,17 +269,17 @@ def test_the_longest_context_that_its_type_can_say(attention, format, rows):
     outs = []
     for length in (2**31 - 1, 2**30 - 1):
         starts, lengths = (torch.tensor(ints, dtype=torch.int32) for ints in ([0, rows], [length]))
-        batch = replace(cache.batch([rows]), query_starts=starts, context_lens=lengths, block_tables=table)
+        batch = replace(cache.batch([rows]).sequences(0), query_starts=starts, context_lens=lengths, block_tables=table)
         outs.append(attention(q, cache.pages, batch, 0.25, 100))
     assert outs[0].isfinite().all()
     assert torch.equal(*outs)
 
 
 @pytest.mark.parametrize(("rows", "ends"), [([1], [0]), ([3], [2]), ([2, 5], [9, 4])])
-@pytest.mark.parametrize("attend", [reference.attention, *map(make_attention, map(library.load, BUILDS))])
+@pytest.mark.parametrize("attend", [REFERENCE.attention, *(CpuKernels(library.load(b)).attention for b in BUILDS)])
 def test_a_context_shorter_than_its_queries_is_refused(attend, rows, ends):
     cache = make_cache(Format.BFLOAT16, None, [16] * len(rows), heads=1, dim=8)
-    batch = replace(cache.batch(rows), context_lens=torch.tensor(ends, dtype=torch.int32))
+    batch = replace(cache.batch(rows).sequences(0), context_lens=torch.tensor(ends, dtype=torch.int32))
     q = torch.randn(sum(rows), 2, 8).bfloat16()
     with pytest.raises(KernelError, match="more queries than keys: its context must include the tokens of this step"):
         attend(q, cache.pages, batch, 0.35, None)

@@ -14,7 +14,10 @@ from torch import Tensor
 
 from freight.kernels import reference
 from freight.kernels.cpu import library
-from freight.kernels.cpu.elementwise import make_add_rms_norm, make_silu_mul
+from freight.kernels.cpu.cpu_set import CpuKernels
+from freight.operands.activation import GatedActivation
+
+SILU = GatedActivation.SILU
 
 BUILDS = library.runnable()
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -45,7 +48,7 @@ def test_add_rms_norm(build, size, dtype):
     (x, delta), weight = torch.randn(2, 5, size).to(dtype), torch.randn(size).to(dtype)
     x[1] = delta[1] = 0
     x[2] *= 100
-    add_rms_norm = make_add_rms_norm(library.load(build))
+    add_rms_norm = CpuKernels(library.load(build)).add_rms_norm
     total, normed = add_rms_norm(x, delta, weight, 1e-5)
     assert torch.equal(total, x + delta)
     assert agrees(normed, reference.add_rms_norm(x, delta, weight, 1e-5)[1], 2)
@@ -59,11 +62,11 @@ def test_add_rms_norm(build, size, dtype):
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("build", BUILDS)
-def test_silu_mul(build, size, dtype):
+def test_gated(build, size, dtype):
     torch.manual_seed(size)
     x = (torch.randn(5, 2 * size) * 4).to(dtype)
     x[0, 0], x[1, 0], x[2, 0], x[3, 0], x[4, 0] = torch.inf, -torch.inf, torch.nan, -80.0, 0.0
-    assert agrees(make_silu_mul(library.load(build))(x), reference.silu_mul(x), 1)
+    assert agrees(CpuKernels(library.load(build)).gated(x, SILU), reference.gated(x, SILU), 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -71,18 +74,18 @@ def test_silu_mul(build, size, dtype):
 def test_silu_of_every_value(build, dtype):
     gate = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)[:, None]
     x = torch.cat([gate, torch.ones_like(gate)], 1)
-    assert agrees(make_silu_mul(library.load(build))(x), reference.silu_mul(x), 1)
+    assert agrees(CpuKernels(library.load(build)).gated(x, SILU), reference.gated(x, SILU), 1)
 
 
 @pytest.mark.parametrize("build", BUILDS)
 def test_rows_do_not_see_each_other_nor_the_threads(build):
     torch.manual_seed(0)
     loaded = library.load(build)
-    add_rms_norm, silu_mul = make_add_rms_norm(loaded), make_silu_mul(loaded)
+    kernels = CpuKernels(loaded)
     (x, delta), weight = torch.randn(2, 40, 4096).bfloat16(), torch.randn(4096).bfloat16()
 
     def every(rows: slice) -> list[Tensor]:
-        return [*add_rms_norm(x[rows], delta[rows], weight, 1e-5), silu_mul(x[rows])]
+        return [*kernels.add_rms_norm(x[rows], delta[rows], weight, 1e-5), kernels.gated(x[rows], SILU)]
 
     torch.set_num_threads(1)
     whole = every(slice(0, 40))

@@ -20,13 +20,13 @@ from torch import Tensor
 
 from freight.device import Threads
 from freight.errors import KernelError
+from freight.fp8.cast import encode
 from freight.fp8.formats import Format
-from freight.fp8.quantize import encode
-from freight.fp8.values import Activations, Weight
 from freight.fp8.weights import quantize_blocks, quantize_rows
 from freight.kernels import reference
 from freight.kernels.cpu import library
-from freight.kernels.cpu.linear import make_linear, make_pack
+from freight.kernels.cpu.cpu_set import CpuKernels
+from freight.operands.weight import Activations, Weight
 
 BUILDS = library.runnable()
 FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -61,7 +61,7 @@ def magnitudes(weight: Weight) -> Weight:
 
 def product(build: str, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     loaded = library.load(build)
-    return make_linear(loaded)(x, make_pack(loaded)(weight), bias)
+    return CpuKernels(loaded).linear(x, CpuKernels(loaded).pack(weight), bias)
 
 
 @pytest.mark.parametrize("dtype", FLOATS.values(), ids=list(FLOATS))
@@ -88,8 +88,8 @@ def test_product_is_the_references(build, outputs, inputs, kind, activations, dt
 def test_rows_do_not_see_each_other_nor_the_threads(build, kind, activations, dtype):
     torch.manual_seed(0)
     loaded = library.load(build)
-    linear = make_linear(loaded)
-    packed = make_pack(loaded)(make(kind, activations, 150, 200))
+    linear = CpuKernels(loaded).linear
+    packed = CpuKernels(loaded).pack(make(kind, activations, 150, 200))
     x = torch.randn(MANY_ROWS, 200).to(dtype)
     x[17] = torch.nan  # neighbours that are not numbers change no bit either
     torch.set_num_threads(1)
@@ -185,7 +185,7 @@ def test_threads_of_our_own_where_there_is_no_other_pool(build, tmp_path: Path):
     functions.freight_init.argtypes = [ctypes.c_void_p]
     functions.freight_init(None)
     alone = library.Library(build, functions)
-    linear, packed = make_linear(alone), make_pack(alone)(weight)
+    linear, packed = CpuKernels(alone).linear, CpuKernels(alone).pack(weight)
     expected = product(build, x, weight)
     for threads in (1, 3, 2, 3):
         torch.set_num_threads(threads)
@@ -198,7 +198,7 @@ def test_threads_of_our_own_where_there_is_no_other_pool(build, tmp_path: Path):
 def test_how_weights_are_prefetched_changes_no_bit(build, kind, activations):
     torch.manual_seed(0)
     loaded = library.load(build)
-    packed, linear = make_pack(loaded)(make(kind, activations, 150, 200)), make_linear(loaded)
+    packed, linear = CpuKernels(loaded).pack(make(kind, activations, 150, 200)), CpuKernels(loaded).linear
     x = torch.randn(MANY_ROWS, 200).bfloat16()
     try:
         for rows in (1, 2, 5, MANY_ROWS):
@@ -222,7 +222,7 @@ def test_weights_are_prefetched_past_the_caches_on_amd_only(build):
 def test_python_threads_with_thread_counts_of_their_own_get_the_same_bits(build):
     torch.manual_seed(0)
     loaded = library.load(build)
-    packed, linear = make_pack(loaded)(make("rows", Activations.DYNAMIC, 600, 1000)), make_linear(loaded)
+    packed, linear = CpuKernels(loaded).pack(make("rows", Activations.DYNAMIC, 600, 1000)), CpuKernels(loaded).linear
     x = torch.randn(33, 1000).bfloat16()
     expected = linear(x, packed, None)
     start = threading.Barrier(4)
@@ -250,10 +250,10 @@ def test_views_of_x_and_no_rows(build):
 @pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float64])
 def test_other_weights_are_refused_by_name(build, dtype):
     with pytest.raises(KernelError, match=f"not {dtype} on cpu; --kernels reference"):
-        make_pack(library.load(build))(Weight(torch.empty(4, 4, dtype=dtype)))
+        CpuKernels(library.load(build)).pack(Weight(torch.empty(4, 4, dtype=dtype)))
 
 
 @pytest.mark.parametrize("build", BUILDS)
 def test_a_packed_weight_is_as_large_as_its_format_says(build):
     weight = make("rows", Activations.PLAIN, 256, 512)
-    assert make_pack(library.load(build))(weight).num_bytes == 256 * 512 + 256 * 4
+    assert CpuKernels(library.load(build)).pack(weight).num_bytes == 256 * 512 + 256 * 4

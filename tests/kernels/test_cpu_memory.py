@@ -13,10 +13,9 @@ import re, resource
 from pathlib import Path
 import torch
 from freight.errors import CapacityError
-from freight.fp8.values import Weight
+from freight.operands.weight import Weight
 from freight.kernels.cpu import library
-from freight.kernels.cpu.elementwise import make_add_rms_norm
-from freight.kernels.cpu.linear import make_linear, make_pack
+from freight.kernels.cpu.cpu_set import CpuKernels
 
 def fails(call, room):
     # What `call` raises when no more than `room` bytes can be mapped beside what is mapped already.
@@ -33,15 +32,15 @@ def fails(call, room):
 
 def attempt(loaded, size):
     # results of 4 * size bytes fit; each thread needs as much for a row of floats
-    add_rms_norm = make_add_rms_norm(loaded)
+    add_rms_norm = CpuKernels(loaded).add_rms_norm
     x, ones = torch.randn(2, size).bfloat16(), torch.ones(size, dtype=torch.bfloat16)
     print(fails(lambda: add_rms_norm(x, None, ones, 1e-6), 5 * size))
     norm = add_rms_norm(x, None, ones, 1e-6)[1]
     assert torch.equal(norm[1:], add_rms_norm(x[1:], None, ones, 1e-6)[1])
 
     # the rows are staged: 16 * size bytes
-    weight = make_pack(loaded)(Weight(torch.ones(16, size // 128)))
-    linear, x = make_linear(loaded), torch.ones(512, size // 128)
+    weight = CpuKernels(loaded).pack(Weight(torch.ones(16, size // 128)))
+    linear, x = CpuKernels(loaded).linear, torch.ones(512, size // 128)
     print(fails(lambda: linear(x, weight, None), 5 * size))
     assert torch.equal(linear(x, weight, None), torch.full((512, 16), size / 128))
 

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from freight.errors import KernelError
+from freight.fp8.cast import decode, torch_dtype
 from freight.fp8.formats import Format
-from freight.fp8.quantize import decode, torch_dtype
-from freight.fp8.values import KeyCenter, KVPages
 from freight.kernels import reference
 from freight.kernels.cpu import library
-from freight.kernels.cpu.kernels import cpu_kernels
-from freight.kernels.kernel_set import KernelSet
-from freight.kernels.rotary import Rotary
+from freight.kernels.cpu.cpu_set import CpuKernels
+from freight.kernels.interface import KernelSet
+from freight.operands.kv_pages import KeyCenter, KVPages
+from freight.operands.rotary import Rotary
 
 BLOCK, POSITIONS = 8, 300
 FP8 = (Format.E4M3FN, Format.E5M2, Format.E4M3FNUZ)
@@ -26,7 +26,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @pytest.fixture(params=library.runnable())
 def kernels(request: pytest.FixtureRequest) -> KernelSet:
-    return cpu_kernels(library.load(request.param))
+    return CpuKernels(library.load(request.param))
 
 
 def make_pages(format: Format, scales: str | None, heads: int, dim: int, num_blocks: int) -> KVPages:
@@ -84,7 +84,7 @@ def test_bits_are_the_references(kernels, format, scales, dtype, kv_heads, dim, 
     slots, positions = torch.randperm(12 * BLOCK)[:rows], torch.randint(0, POSITIONS, (rows,))
     slots[::5] = -1 if rows > 1 else 3
     pages, expected = (make_pages(format, scales, kv_heads, dim, 12) for _ in range(2))
-    arguments = (qkv, make_rotary(dim), positions, slots)
+    arguments = (qkv.flatten(1), make_rotary(dim), positions, slots)
     assert_equal(kernels.rotate_store(*arguments, pages), reference.rotate_store(*arguments, expected))
     assert_same(pages, expected)
     assert rows == 1 or (pages.counters[1] > 0) == format.is_fp8
@@ -114,12 +114,12 @@ def test_fused_is_the_composition_of_its_parts(kernels, centers, dtype):
         k, v = ((x.float() - center).to(dtype) for x, center in ((k, b), (v, c)))
     cos, sin = rotary.cos[positions], rotary.sin[positions]
     reference.store_kv(reference.rotate(k, cos, sin), v, slots, expected)
-    assert_equal(kernels.rotate_store(qkv, rotary, positions, slots, pages), reference.rotate(q, cos, sin))
+    assert_equal(kernels.rotate_store(qkv.flatten(1), rotary, positions, slots, pages), reference.rotate(q, cos, sin))
     assert_same(pages, expected)
 
 
 def test_rows_do_not_see_each_other_nor_the_threads(kernels):
-    qkv, rotary = make_qkv(70, 32, 8, 64, torch.bfloat16), make_rotary(64)
+    qkv, rotary = make_qkv(70, 32, 8, 64, torch.bfloat16).flatten(1), make_rotary(64)
     positions, slots = torch.arange(70), torch.arange(70)
     before = torch.get_num_threads()
     whole, parts = (make_pages(Format.E4M3FN, "token", 8, 64, 12) for _ in range(2))
@@ -138,7 +138,7 @@ def test_rows_do_not_see_each_other_nor_the_threads(kernels):
 def store_values(kernels: Any, v: Tensor, slots: Tensor, pages: KVPages) -> None:
     """Store v, [rows, 1, dim], beside keys of zeros."""
     dim = v.shape[2]
-    qkv, positions = torch.cat((torch.zeros_like(v), v), 1), torch.zeros_like(slots)
+    qkv, positions = torch.cat((torch.zeros_like(v), v), 1).flatten(1), torch.zeros_like(slots)
     kernels.rotate_store(qkv, make_rotary(dim), positions, slots, pages)
 
 

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from freight.batch import ForwardBatch
 from freight.engine.prepare import Logits, SequenceSlice, prepare
+from freight.fp8.cast import decode, torch_dtype
 from freight.fp8.formats import Format
-from freight.fp8.quantize import decode, torch_dtype
-from freight.fp8.values import KeyCenter, KVPages
 from freight.kernels import reference
 from freight.kernels.cpu import library
-from freight.kernels.cpu.attention import make_attention
+from freight.kernels.cpu.cpu_set import CpuKernels
+from freight.operands.batch import Sequences
+from freight.operands.kv_pages import KeyCenter, KVPages
 
 HEADS, GROUP = 3, 2
 SETS = ["reference", *library.runnable()]
@@ -28,7 +28,7 @@ BIAS = 100.0
 
 @pytest.fixture(params=SETS)
 def attention(request: pytest.FixtureRequest) -> Any:
-    return reference.attention if request.param == "reference" else make_attention(library.load(request.param))
+    return reference.attention if request.param == "reference" else CpuKernels(library.load(request.param)).attention
 
 
 def angles(positions: int, dim: int, base: float = 1e4) -> torch.Tensor:
@@ -57,7 +57,7 @@ def make_pages(format: Format, scales: str | None, length: int, dim: int) -> KVP
     return result
 
 
-def batch_of(*rows: tuple[int, int]) -> ForwardBatch:
+def batch_of(*rows: tuple[int, int]) -> Sequences:
     """Slices (first position, end) of the sequence, each as a sequence of its own in the batch."""
     return prepare(
         [
@@ -65,7 +65,7 @@ def batch_of(*rows: tuple[int, int]) -> ForwardBatch:
             for begin, end in rows
         ],
         BLOCK_SIZE,
-    )
+    ).sequences(0)
 
 
 def exact(

@@ -12,11 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freight.engine.prepare import Logits, SequenceSlice, prepare
+from freight.fp8.cast import decode, encode, torch_dtype
 from freight.fp8.formats import Format
-from freight.fp8.quantize import decode, encode, torch_dtype
-from freight.fp8.values import KVPages, Weight
 from freight.kernels import reference
 from freight.kernels.reference import Fp8Products
+from freight.operands.activation import GatedActivation
+from freight.operands.kv_pages import KVPages
+from freight.operands.weight import Weight
+
+SILU = GatedActivation.SILU
 
 BLOCK = 8
 GRANULARITIES = {
@@ -88,8 +92,10 @@ def run(pages: KVPages, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, chunk
     for count in chunks:
         rows = slice(start, start + count)
         batch = prepare([SequenceSlice([0] * count, start, blocks, Logits.NONE)], BLOCK)
-        reference.store_kv(k[rows], v[rows], batch.slots, pages)
-        outputs.append(reference.attention(q[rows], pages, batch, q.shape[-1] ** -0.5, window, soft_cap, products))
+        reference.store_kv(k[rows], v[rows], batch.slots[0], pages)
+        outputs.append(
+            reference.attention(q[rows], pages, batch.sequences(0), q.shape[-1] ** -0.5, window, soft_cap, products)
+        )
         start += count
     return torch.cat(outputs)
 
@@ -244,12 +250,15 @@ def test_linear_is_linear_and_rows_do_not_see_each_other(dtype, rows, columns, o
 def test_row_wise_operations_do_not_see_other_rows(size):
     torch.manual_seed(0)
     x, weight = torch.randn(70, 2 * size), torch.rand(2 * size)
-    for operation in (lambda t: reference.rms_norm(t, weight, 1e-5), reference.silu_mul):
+    for operation in (
+        lambda t: reference.rms_norm(t, weight, 1e-5),
+        lambda t: reference.gated(t, SILU),
+    ):
         whole = operation(x)
         assert all(torch.equal(operation(x[i:j]), whole[i:j]) for i in range(0, 70, 9) for j in range(i + 1, 71, 7))
     assert torch.allclose(reference.rms_norm(x, weight, 1e-5), F.rms_norm(x, (2 * size,), weight, 1e-5), atol=1e-6)
     gate, up = x.chunk(2, dim=-1)
-    assert torch.allclose(reference.silu_mul(x), F.silu(gate) * up, atol=1e-6)
+    assert torch.allclose(reference.gated(x, SILU), F.silu(gate) * up, atol=1e-6)
 
 
 def test_store_skips_slot_minus_one_and_counts_nan_and_clipped_values():

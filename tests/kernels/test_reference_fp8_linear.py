@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from freight.fp8.formats import Format
-from freight.fp8.values import Activations, Weight
 from freight.fp8.weights import expand_blocks, quantize_blocks, quantize_rows
 from freight.kernels import reference
+from freight.operands.weight import Activations, Weight
 
 FP8 = {
     Format.E4M3FN: (ml_dtypes.float8_e4m3fn, 448.0),

@@ -17,7 +17,7 @@ from freight.cache.pool import allocate_pool
 from freight.config.engine import EngineArgs
 from freight.engine.build import open_model
 from freight.engine.runner import ModelRunner
-from freight.kernels.kernel_set import select_kernels
+from freight.kernels.select import select_kernels
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 320,

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from freight.batch import ForwardBatch
 from freight.cache.pool import LayerKV
 from freight.config.engine import EngineConfig
 from freight.config.model import ModelConfig
@@ -21,6 +20,7 @@ from freight.fp8.formats import Format
 from freight.models.architectures import ARCHITECTURES
 from freight.models.decoder import Decoder
 from freight.models.loader import tensor_shapes
+from freight.operands.batch import ForwardBatch
 from freight.sampling import SamplingParams
 
 

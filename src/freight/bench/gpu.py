@@ -19,11 +19,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from freight.bench.timing import Spread
 from freight.engine.prepare import Logits, SequenceSlice, prepare
+from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
-from freight.fp8.quantize import torch_dtype
-from freight.fp8.values import Activations, KVPages, Weight
-from freight.kernels.kernel_set import KernelSet, select_kernels
-from freight.kernels.rotary import Rotary
+from freight.kernels.interface import KernelSet
+from freight.kernels.select import select_kernels
+from freight.operands.kv_pages import KVPages
+from freight.operands.rotary import Rotary
+from freight.operands.weight import Activations, Weight
 
 BLOCK_SIZE = 16
 CACHES = ((Format.BFLOAT16, "none"), (Format.E4M3FN, "static"), (Format.E4M3FN, "token"), (Format.E5M2, "unit"))
@@ -188,7 +190,7 @@ def _attention(
     )
     q = torch.randn(batch * rows, sizes.heads, sizes.head_dim, dtype=torch.bfloat16, device=device)
     ends, flops = _work(sizes, shape)
-    call = partial(kernels.attention, q, pages, forward_batch, sizes.head_dim**-0.5, None)
+    call = partial(kernels.attention, q, pages, forward_batch.sequences(0), sizes.head_dim**-0.5, None)
     extents = (*shape, sizes.heads, sizes.kv_heads, sizes.head_dim)
     name = f"{format}, {scales}{compute}"
     return Case("attention", name, extents, _bytes_of(pages, batch * context) + ends, flops, call)
@@ -219,7 +221,7 @@ def _torch_attention(sizes: Sizes, shape: tuple[int, int, int], device: str, bac
 
 def _store(kernels: KernelSet, sizes: Sizes, format: Format, scales: str, device: str) -> Case:
     pages = _pages(sizes, -(-sizes.store // BLOCK_SIZE), format, scales, device)
-    shape = (sizes.store, sizes.heads + 2 * sizes.kv_heads, sizes.head_dim)
+    shape = (sizes.store, (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim)
     qkv = torch.randn(shape, dtype=torch.bfloat16, device=device)
     cos, sin = torch.rand(2, sizes.store, sizes.head_dim // 2, dtype=torch.float32, device=device)
     positions = torch.arange(sizes.store, dtype=torch.int64, device=device)

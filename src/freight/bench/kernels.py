@@ -23,14 +23,14 @@ from freight.cache.pool import allocate_pool, cache_spec
 from freight.config.engine import KVCacheConfig
 from freight.config.model import ModelConfig
 from freight.engine.prepare import Logits, SequenceSlice, prepare
+from freight.fp8.cast import encode
 from freight.fp8.formats import Format, Granularity, ScaleSource
-from freight.fp8.quantize import encode
 from freight.fp8.scheme import KVScales, LayerScales
-from freight.fp8.values import KVPages
 from freight.kernels import reference
-from freight.kernels.kernel_set import KernelSet
-from freight.kernels.rotary import Rotary
+from freight.kernels.interface import KernelSet
 from freight.models.random_weights import RandomSource
+from freight.operands.kv_pages import KVPages
+from freight.operands.rotary import Rotary
 
 MOST_COPIES = 256  # what is so small that these fit into the caches is measured there
 BLOCK_SIZE = 16
@@ -220,7 +220,7 @@ def _attention(
     order = torch.randperm(-(-context // BLOCK_SIZE), generator=generator, dtype=torch.int64, device="cpu").tolist()
     batch = prepare([SequenceSlice([0], context - 1, order, Logits.NONE)], BLOCK_SIZE)
     q = _activations(1, heads * dim).view(1, heads, dim)
-    calls = [partial(kernels.attention, q, page, batch, dim**-0.5, None) for page in pages]
+    calls = [partial(kernels.attention, q, page, batch.sequences(0), dim**-0.5, None) for page in pages]
     shape = (1, context, heads, model.num_kv_heads, dim)
     return Case("attention", cache_name(format, granularity), shape, size + 4 * heads * dim, calls)
 
@@ -231,7 +231,7 @@ def _store(
     heads, dim = model.num_heads + 2 * model.num_kv_heads, model.head_dim
     copies = _copies(2 * model.num_kv_heads * dim * rows * format.bytes, cache_size)
     pages, size = _pages(kernels, model, format, granularity, rows, copies)
-    qkv = _activations(rows, heads * dim).view(rows, heads, dim)
+    qkv = _activations(rows, heads * dim)
     positions = torch.arange(rows, dtype=torch.int64, device="cpu")
     rotary = Rotary(*torch.rand(2, rows, dim // 2, dtype=torch.float32, device="cpu"))
     size += 2 * rows * (heads + model.num_heads) * dim + 4 * rows * dim  # qkv and q, cosines and sines

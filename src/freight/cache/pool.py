@@ -1,42 +1,68 @@
-"""LayerKV and KVPool: the memory of the cache. `LayerKV.store` is the only writer of pages and their scales."""
+"""KVPool: the memory of the cache, by layer. `PagedKV.store` is the only writer of pages and their scales."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from freight.cache.spec import KVCacheSpec, LayerKVSpec
 from freight.config.engine import KVCacheConfig
+from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format, Granularity
-from freight.fp8.quantize import torch_dtype
 from freight.fp8.scheme import LayerScales
-from freight.fp8.values import KeyCenter, KVPages
-from freight.kernels.kernel_set import KernelSet
-from freight.kernels.rotary import Rotary
+from freight.kernels.interface import KernelSet
+from freight.operands.batch import ForwardBatch
+from freight.operands.kv_pages import KeyCenter, KVPages
+from freight.operands.rotary import Rotary
+
+
+class LayerKV(Protocol):
+    """One layer's part of the cache, as the layer sees it. `store` comes first in a step, then `attend`."""
+
+    def store(self, qkv: Tensor, rotary: Rotary, batch: ForwardBatch) -> Tensor:
+        """Norm and rotate the queries and keys in qkv, quantize keys and values into the batch's slots; returns q.
+
+        qkv: [num_tokens, num_heads * k_dim + num_kv_heads * (k_dim + v_dim)], as projected; q: [num_tokens, num_heads,
+        k_dim].
+        """
+        ...
+
+    def attend(
+        self, q: Tensor, batch: ForwardBatch, softmax_scale: float, window: int | None, soft_cap: float | None
+    ) -> Tensor:
+        """Attention of q over what is stored: [num_tokens, num_heads, v_dim] (`KernelSet.attention`)."""
+        ...
 
 
 @dataclass(frozen=True)
-class LayerKV:
-    """One layer's pages with the kernel that writes them."""
+class PagedKV:
+    """A `LayerKV` over pages, with the kernels that write and read them.
+
+    `group` is the cache group whose slots and block tables the layer follows.
+    """
 
     pages: KVPages
     kernels: KernelSet
+    group: int = 0
 
-    def store(self, qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor) -> Tensor:
-        """Quantize the keys and values in qkv into `slots` [num_tokens] (-1 stores nothing); returns the queries.
+    def store(self, qkv: Tensor, rotary: Rotary, batch: ForwardBatch) -> Tensor:
+        return self.kernels.rotate_store(qkv, rotary, batch.positions, batch.slots[self.group], self.pages)
 
-        qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim], as projected; q and k are normed and rotated here.
-        """
-        return self.kernels.rotate_store(qkv, rotary, positions, slots, self.pages)
+    def attend(
+        self, q: Tensor, batch: ForwardBatch, softmax_scale: float, window: int | None, soft_cap: float | None
+    ) -> Tensor:
+        sequences = batch.sequences(self.group)
+        return self.kernels.attention(q, self.pages, sequences, softmax_scale, window, soft_cap)
 
 
 @dataclass(frozen=True)
 class KVPool:
     """The cache of all layers: `num_blocks` blocks of `spec.block_size` tokens."""
 
-    layers: tuple[LayerKV, ...]
+    layers: tuple[PagedKV, ...]
     spec: KVCacheSpec
     num_blocks: int
 
@@ -86,7 +112,7 @@ def allocate_pool(
             expand_scale(center, layer.num_kv_heads, layer.head_dim).to(device) if center else None
             for center in (((), ()) if scales is None else (scales.k_center, scales.v_center))
         )
-        layers.append(LayerKV(centered_pages(pages, k, v, angles), kernels))
+        layers.append(PagedKV(centered_pages(pages, k, v, angles), kernels))
     return KVPool(tuple(layers), spec, num_blocks)
 
 

@@ -10,14 +10,9 @@ layer are centered or none.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
-
-from freight.cache.pool import LayerKV
-from freight.fp8.values import KVPages
-from freight.kernels import reference
-from freight.kernels.rotary import Rotary
 
 PAIR_RATIO = 1.0  # mean^2 over variance from which a pair of key channels is centered
 WORTH = 1.25  # least gain for which a layer's keys or values are centered
@@ -80,15 +75,6 @@ class CenterWatch:
         """Each [num_tokens, heads, head_dim]."""
         for moments, x in ((self.q, q), (self.k, k), (self.v, v)):
             moments.observe(x)
-
-    def around(self, kv: LayerKV) -> LayerKV:
-        """The layer's cache, with q, k and v observed before they are stored."""
-
-        def rotate_store(qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor, pages: KVPages) -> Tensor:
-            self.see(*reference.split_heads(qkv, rotary, pages))
-            return kv.kernels.rotate_store(qkv, rotary, positions, slots, pages)
-
-        return replace(kv, kernels=replace(kv.kernels, rotate_store=rotate_store))
 
     def centers(self, pair_ratio: float = PAIR_RATIO, worth: float = WORTH) -> LayerCenters:
         mean, spread = self.k.mean, self.k.variance

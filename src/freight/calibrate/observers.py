@@ -17,10 +17,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from freight.config.plan import ObserverKind
 from freight.errors import CheckpointError
+from freight.fp8.cast import decode, encode, scale_from_amax
 from freight.fp8.formats import Format, Granularity
-from freight.fp8.plan import ObserverKind
-from freight.fp8.quantize import decode, encode, scale_from_amax
 
 PERCENTILE = 0.9999
 MSE_STEPS = 50

@@ -22,11 +22,10 @@ from freight.checkpoint.layouts import read_scheme
 from freight.checkpoint.reader import Checkpoint, resolve_model
 from freight.checkpoint.writer import require_new
 from freight.config.model import ModelConfig, parse_model_config
-from freight.config.quantize import QuantizeArgs, plan
+from freight.config.plan import QuantizeArgs, QuantizePlan, plan
 from freight.device import choose_threads, probe
 from freight.errors import CheckpointError, ConfigError
-from freight.fp8.plan import QuantizePlan
-from freight.kernels.kernel_set import select_kernels
+from freight.kernels.select import select_kernels
 from freight.models.architectures import ARCHITECTURES
 from freight.models.loader import CheckpointSource, tensor_shapes
 from freight.tokenizer import Tokenizer

@@ -15,27 +15,29 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from freight.batch import ForwardBatch
-from freight.cache.pool import LayerKV, allocate_pool, centered_pages
+from freight.cache.pool import PagedKV, allocate_pool, centered_pages
 from freight.cache.spec import KVCacheSpec, LayerKVSpec
 from freight.calibrate.centers import CenterWatch, LayerCenters
 from freight.calibrate.modules import LayerModules, layer_modules
 from freight.calibrate.observers import Observer, by_group, make_observer, num_groups
 from freight.config.engine import KVCacheConfig
 from freight.config.model import ModelConfig
+from freight.config.plan import ActivationScheme, QuantizePlan
 from freight.errors import CheckpointError
+from freight.fp8.cast import SMALLEST_SCALE, scale_from_amax
 from freight.fp8.formats import Format, Granularity
-from freight.fp8.plan import ActivationScheme, QuantizePlan
-from freight.fp8.quantize import SMALLEST_SCALE, scale_from_amax
 from freight.fp8.scheme import KVScales, LayerScales
-from freight.fp8.values import KeyCenter
-from freight.kernels.kernel_set import REFERENCE, KernelSet
-from freight.kernels.rotary import Rotary
+from freight.kernels import reference
+from freight.kernels.interface import KernelSet
+from freight.kernels.reference_set import REFERENCE
 from freight.layers.linear import Projection, UnmergedLinear
 from freight.layers.rope import build_rope
 from freight.models.architectures import ARCHITECTURES
 from freight.models.decoder import DecoderLayer
 from freight.models.loader import WeightSource, build_layer
+from freight.operands.batch import ForwardBatch
+from freight.operands.kv_pages import KeyCenter
+from freight.operands.rotary import Rotary
 
 BLOCK_SIZE = 64  # of the cache that one sample is computed with
 LATE = 0.75  # share of the tokens after which scales are compared with the final ones
@@ -124,14 +126,18 @@ class _Watched(UnmergedLinear):
 
 
 @dataclass(frozen=True)
-class _WatchedKV(LayerKV):
-    """A layer's cache that passes what it has stored to `observe`."""
+class WatchedKV(PagedKV):
+    """A layer's cache that passes what it has stored to `stored`, and q, k and v before that to `projected`."""
 
-    observe: Callable[[Tensor, Tensor], None]
+    stored: Callable[[Tensor, Tensor], None] = lambda k, v: None
+    projected: Callable[[Tensor, Tensor, Tensor], None] | None = None
 
-    def store(self, qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor) -> Tensor:
-        q = super().store(qkv, rotary, positions, slots)
-        self.observe(*(page.flatten(0, 1)[slots] for page in (self.pages.k, self.pages.v)))
+    def store(self, qkv: Tensor, rotary: Rotary, batch: ForwardBatch) -> Tensor:
+        if self.projected is not None:
+            self.projected(*reference.split_heads(qkv, rotary, self.pages))
+        q = super().store(qkv, rotary, batch)
+        slots = batch.slots[self.group]
+        self.stored(*(page.flatten(0, 1)[slots] for page in (self.pages.k, self.pages.v)))
         return q
 
 
@@ -213,17 +219,16 @@ def calibrate(
 ) -> Calibration:
     """Measure the scales that `plan` needs, on `samples` of token ids. `source` gives unquantized weights.
 
-    Attention is the reference's, in float32: the rounding of faster kernels, which depends on the machine, would become
-    part of the scales. Centers need a second pass through each layer, because scales are for the centered values, and
-    the hidden states twice; everything else is measured as without them.
+    Keys and values are stored and read by the reference, in float32: the rounding of faster kernels depends on the
+    machine, and would become part of the scales. Centers need a second pass through each layer, because scales are for
+    the centered values, and the hidden states twice; everything else is measured as without them.
     Raises CheckpointError that names the layer and what in it is NaN or infinite.
     """
-    kernels = replace(kernels, attention=REFERENCE.attention, rotate_store=REFERENCE.rotate_store)
     names, left_out = ARCHITECTURES[config.architecture], frozenset(ignored)
     lengths = [len(ids) for ids in samples]
     rope = build_rope(config.rope, config.head_dim, max(lengths), device)
     total = config.num_layers * sum(lengths) * (2 if plan.center else 1)
-    run = _Run(config, kernels, lengths, rope, device, lambda done: on_progress("calibrating", done, total))
+    run = _Run(config, lengths, rope, device, lambda done: on_progress("calibrating", done, total))
     embedding = source.tensor(names.embedding, (config.vocab_size, config.hidden_size))
     tokens = [token for ids in samples for token in ids]
     hidden = embedding[torch.tensor(tokens, dtype=torch.int64, device=device)]
@@ -234,7 +239,7 @@ def calibrate(
         watch = _watch_layer(plan, config, modules, left_out, device)
         if plan.center:
             finder, before = CenterWatch(), hidden.clone()
-            run.through(watch.around(layer), hidden, watch, around=finder.around)
+            run.through(watch.around(layer), hidden, watch, projected=finder.see)
             centers = finder.centers()
             rest = _watch_layer(replace(plan, activations=ActivationScheme.NONE), config, modules, left_out, device)
             run.through(layer, before, rest, centers=centers)
@@ -258,7 +263,6 @@ class _Run:
     def __init__(
         self,
         config: ModelConfig,
-        kernels: KernelSet,
         lengths: Sequence[int],
         rope: Rotary,
         device: str,
@@ -269,7 +273,7 @@ class _Run:
         format = config.checkpoint_format
         spec = KVCacheSpec((LayerKVSpec(format, None, config.num_kv_heads, config.head_dim),), BLOCK_SIZE)
         num_blocks = -(-max(lengths) // BLOCK_SIZE)
-        pool = allocate_pool(spec, KVCacheConfig(format, None, None, None), num_blocks, kernels, device)
+        pool = allocate_pool(spec, KVCacheConfig(format, None, None, None), num_blocks, REFERENCE, device)
         self._kv = pool.layers[0]
         self._angles = (KeyCenter.angle_tiles(rope.cos), KeyCenter.angle_tiles(rope.sin))
 
@@ -279,7 +283,7 @@ class _Run:
         hidden: Tensor,
         watch: _LayerWatch,
         centers: LayerCenters | None = None,
-        around: Callable[[LayerKV], LayerKV] = lambda kv: kv,
+        projected: Callable[[Tensor, Tensor, Tensor], None] | None = None,
     ) -> None:
         """hidden: [total, hidden_size], samples end to end; overwritten with the layer's output.
 
@@ -288,7 +292,7 @@ class _Run:
         pages = self._kv.pages
         if centers is not None:
             pages = centered_pages(pages, centers.k, centers.v, self._angles)
-        kv = around(_WatchedKV(pages, self._kv.kernels, watch.see_kv))
+        kv = WatchedKV(pages, self._kv.kernels, stored=watch.see_kv, projected=projected)
         begin, late = 0, min(LATE * self._total, self._total - self._lengths[-1])
         for length in self._lengths:
             if begin > 0 and begin >= late:
@@ -311,10 +315,10 @@ class _Run:
         return ForwardBatch(
             token_ids=position,
             positions=position,
-            slots=position,
             query_starts=torch.tensor([0, length], dtype=torch.int32, device=self._device),
             context_lens=torch.tensor([length], dtype=torch.int32, device=self._device),
-            block_tables=blocks[None],
+            slots=(position,),
+            block_tables=(blocks[None],),
             logit_rows=position[:0],
         )
 

@@ -14,9 +14,9 @@ from freight.checkpoint.extras import write_extras
 from freight.checkpoint.reader import Checkpoint
 from freight.checkpoint.writer import CheckpointWriter, require_space
 from freight.config.model import ModelConfig
+from freight.config.plan import QuantizePlan, WeightScheme
 from freight.errors import CheckpointError
 from freight.fp8.formats import Format
-from freight.fp8.plan import QuantizePlan, WeightScheme
 from freight.fp8.weights import quantize_blocks, quantize_rows, quantize_tensor
 from freight.models.loader import tensor_shapes
 

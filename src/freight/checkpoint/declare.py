@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from freight.config.plan import ActivationScheme, Layout, QuantizePlan, WeightScheme
+from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
-from freight.fp8.plan import ActivationScheme, Layout, QuantizePlan, WeightScheme
-from freight.fp8.quantize import torch_dtype
 from freight.fp8.scheme import LayerScales
 from freight.fp8.weights import BLOCK
 

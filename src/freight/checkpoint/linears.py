@@ -16,11 +16,11 @@ from torch import Tensor
 
 from freight.checkpoint.reader import Checkpoint
 from freight.errors import CheckpointError
+from freight.fp8.cast import convert_e4m3
 from freight.fp8.formats import Format
-from freight.fp8.quantize import convert_e4m3
 from freight.fp8.scheme import Activations, LinearScheme, Scheme, WeightScales
-from freight.fp8.values import Weight
 from freight.fp8.weights import regroup
+from freight.operands.weight import Weight
 
 # Suffixes of a module's tensors, by all producers' names
 WEIGHTS = ("weight", "_weight_qdata")  # the second is torchao's

@@ -110,7 +110,7 @@ def kernels(
 
     model = parse_model_config(shape)
     from freight.device import probe
-    from freight.kernels.kernel_set import select_kernels
+    from freight.kernels.select import select_kernels
 
     facts = probe(device)
     used = choose_threads(threads, facts.cores)

@@ -35,7 +35,7 @@ def collect() -> dict[str, Any]:
     import freight
     from freight.device import cpu_features, cpu_name, gpu_present, probe
     from freight.kernels.cpu import library as cpu_library
-    from freight.kernels.kernel_set import select_kernels
+    from freight.kernels.select import select_kernels
 
     device = probe("auto")
     hip = getattr(torch.version, "hip", None)

@@ -10,8 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from freight.config.quantize import KV_CACHES, KV_GRANULARITIES, MAX_SEQ_LEN, NUM_SAMPLES, QuantizeArgs, plan
-from freight.fp8.plan import ActivationScheme, Layout, ObserverKind, WeightScheme
+from freight.config.plan import (
+    KV_CACHES,
+    KV_GRANULARITIES,
+    MAX_SEQ_LEN,
+    NUM_SAMPLES,
+    ActivationScheme,
+    Layout,
+    ObserverKind,
+    QuantizeArgs,
+    WeightScheme,
+    plan,
+)
 
 if TYPE_CHECKING:
     from freight.calibrate.quantize import QuantizeResult

@@ -35,7 +35,7 @@ def extract(
         _either("BASE", base, "--model", model),
         Path(_either("OUT", out, "--save-path", save_path)),
     )
-    from freight.calibrate.scales import extract_scales
+    from freight.calibrate.transfer import extract_scales
 
     with stages() as on_progress:
         scales = extract_scales(*names, on_progress)
@@ -48,7 +48,7 @@ def export(
     file: Annotated[Path, typer.Argument(metavar="FILE.json", help="The file to write; it must not exist.")],
 ) -> None:
     """Write a model's KV scales as the kv_cache_scales.json of older engines, one factor per layer."""
-    from freight.calibrate.scales import export_scales
+    from freight.calibrate.transfer import export_scales
 
     _say(file, export_scales(model, file), "; the file has the largest of each layer")
 
@@ -60,7 +60,7 @@ def import_(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; it must not exist.")],
 ) -> None:
     """Put the factors of a kv_cache_scales.json into a 16-bit checkpoint."""
-    from freight.calibrate.scales import import_scales
+    from freight.calibrate.transfer import import_scales
 
     with stages() as on_progress:
         scales = import_scales(file, model, out, on_progress)

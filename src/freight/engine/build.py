@@ -29,7 +29,7 @@ from freight.engine.scheduler import Scheduler
 from freight.errors import CapacityError
 from freight.fp8.formats import Format
 from freight.fp8.scheme import KVScales, Scheme
-from freight.kernels.kernel_set import select_kernels
+from freight.kernels.select import select_kernels
 from freight.models.architectures import ARCHITECTURES
 from freight.models.decoder import Decoder
 from freight.models.loader import load_model, tensor_shapes

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from freight.batch import ForwardBatch
 from freight.cache.pool import KVPool
 from freight.engine.prepare import Logits, SequenceSlice
 from freight.models.decoder import Decoder
+from freight.operands.batch import ForwardBatch
 
 
 def bucket_of(num_seqs: int) -> int:
@@ -52,7 +52,7 @@ class Buffers:
         tokens, positions, slots, lengths, tables = views(words)
         starts = torch.arange(bucket + 1, dtype=torch.int32, device=device)
         rows = torch.arange(bucket, dtype=torch.int64, device=device)
-        self.batch = ForwardBatch(tokens, positions, slots, starts, lengths, tables, rows)
+        self.batch = ForwardBatch(tokens, positions, starts, lengths, (slots,), (tables,), rows)
         self.fill([])
 
     def fill(self, slices: Sequence[SequenceSlice]) -> None:

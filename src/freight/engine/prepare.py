@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from freight.batch import ForwardBatch
+from freight.operands.batch import ForwardBatch
 
 
 class Logits(Enum):
@@ -59,9 +59,9 @@ def prepare(slices: Sequence[SequenceSlice], block_size: int, device: str = "cpu
     return ForwardBatch(
         token_ids=tensor(np.array(tokens, np.int64)),
         positions=tensor(np.concatenate(positions)),
-        slots=tensor(np.concatenate(slots)),
         query_starts=tensor(starts),
         context_lens=tensor(lengths),
-        block_tables=tensor(tables),
+        slots=(tensor(np.concatenate(slots)),),
+        block_tables=(tensor(tables),),
         logit_rows=tensor(np.concatenate(rows)),
     )

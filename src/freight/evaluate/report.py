@@ -21,7 +21,7 @@ from freight.engine.runner import ModelRunner
 from freight.errors import ConfigError
 from freight.evaluate.divergence import kl_divergence, same_top
 from freight.evaluate.perplexity import Window, cut_windows, perplexity, target_logprobs
-from freight.kernels.kernel_set import select_kernels
+from freight.kernels.select import select_kernels
 from freight.models.decoder import Decoder
 
 MEMORY = 64 * 2**20  # bytes of cache for which `tokens_in_64_mib` is given

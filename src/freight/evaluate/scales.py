@@ -22,7 +22,7 @@ from freight.calibrate.quantize import load_samples, open_unquantized
 from freight.checkpoint.reader import Checkpoint, resolve_model
 from freight.config.engine import EngineArgs, KVCacheConfig
 from freight.config.model import parse_model_config
-from freight.config.quantize import QuantizeArgs, plan
+from freight.config.plan import QuantizeArgs, plan
 from freight.evaluate.report import CacheRun, CacheScore, markdown, run_caches
 from freight.evaluate.variants import hot_pair, key_spreads, rescaled, write_biased, write_variant
 from freight.fp8.formats import Format, Granularity, ScaleSource

@@ -20,11 +20,12 @@ from torch import Tensor
 
 from freight.cache.pool import allocate_pool
 from freight.calibrate.centers import CenterWatch
+from freight.calibrate.run import WatchedKV
 from freight.config.engine import EngineArgs
 from freight.config.model import ModelConfig
 from freight.engine.build import open_model
 from freight.engine.runner import ModelRunner
-from freight.kernels.kernel_set import select_kernels
+from freight.kernels.select import select_kernels
 
 BIAS = 100.0  # standard deviations of the layer's keys
 
@@ -94,7 +95,12 @@ def key_spreads(model: str, token_ids: Sequence[int]) -> list[float]:
     watches = [CenterWatch() for _ in decoder.layers]
     num_blocks = -(-len(token_ids) // config.block_size)
     pool = allocate_pool(opened.cache_spec(config), config.kv, num_blocks, kernels, config.device)
-    pool = replace(pool, layers=tuple(watch.around(kv) for watch, kv in zip(watches, pool.layers, strict=True)))
+    pool = replace(
+        pool,
+        layers=tuple(
+            WatchedKV(kv.pages, kv.kernels, projected=watch.see) for watch, kv in zip(watches, pool.layers, strict=True)
+        ),
+    )
     ModelRunner(decoder, pool, config.device).logits(token_ids, 0, range(num_blocks))
     return [float(watch.k.variance.mean().sqrt()) for watch in watches]
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from freight.fp8.cast import amax, decode, encode, scale_from_amax, torch_dtype
 from freight.fp8.formats import Format
-from freight.fp8.quantize import amax, decode, encode, scale_from_amax, torch_dtype
 
 BLOCK = 128  # rows and columns that share a scale in block-scaled weights (DeepSeek-V3 2024, section 3.3)
 _JUDGED = 512  # columns of a row, at least, on which `fit_rows` measures errors

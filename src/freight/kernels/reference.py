@@ -19,13 +19,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from freight.batch import ForwardBatch
 from freight.errors import KernelError
+from freight.fp8.cast import amax, decode, encode, format_of, num_clipped, scale_from_amax, token_scale
 from freight.fp8.formats import Format
-from freight.fp8.quantize import amax, decode, encode, format_of, num_clipped, scale_from_amax, token_scale
-from freight.fp8.values import Activations, KeyCenter, KVPages, Weight
 from freight.fp8.weights import BLOCK, expand_blocks
-from freight.kernels.rotary import Rotary
+from freight.operands.activation import GatedActivation
+from freight.operands.batch import Sequences
+from freight.operands.kv_pages import KeyCenter, KVPages
+from freight.operands.rotary import Rotary
+from freight.operands.weight import Activations, Weight
 
 ROW_TILE = 32
 INPUT_TILE = 512  # inputs that float32 products sum in one call; a BLAS cuts longer sums by the number of threads
@@ -102,47 +104,57 @@ def _activations(x: Tensor, weight: Weight) -> tuple[Tensor, Tensor | None]:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x²) + eps) * weight over the last dimension (Zhang and Sennrich 2019)."""
+    """x / sqrt(mean(x²) + eps) * weight over the last dimension (Zhang and Sennrich 2019).
+
+    A weight in x's dtype multiplies the rounded norm, as in Llama; a float32 weight is multiplied before the one
+    rounding, as in Gemma, whose weights are stored as their difference from 1.
+    """
     values = x.float()
     normed = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
-    return weight * normed.to(x.dtype)
+    return weight * normed.to(x.dtype) if weight.dtype == x.dtype else (normed * weight).to(x.dtype)
 
 
 def add_rms_norm(
-    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, consumer: object = None
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, delta_weight: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """x + delta in x's dtype, and the `rms_norm` of that. x, delta: [rows, size]; no delta adds nothing.
 
-    `consumer` is ignored.
+    With `delta_weight` the `rms_norm` of delta is added instead.
     """
     if delta is not None:
-        x = x + delta
+        x = x + (delta if delta_weight is None else rms_norm(delta, delta_weight, eps))
     return x, rms_norm(x, weight, eps)
 
 
-def silu_mul(gate_up: Tensor, consumer: object = None) -> Tensor:
-    """silu(gate) * up of a merged [rows, 2 * intermediate]: SwiGLU (Shazeer 2020), silu(g) = g / (1 + e^-g)."""
+def gated(gate_up: Tensor, activation: GatedActivation) -> Tensor:
+    """activation(gate) * up of a merged [rows, 2 * intermediate]."""
     gate, up = gate_up.float().chunk(2, dim=-1)
-    return (gate / (1.0 + torch.exp(-gate)) * up).to(gate_up.dtype)
+    if activation is GatedActivation.SILU:
+        return (gate / (1.0 + torch.exp(-gate)) * up).to(gate_up.dtype)
+    return (F.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding, "rotate half" pairing (i, i + head_dim / 2) (Su et al. 2021).
+    """Rotary embedding, "rotate half" pairing (i, i + rotary_dim / 2), of the first rotary_dim channels (Su et al.
+    2021).
 
-    x: [rows, heads, head_dim]; cos, sin: [rows, head_dim / 2] float32 at each row's position.
+    x: [rows, heads, head_dim]; cos, sin: [rows, rotary_dim / 2] float32 at each row's position.
     """
-    first, second = x.float().chunk(2, dim=-1)
+    half = cos.shape[1]
+    first, second, rest = x.float().tensor_split((half, 2 * half), dim=-1)
     cos, sin = cos[:, None], sin[:, None]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1).to(x.dtype)
 
 
 def split_heads(qkv: Tensor, rotary: Rotary, pages: KVPages) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v before rotary embedding: q and k normed, the centers of keys and values subtracted.
 
-    qkv: [rows, num_heads + 2 * num_kv_heads, head_dim], the heads of q, then of k, then of v.
+    qkv: [rows, num_heads * k_dim + num_kv_heads * (k_dim + v_dim)], the heads of q, then of k, then of v.
     """
-    num_kv_heads = pages.k.shape[2]
-    q, k, v = qkv.split((qkv.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), 1)
+    num_kv_heads, k_dim = pages.k.shape[2:]
+    k_size, v_size = num_kv_heads * k_dim, num_kv_heads * pages.v.shape[3]
+    parts = qkv.split((qkv.shape[1] - k_size - v_size, k_size, v_size), 1)
+    q, k, v = (part.unflatten(1, (-1, dim)) for part, dim in zip(parts, (k_dim, k_dim, pages.v.shape[3]), strict=True))
     if rotary.norms is not None:
         q, k = (rms_norm(x, weight, rotary.eps) for x, weight in zip((q, k), rotary.norms, strict=True))
     if pages.k_center is not None:
@@ -155,7 +167,7 @@ def split_heads(qkv: Tensor, rotary: Rotary, pages: KVPages) -> tuple[Tensor, Te
 def rotate_store(qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor, pages: KVPages) -> Tensor:
     """The steps between projection and attention: `split_heads`, `rotate` q and k at `positions`, `store_kv`.
 
-    Returns q, [rows, num_heads, head_dim].
+    Returns q, [rows, num_heads, k_dim].
     """
     q, k, v = split_heads(qkv, rotary, pages)
     cos, sin = rotary.cos[positions], rotary.sin[positions]
@@ -164,7 +176,7 @@ def rotate_store(qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor, 
 
 
 def store_kv(k: Tensor, v: Tensor, slots: Tensor, pages: KVPages) -> None:
-    """Quantize k and v, [rows, num_kv_heads, head_dim], into the pages' slots; slot -1 stores nothing."""
+    """Quantize k and v, [rows, num_kv_heads, k_dim or v_dim], into the pages' slots; slot -1 stores nothing."""
     kept = slots >= 0
     k, v, slots = k[kept], v[kept], slots[kept]
     pages.counters[0] += torch.isnan(k).sum() + torch.isnan(v).sum()
@@ -185,20 +197,24 @@ def store_kv(k: Tensor, v: Tensor, slots: Tensor, pages: KVPages) -> None:
         page.view(torch.uint8).flatten(0, 1)[slots] = stored.view(torch.uint8)
 
 
-def load_kv(page: Tensor, scale: Tensor | None, blocks: Tensor, length: int) -> Tensor:
-    """The first `length` tokens of a sequence, float32, in key tiles [tiles, num_kv_heads, KEY_TILE, head_dim].
+def load_kv(page: Tensor, scale: Tensor | None, blocks: Tensor, length: int, skipped: int = 0) -> Tensor:
+    """The first `length` tokens of a sequence, float32, in key tiles [tiles, num_kv_heads, KEY_TILE, dim].
 
-    A `token` scale is multiplied in; a static one is not (attention multiplies q and the output with it instead).
-    Slots beyond `length` may hold anything, NaN included: they become 0.
+    The first `skipped` tiles are not read and not returned. A `token` scale is multiplied in; a static one is not
+    (attention multiplies q and the output with it instead). Slots beyond `length` may hold anything, NaN included:
+    they become 0.
     """
     heads, dim = page.shape[2:]
-    raw = page.view(torch.uint8)[blocks].view(page.dtype) if page.itemsize == 1 else page[blocks]
-    values = decode(raw)
+    begin = skipped * KEY_TILE
+    position = torch.arange(begin, length, dtype=torch.int64, device=page.device)
+    slots = blocks[position // page.shape[1]] * page.shape[1] + position % page.shape[1]
+    rows = page.flatten(0, 1)
+    values = decode(rows.view(torch.uint8)[slots].view(page.dtype) if page.itemsize == 1 else rows[slots])
     if scale is not None and scale.ndim == 3:
-        values = values * scale[blocks].float()[..., None]
-    tiles = -(-length // KEY_TILE)
+        values = values * scale.flatten(0, 1)[slots].float()[..., None]
+    tiles = -(-length // KEY_TILE) - skipped
     padded = values.new_zeros(tiles * KEY_TILE, heads, dim)
-    padded[:length] = values.flatten(0, 1)[:length]
+    padded[: length - begin] = values
     return padded.view(tiles, KEY_TILE, heads, dim).transpose(1, 2).contiguous()
 
 
@@ -213,7 +229,7 @@ class Fp8Products(StrEnum):
 def attention(
     q: Tensor,
     pages: KVPages,
-    batch: ForwardBatch,
+    sequences: Sequences,
     softmax_scale: float,
     window: int | None,
     soft_cap: float | None = None,
@@ -221,14 +237,14 @@ def attention(
 ) -> Tensor:
     """Causal grouped-query attention of each row over its own sequence, read back from the pages.
 
-    q: [num_tokens, num_heads, head_dim]; the sequences' keys, this step's included, are stored already. A key at
+    q: [num_tokens, num_heads, k_dim]; the sequences' keys, this step's included, are stored already. A key at
     position j is seen from position i if j <= i and, with a sliding window, i - j < window. With a soft cap (Gemma 2,
-    Riviere et al. 2024) a score s = softmax_scale * q . k becomes soft_cap * tanh(s / soft_cap). Returns q's shape and
-    dtype; computes in float32. Raises KernelError for a context shorter than its queries: a row before the first key
-    would have no key to attend to.
+    Riviere et al. 2024) a score s = softmax_scale * q . k becomes soft_cap * tanh(s / soft_cap). Returns
+    [num_tokens, num_heads, v_dim] in q's dtype; computes in float32. Raises KernelError for a context shorter than its
+    queries: a row before the first key would have no key to attend to.
     """
-    out = torch.empty_like(q)
-    starts, lengths = batch.query_starts.tolist(), batch.context_lens.tolist()
+    out = q.new_empty(*q.shape[:2], pages.v.shape[3])
+    starts, lengths = sequences.query_starts.tolist(), sequences.context_lens.tolist()
     for seq, length in enumerate(lengths):
         begin, end = starts[seq], starts[seq + 1]
         if length < end - begin:
@@ -236,14 +252,29 @@ def attention(
                 "a sequence has more queries than keys: its context must include the tokens of this step; "
                 f"sequence {seq} has {end - begin} and {length}"
             )
-        blocks = batch.block_tables[seq, : -(-length // pages.block_size)].long()
-        k = load_kv(pages.k, pages.k_scale, blocks, length).transpose(2, 3).contiguous()
-        v = load_kv(pages.v, pages.v_scale, blocks, length)
+        if begin == end:
+            continue
+        # keys before the first row's window are not read: their blocks may have been given back
+        skipped = 0 if window is None else max(0, length - (end - begin) - window + 1) // KEY_TILE
+        table = sequences.block_tables[seq, : -(-length // pages.block_size)].long()
+        k = load_kv(pages.k, pages.k_scale, table, length, skipped).transpose(2, 3).contiguous()
+        v = load_kv(pages.v, pages.v_scale, table, length, skipped)
         for row in range(begin, end, QUERY_TILE):
             rows = slice(row, min(row + QUERY_TILE, end))
             first = length - (end - row)  # position of the tile's first row
-            out[rows] = _attend(q[rows], k, v, first, pages, softmax_scale, window, soft_cap, products)
-    return out
+            out[rows] = _attend(q[rows], k, v, first, skipped, pages, softmax_scale, window, soft_cap, products)
+    return add_v_center(out, pages)
+
+
+def add_v_center(attended: Tensor, pages: KVPages) -> Tensor:
+    """Add back the center of values, after rounding: exact in the limit, because probabilities sum to 1.
+
+    attended: [num_tokens, num_heads, v_dim].
+    """
+    if pages.v_center is None:
+        return attended
+    center = pages.v_center.repeat_interleave(attended.shape[1] // len(pages.v_center), 0)
+    return (attended.float() + center).to(attended.dtype)
 
 
 def _by_kv_head(rows: Tensor) -> Tensor:
@@ -268,15 +299,16 @@ def _attend(
     k: Tensor,
     v: Tensor,
     first: int,
+    skipped: int,
     pages: KVPages,
     softmax_scale: float,
     window: int | None,
     soft_cap: float | None,
     products: Fp8Products,
 ) -> Tensor:
-    """One query tile, rows at positions first, first + 1, …, over key tiles k (transposed) and v of one sequence."""
+    """One query tile at positions first, … over a sequence's key tiles k (transposed) and v, from tile `skipped` on."""
     rows, num_heads, dim = q.shape
-    _, num_kv_heads, _, _ = v.shape
+    num_kv_heads = v.shape[1]
     group = num_heads // num_kv_heads
     padded = q.new_zeros(QUERY_TILE, num_kv_heads, group, dim, dtype=torch.float32)
     padded[:rows] = q.view(rows, num_kv_heads, group, dim).float() * softmax_scale
@@ -296,12 +328,12 @@ def _attend(
     position = position.repeat_interleave(group)[:, None]
     best = torch.full((num_kv_heads, QUERY_TILE * group, 1), -torch.inf, dtype=torch.float32, device=q.device)
     total = torch.zeros_like(best)
-    output = torch.zeros_like(queries)
+    output = queries.new_zeros(*queries.shape[:2], v.shape[-1])
     begin = 0 if window is None else max(0, first - window + 1) // KEY_TILE
     for tile in range(begin, (first + rows - 1) // KEY_TILE + 1):
         key = torch.arange(tile * KEY_TILE, (tile + 1) * KEY_TILE, dtype=torch.int64, device=q.device)
         seen = key <= position if window is None else (key <= position) & (position - key < window)
-        scores = torch.bmm(queries, k[tile])
+        scores = torch.bmm(queries, k[tile - skipped])
         if center is not None and coefficients is not None:
             scores = scores + torch.bmm(coefficients, _angles(center, tile))
         if soft_cap is not None:
@@ -314,10 +346,10 @@ def _attend(
         total = total * decay + probabilities.sum(-1, keepdim=True)
         if products is Fp8Products.BOTH and not pages.dynamic:
             probabilities = _rounded_probabilities(probabilities, pages.format)
-        output = output * decay + torch.bmm(probabilities, v[tile])
+        output = output * decay + torch.bmm(probabilities, v[tile - skipped])
         best = new_best
-    output = (output / total).view(num_kv_heads, QUERY_TILE, group, dim).permute(1, 0, 2, 3)[:rows]
+    output = (output / total).view(num_kv_heads, QUERY_TILE, group, -1).permute(1, 0, 2, 3)[:rows]
     if static:
         assert pages.v_scale is not None
         output = output * pages.v_scale[:, None]
-    return output.reshape(rows, num_heads, dim).to(q.dtype)
+    return output.reshape(rows, num_heads, -1).to(q.dtype)

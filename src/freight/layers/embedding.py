@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from freight.kernels.kernel_set import KernelSet
+from freight.kernels.interface import KernelSet
 
 
 @dataclass(frozen=True)

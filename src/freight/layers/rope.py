@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from freight.config.model import RopeConfig
-from freight.kernels.rotary import Rotary
+from freight.operands.rotary import Rotary
 
 
 def build_rope(config: RopeConfig, head_dim: int, max_positions: int, device: str) -> Rotary:

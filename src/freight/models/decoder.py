@@ -8,27 +8,29 @@ from typing import Any
 
 from torch import Tensor
 
-from freight.batch import ForwardBatch
 from freight.cache.pool import LayerKV
 from freight.config.model import ModelConfig
-from freight.kernels.kernel_set import KernelSet
+from freight.kernels.interface import KernelSet
 from freight.layers.attention import Attention
 from freight.layers.embedding import Embedding, LogitsHead
 from freight.layers.linear import Projection
 from freight.layers.norm import RMSNorm
+from freight.operands.activation import GatedActivation
+from freight.operands.batch import ForwardBatch
 
 
 @dataclass(frozen=True)
 class MLP:
-    """down(silu(gate(x)) * up(x)); `gate_up` computes both, concatenated along the output."""
+    """down(activation(gate(x)) * up(x)); `gate_up` computes both, concatenated along the output."""
 
     gate_up: Projection
     down: Projection
+    activation: GatedActivation
     kernels: KernelSet
 
     def __call__(self, x: Any) -> Tensor:
         """x: [num_tokens, hidden_size], a tensor or what the norm returned for `gate_up.consumer`."""
-        return self.down(self.kernels.silu_mul(self.gate_up(x), self.down.consumer))
+        return self.down(self.kernels.gated(self.gate_up(x), self.activation, self.down.consumer))
 
 
 @dataclass(frozen=True)

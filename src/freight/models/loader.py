@@ -17,13 +17,11 @@ from torch import Tensor
 from freight.checkpoint.linears import StoredLinear, find_linears
 from freight.checkpoint.reader import Checkpoint
 from freight.config.model import ModelConfig
+from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
-from freight.fp8.quantize import torch_dtype
 from freight.fp8.scheme import Scheme
-from freight.fp8.values import Activations, Weight
 from freight.fp8.weights import fit_rows
-from freight.kernels.kernel_set import KernelSet
-from freight.kernels.rotary import Rotary
+from freight.kernels.interface import KernelSet
 from freight.layers.attention import Attention
 from freight.layers.embedding import Embedding, LogitsHead
 from freight.layers.linear import Linear, Projection, UnmergedLinear
@@ -31,6 +29,9 @@ from freight.layers.norm import RMSNorm
 from freight.layers.rope import build_rope
 from freight.models.architectures import ARCHITECTURES, TensorNames
 from freight.models.decoder import MLP, Decoder, DecoderLayer
+from freight.operands.activation import GatedActivation
+from freight.operands.rotary import Rotary
+from freight.operands.weight import Activations, Weight
 
 UNQUANTIZED = Scheme()
 
@@ -152,14 +153,16 @@ class _Builder:
             qkv=self.linear(prefix, *names.qkv),
             o=self.linear(prefix, names.o),
             rotary=replace(rope, norms=norms, eps=c.rms_norm_eps),
-            num_heads=c.num_heads,
-            num_kv_heads=c.num_kv_heads,
-            head_dim=c.head_dim,
+            softmax_scale=c.head_dim**-0.5,
             window=c.windows[index],
             soft_cap=c.attention_soft_cap,
-            kernels=self.kernels,
         )
-        mlp = MLP(self.linear(prefix, *names.gate_up), self.linear(prefix, names.down), self.kernels)
+        mlp = MLP(
+            self.linear(prefix, *names.gate_up),
+            self.linear(prefix, names.down),
+            GatedActivation.SILU,
+            self.kernels,
+        )
         attention_norm, mlp_norm = self.norm(prefix + names.attention_norm), self.norm(prefix + names.mlp_norm)
         return DecoderLayer(attention_norm, attention, mlp_norm, mlp)
 

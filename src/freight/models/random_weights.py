@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from freight.config.model import ModelConfig
+from freight.fp8.cast import decode, torch_dtype
 from freight.fp8.formats import Format
-from freight.fp8.quantize import decode, torch_dtype
-from freight.fp8.values import Activations, Weight
-from freight.kernels.kernel_set import KernelSet
+from freight.kernels.interface import KernelSet
 from freight.models.decoder import Decoder
 from freight.models.loader import build_decoder
+from freight.operands.weight import Activations, Weight
 
 # In every byte of 8: the top bit of the exponent cleared and the last bit of the mantissa set. No such code is a NaN
 # or an infinity, in any FP8 format.

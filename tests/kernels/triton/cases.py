@@ -9,13 +9,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from freight.batch import ForwardBatch
+from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
-from freight.fp8.quantize import torch_dtype
-from freight.fp8.values import Activations, KeyCenter, KVPages, Weight
-from freight.kernels.rotary import Rotary
 from freight.kernels.triton import elementwise, linear, paged, store
 from freight.kernels.triton.formats import Target
+from freight.operands.activation import GatedActivation
+from freight.operands.batch import Sequences
+from freight.operands.kv_pages import KeyCenter, KVPages
+from freight.operands.rotary import Rotary
+from freight.operands.weight import Activations, Weight
 
 BF16 = torch.bfloat16
 
@@ -35,10 +37,10 @@ def pages(format: Format, scales: str, heads: int, dim: int) -> KVPages:
     return KVPages(page, page, scale, scale, empty(2, dtype=torch.int64))
 
 
-def batch(rows: int, num_seqs: int) -> ForwardBatch:
-    long, int32 = empty(rows, dtype=torch.int64), torch.int32
+def sequences(num_seqs: int) -> Sequences:
+    int32 = torch.int32
     tables = empty(num_seqs, 512, dtype=int32)
-    return ForwardBatch(long, long, long, empty(num_seqs + 1, dtype=int32), empty(num_seqs, dtype=int32), tables, long)
+    return Sequences(empty(num_seqs + 1, dtype=int32), empty(num_seqs, dtype=int32), tables)
 
 
 def attend(
@@ -61,7 +63,7 @@ def attend(
         pairs = empty(heads, num_pairs, dtype=torch.int32)
         center = KeyCenter(empty(heads, dim, dtype=torch.float32), pairs, parts, angles, angles)
         cache = replace(cache, k_center=center)
-    paged.attention(target, q, cache, batch(rows, 64), 0.1, window, soft_cap, fp8)
+    paged.attention(target, q, cache, sequences(64), 0.1, window, soft_cap, fp8)
 
 
 def keep(format: Format, scales: str, dim: int, rows: int, target: Target, more: bool = False) -> None:
@@ -72,7 +74,7 @@ def keep(format: Format, scales: str, dim: int, rows: int, target: Target, more:
     if more:
         float32, none = empty(8, dim, dtype=torch.float32), empty(0)
         cache = replace(cache, k_center=KeyCenter(float32, none, none, none, none), v_center=float32)
-    store.rotate_store(target, empty(rows, 48, dim), rotary, row, row, cache)
+    store.rotate_store(target, empty(rows, 48 * dim), rotary, row, row, cache)
 
 
 def multiply(format: Format, blocks: bool, activations: Activations, rows: int, target: Target) -> None:
@@ -100,7 +102,7 @@ def norm(blocks: bool, activations: Activations, size: int, target: Target) -> N
 
 
 def activate(blocks: bool, activations: Activations, size: int, target: Target) -> None:
-    elementwise.silu_mul(target, empty(64, 2 * size), consumer(blocks, activations, size))
+    elementwise.gated(target, empty(64, 2 * size), GatedActivation.SILU, consumer(blocks, activations, size))
 
 
 # compiled whenever the tests run
@@ -118,7 +120,7 @@ CASES: dict[str, Callable[[Target], object]] = {
     "linear fnuz": partial(multiply, Format.E4M3FNUZ, False, Activations.DYNAMIC, 8192),
     "linear plain one row": partial(multiply, Format.E4M3FN, False, Activations.PLAIN, 1),
     "norm by row": partial(norm, False, Activations.DYNAMIC, 4096),
-    "silu_mul": lambda target: elementwise.silu_mul(target, empty(64, 28672)),
+    "silu_mul": lambda target: elementwise.gated(target, empty(64, 28672), GatedActivation.SILU),
     "silu_mul by row": partial(activate, False, Activations.DYNAMIC, 14336),
 }
 # compiled with `aot.py TARGET all`

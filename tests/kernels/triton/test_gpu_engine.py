@@ -17,13 +17,13 @@ from freight.engine.prepare import Logits, SequenceSlice
 from freight.engine.runner import ModelRunner
 from freight.engine.sampler import SamplingRow, sample
 from freight.fp8.formats import Format, Granularity, ScaleSource
-from freight.fp8.values import Activations, Weight
 from freight.fp8.weights import quantize_rows
 from freight.kernels import reference
-from freight.kernels.kernel_set import select_kernels
+from freight.kernels.select import select_kernels
 from freight.kernels.triton import linear
 from freight.kernels.triton.formats import current_target
 from freight.models.random_weights import random_model
+from freight.operands.weight import Activations, Weight
 from freight.sampling import SamplingParams
 
 SMALL = {**PRESETS["llama-1b"], "num_hidden_layers": 2, "vocab_size": 512}

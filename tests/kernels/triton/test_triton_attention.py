@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from freight.engine.prepare import Logits, SequenceSlice, prepare
+from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
-from freight.fp8.quantize import torch_dtype
-from freight.fp8.values import KeyCenter, KVPages
 from freight.kernels import reference
 from freight.kernels.reference import Fp8Products
 from freight.kernels.triton import paged
 from freight.kernels.triton.formats import current_target
 from freight.kernels.triton.paged import Tile
+from freight.operands.kv_pages import KeyCenter, KVPages
 
 BLOCK = 8
 CACHES = [
@@ -55,7 +55,7 @@ class Case:
         for blocks, length in zip(self.blocks, lengths, strict=True):
             k, v = (torch.randn(length, heads, dim, device=device) * torch.rand(length, 1, 1, device=device)
                     for _ in "kv")  # fmt: skip
-            slots = self.batch([(length, 0)], [blocks]).slots
+            slots = self.batch([(length, 0)], [blocks]).slots[0]
             reference.store_kv(k.to(dtype), v.to(dtype), slots, self.pages)
         self.sequences = sequences
         self.padding = [0] * extra_blocks
@@ -81,7 +81,7 @@ class Case:
         """Triton's output for the sequences numbered `which`; with `dtype` the reference's, computed in it."""
         sequences = [self.sequences[i] for i in which]
         q = torch.cat([self.q[i][before : before + rows] for i, (rows, before) in zip(which, sequences, strict=True)])
-        batch = self.batch(sequences, [self.blocks[i] for i in which])
+        batch = self.batch(sequences, [self.blocks[i] for i in which]).sequences(0)
         if dtype is not None:
             return reference.attention(q.to(dtype), self.pages, batch, self.dim**-0.5, window, soft_cap, products)
         fp8 = products is not Fp8Products.NONE
@@ -147,7 +147,7 @@ def test_a_row_for_padding_is_left_out(device):
     case = Case(DECODES, Format.E4M3FN, "token", torch.bfloat16, 1, 2, 16, device)
     batch = case.batch([*DECODES, (1, -1)], [*case.blocks, [0]])
     q = torch.cat([case.q[i][before:] for i, (_, before) in enumerate(DECODES)])
-    out = paged.attention(current_target(), torch.cat((q, q[:1])), case.pages, batch, 0.25, None)
+    out = paged.attention(current_target(), torch.cat((q, q[:1])), case.pages, batch.sequences(0), 0.25, None)
     assert torch.equal(out[:3], case.run([0, 1, 2]))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from freight.bench.gpu import Sizes, cases
-from freight.kernels.kernel_set import select_kernels
+from freight.kernels.select import select_kernels
 
 SMALL = Sizes(
     attention=((2, 1, 40), (1, 20, 20)),

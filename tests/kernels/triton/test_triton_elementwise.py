@@ -8,6 +8,7 @@ import torch
 from freight.kernels import reference
 from freight.kernels.triton import elementwise
 from freight.kernels.triton.formats import current_target
+from freight.operands.activation import GatedActivation
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -36,7 +37,7 @@ def test_add_rms_norm(dtype, device):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [72, 1500])
-def test_silu_mul(dtype, size, device):
+def test_gated(dtype, size, device):
     torch.manual_seed(0)
     x = (torch.randn(3, 2 * size) * 5).to(dtype).to(device)
-    assert_close(elementwise.silu_mul(current_target(), x), reference.silu_mul(x))
+    assert_close(elementwise.gated(current_target(), x, GatedActivation.SILU), reference.gated(x, GatedActivation.SILU))

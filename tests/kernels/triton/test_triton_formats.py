@@ -1,4 +1,4 @@
-"""Encoding and decoding in Triton against fp8/quantize.py: every code, every rounding boundary."""
+"""Encoding and decoding in Triton against fp8/cast.py: every code, every rounding boundary."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from freight.fp8.cast import decode, encode, torch_dtype
 from freight.fp8.formats import Format
-from freight.fp8.quantize import decode, encode, torch_dtype
 from freight.kernels.reference import Fp8Products
 from freight.kernels.triton import formats
 from freight.kernels.triton.formats import Target

@@ -6,14 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from freight.fp8.cast import decode
 from freight.fp8.formats import Format
-from freight.fp8.quantize import decode
-from freight.fp8.values import Activations, Weight
 from freight.fp8.weights import quantize_blocks, quantize_rows
 from freight.kernels import reference
 from freight.kernels.triton import elementwise, linear
 from freight.kernels.triton.formats import current_target
 from freight.kernels.triton.rows import Quantized, quantize
+from freight.operands.activation import GatedActivation
+from freight.operands.weight import Activations, Weight
+
+SILU = GatedActivation.SILU
 
 FP8 = [format for format in Format if format.is_fp8]
 
@@ -90,9 +93,15 @@ def test_what_is_quantized_where_it_is_made_is_what_linear_quantizes(dtype, bloc
     total, plain = elementwise.add_rms_norm(target, x, delta, norm, 1e-5)
     same, made = elementwise.add_rms_norm(target, x, delta, norm, 1e-5, weight)
     assert torch.equal(same, total)
-    pairs = [(made, plain), (elementwise.silu_mul(target, gate_up, weight), elementwise.silu_mul(target, gate_up))]
+    pairs = [
+        (made, plain),
+        (
+            elementwise.gated(target, gate_up, SILU, weight),
+            elementwise.gated(target, gate_up, SILU),
+        ),
+    ]
     monkeypatch.setattr(elementwise, "WIDE", 0)
-    pairs.append((elementwise.silu_mul(target, gate_up, weight), pairs[1][1]))
+    pairs.append((elementwise.gated(target, gate_up, SILU, weight), pairs[1][1]))
     for one, other in pairs:
         assert isinstance(one, Quantized) == (activations is not Activations.PLAIN)
         assert torch.equal(linear.linear(target, one, weight), linear.linear(target, other, weight))

@@ -17,7 +17,8 @@ from freight.config.presets import PRESETS
 from freight.engine.prepare import Logits, SequenceSlice, prepare
 from freight.engine.runner import ModelRunner
 from freight.fp8.formats import Format, Granularity, ScaleSource
-from freight.kernels.kernel_set import KernelSet, select_kernels
+from freight.kernels.interface import KernelSet
+from freight.kernels.select import select_kernels
 from freight.models.random_weights import random_model
 
 SMALL = {

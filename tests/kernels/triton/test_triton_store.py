@@ -10,13 +10,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from freight.fp8.cast import decode, torch_dtype
 from freight.fp8.formats import Format
-from freight.fp8.quantize import decode, torch_dtype
-from freight.fp8.values import KeyCenter, KVPages
 from freight.kernels import reference
-from freight.kernels.rotary import Rotary
 from freight.kernels.triton import store
 from freight.kernels.triton.formats import current_target
+from freight.operands.kv_pages import KeyCenter, KVPages
+from freight.operands.rotary import Rotary
 
 BLOCK, NUM_BLOCKS, POSITIONS = 8, 9, 50
 FP8 = [format for format in Format if format.is_fp8]
@@ -52,8 +52,8 @@ def make_rotary(dim: int, device: str, norms: tuple[torch.Tensor, torch.Tensor] 
     return Rotary(angles.cos().to(device), angles.sin().to(device), norms, 1e-6)
 
 
-def rotate_store(*arguments: torch.Tensor | Rotary | KVPages) -> torch.Tensor:
-    return store.rotate_store(current_target(), *arguments)
+def rotate_store(qkv: torch.Tensor, *arguments: torch.Tensor | Rotary | KVPages) -> torch.Tensor:
+    return store.rotate_store(current_target(), qkv.flatten(1), *arguments)
 
 
 @pytest.mark.parametrize(("format", "scales"), CACHES)
@@ -70,7 +70,7 @@ def test_stored_bytes_are_the_reference_s(format, scales, dtype, heads, dim, dev
         rotary = replace(rotary, cos=torch.ones_like(rotary.cos), sin=torch.zeros_like(rotary.sin))
     expected, got = (make_pages(format, scales, heads, dim, device) for _ in range(2))
     arguments = (qkv, rotary, positions.to(device), slots.to(device))
-    wanted, q = reference.rotate_store(*arguments, expected), rotate_store(*arguments, got)
+    wanted, q = reference.rotate_store(qkv.flatten(1), *arguments[1:], expected), rotate_store(*arguments, got)
     assert_same(got, expected)
     assert torch.equal(q.isnan(), wanted.isnan())
     assert torch.equal(q[~q.isnan()], wanted[~wanted.isnan()])
@@ -93,7 +93,7 @@ def test_norms_and_centers(dtype, device):
     centers = {"k_center": KeyCenter.of(b, *tables), "v_center": c}
     pages = make_pages(Format.FLOAT32, "unit", kv_heads, dim, device)
     expected, got = (replace(pages, k=pages.k.clone(), v=pages.v.clone(), **centers) for _ in range(2))
-    wanted = reference.rotate_store(qkv, rotary, positions, slots, expected)
+    wanted = reference.rotate_store(qkv.flatten(1), rotary, positions, slots, expected)
     bound = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 8 * torch.finfo(dtype).eps}
     torch.testing.assert_close(rotate_store(qkv, rotary, positions, slots, got), wanted, **bound)
     torch.testing.assert_close(got.k, expected.k, **bound)

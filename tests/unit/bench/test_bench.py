@@ -21,7 +21,8 @@ from freight.config.presets import PRESETS
 from freight.engine.build import OpenModel, open_random, start_engine
 from freight.errors import ConfigError
 from freight.fp8.formats import Format
-from freight.kernels.kernel_set import REFERENCE, select_kernels
+from freight.kernels.reference_set import REFERENCE
+from freight.kernels.select import select_kernels
 
 SHAPE = PRESETS["llama-1b"] | {
     "hidden_size": 64,

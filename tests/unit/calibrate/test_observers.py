@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from freight.calibrate.observers import MSE_STEPS, PERCENTILE, by_group, make_observer, num_groups
+from freight.config.plan import ObserverKind
 from freight.errors import CheckpointError
+from freight.fp8.cast import decode, encode, scale_from_amax
 from freight.fp8.formats import Format, Granularity
-from freight.fp8.plan import ObserverKind
-from freight.fp8.quantize import decode, encode, scale_from_amax
 
 KINDS = tuple(ObserverKind)
 

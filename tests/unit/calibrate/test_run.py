@@ -16,14 +16,13 @@ from transformers import AutoModelForCausalLM
 from freight.calibrate.observers import Observer, make_observer
 from freight.calibrate.quantize import open_unquantized
 from freight.calibrate.run import FLOOR, Calibration, calibrate
-from freight.config.quantize import QuantizeArgs, plan
+from freight.config.plan import ObserverKind, QuantizeArgs, plan
 from freight.errors import CheckpointError
 from freight.fp8.formats import Format, Granularity
-from freight.fp8.plan import ObserverKind
 from freight.fp8.scheme import LayerScales
-from freight.fp8.values import Weight
-from freight.kernels.kernel_set import REFERENCE
+from freight.kernels.reference_set import REFERENCE
 from freight.models.loader import CheckpointSource
+from freight.operands.weight import Weight
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 LLM_COMPRESSOR = json.loads((FIXTURES / "llmcompressor_scales.json").read_text())

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from freight.errors import CapacityError, CheckpointError, ConfigError, RequestError
-from freight.kernels.kernel_set import select_kernels
+from freight.kernels.select import select_kernels
 
 Run = Callable[..., Any]
 

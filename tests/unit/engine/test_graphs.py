@@ -28,12 +28,13 @@ def test_a_step_is_told_what_prepare_tells_and_padding(before, count):
     buffers.fill(before)
     buffers.fill(SLICES[:count])
     told, expected = buffers.batch, prepare(SLICES[:count], 8)
-    for name in ("token_ids", "positions", "slots", "context_lens", "logit_rows"):
+    for name in ("token_ids", "positions", "context_lens", "logit_rows"):
         assert torch.equal(getattr(told, name)[:count], getattr(expected, name)), name
         assert getattr(told, name).dtype == getattr(expected, name).dtype
+    assert torch.equal(told.slots[0][:count], expected.slots[0])
     for row, part in enumerate(SLICES[:count]):
-        assert told.block_tables[row, : len(part.block_ids)].tolist() == list(part.block_ids)
+        assert told.block_tables[0][row, : len(part.block_ids)].tolist() == list(part.block_ids)
     assert told.query_starts.tolist() == [0, 1, 2, 3, 4]
-    assert told.slots[count:].eq(-1).all()
+    assert told.slots[0][count:].eq(-1).all()
     assert told.context_lens[count:].eq(0).all()
     assert told.num_tokens == told.num_seqs == 4

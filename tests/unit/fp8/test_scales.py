@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from freight.fp8.formats import Format
-from freight.fp8.quantize import (
+from freight.fp8.cast import (
     SMALLEST_SCALE,
     amax,
     decode,
@@ -15,6 +14,7 @@ from freight.fp8.quantize import (
     scale_from_amax,
     token_scale,
 )
+from freight.fp8.formats import Format
 
 FP8 = [format for format in Format if format.is_fp8]
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from freight.fp8 import weights
+from freight.fp8.cast import SMALLEST_SCALE, decode
 from freight.fp8.formats import Format
-from freight.fp8.quantize import SMALLEST_SCALE, decode
 from freight.fp8.weights import expand_blocks, fit_rows, quantize_blocks, quantize_rows
 
 KINDS = {Format.E4M3FN: ml_dtypes.float8_e4m3fn, Format.E4M3FNUZ: ml_dtypes.float8_e4m3fnuz}

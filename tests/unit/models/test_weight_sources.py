@@ -16,12 +16,12 @@ from freight.config.model import parse_model_config
 from freight.config.presets import PRESETS
 from freight.engine.build import open_model, open_random
 from freight.fp8.formats import Format
-from freight.fp8.values import Activations, Weight
 from freight.fp8.weights import fit_rows
-from freight.kernels.kernel_set import REFERENCE
+from freight.kernels.reference_set import REFERENCE
 from freight.models.decoder import Decoder
 from freight.models.loader import load_model
 from freight.models.random_weights import random_model
+from freight.operands.weight import Activations, Weight
 
 SMALL = {
     **PRESETS["llama-1b"],

@@ -10,12 +10,12 @@ import ctypes
 import torch
 from torch import Tensor
 
-from freight.batch import ForwardBatch
-from freight.fp8.quantize import format_of
-from freight.fp8.values import KVPages
+from freight.fp8.cast import format_of
 from freight.kernels.cpu.library import Library
 from freight.kernels.cpu.pages import FORMATS, address, check_head_dim, scales_of
-from freight.kernels.kernel_set import Attend
+from freight.kernels.reference import add_v_center
+from freight.operands.batch import Sequences
+from freight.operands.kv_pages import KVPages
 
 
 class _Arguments(ctypes.Structure):
@@ -34,62 +34,57 @@ class _Arguments(ctypes.Structure):
     )
 
 
-def make_attention(library: Library) -> Attend:
-    """`KernelSet.attention` for this build."""
-    call = library.function("freight_attention", ctypes.POINTER(_Arguments))
+def attention(
+    library: Library,
+    q: Tensor,
+    pages: KVPages,
+    sequences: Sequences,
+    softmax_scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> Tensor:
+    """q: [num_tokens, num_heads, head_dim]; returns the same. As `reference.attention`; over FP8 and bfloat16 pages
+    with the avx512 build, bfloat16 queries use bfloat16 dot products.
 
-    def attention(
-        q: Tensor,
-        pages: KVPages,
-        batch: ForwardBatch,
-        softmax_scale: float,
-        window: int | None,
-        soft_cap: float | None = None,
-    ) -> Tensor:
-        """q: [num_tokens, num_heads, head_dim]; returns the same. As `reference.attention`; over FP8 and bfloat16 pages
-        with the avx512 build, bfloat16 queries use bfloat16 dot products.
-
-        Raises KernelError for a head_dim above MAX_HEAD_DIM and for a context shorter than its queries, CapacityError
-        if working memory cannot be allocated.
-        """
-        check_head_dim(q)
-        q = q.contiguous()
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        _, num_heads, head_dim = q.shape
-        _, block_size, num_kv_heads, _ = pages.k.shape
-        center = pages.k_center
-        call(
-            _Arguments(
-                q=q.data_ptr(),
-                out=out.data_ptr(),
-                k=address(pages.k),
-                v=address(pages.v),
-                k_scale=address(pages.k_scale),
-                v_scale=address(pages.v_scale),
-                query_starts=address(batch.query_starts),
-                context_lens=address(batch.context_lens),
-                block_tables=address(batch.block_tables),
-                center_pairs=address(center.pairs) if center else None,
-                center_parts=address(center.parts) if center else None,
-                center_cos=address(center.cos) if center else None,
-                center_sin=address(center.sin) if center else None,
-                q_stride=q.stride(0),
-                q_type=FORMATS[format_of(q)],
-                kv_format=FORMATS[pages.format],
-                scales=scales_of(pages),
-                num_seqs=batch.num_seqs,
-                max_blocks=batch.block_tables.shape[1],
-                num_heads=num_heads,
-                num_kv_heads=num_kv_heads,
-                head_dim=head_dim,
-                block_size=block_size,
-                window=window or 0,
-                center_size=center.pairs.shape[1] if center else 0,
-                softmax_scale=softmax_scale,
-                soft_cap=soft_cap or 0.0,
-                threads=torch.get_num_threads(),
-            )
+    Raises KernelError for a head_dim above MAX_HEAD_DIM and for a context shorter than its queries, CapacityError
+    if working memory cannot be allocated.
+    """
+    check_head_dim(pages)
+    q = q.contiguous()
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    _, num_heads, head_dim = q.shape
+    _, block_size, num_kv_heads, _ = pages.k.shape
+    center = pages.k_center
+    library.function("freight_attention", ctypes.POINTER(_Arguments))(
+        _Arguments(
+            q=q.data_ptr(),
+            out=out.data_ptr(),
+            k=address(pages.k),
+            v=address(pages.v),
+            k_scale=address(pages.k_scale),
+            v_scale=address(pages.v_scale),
+            query_starts=address(sequences.query_starts),
+            context_lens=address(sequences.context_lens),
+            block_tables=address(sequences.block_tables),
+            center_pairs=address(center.pairs) if center else None,
+            center_parts=address(center.parts) if center else None,
+            center_cos=address(center.cos) if center else None,
+            center_sin=address(center.sin) if center else None,
+            q_stride=q.stride(0),
+            q_type=FORMATS[format_of(q)],
+            kv_format=FORMATS[pages.format],
+            scales=scales_of(pages),
+            num_seqs=sequences.num_seqs,
+            max_blocks=sequences.block_tables.shape[1],
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            block_size=block_size,
+            window=window or 0,
+            center_size=center.pairs.shape[1] if center else 0,
+            softmax_scale=softmax_scale,
+            soft_cap=soft_cap or 0.0,
+            threads=torch.get_num_threads(),
         )
-        return out
-
-    return attention
+    )
+    return add_v_center(out, pages)

@@ -44,6 +44,7 @@ class Library:
     build: str
     functions: ctypes.CDLL
 
+    @cache  # noqa: B019 - a library is never unloaded
     def function(self, name: str, *arguments: Any) -> Callable[..., None]:
         """The C function `name`, which takes `arguments` (ctypes types) and returns a FreightStatus.
 

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from freight.errors import KernelError
-from freight.fp8.values import Activations, Weight
 from freight.kernels.cpu.library import Library
+from freight.operands.weight import Activations, Weight
 
 # FreightFormat in csrc/freight.h, of what a Linear computes with
 _FORMATS = {
@@ -75,8 +74,8 @@ def _aligned(num_bytes: int) -> Tensor:
     return memory[start : start + num_bytes]
 
 
-def make_pack(library: Library) -> Callable[[Weight], PackedWeight]:
-    """`KernelSet.pack` for this build. Raises KernelError for a weight that it does not compute with."""
+def pack(library: Library, weight: Weight) -> PackedWeight:
+    """`weight` in the layout of this build. Raises KernelError for a weight that it does not compute with."""
     packed_bytes = library.functions.freight_packed_bytes
     packed_bytes.argtypes = [ctypes.c_int32, ctypes.c_int64, ctypes.c_int64]
     packed_bytes.restype = ctypes.c_int64
@@ -85,62 +84,53 @@ def make_pack(library: Library) -> Callable[[Weight], PackedWeight]:
         *(ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_int64),
         *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32),
     )
-
-    def pack(weight: Weight) -> PackedWeight:
-        out_features, in_features = weight.data.shape
-        data = weight.data.contiguous()
-        if str(data.dtype) == "torch.float8_e4m3fn":
-            data = data.view(torch.uint8)
-        if data.dtype not in _FORMATS or data.device.type != "cpu":
-            raise KernelError(
-                f"the CPU kernels compute with weights in float32, float16, bfloat16 and float8_e4m3fn in main memory, "
-                f"not {weight.data.dtype} on {weight.data.device}; --kernels reference takes the others"
-            )
-        format = _FORMATS[data.dtype]
-        scale = torch.ones(-(-out_features // _LANES) * _LANES, dtype=torch.float32, device="cpu")
-        if weight.scale is not None and weight.scale.ndim == 1:
-            scale[:out_features] = weight.scale
-        blocks = weight.scale.float().contiguous() if weight.scale is not None and weight.scale.ndim == 2 else None
-        packed = _aligned(packed_bytes(format, out_features, in_features))
-        call(
-            *(data.data_ptr(), format, out_features, in_features),
-            *(packed.data_ptr(), scale.data_ptr(), torch.get_num_threads()),
+    out_features, in_features = weight.data.shape
+    data = weight.data.contiguous()
+    if str(data.dtype) == "torch.float8_e4m3fn":
+        data = data.view(torch.uint8)
+    if data.dtype not in _FORMATS or data.device.type != "cpu":
+        raise KernelError(
+            f"the CPU kernels compute with weights in float32, float16, bfloat16 and float8_e4m3fn in main memory, "
+            f"not {weight.data.dtype} on {weight.data.device}; --kernels reference takes the others"
         )
-        descriptor = _Descriptor(
-            data=packed.data_ptr(),
-            scale=scale.data_ptr(),
-            block_scale=None if blocks is None else blocks.data_ptr(),
-            out_features=out_features,
-            in_features=in_features,
-            format=format,
-            activations=_ACTIVATIONS[weight.activations],
-            input_scale=weight.input_scale or 1.0,
-        )
-        address = ctypes.addressof(descriptor)
-        return PackedWeight(out_features, in_features, packed, scale, blocks, descriptor, address)
+    format = _FORMATS[data.dtype]
+    scale = torch.ones(-(-out_features // _LANES) * _LANES, dtype=torch.float32, device="cpu")
+    if weight.scale is not None and weight.scale.ndim == 1:
+        scale[:out_features] = weight.scale
+    blocks = weight.scale.float().contiguous() if weight.scale is not None and weight.scale.ndim == 2 else None
+    packed = _aligned(packed_bytes(format, out_features, in_features))
+    call(
+        *(data.data_ptr(), format, out_features, in_features),
+        *(packed.data_ptr(), scale.data_ptr(), torch.get_num_threads()),
+    )
+    descriptor = _Descriptor(
+        data=packed.data_ptr(),
+        scale=scale.data_ptr(),
+        block_scale=None if blocks is None else blocks.data_ptr(),
+        out_features=out_features,
+        in_features=in_features,
+        format=format,
+        activations=_ACTIVATIONS[weight.activations],
+        input_scale=weight.input_scale or 1.0,
+    )
+    address = ctypes.addressof(descriptor)
+    return PackedWeight(out_features, in_features, packed, scale, blocks, descriptor, address)
 
-    return pack
 
-
-def make_linear(library: Library) -> Callable[[Tensor, PackedWeight, Tensor | None], Tensor]:
-    """`KernelSet.linear` for this build."""
+def linear(library: Library, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    """x @ weight.T + bias. x: [rows, in_features]; returns [rows, out_features] in x's dtype."""
     call = library.function(
         "freight_linear",
         *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64),
         *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32),
     )
-
-    def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-        """x @ weight.T + bias. x: [rows, in_features]; returns [rows, out_features] in x's dtype."""
-        rows, in_features = x.shape
-        assert in_features == weight.in_features
-        assert bias is None or (bias.dtype == x.dtype and bias.is_contiguous())
-        x = x.contiguous()
-        out = x.new_empty(rows, weight.out_features)
-        call(
-            *(weight.address, x.data_ptr(), _FORMATS[x.dtype], rows),
-            *(None if bias is None else bias.data_ptr(), out.data_ptr(), torch.get_num_threads()),
-        )
-        return out
-
-    return linear
+    rows, in_features = x.shape
+    assert in_features == weight.in_features
+    assert bias is None or (bias.dtype == x.dtype and bias.is_contiguous())
+    x = x.contiguous()
+    out = x.new_empty(rows, weight.out_features)
+    call(
+        *(weight.address, x.data_ptr(), _FORMATS[x.dtype], rows),
+        *(None if bias is None else bias.data_ptr(), out.data_ptr(), torch.get_num_threads()),
+    )
+    return out

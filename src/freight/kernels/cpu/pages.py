@@ -6,7 +6,7 @@ from torch import Tensor
 
 from freight.errors import KernelError
 from freight.fp8.formats import Format
-from freight.fp8.values import KVPages
+from freight.operands.kv_pages import KVPages
 
 # FreightFormat in csrc/freight.h
 FORMATS = {
@@ -34,9 +34,10 @@ def address(tensor: Tensor | None) -> int | None:
     return tensor.data_ptr()
 
 
-def check_head_dim(x: Tensor) -> None:
-    """Raises KernelError for x [rows, heads, head_dim] with a head_dim above MAX_HEAD_DIM."""
-    if x.shape[2] > MAX_HEAD_DIM:
+def check_head_dim(pages: KVPages) -> None:
+    """Raises KernelError for pages with a head_dim above MAX_HEAD_DIM."""
+    head_dim = max(pages.k.shape[3], pages.v.shape[3])
+    if head_dim > MAX_HEAD_DIM:
         raise KernelError(
-            f"the CPU kernels support a head_dim of at most {MAX_HEAD_DIM}, not {x.shape[2]}; use --kernels reference"
+            f"the CPU kernels support a head_dim of at most {MAX_HEAD_DIM}, not {head_dim}; use --kernels reference"
         )

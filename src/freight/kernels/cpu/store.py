@@ -10,12 +10,11 @@ import ctypes
 import torch
 from torch import Tensor
 
-from freight.fp8.quantize import format_of
-from freight.fp8.values import KVPages
+from freight.fp8.cast import format_of
 from freight.kernels.cpu.library import Library
 from freight.kernels.cpu.pages import FORMATS, address, check_head_dim, scales_of
-from freight.kernels.kernel_set import RotateStore
-from freight.kernels.rotary import Rotary
+from freight.operands.kv_pages import KVPages
+from freight.operands.rotary import Rotary
 
 
 class _Arguments(ctypes.Structure):
@@ -33,50 +32,47 @@ class _Arguments(ctypes.Structure):
     )
 
 
-def make_rotate_store(library: Library) -> RotateStore:
-    """`KernelSet.rotate_store` for this build."""
-    call = library.function("freight_rotate_store", ctypes.POINTER(_Arguments))
+def rotate_store(
+    library: Library, qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor, pages: KVPages
+) -> Tensor:
+    """`reference.rotate_store`. qkv: contiguous.
 
-    def rotate_store(qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor, pages: KVPages) -> Tensor:
-        """qkv: [rows, num_heads + 2 * num_kv_heads, head_dim]; returns q, [rows, num_heads, head_dim].
-
-        Raises KernelError for a head_dim above MAX_HEAD_DIM.
-        """
-        check_head_dim(qkv)
-        rows, all_heads, head_dim = qkv.shape
-        num_kv_heads = pages.k.shape[2]
-        assert pages.k.shape[3] == 2 * rotary.cos.shape[1] == head_dim
-        assert rotary.norms is None or all(weight.dtype == qkv.dtype for weight in rotary.norms)
-        q = torch.empty((rows, all_heads - 2 * num_kv_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
-        q_norm, k_norm = rotary.norms or (None, None)
-        call(
-            _Arguments(
-                qkv=address(qkv),
-                q=q.data_ptr(),
-                k_pages=address(pages.k),
-                v_pages=address(pages.v),
-                k_scale=address(pages.k_scale),
-                v_scale=address(pages.v_scale),
-                positions=address(positions),
-                slots=address(slots),
-                cos=address(rotary.cos),
-                sin=address(rotary.sin),
-                q_norm=address(q_norm),
-                k_norm=address(k_norm),
-                k_center=address(pages.k_center.b) if pages.k_center else None,
-                v_center=address(pages.v_center),
-                counters=address(pages.counters),
-                rows=rows,
-                num_heads=q.shape[1],
-                num_kv_heads=num_kv_heads,
-                head_dim=head_dim,
-                type=FORMATS[format_of(qkv)],
-                kv_format=FORMATS[pages.format],
-                scales=scales_of(pages),
-                eps=rotary.eps,
-                threads=torch.get_num_threads(),
-            )
+    Raises KernelError for a head_dim above MAX_HEAD_DIM.
+    """
+    check_head_dim(pages)
+    rows, width = qkv.shape
+    num_kv_heads, head_dim = pages.k.shape[2:]
+    all_heads = width // head_dim
+    assert pages.v.shape[3] == rotary.rotary_dim == head_dim
+    assert rotary.norms is None or all(weight.dtype == qkv.dtype for weight in rotary.norms)
+    q = torch.empty((rows, all_heads - 2 * num_kv_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    q_norm, k_norm = rotary.norms or (None, None)
+    library.function("freight_rotate_store", ctypes.POINTER(_Arguments))(
+        _Arguments(
+            qkv=address(qkv),
+            q=q.data_ptr(),
+            k_pages=address(pages.k),
+            v_pages=address(pages.v),
+            k_scale=address(pages.k_scale),
+            v_scale=address(pages.v_scale),
+            positions=address(positions),
+            slots=address(slots),
+            cos=address(rotary.cos),
+            sin=address(rotary.sin),
+            q_norm=address(q_norm),
+            k_norm=address(k_norm),
+            k_center=address(pages.k_center.b) if pages.k_center else None,
+            v_center=address(pages.v_center),
+            counters=address(pages.counters),
+            rows=rows,
+            num_heads=q.shape[1],
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            type=FORMATS[format_of(qkv)],
+            kv_format=FORMATS[pages.format],
+            scales=scales_of(pages),
+            eps=rotary.eps,
+            threads=torch.get_num_threads(),
         )
-        return q
-
-    return rotate_store
+    )
+    return q

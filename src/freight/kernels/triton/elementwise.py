@@ -10,9 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from freight.fp8.values import Weight
 from freight.kernels.triton.formats import Target
 from freight.kernels.triton.rows import Quantized, allocate_output, quantize, quantizes, this_row, write_row
+from freight.operands.activation import GatedActivation
+from freight.operands.weight import Weight
 
 
 @triton.jit
@@ -65,11 +66,19 @@ def silu_mul_row_kernel(
 
 
 def add_rms_norm(
-    target: Target, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, consumer: Weight | None = None
+    target: Target,
+    x: Tensor,
+    delta: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    consumer: Weight | None = None,
+    delta_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | Quantized]:
     """`reference.add_rms_norm`; the norm is quantized if `consumer` takes quantized rows. x, delta: contiguous."""
     assert x.is_contiguous()
     assert delta is None or delta.is_contiguous()
+    assert weight.dtype == x.dtype
+    assert delta_weight is None
     rows, size = x.shape
     total = x if delta is None else torch.empty_like(x)
     out, pointers, constants = allocate_output(target, x, size, consumer)
@@ -80,9 +89,12 @@ def add_rms_norm(
 WIDE = 32768  # beyond it the gates and ups of a row do not fit the registers of one program
 
 
-def silu_mul(target: Target, gate_up: Tensor, consumer: Weight | None = None) -> Tensor | Quantized:
-    """`reference.silu_mul`, quantized if `consumer` takes quantized rows. gate_up: [rows, 2 * size], contiguous."""
+def gated(
+    target: Target, gate_up: Tensor, activation: GatedActivation, consumer: Weight | None = None
+) -> Tensor | Quantized:
+    """`reference.gated`, quantized if `consumer` takes quantized rows. gate_up: [rows, 2 * size], contiguous."""
     assert gate_up.is_contiguous()
+    assert activation is GatedActivation.SILU
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     if quantizes(consumer) and size <= WIDE:
         result, pointers, constants = allocate_output(target, gate_up, size, consumer)

@@ -1,7 +1,7 @@
 """FP8 on a GPU: encoding and decoding, by conversion instructions where the hardware has them, else by bits.
 
 `encode_bits` and `decode_bits` use integer arithmetic and one exact float32 addition or float16 multiplication, so
-every format runs on every GPU, and gives the bytes of `fp8/quantize.py`: to nearest, ties to even, saturating, NaN
+every format runs on every GPU, and gives the bytes of `fp8/cast.py`: to nearest, ties to even, saturating, NaN
 kept. The element type of a pointer selects the way at compile time: float8 means that the hardware converts,
 uint8 that it does not. `carrier` makes that choice on the host; in Triton's interpreter it is always uint8.
 
@@ -18,8 +18,8 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
+from freight.fp8.cast import format_of
 from freight.fp8.formats import Format
-from freight.fp8.quantize import format_of
 from freight.kernels.reference import Fp8Products
 
 

@@ -16,11 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from freight.fp8.cast import format_of
 from freight.fp8.formats import Format
-from freight.fp8.quantize import format_of
-from freight.fp8.values import Weight
 from freight.kernels.triton.formats import Target, carrier, decode
 from freight.kernels.triton.rows import Quantized, quantize, quantizes
+from freight.operands.weight import Weight
 
 FEW_ROWS = 64  # up to here reading the weights takes longer than multiplying with them
 

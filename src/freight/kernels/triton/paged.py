@@ -15,11 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from freight.batch import ForwardBatch
-from freight.fp8.values import KVPages
-from freight.kernels.reference import Fp8Products
+from freight.kernels.reference import Fp8Products, add_v_center
 from freight.kernels.triton.attention import decode_kernel, merge_kernel, prefill_kernel
 from freight.kernels.triton.formats import Target, carrier
+from freight.operands.batch import Sequences
+from freight.operands.kv_pages import KVPages
 
 SPLIT = 512  # keys of one split in decoding
 MERGE_TILE = 16
@@ -106,7 +106,7 @@ def attention(
     target: Target,
     q: Tensor,
     pages: KVPages,
-    batch: ForwardBatch,
+    sequences: Sequences,
     softmax_scale: float,
     window: int | None,
     soft_cap: float | None = None,
@@ -122,17 +122,18 @@ def attention(
     k, v = carrier(pages.k, target), carrier(pages.v, target)
     scale = softmax_scale * math.log2(math.e) * (2 / soft_cap if soft_cap else 1)
     cap = (soft_cap or 0.0) * math.log2(math.e)
-    sequences = (batch.query_starts, batch.context_lens)
+    lengths = (sequences.query_starts, sequences.context_lens)
     extras = (*center_arguments(q, pages, scale), cap)
-    if batch.num_tokens > batch.num_seqs:
+    num_tokens, num_seqs = len(q), sequences.num_seqs
+    if num_tokens > num_seqs:
         types = dot_types(target, q.dtype, pages, fp8, decoding=False)
         bytes_per_value = types["V_DOT"].primitive_bitwidth // 8
         tile = prefill_tile(target, shared["BLOCK_DIM"], bytes_per_value, shared["CENTERED"])
         queries = max(1, tile.rows // shared["GROUP"])
-        grid = (batch.num_tokens // queries + batch.num_seqs, shared["HEADS"])
+        grid = (num_tokens // queries + num_seqs, shared["HEADS"])
         prefill_kernel[grid](
-            *(q, out, k, v, pages.k_scale, pages.v_scale, *sequences, batch.block_tables, batch.num_seqs),
-            *(batch.block_tables.stride(0), q.stride(0), q.stride(1), scale, window or 0, *extras),
+            *(q, out, k, v, pages.k_scale, pages.v_scale, *lengths, sequences.block_tables, num_seqs),
+            *(sequences.block_tables.stride(0), q.stride(0), q.stride(1), scale, window or 0, *extras),
             **(shared | types),
             ROWS=max(tile.rows, triton.next_power_of_2(shared["GROUP"])),
             QUERIES=queries,
@@ -141,8 +142,8 @@ def attention(
             num_stages=tile.stages,
         )
     shared |= dot_types(target, q.dtype, pages, fp8, decoding=True)
-    _decode(target, q, out, k, v, pages, batch, scale, window, extras, shared)
-    return out
+    _decode(target, q, out, k, v, pages, sequences, scale, window, extras, shared)
+    return add_v_center(out, pages)
 
 
 def _decode(
@@ -152,7 +153,7 @@ def _decode(
     k: Tensor,
     v: Tensor,
     pages: KVPages,
-    batch: ForwardBatch,
+    sequences: Sequences,
     scale: float,
     window: int | None,
     extras: tuple[Tensor | int | float | None, ...],
@@ -160,14 +161,23 @@ def _decode(
 ) -> None:
     """Compute the rows of sequences that have one row in this step, into `out`."""
     tile = decode_tile(target, shared["BLOCK_DIM"], shared["V_DOT"].primitive_bitwidth // 8)
-    heads, num_seqs = shared["HEADS"], batch.num_seqs
-    max_splits = triton.cdiv(batch.block_tables.shape[1] * pages.block_size, SPLIT)
+    heads, num_seqs = shared["HEADS"], sequences.num_seqs
+    tables = sequences.block_tables
+    max_splits = triton.cdiv(tables.shape[1] * pages.block_size, SPLIT)
     programs = min(max_splits, triton.cdiv(PROGRAMS_PER_UNIT * target.units, num_seqs * heads))
     partial = q.new_empty(num_seqs, heads, max_splits, shared["GROUP"], shared["DIM"], dtype=torch.float32)
     stats = q.new_empty(*partial.shape[:-1], 2, dtype=torch.float32)
     decode_kernel[(programs, heads, num_seqs)](
-        *(q, partial, stats, k, v, pages.k_scale, pages.v_scale, batch.query_starts, batch.context_lens),
-        *(batch.block_tables, batch.block_tables.stride(0), max_splits, q.stride(0), q.stride(1), scale, window or 0),
+        *(q, partial, stats, k, v, pages.k_scale, pages.v_scale, sequences.query_starts, sequences.context_lens),
+        *(
+            sequences.block_tables,
+            sequences.block_tables.stride(0),
+            max_splits,
+            q.stride(0),
+            q.stride(1),
+            scale,
+            window or 0,
+        ),
         *extras,
         **shared,
         ROWS=max(tile.rows, triton.next_power_of_2(shared["GROUP"])),
@@ -178,7 +188,7 @@ def _decode(
     )
     kept = ("GROUP", "HEADS", "DIM", "BLOCK_DIM", "SCALES", "WINDOWED")
     merge_kernel[(q.shape[1], num_seqs)](
-        *(partial, stats, out, pages.v_scale, batch.query_starts, batch.context_lens, max_splits, window or 0),
+        *(partial, stats, out, pages.v_scale, sequences.query_starts, sequences.context_lens, max_splits, window or 0),
         **{name: shared[name] for name in kept},
         KEYS=tile.keys,
         SPLIT=SPLIT,

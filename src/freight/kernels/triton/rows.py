@@ -14,11 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from freight.fp8.cast import format_of, torch_dtype
 from freight.fp8.formats import Format
-from freight.fp8.quantize import format_of, torch_dtype
-from freight.fp8.values import Activations, Weight
 from freight.fp8.weights import BLOCK
 from freight.kernels.triton.formats import Target, carrier, encode, finite_amax, scale_from_amax
+from freight.operands.weight import Activations, Weight
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from freight.fp8.values import KVPages
-from freight.kernels.rotary import Rotary
 from freight.kernels.triton.formats import Target, carrier, encode, finite_amax, scale_from_amax
 from freight.kernels.triton.rows import warps_for
+from freight.operands.kv_pages import KVPages
+from freight.operands.rotary import Rotary
 
 
 @triton.jit
@@ -150,10 +150,12 @@ FEW_ROWS = 512  # up to here a program takes one row, so that there are enough p
 def rotate_store(
     target: Target, qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor, pages: KVPages
 ) -> Tensor:
-    """`reference.rotate_store`. qkv: [rows, num_heads + 2 * num_kv_heads, head_dim], contiguous."""
+    """`reference.rotate_store`. qkv: contiguous."""
     assert qkv.is_contiguous()
-    rows, all_heads, dim = qkv.shape
-    kv_heads = pages.k.shape[2]
+    rows, width = qkv.shape
+    kv_heads, dim = pages.k.shape[2:]
+    all_heads = width // dim
+    assert pages.v.shape[3] == rotary.rotary_dim == dim
     q = torch.empty(rows, all_heads - 2 * kv_heads, dim, dtype=qkv.dtype, device=qkv.device)
     q_norm, k_norm = rotary.norms or (None, None)
     k_center = None if pages.k_center is None else pages.k_center.b

@@ -14,10 +14,10 @@ from freight.checkpoint.kv_scales import read_kv_scales, read_scale_json
 from freight.checkpoint.reader import Checkpoint, resolve_model
 from freight.checkpoint.writer import require_new
 from freight.config.model import ModelConfig, parse_model_config
+from freight.config.plan import ActivationScheme, Layout, ObserverKind, QuantizePlan, WeightScheme
 from freight.config.resolve import for_variant
 from freight.errors import CheckpointError, ConfigError
 from freight.fp8.formats import Format, Granularity
-from freight.fp8.plan import ActivationScheme, Layout, ObserverKind, QuantizePlan, WeightScheme
 from freight.fp8.scheme import KVScales, LayerScales
 
 

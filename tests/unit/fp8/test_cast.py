@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from freight.errors import KernelError
+from freight.fp8.cast import amax, convert_e4m3, decode, encode, format_of, torch_dtype
 from freight.fp8.formats import Format
-from freight.fp8.quantize import amax, convert_e4m3, decode, encode, format_of, torch_dtype
 
 FP8 = [format for format in Format if format.is_fp8]
 ML = {format: np.dtype(getattr(ml_dtypes, format.torch_name)) for format in FP8}

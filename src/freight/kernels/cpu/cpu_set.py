@@ -1,0 +1,63 @@
+"""CpuKernels: one loaded build of csrc/ as a KernelSet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from freight.kernels.cpu import attention, elementwise, linear, store
+from freight.kernels.cpu.library import Library
+from freight.kernels.cpu.linear import PackedWeight
+from freight.operands.activation import GatedActivation
+from freight.operands.batch import Sequences
+from freight.operands.kv_pages import KVPages
+from freight.operands.rotary import Rotary
+from freight.operands.weight import Weight
+
+
+@dataclass(frozen=True)
+class CpuKernels:
+    """The compiled kernels. They take no `consumer`: activations are quantized by the product itself."""
+
+    library: Library
+    note: str = ""
+
+    @property
+    def name(self) -> str:
+        """The build is part of the name: 'cpu-avx2'."""
+        return f"cpu-{self.library.build}"
+
+    def pack(self, weight: Weight) -> PackedWeight:
+        return linear.pack(self.library, weight)
+
+    def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+        return linear.linear(self.library, x, weight, bias)
+
+    def add_rms_norm(
+        self,
+        x: Tensor,
+        delta: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        consumer: object = None,
+        delta_weight: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        return elementwise.add_rms_norm(self.library, x, delta, weight, eps, delta_weight)
+
+    def gated(self, gate_up: Tensor, activation: GatedActivation, consumer: object = None) -> Tensor:
+        return elementwise.gated(self.library, gate_up, activation)
+
+    def rotate_store(self, qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor, pages: KVPages) -> Tensor:
+        return store.rotate_store(self.library, qkv, rotary, positions, slots, pages)
+
+    def attention(
+        self,
+        q: Tensor,
+        pages: KVPages,
+        sequences: Sequences,
+        softmax_scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> Tensor:
+        return attention.attention(self.library, q, pages, sequences, softmax_scale, window, soft_cap)

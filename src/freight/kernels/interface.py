@@ -1,0 +1,94 @@
+"""KernelSet: the operations that a model is built from, as every set of kernels implements them.
+
+`kernels/reference.py` defines what each operation computes, to the formula; the compiled sets are tested against it.
+Layers take a set as a value and call its methods; `kernels/select.py` chooses it. Shapes are named as in the rest of
+the source: rows are tokens, laid end to end over all sequences of a step.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from freight.operands.activation import GatedActivation
+from freight.operands.batch import Sequences
+from freight.operands.kv_pages import KVPages
+from freight.operands.rotary import Rotary
+from freight.operands.weight import Weight
+
+
+class KernelSet(Protocol):
+    """Functions on tensors of one device.
+
+    A `consumer` is the packed weight that alone takes an operation's output as its input, or None. With a consumer, a
+    set may return the output in the form that its `linear` takes for that weight (quantized), instead of a tensor.
+    """
+
+    @property
+    def name(self) -> str:
+        """The value of `--kernels`, with the build: 'reference', 'cpu-avx512', 'triton'."""
+        ...
+
+    @property
+    def note(self) -> str:
+        """Why this set was chosen, for the log at start-up; may be ''."""
+        ...
+
+    def pack(self, weight: Weight) -> Any:
+        """`weight` as this set's `linear` takes it; called once, at load. Raises KernelError for other formats."""
+        ...
+
+    def linear(self, x: Any, weight: Any, bias: Tensor | None = None) -> Tensor:
+        """x @ weight.T + bias, [rows, out_features] in x's dtype.
+
+        x: [rows, in_features], or what an operation returned for `consumer=weight`; weight: what `pack` returned;
+        bias: [out_features] in x's dtype.
+        """
+        ...
+
+    def add_rms_norm(
+        self,
+        x: Tensor,
+        delta: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        consumer: Any = None,
+        delta_weight: Tensor | None = None,
+    ) -> tuple[Tensor, Any]:
+        """x + delta in x's dtype (x if delta is None), and the RMSNorm of that sum, for `consumer`.
+
+        x, delta: [rows, size]; weight: [size], in x's dtype: the normed values are rounded before they are multiplied
+        with it, or float32: they are multiplied first and rounded once. With `delta_weight`, as `weight`, the RMSNorm
+        of delta is added instead of delta (the sandwich norms of Gemma 2).
+        """
+        ...
+
+    def gated(self, gate_up: Tensor, activation: GatedActivation, consumer: Any = None) -> Any:
+        """activation(gate) * up, [rows, size], for `consumer`. gate_up: [rows, 2 * size], gate first."""
+        ...
+
+    def rotate_store(self, qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor, pages: KVPages) -> Tensor:
+        """Norm and rotate q and k, subtract the centers, quantize k and v into `slots`; returns q.
+
+        qkv: [rows, num_heads * k_dim + num_kv_heads * (k_dim + v_dim)], the heads of q, then of k, then of v; positions
+        and slots: [rows] int64, slot -1 stores nothing. Returns [rows, num_heads, k_dim].
+        """
+        ...
+
+    def attention(
+        self,
+        q: Tensor,
+        pages: KVPages,
+        sequences: Sequences,
+        softmax_scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> Tensor:
+        """Causal grouped-query attention of each row over its own sequence, read back from the pages.
+
+        q: [num_tokens, num_heads, k_dim]; returns [num_tokens, num_heads, v_dim] in q's dtype. A key at distance
+        < window is seen. With a soft cap, scores are bounded by a tanh. The centers that `rotate_store` subtracted are
+        added back here. Raises KernelError for a context shorter than its queries.
+        """
+        ...

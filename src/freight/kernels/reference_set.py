@@ -1,0 +1,61 @@
+"""ReferenceKernels: the functions of `reference.py` as a KernelSet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from freight.kernels import reference
+from freight.kernels.reference import Fp8Products
+from freight.operands.activation import GatedActivation
+from freight.operands.batch import Sequences
+from freight.operands.kv_pages import KVPages
+from freight.operands.rotary import Rotary
+from freight.operands.weight import Weight
+
+
+@dataclass(frozen=True)
+class ReferenceKernels:
+    """Plain torch on any device. `products`: which products of attention multiply FP8 by FP8."""
+
+    products: Fp8Products = Fp8Products.NONE
+    note: str = ""
+    name: str = "reference"
+
+    def pack(self, weight: Weight) -> Weight:
+        return weight
+
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        return reference.linear(x, weight, bias)
+
+    def add_rms_norm(
+        self,
+        x: Tensor,
+        delta: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        consumer: object = None,
+        delta_weight: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        return reference.add_rms_norm(x, delta, weight, eps, delta_weight)
+
+    def gated(self, gate_up: Tensor, activation: GatedActivation, consumer: object = None) -> Tensor:
+        return reference.gated(gate_up, activation)
+
+    def rotate_store(self, qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor, pages: KVPages) -> Tensor:
+        return reference.rotate_store(qkv, rotary, positions, slots, pages)
+
+    def attention(
+        self,
+        q: Tensor,
+        pages: KVPages,
+        sequences: Sequences,
+        softmax_scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> Tensor:
+        return reference.attention(q, pages, sequences, softmax_scale, window, soft_cap, self.products)
+
+
+REFERENCE = ReferenceKernels()

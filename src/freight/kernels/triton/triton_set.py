@@ -1,0 +1,68 @@
+"""TritonKernels: FP8 and 16-bit models on NVIDIA and AMD GPUs.
+
+A kernel is compiled when it is first launched, once for each combination of types, compile-time constants and known
+divisors of its arguments. Arguments that change from step to step are therefore marked `do_not_specialize`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from freight.kernels.triton import elementwise, linear, paged, store
+from freight.kernels.triton.formats import Target
+from freight.kernels.triton.rows import Quantized
+from freight.operands.activation import GatedActivation
+from freight.operands.batch import Sequences
+from freight.operands.kv_pages import KVPages
+from freight.operands.rotary import Rotary
+from freight.operands.weight import Weight
+
+
+@dataclass(frozen=True)
+class TritonKernels:
+    """The set for `target`; `fp8_attention` as in `select_kernels`."""
+
+    target: Target
+    fp8_attention: bool = False
+    note: str = ""
+
+    name: ClassVar[str] = "triton"
+
+    def pack(self, weight: Weight) -> Weight:
+        return weight
+
+    def linear(self, x: Tensor | Quantized, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        return linear.linear(self.target, x, weight, bias)
+
+    def add_rms_norm(
+        self,
+        x: Tensor,
+        delta: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        consumer: Weight | None = None,
+        delta_weight: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | Quantized]:
+        return elementwise.add_rms_norm(self.target, x, delta, weight, eps, consumer, delta_weight)
+
+    def gated(self, gate_up: Tensor, activation: GatedActivation, consumer: Weight | None = None) -> Tensor | Quantized:
+        return elementwise.gated(self.target, gate_up, activation, consumer)
+
+    def rotate_store(self, qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor, pages: KVPages) -> Tensor:
+        return store.rotate_store(self.target, qkv, rotary, positions, slots, pages)
+
+    def attention(
+        self,
+        q: Tensor,
+        pages: KVPages,
+        sequences: Sequences,
+        softmax_scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> Tensor:
+        return paged.attention(
+            self.target, q, pages, sequences, softmax_scale, window, soft_cap, fp8=self.fp8_attention
+        )

@@ -1,0 +1,60 @@
+"""ForwardBatch: the inputs of one forward pass. Frozen; passed to models and layers as an argument, never a global."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """What attention needs to know about the sequences of a batch: their rows, and where their keys lie.
+
+    query_starts   [num_seqs + 1] int32, row where each sequence's tokens begin; the last is num_tokens
+    context_lens   [num_seqs] int32, keys each sequence has once this step's are stored: no fewer than its tokens here
+    block_tables   [num_seqs, max_blocks] int32, the blocks of each sequence in order, from position 0. Entries behind
+                   the context, and of blocks that a window has left behind, are 0 and not read
+    """
+
+    query_starts: Tensor
+    context_lens: Tensor
+    block_tables: Tensor
+
+    @property
+    def num_seqs(self) -> int:
+        return self.context_lens.shape[0]
+
+
+@dataclass(frozen=True)
+class ForwardBatch:
+    """The tokens of one step, the sequences they belong to laid end to end.
+
+    token_ids      [num_tokens] int64
+    positions      [num_tokens] int64, position in its sequence, from 0
+    query_starts, context_lens    as in `Sequences`
+    slots          by cache group: [num_tokens] int64, where each token's K and V go: block * block_size + offset; -1
+                   stores nothing
+    block_tables   by cache group: as in `Sequences`
+    logit_rows     [num_logit_rows] int64, rows of the batch whose logits are wanted, in order and none twice
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    query_starts: Tensor
+    context_lens: Tensor
+    slots: tuple[Tensor, ...]
+    block_tables: tuple[Tensor, ...]
+    logit_rows: Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        return self.token_ids.shape[0]
+
+    @property
+    def num_seqs(self) -> int:
+        return self.context_lens.shape[0]
+
+    def sequences(self, group: int) -> Sequences:
+        """The sequences as the layers of a cache group see them."""
+        return Sequences(self.query_starts, self.context_lens, self.block_tables[group])

@@ -1,0 +1,28 @@
+"""Rotary: the parameters of what a layer does to queries and keys between their projection and the cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary embedding by position, after a norm of each head where the model has one (Qwen3, Gemma 3).
+
+    cos, sin   [max_positions, rotary_dim / 2] float32, contiguous; shared by all layers with the same rope. The first
+               rotary_dim channels of a head are rotated, in pairs (i, i + rotary_dim / 2); the others are not
+    norms      weights of RMSNorm over each head of q, and of k: [head_dim], in the compute dtype or float32
+               (`KernelSet.add_rms_norm`)
+    eps        of these norms
+    """
+
+    cos: Tensor
+    sin: Tensor
+    norms: tuple[Tensor, Tensor] | None = None
+    eps: float = 0.0
+
+    @property
+    def rotary_dim(self) -> int:
+        return 2 * self.cos.shape[1]

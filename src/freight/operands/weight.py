@@ -1,0 +1,65 @@
+"""Weight: the matrix of a Linear with its scales, and how the input of that Linear is quantized.
+
+The format follows from the tensor's dtype and is never passed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from freight.fp8.cast import decode
+from freight.fp8.scheme import Activations as Activations
+from freight.fp8.weights import BLOCK, expand_blocks
+
+
+@dataclass(frozen=True)
+class Weight:
+    """The matrix of a Linear.
+
+    data           [out_features, in_features], contiguous; FP8 or 16/32-bit
+    scale          None for 16/32 bits; float32 [out_features], one per output row; or float32
+                   [ceil(out_features / 128), ceil(in_features / 128)], one per 128 x 128 block
+    activations    how the input is quantized; PLAIN unless data is FP8
+    input_scale    the static activation scale, > 0; only with STATIC
+    input_limit    only with DYNAMIC: the Linear layer clips its input to this magnitude; kernels do not see it
+    """
+
+    data: Tensor
+    scale: Tensor | None = None
+    activations: Activations = Activations.PLAIN
+    input_scale: float | None = None
+    input_limit: float | None = None
+
+    def dequantized(self) -> Tensor:
+        """[out_features, in_features] float32: every stored value times its scale, rounded once."""
+        if self.scale is None:
+            return self.data.float()
+        scale = self.scale[:, None] if self.scale.ndim == 1 else expand_blocks(self.scale, self.data.shape)
+        return decode(self.data, scale)
+
+    @staticmethod
+    def mergeable(parts: Sequence[Weight]) -> bool:
+        """Whether `concat` is exact: schemes and input scales agree, and no block of 128 rows spans two parts."""
+        blocks = any(part.scale is not None and part.scale.ndim == 2 for part in parts)
+        return len({part._kind for part in parts}) == 1 and not (
+            blocks and any(len(part.data) % BLOCK for part in parts[:-1])
+        )
+
+    @property
+    def _kind(self) -> tuple[object, ...]:
+        dims = None if self.scale is None else self.scale.ndim
+        return self.data.dtype, dims, self.activations, self.input_scale, self.input_limit
+
+    @staticmethod
+    def concat(parts: Sequence[Weight]) -> Weight:
+        """Merge `mergeable` parts along the output features (q, k, v or gate, up): exact, rows keep their bits."""
+        first = parts[0]
+        if len(parts) == 1:
+            return first
+        assert Weight.mergeable(parts)
+        scales = [part.scale for part in parts if part.scale is not None]
+        return replace(first, data=torch.cat([p.data for p in parts]), scale=torch.cat(scales) if scales else None)
