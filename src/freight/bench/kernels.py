@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from freight.bench.timing import MemoryProbe, bytes_beyond_caches, time_alternately
-from freight.cache.pool import allocate_pool, cache_spec
+from freight.cache.pool import allocate_pool
+from freight.cache.spec import KVCacheSpec, LayerKVSpec
 from freight.config.engine import KVCacheConfig
 from freight.config.model import ModelConfig
 from freight.engine.prepare import Logits, SequenceSlice, prepare
@@ -122,13 +123,13 @@ def _cases(
 
 
 def linear_shapes(model: ModelConfig) -> list[tuple[int, int]]:
-    """[out_features, in_features] of the merged projections of a layer."""
-    heads = model.num_heads + 2 * model.num_kv_heads
+    """[out_features, in_features] of the merged projections of the first layer."""
+    mixer, feed_forward = model.layers[0].mixer, model.layers[0].feed_forward
     return [
-        (heads * model.head_dim, model.hidden_size),
-        (model.hidden_size, model.num_heads * model.head_dim),
-        (2 * model.intermediate_size, model.hidden_size),
-        (model.hidden_size, model.intermediate_size),
+        (sum(mixer.qkv_sizes), model.hidden_size),
+        (model.hidden_size, mixer.num_heads * mixer.v_dim),
+        (2 * feed_forward.intermediate_size, model.hidden_size),
+        (model.hidden_size, feed_forward.intermediate_size),
     ]
 
 
@@ -180,17 +181,17 @@ def _pages(
     kernels: KernelSet, model: ModelConfig, format: Format, granularity: Granularity | None, tokens: int, copies: range
 ) -> tuple[list[KVPages], int]:
     """Pages full of random keys and values for `tokens` tokens, and the bytes of one copy."""
-    heads, dim = model.num_kv_heads, model.head_dim
-    sizes = {Granularity.TENSOR: 1, Granularity.HEAD: heads, Granularity.CHANNEL: heads * dim}
+    mixer = model.layers[0].mixer
+    heads, dim = mixer.num_kv_heads, mixer.k_dim
     source, scales = None, None
     if granularity is Granularity.TOKEN:
         source = ScaleSource.DYNAMIC
     elif granularity is not None:
         source = ScaleSource.CALIBRATED
-        values = (4.0 / format.max,) * sizes[granularity]
+        values = (4.0 / format.max,) * granularity.num_scales(heads, dim)
         scales = KVScales((LayerScales(values, values, granularity),), format)
     config = KVCacheConfig(format, granularity, source, scales)
-    spec = cache_spec(config, 1, heads, dim, BLOCK_SIZE)
+    spec = KVCacheSpec((LayerKVSpec(format, granularity, heads, dim, dim),), BLOCK_SIZE)
     blocks = -(-tokens // BLOCK_SIZE)
     pools = [allocate_pool(spec, config, blocks, kernels) for _ in copies]
     k, v = (_activations(tokens, heads * dim).view(tokens, heads, dim) for _ in "kv")
@@ -213,27 +214,29 @@ def _attention(
     cache_size: int,
 ) -> Case:
     """One sequence decodes one token after `context` - 1 others; its blocks lie in no order."""
-    heads, dim = model.num_heads, model.head_dim
-    size = 2 * model.num_kv_heads * dim * context * format.bytes
+    mixer = model.layers[0].mixer
+    heads, dim = mixer.num_heads, mixer.k_dim
+    size = 2 * mixer.num_kv_heads * dim * context * format.bytes
     pages, size = _pages(kernels, model, format, granularity, context, _copies(size, cache_size))
     generator = torch.Generator().manual_seed(2)
     order = torch.randperm(-(-context // BLOCK_SIZE), generator=generator, dtype=torch.int64, device="cpu").tolist()
     batch = prepare([SequenceSlice([0], context - 1, order, Logits.NONE)], BLOCK_SIZE)
     q = _activations(1, heads * dim).view(1, heads, dim)
     calls = [partial(kernels.attention, q, page, batch.sequences(0), dim**-0.5, None) for page in pages]
-    shape = (1, context, heads, model.num_kv_heads, dim)
+    shape = (1, context, heads, mixer.num_kv_heads, dim)
     return Case("attention", cache_name(format, granularity), shape, size + 4 * heads * dim, calls)
 
 
 def _store(
     kernels: KernelSet, model: ModelConfig, format: Format, granularity: Granularity | None, rows: int, cache_size: int
 ) -> Case:
-    heads, dim = model.num_heads + 2 * model.num_kv_heads, model.head_dim
-    copies = _copies(2 * model.num_kv_heads * dim * rows * format.bytes, cache_size)
+    mixer = model.layers[0].mixer
+    heads, dim = mixer.num_heads + 2 * mixer.num_kv_heads, mixer.k_dim
+    copies = _copies(2 * mixer.num_kv_heads * dim * rows * format.bytes, cache_size)
     pages, size = _pages(kernels, model, format, granularity, rows, copies)
     qkv = _activations(rows, heads * dim)
     positions = torch.arange(rows, dtype=torch.int64, device="cpu")
     rotary = Rotary(*torch.rand(2, rows, dim // 2, dtype=torch.float32, device="cpu"))
-    size += 2 * rows * (heads + model.num_heads) * dim + 4 * rows * dim  # qkv and q, cosines and sines
+    size += 2 * rows * (heads + mixer.num_heads) * dim + 4 * rows * dim  # qkv and q, cosines and sines
     calls = [partial(kernels.rotate_store, qkv, rotary, positions, positions, page) for page in pages]
     return Case("rotate_store", cache_name(format, granularity), (rows, heads, dim), size, calls)

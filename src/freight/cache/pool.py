@@ -10,6 +10,7 @@ from torch import Tensor
 
 from freight.cache.spec import KVCacheSpec, LayerKVSpec
 from freight.config.engine import KVCacheConfig
+from freight.config.model import ModelConfig
 from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format, Granularity
 from freight.fp8.scheme import LayerScales
@@ -72,7 +73,7 @@ class KVPool:
 
     @property
     def values_per_token(self) -> int:
-        return sum(2 * layer.num_kv_heads * layer.head_dim for layer in self.spec.layers)
+        return sum(layer.values_per_token for layer in self.spec.layers)
 
     def counters(self) -> tuple[int, int]:
         """(NaNs stored since the start, values clipped to their scale's range); a working model stores no NaN."""
@@ -80,9 +81,10 @@ class KVPool:
         return nans, clipped
 
 
-def cache_spec(kv: KVCacheConfig, num_layers: int, num_kv_heads: int, head_dim: int, block_size: int) -> KVCacheSpec:
-    layer = LayerKVSpec(kv.format, kv.granularity, num_kv_heads, head_dim)
-    return KVCacheSpec((layer,) * num_layers, block_size)
+def cache_spec(kv: KVCacheConfig, model: ModelConfig, block_size: int) -> KVCacheSpec:
+    mixers = [layer.mixer for layer in model.layers]
+    layers = [LayerKVSpec(kv.format, kv.granularity, m.num_kv_heads, m.k_dim, m.v_dim) for m in mixers]
+    return KVCacheSpec(tuple(layers), block_size)
 
 
 RopeTables = tuple[Tensor, Tensor]  # cos, sin: [max_positions, head_dim / 2] float32
@@ -109,8 +111,12 @@ def allocate_pool(
     for layer, scales in zip(spec.layers, of_layers, strict=True):
         pages = _allocate_layer(layer, scales, num_blocks, spec.block_size, device)
         k, v = (
-            expand_scale(center, layer.num_kv_heads, layer.head_dim).to(device) if center else None
-            for center in (((), ()) if scales is None else (scales.k_center, scales.v_center))
+            expand_scale(center, layer.num_kv_heads, dim).to(device) if center else None
+            for center, dim in zip(
+                ((), ()) if scales is None else (scales.k_center, scales.v_center),
+                (layer.k_dim, layer.v_dim),
+                strict=True,
+            )
         )
         layers.append(PagedKV(centered_pages(pages, k, v, angles), kernels))
     return KVPool(tuple(layers), spec, num_blocks)
@@ -130,20 +136,23 @@ def _allocate_layer(
     spec: LayerKVSpec, scales: LayerScales | None, num_blocks: int, block_size: int, device: str
 ) -> KVPages:
     assert scales is None or (spec.format.is_fp8 and spec.granularity is not Granularity.TOKEN)
-    shape = (num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
+    shape = (num_blocks, block_size, spec.num_kv_heads)
 
-    def page() -> Tensor:
-        return torch.empty(shape, dtype=torch_dtype(spec.format), device=device)
+    def page(dim: int) -> Tensor:
+        return torch.empty(*shape, dim, dtype=torch_dtype(spec.format), device=device)
 
-    def scale(values: tuple[float, ...] | None) -> Tensor | None:
+    def scale(values: tuple[float, ...] | None, dim: int) -> Tensor | None:
         if spec.granularity is Granularity.TOKEN:
-            return torch.empty(shape[:3], dtype=torch.bfloat16, device=device)
+            return torch.empty(shape, dtype=torch.bfloat16, device=device)
         if values is None:
             return None
-        return expand_scale(values, spec.num_kv_heads, spec.head_dim).to(device)
+        return expand_scale(values, spec.num_kv_heads, dim).to(device)
 
-    k_scale, v_scale = (scale(values) for values in ((scales.k, scales.v) if scales else (None, None)))
-    return KVPages(page(), page(), k_scale, v_scale, torch.zeros(2, dtype=torch.int64, device=device))
+    k_scale = scale(scales.k if scales else None, spec.k_dim)
+    v_scale = scale(scales.v if scales else None, spec.v_dim)
+    return KVPages(
+        page(spec.k_dim), page(spec.v_dim), k_scale, v_scale, torch.zeros(2, dtype=torch.int64, device=device)
+    )
 
 
 def expand_scale(values: tuple[float, ...], num_kv_heads: int, head_dim: int) -> Tensor:
@@ -157,5 +166,5 @@ def expand_scale(values: tuple[float, ...], num_kv_heads: int, head_dim: int) ->
 
 def same_cache_at_16_bits(spec: KVCacheSpec, format: Format) -> KVCacheSpec:
     """The cache that `format` would have needed, for the comparison that start-up prints."""
-    layers = tuple(LayerKVSpec(format, None, layer.num_kv_heads, layer.head_dim) for layer in spec.layers)
+    layers = tuple(LayerKVSpec(format, None, layer.num_kv_heads, layer.k_dim, layer.v_dim) for layer in spec.layers)
     return KVCacheSpec(layers, spec.block_size)

@@ -17,12 +17,17 @@ class LayerKVSpec:
     format: Format
     granularity: Granularity | None
     num_kv_heads: int
-    head_dim: int
+    k_dim: int
+    v_dim: int
+
+    @property
+    def values_per_token(self) -> int:
+        return self.num_kv_heads * (self.k_dim + self.v_dim)
 
     @property
     def bytes_per_token(self) -> int:
         """K and V of one token, with its `token` scales (one bfloat16 per KV head, K and V apart)."""
-        values = 2 * self.num_kv_heads * self.head_dim * self.format.bytes
+        values = self.values_per_token * self.format.bytes
         return values + (2 * 2 * self.num_kv_heads if self.granularity is Granularity.TOKEN else 0)
 
 

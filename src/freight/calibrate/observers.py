@@ -128,11 +128,6 @@ def make_observer(kind: ObserverKind, name: str, groups: int, device: str = "cpu
     return _KINDS[kind](name, groups, device)
 
 
-def num_groups(granularity: Granularity, num_heads: int, head_dim: int) -> int:
-    """How many scales one side of a layer's cache has."""
-    return {Granularity.TENSOR: 1, Granularity.HEAD: num_heads}.get(granularity, num_heads * head_dim)
-
-
 def by_group(values: Tensor, granularity: Granularity) -> Tensor:
     """Keys or values [num_tokens, num_kv_heads, head_dim] -> [groups, count]."""
     if granularity is Granularity.TENSOR:

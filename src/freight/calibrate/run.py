@@ -19,8 +19,9 @@ from freight.cache.pool import PagedKV, allocate_pool, centered_pages
 from freight.cache.spec import KVCacheSpec, LayerKVSpec
 from freight.calibrate.centers import CenterWatch, LayerCenters
 from freight.calibrate.modules import LayerModules, layer_modules
-from freight.calibrate.observers import Observer, by_group, make_observer, num_groups
+from freight.calibrate.observers import Observer, by_group, make_observer
 from freight.config.engine import KVCacheConfig
+from freight.config.layer import AttentionConfig
 from freight.config.model import ModelConfig
 from freight.config.plan import ActivationScheme, QuantizePlan
 from freight.errors import CheckpointError
@@ -188,7 +189,7 @@ def _flat(center: Tensor | None) -> tuple[float, ...]:
 
 
 def _watch_layer(
-    plan: QuantizePlan, config: ModelConfig, modules: LayerModules, ignored: frozenset[str], device: str
+    plan: QuantizePlan, mixer: AttentionConfig, modules: LayerModules, ignored: frozenset[str], device: str
 ) -> _LayerWatch:
     def watch(name: str, groups: int = 1) -> _Watch:
         return _Watch(make_observer(plan.observer, name, groups, device), name)
@@ -197,7 +198,7 @@ def _watch_layer(
     if plan.kv_granularity is not None:
         for side, what in (("k", "keys"), ("v", "values")):
             for granularity in dict.fromkeys((Granularity.TENSOR, plan.kv_granularity)):
-                groups = num_groups(granularity, config.num_kv_heads, config.head_dim)
+                groups = granularity.num_scales(mixer.num_kv_heads, mixer.k_dim if side == "k" else mixer.v_dim)
                 kv[side, granularity] = watch(f"{modules.attention}: {what}", groups)
     if plan.activations is ActivationScheme.STATIC:
         for group in modules.groups:
@@ -226,22 +227,24 @@ def calibrate(
     """
     names, left_out = ARCHITECTURES[config.architecture], frozenset(ignored)
     lengths = [len(ids) for ids in samples]
-    rope = build_rope(config.rope, config.head_dim, max(lengths), device)
+    ropes = [build_rope(rope, max(lengths), device) for rope in config.ropes]
     total = config.num_layers * sum(lengths) * (2 if plan.center else 1)
-    run = _Run(config, lengths, rope, device, lambda done: on_progress("calibrating", done, total))
+    run = _Run(config, lengths, ropes[0], device, lambda done: on_progress("calibrating", done, total))
     embedding = source.tensor(names.embedding, (config.vocab_size, config.hidden_size))
     tokens = [token for ids in samples for token in ids]
     hidden = embedding[torch.tensor(tokens, dtype=torch.int64, device=device)]
     del embedding
     watched, centered = [], []
     for index, modules in enumerate(layer_modules(config)):
-        layer = build_layer(config, source, kernels, index, rope)
-        watch = _watch_layer(plan, config, modules, left_out, device)
+        layer = build_layer(config, source, kernels, index, ropes)
+        watch = _watch_layer(plan, config.layers[index].mixer, modules, left_out, device)
         if plan.center:
             finder, before = CenterWatch(), hidden.clone()
             run.through(watch.around(layer), hidden, watch, projected=finder.see)
             centers = finder.centers()
-            rest = _watch_layer(replace(plan, activations=ActivationScheme.NONE), config, modules, left_out, device)
+            rest = _watch_layer(
+                replace(plan, activations=ActivationScheme.NONE), config.layers[index].mixer, modules, left_out, device
+            )
             run.through(layer, before, rest, centers=centers)
             centered.append((centers, rest))
             del before
@@ -271,7 +274,8 @@ class _Run:
         self._lengths, self._total, self._done = lengths, sum(lengths), 0
         self._device, self._on_progress = device, on_progress
         format = config.checkpoint_format
-        spec = KVCacheSpec((LayerKVSpec(format, None, config.num_kv_heads, config.head_dim),), BLOCK_SIZE)
+        mixer = config.layers[0].mixer
+        spec = KVCacheSpec((LayerKVSpec(format, None, mixer.num_kv_heads, mixer.k_dim, mixer.v_dim),), BLOCK_SIZE)
         num_blocks = -(-max(lengths) // BLOCK_SIZE)
         pool = allocate_pool(spec, KVCacheConfig(format, None, None, None), num_blocks, REFERENCE, device)
         self._kv = pool.layers[0]

@@ -16,9 +16,11 @@ import hashlib
 import json
 import math
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from freight.checkpoint.reader import Checkpoint
+from freight.config.layer import AttentionConfig
+from freight.config.model import ModelConfig
 from freight.errors import CheckpointError
 from freight.fp8.formats import Format, Granularity
 from freight.fp8.scheme import KVScales, LayerScales
@@ -26,17 +28,6 @@ from freight.fp8.scheme import KVScales, LayerScales
 FILE = "freight_kv_scales.json"
 _REQUIRED = dict.fromkeys(("k", "v"))  # fields of LayerScales
 _OPTIONAL = dict.fromkeys(("k_center", "v_center"))
-
-
-class CacheShape(Protocol):
-    """The fields of ModelConfig that are needed here."""
-
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
 
 
 def write_extras(scales: KVScales) -> tuple[dict[str, Any], dict[str, bytes]]:
@@ -55,7 +46,7 @@ def write_extras(scales: KVScales) -> tuple[dict[str, Any], dict[str, bytes]]:
     return {"freight": {"kv_scales": named}}, {FILE: data}
 
 
-def read_extras(checkpoint: Checkpoint, shape: CacheShape) -> KVScales | None:
+def read_extras(checkpoint: Checkpoint, model: ModelConfig) -> KVScales | None:
     """The scales of the file that config.json names; None if it names none. Raises CheckpointError for another file."""
     declared = checkpoint.config.get("freight")
     if declared is None:
@@ -78,47 +69,27 @@ def read_extras(checkpoint: Checkpoint, shape: CacheShape) -> KVScales | None:
         raise CheckpointError(f"{path}, which config.json names, cannot be read: {error}; {way_out}") from error
     if hashlib.sha256(data).hexdigest() != named["sha256"]:
         raise CheckpointError(f"{path} is not the file that config.json names: its SHA-256 differs; {way_out}")
-    return _parse(path, data, shape)
+    return _parse(path, data, model)
 
 
 def _is_str(value: object) -> bool:
     return isinstance(value, str)
 
 
-def _parse(path: Path, data: bytes, shape: CacheShape) -> KVScales:
+def _parse(path: Path, data: bytes, model: ModelConfig) -> KVScales:
     """The hash shows that the file is unchanged; its content must still fit the model."""
-    sizes = {
-        Granularity.TENSOR: 1,
-        Granularity.HEAD: shape.num_kv_heads,
-        Granularity.CHANNEL: shape.num_kv_heads * shape.head_dim,
-    }
     try:
         content = json.loads(data)
         format, granularity = Format(content["format"]), Granularity(content["granularity"])
         layers = [{key: tuple(map(float, values)) for key, values in layer.items()} for layer in content["layers"]]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} holds no KV scales: {type(error).__name__}: {error}") from error
-    if not format.is_e4m3 or granularity not in sizes or len(layers) != shape.num_layers:
+    if not format.is_e4m3 or granularity is Granularity.TOKEN or len(layers) != model.num_layers:
         raise CheckpointError(
-            f"{path} has {granularity} scales for {format} and {len(layers)} layers; the model has {shape.num_layers}"
+            f"{path} has {granularity} scales for {format} and {len(layers)} layers; the model has {model.num_layers}"
         )
     for index, layer in enumerate(layers):
-        if not set(_REQUIRED) <= set(layer) <= set(_REQUIRED | _OPTIONAL):
-            raise CheckpointError(f"{path}: layer {index} has {sorted(layer)}, which this version does not understand")
-        for side in _REQUIRED:
-            if len(layer[side]) != sizes[granularity]:
-                raise CheckpointError(
-                    f"{path}: layer {index} has {len(layer[side])} scales of {side}, the model needs "
-                    f"{sizes[granularity]}"
-                )
-            if not all(math.isfinite(value) and value > 0 for value in layer[side]):
-                raise CheckpointError(f"{path}: layer {index}: a scale of {side} is not finite and above 0")
-        for center in _OPTIONAL:
-            values = layer.get(center, ())
-            if values and (len(values) != sizes[Granularity.CHANNEL] or not all(map(math.isfinite, values))):
-                raise CheckpointError(
-                    f"{path}: layer {index}: {center} is not {sizes[Granularity.CHANNEL]} finite numbers"
-                )
+        _check_layer(f"{path}: layer {index}", layer, granularity, model.layers[index].mixer)
     return KVScales(
         tuple(
             LayerScales(**layer, granularity=granularity, names=(f"{path.name}:layers[{index}]",))
@@ -126,3 +97,22 @@ def _parse(path: Path, data: bytes, shape: CacheShape) -> KVScales:
         ),
         format,
     )
+
+
+def _check_layer(
+    where: str, layer: dict[str, tuple[float, ...]], granularity: Granularity, mixer: AttentionConfig
+) -> None:
+    """Raises CheckpointError if scales or centers do not fit the layer, or are no valid numbers."""
+    if not set(_REQUIRED) <= set(layer) <= set(_REQUIRED | _OPTIONAL):
+        raise CheckpointError(f"{where} has {sorted(layer)}, which this version does not understand")
+    heads, dims = mixer.num_kv_heads, {"k": mixer.k_dim, "v": mixer.v_dim}
+    for side in _REQUIRED:
+        needed = granularity.num_scales(heads, dims[side])
+        if len(layer[side]) != needed:
+            raise CheckpointError(f"{where} has {len(layer[side])} scales of {side}, the model needs {needed}")
+        if not all(math.isfinite(value) and value > 0 for value in layer[side]):
+            raise CheckpointError(f"{where}: a scale of {side} is not finite and above 0")
+    for center in _OPTIONAL:
+        values, needed = layer.get(center, ()), heads * dims[center[0]]
+        if values and (len(values) != needed or not all(map(math.isfinite, values))):
+            raise CheckpointError(f"{where}: {center} is not {needed} finite numbers")

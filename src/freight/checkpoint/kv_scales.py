@@ -13,11 +13,13 @@ import re
 import struct
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from freight.checkpoint.extras import CacheShape, read_extras
+from freight.checkpoint.extras import read_extras
 from freight.checkpoint.layouts import read_scheme
 from freight.checkpoint.reader import Checkpoint
+from freight.config.layer import AttentionConfig
+from freight.config.model import ModelConfig
 from freight.errors import CheckpointError
 from freight.fp8.formats import Format, Granularity
 from freight.fp8.scheme import KVScales, LayerScales
@@ -44,13 +46,6 @@ _AFFINE = re.compile(r"layers\.\d+\.self_attn\.(?:k_proj\.k|v_proj\.v)_bias$")  
 _ORDER = (Granularity.TENSOR, Granularity.HEAD, Granularity.CHANNEL)  # from coarse to fine
 
 
-class ModelShape(CacheShape, Protocol):
-    """The fields of ModelConfig that are needed here."""
-
-    @property
-    def model_type(self) -> str: ...
-
-
 def parse_scale_name(name: str) -> tuple[int, str] | None:
     """(layer, 'k', 'v' or 'kv') of a KV scale's tensor name; None for any other tensor."""
     match = _NAME.search(name)
@@ -60,7 +55,7 @@ def parse_scale_name(name: str) -> tuple[int, str] | None:
     return int(match["layer"]), next(iter(sides.values()))
 
 
-def read_kv_scales(checkpoint: Checkpoint, model: ModelShape, extras: bool = True) -> KVScales:
+def read_kv_scales(checkpoint: Checkpoint, model: ModelConfig, extras: bool = True) -> KVScales:
     """Take all KV scales of the checkpoint. Those of a side file (`checkpoint.extras`) take precedence if it has one.
 
     With `extras` False the scales of the tensors are returned, which are valid without centers.
@@ -83,7 +78,7 @@ def read_kv_scales(checkpoint: Checkpoint, model: ModelShape, extras: bool = Tru
         layer, sides = parsed
         if layer >= model.num_layers:
             raise CheckpointError(f"{name} is a KV scale of layer {layer}, but the model has {model.num_layers} layers")
-        values = _read(checkpoint, name, model)
+        values = _read(checkpoint, name, sides, model.layers[layer].mixer)
         for side in sides:
             other, present = found[layer].get(side, (name, values))
             if present != values:
@@ -95,21 +90,23 @@ def read_kv_scales(checkpoint: Checkpoint, model: ModelShape, extras: bool = Tru
     if finer is not None and extras:
         return finer
     format = read_scheme(checkpoint.config, checkpoint.hf_quant_config).kv_format or Format.E4M3FN
-    return KVScales(tuple(_layer(sides, model) for sides in found), format)
+    return KVScales(tuple(_layer(sides, layer.mixer) for sides, layer in zip(found, model.layers, strict=True)), format)
 
 
-def _layer(sides: dict[str, tuple[str, tuple[float, ...]]], model: ModelShape) -> LayerScales | None:
+def _layer(sides: dict[str, tuple[str, tuple[float, ...]]], mixer: AttentionConfig) -> LayerScales | None:
     """Scales of K and V, both in the finer of their granularities; expanding is exact."""
     if not sides:
         return None
     (k_name, k), (v_name, v) = (sides.get(side) or next(iter(sides.values())) for side in "kv")
-    counts = {1: Granularity.TENSOR}
-    counts.setdefault(model.num_kv_heads, Granularity.HEAD)
-    counts.setdefault(model.num_kv_heads * model.head_dim, Granularity.CHANNEL)
-    granularity = max((counts[len(k)], counts[len(v)]), key=_ORDER.index)
-    size = max(len(k), len(v))
+    heads, dims = mixer.num_kv_heads, (mixer.k_dim, mixer.v_dim)
+    found = (
+        next(granularity for granularity in _ORDER if granularity.num_scales(heads, dim) == len(values))
+        for values, dim in zip((k, v), dims, strict=True)
+    )
+    granularity = max(found, key=_ORDER.index)
     names = tuple(dict.fromkeys((k_name, v_name)))
-    return LayerScales(_repeat(k, size), _repeat(v, size), granularity, names)
+    k, v = (_repeat(x, granularity.num_scales(heads, dim)) for x, dim in zip((k, v), dims, strict=True))
+    return LayerScales(k, v, granularity, names)
 
 
 def _repeat(values: tuple[float, ...], size: int) -> tuple[float, ...]:
@@ -117,8 +114,9 @@ def _repeat(values: tuple[float, ...], size: int) -> tuple[float, ...]:
     return tuple(value for value in values for _ in range(size // len(values)))
 
 
-def _read(checkpoint: Checkpoint, name: str, model: ModelShape) -> tuple[float, ...]:
-    shape, heads, channels = checkpoint.shape_of(name), model.num_kv_heads, model.head_dim
+def _read(checkpoint: Checkpoint, name: str, sides: str, mixer: AttentionConfig) -> tuple[float, ...]:
+    shape, heads = checkpoint.shape_of(name), mixer.num_kv_heads
+    channels = mixer.k_dim if "k" in sides else mixer.v_dim
     known = [(heads,), (heads, 1, 1), (1, heads, 1, 1), (heads, channels)]
     if math.prod(shape) != 1 and shape not in known:
         raise CheckpointError(
@@ -140,7 +138,7 @@ def _require_positive(what: str, value: float) -> None:
         raise CheckpointError(f"{what} is {value}; a scale has to be finite and above 0")
 
 
-def read_scale_json(path: Path, model: ModelShape) -> KVScales:
+def read_scale_json(path: Path, model: ModelConfig) -> KVScales:
     """The kv_cache_scales.json of older engines: one factor per layer, for K and V, made for E4M3FN.
 
     Form: {"model_type": "llama", "kv_cache": {"dtype": "float8_e4m3fn", "scaling_factor": {"0": {"0": 0.015, …}}}},

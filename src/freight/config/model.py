@@ -8,10 +8,11 @@ change the output. An absent key has the default of transformers' configuration 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from freight.config.fields import flag, integer, number, token_ids
+from freight.config.layer import AttentionConfig, DenseConfig, LayerConfig
 from freight.config.rope import RopeConfig as RopeConfig
 from freight.config.rope import parse_rope
 from freight.errors import CheckpointError, choices
@@ -22,30 +23,26 @@ from freight.fp8.formats import COMPUTE_FORMATS, Format
 class ModelConfig:
     """Hyperparameters of one decoder.
 
-    `windows` has an entry per layer: the sliding window in tokens (a key at distance < window is seen), or None.
-    `attention_soft_cap` and `logit_soft_cap` bound scores and logits by a tanh; None: unbounded.
-    `checkpoint_format` is the dtype that config.json names for the weights.
+    layers                 from the first to the last
+    ropes                  the rotary embeddings that layers name by index
+    rms_norm_eps           of every norm
+    norm_offset            what is added to a stored norm weight; if not 0, norms multiply in float32
+    embedding_multiplier   multiplies the embedding's rows; None: nothing does
+    logit_soft_cap         a logit x becomes logit_soft_cap * tanh(x / logit_soft_cap); None: unbounded
+    checkpoint_format      the dtype that config.json names for the weights
     """
 
     model_type: str
     architecture: str
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    layers: tuple[LayerConfig, ...]
+    ropes: tuple[RopeConfig, ...]
     max_position_embeddings: int
     rms_norm_eps: float
-    rope: RopeConfig
-    windows: tuple[int | None, ...]
+    norm_offset: float
+    embedding_multiplier: float | None
     tie_word_embeddings: bool
-    qkv_bias: bool
-    o_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
-    attention_soft_cap: float | None
     logit_soft_cap: float | None
     checkpoint_format: Format
     bos_token_id: int | None
@@ -53,13 +50,20 @@ class ModelConfig:
 
     @property
     def position_limit(self) -> int:
-        """Positions that the rope covers; linear and yarn scaling may reach past `max_position_embeddings`."""
-        p = self.rope.parameters
-        if self.rope.kind == "linear":
-            return max(self.max_position_embeddings, int(self.max_position_embeddings * p["factor"]))
-        if self.rope.kind == "yarn":
-            return max(self.max_position_embeddings, int(p["original_max_position_embeddings"] * p["factor"]))
-        return self.max_position_embeddings
+        """Positions that the ropes cover; linear and yarn scaling may reach past `max_position_embeddings`."""
+        return max(self.max_position_embeddings, *(self._covered(rope) for rope in self.ropes))
+
+    def _covered(self, rope: RopeConfig) -> int:
+        p = rope.parameters
+        if rope.kind == "linear":
+            return int(self.max_position_embeddings * p["factor"])
+        if rope.kind == "yarn":
+            return int(p["original_max_position_embeddings"] * p["factor"])
+        return 0
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
 
 
 @dataclass(frozen=True)
@@ -186,26 +190,32 @@ def parse_model_config(config: Mapping[str, Any]) -> ModelConfig:
         )
     limit = integer(config, "max_position_embeddings", family.max_position_embeddings)
     attention_bias = "attention_bias" in family.keys and flag(config, "attention_bias")
+    head_dim = _head_dim(config, family, hidden_size, heads)
+    mixer = AttentionConfig(
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        k_dim=head_dim,
+        v_dim=head_dim,
+        softmax_scale=head_dim**-0.5,
+        qk_norm=family.qk_norm,
+        qkv_bias=family.qkv_bias or attention_bias,
+        o_bias=attention_bias,
+        soft_cap=_soft_cap(config, "attn_logit_softcapping"),
+    )
+    feed_forward = DenseConfig(integer(config, "intermediate_size"), bias=flag(config, "mlp_bias"))
+    windows = _windows(config, family, num_layers)
     return ModelConfig(
         model_type=model_type,
         architecture=family.architecture,
         vocab_size=integer(config, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=integer(config, "intermediate_size"),
-        num_layers=num_layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=_head_dim(config, family, hidden_size, heads),
+        layers=tuple(LayerConfig(replace(mixer, window=window), feed_forward) for window in windows),
+        ropes=(parse_rope(config, limit, head_dim),),
         max_position_embeddings=limit,
         rms_norm_eps=number(config, "rms_norm_eps", 1e-6),
-        rope=parse_rope(config, limit),
-        windows=_windows(config, family, num_layers),
+        norm_offset=0.0,
+        embedding_multiplier=None,
         tie_word_embeddings=flag(config, "tie_word_embeddings"),
-        qkv_bias=family.qkv_bias or attention_bias,
-        o_bias=attention_bias,
-        mlp_bias=flag(config, "mlp_bias"),
-        qk_norm=family.qk_norm,
-        attention_soft_cap=_soft_cap(config, "attn_logit_softcapping"),
         logit_soft_cap=_soft_cap(config, "final_logit_softcapping"),
         checkpoint_format=_checkpoint_format(config),
         bos_token_id=next(iter(token_ids(config, "bos_token_id", family.bos_token_id)), None),

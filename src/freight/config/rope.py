@@ -16,13 +16,13 @@ class RopeConfig:
 
     linear: factor. llama3: factor, low_freq_factor, high_freq_factor, original_max_position_embeddings.
     yarn: factor, original_max_position_embeddings and, where the checkpoint has them, attention_factor, beta_fast,
-    beta_slow, mscale, mscale_all_dim, truncate. `rotary_dim` None: the whole head is rotated.
+    beta_slow, mscale, mscale_all_dim, truncate. The first `rotary_dim` channels of a head are rotated.
     """
 
+    rotary_dim: int
     theta: float = 10000.0
     kind: str = "default"
     parameters: Mapping[str, float | bool] = field(default_factory=dict)
-    rotary_dim: int | None = None
 
 
 _REQUIRED = {
@@ -35,20 +35,22 @@ _OPTIONAL = {"yarn": frozenset({"attention_factor", "beta_fast", "beta_slow", "m
 _OTHER = frozenset({"type", "rope_type", "rope_theta", "partial_rotary_factor", "finetuned"})
 
 
-def parse_rope(config: Mapping[str, Any], max_position_embeddings: int) -> RopeConfig:
+def parse_rope(config: Mapping[str, Any], max_position_embeddings: int, head_dim: int) -> RopeConfig:
     """Both spellings: `rope_theta` and `rope_scaling`, or `rope_parameters` with the theta inside."""
     declared = {key: config[key] for key in ("rope_parameters", "rope_scaling") if config.get(key)}
     for key, value in declared.items():
         if not isinstance(value, Mapping):
             raise CheckpointError(f"config.json: {key} = {value!r} is not a JSON object")
-    parsed = {key: _parse(key, value, config, max_position_embeddings) for key, value in declared.items()}
+    parsed = {key: _parse(key, value, config, max_position_embeddings, head_dim) for key, value in declared.items()}
     if len(set(map(repr, parsed.values()))) > 1:
         spellings = " but ".join(f"{key} = {value}" for key, value in declared.items())
         raise CheckpointError(f"config.json contradicts itself: {spellings}")
-    return next(iter(parsed.values()), RopeConfig(theta=number(config, "rope_theta", 10000.0)))
+    return next(iter(parsed.values()), RopeConfig(head_dim, theta=number(config, "rope_theta", 10000.0)))
 
 
-def _parse(where: str, rope: Mapping[str, Any], config: Mapping[str, Any], max_positions: int) -> RopeConfig:
+def _parse(
+    where: str, rope: Mapping[str, Any], config: Mapping[str, Any], max_positions: int, head_dim: int
+) -> RopeConfig:
     kinds = {rope[key] for key in ("type", "rope_type") if rope.get(key) is not None} or {"default"}
     kind = kinds.pop()
     if kinds or kind not in _REQUIRED:
@@ -83,7 +85,7 @@ def _parse(where: str, rope: Mapping[str, Any], config: Mapping[str, Any], max_p
     parameters = {key: _value(where, values, key) for key in sorted(values)}
     if kind == "llama3" and parameters["high_freq_factor"] <= parameters["low_freq_factor"]:
         raise CheckpointError(f"config.json: {where} needs high_freq_factor > low_freq_factor, and has {dict(rope)}")
-    return RopeConfig(theta=thetas.pop() if thetas else 10000.0, kind=kind, parameters=parameters)
+    return RopeConfig(head_dim, theta=thetas.pop() if thetas else 10000.0, kind=kind, parameters=parameters)
 
 
 def _value(where: str, values: Mapping[str, Any], key: str) -> float | bool:

@@ -85,7 +85,7 @@ class OpenModel:
 
     def cache_spec(self, config: EngineConfig) -> KVCacheSpec:
         model = self.model
-        return cache_spec(config.kv, model.num_layers, model.num_kv_heads, model.head_dim, config.block_size)
+        return cache_spec(config.kv, model, config.block_size)
 
     def stop_token_ids(self) -> frozenset[int]:
         if self.checkpoint is None:

@@ -73,15 +73,13 @@ def write_biased(source: Path, out: Path, config: ModelConfig, spreads: Sequence
     """
     tensors = read_tensors(source)
     for index, spread in enumerate(spreads):
-        prefix = f"model.layers.{index}.self_attn."
-        bias = torch.zeros(config.num_kv_heads, config.head_dim, dtype=torch.float32, device="cpu")
+        prefix, mixer = f"model.layers.{index}.self_attn.", config.layers[index].mixer
+        bias = torch.zeros(mixer.num_kv_heads, mixer.k_dim, dtype=torch.float32, device="cpu")
         bias[:, pair] = BIAS * spread
-        tensors[prefix + "q_proj.bias"] = torch.zeros(
-            config.num_heads * config.head_dim, dtype=torch.float32, device="cpu"
-        )
+        tensors[prefix + "q_proj.bias"] = torch.zeros(mixer.num_heads * mixer.k_dim, dtype=torch.float32, device="cpu")
         tensors[prefix + "k_proj.bias"] = bias.flatten()
         tensors[prefix + "v_proj.bias"] = torch.zeros(
-            config.num_kv_heads * config.head_dim, dtype=torch.float32, device="cpu"
+            mixer.num_kv_heads * mixer.k_dim, dtype=torch.float32, device="cpu"
         )
     family = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
     write_tensors(source, out, tensors, family, ("attention_bias", "mlp_bias"))

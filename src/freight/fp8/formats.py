@@ -60,6 +60,12 @@ class Granularity(StrEnum):
     CHANNEL = "channel"  # [num_kv_heads, head_dim]
     TOKEN = "token"  # one per token and KV head, stored beside the page
 
+    def num_scales(self, num_kv_heads: int, head_dim: int) -> int:
+        """How many scales one layer's keys, or its values, have; static granularities only."""
+        return {Granularity.TENSOR: 1, Granularity.HEAD: num_kv_heads, Granularity.CHANNEL: num_kv_heads * head_dim}[
+            self
+        ]
+
 
 class ScaleSource(StrEnum):
     """Where the KV scales in use came from."""

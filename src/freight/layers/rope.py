@@ -20,16 +20,17 @@ from freight.config.model import RopeConfig
 from freight.operands.rotary import Rotary
 
 
-def build_rope(config: RopeConfig, head_dim: int, max_positions: int, device: str) -> Rotary:
+def build_rope(config: RopeConfig, max_positions: int, device: str) -> Rotary:
     """The tables for positions below `max_positions`, without norms."""
-    inverse, factor = inverse_frequencies(config, head_dim)
+    inverse, factor = inverse_frequencies(config)
     angles = torch.outer(torch.arange(max_positions, dtype=torch.float32, device="cpu"), inverse)
     return Rotary((angles.cos() * factor).to(device), (angles.sin() * factor).to(device))
 
 
-def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
-    """[head_dim / 2] float32 inverse frequencies, and the factor that multiplies cos and sin."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float() / head_dim
+def inverse_frequencies(config: RopeConfig) -> tuple[Tensor, float]:
+    """[rotary_dim / 2] float32 inverse frequencies, and the factor that multiplies cos and sin."""
+    rotary_dim = config.rotary_dim
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64, device="cpu").float() / rotary_dim
     inverse = 1.0 / (config.theta**exponents)
     match config.kind:
         case "default":
@@ -39,7 +40,7 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[Tensor, floa
         case "llama3":
             return _llama3(inverse, config), 1.0
         case "yarn":
-            return _yarn(inverse, config, head_dim)
+            return _yarn(inverse, config, rotary_dim)
     raise AssertionError(f"rope kind {config.kind} passed parse_model_config but is not implemented")
 
 
@@ -54,20 +55,20 @@ def _llama3(inverse: Tensor, config: RopeConfig) -> Tensor:
     return torch.where(wavelength < original / high, inverse, result)
 
 
-def _yarn(inverse: Tensor, config: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
+def _yarn(inverse: Tensor, config: RopeConfig, rotary_dim: int) -> tuple[Tensor, float]:
     p = config.parameters
     factor, original = p["factor"], p["original_max_position_embeddings"]
 
     def rotations_to_dim(rotations: float) -> float:
-        return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(config.theta))
+        return rotary_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(config.theta))
 
     low, high = rotations_to_dim(p.get("beta_fast", 32)), rotations_to_dim(p.get("beta_slow", 1))
     if p.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
+    low, high = max(low, 0), min(high, rotary_dim - 1)
     if low == high:
         high += 0.001
-    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low)).clamp(0, 1)
+    ramp = ((torch.arange(rotary_dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low)).clamp(0, 1)
     kept = 1 - ramp  # 1: extrapolate (keep the frequency), 0: interpolate (divide it)
     return inverse / factor * (1 - kept) + inverse * kept, yarn_attention_factor(config)
 

@@ -7,7 +7,7 @@ A 16-bit weight that becomes FP8 is released before the next one is read, so mem
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from freight.checkpoint.linears import StoredLinear, find_linears
 from freight.checkpoint.reader import Checkpoint
+from freight.config.layer import LayerConfig
 from freight.config.model import ModelConfig
 from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
@@ -29,7 +30,6 @@ from freight.layers.norm import RMSNorm
 from freight.layers.rope import build_rope
 from freight.models.architectures import ARCHITECTURES, TensorNames
 from freight.models.decoder import MLP, Decoder, DecoderLayer
-from freight.operands.activation import GatedActivation
 from freight.operands.rotary import Rotary
 from freight.operands.weight import Activations, Weight
 
@@ -39,29 +39,35 @@ UNQUANTIZED = Scheme()
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor that a checkpoint of this model must have, with its shape."""
     c, names = config, ARCHITECTURES[config.architecture]
-    q_size, kv_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    projections = {
-        **dict(zip(names.qkv, ((q_size, c.qkv_bias), (kv_size, c.qkv_bias), (kv_size, c.qkv_bias)), strict=True)),
-        **dict.fromkeys(names.gate_up, (c.intermediate_size, c.mlp_bias)),
-        names.o: (c.hidden_size, c.o_bias),
-        names.down: (c.hidden_size, c.mlp_bias),
-    }
-    inputs = {names.o: q_size, names.down: c.intermediate_size}
     shapes: dict[str, tuple[int, ...]] = {
         names.embedding: (c.vocab_size, c.hidden_size),
         names.norm: (c.hidden_size,),
     }
     if not c.tie_word_embeddings:
         shapes[names.head] = (c.vocab_size, c.hidden_size)
-    for index in range(c.num_layers):
+    for index, layer in enumerate(c.layers):
         prefix = names.layer.format(index)
-        for name, (rows, bias) in projections.items():
-            shapes[f"{prefix}{name}.weight"] = (rows, inputs.get(name, c.hidden_size))
-            if bias:
-                shapes[f"{prefix}{name}.bias"] = (rows,)
-        shapes |= {prefix + names.attention_norm: (c.hidden_size,), prefix + names.mlp_norm: (c.hidden_size,)}
-        if c.qk_norm:
-            shapes |= {prefix + names.q_norm: (c.head_dim,), prefix + names.k_norm: (c.head_dim,)}
+        shapes |= {prefix + name: shape for name, shape in _layer_shapes(layer, c.hidden_size, names).items()}
+    return shapes
+
+
+def _layer_shapes(layer: LayerConfig, hidden: int, names: TensorNames) -> dict[str, tuple[int, ...]]:
+    """Every tensor of one layer, by its name within the layer."""
+    mixer, mlp = layer.mixer, layer.feed_forward
+    projections = {  # name -> outputs, inputs, whether it has a bias
+        **{name: (size, hidden, mixer.qkv_bias) for name, size in zip(names.qkv, mixer.qkv_sizes, strict=True)},
+        names.o: (hidden, mixer.num_heads * mixer.v_dim, mixer.o_bias),
+        **dict.fromkeys(names.gate_up, (mlp.intermediate_size, hidden, mlp.bias)),
+        names.down: (hidden, mlp.intermediate_size, mlp.bias),
+    }
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, (rows, columns, bias) in projections.items():
+        shapes[f"{name}.weight"] = (rows, columns)
+        if bias:
+            shapes[f"{name}.bias"] = (rows,)
+    shapes |= {names.attention_norm: (hidden,), names.mlp_norm: (hidden,)}
+    if mixer.qk_norm:
+        shapes |= {names.q_norm: (mixer.k_dim,), names.k_norm: (mixer.k_dim,)}
     return shapes
 
 
@@ -146,21 +152,23 @@ class _Builder:
     def norm(self, name: str) -> RMSNorm:
         return RMSNorm(self.tensor(name), self.config.rms_norm_eps, self.kernels)
 
-    def layer(self, index: int, rope: Rotary) -> DecoderLayer:
-        c, names, prefix = self.config, self.names, self.names.layer.format(index)
-        norms = (self.tensor(prefix + names.q_norm), self.tensor(prefix + names.k_norm)) if c.qk_norm else None
+    def layer(self, index: int, ropes: Sequence[Rotary]) -> DecoderLayer:
+        layer, names, prefix = self.config.layers[index], self.names, self.names.layer.format(index)
+        mixer = layer.mixer
+        norms = (self.tensor(prefix + names.q_norm), self.tensor(prefix + names.k_norm)) if mixer.qk_norm else None
+        assert mixer.rope is not None
         attention = Attention(
             qkv=self.linear(prefix, *names.qkv),
             o=self.linear(prefix, names.o),
-            rotary=replace(rope, norms=norms, eps=c.rms_norm_eps),
-            softmax_scale=c.head_dim**-0.5,
-            window=c.windows[index],
-            soft_cap=c.attention_soft_cap,
+            rotary=replace(ropes[mixer.rope], norms=norms, eps=self.config.rms_norm_eps),
+            softmax_scale=mixer.softmax_scale,
+            window=mixer.window,
+            soft_cap=mixer.soft_cap,
         )
         mlp = MLP(
             self.linear(prefix, *names.gate_up),
             self.linear(prefix, names.down),
-            GatedActivation.SILU,
+            layer.feed_forward.activation,
             self.kernels,
         )
         attention_norm, mlp_norm = self.norm(prefix + names.attention_norm), self.norm(prefix + names.mlp_norm)
@@ -171,8 +179,8 @@ def build_decoder(config: ModelConfig, source: WeightSource, kernels: KernelSet,
     """The model that `config` describes, from the tensors of `source`, for positions below `max_len`."""
     names = ARCHITECTURES[config.architecture]
     builder = _Builder(source, config, names, tensor_shapes(config), kernels)
-    rope = build_rope(config.rope, config.head_dim, max_len, device)
-    layers = tuple(builder.layer(index, rope) for index in range(config.num_layers))
+    ropes = [build_rope(rope, max_len, device) for rope in config.ropes]
+    layers = tuple(builder.layer(index, ropes) for index in range(config.num_layers))
     norm, embedding = builder.norm(names.norm), builder.tensor(names.embedding)
     head = Weight(embedding) if config.tie_word_embeddings else source.head(names.head, builder.shapes[names.head])
     logits = LogitsHead(kernels.pack(head), kernels, head.input_limit, config.logit_soft_cap)
@@ -180,11 +188,11 @@ def build_decoder(config: ModelConfig, source: WeightSource, kernels: KernelSet,
 
 
 def build_layer(
-    config: ModelConfig, source: WeightSource, kernels: KernelSet, index: int, rope: Rotary
+    config: ModelConfig, source: WeightSource, kernels: KernelSet, index: int, ropes: Sequence[Rotary]
 ) -> DecoderLayer:
     """One layer alone, for work that goes through a model layer by layer and never holds all of it."""
     names = ARCHITECTURES[config.architecture]
-    return _Builder(source, config, names, tensor_shapes(config), kernels).layer(index, rope)
+    return _Builder(source, config, names, tensor_shapes(config), kernels).layer(index, ropes)
 
 
 def load_model(

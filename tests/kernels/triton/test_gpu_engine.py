@@ -35,7 +35,7 @@ def test_a_captured_step_gives_the_same_bits(weights):
     config, kernels = parse_model_config(SMALL), select_kernels("auto", "cuda")
     model = random_model(config, kernels, Format.BFLOAT16, weights, 256, "cuda")
     kv = KVCacheConfig(Format.E4M3FN, Granularity.TOKEN, ScaleSource.DYNAMIC, None)
-    spec = cache_spec(kv, config.num_layers, config.num_kv_heads, config.head_dim, BLOCK)
+    spec = cache_spec(kv, config, BLOCK)
     pool = allocate_pool(spec, kv, 64, kernels, "cuda")
     launched = ModelRunner(model, pool, "cuda")
     replayed = ModelRunner(model, pool, "cuda", DecodeGraphs(model, pool, 8, 256, "cuda"))

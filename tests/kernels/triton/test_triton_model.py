@@ -42,7 +42,7 @@ def logits(kernels: KernelSet, compute: Format, weights: Format, device: str) ->
     config = parse_model_config(SMALL)
     model = random_model(config, kernels, compute, weights, 64, device)
     kv = KVCacheConfig(Format.E4M3FN, Granularity.TOKEN, ScaleSource.DYNAMIC, None)
-    spec = cache_spec(kv, config.num_layers, config.num_kv_heads, config.head_dim, 8)
+    spec = cache_spec(kv, config, 8)
     runner = ModelRunner(model, allocate_pool(spec, kv, 6, kernels, device), device)
     return [runner.run(step).all_logits() for step in STEPS]
 
@@ -80,7 +80,7 @@ def test_the_launches_of_a_layer(weights, launches, products, monkeypatch, devic
     config, kernels = parse_model_config(SMALL), select_kernels("triton")
     model = random_model(config, kernels, Format.BFLOAT16, weights, 64, device)
     kv = KVCacheConfig(Format.E4M3FN, Granularity.TOKEN, ScaleSource.DYNAMIC, None)
-    spec = cache_spec(kv, config.num_layers, config.num_kv_heads, config.head_dim, 8)
+    spec = cache_spec(kv, config, 8)
     pool = allocate_pool(spec, kv, 6, kernels, device)
     batch = prepare([SequenceSlice([7], 10, (3, 1, 4), Logits.LAST)], 8, device)
     x = model.embedding(batch.token_ids)

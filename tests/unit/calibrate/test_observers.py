@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from freight.calibrate.observers import MSE_STEPS, PERCENTILE, by_group, make_observer, num_groups
+from freight.calibrate.observers import MSE_STEPS, PERCENTILE, by_group, make_observer
 from freight.config.plan import ObserverKind
 from freight.errors import CheckpointError
 from freight.fp8.cast import decode, encode, scale_from_amax
@@ -96,5 +96,5 @@ def test_groups_are_what_shares_a_scale():
     values = torch.arange(2 * 3 * 4).view(2, 3, 4).float()  # tokens, heads, channels
     for granularity, dims in ((Granularity.TENSOR, (0, 1, 2)), (Granularity.HEAD, (0, 2)), (Granularity.CHANNEL, (0,))):
         grouped = by_group(values, granularity)
-        assert len(grouped) == num_groups(granularity, 3, 4)
+        assert len(grouped) == granularity.num_scales(3, 4)
         assert torch.equal(grouped.amax(1), values.amax(dims).flatten())

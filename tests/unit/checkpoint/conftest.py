@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -12,19 +11,16 @@ import torch
 from safetensors.torch import save_file
 
 from freight.checkpoint.reader import Checkpoint
-
-
-@dataclass(frozen=True)
-class Shape:
-    model_type: str = "llama"
-    num_layers: int = 2
-    num_kv_heads: int = 3
-    head_dim: int = 4
+from freight.config.model import ModelConfig, parse_model_config
 
 
 @pytest.fixture
-def shape() -> Shape:
-    return Shape()
+def shape() -> ModelConfig:
+    """Two layers of three KV heads with four channels each."""
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 4}
+    return parse_model_config(
+        {"model_type": "llama", "vocab_size": 16, "hidden_size": 12, "intermediate_size": 8, **sizes}
+    )
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import sys
 import pytest
 from transformers import AutoConfig
 
-from freight.config.model import parse_model_config, stop_token_ids
+from freight.config.model import ModelConfig, parse_model_config, stop_token_ids
 from freight.errors import CheckpointError
 from freight.fp8.formats import Format
 
@@ -30,6 +30,10 @@ FAMILIES = {
 }
 
 
+def windows_of(model: ModelConfig) -> tuple[int | None, ...]:
+    return tuple(layer.mixer.window for layer in model.layers)
+
+
 def config(model_type="llama", **more):
     return {"model_type": model_type, "architectures": [FAMILIES[model_type]], **SHAPE, **more}
 
@@ -48,13 +52,13 @@ def test_absent_keys_mean_what_transformers_takes(model_type):
     assert ours.architecture == FAMILIES[model_type]
     assert ours.max_position_embeddings == theirs.max_position_embeddings
     assert ours.rms_norm_eps == theirs.rms_norm_eps
-    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
-    assert ours.rope.kind == theirs.rope_parameters["rope_type"]
+    assert ours.ropes[0].theta == theirs.rope_parameters["rope_theta"]
+    assert ours.ropes[0].kind == theirs.rope_parameters["rope_type"]
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
-    assert ours.head_dim == getattr(theirs, "head_dim", 64)
+    assert ours.layers[0].mixer.k_dim == getattr(theirs, "head_dim", 64)
     assert ours.bos_token_id == theirs.bos_token_id
     assert list(ours.eos_token_ids) == ([] if theirs.eos_token_id is None else [theirs.eos_token_id])
-    assert ours.windows == (theirs.sliding_window if model_type == "mistral" else None,) * 4
+    assert windows_of(ours) == (theirs.sliding_window if model_type == "mistral" else None,) * 4
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -63,7 +67,7 @@ def test_what_transformers_writes_is_read(model_type, tmp_path):
     AutoConfig.for_model(**config(model_type, **more)).save_pretrained(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
     ours = parse_model_config({**written, "architectures": [FAMILIES[model_type]]})
-    assert (ours.num_layers, ours.num_kv_heads, ours.rope.theta) == (4, 2, 5e5)
+    assert (ours.num_layers, ours.layers[0].mixer.num_kv_heads, ours.ropes[0].theta) == (4, 2, 5e5)
     assert ours.checkpoint_format is Format.FLOAT16
     assert (ours.bos_token_id, ours.eos_token_ids) == (3, (4, 5))
 
@@ -71,7 +75,8 @@ def test_what_transformers_writes_is_read(model_type, tmp_path):
 def test_biases_and_norms_by_family():
     def facts(model_type, **more):
         c = parse_model_config(config(model_type, **more))
-        return c.qkv_bias, c.o_bias, c.mlp_bias, c.qk_norm
+        mixer = c.layers[0].mixer
+        return mixer.qkv_bias, mixer.o_bias, c.layers[0].feed_forward.bias, mixer.qk_norm
 
     assert facts("llama") == (False, False, False, False)
     assert facts("llama", attention_bias=True, mlp_bias=True) == (True, True, True, False)
@@ -82,12 +87,12 @@ def test_biases_and_norms_by_family():
 
 
 def test_heads():
-    assert parse_model_config(config()).head_dim == 64
-    assert parse_model_config(config(head_dim=32)).head_dim == 32
-    assert parse_model_config(config("qwen3")).head_dim == 128
-    assert parse_model_config(config(num_key_value_heads=None)).num_kv_heads == 4
+    assert parse_model_config(config()).layers[0].mixer.k_dim == 64
+    assert parse_model_config(config(head_dim=32)).layers[0].mixer.k_dim == 32
+    assert parse_model_config(config("qwen3")).layers[0].mixer.k_dim == 128
+    assert parse_model_config(config(num_key_value_heads=None)).layers[0].mixer.num_kv_heads == 4
     absent = {key: value for key, value in config().items() if key != "num_key_value_heads"}
-    assert parse_model_config(absent).num_kv_heads == 4
+    assert parse_model_config(absent).layers[0].mixer.num_kv_heads == 4
 
 
 LINEAR = {"type": "linear", "factor": 4.0}
@@ -106,29 +111,29 @@ YARN = {
 
 @pytest.mark.parametrize("scaling", [LINEAR, {"rope_type": "llama3", **LLAMA3}, YARN], ids=["linear", "llama3", "yarn"])
 def test_both_rope_spellings_mean_the_same(scaling):
-    old = parse_model_config(config(rope_theta=1e6, rope_scaling=scaling)).rope
-    new = parse_model_config(config(rope_parameters={**scaling, "rope_theta": 1e6})).rope
+    old = parse_model_config(config(rope_theta=1e6, rope_scaling=scaling)).ropes[0]
+    new = parse_model_config(config(rope_parameters={**scaling, "rope_theta": 1e6})).ropes[0]
     both = parse_model_config(
         config(rope_theta=1e6, rope_scaling=scaling, rope_parameters={**scaling, "rope_theta": 1e6})
     )
-    assert old == new == both.rope
+    assert old == new == both.ropes[0]
     assert old.theta == 1e6
     assert old.kind == scaling.get("rope_type", scaling.get("type"))
     assert dict(old.parameters) == {k: v for k, v in scaling.items() if k not in ("type", "rope_type")}
 
 
 def test_rope_without_scaling():
-    default = parse_model_config(config(rope_parameters={"rope_type": "default", "rope_theta": 500.0})).rope
+    default = parse_model_config(config(rope_parameters={"rope_type": "default", "rope_theta": 500.0})).ropes[0]
     assert (default.theta, default.kind, dict(default.parameters)) == (500.0, "default", {})
-    assert parse_model_config(config(rope_scaling=None)).rope.kind == "default"
+    assert parse_model_config(config(rope_scaling=None)).ropes[0].kind == "default"
 
 
 def test_the_original_length_defaults_to_the_present_one():
     yarn = parse_model_config(config(rope_scaling={"type": "yarn", "factor": 4.0}, max_position_embeddings=4096))
-    assert yarn.rope.parameters["original_max_position_embeddings"] == 4096
+    assert yarn.ropes[0].parameters["original_max_position_embeddings"] == 4096
     assert yarn.position_limit == 16384
     outside = config(rope_scaling={"type": "yarn", "factor": None}, original_max_position_embeddings=512)
-    rope = parse_model_config({**outside, "max_position_embeddings": 2048}).rope
+    rope = parse_model_config({**outside, "max_position_embeddings": 2048}).ropes[0]
     assert rope.parameters == {"factor": 4.0, "original_max_position_embeddings": 512}
 
 
@@ -169,7 +174,7 @@ def test_rope_contradictions():
 
 
 def windows(model_type="qwen2", **more):
-    return parse_model_config(config(model_type, **more)).windows
+    return windows_of(parse_model_config(config(model_type, **more)))
 
 
 def test_mistral_window_is_that_of_all_layers():
@@ -188,7 +193,7 @@ def test_qwen_windows(model_type):
     assert windows(model_type, sliding_window=8, use_sliding_window=True, layer_types=types) == (8, None, 8, None)
     said = config(model_type, sliding_window=8, max_window_layers=1, use_sliding_window=True)
     kinds = AutoConfig.for_model(**said).layer_types
-    assert parse_model_config(said).windows == tuple(8 if kind == "sliding_attention" else None for kind in kinds)
+    assert windows_of(parse_model_config(said)) == tuple(8 if kind == "sliding_attention" else None for kind in kinds)
 
 
 def test_window_contradictions():
@@ -226,9 +231,9 @@ def test_an_unknown_key_is_said_to_be_unknown():
 
 def test_soft_caps():
     plain = parse_model_config(config(attn_logit_softcapping=None))
-    assert (plain.attention_soft_cap, plain.logit_soft_cap) == (None, None)
+    assert (plain.layers[0].mixer.soft_cap, plain.logit_soft_cap) == (None, None)
     capped = parse_model_config(config(attn_logit_softcapping=50, final_logit_softcapping=30.0))
-    assert (capped.attention_soft_cap, capped.logit_soft_cap) == (50.0, 30.0)
+    assert (capped.layers[0].mixer.soft_cap, capped.logit_soft_cap) == (50.0, 30.0)
     refused("attn_logit_softcapping", "0", "finite number > 0", attn_logit_softcapping=0)
     refused("final_logit_softcapping", "'30'", final_logit_softcapping="30")
 

@@ -18,18 +18,21 @@ from freight.fp8.formats import Format
 def test_presets_have_the_size_they_are_named_for(name, size):
     config = parse_model_config(shape_config(name))
     c = config
-    attention = 2 * c.hidden_size * c.head_dim * (c.num_heads + c.num_kv_heads)
-    layer = attention + 3 * c.hidden_size * c.intermediate_size
+    mixer, intermediate = c.layers[0].mixer, c.layers[0].feed_forward.intermediate_size
+    attention = 2 * c.hidden_size * mixer.k_dim * (mixer.num_heads + mixer.num_kv_heads)
+    layer = attention + 3 * c.hidden_size * intermediate
     total = c.num_layers * layer + 2 * c.vocab_size * c.hidden_size
     assert total == pytest.approx(size, rel=0.02)
     assert not c.tie_word_embeddings
     assert c.checkpoint_format is Format.BFLOAT16
-    assert c.num_kv_heads == 8
+    assert c.layers[0].mixer.num_kv_heads == 8
 
 
 def test_llama_1b_is_the_shape_that_benchmarks_compare():
     c = parse_model_config(PRESETS["llama-1b"])
-    shape = (c.hidden_size, c.num_layers, c.intermediate_size, c.num_heads, c.num_kv_heads, c.head_dim, c.vocab_size)
+    mixer, intermediate = c.layers[0].mixer, c.layers[0].feed_forward.intermediate_size
+    heads = (mixer.num_heads, mixer.num_kv_heads, mixer.k_dim)
+    shape = (c.hidden_size, c.num_layers, intermediate, *heads, c.vocab_size)
     assert shape == (2048, 16, 8192, 32, 8, 64, 8192)
 
 

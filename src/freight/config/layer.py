@@ -1,0 +1,73 @@
+"""LayerConfig: one decoder layer as data. Imports no torch.
+
+A layer is a mixer (attention over the tokens before), a feed-forward, and norms around both. Models that differ in
+these values need no code of their own; layers of one model may differ as well.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from freight.operands.activation import GatedActivation
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """Grouped-query attention (Ainslie et al. 2023).
+
+    k_dim, v_dim     channels of a query or key head, and of a value head
+    softmax_scale    multiplies q . k
+    window           sliding window in tokens: a key at distance < window is seen; None: every key is
+    rope             index into `ModelConfig.ropes`; None: queries and keys are not rotated
+    qk_norm          RMSNorm over each head of q and of k, before the rotation
+    qkv_bias, o_bias whether the projections have biases
+    soft_cap         a score s becomes soft_cap * tanh(s / soft_cap); None: unbounded
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    k_dim: int
+    v_dim: int
+    softmax_scale: float
+    window: int | None = None
+    rope: int | None = 0
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    soft_cap: float | None = None
+
+    @property
+    def qkv_sizes(self) -> tuple[int, int, int]:
+        """Rows of the projections of q, k and v."""
+        return self.num_heads * self.k_dim, self.num_kv_heads * self.k_dim, self.num_kv_heads * self.v_dim
+
+    @property
+    def values_per_token(self) -> int:
+        """Numbers that the cache holds of one token."""
+        return self.num_kv_heads * (self.k_dim + self.v_dim)
+
+
+@dataclass(frozen=True)
+class DenseConfig:
+    """down(activation(gate(x)) * up(x)), `intermediate_size` values wide between."""
+
+    intermediate_size: int
+    activation: GatedActivation = GatedActivation.SILU
+    bias: bool = False
+
+
+class NormPlacement(StrEnum):
+    """Which of a layer's inputs and outputs are normed."""
+
+    PRE = "pre"  # the inputs of mixer and feed-forward
+    SANDWICH = "sandwich"  # their inputs, and their outputs before these are added to the residual stream (Gemma 2)
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """One layer: x += mixer(norm(x)); x += feed_forward(norm(x)), with norms where `norms` says."""
+
+    mixer: AttentionConfig
+    feed_forward: DenseConfig
+    norms: NormPlacement = NormPlacement.PRE
