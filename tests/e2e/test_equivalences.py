@@ -19,9 +19,9 @@ from safetensors.torch import load_file, save_file
 
 from freight import LLM, SamplingParams
 from freight.checkpoint.reader import resolve_model
-from freight.engine import build as engine_build
 from freight.kernels.cpu import library
 from freight.kernels.select import select_kernels
+from freight.models import open as opening
 
 PROMPT = "class Queue:\n    def __init__(self, maxsize=0):\n        self.maxsize = maxsize\n" * 3
 OTHERS = [f"def function_{i}(argument):\n" + f"    value = {i}\n" * i for i in range(16)]
@@ -115,7 +115,7 @@ def open_llm(request: pytest.FixtureRequest, model_with_scales: Path) -> Callabl
 
     def build(**options: Any) -> LLM:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(engine_build, "select_kernels", lambda *_: select_kernels(kernels))
+            patch.setattr(opening, "select_kernels", lambda *_: select_kernels(kernels))
             llm = LLM(model, **{**CACHES[cache], "max_model_len": 512, "kv_cache_memory": "64MiB", **options})
         assert kernels in ("auto", llm.engine.runner.pool.layers[0].kernels.name)
         return llm
