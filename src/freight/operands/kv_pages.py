@@ -37,7 +37,7 @@ class KeyCenter:
 
     @staticmethod
     def angle_tiles(table: Tensor) -> Tensor:
-        """Cosines or sines by position, [positions, rotary_dim / 2] -> by tiles of 64 positions, the last one padded."""
+        """Cosines or sines by position, [positions, rotary_dim / 2], by tiles of 64 positions, the last padded."""
         padded = torch.cat((table, table.new_zeros(-len(table) % 64, table.shape[1])))
         return padded.view(-1, 64, table.shape[1]).transpose(1, 2).contiguous()
 

@@ -42,9 +42,9 @@ def attention(
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> Tensor:
-    """q: [num_tokens, num_heads, k_dim]; returns [num_tokens, num_heads, v_dim]. As `reference.attention`; over FP8 and bfloat16 pages
-    with the avx512 build, bfloat16 queries use bfloat16 dot products.
+    """As `reference.attention`. q: [num_tokens, num_heads, k_dim]; returns [num_tokens, num_heads, v_dim].
 
+    Over FP8 and bfloat16 pages with the avx512 build, bfloat16 queries use bfloat16 dot products.
     Raises KernelError for a head_dim above MAX_HEAD_DIM and for a context shorter than its queries, CapacityError
     if working memory cannot be allocated.
     """
