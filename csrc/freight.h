@@ -64,11 +64,11 @@ FREIGHT_API int32_t freight_linear(const FreightWeight* weight, const void* x, i
 // Row-wise operations; all in `format` (float32, float16, bfloat16), contiguous, float32 inside.
 
 struct FreightNorm {
-  const void *x, *delta;               // [rows, size]; without delta (null) the sum is x, and not written
-  const void *weight, *delta_weight;   // [size]; with delta_weight (not null) the RMSNorm of delta is added
-  void *sum, *out;                     // [rows, size]
+  const void *x, *delta;              // [rows, size]; without delta (null) the sum is x, and not written
+  const void *weight, *delta_weight;  // [size]; with delta_weight (not null) the RMSNorm of delta is added
+  void *sum, *out;                    // [rows, size]
   int64_t rows, size;
-  int32_t format;                             // of all but the weights
+  int32_t format;                              // of all but the weights
   int32_t weight_format, delta_weight_format;  // `format`, or float32
   float eps;
   int32_t threads;

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from freight.errors import KernelError
-from freight.fp8.cast import format_of
+from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import COMPUTE_FORMATS, Format
 from freight.kernels.cpu.arguments import FORMATS
 from freight.kernels.cpu.library import Library
 from freight.operands.weight import Activations, Weight
 
-_WEIGHTS = (*COMPUTE_FORMATS, Format.E4M3FN)
+_WEIGHTS = tuple(torch_dtype(format) for format in (*COMPUTE_FORMATS, Format.E4M3FN))
 _ACTIVATIONS = {Activations.PLAIN: 0, Activations.DYNAMIC: 1, Activations.STATIC: 2}
 _CACHE_LINE = 64
 _LARGE_PAGE = 2**21  # bytes; packing requests such pages where whole ones fit
@@ -83,7 +83,7 @@ def pack(library: Library, weight: Weight) -> PackedWeight:
     )
     out_features, in_features = weight.data.shape
     data = weight.data.contiguous()
-    if format_of(data) not in _WEIGHTS or data.device.type != "cpu":
+    if data.dtype not in _WEIGHTS or data.device.type != "cpu":
         raise KernelError(
             f"the CPU kernels compute with weights in float32, float16, bfloat16 and float8_e4m3fn in main memory, "
             f"not {weight.data.dtype} on {weight.data.device}; --kernels reference takes the others"
