@@ -6,7 +6,11 @@ Freight computes does not depend on it.
 
 import os
 
-import freight  # noqa: F401
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # several processes share the cores: a thread that spins would wait for one that is not scheduled
+    os.environ["GOMP_SPINCOUNT"] = "0"
+
+import freight  # noqa: E402, F401
 
 
 def pytest_configure() -> None:
