@@ -56,9 +56,10 @@ def attend(
     num_pairs: int = 0,
     soft_cap: float | None = None,
     fp8: bool = False,
+    v_dim: int | None = None,
 ) -> None:
     q = empty(rows, heads * group, dim)
-    cache = pages(format, scales, heads, dim)
+    cache = pages(format, scales, heads, dim, v_dim)
     if num_pairs:
         parts, angles = empty(2, heads, num_pairs, dtype=torch.float32), empty(512, dim // 2, 64, dtype=torch.float32)
         pairs = empty(heads, num_pairs, dtype=torch.int32)
@@ -144,6 +145,9 @@ MORE_CASES: dict[str, Callable[[Target], object]] = {
     "attention fp8 token, dim 256": partial(attend, Format.E4M3FN, "token", 4, 2, 256, 8192, None),
     "attention fp8 token, soft cap, window, dim 256": partial(
         attend, Format.E4M3FN, "token", 4, 2, 256, 8192, 4096, soft_cap=50.0
+    ),
+    "attention fp8 static, dims 192 and 128": partial(
+        attend, Format.E4M3FN, "static", 8, 4, 192, 8192, None, v_dim=128
     ),
     "attention fp8 compute token": lambda target: attend(
         native(target), "token", 8, 4, 128, 8192, None, target, fp8=True

@@ -39,10 +39,11 @@ def assert_close(got: Tensor, x: Tensor, weight: Weight, bias: Tensor | None) ->
     assert ((got.float() - expected).abs() <= bound).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("format", "dtype"), [*((format, torch.bfloat16) for format in FP8), (Format.E4M3FN, torch.float32)]
+)
 @pytest.mark.parametrize("activations", Activations)
 @pytest.mark.parametrize("blocks", [False, True])
-@pytest.mark.parametrize("format", FP8)
 def test_products(dtype, activations, blocks, format, device):
     torch.manual_seed(0)
     weight = make(format, blocks, activations, 300, 130, device)
