@@ -7,7 +7,7 @@ one, so a byte decodes to half its E4M3FN value, and 0x80, which is -0 in E4M3FN
 
 from __future__ import annotations
 
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 
 
 class Format(StrEnum):
@@ -59,6 +59,14 @@ class Granularity(StrEnum):
     HEAD = "head"  # [num_kv_heads]
     CHANNEL = "channel"  # [num_kv_heads, head_dim]
     TOKEN = "token"  # one per token and KV head, stored beside the page
+
+
+class ScaleKind(IntEnum):
+    """What a kernel multiplies stored keys or values with."""
+
+    NONE = 0
+    STATIC = 1  # one per KV head and channel
+    TOKEN = 2  # one per token and KV head
 
 
 class ScaleSource(StrEnum):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from freight.fp8.cast import format_of
-from freight.fp8.formats import Format
+from freight.fp8.formats import Format, ScaleKind
 
 
 @dataclass(frozen=True)
@@ -97,3 +97,7 @@ class KVPages:
     def dynamic(self) -> bool:
         """Whether each token has its own scales, measured when it is stored."""
         return self.k_scale is not None and self.k_scale.ndim == 3
+
+    @property
+    def scale_kind(self) -> ScaleKind:
+        return ScaleKind.NONE if self.k_scale is None else ScaleKind.TOKEN if self.dynamic else ScaleKind.STATIC

@@ -10,8 +10,7 @@ K_DOT and V_DOT are the types that the two products multiply; uint8 stands for F
 FP8 is decoded in registers, between the load and the product. Static scales cost nothing there: the K scale is in q
 and the V scale multiplies the output. A `token` scale is one multiplication per score and one per probability.
 The constant subtracted from keys (`KVPages.k_center`) is added back to the scores in float32, one pair of channels at a
-time; the one subtracted from values (`KVPages.v_center`) is added to the rounded output. A soft cap is applied after
-the keys' center; without CAPPED it is not compiled.
+time; `KVPages.v_center` is added to the rounded output. Last comes a soft cap, compiled only with CAPPED.
 Products of FP8 values run in float16, in which every FP8 value is exact; q is divided by a power of two per row
 beforehand, so that it is near 1, and the scores are multiplied by it in float32. Probabilities times `token` scales
 need bfloat16's range.
@@ -36,7 +35,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from freight.kernels.triton.formats import decode, encode, encode_bits, finite_amax, scale_from_amax
+from freight.kernels.triton.formats import STATIC, TOKEN, decode, encode, encode_bits, finite_amax, scale_from_amax
 
 
 @triton.jit
@@ -51,9 +50,9 @@ def _load_queries(
     place = row.to(tl.int64) * row_stride + query_head * head_stride
     q = tl.load(q_ptr + place[:, None] + dims[None, :], mask=mask, other=0.0)
     factor = tl.full(row.shape, 1.0, tl.float32)
-    if SCALES == "static" or K_DOT == tl.float16 or K_DOT == tl.uint8:
+    if SCALES == STATIC or K_DOT == tl.float16 or K_DOT == tl.uint8:
         q = q.to(tl.float32)
-    if SCALES == "static":
+    if SCALES == STATIC:
         q *= tl.load(k_scale_ptr + head * K_DIM + dims, mask=dims < K_DIM, other=0.0)[None, :]
     if K_DOT == tl.float16:
         # the power of two at or below the row's amax, from its exponent bits; its inverse is exact as well
@@ -122,8 +121,7 @@ def _add_center(
 ):  # fmt: skip
     """scores [M, N] plus that of the keys' center. `place` [M] has each row's first factor, `key` [N] positions.
 
-    Layouts: angles [positions / 64, HALF, 64], HALF = rotary_dim / 2; pairs [HEADS, num_pairs]; factors of cosines,
-    then of sines.
+    Layouts: angles [positions / 64, rotary_dim / 2, 64]; pairs [HEADS, num_pairs]; factors of cosines, then of sines.
     """
     angle = key // 64 * (HALF * 64) + key % 64
     for i in range(num_pairs):
@@ -182,7 +180,7 @@ def _walk(
         else:
             k = tl.load(k_ptr + source, mask=(k_dims < K_DIM)[:, None], other=0.0)
         scores = _scores(q, k, FORMAT, K_DOT) * factor[:, None]
-        if SCALES == "token":
+        if SCALES == TOKEN:
             scores *= _token_scale(k_scale_ptr, place, stored, MASKED)[None, :]
         if CENTERED:
             scores = _add_center(
@@ -209,7 +207,7 @@ def _walk(
             v = tl.load(v_ptr + source)
         else:
             v = tl.load(v_ptr + source, mask=inside, other=0.0)
-        if SCALES == "token":
+        if SCALES == TOKEN:
             probability *= _token_scale(v_scale_ptr, place, stored, MASKED)[None, :]
         acc = _add_values(acc, decay, probability, v, FORMAT, V_DOT)
         best = new_best
@@ -221,7 +219,7 @@ def _finished(
     output, v_scale_ptr, v_center_ptr, head, dims, like: tl.constexpr, V_DIM: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
     """`output` times V's static scale in type `like`; V's center, if it has one, is added to what is rounded."""
-    if SCALES == "static":
+    if SCALES == STATIC:
         output *= tl.load(v_scale_ptr + head * V_DIM + dims, mask=dims < V_DIM, other=0.0)
     output = output.to(like)
     if v_center_ptr is not None:

@@ -19,8 +19,12 @@ from torch import Tensor
 from triton import knobs
 
 from freight.fp8.cast import format_of
-from freight.fp8.formats import Format
+from freight.fp8.formats import Format, ScaleKind
 from freight.kernels.reference import Fp8Products
+
+# what kernels compare their SCALES with
+STATIC = tl.constexpr(int(ScaleKind.STATIC))
+TOKEN = tl.constexpr(int(ScaleKind.TOKEN))
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ def constants(q: Tensor, pages: KVPages, window: int | None, soft_cap: float | N
         "HALF": 0 if pages.k_center is None else pages.k_center.cos.shape[1],
         "BLOCK_SIZE": pages.block_size,
         "FORMAT": str(pages.format) if pages.format.is_fp8 else "",
-        "SCALES": "" if pages.k_scale is None else "token" if pages.dynamic else "static",
+        "SCALES": int(pages.scale_kind),
         "WINDOWED": window is not None,
         "CENTERED": pages.k_center is not None,
         "CAPPED": soft_cap is not None,

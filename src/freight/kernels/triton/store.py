@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from freight.kernels.triton.elementwise import weighted
-from freight.kernels.triton.formats import Target, carrier, encode, finite_amax, scale_from_amax
+from freight.kernels.triton.formats import STATIC, TOKEN, Target, carrier, encode, finite_amax, scale_from_amax
 from freight.kernels.triton.rows import warps_for
 from freight.operands.kv_pages import KVPages
 from freight.operands.rotary import Rotary
@@ -84,11 +84,11 @@ def _store(
         tl.store(target, x.to(like), mask=mask)
     else:
         divisor = None
-        if SCALES == "token":
+        if SCALES == TOKEN:
             scale = scale_from_amax(finite_amax(x.to(tl.float32), 1), FORMAT).to(tl.bfloat16)
             tl.store(scale_ptr + place, scale, mask=slots >= 0)
             divisor = scale.to(tl.float32)[:, None]
-        elif SCALES == "static":
+        elif SCALES == STATIC:
             divisor = tl.load(scale_ptr + head * DIM + index, mask=inside, other=1.0)[None, :]
         clipped = _encoded(x, divisor, target, mask, like, FORMAT)
         tl.atomic_add(counters_ptr + 1, clipped.to(tl.int64), mask=clipped > 0, sem="relaxed")
@@ -104,7 +104,7 @@ def rotate_store_kernel(
     KV_HEADS: tl.constexpr, K_DIM: tl.constexpr, K_BLOCK: tl.constexpr, V_DIM: tl.constexpr, V_BLOCK: tl.constexpr,
     HALF: tl.constexpr, ROWS: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
-    """A program: ROWS rows of one head of q, of k or of v. FORMAT '' is 16 or 32 bits; SCALES '', 'static', 'token'.
+    """A program: ROWS rows of one head of q, of k or of v. FORMAT '' is 16 or 32 bits; SCALES is a `ScaleKind`.
 
     K_BLOCK and V_BLOCK are K_DIM and V_DIM padded to powers of two; HALF is rotary_dim / 2.
     """
@@ -167,7 +167,7 @@ def rotate_store(
         HALF=rotary.rotary_dim // 2,
         ROWS=tile,
         FORMAT=str(pages.format) if pages.format.is_fp8 else "",
-        SCALES="" if pages.k_scale is None else "token" if pages.dynamic else "static",
+        SCALES=int(pages.scale_kind),
         num_warps=warps_for(tile * max(k_block, v_block)),
     )
     return q
