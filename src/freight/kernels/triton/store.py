@@ -12,7 +12,16 @@ import triton.language as tl
 from torch import Tensor
 
 from freight.kernels.triton.elementwise import weighted
-from freight.kernels.triton.formats import STATIC, TOKEN, Target, carrier, encode, finite_amax, scale_from_amax
+from freight.kernels.triton.formats import (
+    STATIC,
+    TOKEN,
+    Target,
+    carrier,
+    encode,
+    finite_amax,
+    overflow,
+    scale_from_amax,
+)
 from freight.kernels.triton.rows import warps_for
 from freight.operands.kv_pages import KVPages
 from freight.operands.rotary import Rotary
@@ -61,7 +70,7 @@ def _rotated(
 @triton.jit
 def _encoded(x, scale, target, mask, like: tl.constexpr, FORMAT: tl.constexpr):
     """Store x / scale (x if scale is None) at `target`; returns how many values are clipped."""
-    LAST: tl.constexpr = 61440.0 if FORMAT == "fp8_e5m2" else (248.0 if FORMAT == "fp8_e4m3fnuz" else 464.0)
+    LAST: tl.constexpr = overflow(FORMAT)
     quotient = x.to(tl.float32)
     if scale is not None:
         quotient = tl.div_rn(quotient, tl.broadcast_to(scale, x.shape))
