@@ -10,7 +10,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # several processes share the cores: a thread that spins would wait for one that is not scheduled
     os.environ["GOMP_SPINCOUNT"] = "0"
 
-import freight  # noqa: E402, F401
+import freight  # noqa: F401
 
 
 def pytest_configure() -> None:

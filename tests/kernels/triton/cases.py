@@ -26,15 +26,16 @@ def empty(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def pages(format: Format, scales: str, heads: int, dim: int) -> KVPages:
-    shape = (64, 16, heads, dim)
-    scale = {
-        "unit": None,
-        "static": empty(heads, dim, dtype=torch.float32),
-        "token": empty(*shape[:3]),
-    }[scales]
-    page = empty(*shape, dtype=torch_dtype(format))
-    return KVPages(page, page, scale, scale, empty(2, dtype=torch.int64))
+def pages(format: Format, scales: str, heads: int, dim: int, v_dim: int | None = None) -> KVPages:
+    def scale(width: int) -> Tensor | None:
+        return {
+            "unit": None,
+            "static": empty(heads, width, dtype=torch.float32),
+            "token": empty(64, 16, heads),
+        }[scales]
+
+    k, v = (empty(64, 16, heads, width, dtype=torch_dtype(format)) for width in (dim, v_dim or dim))
+    return KVPages(k, v, scale(dim), scale(v_dim or dim), empty(2, dtype=torch.int64))
 
 
 def sequences(num_seqs: int) -> Sequences:
@@ -55,9 +56,10 @@ def attend(
     num_pairs: int = 0,
     soft_cap: float | None = None,
     fp8: bool = False,
+    v_dim: int | None = None,
 ) -> None:
     q = empty(rows, heads * group, dim)
-    cache = pages(format, scales, heads, dim)
+    cache = pages(format, scales, heads, dim, v_dim)
     if num_pairs:
         parts, angles = empty(2, heads, num_pairs, dtype=torch.float32), empty(512, dim // 2, 64, dtype=torch.float32)
         pairs = empty(heads, num_pairs, dtype=torch.int32)
@@ -66,15 +68,20 @@ def attend(
     paged.attention(target, q, cache, sequences(64), 0.1, window, soft_cap, fp8)
 
 
-def keep(format: Format, scales: str, dim: int, rows: int, target: Target, more: bool = False) -> None:
+def keep(
+    format: Format, scales: str, dim: int, rows: int, target: Target, more: bool = False,
+    rotary_dim: int | None = None, v_dim: int | None = None,
+) -> None:  # fmt: skip
     """`more`: norms of heads, and centers."""
-    cache, row = pages(format, scales, 8, dim), empty(rows, dtype=torch.int64)
+    v_dim = v_dim or dim
+    cache, row = pages(format, scales, 8, dim, v_dim), empty(rows, dtype=torch.int64)
     norms = (empty(dim), empty(dim)) if more else None
-    rotary = Rotary(*(empty(8192, dim // 2, dtype=torch.float32) for _ in ("cos", "sin")), norms, 1e-6)
+    half = (dim if rotary_dim is None else rotary_dim) // 2
+    rotary = Rotary(*(empty(8192, half, dtype=torch.float32) for _ in ("cos", "sin")), norms, 1e-6)
     if more:
-        float32, none = empty(8, dim, dtype=torch.float32), empty(0)
-        cache = replace(cache, k_center=KeyCenter(float32, none, none, none, none), v_center=float32)
-    store.rotate_store(target, empty(rows, 48 * dim), rotary, row, row, cache)
+        b, c, none = empty(8, dim, dtype=torch.float32), empty(8, v_dim, dtype=torch.float32), empty(0)
+        cache = replace(cache, k_center=KeyCenter(b, none, none, none, none), v_center=c)
+    store.rotate_store(target, empty(rows, 40 * dim + 8 * v_dim), rotary, row, row, cache)
 
 
 def multiply(format: Format, blocks: bool, activations: Activations, rows: int, target: Target) -> None:
@@ -96,13 +103,17 @@ def consumer(blocks: bool, activations: Activations, inputs: int) -> Weight:
     return Weight(empty(4096, inputs, dtype=torch.float8_e4m3fn), scale, activations, static)
 
 
-def norm(blocks: bool, activations: Activations, size: int, target: Target) -> None:
-    x, weight = empty(64, size), consumer(blocks, activations, size)
-    elementwise.add_rms_norm(target, x, x, empty(size), 1e-5, weight)
+def norm(blocks: bool, activations: Activations, size: int, target: Target, sandwich: bool = False) -> None:
+    """`sandwich`: delta is normed, too, and weights are float32."""
+    x, reader = empty(64, size), consumer(blocks, activations, size)
+    weight = empty(size, dtype=torch.float32 if sandwich else BF16)
+    elementwise.add_rms_norm(target, x, x, weight, 1e-5, reader, weight if sandwich else None)
 
 
-def activate(blocks: bool, activations: Activations, size: int, target: Target) -> None:
-    elementwise.gated(target, empty(64, 2 * size), GatedActivation.SILU, consumer(blocks, activations, size))
+def activate(
+    blocks: bool, activations: Activations, size: int, target: Target, function: GatedActivation = GatedActivation.SILU
+) -> None:
+    elementwise.gated(target, empty(64, 2 * size), function, consumer(blocks, activations, size))
 
 
 # compiled whenever the tests run
@@ -120,8 +131,8 @@ CASES: dict[str, Callable[[Target], object]] = {
     "linear fnuz": partial(multiply, Format.E4M3FNUZ, False, Activations.DYNAMIC, 8192),
     "linear plain one row": partial(multiply, Format.E4M3FN, False, Activations.PLAIN, 1),
     "norm by row": partial(norm, False, Activations.DYNAMIC, 4096),
-    "silu_mul": lambda target: elementwise.gated(target, empty(64, 28672), GatedActivation.SILU),
-    "silu_mul by row": partial(activate, False, Activations.DYNAMIC, 14336),
+    "gated": lambda target: elementwise.gated(target, empty(64, 28672), GatedActivation.SILU),
+    "gated by row": partial(activate, False, Activations.DYNAMIC, 14336),
 }
 # compiled with `aot.py TARGET all`
 MORE_CASES: dict[str, Callable[[Target], object]] = {
@@ -135,11 +146,17 @@ MORE_CASES: dict[str, Callable[[Target], object]] = {
     "attention fp8 token, soft cap, window, dim 256": partial(
         attend, Format.E4M3FN, "token", 4, 2, 256, 8192, 4096, soft_cap=50.0
     ),
+    "attention fp8 static, dims 192 and 128": partial(
+        attend, Format.E4M3FN, "static", 8, 4, 192, 8192, None, v_dim=128
+    ),
     "attention fp8 compute token": lambda target: attend(
         native(target), "token", 8, 4, 128, 8192, None, target, fp8=True
     ),
     "attention fp8 compute, dim 256": lambda target: attend(
         native(target), "static", 4, 2, 256, 8192, None, target, fp8=True
+    ),
+    "store token, partial rotary, narrow values": partial(
+        keep, Format.E4M3FN, "token", 192, 8192, rotary_dim=64, v_dim=128
     ),
     "store static": partial(keep, Format.E4M3FN, "static", 128, 8192),
     "store token, one row": partial(keep, Format.E4M3FN, "token", 128, 1),
@@ -154,7 +171,9 @@ MORE_CASES: dict[str, Callable[[Target], object]] = {
     "linear e5m2 plain blocks": partial(multiply, Format.E5M2, True, Activations.PLAIN, 8192),
     "norm": lambda target: elementwise.add_rms_norm(target, empty(64, 4096), None, empty(4096), 1e-5),
     "norm by group, wide": partial(norm, True, Activations.DYNAMIC, 16384),
+    "norm by row, sandwich": partial(norm, False, Activations.DYNAMIC, 4096, sandwich=True),
     "norm static": partial(norm, False, Activations.STATIC, 4096),
-    "silu_mul by group": partial(activate, True, Activations.DYNAMIC, 14336),
-    "silu_mul by row, widest": partial(activate, False, Activations.DYNAMIC, elementwise.WIDE),
+    "gated by group": partial(activate, True, Activations.DYNAMIC, 14336),
+    "gated by row, gelu": partial(activate, False, Activations.DYNAMIC, 14336, function=GatedActivation.GELU_TANH),
+    "gated by row, widest": partial(activate, False, Activations.DYNAMIC, elementwise.WIDE),
 }

@@ -54,7 +54,7 @@ def test_registers(reports, target):
     names = {report["kernel"] for report in reports[target]}
     assert names == {
         *("rotate_store_kernel", "prefill_kernel", "decode_kernel", "merge_kernel", "quantize_kernel", "matmul_kernel"),
-        *("add_rms_norm_kernel", "silu_mul_kernel", "silu_mul_row_kernel"),
+        *("add_rms_norm_kernel", "gated_kernel", "gated_row_kernel"),
     }
     for report in reports[target]:
         assert report["spills"] == 0, report

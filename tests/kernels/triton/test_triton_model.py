@@ -23,11 +23,11 @@ from freight.models.random_weights import random_model
 
 SMALL = {
     **PRESETS["llama-1b"],
-    "hidden_size": 64,
-    "intermediate_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
     "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
     "head_dim": 16,
     "vocab_size": 32,
 }

@@ -24,15 +24,15 @@ CACHES = [(format, kind) for format in FP8 for kind in ("unit", "static", "token
 CACHES += [(format, "unit") for format in (Format.BFLOAT16, Format.FLOAT16, Format.FLOAT32)]
 
 
-def make_pages(format: Format, scales: str, heads: int, dim: int, device: str) -> KVPages:
-    shape = (NUM_BLOCKS, BLOCK, heads, dim)
+def make_pages(format: Format, scales: str, heads: int, dim: int, device: str, v_dim: int | None = None) -> KVPages:
+    shapes = [(NUM_BLOCKS, BLOCK, heads, width) for width in (dim, v_dim or dim)]
     kept: list[torch.Tensor | None] = [None, None]
     if scales == "static":
         generator = torch.Generator().manual_seed(5)
-        kept = [(torch.rand(heads, dim, generator=generator) * 0.02 + 1e-3).to(device) for _ in "kv"]
+        kept = [(torch.rand(s[2:], generator=generator) * 0.02 + 1e-3).to(device) for s in shapes]
     elif scales == "token":
-        kept = [torch.full(shape[:3], -1.0, dtype=torch.bfloat16, device=device) for _ in "kv"]
-    pages = [torch.zeros(shape, device=device).to(torch_dtype(format)) for _ in "kv"]
+        kept = [torch.full(shapes[0][:3], -1.0, dtype=torch.bfloat16, device=device) for _ in "kv"]
+    pages = [torch.zeros(shape, device=device).to(torch_dtype(format)) for shape in shapes]
     return KVPages(*pages, *kept, torch.zeros(2, dtype=torch.int64, device=device))
 
 
@@ -56,15 +56,27 @@ def rotate_store(qkv: torch.Tensor, *arguments: torch.Tensor | Rotary | KVPages)
     return store.rotate_store(current_target(), qkv.flatten(1), *arguments)
 
 
-@pytest.mark.parametrize(("format", "scales"), CACHES)
-@pytest.mark.parametrize(("dtype", "heads", "dim"), [(torch.bfloat16, 2, 32), (torch.float32, 1, 40)])
+RARE = [(Format.E4M3FNUZ, "unit"), (Format.E4M3FNUZ, "static"), (Format.E5M2, "unit"), (Format.FLOAT16, "unit")]
+OTHER_SHAPE = (torch.float32, 1, 40)
+
+
+@pytest.mark.parametrize(
+    ("format", "scales", "dtype", "heads", "dim"),
+    [
+        *((*cache, torch.bfloat16, 2, 32) for cache in CACHES if cache not in RARE),
+        *(pytest.param(*cache, torch.bfloat16, 2, 32, marks=pytest.mark.slow) for cache in RARE),
+        (Format.E4M3FN, "token", *OTHER_SHAPE),
+        (Format.E5M2, "static", *OTHER_SHAPE),
+        (Format.FLOAT32, "unit", *OTHER_SHAPE),
+    ],
+)
 def test_stored_bytes_are_the_reference_s(format, scales, dtype, heads, dim, device):
     torch.manual_seed(0)
-    rows = 13
-    qkv = (torch.randn(rows, 5 * heads, dim) * 10 ** torch.randn(rows, 1, 1)).to(dtype).to(device)
+    rows = 9
+    qkv = (torch.randn(rows, 3 * heads, dim) * 10 ** torch.randn(rows, 1, 1)).to(dtype).to(device)
     qkv[3, :, 1], qkv[4, :, 2], qkv[5] = torch.inf, torch.nan, 0.0
     slots, positions = torch.randperm(BLOCK * NUM_BLOCKS)[:rows], torch.randint(0, POSITIONS, (rows,))
-    slots[7] = slots[11] = -1
+    slots[2] = slots[7] = -1
     rotary = make_rotary(dim, device)
     if device != "cpu":
         rotary = replace(rotary, cos=torch.ones_like(rotary.cos), sin=torch.zeros_like(rotary.sin))
@@ -100,11 +112,53 @@ def test_norms_and_centers(dtype, device):
     assert torch.equal(got.v, expected.v)
 
 
+@pytest.mark.parametrize(
+    ("format", "scales"), [(Format.E4M3FN, "static"), (Format.E4M3FN, "token"), (Format.FLOAT32, "unit")]
+)
+@pytest.mark.parametrize(("rotary_dim", "k_dim", "v_dim"), [(8, 24, 16), (0, 16, 24), (24, 24, 8)])
+def test_partial_rotary_and_values_of_another_width(rotary_dim, k_dim, v_dim, format, scales, device):
+    """Only the first rotary_dim channels turn, in pairs (i, i + rotary_dim / 2); the others pass, to the bit."""
+    torch.manual_seed(2)
+    rows, heads, kv_heads = 5, 3, 2
+    qkv = (torch.randn(rows, heads * k_dim + kv_heads * (k_dim + v_dim)) * 3).bfloat16().to(device)
+    qkv[0, :k_dim] = -0.0  # kept where nothing turns
+    slots, positions = torch.tensor([3, 40, -1, 4, 71]).to(device), torch.randint(0, POSITIONS, (rows,)).to(device)
+    rotary = make_rotary(rotary_dim, device)
+    if device != "cpu":
+        rotary = replace(rotary, cos=torch.ones_like(rotary.cos), sin=torch.zeros_like(rotary.sin))
+    expected, got = (make_pages(format, scales, kv_heads, k_dim, device, v_dim) for _ in range(2))
+    wanted = reference.rotate_store(qkv, rotary, positions, slots, expected)
+    q = store.rotate_store(current_target(), qkv, rotary, positions, slots, got)
+    assert q.shape == (rows, heads, k_dim)
+    assert torch.equal(q.view(torch.int16), wanted.view(torch.int16))
+    assert_same(got, expected)
+
+
+def test_float32_weights_of_head_norms_and_centers_with_partial_rotary(device):
+    torch.manual_seed(3)
+    rows, heads, kv_heads, k_dim, v_dim = 4, 2, 1, 24, 8
+    qkv = (torch.randn(rows, heads * k_dim + kv_heads * (k_dim + v_dim)) * 3).bfloat16().to(device)
+    weights = (1 + torch.randn(2, k_dim) * 0.2).to(device)
+    rotary = make_rotary(8, device, (weights[0], weights[1]))
+    positions, slots = torch.randint(0, POSITIONS, (rows,), device=device), torch.arange(rows, device=device) + 5
+    centers = torch.randn(kv_heads, k_dim + v_dim).to(device).split((k_dim, v_dim), 1)
+    unused = torch.zeros(0, device=device)
+    pages = make_pages(Format.FLOAT32, "unit", kv_heads, k_dim, device, v_dim)
+    pages = replace(pages, k_center=KeyCenter(centers[0], unused, unused, unused, unused), v_center=centers[1])
+    expected, got = (replace(pages, k=pages.k.clone(), v=pages.v.clone()) for _ in range(2))
+    wanted = reference.rotate_store(qkv, rotary, positions, slots, expected)
+    q = store.rotate_store(current_target(), qkv, rotary, positions, slots, got)
+    # a root may differ in its last bit, which seldom changes what is rounded to 16 bits; another order of rounding does
+    assert (q == wanted).float().mean() > 0.97
+    assert (got.k == expected.k).float().mean() > 0.97
+    assert torch.equal(got.v, expected.v)
+
+
 @pytest.mark.parametrize("scales", ["static", "token"])
 def test_many_rows_are_stored_as_few_are(scales, monkeypatch, device):
     torch.manual_seed(1)
-    qkv, positions = torch.randn(19, 7, 16).bfloat16().to(device), torch.arange(19, device=device)
-    slots = torch.randperm(BLOCK * NUM_BLOCKS)[:19].to(device)
+    qkv, positions = torch.randn(17, 5, 16).bfloat16().to(device), torch.arange(17, device=device)
+    slots = torch.randperm(BLOCK * NUM_BLOCKS)[:17].to(device)
     few, many = (make_pages(Format.E4M3FN, scales, 2, 16, device) for _ in range(2))
     q = rotate_store(qkv, make_rotary(16, device), positions, slots, few)
     monkeypatch.setattr(store, "FEW_ROWS", 0)

@@ -10,7 +10,7 @@ K_DOT and V_DOT are the types that the two products multiply; uint8 stands for F
 FP8 is decoded in registers, between the load and the product. Static scales cost nothing there: the K scale is in q
 and the V scale multiplies the output. A `token` scale is one multiplication per score and one per probability.
 The constant subtracted from keys (`KVPages.k_center`) is added back to the scores in float32, one pair of channels at a
-time. A soft cap is applied after that; without CAPPED it is not compiled.
+time; `KVPages.v_center` is added to the rounded output. Last comes a soft cap, compiled only with CAPPED.
 Products of FP8 values run in float16, in which every FP8 value is exact; q is divided by a power of two per row
 beforehand, so that it is near 1, and the scores are multiplied by it in float32. Probabilities times `token` scales
 need bfloat16's range.
@@ -27,7 +27,7 @@ the division by their sum cancels.
 
 Online softmax (Milakov and Gimelshein 2018) over tiles as in FlashAttention-2 (Dao 2023), with powers of 2.
 Shapes: M = ROWS rows of a tile, row m is query m // GROUP of the tile and head m % GROUP of the KV head's group;
-N = KEYS; D = BLOCK_DIM, head_dim padded to a power of two.
+N = KEYS; D = K_BLOCK or V_BLOCK, k_dim or v_dim padded to a power of two.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from freight.kernels.triton.formats import decode, encode, encode_bits, finite_amax, scale_from_amax
+from freight.kernels.triton.formats import STATIC, TOKEN, decode, encode, encode_bits, finite_amax, scale_from_amax
 
 
 @triton.jit
 def _load_queries(
-    q_ptr, row, query_head, live, row_stride, head_stride, k_scale_ptr, head, DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr, K_DOT: tl.constexpr,
+    q_ptr, row, query_head, live, row_stride, head_stride, k_scale_ptr, head, K_DIM: tl.constexpr,
+    K_BLOCK: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr, K_DOT: tl.constexpr,
     LIKE: tl.constexpr,
 ):  # fmt: skip
     """q [M, D] in the operand type, and the factor [M] that each row's scores must be multiplied with."""
-    dims = tl.arange(0, BLOCK_DIM)
-    mask = live[:, None] & (dims < DIM)[None, :]
+    dims = tl.arange(0, K_BLOCK)
+    mask = live[:, None] & (dims < K_DIM)[None, :]
     place = row.to(tl.int64) * row_stride + query_head * head_stride
     q = tl.load(q_ptr + place[:, None] + dims[None, :], mask=mask, other=0.0)
     factor = tl.full(row.shape, 1.0, tl.float32)
-    if SCALES == "static" or K_DOT == tl.float16 or K_DOT == tl.uint8:
+    if SCALES == STATIC or K_DOT == tl.float16 or K_DOT == tl.uint8:
         q = q.to(tl.float32)
-    if SCALES == "static":
-        q *= tl.load(k_scale_ptr + head * DIM + dims, mask=dims < DIM, other=0.0)[None, :]
+    if SCALES == STATIC:
+        q *= tl.load(k_scale_ptr + head * K_DIM + dims, mask=dims < K_DIM, other=0.0)[None, :]
     if K_DOT == tl.float16:
         # the power of two at or below the row's amax, from its exponent bits; its inverse is exact as well
         exponent = finite_amax(q, 1).to(tl.int32, bitcast=True) & 0x7F800000
@@ -117,13 +117,13 @@ def _hide(scores, key, position, window, WINDOWED: tl.constexpr):
 
 @triton.jit
 def _add_center(
-    scores, center_ptr, place, live, cos_ptr, sin_ptr, pairs_ptr, num_pairs, head, key, DIM: tl.constexpr,
+    scores, center_ptr, place, live, cos_ptr, sin_ptr, pairs_ptr, num_pairs, head, key, HALF: tl.constexpr,
 ):  # fmt: skip
     """scores [M, N] plus that of the keys' center. `place` [M] has each row's first factor, `key` [N] positions.
 
-    Layouts: angles [positions / 64, DIM / 2, 64]; pairs [HEADS, num_pairs]; factors of cosines, then of sines.
+    Layouts: angles [positions / 64, rotary_dim / 2, 64]; pairs [HEADS, num_pairs]; factors of cosines, then of sines.
     """
-    angle = key // 64 * (DIM // 2 * 64) + key % 64
+    angle = key // 64 * (HALF * 64) + key % 64
     for i in range(num_pairs):
         pair = tl.load(pairs_ptr + head * num_pairs + i)
         of_cos = tl.load(center_ptr + place + i, mask=live, other=0.0)
@@ -154,16 +154,17 @@ def _token_scale(scale_ptr, place, stored, MASKED: tl.constexpr):
 def _walk(
     acc, best, total, q, factor, position, begin, end, length, window, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
     table_ptr, head, center_ptr, center_place, live, cos_ptr, sin_ptr, pairs_ptr, num_pairs, cap, HEADS: tl.constexpr,
-    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, FORMAT: tl.constexpr,
-    SCALES: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr, K_DOT: tl.constexpr, V_DOT: tl.constexpr,
-    CENTERED: tl.constexpr, CAPPED: tl.constexpr,
+    K_DIM: tl.constexpr, K_BLOCK: tl.constexpr, V_DIM: tl.constexpr, V_BLOCK: tl.constexpr, HALF: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr, WINDOWED: tl.constexpr,
+    MASKED: tl.constexpr, K_DOT: tl.constexpr, V_DOT: tl.constexpr, CENTERED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """Add the keys of [begin, end), begin on a tile's edge, to (acc [M, D], best [M], total [M]).
 
     Without MASKED every row sees every key of these tiles, and `end` is on an edge, too.
     """
-    dims = tl.arange(0, BLOCK_DIM)
-    inside = (dims < DIM)[None, :]
+    k_dims = tl.arange(0, K_BLOCK)
+    v_dims = tl.arange(0, V_BLOCK)
+    inside = (v_dims < V_DIM)[None, :]
     for start in range(begin, end, KEYS):
         key = start + tl.arange(0, KEYS)
         stored = key < length
@@ -172,17 +173,17 @@ def _walk(
         else:
             block = tl.load(table_ptr + key // BLOCK_SIZE)
         place = (block.to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE) * HEADS + head  # of the vector, among all
-        source = place[None, :] * DIM + dims[:, None]
-        if DIM == BLOCK_DIM:
+        source = place[None, :] * K_DIM + k_dims[:, None]
+        if K_DIM == K_BLOCK:
             k = tl.load(k_ptr + source)
         else:
-            k = tl.load(k_ptr + source, mask=(dims < DIM)[:, None], other=0.0)
+            k = tl.load(k_ptr + source, mask=(k_dims < K_DIM)[:, None], other=0.0)
         scores = _scores(q, k, FORMAT, K_DOT) * factor[:, None]
-        if SCALES == "token":
+        if SCALES == TOKEN:
             scores *= _token_scale(k_scale_ptr, place, stored, MASKED)[None, :]
         if CENTERED:
             scores = _add_center(
-                scores, center_ptr, center_place, live, cos_ptr, sin_ptr, pairs_ptr, num_pairs, head, key, DIM,
+                scores, center_ptr, center_place, live, cos_ptr, sin_ptr, pairs_ptr, num_pairs, head, key, HALF,
             )  # fmt: skip
         if CAPPED:
             scores = _soften(scores, cap)
@@ -198,18 +199,32 @@ def _walk(
             probability = tl.exp2(scores - reference[:, None])
         decay = tl.exp2(best - reference)
         total = total * decay + tl.sum(probability, 1)
-        source = place[:, None] * DIM + dims[None, :]
+        source = place[:, None] * V_DIM + v_dims[None, :]
         if MASKED:  # a slot that was never written may hold a NaN
             v = tl.load(v_ptr + source, mask=stored[:, None] & inside, other=0.0)
-        elif DIM == BLOCK_DIM:
+        elif V_DIM == V_BLOCK:
             v = tl.load(v_ptr + source)
         else:
             v = tl.load(v_ptr + source, mask=inside, other=0.0)
-        if SCALES == "token":
+        if SCALES == TOKEN:
             probability *= _token_scale(v_scale_ptr, place, stored, MASKED)[None, :]
         acc = _add_values(acc, decay, probability, v, FORMAT, V_DOT)
         best = new_best
     return acc, best, total
+
+
+@triton.jit
+def _finished(
+    output, v_scale_ptr, v_center_ptr, head, dims, like: tl.constexpr, V_DIM: tl.constexpr, SCALES: tl.constexpr,
+):  # fmt: skip
+    """`output` times V's static scale in type `like`; V's center, if it has one, is added to what is rounded."""
+    if SCALES == STATIC:
+        output *= tl.load(v_scale_ptr + head * V_DIM + dims, mask=dims < V_DIM, other=0.0)
+    output = output.to(like)
+    if v_center_ptr is not None:
+        center = tl.load(v_center_ptr + head * V_DIM + dims, mask=dims < V_DIM, other=0.0)
+        output = (output.to(tl.float32) + center).to(like)
+    return output
 
 
 @triton.jit
@@ -230,8 +245,9 @@ def _sequence_of(starts_ptr, tile, num_seqs, QUERIES: tl.constexpr):
 @triton.jit(do_not_specialize=["num_seqs", "table_stride", "window", "num_pairs", "cap"])
 def prefill_kernel(
     q_ptr, out_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, starts_ptr, lengths_ptr, tables_ptr, num_seqs,
-    table_stride, q_row_stride, q_head_stride, softmax_scale, window, center_ptr, cos_ptr, sin_ptr, pairs_ptr,
-    num_pairs, cap, GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    table_stride, q_row_stride, q_head_stride, softmax_scale, window, v_center_ptr, center_ptr, cos_ptr, sin_ptr,
+    pairs_ptr, num_pairs, cap, GROUP: tl.constexpr, HEADS: tl.constexpr, K_DIM: tl.constexpr, K_BLOCK: tl.constexpr,
+    V_DIM: tl.constexpr, V_BLOCK: tl.constexpr, HALF: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, FORMAT: tl.constexpr,
     SCALES: tl.constexpr, WINDOWED: tl.constexpr, K_DOT: tl.constexpr, V_DOT: tl.constexpr, CENTERED: tl.constexpr,
     CAPPED: tl.constexpr,
@@ -253,12 +269,12 @@ def prefill_kernel(
     first = length - end + first_row  # position of the first row
     last = tl.minimum(first + QUERIES, length)  # keys that the last row sees
     q, factor = _load_queries(
-        q_ptr, row, head * GROUP + m % GROUP, live, q_row_stride, q_head_stride, k_scale_ptr, head, DIM, BLOCK_DIM,
+        q_ptr, row, head * GROUP + m % GROUP, live, q_row_stride, q_head_stride, k_scale_ptr, head, K_DIM, K_BLOCK,
         FORMAT, SCALES, K_DOT, k_ptr.dtype.element_ty,
     )  # fmt: skip
     factor *= softmax_scale
     center_place = ((row.to(tl.int64) * HEADS + head) * GROUP + m % GROUP) * num_pairs * 2
-    acc = tl.zeros((ROWS, BLOCK_DIM), tl.float32)
+    acc = tl.zeros((ROWS, V_BLOCK), tl.float32)
     best = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     table_ptr = tables_ptr + seq.to(tl.int64) * table_stride
@@ -268,35 +284,37 @@ def prefill_kernel(
         edge = (first + 1) // KEYS * KEYS
         acc, best, total = _walk(
             acc, best, total, q, factor, position, 0, edge, length, window, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
-            table_ptr, head, center_ptr, center_place, live, cos_ptr, sin_ptr, pairs_ptr, num_pairs, cap, HEADS, DIM,
-            BLOCK_DIM, BLOCK_SIZE, KEYS, FORMAT, SCALES, WINDOWED, False, K_DOT, V_DOT, CENTERED, CAPPED,
+            table_ptr, head, center_ptr, center_place, live, cos_ptr, sin_ptr, pairs_ptr, num_pairs, cap, HEADS, K_DIM,
+            K_BLOCK, V_DIM, V_BLOCK, HALF, BLOCK_SIZE, KEYS, FORMAT, SCALES, WINDOWED, False, K_DOT, V_DOT, CENTERED,
+            CAPPED,
         )  # fmt: skip
     acc, best, total = _walk(
         acc, best, total, q, factor, position, edge, last, length, window, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
-        table_ptr, head, center_ptr, center_place, live, cos_ptr, sin_ptr, pairs_ptr, num_pairs, cap, HEADS, DIM,
-        BLOCK_DIM, BLOCK_SIZE, KEYS, FORMAT, SCALES, WINDOWED, True, K_DOT, V_DOT, CENTERED, CAPPED,
+        table_ptr, head, center_ptr, center_place, live, cos_ptr, sin_ptr, pairs_ptr, num_pairs, cap, HEADS, K_DIM,
+        K_BLOCK, V_DIM, V_BLOCK, HALF, BLOCK_SIZE, KEYS, FORMAT, SCALES, WINDOWED, True, K_DOT, V_DOT, CENTERED, CAPPED,
     )  # fmt: skip
-    dims = tl.arange(0, BLOCK_DIM)
-    output = acc / total[:, None]
-    if SCALES == "static":
-        output *= tl.load(v_scale_ptr + head * DIM + dims, mask=dims < DIM, other=0.0)[None, :]
+    dims = tl.arange(0, V_BLOCK)
+    output = _finished(
+        acc / total[:, None], v_scale_ptr, v_center_ptr, head, dims[None, :], out_ptr.dtype.element_ty, V_DIM, SCALES
+    )
     place = (row.to(tl.int64) * HEADS + head) * GROUP + m % GROUP
-    mask = live[:, None] & (dims < DIM)[None, :]
-    tl.store(out_ptr + place[:, None] * DIM + dims[None, :], output.to(out_ptr.dtype.element_ty), mask=mask)
+    mask = live[:, None] & (dims < V_DIM)[None, :]
+    tl.store(out_ptr + place[:, None] * V_DIM + dims[None, :], output, mask=mask)
 
 
 @triton.jit(do_not_specialize=["table_stride", "max_splits", "window", "num_pairs", "cap"])
 def decode_kernel(
     q_ptr, partial_ptr, stats_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, starts_ptr, lengths_ptr, tables_ptr,
     table_stride, max_splits, q_row_stride, q_head_stride, softmax_scale, window, center_ptr, cos_ptr, sin_ptr,
-    pairs_ptr, num_pairs, cap, GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    pairs_ptr, num_pairs, cap, GROUP: tl.constexpr, HEADS: tl.constexpr, K_DIM: tl.constexpr, K_BLOCK: tl.constexpr,
+    V_DIM: tl.constexpr, V_BLOCK: tl.constexpr, HALF: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, FORMAT: tl.constexpr,
     SCALES: tl.constexpr, WINDOWED: tl.constexpr, K_DOT: tl.constexpr, V_DOT: tl.constexpr, CENTERED: tl.constexpr,
     CAPPED: tl.constexpr,
 ):  # fmt: skip
     """A program: every num_programs(0)-th split of one sequence and KV head.
 
-    Writes acc to partial [num_seqs, HEADS, max_splits, GROUP, DIM] and (best, total) to stats [the same, 2].
+    Writes acc to partial [num_seqs, HEADS, max_splits, GROUP, V_DIM] and (best, total) to stats [the same, 2].
     """
     head = tl.program_id(1)
     seq = tl.program_id(2)
@@ -305,11 +323,11 @@ def decode_kernel(
     if tl.load(starts_ptr + seq + 1) - row != 1:
         return
     m = tl.arange(0, ROWS)
-    dims = tl.arange(0, BLOCK_DIM)
+    dims = tl.arange(0, V_BLOCK)
     live = m < GROUP
     rows = tl.full((ROWS,), 0, tl.int32) + row
     q, factor = _load_queries(
-        q_ptr, rows, head * GROUP + m, live, q_row_stride, q_head_stride, k_scale_ptr, head, DIM, BLOCK_DIM, FORMAT,
+        q_ptr, rows, head * GROUP + m, live, q_row_stride, q_head_stride, k_scale_ptr, head, K_DIM, K_BLOCK, FORMAT,
         SCALES, K_DOT, k_ptr.dtype.element_ty,
     )  # fmt: skip
     factor *= softmax_scale
@@ -322,26 +340,27 @@ def decode_kernel(
     for split in range(first // SPLIT + tl.program_id(0), tl.cdiv(length, SPLIT), tl.num_programs(0)):
         begin = tl.maximum(split * SPLIT, first)
         end = tl.minimum(split * SPLIT + SPLIT, length)
-        acc = tl.zeros((ROWS, BLOCK_DIM), tl.float32)
+        acc = tl.zeros((ROWS, V_BLOCK), tl.float32)
         best = tl.full((ROWS,), float("-inf"), tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
         acc, best, total = _walk(
             acc, best, total, q, factor, position, begin, end, length, window, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
-            table_ptr, head, center_ptr, center_place, live, cos_ptr, sin_ptr, pairs_ptr, num_pairs, cap, HEADS, DIM,
-            BLOCK_DIM, BLOCK_SIZE, KEYS, FORMAT, SCALES, WINDOWED, True, K_DOT, V_DOT, CENTERED, CAPPED,
+            table_ptr, head, center_ptr, center_place, live, cos_ptr, sin_ptr, pairs_ptr, num_pairs, cap, HEADS, K_DIM,
+            K_BLOCK, V_DIM, V_BLOCK, HALF, BLOCK_SIZE, KEYS, FORMAT, SCALES, WINDOWED, True, K_DOT, V_DOT, CENTERED,
+            CAPPED,
         )  # fmt: skip
         place = ((seq.to(tl.int64) * HEADS + head) * max_splits + split) * GROUP + m
-        mask = live[:, None] & (dims < DIM)[None, :]
-        tl.store(partial_ptr + place[:, None] * DIM + dims[None, :], acc, mask=mask)
+        mask = live[:, None] & (dims < V_DIM)[None, :]
+        tl.store(partial_ptr + place[:, None] * V_DIM + dims[None, :], acc, mask=mask)
         tl.store(stats_ptr + place * 2, best, mask=live)
         tl.store(stats_ptr + place * 2 + 1, total, mask=live)
 
 
 @triton.jit(do_not_specialize=["max_splits", "window"])
 def merge_kernel(
-    partial_ptr, stats_ptr, out_ptr, v_scale_ptr, starts_ptr, lengths_ptr, max_splits, window, GROUP: tl.constexpr,
-    HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr,
-    TILE: tl.constexpr, SCALES: tl.constexpr, WINDOWED: tl.constexpr,
+    partial_ptr, stats_ptr, out_ptr, v_scale_ptr, v_center_ptr, starts_ptr, lengths_ptr, max_splits, window,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, V_DIM: tl.constexpr, V_BLOCK: tl.constexpr, KEYS: tl.constexpr,
+    SPLIT: tl.constexpr, TILE: tl.constexpr, SCALES: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of one sequence and head, in tiles of TILE splits at fixed places, in order."""
     query_head = tl.program_id(0)
@@ -354,10 +373,10 @@ def merge_kernel(
     if WINDOWED:
         first = tl.maximum(length - window, 0) // KEYS * KEYS // SPLIT
     num_splits = tl.cdiv(length, SPLIT)
-    dims = tl.arange(0, BLOCK_DIM)
+    dims = tl.arange(0, V_BLOCK)
     best = tl.full((1,), float("-inf"), tl.float32)
     total = tl.zeros((1,), tl.float32)
-    acc = tl.zeros((BLOCK_DIM,), tl.float32)
+    acc = tl.zeros((V_BLOCK,), tl.float32)
     base = (seq.to(tl.int64) * HEADS + query_head // GROUP) * max_splits * GROUP + query_head % GROUP
     for start in range(first // TILE * TILE, num_splits, TILE):
         split = start + tl.arange(0, TILE)
@@ -365,17 +384,16 @@ def merge_kernel(
         place = base + split * GROUP
         split_best = tl.load(stats_ptr + place * 2, mask=taken, other=float("-inf"))
         split_total = tl.load(stats_ptr + place * 2 + 1, mask=taken, other=0.0)
-        mask = taken[:, None] & (dims < DIM)[None, :]
-        part = tl.load(partial_ptr + place[:, None] * DIM + dims[None, :], mask=mask, other=0.0)
+        mask = taken[:, None] & (dims < V_DIM)[None, :]
+        part = tl.load(partial_ptr + place[:, None] * V_DIM + dims[None, :], mask=mask, other=0.0)
         new_best = tl.maximum(best, tl.max(split_best, 0))
         weight = tl.exp2(split_best - new_best)
         decay = tl.exp2(best - new_best)
         total = total * decay + tl.sum(weight * split_total, 0)
         acc = acc * decay + tl.sum(weight[:, None] * part, 0)
         best = new_best
-    output = acc / total
-    if SCALES == "static":
-        place = query_head // GROUP * DIM
-        output *= tl.load(v_scale_ptr + place + dims, mask=dims < DIM, other=0.0)
-    target = out_ptr + (row.to(tl.int64) * HEADS * GROUP + query_head) * DIM + dims
-    tl.store(target, output.to(out_ptr.dtype.element_ty), mask=dims < DIM)
+    output = _finished(
+        acc / total, v_scale_ptr, v_center_ptr, query_head // GROUP, dims, out_ptr.dtype.element_ty, V_DIM, SCALES
+    )
+    target = out_ptr + (row.to(tl.int64) * HEADS * GROUP + query_head) * V_DIM + dims
+    tl.store(target, output, mask=dims < V_DIM)

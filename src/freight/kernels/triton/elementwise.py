@@ -1,4 +1,4 @@
-"""Row-wise operations: residual addition with RMSNorm, SiLU of the gate times up; in FP8 if the consumer takes it.
+"""Row-wise operations: residual addition with RMSNorm, activation of the gate times up; FP8 if the consumer takes it.
 
 Computed in float32, rounded where the reference rounds.
 """
@@ -17,51 +17,70 @@ from freight.operands.weight import Weight
 
 
 @triton.jit
+def weighted(normed, weight, like: tl.constexpr):
+    """normed (float32) * weight, in type `like`: a weight of that type multiplies rounded values, a float32 one not."""
+    if weight.dtype == like:
+        normed = normed.to(like).to(tl.float32)
+    return (weight.to(tl.float32) * normed).to(like)
+
+
+@triton.jit
+def _rms_norm(stored, weight_ptr, eps, index, mask, SIZE: tl.constexpr):
+    """RMSNorm of a row, in its type."""
+    x = stored.to(tl.float32)
+    weight = tl.load(weight_ptr + index, mask=mask, other=0.0)
+    return weighted(x * tl.rsqrt(tl.sum(tl.sum(x * x, 1), 0) / SIZE + eps), weight, stored.dtype)
+
+
+@triton.jit
 def add_rms_norm_kernel(
-    x_ptr, delta_ptr, weight_ptr, sum_ptr, eps, out_ptr, scale_ptr, static_scale, SIZE: tl.constexpr,
+    x_ptr, delta_ptr, delta_weight_ptr, weight_ptr, sum_ptr, eps, out_ptr, scale_ptr, static_scale, SIZE: tl.constexpr,
     BLOCK_GROUPS: tl.constexpr, NUM_SCALES: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
-    """A program: one row. Without delta_ptr the sum is x, and not written."""
+    """A program: one row. Without delta_ptr the sum is x, and not written; with delta_weight_ptr delta is normed."""
     row, group, index, mask = this_row(SIZE, BLOCK_GROUPS)
     stored = tl.load(x_ptr + row * SIZE + index, mask=mask, other=0.0)
     if delta_ptr is not None:
         delta = tl.load(delta_ptr + row * SIZE + index, mask=mask, other=0.0)
+        if delta_weight_ptr is not None:
+            delta = _rms_norm(delta, delta_weight_ptr, eps, index, mask, SIZE)
         stored = (stored.to(tl.float32) + delta.to(tl.float32)).to(stored.dtype)
         tl.store(sum_ptr + row * SIZE + index, stored, mask=mask)
-    x = stored.to(tl.float32)
-    normed = (x * tl.rsqrt(tl.sum(tl.sum(x * x, 1), 0) / SIZE + eps)).to(stored.dtype)
-    weight = tl.load(weight_ptr + index, mask=mask, other=0.0)
-    result = (weight.to(tl.float32) * normed.to(tl.float32)).to(stored.dtype)
+    result = _rms_norm(stored, weight_ptr, eps, index, mask, SIZE)
     write_row(result, out_ptr, scale_ptr, static_scale, row, group, index, mask, SIZE, NUM_SCALES, FORMAT, SCALES)
 
 
 @triton.jit
-def _silu_mul(gate, up):
+def _gated(gate, up, ACTIVATION: tl.constexpr):
+    """The activation of the gate times up, in their type. ACTIVATION: a `GatedActivation`'s name."""
     value = gate.to(tl.float32)
-    return (value / (1.0 + tl.exp(-value)) * up.to(tl.float32)).to(gate.dtype)
+    exponent = value
+    if ACTIVATION == "gelu_tanh":  # (1 + tanh(u)) / 2 = 1 / (1 + e ** -2u)
+        exponent = 1.5957691216057308 * (value + 0.044715 * value * value * value)  # 2 * sqrt(2 / pi)
+    return (value / (1.0 + tl.exp(-exponent)) * up.to(tl.float32)).to(gate.dtype)
 
 
 @triton.jit
-def silu_mul_kernel(x_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def gated_kernel(x_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr):
     """A program: BLOCK values of one row."""
     row = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = index < SIZE
     gate = tl.load(x_ptr + row * 2 * SIZE + index, mask=mask, other=0.0)
     up = tl.load(x_ptr + row * 2 * SIZE + SIZE + index, mask=mask, other=0.0)
-    tl.store(out_ptr + row * SIZE + index, _silu_mul(gate, up), mask=mask)
+    tl.store(out_ptr + row * SIZE + index, _gated(gate, up, ACTIVATION), mask=mask)
 
 
 @triton.jit
-def silu_mul_row_kernel(
+def gated_row_kernel(
     x_ptr, out_ptr, scale_ptr, static_scale, SIZE: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
-    NUM_SCALES: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr,
+    NUM_SCALES: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """A program: one row."""
     row, group, index, mask = this_row(SIZE, BLOCK_GROUPS)
     gate = tl.load(x_ptr + row * 2 * SIZE + index, mask=mask, other=0.0)
     up = tl.load(x_ptr + row * 2 * SIZE + SIZE + index, mask=mask, other=0.0)
-    result = _silu_mul(gate, up)
+    result = _gated(gate, up, ACTIVATION)
     write_row(result, out_ptr, scale_ptr, static_scale, row, group, index, mask, SIZE, NUM_SCALES, FORMAT, SCALES)
 
 
@@ -77,12 +96,11 @@ def add_rms_norm(
     """`reference.add_rms_norm`; the norm is quantized if `consumer` takes quantized rows. x, delta: contiguous."""
     assert x.is_contiguous()
     assert delta is None or delta.is_contiguous()
-    assert weight.dtype == x.dtype
-    assert delta_weight is None
+    assert delta is not None or delta_weight is None
     rows, size = x.shape
     total = x if delta is None else torch.empty_like(x)
     out, pointers, constants = allocate_output(target, x, size, consumer)
-    add_rms_norm_kernel[(rows,)](x, delta, weight, total, eps, *pointers, **constants)
+    add_rms_norm_kernel[(rows,)](x, delta, delta_weight, weight, total, eps, *pointers, **constants)
     return total, out
 
 
@@ -94,13 +112,13 @@ def gated(
 ) -> Tensor | Quantized:
     """`reference.gated`, quantized if `consumer` takes quantized rows. gate_up: [rows, 2 * size], contiguous."""
     assert gate_up.is_contiguous()
-    assert activation is GatedActivation.SILU
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     if quantizes(consumer) and size <= WIDE:
         result, pointers, constants = allocate_output(target, gate_up, size, consumer)
-        silu_mul_row_kernel[(rows,)](gate_up, *pointers, **constants)
+        gated_row_kernel[(rows,)](gate_up, *pointers, **constants, ACTIVATION=str(activation))
         return result
     out = gate_up.new_empty(rows, size)
     block = min(1024, triton.next_power_of_2(size))
-    silu_mul_kernel[(rows, triton.cdiv(size, block))](gate_up, out, SIZE=size, BLOCK=block, num_warps=4)
+    constants = {"SIZE": size, "BLOCK": block, "ACTIVATION": str(activation), "num_warps": 4}
+    gated_kernel[(rows, triton.cdiv(size, block))](gate_up, out, **constants)
     return quantize(target, out, consumer) if quantizes(consumer) else out

@@ -19,8 +19,12 @@ from torch import Tensor
 from triton import knobs
 
 from freight.fp8.cast import format_of
-from freight.fp8.formats import Format
+from freight.fp8.formats import Format, ScaleKind
 from freight.kernels.reference import Fp8Products
+
+# what kernels compare their SCALES with
+STATIC = tl.constexpr(int(ScaleKind.STATIC))
+TOKEN = tl.constexpr(int(ScaleKind.TOKEN))
 
 
 @dataclass(frozen=True)
@@ -79,13 +83,25 @@ def carrier(stored: Tensor, target: Target) -> Tensor:
     return stored.view(torch.uint8) if format.is_fp8 and format not in target.native else stored
 
 
+@triton.constexpr_function
+def largest(format):
+    """The largest number of the format with this name, a constant of the kernel that asks."""
+    return Format(format).max
+
+
+@triton.constexpr_function
+def overflow(format):
+    """`Format.overflow` of the format with this name."""
+    return Format(format).overflow
+
+
 @triton.jit
 def encode_bits(x, FORMAT: tl.constexpr):
     """float32 -> the byte of FORMAT (a `Format`'s name) that is nearest."""
     FNUZ: tl.constexpr = FORMAT == "fp8_e4m3fnuz"
     MANTISSA: tl.constexpr = 2 if FORMAT == "fp8_e5m2" else 3
     BIAS: tl.constexpr = 15 if FORMAT == "fp8_e5m2" else (8 if FNUZ else 7)
-    LARGEST: tl.constexpr = 57344.0 if FORMAT == "fp8_e5m2" else (240.0 if FNUZ else 448.0)
+    LARGEST: tl.constexpr = largest(FORMAT)
     # adding 2 ** (23 - MANTISSA + 1 - BIAS) leaves a subnormal, rounded, in the lowest bits of the sum
     MAGIC: tl.constexpr = 2.0 ** (24 - MANTISSA - BIAS)
     MAGIC_BITS: tl.constexpr = (24 - MANTISSA - BIAS + 127) << 23
@@ -130,7 +146,7 @@ def encode(x, like: tl.constexpr, FORMAT: tl.constexpr):
     if like == tl.uint8:
         stored = encode_bits(x, FORMAT)
     else:
-        LARGEST: tl.constexpr = 57344.0 if FORMAT == "fp8_e5m2" else (240.0 if FORMAT == "fp8_e4m3fnuz" else 448.0)
+        LARGEST: tl.constexpr = largest(FORMAT)
         stored = tl.clamp(x, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL).to(like)
     return stored
 
@@ -157,5 +173,5 @@ def finite_amax(x, axis: tl.constexpr):
 @triton.jit
 def scale_from_amax(amax, FORMAT: tl.constexpr):
     """amax / the largest value of FORMAT, at least 2 ** -126."""
-    LARGEST: tl.constexpr = 57344.0 if FORMAT == "fp8_e5m2" else (240.0 if FORMAT == "fp8_e4m3fnuz" else 448.0)
+    LARGEST: tl.constexpr = largest(FORMAT)
     return tl.maximum(tl.div_rn(amax, tl.full(amax.shape, LARGEST, tl.float32)), 1.1754943508222875e-38)

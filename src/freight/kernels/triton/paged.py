@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from freight.kernels.reference import Fp8Products, add_v_center
+from freight.kernels.reference import KEY_TILE, Fp8Products
 from freight.kernels.triton.attention import decode_kernel, merge_kernel, prefill_kernel
 from freight.kernels.triton.formats import Target, carrier
 from freight.operands.batch import Sequences
@@ -36,6 +36,7 @@ class Tile:
     stages: int
 
 
+# `keys` divides reference.KEY_TILE: with a window, the blocks before the first such tile that it touches may be gone.
 # Keys and values are found through the block table, so their loads are two deep, and Triton shares `stages` out between
 # the two: 5 keeps two tiles of keys in flight, 7 three.
 
@@ -78,15 +79,19 @@ def dot_types(target: Target, q: torch.dtype, pages: KVPages, fp8: bool, decodin
 
 def constants(q: Tensor, pages: KVPages, window: int | None, soft_cap: float | None) -> dict[str, Any]:
     """Compile-time constants that the attention kernels share, except the operand types."""
-    num_kv_heads, dim = pages.k.shape[2:]
+    num_kv_heads, k_dim = pages.k.shape[2:]
+    v_dim = pages.v.shape[3]
     return {
         "GROUP": q.shape[1] // num_kv_heads,
         "HEADS": num_kv_heads,
-        "DIM": dim,
-        "BLOCK_DIM": max(16, triton.next_power_of_2(dim)),
+        "K_DIM": k_dim,
+        "K_BLOCK": max(16, triton.next_power_of_2(k_dim)),
+        "V_DIM": v_dim,
+        "V_BLOCK": max(16, triton.next_power_of_2(v_dim)),
+        "HALF": 0 if pages.k_center is None else pages.k_center.cos.shape[1],
         "BLOCK_SIZE": pages.block_size,
         "FORMAT": str(pages.format) if pages.format.is_fp8 else "",
-        "SCALES": "" if pages.k_scale is None else "token" if pages.dynamic else "static",
+        "SCALES": int(pages.scale_kind),
         "WINDOWED": window is not None,
         "CENTERED": pages.k_center is not None,
         "CAPPED": soft_cap is not None,
@@ -112,12 +117,12 @@ def attention(
     soft_cap: float | None = None,
     fp8: bool = False,
 ) -> Tensor:
-    """`reference.attention`. q: [num_tokens, num_heads, head_dim], its last dimension contiguous.
+    """`reference.attention`. q: [num_tokens, num_heads, k_dim], its last dimension contiguous.
 
     With `fp8`, the products that `Target.fp8_products` names multiply FP8.
     """
     assert q.stride(2) == 1
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty(*q.shape[:2], pages.v.shape[3], dtype=q.dtype, device=q.device)
     shared = constants(q, pages, window, soft_cap)
     k, v = carrier(pages.k, target), carrier(pages.v, target)
     scale = softmax_scale * math.log2(math.e) * (2 / soft_cap if soft_cap else 1)
@@ -128,12 +133,14 @@ def attention(
     if num_tokens > num_seqs:
         types = dot_types(target, q.dtype, pages, fp8, decoding=False)
         bytes_per_value = types["V_DOT"].primitive_bitwidth // 8
-        tile = prefill_tile(target, shared["BLOCK_DIM"], bytes_per_value, shared["CENTERED"])
+        tile = prefill_tile(target, max(shared["K_BLOCK"], shared["V_BLOCK"]), bytes_per_value, shared["CENTERED"])
+        assert KEY_TILE % tile.keys == 0
         queries = max(1, tile.rows // shared["GROUP"])
         grid = (num_tokens // queries + num_seqs, shared["HEADS"])
         prefill_kernel[grid](
             *(q, out, k, v, pages.k_scale, pages.v_scale, *lengths, sequences.block_tables, num_seqs),
-            *(sequences.block_tables.stride(0), q.stride(0), q.stride(1), scale, window or 0, *extras),
+            *(sequences.block_tables.stride(0), q.stride(0), q.stride(1), scale, window or 0),
+            *(pages.v_center, *extras),
             **(shared | types),
             ROWS=max(tile.rows, triton.next_power_of_2(shared["GROUP"])),
             QUERIES=queries,
@@ -143,7 +150,7 @@ def attention(
         )
     shared |= dot_types(target, q.dtype, pages, fp8, decoding=True)
     _decode(target, q, out, k, v, pages, sequences, scale, window, extras, shared)
-    return add_v_center(out, pages)
+    return out
 
 
 def _decode(
@@ -160,12 +167,13 @@ def _decode(
     shared: dict[str, Any],
 ) -> None:
     """Compute the rows of sequences that have one row in this step, into `out`."""
-    tile = decode_tile(target, shared["BLOCK_DIM"], shared["V_DOT"].primitive_bitwidth // 8)
+    tile = decode_tile(target, max(shared["K_BLOCK"], shared["V_BLOCK"]), shared["V_DOT"].primitive_bitwidth // 8)
+    assert KEY_TILE % tile.keys == SPLIT % tile.keys == 0
     heads, num_seqs = shared["HEADS"], sequences.num_seqs
     tables = sequences.block_tables
     max_splits = triton.cdiv(tables.shape[1] * pages.block_size, SPLIT)
     programs = min(max_splits, triton.cdiv(PROGRAMS_PER_UNIT * target.units, num_seqs * heads))
-    partial = q.new_empty(num_seqs, heads, max_splits, shared["GROUP"], shared["DIM"], dtype=torch.float32)
+    partial = q.new_empty(num_seqs, heads, max_splits, shared["GROUP"], shared["V_DIM"], dtype=torch.float32)
     stats = q.new_empty(*partial.shape[:-1], 2, dtype=torch.float32)
     decode_kernel[(programs, heads, num_seqs)](
         *(q, partial, stats, k, v, pages.k_scale, pages.v_scale, sequences.query_starts, sequences.context_lens),
@@ -186,12 +194,13 @@ def _decode(
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    kept = ("GROUP", "HEADS", "DIM", "BLOCK_DIM", "SCALES", "WINDOWED")
+    kept = ("GROUP", "HEADS", "V_DIM", "V_BLOCK", "SCALES", "WINDOWED")
     merge_kernel[(q.shape[1], num_seqs)](
-        *(partial, stats, out, pages.v_scale, sequences.query_starts, sequences.context_lens, max_splits, window or 0),
+        *(partial, stats, out, pages.v_scale, pages.v_center, sequences.query_starts, sequences.context_lens),
+        *(max_splits, window or 0),
         **{name: shared[name] for name in kept},
         KEYS=tile.keys,
         SPLIT=SPLIT,
         TILE=MERGE_TILE,
-        num_warps=1 if shared["DIM"] <= 64 else 4,
+        num_warps=1 if shared["V_DIM"] <= 64 else 4,
     )

@@ -1,6 +1,7 @@
-"""Rotate-and-store: queries normed and rotated, keys and values into their pages; one launch, every value read once.
+"""Rotate-and-store: queries normed and rotated, keys and values into their pages; one launch.
 
-A head is worked on as its two halves, whose values rotary embedding pairs.
+Every value is read from memory once; the second read of a channel that rotary embedding pairs with another finds it in
+the cache.
 """
 
 from __future__ import annotations
@@ -10,47 +11,66 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from freight.kernels.triton.formats import Target, carrier, encode, finite_amax, scale_from_amax
+from freight.kernels.triton.elementwise import weighted
+from freight.kernels.triton.formats import (
+    STATIC,
+    TOKEN,
+    Target,
+    carrier,
+    encode,
+    finite_amax,
+    overflow,
+    scale_from_amax,
+)
 from freight.kernels.triton.rows import warps_for
 from freight.operands.kv_pages import KVPages
 from freight.operands.rotary import Rotary
 
 
 @triton.jit
-def _weighted(x, scale, weight_ptr, index, inside):
-    """x * scale, then times the weight; rounded to x's type after each."""
-    normed = (x.to(tl.float32) * scale).to(x.dtype)
-    weight = tl.load(weight_ptr + index, mask=inside, other=0.0)
-    return (weight.to(tl.float32)[None, :] * normed.to(tl.float32)).to(x.dtype)
+def _prepared(source, index, mask, root, norm_ptr, center_ptr):
+    """Channels `index` of the heads at `source`: multiplied by root and weight of their norm, less the center."""
+    x = tl.load(source + index[None, :], mask=mask, other=0.0)
+    like: tl.constexpr = x.dtype
+    if norm_ptr is not None:
+        weight = tl.load(norm_ptr + index[None, :], mask=mask, other=0.0)
+        x = weighted(x.to(tl.float32) * root, weight, like)
+    if center_ptr is not None:
+        x = (x.to(tl.float32) - tl.load(center_ptr + index[None, :], mask=mask, other=0.0)).to(like)
+    return x
 
 
 @triton.jit
-def _normed(first, second, weight_ptr, eps, index, inside, HALF: tl.constexpr):
-    """RMSNorm of each row (first, second)."""
-    a, b = first.to(tl.float32), second.to(tl.float32)
-    scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps)[:, None]
-    return (
-        _weighted(first, scale, weight_ptr, index, inside),
-        _weighted(second, scale, weight_ptr + HALF, index, inside),
-    )
+def _rotated(
+    source, positions, cos_ptr, sin_ptr, norm_ptr, eps, center_ptr, live, index, DIM: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """A head of each row, normed, less the center, rotated at `positions`: [ROWS, channels `index`].
 
-
-@triton.jit
-def _centered(x, center_ptr, index, inside):
-    center = tl.load(center_ptr + index, mask=inside, other=0.0)
-    return (x.to(tl.float32) - center[None, :]).to(x.dtype)
-
-
-@triton.jit
-def _rotated(first, second, cos, sin):
-    a, b = first.to(tl.float32), second.to(tl.float32)
-    return (a * cos - b * sin).to(first.dtype), (b * cos + a * sin).to(first.dtype)
+    The first 2 * HALF channels turn; each loads the channel that it is paired with as well.
+    """
+    mask = live[:, None] & (index < DIM)[None, :]
+    root = None
+    if norm_ptr is not None:
+        whole = tl.load(source + index[None, :], mask=mask, other=0.0).to(tl.float32)
+        root = tl.rsqrt(tl.sum(whole * whole, 1) / DIM + eps)[:, None]
+    x = _prepared(source, index, mask, root, norm_ptr, center_ptr)
+    if HALF > 0:
+        turns = (index < 2 * HALF)[None, :]
+        mask &= turns
+        partner = tl.where(index < HALF, index + HALF, index - HALF)
+        other = _prepared(source, partner, mask, root, norm_ptr, center_ptr).to(tl.float32)
+        angle = positions[:, None] * HALF + (index % HALF)[None, :]
+        cos = tl.load(cos_ptr + angle, mask=mask, other=0.0)
+        sin = tl.load(sin_ptr + angle, mask=mask, other=0.0)
+        sin = tl.where((index < HALF)[None, :], -sin, sin)
+        x = tl.where(turns, (x.to(tl.float32) * cos + other * sin).to(x.dtype), x)
+    return x
 
 
 @triton.jit
 def _encoded(x, scale, target, mask, like: tl.constexpr, FORMAT: tl.constexpr):
     """Store x / scale (x if scale is None) at `target`; returns how many values are clipped."""
-    LAST: tl.constexpr = 61440.0 if FORMAT == "fp8_e5m2" else (248.0 if FORMAT == "fp8_e4m3fnuz" else 464.0)
+    LAST: tl.constexpr = overflow(FORMAT)
     quotient = x.to(tl.float32)
     if scale is not None:
         quotient = tl.div_rn(quotient, tl.broadcast_to(scale, x.shape))
@@ -60,33 +80,29 @@ def _encoded(x, scale, target, mask, like: tl.constexpr, FORMAT: tl.constexpr):
 
 @triton.jit
 def _store(
-    first, second, page_ptr, scale_ptr, counters_ptr, slots, head, index, mask, HEADS: tl.constexpr,
-    HALF: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr,
+    x, page_ptr, scale_ptr, counters_ptr, slots, head, index, HEADS: tl.constexpr, DIM: tl.constexpr,
+    FORMAT: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Store one head of a tile of rows of K or of V; `mask` leaves out slots that are negative."""
+    """Store one head of a tile of rows, of K or of V; slots that are negative are left out."""
+    inside = index < DIM
+    mask = (slots >= 0)[:, None] & inside[None, :]
     place = slots * HEADS + head  # of the vector, among all vectors of the page
-    target = page_ptr + place[:, None] * (2 * HALF) + index[None, :]
+    target = page_ptr + place[:, None] * DIM + index[None, :]
     like: tl.constexpr = page_ptr.dtype.element_ty
     if FORMAT == "":
-        tl.store(target, first.to(like), mask=mask)
-        tl.store(target + HALF, second.to(like), mask=mask)
+        tl.store(target, x.to(like), mask=mask)
     else:
-        low = None
-        high = None
-        if SCALES == "token":
-            amax = tl.maximum(finite_amax(first.to(tl.float32), 1), finite_amax(second.to(tl.float32), 1))
-            scale = scale_from_amax(amax, FORMAT).to(tl.bfloat16)
+        divisor = None
+        if SCALES == TOKEN:
+            scale = scale_from_amax(finite_amax(x.to(tl.float32), 1), FORMAT).to(tl.bfloat16)
             tl.store(scale_ptr + place, scale, mask=slots >= 0)
-            low = scale.to(tl.float32)[:, None]
-            high = low
-        elif SCALES == "static":
-            low = tl.load(scale_ptr + head * (2 * HALF) + index, mask=index < HALF, other=1.0)[None, :]
-            high = tl.load(scale_ptr + head * (2 * HALF) + HALF + index, mask=index < HALF, other=1.0)[None, :]
-        beyond = _encoded(first, low, target, mask, like, FORMAT)
-        beyond += _encoded(second, high, target + HALF, mask, like, FORMAT)
-        tl.atomic_add(counters_ptr + 1, beyond.to(tl.int64), mask=beyond > 0, sem="relaxed")
-    a, b = first.to(tl.float32), second.to(tl.float32)
-    nans = tl.sum((((a != a) & mask).to(tl.int32)) + ((b != b) & mask).to(tl.int32))
+            divisor = scale.to(tl.float32)[:, None]
+        elif SCALES == STATIC:
+            divisor = tl.load(scale_ptr + head * DIM + index, mask=inside, other=1.0)[None, :]
+        clipped = _encoded(x, divisor, target, mask, like, FORMAT)
+        tl.atomic_add(counters_ptr + 1, clipped.to(tl.int64), mask=clipped > 0, sem="relaxed")
+    values = x.to(tl.float32)
+    nans = tl.sum(((values != values) & mask).to(tl.int32))
     tl.atomic_add(counters_ptr, nans.to(tl.int64), mask=nans > 0, sem="relaxed")
 
 
@@ -94,54 +110,42 @@ def _store(
 def rotate_store_kernel(
     qkv_ptr, q_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, eps, k_center_ptr,
     v_center_ptr, k_page_ptr, v_page_ptr, k_scale_ptr, v_scale_ptr, counters_ptr, num_rows, HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, ROWS: tl.constexpr, FORMAT: tl.constexpr,
-    SCALES: tl.constexpr,
+    KV_HEADS: tl.constexpr, K_DIM: tl.constexpr, K_BLOCK: tl.constexpr, V_DIM: tl.constexpr, V_BLOCK: tl.constexpr,
+    HALF: tl.constexpr, ROWS: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
-    """A program: ROWS rows of one head of q, of k or of v. FORMAT '' is 16 or 32 bits; SCALES '', 'static', 'token'."""
+    """A program: ROWS rows of one head of q, of k or of v. FORMAT '' is 16 or 32 bits; SCALES is a `ScaleKind`.
+
+    K_BLOCK and V_BLOCK are K_DIM and V_DIM padded to powers of two; HALF is rotary_dim / 2.
+    """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     head = tl.program_id(1)
-    index = tl.arange(0, BLOCK_HALF)
-    inside = index < HALF
     live = rows < num_rows
     slots = tl.load(slots_ptr + rows, mask=live, other=-1)
-    kept = (slots >= 0)[:, None] & inside[None, :]
-    mask = live[:, None] & inside[None, :]
-    source = qkv_ptr + (rows.to(tl.int64) * (HEADS + 2 * KV_HEADS) + head)[:, None] * (2 * HALF) + index[None, :]
-    first = tl.load(source, mask=mask, other=0.0)
-    second = tl.load(source + HALF, mask=mask, other=0.0)
+    row_ptr = qkv_ptr + rows.to(tl.int64)[:, None] * ((HEADS + KV_HEADS) * K_DIM + KV_HEADS * V_DIM)
     if head < HEADS + KV_HEADS:
-        turn = tl.load(positions_ptr + rows, mask=live, other=0)[:, None] * HALF + index[None, :]
-        cos = tl.load(cos_ptr + turn, mask=mask, other=0.0)
-        sin = tl.load(sin_ptr + turn, mask=mask, other=0.0)
+        index = tl.arange(0, K_BLOCK)
+        positions = tl.load(positions_ptr + rows, mask=live, other=0)
+        source = row_ptr + head * K_DIM
         if head < HEADS:
-            if q_norm_ptr is not None:
-                first, second = _normed(first, second, q_norm_ptr, eps, index, inside, HALF)
-            first, second = _rotated(first, second, cos, sin)
-            target = q_ptr + (rows.to(tl.int64) * HEADS + head)[:, None] * (2 * HALF) + index[None, :]
-            tl.store(target, first, mask=mask)
-            tl.store(target + HALF, second, mask=mask)
+            x = _rotated(source, positions, cos_ptr, sin_ptr, q_norm_ptr, eps, None, live, index, K_DIM, HALF)
+            target = q_ptr + (rows.to(tl.int64) * HEADS + head)[:, None] * K_DIM + index[None, :]
+            tl.store(target, x, mask=live[:, None] & (index < K_DIM)[None, :])
         else:
-            if k_norm_ptr is not None:
-                first, second = _normed(first, second, k_norm_ptr, eps, index, inside, HALF)
+            kv_head = head - HEADS
+            center = k_center_ptr
             if k_center_ptr is not None:
-                center_ptr = k_center_ptr + (head - HEADS) * (2 * HALF)
-                first = _centered(first, center_ptr, index, inside)
-                second = _centered(second, center_ptr + HALF, index, inside)
-            first, second = _rotated(first, second, cos, sin)
-            _store(
-                first, second, k_page_ptr, k_scale_ptr, counters_ptr, slots, head - HEADS, index, kept, KV_HEADS, HALF,
-                FORMAT, SCALES,
-            )  # fmt: skip
-    else:
-        value_head = head - HEADS - KV_HEADS
+                center += kv_head * K_DIM
+            x = _rotated(source, positions, cos_ptr, sin_ptr, k_norm_ptr, eps, center, live, index, K_DIM, HALF)
+            _store(x, k_page_ptr, k_scale_ptr, counters_ptr, slots, kv_head, index, KV_HEADS, K_DIM, FORMAT, SCALES)
+    else:  # no name of the other branch that would have another shape here
+        v_head = head - HEADS - KV_HEADS
+        channel = tl.arange(0, V_BLOCK)
+        v_center = v_center_ptr
         if v_center_ptr is not None:
-            center_ptr = v_center_ptr + value_head * (2 * HALF)
-            first = _centered(first, center_ptr, index, inside)
-            second = _centered(second, center_ptr + HALF, index, inside)
-        _store(
-            first, second, v_page_ptr, v_scale_ptr, counters_ptr, slots, value_head, index, kept, KV_HEADS, HALF,
-            FORMAT, SCALES,
-        )  # fmt: skip
+            v_center += v_head * V_DIM
+        values = row_ptr + (HEADS + KV_HEADS) * K_DIM + v_head * V_DIM
+        value = _prepared(values, channel, live[:, None] & (channel < V_DIM)[None, :], None, None, v_center)
+        _store(value, v_page_ptr, v_scale_ptr, counters_ptr, slots, v_head, channel, KV_HEADS, V_DIM, FORMAT, SCALES)
 
 
 FEW_ROWS = 512  # up to here a program takes one row, so that there are enough programs
@@ -153,24 +157,26 @@ def rotate_store(
     """`reference.rotate_store`. qkv: contiguous."""
     assert qkv.is_contiguous()
     rows, width = qkv.shape
-    kv_heads, dim = pages.k.shape[2:]
-    all_heads = width // dim
-    assert pages.v.shape[3] == rotary.rotary_dim == dim
-    q = torch.empty(rows, all_heads - 2 * kv_heads, dim, dtype=qkv.dtype, device=qkv.device)
+    kv_heads, k_dim = pages.k.shape[2:]
+    v_dim = pages.v.shape[3]
+    q = torch.empty(rows, (width - kv_heads * (k_dim + v_dim)) // k_dim, k_dim, dtype=qkv.dtype, device=qkv.device)
     q_norm, k_norm = rotary.norms or (None, None)
     k_center = None if pages.k_center is None else pages.k_center.b
     tile = 1 if rows <= FEW_ROWS else 16
-    block_half = triton.next_power_of_2(dim // 2)
-    rotate_store_kernel[(triton.cdiv(rows, tile), all_heads)](
+    k_block, v_block = triton.next_power_of_2(k_dim), triton.next_power_of_2(v_dim)
+    rotate_store_kernel[(triton.cdiv(rows, tile), q.shape[1] + 2 * kv_heads)](
         *(qkv, q, positions, slots, rotary.cos, rotary.sin, q_norm, k_norm, rotary.eps, k_center, pages.v_center),
         *(carrier(pages.k, target), carrier(pages.v, target), pages.k_scale, pages.v_scale, pages.counters, rows),
         HEADS=q.shape[1],
         KV_HEADS=kv_heads,
-        HALF=dim // 2,
-        BLOCK_HALF=block_half,
+        K_DIM=k_dim,
+        K_BLOCK=k_block,
+        V_DIM=v_dim,
+        V_BLOCK=v_block,
+        HALF=rotary.rotary_dim // 2,
         ROWS=tile,
         FORMAT=str(pages.format) if pages.format.is_fp8 else "",
-        SCALES="" if pages.k_scale is None else "token" if pages.dynamic else "static",
-        num_warps=warps_for(2 * tile * block_half),
+        SCALES=int(pages.scale_kind),
+        num_warps=warps_for(tile * max(k_block, v_block)),
     )
     return q
