@@ -25,9 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from freight.calibrate.quantize import open_unquantized
+from freight.calibrate.quantize import load_samples, open_unquantized
 from freight.checkpoint.reader import resolve_model
 from freight.config.engine import EngineArgs, KVCacheConfig
+from freight.config.quantize import QuantizeArgs, plan
 from freight.engine.prepare import Logits, SequenceSlice, prepare
 from freight.evaluate.report import compare_caches, markdown
 from freight.evaluate.scales import calibrated
@@ -105,21 +106,26 @@ def write_raised(source: Path, out: Path, turning: bool = False) -> None:
     write_tensors(source, out, tensors)
 
 
-def biases(model: Path, token_ids: Sequence[int]) -> list[list[str]]:
-    """By layer: the key bias beside the standard deviation of the keys, and the value bias."""
-    tensors, rows = read_tensors(model), []
-    rows.append(["layer", "key bias: largest", "norm of a head", "rms", "std of keys", "value bias: largest", "rms"])
-    for index, spread in enumerate(key_spreads(str(model), token_ids)):
-        k, v = (tensors[f"model.layers.{index}.self_attn.{side}_proj.bias"] for side in "kv")
-        heads = json.loads((model / "config.json").read_text())["num_key_value_heads"]
-        norm = float(k.view(heads, -1).norm(dim=1).max())
-        sizes = (float(k.abs().max()), norm, rms(k), spread, float(v.abs().max()), rms(v))
-        rows.append([str(index), *(f"{size:.2f}" for size in sizes)])
+def by_layer(model: str) -> list[list[str]]:
+    """The key and value biases, if any, how much centers divide the mean squared error, and centered pairs a head."""
+    source, data = resolve_model(model), resolve_model("demo") / "calibration.txt"
+    opened = open_unquantized(model)
+    decided = plan(QuantizeArgs(weights="none", kv_cache="fp8", center=True, num_samples=8, max_seq_len=512))
+    samples = load_samples(opened, decided, data)
+    found = opened.calibrate(decided, samples, ()).centers
+    spreads = key_spreads(model, samples[0])
+    tensors = read_tensors(source)
+    rows = [
+        ["layer", "key bias: largest", "norm of a head", "std of keys", "gain", "pairs", "value bias: largest", "gain"]
+    ]
+    for index, (one, spread) in enumerate(zip(found, spreads, strict=True)):
+        name = f"model.layers.{index}.self_attn."
+        k, v = (tensors.get(f"{name}{side}_proj.bias", torch.zeros(1)) for side in "kv")
+        norm = k.view(opened.model.num_kv_heads if len(k) > 1 else 1, -1).norm(dim=1).max()
+        of_k, of_v = (float(k.abs().max()), float(norm), spread, one.k_gain), (float(v.abs().max()), one.v_gain)
+        pairs = 0 if one.k is None else int((one.k != 0).sum(1).max()) // 2
+        rows.append([str(index), *(f"{size:.2f}" for size in of_k), str(pairs), *(f"{size:.2f}" for size in of_v)])
     return rows
-
-
-def rms(x: Tensor) -> float:
-    return float(x.square().mean().sqrt())
 
 
 def caches(model: str, data: Path) -> dict[str, KVCacheConfig]:
@@ -213,11 +219,7 @@ def main() -> None:
         print(markdown(costs(), num_left=1))
         return
     for model in args.models:
-        source = resolve_model(model)
-        if has_biases(source):
-            tokenizer = open_unquantized(model).load_tokenizer()
-            text = (resolve_model("demo") / "calibration.txt").read_text(encoding="utf-8")
-            print(markdown(biases(source, tokenizer.encode(text)[:1024]), num_left=1), end="\n\n")
+        print(markdown(by_layer(model), num_left=1), end="\n\n")
         print(markdown(gains(model, args.tokens), num_left=1), end="\n\n")
 
 

@@ -48,7 +48,7 @@ PIECES = r"""[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\
 
 VOCAB, HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE = 4096, 256, 6, 4, 2, 64, 768
 CONTEXT = 1024
-# Adam moves a parameter by at most about its rate a step. Qwen2.5 made millions of steps; a run of a few thousand
+# Adam moves a parameter by about its rate a step. Qwen2.5 made far more steps than this script; a run of a thousand
 # needs a rate far above its own for its biases to come as far from 0.
 BIAS_RATE = 0.02
 
