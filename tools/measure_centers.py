@@ -1,35 +1,50 @@
 """What centers gain by side, and what they cost attention: the figures under "Centers" in docs/numerics.md.
 
-    python tools/measure_centers.py [--tokens N]
+    python tools/measure_centers.py [MODEL ...] [--tokens N] [--cost]
+    python tools/measure_centers.py MODEL --write-raised OUT [--turning]
 
-Gain: the demo model in float32, so that only the cache rounds, as it is and with a bias of 15 on one channel of every
-value head, which a bias of the output projection undoes. Cost: attention alone, by centered pairs.
+Gain: each MODEL (default: the demo model) in float32, so that only the cache rounds. A model without biases is measured
+as it is and with a bias of 15 on one channel of every value head, which a bias of the output projection undoes. One
+with key biases, as `tools/train_demo_model.py --family qwen2` trains it, is measured as it is and with these biases
+raised to the size that they have in Qwen2.5-7B. `--write-raised` writes the latter as a model. `--cost`: attention
+alone, by centered pairs, and nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from freight.calibrate.quantize import load_samples, open_unquantized
 from freight.checkpoint.reader import resolve_model
 from freight.config.engine import EngineArgs, KVCacheConfig
+from freight.config.quantize import QuantizeArgs, plan
 from freight.engine.prepare import Logits, SequenceSlice, prepare
 from freight.evaluate.report import compare_caches, markdown
 from freight.evaluate.scales import calibrated
-from freight.evaluate.variants import read_tensors, write_tensors
+from freight.evaluate.variants import key_spreads, read_tensors, write_tensors
 from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.fp8.scheme import KVScales, LayerScales
 from freight.kernels.select import select_kernels
 from freight.operands.kv_pages import KeyCenter, KVPages
 
 VALUE_BIAS = 15.0
-SIDES = ("", "k", "v", "kv")
+# Qwen2.5-7B, by KV head: its key biases have norms of 605 in the first layer, 921 in the last and 22 in the median one,
+# each over four heads (https://github.com/ggml-org/llama.cpp/issues/21385).
+NORMS = {"first": 605 / 2, "between": 22 / 2, "last": 921 / 2}
+STILL, TURN = 0.1, 2 * math.pi  # rad over the context: a pair that hardly rotates, and one that makes a whole turn
+SIDES = ("k", "v", "kv")
+GRANULARITIES = (Granularity.TENSOR, Granularity.HEAD, Granularity.CHANNEL)
 HEADS, GROUP, DIM, BLOCK_SIZE = 8, 4, 128, 64
 PAIRS = (0, 2, 8, 20, 40)
 LOADS = ((16, 2048, 1), (1, 8192, 1), (1, 2048, 512))  # sequences, tokens of each, of which new
@@ -64,19 +79,96 @@ def of_sides(whole: KVScales, rest: KVScales, sides: str) -> KVCacheConfig:
     return KVCacheConfig(Format.E4M3FN, Granularity.CHANNEL, ScaleSource.CALIBRATED, KVScales(layers))
 
 
-def gains(tokens: int) -> list[list[str]]:
-    source = resolve_model("demo")
-    text, data = (source / "heldout.txt").read_text(encoding="utf-8"), source / "calibration.txt"
-    rows = [["mean KL", *(f"centered: {sides or 'none'}" for sides in SIDES)]]
-    with tempfile.TemporaryDirectory() as folder:
-        biased = Path(folder) / "biased"
-        with_value_bias(source, biased)
-        for name, model in (("plain", source), ("values biased", biased)):
-            whole, rest = (calibrated(str(model), data, Granularity.CHANNEL, center) for center in (False, True))
-            caches = [of_sides(whole, rest, sides) for sides in SIDES]
-            _, *scores = compare_caches(EngineArgs(str(model), dtype="float32"), caches, text, max_tokens=tokens)
-            rows.append([name, *(f"{score.mean_kl:.5f}" for score in scores)])
+def pairs_of(config: dict[str, Any], turning: bool) -> Tensor:
+    """Pairs that rotate by at most `STILL` over the context; if `turning`, the others that make no whole turn."""
+    half = config["head_dim"] // 2
+    angles = config["max_position_embeddings"] * config["rope_theta"] ** (-torch.arange(half) / half)
+    chosen: Tensor = (angles <= TURN) & (angles > STILL) if turning else angles <= STILL
+    return chosen.nonzero().flatten()
+
+
+def write_raised(source: Path, out: Path, turning: bool = False) -> None:
+    """The model with key biases of the size in `NORMS`: those on some pairs are multiplied, the others stay.
+
+    Where pairs hardly rotate, a bias adds the same to all scores of a query, so that the function hardly changes.
+    """
+    config, tensors = json.loads((source / "config.json").read_text()), read_tensors(source)
+    heads, dim, last = config["num_key_value_heads"], config["head_dim"], config["num_hidden_layers"] - 1
+    pairs = pairs_of(config, turning)
+    channels = torch.cat([pairs, pairs + dim // 2])
+    for index in range(last + 1):
+        name = f"model.layers.{index}.self_attn.k_proj.bias"
+        bias = tensors[name].view(heads, dim)
+        norm = NORMS["first" if index == 0 else "last" if index == last else "between"]
+        own = bias[:, channels].norm(dim=1, keepdim=True)
+        bias[:, channels] *= (norm / own).clamp(min=1)
+        tensors[name] = bias.flatten()
+    write_tensors(source, out, tensors)
+
+
+def by_layer(model: str) -> list[list[str]]:
+    """The key and value biases, if any, how much centers divide the mean squared error, and centered pairs a head."""
+    source, data = resolve_model(model), resolve_model("demo") / "calibration.txt"
+    opened = open_unquantized(model)
+    decided = plan(QuantizeArgs(weights="none", kv_cache="fp8", center=True, num_samples=8, max_seq_len=512))
+    samples = load_samples(opened, decided, data)
+    found = opened.calibrate(decided, samples, ()).centers
+    spreads = key_spreads(model, samples[0])
+    tensors = read_tensors(source)
+    rows = [
+        ["layer", "key bias: largest", "norm of a head", "std of keys", "gain", "pairs", "value bias: largest", "gain"]
+    ]
+    for index, (one, spread) in enumerate(zip(found, spreads, strict=True)):
+        name = f"model.layers.{index}.self_attn."
+        k, v = (tensors.get(f"{name}{side}_proj.bias", torch.zeros(1)) for side in "kv")
+        norm = k.view(opened.model.num_kv_heads if len(k) > 1 else 1, -1).norm(dim=1).max()
+        of_k, of_v = (float(k.abs().max()), float(norm), spread, one.k_gain), (float(v.abs().max()), one.v_gain)
+        pairs = 0 if one.k is None else int((one.k != 0).sum(1).max()) // 2
+        rows.append([str(index), *(f"{size:.2f}" for size in of_k), str(pairs), *(f"{size:.2f}" for size in of_v)])
     return rows
+
+
+def caches(model: str, data: Path) -> dict[str, KVCacheConfig]:
+    """E4M3 with every kind of scale, then channel scales with centers."""
+    found = {
+        "unit": KVCacheConfig(Format.E4M3FN, Granularity.TENSOR, ScaleSource.UNIT, None),
+        "token": KVCacheConfig(Format.E4M3FN, Granularity.TOKEN, ScaleSource.DYNAMIC, None),
+    }
+    for granularity in GRANULARITIES:
+        scales = calibrated(model, data, granularity)
+        found[str(granularity)] = KVCacheConfig(Format.E4M3FN, granularity, ScaleSource.CALIBRATED, scales)
+    rest = calibrated(model, data, Granularity.CHANNEL, center=True)
+    return found | {f"centered: {sides}": of_sides(scales, rest, sides) for sides in SIDES}
+
+
+def row(name: str, model: Path, text: str, data: Path, tokens: int) -> dict[str, str]:
+    tried = caches(str(model), data)
+    plain, *scores = compare_caches(
+        EngineArgs(str(model), dtype="float32"), list(tried.values()), text, max_tokens=tokens
+    )
+    cells = {"perplexity (mean KL)": name, "not rounded": f"{plain.perplexity:.2f}"}
+    return cells | {
+        kind: f"{score.perplexity:.2f} ({score.mean_kl:.5f})" for kind, score in zip(tried, scores, strict=True)
+    }
+
+
+def gains(model: str, tokens: int) -> list[list[str]]:
+    source, demo = resolve_model(model), resolve_model("demo")
+    text, data = (demo / "heldout.txt").read_text(encoding="utf-8"), demo / "calibration.txt"
+    with tempfile.TemporaryDirectory() as folder:
+        changed = Path(folder) / "changed"
+        if has_biases(source):
+            write_raised(source, changed)
+            names = "key biases as trained", "raised"
+        else:
+            with_value_bias(source, changed)
+            names = "plain", "values biased"
+        rows = [row(name, one, text, data, tokens) for name, one in zip(names, (source, changed), strict=True)]
+    return [list(rows[0]), *(list(one.values()) for one in rows)]
+
+
+def has_biases(model: Path) -> bool:
+    return any(name.endswith("k_proj.bias") for name in read_tensors(model))
 
 
 def milliseconds(sequences: int, length: int, new: int) -> list[float]:
@@ -112,10 +204,23 @@ def costs(loads: Sequence[tuple[int, int, int]] = LOADS) -> list[list[str]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("models", nargs="*", default=["demo"], metavar="MODEL")
     parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--cost", action="store_true", help="only what centers cost attention")
+    parser.add_argument("--write-raised", type=Path, metavar="OUT", help="only write MODEL with larger key biases")
+    parser.add_argument(
+        "--turning", action="store_true", help="raise them on pairs that rotate, not on those that do not"
+    )
     args = parser.parse_args()
-    print(markdown(costs(), num_left=1), end="\n\n")
-    print(markdown(gains(args.tokens), num_left=1))
+    if args.write_raised:
+        write_raised(Path(args.models[0]), args.write_raised, args.turning)
+        return
+    if args.cost:
+        print(markdown(costs(), num_left=1))
+        return
+    for model in args.models:
+        print(markdown(by_layer(model), num_left=1), end="\n\n")
+        print(markdown(gains(model, args.tokens), num_left=1), end="\n\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Train the model that ships with Freight: a small Llama that writes Python.
 
-    python tools/train_demo_model.py OUT [--tokens 16e6] [--seed 0] [--threads 2]
+    python tools/train_demo_model.py OUT [--tokens 16e6] [--seed 0] [--threads 2] [--family qwen2]
 
 Data: the source of the running Python's standard library, without its tests and without files that are tables
 rather than code. `HELD_OUT` is never trained on and becomes `heldout.txt`; `CALIBRATION` is ordinary training
@@ -12,6 +12,10 @@ generator, fixed order). About an hour on two cores; `--device cuda` takes minut
 The recipe is the small-model one of the modded-nanogpt speed runs: Muon (Jordan et al. 2024) for the matrices
 inside the layers, AdamW for embeddings and norms, linear decay to zero; sequences of 512, the last quarter of
 1024, so that positions up to 1024 are trained.
+
+`--family qwen2` trains a model that does not ship, for measurements (tools/measure_centers.py): the same size, with
+what Qwen2.5 has beside Llama, which is biases of q, k and v, theta 1e6 and epsilon 1e-6. The biases start at 0 and have
+`BIAS_RATE` as their rate in AdamW, without weight decay.
 """
 
 from __future__ import annotations
@@ -24,11 +28,12 @@ import random
 import sysconfig
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
 
@@ -42,7 +47,24 @@ BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
 PIECES = r"""[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
 
 VOCAB, HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE = 4096, 256, 6, 4, 2, 64, 768
-CONTEXT, THETA, EPS = 1024, 10000.0, 1e-5
+CONTEXT = 1024
+# Adam moves a parameter by about its rate a step. Qwen2.5 made far more steps than this script; a run of a thousand
+# needs a rate far above its own for its biases to come as far from 0.
+BIAS_RATE = 0.02
+
+
+@dataclass(frozen=True)
+class Family:
+    architecture: str
+    theta: float
+    eps: float
+    biases: bool  # of q_proj, k_proj and v_proj
+
+
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM", 10000.0, 1e-5, biases=False),
+    "qwen2": Family("Qwen2ForCausalLM", 1e6, 1e-6, biases=True),
+}
 
 
 def source_files() -> dict[str, str]:
@@ -85,16 +107,16 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, family: Family) -> None:
         super().__init__()
         self.q_proj, self.o_proj = (
-            nn.Linear(HIDDEN, HEADS * HEAD_DIM, False),
+            nn.Linear(HIDDEN, HEADS * HEAD_DIM, family.biases),
             nn.Linear(HEADS * HEAD_DIM, HIDDEN, False),
         )
-        self.k_proj, self.v_proj = (nn.Linear(HIDDEN, KV_HEADS * HEAD_DIM, False) for _ in "kv")
+        self.k_proj, self.v_proj = (nn.Linear(HIDDEN, KV_HEADS * HEAD_DIM, family.biases) for _ in "kv")
         self.gate_proj, self.up_proj = (nn.Linear(HIDDEN, INTERMEDIATE, False) for _ in "gu")
         self.down_proj = nn.Linear(INTERMEDIATE, HIDDEN, False)
-        self.input_layernorm, self.post_attention_layernorm = nn.RMSNorm(HIDDEN, EPS), nn.RMSNorm(HIDDEN, EPS)
+        self.input_layernorm, self.post_attention_layernorm = (nn.RMSNorm(HIDDEN, family.eps) for _ in range(2))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # x: [batch, length, HIDDEN]
         h = self.input_layernorm(x)
@@ -114,21 +136,23 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Model(nn.Module):
-    """Llama with tied embeddings; `state()` gives its parameters the names of a Hugging Face checkpoint."""
+    """Has tied embeddings; `state()` gives its parameters the names of a Hugging Face checkpoint of `family`."""
 
-    def __init__(self) -> None:
+    def __init__(self, family: Family) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, HIDDEN)
-        blocks = [Block() for _ in range(LAYERS)]
+        blocks = [Block(family) for _ in range(LAYERS)]
         self.layers = nn.ModuleList(blocks)
-        self.norm = nn.RMSNorm(HIDDEN, EPS)
-        for parameter in self.parameters():
+        self.norm = nn.RMSNorm(HIDDEN, family.eps)
+        for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
                 nn.init.normal_(parameter, std=0.02)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
         for block in blocks:
             for projection in (block.o_proj, block.down_proj):
                 nn.init.zeros_(projection.weight)
-        inverse = THETA ** (-torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+        inverse = family.theta ** (-torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
         angles = torch.outer(torch.arange(CONTEXT).float(), inverse)
         self.cos: Tensor
         self.sin: Tensor
@@ -157,6 +181,11 @@ class Model(nn.Module):
             state[full] = tensor.detach().to("cpu", torch.bfloat16).contiguous()
         return state
 
+    def load(self, checkpoint: Path) -> None:
+        """Take the weights of a checkpoint that has the names of `state`."""
+        stored = load_file(checkpoint / "model.safetensors")
+        self.load_state_dict({own: stored[name] for own, name in zip(self.state_dict(), self.state(), strict=True)})
+
 
 def batches(stream: Tensor, length: int, rows: int, generator: torch.Generator) -> Iterator[Tensor]:
     """Endless [rows, length + 1] windows: each epoch covers the stream once, from a random offset, in random order."""
@@ -181,11 +210,37 @@ def evaluate(model: Model, stream: Tensor, device: str) -> float:
     return sum(losses) / len(windows)
 
 
+def optimizers_of(model: Model) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices inside the layers, AdamW for embeddings and norms, and another for biases."""
+    named = dict(model.named_parameters())
+    biases = [p for n, p in named.items() if n.endswith("bias")]
+    matrices = [p for n, p in named.items() if n.endswith("_proj.weight")]
+    others = [p for n, p in named.items() if "_proj" not in n]
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.Muon(matrices, lr=0.02, momentum=0.95, weight_decay=0.1, adjust_lr_fn="original"),
+        torch.optim.AdamW(others, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+    if biases:
+        optimizers.append(torch.optim.AdamW(biases, lr=BIAS_RATE, betas=(0.9, 0.95), weight_decay=0.0))
+    return optimizers
+
+
+def bias_lines(model: Model) -> Iterator[str]:
+    """How far the biases of each projection have come from 0: largest and root mean square, a number a layer."""
+    for side in "qkv":
+        biases = [p.detach() for n, p in model.named_parameters() if n.endswith(f"{side}_proj.bias")]
+        if biases:
+            sizes = " ".join(f"{float(b.abs().max()):.2f}/{float(b.square().mean().sqrt()):.2f}" for b in biases)
+            yield f"{side} biases, largest/rms by layer: {sizes}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--tokens", type=float, default=16e6, help="tokens to train on (default 16e6)")
     parser.add_argument("--batch-tokens", type=int, default=4096)
+    parser.add_argument("--family", default="llama", choices=FAMILIES)
+    parser.add_argument("--start", type=Path, help="a checkpoint of this script to go on from, with a new optimizer")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
@@ -205,15 +260,13 @@ def main() -> None:
 
     train, held_out = stream(trained), stream(HELD_OUT)
     held_out_text = "".join(files[name] for name in HELD_OUT)
-    write_data(args.out, files, tokenizer, held_out_text)
+    family = FAMILIES[args.family]
+    write_data(args.out, files, tokenizer, held_out_text, family)
 
-    model = Model().to(args.device)
-    matrices = [p for n, p in model.named_parameters() if "_proj" in n]
-    others = [p for n, p in model.named_parameters() if "_proj" not in n]
-    optimizers = [
-        torch.optim.Muon(matrices, lr=0.02, momentum=0.95, weight_decay=0.1, adjust_lr_fn="original"),
-        torch.optim.AdamW(others, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0),
-    ]
+    model = Model(family).to(args.device)
+    if args.start:
+        model.load(args.start)
+    optimizers = optimizers_of(model)
     base = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
     steps = int(args.tokens) // args.batch_tokens
     short, long = (batches(train, length, args.batch_tokens // length, generator) for length in (CONTEXT // 2, CONTEXT))
@@ -249,24 +302,30 @@ def main() -> None:
             nats = evaluate(model, held_out, args.device)
             bits = nats * len(held_out) / math.log(2) / len(held_out_text.encode())
             say(f"held out: loss {nats:.4f}, perplexity {math.exp(nats):.3f}, {bits:.4f} bits per byte")
+            for line in bias_lines(model):
+                say(line)
             save_file(model.state(), args.out / "model.safetensors", metadata={"format": "pt"})
     log.close()
 
 
-def write_data(out: Path, files: dict[str, str], tokenizer: Tokenizer, held_out_text: str) -> None:
+def write_data(out: Path, files: dict[str, str], tokenizer: Tokenizer, held_out_text: str, family: Family) -> None:
     """Everything but the weights: texts, tokenizer, configuration."""
     out.mkdir(parents=True, exist_ok=True)
     (out / "heldout.txt").write_text(held_out_text, encoding="utf-8")
     (out / "calibration.txt").write_text("".join(files[name] for name in CALIBRATION), encoding="utf-8")
     tokenizer.save(str(out / "tokenizer.json"))
     bos, eos = tokenizer.token_to_id(BOS), tokenizer.token_to_id(EOS)
+    model_type = family.architecture.removesuffix("ForCausalLM").lower()
     config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16",
+        "architectures": [family.architecture], "model_type": model_type, "torch_dtype": "bfloat16",
         "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "num_hidden_layers": LAYERS,
         "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "hidden_act": "silu",
-        "max_position_embeddings": CONTEXT, "rope_theta": THETA, "rms_norm_eps": EPS, "tie_word_embeddings": True,
-        "attention_bias": False, "mlp_bias": False, "bos_token_id": bos, "eos_token_id": eos,
+        "max_position_embeddings": CONTEXT, "rope_theta": family.theta, "rms_norm_eps": family.eps,
+        "tie_word_embeddings": True, "attention_bias": False, "mlp_bias": False,
+        "bos_token_id": bos, "eos_token_id": eos,
     }  # fmt: skip
+    if family.biases:  # a Qwen2 configuration does not speak of biases: q, k and v always have them
+        config = {key: value for key, value in config.items() if key not in ("attention_bias", "mlp_bias")}
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS,
         "model_max_length": CONTEXT, "clean_up_tokenization_spaces": False,
