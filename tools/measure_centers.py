@@ -28,7 +28,7 @@ from torch import Tensor
 from freight.calibrate.quantize import load_samples, open_unquantized
 from freight.checkpoint.reader import resolve_model
 from freight.config.engine import EngineArgs, KVCacheConfig
-from freight.config.quantize import QuantizeArgs, plan
+from freight.config.plan import QuantizeArgs, plan
 from freight.engine.prepare import Logits, SequenceSlice, prepare
 from freight.evaluate.report import compare_caches, markdown
 from freight.evaluate.scales import calibrated
