@@ -121,7 +121,7 @@ def by_layer(model: str) -> list[list[str]]:
     for index, (one, spread) in enumerate(zip(found, spreads, strict=True)):
         name = f"model.layers.{index}.self_attn."
         k, v = (tensors.get(f"{name}{side}_proj.bias", torch.zeros(1)) for side in "kv")
-        norm = k.view(opened.model.num_kv_heads if len(k) > 1 else 1, -1).norm(dim=1).max()
+        norm = k.view(opened.model.layers[index].mixer.num_kv_heads if len(k) > 1 else 1, -1).norm(dim=1).max()
         of_k, of_v = (float(k.abs().max()), float(norm), spread, one.k_gain), (float(v.abs().max()), one.v_gain)
         pairs = 0 if one.k is None else int((one.k != 0).sum(1).max()) // 2
         rows.append([str(index), *(f"{size:.2f}" for size in of_k), str(pairs), *(f"{size:.2f}" for size in of_v)])
