@@ -26,7 +26,7 @@ from freight.config.plan import QuantizeArgs, QuantizePlan, plan
 from freight.device import choose_threads, probe
 from freight.errors import CheckpointError, ConfigError
 from freight.kernels.select import select_kernels
-from freight.models.architectures import ARCHITECTURES
+from freight.models.architectures import tensor_names
 from freight.models.loader import CheckpointSource, tensor_shapes
 from freight.tokenizer import Tokenizer
 
@@ -95,7 +95,7 @@ def open_unquantized(model: str, revision: str | None = None) -> Unquantized:
     if not read_kv_scales(checkpoint, config).empty:
         raise CheckpointError(f"{model} has KV scales already; {way_out}")
     if config.tie_word_embeddings:
-        checkpoint.skip(ARCHITECTURES[config.architecture].head, "tied to the embedding")
+        checkpoint.skip(tensor_names(config).head, "tied to the embedding")
     checkpoint.check(tensor_shapes(config))
     for name, shape in tensor_shapes(config).items():
         checkpoint.take(name, shape)  # mapped, not read

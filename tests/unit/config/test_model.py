@@ -9,9 +9,11 @@ import sys
 import pytest
 from transformers import AutoConfig
 
+from freight.config.layer import NormPlacement
 from freight.config.model import ModelConfig, parse_model_config, stop_token_ids
 from freight.errors import CheckpointError
 from freight.fp8.formats import Format
+from freight.operands.activation import GatedActivation
 
 SHAPE = {
     "vocab_size": 512,
@@ -27,7 +29,11 @@ FAMILIES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
 }
+
+
+ACTIVATIONS = {"silu": GatedActivation.SILU, "gelu_pytorch_tanh": GatedActivation.GELU_TANH}
 
 
 def windows_of(model: ModelConfig) -> tuple[int | None, ...]:
@@ -49,16 +55,26 @@ def refused(*named, **more):
 def test_absent_keys_mean_what_transformers_takes(model_type):
     said = config(model_type)
     ours, theirs = parse_model_config(said), AutoConfig.for_model(**said)
+    mixer = ours.layers[0].mixer
     assert ours.architecture == FAMILIES[model_type]
     assert ours.max_position_embeddings == theirs.max_position_embeddings
     assert ours.rms_norm_eps == theirs.rms_norm_eps
     assert ours.ropes[0].theta == theirs.rope_parameters["rope_theta"]
     assert ours.ropes[0].kind == theirs.rope_parameters["rope_type"]
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
-    assert ours.layers[0].mixer.k_dim == getattr(theirs, "head_dim", 64)
+    assert mixer.k_dim == getattr(theirs, "head_dim", 64)
+    assert mixer.softmax_scale == getattr(theirs, "query_pre_attn_scalar", mixer.k_dim) ** -0.5
+    assert mixer.soft_cap == getattr(theirs, "attn_logit_softcapping", None)
+    assert ours.logit_soft_cap == getattr(theirs, "final_logit_softcapping", None)
+    assert ours.layers[0].feed_forward.activation == ACTIVATIONS[acts(theirs)]
     assert ours.bos_token_id == theirs.bos_token_id
     assert list(ours.eos_token_ids) == ([] if theirs.eos_token_id is None else [theirs.eos_token_id])
-    assert windows_of(ours) == (theirs.sliding_window if model_type == "mistral" else None,) * 4
+    slides = getattr(theirs, "layer_types", None) or ["sliding_attention" if model_type == "mistral" else None] * 4
+    assert windows_of(ours) == tuple(theirs.sliding_window if kind == "sliding_attention" else None for kind in slides)
+
+
+def acts(theirs):
+    return getattr(theirs, "hidden_activation", None) or theirs.hidden_act
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -144,7 +160,7 @@ def test_position_limit():
     assert parse_model_config(config(max_position_embeddings=131072, rope_scaling=llama3)).position_limit == 131072
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope", "su", "mrope", "proportional"])
+@pytest.mark.parametrize("kind", ["dynamic", "mrope", "proportional"])
 def test_other_rope_kinds_are_named(kind):
     refused(kind, "rope_scaling", rope_scaling={"type": kind, "factor": 2.0})
     refused(kind, "rope_parameters", rope_parameters={"rope_type": kind, "rope_theta": 1e4})
@@ -194,6 +210,35 @@ def test_qwen_windows(model_type):
     said = config(model_type, sliding_window=8, max_window_layers=1, use_sliding_window=True)
     kinds = AutoConfig.for_model(**said).layer_types
     assert windows_of(parse_model_config(said)) == tuple(8 if kind == "sliding_attention" else None for kind in kinds)
+
+
+def test_every_second_layer_of_gemma_2_has_a_window_unless_layer_types_says_otherwise():
+    assert windows("gemma2", sliding_window=8) == (8, None, 8, None)
+    types = ["full_attention", "full_attention", "sliding_attention", "full_attention"]
+    assert windows("gemma2", sliding_window=8, layer_types=types) == (None, None, 8, None)
+    assert windows("gemma2", sliding_window=None) == (None,) * 4
+
+
+def test_what_gemma_2_adds():
+    model = parse_model_config(config("gemma2", query_pre_attn_scalar=144))
+    assert (model.norm_offset, model.embedding_multiplier) == (1.0, 16.0)
+    assert model.layers[0].norms is NormPlacement.SANDWICH
+    assert model.layers[0].mixer.softmax_scale == pytest.approx(1 / 12)
+    plain = parse_model_config(config("gemma2", attn_logit_softcapping=None, final_logit_softcapping=None))
+    assert (plain.layers[0].mixer.soft_cap, plain.logit_soft_cap) == (None, None)
+    refused("query_pre_attn_scalar", "144", query_pre_attn_scalar=144)  # of a Llama
+
+
+def test_activations():
+    def of(model_type, **more):
+        return parse_model_config(config(model_type, **more)).layers[0].feed_forward.activation
+
+    assert of("llama", hidden_act="gelu_pytorch_tanh") is GatedActivation.GELU_TANH
+    both = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}  # as the first Gemma 2 has
+    assert of("gemma2", **both) is of("gemma2") is GatedActivation.GELU_TANH
+    assert of("gemma2", hidden_activation="silu") is GatedActivation.SILU
+    refused("contradicts", "hidden_act", "'silu'", model_type="gemma2", hidden_act="silu")
+    refused("hidden_activation", "'gelu'", model_type="gemma2", hidden_activation="gelu")
 
 
 def test_window_contradictions():
@@ -271,8 +316,8 @@ def test_contradictions_and_gaps():
 
 
 def test_other_models_are_named():
-    with pytest.raises(CheckpointError, match=r"gemma2.*llama, mistral, qwen2 or qwen3"):
-        parse_model_config({"model_type": "gemma2", **SHAPE})
+    with pytest.raises(CheckpointError, match=r"gpt2.*llama, mistral, qwen2, qwen3.* are"):
+        parse_model_config({"model_type": "gpt2", **SHAPE})
     with pytest.raises(CheckpointError, match="None"):
         parse_model_config(SHAPE)
     refused("LlamaForSequenceClassification", architectures=["LlamaForSequenceClassification"])
