@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tests.parity.variants import CASES, VARIANTS, save_random, tokens
 from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.llama import modeling_llama
@@ -16,6 +17,7 @@ from freight.cache.pool import allocate_pool
 from freight.config.engine import EngineArgs
 from freight.engine.build import open_model
 from freight.engine.runner import ModelRunner
+from freight.errors import CheckpointError
 from freight.kernels.select import select_kernels
 
 
@@ -38,7 +40,7 @@ def test_float32_logits_equal_transformers(variant: str, kernels: str, tmp_path:
     assert (freight_logits(tmp_path, ids, "auto", kernels) - expected).abs().max() <= 1e-4
 
 
-BFLOAT16 = ("llama-llama3", "mistral-window", "qwen2", "qwen3", "gemma2")
+BFLOAT16 = ("llama-llama3", "mistral-window", "qwen2", "qwen3", "gemma2", "gemma3", "phi3-window")
 
 
 @pytest.mark.parametrize(("variant", "kernels"), [case for case in CASES if case[0] in BFLOAT16])
@@ -72,6 +74,41 @@ def test_the_older_spelling_of_config_json_means_the_same(variant: str, tmp_path
     config["torch_dtype"] = config.pop("dtype")
     path.write_text(json.dumps(config))
     assert torch.equal(freight_logits(tmp_path, ids, "auto"), expected)
+
+
+@pytest.mark.parametrize("under", ["model.language_model.", "language_model.model."])
+def test_the_text_model_of_gemma_3_beside_a_vision_model(under: str, tmp_path: Path):
+    """Under both of the names that its checkpoints use; the tensors of the vision model are skipped by name."""
+    save_random(VARIANTS["gemma3"], tmp_path, torch.float32)
+    ids = tokens(40)
+    expected = freight_logits(tmp_path, ids, "auto", "reference")
+    path, file = tmp_path / "config.json", tmp_path / "model.safetensors"
+    text = json.loads(path.read_text())
+    vision = {"vision_config": {"hidden_size": 8}, "mm_tokens_per_image": 4, "image_token_index": 9}
+    wrapped = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], **vision}
+    path.write_text(json.dumps({**wrapped, "text_config": text, "dtype": "float32"}))
+    tensors = {under + name.removeprefix("model."): tensor for name, tensor in load_file(file).items()}
+    outer = under.removesuffix("language_model.") if under.startswith("model.") else ""
+    for name in ("vision_tower.patch.weight", "multi_modal_projector.mm_soft_emb_norm.weight"):
+        tensors[outer + name] = torch.ones(3)
+    save_file(tensors, file)
+    assert torch.equal(freight_logits(tmp_path, ids, "auto", "reference"), expected)
+    save_file(tensors | {"audio_tower.weight": torch.ones(3)}, file)
+    with pytest.raises(CheckpointError, match=r"audio_tower\.weight"):
+        freight_logits(tmp_path, ids, "auto", "reference")
+
+
+def test_gemma_3_in_its_older_spelling_means_the_same(tmp_path: Path):
+    save_random(VARIANTS["gemma3-two-ropes"], tmp_path, torch.float32)
+    ids = tokens(40)
+    expected = freight_logits(tmp_path, ids, "auto", "reference")
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    config.pop("rope_parameters")
+    config.pop("layer_types")
+    older = {"rope_theta": 500.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_local_base_freq": 20.0}
+    path.write_text(json.dumps(config | older | {"sliding_window_pattern": 2}))
+    assert torch.equal(freight_logits(tmp_path, ids, "auto", "reference"), expected)
 
 
 def test_soft_caps_are_those_of_gemma_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

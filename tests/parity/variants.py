@@ -9,8 +9,10 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
+    Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
+    Phi3Config,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -30,6 +32,8 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 MSCALE = {**YARN, "rope_theta": 1e6, "mscale": 1.0, "mscale_all_dim": 0.8, "beta_fast": 16, "beta_slow": 2}
 
+LONG = {"rope_type": "longrope", "short_factor": [1.0 + i / 8 for i in range(8)],
+        "long_factor": [2.0 + i for i in range(8)], "rope_theta": 10000.0}  # fmt: skip
 GEMMA: dict[str, Any] = {**SHAPE, "num_hidden_layers": 4, "head_dim": 32, "sliding_window": 24}
 
 VARIANTS: dict[str, PretrainedConfig] = {
@@ -55,6 +59,21 @@ VARIANTS: dict[str, PretrainedConfig] = {
     "gemma2-one-window": Gemma2Config(**GEMMA, layer_types=["full_attention"] * 3 + ["sliding_attention"]),
     "gemma2-untied": Gemma2Config(**{**GEMMA, "tie_word_embeddings": False}, attention_bias=True,
                                   attn_logit_softcapping=None, final_logit_softcapping=None),
+    "gemma3": Gemma3TextConfig(**{**GEMMA, "num_hidden_layers": 6}, query_pre_attn_scalar=24),
+    "gemma3-two-ropes": Gemma3TextConfig(
+        **GEMMA, layer_types=["sliding_attention", "full_attention"] * 2, final_logit_softcapping=3.0,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 500.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+        },
+    ),
+    "phi3": Phi3Config(**SHAPE, pad_token_id=0),
+    "phi3-window": Phi3Config(**SHAPE, pad_token_id=0, sliding_window=24, tie_word_embeddings=True),
+    "phi3-partial": Phi3Config(
+        **SHAPE, pad_token_id=0, rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.75}
+    ),
+    "phi3-long": Phi3Config(**SHAPE, pad_token_id=0, original_max_position_embeddings=128, rope_parameters=LONG),
+    "phi3-short": Phi3Config(**SHAPE, pad_token_id=0, original_max_position_embeddings=256, rope_parameters=LONG),
 }  # fmt: skip
 # Families that the compiled kernels do not compute yet, and the kernel sets that they are tested with until then.
 NOT_COMPILED = ("gemma", "phi3")

@@ -8,6 +8,7 @@ writing. Everything that can be refused is refused before the first computation.
 
 from __future__ import annotations
 
+import fnmatch
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from freight.checkpoint.kv_scales import read_kv_scales
 from freight.checkpoint.layouts import read_scheme
 from freight.checkpoint.reader import Checkpoint, resolve_model
 from freight.checkpoint.writer import require_new
+from freight.config.families import FAMILIES
 from freight.config.model import ModelConfig, parse_model_config
 from freight.config.plan import QuantizeArgs, QuantizePlan, plan
 from freight.device import choose_threads, probe
@@ -87,7 +89,13 @@ def open_unquantized(model: str, revision: str | None = None) -> Unquantized:
     Raises CheckpointError for one that is quantized already, has KV scales, or lacks tensors.
     """
     checkpoint = Checkpoint(resolve_model(model, revision))
-    config = parse_model_config(checkpoint.config)
+    config = parse_model_config(checkpoint.config, checkpoint.names)
+    unused = [name for pattern, _ in tensor_names(config).unused for name in fnmatch.filter(checkpoint.names, pattern)]
+    if unused:
+        raise CheckpointError(
+            f"{model} has parts beside its text model ({min(unused)}), which would be lost; quantizing is implemented "
+            f"for the text model alone, of model_type {FAMILIES[config.model_type].text_type!r}"
+        )
     scheme = read_scheme(checkpoint.config, checkpoint.hf_quant_config)
     way_out = "quantize the 16-bit model that it was made from"
     if scheme.method is not None or scheme.kv_format is not None:
@@ -124,6 +132,8 @@ def quantize(
         raise ConfigError("quantize needs a folder to write: give out")
     require_new(Path(out))
     opened = open_unquantized(str(model), revision)
+    if decided.center:
+        _require_whole_rotation(opened.model)
     ignored, torn = ignored_modules(opened.model, decided.ignore, decided.lm_head)
     check_disk_space(opened.checkpoint, Path(out))
     calibration = NOTHING_CALIBRATED
@@ -132,6 +142,15 @@ def quantize(
         calibration = opened.calibrate(decided, samples, ignored, on_progress)
         require_gain(decided, calibration)
     return write(opened, decided, ignored, torn, calibration, Path(out), on_progress)
+
+
+def _require_whole_rotation(model: ModelConfig) -> None:
+    """Raises ConfigError if rotary embedding leaves channels of a key as they are: centers are for rotated pairs."""
+    dims = {model.ropes[m.rope].rotary_dim - m.k_dim for layer in model.layers if (m := layer.mixer).rope is not None}
+    if any(dims):
+        raise ConfigError(
+            f"--center is not implemented for {model.architecture} with partial_rotary_factor below 1; omit it"
+        )
 
 
 def require_gain(plan: QuantizePlan, calibration: Calibration) -> None:

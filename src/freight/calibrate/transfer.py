@@ -71,7 +71,7 @@ def export_scales(model: str, file: Path) -> KVScales:
 def _complete_scales(model: str) -> tuple[KVScales, KVScales, ModelConfig]:
     """Scales for E4M3FN of every layer of `model`, and those valid without centers, one per layer and side."""
     checkpoint = Checkpoint(resolve_model(model))
-    config = parse_model_config(checkpoint.config)
+    config = parse_model_config(checkpoint.config, checkpoint.names)
     scales = read_kv_scales(checkpoint, config)
     if scales.missing:
         which = "no KV scales" if scales.empty else f"no KV scales for layers {', '.join(map(str, scales.missing))}"

@@ -66,7 +66,7 @@ def describe(model: str, revision: str | None = None) -> dict[str, Any]:
     from freight.config.model import parse_model_config
 
     checkpoint = Checkpoint(resolve_model(model, revision))
-    config = parse_model_config(checkpoint.config)
+    config = parse_model_config(checkpoint.config, checkpoint.names)
     scheme = read_scheme(checkpoint.config, checkpoint.hf_quant_config)
     scales = read_kv_scales(checkpoint, config)
     return {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from freight.config.layer import NormPlacement
@@ -29,6 +29,8 @@ class Family:
     theta              of rotary embedding, where config.json names none
     local_theta        the same of layers with a window, if these have a rope of their own (`rope_local_base_freq`)
     partial_rotary     whether `partial_rotary_factor` may leave channels unrotated
+    text_type          the model_type in `text_config`, where the decoder is described, if it is one part of the model
+    wrapper_keys       keys outside of `text_config`; they describe the other parts
     """
 
     architecture: str
@@ -44,6 +46,8 @@ class Family:
     theta: float = 10000.0
     local_theta: float | None = None
     partial_rotary: bool = False
+    text_type: str | None = None
+    wrapper_keys: frozenset[str] = frozenset()
 
 
 _WINDOW_KEYS = _words("sliding_window use_sliding_window layer_types")
@@ -60,6 +64,18 @@ _GEMMA = {
     "use_sliding_window": True,
 }
 _GEMMA_KEYS = _words("query_pre_attn_scalar attention_bias sliding_window layer_types cache_implementation")
+_GEMMA3 = Family(
+    "Gemma3ForCausalLM",
+    {**_GEMMA, "vocab_size": 262208, "max_position_embeddings": 131072, "sliding_window_pattern": 6},
+    _GEMMA_KEYS | _words("sliding_window_pattern rope_local_base_freq"),
+    qk_norm=True,
+    norms=NormPlacement.SANDWICH,
+    norm_offset=1.0,
+    scales_embedding=True,
+    activation_key="hidden_activation",
+    theta=1e6,
+    local_theta=1e4,
+)
 
 FAMILIES = {
     "llama": Family(
@@ -114,7 +130,31 @@ FAMILIES = {
         scales_embedding=True,
         activation_key="hidden_activation",
     ),
+    "gemma3_text": _GEMMA3,
+    "gemma3": replace(
+        _GEMMA3,
+        architecture="Gemma3ForConditionalGeneration",
+        text_type="gemma3_text",
+        wrapper_keys=_words("vision_config mm_tokens_per_image boi_token_index eoi_token_index image_token_index"),
+    ),
+    "phi3": Family(
+        "Phi3ForCausalLM",
+        {
+            "vocab_size": 32064,
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "bos_token_id": 1,
+            "eos_token_id": 32000,
+            "use_sliding_window": True,
+        },
+        _words("sliding_window attention_bias mlp_bias lm_head_bias"),
+        mixed_windows=False,
+        partial_rotary=True,
+    ),
 }
+# Where the tensors of a decoder are that is one part of a model: what precedes their names, and that of its head.
+BODIES = (("model.language_model.", ""), ("language_model.model.", "language_model."))
 
 # keys that every family reads
 READ = _words(
@@ -124,6 +164,13 @@ READ = _words(
     original_max_position_embeddings tie_word_embeddings dtype torch_dtype bos_token_id eos_token_id
     quantization_config compression_config kv_cache_torch_dtype kv_cache_dtype freight
     attn_logit_softcapping final_logit_softcapping hidden_act hidden_activation partial_rotary_factor
+    """
+)
+# of these, keys that a model of several parts has outside of `text_config`, and that hold for the decoder
+_SHARED = _words(
+    """
+    dtype torch_dtype bos_token_id eos_token_id tie_word_embeddings quantization_config compression_config
+    kv_cache_torch_dtype kv_cache_dtype freight
     """
 )
 # training, bookkeeping, and defaults of transformers' generate()
@@ -142,6 +189,8 @@ HARMLESS = _words(
 )
 NEUTRAL: Mapping[str, tuple[object, ...]] = {  # keys that change the computation, and the values that do not
     "rotary_pct": (1,),
+    "full_attn_mod": (1,),
+    "interpolate_factor": (1,),
     "pretraining_tp": (1,),
     "logit_scale": (1,),
     "logits_scaling": (1,),
@@ -181,12 +230,32 @@ def find_family(config: Mapping[str, Any]) -> tuple[str, Family]:
     return model_type, family
 
 
-def refuse_unknown_keys(config: Mapping[str, Any], model_type: str, family: Family) -> None:
-    """Every key must be read, harmless, or switched off (null, false, empty)."""
-    known = READ | HARMLESS | family.keys | ({"attention_bias"} if family.qkv_bias else set())
+def decoder_config(config: Mapping[str, Any]) -> tuple[str, Family, Mapping[str, Any]]:
+    """(model_type, its row, the keys that describe the decoder), out of `text_config` if that is where they are.
+
+    Raises CheckpointError for keys that are neither read, nor harmless, nor switched off (null, false, empty).
+    """
+    model_type, family = find_family(config)
+    own = READ | family.keys | ({"attention_bias"} if family.qkv_bias else set())
+    if family.text_type is None:
+        _refuse_unknown_keys(config, own, model_type)
+        return model_type, family, config
+    text = config.get("text_config")
+    if not isinstance(text, Mapping) or text.get("model_type", family.text_type) != family.text_type:
+        raise CheckpointError(
+            f"config.json: text_config = {text!r} with model_type {model_type!r} is not implemented; an object of "
+            f"model_type {family.text_type!r} is"
+        )
+    _refuse_unknown_keys(text, own, family.text_type)
+    outside = _SHARED | family.wrapper_keys | {"model_type", "architectures", "text_config"}
+    _refuse_unknown_keys(config, outside, model_type)
+    return model_type, family, {**text, **{key: config[key] for key in sorted(_SHARED) if config.get(key) is not None}}
+
+
+def _refuse_unknown_keys(config: Mapping[str, Any], known: frozenset[str], model_type: str) -> None:
     for key, value in config.items():
         off = value is None or value is False or value in ({}, [], "")
-        if off or key in known or key.startswith("_"):
+        if off or key in known or key in HARMLESS or key.startswith("_"):
             continue
         if key not in NEUTRAL:
             raise CheckpointError(

@@ -7,11 +7,11 @@ change the output. An absent key has the default of transformers' configuration 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from freight.config.families import Family, find_family, refuse_unknown_keys, with_defaults
+from freight.config.families import BODIES, Family, decoder_config, find_family, with_defaults
 from freight.config.fields import flag, integer, number, token_ids
 from freight.config.layer import AttentionConfig, DenseConfig, LayerConfig
 from freight.config.rope import RopeConfig as RopeConfig
@@ -32,6 +32,7 @@ class ModelConfig:
     embedding_multiplier   multiplies the embedding's rows; None: nothing does
     logit_soft_cap         a logit x becomes logit_soft_cap * tanh(x / logit_soft_cap); None: unbounded
     checkpoint_format      the dtype that config.json names for the weights
+    prefixes               what precedes the names of the decoder's tensors in the checkpoint, and the name of its head
     """
 
     model_type: str
@@ -49,6 +50,7 @@ class ModelConfig:
     checkpoint_format: Format
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    prefixes: tuple[str, str] = ("model.", "")
 
     @property
     def position_limit(self) -> int:
@@ -75,13 +77,13 @@ _ACTIVATIONS = {
 }
 
 
-def parse_model_config(config: Mapping[str, Any]) -> ModelConfig:
+def parse_model_config(config: Mapping[str, Any], tensors: Collection[str] = ()) -> ModelConfig:
     """Read the content of a config.json. Raises CheckpointError for what is missing, contradictory or not implemented.
 
+    `tensors` are the names of the checkpoint's tensors: where the decoder is one part of a model, they show where.
     A config.json that names no dtype means float32, as it did before transformers wrote one.
     """
-    model_type, family = find_family(config)
-    refuse_unknown_keys(config, model_type, family)
+    model_type, family, config = decoder_config(config)
     config = with_defaults(config, family)
     hidden_size = integer(config, "hidden_size")
     limit = integer(config, "max_position_embeddings")
@@ -110,6 +112,7 @@ def parse_model_config(config: Mapping[str, Any]) -> ModelConfig:
         checkpoint_format=_checkpoint_format(config),
         bos_token_id=next(iter(token_ids(config, "bos_token_id", None)), None),
         eos_token_ids=token_ids(config, "eos_token_id", None),
+        prefixes=_prefixes(family, tensors),
     )
 
 
@@ -120,8 +123,15 @@ def stop_token_ids(config: Mapping[str, Any], generation_config: Mapping[str, An
     """
     generation = generation_config or {}
     default = None if "eos_token_id" in generation else find_family(config)[1].defaults.get("eos_token_id")
-    own = token_ids(config, "eos_token_id", default)
+    own = token_ids(decoder_config(config)[2], "eos_token_id", default)
     return frozenset(own) | frozenset(token_ids(generation, "eos_token_id", None))
+
+
+def _prefixes(family: Family, tensors: Collection[str]) -> tuple[str, str]:
+    if family.text_type is None:
+        return ModelConfig.prefixes
+    found = (body for body in BODIES if any(name.startswith(body[0]) for name in tensors))
+    return next(found, BODIES[0])
 
 
 def _mixer(config: Mapping[str, Any], family: Family, hidden_size: int) -> AttentionConfig:

@@ -109,7 +109,7 @@ def open_model(args: EngineArgs) -> OpenModel:
     """Open the checkpoint that `args.model` names. Raises ConfigError or CheckpointError."""
     check(args)  # a contradiction between settings needs neither checkpoint nor device to be seen
     checkpoint = Checkpoint(resolve_model(args.model, args.revision))
-    model = parse_model_config(checkpoint.config)
+    model = parse_model_config(checkpoint.config, checkpoint.names)
     scheme = read_scheme(checkpoint.config, checkpoint.hf_quant_config)
     device = probe(args.device)
     if device.note:

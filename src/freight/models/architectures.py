@@ -6,7 +6,7 @@ for a new block.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from freight.config.model import ModelConfig
 
@@ -16,13 +16,15 @@ class TensorNames:
     """Checkpoint names; `{}` is the layer's index. Projections of one field may also be stored as one tensor, in the
     order of their names: then the field has that name alone.
 
-    attention_post, mlp_post   norms of the outputs, in layers that have them (`NormPlacement.SANDWICH`)
+    embedding, norm, layer, head   follow `ModelConfig.prefixes`
+    attention_post, mlp_post       norms of the outputs, in layers that have them (`NormPlacement.SANDWICH`)
+    unused                         patterns of tensors that the decoder does not need, with the reason
     """
 
-    embedding: str = "model.embed_tokens.weight"
-    norm: str = "model.norm.weight"
+    embedding: str = "embed_tokens.weight"
+    norm: str = "norm.weight"
+    layer: str = "layers.{}."
     head: str = "lm_head.weight"
-    layer: str = "model.layers.{}."
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     o: str = "self_attn.o_proj"
     q_norm: str = "self_attn.q_norm.weight"
@@ -33,6 +35,7 @@ class TensorNames:
     mlp_norm: str = "post_attention_layernorm.weight"
     attention_post: str = ""
     mlp_post: str = ""
+    unused: tuple[tuple[str, str], ...] = ()
 
 
 _SANDWICH = TensorNames(
@@ -41,15 +44,29 @@ _SANDWICH = TensorNames(
     mlp_post="post_feedforward_layernorm.weight",
 )
 
+_VISION = tuple(
+    (pattern, "of the vision model: Freight runs the text model alone")
+    for pattern in ("*vision_tower.*", "*multi_modal_projector.*")
+)
 ARCHITECTURES = {
     "LlamaForCausalLM": TensorNames(),
     "MistralForCausalLM": TensorNames(),
     "Qwen2ForCausalLM": TensorNames(),
     "Qwen3ForCausalLM": TensorNames(),
     "Gemma2ForCausalLM": _SANDWICH,
+    "Gemma3ForCausalLM": _SANDWICH,
+    "Gemma3ForConditionalGeneration": replace(_SANDWICH, unused=_VISION),
+    "Phi3ForCausalLM": TensorNames(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)),
 }
 
 
 def tensor_names(config: ModelConfig) -> TensorNames:
     """The names of this model's tensors."""
-    return ARCHITECTURES[config.architecture]
+    names, (body, head) = ARCHITECTURES[config.architecture], config.prefixes
+    return replace(
+        names,
+        embedding=body + names.embedding,
+        norm=body + names.norm,
+        layer=body + names.layer,
+        head=head + names.head,
+    )

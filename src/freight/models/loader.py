@@ -248,7 +248,7 @@ def load_model(
     checkpoint.check(needed)
     if config.tie_word_embeddings:
         checkpoint.skip(names.head.removesuffix("weight") + "*", "tied to the embedding")
-    for pattern, reason in scheme.unused:
+    for pattern, reason in (*names.unused, *scheme.unused):
         checkpoint.skip(pattern, reason)
     checkpoint.finish(pending=needed)
     rounds = scheme.weight_format is None

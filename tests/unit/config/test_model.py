@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from transformers import AutoConfig
@@ -30,7 +31,10 @@ FAMILIES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
 }
+ALL_WINDOWS = ("mistral", "phi3")  # families whose configuration has no layer_types
 
 
 ACTIVATIONS = {"silu": GatedActivation.SILU, "gelu_pytorch_tanh": GatedActivation.GELU_TANH}
@@ -59,8 +63,11 @@ def test_absent_keys_mean_what_transformers_takes(model_type):
     assert ours.architecture == FAMILIES[model_type]
     assert ours.max_position_embeddings == theirs.max_position_embeddings
     assert ours.rms_norm_eps == theirs.rms_norm_eps
-    assert ours.ropes[0].theta == theirs.rope_parameters["rope_theta"]
-    assert ours.ropes[0].kind == theirs.rope_parameters["rope_type"]
+    if model_type == "gemma3_text":
+        ropes = [theirs.rope_parameters[kind] for kind in ("full_attention", "sliding_attention")]
+    else:
+        ropes = [theirs.rope_parameters]
+    assert [(r.theta, r.kind) for r in ours.ropes] == [(r["rope_theta"], r["rope_type"]) for r in ropes]
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
     assert mixer.k_dim == getattr(theirs, "head_dim", 64)
     assert mixer.softmax_scale == getattr(theirs, "query_pre_attn_scalar", mixer.k_dim) ** -0.5
@@ -69,7 +76,7 @@ def test_absent_keys_mean_what_transformers_takes(model_type):
     assert ours.layers[0].feed_forward.activation == ACTIVATIONS[acts(theirs)]
     assert ours.bos_token_id == theirs.bos_token_id
     assert list(ours.eos_token_ids) == ([] if theirs.eos_token_id is None else [theirs.eos_token_id])
-    slides = getattr(theirs, "layer_types", None) or ["sliding_attention" if model_type == "mistral" else None] * 4
+    slides = getattr(theirs, "layer_types", None) or ["sliding_attention" if model_type in ALL_WINDOWS else None] * 4
     assert windows_of(ours) == tuple(theirs.sliding_window if kind == "sliding_attention" else None for kind in slides)
 
 
@@ -80,6 +87,10 @@ def acts(theirs):
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_what_transformers_writes_is_read(model_type, tmp_path):
     more = {"rope_theta": 5e5, "dtype": "float16", "bos_token_id": 3, "eos_token_id": [4, 5]}
+    if model_type == "gemma3_text":  # has a theta for each kind of layer
+        ropes = {kind: {"rope_type": "default", "rope_theta": 5e5} for kind in ("full_attention", "sliding_attention")}
+        more["rope_parameters"] = ropes
+        del more["rope_theta"]
     AutoConfig.for_model(**config(model_type, **more)).save_pretrained(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
     ours = parse_model_config({**written, "architectures": [FAMILIES[model_type]]})
@@ -227,6 +238,71 @@ def test_what_gemma_2_adds():
     plain = parse_model_config(config("gemma2", attn_logit_softcapping=None, final_logit_softcapping=None))
     assert (plain.layers[0].mixer.soft_cap, plain.logit_soft_cap) == (None, None)
     refused("query_pre_attn_scalar", "144", query_pre_attn_scalar=144)  # of a Llama
+
+
+def test_layers_of_gemma_3_with_a_window_have_their_own_rope():
+    model = parse_model_config(config("gemma3_text", num_hidden_layers=7, sliding_window=8))
+    assert windows_of(model) == (8,) * 5 + (None, 8)
+    assert [layer.mixer.rope for layer in model.layers] == [1, 1, 1, 1, 1, 0, 1]
+    assert windows("gemma3_text", sliding_window=8, sliding_window_pattern=3) == (8, 8, None, 8)
+    for kinds in ({"rope_type": "default"}, {"full_attention": {}, "chunked_attention": {}}):
+        refused("rope_parameters", "sliding_attention", model_type="gemma3_text", rope_parameters=kinds)
+    refused("sliding_window_pattern", "2", model_type="gemma2", sliding_window_pattern=2)
+
+
+def wrapped(text=None, **more):
+    text = {**SHAPE, "model_type": "gemma3_text"} if text is None else text
+    outside = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "vision_config": {"a": 1}}
+    return {**outside, "text_config": text, **more}
+
+
+def test_a_decoder_that_is_one_part_of_a_model():
+    text = {**SHAPE, "model_type": "gemma3_text", "eos_token_id": 1, "sliding_window": 8}
+    said = wrapped(text, eos_token_id=[1, 106], torch_dtype="bfloat16")
+    model = parse_model_config(said, ["language_model.model.embed_tokens.weight"])
+    assert replace(model, prefixes=("model.", ""), model_type="gemma3_text", architecture="Gemma3ForCausalLM") == (
+        parse_model_config({**text, "torch_dtype": "bfloat16", "eos_token_id": [1, 106]})
+    )
+    assert model.prefixes == ("language_model.model.", "language_model.")
+    assert parse_model_config(said, ["model.language_model.norm.weight"]).prefixes == ("model.language_model.", "")
+    assert stop_token_ids(said, None) == {1, 106}
+
+
+@pytest.mark.parametrize(
+    ("said", "named"),
+    [
+        (wrapped(something_new=7), "something_new"),
+        (wrapped({**SHAPE, "something_new": 7}), "something_new"),
+        (wrapped({**SHAPE, "model_type": "qwen3"}), "qwen3"),
+        (wrapped(text_config=None), "text_config"),
+        (wrapped(hidden_size=256), "hidden_size"),
+    ],
+)
+def test_what_a_wrapper_must_not_have_is_named(said, named):
+    with pytest.raises(CheckpointError, match=named):
+        parse_model_config(said)
+
+
+def test_partial_rotation_of_phi_3():
+    def rotary_dim(**more):
+        return parse_model_config(config("phi3", **more)).ropes[0].rotary_dim
+
+    assert rotary_dim() == rotary_dim(partial_rotary_factor=1.0) == 64
+    inside = {"rope_type": "default", "partial_rotary_factor": 0.75}
+    assert rotary_dim(partial_rotary_factor=0.75) == rotary_dim(rope_parameters=inside) == 48
+    refused("0.75 and 0.5", model_type="phi3", partial_rotary_factor=0.5, rope_parameters=inside)
+    refused("1.5", model_type="phi3", partial_rotary_factor=1.5)
+    refused("0.3", "19", model_type="phi3", partial_rotary_factor=0.3)
+
+
+def test_longrope():
+    scaling = {"type": "su", "short_factor": [1] * 32, "long_factor": [2.0] * 32}
+    more = {"max_position_embeddings": 16384, "original_max_position_embeddings": 4096}
+    rope = parse_model_config(config("phi3", rope_scaling=scaling, **more)).ropes[0]
+    assert (rope.kind, rope.short_factors, rope.long_factors) == ("longrope", (1.0,) * 32, (2.0,) * 32)
+    assert rope.parameters == {"factor": 4.0, "original_max_position_embeddings": 4096}
+    for bad in ([1.0] * 31, None, [0.0] * 32):
+        refused("long_factor", model_type="phi3", rope_scaling=scaling | {"long_factor": bad}, **more)
 
 
 def test_activations():
