@@ -17,7 +17,7 @@ from freight.config.engine import EngineConfig
 from freight.config.model import ModelConfig
 from freight.engine.engine import Engine
 from freight.fp8.formats import Format
-from freight.models.architectures import ARCHITECTURES
+from freight.models.architectures import tensor_names
 from freight.models.decoder import Decoder
 from freight.models.loader import tensor_shapes
 from freight.operands.batch import ForwardBatch
@@ -95,7 +95,7 @@ def drive(engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[Sam
 
 def weight_bytes(model: ModelConfig, compute_format: Format, weight_format: Format) -> int:
     """Bytes of weights that a step reads, scales included. Of an embedding that is not the head, only rows are read."""
-    names, total = ARCHITECTURES[model.architecture], 0
+    names, total = tensor_names(model), 0
     for name, shape in tensor_shapes(model).items():
         if name == names.embedding and not model.tie_word_embeddings:
             continue

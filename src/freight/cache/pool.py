@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -87,7 +88,7 @@ def cache_spec(kv: KVCacheConfig, model: ModelConfig, block_size: int) -> KVCach
     return KVCacheSpec(tuple(layers), block_size)
 
 
-RopeTables = tuple[Tensor, Tensor]  # cos, sin: [max_positions, head_dim / 2] float32
+Angles = tuple[Tensor, Tensor]  # cos, sin, as `KeyCenter.angle_tiles` makes them
 
 
 def allocate_pool(
@@ -96,19 +97,16 @@ def allocate_pool(
     num_blocks: int,
     kernels: KernelSet,
     device: str = "cpu",
-    rope: RopeTables | None = None,
+    rotaries: Sequence[Rotary] | None = None,
 ) -> KVPool:
     """Allocate the pages. Memory is touched when it is first written, not here.
 
-    `rope` has the model's rotary tables; they are needed for centered keys only.
+    `rotaries` has the rotary tables of each layer; they are needed for centered keys only.
     """
     of_layers = kv.scales.layers if kv.scales is not None else (None,) * len(spec.layers)
-    angles = None
-    if any(scales is not None and scales.k_center for scales in of_layers):
-        assert rope is not None
-        angles = (KeyCenter.angle_tiles(rope[0]), KeyCenter.angle_tiles(rope[1]))
+    tables = AngleTables()
     layers = []
-    for layer, scales in zip(spec.layers, of_layers, strict=True):
+    for index, (layer, scales) in enumerate(zip(spec.layers, of_layers, strict=True)):
         pages = _allocate_layer(layer, scales, num_blocks, spec.block_size, device)
         k, v = (
             expand_scale(center, layer.num_kv_heads, dim).to(device) if center else None
@@ -118,14 +116,30 @@ def allocate_pool(
                 strict=True,
             )
         )
+        assert k is None or rotaries is not None
+        angles = None if k is None or rotaries is None else tables.of(rotaries[index])
         layers.append(PagedKV(centered_pages(pages, k, v, angles), kernels))
     return KVPool(tuple(layers), spec, num_blocks)
 
 
-def centered_pages(pages: KVPages, k: Tensor | None, v: Tensor | None, angles: RopeTables | None) -> KVPages:
-    """`pages` with the centers of keys and values, [num_kv_heads, head_dim] float32 or None.
+class AngleTables:
+    """The angle tables of key centers; one pair for all layers that share their rotary tables."""
 
-    `angles` are the angles as `KeyCenter.angle_tiles` makes them.
+    def __init__(self) -> None:
+        self._tiles: dict[int, tuple[Tensor, Angles]] = {}  # by address; the tensor keeps it from being used again
+
+    def of(self, rotary: Rotary) -> Angles:
+        address = rotary.cos.data_ptr()
+        if address not in self._tiles:
+            tiles = KeyCenter.angle_tiles(rotary.cos), KeyCenter.angle_tiles(rotary.sin)
+            self._tiles[address] = rotary.cos, tiles
+        return self._tiles[address][1]
+
+
+def centered_pages(pages: KVPages, k: Tensor | None, v: Tensor | None, angles: Angles | None) -> KVPages:
+    """`pages` with the centers of keys and values, [num_kv_heads, k_dim or v_dim] float32 or None.
+
+    `angles` are those of the layer's rope; they are needed for centers of keys only.
     """
     assert k is None or angles is not None
     key_center = None if k is None or angles is None else KeyCenter.of(k, *angles)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from freight.config.model import ModelConfig
 from freight.errors import ConfigError, nearest
-from freight.models.architectures import ARCHITECTURES
+from freight.models.architectures import tensor_names
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class LayerModules:
 
 
 def layer_modules(config: ModelConfig) -> tuple[LayerModules, ...]:
-    names = ARCHITECTURES[config.architecture]
+    names = tensor_names(config)
 
     def of(index: int) -> LayerModules:
         prefix = names.layer.format(index)
@@ -44,7 +44,7 @@ def layer_modules(config: ModelConfig) -> tuple[LayerModules, ...]:
 
 def head_module(config: ModelConfig) -> str:
     """The output head's name, also where it is tied to the embedding and has no tensor."""
-    return ARCHITECTURES[config.architecture].head.removesuffix(".weight")
+    return tensor_names(config).head.removesuffix(".weight")
 
 
 def ignored_modules(

@@ -8,6 +8,7 @@ writing. Everything that can be refused is refused before the first computation.
 
 from __future__ import annotations
 
+import fnmatch
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,13 @@ from freight.calibrate.run import Calibration, Progress, calibrate
 from freight.calibrate.write import check_disk_space, write_quantized
 from freight.checkpoint.reader import Checkpoint
 from freight.checkpoint.writer import require_new
+from freight.config.families import FAMILIES
 from freight.config.model import ModelConfig
 from freight.config.plan import QuantizeArgs, QuantizePlan, plan
 from freight.device import choose_threads, probe
 from freight.errors import CheckpointError, ConfigError
 from freight.kernels.select import select_kernels
-from freight.models.architectures import ARCHITECTURES
+from freight.models.architectures import tensor_names
 from freight.models.loader import CheckpointSource, tensor_shapes
 from freight.models.open import open_checkpoint
 from freight.tokenizer import Tokenizer
@@ -87,13 +89,19 @@ def open_unquantized(model: str, revision: str | None = None) -> Unquantized:
     """
     stored = open_checkpoint(model, revision)
     checkpoint, config, scheme = stored.checkpoint, stored.model, stored.scheme
+    unused = [name for pattern, _ in tensor_names(config).unused for name in fnmatch.filter(checkpoint.names, pattern)]
+    if unused:
+        raise CheckpointError(
+            f"{model} has parts beside its text model ({min(unused)}), which would be lost; quantizing is implemented "
+            f"for the text model alone, of model_type {FAMILIES[config.model_type].text_type!r}"
+        )
     way_out = "quantize the 16-bit model that it was made from"
     if scheme.method is not None or scheme.kv_format is not None:
         raise CheckpointError(f"{model} is quantized already ({scheme.description}); {way_out}")
     if not stored.kv_scales.empty:
         raise CheckpointError(f"{model} has KV scales already; {way_out}")
     if config.tie_word_embeddings:
-        checkpoint.skip(ARCHITECTURES[config.architecture].head, "tied to the embedding")
+        checkpoint.skip(tensor_names(config).head, "tied to the embedding")
     checkpoint.check(tensor_shapes(config))
     for name, shape in tensor_shapes(config).items():
         checkpoint.take(name, shape)  # mapped, not read
@@ -122,6 +130,8 @@ def quantize(
         raise ConfigError("quantize needs a folder to write: give out")
     require_new(Path(out))
     opened = open_unquantized(str(model), revision)
+    if decided.center:
+        _require_whole_rotation(opened.model)
     ignored, torn = ignored_modules(opened.model, decided.ignore, decided.lm_head)
     check_disk_space(opened.checkpoint, Path(out))
     calibration = NOTHING_CALIBRATED
@@ -130,6 +140,15 @@ def quantize(
         calibration = opened.calibrate(decided, samples, ignored, on_progress)
         require_gain(decided, calibration)
     return write(opened, decided, ignored, torn, calibration, Path(out), on_progress)
+
+
+def _require_whole_rotation(model: ModelConfig) -> None:
+    """Raises ConfigError if rotary embedding leaves channels of a key as they are: centers are for rotated pairs."""
+    dims = {model.ropes[m.rope].rotary_dim - m.k_dim for layer in model.layers if (m := layer.mixer).rope is not None}
+    if any(dims):
+        raise ConfigError(
+            f"--center is not implemented for {model.architecture} with partial_rotary_factor below 1; omit it"
+        )
 
 
 def require_gain(plan: QuantizePlan, calibration: Calibration) -> None:

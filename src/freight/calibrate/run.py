@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from freight.cache.pool import PagedKV, allocate_pool, centered_pages
+from freight.cache.pool import AngleTables, PagedKV, allocate_pool, centered_pages
 from freight.cache.spec import KVCacheSpec, LayerKVSpec
 from freight.calibrate.centers import CenterWatch, LayerCenters
 from freight.calibrate.modules import LayerModules, layer_modules
@@ -33,11 +33,10 @@ from freight.kernels.interface import KernelSet
 from freight.kernels.reference_set import REFERENCE
 from freight.layers.linear import Projection, UnmergedLinear
 from freight.layers.rope import build_rope
-from freight.models.architectures import ARCHITECTURES
+from freight.models.architectures import tensor_names
 from freight.models.decoder import DecoderLayer
-from freight.models.loader import WeightSource, build_layer
+from freight.models.loader import WeightSource, build_embedding, build_layer
 from freight.operands.batch import ForwardBatch
-from freight.operands.kv_pages import KeyCenter
 from freight.operands.rotary import Rotary
 
 BLOCK_SIZE = 64  # of the cache that one sample is computed with
@@ -225,31 +224,28 @@ def calibrate(
     the centered values, and the hidden states twice; everything else is measured as without them.
     Raises CheckpointError that names the layer and what in it is NaN or infinite.
     """
-    names, left_out = ARCHITECTURES[config.architecture], frozenset(ignored)
+    names, left_out = tensor_names(config), frozenset(ignored)
     lengths = [len(ids) for ids in samples]
     ropes = [build_rope(rope, max(lengths), device) for rope in config.ropes]
     total = config.num_layers * sum(lengths) * (2 if plan.center else 1)
-    run = _Run(config, lengths, ropes[0], device, lambda done: on_progress("calibrating", done, total))
-    embedding = source.tensor(names.embedding, (config.vocab_size, config.hidden_size))
-    tokens = [token for ids in samples for token in ids]
-    hidden = embedding[torch.tensor(tokens, dtype=torch.int64, device=device)]
-    del embedding
+    run = _Run(config.checkpoint_format, lengths, device, lambda done: on_progress("calibrating", done, total))
+    tokens = torch.tensor([token for ids in samples for token in ids], dtype=torch.int64, device=device)
+    hidden = build_embedding(config, source, kernels)(tokens)
     watched, centered = [], []
     for index, modules in enumerate(layer_modules(config)):
-        layer = build_layer(config, source, kernels, index, ropes)
-        watch = _watch_layer(plan, config.layers[index].mixer, modules, left_out, device)
+        layer, mixer = build_layer(config, source, kernels, index, ropes), config.layers[index].mixer
+        watch = _watch_layer(plan, mixer, modules, left_out, device)
         if plan.center:
             finder, before = CenterWatch(), hidden.clone()
-            run.through(watch.around(layer), hidden, watch, projected=finder.see)
+            run.through(mixer, watch.around(layer), hidden, watch, projected=finder.see)
             centers = finder.centers()
-            rest = _watch_layer(
-                replace(plan, activations=ActivationScheme.NONE), config.layers[index].mixer, modules, left_out, device
-            )
-            run.through(layer, before, rest, centers=centers)
+            only_kv = replace(plan, activations=ActivationScheme.NONE)
+            rest = _watch_layer(only_kv, mixer, modules, left_out, device)
+            run.through(mixer, layer, before, rest, centers=centers)
             centered.append((centers, rest))
             del before
         else:
-            run.through(watch.around(layer), hidden, watch)
+            run.through(mixer, watch.around(layer), hidden, watch)
         if not hidden.isfinite().all():
             raise CheckpointError(
                 f"layer {index} ({names.layer.format(index).rstrip('.')}) computes NaN or infinity during calibration, "
@@ -265,24 +261,29 @@ class _Run:
 
     def __init__(
         self,
-        config: ModelConfig,
+        format: Format,
         lengths: Sequence[int],
-        rope: Rotary,
         device: str,
         on_progress: Callable[[int], None],
     ) -> None:
-        self._lengths, self._total, self._done = lengths, sum(lengths), 0
+        self._format, self._lengths, self._total, self._done = format, lengths, sum(lengths), 0
         self._device, self._on_progress = device, on_progress
-        format = config.checkpoint_format
-        mixer = config.layers[0].mixer
-        spec = KVCacheSpec((LayerKVSpec(format, None, mixer.num_kv_heads, mixer.k_dim, mixer.v_dim),), BLOCK_SIZE)
-        num_blocks = -(-max(lengths) // BLOCK_SIZE)
-        pool = allocate_pool(spec, KVCacheConfig(format, None, None, None), num_blocks, REFERENCE, device)
-        self._kv = pool.layers[0]
-        self._angles = (KeyCenter.angle_tiles(rope.cos), KeyCenter.angle_tiles(rope.sin))
+        self._caches: dict[tuple[int, int, int], PagedKV] = {}
+        self._angles = AngleTables()
+
+    def _cache(self, mixer: AttentionConfig) -> PagedKV:
+        """A cache for one sample, the same for all layers of one shape."""
+        shape = (mixer.num_kv_heads, mixer.k_dim, mixer.v_dim)
+        if shape not in self._caches:
+            spec = KVCacheSpec((LayerKVSpec(self._format, None, *shape),), BLOCK_SIZE)
+            num_blocks = -(-max(self._lengths) // BLOCK_SIZE)
+            config = KVCacheConfig(self._format, None, None, None)
+            self._caches[shape] = allocate_pool(spec, config, num_blocks, REFERENCE, self._device).layers[0]
+        return self._caches[shape]
 
     def through(
         self,
+        mixer: AttentionConfig,
         layer: DecoderLayer,
         hidden: Tensor,
         watch: _LayerWatch,
@@ -293,10 +294,12 @@ class _Run:
 
         `watch` observes keys and values as they are stored, after subtracting `centers` if given, and is then finished.
         """
-        pages = self._kv.pages
+        cache = self._cache(mixer)
+        pages = cache.pages
         if centers is not None:
-            pages = centered_pages(pages, centers.k, centers.v, self._angles)
-        kv = WatchedKV(pages, self._kv.kernels, stored=watch.see_kv, projected=projected)
+            angles = None if centers.k is None else self._angles.of(layer.attention.rotary)
+            pages = centered_pages(pages, centers.k, centers.v, angles)
+        kv = WatchedKV(pages, cache.kernels, stored=watch.see_kv, projected=projected)
         begin, late = 0, min(LATE * self._total, self._total - self._lengths[-1])
         for length in self._lengths:
             if begin > 0 and begin >= late:
@@ -304,8 +307,7 @@ class _Run:
                 for one in watch.all:
                     one.mark()
             rows = slice(begin, begin + length)
-            x, delta = layer(hidden[rows], None, self._batch(length), kv)
-            hidden[rows] = x + delta
+            hidden[rows] = layer.whole(hidden[rows], self._batch(length), kv)
             begin += length
             self._done += length
             self._on_progress(self._done)

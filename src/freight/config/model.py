@@ -7,16 +7,18 @@ change the output. An absent key has the default of transformers' configuration 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from freight.config.families import BODIES, Family, decoder_config, find_family, with_defaults
 from freight.config.fields import flag, integer, number, token_ids
 from freight.config.layer import AttentionConfig, DenseConfig, LayerConfig
 from freight.config.rope import RopeConfig as RopeConfig
-from freight.config.rope import parse_rope
+from freight.config.rope import parse_ropes
 from freight.errors import CheckpointError, choices
 from freight.fp8.formats import COMPUTE_FORMATS, Format
+from freight.operands.activation import GatedActivation
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class ModelConfig:
     embedding_multiplier   multiplies the embedding's rows; None: nothing does
     logit_soft_cap         a logit x becomes logit_soft_cap * tanh(x / logit_soft_cap); None: unbounded
     checkpoint_format      the dtype that config.json names for the weights
+    prefixes               what precedes the names of the decoder's tensors in the checkpoint, and the name of its head
     """
 
     model_type: str
@@ -47,6 +50,7 @@ class ModelConfig:
     checkpoint_format: Format
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    prefixes: tuple[str, str] = ("model.", "")
 
     @property
     def position_limit(self) -> int:
@@ -66,160 +70,49 @@ class ModelConfig:
         return len(self.layers)
 
 
-@dataclass(frozen=True)
-class _Family:
-    """The architecture of one model_type, and its defaults of keys that config.json lacks."""
-
-    architecture: str
-    max_position_embeddings: int
-    num_kv_heads: int | None = None  # None: one per attention head
-    head_dim: int | None = None  # None: hidden_size / heads
-    bos_token_id: int | None = None
-    eos_token_id: int | None = None
-    sliding_window: int | None = None
-    windowed: bool = False  # whether a window applies when `use_sliding_window` is absent
-    window_from: int = 0  # `max_window_layers`: layers from this one on have the window
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    keys: frozenset[str] = frozenset()  # keys that this family has and others do not
-
-
-_WINDOW_KEYS = frozenset({"sliding_window", "use_sliding_window", "layer_types"})
-_FAMILIES = {
-    "llama": _Family(
-        "LlamaForCausalLM",
-        2048,
-        bos_token_id=1,
-        eos_token_id=2,
-        keys=frozenset({"attention_bias", "mlp_bias", "layer_types"}),
-    ),
-    "mistral": _Family(
-        "MistralForCausalLM",
-        131072,
-        num_kv_heads=8,
-        bos_token_id=1,
-        eos_token_id=2,
-        sliding_window=4096,
-        windowed=True,
-        keys=_WINDOW_KEYS,
-    ),
-    "qwen2": _Family(
-        "Qwen2ForCausalLM",
-        32768,
-        num_kv_heads=32,
-        sliding_window=4096,
-        window_from=28,
-        qkv_bias=True,  # always, whatever the value of `attention_bias`
-        keys=_WINDOW_KEYS | {"max_window_layers"},
-    ),
-    "qwen3": _Family(
-        "Qwen3ForCausalLM",
-        32768,
-        num_kv_heads=32,
-        head_dim=128,
-        sliding_window=4096,
-        window_from=28,
-        qk_norm=True,
-        keys=_WINDOW_KEYS | {"max_window_layers", "attention_bias"},
-    ),
+_ACTIVATIONS = {
+    "silu": GatedActivation.SILU,
+    "swish": GatedActivation.SILU,
+    "gelu_pytorch_tanh": GatedActivation.GELU_TANH,
 }
 
 
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-_READ = _words(
-    """
-    model_type architectures vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
-    num_key_value_heads head_dim max_position_embeddings rms_norm_eps rope_theta rope_scaling rope_parameters
-    original_max_position_embeddings tie_word_embeddings dtype torch_dtype bos_token_id eos_token_id
-    quantization_config compression_config kv_cache_torch_dtype kv_cache_dtype freight
-    attn_logit_softcapping final_logit_softcapping
-    """
-)
-# training, bookkeeping, and defaults of transformers' generate()
-_HARMLESS = _words(
-    """
-    transformers_version use_cache initializer_range attention_dropout hidden_dropout resid_dropout embd_dropout
-    pad_token_id sep_token_id decoder_start_token_id tokenizer_class auto_map name_or_path torchscript use_bfloat16
-    id2label label2id num_labels problem_type task_specific_params finetuning_task output_attentions
-    output_hidden_states return_dict return_dict_in_generate output_scores chunk_size_feed_forward
-    max_sequence_length max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty
-    temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
-    encoder_no_repeat_ngram_size num_return_sequences exponential_decay_length_penalty begin_suppress_tokens
-    attn_implementation unsloth_version unsloth_fixed is_llama_config transformers.js_config is_decoder
-    """
-)
-_NEUTRAL: Mapping[str, tuple[object, ...]] = {  # keys that change the computation, and the values that do not
-    "hidden_act": ("silu", "swish"),
-    "hidden_activation": ("silu", "swish"),
-    "partial_rotary_factor": (1,),
-    "rotary_pct": (1,),
-    "pretraining_tp": (1,),
-    "logit_scale": (1,),
-    "logits_scaling": (1,),
-    "residual_multiplier": (1,),
-    "embedding_multiplier": (1,),
-    "attention_multiplier": (),
-    "query_pre_attn_scalar": (),
-    "clip_qkv": (),
-    "rope_interleaved": (),
-    "num_experts": (),
-    "num_local_experts": (),
-    "is_encoder_decoder": (),
-    "add_cross_attention": (),
-}
-
-
-def parse_model_config(config: Mapping[str, Any]) -> ModelConfig:
+def parse_model_config(config: Mapping[str, Any], tensors: Collection[str] = ()) -> ModelConfig:
     """Read the content of a config.json. Raises CheckpointError for what is missing, contradictory or not implemented.
 
+    `tensors` are the names of the checkpoint's tensors: where the decoder is one part of a model, they show where.
     A config.json that names no dtype means float32, as it did before transformers wrote one.
     """
-    model_type, family = _family(config)
-    _refuse_unknown_keys(config, model_type, family)
-    heads = integer(config, "num_attention_heads")
-    kv_heads = integer(config, "num_key_value_heads", family.num_kv_heads) if _has_kv_heads(config, family) else heads
+    model_type, family, config = decoder_config(config)
+    config = with_defaults(config, family)
     hidden_size = integer(config, "hidden_size")
-    num_layers = integer(config, "num_hidden_layers")
-    if heads % kv_heads:
-        raise CheckpointError(
-            f"config.json contradicts itself: num_attention_heads = {heads} is not a multiple of "
-            f"num_key_value_heads = {kv_heads}"
-        )
-    limit = integer(config, "max_position_embeddings", family.max_position_embeddings)
-    attention_bias = "attention_bias" in family.keys and flag(config, "attention_bias")
-    head_dim = _head_dim(config, family, hidden_size, heads)
-    mixer = AttentionConfig(
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        k_dim=head_dim,
-        v_dim=head_dim,
-        softmax_scale=head_dim**-0.5,
-        qk_norm=family.qk_norm,
-        qkv_bias=family.qkv_bias or attention_bias,
-        o_bias=attention_bias,
-        soft_cap=_soft_cap(config, "attn_logit_softcapping"),
+    limit = integer(config, "max_position_embeddings")
+    feed_forward = DenseConfig(
+        integer(config, "intermediate_size"), _activation(config, family), flag(config, "mlp_bias")
     )
-    feed_forward = DenseConfig(integer(config, "intermediate_size"), bias=flag(config, "mlp_bias"))
-    windows = _windows(config, family, num_layers)
+    mixer = _mixer(config, family, hidden_size)
+    local = 0 if family.local_theta is None else 1  # the rope of layers with a window
+    layers = [
+        LayerConfig(replace(mixer, window=window, rope=0 if window is None else local), feed_forward, family.norms)
+        for window in _windows(config, family, integer(config, "num_hidden_layers"))
+    ]
     return ModelConfig(
         model_type=model_type,
         architecture=family.architecture,
         vocab_size=integer(config, "vocab_size"),
         hidden_size=hidden_size,
-        layers=tuple(LayerConfig(replace(mixer, window=window), feed_forward) for window in windows),
-        ropes=(parse_rope(config, limit, head_dim),),
+        layers=tuple(layers),
+        ropes=parse_ropes(config, family, limit, mixer.k_dim),
         max_position_embeddings=limit,
         rms_norm_eps=number(config, "rms_norm_eps", 1e-6),
-        norm_offset=0.0,
-        embedding_multiplier=None,
+        norm_offset=family.norm_offset,
+        embedding_multiplier=hidden_size**0.5 if family.scales_embedding else None,
         tie_word_embeddings=flag(config, "tie_word_embeddings"),
         logit_soft_cap=_soft_cap(config, "final_logit_softcapping"),
         checkpoint_format=_checkpoint_format(config),
-        bos_token_id=next(iter(token_ids(config, "bos_token_id", family.bos_token_id)), None),
-        eos_token_ids=token_ids(config, "eos_token_id", family.eos_token_id),
+        bos_token_id=next(iter(token_ids(config, "bos_token_id", None)), None),
+        eos_token_ids=token_ids(config, "eos_token_id", None),
+        prefixes=_prefixes(family, tensors),
     )
 
 
@@ -229,51 +122,47 @@ def stop_token_ids(config: Mapping[str, Any], generation_config: Mapping[str, An
     The default of the model_type applies only if neither file has that key.
     """
     generation = generation_config or {}
-    default = None if "eos_token_id" in generation else _family(config)[1].eos_token_id
-    own = token_ids(config, "eos_token_id", default)
+    default = None if "eos_token_id" in generation else find_family(config)[1].defaults.get("eos_token_id")
+    own = token_ids(decoder_config(config)[2], "eos_token_id", default)
     return frozenset(own) | frozenset(token_ids(generation, "eos_token_id", None))
 
 
-def _family(config: Mapping[str, Any]) -> tuple[str, _Family]:
-    model_type = config.get("model_type")
-    family = _FAMILIES.get(model_type) if isinstance(model_type, str) else None
-    if family is None:
-        raise CheckpointError(f"config.json: model_type {model_type!r} is not implemented; {choices(_FAMILIES)} are")
-    assert isinstance(model_type, str)
-    architectures = config.get("architectures") or [family.architecture]
-    if architectures != [family.architecture]:
+def _prefixes(family: Family, tensors: Collection[str]) -> tuple[str, str]:
+    if family.text_type is None:
+        return ModelConfig.prefixes
+    found = (body for body in BODIES if any(name.startswith(body[0]) for name in tensors))
+    return next(found, BODIES[0])
+
+
+def _mixer(config: Mapping[str, Any], family: Family, hidden_size: int) -> AttentionConfig:
+    """The attention of every layer, without window."""
+    heads = integer(config, "num_attention_heads")
+    # null means one KV head per attention head, as does absence where the family has no default
+    kv_heads = heads if config.get("num_key_value_heads") is None else integer(config, "num_key_value_heads")
+    if heads % kv_heads:
         raise CheckpointError(
-            f"config.json: architectures {architectures!r} with model_type {model_type!r} is not implemented; "
-            f"Freight runs [{family.architecture!r}]"
+            f"config.json contradicts itself: num_attention_heads = {heads} is not a multiple of "
+            f"num_key_value_heads = {kv_heads}"
         )
-    return model_type, family
+    attention_bias = "attention_bias" in family.keys and flag(config, "attention_bias")
+    head_dim = _head_dim(config, hidden_size, heads)
+    scaled_by = number(config, "query_pre_attn_scalar", head_dim)
+    return AttentionConfig(
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        k_dim=head_dim,
+        v_dim=head_dim,
+        softmax_scale=scaled_by**-0.5,
+        qk_norm=family.qk_norm,
+        qkv_bias=family.qkv_bias or attention_bias,
+        o_bias=attention_bias,
+        soft_cap=_soft_cap(config, "attn_logit_softcapping"),
+    )
 
 
-def _refuse_unknown_keys(config: Mapping[str, Any], model_type: str, family: _Family) -> None:
-    """Every key must be read, harmless, or switched off (null, false, empty)."""
-    known = _READ | _HARMLESS | family.keys | ({"attention_bias"} if family.qkv_bias else set())
-    for key, value in config.items():
-        off = value is None or value is False or value in ({}, [], "")
-        if off or key in known or key.startswith("_"):
-            continue
-        if key not in _NEUTRAL:
-            raise CheckpointError(
-                f"config.json: {key} = {value!r} is unknown to Freight for model_type {model_type}; it may change what "
-                "the model computes. If it does not, remove it from config.json"
-            )
-        if value not in _NEUTRAL[key]:
-            only = f"only {choices(map(repr, _NEUTRAL[key]))} is" if _NEUTRAL[key] else "only null is"
-            raise CheckpointError(f"config.json: {key} = {value!r} is not implemented; {only}")
-
-
-def _has_kv_heads(config: Mapping[str, Any], family: _Family) -> bool:
-    """An explicit null means one KV head per attention head, as does absence where the family has no default."""
-    return config.get("num_key_value_heads", family.num_kv_heads) is not None
-
-
-def _head_dim(config: Mapping[str, Any], family: _Family, hidden_size: int, heads: int) -> int:
-    if config.get("head_dim", family.head_dim) is not None:
-        head_dim = integer(config, "head_dim", family.head_dim)
+def _head_dim(config: Mapping[str, Any], hidden_size: int, heads: int) -> int:
+    if config.get("head_dim") is not None:
+        head_dim = integer(config, "head_dim")
     elif hidden_size % heads:
         raise CheckpointError(
             f"config.json contradicts itself: hidden_size = {hidden_size} is not a multiple of "
@@ -286,15 +175,31 @@ def _head_dim(config: Mapping[str, Any], family: _Family, hidden_size: int, head
     return head_dim
 
 
-def _windows(config: Mapping[str, Any], family: _Family, num_layers: int) -> tuple[int | None, ...]:
-    """The window of each layer: `layer_types` decides, else `max_window_layers`, else all layers."""
-    window = config.get("sliding_window", family.sliding_window)
-    if not flag(config, "use_sliding_window", family.windowed):
+def _activation(config: Mapping[str, Any], family: Family) -> GatedActivation:
+    """What the family's key names; the other key, which transformers does not read, must not name another."""
+    own = config.get(family.activation_key, "silu")
+    for key in sorted(("hidden_act", "hidden_activation"), key=family.activation_key.__ne__):
+        named = config.get(key, own)
+        if named not in _ACTIVATIONS:
+            raise CheckpointError(f"config.json: {key} = {named!r} is not implemented; {choices(_ACTIVATIONS)} are")
+        if _ACTIVATIONS[named] is not _ACTIVATIONS.get(own):
+            raise CheckpointError(
+                f"config.json contradicts itself: {key} = {named!r}, but {family.activation_key} is {own!r}"
+            )
+    return _ACTIVATIONS[own]
+
+
+def _windows(config: Mapping[str, Any], family: Family, num_layers: int) -> tuple[int | None, ...]:
+    """The window of each layer: `layer_types` decides, else `sliding_window_pattern` (every n-th layer has none), else
+    `max_window_layers` (the layers before have none), else all layers have it."""
+    window = config.get("sliding_window")
+    if not flag(config, "use_sliding_window"):
         window = None
     elif window is not None:
-        window = integer(config, "sliding_window", family.sliding_window)
-    first = integer(config, "max_window_layers", family.window_from, least=0)
-    default = [window is not None and index >= first for index in range(num_layers)]
+        window = integer(config, "sliding_window")
+    first = integer(config, "max_window_layers", 0, least=0)
+    pattern = integer(config, "sliding_window_pattern", num_layers + 1)
+    default = [window is not None and i >= first and (i + 1) % pattern != 0 for i in range(num_layers)]
     layer_types = config.get("layer_types")
     if not layer_types:
         return tuple(window if slides else None for slides in default)
@@ -315,7 +220,7 @@ def _windows(config: Mapping[str, Any], family: _Family, num_layers: int) -> tup
             "config.json contradicts itself: layer_types has 'sliding_attention', but sliding_window = "
             f"{config.get('sliding_window')!r} with use_sliding_window = {config.get('use_sliding_window')!r}"
         )
-    if family.windowed and slides != default:
+    if not family.mixed_windows and slides != default:
         raise CheckpointError(
             f"config.json: layer_types = {layer_types!r} with sliding_window = {window}: "
             f"in {family.architecture} all layers have the same window"

@@ -31,11 +31,52 @@ def _llama(
     }
 
 
-PRESETS = {
+_GEMMA_2_2B = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "model_type": "gemma2",
+    "torch_dtype": "bfloat16",
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+}
+_GEMMA_3_27B = {  # its text model
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "torch_dtype": "bfloat16",
+    "hidden_size": 5376,
+    "intermediate_size": 21504,
+    "num_hidden_layers": 62,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 16,
+    "head_dim": 128,
+    "query_pre_attn_scalar": 168,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    "sliding_window": 1024,
+}
+_PHI_3_MINI = {
+    "architectures": ["Phi3ForCausalLM"],
+    "model_type": "phi3",
+    "torch_dtype": "bfloat16",
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "head_dim": 96,
+    "sliding_window": 2047,
+}
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
     "llama-1b": _llama(2048, 16, 8192, 32, 64, 8192),  # a small vocabulary: nearly all of it is decoder layers
     "llama-1b-128k": _llama(2048, 16, 8192, 32, 64, 128256),
     "llama-8b": _llama(4096, 32, 14336, 32, 128, 128256),
     "llama-70b": _llama(8192, 80, 28672, 64, 128, 128256),
+    "gemma-2-2b": _GEMMA_2_2B,
+    "gemma-3-27b": _GEMMA_3_27B,
+    "phi-3-mini": _PHI_3_MINI,
 }
 
 

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from freight.config.families import Family
 from freight.config.fields import number
 from freight.errors import CheckpointError, choices
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding. `kind` is default, linear, llama3 or yarn; `parameters` are that kind's numbers.
+    """Rotary embedding. `kind` is default, linear, llama3, yarn or longrope; `parameters` are that kind's numbers.
 
     linear: factor. llama3: factor, low_freq_factor, high_freq_factor, original_max_position_embeddings.
     yarn: factor, original_max_position_embeddings and, where the checkpoint has them, attention_factor, beta_fast,
-    beta_slow, mscale, mscale_all_dim, truncate. The first `rotary_dim` channels of a head are rotated.
+    beta_slow, mscale, mscale_all_dim, truncate. longrope: factor, original_max_position_embeddings, perhaps
+    attention_factor, and what divides each frequency, [rotary_dim / 2]: `short_factors` where no position lies beyond
+    the original length, else `long_factors`. The first `rotary_dim` channels of a head are rotated.
     """
 
     rotary_dim: int
     theta: float = 10000.0
     kind: str = "default"
     parameters: Mapping[str, float | bool] = field(default_factory=dict)
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
 
 
 _REQUIRED = {
@@ -30,29 +35,84 @@ _REQUIRED = {
     "linear": frozenset({"factor"}),
     "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
     "yarn": frozenset({"factor", "original_max_position_embeddings"}),
+    "longrope": frozenset({"factor", "original_max_position_embeddings"}),
 }
-_OPTIONAL = {"yarn": frozenset({"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"})}
+_OPTIONAL = {
+    "yarn": frozenset({"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}),
+    "longrope": frozenset({"attention_factor"}),
+}
 _OTHER = frozenset({"type", "rope_type", "rope_theta", "partial_rotary_factor", "finetuned"})
+_LAYER_KINDS = ("full_attention", "sliding_attention")
 
 
-def parse_rope(config: Mapping[str, Any], max_position_embeddings: int, head_dim: int) -> RopeConfig:
-    """Both spellings: `rope_theta` and `rope_scaling`, or `rope_parameters` with the theta inside."""
+def parse_ropes(config: Mapping[str, Any], family: Family, max_positions: int, head_dim: int) -> tuple[RopeConfig, ...]:
+    """The rope of all layers; or, where layers with a window have their own, that of the others and then theirs.
+
+    Both spellings: `rope_theta`, `rope_local_base_freq` and `rope_scaling`, or `rope_parameters` with the theta inside,
+    for each kind of layer where there are two ropes.
+    """
+    if family.local_theta is None:
+        return (_parse_rope(config, family, family.theta, max_positions, head_dim),)
+    by_kind = config.get("rope_parameters") or {}
+    if not isinstance(by_kind, Mapping) or not set(by_kind) <= set(_LAYER_KINDS):
+        raise CheckpointError(
+            f"config.json: rope_parameters = {by_kind!r}: {family.architecture} needs one entry for each of "
+            f"{choices(_LAYER_KINDS)}, and no other"
+        )
+    whole, windowed = (by_kind.get(kind) for kind in _LAYER_KINDS)
+    shared = {**config, "rope_parameters": whole}
+    local = {"rope_parameters": windowed, "rope_theta": config.get("rope_local_base_freq")}
+    return (
+        _parse_rope(shared, family, family.theta, max_positions, head_dim),
+        _parse_rope(local, family, family.local_theta, max_positions, head_dim),
+    )
+
+
+def _parse_rope(
+    config: Mapping[str, Any], family: Family, theta: float, max_positions: int, head_dim: int
+) -> RopeConfig:
     declared = {key: config[key] for key in ("rope_parameters", "rope_scaling") if config.get(key)}
     for key, value in declared.items():
         if not isinstance(value, Mapping):
             raise CheckpointError(f"config.json: {key} = {value!r} is not a JSON object")
-    parsed = {key: _parse(key, value, config, max_position_embeddings, head_dim) for key, value in declared.items()}
+    plain = RopeConfig(_rotary_dim(config, {}, family, head_dim), number(config, "rope_theta", theta))
+    parsed = {
+        key: _parse(
+            key, value, config, replace(plain, rotary_dim=_rotary_dim(config, value, family, head_dim)), max_positions
+        )
+        for key, value in declared.items()
+    }
     if len(set(map(repr, parsed.values()))) > 1:
         spellings = " but ".join(f"{key} = {value}" for key, value in declared.items())
         raise CheckpointError(f"config.json contradicts itself: {spellings}")
-    return next(iter(parsed.values()), RopeConfig(head_dim, theta=number(config, "rope_theta", 10000.0)))
+    return next(iter(parsed.values()), plain)
+
+
+def _rotary_dim(config: Mapping[str, Any], rope: Mapping[str, Any], family: Family, head_dim: int) -> int:
+    """Channels that are rotated: all, or as many as `partial_rotary_factor` says, here or there."""
+    factors = [source["partial_rotary_factor"] for source in (rope, config) if source.get("partial_rotary_factor")]
+    if not factors or set(factors) == {1}:
+        return head_dim
+    if len(set(factors)) > 1 or not family.partial_rotary:
+        raise CheckpointError(
+            f"config.json: partial_rotary_factor = {' and '.join(map(repr, factors))} is not implemented for "
+            f"{family.architecture}; {'one value between 0 and 1' if family.partial_rotary else 'only 1'} is"
+        )
+    rotary_dim = int(head_dim * number({"partial_rotary_factor": factors[0]}, "partial_rotary_factor"))
+    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+        raise CheckpointError(
+            f"config.json: partial_rotary_factor = {factors[0]!r} rotates {rotary_dim} of {head_dim} channels; rotary "
+            "embedding rotates pairs of channels"
+        )
+    return rotary_dim
 
 
 def _parse(
-    where: str, rope: Mapping[str, Any], config: Mapping[str, Any], max_positions: int, head_dim: int
+    where: str, rope: Mapping[str, Any], config: Mapping[str, Any], plain: RopeConfig, max_positions: int
 ) -> RopeConfig:
     kinds = {rope[key] for key in ("type", "rope_type") if rope.get(key) is not None} or {"default"}
     kind = kinds.pop()
+    kind = "longrope" if kind == "su" else kind
     if kinds or kind not in _REQUIRED:
         named = repr(kind) if not kinds else f"type {rope['type']!r} and rope_type {rope['rope_type']!r}"
         raise CheckpointError(f"config.json: {where} of {named} is not implemented; {choices(_REQUIRED)} are")
@@ -62,18 +122,14 @@ def _parse(
             f"config.json contradicts itself: rope_theta = {config['rope_theta']}, and in {where} {rope['rope_theta']}"
         )
     values = {key: value for key, value in rope.items() if key not in _OTHER and value is not None}
-    if rope.get("partial_rotary_factor") not in (1, None):
-        partial = rope["partial_rotary_factor"]
-        raise CheckpointError(
-            f"config.json: partial_rotary_factor = {partial!r} in {where} is not implemented; only 1 is"
-        )
+    factors = [_factors(where, values, key, plain.rotary_dim) if kind == "longrope" else () for key in _FACTORS]
     # a pretrained length outside of this object takes precedence; without either, it is max_position_embeddings
     outside = config.get("original_max_position_embeddings")
     original = outside if outside is not None else values.pop("original_max_position_embeddings", max_positions)
     values.pop("original_max_position_embeddings", None)
     if "original_max_position_embeddings" in _REQUIRED[kind]:
         values["original_max_position_embeddings"] = original
-    if kind == "yarn" and "factor" not in values:
+    if kind in ("yarn", "longrope") and "factor" not in values:
         values["factor"] = max_positions / number(values, "original_max_position_embeddings")
     allowed = _REQUIRED[kind] | _OPTIONAL.get(kind, frozenset())
     for key in sorted(_REQUIRED[kind] - set(values)):
@@ -85,7 +141,19 @@ def _parse(
     parameters = {key: _value(where, values, key) for key in sorted(values)}
     if kind == "llama3" and parameters["high_freq_factor"] <= parameters["low_freq_factor"]:
         raise CheckpointError(f"config.json: {where} needs high_freq_factor > low_freq_factor, and has {dict(rope)}")
-    return RopeConfig(head_dim, theta=thetas.pop() if thetas else 10000.0, kind=kind, parameters=parameters)
+    theta = thetas.pop() if thetas else plain.theta
+    return RopeConfig(plain.rotary_dim, theta, kind, parameters, *factors)
+
+
+_FACTORS = ("short_factor", "long_factor")
+
+
+def _factors(where: str, values: dict[str, Any], key: str, rotary_dim: int) -> tuple[float, ...]:
+    """Remove from `values` what divides each frequency."""
+    found = values.pop(key, None)
+    if not isinstance(found, list) or len(found) != rotary_dim // 2:
+        raise CheckpointError(f"config.json: {key} = {found!r} in {where} must be a list of {rotary_dim // 2} numbers")
+    return tuple(number({key: value}, key) for value in found)
 
 
 def _value(where: str, values: Mapping[str, Any], key: str) -> float | bool:

@@ -23,7 +23,7 @@ from freight.engine.runner import ModelRunner
 from freight.engine.scheduler import Scheduler
 from freight.errors import CapacityError
 from freight.fp8.formats import Format
-from freight.models.architectures import ARCHITECTURES
+from freight.models.architectures import tensor_names
 from freight.models.loader import tensor_shapes
 from freight.models.open import OpenModel, open_model
 
@@ -62,8 +62,7 @@ def start_engine(opened: OpenModel, before_weights: BeforeWeights | None = None)
         memory = min(memory_for_cache(config.device), useful)
         config = _fit_context(spec, memory, config, args)
     kernels = opened.kernels(config)
-    rope = decoder.rope_tables
-    pool = allocate_pool(spec, config.kv, spec.blocks_in(memory), kernels, config.device, rope)
+    pool = allocate_pool(spec, config.kv, spec.blocks_in(memory), kernels, config.device, decoder.rotaries)
     logger.info("%s", describe_cache(pool, config.kv, config.compute_format))
     if config.fp8_attention:
         logger.info("attention: products in FP8")
@@ -102,7 +101,7 @@ def _fit_context(spec: KVCacheSpec, memory: int, config: EngineConfig, args: Eng
 
 def _weight_bytes(model: ModelConfig, config: EngineConfig) -> int:
     """Bytes that the weights occupy at least: layers' matrices in the format they are kept in, the rest as computed."""
-    names = ARCHITECTURES[model.architecture]
+    names = tensor_names(model)
     matrix, other = min(config.weight_format.bytes, config.compute_format.bytes), config.compute_format.bytes
     return sum(
         math.prod(shape) * (matrix if len(shape) == 2 and name not in (names.embedding, names.head) else other)

@@ -152,7 +152,7 @@ def run_caches(
         runs = []
         for config in configs:
             spec = opened.cache_spec(config)
-            pool = allocate_pool(spec, config.kv, num_blocks, kernels, device, decoder.rope_tables)
+            pool = allocate_pool(spec, config.kv, num_blocks, kernels, device, decoder.rotaries)
             runs.append(CacheRun(config, ModelRunner(decoder, pool, device)))
         chunk, blocks = configs[0].max_num_batched_tokens, range(num_blocks)
         for done, part in enumerate(windows):
@@ -198,7 +198,7 @@ def weight_bytes(model: Decoder) -> WeightBytes:
     """What the tensors of `model` occupy, packed as its kernels have them. One that is there twice counts once."""
     outer = _tensors((model.embedding, model.head))
     inner = _tensors((model.layers, model.norm))
-    rope = _tensors(model.rope_tables)
+    rope = _tensors(tuple((rotary.cos, rotary.sin) for rotary in model.rotaries))
     return WeightBytes(
         layers=sum(size for at, size in inner.items() if at not in outer and at not in rope),
         embeddings=sum(outer.values()),

@@ -13,12 +13,15 @@ from freight.kernels.interface import KernelSet
 
 @dataclass(frozen=True)
 class Embedding:
-    """Rows of `weight` [vocab_size, hidden_size]."""
+    """Rows of `weight` [vocab_size, hidden_size], times `multiplier`, a number of the weight's dtype."""
 
     weight: Tensor
+    multiplier: float | None = None
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        return self.weight[token_ids]
+        """[num_tokens] -> [num_tokens, hidden_size]"""
+        rows = self.weight[token_ids]
+        return rows if self.multiplier is None else rows * self.multiplier
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,20 @@ from freight.kernels.interface import KernelSet
 
 @dataclass(frozen=True)
 class RMSNorm:
-    """x / rms(x) * weight over the last dimension; weight: [hidden_size]."""
+    """x / rms(x) * weight over the last dimension.
+
+    weight: [hidden_size], in the compute dtype or float32 (`KernelSet.add_rms_norm`).
+    """
 
     weight: Tensor
     eps: float
     kernels: KernelSet
 
-    def __call__(self, x: Tensor, delta: Tensor | None, consumer: Any = None) -> tuple[Tensor, Any]:
-        """x + delta (x if delta is None) and its norm, for `consumer` (`KernelSet`). x, delta: [rows, hidden_size]."""
-        return self.kernels.add_rms_norm(x, delta, self.weight, self.eps, consumer)
+    def __call__(
+        self, x: Tensor, delta: Tensor | None, consumer: Any = None, delta_weight: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
+        """x + delta (x if delta is None) and its norm, for `consumer` (`KernelSet`). x, delta: [rows, hidden_size].
+
+        With `delta_weight` the norm of delta with that weight is added instead of delta.
+        """
+        return self.kernels.add_rms_norm(x, delta, self.weight, self.eps, consumer, delta_weight)

@@ -7,6 +7,8 @@ default   theta ** (-2i / d)  (Su et al. 2021)
 linear    positions divided by `factor` (Chen et al. 2023)
 llama3    long wavelengths divided by `factor`, short ones kept, a linear ramp between (Llama 3.1)
 yarn      the same idea with bounds in rotations, and attention scaled by `attention_factor` (Peng et al. 2023)
+longrope  every frequency divided by a factor of its own, from the short list or the long one (Ding et al. 2024). The
+          longest context that the tables are built for decides which list, so that keys in the cache stay valid
 """
 
 from __future__ import annotations
@@ -22,12 +24,12 @@ from freight.operands.rotary import Rotary
 
 def build_rope(config: RopeConfig, max_positions: int, device: str) -> Rotary:
     """The tables for positions below `max_positions`, without norms."""
-    inverse, factor = inverse_frequencies(config)
+    inverse, factor = inverse_frequencies(config, max_positions)
     angles = torch.outer(torch.arange(max_positions, dtype=torch.float32, device="cpu"), inverse)
     return Rotary((angles.cos() * factor).to(device), (angles.sin() * factor).to(device))
 
 
-def inverse_frequencies(config: RopeConfig) -> tuple[Tensor, float]:
+def inverse_frequencies(config: RopeConfig, max_positions: int) -> tuple[Tensor, float]:
     """[rotary_dim / 2] float32 inverse frequencies, and the factor that multiplies cos and sin."""
     rotary_dim = config.rotary_dim
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64, device="cpu").float() / rotary_dim
@@ -41,6 +43,8 @@ def inverse_frequencies(config: RopeConfig) -> tuple[Tensor, float]:
             return _llama3(inverse, config), 1.0
         case "yarn":
             return _yarn(inverse, config, rotary_dim)
+        case "longrope":
+            return _longrope(config, config.theta**exponents, max_positions)
     raise AssertionError(f"rope kind {config.kind} passed parse_model_config but is not implemented")
 
 
@@ -85,3 +89,12 @@ def yarn_attention_factor(config: RopeConfig) -> float:
     if p.get("mscale") and p.get("mscale_all_dim"):
         return mscale(p["factor"], p["mscale"]) / mscale(p["factor"], p["mscale_all_dim"])
     return mscale(p["factor"])
+
+
+def _longrope(config: RopeConfig, wavelengths: Tensor, max_positions: int) -> tuple[Tensor, float]:
+    p = config.parameters
+    factor, original = p["factor"], p["original_max_position_embeddings"]
+    factors = config.long_factors if max_positions > original else config.short_factors
+    inverse = 1.0 / (torch.tensor(factors, dtype=torch.float32, device="cpu") * wavelengths)
+    default = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return inverse, float(p.get("attention_factor", default))

@@ -1,35 +1,72 @@
 """Tensor names of each architecture. Differences between models are data: their hyperparameters are in ModelConfig.
 
-A new family of the same block is a row here and one in `config/model.py` (docs/add-a-model.md); a new file is only
+A new family of the same block is a row here and one in `config/families.py` (docs/add-a-model.md); a new file is only
 for a new block.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from freight.config.model import ModelConfig
 
 
 @dataclass(frozen=True)
 class TensorNames:
-    """Checkpoint names; `{}` is the layer's index."""
+    """Checkpoint names; `{}` is the layer's index. Projections of one field may also be stored as one tensor, in the
+    order of their names: then the field has that name alone.
 
-    embedding: str = "model.embed_tokens.weight"
-    norm: str = "model.norm.weight"
+    embedding, norm, layer, head   follow `ModelConfig.prefixes`
+    attention_post, mlp_post       norms of the outputs, in layers that have them (`NormPlacement.SANDWICH`)
+    unused                         patterns of tensors that the decoder does not need, with the reason
+    """
+
+    embedding: str = "embed_tokens.weight"
+    norm: str = "norm.weight"
+    layer: str = "layers.{}."
     head: str = "lm_head.weight"
-    layer: str = "model.layers.{}."
-    qkv: tuple[str, str, str] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     o: str = "self_attn.o_proj"
     q_norm: str = "self_attn.q_norm.weight"
     k_norm: str = "self_attn.k_norm.weight"
-    gate_up: tuple[str, str] = ("mlp.gate_proj", "mlp.up_proj")
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
     attention_norm: str = "input_layernorm.weight"
     mlp_norm: str = "post_attention_layernorm.weight"
+    attention_post: str = ""
+    mlp_post: str = ""
+    unused: tuple[tuple[str, str], ...] = ()
 
 
+_SANDWICH = TensorNames(
+    mlp_norm="pre_feedforward_layernorm.weight",
+    attention_post="post_attention_layernorm.weight",
+    mlp_post="post_feedforward_layernorm.weight",
+)
+
+_VISION = tuple(
+    (pattern, "of the vision model: Freight runs the text model alone")
+    for pattern in ("*vision_tower.*", "*multi_modal_projector.*")
+)
 ARCHITECTURES = {
     "LlamaForCausalLM": TensorNames(),
     "MistralForCausalLM": TensorNames(),
     "Qwen2ForCausalLM": TensorNames(),
     "Qwen3ForCausalLM": TensorNames(),
+    "Gemma2ForCausalLM": _SANDWICH,
+    "Gemma3ForCausalLM": _SANDWICH,
+    "Gemma3ForConditionalGeneration": replace(_SANDWICH, unused=_VISION),
+    "Phi3ForCausalLM": TensorNames(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)),
 }
+
+
+def tensor_names(config: ModelConfig) -> TensorNames:
+    """The names of this model's tensors."""
+    names, (body, head) = ARCHITECTURES[config.architecture], config.prefixes
+    return replace(
+        names,
+        embedding=body + names.embedding,
+        norm=body + names.norm,
+        layer=body + names.layer,
+        head=head + names.head,
+    )

@@ -1,9 +1,9 @@
-"""The decoder: embedding, layers of attention and SwiGLU, norm, head. Data tells the families apart, not classes."""
+"""The decoder: embedding, layers of attention and gated MLP, norm, head. Data tells the families apart, not classes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -17,6 +17,7 @@ from freight.layers.linear import Projection
 from freight.layers.norm import RMSNorm
 from freight.operands.activation import GatedActivation
 from freight.operands.batch import ForwardBatch
+from freight.operands.rotary import Rotary
 
 
 @dataclass(frozen=True)
@@ -34,19 +35,48 @@ class MLP:
 
 
 @dataclass(frozen=True)
+class Residual:
+    """The residual stream, [num_tokens, hidden_size], with its last addition still to come.
+
+    It is x + delta (x if delta is None), or with `delta_weight` x + the RMSNorm of delta: the next norm adds, so that
+    both are one pass over the rows.
+    """
+
+    x: Tensor
+    delta: Tensor | None = None
+    delta_weight: Tensor | None = None
+
+    def normed(self, norm: RMSNorm, consumer: Any = None) -> tuple[Tensor, Any]:
+        """The stream, added up, and its norm for `consumer` (`KernelSet`)."""
+        return norm(self.x, self.delta, consumer, self.delta_weight)
+
+    def rows(self, index: Tensor) -> Residual:
+        return replace(self, x=self.x[index], delta=None if self.delta is None else self.delta[index])
+
+
+@dataclass(frozen=True)
 class DecoderLayer:
-    """Pre-norm residual block. The final residual add is fused into the next norm."""
+    """x += attention(norm(x)); x += mlp(norm(x)); where `attention_post` and `mlp_post` are not None, they are the
+    weights of a norm of what is added.
+    """
 
     attention_norm: RMSNorm
     attention: Attention
+    attention_post: Tensor | None
     mlp_norm: RMSNorm
     mlp: MLP
+    mlp_post: Tensor | None
 
-    def __call__(self, x: Tensor, delta: Tensor | None, batch: ForwardBatch, kv: LayerKV) -> tuple[Tensor, Tensor]:
-        """The residual stream is x + delta, [num_tokens, hidden_size], in the arguments and in the result."""
-        x, normed = self.attention_norm(x, delta, self.attention.qkv.consumer)
-        x, normed = self.mlp_norm(x, self.attention(normed, batch, kv), self.mlp.gate_up.consumer)
-        return x, self.mlp(normed)
+    def __call__(self, stream: Residual, batch: ForwardBatch, kv: LayerKV) -> Residual:
+        x, normed = stream.normed(self.attention_norm, self.attention.qkv.consumer)
+        stream = Residual(x, self.attention(normed, batch, kv), self.attention_post)
+        x, normed = stream.normed(self.mlp_norm, self.mlp.gate_up.consumer)
+        return Residual(x, self.mlp(normed), self.mlp_post)
+
+    def whole(self, x: Tensor, batch: ForwardBatch, kv: LayerKV) -> Tensor:
+        """The layer alone, for work that goes through a model layer by layer: x and the result are added up."""
+        x, _ = self(Residual(x), batch, kv).normed(self.mlp_norm)
+        return x
 
 
 @dataclass(frozen=True)
@@ -60,10 +90,9 @@ class Decoder:
     head: LogitsHead
 
     @property
-    def rope_tables(self) -> tuple[Tensor, Tensor]:
-        """cos and sin, [max_positions, head_dim / 2] float32: the rotary angles of every layer."""
-        rotary = self.layers[0].attention.rotary
-        return rotary.cos, rotary.sin
+    def rotaries(self) -> tuple[Rotary, ...]:
+        """What each layer does to queries and keys; layers with the same rope share its tables."""
+        return tuple(layer.attention.rotary for layer in self.layers)
 
     def forward(self, batch: ForwardBatch, kv_cache: Sequence[LayerKV]) -> Tensor:
         """Run one step and return float32 logits [num_logit_rows, vocab_size]; K and V go into `kv_cache`."""
@@ -78,13 +107,11 @@ class Decoder:
 
         Logits take far more memory than these, so their rows can be computed a few at a time.
         """
-        x = self.embedding(batch.token_ids)
-        delta: Tensor | None = None
+        stream = Residual(self.embedding(batch.token_ids))
         for layer, kv in zip(self.layers, kv_cache, strict=True):
-            x, delta = layer(x, delta, batch, kv)
-        assert delta is not None
-        if len(batch.logit_rows) < len(x):
-            x, delta = x[batch.logit_rows], delta[batch.logit_rows]
-        _, normed = self.norm(x, delta)
+            stream = layer(stream, batch, kv)
+        if len(batch.logit_rows) < len(stream.x):
+            stream = stream.rows(batch.logit_rows)
+        _, normed = stream.normed(self.norm)
         assert isinstance(normed, Tensor)  # this norm has no consumer, so it is not quantized
         return normed

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from freight.checkpoint.linears import StoredLinear, find_linears
 from freight.checkpoint.reader import Checkpoint
-from freight.config.layer import LayerConfig
+from freight.config.layer import LayerConfig, NormPlacement
 from freight.config.model import ModelConfig
 from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
@@ -28,7 +28,7 @@ from freight.layers.embedding import Embedding, LogitsHead
 from freight.layers.linear import Linear, Projection, UnmergedLinear
 from freight.layers.norm import RMSNorm
 from freight.layers.rope import build_rope
-from freight.models.architectures import ARCHITECTURES, TensorNames
+from freight.models.architectures import TensorNames, tensor_names
 from freight.models.decoder import MLP, Decoder, DecoderLayer
 from freight.operands.rotary import Rotary
 from freight.operands.weight import Activations, Weight
@@ -38,7 +38,7 @@ UNQUANTIZED = Scheme()
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor that a checkpoint of this model must have, with its shape."""
-    c, names = config, ARCHITECTURES[config.architecture]
+    c, names = config, tensor_names(config)
     shapes: dict[str, tuple[int, ...]] = {
         names.embedding: (c.vocab_size, c.hidden_size),
         names.norm: (c.hidden_size,),
@@ -55,9 +55,9 @@ def _layer_shapes(layer: LayerConfig, hidden: int, names: TensorNames) -> dict[s
     """Every tensor of one layer, by its name within the layer."""
     mixer, mlp = layer.mixer, layer.feed_forward
     projections = {  # name -> outputs, inputs, whether it has a bias
-        **{name: (size, hidden, mixer.qkv_bias) for name, size in zip(names.qkv, mixer.qkv_sizes, strict=True)},
+        **{name: (size, hidden, mixer.qkv_bias) for name, size in _stored(names.qkv, mixer.qkv_sizes)},
         names.o: (hidden, mixer.num_heads * mixer.v_dim, mixer.o_bias),
-        **dict.fromkeys(names.gate_up, (mlp.intermediate_size, hidden, mlp.bias)),
+        **{name: (size, hidden, mlp.bias) for name, size in _stored(names.gate_up, (mlp.intermediate_size,) * 2)},
         names.down: (hidden, mlp.intermediate_size, mlp.bias),
     }
     shapes: dict[str, tuple[int, ...]] = {}
@@ -65,10 +65,18 @@ def _layer_shapes(layer: LayerConfig, hidden: int, names: TensorNames) -> dict[s
         shapes[f"{name}.weight"] = (rows, columns)
         if bias:
             shapes[f"{name}.bias"] = (rows,)
-    shapes |= {names.attention_norm: (hidden,), names.mlp_norm: (hidden,)}
+    norms = [names.attention_norm, names.mlp_norm]
+    if layer.norms is NormPlacement.SANDWICH:
+        norms += [names.attention_post, names.mlp_post]
+    shapes |= dict.fromkeys(norms, (hidden,))
     if mixer.qk_norm:
         shapes |= {names.q_norm: (mixer.k_dim,), names.k_norm: (mixer.k_dim,)}
     return shapes
+
+
+def _stored(names: tuple[str, ...], sizes: tuple[int, ...]) -> list[tuple[str, int]]:
+    """Names with the rows of their tensors; one name for several projections has the rows of all."""
+    return list(zip(names, sizes if len(names) > 1 else (sum(sizes),), strict=True))
 
 
 class WeightSource(Protocol):
@@ -149,13 +157,25 @@ class _Builder:
     def packed(self, weight: Weight, bias: Tensor | None) -> Linear:
         return Linear(self.kernels.pack(weight), bias, self.kernels, weight.input_limit)
 
+    def norm_weight(self, name: str) -> Tensor:
+        """With an offset in float32: 1 + w would be rounded in 16 bits."""
+        weight, offset = self.tensor(name), self.config.norm_offset
+        return weight if offset == 0 else weight.float() + offset
+
     def norm(self, name: str) -> RMSNorm:
-        return RMSNorm(self.tensor(name), self.config.rms_norm_eps, self.kernels)
+        return RMSNorm(self.norm_weight(name), self.config.rms_norm_eps, self.kernels)
+
+    def embedding(self) -> Embedding:
+        weight, multiplier = self.tensor(self.names.embedding), self.config.embedding_multiplier
+        if multiplier is not None:
+            multiplier = torch.tensor(multiplier, dtype=torch.float32, device="cpu").to(weight.dtype).item()
+        return Embedding(weight, multiplier)
 
     def layer(self, index: int, ropes: Sequence[Rotary]) -> DecoderLayer:
         layer, names, prefix = self.config.layers[index], self.names, self.names.layer.format(index)
-        mixer = layer.mixer
-        norms = (self.tensor(prefix + names.q_norm), self.tensor(prefix + names.k_norm)) if mixer.qk_norm else None
+        mixer, sandwich = layer.mixer, layer.norms is NormPlacement.SANDWICH
+        qk = (prefix + names.q_norm, prefix + names.k_norm)
+        norms = (self.norm_weight(qk[0]), self.norm_weight(qk[1])) if mixer.qk_norm else None
         assert mixer.rope is not None
         attention = Attention(
             qkv=self.linear(prefix, *names.qkv),
@@ -165,34 +185,43 @@ class _Builder:
             window=mixer.window,
             soft_cap=mixer.soft_cap,
         )
-        mlp = MLP(
-            self.linear(prefix, *names.gate_up),
-            self.linear(prefix, names.down),
-            layer.feed_forward.activation,
-            self.kernels,
+        gate_up, down = self.linear(prefix, *names.gate_up), self.linear(prefix, names.down)
+        return DecoderLayer(
+            attention_norm=self.norm(prefix + names.attention_norm),
+            attention=attention,
+            attention_post=self.norm_weight(prefix + names.attention_post) if sandwich else None,
+            mlp_norm=self.norm(prefix + names.mlp_norm),
+            mlp=MLP(gate_up, down, layer.feed_forward.activation, self.kernels),
+            mlp_post=self.norm_weight(prefix + names.mlp_post) if sandwich else None,
         )
-        attention_norm, mlp_norm = self.norm(prefix + names.attention_norm), self.norm(prefix + names.mlp_norm)
-        return DecoderLayer(attention_norm, attention, mlp_norm, mlp)
+
+
+def _builder(config: ModelConfig, source: WeightSource, kernels: KernelSet) -> _Builder:
+    return _Builder(source, config, tensor_names(config), tensor_shapes(config), kernels)
 
 
 def build_decoder(config: ModelConfig, source: WeightSource, kernels: KernelSet, max_len: int, device: str) -> Decoder:
     """The model that `config` describes, from the tensors of `source`, for positions below `max_len`."""
-    names = ARCHITECTURES[config.architecture]
-    builder = _Builder(source, config, names, tensor_shapes(config), kernels)
+    builder = _builder(config, source, kernels)
     ropes = [build_rope(rope, max_len, device) for rope in config.ropes]
     layers = tuple(builder.layer(index, ropes) for index in range(config.num_layers))
-    norm, embedding = builder.norm(names.norm), builder.tensor(names.embedding)
-    head = Weight(embedding) if config.tie_word_embeddings else source.head(names.head, builder.shapes[names.head])
+    norm, embedding, names = builder.norm(builder.names.norm), builder.embedding(), builder.names
+    tied = config.tie_word_embeddings
+    head = Weight(embedding.weight) if tied else source.head(names.head, builder.shapes[names.head])
     logits = LogitsHead(kernels.pack(head), kernels, head.input_limit, config.logit_soft_cap)
-    return Decoder(config, Embedding(embedding), layers, norm, logits)
+    return Decoder(config, embedding, layers, norm, logits)
+
+
+def build_embedding(config: ModelConfig, source: WeightSource, kernels: KernelSet) -> Embedding:
+    """The embedding alone, for work that goes through a model layer by layer and never holds all of it."""
+    return _builder(config, source, kernels).embedding()
 
 
 def build_layer(
     config: ModelConfig, source: WeightSource, kernels: KernelSet, index: int, ropes: Sequence[Rotary]
 ) -> DecoderLayer:
-    """One layer alone, for work that goes through a model layer by layer and never holds all of it."""
-    names = ARCHITECTURES[config.architecture]
-    return _Builder(source, config, names, tensor_shapes(config), kernels).layer(index, ropes)
+    """One layer alone (`build_embedding`)."""
+    return _builder(config, source, kernels).layer(index, ropes)
 
 
 def load_model(
@@ -213,13 +242,13 @@ def load_model(
     Raises CheckpointError before the first weight is read for tensors that are missing, misshapen or left over, for
     contradictions between declaration and tensors, and for invalid scales.
     """
-    names, shapes = ARCHITECTURES[config.architecture], tensor_shapes(config)
+    names, shapes = tensor_names(config), tensor_shapes(config)
     stored = find_linears(checkpoint, scheme, shapes, frozenset((names.head, names.embedding)))
     needed = {stored[name].weight if name in stored else name: shape for name, shape in shapes.items()}
     checkpoint.check(needed)
     if config.tie_word_embeddings:
         checkpoint.skip(names.head.removesuffix("weight") + "*", "tied to the embedding")
-    for pattern, reason in scheme.unused:
+    for pattern, reason in (*names.unused, *scheme.unused):
         checkpoint.skip(pattern, reason)
     checkpoint.finish(pending=needed)
     rounds = scheme.weight_format is None

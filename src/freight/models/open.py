@@ -46,7 +46,7 @@ class OpenCheckpoint:
 def open_checkpoint(model: str, revision: str | None = None) -> OpenCheckpoint:
     """Open `model`: 'demo', a folder or a hub id. Raises ConfigError or CheckpointError."""
     checkpoint = Checkpoint(resolve_model(model, revision))
-    config = parse_model_config(checkpoint.config)
+    config = parse_model_config(checkpoint.config, checkpoint.names)
     scheme = read_scheme(checkpoint.config, checkpoint.hf_quant_config)
     return OpenCheckpoint(checkpoint, config, scheme, read_kv_scales(checkpoint, config, scheme))
 

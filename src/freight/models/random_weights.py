@@ -27,18 +27,22 @@ _CLEARED, _SET = ~0x4040404040404040, 0x0101010101010101
 
 @dataclass(frozen=True)
 class RandomSource:
-    """A `WeightSource` that draws each tensor at random; the same seed gives the same model."""
+    """A `WeightSource` that draws each tensor at random; the same seed gives the same model.
+
+    `norm` is the value of every norm weight, as it is stored.
+    """
 
     compute_format: Format
     weight_format: Format
     device: str
     generator: torch.Generator
+    norm: float = 1.0
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Norm weights are 1 and biases 0; matrices are uniform."""
+        """Norm weights are `norm` and biases 0; matrices are uniform."""
         values = torch.empty(shape, dtype=torch_dtype(self.compute_format), device=self.device)
         if len(shape) == 1:
-            return values.zero_() if name.endswith("bias") else values.fill_(1.0)
+            return values.zero_() if name.endswith("bias") else values.fill_(self.norm)
         bound = math.sqrt(3.0 / shape[1])
         return values.uniform_(-bound, bound, generator=self.generator)
 
@@ -68,5 +72,6 @@ def random_model(
     seed: int = 0,
 ) -> Decoder:
     """`load_model` without a checkpoint."""
-    source = RandomSource(compute_format, weight_format, device, torch.Generator(device).manual_seed(seed))
+    generator = torch.Generator(device).manual_seed(seed)
+    source = RandomSource(compute_format, weight_format, device, generator, norm=1.0 - config.norm_offset)
     return build_decoder(config, source, kernels, max_len, device)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from transformers import AutoConfig
 
+from freight.config.layer import NormPlacement
 from freight.config.model import ModelConfig, parse_model_config, stop_token_ids
 from freight.errors import CheckpointError
 from freight.fp8.formats import Format
+from freight.operands.activation import GatedActivation
 
 SHAPE = {
     "vocab_size": 512,
@@ -21,13 +24,19 @@ SHAPE = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 FAMILIES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
 }
+ALL_WINDOWS = ("mistral", "phi3")  # families whose configuration has no layer_types
+
+
+ACTIVATIONS = {"silu": GatedActivation.SILU, "gelu_pytorch_tanh": GatedActivation.GELU_TANH}
 
 
 def windows_of(model: ModelConfig) -> tuple[int | None, ...]:
@@ -49,21 +58,38 @@ def refused(*named, **more):
 def test_absent_keys_mean_what_transformers_takes(model_type):
     said = config(model_type)
     ours, theirs = parse_model_config(said), AutoConfig.for_model(**said)
+    mixer = ours.layers[0].mixer
     assert ours.architecture == FAMILIES[model_type]
     assert ours.max_position_embeddings == theirs.max_position_embeddings
     assert ours.rms_norm_eps == theirs.rms_norm_eps
-    assert ours.ropes[0].theta == theirs.rope_parameters["rope_theta"]
-    assert ours.ropes[0].kind == theirs.rope_parameters["rope_type"]
+    if model_type == "gemma3_text":
+        ropes = [theirs.rope_parameters[kind] for kind in ("full_attention", "sliding_attention")]
+    else:
+        ropes = [theirs.rope_parameters]
+    assert [(r.theta, r.kind) for r in ours.ropes] == [(r["rope_theta"], r["rope_type"]) for r in ropes]
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
-    assert ours.layers[0].mixer.k_dim == getattr(theirs, "head_dim", 64)
+    assert mixer.k_dim == getattr(theirs, "head_dim", 64)
+    assert mixer.softmax_scale == getattr(theirs, "query_pre_attn_scalar", mixer.k_dim) ** -0.5
+    assert mixer.soft_cap == getattr(theirs, "attn_logit_softcapping", None)
+    assert ours.logit_soft_cap == getattr(theirs, "final_logit_softcapping", None)
+    assert ours.layers[0].feed_forward.activation == ACTIVATIONS[acts(theirs)]
     assert ours.bos_token_id == theirs.bos_token_id
     assert list(ours.eos_token_ids) == ([] if theirs.eos_token_id is None else [theirs.eos_token_id])
-    assert windows_of(ours) == (theirs.sliding_window if model_type == "mistral" else None,) * 4
+    slides = getattr(theirs, "layer_types", None) or ["sliding_attention" if model_type in ALL_WINDOWS else None] * 4
+    assert windows_of(ours) == tuple(theirs.sliding_window if kind == "sliding_attention" else None for kind in slides)
+
+
+def acts(theirs):
+    return getattr(theirs, "hidden_activation", None) or theirs.hidden_act
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_what_transformers_writes_is_read(model_type, tmp_path):
     more = {"rope_theta": 5e5, "dtype": "float16", "bos_token_id": 3, "eos_token_id": [4, 5]}
+    if model_type == "gemma3_text":  # has a theta for each kind of layer
+        ropes = {kind: {"rope_type": "default", "rope_theta": 5e5} for kind in ("full_attention", "sliding_attention")}
+        more["rope_parameters"] = ropes
+        del more["rope_theta"]
     AutoConfig.for_model(**config(model_type, **more)).save_pretrained(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
     ours = parse_model_config({**written, "architectures": [FAMILIES[model_type]]})
@@ -95,84 +121,6 @@ def test_heads():
     assert parse_model_config(absent).layers[0].mixer.num_kv_heads == 4
 
 
-LINEAR = {"type": "linear", "factor": 4.0}
-YARN = {
-    "rope_type": "yarn",
-    "factor": 4.0,
-    "original_max_position_embeddings": 1024,
-    "attention_factor": 1.2,
-    "beta_fast": 16,
-    "beta_slow": 2,
-    "mscale": 0.7,
-    "mscale_all_dim": 0.5,
-    "truncate": False,
-}
-
-
-@pytest.mark.parametrize("scaling", [LINEAR, {"rope_type": "llama3", **LLAMA3}, YARN], ids=["linear", "llama3", "yarn"])
-def test_both_rope_spellings_mean_the_same(scaling):
-    old = parse_model_config(config(rope_theta=1e6, rope_scaling=scaling)).ropes[0]
-    new = parse_model_config(config(rope_parameters={**scaling, "rope_theta": 1e6})).ropes[0]
-    both = parse_model_config(
-        config(rope_theta=1e6, rope_scaling=scaling, rope_parameters={**scaling, "rope_theta": 1e6})
-    )
-    assert old == new == both.ropes[0]
-    assert old.theta == 1e6
-    assert old.kind == scaling.get("rope_type", scaling.get("type"))
-    assert dict(old.parameters) == {k: v for k, v in scaling.items() if k not in ("type", "rope_type")}
-
-
-def test_rope_without_scaling():
-    default = parse_model_config(config(rope_parameters={"rope_type": "default", "rope_theta": 500.0})).ropes[0]
-    assert (default.theta, default.kind, dict(default.parameters)) == (500.0, "default", {})
-    assert parse_model_config(config(rope_scaling=None)).ropes[0].kind == "default"
-
-
-def test_the_original_length_defaults_to_the_present_one():
-    yarn = parse_model_config(config(rope_scaling={"type": "yarn", "factor": 4.0}, max_position_embeddings=4096))
-    assert yarn.ropes[0].parameters["original_max_position_embeddings"] == 4096
-    assert yarn.position_limit == 16384
-    outside = config(rope_scaling={"type": "yarn", "factor": None}, original_max_position_embeddings=512)
-    rope = parse_model_config({**outside, "max_position_embeddings": 2048}).ropes[0]
-    assert rope.parameters == {"factor": 4.0, "original_max_position_embeddings": 512}
-
-
-def test_position_limit():
-    assert parse_model_config(config(max_position_embeddings=100)).position_limit == 100
-    assert parse_model_config(config(max_position_embeddings=100, rope_scaling=LINEAR)).position_limit == 400
-    llama3 = {"rope_type": "llama3", **LLAMA3}
-    assert parse_model_config(config(max_position_embeddings=131072, rope_scaling=llama3)).position_limit == 131072
-
-
-@pytest.mark.parametrize("kind", ["dynamic", "longrope", "su", "mrope", "proportional"])
-def test_other_rope_kinds_are_named(kind):
-    refused(kind, "rope_scaling", rope_scaling={"type": kind, "factor": 2.0})
-    refused(kind, "rope_parameters", rope_parameters={"rope_type": kind, "rope_theta": 1e4})
-
-
-@pytest.mark.parametrize(
-    ("scaling", "named"),
-    [
-        ({"type": "linear"}, "factor"),
-        ({"type": "linear", "factor": 0}, "factor"),
-        ({"type": "linear", "factor": "4"}, "'4'"),
-        ({"rope_type": "llama3", **LLAMA3, "low_freq_factor": None}, "low_freq_factor"),
-        ({"rope_type": "llama3", **LLAMA3, "low_freq_factor": 4.0}, "high_freq_factor"),
-        ({"rope_type": "yarn", "factor": 2.0, "truncate": 1}, "truncate"),
-        ({"rope_type": "yarn", "factor": 2.0, "mrope_section": [1, 2]}, "mrope_section"),
-        ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        ({"rope_type": "yarn", "type": "linear", "factor": 2.0}, "linear"),
-    ],
-)
-def test_bad_rope_is_named(scaling, named):
-    refused(named, rope_scaling=scaling)
-
-
-def test_rope_contradictions():
-    refused("rope_theta", "500", "10000", rope_theta=1e4, rope_parameters={"rope_type": "default", "rope_theta": 500.0})
-    refused("contradicts", rope_scaling=LINEAR, rope_parameters={"rope_type": "default"})
-
-
 def windows(model_type="qwen2", **more):
     return windows_of(parse_model_config(config(model_type, **more)))
 
@@ -194,6 +142,100 @@ def test_qwen_windows(model_type):
     said = config(model_type, sliding_window=8, max_window_layers=1, use_sliding_window=True)
     kinds = AutoConfig.for_model(**said).layer_types
     assert windows_of(parse_model_config(said)) == tuple(8 if kind == "sliding_attention" else None for kind in kinds)
+
+
+def test_every_second_layer_of_gemma_2_has_a_window_unless_layer_types_says_otherwise():
+    assert windows("gemma2", sliding_window=8) == (8, None, 8, None)
+    types = ["full_attention", "full_attention", "sliding_attention", "full_attention"]
+    assert windows("gemma2", sliding_window=8, layer_types=types) == (None, None, 8, None)
+    assert windows("gemma2", sliding_window=None) == (None,) * 4
+
+
+def test_what_gemma_2_adds():
+    model = parse_model_config(config("gemma2", query_pre_attn_scalar=144))
+    assert (model.norm_offset, model.embedding_multiplier) == (1.0, 16.0)
+    assert model.layers[0].norms is NormPlacement.SANDWICH
+    assert model.layers[0].mixer.softmax_scale == pytest.approx(1 / 12)
+    plain = parse_model_config(config("gemma2", attn_logit_softcapping=None, final_logit_softcapping=None))
+    assert (plain.layers[0].mixer.soft_cap, plain.logit_soft_cap) == (None, None)
+    refused("query_pre_attn_scalar", "144", query_pre_attn_scalar=144)  # of a Llama
+
+
+def test_layers_of_gemma_3_with_a_window_have_their_own_rope():
+    model = parse_model_config(config("gemma3_text", num_hidden_layers=7, sliding_window=8))
+    assert windows_of(model) == (8,) * 5 + (None, 8)
+    assert [layer.mixer.rope for layer in model.layers] == [1, 1, 1, 1, 1, 0, 1]
+    assert windows("gemma3_text", sliding_window=8, sliding_window_pattern=3) == (8, 8, None, 8)
+    for kinds in ({"rope_type": "default"}, {"full_attention": {}, "chunked_attention": {}}):
+        refused("rope_parameters", "sliding_attention", model_type="gemma3_text", rope_parameters=kinds)
+    refused("sliding_window_pattern", "2", model_type="gemma2", sliding_window_pattern=2)
+
+
+def wrapped(text=None, **more):
+    text = {**SHAPE, "model_type": "gemma3_text"} if text is None else text
+    outside = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "vision_config": {"a": 1}}
+    return {**outside, "text_config": text, **more}
+
+
+def test_a_decoder_that_is_one_part_of_a_model():
+    text = {**SHAPE, "model_type": "gemma3_text", "eos_token_id": 1, "sliding_window": 8}
+    said = wrapped(text, eos_token_id=[1, 106], torch_dtype="bfloat16")
+    model = parse_model_config(said, ["language_model.model.embed_tokens.weight"])
+    assert replace(model, prefixes=("model.", ""), model_type="gemma3_text", architecture="Gemma3ForCausalLM") == (
+        parse_model_config({**text, "torch_dtype": "bfloat16", "eos_token_id": [1, 106]})
+    )
+    assert model.prefixes == ("language_model.model.", "language_model.")
+    assert parse_model_config(said, ["model.language_model.norm.weight"]).prefixes == ("model.language_model.", "")
+    assert stop_token_ids(said, None) == {1, 106}
+
+
+@pytest.mark.parametrize(
+    ("said", "named"),
+    [
+        (wrapped(something_new=7), "something_new"),
+        (wrapped({**SHAPE, "something_new": 7}), "something_new"),
+        (wrapped({**SHAPE, "model_type": "qwen3"}), "qwen3"),
+        (wrapped(text_config=None), "text_config"),
+        (wrapped(hidden_size=256), "hidden_size"),
+    ],
+)
+def test_what_a_wrapper_must_not_have_is_named(said, named):
+    with pytest.raises(CheckpointError, match=named):
+        parse_model_config(said)
+
+
+def test_partial_rotation_of_phi_3():
+    def rotary_dim(**more):
+        return parse_model_config(config("phi3", **more)).ropes[0].rotary_dim
+
+    assert rotary_dim() == rotary_dim(partial_rotary_factor=1.0) == 64
+    inside = {"rope_type": "default", "partial_rotary_factor": 0.75}
+    assert rotary_dim(partial_rotary_factor=0.75) == rotary_dim(rope_parameters=inside) == 48
+    refused("0.75 and 0.5", model_type="phi3", partial_rotary_factor=0.5, rope_parameters=inside)
+    refused("1.5", model_type="phi3", partial_rotary_factor=1.5)
+    refused("0.3", "19", model_type="phi3", partial_rotary_factor=0.3)
+
+
+def test_longrope():
+    scaling = {"type": "su", "short_factor": [1] * 32, "long_factor": [2.0] * 32}
+    more = {"max_position_embeddings": 16384, "original_max_position_embeddings": 4096}
+    rope = parse_model_config(config("phi3", rope_scaling=scaling, **more)).ropes[0]
+    assert (rope.kind, rope.short_factors, rope.long_factors) == ("longrope", (1.0,) * 32, (2.0,) * 32)
+    assert rope.parameters == {"factor": 4.0, "original_max_position_embeddings": 4096}
+    for bad in ([1.0] * 31, None, [0.0] * 32):
+        refused("long_factor", model_type="phi3", rope_scaling=scaling | {"long_factor": bad}, **more)
+
+
+def test_activations():
+    def of(model_type, **more):
+        return parse_model_config(config(model_type, **more)).layers[0].feed_forward.activation
+
+    assert of("llama", hidden_act="gelu_pytorch_tanh") is GatedActivation.GELU_TANH
+    both = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}  # as the first Gemma 2 has
+    assert of("gemma2", **both) is of("gemma2") is GatedActivation.GELU_TANH
+    assert of("gemma2", hidden_activation="silu") is GatedActivation.SILU
+    refused("contradicts", "hidden_act", "'silu'", model_type="gemma2", hidden_act="silu")
+    refused("hidden_activation", "'gelu'", model_type="gemma2", hidden_activation="gelu")
 
 
 def test_window_contradictions():
@@ -271,8 +313,8 @@ def test_contradictions_and_gaps():
 
 
 def test_other_models_are_named():
-    with pytest.raises(CheckpointError, match=r"gemma2.*llama, mistral, qwen2 or qwen3"):
-        parse_model_config({"model_type": "gemma2", **SHAPE})
+    with pytest.raises(CheckpointError, match=r"gpt2.*llama, mistral, qwen2, qwen3.* are"):
+        parse_model_config({"model_type": "gpt2", **SHAPE})
     with pytest.raises(CheckpointError, match="None"):
         parse_model_config(SHAPE)
     refused("LlamaForSequenceClassification", architectures=["LlamaForSequenceClassification"])

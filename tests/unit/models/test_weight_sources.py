@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from freight.checkpoint.reader import Checkpoint, resolve_model
 from freight.config.engine import EngineArgs
@@ -18,7 +19,7 @@ from freight.fp8.formats import Format
 from freight.fp8.weights import fit_rows
 from freight.kernels.reference_set import REFERENCE
 from freight.models.decoder import Decoder
-from freight.models.loader import load_model
+from freight.models.loader import load_model, tensor_shapes
 from freight.models.open import open_model, open_random
 from freight.models.random_weights import random_model
 from freight.operands.weight import Activations, Weight
@@ -82,6 +83,38 @@ def test_random_weights_are_finite_and_of_sensible_size(format):
         assert 0.5 < (values.square().mean() * weight.data.shape[1]).item() < 2
         assert -0.2 < (values.mean() * weight.data.shape[1] ** 0.5).item() < 0.2
     assert model.norm.weight.tolist() == [1.0] * 64
+
+
+GEMMA = {**SMALL, "model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}
+
+
+def norms(model: Decoder) -> list[torch.Tensor]:
+    each = [(m.attention_norm.weight, m.attention_post, m.mlp_norm.weight, m.mlp_post) for m in model.layers]
+    return [weight for four in each for weight in four if weight is not None] + [model.norm.weight]
+
+
+def test_norm_weights_that_are_stored_as_their_difference_from_1(tmp_path):
+    """1 + w has more digits than w in 16 bits, so it is kept in float32."""
+    config = parse_model_config(GEMMA)
+    model = random_model(config, REFERENCE, Format.BFLOAT16, Format.BFLOAT16, 32, "cpu")
+    assert len(norms(model)) == 9
+    assert all(weight.tolist() == [1.0] * 64 for weight in norms(model))
+    shapes = tensor_shapes(config)
+    save_file(
+        {n: torch.full(s, 0.001, dtype=torch.bfloat16) for n, s in shapes.items()}, tmp_path / "model.safetensors"
+    )
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA))
+    model = load_model(Checkpoint(tmp_path), config, REFERENCE, Format.BFLOAT16, Format.BFLOAT16, 32, "cpu")
+    expected = [1 + float(torch.tensor(0.001).bfloat16())] * 64
+    assert all(torch.equal(weight, torch.tensor(expected)) for weight in norms(model))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_a_shape_that_runs(name):
+    small = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 50}
+    config = parse_model_config({**PRESETS[name], **small})
+    model = random_model(config, REFERENCE, Format.BFLOAT16, Format.E4M3FN, 32, "cpu")
+    assert len(model.layers) == 2
 
 
 def test_a_random_model_has_the_shape_that_was_asked_for(tmp_path):

@@ -1,0 +1,102 @@
+"""Tiny random models of every family and variant, as transformers itself writes them to disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 64}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+MSCALE = {**YARN, "rope_theta": 1e6, "mscale": 1.0, "mscale_all_dim": 0.8, "beta_fast": 16, "beta_slow": 2}
+
+LONG = {"rope_type": "longrope", "short_factor": [1.0 + i / 8 for i in range(8)],
+        "long_factor": [2.0 + i for i in range(8)], "rope_theta": 10000.0}  # fmt: skip
+GEMMA: dict[str, Any] = {**SHAPE, "num_hidden_layers": 4, "head_dim": 32, "sliding_window": 24}
+
+VARIANTS: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**SHAPE),
+    "llama-tied": LlamaConfig(**SHAPE, tie_word_embeddings=True),
+    "llama-1-head-each": LlamaConfig(**{**SHAPE, "num_key_value_heads": 4}),
+    "llama-head-dim": LlamaConfig(**SHAPE, head_dim=32),
+    "llama-biases": LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True),
+    "llama-linear": LlamaConfig(**SHAPE, rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}),
+    "llama-llama3": LlamaConfig(**SHAPE, rope_parameters={**LLAMA3, "rope_theta": 500000.0}),
+    "llama-yarn": LlamaConfig(**SHAPE, rope_parameters={**YARN, "rope_theta": 10000.0}),
+    "llama-yarn-mscale": LlamaConfig(**SHAPE, rope_parameters=MSCALE),
+    "mistral": MistralConfig(**SHAPE, sliding_window=None),
+    "mistral-window": MistralConfig(**SHAPE, sliding_window=24),
+    "qwen2": Qwen2Config(**SHAPE),
+    "qwen2-window-off": Qwen2Config(**SHAPE, use_sliding_window=False, sliding_window=24),
+    "qwen2-window": Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=24, max_window_layers=1),
+    "qwen3": Qwen3Config(**SHAPE, head_dim=32),
+    "qwen3-tied-theta": Qwen3Config(
+        **SHAPE, head_dim=16, tie_word_embeddings=True, rope_parameters={"rope_type": "default", "rope_theta": 1e6}
+    ),
+    "gemma2": Gemma2Config(**GEMMA, query_pre_attn_scalar=24, attn_logit_softcapping=5.0, final_logit_softcapping=3.0),
+    "gemma2-one-window": Gemma2Config(**GEMMA, layer_types=["full_attention"] * 3 + ["sliding_attention"]),
+    "gemma2-untied": Gemma2Config(**{**GEMMA, "tie_word_embeddings": False}, attention_bias=True,
+                                  attn_logit_softcapping=None, final_logit_softcapping=None),
+    "gemma3": Gemma3TextConfig(**{**GEMMA, "num_hidden_layers": 6}, query_pre_attn_scalar=24),
+    "gemma3-two-ropes": Gemma3TextConfig(
+        **GEMMA, layer_types=["sliding_attention", "full_attention"] * 2, final_logit_softcapping=3.0,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 500.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+        },
+    ),
+    "phi3": Phi3Config(**SHAPE, pad_token_id=0),
+    "phi3-window": Phi3Config(**SHAPE, pad_token_id=0, sliding_window=24, tie_word_embeddings=True),
+    "phi3-partial": Phi3Config(
+        **SHAPE, pad_token_id=0, rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.75}
+    ),
+    "phi3-long": Phi3Config(**SHAPE, pad_token_id=0, original_max_position_embeddings=128, rope_parameters=LONG),
+    "phi3-short": Phi3Config(**SHAPE, pad_token_id=0, original_max_position_embeddings=256, rope_parameters=LONG),
+}  # fmt: skip
+# Families that the compiled kernels do not compute yet, and the kernel sets that they are tested with until then.
+NOT_COMPILED = ("gemma", "phi3")
+NOT_COMPILED_KERNELS = ("reference",)
+CASES = [
+    (variant, kernels)
+    for variant in VARIANTS
+    for kernels in (NOT_COMPILED_KERNELS if variant.startswith(NOT_COMPILED) else ("auto",))
+]
+
+
+def save_random(config: PretrainedConfig, folder: Path, dtype: torch.dtype) -> Any:
+    """A model with every parameter random, biases and norms too, saved as its users save theirs."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape)
+            one = 0 if config.model_type.startswith("gemma") else 1  # of norms; Gemma stores the difference from 1
+            parameter.copy_(one + 0.1 * noise if "norm" in name else noise * (0.1 if parameter.ndim == 1 else 0.12))
+    model.save_pretrained(folder)
+    return model
+
+
+def tokens(count: int = 150) -> list[int]:
+    return torch.randint(0, SHAPE["vocab_size"], (count,), generator=torch.Generator().manual_seed(1)).tolist()

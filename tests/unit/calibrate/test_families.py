@@ -1,0 +1,53 @@
+"""Calibration takes the engine's own path through a model, whatever its family does beside Llama's block."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.parity.variants import VARIANTS, save_random, tokens
+
+import freight.calibrate.quantize
+from freight.cache.pool import allocate_pool
+from freight.calibrate.quantize import open_unquantized
+from freight.calibrate.run import Calibration
+from freight.config.engine import EngineArgs
+from freight.config.plan import QuantizeArgs, plan
+from freight.engine.build import open_model
+from freight.engine.runner import ModelRunner
+from freight.fp8.cast import scale_from_amax
+from freight.fp8.formats import Format
+from freight.kernels.reference_set import REFERENCE
+
+IDS = tokens(100)
+
+
+@pytest.fixture(autouse=True)
+def reference_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(freight.calibrate.quantize, "select_kernels", lambda *_: REFERENCE)
+
+
+def calibrated(folder: Path, **options: object) -> Calibration:
+    decided = plan(QuantizeArgs.from_options(weights="none", kv_cache="fp8", **options))
+    return open_unquantized(str(folder)).calibrate(decided, [IDS], ())
+
+
+def stored(folder: Path) -> list[tuple[float, float]]:
+    """The scales of K and V that the engine's own float32 cache calls for, by layer."""
+    opened = open_model(EngineArgs(model=str(folder), kernels="reference", skip_tokenizer_init=True))
+    config = opened.resolve(opened.args)
+    pool = allocate_pool(opened.cache_spec(config), config.kv, -(-len(IDS) // config.block_size), REFERENCE)
+    ModelRunner(opened.load(config), pool, "cpu").logits(IDS, 0, range(pool.num_blocks))
+    pages = [(layer.pages.k, layer.pages.v) for layer in pool.layers]
+    sides = [[page.flatten(0, 1)[: len(IDS)].abs().max() for page in both] for both in pages]
+    return [tuple(float(scale_from_amax(amax, Format.E4M3FN)) for amax in both) for both in sides]  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("variant", ["llama-llama3", "qwen3", "gemma2", "gemma3-two-ropes", "phi3-partial"])
+def test_scales_are_those_of_the_keys_and_values_that_the_engine_stores(variant: str, tmp_path: Path):
+    save_random(VARIANTS[variant], tmp_path, torch.float32)
+    measured = calibrated(tmp_path).kv
+    assert measured is not None
+    found = [(layer.k[0], layer.v[0]) for layer in measured.layers if layer is not None]
+    assert found == stored(tmp_path)

@@ -1,0 +1,86 @@
+"""config.json -> RopeConfig: kinds, both spellings, contradictions."""
+
+from __future__ import annotations
+
+import pytest
+from tests.unit.config.test_model import config, refused
+
+from freight.config.model import parse_model_config
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LINEAR = {"type": "linear", "factor": 4.0}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 1024,
+    "attention_factor": 1.2,
+    "beta_fast": 16,
+    "beta_slow": 2,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.5,
+    "truncate": False,
+}
+
+
+@pytest.mark.parametrize("scaling", [LINEAR, {"rope_type": "llama3", **LLAMA3}, YARN], ids=["linear", "llama3", "yarn"])
+def test_both_rope_spellings_mean_the_same(scaling):
+    old = parse_model_config(config(rope_theta=1e6, rope_scaling=scaling)).ropes[0]
+    new = parse_model_config(config(rope_parameters={**scaling, "rope_theta": 1e6})).ropes[0]
+    both = parse_model_config(
+        config(rope_theta=1e6, rope_scaling=scaling, rope_parameters={**scaling, "rope_theta": 1e6})
+    )
+    assert old == new == both.ropes[0]
+    assert old.theta == 1e6
+    assert old.kind == scaling.get("rope_type", scaling.get("type"))
+    assert dict(old.parameters) == {k: v for k, v in scaling.items() if k not in ("type", "rope_type")}
+
+
+def test_rope_without_scaling():
+    default = parse_model_config(config(rope_parameters={"rope_type": "default", "rope_theta": 500.0})).ropes[0]
+    assert (default.theta, default.kind, dict(default.parameters)) == (500.0, "default", {})
+    assert parse_model_config(config(rope_scaling=None)).ropes[0].kind == "default"
+
+
+def test_the_original_length_defaults_to_the_present_one():
+    yarn = parse_model_config(config(rope_scaling={"type": "yarn", "factor": 4.0}, max_position_embeddings=4096))
+    assert yarn.ropes[0].parameters["original_max_position_embeddings"] == 4096
+    assert yarn.position_limit == 16384
+    outside = config(rope_scaling={"type": "yarn", "factor": None}, original_max_position_embeddings=512)
+    rope = parse_model_config({**outside, "max_position_embeddings": 2048}).ropes[0]
+    assert rope.parameters == {"factor": 4.0, "original_max_position_embeddings": 512}
+
+
+def test_position_limit():
+    assert parse_model_config(config(max_position_embeddings=100)).position_limit == 100
+    assert parse_model_config(config(max_position_embeddings=100, rope_scaling=LINEAR)).position_limit == 400
+    llama3 = {"rope_type": "llama3", **LLAMA3}
+    assert parse_model_config(config(max_position_embeddings=131072, rope_scaling=llama3)).position_limit == 131072
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "mrope", "proportional"])
+def test_other_rope_kinds_are_named(kind):
+    refused(kind, "rope_scaling", rope_scaling={"type": kind, "factor": 2.0})
+    refused(kind, "rope_parameters", rope_parameters={"rope_type": kind, "rope_theta": 1e4})
+
+
+@pytest.mark.parametrize(
+    ("scaling", "named"),
+    [
+        ({"type": "linear"}, "factor"),
+        ({"type": "linear", "factor": 0}, "factor"),
+        ({"type": "linear", "factor": "4"}, "'4'"),
+        ({"rope_type": "llama3", **LLAMA3, "low_freq_factor": None}, "low_freq_factor"),
+        ({"rope_type": "llama3", **LLAMA3, "low_freq_factor": 4.0}, "high_freq_factor"),
+        ({"rope_type": "yarn", "factor": 2.0, "truncate": 1}, "truncate"),
+        ({"rope_type": "yarn", "factor": 2.0, "mrope_section": [1, 2]}, "mrope_section"),
+        ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_type": "yarn", "type": "linear", "factor": 2.0}, "linear"),
+    ],
+)
+def test_bad_rope_is_named(scaling, named):
+    refused(named, rope_scaling=scaling)
+
+
+def test_rope_contradictions():
+    refused("rope_theta", "500", "10000", rope_theta=1e4, rope_parameters={"rope_type": "default", "rope_theta": 500.0})
+    refused("contradicts", rope_scaling=LINEAR, rope_parameters={"rope_type": "default"})
