@@ -9,25 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.parity.variants import CASES, VARIANTS, save_random, tokens
+from tests.parity.variants import CASES, VARIANTS, freight_logits, save_random, tokens
 from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.llama import modeling_llama
 
-from freight.cache.pool import allocate_pool
-from freight.config.engine import EngineArgs
-from freight.engine.build import open_model
-from freight.engine.runner import ModelRunner
 from freight.errors import CheckpointError
-from freight.kernels.select import select_kernels
-
-
-def freight_logits(folder: Path, token_ids: list[int], dtype: str, kernel_set: str = "auto") -> torch.Tensor:
-    opened = open_model(EngineArgs(model=str(folder), dtype=dtype, kernels=kernel_set, skip_tokenizer_init=True))
-    config = opened.resolve(opened.args)
-    kernels = select_kernels(kernel_set)
-    pool = allocate_pool(opened.cache_spec(config), config.kv, -(-len(token_ids) // config.block_size), kernels)
-    runner = ModelRunner(opened.load(config), pool, "cpu")
-    return runner.logits(token_ids, 0, range(pool.num_blocks))
 
 
 @pytest.mark.parametrize(("variant", "kernels"), CASES)

@@ -18,6 +18,12 @@ from transformers import (
     Qwen3Config,
 )
 
+from freight.cache.pool import allocate_pool
+from freight.config.engine import EngineArgs
+from freight.engine.build import open_model
+from freight.engine.runner import ModelRunner
+from freight.kernels.select import select_kernels
+
 SHAPE: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 64,
@@ -100,3 +106,17 @@ def save_random(config: PretrainedConfig, folder: Path, dtype: torch.dtype) -> A
 
 def tokens(count: int = 150) -> list[int]:
     return torch.randint(0, SHAPE["vocab_size"], (count,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+def freight_logits(
+    folder: Path, token_ids: list[int], dtype: str, kernel_set: str = "auto", **options: Any
+) -> torch.Tensor:
+    """float32 [len(token_ids), vocab_size]"""
+    args = EngineArgs(model=str(folder), dtype=dtype, kernels=kernel_set, skip_tokenizer_init=True, **options)
+    opened = open_model(args)
+    config = opened.resolve(opened.args)
+    kernels = select_kernels(kernel_set)
+    decoder, num_blocks = opened.load(config), -(-len(token_ids) // config.block_size)
+    pool = allocate_pool(opened.cache_spec(config), config.kv, num_blocks, kernels, rotaries=decoder.rotaries)
+    runner = ModelRunner(decoder, pool, "cpu")
+    return runner.logits(token_ids, 0, range(pool.num_blocks))
