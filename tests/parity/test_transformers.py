@@ -9,25 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.parity.variants import CASES, VARIANTS, save_random, tokens
+from tests.parity.variants import CASES, VARIANTS, freight_logits, save_random, tokens
 from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.llama import modeling_llama
 
-from freight.cache.pool import allocate_pool
-from freight.config.engine import EngineArgs
-from freight.engine.runner import ModelRunner
 from freight.errors import CheckpointError
-from freight.kernels.select import select_kernels
-from freight.models.open import open_model
-
-
-def freight_logits(folder: Path, token_ids: list[int], dtype: str, kernel_set: str = "auto") -> torch.Tensor:
-    opened = open_model(EngineArgs(model=str(folder), dtype=dtype, kernels=kernel_set, skip_tokenizer_init=True))
-    config = opened.resolve(opened.args)
-    kernels = select_kernels(kernel_set)
-    pool = allocate_pool(opened.cache_spec(config), config.kv, -(-len(token_ids) // config.block_size), kernels)
-    runner = ModelRunner(opened.load(config), pool, "cpu")
-    return runner.logits(token_ids, 0, range(pool.num_blocks))
 
 
 @pytest.mark.parametrize(("variant", "kernels"), CASES)
@@ -46,7 +32,8 @@ BFLOAT16 = ("llama-llama3", "mistral-window", "qwen2", "qwen3", "gemma2", "gemma
 @pytest.mark.parametrize(("variant", "kernels"), [case for case in CASES if case[0] in BFLOAT16])
 def test_bfloat16_is_as_near_to_float32_as_transformers_is(variant: str, kernels: str, tmp_path: Path):
     """Roundings to bfloat16 fall differently in any two programs; transformers' own move top-5 log-probabilities by
-    0.05 to 0.06 at most. So: 99 of 100 lie within 0.05 of transformers', and on average no farther from the truth."""
+    0.05 to 0.06 at most. So: on average no farther from the truth, and 99 of 100 lie within 0.05 of transformers', or
+    within what two roundings as large as its own differ by."""
     model = save_random(VARIANTS[variant], tmp_path, torch.bfloat16)
     ids = tokens()
     with torch.no_grad():
@@ -55,7 +42,8 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(variant: str, kernels
     top = theirs.topk(5).indices
     ours = freight_logits(tmp_path, ids, "auto", kernels).log_softmax(-1)
     ours, theirs, exact = (logprobs.gather(1, top) for logprobs in (ours, theirs, exact))
-    assert (ours - theirs).abs().quantile(0.99) <= 0.05
+    rounding = (theirs - exact).abs().quantile(0.99)
+    assert (ours - theirs).abs().quantile(0.99) <= max(0.05, 2**0.5 * rounding)
     assert (ours - exact).abs().mean() <= 1.05 * (theirs - exact).abs().mean()
 
 

@@ -18,6 +18,12 @@ from transformers import (
     Qwen3Config,
 )
 
+from freight.cache.pool import allocate_pool
+from freight.config.engine import EngineArgs
+from freight.engine.runner import ModelRunner
+from freight.kernels.select import select_kernels
+from freight.models.open import open_model
+
 SHAPE: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 64,
@@ -75,14 +81,7 @@ VARIANTS: dict[str, PretrainedConfig] = {
     "phi3-long": Phi3Config(**SHAPE, pad_token_id=0, original_max_position_embeddings=128, rope_parameters=LONG),
     "phi3-short": Phi3Config(**SHAPE, pad_token_id=0, original_max_position_embeddings=256, rope_parameters=LONG),
 }  # fmt: skip
-# Families that the compiled kernels do not compute yet, and the kernel sets that they are tested with until then.
-NOT_COMPILED = ("gemma", "phi3")
-NOT_COMPILED_KERNELS = ("reference",)
-CASES = [
-    (variant, kernels)
-    for variant in VARIANTS
-    for kernels in (NOT_COMPILED_KERNELS if variant.startswith(NOT_COMPILED) else ("auto",))
-]
+CASES = [(variant, kernels) for variant in VARIANTS for kernels in ("auto", "reference")]
 
 
 def save_random(config: PretrainedConfig, folder: Path, dtype: torch.dtype) -> Any:
@@ -100,3 +99,17 @@ def save_random(config: PretrainedConfig, folder: Path, dtype: torch.dtype) -> A
 
 def tokens(count: int = 150) -> list[int]:
     return torch.randint(0, SHAPE["vocab_size"], (count,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+def freight_logits(
+    folder: Path, token_ids: list[int], dtype: str, kernel_set: str = "auto", **options: Any
+) -> torch.Tensor:
+    """float32 [len(token_ids), vocab_size]"""
+    args = EngineArgs(model=str(folder), dtype=dtype, kernels=kernel_set, skip_tokenizer_init=True, **options)
+    opened = open_model(args)
+    config = opened.resolve(opened.args)
+    kernels = select_kernels(kernel_set)
+    decoder, num_blocks = opened.load(config), -(-len(token_ids) // config.block_size)
+    pool = allocate_pool(opened.cache_spec(config), config.kv, num_blocks, kernels, rotaries=decoder.rotaries)
+    runner = ModelRunner(decoder, pool, "cpu")
+    return runner.logits(token_ids, 0, range(pool.num_blocks))

@@ -14,11 +14,11 @@ from freight.calibrate.quantize import open_unquantized
 from freight.calibrate.run import Calibration
 from freight.config.engine import EngineArgs
 from freight.config.plan import QuantizeArgs, plan
-from freight.engine.build import open_model
 from freight.engine.runner import ModelRunner
 from freight.fp8.cast import scale_from_amax
 from freight.fp8.formats import Format
 from freight.kernels.reference_set import REFERENCE
+from freight.models.open import open_model
 
 IDS = tokens(100)
 

@@ -1,0 +1,94 @@
+"""freight quantize of every kind of layer: names that other engines read, and a model that runs here as before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.parity.variants import VARIANTS, freight_logits, save_random, tokens
+
+import freight
+import freight.calibrate.quantize
+from freight import CheckpointError, ConfigError
+from freight.kernels.reference_set import REFERENCE
+
+IDS = tokens(100)
+STATIC: dict[str, Any] = {"weights": "fp8", "activations": "static", "kv_cache": "fp8", "calibration_data": [IDS]}
+SEPARATE = [*(f"self_attn.{part}_proj" for part in "qkvo"), "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+FUSED = ["self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"]
+MODULES = {"gemma2": SEPARATE, "gemma3-two-ropes": SEPARATE, "phi3-partial": FUSED}
+
+
+@pytest.fixture(autouse=True)
+def reference_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(freight.calibrate.quantize, "select_kernels", lambda *_: REFERENCE)
+
+
+def logits(folder: Path, **options: Any) -> torch.Tensor:
+    return freight_logits(folder, IDS, "float32", "reference", **options)
+
+
+def likeness(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Least cosine of the logits of one position, 1 for the same distribution."""
+    centered = (x - x.mean(1, keepdim=True) for x in (one, other))
+    return float(torch.cosine_similarity(*centered, dim=1).min())
+
+
+@pytest.mark.parametrize("layout", ["compressed-tensors", "fp8"])
+@pytest.mark.parametrize("variant", MODULES)
+def test_a_quantized_model_has_the_names_that_engines_read_and_runs(variant: str, layout: str, tmp_path: Path):
+    save_random(VARIANTS[variant], tmp_path / "model", torch.float32)
+    result = freight.quantize(tmp_path / "model", tmp_path / "out", **STATIC, format=layout)
+    assert not [warning for warning in result.warnings if "grew" not in warning]
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    for index in range(VARIANTS[variant].num_hidden_layers):
+        prefix = f"model.layers.{index}."
+        scales = {name.removeprefix(prefix) for name in stored if name.startswith(prefix) and "_scale" in name}
+        of_modules = {f"{module}.{kind}_scale" for module in MODULES[variant] for kind in ("weight", "input")}
+        assert scales == of_modules | {"self_attn.k_scale", "self_attn.v_scale"}
+        assert all(stored[f"{prefix}{module}.weight"].dtype is torch.float8_e4m3fn for module in MODULES[variant])
+    plain = logits(tmp_path / "model")
+    assert likeness(logits(tmp_path / "out", kv_cache_dtype="fp8"), plain) > 0.9
+
+
+@pytest.mark.parametrize("weights", ["fp8", "fp8-channel", "fp8-block"])
+def test_one_tensor_for_several_projections_in_every_granularity(weights: str, tmp_path: Path):
+    save_random(VARIANTS["phi3"], tmp_path / "model", torch.float32)
+    freight.quantize(tmp_path / "model", tmp_path / "out", weights=weights, ignore=["model.layers.1.mlp.gate_up_proj"])
+    assert likeness(logits(tmp_path / "out"), logits(tmp_path / "model")) > 0.9
+
+
+def test_key_centers_turn_with_the_rope_of_their_own_layer(tmp_path: Path):
+    """Large means on half of the channel pairs, in layers of two ropes: most of each score comes from the centers."""
+    folder = tmp_path / "model"
+    config = VARIANTS["gemma3-two-ropes"].to_dict() | {"attention_bias": True}
+    save_random(type(VARIANTS["gemma3-two-ropes"])(**config), folder, torch.float32)
+    weights = load_file(folder / "model.safetensors")
+    for name, bias in weights.items():
+        if name.endswith("k_proj.bias"):
+            bias.view(-1, 32)[:, 4:12] = 8.0
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    result = freight.quantize(
+        folder, tmp_path / "out", weights="none", kv_cache="fp8", center=True, calibration_data=[IDS]
+    )
+    assert all(layer.k is not None for layer in result.centers)
+    assert likeness(logits(tmp_path / "out", kv_cache_dtype="fp8"), logits(folder)) > 0.995
+
+
+def test_what_quantize_refuses(tmp_path: Path):
+    save_random(VARIANTS["phi3-partial"], tmp_path / "model", torch.float32)
+    options: dict[str, Any] = {"weights": "none", "kv_cache": "fp8", "center": True, "calibration_data": [IDS]}
+    with pytest.raises(ConfigError, match=r"--center .* partial_rotary_factor"):
+        freight.quantize(tmp_path / "model", tmp_path / "out", **options)
+
+
+def test_a_model_of_several_parts_is_not_quantized(tmp_path: Path):
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "gemma3", "text_config": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}}'
+    )
+    save_file({"model.vision_tower.patch.weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"vision_tower\.patch\.weight.*gemma3_text"):
+        freight.quantize(tmp_path, tmp_path / "out", weights="fp8")
