@@ -2,11 +2,12 @@
 
 Alone or batched, whole or chunked prefill down to token by token, prefix hit or miss, preempted or not; for a 16-bit
 cache, E4M3 with static and with per-token scales, and E5M2; greedy and seeded; on the kernels that run by default, and
-for one cache on each other set that runs here.
+for one cache on each other set that runs here, and for one cache in models whose layers differ.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.parity.variants import CASES, VARIANTS, save_random
 
 from freight import LLM, SamplingParams
 from freight.checkpoint.reader import resolve_model
@@ -32,7 +34,15 @@ CACHES: dict[str, dict[str, Any]] = {
     "e5m2": {"kv_cache_dtype": "fp8_e5m2"},
 }
 OTHER_KERNELS = ["reference", *(f"cpu-{build}" for build in library.runnable()[1:])]
-SETUPS = [*((cache, "auto") for cache in CACHES), *(("e4m3-token", kernels) for kernels in OTHER_KERNELS)]
+FAMILIES = [(variant, kernels) for variant, kernels in CASES if variant in ("gemma2", "gemma3")]
+SETUPS = [
+    *(("demo", cache, "auto") for cache in CACHES),
+    *(("demo", "e4m3-token", kernels) for kernels in OTHER_KERNELS),
+    *(
+        pytest.param((variant, "e4m3-token", kernels), marks=[pytest.mark.slow] if kernels == "reference" else [])
+        for variant, kernels in FAMILIES
+    ),
+]
 SAMPLING = {
     "greedy": SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=3),
     "seeded": SamplingParams(temperature=0.9, top_p=0.95, seed=7, max_tokens=24, ignore_eos=True, logprobs=3),
@@ -108,10 +118,23 @@ def model_with_scales(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of random models that read the demo model's tokens."""
+    folder, demo = tmp_path_factory.mktemp("families"), resolve_model("demo", None)
+    vocab_size = json.loads((demo / "config.json").read_text())["vocab_size"]
+    for variant in {variant for variant, _ in FAMILIES}:
+        config = VARIANTS[variant].to_dict() | {"vocab_size": vocab_size, "max_position_embeddings": 512}
+        save_random(type(VARIANTS[variant])(**config), folder / variant, torch.bfloat16)
+        for file in demo.glob("tokenizer*"):
+            shutil.copy(file, folder / variant)
+    return folder
+
+
 @pytest.fixture(scope="module", params=SETUPS, ids="-".join)
-def open_llm(request: pytest.FixtureRequest, model_with_scales: Path) -> Callable[..., LLM]:
-    cache, kernels = request.param
-    model = str(model_with_scales) if cache == "e4m3-tensor" else "demo"
+def open_llm(request: pytest.FixtureRequest, model_with_scales: Path, families: Path) -> Callable[..., LLM]:
+    name, cache, kernels = request.param
+    model = str(families / name) if name != "demo" else str(model_with_scales) if cache == "e4m3-tensor" else name
 
     def build(**options: Any) -> LLM:
         with pytest.MonkeyPatch.context() as patch:

@@ -1,0 +1,107 @@
+"""What single families have in their config.json beside the keys of all: windows, ropes, wrappers, activations."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from tests.unit.config.test_model import SHAPE, config, refused, windows, windows_of
+
+from freight.config.layer import NormPlacement
+from freight.config.model import parse_model_config, stop_token_ids
+from freight.errors import CheckpointError
+from freight.operands.activation import GatedActivation
+
+
+def test_every_second_layer_of_gemma_2_has_a_window_unless_layer_types_says_otherwise():
+    assert windows("gemma2", sliding_window=8) == (8, None, 8, None)
+    types = ["full_attention", "full_attention", "sliding_attention", "full_attention"]
+    assert windows("gemma2", sliding_window=8, layer_types=types) == (None, None, 8, None)
+    assert windows("gemma2", sliding_window=None) == (None,) * 4
+
+
+def test_what_gemma_2_adds():
+    model = parse_model_config(config("gemma2", query_pre_attn_scalar=144))
+    assert (model.norm_offset, model.embedding_multiplier) == (1.0, 16.0)
+    assert model.layers[0].norms is NormPlacement.SANDWICH
+    assert model.layers[0].mixer.softmax_scale == pytest.approx(1 / 12)
+    plain = parse_model_config(config("gemma2", attn_logit_softcapping=None, final_logit_softcapping=None))
+    assert (plain.layers[0].mixer.soft_cap, plain.logit_soft_cap) == (None, None)
+    refused("query_pre_attn_scalar", "144", query_pre_attn_scalar=144)  # of a Llama
+
+
+def test_layers_of_gemma_3_with_a_window_have_their_own_rope():
+    model = parse_model_config(config("gemma3_text", num_hidden_layers=7, sliding_window=8))
+    assert windows_of(model) == (8,) * 5 + (None, 8)
+    assert [layer.mixer.rope for layer in model.layers] == [1, 1, 1, 1, 1, 0, 1]
+    assert windows("gemma3_text", sliding_window=8, sliding_window_pattern=3) == (8, 8, None, 8)
+    for kinds in ({"rope_type": "default"}, {"full_attention": {}, "chunked_attention": {}}):
+        refused("rope_parameters", "sliding_attention", model_type="gemma3_text", rope_parameters=kinds)
+    refused("sliding_window_pattern", "2", model_type="gemma2", sliding_window_pattern=2)
+
+
+def wrapped(text=None, **more):
+    text = {**SHAPE, "model_type": "gemma3_text"} if text is None else text
+    outside = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "vision_config": {"a": 1}}
+    return {**outside, "text_config": text, **more}
+
+
+def test_a_decoder_that_is_one_part_of_a_model():
+    text = {**SHAPE, "model_type": "gemma3_text", "eos_token_id": 1, "sliding_window": 8}
+    said = wrapped(text, eos_token_id=[1, 106], torch_dtype="bfloat16")
+    model = parse_model_config(said, ["language_model.model.embed_tokens.weight"])
+    assert replace(model, prefixes=("model.", ""), model_type="gemma3_text", architecture="Gemma3ForCausalLM") == (
+        parse_model_config({**text, "torch_dtype": "bfloat16", "eos_token_id": [1, 106]})
+    )
+    assert model.prefixes == ("language_model.model.", "language_model.")
+    assert parse_model_config(said, ["model.language_model.norm.weight"]).prefixes == ("model.language_model.", "")
+    assert stop_token_ids(said, None) == {1, 106}
+
+
+@pytest.mark.parametrize(
+    ("said", "named"),
+    [
+        (wrapped(something_new=7), "something_new"),
+        (wrapped({**SHAPE, "something_new": 7}), "something_new"),
+        (wrapped({**SHAPE, "model_type": "qwen3"}), "qwen3"),
+        (wrapped(text_config=None), "text_config"),
+        (wrapped(hidden_size=256), "hidden_size"),
+    ],
+)
+def test_what_a_wrapper_must_not_have_is_named(said, named):
+    with pytest.raises(CheckpointError, match=named):
+        parse_model_config(said)
+
+
+def test_partial_rotation_of_phi_3():
+    def rotary_dim(**more):
+        return parse_model_config(config("phi3", **more)).ropes[0].rotary_dim
+
+    assert rotary_dim() == rotary_dim(partial_rotary_factor=1.0) == 64
+    inside = {"rope_type": "default", "partial_rotary_factor": 0.75}
+    assert rotary_dim(partial_rotary_factor=0.75) == rotary_dim(rope_parameters=inside) == 48
+    refused("0.75 and 0.5", model_type="phi3", partial_rotary_factor=0.5, rope_parameters=inside)
+    refused("1.5", model_type="phi3", partial_rotary_factor=1.5)
+    refused("0.3", "19", model_type="phi3", partial_rotary_factor=0.3)
+
+
+def test_longrope():
+    scaling = {"type": "su", "short_factor": [1] * 32, "long_factor": [2.0] * 32}
+    more = {"max_position_embeddings": 16384, "original_max_position_embeddings": 4096}
+    rope = parse_model_config(config("phi3", rope_scaling=scaling, **more)).ropes[0]
+    assert (rope.kind, rope.short_factors, rope.long_factors) == ("longrope", (1.0,) * 32, (2.0,) * 32)
+    assert rope.parameters == {"factor": 4.0, "original_max_position_embeddings": 4096}
+    for bad in ([1.0] * 31, None, [0.0] * 32):
+        refused("long_factor", model_type="phi3", rope_scaling=scaling | {"long_factor": bad}, **more)
+
+
+def test_activations():
+    def of(model_type, **more):
+        return parse_model_config(config(model_type, **more)).layers[0].feed_forward.activation
+
+    assert of("llama", hidden_act="gelu_pytorch_tanh") is GatedActivation.GELU_TANH
+    both = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}  # as the first Gemma 2 has
+    assert of("gemma2", **both) is of("gemma2") is GatedActivation.GELU_TANH
+    assert of("gemma2", hidden_activation="silu") is GatedActivation.SILU
+    refused("contradicts", "hidden_act", "'silu'", model_type="gemma2", hidden_act="silu")
+    refused("hidden_activation", "'gelu'", model_type="gemma2", hidden_activation="gelu")
