@@ -71,9 +71,10 @@ def freight_logits(folder: Path, token_ids: list[int], dtype: str) -> torch.Tens
     opened = open_model(EngineArgs(model=str(folder), dtype=dtype, skip_tokenizer_init=True))
     config = opened.resolve(opened.args)
     kernels = select_kernels("auto")
-    pool = allocate_pool(opened.cache_spec(config), config.kv, -(-len(token_ids) // config.block_size), kernels)
+    spec, num_blocks = opened.cache_spec(config), -(-len(token_ids) // config.block_size)
+    pool = allocate_pool(spec, config.kv, [num_blocks] * len(spec.groups), kernels)
     runner = ModelRunner(opened.load(config), pool, "cpu")
-    return runner.logits(token_ids, 0, range(pool.num_blocks))
+    return runner.logits(token_ids, 0, pool.whole)
 
 
 def tokens(count: int = 150) -> list[int]:

@@ -277,7 +277,7 @@ class _Run:
         mixer = config.layers[0].mixer
         spec = KVCacheSpec((LayerKVSpec(format, None, mixer.num_kv_heads, mixer.k_dim, mixer.v_dim),), BLOCK_SIZE)
         num_blocks = -(-max(lengths) // BLOCK_SIZE)
-        pool = allocate_pool(spec, KVCacheConfig(format, None, None, None), num_blocks, REFERENCE, device)
+        pool = allocate_pool(spec, KVCacheConfig(format, None, None, None), (num_blocks,), REFERENCE, device)
         self._kv = pool.layers[0]
         self._angles = (KeyCenter.angle_tiles(rope.cos), KeyCenter.angle_tiles(rope.sin))
 

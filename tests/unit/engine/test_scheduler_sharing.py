@@ -48,8 +48,8 @@ def test_running_requests_share_computed_blocks(new_rig: NewRig) -> None:
     rig.step()
     b = rig.add("b", range(10), max_tokens=20)
     rig.step()
-    assert b.block_ids[:2] == a.block_ids[:2]
-    assert b.block_ids[2] != a.block_ids[2]
+    assert b.held.block_ids[0][:2] == a.held.block_ids[0][:2]
+    assert b.held.block_ids[0][2] != a.held.block_ids[0][2]
     rig.run()
     rig.check_all_done()
 
@@ -113,7 +113,7 @@ def test_siblings_wait_for_the_prompt_and_share_its_blocks(new_rig: NewRig) -> N
         ("g1", 16, 1, True),
         ("g2", 16, 1, True),
     ]
-    assert group[1].block_ids[:4] == group[0].block_ids[:4]
+    assert group[1].held.block_ids[0][:4] == group[0].held.block_ids[0][:4]
     rig.run()
     assert [request.num_cached_tokens for request in group] == [0, 16, 16]
     rig.check_all_done()
