@@ -24,10 +24,12 @@ class Held:
 
     block_ids    the block tables; () for a sequence that holds nothing
     given_back   by group, how many entries at the start of the table are 0 and not held
+    room         the tokens up to which every table reaches
     """
 
     block_ids: tuple[tuple[int, ...], ...] = ()
     given_back: tuple[int, ...] = ()
+    room: int = 0
 
 
 NOTHING = Held()
@@ -64,7 +66,6 @@ class CacheManager:
             for group, count in zip(groups, num_blocks, strict=True)
         )
         self._step_tokens = step_tokens
-        self._sizes = tuple(group.tokens_per_block for group in groups)
         far = 2**62  # a position behind every window
         self._giving_back = tuple(index for index, group in enumerate(groups) if group.first_block(far) > 0)
 
@@ -108,11 +109,16 @@ class CacheManager:
             rest = allocator.blocks_for(num_tokens) - first
             needed = min(rest, group.most_blocks(num_tokens, self._step_tokens)) - len(taken)
             fits = fits and needed + reserve <= allocator.num_available
-        held = Held(tuple(tables), tuple(given_back))
+        held = Held(tuple(tables), tuple(given_back), start)
         if not fits:
             self.release(held)
             return None
         return held, start
+
+    @property
+    def gives_back(self) -> bool:
+        """Whether `trim` can have an effect in some group."""
+        return bool(self._giving_back)
 
     def trim(self, held: Held, start: int) -> Held:
         """Give back the blocks that no token from position `start` on reads."""
@@ -126,16 +132,14 @@ class CacheManager:
             table = block_ids[index]
             block_ids[index], given_back[index] = (0,) * first + table[first:], first
             self.allocators[index].release(table[before:first])
-        return held if block_ids is None or given_back is None else Held(tuple(block_ids), tuple(given_back))
+        if block_ids is None or given_back is None:
+            return held
+        return Held(tuple(block_ids), tuple(given_back), held.room)
 
     def grow(self, held: Held, num_tokens: int) -> Held | None:
         """Add the blocks that `num_tokens` tokens need; None, and no change, if a group has not enough."""
-        for table, size in zip(held.block_ids, self._sizes, strict=True):
-            if len(table) * size < num_tokens:
-                return self._grow(held, num_tokens)
-        return held
-
-    def _grow(self, held: Held, num_tokens: int) -> Held | None:
+        if num_tokens <= held.room:
+            return held
         missing = [
             max(allocator.blocks_for(num_tokens) - len(table), 0)
             for table, allocator in zip(held.block_ids, self.allocators, strict=True)
@@ -147,7 +151,8 @@ class CacheManager:
             fresh = allocator.allocate(count)
             assert fresh is not None
             tables.append(table + tuple(fresh))
-        return Held(tuple(tables), held.given_back)
+        room = min(len(table) * group.tokens_per_block for table, group in zip(tables, self.groups, strict=True))
+        return Held(tuple(tables), held.given_back, room)
 
     def register(self, held: Held, keys: Sequence[bytes], before: int, after: int) -> None:
         """Index the blocks that became full when the computed tokens rose from `before` to `after`.

@@ -91,6 +91,8 @@ class Scheduler:
     def __init__(self, cache: CacheManager, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> None:
         assert min(max_num_seqs, max_num_batched_tokens, max_model_len) > 0
         self._cache = cache
+        self._block_size, self._caching = cache.block_size, cache.enable_prefix_caching
+        self._gives_back = cache.gives_back
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
@@ -158,7 +160,8 @@ class Scheduler:
             remaining = request.num_tokens - start
             count = min(remaining, budget - reserved)
             assert count > 0, f"no token of the budget is left for request {request.request_id}"
-            if not self._grow(request, start, start + count, preempted):
+            changes = self._gives_back or start + count > request.held.room  # in most steps, neither
+            if changes and not self._grow(request, start, start + count, preempted):
                 break  # it preempted itself, being the last
             chunks.append(_chunk(request, start, count))
             budget -= count
@@ -300,28 +303,28 @@ class Scheduler:
             and leader is not request
             and leader.num_computed_tokens < leader.num_prompt_tokens
             and self._takes_hits(request)
-            and request.num_prompt_tokens > self._cache.block_size
+            and request.num_prompt_tokens > self._block_size
         )
 
     def _takes_hits(self, request: Request) -> bool:
         # Log-probabilities of the prompt need every row of it computed.
-        return self._cache.enable_prefix_caching and request.params.prompt_logprobs is None
+        return self._caching and request.params.prompt_logprobs is None
 
     def _hit_keys(self, request: Request) -> list[bytes]:
         """Keys of the blocks that may be hits: full ones, leaving at least the last known token to compute."""
         if not self._takes_hits(request):
             return []
-        count = (request.num_tokens - 1) // self._cache.block_size
+        count = (request.num_tokens - 1) // self._block_size
         self._extend_keys(request, count)
         return request.block_keys[:count]
 
     def _extend_keys(self, request: Request, count: int) -> None:
-        extend_keys(request.block_keys, count, self._cache.block_size, request.params.cache_salt, request.tokens)
+        extend_keys(request.block_keys, count, self._block_size, request.params.cache_salt, request.tokens)
 
     def _register_full_blocks(self, request: Request, previously_computed: int) -> None:
         """Index the blocks that became full since `previously_computed` tokens were computed."""
-        size, computed = self._cache.block_size, request.num_computed_tokens
-        if previously_computed // size < computed // size and self._cache.enable_prefix_caching:
+        size, computed = self._block_size, request.num_computed_tokens
+        if previously_computed // size < computed // size and self._caching:
             self._extend_keys(request, computed // size)
             self._cache.register(request.held, request.block_keys, previously_computed, computed)
 
