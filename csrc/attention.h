@@ -1,33 +1,35 @@
 // The C interface of attention over the pages of the KV cache, and of storing into them.
 //
 // A struct per call: src/freight/kernels/cpu/{attention,store}.py mirrors it field by field. Pages are
-// [num_blocks, block_size, num_kv_heads, head_dim], contiguous. Nothing is read beyond what was stored.
+// [num_blocks, block_size, num_kv_heads, k_dim or v_dim], contiguous. Nothing is read beyond what was stored.
 #pragma once
 #include "freight.h"
 
 enum FreightKvScales : int32_t {
   FREIGHT_NO_SCALES = 0,      // stored values are the true ones
-  FREIGHT_STATIC_SCALES = 1,  // float32 [num_kv_heads, head_dim]
+  FREIGHT_STATIC_SCALES = 1,  // float32 [num_kv_heads, k_dim or v_dim]
   FREIGHT_TOKEN_SCALES = 2,   // bfloat16 [num_blocks, block_size, num_kv_heads]
 };
 
 struct FreightAttention {
-  const void* q;                // [num_tokens, num_heads, head_dim] of q_type; rows q_stride values apart
-  void* out;                    // the same, contiguous
+  const void* q;                // [num_tokens, num_heads, k_dim] of q_type; rows q_stride values apart
+  void* out;                    // [num_tokens, num_heads, v_dim] of q_type
   const void *k, *v;            // pages of kv_format
   const void *k_scale, *v_scale;
   const int32_t* query_starts;  // [num_seqs + 1]
   const int32_t* context_lens;  // [num_seqs]
   const int32_t* block_tables;  // [num_seqs, max_blocks]
-  // Subtracted from keys before their rotary embedding (src/freight/fp8/values.py, KeyCenter); unused without pairs.
-  const int32_t* center_pairs;          // [num_kv_heads, center_size]: channels i, with i + head_dim / 2
+  // Subtracted from keys before their rotary embedding (src/freight/operands/kv_pages.py, KeyCenter); unused without pairs.
+  const int32_t* center_pairs;          // [num_kv_heads, center_size]: channels i, with i + rotary_dim / 2
   const float* center_parts;            // [2, num_kv_heads, center_size]
-  const float *center_cos, *center_sin;  // [positions / 64, head_dim / 2, 64]
+  const float *center_cos, *center_sin;  // [positions / 64, rotary_dim / 2, 64]
+  const float* v_center;                 // [num_kv_heads, v_dim]: added to the rounded output; null: none
   int64_t q_stride;
   int32_t q_type, kv_format, scales;
-  int32_t num_seqs, max_blocks, num_heads, num_kv_heads, head_dim, block_size;
+  int32_t num_seqs, max_blocks, num_heads, num_kv_heads, k_dim, v_dim, block_size;
   int32_t window;               // 0: none
   int32_t center_size;          // pairs per KV head; 0: keys are not centered
+  int32_t rotary_dim;           // channels that are rotated; unused without pairs
   float softmax_scale;
   float soft_cap;               // a score s becomes soft_cap * tanh(s / soft_cap); 0: it stays s
   int32_t threads;
@@ -38,18 +40,20 @@ struct FreightAttention {
 FREIGHT_API int32_t freight_attention(const FreightAttention* arguments);
 
 struct FreightStore {
-  const void* qkv;  // [rows, num_heads + 2 * num_kv_heads, head_dim] of type, contiguous: q, then k, then v
-  void* q;          // [rows, num_heads, head_dim] of type: normed and rotated
+  const void* qkv;  // [rows, num_heads * k_dim + num_kv_heads * (k_dim + v_dim)] of type, contiguous: q, then k, then v
+  void* q;          // [rows, num_heads, k_dim] of type: normed and rotated
   void *k_pages, *v_pages;
   void *k_scale, *v_scale;              // read if static, written if per token
   const int64_t *positions, *slots;     // [rows]; a negative slot stores nothing
-  const float *cos, *sin;               // [max_positions, head_dim / 2]
-  const void *q_norm, *k_norm;          // [head_dim] of type: RMSNorm of each head before all else; null: none
-  const float *k_center, *v_center;     // [num_kv_heads, head_dim]: subtracted, from keys before rotation; null: none
+  const float *cos, *sin;               // [max_positions, rotary_dim / 2]
+  const void *q_norm, *k_norm;          // [k_dim]: RMSNorm of each head before all else; null: none
+  const float *k_center, *v_center;     // [num_kv_heads, k_dim or v_dim]: subtracted, from keys before rotation; null: none
   int64_t* counters;                    // [2], added to: NaNs, and values beyond their scale's range
   int64_t rows;
-  int32_t num_heads, num_kv_heads, head_dim;  // head_dim: even
+  int32_t num_heads, num_kv_heads, k_dim, v_dim;
+  int32_t rotary_dim;  // the first channels of q and k, in pairs (i, i + rotary_dim / 2); the others are not rotated
   int32_t type, kv_format, scales;
+  int32_t q_norm_type, k_norm_type;  // type, or float32: as the weights of FreightNorm
   float eps;
   int32_t threads;
 };

@@ -61,15 +61,16 @@ struct Bf16Tiles {
   static constexpr int max_rows = 6;           // rows whose sums stay in registers
   static constexpr int chunk = fp8 ? 64 : 32;  // channels in one register as stored
 
-  int head_dim;
-  int value_dim;  // padded to 64: how long an output row is in the working memory
+  int k_dim, v_dim;
+  int value_dim;  // v_dim padded to 64: how long an output row is in the working memory
   int pairs;      // pairs of channels that a score adds up
   int q_parts;    // BF16 numbers a channel of q is made of: 1, or 2 if it is scaled
 
-  Bf16Tiles(int head_dim, bool scaled_q)
-      : head_dim(head_dim),
-        value_dim((head_dim + 63) / 64 * 64),
-        pairs((head_dim + 3) / 4 * 2),
+  Bf16Tiles(int k_dim, int v_dim, bool scaled_q)
+      : k_dim(k_dim),
+        v_dim(v_dim),
+        value_dim((v_dim + 63) / 64 * 64),
+        pairs((k_dim + 3) / 4 * 2),
         q_parts(scaled_q ? 2 : 1) {}
 
   // Sizes of the working memory, in floats; two BF16 numbers fill one.
@@ -78,19 +79,20 @@ struct Bf16Tiles {
   size_t v_size() const { return (size_t)kKeyTile / 2 * value_dim; }
   size_t p_size() const { return (size_t)max_rows * kKeyTile / 2; }
 
-  // A row of q, head_dim floats -> [rows][q_parts][pairs][2]
+  // A row of q, k_dim floats -> [rows][q_parts][pairs][2]
   void pack_q(const float* q, int row, float* packed) const {
     uint16_t* high = (uint16_t*)(packed + q_size(row));
-    for (int d = 0; d < head_dim; d++) high[d] = float_to_bf16(q[d]);
-    std::fill(high + head_dim, high + pairs * 2, uint16_t(0));
+    for (int d = 0; d < k_dim; d++) high[d] = float_to_bf16(q[d]);
+    std::fill(high + k_dim, high + pairs * 2, uint16_t(0));
     if (q_parts == 1) return;
     uint16_t* low = high + pairs * 2;
-    for (int d = 0; d < head_dim; d++) low[d] = float_to_bf16(q[d] - bf16_to_float(high[d]));
-    std::fill(low + head_dim, low + pairs * 2, uint16_t(0));
+    for (int d = 0; d < k_dim; d++) low[d] = float_to_bf16(q[d] - bf16_to_float(high[d]));
+    std::fill(low + k_dim, low + pairs * 2, uint16_t(0));
   }
 
-  __m512i load_chunk(const uint8_t* row, int channel) const {
-    const int left = head_dim - channel;
+  // Stored values from `channel` on; zeros behind the `dim` of a row.
+  static __m512i load_chunk(const uint8_t* row, int channel, int dim) {
+    const int left = dim - channel;
     if (left >= chunk) return _mm512_loadu_si512(row + channel * bytes_of(F));
     if constexpr (fp8) return _mm512_maskz_loadu_epi8(((__mmask64)1 << left) - 1, row + channel);
     return _mm512_maskz_loadu_epi16(((__mmask32)1 << left) - 1, row + channel * 2);
@@ -111,16 +113,16 @@ struct Bf16Tiles {
     }
   }
 
-  // keys[64] + offset: head_dim stored values each -> [pairs][64][2]
+  // keys[64] + offset: k_dim stored values each -> [pairs][64][2]
   template <class Between>
   void pack_k(const uint8_t* const* keys, size_t offset, float* packed, const Between& between) const {
     const Decoder<F> decode;
     for (int first = 0; first < kKeyTile; first += kPackTogether, between())
-      for (int channel = 0; channel < head_dim; channel += chunk) {
+      for (int channel = 0; channel < k_dim; channel += chunk) {
         __m512i parts[4][4];  // [part][4 keys]
         for (int four = 0; four < 4; four++) {
           __m512i rows[4], part[4];
-          for (int i = 0; i < 4; i++) rows[i] = load_chunk(keys[first + 4 * four + i] + offset, channel);
+          for (int i = 0; i < 4; i++) rows[i] = load_chunk(keys[first + 4 * four + i] + offset, channel, k_dim);
           transpose_rows(rows, part);
           for (int t = 0; t < 4; t++) parts[t][four] = part[t];
         }
@@ -146,10 +148,10 @@ struct Bf16Tiles {
 
   // Stored values, permuted so that interleaving them with another key's restores the order of channels.
   __m512i load_spread(const uint8_t* row, int channel) const {
-    if (channel >= head_dim) return _mm512_setzero_si512();
+    if (channel >= v_dim) return _mm512_setzero_si512();
     const __m512i of_fp8 = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     const __m512i of_bf16 = _mm512_setr_epi32(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15);
-    return _mm512_permutexvar_epi32(fp8 ? of_fp8 : of_bf16, load_chunk(row, channel));
+    return _mm512_permutexvar_epi32(fp8 ? of_fp8 : of_bf16, load_chunk(row, channel, v_dim));
   }
 
   // -> [32 pairs of keys][value_dim][2]

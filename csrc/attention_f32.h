@@ -69,27 +69,28 @@ struct Float32Tiles {
   static constexpr int vectors = W == 16 ? 4 : 2;                // of keys or channels at a time
   static constexpr int chunk = 16;                               // channels that are transposed together
 
-  int head_dim;
-  int value_dim;  // padded: how long an output row is in the working memory
+  int k_dim, v_dim;
+  int value_dim;  // v_dim padded: how long an output row is in the working memory
 
-  Float32Tiles(int head_dim, bool /* scaled_q */) : head_dim(head_dim), value_dim((head_dim + 63) / 64 * 64) {}
+  Float32Tiles(int k_dim, int v_dim, bool /* scaled_q */)
+      : k_dim(k_dim), v_dim(v_dim), value_dim((v_dim + 63) / 64 * 64) {}
 
   // Sizes of the working memory, in floats.
-  size_t q_size(int rows) const { return (size_t)rows * head_dim; }
-  size_t k_size() const { return (size_t)(head_dim + chunk) * kKeyTile; }
+  size_t q_size(int rows) const { return (size_t)rows * k_dim; }
+  size_t k_size() const { return (size_t)(k_dim + chunk) * kKeyTile; }
   size_t v_size() const { return (size_t)kKeyTile * value_dim; }
   size_t p_size() const { return (size_t)max_rows * kKeyTile; }
 
-  void pack_q(const float* q, int row, float* packed) const { std::copy(q, q + head_dim, packed + q_size(row)); }
+  void pack_q(const float* q, int row, float* packed) const { std::copy(q, q + k_dim, packed + q_size(row)); }
 
-  // keys[64] + offset: head_dim stored values each -> [head_dim][64]
+  // keys[64] + offset: k_dim stored values each -> [k_dim][64]
   template <class Between>
   void pack_k(const uint8_t* const* keys, size_t offset, float* packed, const Between& between) const {
     for (int first = 0; first < kKeyTile; first += W) {
-      for (int d = 0; d < head_dim; d += chunk) {
+      for (int d = 0; d < k_dim; d += chunk) {
         float rows[W][chunk] = {};
         for (int i = 0; i < W; i++)
-          decode_row<F>(keys[first + i] + offset + d * bytes_of(F), std::min(chunk, head_dim - d), rows[i]);
+          decode_row<F>(keys[first + i] + offset + d * bytes_of(F), std::min(chunk, k_dim - d), rows[i]);
         for (int c = 0; c < chunk; c += W) {
           VF part[W];
           for (int i = 0; i < W; i++) part[i] = load(rows[i] + c);
@@ -106,8 +107,8 @@ struct Float32Tiles {
   void pack_v(const uint8_t* const* keys, size_t offset, float* packed, const Between& between) const {
     for (int key = 0; key < kKeyTile; key++) {
       float* row = packed + (size_t)key * value_dim;
-      decode_row<F>(keys[key] + offset, head_dim, row);
-      std::fill(row + head_dim, row + value_dim, 0.0f);
+      decode_row<F>(keys[key] + offset, v_dim, row);
+      std::fill(row + v_dim, row + value_dim, 0.0f);
       if ((key + 1) % kPackTogether == 0) between();
     }
   }
@@ -125,11 +126,11 @@ struct Float32Tiles {
     q += q_size(row);
     for (int key = 0; key < kKeyTile; key += vectors * W) {
       VF sum[ROWS][vectors] = {};
-      for (int d = 0; d < head_dim; d++) {
+      for (int d = 0; d < k_dim; d++) {
         VF part[vectors];
         for (int i = 0; i < vectors; i++) part[i] = load(k + (size_t)d * kKeyTile + key + i * W);
         for (int r = 0; r < ROWS; r++) {
-          const VF x = set1(q[(size_t)r * head_dim + d]);
+          const VF x = set1(q[(size_t)r * k_dim + d]);
           for (int i = 0; i < vectors; i++) sum[r][i] = fma(part[i], x, sum[r][i]);
         }
       }

@@ -64,18 +64,24 @@ inline void merge(Partial& into, float* into_out, const Partial& part, const flo
     store(into_out + d, load(into_out + d) * set1(kept) + load(part_out + d) * set1(added));
 }
 
-// The output row of one query head <- its merged result. Adding 0 makes every zero +0.
+// The output row of one query head <- its merged result. Adding 0 makes every zero +0. The center of values is added
+// after the rounding.
 inline void finish(const FreightAttention& a, int64_t row, int head, float total, const float* out) {
   float values[kMaxHeadDim];
-  for (int d = 0; d < a.head_dim; d++) values[d] = out[d] / total + 0.0f;
+  const int dim = a.v_dim;
+  const int64_t channel = static_cast<int64_t>(head / (a.num_heads / a.num_kv_heads)) * dim;  // of scales and centers
+  for (int d = 0; d < dim; d++) values[d] = out[d] / total + 0.0f;
   if (a.scales == FREIGHT_STATIC_SCALES) {
-    const int kv_head = head / (a.num_heads / a.num_kv_heads);
-    const float* scale = static_cast<const float*>(a.v_scale) + static_cast<size_t>(kv_head) * a.head_dim;
-    for (int d = 0; d < a.head_dim; d++) values[d] *= scale[d];
+    const float* scale = static_cast<const float*>(a.v_scale) + channel;
+    for (int d = 0; d < dim; d++) values[d] *= scale[d];
   }
   const FreightFormat type = static_cast<FreightFormat>(a.q_type);
-  const int64_t offset = (row * a.num_heads + head) * a.head_dim;
-  write_row(values, type, a.head_dim, static_cast<char*>(a.out) + offset * bytes_of(type));
+  char* to = static_cast<char*>(a.out) + (row * a.num_heads + head) * dim * bytes_of(type);
+  write_row(values, type, dim, to);
+  if (!a.v_center) return;
+  read_row(to, type, dim, values);
+  for (int d = 0; d < dim; d++) values[d] += a.v_center[channel + d];
+  write_row(values, type, dim, to);
 }
 
 // `floats` floats of this thread's own, at a multiple of 64 bytes; they grow and are kept.
@@ -153,16 +159,19 @@ class Worker {
     for (int h = 0; h < task.heads; h++)
       for (int row = 0; row < rows; row++) {
         const int kv_head = task.head + h, head = kv_head * group + row % group;
-        const int64_t from = (task.row + row / group) * a.q_stride + static_cast<int64_t>(head) * a.head_dim;
-        read_row(static_cast<const char*>(a.q) + from * bytes_of(type), type, a.head_dim, values);
+        const int64_t from = (task.row + row / group) * a.q_stride + static_cast<int64_t>(head) * a.k_dim;
+        read_row(static_cast<const char*>(a.q) + from * bytes_of(type), type, a.k_dim, values);
         if (a.center_size) read_center(values, kv_head, center_of(h * rows + row));
         if (scaled) {
-          const float* scale = static_cast<const float*>(a.k_scale) + static_cast<size_t>(kv_head) * a.head_dim;
-          for (int d = 0; d < a.head_dim; d++) values[d] *= scale[d];
+          const float* scale = static_cast<const float*>(a.k_scale) + static_cast<size_t>(kv_head) * a.k_dim;
+          for (int d = 0; d < a.k_dim; d++) values[d] *= scale[d];
         }
         tiles.pack_q(values, row, q + h * q_size);
       }
   }
+
+  // Of one KV head of a token in the pages.
+  static int64_t head_bytes(int dim) { return static_cast<int64_t>(dim) * bytes_of(Tiles::format); }
 
   float* center_of(int state) const { return center + static_cast<size_t>(state) * a.center_size * 2; }
 
@@ -178,7 +187,7 @@ class Worker {
     const float factor = coefficient();
     for (int i = 0; i < a.center_size; i++) {
       const int pair = a.center_pairs[first + i];
-      const float q1 = q[pair] * factor, q2 = q[pair + a.head_dim / 2] * factor;
+      const float q1 = q[pair] * factor, q2 = q[pair + a.rotary_dim / 2] * factor;
       to[2 * i] = q1 * b1[i] + q2 * b2[i];
       to[2 * i + 1] = q2 * b1[i] - q1 * b2[i];
     }
@@ -186,7 +195,7 @@ class Worker {
 
   // scores += the contribution of the keys' center. s: the scores of one state with the 64 keys of a tile.
   void add_center(const Tile& tile, int state, VF* s) const {
-    const int half = a.head_dim / 2;
+    const int half = a.rotary_dim / 2;
     const int32_t* pairs = a.center_pairs + static_cast<int64_t>(task.head + state / rows) * a.center_size;
     const int64_t first = static_cast<int64_t>(tile.key / kKeyTile) * half;
     const float* factors = center_of(state);
@@ -225,13 +234,13 @@ class Worker {
     tile.begin = std::max(0, call.first_key(task.position) - tile.key);
     tile.end = static_cast<int>(std::min<int64_t>(kKeyTile, end - key));
     const int32_t* table = a.block_tables + static_cast<int64_t>(task.sequence) * a.max_blocks;
-    const int64_t token_bytes = static_cast<int64_t>(a.num_kv_heads) * a.head_dim * bytes_of(Tiles::format);
+    const int64_t k_bytes = head_bytes(a.k_dim) * a.num_kv_heads, v_bytes = head_bytes(a.v_dim) * a.num_kv_heads;
     int block = (tile.key + tile.begin) / a.block_size, offset = (tile.key + tile.begin) % a.block_size;
     for (int i = 0; i < kKeyTile; i++) tile.k[i] = tile.v[i] = call.nothing.data();
     for (int i = tile.begin; i < tile.end; i++) {
       tile.slot[i] = static_cast<int64_t>(table[block]) * a.block_size + offset;
-      tile.k[i] = static_cast<const uint8_t*>(a.k) + tile.slot[i] * token_bytes;
-      tile.v[i] = static_cast<const uint8_t*>(a.v) + tile.slot[i] * token_bytes;
+      tile.k[i] = static_cast<const uint8_t*>(a.k) + tile.slot[i] * k_bytes;
+      tile.v[i] = static_cast<const uint8_t*>(a.v) + tile.slot[i] * v_bytes;
       if (++offset == a.block_size) offset = 0, block++;
     }
   }
@@ -240,14 +249,13 @@ class Worker {
   // on this tile, because a core has few outstanding misses at a time and stalls on more.
   void prefetch() {
     if (!next) return;
-    const size_t first = static_cast<size_t>(task.head) * a.head_dim * bytes_of(Tiles::format);
-    const size_t last = static_cast<size_t>(task.head + task.heads) * a.head_dim * bytes_of(Tiles::format);
     const int calls = kPrefetches * task.heads, until = asked_for + (2 * kKeyTile + calls - 1) / calls;
     for (; asked_for < std::min(until, 2 * kKeyTile); asked_for++) {
       const bool is_v = asked_for >= kKeyTile;
       const int i = asked_for % kKeyTile;
-      const uint8_t* token = is_v ? next->v[i] : next->k[i];
-      for (size_t byte = first; byte < last; byte += 64) __builtin_prefetch(token + byte);
+      const int64_t bytes = head_bytes(is_v ? a.v_dim : a.k_dim);
+      const uint8_t *token = (is_v ? next->v[i] : next->k[i]) + task.head * bytes, *end = token + task.heads * bytes;
+      for (; token < end; token += 64) __builtin_prefetch(token);
       if (a.scales != FREIGHT_TOKEN_SCALES || i < next->begin || i >= next->end) continue;
       __builtin_prefetch(static_cast<const uint16_t*>(is_v ? a.v_scale : a.k_scale) + next->slot[i] * a.num_kv_heads);
     }
@@ -255,10 +263,10 @@ class Worker {
 
   void walk_tile(const Tile& tile, int h) {
     read_scales(tile, task.head + h);
-    const size_t offset = static_cast<size_t>(task.head + h) * a.head_dim * bytes_of(Tiles::format);
+    const int64_t k_offset = head_bytes(a.k_dim) * (task.head + h), v_offset = head_bytes(a.v_dim) * (task.head + h);
     const auto between = [this] { prefetch(); };
-    tiles.pack_k(tile.k, offset, k, between);
-    tiles.pack_v(tile.v, offset, v, between);
+    tiles.pack_k(tile.k, k_offset, k, between);
+    tiles.pack_v(tile.v, v_offset, v, between);
     if ((sees_all(tile, 0) && sees_all(tile, task.positions - 1)) || tiles.finite(v)) {
       walk_rows(tile, h, 0, rows);
       return;
@@ -270,7 +278,7 @@ class Worker {
       Tile own = tile;
       for (int key = 0; key < kKeyTile; key++)
         if (key < begin || key >= end) own.v[key] = call.nothing.data();
-      tiles.pack_v(own.v, offset, v, between);
+      tiles.pack_v(own.v, v_offset, v, between);
       walk_rows(tile, h, i * group, group);
     }
   }

@@ -1,4 +1,4 @@
-// Row-wise operations between the matrix products: residual addition with RMSNorm, SiLU times up.
+// Row-wise operations between the matrix products: residual addition with RMSNorm, gated activations.
 //
 // As the reference, they compute in float32 and round where it rounds; a row's bits depend on that row alone.
 #include <vector>
@@ -13,39 +13,53 @@ namespace {
 
 constexpr int64_t kChunk = 2048;  // elements of a task
 
-// gate / (1 + e^-gate) * up, with an exponential that cannot overflow.
-inline void silu_mul_lanes(const float* gate, const float* up, float* out) {
+// activation(gate) * up. Both activations are gate / (1 + e^-z), z = gate for SiLU and 2 sqrt(2 / pi) (gate + 0.044715
+// gate^3) for GELU: (1 + tanh(z / 2)) / 2 is 1 / (1 + e^-z). The exponential of -|z| cannot overflow.
+template <FreightActivation A>
+inline void gated_lanes(const float* gate, const float* up, float* out) {
   for (int i = 0; i < kLanes; i += W) {
     const VF g = load(gate + i), magnitude = (VF)((VI)g & 0x7FFFFFFF);
-    const VF e = exp2(magnitude * set1(-1.44269504088896f));
+    VF e;
+    if constexpr (A == FREIGHT_SILU)
+      e = exp2(magnitude * set1(-1.44269504088896f));
+    else
+      e = exp2(magnitude * fma(g * g, set1(0.044715f), set1(1.f)) * set1(-2.3022082f));  // 2 sqrt(2 / pi) log2(e)
     const VF top = g < VF{} ? g * e : g;
     store(out + i, top / (e + set1(1.f)) * load(up + i));
   }
 }
 
-void add_rms_norm(const void* x, const void* delta, const void* weight, void* sum, void* out, int32_t format,
-                  int64_t rows, int64_t size, float eps, int32_t threads) {
-  parallel_for(rows, threads_for(rows * size, threads), [&](int64_t row) {
+void add_rms_norm(const FreightNorm& a) {
+  const int32_t format = a.format;
+  const int64_t size = a.size;
+  parallel_for(a.rows, threads_for(a.rows * size, a.threads), [&](int64_t row) {
     thread_local std::vector<float> scratch;
     if (static_cast<int64_t>(scratch.size()) < padded(size)) scratch.resize(static_cast<size_t>(padded(size)));
     float* values = scratch.data();
     const int64_t begin = row * size;
+    if (a.delta_weight) {
+      for (int64_t i = 0; i < size; i += kLanes)
+        store16(values + i, load_as(a.delta, begin + i, format, lanes_at(i, size)));
+      rms_norm(values, a.delta_weight, a.delta_weight_format, size, format, a.eps);
+    }
     for (int64_t i = 0; i < size; i += kLanes) {
       const int count = lanes_at(i, size);
-      V16 v = load_as(x, begin + i, format, count);
-      if (delta) {
-        v = rounded_to(add16(v, load_as(delta, begin + i, format, count)), format);
-        store_as(element(sum, begin + i, format), v, format, count);
+      V16 v = load_as(a.x, begin + i, format, count);
+      if (a.delta) {
+        const V16 delta = a.delta_weight ? load16(values + i) : load_as(a.delta, begin + i, format, count);
+        v = rounded_to(add16(v, delta), format);
+        store_as(element(a.sum, begin + i, format), v, format, count);
       }
       store16(values + i, v);
     }
-    rms_norm(values, weight, size, format, eps);
+    rms_norm(values, a.weight, a.weight_format, size, format, a.eps);
     for (int64_t i = 0; i < size; i += kLanes)
-      store_as(element(out, begin + i, format), load16(values + i), format, lanes_at(i, size));
+      store_as(element(a.out, begin + i, format), load16(values + i), format, lanes_at(i, size));
   });
 }
 
-void silu_mul(const void* gate_up, void* out, int32_t format, int64_t rows, int64_t size, int32_t threads) {
+template <FreightActivation A>
+void gated(const void* gate_up, void* out, int32_t format, int64_t rows, int64_t size, int32_t threads) {
   const int64_t chunks = (size + kChunk - 1) / kChunk;
   parallel_for(rows * chunks, threads_for(rows * size, threads), [&](int64_t task) {
     const int64_t row = task / chunks, begin = task % chunks * kChunk, end = std::min(size, begin + kChunk);
@@ -54,7 +68,7 @@ void silu_mul(const void* gate_up, void* out, int32_t format, int64_t rows, int6
       float gate[kLanes], up[kLanes];
       store16(gate, load_as(gate_up, row * 2 * size + i, format, count));
       store16(up, load_as(gate_up, row * 2 * size + size + i, format, count));
-      silu_mul_lanes(gate, up, gate);
+      gated_lanes<A>(gate, up, gate);
       store_as(element(out, row * size + i, format), load16(gate), format, count);
     }
   });
@@ -63,12 +77,14 @@ void silu_mul(const void* gate_up, void* out, int32_t format, int64_t rows, int6
 }  // namespace
 }  // namespace freight
 
-FREIGHT_API int32_t freight_add_rms_norm(const void* x, const void* delta, const void* weight, void* sum, void* out,
-                                         int32_t format, int64_t rows, int64_t size, float eps, int32_t threads) {
-  return status_of([&] { freight::add_rms_norm(x, delta, weight, sum, out, format, rows, size, eps, threads); });
+FREIGHT_API int32_t freight_add_rms_norm(const FreightNorm* arguments) {
+  return status_of([&] { freight::add_rms_norm(*arguments); });
 }
 
-FREIGHT_API int32_t freight_silu_mul(const void* gate_up, void* out, int32_t format, int64_t rows, int64_t size,
-                                     int32_t threads) {
-  return status_of([&] { freight::silu_mul(gate_up, out, format, rows, size, threads); });
+FREIGHT_API int32_t freight_gated(const void* gate_up, int32_t activation, void* out, int32_t format, int64_t rows,
+                                  int64_t size, int32_t threads) {
+  return status_of([&] {
+    const auto gated = activation == FREIGHT_SILU ? freight::gated<FREIGHT_SILU> : freight::gated<FREIGHT_GELU_TANH>;
+    gated(gate_up, out, format, rows, size, threads);
+  });
 }

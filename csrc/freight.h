@@ -1,4 +1,4 @@
-// The C interface of the CPU kernels, version 7: what src/freight/kernels/cpu/library.py calls through ctypes.
+// The C interface of the CPU kernels, version 8: what src/freight/kernels/cpu/library.py calls through ctypes.
 //
 // Plain functions on raw pointers; every array is contiguous and row-major unless its comment says otherwise. Nothing
 // here allocates what it returns, throws, or keeps a pointer beyond the call. `threads` is how many threads may work.
@@ -10,7 +10,7 @@
 #define FREIGHT_API extern "C" __attribute__((visibility("default")))
 
 // Changes when any declaration changes, so that a library from an older build is refused instead of called wrongly.
-constexpr int32_t FREIGHT_ABI = 7;
+constexpr int32_t FREIGHT_ABI = 8;
 FREIGHT_API int32_t freight_abi();
 
 enum FreightStatus : int32_t {
@@ -63,11 +63,26 @@ FREIGHT_API int32_t freight_linear(const FreightWeight* weight, const void* x, i
 
 // Row-wise operations; all in `format` (float32, float16, bfloat16), contiguous, float32 inside.
 
-// sum = x + delta; out = round(sum / sqrt(mean(sum^2) + eps)) * weight. x, delta, sum, out: [rows, size]; weight: [size].
-// Without delta (null) the sum is x, and not written.
-FREIGHT_API int32_t freight_add_rms_norm(const void* x, const void* delta, const void* weight, void* sum, void* out,
-                                         int32_t format, int64_t rows, int64_t size, float eps, int32_t threads);
+struct FreightNorm {
+  const void *x, *delta;              // [rows, size]; without delta (null) the sum is x, and not written
+  const void *weight, *delta_weight;  // [size]; with delta_weight (not null) the RMSNorm of delta is added
+  void *sum, *out;                    // [rows, size]
+  int64_t rows, size;
+  int32_t format;                              // of all but the weights
+  int32_t weight_format, delta_weight_format;  // `format`, or float32
+  float eps;
+  int32_t threads;
+};
 
-// out = gate / (1 + e^-gate) * up. gate_up: [rows, 2 * size], contiguous, gate first; out: [rows, size].
-FREIGHT_API int32_t freight_silu_mul(const void* gate_up, void* out, int32_t format, int64_t rows, int64_t size,
-                                     int32_t threads);
+// sum = x + delta; out = sum / sqrt(mean(sum^2) + eps) * weight. Where the weight is in `format`, the normed values are
+// rounded before it multiplies them.
+FREIGHT_API int32_t freight_add_rms_norm(const FreightNorm* arguments);
+
+enum FreightActivation : int32_t {
+  FREIGHT_SILU = 0,       // gate / (1 + e^-gate)
+  FREIGHT_GELU_TANH = 1,  // gate / 2 * (1 + tanh(sqrt(2 / pi) * (gate + 0.044715 * gate^3)))
+};
+
+// out = activation(gate) * up. gate_up: [rows, 2 * size], contiguous, gate first; out: [rows, size].
+FREIGHT_API int32_t freight_gated(const void* gate_up, int32_t activation, void* out, int32_t format, int64_t rows,
+                                  int64_t size, int32_t threads);

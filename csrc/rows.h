@@ -75,13 +75,16 @@ inline float sum_of_squares(const float* values, int64_t size) {
   return sum;
 }
 
-// values = round(round(values / sqrt(mean(values^2) + eps)) * weight), in place. Zeros follow up to padded(size).
-inline void rms_norm(float* values, const void* weight, int64_t size, int32_t format, float eps) {
+// values = values / sqrt(mean(values^2) + eps) * weight, in place, as `format` stores them. Zeros follow up to
+// padded(size). A weight in `format` multiplies the rounded norm; a float32 weight multiplies before the one rounding.
+inline void rms_norm(float* values, const void* weight, int32_t weight_format, int64_t size, int32_t format,
+                     float eps) {
   const float mean = sum_of_squares(values, padded(size)) / static_cast<float>(size);
   const V16 scale = splat16(1.f / std::sqrt(mean + eps));
+  const int32_t between = weight_format == format ? format : FREIGHT_FLOAT32;
   for (int64_t i = 0; i < size; i += kLanes) {
-    const V16 normed = rounded_to(mul16(load16(values + i), scale), format);
-    store16(values + i, rounded_to(mul16(load_as(weight, i, format, lanes_at(i, size)), normed), format));
+    const V16 normed = rounded_to(mul16(load16(values + i), scale), between);
+    store16(values + i, rounded_to(mul16(load_as(weight, i, weight_format, lanes_at(i, size)), normed), format));
   }
 }
 

@@ -29,9 +29,8 @@ void round_to(float* values, int n, int32_t type) {
   for (int i = 0; i < n; i += kLanes) store16(values + i, rounded_to(load16(values + i), type));
 }
 
-// Rotary embedding of the pairs (i, i + n / 2); cos and sin: [n / 2].
-void rotate(const float* x, const float* cos, const float* sin, int n, float* out) {
-  const int half = n / 2;
+// Rotary embedding of the pairs (i, i + half), and what follows them; cos and sin: [half].
+void rotate(const float* x, const float* cos, const float* sin, int half, int n, float* out) {
   for (int i = 0; i < half; i += kLanes) {
     const int count = lanes_at(i, half);
     const V16 c = load_as(cos, i, FREIGHT_FLOAT32, count), s = load_as(sin, i, FREIGHT_FLOAT32, count);
@@ -39,20 +38,21 @@ void rotate(const float* x, const float* cos, const float* sin, int n, float* ou
     store_as(out + i, sub16(mul16(a, c), mul16(b, s)), FREIGHT_FLOAT32, count);
     store_as(out + i + half, add16(mul16(b, c), mul16(a, s)), FREIGHT_FLOAT32, count);
   }
+  std::copy(x + 2 * half, x + n, out + 2 * half);
 }
 
 // x, one head of one row, as it is stored or attended with; `other` is room for as much. Returns where it is.
 float* finished(const FreightStore& a, Kind kind, int head, int64_t position, float* x, float* other) {
-  const int n = a.head_dim;
+  const int n = kind == kValue ? a.v_dim : a.k_dim, half = a.rotary_dim / 2;
   const void* norm = kind == kQuery ? a.q_norm : kind == kKey ? a.k_norm : nullptr;
-  if (norm) rms_norm(x, norm, n, a.type, a.eps);
+  if (norm) rms_norm(x, norm, kind == kQuery ? a.q_norm_type : a.k_norm_type, n, a.type, a.eps);
   const float* center = kind == kKey ? a.k_center : kind == kValue ? a.v_center : nullptr;
   if (center) {
     for (int i = 0; i < n; i++) x[i] -= center[static_cast<int64_t>(head) * n + i];
     round_to(x, n, a.type);
   }
-  if (kind == kValue) return x;
-  rotate(x, a.cos + position * (n / 2), a.sin + position * (n / 2), n, other);
+  if (kind == kValue || half == 0) return x;
+  rotate(x, a.cos + position * half, a.sin + position * half, half, n, other);
   round_to(other, n, a.type);
   return other;
 }
@@ -74,7 +74,7 @@ Counts encode(const float* x, int n, const Scale& scale, uint8_t* to) {
 
 template <FreightFormat F>
 Counts store_head(const FreightStore& a, Kind kind, int head, int64_t slot, const float* x) {
-  const int n = a.head_dim;
+  const int n = kind == kKey ? a.k_dim : a.v_dim;
   const int64_t place = slot * a.num_kv_heads + head;
   uint8_t* to = static_cast<uint8_t*>(kind == kKey ? a.k_pages : a.v_pages) + place * n * bytes_of(F);
   void* scales = kind == kKey ? a.k_scale : a.v_scale;
@@ -98,8 +98,9 @@ Counts store_head(const FreightStore& a, Kind kind, int head, int64_t slot, cons
 
 template <FreightFormat F>
 void store_rows(const FreightStore& a) {
-  const int n = a.head_dim, first_value = a.num_heads + a.num_kv_heads, heads = first_value + a.num_kv_heads;
-  const int threads = threads_for(a.rows * heads * n, a.threads);
+  const int first_value = a.num_heads + a.num_kv_heads, heads = first_value + a.num_kv_heads;
+  const int64_t k_size = static_cast<int64_t>(first_value) * a.k_dim, width = k_size + a.num_kv_heads * a.v_dim;
+  const int threads = threads_for(a.rows * width, a.threads);
   std::atomic<int64_t> nan{0}, beyond{0};
   parallel_for((a.rows + kRowsPerTask - 1) / kRowsPerTask, threads, [&](int64_t task) {
     alignas(64) float x[kMaxHeadDim], other[kMaxHeadDim];
@@ -109,7 +110,8 @@ void store_rows(const FreightStore& a) {
       for (int index = 0; index < (slot < 0 ? a.num_heads : heads); index++) {
         const Kind kind = index < a.num_heads ? kQuery : index < first_value ? kKey : kValue;
         const int head = index - (kind == kQuery ? 0 : kind == kKey ? a.num_heads : first_value);
-        const int64_t from = (row * heads + index) * n;
+        const int n = kind == kValue ? a.v_dim : a.k_dim;
+        const int64_t from = row * width + (kind == kValue ? k_size + head * n : index * n);
         for (int i = 0; i < n; i += kLanes) store16(x + i, load_as(a.qkv, from + i, a.type, lanes_at(i, n)));
         const float* values = finished(a, kind, head, a.positions[row], x, other);
         if (kind == kQuery) {

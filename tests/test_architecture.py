@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -151,6 +152,29 @@ def test_the_check_sees_every_kind_of_import(module: str, source: str) -> None:
 )
 def test_the_check_allows_what_is_in_order(module: str, source: str) -> None:
     assert import_faults(module, source) == []
+
+
+def documented_files() -> list[str]:
+    """Every source file that the tree in docs/architecture.md names, as a path from the root."""
+    tree = (ROOT / "docs" / "architecture.md").read_text().split("```")[1]
+    folders: list[tuple[int, str]] = []  # (indentation, path) of the folders that a line is in
+    files = []
+    for line in tree.splitlines():
+        depth = len(line) - len(line.lstrip())
+        if depth < 20:  # else it goes on with what the line before says
+            folders = [(indent, path) for indent, path in folders if indent < depth]
+        first = line.split()[0] if line.split() else ""
+        if first.endswith("/") and depth < 20:
+            folders.append((depth, (folders[-1][1] if folders else "") + first))
+        files += [folders[-1][1] + name for name in re.findall(r"\b\w+\.(?:py|cpp|h)\b", line) if folders]
+    return [file for file in files if file.startswith(("src/", "csrc/"))]
+
+
+def test_the_tree_in_the_documentation_is_the_tree() -> None:
+    sources = [*SOURCES, *sorted((ROOT / "csrc").glob("*.[ch]*"))]
+    existing = [str(path.relative_to(ROOT)) for path in sources]
+    kept = [file for file in existing if not file.endswith("/__init__.py") or file == "src/freight/__init__.py"]
+    assert sorted(documented_files()) == sorted(kept)
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=module_name)

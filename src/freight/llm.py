@@ -7,7 +7,6 @@ import logging
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from numbers import Integral
 from typing import Any
@@ -18,6 +17,7 @@ from freight.config.engine import EngineArgs
 from freight.engine.build import BeforeWeights, build_engine
 from freight.engine.intake import AcceptedPrompt
 from freight.engine.turns import Turns
+from freight.engine.watch import cache_watched
 from freight.errors import ConfigError, GenerationError, RequestError
 from freight.outputs import RequestOutput
 from freight.sampling import SamplingParams
@@ -27,7 +27,6 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
 Accepted = tuple[AcceptedPrompt, SamplingParams]
 
-CLIPPED_SHARE = 1e-3  # of the keys and values of a run; what calibrated scales clip on other text stays well below
 
 logger = logging.getLogger("freight")
 
@@ -74,7 +73,7 @@ class LLM:
         accepted = self._accept_all(prompts, sampling_params)
         ids: list[str] = []
         try:
-            with self._cache_watched():
+            with cache_watched(self.engine):
                 self._turns.run(lambda: self._add_all(ids, accepted))
                 self._run(ids, progress)
             outputs = self._turns.run(lambda: [self.engine.output(request_id) for request_id in ids])
@@ -100,7 +99,7 @@ class LLM:
     def _stream(self, accepted: list[Accepted], on_error: str) -> Iterator[RequestOutput]:
         ids: list[str] = []
         try:
-            with self._cache_watched():
+            with cache_watched(self.engine):
                 self._turns.run(lambda: self._add_all(ids, accepted))
                 seen = 0
                 while True:
@@ -187,27 +186,6 @@ class LLM:
             task = bar.add_task("", total=len(ids))
             while pending:
                 bar.update(task, completed=self._turns.run(advance))
-
-    @contextmanager
-    def _cache_watched(self) -> Iterator[None]:
-        """Warn after a run, however it ends, if NaNs were stored in the cache or its scales clipped too many values."""
-        pool = self.engine.runner.pool
-        before, tokens_before = pool.counters(), self.engine.num_computed_tokens
-        try:
-            yield
-        finally:
-            nans, clipped = (now - then for now, then in zip(pool.counters(), before, strict=True))
-            stored = (self.engine.num_computed_tokens - tokens_before) * pool.values_per_token
-            if nans:
-                logger.warning(
-                    "%d NaN were stored in the KV cache: the model computes NaN, its output means nothing", nans
-                )
-            if clipped > CLIPPED_SHARE * stored:
-                logger.warning(
-                    "%.1f %% of the keys and values lay beyond the range of their scales and were clipped: these "
-                    "scales do not fit this model and text; --kv-scales dynamic measures them per token",
-                    100 * clipped / stored,
-                )
 
 
 def _text_or_ids(prompt: Any) -> str | Sequence[int]:

@@ -19,9 +19,9 @@ from safetensors.torch import load_file, save_file
 
 from freight import LLM, SamplingParams
 from freight.checkpoint.reader import resolve_model
-from freight.engine import build as engine_build
 from freight.kernels.cpu import library
 from freight.kernels.select import select_kernels
+from freight.models import open as opening
 
 PROMPT = "class Queue:\n    def __init__(self, maxsize=0):\n        self.maxsize = maxsize\n" * 3
 OTHERS = [f"def function_{i}(argument):\n" + f"    value = {i}\n" * i for i in range(16)]
@@ -56,13 +56,13 @@ class Trace:
         return self.token_ids == other.token_ids and self.logprobs == other.logprobs and same_cache
 
 
-def cache_of(llm: LLM, block_ids: tuple[int, ...], length: int) -> list[torch.Tensor]:
+def cache_of(llm: LLM, block_ids: tuple[tuple[int, ...], ...], length: int) -> list[torch.Tensor]:
     tensors = []
     for layer in llm.engine.runner.pool.layers:
         pages = layer.pages
         tensors += [pages.k.view(torch.uint8), pages.v.view(torch.uint8)]
         tensors += [scale for scale in (pages.k_scale, pages.v_scale) if scale is not None and pages.dynamic]
-    return [tensor[list(block_ids)].flatten(0, 1)[:length].clone() for tensor in tensors]
+    return [tensor[list(block_ids[0])].flatten(0, 1)[:length].clone() for tensor in tensors]
 
 
 def trace(llm: LLM, params: SamplingParams, others: Sequence[str] = (), others_grow: int = 24) -> Trace:
@@ -73,7 +73,7 @@ def trace(llm: LLM, params: SamplingParams, others: Sequence[str] = (), others_g
         engine.add(f"other {index}", engine.accept(other, longer), longer)
     engine.add("main", engine.accept(PROMPT, params), params)
     request = engine._groups["main"].completions[0].request
-    blocks: tuple[int, ...] = ()
+    blocks: tuple[tuple[int, ...], ...] = ()
     schedule = engine.scheduler.schedule
 
     def remember() -> Any:
@@ -115,7 +115,7 @@ def open_llm(request: pytest.FixtureRequest, model_with_scales: Path) -> Callabl
 
     def build(**options: Any) -> LLM:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(engine_build, "select_kernels", lambda *_: select_kernels(kernels))
+            patch.setattr(opening, "select_kernels", lambda *_: select_kernels(kernels))
             llm = LLM(model, **{**CACHES[cache], "max_model_len": 512, "kv_cache_memory": "64MiB", **options})
         assert kernels in ("auto", llm.engine.runner.pool.layers[0].kernels.name)
         return llm

@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 
 from freight import LLM, SamplingParams
 from freight.cli.main import app
-from freight.engine import build as engine_build
 from freight.errors import GenerationError
 from freight.kernels.cpu import library
 from freight.kernels.select import select_kernels
+from freight.models import open as opening
 
 BASE = Path(__file__).parents[1] / "fixtures" / "base_bf16"
 BAD = 7  # the token whose embedding is NaN
@@ -49,7 +49,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_one_bad_prompt_among_sixteen(
     model: Path, kernels: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(engine_build, "select_kernels", lambda *_: select_kernels(kernels))
+    monkeypatch.setattr(opening, "select_kernels", lambda *_: select_kernels(kernels))
     rng = random.Random(0)
     prompts = [[rng.choice([3, 4, *range(10, 60)]) for _ in range(rng.randint(4, 40))] for _ in range(16)]
     params = [

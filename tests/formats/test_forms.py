@@ -14,7 +14,6 @@ from torch import Tensor
 
 from freight import LLM, SamplingParams
 from freight.config.engine import EngineArgs
-from freight.engine.build import open_model
 from freight.fp8.formats import Format
 from freight.fp8.scheme import Activations
 from freight.fp8.weights import quantize_rows
@@ -23,6 +22,7 @@ from freight.kernels.select import select_kernels
 from freight.layers.linear import Linear, UnmergedLinear
 from freight.models.decoder import Decoder
 from freight.models.loader import load_model
+from freight.models.open import open_model
 from freight.operands.weight import Weight
 
 ROWS = {"q_proj": 192, "k_proj": 96, "v_proj": 96, "gate_proj": 320, "up_proj": 320}

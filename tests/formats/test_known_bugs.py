@@ -18,12 +18,12 @@ from tests.formats.writers import Written, write
 from freight import LLM, SamplingParams
 from freight.config.engine import EngineArgs, EngineConfig
 from freight.config.resolve import resolve
-from freight.engine.build import OpenModel, open_model
 from freight.errors import CheckpointError
 from freight.fp8.formats import Format, ScaleSource
 from freight.fp8.scheme import Activations
 from freight.kernels.reference_set import REFERENCE
 from freight.kernels.select import select_kernels
+from freight.models.open import OpenModel, open_model
 from freight.operands.weight import Weight
 
 FAMILIES = {

@@ -11,7 +11,6 @@ from tests.formats.forms import FORMS
 from tests.formats.writers import Written, spread, write
 
 from freight.config.engine import EngineArgs
-from freight.engine.build import open_model
 from freight.errors import CheckpointError
 from freight.fp8.formats import Format
 from freight.fp8.weights import regroup
@@ -19,6 +18,7 @@ from freight.kernels.reference_set import REFERENCE
 from freight.layers.linear import Linear, UnmergedLinear
 from freight.models.decoder import Decoder
 from freight.models.loader import load_model
+from freight.models.open import open_model
 
 
 def load(made: Written, folder: Path, format: Format = Format.E4M3FN) -> Decoder:

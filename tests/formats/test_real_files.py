@@ -11,10 +11,10 @@ from tests.formats.test_forms import load, logprobs
 from torch import Tensor
 
 from freight.config.engine import EngineArgs
-from freight.engine.build import open_model
 from freight.fp8.formats import Format
 from freight.fp8.scheme import Activations
 from freight.layers.linear import Projection, UnmergedLinear
+from freight.models.open import open_model
 from freight.operands.weight import Weight
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"

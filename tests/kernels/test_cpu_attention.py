@@ -58,29 +58,36 @@ class Cache:
 
 
 def make_cache(
-    format: Format, scales: str | None, lengths: list[int], heads: int, dim: int, block_size: int = 16, seed: int = 0
+    format: Format,
+    scales: str | None,
+    lengths: list[int],
+    heads: int,
+    dim: int,
+    block_size: int = 16,
+    v_dim: int | None = None,
 ) -> Cache:
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
+    dims = (dim, v_dim or dim)
     counts = [-(-length // block_size) for length in lengths]
-    shape = (sum(counts) + 2, block_size, heads, dim)
+    shape = (sum(counts) + 2, block_size, heads)
     order = torch.randperm(shape[0]).tolist()
     blocks = [order[sum(counts[:i]) : sum(counts[: i + 1])] for i in range(len(counts))]
 
-    def page() -> torch.Tensor:
+    def page(dim: int) -> torch.Tensor:
         if format.is_fp8:
-            return torch.full(shape, NAN[format], dtype=torch.uint8).view(torch_dtype(format))
-        return torch.full(shape, torch.nan, dtype=torch_dtype(format))
+            return torch.full((*shape, dim), NAN[format], dtype=torch.uint8).view(torch_dtype(format))
+        return torch.full((*shape, dim), torch.nan, dtype=torch_dtype(format))
 
     scale: list[torch.Tensor | None] = [None, None]
     if scales == "head":
-        scale = [(torch.rand(heads, 1) * 0.02 + 0.01).expand(heads, dim).contiguous() for _ in "kv"]
+        scale = [(torch.rand(heads, 1) * 0.02 + 0.01).expand(heads, width).contiguous() for width in dims]
     elif scales == "channel":
-        scale = [torch.rand(heads, dim) * 0.02 + 0.01 for _ in "kv"]
+        scale = [torch.rand(heads, width) * 0.02 + 0.01 for width in dims]
     elif scales == "token":
-        scale = [torch.full(shape[:3], torch.nan, dtype=torch.bfloat16) for _ in "kv"]
-    pages = KVPages(page(), page(), *scale, torch.zeros(2, dtype=torch.int64))
+        scale = [torch.full(shape, torch.nan, dtype=torch.bfloat16) for _ in dims]
+    pages = KVPages(*map(page, dims), *scale, torch.zeros(2, dtype=torch.int64))
     cache = Cache(pages, blocks, lengths)
-    k, v = (torch.randn(sum(lengths), heads, dim) for _ in "kv")
+    k, v = (torch.randn(sum(lengths), heads, width) for width in dims)
     reference.store_kv(k, v, cache.batch(lengths).slots[0], pages)
     return cache
 
@@ -129,7 +136,7 @@ def check(
     out = attention(q, cache.pages, batch, dim**-0.5, window, soft_cap)
     want, size = exact(q, cache, batch, window, soft_cap)
     assert out.dtype == dtype
-    assert out.shape == q.shape
+    assert out.shape == want.shape == (*q.shape[:2], cache.pages.v.shape[3])
     tolerance = 4e-3 if dtype == torch.bfloat16 else 1e-5
     rounding = torch.finfo(dtype).eps / 2 * want.abs() + torch.finfo(dtype).tiny
     assert ((out.double() - want).abs() <= tolerance * size + rounding).all()
@@ -171,6 +178,66 @@ def test_groups_and_block_sizes(attention, group, block_size):
         check(attention, cache, rows, group, None, torch.bfloat16)
 
 
+@pytest.mark.parametrize(("format", "scales"), CACHES)
+@pytest.mark.parametrize(("dim", "v_dim"), [(192, 128), (40, 100), (33, 64)])
+def test_values_of_another_width(attention, format, scales, dim, v_dim):
+    cache = make_cache(format, scales, [1030, 65, 1], 2, dim, v_dim=v_dim)
+    for dtype, window, soft_cap in ((torch.float32, None, None), (torch.bfloat16, 70, None), (torch.bfloat16, None, 2)):
+        check(attention, cache, [20, 1, 1], 3, window, dtype, soft_cap)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("format", "scales"), [(Format.E4M3FN, "channel"), (Format.E4M3FN, "token")])
+def test_the_center_of_values_is_added_after_rounding(attention, format, scales, dtype):
+    """With the reference's bits, also where a context is cut and merged."""
+    torch.manual_seed(3)
+    cache = make_cache(format, scales, [2100, 65, 1], 2, 48, v_dim=33)
+    q, batch = torch.randn(22, 6, 48).to(dtype), cache.batch([20, 1, 1]).sequences(0)
+    pages = replace(cache.pages, v_center=torch.randn(2, 33))
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            want = reference.add_v_center(attention(q, cache.pages, batch, 0.15), pages)
+            assert torch.equal(attention(q, pages, batch, 0.15), want)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("format", "scales"), [(Format.E4M3FN, "token"), (Format.BFLOAT16, None)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("window", "rows", "block_size"), [(100, 1, 16), (64, 90, 16), (1500, 1, 24), (3, 200, 64)])
+def test_no_key_before_the_window_is_read(attention, format, scales, dtype, window, rows, block_size):
+    """Blocks before the first tile that a window touches are block 0 in the table, which holds NaN alone."""
+    length = 3000
+    cache = make_cache(format, scales, [length], 2, 40, block_size)
+    q, batch = torch.randn(rows, 4, 40).to(dtype), cache.batch([rows]).sequences(0)
+    want = attention(q, cache.pages, batch, 0.15, window)
+    first_tile = (length - rows - window + 1) // 64 * 64
+    table = torch.zeros_like(batch.block_tables)
+    kept = slice(first_tile // block_size, -(-length // block_size))
+    table[0, kept] = torch.arange(1, kept.stop - kept.start + 1)
+
+    def moved(page: torch.Tensor | None) -> torch.Tensor | None:
+        """`page` with the blocks that stay, from block 1 on, and NaN in block 0."""
+        if page is None:
+            return None
+        nan = page.view(torch.uint8).new_full(page[:1].view(torch.uint8).shape, NAN.get(format, 0xFF))
+        if page.itemsize == 2:
+            nan = torch.full_like(page[:1], torch.nan)
+        parts = [nan.view(torch.uint8), page[batch.block_tables[0, kept].long()].view(torch.uint8)]
+        return torch.cat(parts).view(page.dtype)
+
+    k, v, k_scale, v_scale = map(moved, (cache.pages.k, cache.pages.v, cache.pages.k_scale, cache.pages.v_scale))
+    assert k is not None
+    assert v is not None
+    pages = replace(cache.pages, k=k, v=v, k_scale=k_scale, v_scale=v_scale)
+    assert decode(pages.k[0]).isnan().all()
+    out = attention(q, pages, replace(batch, block_tables=table), 0.15, window)
+    assert want.isfinite().all()
+    assert torch.equal(out, want)
+
+
 def test_float16_queries(attention):
     check(attention, make_cache(Format.E4M3FN, "channel", [130], 2, 64), [130], 2, None, torch.float16)
 
@@ -201,11 +268,13 @@ def test_one_key_tells_which_value(attention):
     window=st.sampled_from([None, 3, 64, 1100]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     soft_cap=st.sampled_from([None, 1.0]),
+    v_dim=st.sampled_from([40, 24, 72]),
 )
 @pytest.mark.parametrize("build", BUILDS)
-def test_chunks_batches_and_threads_change_no_bit(build, stored, cuts, window, dtype, soft_cap):
+def test_chunks_batches_and_threads_change_no_bit(build, stored, cuts, window, dtype, soft_cap, v_dim):
     attention = CpuKernels(library.load(build)).attention
-    cache = make_cache(*stored, [1300, 200, 7], 2, 40)
+    cache = make_cache(*stored, [1300, 200, 7], 2, 40, v_dim=v_dim)
+    cache = replace(cache, pages=replace(cache.pages, v_center=torch.randn(2, v_dim)))
     q = torch.randn(1300, 6, 40).to(dtype)
     others = torch.randn(207, 6, 40).to(dtype)
     before = torch.get_num_threads()

@@ -1,11 +1,13 @@
 """The compiled row-wise operations: every build that runs here against the reference, and its bits.
 
 Rounding to the dtype may fall to the other side where the float32 value before it differs in its last bits: one unit
-in the last place for SiLU times up, two for RMSNorm, which rounds twice. The residual sum has the reference's bits.
+in the last place for gated activations and for RMSNorm with a float32 weight, two for RMSNorm with a weight in the
+dtype, which rounds twice. The residual sum has the reference's bits.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -17,7 +19,7 @@ from freight.kernels.cpu import library
 from freight.kernels.cpu.cpu_set import CpuKernels
 from freight.operands.activation import GatedActivation
 
-SILU = GatedActivation.SILU
+SILU, GELU = GatedActivation.SILU, GatedActivation.GELU_TANH
 
 BUILDS = library.runnable()
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -77,15 +79,96 @@ def test_silu_of_every_value(build, dtype):
     assert agrees(CpuKernels(library.load(build)).gated(x, SILU), reference.gated(x, SILU), 1)
 
 
+def exact_gelu(x: Tensor) -> Tensor:
+    """gelu_tanh(gate) * up in float64; 1 + tanh(z / 2) is 2 / (1 + e^-z), which cancels nothing for z far below 0."""
+    gate, up = x.double().chunk(2, dim=-1)
+    z = 2 * math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+    return gate / (1 + torch.exp(-z)) * up
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("build", BUILDS)
+def test_gelu(build, size, dtype):
+    torch.manual_seed(size)
+    x = (torch.randn(7, 2 * size) * 2).clamp(-6, 9).to(dtype)
+    out = CpuKernels(library.load(build)).gated(x, GELU)
+    assert agrees(out, exact_gelu(x).to(dtype), 1)
+    # the reference subtracts nearly equal numbers where the gate is far below 0
+    assert torch.allclose(out.float(), reference.gated(x, GELU).float(), rtol=torch.finfo(dtype).eps, atol=2e-5)
+    x[0, 0], x[1, 0], x[2, 0], x[3, 0], x[4, 0], x[5, 0] = torch.inf, -torch.inf, torch.nan, -1e4, 0.0, 1e4
+    x[:, size] = 2
+    first = CpuKernels(library.load(build)).gated(x, GELU)[:, 0]
+    assert first[:3].isnan().tolist() == reference.gated(x, GELU)[:3, 0].isnan().tolist() == [False, True, True]
+    assert [first[0], *first[3:6].tolist()] == [torch.inf, 0, 0, 2 * x[5, 0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("build", BUILDS)
+def test_gelu_of_every_value(build, dtype):
+    """Against the exact function; what is below 1e-30 may be 0."""
+    gate = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)[:, None]
+    gate = gate[gate.isfinite()][:, None]
+    x = torch.cat([gate, torch.ones_like(gate)], 1)
+    out, want = CpuKernels(library.load(build)).gated(x, GELU).double(), exact_gelu(x)
+    numbers = torch.finfo(dtype)
+    unit = want.abs().clamp(min=numbers.smallest_normal) * numbers.eps
+    want[gate == 0] = 0
+    wrong = (out - want).abs() > 0.51 * unit + 1e-30
+    assert not wrong[want.isfinite()].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("size", [31, 300, 2048])
+@pytest.mark.parametrize("build", BUILDS)
+def test_a_float32_weight_multiplies_before_the_one_rounding(build, size, dtype):
+    torch.manual_seed(size)
+    (x, delta), weight = torch.randn(2, 5, size).to(dtype), torch.randn(size)
+    total, normed = CpuKernels(library.load(build)).add_rms_norm(x, delta, weight, 1e-5)
+    values = (x + delta).double()
+    exact = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + 1e-5) * weight
+    assert torch.equal(total, x + delta)
+    assert agrees(normed, exact.to(dtype), 1)
+    assert (normed != exact.to(dtype)).float().mean() < 0.01  # a rounding before the product changes every fourth
+    assert agrees(normed, reference.add_rms_norm(x, delta, weight, 1e-5)[1], 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
+@pytest.mark.parametrize("size", [1, 31, 2048])
+@pytest.mark.parametrize("wide", [(False, False), (False, True), (True, False), (True, True)])
+@pytest.mark.parametrize("build", BUILDS)
+def test_the_norm_of_delta_is_added(build, wide, size, dtype):
+    """In one call, with the bits of a norm, then the sum."""
+    torch.manual_seed(size)
+    x, delta = torch.randn(2, 5, size).to(dtype)
+    weight, of_delta = (torch.randn(size).to(torch.float32 if is_wide else dtype) for is_wide in wide)
+    add_rms_norm = CpuKernels(library.load(build)).add_rms_norm
+    total, normed = add_rms_norm(x, delta, weight, 1e-5, delta_weight=of_delta)
+    first = add_rms_norm(delta, None, of_delta, 1e-5)[1]
+    expected = add_rms_norm(x, first, weight, 1e-5)
+    assert torch.equal(total, x + first)
+    assert torch.equal(total, expected[0])
+    assert torch.equal(normed, expected[1])
+    assert agrees(first, reference.rms_norm(delta, of_delta, 1e-5), 2)
+    same, without = add_rms_norm(x, None, weight, 1e-5, delta_weight=of_delta)
+    assert same is x
+    assert torch.equal(without, add_rms_norm(x, None, weight, 1e-5)[1])
+
+
 @pytest.mark.parametrize("build", BUILDS)
 def test_rows_do_not_see_each_other_nor_the_threads(build):
     torch.manual_seed(0)
     loaded = library.load(build)
     kernels = CpuKernels(loaded)
     (x, delta), weight = torch.randn(2, 40, 4096).bfloat16(), torch.randn(4096).bfloat16()
+    wide = torch.randn(4096)
 
     def every(rows: slice) -> list[Tensor]:
-        return [*kernels.add_rms_norm(x[rows], delta[rows], weight, 1e-5), kernels.gated(x[rows], SILU)]
+        norms = [
+            *kernels.add_rms_norm(x[rows], delta[rows], weight, 1e-5),
+            *kernels.add_rms_norm(x[rows], delta[rows], wide, 1e-5, delta_weight=wide),
+        ]
+        return norms + [kernels.gated(x[rows], activation) for activation in (SILU, GELU)]
 
     torch.set_num_threads(1)
     whole = every(slice(0, 40))

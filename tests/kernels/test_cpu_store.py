@@ -29,30 +29,36 @@ def kernels(request: pytest.FixtureRequest) -> KernelSet:
     return CpuKernels(library.load(request.param))
 
 
-def make_pages(format: Format, scales: str | None, heads: int, dim: int, num_blocks: int) -> KVPages:
+def make_pages(
+    format: Format, scales: str | None, heads: int, dim: int, num_blocks: int, v_dim: int | None = None
+) -> KVPages:
     torch.manual_seed(1)
-    shape = (num_blocks, BLOCK, heads, dim)
+    dims, slots = (dim, v_dim or dim), (num_blocks, BLOCK, heads)
     scale: list[Tensor | None] = [None, None]
     if scales == "static":
-        scale = [torch.rand(heads, dim) * 0.02 + 0.001 for _ in "kv"]
+        scale = [torch.rand(heads, width) * 0.02 + 0.001 for width in dims]
     elif scales == "token":
-        scale = [torch.zeros(shape[:3], dtype=torch.bfloat16) for _ in "kv"]
-    pages = (torch.zeros(shape, dtype=torch_dtype(format)) for _ in "kv")
+        scale = [torch.zeros(slots, dtype=torch.bfloat16) for _ in dims]
+    pages = (torch.zeros((*slots, width), dtype=torch_dtype(format)) for width in dims)
     return KVPages(*pages, *scale, torch.zeros(2, dtype=torch.int64))
 
 
-def make_rotary(dim: int, norms: tuple[Tensor, Tensor] | None = None) -> Rotary:
-    angles = torch.outer(torch.arange(POSITIONS).float(), 1e4 ** -torch.linspace(0, 1, dim // 2))
+def make_rotary(rotary_dim: int, norms: tuple[Tensor, Tensor] | None = None) -> Rotary:
+    angles = torch.outer(torch.arange(POSITIONS).float(), 1e4 ** -torch.linspace(0, 1, rotary_dim // 2))
     return Rotary(angles.cos(), angles.sin(), norms, 1e-6)
 
 
 def make_qkv(rows: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> Tensor:
     """Of all magnitudes, with NaN, infinities and negative zeros."""
     torch.manual_seed(0)
-    qkv = torch.randn(rows, heads + 2 * kv_heads, dim).mul(10.0 ** torch.randint(-9, 9, (rows, 1, dim))).to(dtype)
+    return of_all_magnitudes(rows, heads + 2 * kv_heads, dim).to(dtype)
+
+
+def of_all_magnitudes(rows: int, heads: int, dim: int) -> Tensor:
+    x = torch.randn(rows, heads, dim).mul(10.0 ** torch.randint(-9, 9, (rows, 1, dim)))
     for value in (torch.nan, -torch.inf, -0.0):
-        qkv[torch.rand(qkv.shape) < 0.02] = value
-    return qkv
+        x[torch.rand(x.shape) < 0.02] = value
+    return x
 
 
 def assert_equal(got: Tensor, want: Tensor) -> None:
@@ -72,12 +78,12 @@ def assert_same(pages: KVPages, expected: KVPages) -> None:
     assert pages.counters.tolist() == expected.counters.tolist()
 
 
+CACHES = [(format, scales) for format in FP8 for scales in (None, "static", "token")]
+CACHES += [(format, None) for format in (Format.FLOAT32, Format.FLOAT16, Format.BFLOAT16)]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("format", "scales"),
-    [*((format, scales) for format in FP8 for scales in (None, "static", "token"))]
-    + [(format, None) for format in (Format.FLOAT32, Format.FLOAT16, Format.BFLOAT16)],
-)
+@pytest.mark.parametrize(("format", "scales"), CACHES)
 @pytest.mark.parametrize(("kv_heads", "dim", "rows"), [(1, 64, 1), (2, 38, 70), (8, 256, 40)])
 def test_bits_are_the_references(kernels, format, scales, dtype, kv_heads, dim, rows):
     qkv = make_qkv(rows, 3, kv_heads, dim, dtype)
@@ -88,6 +94,62 @@ def test_bits_are_the_references(kernels, format, scales, dtype, kv_heads, dim, 
     assert_equal(kernels.rotate_store(*arguments, pages), reference.rotate_store(*arguments, expected))
     assert_same(pages, expected)
     assert rows == 1 or (pages.counters[1] > 0) == format.is_fp8
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("format", "scales"), CACHES)
+@pytest.mark.parametrize(
+    ("dim", "v_dim", "rotary_dim"), [(64, 64, 16), (40, 64, 40), (48, 31, 0), (80, 38, 18), (256, 64, 192)]
+)
+def test_partial_rotary_and_values_of_another_width(kernels, format, scales, dtype, dim, v_dim, rotary_dim):
+    """The reference's bits, in any chunk and with any number of threads."""
+    torch.manual_seed(0)
+    heads, kv_heads, rows = 3, 2, 60
+    parts = (of_all_magnitudes(rows, heads + kv_heads, dim), of_all_magnitudes(rows, kv_heads, v_dim))
+    qkv = torch.cat([part.flatten(1) for part in parts], 1).to(dtype)
+    slots, positions = torch.randperm(12 * BLOCK)[:rows], torch.randint(0, POSITIONS, (rows,))
+    slots[::5] = -1
+    rotary = make_rotary(rotary_dim)
+    pages, chunked, expected = (make_pages(format, scales, kv_heads, dim, 12, v_dim) for _ in range(3))
+    q = kernels.rotate_store(qkv, rotary, positions, slots, pages)
+    assert_equal(q, reference.rotate_store(qkv, rotary, positions, slots, expected))
+    assert_same(pages, expected)
+    before = torch.get_num_threads()
+    try:
+        for threads, part in enumerate((slice(0, 1), slice(1, 38), slice(38, 60))):
+            torch.set_num_threads(threads + 1)
+            assert_equal(kernels.rotate_store(qkv[part], rotary, positions[part], slots[part], chunked), q[part])
+    finally:
+        torch.set_num_threads(before)
+    assert_same(chunked, pages)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norm_dtypes", [(None, None), (torch.float32, None), (torch.float32, torch.float32)])
+def test_norms_of_heads_before_partial_rotary(kernels, norm_dtypes, dtype):
+    """Norms in the dtype (None) and in float32 are those of `add_rms_norm`, centers are subtracted after them."""
+    torch.manual_seed(2)
+    heads, kv_heads, dim, v_dim, rows = 4, 2, 80, 48, 33
+    q, k, v = (torch.randn(rows, *shape).to(dtype) * 3 for shape in ((heads, dim), (kv_heads, dim), (kv_heads, v_dim)))
+    weights = [torch.rand(dim).add(0.5).to(of or dtype) for of in norm_dtypes]
+    rotary = make_rotary(20, (weights[0], weights[1]))
+    positions, slots = torch.randint(0, POSITIONS, (rows,)), torch.randperm(12 * BLOCK)[:rows]
+    pages, expected = (make_pages(Format.E4M3FN, "static", kv_heads, dim, 12, v_dim) for _ in range(2))
+    add_rms_norm: Any = kernels.add_rms_norm
+    normed_q, normed_k = (
+        add_rms_norm(x.reshape(-1, dim), None, weight, 1e-6)[1].view(x.shape)
+        for x, weight in zip((q, k), weights, strict=True)
+    )
+    b = torch.zeros(kv_heads, dim)
+    b[:, :20], c = torch.randn(kv_heads, 20), torch.randn(kv_heads, v_dim)
+    center = KeyCenter.of(b, *(KeyCenter.angle_tiles(table) for table in (rotary.cos, rotary.sin)))
+    pages = replace(pages, k_center=center, v_center=c)
+    got = kernels.rotate_store(torch.cat([x.flatten(1) for x in (q, k, v)], 1), rotary, positions, slots, pages)
+    cos, sin = rotary.cos[positions], rotary.sin[positions]
+    centered = (normed_k.float() - b).to(dtype), (v.float() - c).to(dtype)
+    reference.store_kv(reference.rotate(centered[0], cos, sin), centered[1], slots, expected)
+    assert_equal(got, reference.rotate(normed_q, cos, sin))
+    assert_same(pages, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -35,9 +35,10 @@ def angles(positions: int, dim: int, base: float = 1e4) -> torch.Tensor:
     return torch.outer(torch.arange(positions, dtype=torch.float64), base ** (-torch.arange(0, dim, 2) / dim))
 
 
-def make_pages(format: Format, scales: str | None, length: int, dim: int) -> KVPages:
+def make_pages(format: Format, scales: str | None, length: int, dim: int, rotary_dim: int | None = None) -> KVPages:
     """One sequence in blocks 1, 2, … of the pages; b is `BIAS` on some pairs of heads 0 and 1."""
     torch.manual_seed(0)
+    rotary_dim = rotary_dim or dim
     num_blocks = -(-length // BLOCK_SIZE) + 1
     shape = (num_blocks, BLOCK_SIZE, HEADS, dim)
     stored = [torch.zeros(shape, dtype=torch_dtype(format)) for _ in "kv"]
@@ -47,12 +48,13 @@ def make_pages(format: Format, scales: str | None, length: int, dim: int) -> KVP
     elif scales == "token":
         scale = [torch.full(shape[:3], torch.nan, dtype=torch.bfloat16) for _ in "kv"]
     b = torch.zeros(HEADS, dim)
-    b[0, [1, dim // 2 + 1, dim // 2 - 1]] = BIAS
+    b[0, [1, rotary_dim // 2 + 1, rotary_dim // 2 - 1]] = BIAS
     b[1, [0, 1, 3]] = torch.tensor([BIAS, -BIAS, BIAS / 2])
-    tables = (KeyCenter.angle_tiles(table.float()) for table in (angles(length, dim).cos(), angles(length, dim).sin()))
-    result = KVPages(*stored, *scale, torch.zeros(2, dtype=torch.int64), KeyCenter.of(b, *tables))
+    turns = angles(length, rotary_dim)
+    cos, sin = turns.cos().float(), turns.sin().float()
+    center = KeyCenter.of(b, KeyCenter.angle_tiles(cos), KeyCenter.angle_tiles(sin))
+    result = KVPages(*stored, *scale, torch.zeros(2, dtype=torch.int64), center)
     k, v = (torch.randn(length, HEADS, dim) for _ in "kv")
-    cos, sin = angles(length, dim).cos().float(), angles(length, dim).sin().float()
     reference.store_kv(reference.rotate(k, cos, sin), v, torch.arange(length) + BLOCK_SIZE, result)
     return result
 
@@ -81,10 +83,12 @@ def exact(
         sides.append(values.flatten(0, 1)[:length])
     k, v = sides
     assert pages.k_center is not None
-    first, second = pages.k_center.b.double().chunk(2, -1)
+    half = pages.k_center.cos.shape[1]
+    first, second, rest = pages.k_center.b.double().tensor_split((half, 2 * half), -1)
     # The tables hold float32: what a kernel can know of an angle.
-    cos, sin = (table(angles(length, dim)).float().double()[:, None] for table in (torch.cos, torch.sin))
-    k = k + torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+    cos, sin = (table(angles(length, 2 * half)).float().double()[:, None] for table in (torch.cos, torch.sin))
+    turned = (first * cos - second * sin, second * cos + first * sin, rest.expand(length, -1, -1))
+    k = k + torch.cat(turned, -1)
     k, v = (x.repeat_interleave(GROUP, 1).transpose(0, 1) for x in (k, v))
     i, j = torch.arange(begin, length)[:, None], torch.arange(length)
     seen = (j <= i) if window is None else (j <= i) & (i - j < window)
@@ -120,9 +124,11 @@ def test_scores_are_those_of_the_whole_keys(attention, format, scales, dtype, wi
     assert (without.double() - want).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("dim", [16, 40, 80, 128])
-def test_shapes(attention, dim):
-    pages = make_pages(Format.E4M3FN, "channel", 130, dim)
+@pytest.mark.parametrize(
+    ("dim", "rotary_dim"), [(16, 16), (40, 40), (80, 80), (128, 128), (40, 16), (80, 20), (33, 8), (256, 64)]
+)
+def test_shapes(attention, dim, rotary_dim):
+    pages = make_pages(Format.E4M3FN, "channel", 130, dim, rotary_dim)
     q = torch.randn(7, HEADS * GROUP, dim) * 0.05
     out = attention(q, pages, batch_of((123, 130)), dim**-0.5, None)
     want, size = exact(q, pages, 123, None)
@@ -130,9 +136,10 @@ def test_shapes(attention, dim):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_is_the_same_in_any_batch(attention, dtype):
+@pytest.mark.parametrize("rotary_dim", [64, 16])
+def test_a_row_is_the_same_in_any_batch(attention, rotary_dim, dtype):
     length, dim = 1100, 64  # two key splits
-    pages = make_pages(Format.E4M3FN, "channel", length, dim)
+    pages = make_pages(Format.E4M3FN, "channel", length, dim, rotary_dim)
     q = torch.randn(length, HEADS * GROUP, dim).to(dtype)
     whole = attention(q, pages, batch_of((0, length)), dim**-0.5, None)
     for rows in ([(1099, 1100)], [(1000, 1063), (20, 21), (0, 5)]):

@@ -15,9 +15,9 @@ from transformers.models.llama import modeling_llama
 
 from freight.cache.pool import allocate_pool
 from freight.config.engine import EngineArgs
-from freight.engine.build import open_model
 from freight.engine.runner import ModelRunner
 from freight.kernels.select import select_kernels
+from freight.models.open import open_model
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 320,

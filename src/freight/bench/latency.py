@@ -18,8 +18,9 @@ from typing import Any
 from freight.bench.drive import StepRecord, describe_run, drive, greedy, random_prompt, weight_bytes
 from freight.bench.timing import MemoryProbe, Spread, peak_rss_bytes
 from freight.cache.pool import KVPool
-from freight.engine.build import OpenModel, memory_for_cache, start_engine
+from freight.engine.build import memory_for_cache, start_engine
 from freight.errors import ConfigError
+from freight.models.open import OpenModel
 
 
 def measure_latency(

@@ -14,7 +14,8 @@ from typing import Any
 
 from freight.bench.drive import StepRecord, describe_run, drive, greedy, random_prompt
 from freight.bench.timing import Spread, peak_rss_bytes
-from freight.engine.build import OpenModel, start_engine
+from freight.engine.build import start_engine
+from freight.models.open import OpenModel
 
 
 def measure_throughput(

@@ -17,17 +17,16 @@ from freight.calibrate.data import Samples, read_samples
 from freight.calibrate.modules import ignored_modules
 from freight.calibrate.run import Calibration, Progress, calibrate
 from freight.calibrate.write import check_disk_space, write_quantized
-from freight.checkpoint.kv_scales import read_kv_scales
-from freight.checkpoint.layouts import read_scheme
-from freight.checkpoint.reader import Checkpoint, resolve_model
+from freight.checkpoint.reader import Checkpoint
 from freight.checkpoint.writer import require_new
-from freight.config.model import ModelConfig, parse_model_config
+from freight.config.model import ModelConfig
 from freight.config.plan import QuantizeArgs, QuantizePlan, plan
 from freight.device import choose_threads, probe
 from freight.errors import CheckpointError, ConfigError
 from freight.kernels.select import select_kernels
 from freight.models.architectures import ARCHITECTURES
 from freight.models.loader import CheckpointSource, tensor_shapes
+from freight.models.open import open_checkpoint
 from freight.tokenizer import Tokenizer
 
 NOTHING_CALIBRATED = Calibration(None, None, {}, 0, 0, {}, ())
@@ -86,13 +85,12 @@ def open_unquantized(model: str, revision: str | None = None) -> Unquantized:
 
     Raises CheckpointError for one that is quantized already, has KV scales, or lacks tensors.
     """
-    checkpoint = Checkpoint(resolve_model(model, revision))
-    config = parse_model_config(checkpoint.config)
-    scheme = read_scheme(checkpoint.config, checkpoint.hf_quant_config)
+    stored = open_checkpoint(model, revision)
+    checkpoint, config, scheme = stored.checkpoint, stored.model, stored.scheme
     way_out = "quantize the 16-bit model that it was made from"
     if scheme.method is not None or scheme.kv_format is not None:
         raise CheckpointError(f"{model} is quantized already ({scheme.description}); {way_out}")
-    if not read_kv_scales(checkpoint, config).empty:
+    if not stored.kv_scales.empty:
         raise CheckpointError(f"{model} has KV scales already; {way_out}")
     if config.tie_word_embeddings:
         checkpoint.skip(ARCHITECTURES[config.architecture].head, "tied to the embedding")

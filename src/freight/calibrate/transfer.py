@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,29 @@ from typing import Any
 from freight.calibrate.quantize import NOTHING_CALIBRATED, Unquantized, open_unquantized
 from freight.calibrate.run import Progress
 from freight.calibrate.write import check_disk_space, write_quantized
-from freight.checkpoint.kv_scales import read_kv_scales, read_scale_json
-from freight.checkpoint.reader import Checkpoint, resolve_model
+from freight.checkpoint.kv_scales import read_scale_json
 from freight.checkpoint.writer import require_new
-from freight.config.model import ModelConfig, parse_model_config
+from freight.config.model import ModelConfig
 from freight.config.plan import ActivationScheme, Layout, ObserverKind, QuantizePlan, WeightScheme
 from freight.config.resolve import for_variant
 from freight.errors import CheckpointError, ConfigError
 from freight.fp8.formats import Format, Granularity
 from freight.fp8.scheme import KVScales, LayerScales
+from freight.models.open import open_checkpoint
+
+_SHAPE: Mapping[str, Callable[[ModelConfig], object]] = {  # what two models share whose KV scales fit each other
+    "model_type": lambda model: model.model_type,
+    "num_layers": lambda model: model.num_layers,
+    "num_kv_heads": lambda model: _by_layer(model, "num_kv_heads"),
+    "head_dim": lambda model: _by_layer(model, "k_dim"),
+    "head_dim of values": lambda model: _by_layer(model, "v_dim"),
+}
+
+
+def _by_layer(model: ModelConfig, what: str) -> object:
+    """A number of the layers' mixers: one if all layers agree, else one each."""
+    values = [getattr(layer.mixer, what) for layer in model.layers]
+    return values[0] if len(set(values)) == 1 else values
 
 
 def extract_scales(
@@ -31,8 +46,8 @@ def extract_scales(
     require_new(out)
     scales, coarse, source = _complete_scales(quantized)
     opened = open_unquantized(base)
-    for what in ("model_type", "num_layers", "num_kv_heads", "head_dim"):
-        theirs, ours = getattr(source, what), getattr(opened.model, what)
+    for what, of in _SHAPE.items():
+        theirs, ours = of(source), of(opened.model)
         if theirs != ours:
             raise ConfigError(f"the scales of {quantized} do not fit {base}: {what} is {theirs} there and {ours} here")
     return _write(opened, scales, coarse, out, on_progress)
@@ -70,15 +85,14 @@ def export_scales(model: str, file: Path) -> KVScales:
 
 def _complete_scales(model: str) -> tuple[KVScales, KVScales, ModelConfig]:
     """Scales for E4M3FN of every layer of `model`, and those valid without centers, one per layer and side."""
-    checkpoint = Checkpoint(resolve_model(model))
-    config = parse_model_config(checkpoint.config)
-    scales = read_kv_scales(checkpoint, config)
+    stored = open_checkpoint(model)
+    scales = stored.kv_scales
     if scales.missing:
         which = "no KV scales" if scales.empty else f"no KV scales for layers {', '.join(map(str, scales.missing))}"
         raise CheckpointError(f"{model} has {which}; make them with freight quantize --kv-cache fp8")
-    uncentered = read_kv_scales(checkpoint, config, extras=False) if any(map(_centered, scales.layers)) else scales
+    uncentered = stored.uncentered_scales() if any(map(_centered, scales.layers)) else scales
     coarse = per_layer(for_variant(uncentered, Format.E4M3FN))
-    return for_variant(scales, Format.E4M3FN), coarse, config
+    return for_variant(scales, Format.E4M3FN), coarse, stored.model
 
 
 def _centered(layer: LayerScales | None) -> bool:

@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from freight.checkpoint.extras import read_extras
-from freight.checkpoint.layouts import read_scheme
 from freight.checkpoint.reader import Checkpoint
 from freight.config.layer import AttentionConfig
 from freight.config.model import ModelConfig
 from freight.errors import CheckpointError
 from freight.fp8.formats import Format, Granularity
-from freight.fp8.scheme import KVScales, LayerScales
+from freight.fp8.scheme import KVScales, LayerScales, Scheme
 
 _NAME = re.compile(
     r"""(?:^|\.) layers\.(?P<layer>\d+)\. (?:
@@ -55,8 +54,10 @@ def parse_scale_name(name: str) -> tuple[int, str] | None:
     return int(match["layer"]), next(iter(sides.values()))
 
 
-def read_kv_scales(checkpoint: Checkpoint, model: ModelConfig, extras: bool = True) -> KVScales:
-    """Take all KV scales of the checkpoint. Those of a side file (`checkpoint.extras`) take precedence if it has one.
+def read_kv_scales(checkpoint: Checkpoint, model: ModelConfig, scheme: Scheme, extras: bool = True) -> KVScales:
+    """Take all KV scales of the checkpoint, made for the format that `scheme` declares, else for E4M3FN.
+
+    Those of a side file (`checkpoint.extras`) take precedence if it has one.
 
     With `extras` False the scales of the tensors are returned, which are valid without centers.
 
@@ -89,8 +90,10 @@ def read_kv_scales(checkpoint: Checkpoint, model: ModelConfig, extras: bool = Tr
     finer = read_extras(checkpoint, model)
     if finer is not None and extras:
         return finer
-    format = read_scheme(checkpoint.config, checkpoint.hf_quant_config).kv_format or Format.E4M3FN
-    return KVScales(tuple(_layer(sides, layer.mixer) for sides, layer in zip(found, model.layers, strict=True)), format)
+    return KVScales(
+        tuple(_layer(sides, layer.mixer) for sides, layer in zip(found, model.layers, strict=True)),
+        scheme.kv_format or Format.E4M3FN,
+    )
 
 
 def _layer(sides: dict[str, tuple[str, tuple[float, ...]]], mixer: AttentionConfig) -> LayerScales | None:

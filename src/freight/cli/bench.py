@@ -20,7 +20,7 @@ from freight.errors import ConfigError, choices
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from freight.engine.build import OpenModel
+    from freight.models.open import OpenModel
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure speed, beside the memory's own.")
 
@@ -162,13 +162,13 @@ def _print_rows(found: Iterable[dict[str, Any]], as_json: bool) -> None:
 def _open(args: EngineArgs, random_weights: str | None) -> tuple[OpenModel, str]:
     """The model to measure, and what to call it."""
     if random_weights is None:
-        from freight.engine.build import open_model
+        from freight.models.open import open_model
 
         return open_model(args), args.model
     if args.model != "demo":
         raise ConfigError(f"MODEL is {args.model!r} and --random-weights {random_weights!r}: give one of the two")
     shape_config(random_weights)  # refused before torch is loaded
-    from freight.engine.build import open_random
+    from freight.models.open import open_random
 
     return open_random(args, random_weights), random_weights
 

@@ -60,15 +60,10 @@ def describe(model: str, revision: str | None = None) -> dict[str, Any]:
     {scales_format, scales}, where scales has an entry per layer, {layer, k, v}, and is empty when there are none. k and
     v are null, or {granularity, min, max, value, centered, names}; `value` is there for granularity 'tensor'.
     """
-    from freight.checkpoint.kv_scales import read_kv_scales
-    from freight.checkpoint.layouts import read_scheme
-    from freight.checkpoint.reader import Checkpoint, resolve_model
-    from freight.config.model import parse_model_config
+    from freight.models.open import open_checkpoint
 
-    checkpoint = Checkpoint(resolve_model(model, revision))
-    config = parse_model_config(checkpoint.config)
-    scheme = read_scheme(checkpoint.config, checkpoint.hf_quant_config)
-    scales = read_kv_scales(checkpoint, config)
+    stored = open_checkpoint(model, revision)
+    checkpoint, config, scheme, scales = stored.checkpoint, stored.model, stored.scheme, stored.kv_scales
     return {
         "model": model,
         "path": str(checkpoint.path),

@@ -8,20 +8,15 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from freight.cache.manager import CacheManager
-from freight.cache.pool import KVPool, allocate_pool, cache_spec, same_cache_at_16_bits
+from freight.cache.pool import KVPool, allocate_pool, same_cache_at_16_bits
 from freight.cache.sizing import bytes_of_request, longest_request, split_memory, useful_memory
 from freight.cache.spec import KVCacheSpec
-from freight.checkpoint.kv_scales import read_kv_scales, read_scale_json
-from freight.checkpoint.layouts import read_scheme
-from freight.checkpoint.reader import Checkpoint, resolve_model
 from freight.config.engine import EngineArgs, EngineConfig
-from freight.config.model import ModelConfig, parse_model_config, stop_token_ids
-from freight.config.presets import shape_config
-from freight.config.resolve import check, kv_scales_file, resolve
-from freight.device import DeviceFacts, Threads, choose_threads, probe
+from freight.config.model import ModelConfig
+from freight.device import DeviceFacts, probe
 from freight.engine.engine import Engine
 from freight.engine.graphs import DecodeGraphs
 from freight.engine.intake import Intake
@@ -29,13 +24,9 @@ from freight.engine.runner import ModelRunner
 from freight.engine.scheduler import Scheduler
 from freight.errors import CapacityError
 from freight.fp8.formats import Format
-from freight.fp8.scheme import KVScales, Scheme
-from freight.kernels.select import select_kernels
 from freight.models.architectures import ARCHITECTURES
-from freight.models.decoder import Decoder
-from freight.models.loader import load_model, tensor_shapes
-from freight.models.random_weights import random_model
-from freight.tokenizer import Tokenizer
+from freight.models.loader import tensor_shapes
+from freight.models.open import OpenModel, open_model
 
 logger = logging.getLogger("freight")
 
@@ -43,86 +34,6 @@ BeforeWeights = Callable[[Intake], object]  # refuses, by raising, what the mode
 
 # Of what is free once the weights are loaded, when --kv-cache-memory is not given; a GPU is rarely shared.
 MEMORY_SHARE = {"cpu": 0.5, "cuda": 0.9}
-
-
-@dataclass(frozen=True)
-class OpenModel:
-    """A checkpoint whose headers and scale tensors have been read and checked, and no weight yet.
-
-    `checkpoint` is None for a model of random weights, which has no tokenizer and no stop ids.
-    """
-
-    args: EngineArgs
-    checkpoint: Checkpoint | None
-    model: ModelConfig
-    scheme: Scheme
-    kv_scales: KVScales
-    device: DeviceFacts
-
-    def resolve(self, args: EngineArgs) -> EngineConfig:
-        """`args` resolved for this checkpoint; they may differ from those it was opened with in cache options only."""
-        file = kv_scales_file(args)
-        scales = read_scale_json(file, self.model) if file else self.kv_scales
-        return resolve(args, self.model, self.scheme, scales, self.device)
-
-    def threads(self, config: EngineConfig) -> Threads:
-        """What everything that computes with this model should be inside of."""
-        return choose_threads(config.threads, self.device.cores)
-
-    def load(self, config: EngineConfig) -> Decoder:
-        """Read the weights, or draw them, with the threads of `config`."""
-        with self.threads(config):
-            return self._load(config)
-
-    def _load(self, config: EngineConfig) -> Decoder:
-        kernels = select_kernels(config.kernels, config.device, config.fp8_attention)
-        if kernels.note:
-            logger.warning("%s", kernels.note)
-        formats, length = (config.compute_format, config.weight_format), config.max_model_len
-        logger.info("%s", describe_weights(*formats, self.scheme))
-        if self.checkpoint is None:
-            return random_model(self.model, kernels, *formats, length, config.device, config.seed)
-        return load_model(self.checkpoint, self.model, kernels, *formats, length, config.device, self.scheme)
-
-    def cache_spec(self, config: EngineConfig) -> KVCacheSpec:
-        model = self.model
-        return cache_spec(config.kv, model, config.block_size)
-
-    def stop_token_ids(self) -> frozenset[int]:
-        if self.checkpoint is None:
-            return frozenset()
-        return stop_token_ids(self.checkpoint.config, self.checkpoint.generation_config)
-
-    def load_tokenizer(self) -> Tokenizer | None:
-        """The model's own, or the one named; `revision` is the model's, so another repository comes at its newest."""
-        args = self.args
-        if self.checkpoint is None:
-            return None
-        if args.skip_tokenizer_init:
-            logger.info("no tokenizer (skip_tokenizer_init): prompts are token ids, and outputs have no text")
-            return None
-        if args.tokenizer in (None, args.model):
-            return Tokenizer.load(self.checkpoint.path)
-        return Tokenizer.load(resolve_model(args.tokenizer))
-
-
-def open_model(args: EngineArgs) -> OpenModel:
-    """Open the checkpoint that `args.model` names. Raises ConfigError or CheckpointError."""
-    check(args)  # a contradiction between settings needs neither checkpoint nor device to be seen
-    checkpoint = Checkpoint(resolve_model(args.model, args.revision))
-    model = parse_model_config(checkpoint.config)
-    scheme = read_scheme(checkpoint.config, checkpoint.hf_quant_config)
-    device = probe(args.device)
-    if device.note:
-        logger.info("%s", device.note)
-    return OpenModel(args, checkpoint, model, scheme, read_kv_scales(checkpoint, model), device)
-
-
-def open_random(args: EngineArgs, shape: str) -> OpenModel:
-    """A model with random weights instead: `shape` is a preset's name or a config.json. Raises ConfigError."""
-    check(args)
-    model = parse_model_config(shape_config(shape))
-    return OpenModel(args, None, model, Scheme(), KVScales((None,) * model.num_layers), probe(args.device))
 
 
 def build_engine(args: EngineArgs, before_weights: BeforeWeights | None = None) -> tuple[Engine, EngineConfig]:
@@ -151,7 +62,7 @@ def start_engine(opened: OpenModel, before_weights: BeforeWeights | None = None)
         useful = useful_memory(spec, config.max_model_len, config.max_num_seqs, config.max_num_batched_tokens)
         memory = min(memory_for_cache(config.device), useful)
         config = _fit_context(spec, memory, config, args)
-    kernels = select_kernels(config.kernels, config.device, config.fp8_attention)
+    kernels = opened.kernels(config)
     rope = decoder.rope_tables
     limits = (config.max_num_seqs, config.max_num_batched_tokens)
     num_blocks = split_memory(spec, memory, config.max_model_len, *limits)
@@ -218,16 +129,6 @@ def _check_memory(asked: int, weights: int, device: DeviceFacts) -> None:
 
 def _mebibytes(count: int) -> str:
     return f"{count / 2**20:.1f} MiB"
-
-
-def describe_weights(compute_format: Format, weight_format: Format, scheme: Scheme) -> str:
-    """The line at start about the weights."""
-    if scheme.weight_format is not None:
-        return f"{scheme.weights}, as stored ({scheme.method}); those left out: {compute_format}"
-    if not weight_format.is_fp8:
-        return f"weights: {weight_format}"
-    rounded = f"weights: {weight_format}, rounded as they load, one scale per output row"
-    return f"{rounded}; embedding and head: {compute_format}"
 
 
 def describe_cache(pool: KVPool, config: EngineConfig) -> str:

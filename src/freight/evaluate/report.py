@@ -16,13 +16,13 @@ from torch import Tensor
 
 from freight.cache.pool import allocate_pool
 from freight.config.engine import EngineArgs, EngineConfig, KVCacheConfig
-from freight.engine.build import OpenModel, open_model
 from freight.engine.runner import ModelRunner
 from freight.errors import ConfigError
 from freight.evaluate.divergence import kl_divergence, same_top
 from freight.evaluate.perplexity import Window, cut_windows, perplexity, target_logprobs
 from freight.kernels.select import select_kernels
 from freight.models.decoder import Decoder
+from freight.models.open import OpenModel, open_model
 
 MEMORY = 64 * 2**20  # bytes of cache for which `tokens_in_64_mib` is given
 

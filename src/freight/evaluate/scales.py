@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 
 from freight.calibrate.quantize import load_samples, open_unquantized
-from freight.checkpoint.reader import Checkpoint, resolve_model
+from freight.checkpoint.reader import resolve_model
 from freight.config.engine import EngineArgs, KVCacheConfig
-from freight.config.model import parse_model_config
 from freight.config.plan import QuantizeArgs, plan
 from freight.evaluate.report import CacheRun, CacheScore, markdown, run_caches
 from freight.evaluate.variants import hot_pair, key_spreads, rescaled, write_biased, write_variant
 from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.fp8.scheme import KVScales, LayerScales
+from freight.models.open import open_checkpoint
 
 FORMATS = (Format.E4M3FN, Format.E5M2)
 SCALES = ("unit", "tensor", "head", "channel", "token", "centered")
@@ -51,7 +51,7 @@ class Row:
 
 def variants(model: str, token_ids: Sequence[int]) -> dict[str, Write]:
     """How each variant of `model` is written. `token_ids` show how large its keys are."""
-    config = parse_model_config(Checkpoint(resolve_model(model)).config)
+    config = open_checkpoint(model).model
     dim, half = config.layers[0].mixer.k_dim, config.layers[0].mixer.k_dim // 2
 
     def scaled(keys: float = 1.0, values: float = 1.0) -> Write:

@@ -23,9 +23,9 @@ from freight.calibrate.centers import CenterWatch
 from freight.calibrate.run import WatchedKV
 from freight.config.engine import EngineArgs
 from freight.config.model import ModelConfig
-from freight.engine.build import open_model
 from freight.engine.runner import ModelRunner
 from freight.kernels.select import select_kernels
+from freight.models.open import open_model
 
 BIAS = 100.0  # standard deviations of the layer's keys
 

@@ -7,7 +7,7 @@ one, so a byte decodes to half its E4M3FN value, and 0x80, which is -0 in E4M3FN
 
 from __future__ import annotations
 
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 
 
 class Format(StrEnum):
@@ -65,6 +65,14 @@ class Granularity(StrEnum):
         return {Granularity.TENSOR: 1, Granularity.HEAD: num_kv_heads, Granularity.CHANNEL: num_kv_heads * head_dim}[
             self
         ]
+
+
+class ScaleKind(IntEnum):
+    """The form of a cache's scales, as kernels distinguish it: the numbers are part of their interfaces."""
+
+    NONE = 0  # stored values are the true ones
+    STATIC = 1  # per KV head and channel, fixed
+    TOKEN = 2  # per token and KV head, measured when it is stored
 
 
 class ScaleSource(StrEnum):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from freight.fp8.cast import format_of
-from freight.fp8.formats import Format
+from freight.fp8.formats import Format, ScaleKind
 
 
 @dataclass(frozen=True)
@@ -20,12 +20,13 @@ class KeyCenter:
 
     What is stored is R(p)(k - b), p the key's position, so a score is q . stored + q . R(p)b. With c and s the cosine
     and sine of a pair's angle at p, its part of q . R(p)b is c (q1 b1 + q2 b2) + s (q2 b1 - q1 b2), at every position.
-    b is 0 except in `num_pairs` channel pairs (i, i + head_dim / 2) of each KV head.
+    b is 0 except in `num_pairs` channel pairs (i, i + rotary_dim / 2) of each KV head, so also in every channel that is
+    not rotated.
 
-    b          [num_kv_heads, head_dim] float32
+    b          [num_kv_heads, k_dim] float32
     pairs      [num_kv_heads, num_pairs] int32; padded with pairs whose b is 0
     parts      [2, num_kv_heads, num_pairs] float32: b1 and b2 of these pairs
-    cos, sin   [positions / 64, head_dim / 2, 64] float32; the same tensors for all layers
+    cos, sin   [positions / 64, rotary_dim / 2, 64] float32; the same tensors for all layers
     """
 
     b: Tensor
@@ -36,14 +37,16 @@ class KeyCenter:
 
     @staticmethod
     def angle_tiles(table: Tensor) -> Tensor:
-        """Cosines or sines by position, [positions, head_dim / 2] -> by tiles of 64 positions, the last one padded."""
+        """Cosines or sines by position, [positions, rotary_dim / 2], by tiles of 64 positions, the last padded."""
         padded = torch.cat((table, table.new_zeros(-len(table) % 64, table.shape[1])))
         return padded.view(-1, 64, table.shape[1]).transpose(1, 2).contiguous()
 
     @staticmethod
     def of(b: Tensor, cos: Tensor, sin: Tensor) -> KeyCenter:
         """From b, not all zero, and the angles as `angle_tiles` makes them."""
-        halves = torch.stack(b.chunk(2, dim=-1))  # [2, num_kv_heads, head_dim / 2]
+        half = cos.shape[1]
+        assert not b[:, 2 * half :].any()
+        halves = torch.stack((b[:, :half], b[:, half : 2 * half]))  # [2, num_kv_heads, rotary_dim / 2]
         used = (halves != 0).any(0)
         num_pairs = int(used.sum(-1).max())
         pairs = torch.sort(used.byte(), dim=-1, descending=True, stable=True).indices[:, :num_pairs]
@@ -53,9 +56,9 @@ class KeyCenter:
     def coefficients(self, q: Tensor) -> Tensor:
         """What multiplies the cosines, then the sines, of each row: float32 [rows, num_kv_heads, group, 2 * num_pairs].
 
-        q: float32 [rows, num_kv_heads, group, head_dim], rotated.
+        q: float32 [rows, num_kv_heads, group, k_dim], rotated.
         """
-        half = q.shape[-1] // 2
+        half = self.cos.shape[1]
         index = self.pairs.long()[None, :, None].expand(*q.shape[:3], -1)
         first, second = q.gather(-1, index), q.gather(-1, index + half)
         b1, b2 = self.parts[:, None, :, None]
@@ -97,3 +100,9 @@ class KVPages:
     def dynamic(self) -> bool:
         """Whether each token has its own scales, measured when it is stored."""
         return self.k_scale is not None and self.k_scale.ndim == 3
+
+    @property
+    def scale_kind(self) -> ScaleKind:
+        if self.k_scale is None:
+            return ScaleKind.NONE
+        return ScaleKind.TOKEN if self.dynamic else ScaleKind.STATIC

@@ -18,11 +18,12 @@ from freight.bench.timing import MemoryProbe, Spread, bytes_beyond_caches, time_
 from freight.config.engine import EngineArgs
 from freight.config.model import parse_model_config
 from freight.config.presets import PRESETS
-from freight.engine.build import OpenModel, open_random, start_engine
+from freight.engine.build import start_engine
 from freight.errors import ConfigError
 from freight.fp8.formats import Format
 from freight.kernels.reference_set import REFERENCE
 from freight.kernels.select import select_kernels
+from freight.models.open import OpenModel, open_random
 
 SHAPE = PRESETS["llama-1b"] | {
     "hidden_size": 64,

@@ -17,7 +17,7 @@ from freight.checkpoint.kv_scales import read_kv_scales
 from freight.checkpoint.reader import Checkpoint
 from freight.errors import CheckpointError
 from freight.fp8.formats import Format, Granularity
-from freight.fp8.scheme import KVScales, LayerScales
+from freight.fp8.scheme import KVScales, LayerScales, Scheme
 
 Open = Callable[..., Checkpoint]
 
@@ -46,7 +46,7 @@ def write_model(open_tensors: Open, tmp_path: Path) -> Callable[..., Checkpoint]
 @pytest.mark.parametrize(("granularity", "count"), [(Granularity.HEAD, 3), (Granularity.CHANNEL, 12)])
 def test_they_come_back_to_the_bit_and_count(write_model, shape, granularity: Granularity, count: int):
     wanted = scales(granularity, count)
-    got = read_kv_scales(write_model(wanted), shape)
+    got = read_kv_scales(write_model(wanted), shape, Scheme())
     assert [(layer.k, layer.v, layer.granularity) for layer in got.layers] == [
         (layer.k, layer.v, layer.granularity) for layer in wanted.layers
     ]
@@ -62,30 +62,30 @@ def test_centers_come_back_to_the_bit(write_model, shape, granularity: Granulari
     center = tuple((torch.arange(12) / 7 - 0.5).tolist())
     centered = (replace(first, k_center=center), replace(second, k_center=center, v_center=center[::-1]))
     opened = write_model(KVScales(centered))
-    got = read_kv_scales(opened, shape)
+    got = read_kv_scales(opened, shape, Scheme())
     assert [replace(layer, names=()) for layer in got.layers if layer] == list(centered)
     assert [layer.centered for layer in got.layers if layer] == ["k", "kv"]
-    alone = read_kv_scales(opened, shape, extras=False)
+    alone = read_kv_scales(opened, shape, Scheme(), extras=False)
     assert [(layer.k, layer.v, layer.centered) for layer in alone.layers if layer] == [((0.5,), (0.5,), "")] * 2
 
 
 def test_without_a_name_in_config_the_file_is_not_looked_at(write_model, shape):
     opened = write_model(scales(Granularity.HEAD, 3), content=b"nonsense", said={})
     assert read_extras(opened, shape) is None
-    assert read_kv_scales(opened, shape).layers[0].k == (0.5,)
+    assert read_kv_scales(opened, shape, Scheme()).layers[0].k == (0.5,)
 
 
 def test_a_changed_file_is_refused(write_model, shape):
     opened = write_model(scales(Granularity.HEAD, 3), content=write_extras(scales(Granularity.HEAD, 3, 1))[1][FILE])
     with pytest.raises(CheckpointError, match="SHA-256 differs"):
-        read_kv_scales(opened, shape)
+        read_kv_scales(opened, shape, Scheme())
 
 
 def test_a_missing_file_is_refused(write_model, shape, tmp_path: Path):
     opened = write_model(scales(Granularity.HEAD, 3))
     (tmp_path / FILE).unlink()
     with pytest.raises(CheckpointError, match=r"cannot be read.*remove `freight` from config.json"):
-        read_kv_scales(opened, shape)
+        read_kv_scales(opened, shape, Scheme())
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from freight.checkpoint.kv_scales import parse_scale_name, read_kv_scales, read_scale_json
+from freight.checkpoint.layouts import read_scheme
 from freight.checkpoint.reader import Checkpoint
 from freight.errors import CheckpointError
 from freight.fp8.formats import Format, Granularity
+from freight.fp8.scheme import Scheme
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 PREFIX = "model.layers.0.self_attn."
@@ -34,7 +36,8 @@ SHARED = ["self_attn.kv_scale", "attention.kv_fake_quantizer.qscale_act", "atten
 def read(open_tensors, shape):
     def reader(tensors, config=None):
         checkpoint = open_tensors(tensors, config)
-        return read_kv_scales(checkpoint, shape), checkpoint
+        scheme = read_scheme(checkpoint.config, checkpoint.hf_quant_config)
+        return read_kv_scales(checkpoint, shape, scheme), checkpoint
 
     return reader
 
@@ -154,14 +157,14 @@ def test_the_format_that_scales_were_made_for(read, config, format):
     ],
 )
 def test_files_of_real_tools(shape, name, k, v):
-    scales = read_kv_scales(Checkpoint(FIXTURES / name), shape)
+    scales = read_kv_scales(Checkpoint(FIXTURES / name), shape, Scheme())
     assert tuple(layer.k[0] for layer in scales.layers) == k
     assert tuple(layer.v[0] for layer in scales.layers) == v
     assert scales.missing == ()
 
 
 def test_a_checkpoint_without_scales(shape):
-    assert read_kv_scales(Checkpoint(FIXTURES / "base_bf16"), shape).empty
+    assert read_kv_scales(Checkpoint(FIXTURES / "base_bf16"), shape, Scheme()).empty
 
 
 FACTORS = {"0": 0.0152239128947258, "1": 0.0188860222697258}

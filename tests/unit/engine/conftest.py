@@ -57,7 +57,10 @@ class FakeModel:
         for chunk in step.chunks:
             end = chunk.start + chunk.num_tokens
             for position, token in enumerate(chunk.request.tokens(chunk.start, end), chunk.start):
-                before = [seen[-1] for seen in self.read(chunk.block_ids, position)] if position else [b""]
+                before = [
+                    slots[self.slot(table, position - 1)] if position else b""
+                    for slots, table in zip(self.slots, chunk.block_ids, strict=True)
+                ]
                 assert len(set(before)) == 1, "the groups hold different tokens"
                 for slots, table in zip(self.slots, chunk.block_ids, strict=True):
                     slots[self.slot(table, position)] = digest(before[0], token)

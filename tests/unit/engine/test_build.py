@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from freight.config.engine import EngineArgs, EngineConfig
-from freight.engine.build import OpenModel, open_model, open_random, start_engine
+from freight.engine.build import start_engine
 from freight.errors import CapacityError
 from freight.models.decoder import Decoder
+from freight.models.open import OpenModel, open_model, open_random
 
 DEMO_WEIGHTS = 11_540_992  # bytes of the demo's tensors, in bfloat16
 

@@ -7,15 +7,15 @@ import torch
 
 from freight.config.engine import EngineArgs
 from freight.device import usable_cores
-from freight.engine import build
-from freight.engine.build import open_model
 from freight.errors import ConfigError
+from freight.models import open as opening
+from freight.models.open import open_model
 
 
 def test_threads_hold_while_weights_are_read_and_not_after(monkeypatch: pytest.MonkeyPatch) -> None:
     inside = []
-    read = build.load_model
-    monkeypatch.setattr(build, "load_model", lambda *args: inside.append(torch.get_num_threads()) or read(*args))
+    read = opening.load_model
+    monkeypatch.setattr(opening, "load_model", lambda *args: inside.append(torch.get_num_threads()) or read(*args))
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(3)

@@ -377,3 +377,14 @@ def test_id_reused_before_the_old_step_is_applied(new_rig: NewRig) -> None:
     assert again.output_token_ids == []
     rig.run()
     rig.check_all_done()
+
+
+def test_a_request_that_a_window_has_no_room_for_is_refused(new_rig: NewRig) -> None:
+    rig = new_rig([64, 9], block_size=16, budget=64, max_model_len=512, windows=(None, 40))
+    rig.add("fits", range(80), max_tokens=64)
+    with pytest.raises(CapacityError) as error:
+        rig.add("b", range(100), max_tokens=100)
+    for figure in ("grow to 200 tokens", "(100 of prompt)", "holds 144 of the 176", "window of 40 tokens"):
+        assert figure in str(error.value)
+    rig.run()
+    rig.check_all_done()

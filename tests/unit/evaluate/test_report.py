@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 import freight
 from freight.checkpoint.reader import resolve_model
 from freight.config.engine import EngineArgs
-from freight.engine.build import open_model
 from freight.evaluate.report import WeightBytes, compare_caches, weight_bytes
+from freight.models.open import open_model
 
 TEXT = "def main():\n    return 1\n"
 SHARE = 0.55  # of BF16, what weights in FP8 may take

@@ -14,12 +14,12 @@ from freight.checkpoint.reader import Checkpoint, resolve_model
 from freight.config.engine import EngineArgs
 from freight.config.model import parse_model_config
 from freight.config.presets import PRESETS
-from freight.engine.build import open_model, open_random
 from freight.fp8.formats import Format
 from freight.fp8.weights import fit_rows
 from freight.kernels.reference_set import REFERENCE
 from freight.models.decoder import Decoder
 from freight.models.loader import load_model
+from freight.models.open import open_model, open_random
 from freight.models.random_weights import random_model
 from freight.operands.weight import Activations, Weight
 
@@ -111,7 +111,7 @@ save_file({n: torch.full(s, 0.01, dtype=torch.bfloat16) for n, s in shapes.items
 PEAK = """
 import resource, sys
 from freight.config.engine import EngineArgs
-from freight.engine.build import open_model
+from freight.models.open import open_model
 from freight.fp8.formats import Format
 from freight.fp8.weights import fit_rows
 import torch

@@ -10,10 +10,8 @@ import ctypes
 import torch
 from torch import Tensor
 
-from freight.fp8.cast import format_of
+from freight.kernels.cpu.arguments import FORMATS, address, check_head_dim
 from freight.kernels.cpu.library import Library
-from freight.kernels.cpu.pages import FORMATS, address, check_head_dim, scales_of
-from freight.kernels.reference import add_v_center
 from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KVPages
 
@@ -25,10 +23,11 @@ class _Arguments(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("q", "out", "k", "v", "k_scale", "v_scale")),
         *((name, ctypes.c_void_p) for name in ("query_starts", "context_lens", "block_tables")),
         *((name, ctypes.c_void_p) for name in ("center_pairs", "center_parts", "center_cos", "center_sin")),
+        ("v_center", ctypes.c_void_p),
         ("q_stride", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("q_type", "kv_format", "scales")),
         *((name, ctypes.c_int32) for name in ("num_seqs", "max_blocks", "num_heads", "num_kv_heads")),
-        *((name, ctypes.c_int32) for name in ("head_dim", "block_size", "window", "center_size")),
+        *((name, ctypes.c_int32) for name in ("k_dim", "v_dim", "block_size", "window", "center_size", "rotary_dim")),
         *((name, ctypes.c_float) for name in ("softmax_scale", "soft_cap")),
         ("threads", ctypes.c_int32),
     )
@@ -43,17 +42,17 @@ def attention(
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> Tensor:
-    """q: [num_tokens, num_heads, head_dim]; returns the same. As `reference.attention`; over FP8 and bfloat16 pages
-    with the avx512 build, bfloat16 queries use bfloat16 dot products.
+    """As `reference.attention`. q: [num_tokens, num_heads, k_dim]; returns [num_tokens, num_heads, v_dim].
 
+    Over FP8 and bfloat16 pages with the avx512 build, bfloat16 queries use bfloat16 dot products.
     Raises KernelError for a head_dim above MAX_HEAD_DIM and for a context shorter than its queries, CapacityError
     if working memory cannot be allocated.
     """
     check_head_dim(pages)
     q = q.contiguous()
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    _, num_heads, head_dim = q.shape
-    _, block_size, num_kv_heads, _ = pages.k.shape
+    num_tokens, num_heads, k_dim = q.shape
+    num_kv_heads, v_dim = pages.v.shape[2:]
+    out = torch.empty((num_tokens, num_heads, v_dim), dtype=q.dtype, device=q.device)
     center = pages.k_center
     library.function("freight_attention", ctypes.POINTER(_Arguments))(
         _Arguments(
@@ -70,21 +69,24 @@ def attention(
             center_parts=address(center.parts) if center else None,
             center_cos=address(center.cos) if center else None,
             center_sin=address(center.sin) if center else None,
+            v_center=address(pages.v_center),
             q_stride=q.stride(0),
-            q_type=FORMATS[format_of(q)],
-            kv_format=FORMATS[pages.format],
-            scales=scales_of(pages),
+            q_type=FORMATS[q.dtype],
+            kv_format=FORMATS[pages.k.dtype],
+            scales=int(pages.scale_kind),
             num_seqs=sequences.num_seqs,
             max_blocks=sequences.block_tables.shape[1],
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            block_size=block_size,
+            k_dim=k_dim,
+            v_dim=v_dim,
+            block_size=pages.block_size,
             window=window or 0,
             center_size=center.pairs.shape[1] if center else 0,
+            rotary_dim=2 * center.cos.shape[1] if center else 0,
             softmax_scale=softmax_scale,
             soft_cap=soft_cap or 0.0,
             threads=torch.get_num_threads(),
         )
     )
-    return add_v_center(out, pages)
+    return out

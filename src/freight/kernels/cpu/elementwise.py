@@ -1,4 +1,4 @@
-"""Row-wise operations (csrc/elementwise.cpp): residual addition with RMSNorm, SiLU times up, each in one pass.
+"""Row-wise operations (csrc/elementwise.cpp): residual addition with RMSNorm, gated activations, each in one pass.
 
 A row's bits depend on that row alone. They differ from the reference's by the order of a sum or the last bits of an
 exponential, before the same roundings.
@@ -11,12 +11,25 @@ import ctypes
 import torch
 from torch import Tensor
 
+from freight.kernels.cpu.arguments import FORMATS, address, weight_format
 from freight.kernels.cpu.library import Library
 from freight.operands.activation import GatedActivation
 
-# FreightFormat in csrc/freight.h
-_FORMATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-_POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
+# FreightActivation in csrc/freight.h
+_ACTIVATIONS = {GatedActivation.SILU: 0, GatedActivation.GELU_TANH: 1}
+_POINTER, _INT, _LONG = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+
+
+class _Norm(ctypes.Structure):
+    """FreightNorm in csrc/freight.h."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("x", "delta", "weight", "delta_weight", "sum", "out")),
+        *((name, _LONG) for name in ("rows", "size")),
+        *((name, _INT) for name in ("format", "weight_format", "delta_weight_format")),
+        ("eps", ctypes.c_float),
+        ("threads", _INT),
+    )
 
 
 def add_rms_norm(
@@ -27,29 +40,42 @@ def add_rms_norm(
     eps: float,
     delta_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`reference.add_rms_norm`. x, delta: [rows, size]; weight: [size]; one dtype."""
-    assert weight.dtype == x.dtype
-    assert weight.is_contiguous()
-    assert delta_weight is None
+    """`reference.add_rms_norm`. x, delta: [rows, size], one dtype; weight, delta_weight: [size], in it or float32."""
     assert delta is None or (delta.shape == x.shape and delta.dtype == x.dtype)
-    types = (_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _INT, _LONG, _LONG, _FLOAT, _INT)
     x = x.contiguous()
     delta = None if delta is None else delta.contiguous()
+    if delta is None or delta_weight is None:
+        delta_weight, of_delta = None, 0
+    else:
+        of_delta = weight_format(delta_weight, x)
     total, out = x if delta is None else torch.empty_like(x), torch.empty_like(x)
-    library.function("freight_add_rms_norm", *types)(
-        *(x.data_ptr(), None if delta is None else delta.data_ptr(), weight.data_ptr()),
-        *(total.data_ptr(), out.data_ptr(), _FORMATS[x.dtype], *x.shape, eps, torch.get_num_threads()),
+    library.function("freight_add_rms_norm", ctypes.POINTER(_Norm))(
+        _Norm(
+            x=x.data_ptr(),
+            delta=address(delta),
+            weight=address(weight),
+            delta_weight=address(delta_weight),
+            sum=total.data_ptr(),
+            out=out.data_ptr(),
+            rows=x.shape[0],
+            size=x.shape[1],
+            format=FORMATS[x.dtype],
+            weight_format=weight_format(weight, x),
+            delta_weight_format=of_delta,
+            eps=eps,
+            threads=torch.get_num_threads(),
+        )
     )
     return total, out
 
 
 def gated(library: Library, gate_up: Tensor, activation: GatedActivation) -> Tensor:
     """`reference.gated`. gate_up: [rows, 2 * size]; returns [rows, size]."""
-    assert activation is GatedActivation.SILU
     gate_up = gate_up.contiguous()
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, size), dtype=gate_up.dtype, device=gate_up.device)
-    library.function("freight_silu_mul", _POINTER, _POINTER, _INT, _LONG, _LONG, _INT)(
-        gate_up.data_ptr(), out.data_ptr(), _FORMATS[gate_up.dtype], rows, size, torch.get_num_threads()
+    library.function("freight_gated", _POINTER, _INT, _POINTER, _INT, _LONG, _LONG, _INT)(
+        *(gate_up.data_ptr(), _ACTIVATIONS[activation], out.data_ptr()),
+        *(FORMATS[gate_up.dtype], rows, size, torch.get_num_threads()),
     )
     return out

@@ -13,16 +13,13 @@ import torch
 from torch import Tensor
 
 from freight.errors import KernelError
+from freight.fp8.cast import torch_dtype
+from freight.fp8.formats import COMPUTE_FORMATS, Format
+from freight.kernels.cpu.arguments import FORMATS
 from freight.kernels.cpu.library import Library
 from freight.operands.weight import Activations, Weight
 
-# FreightFormat in csrc/freight.h, of what a Linear computes with
-_FORMATS = {
-    torch.float32: 0,
-    torch.float16: 1,
-    torch.bfloat16: 2,
-    torch.uint8: 3,  # E4M3FN, viewed as bytes
-}
+_WEIGHTS = tuple(torch_dtype(format) for format in (*COMPUTE_FORMATS, Format.E4M3FN))
 _ACTIVATIONS = {Activations.PLAIN: 0, Activations.DYNAMIC: 1, Activations.STATIC: 2}
 _CACHE_LINE = 64
 _LARGE_PAGE = 2**21  # bytes; packing requests such pages where whole ones fit
@@ -86,14 +83,12 @@ def pack(library: Library, weight: Weight) -> PackedWeight:
     )
     out_features, in_features = weight.data.shape
     data = weight.data.contiguous()
-    if str(data.dtype) == "torch.float8_e4m3fn":
-        data = data.view(torch.uint8)
-    if data.dtype not in _FORMATS or data.device.type != "cpu":
+    if data.dtype not in _WEIGHTS or data.device.type != "cpu":
         raise KernelError(
             f"the CPU kernels compute with weights in float32, float16, bfloat16 and float8_e4m3fn in main memory, "
             f"not {weight.data.dtype} on {weight.data.device}; --kernels reference takes the others"
         )
-    format = _FORMATS[data.dtype]
+    format = FORMATS[data.dtype]
     scale = torch.ones(-(-out_features // _LANES) * _LANES, dtype=torch.float32, device="cpu")
     if weight.scale is not None and weight.scale.ndim == 1:
         scale[:out_features] = weight.scale
@@ -130,7 +125,7 @@ def linear(library: Library, x: Tensor, weight: PackedWeight, bias: Tensor | Non
     x = x.contiguous()
     out = x.new_empty(rows, weight.out_features)
     call(
-        *(weight.address, x.data_ptr(), _FORMATS[x.dtype], rows),
+        *(weight.address, x.data_ptr(), FORMATS[x.dtype], rows),
         *(None if bias is None else bias.data_ptr(), out.data_ptr(), torch.get_num_threads()),
     )
     return out

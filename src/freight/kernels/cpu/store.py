@@ -10,9 +10,8 @@ import ctypes
 import torch
 from torch import Tensor
 
-from freight.fp8.cast import format_of
+from freight.kernels.cpu.arguments import FORMATS, address, check_head_dim, weight_format
 from freight.kernels.cpu.library import Library
-from freight.kernels.cpu.pages import FORMATS, address, check_head_dim, scales_of
 from freight.operands.kv_pages import KVPages
 from freight.operands.rotary import Rotary
 
@@ -25,8 +24,8 @@ class _Arguments(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("positions", "slots", "cos", "sin", "q_norm", "k_norm")),
         *((name, ctypes.c_void_p) for name in ("k_center", "v_center", "counters")),
         ("rows", ctypes.c_int64),
-        *((name, ctypes.c_int32) for name in ("num_heads", "num_kv_heads", "head_dim")),
-        *((name, ctypes.c_int32) for name in ("type", "kv_format", "scales")),
+        *((name, ctypes.c_int32) for name in ("num_heads", "num_kv_heads", "k_dim", "v_dim", "rotary_dim")),
+        *((name, ctypes.c_int32) for name in ("type", "kv_format", "scales", "q_norm_type", "k_norm_type")),
         ("eps", ctypes.c_float),
         ("threads", ctypes.c_int32),
     )
@@ -41,11 +40,11 @@ def rotate_store(
     """
     check_head_dim(pages)
     rows, width = qkv.shape
-    num_kv_heads, head_dim = pages.k.shape[2:]
-    all_heads = width // head_dim
-    assert pages.v.shape[3] == rotary.rotary_dim == head_dim
-    assert rotary.norms is None or all(weight.dtype == qkv.dtype for weight in rotary.norms)
-    q = torch.empty((rows, all_heads - 2 * num_kv_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    num_kv_heads, k_dim, v_dim = *pages.k.shape[2:], pages.v.shape[3]
+    num_heads = (width - num_kv_heads * (k_dim + v_dim)) // k_dim
+    assert width == num_heads * k_dim + num_kv_heads * (k_dim + v_dim)
+    assert rotary.rotary_dim <= k_dim
+    q = torch.empty((rows, num_heads, k_dim), dtype=qkv.dtype, device=qkv.device)
     q_norm, k_norm = rotary.norms or (None, None)
     library.function("freight_rotate_store", ctypes.POINTER(_Arguments))(
         _Arguments(
@@ -65,12 +64,16 @@ def rotate_store(
             v_center=address(pages.v_center),
             counters=address(pages.counters),
             rows=rows,
-            num_heads=q.shape[1],
+            num_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            type=FORMATS[format_of(qkv)],
-            kv_format=FORMATS[pages.format],
-            scales=scales_of(pages),
+            k_dim=k_dim,
+            v_dim=v_dim,
+            rotary_dim=rotary.rotary_dim,
+            type=FORMATS[qkv.dtype],
+            kv_format=FORMATS[pages.k.dtype],
+            scales=int(pages.scale_kind),
+            q_norm_type=0 if q_norm is None else weight_format(q_norm, q),
+            k_norm_type=0 if k_norm is None else weight_format(k_norm, q),
             eps=rotary.eps,
             threads=torch.get_num_threads(),
         )

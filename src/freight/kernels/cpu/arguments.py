@@ -1,30 +1,32 @@
-"""Arguments about the pages of the cache that attention and store pass to the C functions (csrc/attention.h)."""
+"""What several calls pass to the C functions: codes of formats, addresses, and the limits they have in common."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from freight.errors import KernelError
+from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
 from freight.operands.kv_pages import KVPages
 
-# FreightFormat in csrc/freight.h
+# FreightFormat in csrc/freight.h, by dtype
 FORMATS = {
-    Format.FLOAT32: 0,
-    Format.FLOAT16: 1,
-    Format.BFLOAT16: 2,
-    Format.E4M3FN: 3,
-    Format.E5M2: 4,
-    Format.E4M3FNUZ: 5,
+    torch_dtype(Format.FLOAT32): 0,
+    torch_dtype(Format.FLOAT16): 1,
+    torch_dtype(Format.BFLOAT16): 2,
+    torch_dtype(Format.E4M3FN): 3,
+    torch_dtype(Format.E5M2): 4,
+    torch_dtype(Format.E4M3FNUZ): 5,
 }
 MAX_HEAD_DIM = 1024  # kMaxHeadDim in csrc/attention_tile.h
 
 
-def scales_of(pages: KVPages) -> int:
-    """FreightKvScales: none, static or per token."""
-    if pages.k_scale is None:
-        return 0
-    return 2 if pages.dynamic else 1
+def weight_format(weight: Tensor, x: Tensor) -> int:
+    """The code of a norm's weight, [size] in the dtype of x, [..., size], or float32."""
+    assert weight.dtype in (x.dtype, torch.float32)
+    assert weight.shape == x.shape[-1:]
+    return FORMATS[weight.dtype]
 
 
 def address(tensor: Tensor | None) -> int | None:
