@@ -216,7 +216,7 @@ def test_any_traffic_ends_with_the_same_tokens_and_no_block_held(
 @given(
     rng=st.randoms(use_true_random=False),
     block_size=st.sampled_from([8, 16, 64, 128]),
-    windows=st.sampled_from([(1,), (70,), (None, 3), (None, 30, 90)]),
+    windows=st.sampled_from([(2,), (70,), (None, 3), (None, 30, 90)]),
     spare_blocks=st.integers(0, 8),
     max_num_seqs=st.integers(1, 6),
     budget=st.integers(6, 100),
