@@ -182,7 +182,7 @@ def milliseconds(sequences: int, length: int, new: int) -> list[float]:
     b = [torch.zeros(HEADS, DIM).index_fill_(1, torch.arange(count), 1.0) for count in PAIRS]
     tried = [replace(pages, k_center=KeyCenter.of(one, *tables) if one.any() else None) for one in b]
     slices = [
-        SequenceSlice([0] * new, length - new, range(i * per, (i + 1) * per), Logits.NONE) for i in range(sequences)
+        SequenceSlice([0] * new, length - new, (range(i * per, (i + 1) * per),), Logits.NONE) for i in range(sequences)
     ]
     batch, q = prepare(slices, BLOCK_SIZE), torch.randn(sequences * new, HEADS * GROUP, DIM).bfloat16()
     attention, best = select_kernels("auto").attention, [float("inf")] * len(PAIRS)

@@ -94,7 +94,7 @@ def main() -> None:
         q, k, v = draw(said.keys, said.queries, peak)
         pages = pages_of(k, v)
         blocks = list(range(len(pages.k)))
-        batch = prepare([SequenceSlice([0] * len(q), len(k) - len(q), blocks, Logits.NONE)], BLOCK_SIZE)
+        batch = prepare([SequenceSlice([0] * len(q), len(k) - len(q), (blocks,), Logits.NONE)], BLOCK_SIZE)
         scales = (pages.k_scale, pages.v_scale)
         stored = [
             decode(page, scale).flatten(0, 2)[: len(k)] for page, scale in zip((pages.k, pages.v), scales, strict=True)

@@ -120,7 +120,7 @@ def compare(said: argparse.Namespace, theirs: Callable[..., None], format: Forma
     pages = make_pages(said.batch_size * blocks, said.kv_heads, said.head_dim, format, scales, device)
     fill(pages, said.batch_size * blocks * BLOCK_SIZE)
     order = torch.randperm(said.batch_size * blocks, generator=torch.Generator().manual_seed(0)).view(-1, blocks)
-    slices = [SequenceSlice([0] * said.new, said.context - said.new, own, Logits.LAST) for own in order.tolist()]
+    slices = [SequenceSlice([0] * said.new, said.context - said.new, (own,), Logits.LAST) for own in order.tolist()]
     batch = prepare(slices, BLOCK_SIZE, device)
     generator = torch.Generator().manual_seed(1)
     q = torch.randn(said.batch_size * said.new, said.heads, said.head_dim, generator=generator)
@@ -141,7 +141,7 @@ def compare(said: argparse.Namespace, theirs: Callable[..., None], format: Forma
     def run_theirs() -> None:
         theirs(
             q, pages.k, pages.v, out, batch.query_starts, said.new, batch.context_lens, said.context, softmax_scale,
-            True, (-1, -1), batch.block_tables, 0, None, scale, scale,
+            True, (-1, -1), batch.block_tables[0], 0, None, scale, scale,
             kv_quant_mode=MODES[scales], k_scale_cache=scale_caches[0], v_scale_cache=scale_caches[1],
             **(decoding if said.new == 1 else {}),
         )  # fmt: skip

@@ -150,7 +150,7 @@ class LLM:
             "granularity": str(kv.granularity) if kv.granularity else None,
             "scale_source": str(kv.scale_source) if kv.scale_source else None,
             "bytes_per_token": pool.spec.bytes_per_token,
-            "num_blocks": pool.num_blocks,
+            "num_blocks": pool.capacity_blocks,
             "block_size": pool.spec.block_size,
             "capacity_tokens": pool.capacity_tokens,
         }

@@ -231,7 +231,7 @@ def test_a_bad_prompt_refuses_the_whole_call_before_a_step(
     for text in says:
         assert text in str(caught.value)
     assert not llm.engine.has_unfinished
-    assert llm.engine.allocator.num_held == 0
+    assert llm.engine.cache.num_held == 0
 
 
 def test_ids_of_parameters_are_checked_too(llm: LLM):

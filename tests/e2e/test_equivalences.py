@@ -66,13 +66,13 @@ class Trace:
         return self.token_ids == other.token_ids and self.logprobs == other.logprobs and same_cache
 
 
-def cache_of(llm: LLM, block_ids: tuple[int, ...], length: int) -> list[torch.Tensor]:
+def cache_of(llm: LLM, block_ids: tuple[tuple[int, ...], ...], length: int) -> list[torch.Tensor]:
     tensors = []
     for layer in llm.engine.runner.pool.layers:
         pages = layer.pages
         tensors += [pages.k.view(torch.uint8), pages.v.view(torch.uint8)]
         tensors += [scale for scale in (pages.k_scale, pages.v_scale) if scale is not None and pages.dynamic]
-    return [tensor[list(block_ids)].flatten(0, 1)[:length].clone() for tensor in tensors]
+    return [tensor[list(block_ids[0])].flatten(0, 1)[:length].clone() for tensor in tensors]
 
 
 def trace(llm: LLM, params: SamplingParams, others: Sequence[str] = (), others_grow: int = 24) -> Trace:
@@ -83,7 +83,7 @@ def trace(llm: LLM, params: SamplingParams, others: Sequence[str] = (), others_g
         engine.add(f"other {index}", engine.accept(other, longer), longer)
     engine.add("main", engine.accept(PROMPT, params), params)
     request = engine._groups["main"].completions[0].request
-    blocks: tuple[int, ...] = ()
+    blocks: tuple[tuple[int, ...], ...] = ()
     schedule = engine.scheduler.schedule
 
     def remember() -> Any:

@@ -67,7 +67,7 @@ def test_one_bad_prompt_among_sixteen(
     (bad,) = outputs.pop(5)
     assert (bad.token_ids, bad.finish_reason) == ([], "error")
     assert outputs == expected
-    assert llm.engine.allocator.num_held == 0
+    assert llm.engine.cache.num_held == 0
     assert [output.outputs for output in llm.generate(*sound)] == expected
 
 

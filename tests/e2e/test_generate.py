@@ -83,10 +83,10 @@ def test_completions_of_one_prompt_share_its_blocks(llm: LLM):
     for output in llm.stream(prompt, params):
         lengths = [len(prompt) + len(completion.token_ids) for completion in output.outputs]
         if not output.finished:
-            held.append(llm.engine.allocator.num_held)
+            held.append(llm.engine.cache.num_held)
             assert held[-1] <= shared + sum(-(-length // 16) - shared for length in lengths)
     assert max(held) < 3 * shared
-    assert llm.engine.allocator.num_held == 0
+    assert llm.engine.cache.num_held == 0
     assert [completion.index for completion in output.outputs] == [0, 1, 2]
     assert len({tuple(completion.token_ids) for completion in output.outputs}) == 3
     assert all(len(completion.token_ids) == 20 for completion in output.outputs)
@@ -153,7 +153,7 @@ def test_length_at_the_end_of_the_context(max_tokens: int | None, caplog: pytest
     assert {output.outputs[0].finish_reason for output in (short, longest)} == {FinishReason.LENGTH}
     assert short.outputs[0].text == ""
     assert "outputs have no text" in caplog.text
-    assert llm.engine.allocator.num_held == 0
+    assert llm.engine.cache.num_held == 0
 
 
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(seed=2, max_tokens=16, logprobs=1)])
@@ -171,9 +171,9 @@ def test_leaving_a_stream_frees_everything(llm: LLM):
     stream = llm.stream(PROMPTS[1], SamplingParams(max_tokens=100, n=2))
     next(stream)
     next(stream)
-    assert llm.engine.allocator.num_held > 0
+    assert llm.engine.cache.num_held > 0
     stream.close()
-    assert llm.engine.allocator.num_held == 0
+    assert llm.engine.cache.num_held == 0
     assert not llm.engine.has_unfinished
     assert llm.generate(PROMPTS[2], GREEDY)[0].outputs == before
 

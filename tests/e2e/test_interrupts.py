@@ -101,9 +101,9 @@ def test_alarms_at_random_moments(alarm: Callable[[float], None], count: int):
             assert calls[check]() == expected[check]
             engine = llm.engine
             assert len(engine._groups) <= 1
-            assert engine.allocator.num_held <= -(-40 // 8)
+            assert engine.cache.num_held <= -(-40 // 8)
     alive += list(kept)
     assert hits > count / 3
     assert essence(alive)[-1] == essence(llm.generate([batch[3]], longer[0]))[0]
     assert not llm.engine._groups
-    assert llm.engine.allocator.num_held == 0
+    assert llm.engine.cache.num_held == 0

@@ -32,7 +32,7 @@ from freight.operands.rotary import Rotary
 BASE = Path(__file__).parents[1] / "fixtures" / "base_bf16"
 LAYERS, HEADS, CHANNELS = 2, 2, 64
 TOKENS = torch.randint(3, 256, (50,), generator=torch.Generator().manual_seed(3)).tolist()
-BLOCKS = range(4)
+BLOCKS = (range(4),)
 
 Stored = dict[str, Tensor]
 
@@ -153,11 +153,11 @@ def logits_of_dequantized(case: Case) -> Tensor:
     """The oracle: nothing is stored in FP8, but every k and v goes to FP8 and back on its way into a float32 cache."""
     llm = open_llm(kv_cache_dtype="float32")
     runner = llm.engine.runner
-    layers = allocate_pool(runner.pool.spec, llm.config.kv, len(BLOCKS), REFERENCE).layers
+    layers = allocate_pool(runner.pool.spec, llm.config.kv, (4,), REFERENCE).layers
     layers = tuple(
         Dequantized(layer.pages, REFERENCE, scales=(case.k(index), case.v(index))) for index, layer in enumerate(layers)
     )
-    pool = replace(runner.pool, layers=layers, num_blocks=len(BLOCKS))
+    pool = replace(runner.pool, layers=layers, num_blocks=(4,))
     return ModelRunner(runner.model, pool, "cpu").logits(TOKENS, 0, BLOCKS)
 
 

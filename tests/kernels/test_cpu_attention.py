@@ -50,7 +50,7 @@ class Cache:
         """The last `rows` positions before `ends` (default: all that is stored) of each sequence; 0: not in it."""
         size = self.pages.block_size
         slices = [
-            SequenceSlice([0] * count, end - count, blocks, Logits.NONE)
+            SequenceSlice([0] * count, end - count, (blocks,), Logits.NONE)
             for count, end, blocks in zip(rows, ends or self.lengths, self.blocks, strict=True)
             if count
         ]

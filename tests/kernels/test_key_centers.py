@@ -63,7 +63,7 @@ def batch_of(*rows: tuple[int, int]) -> Sequences:
     """Slices (first position, end) of the sequence, each as a sequence of its own in the batch."""
     return prepare(
         [
-            SequenceSlice([0] * (end - begin), begin, range(1, -(-end // BLOCK_SIZE) + 1), Logits.NONE)
+            SequenceSlice([0] * (end - begin), begin, (range(1, -(-end // BLOCK_SIZE) + 1),), Logits.NONE)
             for begin, end in rows
         ],
         BLOCK_SIZE,

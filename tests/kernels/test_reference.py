@@ -91,7 +91,7 @@ def run(pages: KVPages, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, chunk
     outputs, start = [], 0
     for count in chunks:
         rows = slice(start, start + count)
-        batch = prepare([SequenceSlice([0] * count, start, blocks, Logits.NONE)], BLOCK)
+        batch = prepare([SequenceSlice([0] * count, start, (blocks,), Logits.NONE)], BLOCK)
         reference.store_kv(k[rows], v[rows], batch.slots[0], pages)
         outputs.append(
             reference.attention(q[rows], pages, batch.sequences(0), q.shape[-1] ** -0.5, window, soft_cap, products)

@@ -74,7 +74,7 @@ def drive(engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[Sam
     for request_id, prompt, one in zip(ids, prompts, params, strict=True):
         engine.add(request_id, engine.intake.accept(prompt, one), one)
     records = []
-    blocks, scheduler = engine.allocator, engine.scheduler
+    scheduler = engine.scheduler
     model = TimedDecoder.over(engine.runner.model)
     engine.runner = replace(engine.runner, model=model)
     unfinished = len(ids)
@@ -83,7 +83,7 @@ def drive(engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[Sam
         begin = time.perf_counter()
         deltas = engine.step()
         seconds = time.perf_counter() - begin
-        used = 1.0 - blocks.num_available / blocks.num_blocks
+        used = engine.cache.used_share
         left = scheduler.num_running + scheduler.num_waiting
         running = scheduler.num_running + unfinished - left
         records.append(StepRecord(seconds, sum(model.forward_seconds), len(deltas), running, used))

@@ -184,7 +184,7 @@ def _attention(
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(batch * blocks, generator=generator, dtype=torch.int64, device="cpu")
     forward_batch = prepare(
-        [SequenceSlice([0] * rows, context - rows, own, Logits.LAST) for own in order.view(batch, blocks).tolist()],
+        [SequenceSlice([0] * rows, context - rows, (own,), Logits.LAST) for own in order.view(batch, blocks).tolist()],
         BLOCK_SIZE,
         device,
     )

@@ -193,7 +193,7 @@ def _pages(
     config = KVCacheConfig(format, granularity, source, scales)
     spec = KVCacheSpec((LayerKVSpec(format, granularity, heads, dim, dim),), BLOCK_SIZE)
     blocks = -(-tokens // BLOCK_SIZE)
-    pools = [allocate_pool(spec, config, blocks, kernels) for _ in copies]
+    pools = [allocate_pool(spec, config, (blocks,), kernels) for _ in copies]
     k, v = (_activations(tokens, heads * dim).view(tokens, heads, dim) for _ in "kv")
     slots = torch.arange(tokens, dtype=torch.int64, device="cpu")
     for pool in pools:
@@ -220,7 +220,7 @@ def _attention(
     pages, size = _pages(kernels, model, format, granularity, context, _copies(size, cache_size))
     generator = torch.Generator().manual_seed(2)
     order = torch.randperm(-(-context // BLOCK_SIZE), generator=generator, dtype=torch.int64, device="cpu").tolist()
-    batch = prepare([SequenceSlice([0], context - 1, order, Logits.NONE)], BLOCK_SIZE)
+    batch = prepare([SequenceSlice([0], context - 1, (order,), Logits.NONE)], BLOCK_SIZE)
     q = _activations(1, heads * dim).view(1, heads, dim)
     calls = [partial(kernels.attention, q, page, batch.sequences(0), dim**-0.5, None) for page in pages]
     shape = (1, context, heads, mixer.num_kv_heads, dim)

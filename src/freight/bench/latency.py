@@ -96,7 +96,7 @@ def _figures(runs: Sequence[tuple[float, list[StepRecord]]], batch_size: int, in
 
 def _room(pool: KVPool, device: str) -> dict[str, int]:
     """What the cache takes, and how many tokens it could hold in all that is free; a CPU's is not touched yet."""
-    taken = pool.num_blocks * pool.spec.bytes_per_block
+    taken = pool.num_bytes
     free = memory_for_cache(device) + (taken if device == "cuda" else 0)
     return {"kv_cache_bytes": taken, "tokens_that_fit": pool.spec.tokens_in(free)}
 

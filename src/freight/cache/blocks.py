@@ -6,10 +6,7 @@ A block is in exactly one of three states, so that num_free + num_held + num_cac
     held     at least one request refers to it
     cached   no request refers to it, but its content is indexed: a later request may reuse it, or it is evicted
 
-The prefix index maps a key to the block with that content. The key of a full block is a digest over the key of the
-block before it and its own token ids; the first block's parent is a digest of the request's cache salt. Equal keys
-therefore mean equal tokens from position 0 on, and equal salts. The digest is cryptographic: a caller must not be able
-to construct a prompt that is answered from someone else's blocks.
+The prefix index maps a key (cache/prefix.py) to the block with that content.
 
 Eviction takes the block that was released longest ago; of blocks released together, the one farthest from the start
 of the sequence, because a block is only found after those before it. Not thread-safe. Imports no torch.
@@ -17,21 +14,8 @@ of the sequence, because a block is only found after those before it. Not thread
 
 from __future__ import annotations
 
-import hashlib
-from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-
-
-def root_key(salt: str | None) -> bytes:
-    """Parent key of a sequence's first block. No salt and the empty salt are two different salts."""
-    content = b"" if salt is None else b"salt" + salt.encode("utf-8", "surrogatepass")
-    return hashlib.blake2b(content, digest_size=32, person=b"root").digest()
-
-
-def block_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Key of a full block that holds `token_ids` and follows the block (or root) with key `parent`."""
-    return hashlib.blake2b(parent + array("q", token_ids).tobytes(), digest_size=32).digest()
 
 
 class BlockAllocator:
@@ -109,6 +93,9 @@ class BlockAllocator:
             blocks.append(block)
         return blocks
 
+    def is_indexed(self, key: bytes) -> bool:
+        return key in self._index
+
     def register(self, block: int, key: bytes) -> None:
         """Index a held block whose every slot is computed and stored. A block already indexed under `key` stays."""
         assert self._references[block] > 0, f"block {block} is registered but not held"
@@ -135,6 +122,17 @@ class BlockAllocator:
                 self._free.append(block)
             else:
                 self._cached[block] = None
+
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """Remove content from the index, so that no later request reuses it; what nobody holds becomes free."""
+        for key in keys:
+            block = self._index.get(key)
+            if block is None:
+                continue
+            self._forget(block)
+            if self._references[block] == 0:
+                del self._cached[block]
+                self._free.append(block)
 
     def _evict(self) -> int:
         block, _ = self._cached.popitem(last=False)

@@ -62,15 +62,30 @@ class PagedKV:
 
 @dataclass(frozen=True)
 class KVPool:
-    """The cache of all layers: `num_blocks` blocks of `spec.block_size` tokens."""
+    """The cache of all layers: in each group, `num_blocks` blocks of `spec.block_size` tokens."""
 
     layers: tuple[PagedKV, ...]
     spec: KVCacheSpec
-    num_blocks: int
+    num_blocks: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.spec.bytes_of(self.num_blocks)
+
+    @property
+    def capacity_blocks(self) -> int:
+        """Blocks for whole sequences: those of the layers without a window, if there are any."""
+        whole = [count for count, group in zip(self.num_blocks, self.spec.groups, strict=True) if group.window is None]
+        return min(whole or self.num_blocks)
 
     @property
     def capacity_tokens(self) -> int:
-        return self.num_blocks * self.spec.block_size
+        return self.capacity_blocks * self.spec.block_size
+
+    @property
+    def whole(self) -> tuple[range, ...]:
+        """The block tables of a sequence that has the pool to itself."""
+        return tuple(range(count) for count in self.num_blocks)
 
     @property
     def values_per_token(self) -> int:
@@ -84,7 +99,7 @@ class KVPool:
 
 def cache_spec(kv: KVCacheConfig, model: ModelConfig, block_size: int) -> KVCacheSpec:
     mixers = [layer.mixer for layer in model.layers]
-    layers = [LayerKVSpec(kv.format, kv.granularity, m.num_kv_heads, m.k_dim, m.v_dim) for m in mixers]
+    layers = [LayerKVSpec(kv.format, kv.granularity, m.num_kv_heads, m.k_dim, m.v_dim, m.window) for m in mixers]
     return KVCacheSpec(tuple(layers), block_size)
 
 
@@ -94,20 +109,22 @@ Angles = tuple[Tensor, Tensor]  # cos, sin, as `KeyCenter.angle_tiles` makes the
 def allocate_pool(
     spec: KVCacheSpec,
     kv: KVCacheConfig,
-    num_blocks: int,
+    num_blocks: Sequence[int],
     kernels: KernelSet,
     device: str = "cpu",
     rotaries: Sequence[Rotary] | None = None,
 ) -> KVPool:
-    """Allocate the pages. Memory is touched when it is first written, not here.
+    """Allocate the pages: `num_blocks` by group. Memory is touched when it is first written, not here.
 
     `rotaries` has the rotary tables of each layer; they are needed for centered keys only.
     """
     of_layers = kv.scales.layers if kv.scales is not None else (None,) * len(spec.layers)
     tables = AngleTables()
     layers = []
+    groups = {layer: index for index, group in enumerate(spec.groups) for layer in group.layers}
     for index, (layer, scales) in enumerate(zip(spec.layers, of_layers, strict=True)):
-        pages = _allocate_layer(layer, scales, num_blocks, spec.block_size, device)
+        group = groups[index]
+        pages = _allocate_layer(layer, scales, num_blocks[group], spec.block_size, device)
         k, v = (
             expand_scale(center, layer.num_kv_heads, dim).to(device) if center else None
             for center, dim in zip(
@@ -118,8 +135,8 @@ def allocate_pool(
         )
         assert k is None or rotaries is not None
         angles = None if k is None or rotaries is None else tables.of(rotaries[index])
-        layers.append(PagedKV(centered_pages(pages, k, v, angles), kernels))
-    return KVPool(tuple(layers), spec, num_blocks)
+        layers.append(PagedKV(centered_pages(pages, k, v, angles), kernels, group))
+    return KVPool(tuple(layers), spec, tuple(num_blocks))
 
 
 class AngleTables:
@@ -180,5 +197,4 @@ def expand_scale(values: tuple[float, ...], num_kv_heads: int, head_dim: int) ->
 
 def same_cache_at_16_bits(spec: KVCacheSpec, format: Format) -> KVCacheSpec:
     """The cache that `format` would have needed, for the comparison that start-up prints."""
-    layers = tuple(LayerKVSpec(format, None, layer.num_kv_heads, layer.k_dim, layer.v_dim) for layer in spec.layers)
-    return KVCacheSpec(layers, spec.block_size)
+    return KVCacheSpec(tuple(replace(layer, format=format, granularity=None) for layer in spec.layers), spec.block_size)

@@ -278,7 +278,7 @@ class _Run:
             spec = KVCacheSpec((LayerKVSpec(self._format, None, *shape),), BLOCK_SIZE)
             num_blocks = -(-max(self._lengths) // BLOCK_SIZE)
             config = KVCacheConfig(self._format, None, None, None)
-            self._caches[shape] = allocate_pool(spec, config, num_blocks, REFERENCE, self._device).layers[0]
+            self._caches[shape] = allocate_pool(spec, config, (num_blocks,), REFERENCE, self._device).layers[0]
         return self._caches[shape]
 
     def through(

@@ -10,10 +10,11 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from freight.cache.blocks import BlockAllocator
+from freight.cache.manager import CacheManager
 from freight.cache.pool import KVPool, allocate_pool, same_cache_at_16_bits
+from freight.cache.sizing import bytes_of_request, longest_request, split_memory, useful_memory
 from freight.cache.spec import KVCacheSpec
-from freight.config.engine import EngineArgs, EngineConfig, KVCacheConfig
+from freight.config.engine import EngineArgs, EngineConfig
 from freight.config.model import ModelConfig
 from freight.device import DeviceFacts, probe
 from freight.engine.engine import Engine
@@ -58,24 +59,27 @@ def start_engine(opened: OpenModel, before_weights: BeforeWeights | None = None)
     decoder = opened.load(config)
     memory = config.kv_cache_memory
     if memory is None:
-        useful = config.max_num_seqs * -(-config.max_model_len // config.block_size) * spec.bytes_per_block
+        useful = useful_memory(spec, config.max_model_len, config.max_num_seqs, config.max_num_batched_tokens)
         memory = min(memory_for_cache(config.device), useful)
         config = _fit_context(spec, memory, config, args)
     kernels = opened.kernels(config)
-    pool = allocate_pool(spec, config.kv, spec.blocks_in(memory), kernels, config.device, decoder.rotaries)
-    logger.info("%s", describe_cache(pool, config.kv, config.compute_format))
+    limits = (config.max_num_seqs, config.max_num_batched_tokens)
+    num_blocks = split_memory(spec, memory, config.max_model_len, *limits)
+    pool = allocate_pool(spec, config.kv, num_blocks, kernels, config.device, decoder.rotaries)
+    logger.info("%s", describe_cache(pool, config))
     if config.fp8_attention:
         logger.info("attention: products in FP8")
 
-    allocator = BlockAllocator(pool.num_blocks, config.block_size, config.enable_prefix_caching)
-    scheduler = Scheduler(allocator, config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len)
+    step_tokens, caching = config.max_num_batched_tokens, config.enable_prefix_caching
+    cache = CacheManager(spec.groups, pool.num_blocks, config.block_size, step_tokens, caching)
+    scheduler = Scheduler(cache, *limits, config.max_model_len)
     graphs = None
     if kernels.name == "triton":  # the reference asks lengths of the device while it runs, which no graph can
         graphs = DecodeGraphs(decoder, pool, config.max_num_seqs, config.max_model_len, config.device)
     runner = ModelRunner(decoder, pool, config.device, graphs)
     intake = Intake(tokenizer, opened.model.vocab_size, config.max_model_len)
     threads = opened.threads(config)
-    return Engine(runner, allocator, scheduler, intake, opened.stop_token_ids(), config.seed, threads), config
+    return Engine(runner, cache, scheduler, intake, opened.stop_token_ids(), config.seed, threads), config
 
 
 def memory_for_cache(device: str) -> int:
@@ -85,11 +89,12 @@ def memory_for_cache(device: str) -> int:
 
 def _fit_context(spec: KVCacheSpec, memory: int, config: EngineConfig, args: EngineArgs) -> EngineConfig:
     """The context has to fit into the cache. One that was asked for must; the model's own limit is lowered to fit."""
-    tokens = spec.tokens_in(memory)
+    step_tokens = config.max_num_batched_tokens
+    tokens = longest_request(spec, memory, config.max_model_len, step_tokens)
     if tokens >= config.max_model_len:
         return config
     if args.max_model_len is not None or tokens == 0:
-        needed = -(-config.max_model_len // spec.block_size) * spec.bytes_per_block
+        needed = bytes_of_request(spec, config.max_model_len, step_tokens)
         raise CapacityError(
             f"{memory:,} bytes of KV cache hold {tokens} tokens of {spec.bytes_per_token} bytes, in blocks of "
             f"{spec.block_size}; a context of {config.max_model_len} tokens (--max-model-len) does not fit. "
@@ -125,13 +130,34 @@ def _mebibytes(count: int) -> str:
     return f"{count / 2**20:.1f} MiB"
 
 
-def describe_cache(pool: KVPool, kv: KVCacheConfig, compute_format: Format) -> str:
-    """The line at start: format, granularity, source of the scales, tokens that fit, and what 16 bits would hold."""
+def describe_cache(pool: KVPool, config: EngineConfig) -> str:
+    """The line at start: format, granularity, source of the scales, what fits, and what another choice would take.
+
+    That is 16 bits where every layer sees every token, else windows that give no block back.
+    """
+    kv, spec, memory = config.kv, pool.spec, pool.num_bytes
     scales = f"{kv.granularity}, {kv.scale_source}" if kv.granularity else "none"
     note = f" ({kv.note})" if kv.note else ""
-    memory = pool.num_blocks * pool.spec.bytes_per_block
-    line = f"KV cache: {kv.format}; scales: {scales}{note}; {pool.capacity_tokens:,} tokens fit in {_mebibytes(memory)}"
+    line = f"KV cache: {kv.format}; scales: {scales}{note}; "
+    if any(group.window is not None for group in spec.groups):
+        return line + _describe_groups(pool, config)
+    line += f"{pool.capacity_tokens:,} tokens fit in {_mebibytes(memory)}"
     if kv.format.is_fp8:
-        sixteen = compute_format if compute_format.bytes == 2 else Format.BFLOAT16
-        line += f", {same_cache_at_16_bits(pool.spec, sixteen).tokens_in(memory):,} would in {sixteen}"
+        sixteen = config.compute_format if config.compute_format.bytes == 2 else Format.BFLOAT16
+        line += f", {same_cache_at_16_bits(spec, sixteen).tokens_in(memory):,} would in {sixteen}"
     return line
+
+
+def _describe_groups(pool: KVPool, config: EngineConfig) -> str:
+    spec, length = pool.spec, config.max_model_len
+    groups = [
+        f"{len(group.layers)} layers {f'with a window of {group.window:,}' if group.window else 'without a window'}: "
+        f"{count:,} blocks, {count * spec.block_size:,} tokens, {_mebibytes(count * group.bytes_per_block)}"
+        for group, count in zip(spec.groups, pool.num_blocks, strict=True)
+    ]
+    takes = bytes_of_request(spec, length, config.max_num_batched_tokens)
+    whole = sum(group.bytes_per_block for group in spec.groups) * -(-length // spec.block_size)
+    return (
+        f"{_mebibytes(pool.num_bytes)}; {'; '.join(groups)}; a request of {length:,} tokens takes {_mebibytes(takes)}, "
+        f"and would take {_mebibytes(whole)} if windows gave no blocks back"
+    )

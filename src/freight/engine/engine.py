@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 
-from freight.cache.blocks import BlockAllocator
+from freight.cache.manager import CacheManager
 from freight.detokenizer import Detokenizer
 from freight.engine.compute import ChunkResult, ChunkWork, compute
 from freight.engine.intake import AcceptedPrompt, Intake
@@ -41,7 +41,7 @@ class Engine:
     def __init__(
         self,
         runner: ModelRunner,
-        allocator: BlockAllocator,
+        cache: CacheManager,
         scheduler: Scheduler,
         intake: Intake,
         stop_token_ids: frozenset[int],
@@ -50,7 +50,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.runner = runner
-        self.allocator = allocator
+        self.cache = cache
         self.scheduler = scheduler
         self.intake = intake
         self.tokenizer = intake.tokenizer

@@ -31,43 +31,53 @@ def bucket_of(num_seqs: int) -> int:
 
 
 class Buffers:
-    """A decode batch of `bucket` sequences with up to `max_blocks` blocks each, on the host and on `device`."""
+    """A decode batch of `bucket` sequences with up to `max_blocks` blocks each, on the host and on `device`.
 
-    def __init__(self, bucket: int, max_blocks: int, block_size: int, device: str) -> None:
+    Each of the cache's `num_groups` groups has block tables and slots.
+    """
+
+    def __init__(self, bucket: int, max_blocks: int, block_size: int, device: str, num_groups: int = 1) -> None:
         self.block_size = block_size
-        # int32 words: token ids, positions and slots as int64, then lengths and tables as int32. Each begins at a
-        # multiple of 16 bytes, as what `prepare` makes: Triton compiles a kernel anew for other alignments.
-        counts = (2 * bucket, 2 * bucket, 2 * bucket, bucket, bucket * max_blocks)
+        # int32 words: token ids, positions and slots by group as int64, then lengths and tables by group as int32. Each
+        # begins at a multiple of 16 bytes, as what `prepare` makes: Triton compiles a kernel anew for other alignments.
+        num_longs = 2 + num_groups
+        counts = (*[2 * bucket] * num_longs, bucket, *[bucket * max_blocks] * num_groups)
         edges = np.cumsum([0, *(-(-count // 4) * 4 for count in counts)]).tolist()
         host = torch.zeros(edges[-1], dtype=torch.int32, device="cpu", pin_memory=device != "cpu")
         words = torch.zeros(edges[-1], dtype=torch.int32, device=device)
         self._host, self._words = host, words
 
-        def views(buffer: Tensor) -> tuple[Tensor, ...]:
+        def views(buffer: Tensor) -> list[Tensor]:
             parts = [buffer[begin : begin + count] for begin, count in zip(edges[:-1], counts, strict=True)]
-            longs = [part.view(torch.int64) for part in parts[:3]]
-            return (*longs, parts[3], parts[4].view(bucket, max_blocks))
+            longs = [part.view(torch.int64) for part in parts[:num_longs]]
+            tables = [part.view(bucket, max_blocks) for part in parts[num_longs + 1 :]]
+            return [*longs, parts[num_longs], *tables]
 
-        self._tokens, self._positions, self._slots, self._lengths, self._tables = (v.numpy() for v in views(host))
-        tokens, positions, slots, lengths, tables = views(words)
+        on_host = [view.numpy() for view in views(host)]
+        self._tokens, self._positions, self._lengths = on_host[0], on_host[1], on_host[num_longs]
+        self._slots, self._tables = on_host[2:num_longs], on_host[num_longs + 1 :]
+        on_device = views(words)
+        slots, tables = tuple(on_device[2:num_longs]), tuple(on_device[num_longs + 1 :])
         starts = torch.arange(bucket + 1, dtype=torch.int32, device=device)
         rows = torch.arange(bucket, dtype=torch.int64, device=device)
-        self.batch = ForwardBatch(tokens, positions, starts, lengths, (slots,), (tables,), rows)
+        tokens, positions, lengths = on_device[0], on_device[1], on_device[num_longs]
+        self.batch = ForwardBatch(tokens, positions, starts, lengths, slots, tables, rows)
         self.fill([])
 
     def fill(self, slices: Sequence[SequenceSlice]) -> None:
         """Make `batch` say what `slices`, one token each, say; the rest of it is padding."""
         count = len(slices)
         self._tokens[count:] = self._positions[count:] = self._lengths[count:] = 0
-        self._slots[count:] = -1
-        for i, part in enumerate(slices):
-            self._tables[i, : len(part.block_ids)] = part.block_ids
         self._tokens[:count] = [part.token_ids[0] for part in slices]
         starts = np.array([part.start for part in slices], dtype=np.int64)
         self._positions[:count] = starts
         self._lengths[:count] = starts + 1
-        blocks = self._tables[np.arange(count), starts // self.block_size].astype(np.int64)
-        self._slots[:count] = blocks * self.block_size + starts % self.block_size
+        for group, (slots, tables) in enumerate(zip(self._slots, self._tables, strict=True)):
+            for i, part in enumerate(slices):
+                tables[i, : len(part.block_ids[group])] = part.block_ids[group]
+            blocks = tables[np.arange(count), starts // self.block_size].astype(np.int64)
+            slots[:count] = blocks * self.block_size + starts % self.block_size
+            slots[count:] = -1
         self._words.copy_(self._host, non_blocking=True)  # the step's end waits for it: the tokens are read
 
 
@@ -98,7 +108,8 @@ class DecodeGraphs:
         return logits[: len(slices)]
 
     def _capture(self, bucket: int) -> tuple[Buffers, torch.cuda.CUDAGraph, Tensor]:
-        buffers = Buffers(bucket, self._max_blocks, self._pool.spec.block_size, self._device)
+        spec = self._pool.spec
+        buffers = Buffers(bucket, self._max_blocks, spec.block_size, self._device, len(spec.groups))
         main, aside = torch.cuda.current_stream(), torch.cuda.Stream()
         aside.wait_stream(main)
         with torch.cuda.stream(aside):  # kernels are compiled and libraries take their memory outside of the graph

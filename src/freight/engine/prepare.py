@@ -23,11 +23,15 @@ class Logits(Enum):
 
 @dataclass(frozen=True)
 class SequenceSlice:
-    """`token_ids` of one sequence at positions start, start + 1, …, and the blocks that hold the sequence."""
+    """`token_ids` of one sequence at positions start, start + 1, …, and its block tables by cache group.
+
+    Entry i of a table is the block of tokens i * block_size …, for all that are stored and those of this slice; entries
+    of blocks that a window has left behind are 0.
+    """
 
     token_ids: Sequence[int]
     start: int
-    block_ids: Sequence[int]
+    block_ids: Sequence[Sequence[int]]
     logits: Logits
 
     @property
@@ -38,19 +42,24 @@ class SequenceSlice:
 def prepare(slices: Sequence[SequenceSlice], block_size: int, device: str = "cpu") -> ForwardBatch:
     """Lay the slices end to end; logit rows come in the slices' order."""
     tokens: list[int] = []
-    positions, slots, rows = [], [], []
+    positions, rows = [], []
     starts = np.zeros(len(slices) + 1, np.int32)
-    tables = np.zeros((len(slices), max(len(s.block_ids) for s in slices)), np.int32)
     for i, part in enumerate(slices):
         count = len(part.token_ids)
-        position = np.arange(part.start, part.start + count, dtype=np.int64)
-        tables[i, : len(part.block_ids)] = part.block_ids
-        positions.append(position)
-        slots.append(tables[i, position // block_size].astype(np.int64) * block_size + position % block_size)
+        positions.append(np.arange(part.start, part.start + count, dtype=np.int64))
         end = starts[i + 1] = starts[i] + count
         rows.append(np.arange(end - part.num_logit_rows, end, dtype=np.int64))
         tokens.extend(part.token_ids)
     lengths = np.array([s.start + len(s.token_ids) for s in slices], np.int32)
+    position = np.concatenate(positions)
+    sequence = np.repeat(np.arange(len(slices)), np.diff(starts))
+    tables, slots = [], []
+    for group in zip(*(s.block_ids for s in slices), strict=True):
+        table = np.zeros((len(slices), max(map(len, group))), np.int32)
+        for i, blocks in enumerate(group):
+            table[i, : len(blocks)] = blocks
+        tables.append(table)
+        slots.append(table[sequence, position // block_size].astype(np.int64) * block_size + position % block_size)
 
     def tensor(array: np.ndarray) -> Tensor:
         host = torch.from_numpy(array)
@@ -58,10 +67,10 @@ def prepare(slices: Sequence[SequenceSlice], block_size: int, device: str = "cpu
 
     return ForwardBatch(
         token_ids=tensor(np.array(tokens, np.int64)),
-        positions=tensor(np.concatenate(positions)),
+        positions=tensor(position),
         query_starts=tensor(starts),
         context_lens=tensor(lengths),
-        slots=(tensor(np.concatenate(slots)),),
-        block_tables=(tensor(tables),),
+        slots=tuple(map(tensor, slots)),
+        block_tables=tuple(map(tensor, tables)),
         logit_rows=tensor(np.concatenate(rows)),
     )

@@ -1,8 +1,8 @@
 """Request: one sequence on its way through the engine. Only the Scheduler writes it; everyone else reads.
 
 Its known tokens are the prompt followed by what was generated. The keys and values of the first
-`num_computed_tokens` of them are in the cache, in `block_ids`. Tokens are only ever appended, also across preemption,
-so `block_keys` stays valid once computed. Imports no torch.
+`num_computed_tokens` of them are in the cache, in the blocks `held`, where a layer still reads them. Tokens are only
+ever appended, also across preemption, so `block_keys` stays valid once computed. Imports no torch.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from freight.cache.manager import NOTHING, Held
 from freight.errors import RequestError
 from freight.outputs import FinishReason
 from freight.sampling import SamplingParams
@@ -44,7 +45,7 @@ class Request:
 
     The rest belongs to the Scheduler.
 
-    block_ids          blocks in sequence order; replaced, never changed in place, so that a step may keep it
+    held               its blocks, by cache group
     block_keys         prefix keys of the leading full blocks, as far as they were needed
     num_cached_tokens  prompt tokens found in the prefix cache when first admitted
     arrival            counts up from 0 over all requests added to the Scheduler
@@ -62,7 +63,7 @@ class Request:
     stop_token_ids: frozenset[int]
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
-    block_ids: tuple[int, ...] = ()
+    held: Held = NOTHING
     block_keys: list[bytes] = field(default_factory=list)
     num_cached_tokens: int = 0
     num_preemptions: int = 0

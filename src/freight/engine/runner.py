@@ -58,6 +58,6 @@ class ModelRunner:
         return StepRows(self.model, num_rows, hidden=self.model.hidden(batch, self.pool.layers))
 
     @torch.inference_mode()
-    def logits(self, token_ids: Sequence[int], start: int, block_ids: Sequence[int]) -> Tensor:
-        """float32 logits after each of `token_ids`, which stand at `start` of the sequence in `block_ids`."""
+    def logits(self, token_ids: Sequence[int], start: int, block_ids: Sequence[Sequence[int]]) -> Tensor:
+        """float32 logits after each of `token_ids`, which stand at `start` of the sequence in `block_ids`, by group."""
         return self.run([SequenceSlice(token_ids, start, block_ids, Logits.ALL)]).all_logits()

@@ -6,9 +6,10 @@ the rest within a budget of `max_num_batched_tokens`. A chunk that reaches the e
 - Every running request advances in every step: one token of the budget is kept back for each that is still to come,
   so no decode waits behind a long prefill. The rest of the budget goes by arrival, oldest first, then to waiting
   requests, first come first served, while fewer than `max_num_seqs` run.
+- Before a chunk is computed, its request gives back the blocks that no window reaches any more (cache/manager.py).
 - When blocks run out, the running request that arrived last gives back its blocks and waits at its place in the queue;
   it keeps its tokens and computes them again later. The oldest request is never preempted, and `add` refuses what the
-  whole pool could not hold, so every request comes to an end.
+  whole cache could not hold, so every request comes to an end.
 - A waiting request is admitted only if the blocks for all its known tokens are there, and one more for each running
   request, so that it is not preempted right after.
 - Prefix hits leave at least the last known token to compute, so a shared block is never written. The completions of one
@@ -28,7 +29,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
-from freight.cache.blocks import BlockAllocator, block_key, root_key
+from freight.cache.manager import NOTHING, CacheManager, Shortfall
+from freight.cache.prefix import extend_keys
 from freight.engine.request import Request, RequestState, check_length
 from freight.errors import CapacityError, RequestError
 from freight.outputs import FinishReason
@@ -38,14 +40,14 @@ from freight.outputs import FinishReason
 class ScheduledChunk:
     """Compute the known tokens start … start + num_tokens - 1 of `request`, storing into `block_ids`.
 
-    `block_ids` are all blocks of the sequence up to the end of the chunk. With `samples`, the last row's logits give
-    the request's next token.
+    `block_ids` are the block tables of the sequence, by cache group, up to the end of the chunk. With `samples`, the
+    last row's logits give the request's next token.
     """
 
     request: Request
     start: int
     num_tokens: int
-    block_ids: tuple[int, ...]
+    block_ids: tuple[tuple[int, ...], ...]
     samples: bool
 
 
@@ -66,7 +68,14 @@ _arrival = attrgetter("arrival")
 
 def _chunk(request: Request, start: int, count: int) -> ScheduledChunk:
     samples = start + count == request.num_tokens < request.token_limit
-    return ScheduledChunk(request, start, count, request.block_ids, samples)
+    return ScheduledChunk(request, start, count, request.held.block_ids, samples)
+
+
+def _capacity(short: Shortfall, limit: int) -> str:
+    """Tokens that there is room for, and those needed at once where a window makes them less than all `limit`."""
+    size = short.group.tokens_per_block
+    has, needed = short.num_blocks * size, short.needed * size
+    return f"{has}" if needed >= limit else f"{has} of the {needed} that it needs at once in {short.group.describe()}"
 
 
 def _remove(queue: list[Request], request: Request) -> None:
@@ -77,13 +86,13 @@ def _remove(queue: list[Request], request: Request) -> None:
 
 
 class Scheduler:
-    """Continuous batching over the blocks of one allocator. Limits: sequences, tokens a step, tokens a request."""
+    """Continuous batching over one cache. Limits: sequences, tokens a step, tokens a request."""
 
-    def __init__(
-        self, allocator: BlockAllocator, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int
-    ) -> None:
+    def __init__(self, cache: CacheManager, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> None:
         assert min(max_num_seqs, max_num_batched_tokens, max_model_len) > 0
-        self._allocator = allocator
+        self._cache = cache
+        self._block_size, self._caching = cache.block_size, cache.enable_prefix_caching
+        self._gives_back = cache.gives_back
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
@@ -108,18 +117,18 @@ class Scheduler:
     def token_limit(self, num_prompt: int, max_tokens: int | None) -> int:
         """Known tokens at which a request with a prompt of `num_prompt` tokens ends. Changes nothing.
 
-        Raises RequestError for an empty or too long prompt, and CapacityError when the whole pool is smaller than the
+        Raises RequestError for an empty or too long prompt, and CapacityError when the whole cache is smaller than the
         request may become.
         """
         if num_prompt == 0:
             raise RequestError("the prompt is empty; give at least one token")
         check_length(num_prompt, max_tokens, self._max_model_len)
         limit = self._max_model_len if max_tokens is None else min(num_prompt + max_tokens, self._max_model_len)
-        capacity = self._allocator.num_blocks * self._allocator.block_size
-        if limit > capacity:
+        short = self._cache.shortfall(limit)
+        if short is not None:
             raise CapacityError(
                 f"the request may grow to {limit} tokens ({num_prompt} of prompt), and the KV cache holds "
-                f"{capacity}; lower max_tokens, shorten the prompt or raise kv_cache_memory"
+                f"{_capacity(short, limit)}; lower max_tokens, shorten the prompt or raise kv_cache_memory"
             )
         return limit
 
@@ -151,7 +160,8 @@ class Scheduler:
             remaining = request.num_tokens - start
             count = min(remaining, budget - reserved)
             assert count > 0, f"no token of the budget is left for request {request.request_id}"
-            if not self._grow(request, start + count, preempted):
+            changes = self._gives_back or start + count > request.held.room  # in most steps, neither
+            if changes and not self._grow(request, start, start + count, preempted):
                 break  # it preempted itself, being the last
             chunks.append(_chunk(request, start, count))
             budget -= count
@@ -211,10 +221,10 @@ class Scheduler:
         Unfinished ones wait and compute their tokens again, to the same bits; every block is free and no content is
         indexed. What their last token decides is decided anew. May be interrupted, and then has to be called again.
         """
-        self._allocator.reset()
+        self._cache.reset()
         self._requests, self._leaders, self._waiting, self._running = {}, {}, [], []
         for request in sorted(requests, key=_arrival):
-            request.block_ids = ()
+            request.held = NOTHING
             if request.is_finished:
                 continue
             if request.num_computed_tokens:
@@ -229,22 +239,23 @@ class Scheduler:
         for request in [request for request in self._waiting if request.output_token_ids]:
             self._finish_if_done(request)
 
-    def _grow(self, request: Request, num_tokens: int, preempted: list[Request]) -> bool:
-        """Give a running request blocks for `num_tokens` tokens; False if it was itself the last to preempt."""
-        missing = self._allocator.blocks_for(num_tokens) - len(request.block_ids)
-        if missing <= 0:
-            return True
-        while (blocks := self._allocator.allocate(missing)) is None:
+    def _grow(self, request: Request, start: int, num_tokens: int, preempted: list[Request]) -> bool:
+        """Give a running request what a chunk from `start` to `num_tokens` needs, and take back what it does not.
+
+        False if it was itself the last to preempt.
+        """
+        held = request.held = self._cache.trim(request.held, start)
+        while (grown := self._cache.grow(held, num_tokens)) is None:
             preempted.append(self._preempt_latest())
             if preempted[-1] is request:
                 return False
-        request.block_ids += tuple(blocks)
+        request.held = grown
         return True
 
     def _preempt_latest(self) -> Request:
         victim = self._running.pop()
-        self._allocator.release(victim.block_ids)
-        victim.block_ids = ()
+        self._cache.release(victim.held)
+        victim.held = NOTHING
         victim.num_computed_tokens = 0
         victim.num_preemptions += 1
         victim.state = RequestState.WAITING
@@ -270,16 +281,14 @@ class Scheduler:
     def _admit(self, request: Request, budget: int) -> ScheduledChunk | None:
         """Start a waiting request with its prefix hits and a first chunk; None, and no change, if it does not fit."""
         num_tokens = request.num_tokens
-        blocks = self._allocator.acquire_prefix(self._prefix_keys(request, num_tokens))
-        missing = self._allocator.blocks_for(num_tokens) - len(blocks)
-        if missing + len(self._running) > self._allocator.num_available:
-            self._allocator.release(blocks)
+        admitted = self._cache.admit(self._hit_keys(request), num_tokens, reserve=len(self._running))
+        if admitted is None:
             return None
-        start = len(blocks) * self._allocator.block_size
+        held, start = admitted
         count = min(num_tokens - start, budget)
-        fresh = self._allocator.allocate(self._allocator.blocks_for(start + count) - len(blocks))
-        assert fresh is not None
-        request.block_ids = (*blocks, *fresh)
+        grown = self._cache.grow(held, start + count)
+        assert grown is not None, f"request {request.request_id} was admitted without blocks for its first chunk"
+        request.held = grown
         request.num_computed_tokens = start
         if request.num_preemptions == 0:
             request.num_cached_tokens = start
@@ -294,38 +303,30 @@ class Scheduler:
             and leader is not request
             and leader.num_computed_tokens < leader.num_prompt_tokens
             and self._takes_hits(request)
-            and request.num_prompt_tokens > self._allocator.block_size
+            and request.num_prompt_tokens > self._block_size
         )
 
     def _takes_hits(self, request: Request) -> bool:
         # Log-probabilities of the prompt need every row of it computed.
-        return self._allocator.enable_prefix_caching and request.params.prompt_logprobs is None
+        return self._caching and request.params.prompt_logprobs is None
 
-    def _prefix_keys(self, request: Request, num_tokens: int) -> list[bytes]:
+    def _hit_keys(self, request: Request) -> list[bytes]:
         """Keys of the blocks that may be hits: full ones, leaving at least the last known token to compute."""
         if not self._takes_hits(request):
             return []
-        count = (num_tokens - 1) // self._allocator.block_size
+        count = (request.num_tokens - 1) // self._block_size
         self._extend_keys(request, count)
         return request.block_keys[:count]
 
     def _extend_keys(self, request: Request, count: int) -> None:
-        """Have at least `count` keys in request.block_keys; only missing ones are computed."""
-        keys, size = request.block_keys, self._allocator.block_size
-        while len(keys) < count:
-            parent = keys[-1] if keys else root_key(request.params.cache_salt)
-            start = len(keys) * size
-            keys.append(block_key(parent, request.tokens(start, start + size)))
+        extend_keys(request.block_keys, count, self._block_size, request.params.cache_salt, request.tokens)
 
     def _register_full_blocks(self, request: Request, previously_computed: int) -> None:
         """Index the blocks that became full since `previously_computed` tokens were computed."""
-        size = self._allocator.block_size
-        first, end = previously_computed // size, request.num_computed_tokens // size
-        if first == end or not self._allocator.enable_prefix_caching:
-            return
-        self._extend_keys(request, end)
-        for position in range(first, end):
-            self._allocator.register(request.block_ids[position], request.block_keys[position])
+        size, computed = self._block_size, request.num_computed_tokens
+        if previously_computed // size < computed // size and self._caching:
+            self._extend_keys(request, computed // size)
+            self._cache.register(request.held, request.block_keys, previously_computed, computed)
 
     def _finish_if_done(self, request: Request) -> None:
         """A stop id ends a request once min_tokens are generated, and wins over a limit reached by the same token."""
@@ -340,8 +341,11 @@ class Scheduler:
         request.finish_reason = reason
         request.stop_reason = stop_reason
         request.state = RequestState.FINISHED  # after its reasons, so that `rebuild` finds all of them or none
-        self._allocator.release(request.block_ids, forget=reason is FinishReason.ERROR)
-        request.block_ids = ()
+        if reason is FinishReason.ERROR:
+            self._cache.forget(request.held, request.block_keys)
+        else:
+            self._cache.release(request.held)
+        request.held = NOTHING
         del self._requests[request.request_id]
         if self._leaders.get(request.group) is request:
             del self._leaders[request.group]

@@ -66,10 +66,10 @@ class CacheRun:
         """Log-probability of each token of the text, in order, float32 [num_tokens]."""
         return torch.cat(self.parts)
 
-    def logprobs(self, window: Window, start: int, stop: int, blocks: Sequence[int]) -> Tensor:
+    def logprobs(self, window: Window, start: int, stop: int) -> Tensor:
         """float32 log-probabilities after tokens start … stop - 1 of the window, [stop - start, vocab_size]."""
         begin = time.perf_counter()
-        logits = self.runner.logits(window.token_ids[start:stop], start, blocks)
+        logits = self.runner.logits(window.token_ids[start:stop], start, self.runner.pool.whole)
         self.seconds += time.perf_counter() - begin
         self.num_stored += stop - start
         return torch.log_softmax(logits, -1)
@@ -152,23 +152,23 @@ def run_caches(
         runs = []
         for config in configs:
             spec = opened.cache_spec(config)
-            pool = allocate_pool(spec, config.kv, num_blocks, kernels, device, decoder.rotaries)
+            pool = allocate_pool(spec, config.kv, [num_blocks] * len(spec.groups), kernels, device, decoder.rotaries)
             runs.append(CacheRun(config, ModelRunner(decoder, pool, device)))
-        chunk, blocks = configs[0].max_num_batched_tokens, range(num_blocks)
+        chunk = configs[0].max_num_batched_tokens
         for done, part in enumerate(windows):
             on_progress(done, len(windows))
             for start in range(0, len(part.token_ids), chunk):
                 stop = min(start + chunk, len(part.token_ids))
-                _score_chunk(runs, part, start, stop, blocks)
+                _score_chunk(runs, part, start, stop)
         on_progress(len(windows), len(windows))
     return runs
 
 
-def _score_chunk(runs: list[CacheRun], window: Window, start: int, stop: int, blocks: Sequence[int]) -> None:
+def _score_chunk(runs: list[CacheRun], window: Window, start: int, stop: int) -> None:
     targets = torch.tensor(window.targets[start:stop], dtype=torch.int64, device=runs[0].runner.device)
-    reference = runs[0].logprobs(window, start, stop, blocks)
+    reference = runs[0].logprobs(window, start, stop)
     for run in runs:
-        own = reference if run is runs[0] else run.logprobs(window, start, stop, blocks)
+        own = reference if run is runs[0] else run.logprobs(window, start, stop)
         run.add(reference, own, targets)
 
 

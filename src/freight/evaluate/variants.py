@@ -92,14 +92,16 @@ def key_spreads(model: str, token_ids: Sequence[int]) -> list[float]:
     decoder, kernels = opened.load(config), select_kernels(config.kernels, config.device)
     watches = [CenterWatch() for _ in decoder.layers]
     num_blocks = -(-len(token_ids) // config.block_size)
-    pool = allocate_pool(opened.cache_spec(config), config.kv, num_blocks, kernels, config.device)
+    spec = opened.cache_spec(config)
+    pool = allocate_pool(spec, config.kv, [num_blocks] * len(spec.groups), kernels, config.device)
     pool = replace(
         pool,
         layers=tuple(
-            WatchedKV(kv.pages, kv.kernels, projected=watch.see) for watch, kv in zip(watches, pool.layers, strict=True)
+            WatchedKV(kv.pages, kv.kernels, kv.group, projected=watch.see)
+            for watch, kv in zip(watches, pool.layers, strict=True)
         ),
     )
-    ModelRunner(decoder, pool, config.device).logits(token_ids, 0, range(num_blocks))
+    ModelRunner(decoder, pool, config.device).logits(token_ids, 0, pool.whole)
     return [float(watch.k.variance.mean().sqrt()) for watch in watches]
 
 

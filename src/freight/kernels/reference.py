@@ -27,13 +27,13 @@ from freight.operands.activation import GatedActivation
 from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KeyCenter, KVPages
 from freight.operands.rotary import Rotary
+from freight.operands.tiles import KEY_TILE
 from freight.operands.weight import Activations, Weight
 
 ROW_TILE = 32
 INPUT_TILE = 512  # inputs that float32 products sum in one call; a BLAS cuts longer sums by the number of threads
 OUTPUT_TILE = 4096  # output features decoded at once; a multiple of 128
 QUERY_TILE = 32
-KEY_TILE = 64
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:

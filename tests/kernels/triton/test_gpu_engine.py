@@ -36,14 +36,14 @@ def test_a_captured_step_gives_the_same_bits(weights):
     model = random_model(config, kernels, Format.BFLOAT16, weights, 256, "cuda")
     kv = KVCacheConfig(Format.E4M3FN, Granularity.TOKEN, ScaleSource.DYNAMIC, None)
     spec = cache_spec(kv, config, BLOCK)
-    pool = allocate_pool(spec, kv, 64, kernels, "cuda")
+    pool = allocate_pool(spec, kv, (64,), kernels, "cuda")
     launched = ModelRunner(model, pool, "cuda")
     replayed = ModelRunner(model, pool, "cuda", DecodeGraphs(model, pool, 8, 256, "cuda"))
     blocks = [tuple(range(8 * i, 8 * i + 8)) for i in range(4)]
     lengths = [3, 40, 100, 17]
-    launched.run([SequenceSlice(range(n), 0, b, Logits.LAST) for n, b in zip(lengths, blocks, strict=True)])
+    launched.run([SequenceSlice(range(n), 0, (b,), Logits.LAST) for n, b in zip(lengths, blocks, strict=True)])
     for step in range(3):
-        slices = [SequenceSlice([5 + step], n + step, b, Logits.LAST) for n, b in zip(lengths, blocks, strict=True)]
+        slices = [SequenceSlice([5 + step], n + step, (b,), Logits.LAST) for n, b in zip(lengths, blocks, strict=True)]
         expected = launched.run(slices).all_logits()
         assert torch.equal(replayed.run(slices).all_logits(), expected)
     torch.cuda.synchronize()

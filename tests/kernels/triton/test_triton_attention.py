@@ -83,7 +83,7 @@ class Case:
 
     def batch(self, sequences, blocks):
         slices = [
-            SequenceSlice([0] * rows, before, [*own, *getattr(self, "padding", [])], Logits.NONE)
+            SequenceSlice([0] * rows, before, ([*own, *getattr(self, "padding", [])],), Logits.NONE)
             for (rows, before), own in zip(sequences, blocks, strict=True)
         ]
         return prepare(slices, BLOCK, self.device)

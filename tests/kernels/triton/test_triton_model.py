@@ -32,9 +32,9 @@ SMALL = {
     "vocab_size": 32,
 }
 STEPS = [  # of a sequence in blocks 3, 1, 4 and of another in block 2
-    [SequenceSlice(range(10), 0, (3, 1, 4), Logits.LAST)],
-    [SequenceSlice([7], 10, (3, 1, 4), Logits.LAST), SequenceSlice(range(5), 0, (2,), Logits.ALL)],
-    [SequenceSlice([9], 11, (3, 1, 4), Logits.LAST), SequenceSlice([3], 5, (2,), Logits.LAST)],
+    [SequenceSlice(range(10), 0, ((3, 1, 4),), Logits.LAST)],
+    [SequenceSlice([7], 10, ((3, 1, 4),), Logits.LAST), SequenceSlice(range(5), 0, ((2,),), Logits.ALL)],
+    [SequenceSlice([9], 11, ((3, 1, 4),), Logits.LAST), SequenceSlice([3], 5, ((2,),), Logits.LAST)],
 ]
 
 
@@ -43,7 +43,7 @@ def logits(kernels: KernelSet, compute: Format, weights: Format, device: str) ->
     model = random_model(config, kernels, compute, weights, 64, device)
     kv = KVCacheConfig(Format.E4M3FN, Granularity.TOKEN, ScaleSource.DYNAMIC, None)
     spec = cache_spec(kv, config, 8)
-    runner = ModelRunner(model, allocate_pool(spec, kv, 6, kernels, device), device)
+    runner = ModelRunner(model, allocate_pool(spec, kv, (6,), kernels, device), device)
     return [runner.run(step).all_logits() for step in STEPS]
 
 
@@ -81,8 +81,8 @@ def test_the_launches_of_a_layer(weights, launches, products, monkeypatch, devic
     model = random_model(config, kernels, Format.BFLOAT16, weights, 64, device)
     kv = KVCacheConfig(Format.E4M3FN, Granularity.TOKEN, ScaleSource.DYNAMIC, None)
     spec = cache_spec(kv, config, 8)
-    pool = allocate_pool(spec, kv, 6, kernels, device)
-    batch = prepare([SequenceSlice([7], 10, (3, 1, 4), Logits.LAST)], 8, device)
+    pool = allocate_pool(spec, kv, (6,), kernels, device)
+    batch = prepare([SequenceSlice([7], 10, ((3, 1, 4),), Logits.LAST)], 8, device)
     x = model.embedding(batch.token_ids)
     made = []
     for executor, method in ((GridExecutor, "__call__"), (JITFunction, "run")):

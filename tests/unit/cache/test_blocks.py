@@ -7,7 +7,8 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from freight.cache.blocks import BlockAllocator, block_key, root_key
+from freight.cache.blocks import BlockAllocator
+from freight.cache.prefix import block_key, root_key
 
 
 def chain(*contents: str, salt: str | None = None) -> list[bytes]:

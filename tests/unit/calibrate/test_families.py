@@ -37,8 +37,9 @@ def stored(folder: Path) -> list[tuple[float, float]]:
     """The scales of K and V that the engine's own float32 cache calls for, by layer."""
     opened = open_model(EngineArgs(model=str(folder), kernels="reference", skip_tokenizer_init=True))
     config = opened.resolve(opened.args)
-    pool = allocate_pool(opened.cache_spec(config), config.kv, -(-len(IDS) // config.block_size), REFERENCE)
-    ModelRunner(opened.load(config), pool, "cpu").logits(IDS, 0, range(pool.num_blocks))
+    spec, num_blocks = opened.cache_spec(config), -(-len(IDS) // config.block_size)
+    pool = allocate_pool(spec, config.kv, [num_blocks] * len(spec.groups), REFERENCE)
+    ModelRunner(opened.load(config), pool, "cpu").logits(IDS, 0, pool.whole)
     pages = [(layer.pages.k, layer.pages.v) for layer in pool.layers]
     sides = [[page.flatten(0, 1)[: len(IDS)].abs().max() for page in both] for both in pages]
     return [tuple(float(scale_from_amax(amax, Format.E4M3FN)) for amax in both) for both in sides]  # type: ignore[misc]

@@ -15,9 +15,11 @@ import pytest
 from tests.unit.engine.fakes import FakeDetokenizer, new_engine
 
 from freight import LLM
-from freight.cache.blocks import BlockAllocator
+from freight.cache.manager import NOTHING, CacheManager
+from freight.cache.spec import Pages
 from freight.engine.request import Request, RequestState
 from freight.engine.scheduler import Scheduler, Step
+from freight.operands.tiles import KEY_TILE
 from freight.outputs import FinishReason
 from freight.sampling import SamplingParams
 
@@ -28,34 +30,51 @@ def digest(*parts: object) -> bytes:
     return hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
 
 
+def first_seen(position: int, window: int | None) -> int:
+    """The first token that attention reads for the one at `position`: whole tiles of keys."""
+    return 0 if window is None else max(0, position - window + 1) // KEY_TILE * KEY_TILE
+
+
 class FakeModel:
     """A pure function of the token history, computed through slots."""
 
-    def __init__(self, block_size: int) -> None:
-        self.block_size = block_size
-        self.slots: dict[int, bytes] = {}
+    def __init__(self, block_size: int, windows: Sequence[int | None]) -> None:
+        self.block_size, self.windows = block_size, windows
+        self.slots: list[dict[int, bytes]] = [{} for _ in windows]
 
     def slot(self, block_ids: Sequence[int], position: int) -> int:
         return block_ids[position // self.block_size] * self.block_size + position % self.block_size
+
+    def read(self, tables: Sequence[Sequence[int]], end: int) -> list[list[bytes]]:
+        """By group, what the token at `end` - 1 sees: the tiles of its window."""
+        return [
+            [slots[self.slot(table, position)] for position in range(first_seen(end - 1, window), end)]
+            for slots, table, window in zip(self.slots, tables, self.windows, strict=True)
+        ]
 
     def __call__(self, step: Step) -> dict[str, list[int]]:
         sampled: dict[str, list[int]] = {}
         for chunk in step.chunks:
             end = chunk.start + chunk.num_tokens
             for position, token in enumerate(chunk.request.tokens(chunk.start, end), chunk.start):
-                before = self.slots[self.slot(chunk.block_ids, position - 1)] if position else b""
-                self.slots[self.slot(chunk.block_ids, position)] = digest(before, token)
+                before = [
+                    slots[self.slot(table, position - 1)] if position else b""
+                    for slots, table in zip(self.slots, chunk.block_ids, strict=True)
+                ]
+                assert len(set(before)) == 1, "the groups hold different tokens"
+                for slots, table in zip(self.slots, chunk.block_ids, strict=True):
+                    slots[self.slot(table, position)] = digest(before[0], token)
             if chunk.samples:
-                history = [self.slots[self.slot(chunk.block_ids, position)] for position in range(end)]
-                sampled[chunk.request.request_id] = [self.next_token(history, chunk.request.seed)]
+                seen = self.read(chunk.block_ids, end)
+                sampled[chunk.request.request_id] = [self.next_token(seen, chunk.request.seed)]
         return sampled
 
     @staticmethod
-    def next_token(history: list[bytes], seed: int) -> int:
-        return digest(history, seed)[0] % VOCAB
+    def next_token(seen: list[list[bytes]], seed: int) -> int:
+        return digest(seen, seed)[0] % VOCAB
 
 
-def expected_tokens(request: Request, max_model_len: int) -> list[int]:
+def expected_tokens(request: Request, max_model_len: int, windows: Sequence[int | None]) -> list[int]:
     """What the model generates for a request that is alone, uncached and never interrupted."""
     history: list[bytes] = []
     for token in request.prompt_token_ids:
@@ -63,7 +82,8 @@ def expected_tokens(request: Request, max_model_len: int) -> list[int]:
     output: list[int] = []
     params = request.params
     while True:
-        token = FakeModel.next_token(history, request.seed)
+        seen = [history[first_seen(len(history) - 1, window) :] for window in windows]
+        token = FakeModel.next_token(seen, request.seed)
         output.append(token)
         history.append(digest(history[-1], token))
         stops = token in request.stop_token_ids and len(output) >= params.min_tokens
@@ -76,16 +96,21 @@ class Rig:
 
     def __init__(
         self,
-        num_blocks: int = 64,
+        num_blocks: int | Sequence[int] = 64,
         block_size: int = 4,
         max_num_seqs: int = 8,
         budget: int = 16,
         max_model_len: int = 64,
         caching: bool = True,
+        windows: Sequence[int | None] = (None,),
     ) -> None:
-        self.allocator = BlockAllocator(num_blocks, block_size, caching)
-        self.scheduler = Scheduler(self.allocator, max_num_seqs, budget, max_model_len)
-        self.model = FakeModel(block_size)
+        groups = [Pages((index,), 1, window, block_size) for index, window in enumerate(windows)]
+        counts = [num_blocks] * len(groups) if isinstance(num_blocks, int) else num_blocks
+        self.cache = CacheManager(groups, counts, block_size, budget, caching)
+        self.allocator = self.cache.allocators[0]
+        self.windows = windows
+        self.scheduler = Scheduler(self.cache, max_num_seqs, budget, max_model_len)
+        self.model = FakeModel(block_size, windows)
         self.max_num_seqs, self.budget, self.max_model_len = max_num_seqs, budget, max_model_len
         self.requests: dict[str, Request] = {}
         self.num_preemptions = 0
@@ -117,17 +142,26 @@ class Rig:
             assert chunk.start == chunk.request.num_computed_tokens
             end = chunk.start + chunk.num_tokens
             assert chunk.samples == (end == chunk.request.num_tokens and chunk.request.params.max_tokens != 0)
-            assert len(chunk.block_ids) >= self.allocator.blocks_for(chunk.start + chunk.num_tokens)
-        written = [
-            block for chunk in step.chunks for block in chunk.block_ids[chunk.start // self.allocator.block_size :]
-        ]
-        assert len(set(written)) == len(written), "two requests write into one block"
-        for chunk in step.chunks:
-            shared = chunk.block_ids[: chunk.start // self.allocator.block_size]
-            assert not set(shared) & set(written), "a block is written while another request reads it"
+            assert chunk.block_ids is chunk.request.held.block_ids
+        for group in range(len(self.windows)):
+            self.check_blocks(step, group)
         self.num_preemptions += len(step.preempted)
         self.check_counts()
         return step
+
+    def check_blocks(self, step: Step, group: int) -> None:
+        size = self.cache.block_size
+        written = [block for chunk in step.chunks for block in chunk.block_ids[group][chunk.start // size :]]
+        assert len(set(written)) == len(written), "two requests write into one block"
+        for chunk in step.chunks:
+            end, table, window = chunk.start + chunk.num_tokens, chunk.block_ids[group], self.windows[group]
+            assert len(table) >= -(-end // size)
+            first = chunk.request.held.given_back[group]
+            assert first == first_seen(chunk.start, window) // size, "whole tiles are given back, and no more"
+            assert set(table[:first]) <= {0}
+            assert not set(table[first : chunk.start // size]) & set(written), "a block is written while others read it"
+            tile = max(KEY_TILE, size)
+            assert window is None or (len(table) - first) * size < window + chunk.num_tokens + tile + size
 
     def step(self) -> Step:
         step = self.schedule()
@@ -143,15 +177,15 @@ class Rig:
         return steps
 
     def check_counts(self) -> None:
-        allocator = self.allocator
-        assert allocator.num_free + allocator.num_held + allocator.num_cached == allocator.num_blocks
+        for allocator in self.cache.allocators:
+            assert allocator.num_free + allocator.num_held + allocator.num_cached == allocator.num_blocks
 
     def check_all_done(self, failed: Container[str] = ()) -> None:
-        assert self.scheduler.num_waiting == self.scheduler.num_running == self.allocator.num_held == 0
+        assert self.scheduler.num_waiting == self.scheduler.num_running == self.cache.num_held == 0
         for name, request in self.requests.items():
             assert request.state is RequestState.FINISHED
-            assert request.block_ids == ()
-            expected = expected_tokens(request, self.max_model_len)
+            assert request.held == NOTHING
+            expected = expected_tokens(request, self.max_model_len, self.windows)
             got = request.output_token_ids
             ended_early = request.finish_reason is FinishReason.ABORT or name in failed
             assert got == (expected[: len(got)] if ended_early else expected)

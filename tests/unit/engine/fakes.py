@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from freight import LLM, SamplingParams
-from freight.cache.blocks import BlockAllocator
+from freight.cache.manager import CacheManager
+from freight.cache.spec import Pages
 from freight.engine import compute
 from freight.engine.engine import Engine
 from freight.engine.intake import Intake
@@ -72,7 +73,7 @@ class FakeRunner:
         return FakeRows([part.num_logit_rows for part in slices], torch.stack(rows) if rows else torch.empty(0, VOCAB))
 
     def _slot(self, part: SequenceSlice, position: int) -> int:
-        return part.block_ids[position // BLOCK] * BLOCK + position % BLOCK
+        return part.block_ids[0][position // BLOCK] * BLOCK + position % BLOCK
 
     def _logits(self, history: list[bytes]) -> Tensor:
         if history[-1].endswith(b"NaN"):
@@ -146,14 +147,15 @@ def prompt_of(rng: random.Random) -> list[int]:
 
 def check_clean(llm: LLM) -> None:
     """Nothing is left of any request."""
-    engine, scheduler, allocator = llm.engine, llm.engine.scheduler, llm.engine.allocator
+    engine, scheduler = llm.engine, llm.engine.scheduler
     engine.release("-")  # mends, if need be
     assert not engine._groups
     assert not engine._completions
     assert not engine._deadlines
     assert not llm._turns.unwanted
-    assert scheduler.num_waiting == scheduler.num_running == allocator.num_held == 0
-    assert allocator.num_free + allocator.num_cached == allocator.num_blocks
+    assert scheduler.num_waiting == scheduler.num_running == engine.cache.num_held == 0
+    for allocator in engine.cache.allocators:
+        assert allocator.num_free + allocator.num_cached == allocator.num_blocks
 
 
 def essence(outputs: Sequence[RequestOutput]) -> list[Any]:
@@ -161,9 +163,9 @@ def essence(outputs: Sequence[RequestOutput]) -> list[Any]:
 
 
 def new_engine(num_blocks: int = 24, max_num_seqs: int = 4, budget: int = 16, max_model_len: int = 64) -> Engine:
-    allocator = BlockAllocator(num_blocks, BLOCK)
-    scheduler = Scheduler(allocator, max_num_seqs, budget, max_model_len)
+    cache = CacheManager((Pages((0,), 1, None, BLOCK),), (num_blocks,), BLOCK, budget)
+    scheduler = Scheduler(cache, max_num_seqs, budget, max_model_len)
     intake = Intake(FakeTokenizer(), VOCAB, max_model_len)  # type: ignore[arg-type]
     runner: Any = FakeRunner(num_blocks)
     stops = frozenset({EOS})
-    return Engine(runner, allocator, scheduler, intake, stops, seed=0, threads=nullcontext(), clock=Clock())
+    return Engine(runner, cache, scheduler, intake, stops, seed=0, threads=nullcontext(), clock=Clock())

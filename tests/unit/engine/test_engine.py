@@ -81,7 +81,7 @@ def test_a_step_that_fails_is_tried_in_halves(new_llm: Callable[..., LLM], caplo
             raise RuntimeError("always")
 
     runner.fails = always
-    llm.engine.allocator.reset()
+    llm.engine.cache.reset()
     outputs = llm.generate(prompts, params, on_error="return")
     errors = [output.outputs[0].error for output in outputs]
     assert errors == [None, None, *["its step failed: RuntimeError: always"] * 2]  # its half fails with it

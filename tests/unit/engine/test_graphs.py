@@ -9,9 +9,9 @@ from freight.engine.graphs import Buffers, bucket_of
 from freight.engine.prepare import Logits, SequenceSlice, prepare
 
 SLICES = [
-    SequenceSlice([7], 10, (3, 1, 4), Logits.LAST),
-    SequenceSlice([9], 0, (2,), Logits.ALL),
-    SequenceSlice([8], 31, (5, 6, 9, 8), Logits.LAST),
+    SequenceSlice([7], 10, ((3, 1, 4), (5, 0)), Logits.LAST),
+    SequenceSlice([9], 0, ((2,), (3, 1)), Logits.ALL),
+    SequenceSlice([8], 31, ((5, 6, 9, 8), (0, 0, 4, 7)), Logits.LAST),
 ]
 
 
@@ -24,17 +24,18 @@ def test_buckets_waste_little():
 @pytest.mark.parametrize("before", [[], SLICES, SLICES[::-1] + SLICES[:1]])
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_step_is_told_what_prepare_tells_and_padding(before, count):
-    buffers = Buffers(4, 6, 8, "cpu")
+    buffers = Buffers(4, 6, 8, "cpu", num_groups=2)
     buffers.fill(before)
     buffers.fill(SLICES[:count])
     told, expected = buffers.batch, prepare(SLICES[:count], 8)
     for name in ("token_ids", "positions", "context_lens", "logit_rows"):
         assert torch.equal(getattr(told, name)[:count], getattr(expected, name)), name
         assert getattr(told, name).dtype == getattr(expected, name).dtype
-    assert torch.equal(told.slots[0][:count], expected.slots[0])
-    for row, part in enumerate(SLICES[:count]):
-        assert told.block_tables[0][row, : len(part.block_ids)].tolist() == list(part.block_ids)
+    for group, (slots, tables) in enumerate(zip(told.slots, told.block_tables, strict=True)):
+        assert torch.equal(slots[:count], expected.slots[group])
+        assert slots[count:].eq(-1).all()
+        for row, part in enumerate(SLICES[:count]):
+            assert tables[row, : len(part.block_ids[group])].tolist() == list(part.block_ids[group])
     assert told.query_starts.tolist() == [0, 1, 2, 3, 4]
-    assert told.slots[0][count:].eq(-1).all()
     assert told.context_lens[count:].eq(0).all()
     assert told.num_tokens == told.num_seqs == 4

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from freight.cache.manager import NOTHING
 from freight.engine.request import RequestState
 from freight.errors import CapacityError, RequestError
 from freight.outputs import FinishReason
@@ -183,7 +184,7 @@ def test_nobody_takes_up_the_blocks_of_a_request_that_failed(new_rig: NewRig) ->
     rig.step()
     rig.scheduler.fail("a", "broken")
     rig.scheduler.fail("a", "again")  # a finished one is left alone
-    assert (a.finish_reason, a.error, a.block_ids) == (FinishReason.ERROR, "broken", ())
+    assert (a.finish_reason, a.error, a.held) == (FinishReason.ERROR, "broken", NOTHING)
     c = rig.add("c", range(12), max_tokens=2)
     rig.run()
     assert (b.finish_reason, c.num_cached_tokens) == (FinishReason.LENGTH, 0)
@@ -203,7 +204,7 @@ def test_rebuilding_loses_no_token(new_rig: NewRig) -> None:
         victim = rig.requests[str(rng.randrange(6))]
         if not victim.is_finished:  # torn between its fields and the queues
             victim.num_computed_tokens += 3
-            victim.block_ids = victim.block_ids[:1]
+            victim.held = NOTHING
         rig.allocator._references = [9] * 16
         rig.scheduler.rebuild(rig.requests.values())
         assert rig.allocator.num_free == 16
@@ -260,7 +261,7 @@ def test_preemption_takes_the_latest_and_recomputes_the_same_tokens(new_rig: New
         step = rig.schedule()
         victims += [request.request_id for request in step.preempted]
         for request in step.preempted:
-            assert (request.state, request.num_computed_tokens, request.block_ids) == (RequestState.WAITING, 0, ())
+            assert (request.state, request.num_computed_tokens, request.held) == (RequestState.WAITING, 0, NOTHING)
         rig.scheduler.apply(step, rig.model(step))
     assert a.num_preemptions == 0
     assert victims.count("b") == b.num_preemptions > 0
@@ -374,5 +375,16 @@ def test_id_reused_before_the_old_step_is_applied(new_rig: NewRig) -> None:
     again = rig.add("a", [4, 5, 6], max_tokens=5)
     rig.scheduler.apply(step, tokens)
     assert again.output_token_ids == []
+    rig.run()
+    rig.check_all_done()
+
+
+def test_a_request_that_a_window_has_no_room_for_is_refused(new_rig: NewRig) -> None:
+    rig = new_rig([64, 9], block_size=16, budget=64, max_model_len=512, windows=(None, 40))
+    rig.add("fits", range(80), max_tokens=64)
+    with pytest.raises(CapacityError) as error:
+        rig.add("b", range(100), max_tokens=100)
+    for figure in ("grow to 200 tokens", "(100 of prompt)", "holds 144 of the 176", "window of 40 tokens"):
+        assert figure in str(error.value)
     rig.run()
     rig.check_all_done()

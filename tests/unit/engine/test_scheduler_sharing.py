@@ -10,6 +10,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from freight.cache.spec import Pages
 from freight.engine.request import Request
 
 VOCAB = 50  # of the model in conftest.py
@@ -48,8 +49,8 @@ def test_running_requests_share_computed_blocks(new_rig: NewRig) -> None:
     rig.step()
     b = rig.add("b", range(10), max_tokens=20)
     rig.step()
-    assert b.block_ids[:2] == a.block_ids[:2]
-    assert b.block_ids[2] != a.block_ids[2]
+    assert b.held.block_ids[0][:2] == a.held.block_ids[0][:2]
+    assert b.held.block_ids[0][2] != a.held.block_ids[0][2]
     rig.run()
     rig.check_all_done()
 
@@ -93,6 +94,22 @@ def test_without_caching_there_are_no_hits(new_rig: NewRig) -> None:
     rig.check_all_done()
 
 
+def test_a_window_needs_no_block_before_it_for_a_hit(new_rig: NewRig) -> None:
+    rig = new_rig([64, 12], block_size=16, budget=64, max_model_len=512, windows=(None, 20))
+    rig.add("a", range(400), max_tokens=2)
+    rig.run()
+    held = rig.cache.allocators[1].allocate(8)  # evicts what was given back first
+    assert held is not None
+    rig.cache.allocators[1].release(held)
+    b = rig.add("b", range(400), max_tokens=2)
+    rig.run()
+    assert b.num_cached_tokens == 384
+    c = rig.add("c", range(200), max_tokens=2)  # its window is gone, so nothing of the other group helps
+    rig.run()
+    assert c.num_cached_tokens == 0
+    rig.check_all_done()
+
+
 # ----------------------------------------------------------------------------------------------------------- siblings
 
 
@@ -113,7 +130,7 @@ def test_siblings_wait_for_the_prompt_and_share_its_blocks(new_rig: NewRig) -> N
         ("g1", 16, 1, True),
         ("g2", 16, 1, True),
     ]
-    assert group[1].block_ids[:4] == group[0].block_ids[:4]
+    assert group[1].held.block_ids[0][:4] == group[0].held.block_ids[0][:4]
     rig.run()
     assert [request.num_cached_tokens for request in group] == [0, 16, 16]
     rig.check_all_done()
@@ -192,8 +209,37 @@ def test_any_traffic_ends_with_the_same_tokens_and_no_block_held(
 ) -> None:
     """Random limits, prompts that share prefixes, salts, siblings, aborts anywhere."""
     num_blocks = -(-max_model_len // block_size) + spare_blocks
-    rig = new_rig(num_blocks, block_size, max_num_seqs, budget, max_model_len, caching)
-    for _ in range(60):
+    drive(new_rig(num_blocks, block_size, max_num_seqs, budget, max_model_len, caching), rng)
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    rng=st.randoms(use_true_random=False),
+    block_size=st.sampled_from([8, 16, 64, 128]),
+    windows=st.sampled_from([(2,), (70,), (None, 3), (None, 30, 90)]),
+    spare_blocks=st.integers(0, 8),
+    max_num_seqs=st.integers(1, 6),
+    budget=st.integers(6, 100),
+    caching=st.booleans(),
+)
+def test_windows_give_blocks_back_and_change_no_token(
+    new_rig: NewRig,
+    rng: Random,
+    block_size: int,
+    windows: tuple[int | None, ...],
+    spare_blocks: int,
+    max_num_seqs: int,
+    budget: int,
+    caching: bool,
+) -> None:
+    """The same traffic over windows, in caches that just hold one request of the greatest length."""
+    groups = [Pages((index,), 1, window, block_size) for index, window in enumerate(windows)]
+    num_blocks = [group.most_blocks(150, budget) + spare_blocks for group in groups]
+    drive(new_rig(num_blocks, block_size, max_num_seqs, budget, 150, caching, windows), rng, steps=15)
+
+
+def drive(rig: Any, rng: Random, steps: int = 60) -> None:
+    for _ in range(steps):
         if rng.random() < 0.2:
             add_random_group(rig, rng)
         step = rig.schedule()

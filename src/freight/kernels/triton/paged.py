@@ -15,11 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from freight.kernels.reference import KEY_TILE, Fp8Products
+from freight.kernels.reference import Fp8Products
 from freight.kernels.triton.attention import decode_kernel, merge_kernel, prefill_kernel
 from freight.kernels.triton.formats import Target, carrier
 from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KVPages
+from freight.operands.tiles import KEY_TILE
 
 SPLIT = 512  # keys of one split in decoding
 MERGE_TILE = 16

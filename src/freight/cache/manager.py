@@ -1,0 +1,214 @@
+"""CacheManager: which blocks each sequence has, in every group of the cache. What the Scheduler asks. Imports no torch.
+
+Every group has a BlockAllocator of its own. A sequence has a block table per group, and tables are absolute: entry i is
+block i of the sequence. What a group no longer reads (`CacheGroup.first_block`) is given back before the next chunk is
+computed; those entries become 0. Full blocks are indexed as they are computed, and stay cached when they are given
+back.
+
+A prefix hit is the longest prefix that every group can serve. A group has to have only the blocks that the first token
+to compute reads: all of them for full attention, those of the last window for a sliding one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from freight.cache.blocks import BlockAllocator
+from freight.cache.spec import CacheGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The blocks of one sequence, by group. Replaced, never changed in place, so that a step may keep them.
+
+    block_ids    the block tables; () for a sequence that holds nothing
+    given_back   by group, how many entries at the start of the table are 0 and not held
+    room         the tokens up to which every table reaches
+    """
+
+    block_ids: tuple[tuple[int, ...], ...] = ()
+    given_back: tuple[int, ...] = ()
+    room: int = 0
+
+
+NOTHING = Held()
+
+
+@dataclass(frozen=True)
+class Shortfall:
+    """A sequence holds `needed` blocks in `group` at once, which has `num_blocks`."""
+
+    group: CacheGroup
+    needed: int
+    num_blocks: int
+
+
+class CacheManager:
+    """The blocks of all groups: `num_blocks` of each. Prefix keys are made for every `block_size` tokens.
+
+    A step computes at most `step_tokens` tokens of a sequence.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[CacheGroup],
+        num_blocks: Sequence[int],
+        block_size: int,
+        step_tokens: int,
+        enable_prefix_caching: bool = True,
+    ) -> None:
+        self.groups = tuple(groups)
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.allocators = tuple(
+            BlockAllocator(count, group.tokens_per_block, enable_prefix_caching)
+            for group, count in zip(groups, num_blocks, strict=True)
+        )
+        self._step_tokens = step_tokens
+        far = 2**62  # a position behind every window
+        self._giving_back = tuple(index for index, group in enumerate(groups) if group.first_block(far) > 0)
+
+    @property
+    def num_held(self) -> int:
+        """Blocks that sequences hold, over all groups."""
+        return sum(allocator.num_held for allocator in self.allocators)
+
+    @property
+    def used_share(self) -> float:
+        """Share of blocks that are held, in the group in which it is largest."""
+        return max(1.0 - allocator.num_available / allocator.num_blocks for allocator in self.allocators)
+
+    def reset(self) -> None:
+        """Make every block free and forget what was indexed."""
+        for allocator in self.allocators:
+            allocator.reset()
+
+    def shortfall(self, num_tokens: int) -> Shortfall | None:
+        """The first group that could not hold a sequence of `num_tokens` tokens, were it alone; None if all could."""
+        for group, allocator in zip(self.groups, self.allocators, strict=True):
+            needed = group.most_blocks(num_tokens, self._step_tokens)
+            if needed > allocator.num_blocks:
+                return Shortfall(group, needed, allocator.num_blocks)
+        return None
+
+    def admit(self, keys: Sequence[bytes], num_tokens: int, reserve: int) -> tuple[Held, int] | None:
+        """The blocks of the longest cached prefix, and its tokens. None, and no change, if that is too much.
+
+        keys: those of the full blocks that may be hits, from the first. It is too much if some group could not also
+        give the blocks for the rest of `num_tokens` tokens, and `reserve` more.
+        """
+        start = self._longest_hit(keys)
+        tables, given_back, fits = [], [], True
+        for group, allocator in zip(self.groups, self.allocators, strict=True):
+            first, end = group.first_block(start), start // group.tokens_per_block
+            taken = allocator.acquire_prefix(self._keys_of(group, keys, first, end))
+            assert len(taken) == end - first, f"{len(taken)} blocks of a hit of {end - first}"
+            tables.append((0,) * first + tuple(taken))
+            given_back.append(first)
+            rest = allocator.blocks_for(num_tokens) - first
+            needed = min(rest, group.most_blocks(num_tokens, self._step_tokens)) - len(taken)
+            fits = fits and needed + reserve <= allocator.num_available
+        held = Held(tuple(tables), tuple(given_back), start)
+        if not fits:
+            self.release(held)
+            return None
+        return held, start
+
+    @property
+    def gives_back(self) -> bool:
+        """Whether `trim` can have an effect in some group."""
+        return bool(self._giving_back)
+
+    def trim(self, held: Held, start: int) -> Held:
+        """Give back the blocks that no token from position `start` on reads."""
+        block_ids = given_back = None
+        for index in self._giving_back:
+            first, before = self.groups[index].first_block(start), held.given_back[index]
+            if first <= before:
+                continue
+            if block_ids is None or given_back is None:
+                block_ids, given_back = list(held.block_ids), list(held.given_back)
+            table = block_ids[index]
+            block_ids[index], given_back[index] = (0,) * first + table[first:], first
+            self.allocators[index].release(table[before:first])
+        if block_ids is None or given_back is None:
+            return held
+        return Held(tuple(block_ids), tuple(given_back), held.room)
+
+    def grow(self, held: Held, num_tokens: int) -> Held | None:
+        """Add the blocks that `num_tokens` tokens need; None, and no change, if a group has not enough."""
+        if num_tokens <= held.room:
+            return held
+        missing = [
+            max(allocator.blocks_for(num_tokens) - len(table), 0)
+            for table, allocator in zip(held.block_ids, self.allocators, strict=True)
+        ]
+        if any(count > one.num_available for count, one in zip(missing, self.allocators, strict=True)):
+            return None
+        tables = []
+        for table, count, allocator in zip(held.block_ids, missing, self.allocators, strict=True):
+            fresh = allocator.allocate(count)
+            assert fresh is not None
+            tables.append(table + tuple(fresh))
+        room = min(len(table) * group.tokens_per_block for table, group in zip(tables, self.groups, strict=True))
+        return Held(tuple(tables), held.given_back, room)
+
+    def register(self, held: Held, keys: Sequence[bytes], before: int, after: int) -> None:
+        """Index the blocks that became full when the computed tokens rose from `before` to `after`.
+
+        keys: those of the sequence's full blocks, `after` // block_size at least.
+        """
+        for group, allocator, table in zip(self.groups, self.allocators, held.block_ids, strict=True):
+            first, end = before // group.tokens_per_block, after // group.tokens_per_block
+            for block, key in zip(table[first:end], self._keys_of(group, keys, first, end), strict=True):
+                allocator.register(block, key)
+
+    def release(self, held: Held) -> None:
+        """Give back everything. Full blocks stay cached."""
+        self._release(held, forget=False)
+
+    def forget(self, held: Held, keys: Sequence[bytes]) -> None:
+        """Give back everything, and remove from the index what the sequence computed, given back before or not."""
+        if not held.block_ids:
+            return
+        for group, allocator, first in zip(self.groups, self.allocators, held.given_back, strict=True):
+            known = len(keys) * self.block_size // group.tokens_per_block
+            allocator.forget(self._keys_of(group, keys, 0, min(first, known)))
+        self._release(held, forget=True)
+
+    def _release(self, held: Held, forget: bool) -> None:
+        for allocator, table, first in zip(self.allocators, held.block_ids, held.given_back, strict=False):
+            allocator.release(table[first:], forget)
+
+    def _longest_hit(self, keys: Sequence[bytes]) -> int:
+        """Tokens of the longest prefix that every group can serve: what one cannot, the others need not."""
+        length, agreed, index = len(keys) * self.block_size, 0, 0
+        while agreed < len(self.groups):
+            shorter = self._longest_hit_of(index, keys, length)
+            agreed = agreed + 1 if shorter == length else 1
+            length, index = shorter, (index + 1) % len(self.groups)
+        return length
+
+    def _longest_hit_of(self, index: int, keys: Sequence[bytes], length: int) -> int:
+        """Tokens of the longest prefix, `length` at most, that one group can serve."""
+        group, allocator = self.groups[index], self.allocators[index]
+        size = group.tokens_per_block
+        per = size // self.block_size
+        end = length // size
+        if group.first_block(end * size) == 0:  # every block is needed, so the first that is missing ends it
+            run = 0
+            while run < end and allocator.is_indexed(keys[(run + 1) * per - 1]):
+                run += 1
+            return run * size
+        block = end  # blocks from here to `end` are indexed
+        while block > group.first_block(end * size):
+            block -= 1
+            if not allocator.is_indexed(keys[(block + 1) * per - 1]):
+                end = block
+        return end * size
+
+    def _keys_of(self, group: CacheGroup, keys: Sequence[bytes], first: int, end: int) -> Sequence[bytes]:
+        """The keys of a group's blocks first … end - 1: each that of the last tokens in it."""
+        per = group.tokens_per_block // self.block_size
+        return keys[(first + 1) * per - 1 : end * per : per]

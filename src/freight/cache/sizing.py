@@ -1,0 +1,69 @@
+"""How much memory a request takes, and how a cache's memory is split over its groups. Imports no torch.
+
+Layers without a window need room for every token of a sequence, layers with one for the window only, however long the
+sequence. A split that serves long sequences best, in the ratio of what one of `max_model_len` tokens takes, leaves the
+windows room for a few sequences; short sequences, which take as many tokens of one group as of the other, would then
+wait for windows beside free memory. So windows come first: they get room for as many sequences as run at once, of
+which each holds its window and all together compute one step, but
+
+- never so much that a request of `max_model_len` tokens does not fit, and
+- more than half of the memory only where the rest holds as many whole sequences of `max_model_len` tokens.
+
+Layers without a window get the rest.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+from freight.cache.spec import KVCacheSpec, Pages
+
+
+def blocks_of_request(spec: KVCacheSpec, num_tokens: int, step_tokens: int) -> tuple[int, ...]:
+    """Blocks by group that a request holds at most until it has `num_tokens` tokens."""
+    return tuple(group.most_blocks(num_tokens, step_tokens) for group in spec.groups)
+
+
+def bytes_of_request(spec: KVCacheSpec, num_tokens: int, step_tokens: int) -> int:
+    """Bytes that a request holds at most until it has `num_tokens` tokens."""
+    return spec.bytes_of(blocks_of_request(spec, num_tokens, step_tokens))
+
+
+def longest_request(spec: KVCacheSpec, memory: int, limit: int, step_tokens: int) -> int:
+    """Tokens of the longest request that fits into `memory` bytes, in whole blocks; `limit` or more ends the search."""
+    size = spec.block_size
+    lengths = range(size, limit + size, size)
+    return size * bisect_right(lengths, memory, key=lambda length: bytes_of_request(spec, length, step_tokens))
+
+
+def useful_memory(spec: KVCacheSpec, max_model_len: int, max_num_seqs: int, step_tokens: int) -> int:
+    """Bytes that `max_num_seqs` requests of `max_model_len` tokens hold at most at once."""
+    return spec.bytes_of(tuple(_held(group, max_model_len, max_num_seqs, step_tokens) for group in spec.groups))
+
+
+def split_memory(
+    spec: KVCacheSpec, memory: int, max_model_len: int, max_num_seqs: int, step_tokens: int
+) -> tuple[int, ...]:
+    """Blocks of each group. `memory`, in bytes, must hold a request of `max_model_len` tokens."""
+    request = blocks_of_request(spec, max_model_len, step_tokens)
+    needed = spec.bytes_of(request)
+    assert needed <= memory, f"a request of {max_model_len} tokens takes {needed} bytes of {memory}"
+    whole = sum(group.bytes_per_block for group in spec.groups if group.window is None)
+    if whole in (0, sum(group.bytes_per_block for group in spec.groups)):  # windows only, or none
+        return tuple(count * memory // needed for count in request)
+    whole_request = whole * -(-max_model_len // spec.block_size)
+    for num_seqs in range(max_num_seqs, 0, -1):
+        windows = tuple(
+            0 if group.window is None else _held(group, max_model_len, num_seqs, step_tokens) for group in spec.groups
+        )
+        rest = memory - spec.bytes_of(windows)
+        if rest >= (whole_request if 2 * rest >= memory else num_seqs * whole_request):
+            break
+    return tuple(count or rest // whole for count in windows)
+
+
+def _held(group: Pages, max_model_len: int, num_seqs: int, step_tokens: int) -> int:
+    """Blocks that `num_seqs` sequences hold at most, when all of them together compute `step_tokens` in a step."""
+    alone = group.most_blocks(max_model_len, step_tokens)
+    together = num_seqs * group.most_blocks(max_model_len, 1) + -(-step_tokens // group.tokens_per_block)
+    return min(num_seqs * alone, together)

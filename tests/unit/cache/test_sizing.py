@@ -1,0 +1,131 @@
+"""How memory is split over groups: what a long request takes, and what short ones find."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from freight.cache.pool import allocate_pool, cache_spec
+from freight.cache.sizing import bytes_of_request, longest_request, split_memory, useful_memory
+from freight.cache.spec import KVCacheSpec, LayerKVSpec, Pages
+from freight.config.engine import EngineArgs, KVCacheConfig
+from freight.config.model import ModelConfig, parse_model_config
+from freight.config.presets import shape_config
+from freight.engine.build import describe_cache
+from freight.fp8.formats import Format, Granularity
+from freight.kernels.reference_set import REFERENCE
+from freight.models.open import open_random
+
+BFLOAT16 = KVCacheConfig(Format.BFLOAT16, None, None, None)
+GIB = 2**30
+
+
+def gemma_3_27b() -> ModelConfig:
+    """Its cache: 62 layers, five of six with a window of 1024, 16 KV heads of 128 channels."""
+    model = parse_model_config(shape_config("llama-1b"))
+    mixer = replace(model.layers[0].mixer, num_heads=32, num_kv_heads=16, k_dim=128, v_dim=128)
+    layers = [
+        replace(model.layers[0], mixer=replace(mixer, window=None if index % 6 == 5 else 1024)) for index in range(62)
+    ]
+    return replace(model, layers=tuple(layers), max_position_embeddings=131072)
+
+
+def spec_of(*windows: int | None, heads: int = 2, block_size: int = 16) -> KVCacheSpec:
+    return KVCacheSpec(tuple(LayerKVSpec(Format.BFLOAT16, None, heads, 8, 8, window) for window in windows), block_size)
+
+
+def test_layers_with_equal_windows_and_bytes_form_a_group() -> None:
+    wide = LayerKVSpec(Format.BFLOAT16, None, 4, 8, 8, None)
+    scaled = LayerKVSpec(Format.E4M3FN, Granularity.TOKEN, 2, 8, 8, 24)
+    spec = KVCacheSpec((*spec_of(24, None, 24).layers, wide, scaled), 16)
+    assert spec.groups == (
+        Pages((0, 2), 2 * 64, 24, 16),
+        Pages((1,), 64, None, 16),
+        Pages((3,), 128, None, 16),
+        Pages((4,), 40, 24, 16),
+    )
+    assert spec.bytes_of((1, 2, 3, 4)) == 16 * (128 + 2 * 64 + 3 * 128 + 4 * 40)
+
+
+def test_windows_make_a_long_request_five_times_smaller() -> None:
+    spec = cache_spec(BFLOAT16, gemma_3_27b(), 16)
+    assert [len(group.layers) for group in spec.groups] == [52, 10]
+    whole = 131072 * spec.bytes_per_token
+    assert whole == 62 * 2**30
+    takes = bytes_of_request(spec, 131072, 2048)
+    assert takes == 52 * 2 * 16 * 128 * 2 * 3136 + 10 * GIB  # 1024 + 2048 tokens and a tile; every token
+    assert whole >= 5 * takes
+
+
+@settings(max_examples=200)
+@given(
+    windows=st.lists(st.sampled_from([None, None, 24, 100, 1024]), min_size=1, max_size=6),
+    block_size=st.sampled_from([8, 16, 128]),
+    max_model_len=st.integers(1, 5000),
+    max_num_seqs=st.integers(1, 80),
+    step_tokens=st.integers(1, 9000),
+    more=st.floats(1.0, 100.0),
+)
+def test_what_is_split_fits_and_holds_a_request(
+    windows: list[int | None], block_size: int, max_model_len: int, max_num_seqs: int, step_tokens: int, more: float
+) -> None:
+    spec = spec_of(*windows, block_size=block_size)
+    needed = bytes_of_request(spec, max_model_len, step_tokens)
+    memory = int(needed * more)
+    num_blocks = split_memory(spec, memory, max_model_len, max_num_seqs, step_tokens)
+    assert spec.bytes_of(num_blocks) <= memory
+    assert memory - spec.bytes_of(num_blocks) < sum(group.bytes_per_block for group in spec.groups)
+    for group, count in zip(spec.groups, num_blocks, strict=True):
+        assert count >= group.most_blocks(max_model_len, step_tokens)
+        if group.window is not None and None in windows:
+            assert count <= max_num_seqs * group.most_blocks(max_model_len, step_tokens)
+    longest = longest_request(spec, memory, max_model_len, step_tokens)
+    assert longest >= max_model_len
+    assert longest_request(spec, needed - 1, max_model_len, step_tokens) < max_model_len
+    assert needed <= useful_memory(spec, max_model_len, max_num_seqs, step_tokens) <= max_num_seqs * needed
+
+
+@pytest.mark.parametrize("window", [None, 1024])
+def test_a_model_with_one_group_has_all_memory_in_it(window: int | None) -> None:
+    spec = spec_of(window, window, heads=3)
+    assert spec.bytes_per_token == 192
+    assert split_memory(spec, 192 * 16 * 100 + 99, 1600, 64, 512) == (100,)
+    if window is None:
+        assert useful_memory(spec, 1601, 64, 512) == 64 * 101 * 16 * 192
+        assert longest_request(spec, 192 * 16 * 100 + 99, 5000, 512) == 1600
+
+
+@pytest.mark.parametrize(
+    ("memory", "long", "short"),
+    [(24, 1, 26), (48, 2, 54), (96, 6, 64), (200, 17, 64)],  # GiB; requests of 128k tokens; of 1,024 while decoding
+)
+def test_short_requests_find_room_beside_long_ones(memory: int, long: int, short: int) -> None:
+    spec = cache_spec(BFLOAT16, gemma_3_27b(), 16)
+    windows, whole = split_memory(spec, memory * GIB, 131072, 64, 2048)
+    assert min(whole * 16 // 131072, windows * 16 // 3136) == long
+    assert min(whole * 16 // 1024, windows * 16 // 1088, 64) == short
+
+
+def test_the_line_at_start_tells_what_is_allocated() -> None:
+    opened = open_random(EngineArgs(max_model_len=4096, max_num_batched_tokens=256, device="cpu"), "llama-1b")
+    config = opened.resolve(opened.args)
+    layers = [replace(one, mixer=replace(one.mixer, window=(512, None)[index % 2]))
+              for index, one in enumerate(opened.model.layers[:4])]  # fmt: skip
+    spec = cache_spec(config.kv, replace(opened.model, layers=tuple(layers)), config.block_size)
+    pool = allocate_pool(spec, config.kv, split_memory(spec, 64 * 2**20, 4096, 8, 256), REFERENCE)
+    allocated = [
+        sum(
+            pages.nbytes for layer in group.layers for pages in (pool.layers[layer].pages.k, pool.layers[layer].pages.v)
+        )
+        for group in spec.groups
+    ]
+    assert sum(allocated) == pool.num_bytes
+    line = describe_cache(pool, config)
+    for index, (group, size) in enumerate(zip(("a window of 512", "out a window"), allocated, strict=True)):
+        blocks = pool.num_blocks[index]
+        assert f"2 layers with{' ' * (index == 0)}{group}: {blocks:,} blocks, {blocks * 16:,} tokens, " in line
+        assert f"{size / 2**20:.1f} MiB" in line
+    assert "a request of 4,096 tokens takes 19.2 MiB, and would take 32.0 MiB if windows gave no blocks back" in line
