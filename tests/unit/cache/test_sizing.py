@@ -117,7 +117,9 @@ def test_the_line_at_start_tells_what_is_allocated() -> None:
     spec = cache_spec(config.kv, replace(opened.model, layers=tuple(layers)), config.block_size)
     pool = allocate_pool(spec, config.kv, split_memory(spec, 64 * 2**20, 4096, 8, 256), REFERENCE)
     allocated = [
-        sum(pages.nbytes for layer in group.layers for pages in (pool.layers[layer].pages.k, pool.layers[layer].pages.v))
+        sum(
+            pages.nbytes for layer in group.layers for pages in (pool.layers[layer].pages.k, pool.layers[layer].pages.v)
+        )
         for group in spec.groups
     ]
     assert sum(allocated) == pool.num_bytes
