@@ -73,10 +73,10 @@ def bfloat16_as_on_a_gpu() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_interpreter() -> Iterator[None]:
-    """Save half of the interpreter's time.
+    """Save about 40 % of the interpreter's time.
 
-    `triton.language` is replaced by what the interpreter runs once, not again at every call of a device function, and
-    numpy's types are looked up by name.
+    What it replaces in `triton.language` is replaced once, not again at every call of a device function, and numpy's
+    types are looked up by name.
     """
     from triton.runtime import interpreter
 

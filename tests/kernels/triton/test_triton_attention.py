@@ -151,12 +151,11 @@ def test_neither_programs_nor_the_table_s_width_change_a_bit_of_a_decode(window,
 def test_chunks_of_prefill_change_no_bit(window, device):
     case = Case([(40, 0)], Format.E4M3FN, "token", torch.bfloat16, 1, 2, 16, device)
     whole = case.run([0], window)
-    for chunks in ([7, 33], [2, 21, 17]):
-        before = 0
-        for rows in chunks:
-            case.sequences = [(rows, before)]
-            assert torch.equal(case.run([0], window), whole[before : before + rows])
-            before += rows
+    before = 0
+    for rows in (2, 21, 17):
+        case.sequences = [(rows, before)]
+        assert torch.equal(case.run([0], window), whole[before : before + rows])
+        before += rows
 
 
 def test_a_row_for_padding_is_left_out(device):
@@ -270,7 +269,7 @@ def test_soft_caps(format, scales, with_center, size_of_q, device):
 @pytest.mark.parametrize(
     ("format", "scales", "window", "soft_cap"),
     [
-        (Format.E4M3FN, "unit", None, None),
+        pytest.param(Format.E4M3FN, "unit", None, None, marks=pytest.mark.slow),
         (Format.E4M3FN, "static", 20, 2.0),
         (Format.E4M3FN, "token", None, None),
         (Format.E4M3FNUZ, "static", None, None),
