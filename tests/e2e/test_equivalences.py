@@ -67,12 +67,15 @@ class Trace:
 
 
 def cache_of(llm: LLM, block_ids: tuple[tuple[int, ...], ...], length: int) -> list[torch.Tensor]:
-    tensors = []
-    for layer in llm.engine.runner.pool.layers:
-        pages = layer.pages
-        tensors += [pages.k.view(torch.uint8), pages.v.view(torch.uint8)]
+    """Of a layer with a window, the part that the last token has seen: the rest is given back."""
+    pool, parts = llm.engine.runner.pool, []
+    for layer in pool.layers:
+        pages, window = layer.pages, getattr(pool.spec.groups[layer.group], "window", None)
+        seen = slice(max(0, length - (window or length)), length)
+        tensors = [pages.k.view(torch.uint8), pages.v.view(torch.uint8)]
         tensors += [scale for scale in (pages.k_scale, pages.v_scale) if scale is not None and pages.dynamic]
-    return [tensor[list(block_ids[0])].flatten(0, 1)[:length].clone() for tensor in tensors]
+        parts += [tensor[list(block_ids[layer.group])].flatten(0, 1)[seen].clone() for tensor in tensors]
+    return parts
 
 
 def trace(llm: LLM, params: SamplingParams, others: Sequence[str] = (), others_grow: int = 24) -> Trace:
@@ -181,11 +184,13 @@ def test_prefix_hit_or_miss(open_llm, expected, sampling):
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_preempted_and_recomputed(open_llm, expected, prefix_caching):
-    """A cache that holds all at first, and not what they grow to: the last to come gives way and starts again."""
-    unlimited = open_llm()
-    blocks = sum(len(unlimited.engine.tokenizer.encode(text)) // 16 + 2 for text in (PROMPT, *OTHERS[:4]))
-    memory = blocks * 16 * unlimited.kv_cache_info()["bytes_per_token"]
-    llm = open_llm(enable_prefix_caching=prefix_caching, kv_cache_memory=memory, max_model_len=160)
+    """Layers without a window have blocks for all at first, and not for what they grow to: the last to come gives way
+    and starts again."""
+    llm = open_llm(enable_prefix_caching=prefix_caching, max_model_len=160)
+    blocks = sum(len(llm.engine.tokenizer.encode(text)) // 16 + 2 for text in (PROMPT, *OTHERS[:4]))
+    spec, cache = llm.engine.runner.pool.spec, llm.engine.cache
+    full = next(index for index, group in enumerate(spec.groups) if group.window is None)
+    cache.allocators[full].allocate(cache.allocators[full].num_free - blocks)
     result = trace(llm, SAMPLING["seeded"], OTHERS[:4], others_grow=60)
     assert result.num_preemptions > 0
     assert result == expected["seeded"]

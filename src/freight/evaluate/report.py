@@ -20,7 +20,6 @@ from freight.engine.runner import ModelRunner
 from freight.errors import ConfigError
 from freight.evaluate.divergence import kl_divergence, same_top
 from freight.evaluate.perplexity import Window, cut_windows, perplexity, target_logprobs
-from freight.kernels.select import select_kernels
 from freight.models.decoder import Decoder
 from freight.models.open import OpenModel, open_model
 
@@ -148,11 +147,12 @@ def run_caches(
     with opened.threads(configs[0]):
         decoder = opened.load(replace(configs[0], fp8_attention=any(config.fp8_attention for config in configs)))
         num_blocks = -(-length // configs[0].block_size)
-        kernels, device = select_kernels(configs[0].kernels, configs[0].device), configs[0].device
+        device = configs[0].device
         runs = []
         for config in configs:
             spec = opened.cache_spec(config)
-            pool = allocate_pool(spec, config.kv, [num_blocks] * len(spec.groups), kernels, device, decoder.rotaries)
+            kernels, blocks = opened.kernels(config), [num_blocks] * len(spec.groups)
+            pool = allocate_pool(spec, config.kv, blocks, kernels, device, decoder.rotaries)
             runs.append(CacheRun(config, ModelRunner(decoder, pool, device)))
         chunk = configs[0].max_num_batched_tokens
         for done, part in enumerate(windows):

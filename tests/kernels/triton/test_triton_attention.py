@@ -35,13 +35,6 @@ DECODES = [(1, 33), (1, 0), (1, 80)]
 TILES = (paged.prefill_tile, paged.decode_tile)
 
 
-class PartialCenter(KeyCenter):
-    """Its pairs are (i, i + rotary_dim / 2) of the first rotary_dim = 8 of 24 channels."""
-
-    def coefficients(self, q: Tensor) -> Tensor:
-        return super().coefficients(q[..., :8])
-
-
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Tiles and splits small enough that a short sequence has several of each."""
@@ -158,12 +151,11 @@ def test_neither_programs_nor_the_table_s_width_change_a_bit_of_a_decode(window,
 def test_chunks_of_prefill_change_no_bit(window, device):
     case = Case([(40, 0)], Format.E4M3FN, "token", torch.bfloat16, 1, 2, 16, device)
     whole = case.run([0], window)
-    for chunks in ([7, 33], [2, 21, 17]):
-        before = 0
-        for rows in chunks:
-            case.sequences = [(rows, before)]
-            assert torch.equal(case.run([0], window), whole[before : before + rows])
-            before += rows
+    before = 0
+    for rows in (2, 21, 17):
+        case.sequences = [(rows, before)]
+        assert torch.equal(case.run([0], window), whole[before : before + rows])
+        before += rows
 
 
 def test_a_row_for_padding_is_left_out(device):
@@ -198,13 +190,12 @@ def test_what_was_taken_off_keys_comes_back(format, scales, window, device):
     expected = case.run(which, window, torch.float32)
     assert_close(case.run(which, window), expected)
     case.pages = replace(case.pages, k_center=None)
-    assert (case.run(which, window) - expected).abs().max() > 0.1
+    assert (case.run(which, window, torch.float32) - expected).abs().max() > 0.1
 
 
-@pytest.mark.parametrize(("format", "scales"), [(Format.E4M3FN, "static"), (Format.E4M3FN, "token")])
-@pytest.mark.parametrize(("dim", "v_dim"), [(24, 16), (16, 40)])
-def test_values_of_another_width_and_their_center(format, scales, dim, v_dim, device):
-    case = Case([(5, 9), (1, 40)], format, scales, torch.bfloat16, 2, 3, dim, device, v_dim=v_dim)
+@pytest.mark.parametrize(("scales", "dim", "v_dim"), [("static", 24, 16), ("static", 16, 40), ("token", 16, 40)])
+def test_values_of_another_width_and_their_center(scales, dim, v_dim, device):
+    case = Case([(5, 9), (1, 40)], Format.E4M3FN, scales, torch.bfloat16, 2, 3, dim, device, v_dim=v_dim)
     which = range(2)
     got = case.run(which)
     assert got.shape[1:] == (6, v_dim)
@@ -215,21 +206,12 @@ def test_values_of_another_width_and_their_center(format, scales, dim, v_dim, de
 
 def test_a_center_of_keys_that_turn_in_part(device):
     """Angles are [tiles, rotary_dim / 2, 64], and channel i is paired with i + rotary_dim / 2."""
-    case = Case([(1, 33), (5, 9)], Format.E4M3FN, "token", torch.bfloat16, 1, 2, 24, device)
-    angles = torch.outer(torch.arange(100).float(), 1e4 ** (-torch.arange(4) / 4)).to(device)
-    pairs, parts = torch.tensor([[3, 1]], dtype=torch.int32), torch.tensor([[[100.0, 0.0]], [[50.0, -70.0]]])
-    case.q = [q * 0.05 for q in case.q]
+    case = centered(Case([(1, 33), (5, 9)], Format.E4M3FN, "token", torch.bfloat16, 2, 2, 24, device), 100, 8)
     which = range(len(case.sequences))
-    without = case.run(which, None, torch.float32)
-    center = PartialCenter(
-        torch.zeros(1, 24),
-        *(one.to(device) for one in (pairs, parts)),
-        *map(KeyCenter.angle_tiles, (angles.cos(), angles.sin())),
-    )
-    case.pages = replace(case.pages, k_center=center)
     expected = case.run(which, None, torch.float32)
-    assert (expected - without).abs().max() > 0.1
     assert_close(case.run(which), expected)
+    case.pages = replace(case.pages, k_center=None)
+    assert (case.run(which, None, torch.float32) - expected).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("keys", [16, 32, 64])
@@ -281,13 +263,13 @@ def test_soft_caps(format, scales, with_center, size_of_q, device):
     which = range(len(MIXED))
     expected = case.run(which, 20, torch.float32, soft_cap=0.8)
     assert_close(case.run(which, 20, soft_cap=0.8), expected)
-    assert (case.run(which, 20) - expected).abs().max() > 0.1
+    assert (case.run(which, 20, torch.float32) - expected).abs().max() > 0.1
 
 
 @pytest.mark.parametrize(
     ("format", "scales", "window", "soft_cap"),
     [
-        (Format.E4M3FN, "unit", None, None),
+        pytest.param(Format.E4M3FN, "unit", None, None, marks=pytest.mark.slow),
         (Format.E4M3FN, "static", 20, 2.0),
         (Format.E4M3FN, "token", None, None),
         (Format.E4M3FNUZ, "static", None, None),
