@@ -74,7 +74,7 @@ def make_cache(
     blocks = [order[sum(counts[:i]) : sum(counts[: i + 1])] for i in range(len(counts))]
 
     def page(dim: int) -> torch.Tensor:
-        if format.is_fp8:
+        if format.is_quantized:
             return torch.full((*shape, dim), NAN[format], dtype=torch.uint8).view(torch_dtype(format))
         return torch.full((*shape, dim), torch.nan, dtype=torch_dtype(format))
 

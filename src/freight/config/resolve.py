@@ -223,7 +223,7 @@ def _kv_cache(args: EngineArgs, compute: Format, scheme: Scheme, scales: KVScale
     named = args.kv_scales if args.quantization_param_path is None else args.quantization_param_path
     flag = "--kv-scales" if args.quantization_param_path is None else "--quantization-param-path"
     source = "file" if file else args.kv_scales
-    if not format.is_fp8:
+    if not format.is_quantized:
         if source != "auto":
             raise _no_scales_for(format, cache, f"{flag} {named}")
         return KVCacheConfig(format, None, None, None, "" if scales.empty else _skipped(args))

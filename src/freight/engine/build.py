@@ -132,7 +132,7 @@ def describe_cache(pool: KVPool, kv: KVCacheConfig, compute_format: Format) -> s
     note = f" ({kv.note})" if kv.note else ""
     memory = pool.num_blocks * pool.spec.bytes_per_block
     line = f"KV cache: {kv.format}; scales: {scales}{note}; {pool.capacity_tokens:,} tokens fit in {_mebibytes(memory)}"
-    if kv.format.is_fp8:
+    if kv.format.is_quantized:
         sixteen = compute_format if compute_format.bytes == 2 else Format.BFLOAT16
         line += f", {same_cache_at_16_bits(pool.spec, sixteen).tokens_in(memory):,} would in {sixteen}"
     return line

@@ -21,6 +21,11 @@ class Format(StrEnum):
     E5M2 = "fp8_e5m2"
 
     @property
+    def is_quantized(self) -> bool:
+        """Whether a stored number is a byte that encodes the true one divided by a scale."""
+        return self.is_fp8
+
+    @property
     def is_fp8(self) -> bool:
         return self in (Format.E4M3FN, Format.E4M3FNUZ, Format.E5M2)
 
@@ -35,12 +40,12 @@ class Format(StrEnum):
 
     @property
     def max(self) -> float:
-        """Largest finite magnitude; encoding saturates here. FP8 formats only."""
+        """Largest finite magnitude; encoding saturates here. Quantized formats only."""
         return {Format.E4M3FN: 448.0, Format.E4M3FNUZ: 240.0, Format.E5M2: 57344.0}[self]
 
     @property
     def overflow(self) -> float:
-        """Half a step above `max`: larger magnitudes do not round to `max`; they are clipped. FP8 formats only."""
+        """Half a step above `max`: larger magnitudes do not round to `max`; they are clipped. Quantized formats only."""
         return {Format.E4M3FN: 464.0, Format.E4M3FNUZ: 248.0, Format.E5M2: 61440.0}[self]
 
     @property
