@@ -1,6 +1,7 @@
-// The formats of the cache as bytes: which there are, encoding and decoding. Attention and storing know no bits of them.
+// The formats of the cache as bytes: which there are, encoding and decoding. Attention and storing know no bits.
 //
 // FP8 is E4M3FN, E4M3FNUZ and E5M2 (Micikevicius et al. 2022; Noune et al. 2022), whose values are all exact in BF16.
+// So are those of INT8, whose code 0x80 is not needed for -128 in a symmetric range: it is NaN.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -30,18 +31,19 @@ void for_format(int32_t format, const Call& call) {
     case FREIGHT_E4M3FN: return call(std::integral_constant<FreightFormat, FREIGHT_E4M3FN>());
     case FREIGHT_E5M2: return call(std::integral_constant<FreightFormat, FREIGHT_E5M2>());
     case FREIGHT_E4M3FNUZ: return call(std::integral_constant<FreightFormat, FREIGHT_E4M3FNUZ>());
+    case FREIGHT_INT8: return call(std::integral_constant<FreightFormat, FREIGHT_INT8>());
   }
 }
 
 constexpr int mantissa_bits(FreightFormat fp8) { return fp8 == FREIGHT_E5M2 ? 2 : 3; }
 constexpr int exponent_bias(FreightFormat fp8) { return fp8 == FREIGHT_E5M2 ? 15 : fp8 == FREIGHT_E4M3FN ? 7 : 8; }
-constexpr float max_of(FreightFormat fp8) {
-  return fp8 == FREIGHT_E5M2 ? 57344.0f : fp8 == FREIGHT_E4M3FN ? 448.0f : 240.0f;
+constexpr float max_of(FreightFormat f) {
+  return f == FREIGHT_E5M2 ? 57344.0f : f == FREIGHT_E4M3FN ? 448.0f : f == FREIGHT_INT8 ? 127.0f : 240.0f;
 }
 
 // Half a step above the largest value: larger magnitudes do not round to it; they are clipped.
-constexpr float overflow_of(FreightFormat fp8) {
-  return fp8 == FREIGHT_E5M2 ? 61440.0f : fp8 == FREIGHT_E4M3FN ? 464.0f : 248.0f;
+constexpr float overflow_of(FreightFormat f) {
+  return f == FREIGHT_E5M2 ? 61440.0f : f == FREIGHT_E4M3FN ? 464.0f : f == FREIGHT_INT8 ? 127.5f : 248.0f;
 }
 
 // float of a quantized byte, from its definition. For building tables.
@@ -50,16 +52,15 @@ inline float value_of(FreightFormat format, int code) {
   const int magnitude = code & 0x7F, exponent = magnitude >> bits, mantissa = magnitude & ((1 << bits) - 1);
   const float sign = code & 0x80 ? -1.0f : 1.0f, nan = std::numeric_limits<float>::quiet_NaN();
   if (format == FREIGHT_E4M3FN && magnitude == 0x7F) return nan;
-  if (format == FREIGHT_E4M3FNUZ && code == 0x80) return nan;
+  if ((format == FREIGHT_E4M3FNUZ || format == FREIGHT_INT8) && code == 0x80) return nan;
+  if (format == FREIGHT_INT8) return (float)(int8_t)code;
   if (format == FREIGHT_E5M2 && exponent == 31) return mantissa ? nan : sign * std::numeric_limits<float>::infinity();
   if (exponent == 0) return sign * std::ldexp((float)mantissa, 1 - bias - bits);
   return sign * std::ldexp((float)(mantissa + (1 << bits)), exponent - bias - bits);
 }
 
-// FP8 byte of a float: saturates, rounds to nearest, ties to even; NaN stays NaN (E4M3FN and E5M2: with its sign).
-// Branch-free, so that loops over it become vectors.
 template <FreightFormat F>
-inline uint8_t code_of(float value) {
+inline uint8_t fp8_code(float value) {
   constexpr int dropped = 23 - mantissa_bits(F), bias = exponent_bias(F);
   constexpr uint32_t smallest_normal = (uint32_t)(128 - bias) << 23;  // 2 ** (1 - bias)
   constexpr uint32_t magic = (uint32_t)(128 - bias + dropped) << 23;  // its last bit is worth a subnormal's
@@ -73,6 +74,20 @@ inline uint8_t code_of(float value) {
   const uint32_t code = bits < smallest_normal ? subnormal : normal;
   if (F == FREIGHT_E4M3FNUZ) return (uint8_t)(value != value ? 0x80 : code == 0 ? 0 : code | sign);
   return (uint8_t)(sign | (value != value ? 0x7F : code));
+}
+
+inline uint8_t int8_code(float value) {
+  const float magic = 12582912.0f;  // 1.5 * 2**23: adding it rounds to an integer, whose last byte is the sum's
+  const float least = value < -127.0f ? -127.0f : value, clamped = least > 127.0f ? 127.0f : least;
+  return (uint8_t)(value != value ? 0x80 : float_to_bits(clamped + magic));
+}
+
+// Quantized byte of a float: saturates, rounds to nearest, ties to even; NaN stays NaN (E4M3FN and E5M2: with its
+// sign). Branch-free, so that loops over it become vectors.
+template <FreightFormat F>
+inline uint8_t code_of(float value) {
+  if constexpr (F == FREIGHT_INT8) return int8_code(value);
+  else return fp8_code<F>(value);
 }
 
 // All 256 floats of a quantized format, and the two BF16 bytes of its 128 non-negative codes.
@@ -125,6 +140,10 @@ inline void decode8(const uint8_t* from, float* to) {
       _mm256_storeu_ps(to, _mm256_cvtph_ps(code));
     else
       _mm256_storeu_si256((__m256i*)to, _mm256_slli_epi32(_mm256_cvtepu16_epi32(code), 16));
+  } else if constexpr (F == FREIGHT_INT8) {
+    const __m256i code = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from));
+    const __m256i nan = _mm256_cmpeq_epi32(code, _mm256_set1_epi32(-128));  // all bits set: a NaN
+    _mm256_storeu_ps(to, _mm256_or_ps(_mm256_cvtepi32_ps(code), (__m256)nan));
   } else {  // by way of float16, whose exponent's bias is 15
     const __m128i code = _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)from));
     if constexpr (F == FREIGHT_E5M2) {
@@ -165,8 +184,8 @@ inline void decode_row(const uint8_t* from, int n, float* to) {
 
 #if FREIGHT_AVX512
 
-// 64 codes of a quantized format -> BF16, by tables of the low and the high byte: `first` has the first eight of each 16 codes, `last`
-// the last eight.
+// 64 codes of a quantized format -> BF16, by tables of the low and the high byte: `first` has the first eight of each
+// 16 codes, `last` the last eight.
 template <FreightFormat F>
 struct Decoder {
   __m512i low0, low1, high0, high1;
@@ -181,10 +200,11 @@ struct Decoder {
 
   void operator()(__m512i code, __m512i& first, __m512i& last) const {
     const __m512i sign = _mm512_set1_epi8((char)0x80);
-    __m512i low = _mm512_permutex2var_epi8(low0, code, low1);
-    __m512i high = _mm512_permutex2var_epi8(high0, code, high1);
+    const __m512i magnitude = F == FREIGHT_INT8 ? _mm512_abs_epi8(code) : code;  // the look-ups ignore the top bit
+    __m512i low = _mm512_permutex2var_epi8(low0, magnitude, low1);
+    __m512i high = _mm512_permutex2var_epi8(high0, magnitude, high1);
     high = _mm512_ternarylogic_epi32(high, code, sign, 0xF8);  // high | (code & sign)
-    if constexpr (F == FREIGHT_E4M3FNUZ) {
+    if constexpr (F == FREIGHT_E4M3FNUZ || F == FREIGHT_INT8) {
       const __mmask64 nan = _mm512_cmpeq_epi8_mask(code, sign);
       low = _mm512_mask_blend_epi8(nan, low, _mm512_set1_epi8((char)0xC0));
       high = _mm512_mask_blend_epi8(nan, high, _mm512_set1_epi8(0x7F));
