@@ -155,16 +155,12 @@ def test_int8_measures_each_token_whatever_scales_there_are(file):
                 refused(ConfigError, f"--kv-scales {source}", "int8", "--kv-cache-dtype fp8", "omit the scales", **said)
     assert "skipped" in decide(STATIC, ALL, kv_cache_dtype="int8").kv.note
     assert "skipped" not in decide(kv_cache_dtype="int8").kv.note
-    with pytest.raises(
-        ConfigError, match=r"--kv-scales .*json with --kv-cache-dtype int8: INT8 has one scale"
-    ):
+    with pytest.raises(ConfigError, match=r"--kv-scales .*json with --kv-cache-dtype int8: INT8 has one scale"):
         decide(NOTHING, ALL, kv_cache_dtype="int8", kv_scales=file)
 
 
 def test_int8_is_refused_on_a_gpu_but_for_the_reference():
-    with pytest.raises(
-        ConfigError, match=r"int8 on a GPU: .*fp8, --device cpu, or --kernels reference"
-    ):
+    with pytest.raises(ConfigError, match=r"int8 on a GPU: .*fp8, --device cpu, or --kernels reference"):
         decide(facts=GPU, kv_cache_dtype="int8")
     assert decide(facts=GPU, kv_cache_dtype="int8", kernels="reference").kv.format is INT8
     assert decide(kv_cache_dtype="int8").kv.format is INT8
