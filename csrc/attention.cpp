@@ -128,7 +128,7 @@ void attend(const FreightAttention& a) {
 template <FreightFormat F>
 void attend_pages(const FreightAttention& a) {
 #if FREIGHT_AVX512
-  if constexpr (F == FREIGHT_BFLOAT16 || bytes_of(F) == 1)
+  if constexpr (F == FREIGHT_BFLOAT16 || is_quantized(F))
     if (a.q_type == FREIGHT_BFLOAT16) return attend<Bf16Tiles<F>>(a);
 #endif
   attend<Float32Tiles<F>>(a);
@@ -142,14 +142,7 @@ bool contexts_hold_queries(const FreightAttention& a) {
 }
 
 void attention(const FreightAttention& a) {
-  switch (a.kv_format) {
-    case FREIGHT_FLOAT32: return attend_pages<FREIGHT_FLOAT32>(a);
-    case FREIGHT_FLOAT16: return attend_pages<FREIGHT_FLOAT16>(a);
-    case FREIGHT_BFLOAT16: return attend_pages<FREIGHT_BFLOAT16>(a);
-    case FREIGHT_E4M3FN: return attend_pages<FREIGHT_E4M3FN>(a);
-    case FREIGHT_E5M2: return attend_pages<FREIGHT_E5M2>(a);
-    case FREIGHT_E4M3FNUZ: return attend_pages<FREIGHT_E4M3FNUZ>(a);
-  }
+  for_format(a.kv_format, [&](auto format) { attend_pages<decltype(format)::value>(a); });
 }
 
 }  // namespace

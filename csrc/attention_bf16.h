@@ -1,11 +1,11 @@
 // Attention's tile products by BF16 dot products (AVX-512), for BF16 queries over pages whose values are exact in BF16:
-// FP8 and BF16.
+// the quantized formats and BF16.
 //
 // K and V are exact. q is one BF16 number per channel, or two (high and low part, 16 bits of mantissa together) if a
 // scale multiplies it. A probability is one BF16 number, and the sum of probabilities adds the rounded ones. Sums are
 // float32, one chain in order per score and per output channel, so how many rows go through together changes no bit.
 //
-// K tile: the stored values of 16 keys are transposed, then decoded (FP8: two 128-byte table look-ups), so that a lane
+// K tile: the stored values of 16 keys are transposed, then decoded (quantized: by table look-ups), so that a lane
 // is a key and holds two neighbouring channels. V tile: two neighbouring keys are interleaved, then decoded: a lane is
 // a channel and holds two keys.
 #pragma once
@@ -16,35 +16,6 @@
 #include "vec.h"
 
 namespace freight {
-
-// 64 FP8 codes -> BF16, by tables of the low and the high byte: `first` has the first eight of each 16 codes, `last`
-// the last eight.
-template <FreightFormat F>
-struct Decoder {
-  __m512i low0, low1, high0, high1;
-
-  Decoder() {
-    if constexpr (bytes_of(F) == 1) {
-      const Fp8Table& table = fp8_table<F>();
-      low0 = _mm512_load_si512(table.low), low1 = _mm512_load_si512(table.low + 64);
-      high0 = _mm512_load_si512(table.high), high1 = _mm512_load_si512(table.high + 64);
-    }
-  }
-
-  void operator()(__m512i code, __m512i& first, __m512i& last) const {
-    const __m512i sign = _mm512_set1_epi8((char)0x80);
-    __m512i low = _mm512_permutex2var_epi8(low0, code, low1);
-    __m512i high = _mm512_permutex2var_epi8(high0, code, high1);
-    high = _mm512_ternarylogic_epi32(high, code, sign, 0xF8);  // high | (code & sign)
-    if constexpr (F == FREIGHT_E4M3FNUZ) {
-      const __mmask64 nan = _mm512_cmpeq_epi8_mask(code, sign);
-      low = _mm512_mask_blend_epi8(nan, low, _mm512_set1_epi8((char)0xC0));
-      high = _mm512_mask_blend_epi8(nan, high, _mm512_set1_epi8(0x7F));
-    }
-    first = _mm512_unpacklo_epi8(low, high);
-    last = _mm512_unpackhi_epi8(low, high);
-  }
-};
 
 // Lane l of out[c] is lane c of in[l], lanes of 128 bits.
 inline void transpose_lanes(const __m512i (&in)[4], __m512i (&out)[4]) {
@@ -57,9 +28,9 @@ inline void transpose_lanes(const __m512i (&in)[4], __m512i (&out)[4]) {
 template <FreightFormat F>
 struct Bf16Tiles {
   static constexpr FreightFormat format = F;
-  static constexpr bool fp8 = bytes_of(F) == 1;
+  static constexpr bool quantized = is_quantized(F);
   static constexpr int max_rows = 6;           // rows whose sums stay in registers
-  static constexpr int chunk = fp8 ? 64 : 32;  // channels in one register as stored
+  static constexpr int chunk = quantized ? 64 : 32;  // channels in one register as stored
 
   int k_dim, v_dim;
   int value_dim;  // v_dim padded to 64: how long an output row is in the working memory
@@ -94,13 +65,13 @@ struct Bf16Tiles {
   static __m512i load_chunk(const uint8_t* row, int channel, int dim) {
     const int left = dim - channel;
     if (left >= chunk) return _mm512_loadu_si512(row + channel * bytes_of(F));
-    if constexpr (fp8) return _mm512_maskz_loadu_epi8(((__mmask64)1 << left) - 1, row + channel);
+    if constexpr (quantized) return _mm512_maskz_loadu_epi8(((__mmask64)1 << left) - 1, row + channel);
     return _mm512_maskz_loadu_epi16(((__mmask32)1 << left) - 1, row + channel * 2);
   }
 
-  // Four rows -> part t, lane c: dword 4 c + t of each row; FP8: two pairs of bytes, each of all four rows.
+  // Four rows -> part t, lane c: dword 4 c + t of each row; quantized: two pairs of bytes, each of all four rows.
   static void transpose_rows(const __m512i (&r)[4], __m512i (&part)[4]) {
-    if constexpr (fp8) {
+    if constexpr (quantized) {
       const __m512i a0 = _mm512_unpacklo_epi16(r[0], r[2]), a1 = _mm512_unpackhi_epi16(r[0], r[2]);
       const __m512i b0 = _mm512_unpacklo_epi16(r[1], r[3]), b1 = _mm512_unpackhi_epi16(r[1], r[3]);
       part[0] = _mm512_unpacklo_epi16(a0, b0), part[1] = _mm512_unpackhi_epi16(a0, b0);
@@ -130,10 +101,10 @@ struct Bf16Tiles {
           __m512i lanes[4];
           transpose_lanes(parts[t], lanes);
           for (int c = 0; c < 4; c++) {
-            const int pair = channel / 2 + (4 * c + t) * (fp8 ? 2 : 1);
+            const int pair = channel / 2 + (4 * c + t) * (quantized ? 2 : 1);
             if (pair >= pairs) continue;
             float* to = packed + (size_t)pair * kKeyTile + first;
-            if constexpr (fp8) {
+            if constexpr (quantized) {
               __m512i even, odd;
               decode(lanes[c], even, odd);
               _mm512_storeu_si512(to, even);
@@ -149,9 +120,9 @@ struct Bf16Tiles {
   // Stored values, permuted so that interleaving them with another key's restores the order of channels.
   __m512i load_spread(const uint8_t* row, int channel) const {
     if (channel >= v_dim) return _mm512_setzero_si512();
-    const __m512i of_fp8 = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const __m512i of_bytes = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     const __m512i of_bf16 = _mm512_setr_epi32(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15);
-    return _mm512_permutexvar_epi32(fp8 ? of_fp8 : of_bf16, load_chunk(row, channel, v_dim));
+    return _mm512_permutexvar_epi32(quantized ? of_bytes : of_bf16, load_chunk(row, channel, v_dim));
   }
 
   // -> [32 pairs of keys][value_dim][2]
@@ -163,7 +134,7 @@ struct Bf16Tiles {
         const __m512i even = load_spread(keys[key] + offset, channel);
         const __m512i odd = load_spread(keys[key + 1] + offset, channel);
         __m512i out[chunk / 16];
-        if constexpr (fp8) {
+        if constexpr (quantized) {
           decode(_mm512_unpacklo_epi8(even, odd), out[0], out[1]);
           decode(_mm512_unpackhi_epi8(even, odd), out[2], out[3]);
         } else {

@@ -12,56 +12,6 @@
 
 namespace freight {
 
-// Eight stored values as floats.
-template <FreightFormat F>
-inline void decode8(const uint8_t* from, float* to) {
-#if FREIGHT_AVX512 || FREIGHT_AVX2
-  if constexpr (F == FREIGHT_FLOAT32) {
-    std::memcpy(to, from, 32);
-  } else if constexpr (bytes_of(F) == 2) {
-    const __m128i code = _mm_loadu_si128((const __m128i*)from);
-    if constexpr (F == FREIGHT_FLOAT16)
-      _mm256_storeu_ps(to, _mm256_cvtph_ps(code));
-    else
-      _mm256_storeu_si256((__m256i*)to, _mm256_slli_epi32(_mm256_cvtepu16_epi32(code), 16));
-  } else {  // by way of float16, whose exponent's bias is 15
-    const __m128i code = _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)from));
-    if constexpr (F == FREIGHT_E5M2) {
-      _mm256_storeu_ps(to, _mm256_cvtph_ps(_mm_slli_epi16(code, 8)));
-    } else {
-      const __m128i low = _mm_set1_epi16(0x7F), magnitude = _mm_and_si128(code, low);
-      const __m128i is_nan = _mm_cmpeq_epi16(code, _mm_set1_epi16(0x80));
-      const __m128i nan = F == FREIGHT_E4M3FNUZ ? is_nan : _mm_cmpeq_epi16(magnitude, low);
-      const __m128i sign = _mm_slli_epi16(_mm_andnot_si128(low, code), 8);
-      const __m128i half = _mm_or_si128(_mm_or_si128(_mm_slli_epi16(magnitude, 7), sign),
-                                        _mm_and_si128(nan, _mm_set1_epi16(0x7E00)));
-      const __m256 scale = _mm256_set1_ps(F == FREIGHT_E4M3FNUZ ? 128.0f : 256.0f);
-      _mm256_storeu_ps(to, _mm256_mul_ps(_mm256_cvtph_ps(half), scale));
-    }
-  }
-#else
-  if constexpr (bytes_of(F) == 1) {
-    const float* value = fp8_table<F>().value;
-    for (int i = 0; i < 8; i++) to[i] = value[from[i]];
-  } else {
-    read_row(from, F, 8, to);
-  }
-#endif
-}
-
-template <FreightFormat F>
-inline void decode_row(const uint8_t* from, int n, float* to) {
-  int i = 0;
-  for (; i + 8 <= n; i += 8) decode8<F>(from + i * bytes_of(F), to + i);
-  if (i < n) {
-    uint8_t tail[8 * bytes_of(F)] = {};
-    float values[8];
-    std::memcpy(tail, from + i * bytes_of(F), (size_t)(n - i) * bytes_of(F));
-    decode8<F>(tail, values);
-    std::memcpy(to + i, values, sizeof(float) * (size_t)(n - i));
-  }
-}
-
 template <FreightFormat F>
 struct Float32Tiles {
   static constexpr FreightFormat format = F;

@@ -1,4 +1,4 @@
-// The C interface of the CPU kernels, version 8: what src/freight/kernels/cpu/library.py calls through ctypes.
+// The C interface of the CPU kernels, version 9: what src/freight/kernels/cpu/library.py calls through ctypes.
 //
 // Plain functions on raw pointers; every array is contiguous and row-major unless its comment says otherwise. Nothing
 // here allocates what it returns, throws, or keeps a pointer beyond the call. `threads` is how many threads may work.
@@ -10,7 +10,7 @@
 #define FREIGHT_API extern "C" __attribute__((visibility("default")))
 
 // Changes when any declaration changes, so that a library from an older build is refused instead of called wrongly.
-constexpr int32_t FREIGHT_ABI = 8;
+constexpr int32_t FREIGHT_ABI = 9;
 FREIGHT_API int32_t freight_abi();
 
 enum FreightStatus : int32_t {
@@ -28,6 +28,7 @@ enum FreightFormat : int32_t {
   FREIGHT_E4M3FN = 3,
   FREIGHT_E5M2 = 4,
   FREIGHT_E4M3FNUZ = 5,
+  FREIGHT_INT8 = 6,
 };
 
 // Take the caller's OpenMP pool: the address of GOMP_parallel of the runtime that the process uses already (torch's),

@@ -60,12 +60,12 @@ float* finished(const FreightStore& a, Kind kind, int head, int64_t position, fl
 // Encode x[i] / scale(i).
 template <FreightFormat F, class Scale>
 Counts encode(const float* x, int n, const Scale& scale, uint8_t* to) {
-  const int32_t last = static_cast<int32_t>(float_to_bits(fp8_overflow(F)));
+  const int32_t last = static_cast<int32_t>(float_to_bits(overflow_of(F)));
   int32_t nan = 0, beyond = 0;
   for (int i = 0; i < n; i++) {
     const float quotient = x[i] / scale(i);
     const int32_t magnitude = static_cast<int32_t>(float_to_bits(quotient) & 0x7FFFFFFFu);
-    to[i] = float_to_fp8<F>(quotient);
+    to[i] = code_of<F>(quotient);
     nan += magnitude > 0x7F800000;
     beyond += magnitude > last;
   }
@@ -78,7 +78,7 @@ Counts store_head(const FreightStore& a, Kind kind, int head, int64_t slot, cons
   const int64_t place = slot * a.num_kv_heads + head;
   uint8_t* to = static_cast<uint8_t*>(kind == kKey ? a.k_pages : a.v_pages) + place * n * bytes_of(F);
   void* scales = kind == kKey ? a.k_scale : a.v_scale;
-  if constexpr (bytes_of(F) > 1) {
+  if constexpr (!is_quantized(F)) {
     write_row(x, F, n, to);
     Counts counts;
     for (int i = 0; i < n; i++) counts.nan += (float_to_bits(x[i]) & 0x7FFFFFFFu) > 0x7F800000u;
@@ -87,7 +87,7 @@ Counts store_head(const FreightStore& a, Kind kind, int head, int64_t slot, cons
     const float* scale = static_cast<const float*>(scales) + static_cast<int64_t>(head) * n;
     return encode<F>(x, n, [scale](int i) { return scale[i]; }, to);
   } else if (a.scales == FREIGHT_TOKEN_SCALES) {
-    const uint16_t stored = float_to_bf16(scale_from(largest_finite(x, n), fp8_max(F)));
+    const uint16_t stored = float_to_bf16(scale_from(largest_finite(x, n), max_of(F)));
     static_cast<uint16_t*>(scales)[place] = stored;
     const float scale = bf16_to_float(stored);
     return encode<F>(x, n, [scale](int) { return scale; }, to);
@@ -132,14 +132,7 @@ void store_rows(const FreightStore& a) {
 }
 
 void rotate_store(const FreightStore& a) {
-  switch (a.kv_format) {
-    case FREIGHT_FLOAT32: return store_rows<FREIGHT_FLOAT32>(a);
-    case FREIGHT_FLOAT16: return store_rows<FREIGHT_FLOAT16>(a);
-    case FREIGHT_BFLOAT16: return store_rows<FREIGHT_BFLOAT16>(a);
-    case FREIGHT_E4M3FN: return store_rows<FREIGHT_E4M3FN>(a);
-    case FREIGHT_E5M2: return store_rows<FREIGHT_E5M2>(a);
-    case FREIGHT_E4M3FNUZ: return store_rows<FREIGHT_E4M3FNUZ>(a);
-  }
+  for_format(a.kv_format, [&](auto format) { store_rows<decltype(format)::value>(a); });
 }
 
 }  // namespace

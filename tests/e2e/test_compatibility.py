@@ -32,6 +32,7 @@ def cache_of(info: dict[str, Any]) -> Cache:
 
 E4M3_DYNAMIC: Cache = ("fp8_e4m3fn", "token", "dynamic")
 E5M2: Cache = ("fp8_e5m2", "tensor", "unit")
+INT8: Cache = ("int8", "token", "dynamic")
 FILE: Cache = ("fp8_e4m3fn", "tensor", "file")
 CHECKPOINT: Cache = ("fp8_e4m3fn", "tensor", "checkpoint")
 PLAIN: Cache = ("bfloat16", None, None)
@@ -67,7 +68,7 @@ def write_model(tmp_path: Path) -> Callable[..., str]:
 
 @pytest.mark.parametrize(
     ("dtype", "cache"),
-    [("auto", PLAIN), ("fp8", E4M3_DYNAMIC), ("fp8_e4m3", E4M3_DYNAMIC), ("fp8_e5m2", E5M2)],
+    [("auto", PLAIN), ("fp8", E4M3_DYNAMIC), ("fp8_e4m3", E4M3_DYNAMIC), ("fp8_e5m2", E5M2), ("int8", INT8)],
 )
 def test_python_with_a_cache_dtype(dtype: str, cache: Cache):
     llm = LLM(model="demo", kv_cache_dtype=dtype, **SMALL)
@@ -146,6 +147,7 @@ COMMANDS: dict[str, tuple[dict[str, str], Cache]] = {
     "fp8_e4m3fn": ({"kv-cache-dtype": "fp8_e4m3fn"}, E4M3_DYNAMIC),
     "fp8_e4m3fnuz": ({"kv-cache-dtype": "fp8_e4m3fnuz"}, ("fp8_e4m3fnuz", "token", "dynamic")),
     "fp8_e5m2": ({"kv-cache-dtype": "fp8_e5m2"}, E5M2),
+    "int8": ({"kv-cache-dtype": "int8"}, INT8),
     "unit": ({"kv-cache-dtype": "fp8", "kv-scales": "unit"}, ("fp8_e4m3fn", "tensor", "unit")),
     "file": ({"kv-cache-dtype": "fp8", "quantization-param-path": "SCALES"}, FILE),
     "file, by the newer name": ({"kv-cache-dtype": "fp8", "kv-scales": "SCALES"}, FILE),

@@ -1,8 +1,8 @@
 """How a request is computed changes no bit of it: cache bytes, scales, log-probabilities, tokens.
 
 Alone or batched, whole or chunked prefill down to token by token, prefix hit or miss, preempted or not; for a 16-bit
-cache, E4M3 with static and with per-token scales, and E5M2; greedy and seeded; on the kernels that run by default, and
-for one cache on each other set that runs here, and for one cache in models whose layers differ.
+cache, E4M3 with static and with per-token scales, E5M2 and INT8; greedy and seeded; on the kernels that run by default,
+and for one cache on each other set that runs here, and for one cache in models whose layers differ.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ CACHES: dict[str, dict[str, Any]] = {
     "e4m3-tensor": {"kv_cache_dtype": "fp8_e4m3"},
     "e4m3-token": {"kv_cache_dtype": "fp8_e4m3", "kv_scales": "dynamic"},
     "e5m2": {"kv_cache_dtype": "fp8_e5m2"},
+    "int8": {"kv_cache_dtype": "int8"},
 }
 OTHER_KERNELS = ["reference", *(f"cpu-{build}" for build in library.runnable()[1:])]
 FAMILIES = [(variant, kernels) for variant, kernels in CASES if variant in ("gemma2", "gemma3")]

@@ -28,9 +28,9 @@ from freight.operands.kv_pages import KVPages
 FP8 = (Format.E4M3FN, Format.E5M2, Format.E4M3FNUZ)
 WIDE = (Format.FLOAT32, Format.FLOAT16, Format.BFLOAT16)
 CACHES = [*((format, scales) for format in FP8 for scales in (None, "head", "channel", "token"))]
-CACHES += [(format, None) for format in WIDE]
+CACHES += [(Format.INT8, "token"), *((format, None) for format in WIDE)]
 BUILDS = library.runnable()
-NAN = {Format.E4M3FNUZ: 0x80, Format.E4M3FN: 0x7F, Format.E5M2: 0x7F}
+NAN = {Format.E4M3FNUZ: 0x80, Format.E4M3FN: 0x7F, Format.E5M2: 0x7F, Format.INT8: 0x80}
 
 
 @pytest.fixture(params=BUILDS)
@@ -74,7 +74,7 @@ def make_cache(
     blocks = [order[sum(counts[:i]) : sum(counts[: i + 1])] for i in range(len(counts))]
 
     def page(dim: int) -> torch.Tensor:
-        if format.is_fp8:
+        if format.is_quantized:
             return torch.full((*shape, dim), NAN[format], dtype=torch.uint8).view(torch_dtype(format))
         return torch.full((*shape, dim), torch.nan, dtype=torch_dtype(format))
 
@@ -161,7 +161,7 @@ def test_soft_caps(attention, format, scales, dtype, soft_cap, size_of_q):
 
 @pytest.mark.parametrize("dim", [32, 33, 40, 64, 80, 96, 100, 128, 192, 255, 256])
 @pytest.mark.parametrize("group", [1, 3, 8])
-@pytest.mark.parametrize("cache", [(Format.E4M3FN, "token"), (Format.BFLOAT16, None)])
+@pytest.mark.parametrize("cache", [(Format.E4M3FN, "token"), (Format.INT8, "token"), (Format.BFLOAT16, None)])
 def test_shapes(attention, cache, group, dim):
     heads = 3 if dim < 128 else 1
     for dtype in (torch.bfloat16, torch.float32):
@@ -204,7 +204,9 @@ def test_the_center_of_values_is_added_after_rounding(attention, format, scales,
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(("format", "scales"), [(Format.E4M3FN, "token"), (Format.BFLOAT16, None)])
+@pytest.mark.parametrize(
+    ("format", "scales"), [(Format.E4M3FN, "token"), (Format.INT8, "token"), (Format.BFLOAT16, None)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("window", "rows", "block_size"), [(100, 1, 16), (64, 90, 16), (1500, 1, 24), (3, 200, 64)])
 def test_no_key_before_the_window_is_read(attention, format, scales, dtype, window, rows, block_size):
@@ -312,6 +314,22 @@ def test_what_is_not_finite_reaches_the_rows_that_see_it_alone(attention, part, 
     sees[70:90, :2] = True
     assert torch.equal(out[~sees], expected[~sees])
     assert not out[sees].isfinite().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("part", ["k", "v"])
+def test_a_nan_in_int8_pages_reaches_the_rows_that_see_it_alone(attention, part, dtype):
+    """Stored by the reference: the code -128, beside a scale made of the finite values."""
+    clean = make_cache(Format.INT8, "token", [100], 2, 64)
+    cache = make_cache(Format.INT8, "token", [100], 2, 64)
+    slot = cache.batch([100]).slots[0][70]
+    getattr(cache.pages, part).flatten(0, 1)[slot, 0, 5] = -128
+    q = torch.rand(100, 4, 64).to(dtype)
+    out, expected = (attention(q, c.pages, c.batch([100]).sequences(0), 0.125, 20) for c in (cache, clean))
+    hit = torch.zeros(100, 4, 64, dtype=torch.bool)
+    hit[70:90, :2, slice(None) if part == "k" else 5] = True
+    assert torch.equal(out[~hit], expected[~hit])
+    assert out[hit].isnan().all()
 
 
 def test_rows_of_q_may_lie_apart(attention):

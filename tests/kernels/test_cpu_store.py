@@ -21,6 +21,7 @@ from freight.operands.rotary import Rotary
 
 BLOCK, POSITIONS = 8, 300
 FP8 = (Format.E4M3FN, Format.E5M2, Format.E4M3FNUZ)
+QUANTIZED = (*FP8, Format.INT8)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -79,6 +80,7 @@ def assert_same(pages: KVPages, expected: KVPages) -> None:
 
 
 CACHES = [(format, scales) for format in FP8 for scales in (None, "static", "token")]
+CACHES += [(Format.INT8, "token")]
 CACHES += [(format, None) for format in (Format.FLOAT32, Format.FLOAT16, Format.BFLOAT16)]
 
 
@@ -93,7 +95,7 @@ def test_bits_are_the_references(kernels, format, scales, dtype, kv_heads, dim, 
     arguments = (qkv.flatten(1), make_rotary(dim), positions, slots)
     assert_equal(kernels.rotate_store(*arguments, pages), reference.rotate_store(*arguments, expected))
     assert_same(pages, expected)
-    assert rows == 1 or (pages.counters[1] > 0) == format.is_fp8
+    assert rows == 1 or (pages.counters[1] > 0) == format.is_quantized
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -204,7 +206,7 @@ def store_values(kernels: Any, v: Tensor, slots: Tensor, pages: KVPages) -> None
     kernels.rotate_store(qkv, make_rotary(dim), positions, slots, pages)
 
 
-@pytest.mark.parametrize("format", FP8)
+@pytest.mark.parametrize("format", QUANTIZED)
 def test_every_rounding(kernels, format):
     """Every code, every point halfway between two, their neighbours, and what saturates."""
     codes = torch.arange(256, dtype=torch.uint8).view(torch_dtype(format)).float()
@@ -223,7 +225,7 @@ def test_every_rounding(kernels, format):
     assert (nans, clipped) == (2, int((values.abs() > format.overflow).sum()))
 
 
-@pytest.mark.parametrize("format", FP8)
+@pytest.mark.parametrize("format", QUANTIZED)
 def test_a_row_of_nothing_finite_and_a_tiny_row(kernels, format):
     v = torch.tensor([[torch.inf, torch.nan, -torch.inf, torch.nan], [1e-40, -1e-42, 0.0, 1e-45]])[:, None]
     pages, expected = (make_pages(format, "token", 1, 4, 1) for _ in range(2))
@@ -233,12 +235,13 @@ def test_a_row_of_nothing_finite_and_a_tiny_row(kernels, format):
     assert pages.counters.tolist() == [2, 2]
 
 
-def test_what_a_measured_scale_rounds_is_not_clipped(kernels):
+@pytest.mark.parametrize("format", [Format.E4M3FN, Format.INT8])
+def test_what_a_measured_scale_rounds_is_not_clipped(kernels, format):
     """The largest value of a vector may lie above the format's largest after division, by the scale's own rounding."""
     torch.manual_seed(3)
-    pages = make_pages(Format.E4M3FN, "token", 1, 64, 12)
+    pages = make_pages(format, "token", 1, 64, 12)
     store_values(kernels, torch.randn(90, 1, 64), torch.arange(90), pages)
-    assert (decode(pages.v).abs().flatten(0, 1)[:90].amax(-1) == 448).all()
+    assert (decode(pages.v).abs().flatten(0, 1)[:90].amax(-1) == format.max).all()
     assert pages.counters.tolist() == [0, 0]
 
 

@@ -40,6 +40,7 @@ CACHES: tuple[tuple[Format, Granularity | None], ...] = (
     *((Format.E4M3FN, granularity) for granularity in Granularity),
     (Format.E4M3FNUZ, Granularity.TENSOR),
     (Format.E5M2, None),
+    (Format.INT8, Granularity.TOKEN),
 )
 
 

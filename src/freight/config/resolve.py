@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from freight.device import DeviceFacts
 
 DTYPES = {"half": Format.FLOAT16, "float": Format.FLOAT32} | {str(format): format for format in COMPUTE_FORMATS}
-KV_DTYPES = ("auto", *map(str, COMPUTE_FORMATS), "fp8", "fp8_e4m3", "fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2")
+KV_DTYPES = ("auto", *map(str, COMPUTE_FORMATS), "fp8", "fp8_e4m3", "fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2", "int8")
 KV_SCALES = ("auto", "checkpoint", "dynamic", "unit")  # or FILE.json
 QUANTIZATIONS = ("fp8",)
 KERNELS = ("auto", "reference")
@@ -76,6 +76,11 @@ def resolve(
     check_threads(args.threads, device.cores)
     compute = model.checkpoint_format if args.dtype == "auto" else DTYPES[args.dtype]
     kv = _kv_cache(args, compute, scheme, kv_scales, device.native_e4m3)
+    if kv.format is Format.INT8 and device.kind != "cpu" and args.kernels != "reference":
+        raise ConfigError(
+            f"--kv-cache-dtype int8 on {device.name}: the kernels for GPUs have no INT8 cache; "
+            "use --kv-cache-dtype fp8, --device cpu, or --kernels reference"
+        )
     return EngineConfig(
         compute_format=compute,
         weight_format=device.native_e4m3 if args.quantization == "fp8" or scheme.weight_format else compute,
@@ -113,7 +118,7 @@ def kv_scales_file(args: EngineArgs) -> Path | None:
     if name is None:
         return None
     _choose("--kv-cache-dtype", args.kv_cache_dtype, KV_DTYPES)
-    if args.kv_cache_dtype in ("fp8_e5m2", *COMPUTE_FORMATS):
+    if args.kv_cache_dtype in ("fp8_e5m2", "int8", *COMPUTE_FORMATS):
         raise _no_scales_for(args.kv_cache_dtype, f"--kv-cache-dtype {args.kv_cache_dtype}", f"{flag} {name}")
     if not Path(name).is_file():
         raise ConfigError(f"{flag} {name}: there is no such file")
@@ -199,6 +204,11 @@ def _no_scales_for(format: str, cache: str, scales: str) -> ConfigError:
             f"{scales} with {cache}: static scales are made for E4M3; "
             "use --kv-cache-dtype fp8, or --kv-scales dynamic or unit"
         )
+    if format == Format.INT8:
+        return ConfigError(
+            f"{scales} with {cache}: INT8 has one scale per token, measured as it is stored; "
+            "use --kv-cache-dtype fp8, or omit the scales"
+        )
     return ConfigError(
         f"{scales} with {cache}: a cache in {format} is stored unquantized and has no scales; "
         "use --kv-cache-dtype fp8, or omit the scales"
@@ -223,11 +233,15 @@ def _kv_cache(args: EngineArgs, compute: Format, scheme: Scheme, scales: KVScale
     named = args.kv_scales if args.quantization_param_path is None else args.quantization_param_path
     flag = "--kv-scales" if args.quantization_param_path is None else "--quantization-param-path"
     source = "file" if file else args.kv_scales
-    if not format.is_fp8:
+    if not format.is_quantized:
         if source != "auto":
             raise _no_scales_for(format, cache, f"{flag} {named}")
         return KVCacheConfig(format, None, None, None, "" if scales.empty else _skipped(args))
-    if source == "dynamic":
+    if format is Format.INT8 and source not in ("auto", "dynamic"):
+        raise _no_scales_for(format, cache, f"{flag} {named}")
+    if format is Format.INT8 and not scales.empty:
+        return _dynamic(format, f"measured per token as stored; the checkpoint's, for {scales.format}, are skipped")
+    if source == "dynamic" or format is Format.INT8:
         return _dynamic(format, "measured per token as stored")
     if source == "unit":
         return _unit(format, "1.0 as asked for")

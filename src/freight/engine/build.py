@@ -142,7 +142,7 @@ def describe_cache(pool: KVPool, config: EngineConfig) -> str:
     if any(group.window is not None for group in spec.groups):
         return line + _describe_groups(pool, config)
     line += f"{pool.capacity_tokens:,} tokens fit in {_mebibytes(memory)}"
-    if kv.format.is_fp8:
+    if kv.format.is_quantized:
         sixteen = config.compute_format if config.compute_format.bytes == 2 else Format.BFLOAT16
         line += f", {same_cache_at_16_bits(spec, sixteen).tokens_in(memory):,} would in {sixteen}"
     return line

@@ -1,9 +1,9 @@
-"""FP8 encode and decode: the only place in Freight that casts to FP8 (a test greps for others).
+"""Encode and decode FP8 and INT8: the only place in Freight that casts to FP8 (a test greps for others).
 
 `encode` divides by the scale in float32, clamps to the format's largest finite value, and rounds to nearest, ties to
 even. It clamps first because what a cast does past the range differs between formats, devices and torch versions
-(E4M3FN: NaN up to torch 2.11, saturation since; E5M2: inf; E4M3FNUZ: NaN). NaN stays NaN. A scale is always the
-multiplier: `true ≈ stored * scale`.
+(E4M3FN: NaN up to torch 2.11, saturation since; E5M2: inf; E4M3FNUZ: NaN). NaN stays NaN, in INT8 as the code -128,
+which a symmetric range has no other use for. A scale is always the multiplier: `true ≈ stored * scale`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from freight.fp8.formats import Format
 
 _DTYPES: dict[Format, torch.dtype] = {format: getattr(torch, format.torch_name) for format in Format}
 _FORMATS = {dtype: format for format, dtype in _DTYPES.items()}
+_INT8_NAN = -128.0
 
 
 def torch_dtype(format: Format) -> torch.dtype:
@@ -30,9 +31,12 @@ def format_of(tensor: Tensor) -> Format:
 
 
 def encode(x: Tensor, scale: Tensor | float, format: Format) -> Tensor:
-    """Quantize `x` (any float dtype) with `scale` (> 0, float32, broadcastable) to an FP8 tensor of x's shape."""
+    """Quantize `x` (any float dtype) with `scale` (> 0, float32, broadcastable) to `format`, in x's shape."""
     divisor = torch.as_tensor(scale, dtype=torch.float32, device=x.device)  # CUDA's division by a number is inexact
-    return (x.float() / divisor).clamp(-format.max, format.max).to(_DTYPES[format])
+    values = (x.float() / divisor).clamp(-format.max, format.max)
+    if format is Format.INT8:
+        values = values.round().nan_to_num(nan=_INT8_NAN)  # ties to even
+    return values.to(_DTYPES[format])
 
 
 def num_clipped(x: Tensor, scale: Tensor | float, format: Format) -> Tensor:
@@ -42,8 +46,10 @@ def num_clipped(x: Tensor, scale: Tensor | float, format: Format) -> Tensor:
 
 
 def decode(stored: Tensor, scale: Tensor | float | None = None) -> Tensor:
-    """float32 values of an FP8 (or 16-bit) tensor, multiplied by `scale` if there is one."""
+    """float32 values of a quantized (or 16-bit) tensor, multiplied by `scale` if there is one."""
     values = stored.float()
+    if stored.dtype == torch.int8:
+        values = values.masked_fill(values == _INT8_NAN, torch.nan)
     return values if scale is None else values * scale
 
 
@@ -65,9 +71,9 @@ def scale_from_amax(amax: Tensor, format: Format) -> Tensor:
 def token_scale(amax: Tensor, format: Format) -> Tensor:
     """The scale of a `token` vector: `scale_from_amax`, rounded to bfloat16, the dtype in which the cache stores it.
 
-    Rounding moves it by at most 2 ** -9, less than half the step of E4M3 and E5M2 at their top, so the largest value
-    still becomes the format's largest. A power of two would take one byte, but the largest value, which matters most
-    in attention, would no longer be exact (docs/numerics.md has the figures).
+    Rounding moves it by at most 2 ** -8, less than half a step of E4M3, E5M2 and INT8 at their top, so the largest
+    value still becomes the format's largest. A power of two would take one byte, but the largest value, which matters
+    most in attention, would no longer be exact (docs/numerics.md has the figures).
     """
     return scale_from_amax(amax, format).to(torch.bfloat16)
 

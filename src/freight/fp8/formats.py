@@ -2,7 +2,8 @@
 
 E4M3FN and E5M2: Micikevicius et al. 2022, "FP8 formats for deep learning" (also OCP OFP8 1.0). E4M3FNUZ: Noune et al.
 2022, "8-bit numerical formats for deep neural networks", the E4M3 of AMD's MI300. Its exponent bias is larger by
-one, so a byte decodes to half its E4M3FN value, and 0x80, which is -0 in E4M3FN, is its only NaN.
+one, so a byte decodes to half its E4M3FN value, and 0x80, which is -0 in E4M3FN, is its only NaN. INT8 is symmetric,
+-127 to 127; 0x80, which would be -128, is its NaN.
 """
 
 from __future__ import annotations
@@ -19,6 +20,12 @@ class Format(StrEnum):
     E4M3FN = "fp8_e4m3fn"
     E4M3FNUZ = "fp8_e4m3fnuz"
     E5M2 = "fp8_e5m2"
+    INT8 = "int8"
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether a stored number is a byte that encodes the true one divided by a scale."""
+        return self.is_fp8 or self is Format.INT8
 
     @property
     def is_fp8(self) -> bool:
@@ -35,13 +42,13 @@ class Format(StrEnum):
 
     @property
     def max(self) -> float:
-        """Largest finite magnitude; encoding saturates here. FP8 formats only."""
-        return {Format.E4M3FN: 448.0, Format.E4M3FNUZ: 240.0, Format.E5M2: 57344.0}[self]
+        """Largest finite magnitude; encoding saturates here. Quantized formats only."""
+        return {Format.E4M3FN: 448.0, Format.E4M3FNUZ: 240.0, Format.E5M2: 57344.0, Format.INT8: 127.0}[self]
 
     @property
     def overflow(self) -> float:
-        """Half a step above `max`: larger magnitudes do not round to `max`; they are clipped. FP8 formats only."""
-        return {Format.E4M3FN: 464.0, Format.E4M3FNUZ: 248.0, Format.E5M2: 61440.0}[self]
+        """Half a step above `max`: larger magnitudes do not round to it; they are clipped. Quantized formats only."""
+        return {Format.E4M3FN: 464.0, Format.E4M3FNUZ: 248.0, Format.E5M2: 61440.0, Format.INT8: 127.5}[self]
 
     @property
     def torch_name(self) -> str:

@@ -181,7 +181,7 @@ def store_kv(k: Tensor, v: Tensor, slots: Tensor, pages: KVPages) -> None:
     k, v, slots = k[kept], v[kept], slots[kept]
     pages.counters[0] += torch.isnan(k).sum() + torch.isnan(v).sum()
     for values, page, scale in ((k, pages.k, pages.k_scale), (v, pages.v, pages.v_scale)):
-        if not pages.format.is_fp8:
+        if not pages.format.is_quantized:
             page.flatten(0, 1)[slots] = values.to(page.dtype)
             continue
         factor: Tensor | float = 1.0

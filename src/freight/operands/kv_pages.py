@@ -69,11 +69,11 @@ class KeyCenter:
 class KVPages:
     """One layer's pages, the scales they were written with, and the centers subtracted before that.
 
-    k, v                [num_blocks, block_size, num_kv_heads, k_dim or v_dim], FP8 or 16/32-bit
+    k, v                [num_blocks, block_size, num_kv_heads, k_dim or v_dim], quantized or 16/32-bit
     k_scale, v_scale    None: stored values are the true ones (16 or 32 bits, or `unit`);
                         [num_kv_heads, k_dim or v_dim] float32: static, whatever the granularity they came in;
                         [num_blocks, block_size, num_kv_heads] bfloat16: `token`
-    counters            [2] int64: NaNs that were stored so far (FP8 keeps them NaN), and values that FP8 clipped
+    counters            [2] int64: NaNs that were stored so far (they stay NaN), and values that were clipped
                         because they lay beyond the range of their scale
     k_center            subtracted from keys by `rotate_store`, added back to the scores by `attention`
     v_center            [num_kv_heads, v_dim] float32: subtracted from values by `rotate_store`, added back to the

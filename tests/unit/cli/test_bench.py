@@ -34,7 +34,7 @@ def tiny(tmp_path: Path) -> str:
     [
         (["latency", "--random-weights", "llama-2b"], "'llama-2b' is not a file"),
         (["latency", "some/model", "--random-weights", "llama-1b"], "give one of the two"),
-        (["throughput", "--random-weights", "llama-1b", "--kv-cache-dtype", "int8"], "int8"),
+        (["throughput", "--random-weights", "llama-1b", "--kv-cache-dtype", "int4"], "int4"),
         (["kernels", "--matrix", "14336"], "--matrix '14336': write it as 14336x4096"),
         (["kernels", "--matrix", "0x4"], "write it as 14336x4096"),
         (["kernels", "--only", "softmax"], "--only 'softmax' is unknown"),

@@ -27,6 +27,7 @@ CONFIG = {
     "dtype": "bfloat16",
 }
 FN, FNUZ, E5M2, BF16 = Format.E4M3FN, Format.E4M3FNUZ, Format.E5M2, Format.BFLOAT16
+INT8 = Format.INT8
 LAYER = LayerScales((0.25,), (0.5,), Granularity.TENSOR, ("k_scale", "v_scale"))
 NONE, SOME, ALL = (KVScales(layers) for layers in ((None, None), (LAYER, None), (LAYER, LAYER)))
 NOTHING = Scheme()
@@ -144,6 +145,27 @@ def test_e5m2():
     assert "E5M2" in decide(kv_cache_dtype="fp8_e5m2").kv.note
 
 
+def test_int8_measures_each_token_whatever_scales_there_are(file):
+    for scheme in (NOTHING, STATIC, CAST):
+        for scales in (NONE, SOME, ALL):
+            for source in ("auto", "dynamic"):
+                assert kv("int8", source, scheme=scheme, scales=scales) == (INT8, *DYNAMIC)
+            for source in ("checkpoint", "unit"):
+                said = {"dtype": "int8", "source": source, "scheme": scheme, "scales": scales}
+                refused(ConfigError, f"--kv-scales {source}", "int8", "--kv-cache-dtype fp8", "omit the scales", **said)
+    assert "skipped" in decide(STATIC, ALL, kv_cache_dtype="int8").kv.note
+    assert "skipped" not in decide(kv_cache_dtype="int8").kv.note
+    with pytest.raises(ConfigError, match=r"--kv-scales .*json with --kv-cache-dtype int8: INT8 has one scale"):
+        decide(NOTHING, ALL, kv_cache_dtype="int8", kv_scales=file)
+
+
+def test_int8_is_refused_on_a_gpu_but_for_the_reference():
+    with pytest.raises(ConfigError, match=r"int8 on a GPU: .*fp8, --device cpu, or --kernels reference"):
+        decide(facts=GPU, kv_cache_dtype="int8")
+    assert decide(facts=GPU, kv_cache_dtype="int8", kernels="reference").kv.format is INT8
+    assert decide(kv_cache_dtype="int8").kv.format is INT8
+
+
 def test_file(file):
     for said in ({"kv_scales": file}, {"quantization_param_path": file}):
         cache = decide(NOTHING, ALL, kv_cache_dtype="fp8", **said).kv
@@ -154,7 +176,7 @@ def test_file(file):
     assert kv_scales_file(EngineArgs()) is None
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "fp8_e5m2"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "fp8_e5m2", "int8"])
 def test_file_with_a_format_that_has_no_static_scales(file, dtype):
     for flag, said in (("--kv-scales", "kv_scales"), ("--quantization-param-path", "quantization_param_path")):
         with pytest.raises(ConfigError, match=f"{flag} .*json.*{dtype}"):
@@ -180,7 +202,7 @@ def test_file_twice_or_missing(file, tmp_path):
 
 def test_unknown_words_list_the_choices_and_suggest_one():
     refused(ConfigError, "'fp8_e4m4'", "fp8_e4m3", "did you mean", "bfloat16", "fp8_e5m2", dtype="fp8_e4m4")
-    refused(ConfigError, "'int8'", "auto, bfloat16, float16", dtype="int8")
+    refused(ConfigError, "'int4'", "auto, bfloat16, float16", dtype="int4")
     refused(ConfigError, "'dynamc'", "did you mean dynamic", "FILE.json", source="dynamc")
     with pytest.raises(ConfigError, match=r"--dtype 'float8' is unknown.*bfloat16"):
         check(EngineArgs(dtype="float8"))
@@ -346,6 +368,7 @@ def test_attention_computes_in_fp8_where_it_can_and_only_if_asked(facts, native,
         (CPU, {"kv_cache_dtype": "fp8"}, "a CPU", "--kernels reference"),
         (GPU | {"multiplies_fp8": False}, {"kv_cache_dtype": "fp8"}, "a GPU", "no FP8 matrix units"),
         (GPU, {"kv_cache_dtype": "fp8_e5m2"}, "a cache in fp8_e5m2", "--kv-cache-dtype fp8"),
+        (CPU, {"kv_cache_dtype": "int8"}, "a cache in int8", "--kv-cache-dtype fp8"),
         (GPU, {}, "a cache in bfloat16", "--kv-cache-dtype fp8"),
         (CPU, {"kernels": "reference"}, "a cache in bfloat16", "--kv-cache-dtype fp8"),
         (GPU, {"kv_cache_dtype": "fp8_e4m3fnuz"}, "multiplies fp8_e4m3fn", "--kv-cache-dtype fp8"),

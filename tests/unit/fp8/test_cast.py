@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from freight.errors import KernelError
-from freight.fp8.cast import amax, convert_e4m3, decode, encode, format_of, torch_dtype
+from freight.fp8.cast import amax, convert_e4m3, decode, encode, format_of, num_clipped, torch_dtype
 from freight.fp8.formats import Format
 
 FP8 = [format for format in Format if format.is_fp8]
@@ -227,9 +227,36 @@ def test_a_dtype_that_is_no_format_is_refused() -> None:
         format_of(torch.zeros(1, dtype=torch.int32))
 
 
+def test_int8_codes_are_integers_and_the_one_that_symmetry_leaves_is_nan() -> None:
+    stored = torch.arange(-128, 128, dtype=torch.int16).to(torch.int8)
+    values = decode(stored)
+    assert values.dtype == torch.float32
+    assert values[0].isnan()
+    assert values[1:].tolist() == list(range(-127, 128))
+    assert torch.equal(encode(values, 1.0, Format.INT8), stored)
+
+
+@pytest.mark.parametrize("scale", [0.0152239128947258, 1 / 3, 1.0, 7.3, 2.0**-126, 1e30])
+def test_int8_rounds_the_float32_quotient_to_nearest_even(scale: float) -> None:
+    """Against float64: every integer, every midpoint, their neighbours, and what lies beyond."""
+    middle = np.concatenate([np.arange(-130, 130, 0.5), [1e30, np.inf, -np.inf, -0.0]]).astype(np.float32)
+    quotients = np.concatenate([middle, np.nextafter(middle, np.float32(0)), np.nextafter(middle, np.float32(200))])
+    with np.errstate(over="ignore", under="ignore"):
+        x = quotients * np.float32(scale)
+        wanted = np.rint(np.clip((x / np.float32(scale)).astype(np.float64), -127, 127))
+    stored = encode(torch.from_numpy(x), scale, Format.INT8)
+    assert stored.dtype == torch.int8
+    assert stored.tolist() == wanted.astype(int).tolist()
+    assert num_clipped(torch.from_numpy(x), scale, Format.INT8) == (np.abs(x / np.float32(scale)) > 127.5).sum()
+
+
+def test_int8_keeps_nan() -> None:
+    assert encode(torch.tensor([torch.nan, -torch.nan, 0.0]), 0.5, Format.INT8).tolist() == [-128, -128, 0]
+
+
 finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
 scales = st.floats(2.0**-40, 2.0**40, width=32)
-formats = st.sampled_from(FP8)
+formats = st.sampled_from([*FP8, Format.INT8])
 
 
 @given(st.lists(finite, min_size=1), scales, formats)
@@ -247,7 +274,7 @@ def test_encoding_keeps_order(values: list[float], scale: float, format: Format)
 @given(st.floats(-1, 1, width=32), formats)
 def test_the_error_is_at_most_half_a_step(fraction: float, format: Format) -> None:
     x = torch.tensor(fraction * format.max)
-    known = torch.from_numpy(magnitudes(format))
+    known = torch.arange(128.0) if format is Format.INT8 else torch.from_numpy(magnitudes(format))
     at = int(torch.searchsorted(known, x.abs()).clamp(1, len(known) - 1))
     step = (known[at] - known[at - 1]).item()
     assert abs(decode(encode(x, 1.0, format)).item() - x.item()) <= step / 2

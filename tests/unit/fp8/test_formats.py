@@ -12,7 +12,7 @@ FP8 = [format for format in Format if format.is_fp8]
 
 
 def test_the_names_of_every_json() -> None:
-    assert set(Format) == {"bfloat16", "float16", "float32", "fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2"}
+    assert set(Format) == {"bfloat16", "float16", "float32", "fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2", "int8"}
     assert set(Granularity) == {"tensor", "head", "channel", "token"}
     assert set(ScaleSource) == {"checkpoint", "calibrated", "file", "dynamic", "unit"}
     assert f"{Format.E4M3FN}" == "fp8_e4m3fn"
@@ -31,8 +31,14 @@ def test_max_is_that_of_torch_and_of_ml_dtypes(format: Format) -> None:
 
 def test_which_formats_are_fp8_and_which_compute() -> None:
     assert set(FP8) == {Format.E4M3FN, Format.E4M3FNUZ, Format.E5M2}
-    assert set(COMPUTE_FORMATS) == set(Format) - set(FP8)
+    assert set(COMPUTE_FORMATS) == {format for format in Format if not format.is_quantized}
     assert [format for format in Format if format.is_e4m3] == [Format.E4M3FN, Format.E4M3FNUZ]
+
+
+def test_int8_is_quantized_and_not_fp8() -> None:
+    assert Format.INT8.is_quantized
+    assert not Format.INT8.is_fp8
+    assert Format.INT8.max == torch.iinfo(torch.int8).max
 
 
 @pytest.mark.parametrize("format", COMPUTE_FORMATS)

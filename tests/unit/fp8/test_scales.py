@@ -16,7 +16,7 @@ from freight.fp8.cast import (
 )
 from freight.fp8.formats import Format
 
-FP8 = [format for format in Format if format.is_fp8]
+QUANTIZED = [format for format in Format if format.is_quantized]
 
 
 def test_amax_is_the_largest_finite_magnitude() -> None:
@@ -41,7 +41,7 @@ def test_amax_is_float32(dtype: torch.dtype) -> None:
     assert got.tolist() == [largest]
 
 
-@pytest.mark.parametrize("format", FP8)
+@pytest.mark.parametrize("format", QUANTIZED)
 def test_scale_is_amax_over_max_in_float32(format: Format) -> None:
     magnitude = np.geomspace(1e-30, 3e38, 1000).astype(np.float32)
     got = scale_from_amax(torch.from_numpy(magnitude), format)
@@ -49,7 +49,7 @@ def test_scale_is_amax_over_max_in_float32(format: Format) -> None:
     np.testing.assert_array_equal(got.numpy(), magnitude / np.float32(format.max))
 
 
-@pytest.mark.parametrize("format", FP8)
+@pytest.mark.parametrize("format", QUANTIZED)
 def test_nothing_to_measure_gives_the_smallest_scale(format: Format) -> None:
     x = torch.tensor([[0.0, 0.0], [torch.nan, torch.inf]])
     scale = scale_from_amax(amax(x, 1), format)
@@ -58,14 +58,14 @@ def test_nothing_to_measure_gives_the_smallest_scale(format: Format) -> None:
     assert decode(encode(x, scale[:, None], format), scale[:, None])[0].tolist() == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("format", FP8)
+@pytest.mark.parametrize("format", QUANTIZED)
 def test_the_amax_itself_survives(format: Format) -> None:
     """It encodes to the largest code, whatever the scale's rounding does."""
     magnitude = torch.from_numpy(np.geomspace(1e-30, 3e38, 4001).astype(np.float32))
     assert (decode(encode(magnitude, scale_from_amax(magnitude, format), format)) == format.max).all()
 
 
-@pytest.mark.parametrize("format", FP8)
+@pytest.mark.parametrize("format", QUANTIZED)
 def test_a_token_scale_is_the_nearest_bfloat16_and_the_largest_value_stays_the_largest_code(format: Format) -> None:
     magnitude = torch.from_numpy(np.geomspace(1e-30, 3e38, 4001).astype(np.float32))
     scale = token_scale(magnitude, format)
@@ -75,7 +75,7 @@ def test_a_token_scale_is_the_nearest_bfloat16_and_the_largest_value_stays_the_l
     assert (decode(encode(magnitude, scale.float(), format)) == format.max).all()
 
 
-@pytest.mark.parametrize("format", FP8)
+@pytest.mark.parametrize("format", QUANTIZED)
 def test_a_token_scale_of_nothing_and_of_the_largest_float_is_positive_and_finite(format: Format) -> None:
     scale = token_scale(torch.tensor([0.0, 1e-45, torch.finfo(torch.float32).max]), format).float()
     assert scale[:2].tolist() == [SMALLEST_SCALE, SMALLEST_SCALE]

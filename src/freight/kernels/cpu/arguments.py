@@ -18,6 +18,7 @@ FORMATS = {
     torch_dtype(Format.E4M3FN): 3,
     torch_dtype(Format.E5M2): 4,
     torch_dtype(Format.E4M3FNUZ): 5,
+    torch_dtype(Format.INT8): 6,
 }
 MAX_HEAD_DIM = 1024  # kMaxHeadDim in csrc/attention_tile.h
 
