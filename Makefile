@@ -40,7 +40,7 @@ check: setup
 	@$(BIN)/mypy
 
 test: check
-	@$(BIN)/pytest
+	@$(BIN)/pytest -n 2 --dist worksteal
 
 # what takes longer as well, and the end-to-end tests under other defaults of the process
 test-all: check
