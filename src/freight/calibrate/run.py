@@ -236,7 +236,7 @@ def calibrate(
         layer, mixer = build_layer(config, source, kernels, index, ropes), config.layers[index].mixer
         watch = _watch_layer(plan, mixer, modules, left_out, device)
         if plan.center:
-            finder, before = CenterWatch(), hidden.clone()
+            finder, before = CenterWatch(layer.attention.rotary.rotary_dim), hidden.clone()
             run.through(mixer, watch.around(layer), hidden, watch, projected=finder.see)
             centers = finder.centers()
             only_kv = replace(plan, activations=ActivationScheme.NONE)
