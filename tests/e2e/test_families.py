@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from tests.parity.variants import VARIANTS, freight_logits, save_random, tokens
 
 import freight
 import freight.calibrate.quantize
-from freight import CheckpointError, ConfigError
+from freight import CheckpointError
 from freight.kernels.reference_set import REFERENCE
 
 IDS = tokens(100)
@@ -78,11 +79,31 @@ def test_key_centers_turn_with_the_rope_of_their_own_layer(tmp_path: Path):
     assert likeness(logits(tmp_path / "out", kv_cache_dtype="fp8"), logits(folder)) > 0.995
 
 
-def test_what_quantize_refuses(tmp_path: Path):
-    save_random(VARIANTS["phi3-partial"], tmp_path / "model", torch.float32)
-    options: dict[str, Any] = {"weights": "none", "kv_cache": "fp8", "center": True, "calibration_data": [IDS]}
-    with pytest.raises(ConfigError, match=r"--center .* partial_rotary_factor"):
-        freight.quantize(tmp_path / "model", tmp_path / "out", **options)
+def test_keys_that_are_rotated_in_part_have_centers_where_they_are(tmp_path: Path):
+    """Large means on rotated pairs of channels: with centers, an E4M3 cache comes nearer to one in float32."""
+    folder, config = tmp_path / "model", VARIANTS["phi3-partial"]
+    save_random(config, folder, torch.float32)
+    weights = load_file(folder / "model.safetensors")
+    for index in range(config.num_hidden_layers):
+        prefix, sizes = f"model.layers.{index}.self_attn.", (4 * 16, 2 * 16, 2 * 16)
+        q, k, v = (torch.zeros(size) for size in sizes)
+        k.view(2, 16)[:, 2:5] = 8.0  # of 12 channels that are rotated: pairs (2, 8), (3, 9), (4, 10)
+        weights[f"{prefix}qkv_proj.bias"] = torch.cat((q, k, v))
+        weights[f"{prefix}o_proj.bias"] = torch.zeros(64)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"attention_bias": True}))
+    options: dict[str, Any] = {"weights": "none", "kv_cache": "fp8", "calibration_data": [IDS]}
+    result = freight.quantize(folder, tmp_path / "centered", **options, center=True)
+    freight.quantize(folder, tmp_path / "plain", **options)
+    for layer in result.centers:
+        assert layer.k is not None
+        assert set(layer.k.nonzero()[:, 1].tolist()) == {2, 3, 4, 8, 9, 10}
+    exact = logits(folder)
+    centered, plain = (
+        float((logits(tmp_path / name, kv_cache_dtype="fp8") - exact).square().mean()) for name in ("centered", "plain")
+    )
+    assert centered < plain / 4
 
 
 def test_a_model_of_several_parts_is_not_quantized(tmp_path: Path):

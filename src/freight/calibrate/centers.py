@@ -3,15 +3,16 @@
 E4M3's error is relative, so the mean squared error of a rounded key is proportional to E[k^2] = mean^2 + variance;
 subtracting the mean leaves the variance. An error on a key's channel reaches the scores in proportion to the query's
 energy there, E[q^2]. Rotary embedding mixes the two channels of a pair but keeps the pair's energy, so keys are
-weighted and selected by pair, before rotary embedding. A centered pair costs attention two multiplications per score,
-so only pairs whose mean^2 exceeds their variance are centered. Values cost one addition, so either all channels of a
-layer are centered or none.
+weighted and selected by pair, before rotary embedding. Channels that are not rotated have no pair and no center.
+A centered pair costs attention two multiplications per score, so only pairs whose mean^2 exceeds their variance are
+centered. Values cost one addition, so either all channels of a layer are centered or none.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 PAIR_RATIO = 1.0  # mean^2 over variance from which a pair of key channels is centered
@@ -66,9 +67,10 @@ class Moments:
 
 
 class CenterWatch:
-    """Moments of one layer's queries and keys before rotary embedding, and of its values."""
+    """Moments of one layer's queries and keys before rotary embedding of `rotary_dim` channels, and of its values."""
 
-    def __init__(self) -> None:
+    def __init__(self, rotary_dim: int) -> None:
+        self._rotary_dim = rotary_dim
         self.q, self.k, self.v = Moments(), Moments(), Moments()
 
     def see(self, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -77,22 +79,25 @@ class CenterWatch:
             moments.observe(x)
 
     def centers(self, pair_ratio: float = PAIR_RATIO, worth: float = WORTH) -> LayerCenters:
-        mean, spread = self.k.mean, self.k.variance
-        weight = _by_pair(self.q.energy).unflatten(0, (len(mean), -1)).sum(1)  # [num_kv_heads, head_dim / 2]
-        of_mean, of_spread = _by_pair(mean.square()), _by_pair(spread)
+        mean, spread, turned = self.k.mean, self.k.variance, slice(self._rotary_dim)
+        looked_at = self.q.energy.unflatten(0, (len(mean), -1)).sum(1)  # [num_kv_heads, head_dim]
+        weight, of_mean, of_spread = (_by_pair(x[:, turned]) for x in (looked_at, mean.square(), spread))
         large = of_mean > pair_ratio * of_spread
-        before = float((weight * (of_mean + of_spread)).sum())
+        whole = float((looked_at * self.k.energy)[:, self._rotary_dim :].sum())  # of the channels that stay whole
+        before = float((weight * (of_mean + of_spread)).sum()) + 2 * whole  # a pair's product counts it twice
         after = before - float((weight * of_mean * large).sum())
         k_gain = _ratio(before, after)
         v_gain = _ratio(float(self.v.energy.sum()), float(self.v.variance.sum()))
-        k = (mean * large.repeat(1, 2)).float() if k_gain >= worth else None
+        b = torch.zeros_like(mean)
+        b[:, turned] = mean[:, turned] * large.repeat(1, 2)
+        k = b.float() if k_gain >= worth else None
         v = self.v.mean.float() if v_gain >= worth else None
         return LayerCenters(k, v, k_gain, v_gain)
 
 
 def _by_pair(x: Tensor) -> Tensor:
-    """Sums over the channel pairs (i, i + head_dim / 2): [heads, head_dim] -> [heads, head_dim / 2]."""
-    first, second = x.chunk(2, dim=-1)
+    """Sums over the channel pairs (i, i + rotary_dim / 2): [heads, rotary_dim] -> [heads, rotary_dim / 2]."""
+    first, second = x.tensor_split(2, dim=-1)
     return first + second
 
 

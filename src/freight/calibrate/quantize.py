@@ -130,8 +130,6 @@ def quantize(
         raise ConfigError("quantize needs a folder to write: give out")
     require_new(Path(out))
     opened = open_unquantized(str(model), revision)
-    if decided.center:
-        _require_whole_rotation(opened.model)
     ignored, torn = ignored_modules(opened.model, decided.ignore, decided.lm_head)
     check_disk_space(opened.checkpoint, Path(out))
     calibration = NOTHING_CALIBRATED
@@ -140,15 +138,6 @@ def quantize(
         calibration = opened.calibrate(decided, samples, ignored, on_progress)
         require_gain(decided, calibration)
     return write(opened, decided, ignored, torn, calibration, Path(out), on_progress)
-
-
-def _require_whole_rotation(model: ModelConfig) -> None:
-    """Raises ConfigError if rotary embedding leaves channels of a key as they are: centers are for rotated pairs."""
-    dims = {model.ropes[m.rope].rotary_dim - m.k_dim for layer in model.layers if (m := layer.mixer).rope is not None}
-    if any(dims):
-        raise ConfigError(
-            f"--center is not implemented for {model.architecture} with partial_rotary_factor below 1; omit it"
-        )
 
 
 def require_gain(plan: QuantizePlan, calibration: Calibration) -> None:

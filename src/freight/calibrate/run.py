@@ -32,7 +32,7 @@ from freight.kernels import reference
 from freight.kernels.interface import KernelSet
 from freight.kernels.reference_set import REFERENCE
 from freight.layers.linear import Projection, UnmergedLinear
-from freight.layers.rope import build_rope
+from freight.layers.rope import build_ropes
 from freight.models.architectures import tensor_names
 from freight.models.decoder import DecoderLayer
 from freight.models.loader import WeightSource, build_embedding, build_layer
@@ -226,7 +226,7 @@ def calibrate(
     """
     names, left_out = tensor_names(config), frozenset(ignored)
     lengths = [len(ids) for ids in samples]
-    ropes = [build_rope(rope, max(lengths), device) for rope in config.ropes]
+    ropes = build_ropes(config.ropes, max(lengths), device)
     total = config.num_layers * sum(lengths) * (2 if plan.center else 1)
     run = _Run(config.checkpoint_format, lengths, device, lambda done: on_progress("calibrating", done, total))
     tokens = torch.tensor([token for ids in samples for token in ids], dtype=torch.int64, device=device)
@@ -236,7 +236,7 @@ def calibrate(
         layer, mixer = build_layer(config, source, kernels, index, ropes), config.layers[index].mixer
         watch = _watch_layer(plan, mixer, modules, left_out, device)
         if plan.center:
-            finder, before = CenterWatch(), hidden.clone()
+            finder, before = CenterWatch(layer.attention.rotary.rotary_dim), hidden.clone()
             run.through(mixer, watch.around(layer), hidden, watch, projected=finder.see)
             centers = finder.centers()
             only_kv = replace(plan, activations=ActivationScheme.NONE)

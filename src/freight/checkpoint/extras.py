@@ -89,7 +89,10 @@ def _parse(path: Path, data: bytes, model: ModelConfig) -> KVScales:
             f"{path} has {granularity} scales for {format} and {len(layers)} layers; the model has {model.num_layers}"
         )
     for index, layer in enumerate(layers):
-        _check_layer(f"{path}: layer {index}", layer, granularity, model.layers[index].mixer)
+        mixer = model.layers[index].mixer
+        _check_layer(f"{path}: layer {index}", layer, granularity, mixer)
+        rotary_dim = 0 if mixer.rope is None else model.ropes[mixer.rope].rotary_dim
+        _check_rotated(f"{path}: layer {index}", layer.get("k_center", ()), mixer.k_dim, rotary_dim)
     return KVScales(
         tuple(
             LayerScales(**layer, granularity=granularity, names=(f"{path.name}:layers[{index}]",))
@@ -116,3 +119,13 @@ def _check_layer(
         values, needed = layer.get(center, ()), heads * dims[center[0]]
         if values and (len(values) != needed or not all(map(math.isfinite, values))):
             raise CheckpointError(f"{where}: {center} is not {needed} finite numbers")
+
+
+def _check_rotated(where: str, k_center: tuple[float, ...], k_dim: int, rotary_dim: int) -> None:
+    """Raises CheckpointError for a center of a key's channel behind those that are rotated (`KeyCenter`)."""
+    for index, value in enumerate(k_center):
+        if value and index % k_dim >= rotary_dim:
+            raise CheckpointError(
+                f"{where}: k_center is {value} in channel {index % k_dim} of a head, but this model rotates only the "
+                f"first {rotary_dim}; remove `freight` from config.json to use one scale per layer"
+            )

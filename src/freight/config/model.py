@@ -55,7 +55,7 @@ class ModelConfig:
     @property
     def position_limit(self) -> int:
         """Positions that the ropes cover; linear and yarn scaling may reach past `max_position_embeddings`."""
-        return max(self.max_position_embeddings, *(self._covered(rope) for rope in self.ropes))
+        return max((self.max_position_embeddings, *map(self._covered, self.ropes)))
 
     def _covered(self, rope: RopeConfig) -> int:
         p = rope.parameters

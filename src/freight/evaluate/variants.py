@@ -90,7 +90,7 @@ def key_spreads(model: str, token_ids: Sequence[int]) -> list[float]:
     opened = open_model(EngineArgs(model))
     config = opened.resolve(opened.args)
     decoder, kernels = opened.load(config), select_kernels(config.kernels, config.device)
-    watches = [CenterWatch() for _ in decoder.layers]
+    watches = [CenterWatch(rotary.rotary_dim) for rotary in decoder.rotaries]
     num_blocks = -(-len(token_ids) // config.block_size)
     spec = opened.cache_spec(config)
     pool = allocate_pool(spec, config.kv, [num_blocks] * len(spec.groups), kernels, config.device)

@@ -14,12 +14,23 @@ longrope  every frequency divided by a factor of its own, from the short list or
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from freight.config.model import RopeConfig
 from freight.operands.rotary import Rotary
+
+
+def build_ropes(configs: Sequence[RopeConfig], max_positions: int, device: str) -> Mapping[int | None, Rotary]:
+    """The tables of each rope, for positions below `max_positions`, by `AttentionConfig.rope`, without norms.
+
+    Those under None rotate no channel.
+    """
+    empty = torch.empty(max_positions, 0, dtype=torch.float32, device=device)
+    tables: dict[int | None, Rotary] = {None: Rotary(empty, empty)}
+    return tables | {index: build_rope(config, max_positions, device) for index, config in enumerate(configs)}
 
 
 def build_rope(config: RopeConfig, max_positions: int, device: str) -> Rotary:

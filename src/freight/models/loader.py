@@ -7,7 +7,7 @@ A 16-bit weight that becomes FP8 is released before the next one is read, so mem
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -27,7 +27,7 @@ from freight.layers.attention import Attention
 from freight.layers.embedding import Embedding, LogitsHead
 from freight.layers.linear import Linear, Projection, UnmergedLinear
 from freight.layers.norm import RMSNorm
-from freight.layers.rope import build_rope
+from freight.layers.rope import build_ropes
 from freight.models.architectures import TensorNames, tensor_names
 from freight.models.decoder import MLP, Decoder, DecoderLayer
 from freight.operands.rotary import Rotary
@@ -171,12 +171,11 @@ class _Builder:
             multiplier = torch.tensor(multiplier, dtype=torch.float32, device="cpu").to(weight.dtype).item()
         return Embedding(weight, multiplier)
 
-    def layer(self, index: int, ropes: Sequence[Rotary]) -> DecoderLayer:
+    def layer(self, index: int, ropes: Mapping[int | None, Rotary]) -> DecoderLayer:
         layer, names, prefix = self.config.layers[index], self.names, self.names.layer.format(index)
         mixer, sandwich = layer.mixer, layer.norms is NormPlacement.SANDWICH
         qk = (prefix + names.q_norm, prefix + names.k_norm)
         norms = (self.norm_weight(qk[0]), self.norm_weight(qk[1])) if mixer.qk_norm else None
-        assert mixer.rope is not None
         attention = Attention(
             qkv=self.linear(prefix, *names.qkv),
             o=self.linear(prefix, names.o),
@@ -203,7 +202,7 @@ def _builder(config: ModelConfig, source: WeightSource, kernels: KernelSet) -> _
 def build_decoder(config: ModelConfig, source: WeightSource, kernels: KernelSet, max_len: int, device: str) -> Decoder:
     """The model that `config` describes, from the tensors of `source`, for positions below `max_len`."""
     builder = _builder(config, source, kernels)
-    ropes = [build_rope(rope, max_len, device) for rope in config.ropes]
+    ropes = build_ropes(config.ropes, max_len, device)
     layers = tuple(builder.layer(index, ropes) for index in range(config.num_layers))
     norm, embedding, names = builder.norm(builder.names.norm), builder.embedding(), builder.names
     tied = config.tie_word_embeddings
@@ -218,7 +217,7 @@ def build_embedding(config: ModelConfig, source: WeightSource, kernels: KernelSe
 
 
 def build_layer(
-    config: ModelConfig, source: WeightSource, kernels: KernelSet, index: int, ropes: Sequence[Rotary]
+    config: ModelConfig, source: WeightSource, kernels: KernelSet, index: int, ropes: Mapping[int | None, Rotary]
 ) -> DecoderLayer:
     """One layer alone (`build_embedding`)."""
     return _builder(config, source, kernels).layer(index, ropes)

@@ -30,8 +30,8 @@ def test_moments_are_those_of_all_that_was_seen():
     torch.testing.assert_close(moments.energy, x.square().mean(0))
 
 
-def watch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> CenterWatch:
-    seen = CenterWatch()
+def watch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotary_dim: int | None = None) -> CenterWatch:
+    seen = CenterWatch(q.shape[-1] if rotary_dim is None else rotary_dim)
     seen.see(q, k, v)
     return seen
 
@@ -58,6 +58,23 @@ def test_a_mean_that_no_query_looks_at_is_worth_nothing():
     found = watch(q, k, v).centers()
     assert found.k is None
     assert found.k_gain < WORTH
+
+
+@pytest.mark.parametrize("rotary_dim", [4, 0])
+def test_channels_that_are_not_rotated_keep_their_mean(rotary_dim: int):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(4000, 4, 8), torch.randn(4000, 2, 8), torch.randn(4000, 2, 8)
+    k[:, 0, 1] += 10.0  # with channel 3, of which it becomes a pair where 4 channels are rotated
+    k[:, 1, 6] += 5.0
+    found = watch(q, k, v, rotary_dim).centers()
+    if rotary_dim == 0:
+        assert found.k is None
+        assert found.k_gain == 1.0
+        return
+    assert found.k is not None
+    torch.testing.assert_close(found.k[0, [1, 3]], k[:, 0, [1, 3]].mean(0))
+    assert int((found.k != 0).sum()) == 2
+    assert found.k_gain == pytest.approx((16 + 25 + 100) / (16 + 25), rel=0.03)  # 16 channels of variance 1
 
 
 def test_values_are_centered_as_a_whole():

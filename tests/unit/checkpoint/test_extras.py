@@ -131,3 +131,19 @@ def test_what_the_file_holds_must_fit_the_model(write_model, shape, tmp_path: Pa
     said = {"freight": {"kv_scales": {"file": FILE, "sha256": hashlib.sha256(data).hexdigest()}}}
     with pytest.raises(CheckpointError, match=says):
         read_extras(write_model(scales(Granularity.HEAD, 3), content=data, said=said), shape)
+
+
+@pytest.mark.parametrize("rotary_dim", [2, None])
+def test_centers_of_channels_that_are_not_rotated_are_refused(write_model, shape, rotary_dim: int | None):
+    """Heads have 4 channels."""
+    mixer = replace(shape.layers[0].mixer, rope=None if rotary_dim is None else 0)
+    ropes = tuple(replace(rope, rotary_dim=rotary_dim or 4) for rope in shape.ropes)
+    model = replace(shape, layers=(replace(shape.layers[0], mixer=mixer),) * 2, ropes=ropes)
+    first, second = scales(Granularity.HEAD, 3).layers
+    assert first is not None
+    assert second is not None
+    rotated, others = (1.0, 1.0, 0.0, 0.0) * 3, (0.0, 0.0, 0.0, -2.0) * 3
+    if rotary_dim is not None:
+        assert read_extras(write_model(KVScales((replace(first, k_center=rotated), second))), model) is not None
+    with pytest.raises(CheckpointError, match=r"layer 1: k_center is -2\.0 in channel 3.*remove `freight`"):
+        read_extras(write_model(KVScales((first, replace(second, k_center=others)))), model)

@@ -1,0 +1,115 @@
+"""The families whose layers differ most from Llama's on the Triton kernel set, beside transformers and the reference.
+
+Gemma 2 and 3 have sandwich norms, GELU, windows and soft caps or norms of heads; Phi-3 rotates a part of each head.
+A layer with a window has a cache group of its own: its block table is another, and loses what the window has left.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.parity.variants import save_random, tokens
+from transformers import Gemma2Config, Gemma3TextConfig, Phi3Config, PretrainedConfig
+
+from freight.cache.manager import CacheManager, Held
+from freight.cache.pool import allocate_pool, cache_spec
+from freight.config.engine import KVCacheConfig
+from freight.engine.runner import ModelRunner
+from freight.fp8.formats import Format, Granularity, ScaleSource
+from freight.kernels.interface import KernelSet
+from freight.kernels.reference_set import ReferenceKernels
+from freight.kernels.select import select_kernels
+from freight.models.loader import load_model
+from freight.models.open import open_checkpoint
+from freight.operands.tiles import KEY_TILE
+
+BLOCK, NUM_BLOCKS = 16, 7
+WINDOW = 8
+PROMPT, CHUNK = KEY_TILE + WINDOW, 4  # after the prompt, no token sees the first tile of keys
+SHAPE: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 128,
+    "sliding_window": WINDOW,
+}
+GEMMA: dict[str, Any] = {**SHAPE, "head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]}
+ROPES = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 500.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+}
+PARTIAL = {"rope_type": "default", "partial_rotary_factor": 0.75}
+FAMILIES: dict[str, PretrainedConfig] = {
+    "gemma2": Gemma2Config(
+        **GEMMA, query_pre_attn_scalar=24, attn_logit_softcapping=5.0, final_logit_softcapping=3.0
+    ),
+    "gemma3": Gemma3TextConfig(**GEMMA, query_pre_attn_scalar=24, rope_parameters=ROPES),
+    "phi3": Phi3Config(**SHAPE, pad_token_id=0, rope_parameters=PARTIAL),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    folder = tmp_path_factory.mktemp(request.param)
+    return folder, save_random(FAMILIES[request.param], folder, torch.float32)
+
+
+def freight_logits(folder: Path, ids: list[int], kernel_set: str, kv: KVCacheConfig, device: str) -> torch.Tensor:
+    """float32 [len(ids) - PROMPT, vocab_size]: a chunk of CHUNK tokens after the prompt, then step by step the others.
+
+    The reference computes the prompt, because the interpreter would take long. Before every step, all blocks that it
+    may not read are made NaN.
+    """
+    opened = open_checkpoint(str(folder))
+    spec = cache_spec(kv, opened.model, BLOCK)
+    pool = allocate_pool(spec, kv, [NUM_BLOCKS] * len(spec.groups), ReferenceKernels(), device)
+
+    def runner(kernels: KernelSet) -> ModelRunner:
+        decoder = load_model(opened.checkpoint, opened.model, kernels, Format.FLOAT32, Format.FLOAT32, 128, device)
+        layers = tuple(replace(layer, kernels=kernels) for layer in pool.layers)
+        return ModelRunner(decoder, replace(pool, layers=layers), device)
+
+    manager = CacheManager(spec.groups, pool.num_blocks, BLOCK, PROMPT)
+    nothing = Held(((),) * len(spec.groups), (0,) * len(spec.groups))
+    assert manager.grow(nothing, BLOCK) is not None  # block 0 is another sequence's
+    held = manager.grow(nothing, PROMPT)
+    assert held is not None
+    runner(ReferenceKernels()).logits(ids[:PROMPT], 0, held.block_ids)
+    under_test, rows = runner(select_kernels(kernel_set, device)), []
+    for start, end in [(PROMPT, PROMPT + CHUNK), *((end - 1, end) for end in range(PROMPT + CHUNK + 1, len(ids) + 1))]:
+        held = manager.grow(manager.trim(held, start), end)
+        assert held is not None
+        for layer in pool.layers:
+            others = sorted(set(range(NUM_BLOCKS)) - set(held.block_ids[layer.group]) | {0})
+            for page in (layer.pages.k, layer.pages.v):
+                page.view(torch.uint8)[others] = 0xFF  # NaN in float32 and in E4M3
+        rows.append(under_test.logits(ids[start:end], start, held.block_ids))
+    assert held.given_back == tuple(0 if group.window is None else KEY_TILE // BLOCK for group in spec.groups)
+    return torch.cat(rows).cpu()
+
+
+def test_logits_are_those_of_transformers(family: tuple[Path, Any], device: str):
+    folder, model = family
+    ids = tokens(PROMPT + CHUNK + 2)
+    with torch.no_grad():
+        expected = model(torch.tensor([ids])).logits[0, PROMPT:]
+    assert expected.std() > 0.1
+    kv = KVCacheConfig(Format.FLOAT32, None, None, None)
+    got = freight_logits(folder, ids, "triton", kv, device)
+    assert (got - expected).abs().max() <= (1e-4 if device == "cpu" else 0.02)
+
+
+def test_logits_over_an_fp8_cache_are_those_of_the_reference(family: tuple[Path, Any], device: str):
+    folder, _ = family
+    ids = tokens(PROMPT + CHUNK + 1)
+    kv = KVCacheConfig(Format.E4M3FN, Granularity.TOKEN, ScaleSource.DYNAMIC, None)
+    expected = freight_logits(folder, ids, "reference", kv, device)
+    got = freight_logits(folder, ids, "triton", kv, device)
+    assert (got - expected).abs().max() <= (1e-4 if device == "cpu" else 0.02)
