@@ -23,7 +23,6 @@ struct FreightAttention {
   const int32_t* center_pairs;          // [num_kv_heads, center_size]: channels i, with i + rotary_dim / 2
   const float* center_parts;            // [2, num_kv_heads, center_size]
   const float *center_cos, *center_sin;  // [positions / 64, rotary_dim / 2, 64]
-  const float* v_center;                 // [num_kv_heads, v_dim]: added to the rounded output; null: none
   int64_t q_stride;
   int32_t q_type, kv_format, scales;
   int32_t num_seqs, max_blocks, num_heads, num_kv_heads, k_dim, v_dim, block_size;
@@ -47,7 +46,7 @@ struct FreightStore {
   const int64_t *positions, *slots;     // [rows]; a negative slot stores nothing
   const float *cos, *sin;               // [max_positions, rotary_dim / 2]
   const void *q_norm, *k_norm;          // [k_dim]: RMSNorm of each head before all else; null: none
-  const float *k_center, *v_center;     // [num_kv_heads, k_dim or v_dim]: subtracted, from keys before rotation; null: none
+  const float* k_center;                // [num_kv_heads, k_dim]: subtracted from keys before rotation; null: none
   int64_t* counters;                    // [2], added to: NaNs, and values beyond their scale's range
   int64_t rows;
   int32_t num_heads, num_kv_heads, k_dim, v_dim;

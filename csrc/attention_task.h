@@ -64,24 +64,18 @@ inline void merge(Partial& into, float* into_out, const Partial& part, const flo
     store(into_out + d, load(into_out + d) * set1(kept) + load(part_out + d) * set1(added));
 }
 
-// The output row of one query head <- its merged result. Adding 0 makes every zero +0. The center of values is added
-// after the rounding.
+// The output row of one query head <- its merged result. Adding 0 makes every zero +0.
 inline void finish(const FreightAttention& a, int64_t row, int head, float total, const float* out) {
   float values[kMaxHeadDim];
   const int dim = a.v_dim;
-  const int64_t channel = static_cast<int64_t>(head / (a.num_heads / a.num_kv_heads)) * dim;  // of scales and centers
   for (int d = 0; d < dim; d++) values[d] = out[d] / total + 0.0f;
   if (a.scales == FREIGHT_STATIC_SCALES) {
-    const float* scale = static_cast<const float*>(a.v_scale) + channel;
+    const int64_t kv_head = head / (a.num_heads / a.num_kv_heads);
+    const float* scale = static_cast<const float*>(a.v_scale) + kv_head * dim;
     for (int d = 0; d < dim; d++) values[d] *= scale[d];
   }
   const FreightFormat type = static_cast<FreightFormat>(a.q_type);
-  char* to = static_cast<char*>(a.out) + (row * a.num_heads + head) * dim * bytes_of(type);
-  write_row(values, type, dim, to);
-  if (!a.v_center) return;
-  read_row(to, type, dim, values);
-  for (int d = 0; d < dim; d++) values[d] += a.v_center[channel + d];
-  write_row(values, type, dim, to);
+  write_row(values, type, dim, static_cast<char*>(a.out) + (row * a.num_heads + head) * dim * bytes_of(type));
 }
 
 // `floats` floats of this thread's own, at a multiple of 64 bytes; they grow and are kept.

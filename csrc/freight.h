@@ -10,7 +10,7 @@
 #define FREIGHT_API extern "C" __attribute__((visibility("default")))
 
 // Changes when any declaration changes, so that a library from an older build is refused instead of called wrongly.
-constexpr int32_t FREIGHT_ABI = 9;
+constexpr int32_t FREIGHT_ABI = 10;
 FREIGHT_API int32_t freight_abi();
 
 enum FreightStatus : int32_t {

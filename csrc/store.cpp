@@ -46,9 +46,8 @@ float* finished(const FreightStore& a, Kind kind, int head, int64_t position, fl
   const int n = kind == kValue ? a.v_dim : a.k_dim, half = a.rotary_dim / 2;
   const void* norm = kind == kQuery ? a.q_norm : kind == kKey ? a.k_norm : nullptr;
   if (norm) rms_norm(x, norm, kind == kQuery ? a.q_norm_type : a.k_norm_type, n, a.type, a.eps);
-  const float* center = kind == kKey ? a.k_center : kind == kValue ? a.v_center : nullptr;
-  if (center) {
-    for (int i = 0; i < n; i++) x[i] -= center[static_cast<int64_t>(head) * n + i];
+  if (kind == kKey && a.k_center) {
+    for (int i = 0; i < n; i++) x[i] -= a.k_center[static_cast<int64_t>(head) * n + i];
     round_to(x, n, a.type);
   }
   if (kind == kValue || half == 0) return x;

@@ -1,13 +1,12 @@
-"""What centers gain by side, and what they cost attention: the figures under "Centers" in docs/numerics.md.
+"""What centers gain, and what they cost attention: the figures under "Centers" in docs/numerics.md.
 
     python tools/measure_centers.py [MODEL ...] [--tokens N] [--cost]
     python tools/measure_centers.py MODEL --write-raised OUT [--turning]
 
 Gain: each MODEL (default: the demo model) in float32, so that only the cache rounds. A model without biases is measured
-as it is and with a bias of 15 on one channel of every value head, which a bias of the output projection undoes. One
-with key biases, as `tools/train_demo_model.py --family qwen2` trains it, is measured as it is and with these biases
-raised to the size that they have in Qwen2.5-7B. `--write-raised` writes the latter as a model. `--cost`: attention
-alone, by centered pairs, and nothing else.
+as it is. One with key biases, as `tools/train_demo_model.py --family qwen2` trains it, is measured as it is and with
+these biases raised to the size that they have in Qwen2.5-7B. `--write-raised` writes the latter as a model. `--cost`:
+attention alone, by centered pairs, and nothing else.
 """
 
 from __future__ import annotations
@@ -34,49 +33,18 @@ from freight.evaluate.report import compare_caches, markdown
 from freight.evaluate.scales import calibrated
 from freight.evaluate.variants import key_spreads, read_tensors, write_tensors
 from freight.fp8.formats import Format, Granularity, ScaleSource
-from freight.fp8.scheme import KVScales, LayerScales
 from freight.kernels.select import select_kernels
 from freight.operands.kv_pages import KeyCenter, KVPages
 
-VALUE_BIAS = 15.0
 # Qwen2.5-7B, by KV head: its key biases have norms of 605 in the first layer, 921 in the last and 22 in the median one,
 # each over four heads (https://github.com/ggml-org/llama.cpp/issues/21385).
 NORMS = {"first": 605 / 2, "between": 22 / 2, "last": 921 / 2}
 STILL, TURN = 0.1, 2 * math.pi  # rad over the context: a pair that hardly rotates, and one that makes a whole turn
-SIDES = ("k", "v", "kv")
 GRANULARITIES = (Granularity.TENSOR, Granularity.HEAD, Granularity.CHANNEL)
 HEADS, GROUP, DIM, BLOCK_SIZE = 8, 4, 128, 64
 PAIRS = (0, 2, 8, 20, 40)
 LOADS = ((16, 2048, 1), (1, 8192, 1), (1, 2048, 512))  # sequences, tokens of each, of which new
 REPEATS = 12
-
-
-def with_value_bias(source: Path, out: Path) -> None:
-    """The demo model's function, with a constant in its values."""
-    tensors = read_tensors(source)
-    for index in range(6):
-        prefix = f"model.layers.{index}.self_attn."
-        bias = torch.zeros(2, 64)
-        bias[:, 5] = VALUE_BIAS
-        output = tensors[prefix + "o_proj.weight"]
-        tensors[prefix + "q_proj.bias"], tensors[prefix + "k_proj.bias"] = torch.zeros(256), torch.zeros(128)
-        tensors[prefix + "v_proj.bias"] = bias.flatten()
-        tensors[prefix + "o_proj.bias"] = -output @ bias.repeat_interleave(2, 0).flatten()
-    write_tensors(source, out, tensors, {"attention_bias": True})
-
-
-def of_sides(whole: KVScales, rest: KVScales, sides: str) -> KVCacheConfig:
-    """Channel scales with the centers of `sides` only."""
-
-    def layer(a: LayerScales | None, b: LayerScales | None) -> LayerScales:
-        assert a is not None
-        assert b is not None
-        k = b if "k" in sides else a
-        v = b if "v" in sides else a
-        return replace(a, k=k.k, v=v.v, k_center=k.k_center, v_center=v.v_center)
-
-    layers = tuple(map(layer, whole.layers, rest.layers))
-    return KVCacheConfig(Format.E4M3FN, Granularity.CHANNEL, ScaleSource.CALIBRATED, KVScales(layers))
 
 
 def pairs_of(config: dict[str, Any], turning: bool) -> Tensor:
@@ -107,7 +75,7 @@ def write_raised(source: Path, out: Path, turning: bool = False) -> None:
 
 
 def by_layer(model: str) -> list[list[str]]:
-    """The key and value biases, if any, how much centers divide the mean squared error, and centered pairs a head."""
+    """The key biases, if any, how much centers divide the mean squared error, and centered pairs a head."""
     source, data = resolve_model(model), resolve_model("demo") / "calibration.txt"
     opened = open_unquantized(model)
     decided = plan(QuantizeArgs(weights="none", kv_cache="fp8", center=True, num_samples=8, max_seq_len=512))
@@ -115,16 +83,13 @@ def by_layer(model: str) -> list[list[str]]:
     found = opened.calibrate(decided, samples, ()).centers
     spreads = key_spreads(model, samples[0])
     tensors = read_tensors(source)
-    rows = [
-        ["layer", "key bias: largest", "norm of a head", "std of keys", "gain", "pairs", "value bias: largest", "gain"]
-    ]
+    rows = [["layer", "key bias: largest", "norm of a head", "std of keys", "gain", "pairs"]]
     for index, (one, spread) in enumerate(zip(found, spreads, strict=True)):
-        name = f"model.layers.{index}.self_attn."
-        k, v = (tensors.get(f"{name}{side}_proj.bias", torch.zeros(1)) for side in "kv")
+        k = tensors.get(f"model.layers.{index}.self_attn.k_proj.bias", torch.zeros(1))
         norm = k.view(opened.model.layers[index].mixer.num_kv_heads if len(k) > 1 else 1, -1).norm(dim=1).max()
-        of_k, of_v = (float(k.abs().max()), float(norm), spread, one.k_gain), (float(v.abs().max()), one.v_gain)
+        sizes = float(k.abs().max()), float(norm), spread, one.k_gain
         pairs = 0 if one.k is None else int((one.k != 0).sum(1).max()) // 2
-        rows.append([str(index), *(f"{size:.2f}" for size in of_k), str(pairs), *(f"{size:.2f}" for size in of_v)])
+        rows.append([str(index), *(f"{size:.2f}" for size in sizes), str(pairs)])
     return rows
 
 
@@ -138,7 +103,8 @@ def caches(model: str, data: Path) -> dict[str, KVCacheConfig]:
         scales = calibrated(model, data, granularity)
         found[str(granularity)] = KVCacheConfig(Format.E4M3FN, granularity, ScaleSource.CALIBRATED, scales)
     rest = calibrated(model, data, Granularity.CHANNEL, center=True)
-    return found | {f"centered: {sides}": of_sides(scales, rest, sides) for sides in SIDES}
+    found["centered"] = KVCacheConfig(Format.E4M3FN, Granularity.CHANNEL, ScaleSource.CALIBRATED, rest)
+    return found
 
 
 def row(name: str, model: Path, text: str, data: Path, tokens: int) -> dict[str, str]:
@@ -156,14 +122,11 @@ def gains(model: str, tokens: int) -> list[list[str]]:
     source, demo = resolve_model(model), resolve_model("demo")
     text, data = (demo / "heldout.txt").read_text(encoding="utf-8"), demo / "calibration.txt"
     with tempfile.TemporaryDirectory() as folder:
-        changed = Path(folder) / "changed"
+        models = {"as it is": source}
         if has_biases(source):
-            write_raised(source, changed)
-            names = "key biases as trained", "raised"
-        else:
-            with_value_bias(source, changed)
-            names = "plain", "values biased"
-        rows = [row(name, one, text, data, tokens) for name, one in zip(names, (source, changed), strict=True)]
+            models["raised"] = Path(folder) / "raised"
+            write_raised(source, models["raised"])
+        rows = [row(name, one, text, data, tokens) for name, one in models.items()]
     return [list(rows[0]), *(list(one.values()) for one in rows)]
 
 

@@ -75,7 +75,7 @@ def main() -> None:
                 )  # fmt: skip
                 tops.append(answers(args.vllm_python, out, prompts))
             plain, coarse, centered = tops
-            layers = sum(one.k is not None or one.v is not None for one in result.centers)
+            layers = sum(one.k is not None for one in result.centers)
             apart = difference(coarse, centered)
             failed |= apart > 0
             print(

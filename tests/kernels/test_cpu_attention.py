@@ -186,24 +186,6 @@ def test_values_of_another_width(attention, format, scales, dim, v_dim):
         check(attention, cache, [20, 1, 1], 3, window, dtype, soft_cap)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("format", "scales"), [(Format.E4M3FN, "channel"), (Format.E4M3FN, "token")])
-def test_the_center_of_values_is_added_after_rounding(attention, format, scales, dtype):
-    """With the reference's bits, also where a context is cut and merged."""
-    torch.manual_seed(3)
-    cache = make_cache(format, scales, [2100, 65, 1], 2, 48, v_dim=33)
-    q, batch = torch.randn(22, 6, 48).to(dtype), cache.batch([20, 1, 1]).sequences(0)
-    pages = replace(cache.pages, v_center=torch.randn(2, 33))
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 3):
-            torch.set_num_threads(threads)
-            want = reference.add_v_center(attention(q, cache.pages, batch, 0.15), pages)
-            assert torch.equal(attention(q, pages, batch, 0.15), want)
-    finally:
-        torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize(
     ("format", "scales"), [(Format.E4M3FN, "token"), (Format.INT8, "token"), (Format.BFLOAT16, None)]
 )
@@ -276,7 +258,6 @@ def test_one_key_tells_which_value(attention):
 def test_chunks_batches_and_threads_change_no_bit(build, stored, cuts, window, dtype, soft_cap, v_dim):
     attention = CpuKernels(library.load(build)).attention
     cache = make_cache(*stored, [1300, 200, 7], 2, 40, v_dim=v_dim)
-    cache = replace(cache, pages=replace(cache.pages, v_center=torch.randn(2, v_dim)))
     q = torch.randn(1300, 6, 40).to(dtype)
     others = torch.randn(207, 6, 40).to(dtype)
     before = torch.get_num_threads()

@@ -129,7 +129,7 @@ def test_partial_rotary_and_values_of_another_width(kernels, format, scales, dty
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("norm_dtypes", [(None, None), (torch.float32, None), (torch.float32, torch.float32)])
 def test_norms_of_heads_before_partial_rotary(kernels, norm_dtypes, dtype):
-    """Norms in the dtype (None) and in float32 are those of `add_rms_norm`, centers are subtracted after them."""
+    """Norms in the dtype (None) and in float32 are those of `add_rms_norm`, the center is subtracted after them."""
     torch.manual_seed(2)
     heads, kv_heads, dim, v_dim, rows = 4, 2, 80, 48, 33
     q, k, v = (torch.randn(rows, *shape).to(dtype) * 3 for shape in ((heads, dim), (kv_heads, dim), (kv_heads, v_dim)))
@@ -143,21 +143,20 @@ def test_norms_of_heads_before_partial_rotary(kernels, norm_dtypes, dtype):
         for x, weight in zip((q, k), weights, strict=True)
     )
     b = torch.zeros(kv_heads, dim)
-    b[:, :20], c = torch.randn(kv_heads, 20), torch.randn(kv_heads, v_dim)
+    b[:, :20] = torch.randn(kv_heads, 20)
     center = KeyCenter.of(b, *(KeyCenter.angle_tiles(table) for table in (rotary.cos, rotary.sin)))
-    pages = replace(pages, k_center=center, v_center=c)
+    pages = replace(pages, k_center=center)
     got = kernels.rotate_store(torch.cat([x.flatten(1) for x in (q, k, v)], 1), rotary, positions, slots, pages)
     cos, sin = rotary.cos[positions], rotary.sin[positions]
-    centered = (normed_k.float() - b).to(dtype), (v.float() - c).to(dtype)
-    reference.store_kv(reference.rotate(centered[0], cos, sin), centered[1], slots, expected)
+    reference.store_kv(reference.rotate((normed_k.float() - b).to(dtype), cos, sin), v, slots, expected)
     assert_equal(got, reference.rotate(normed_q, cos, sin))
     assert_same(pages, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("centers", [False, True])
-def test_fused_is_the_composition_of_its_parts(kernels, centers, dtype):
-    """Norms of heads are those of `add_rms_norm` of the same build; centers come off after them."""
+@pytest.mark.parametrize("centered", [False, True])
+def test_fused_is_the_composition_of_its_parts(kernels, centered, dtype):
+    """Norms of heads are those of `add_rms_norm` of the same build; the center is subtracted after them."""
     torch.manual_seed(2)
     heads, kv_heads, dim, rows = 4, 2, 80, 33
     qkv = torch.randn(rows, heads + 2 * kv_heads, dim).mul(3).to(dtype)
@@ -171,11 +170,11 @@ def test_fused_is_the_composition_of_its_parts(kernels, centers, dtype):
         add_rms_norm(x.reshape(-1, dim), None, weight, 1e-6)[1].view(x.shape)
         for x, weight in zip((q, k), weights, strict=True)
     )
-    if centers:
+    if centered:
         tables = (KeyCenter.angle_tiles(table) for table in (rotary.cos, rotary.sin))
-        b, c = torch.randn(2, kv_heads, dim)
-        pages = replace(pages, k_center=KeyCenter.of(b, *tables), v_center=c)
-        k, v = ((x.float() - center).to(dtype) for x, center in ((k, b), (v, c)))
+        b = torch.randn(kv_heads, dim)
+        pages = replace(pages, k_center=KeyCenter.of(b, *tables))
+        k = (k.float() - b).to(dtype)
     cos, sin = rotary.cos[positions], rotary.sin[positions]
     reference.store_kv(reference.rotate(k, cos, sin), v, slots, expected)
     assert_equal(kernels.rotate_store(qkv.flatten(1), rotary, positions, slots, pages), reference.rotate(q, cos, sin))

@@ -125,17 +125,11 @@ def allocate_pool(
     for index, (layer, scales) in enumerate(zip(spec.layers, of_layers, strict=True)):
         group = groups[index]
         pages = _allocate_layer(layer, scales, num_blocks[group], spec.block_size, device)
-        k, v = (
-            expand_scale(center, layer.num_kv_heads, dim).to(device) if center else None
-            for center, dim in zip(
-                ((), ()) if scales is None else (scales.k_center, scales.v_center),
-                (layer.k_dim, layer.v_dim),
-                strict=True,
-            )
-        )
-        assert k is None or rotaries is not None
-        angles = None if k is None or rotaries is None else tables.of(rotaries[index])
-        layers.append(PagedKV(centered_pages(pages, k, v, angles), kernels, group))
+        if scales is not None and scales.k_center:
+            assert rotaries is not None
+            b = expand_scale(scales.k_center, layer.num_kv_heads, layer.k_dim).to(device)
+            pages = replace(pages, k_center=KeyCenter.of(b, *tables.of(rotaries[index])))
+        layers.append(PagedKV(pages, kernels, group))
     return KVPool(tuple(layers), spec, tuple(num_blocks))
 
 
@@ -151,16 +145,6 @@ class AngleTables:
             tiles = KeyCenter.angle_tiles(rotary.cos), KeyCenter.angle_tiles(rotary.sin)
             self._tiles[address] = rotary.cos, tiles
         return self._tiles[address][1]
-
-
-def centered_pages(pages: KVPages, k: Tensor | None, v: Tensor | None, angles: Angles | None) -> KVPages:
-    """`pages` with the centers of keys and values, [num_kv_heads, k_dim or v_dim] float32 or None.
-
-    `angles` are those of the layer's rope; they are needed for centers of keys only.
-    """
-    assert k is None or angles is not None
-    key_center = None if k is None or angles is None else KeyCenter.of(k, *angles)
-    return replace(pages, k_center=key_center, v_center=v)
 
 
 def _allocate_layer(

@@ -1,11 +1,11 @@
-"""Centers: constants that are subtracted from keys and values before these are rounded to E4M3.
+"""Centers: constants that are subtracted from keys before these are rounded to E4M3.
 
 E4M3's error is relative, so the mean squared error of a rounded key is proportional to E[k^2] = mean^2 + variance;
 subtracting the mean leaves the variance. An error on a key's channel reaches the scores in proportion to the query's
 energy there, E[q^2]. Rotary embedding mixes the two channels of a pair but keeps the pair's energy, so keys are
 weighted and selected by pair, before rotary embedding. Channels that are not rotated have no pair and no center.
 A centered pair costs attention two multiplications per score, so only pairs whose mean^2 exceeds their variance are
-centered. Values cost one addition, so either all channels of a layer are centered or none.
+centered. Values are not centered: in trained models that gained nothing (docs/numerics.md).
 """
 
 from __future__ import annotations
@@ -16,20 +16,19 @@ import torch
 from torch import Tensor
 
 PAIR_RATIO = 1.0  # mean^2 over variance from which a pair of key channels is centered
-WORTH = 1.25  # least gain for which a layer's keys or values are centered
+WORTH = 1.25  # least gain for which a layer's keys are centered
 
 
 @dataclass(frozen=True)
 class LayerCenters:
-    """Centers of one layer, [num_kv_heads, head_dim] float32, None where the gain is too small.
+    """The centers of one layer's keys.
 
-    k_gain, v_gain   mean squared error of scores, and of values, without centers divided by that with them
+    k        [num_kv_heads, head_dim] float32, None if the gain is too small
+    k_gain   mean squared error of scores without centers divided by that with them
     """
 
     k: Tensor | None
-    v: Tensor | None
     k_gain: float
-    v_gain: float
 
 
 class Moments:
@@ -67,16 +66,16 @@ class Moments:
 
 
 class CenterWatch:
-    """Moments of one layer's queries and keys before rotary embedding of `rotary_dim` channels, and of its values."""
+    """Moments of one layer's queries and keys before rotary embedding of `rotary_dim` channels."""
 
     def __init__(self, rotary_dim: int) -> None:
         self._rotary_dim = rotary_dim
-        self.q, self.k, self.v = Moments(), Moments(), Moments()
+        self.q, self.k = Moments(), Moments()
 
-    def see(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def see(self, q: Tensor, k: Tensor) -> None:
         """Each [num_tokens, heads, head_dim]."""
-        for moments, x in ((self.q, q), (self.k, k), (self.v, v)):
-            moments.observe(x)
+        self.q.observe(q)
+        self.k.observe(k)
 
     def centers(self, pair_ratio: float = PAIR_RATIO, worth: float = WORTH) -> LayerCenters:
         mean, spread, turned = self.k.mean, self.k.variance, slice(self._rotary_dim)
@@ -86,13 +85,10 @@ class CenterWatch:
         whole = float((looked_at * self.k.energy)[:, self._rotary_dim :].sum())  # of the channels that stay whole
         before = float((weight * (of_mean + of_spread)).sum()) + 2 * whole  # a pair's product counts it twice
         after = before - float((weight * of_mean * large).sum())
-        k_gain = _ratio(before, after)
-        v_gain = _ratio(float(self.v.energy.sum()), float(self.v.variance.sum()))
+        gain = _ratio(before, after)
         b = torch.zeros_like(mean)
         b[:, turned] = mean[:, turned] * large.repeat(1, 2)
-        k = b.float() if k_gain >= worth else None
-        v = self.v.mean.float() if v_gain >= worth else None
-        return LayerCenters(k, v, k_gain, v_gain)
+        return LayerCenters(b.float() if gain >= worth else None, gain)
 
 
 def _by_pair(x: Tensor) -> Tensor:

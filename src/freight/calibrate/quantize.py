@@ -143,11 +143,10 @@ def quantize(
 def require_gain(plan: QuantizePlan, calibration: Calibration) -> None:
     """Raises ConfigError if centers were requested and no layer gains enough from one."""
     centers = calibration.centers
-    if plan.center and not any(one.k is not None or one.v is not None for one in centers):
-        k, v = max(one.k_gain for one in centers), max(one.v_gain for one in centers)
+    if plan.center and all(one.k is None for one in centers):
         raise ConfigError(
-            f"--center gains nothing on this model: in the layers where it gains most, it would divide the mean "
-            f"squared error of scores by {k:.2f} and of values by {v:.2f}; at least {WORTH} is required; omit it"
+            f"--center gains nothing on this model: in the layer where it gains most, it would divide the mean squared "
+            f"error of scores by {max(one.k_gain for one in centers):.2f}; at least {WORTH} is required; omit it"
         )
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from freight.cache.pool import AngleTables, PagedKV, allocate_pool, centered_pages
+from freight.cache.pool import AngleTables, PagedKV, allocate_pool
 from freight.cache.spec import KVCacheSpec, LayerKVSpec
 from freight.calibrate.centers import CenterWatch, LayerCenters
 from freight.calibrate.modules import LayerModules, layer_modules
@@ -37,6 +37,7 @@ from freight.models.architectures import tensor_names
 from freight.models.decoder import DecoderLayer
 from freight.models.loader import WeightSource, build_embedding, build_layer
 from freight.operands.batch import ForwardBatch
+from freight.operands.kv_pages import KeyCenter
 from freight.operands.rotary import Rotary
 
 BLOCK_SIZE = 64  # of the cache that one sample is computed with
@@ -127,14 +128,14 @@ class _Watched(UnmergedLinear):
 
 @dataclass(frozen=True)
 class WatchedKV(PagedKV):
-    """A layer's cache that passes what it has stored to `stored`, and q, k and v before that to `projected`."""
+    """A layer's cache that passes what it has stored to `stored`, and q and k before that to `projected`."""
 
     stored: Callable[[Tensor, Tensor], None] = lambda k, v: None
-    projected: Callable[[Tensor, Tensor, Tensor], None] | None = None
+    projected: Callable[[Tensor, Tensor], None] | None = None
 
     def store(self, qkv: Tensor, rotary: Rotary, batch: ForwardBatch) -> Tensor:
         if self.projected is not None:
-            self.projected(*reference.split_heads(qkv, rotary, self.pages))
+            self.projected(*reference.split_heads(qkv, rotary, self.pages)[:2])
         q = super().store(qkv, rotary, batch)
         slots = batch.slots[self.group]
         self.stored(*(page.flatten(0, 1)[slots] for page in (self.pages.k, self.pages.v)))
@@ -174,17 +175,13 @@ class _LayerWatch:
 
     def layer_scales(self, granularity: Granularity, centers: LayerCenters | None = None) -> LayerScales:
         k, v = (self._side(side, granularity) for side in "kv")
-        b, c = (None, None) if centers is None else (centers.k, centers.v)
-        return LayerScales(k, v, granularity, (), _flat(b), _flat(c))
+        b = None if centers is None else centers.k
+        return LayerScales(k, v, granularity, (), () if b is None else tuple(b.flatten().tolist()))
 
     def _side(self, side: str, granularity: Granularity) -> tuple[float, ...]:
         coarse = self.kv[side, Granularity.TENSOR].scales()
         scales = torch.maximum(self.kv[side, granularity].scales(), coarse * FLOOR)
         return tuple(scales.tolist())
-
-
-def _flat(center: Tensor | None) -> tuple[float, ...]:
-    return () if center is None else tuple(center.flatten().tolist())
 
 
 def _watch_layer(
@@ -221,7 +218,7 @@ def calibrate(
 
     Keys and values are stored and read by the reference, in float32: the rounding of faster kernels depends on the
     machine, and would become part of the scales. Centers need a second pass through each layer, because scales are for
-    the centered values, and the hidden states twice; everything else is measured as without them.
+    the centered keys, and the hidden states twice; everything else is measured as without them.
     Raises CheckpointError that names the layer and what in it is NaN or infinite.
     """
     names, left_out = tensor_names(config), frozenset(ignored)
@@ -288,17 +285,16 @@ class _Run:
         hidden: Tensor,
         watch: _LayerWatch,
         centers: LayerCenters | None = None,
-        projected: Callable[[Tensor, Tensor, Tensor], None] | None = None,
+        projected: Callable[[Tensor, Tensor], None] | None = None,
     ) -> None:
         """hidden: [total, hidden_size], samples end to end; overwritten with the layer's output.
 
-        `watch` observes keys and values as they are stored, after subtracting `centers` if given, and is then finished.
+        `watch` observes keys and values as they are stored, the keys less `centers` if given, and is then finished.
         """
         cache = self._cache(mixer)
         pages = cache.pages
-        if centers is not None:
-            angles = None if centers.k is None else self._angles.of(layer.attention.rotary)
-            pages = centered_pages(pages, centers.k, centers.v, angles)
+        if centers is not None and centers.k is not None:
+            pages = replace(pages, k_center=KeyCenter.of(centers.k, *self._angles.of(layer.attention.rotary)))
         kv = WatchedKV(pages, cache.kernels, stored=watch.see_kv, projected=projected)
         begin, late = 0, min(LATE * self._total, self._total - self._lengths[-1])
         for length in self._lengths:

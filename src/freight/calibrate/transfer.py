@@ -96,7 +96,7 @@ def _complete_scales(model: str) -> tuple[KVScales, KVScales, ModelConfig]:
 
 
 def _centered(layer: LayerScales | None) -> bool:
-    return layer is not None and bool(layer.centered)
+    return layer is not None and bool(layer.k_center)
 
 
 def per_layer(scales: KVScales) -> KVScales:

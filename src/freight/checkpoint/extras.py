@@ -1,4 +1,4 @@
-"""KV scales per head or per channel, and centers, in a side file that other engines ignore.
+"""KV scales per head or per channel, and centers of keys, in a side file that other engines ignore.
 
 The standard tensors hold one scale per layer, valid without the file. config.json names the file and its SHA-256; a
 file that is missing, or belongs to another run, is an error, and there is no fallback:
@@ -6,8 +6,8 @@ file that is missing, or belongs to another run, is an error, and there is no fa
     "freight": {"kv_scales": {"file": "freight_kv_scales.json", "sha256": "…"}}
 
 The file is JSON: {"format": "fp8_e4m3fn", "granularity": "channel", "layers": [{"k": […], "v": […]}, …]}; scales are
-float32, row-major over [num_kv_heads, head_dim]. A layer that subtracts a constant from its keys or values before it
-stores them has that as `k_center` or `v_center`, one number per channel; its scales are for the differences.
+float32, row-major over [num_kv_heads, head_dim]. A layer that subtracts a constant from its keys before it stores
+them has that as `k_center`, one number per channel; its scales of keys are for the differences.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from freight.fp8.scheme import KVScales, LayerScales
 
 FILE = "freight_kv_scales.json"
 _REQUIRED = dict.fromkeys(("k", "v"))  # fields of LayerScales
-_OPTIONAL = dict.fromkeys(("k_center", "v_center"))
+_OPTIONAL = dict.fromkeys(("k_center",))
 
 
 def write_extras(scales: KVScales) -> tuple[dict[str, Any], dict[str, bytes]]:
@@ -106,6 +106,11 @@ def _check_layer(
     where: str, layer: dict[str, tuple[float, ...]], granularity: Granularity, mixer: AttentionConfig
 ) -> None:
     """Raises CheckpointError if scales or centers do not fit the layer, or are no valid numbers."""
+    if "v_center" in layer:
+        raise CheckpointError(
+            f"{where} has v_center: it was made by an older version of Freight, which centered values as well; "
+            "quantize the model again with --center"
+        )
     if not set(_REQUIRED) <= set(layer) <= set(_REQUIRED | _OPTIONAL):
         raise CheckpointError(f"{where} has {sorted(layer)}, which this version does not understand")
     heads, dims = mixer.num_kv_heads, {"k": mixer.k_dim, "v": mixer.v_dim}

@@ -58,7 +58,8 @@ def describe(model: str, revision: str | None = None) -> dict[str, Any]:
     scheme: {method, weight_format, kv_format, kv_static, description, fp8_weights}, where fp8_weights has the number of
     matrices stored in FP8 by what is declared of them, {"scales per tensor, activations static": 14}; kv_cache:
     {scales_format, scales}, where scales has an entry per layer, {layer, k, v}, and is empty when there are none. k and
-    v are null, or {granularity, min, max, value, centered, names}; `value` is there for granularity 'tensor'.
+    v are null, or {granularity, min, max, value, centered, names}; `value` is there for granularity 'tensor', and
+    `centered`, whether a mean was subtracted, for k.
     """
     from freight.models.open import open_checkpoint
 
@@ -131,7 +132,9 @@ def _side(layer: LayerScales | None, side: str) -> dict[str, Any] | None:
     facts: dict[str, Any] = {"granularity": layer.granularity, "min": min(values), "max": max(values)}
     if len(values) == 1:
         facts["value"] = values[0]
-    return facts | {"centered": side in layer.centered, "names": own or list(layer.names)}
+    if side == "k":
+        facts["centered"] = bool(layer.k_center)
+    return facts | {"names": own or list(layer.names)}
 
 
 def _print_table(facts: dict[str, Any]) -> None:
@@ -177,7 +180,7 @@ def _scale_table(layers: list[dict[str, Any]]) -> Any:
 
 
 def _range(side: dict[str, Any]) -> str:
-    centered = ", centered" if side["centered"] else ""
+    centered = ", centered" if side.get("centered") else ""
     if side["min"] == side["max"]:
         return f"{side['min']:.6g}{centered}"
     return f"{side['min']:.6g} … {side['max']:.6g}{centered}"

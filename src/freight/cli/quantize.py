@@ -45,7 +45,7 @@ KVCache = Annotated[str | None, _option(KV_CACHES, "Calibrate scales for an FP8 
 KVGranularity = Annotated[str | None, _option(KV_GRANULARITIES, "What shares a KV scale; default: tensor.")]
 Center = Annotated[
     bool | None,
-    typer.Option("--center", help="Take the means off keys and values before they are stored, where that pays."),
+    typer.Option("--center", help="Subtract the means of keys before they are stored, where that pays."),
 ]
 LmHead = Annotated[bool | None, typer.Option("--lm-head", help="Round the output head as well; default: 16 bits.")]
 Ignore = Annotated[
@@ -122,12 +122,7 @@ def facts(result: QuantizeResult) -> dict[str, Any]:
         "kv_cache": "none" if plan.kv_granularity is None else "fp8",
         "granularity": plan.kv_granularity,
         "centers": [
-            {
-                "layer": index,
-                "k": one.k_gain if one.k is not None else None,
-                "v": one.v_gain if one.v is not None else None,
-            }
-            for index, one in enumerate(result.centers)
+            {"layer": index, "k": one.k_gain if one.k is not None else None} for index, one in enumerate(result.centers)
         ],
         "num_samples": result.num_samples,
         "num_tokens": result.num_tokens,
@@ -144,14 +139,11 @@ def sentences(result: QuantizeResult) -> Iterator[str]:
     yield f"{result.path}: {plan.layout}; weights {plan.weights}, activations {plan.activations}, KV cache {kv}"
     yield f"tensors: {result.bytes_before / 2**20:,.2f} MiB before, {result.bytes_after / 2**20:,.2f} MiB after"
     if result.num_tokens:
-        for what, gains in (
-            ("keys", [one.k_gain for one in result.centers if one.k is not None]),
-            ("values", [one.v_gain for one in result.centers if one.v is not None]),
-        ):
-            if gains:
-                where = f"{what} centered in {len(gains)} of {len(result.centers)} layers"
-                span = " to ".join(dict.fromkeys((f"{min(gains):.1f}", f"{max(gains):.1f}")))
-                yield f"{where}: squared error of rounding divided by {span}"
+        gains = [one.k_gain for one in result.centers if one.k is not None]
+        if gains:
+            span = " to ".join(dict.fromkeys((f"{min(gains):.1f}", f"{max(gains):.1f}")))
+            where = f"keys centered in {len(gains)} of {len(result.centers)} layers"
+            yield f"{where}: squared error of rounding divided by {span}"
         samples = "1 sample" if result.num_samples == 1 else f"{result.num_samples:,} samples"
         yield f"calibrated on {result.num_tokens:,} tokens in {samples}"
 

@@ -296,10 +296,9 @@ def _static(format: Format, scales: KVScales, source: ScaleSource, note: str = "
     finest = max((layer.granularity for layer in converted.layers if layer is not None), key=list(Granularity).index)
     if scales.format is not format:
         note += f"{', ' if note else ''}converted from {scales.format}"
-    for side, what in (("k", "keys"), ("v", "values")):
-        count = sum(layer is not None and side in layer.centered for layer in converted.layers)
-        if count:
-            note += f"{', ' if note else ''}{what} centered in {count} of {len(converted.layers)} layers"
+    count = sum(layer is not None and bool(layer.k_center) for layer in converted.layers)
+    if count:
+        note += f"{', ' if note else ''}keys centered in {count} of {len(converted.layers)} layers"
     return KVCacheConfig(format, finest, source, converted, note)
 
 

@@ -64,8 +64,8 @@ class LayerScales:
     `k` and `v` hold 1 (`tensor`), `num_kv_heads` (`head`) or `num_kv_heads * head_dim` (`channel`) positive finite
     floats, in row-major order; `names` are the tensors (or the JSON entries) they were read from.
 
-    `k_center` and `v_center`, if not empty, hold `num_kv_heads * head_dim` finite floats that are subtracted from
-    keys (before rotary embedding) and values before they are stored; the scales are then for the differences.
+    `k_center`, if not empty, holds `num_kv_heads * head_dim` finite floats that are subtracted from keys before rotary
+    embedding; `k` is then for the differences.
     """
 
     k: tuple[float, ...]
@@ -73,12 +73,6 @@ class LayerScales:
     granularity: Granularity
     names: tuple[str, ...] = ()
     k_center: tuple[float, ...] = ()
-    v_center: tuple[float, ...] = ()
-
-    @property
-    def centered(self) -> str:
-        """Which sides have a center: '', 'k', 'v' or 'kv'."""
-        return "k" * bool(self.k_center) + "v" * bool(self.v_center)
 
 
 @dataclass(frozen=True)

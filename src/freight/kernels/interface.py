@@ -69,7 +69,7 @@ class KernelSet(Protocol):
         ...
 
     def rotate_store(self, qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor, pages: KVPages) -> Tensor:
-        """Norm and rotate q and k, subtract the centers, quantize k and v into `slots`; returns q.
+        """Norm q and k, subtract the center of keys, rotate q and k, quantize k and v into `slots`; returns q.
 
         qkv: [rows, num_heads * k_dim + num_kv_heads * (k_dim + v_dim)], the heads of q, then of k, then of v; positions
         and slots: [rows] int64, slot -1 stores nothing. Returns [rows, num_heads, k_dim].
@@ -88,7 +88,7 @@ class KernelSet(Protocol):
         """Causal grouped-query attention of each row over its own sequence, read back from the pages.
 
         q: [num_tokens, num_heads, k_dim]; returns [num_tokens, num_heads, v_dim] in q's dtype. A key at distance
-        < window is seen. With a soft cap, scores are bounded by a tanh. The centers that `rotate_store` subtracted are
-        added back here. Raises KernelError for a context shorter than its queries.
+        < window is seen. With a soft cap, scores are bounded by a tanh. The center that `rotate_store` subtracted
+        is added back here. Raises KernelError for a context shorter than its queries.
         """
         ...

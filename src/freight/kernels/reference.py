@@ -147,7 +147,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def split_heads(qkv: Tensor, rotary: Rotary, pages: KVPages) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v before rotary embedding: q and k normed, the centers of keys and values subtracted.
+    """q, k and v before rotary embedding: q and k normed, the center of keys subtracted.
 
     qkv: [rows, num_heads * k_dim + num_kv_heads * (k_dim + v_dim)], the heads of q, then of k, then of v.
     """
@@ -159,8 +159,6 @@ def split_heads(qkv: Tensor, rotary: Rotary, pages: KVPages) -> tuple[Tensor, Te
         q, k = (rms_norm(x, weight, rotary.eps) for x, weight in zip((q, k), rotary.norms, strict=True))
     if pages.k_center is not None:
         k = (k.float() - pages.k_center.b).to(k.dtype)
-    if pages.v_center is not None:
-        v = (v.float() - pages.v_center).to(v.dtype)
     return q, k, v
 
 
@@ -263,18 +261,7 @@ def attention(
             rows = slice(row, min(row + QUERY_TILE, end))
             first = length - (end - row)  # position of the tile's first row
             out[rows] = _attend(q[rows], k, v, first, skipped, pages, softmax_scale, window, soft_cap, products)
-    return add_v_center(out, pages)
-
-
-def add_v_center(attended: Tensor, pages: KVPages) -> Tensor:
-    """Add back the center of values, after rounding: exact in the limit, because probabilities sum to 1.
-
-    attended: [num_tokens, num_heads, v_dim].
-    """
-    if pages.v_center is None:
-        return attended
-    center = pages.v_center.repeat_interleave(attended.shape[1] // len(pages.v_center), 0)
-    return (attended.float() + center).to(attended.dtype)
+    return out
 
 
 def _by_kv_head(rows: Tensor) -> Tensor:

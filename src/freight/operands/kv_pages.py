@@ -1,4 +1,4 @@
-"""KVPages: one layer's pages of the KV cache, the scales they were written with, and the centers subtracted before.
+"""KVPages: one layer's pages of the KV cache, the scales they were written with, and the center subtracted before.
 
 The format follows from the tensor's dtype and is never passed.
 """
@@ -67,7 +67,7 @@ class KeyCenter:
 
 @dataclass(frozen=True)
 class KVPages:
-    """One layer's pages, the scales they were written with, and the centers subtracted before that.
+    """One layer's pages, the scales they were written with, and the center subtracted from keys before that.
 
     k, v                [num_blocks, block_size, num_kv_heads, k_dim or v_dim], quantized or 16/32-bit
     k_scale, v_scale    None: stored values are the true ones (16 or 32 bits, or `unit`);
@@ -76,8 +76,6 @@ class KVPages:
     counters            [2] int64: NaNs that were stored so far (they stay NaN), and values that were clipped
                         because they lay beyond the range of their scale
     k_center            subtracted from keys by `rotate_store`, added back to the scores by `attention`
-    v_center            [num_kv_heads, v_dim] float32: subtracted from values by `rotate_store`, added back to the
-                        output by `attention`
     """
 
     k: Tensor
@@ -86,7 +84,6 @@ class KVPages:
     v_scale: Tensor | None
     counters: Tensor
     k_center: KeyCenter | None = None
-    v_center: Tensor | None = None
 
     @property
     def format(self) -> Format:

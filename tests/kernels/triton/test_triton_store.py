@@ -93,7 +93,7 @@ def test_stored_bytes_are_the_reference_s(format, scales, dtype, heads, dim, dev
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_norms_and_centers(dtype, device):
+def test_norms_and_a_center(dtype, device):
     """A norm's root and sum differ in their last bits: as numbers."""
     torch.manual_seed(1)
     rows, heads, kv_heads, dim = 5, 3, 2, 24
@@ -102,10 +102,9 @@ def test_norms_and_centers(dtype, device):
     rotary = make_rotary(dim, device, (weights[0], weights[1]))
     positions, slots = torch.randint(0, POSITIONS, (rows,), device=device), torch.arange(rows, device=device) + 5
     tables = (KeyCenter.angle_tiles(table) for table in (rotary.cos, rotary.sin))
-    b, c = torch.randn(2, kv_heads, dim).to(device)
-    centers = {"k_center": KeyCenter.of(b, *tables), "v_center": c}
+    center = KeyCenter.of(torch.randn(kv_heads, dim).to(device), *tables)
     pages = make_pages(Format.FLOAT32, "unit", kv_heads, dim, device)
-    expected, got = (replace(pages, k=pages.k.clone(), v=pages.v.clone(), **centers) for _ in range(2))
+    expected, got = (replace(pages, k=pages.k.clone(), v=pages.v.clone(), k_center=center) for _ in range(2))
     wanted = reference.rotate_store(qkv.flatten(1), rotary, positions, slots, expected)
     bound = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 8 * torch.finfo(dtype).eps}
     torch.testing.assert_close(rotate_store(qkv, rotary, positions, slots, got), wanted, **bound)
@@ -141,17 +140,17 @@ def test_partial_rotary_and_values_of_another_width(format, scales, rotary_dim, 
     assert_same(got, expected)
 
 
-def test_float32_weights_of_head_norms_and_centers_with_partial_rotary(device):
+def test_float32_weights_of_head_norms_and_a_center_with_partial_rotary(device):
     torch.manual_seed(3)
     rows, heads, kv_heads, k_dim, v_dim = 4, 2, 1, 24, 8
     qkv = (torch.randn(rows, heads * k_dim + kv_heads * (k_dim + v_dim)) * 3).bfloat16().to(device)
     weights = (1 + torch.randn(2, k_dim) * 0.2).to(device)
     rotary = make_rotary(8, device, (weights[0], weights[1]))
     positions, slots = torch.randint(0, POSITIONS, (rows,), device=device), torch.arange(rows, device=device) + 5
-    centers = torch.randn(kv_heads, k_dim + v_dim).to(device).split((k_dim, v_dim), 1)
+    b = torch.randn(kv_heads, k_dim).to(device)
     unused = torch.zeros(0, device=device)
     pages = make_pages(Format.FLOAT32, "unit", kv_heads, k_dim, device, v_dim)
-    pages = replace(pages, k_center=KeyCenter(centers[0], unused, unused, unused, unused), v_center=centers[1])
+    pages = replace(pages, k_center=KeyCenter(b, unused, unused, unused, unused))
     expected, got = (replace(pages, k=pages.k.clone(), v=pages.v.clone()) for _ in range(2))
     wanted = reference.rotate_store(qkv, rotary, positions, slots, expected)
     q = store.rotate_store(current_target(), qkv, rotary, positions, slots, got)

@@ -30,32 +30,30 @@ def test_moments_are_those_of_all_that_was_seen():
     torch.testing.assert_close(moments.energy, x.square().mean(0))
 
 
-def watch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotary_dim: int | None = None) -> CenterWatch:
+def watch(q: torch.Tensor, k: torch.Tensor, rotary_dim: int | None = None) -> CenterWatch:
     seen = CenterWatch(q.shape[-1] if rotary_dim is None else rotary_dim)
-    seen.see(q, k, v)
+    seen.see(q, k)
     return seen
 
 
 def test_pairs_with_a_large_mean_are_centered_and_no_others():
     torch.manual_seed(0)
-    q, k, v = torch.randn(4000, 4, 8), torch.randn(4000, 2, 8), torch.randn(4000, 2, 8)
+    q, k = torch.randn(4000, 4, 8), torch.randn(4000, 2, 8)
     k[:, 0, 5] += 10.0  # with channel 1, of which it becomes a pair
     k[:, 1, 2] += 0.5
-    found = watch(q, k, v).centers()
+    found = watch(q, k).centers()
     assert found.k is not None
-    assert found.v is None
     torch.testing.assert_close(found.k[0, [1, 5]], k[:, 0, [1, 5]].mean(0))
     assert int((found.k != 0).sum()) == 2
     assert found.k_gain == pytest.approx(1 + 100 / 16, rel=0.03)  # 16 channels of variance 1
-    assert found.v_gain == pytest.approx(1.0, abs=0.01)
 
 
 def test_a_mean_that_no_query_looks_at_is_worth_nothing():
     torch.manual_seed(0)
-    q, k, v = torch.randn(4000, 4, 8), torch.randn(4000, 2, 8), torch.randn(4000, 2, 8)
+    q, k = torch.randn(4000, 4, 8), torch.randn(4000, 2, 8)
     k[:, 0, 5] += 10.0
     q[:, :2, [1, 5]] *= 0.01  # the two query heads of KV head 0
-    found = watch(q, k, v).centers()
+    found = watch(q, k).centers()
     assert found.k is None
     assert found.k_gain < WORTH
 
@@ -63,10 +61,10 @@ def test_a_mean_that_no_query_looks_at_is_worth_nothing():
 @pytest.mark.parametrize("rotary_dim", [4, 0])
 def test_channels_that_are_not_rotated_keep_their_mean(rotary_dim: int):
     torch.manual_seed(0)
-    q, k, v = torch.randn(4000, 4, 8), torch.randn(4000, 2, 8), torch.randn(4000, 2, 8)
+    q, k = torch.randn(4000, 4, 8), torch.randn(4000, 2, 8)
     k[:, 0, 1] += 10.0  # with channel 3, of which it becomes a pair where 4 channels are rotated
     k[:, 1, 6] += 5.0
-    found = watch(q, k, v, rotary_dim).centers()
+    found = watch(q, k, rotary_dim).centers()
     if rotary_dim == 0:
         assert found.k is None
         assert found.k_gain == 1.0
@@ -75,15 +73,6 @@ def test_channels_that_are_not_rotated_keep_their_mean(rotary_dim: int):
     torch.testing.assert_close(found.k[0, [1, 3]], k[:, 0, [1, 3]].mean(0))
     assert int((found.k != 0).sum()) == 2
     assert found.k_gain == pytest.approx((16 + 25 + 100) / (16 + 25), rel=0.03)  # 16 channels of variance 1
-
-
-def test_values_are_centered_as_a_whole():
-    torch.manual_seed(0)
-    q, k, v = torch.randn(4000, 4, 8), torch.randn(4000, 2, 8), torch.randn(4000, 2, 8)
-    found = watch(q, k, v + 3.0).centers()
-    assert found.v is not None
-    torch.testing.assert_close(found.v, v.mean(0) + 3.0, rtol=1e-4, atol=1e-4)
-    assert found.v_gain == pytest.approx(10.0, rel=0.05)
 
 
 def biased(tmp_path: Path, bias: float) -> Path:
@@ -118,7 +107,7 @@ def test_scales_beside_centers_are_for_what_remains(tmp_path: Path):
         assert whole is not None
         assert rest is not None
         assert rest.granularity is Granularity.TENSOR
-        assert "k" in rest.centered
+        assert rest.v == whole.v
         heads = torch.tensor(rest.k_center).view(-1, 64)
         assert (heads[:, 3] - BIAS).abs().max() < 0.1 * BIAS
         assert whole.k[0] * 448 > BIAS > 5 * rest.k[0] * 448

@@ -32,6 +32,17 @@ def test_it_tells_what_caches_and_weights_take(freight: Run, text: str):
     assert f"weights: {said['weights']['bytes']:,} bytes in fp8_e4m3fn" in lines[-2]
 
 
+def test_a_checkpoint_with_static_scales_needs_no_options(freight: Run, text: str, tmp_path: Path):
+    """E5M2 cannot use scales that were made for E4M3: it is measured without any."""
+    out = str(tmp_path / "out")
+    options = ("--weights", "none", "--kv-cache", "fp8", "--num-samples", "1", "--max-seq-len", "64")
+    assert freight("quantize", "demo", out, *options).code == 0
+    answer = freight("evaluate", out, "--data", text, "--json")
+    assert answer.code == 0, answer.err
+    caches = [(cache["dtype"], cache["scale_source"]) for cache in json.loads(answer.out)["caches"]]
+    assert caches == [("bfloat16", None), ("fp8_e4m3fn", "checkpoint"), ("fp8_e5m2", "unit")]
+
+
 def test_the_16_bit_cache_is_one_row(freight: Run, text: str):
     rows = freight("evaluate", "--data", text, "--kv-cache-dtype", "bfloat16").out.splitlines()
     assert len([row for row in rows if row.startswith("| bfloat16")]) == 1

@@ -58,6 +58,21 @@ def test_every_option_reaches_the_checkpoint(freight: Run, data: str, out: Path)
     assert config["freight"]["kv_scales"]["file"] == "freight_kv_scales.json"
 
 
+def test_centers_are_of_keys(freight: Run, out: Path, monkeypatch: pytest.MonkeyPatch):
+    """What quantize and inspect say of them."""
+    monkeypatch.setenv("COLUMNS", "120")
+    argv = ["demo", "--weights", "none", "--kv-cache", "fp8", "--num-samples", "2", "--max-seq-len", "128", "--center"]
+    said = json.loads(freight("quantize", *argv[:1], str(out), *argv[1:], "--json").out)["centers"]
+    assert [entry.keys() for entry in said] == [{"layer", "k"}] * 6
+    assert all(entry["k"] > 1.25 for entry in said)
+    shown = json.loads(freight("inspect", str(out), "--json").out)["kv_cache"]["scales"]
+    assert [(layer["k"]["centered"], "centered" in layer["v"]) for layer in shown] == [(True, False)] * 6
+    assert freight("inspect", str(out)).out.count(", centered") == 6
+    again = freight("quantize", *argv[:1], str(out) + "2", *argv[1:])
+    assert "\nkeys centered in 6 of 6 layers: squared error of rounding divided by " in again.out
+    assert "values" not in again.out
+
+
 def test_people_are_told_what_was_done(freight: Run, out: Path):
     answer = freight("quantize", BASE, str(out))
     assert answer.code == 0

@@ -20,7 +20,7 @@ from freight.device import cpu_features
 from freight.errors import CapacityError, FreightError, KernelError, choices
 
 FOLDER = Path(__file__).parent
-ABI = 9  # FREIGHT_ABI in csrc/freight.h
+ABI = 10  # FREIGHT_ABI in csrc/freight.h
 # Best first: the name of a build, and what /proc/cpuinfo must list for it. The portable one needs nothing.
 BUILDS: dict[str, frozenset[str]] = {
     "avx512": frozenset({"avx512f", "avx512bw", "avx512vl", "avx512vbmi", "avx512_bf16", "avx2", "fma", "f16c"}),

@@ -22,7 +22,7 @@ class _Arguments(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("qkv", "q", "k_pages", "v_pages", "k_scale", "v_scale")),
         *((name, ctypes.c_void_p) for name in ("positions", "slots", "cos", "sin", "q_norm", "k_norm")),
-        *((name, ctypes.c_void_p) for name in ("k_center", "v_center", "counters")),
+        *((name, ctypes.c_void_p) for name in ("k_center", "counters")),
         ("rows", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("num_heads", "num_kv_heads", "k_dim", "v_dim", "rotary_dim")),
         *((name, ctypes.c_int32) for name in ("type", "kv_format", "scales", "q_norm_type", "k_norm_type")),
@@ -61,7 +61,6 @@ def rotate_store(
             q_norm=address(q_norm),
             k_norm=address(k_norm),
             k_center=address(pages.k_center.b) if pages.k_center else None,
-            v_center=address(pages.v_center),
             counters=address(pages.counters),
             rows=rows,
             num_heads=num_heads,

@@ -10,7 +10,7 @@ K_DOT and V_DOT are the types that the two products multiply; uint8 stands for F
 FP8 is decoded in registers, between the load and the product. Static scales cost nothing there: the K scale is in q
 and the V scale multiplies the output. A `token` scale is one multiplication per score and one per probability.
 The constant subtracted from keys (`KVPages.k_center`) is added back to the scores in float32, one pair of channels at a
-time; `KVPages.v_center` is added to the rounded output. Last comes a soft cap, compiled only with CAPPED.
+time. Last comes a soft cap, compiled only with CAPPED.
 Products of FP8 values run in float16, in which every FP8 value is exact; q is divided by a power of two per row
 beforehand, so that it is near 1, and the scores are multiplied by it in float32. Probabilities times `token` scales
 need bfloat16's range.
@@ -215,16 +215,12 @@ def _walk(
 
 @triton.jit
 def _finished(
-    output, v_scale_ptr, v_center_ptr, head, dims, like: tl.constexpr, V_DIM: tl.constexpr, SCALES: tl.constexpr,
+    output, v_scale_ptr, head, dims, like: tl.constexpr, V_DIM: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
-    """`output` times V's static scale in type `like`; V's center, if it has one, is added to what is rounded."""
+    """`output` times V's static scale, in type `like`."""
     if SCALES == STATIC:
         output *= tl.load(v_scale_ptr + head * V_DIM + dims, mask=dims < V_DIM, other=0.0)
-    output = output.to(like)
-    if v_center_ptr is not None:
-        center = tl.load(v_center_ptr + head * V_DIM + dims, mask=dims < V_DIM, other=0.0)
-        output = (output.to(tl.float32) + center).to(like)
-    return output
+    return output.to(like)
 
 
 @triton.jit
@@ -245,7 +241,7 @@ def _sequence_of(starts_ptr, tile, num_seqs, QUERIES: tl.constexpr):
 @triton.jit(do_not_specialize=["num_seqs", "table_stride", "window", "num_pairs", "cap"])
 def prefill_kernel(
     q_ptr, out_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, starts_ptr, lengths_ptr, tables_ptr, num_seqs,
-    table_stride, q_row_stride, q_head_stride, softmax_scale, window, v_center_ptr, center_ptr, cos_ptr, sin_ptr,
+    table_stride, q_row_stride, q_head_stride, softmax_scale, window, center_ptr, cos_ptr, sin_ptr,
     pairs_ptr, num_pairs, cap, GROUP: tl.constexpr, HEADS: tl.constexpr, K_DIM: tl.constexpr, K_BLOCK: tl.constexpr,
     V_DIM: tl.constexpr, V_BLOCK: tl.constexpr, HALF: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, FORMAT: tl.constexpr,
@@ -294,9 +290,7 @@ def prefill_kernel(
         K_BLOCK, V_DIM, V_BLOCK, HALF, BLOCK_SIZE, KEYS, FORMAT, SCALES, WINDOWED, True, K_DOT, V_DOT, CENTERED, CAPPED,
     )  # fmt: skip
     dims = tl.arange(0, V_BLOCK)
-    output = _finished(
-        acc / total[:, None], v_scale_ptr, v_center_ptr, head, dims[None, :], out_ptr.dtype.element_ty, V_DIM, SCALES
-    )
+    output = _finished(acc / total[:, None], v_scale_ptr, head, dims[None, :], out_ptr.dtype.element_ty, V_DIM, SCALES)
     place = (row.to(tl.int64) * HEADS + head) * GROUP + m % GROUP
     mask = live[:, None] & (dims < V_DIM)[None, :]
     tl.store(out_ptr + place[:, None] * V_DIM + dims[None, :], output, mask=mask)
@@ -358,7 +352,7 @@ def decode_kernel(
 
 @triton.jit(do_not_specialize=["max_splits", "window"])
 def merge_kernel(
-    partial_ptr, stats_ptr, out_ptr, v_scale_ptr, v_center_ptr, starts_ptr, lengths_ptr, max_splits, window,
+    partial_ptr, stats_ptr, out_ptr, v_scale_ptr, starts_ptr, lengths_ptr, max_splits, window,
     GROUP: tl.constexpr, HEADS: tl.constexpr, V_DIM: tl.constexpr, V_BLOCK: tl.constexpr, KEYS: tl.constexpr,
     SPLIT: tl.constexpr, TILE: tl.constexpr, SCALES: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
@@ -392,8 +386,6 @@ def merge_kernel(
         total = total * decay + tl.sum(weight * split_total, 0)
         acc = acc * decay + tl.sum(weight[:, None] * part, 0)
         best = new_best
-    output = _finished(
-        acc / total, v_scale_ptr, v_center_ptr, query_head // GROUP, dims, out_ptr.dtype.element_ty, V_DIM, SCALES
-    )
+    output = _finished(acc / total, v_scale_ptr, query_head // GROUP, dims, out_ptr.dtype.element_ty, V_DIM, SCALES)
     target = out_ptr + (row.to(tl.int64) * HEADS * GROUP + query_head) * V_DIM + dims
     tl.store(target, output, mask=dims < V_DIM)

@@ -141,7 +141,7 @@ def attention(
         prefill_kernel[grid](
             *(q, out, k, v, pages.k_scale, pages.v_scale, *lengths, sequences.block_tables, num_seqs),
             *(sequences.block_tables.stride(0), q.stride(0), q.stride(1), scale, window or 0),
-            *(pages.v_center, *extras),
+            *extras,
             **(shared | types),
             ROWS=max(tile.rows, triton.next_power_of_2(shared["GROUP"])),
             QUERIES=queries,
@@ -197,7 +197,7 @@ def _decode(
     )
     kept = ("GROUP", "HEADS", "V_DIM", "V_BLOCK", "SCALES", "WINDOWED")
     merge_kernel[(q.shape[1], num_seqs)](
-        *(partial, stats, out, pages.v_scale, pages.v_center, sequences.query_starts, sequences.context_lens),
+        *(partial, stats, out, pages.v_scale, sequences.query_starts, sequences.context_lens),
         *(max_splits, window or 0),
         **{name: shared[name] for name in kept},
         KEYS=tile.keys,

@@ -109,7 +109,7 @@ def _store(
 @triton.jit(do_not_specialize=["num_rows"])
 def rotate_store_kernel(
     qkv_ptr, q_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, eps, k_center_ptr,
-    v_center_ptr, k_page_ptr, v_page_ptr, k_scale_ptr, v_scale_ptr, counters_ptr, num_rows, HEADS: tl.constexpr,
+    k_page_ptr, v_page_ptr, k_scale_ptr, v_scale_ptr, counters_ptr, num_rows, HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr, K_DIM: tl.constexpr, K_BLOCK: tl.constexpr, V_DIM: tl.constexpr, V_BLOCK: tl.constexpr,
     HALF: tl.constexpr, ROWS: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
@@ -140,11 +140,9 @@ def rotate_store_kernel(
     else:  # no name of the other branch that would have another shape here
         v_head = head - HEADS - KV_HEADS
         channel = tl.arange(0, V_BLOCK)
-        v_center = v_center_ptr
-        if v_center_ptr is not None:
-            v_center += v_head * V_DIM
         values = row_ptr + (HEADS + KV_HEADS) * K_DIM + v_head * V_DIM
-        value = _prepared(values, channel, live[:, None] & (channel < V_DIM)[None, :], None, None, v_center)
+        mask = live[:, None] & (channel < V_DIM)[None, :]
+        value = tl.load(values + channel[None, :], mask=mask, other=0.0)
         _store(value, v_page_ptr, v_scale_ptr, counters_ptr, slots, v_head, channel, KV_HEADS, V_DIM, FORMAT, SCALES)
 
 
@@ -165,7 +163,7 @@ def rotate_store(
     tile = 1 if rows <= FEW_ROWS else 16
     k_block, v_block = triton.next_power_of_2(k_dim), triton.next_power_of_2(v_dim)
     rotate_store_kernel[(triton.cdiv(rows, tile), q.shape[1] + 2 * kv_heads)](
-        *(qkv, q, positions, slots, rotary.cos, rotary.sin, q_norm, k_norm, rotary.eps, k_center, pages.v_center),
+        *(qkv, q, positions, slots, rotary.cos, rotary.sin, q_norm, k_norm, rotary.eps, k_center),
         *(carrier(pages.k, target), carrier(pages.v, target), pages.k_scale, pages.v_scale, pages.counters, rows),
         HEADS=q.shape[1],
         KV_HEADS=kv_heads,
