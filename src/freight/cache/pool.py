@@ -172,11 +172,10 @@ def _allocate_layer(
 
 def expand_scale(values: tuple[float, ...], num_kv_heads: int, head_dim: int) -> Tensor:
     """1, num_kv_heads or num_kv_heads * head_dim scales -> [num_kv_heads, head_dim] float32."""
+    size = num_kv_heads * head_dim
+    assert len(values) in (1, num_kv_heads, size), f"{len(values)} scales for {num_kv_heads} KV heads"
     scale = torch.tensor(values, dtype=torch.float32, device="cpu")
-    if len(values) == num_kv_heads * head_dim:
-        return scale.view(num_kv_heads, head_dim)
-    assert len(values) in (1, num_kv_heads), f"{len(values)} scales for {num_kv_heads} KV heads"
-    return scale[:, None].expand(num_kv_heads, head_dim).contiguous()
+    return scale.repeat_interleave(size // len(values)).view(num_kv_heads, head_dim)
 
 
 def same_cache_at_16_bits(spec: KVCacheSpec, format: Format) -> KVCacheSpec:

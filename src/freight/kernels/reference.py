@@ -21,7 +21,7 @@ from torch import Tensor
 
 from freight.errors import KernelError
 from freight.fp8.cast import amax, decode, encode, format_of, num_clipped, scale_from_amax, token_scale
-from freight.fp8.formats import Format
+from freight.fp8.formats import Format, ScaleKind
 from freight.fp8.weights import BLOCK, expand_blocks
 from freight.operands.activation import GatedActivation
 from freight.operands.batch import Sequences
@@ -195,11 +195,11 @@ def store_kv(k: Tensor, v: Tensor, slots: Tensor, pages: KVPages) -> None:
         page.view(torch.uint8).flatten(0, 1)[slots] = stored.view(torch.uint8)
 
 
-def load_kv(page: Tensor, scale: Tensor | None, blocks: Tensor, length: int, skipped: int = 0) -> Tensor:
+def load_kv(page: Tensor, token_scale: Tensor | None, blocks: Tensor, length: int, skipped: int = 0) -> Tensor:
     """The first `length` tokens of a sequence, float32, in key tiles [tiles, num_kv_heads, KEY_TILE, dim].
 
-    The first `skipped` tiles are not read and not returned. A `token` scale is multiplied in; a static one is not
-    (attention multiplies q and the output with it instead). Slots beyond `length` may hold anything, NaN included:
+    The first `skipped` tiles are not read and not returned. Token scales are multiplied in; static ones multiply q and
+    the output of attention instead. Slots beyond `length` may hold anything, NaN included:
     they become 0.
     """
     heads, dim = page.shape[2:]
@@ -208,8 +208,8 @@ def load_kv(page: Tensor, scale: Tensor | None, blocks: Tensor, length: int, ski
     slots = blocks[position // page.shape[1]] * page.shape[1] + position % page.shape[1]
     rows = page.flatten(0, 1)
     values = decode(rows.view(torch.uint8)[slots].view(page.dtype) if page.itemsize == 1 else rows[slots])
-    if scale is not None and scale.ndim == 3:
-        values = values * scale.flatten(0, 1)[slots].float()[..., None]
+    if token_scale is not None:
+        values = values * token_scale.flatten(0, 1)[slots].float()[..., None]
     tiles = -(-length // KEY_TILE) - skipped
     padded = values.new_zeros(tiles * KEY_TILE, heads, dim)
     padded[: length - begin] = values
@@ -255,8 +255,9 @@ def attention(
         # keys before the first row's window are not read: their blocks may have been given back
         skipped = 0 if window is None else max(0, length - (end - begin) - window + 1) // KEY_TILE
         table = sequences.block_tables[seq, : -(-length // pages.block_size)].long()
-        k = load_kv(pages.k, pages.k_scale, table, length, skipped).transpose(2, 3).contiguous()
-        v = load_kv(pages.v, pages.v_scale, table, length, skipped)
+        scales = (pages.k_scale, pages.v_scale) if pages.dynamic else (None, None)
+        k = load_kv(pages.k, scales[0], table, length, skipped).transpose(2, 3).contiguous()
+        v = load_kv(pages.v, scales[1], table, length, skipped)
         for row in range(begin, end, QUERY_TILE):
             rows = slice(row, min(row + QUERY_TILE, end))
             first = length - (end - row)  # position of the tile's first row
@@ -301,7 +302,7 @@ def _attend(
     padded[:rows] = q.view(rows, num_kv_heads, group, dim).float() * softmax_scale
     center = pages.k_center
     coefficients = None if center is None else _by_kv_head(center.coefficients(padded))
-    static = not pages.dynamic and pages.k_scale is not None
+    static = pages.scale_kind is ScaleKind.STATIC
     if static:
         assert pages.k_scale is not None
         padded *= pages.k_scale[:, None]

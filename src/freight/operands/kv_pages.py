@@ -96,10 +96,10 @@ class KVPages:
     @property
     def dynamic(self) -> bool:
         """Whether each token has its own scales, measured when it is stored."""
-        return self.k_scale is not None and self.k_scale.ndim == 3
+        return self.scale_kind is ScaleKind.TOKEN
 
     @property
     def scale_kind(self) -> ScaleKind:
         if self.k_scale is None:
             return ScaleKind.NONE
-        return ScaleKind.TOKEN if self.dynamic else ScaleKind.STATIC
+        return ScaleKind.TOKEN if self.k_scale.ndim == 3 else ScaleKind.STATIC
