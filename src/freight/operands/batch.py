@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
@@ -57,4 +58,8 @@ class ForwardBatch:
 
     def sequences(self, group: int) -> Sequences:
         """The sequences as the layers of a cache group see them."""
-        return Sequences(self.query_starts, self.context_lens, self.block_tables[group])
+        return self._by_group[group]
+
+    @cached_property
+    def _by_group(self) -> tuple[Sequences, ...]:
+        return tuple(Sequences(self.query_starts, self.context_lens, tables) for tables in self.block_tables)

@@ -6,6 +6,8 @@ A row's bits depend on nothing but its own history: not on the other rows, the c
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -32,6 +34,11 @@ class _Arguments(ctypes.Structure):
     )
 
 
+@cache
+def _attention(library: Library) -> Callable[..., None]:
+    return library.function("freight_attention", ctypes.POINTER(_Arguments))
+
+
 def attention(
     library: Library,
     q: Tensor,
@@ -53,7 +60,7 @@ def attention(
     num_kv_heads, v_dim = pages.v.shape[2:]
     out = torch.empty((num_tokens, num_heads, v_dim), dtype=q.dtype, device=q.device)
     center = pages.k_center
-    library.function("freight_attention", ctypes.POINTER(_Arguments))(
+    _attention(library)(
         _Arguments(
             q=q.data_ptr(),
             out=out.data_ptr(),

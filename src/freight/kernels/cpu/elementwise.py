@@ -7,6 +7,8 @@ exponential, before the same roundings.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -32,6 +34,11 @@ class _Norm(ctypes.Structure):
     )
 
 
+@cache
+def _add_rms_norm(library: Library) -> Callable[..., None]:
+    return library.function("freight_add_rms_norm", ctypes.POINTER(_Norm))
+
+
 def add_rms_norm(
     library: Library,
     x: Tensor,
@@ -49,24 +56,18 @@ def add_rms_norm(
     else:
         of_delta = weight_format(delta_weight, x)
     total, out = x if delta is None else torch.empty_like(x), torch.empty_like(x)
-    library.function("freight_add_rms_norm", ctypes.POINTER(_Norm))(
-        _Norm(
-            x=x.data_ptr(),
-            delta=address(delta),
-            weight=address(weight),
-            delta_weight=address(delta_weight),
-            sum=total.data_ptr(),
-            out=out.data_ptr(),
-            rows=x.shape[0],
-            size=x.shape[1],
-            format=FORMATS[x.dtype],
-            weight_format=weight_format(weight, x),
-            delta_weight_format=of_delta,
-            eps=eps,
-            threads=torch.get_num_threads(),
+    _add_rms_norm(library)(
+        _Norm(  # by position, which takes a third of the time
+            *(x.data_ptr(), address(delta), address(weight), address(delta_weight), total.data_ptr(), out.data_ptr()),
+            *(*x.shape, FORMATS[x.dtype], weight_format(weight, x), of_delta, eps, torch.get_num_threads()),
         )
     )
     return total, out
+
+
+@cache
+def _gated(library: Library) -> Callable[..., None]:
+    return library.function("freight_gated", _POINTER, _INT, _POINTER, _INT, _LONG, _LONG, _INT)
 
 
 def gated(library: Library, gate_up: Tensor, activation: GatedActivation) -> Tensor:
@@ -74,7 +75,7 @@ def gated(library: Library, gate_up: Tensor, activation: GatedActivation) -> Ten
     gate_up = gate_up.contiguous()
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, size), dtype=gate_up.dtype, device=gate_up.device)
-    library.function("freight_gated", _POINTER, _INT, _POINTER, _INT, _LONG, _LONG, _INT)(
+    _gated(library)(
         *(gate_up.data_ptr(), _ACTIVATIONS[activation], out.data_ptr()),
         *(FORMATS[gate_up.dtype], rows, size, torch.get_num_threads()),
     )

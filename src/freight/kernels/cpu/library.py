@@ -37,14 +37,13 @@ _ERRORS: dict[int, tuple[type[FreightError], str]] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Library:
     """One loaded build; `functions` has the C functions of csrc/freight.h and csrc/attention.h."""
 
     build: str
     functions: ctypes.CDLL
 
-    @cache  # noqa: B019 - a library is never unloaded
     def function(self, name: str, *arguments: Any) -> Callable[..., None]:
         """The C function `name`, which takes `arguments` (ctypes types) and returns a FreightStatus.
 

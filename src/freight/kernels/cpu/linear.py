@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -112,19 +114,23 @@ def pack(library: Library, weight: Weight) -> PackedWeight:
     return PackedWeight(out_features, in_features, packed, scale, blocks, descriptor, address)
 
 
-def linear(library: Library, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias. x: [rows, in_features]; returns [rows, out_features] in x's dtype."""
-    call = library.function(
+@cache
+def _linear(library: Library) -> Callable[..., None]:
+    return library.function(
         "freight_linear",
         *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64),
         *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32),
     )
+
+
+def linear(library: Library, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    """x @ weight.T + bias. x: [rows, in_features]; returns [rows, out_features] in x's dtype."""
     rows, in_features = x.shape
     assert in_features == weight.in_features
     assert bias is None or (bias.dtype == x.dtype and bias.is_contiguous())
     x = x.contiguous()
     out = x.new_empty(rows, weight.out_features)
-    call(
+    _linear(library)(
         *(weight.address, x.data_ptr(), FORMATS[x.dtype], rows),
         *(None if bias is None else bias.data_ptr(), out.data_ptr(), torch.get_num_threads()),
     )

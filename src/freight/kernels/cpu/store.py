@@ -6,6 +6,8 @@ Bit-identical to the reference, except that a norm of heads sums in the order of
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -31,6 +33,11 @@ class _Arguments(ctypes.Structure):
     )
 
 
+@cache
+def _rotate_store(library: Library) -> Callable[..., None]:
+    return library.function("freight_rotate_store", ctypes.POINTER(_Arguments))
+
+
 def rotate_store(
     library: Library, qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor, pages: KVPages
 ) -> Tensor:
@@ -46,7 +53,7 @@ def rotate_store(
     assert rotary.rotary_dim <= k_dim
     q = torch.empty((rows, num_heads, k_dim), dtype=qkv.dtype, device=qkv.device)
     q_norm, k_norm = rotary.norms or (None, None)
-    library.function("freight_rotate_store", ctypes.POINTER(_Arguments))(
+    _rotate_store(library)(
         _Arguments(
             qkv=address(qkv),
             q=q.data_ptr(),
