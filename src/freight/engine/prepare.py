@@ -52,14 +52,15 @@ def prepare(slices: Sequence[SequenceSlice], block_size: int, device: str = "cpu
         tokens.extend(part.token_ids)
     lengths = np.array([s.start + len(s.token_ids) for s in slices], np.int32)
     position = np.concatenate(positions)
-    sequence = np.repeat(np.arange(len(slices)), np.diff(starts))
+    sequence = np.repeat(np.arange(len(slices)), [len(part.token_ids) for part in slices])
+    entry, offset = position // block_size, position % block_size
     tables, slots = [], []
     for group in zip(*(s.block_ids for s in slices), strict=True):
         table = np.zeros((len(slices), max(map(len, group))), np.int32)
         for i, blocks in enumerate(group):
             table[i, : len(blocks)] = blocks
         tables.append(table)
-        slots.append(table[sequence, position // block_size].astype(np.int64) * block_size + position % block_size)
+        slots.append(table[sequence, entry].astype(np.int64) * block_size + offset)
 
     def tensor(array: np.ndarray) -> Tensor:
         host = torch.from_numpy(array)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -34,8 +34,7 @@ class MLP:
         return self.down(self.kernels.gated(self.gate_up(x), self.activation, self.down.consumer))
 
 
-@dataclass(frozen=True)
-class Residual:
+class Residual(NamedTuple):
     """The residual stream, [num_tokens, hidden_size], with its last addition still to come.
 
     It is x + delta (x if delta is None), or with `delta_weight` x + the RMSNorm of delta: the next norm adds, so that
@@ -51,7 +50,7 @@ class Residual:
         return norm(self.x, self.delta, consumer, self.delta_weight)
 
     def rows(self, index: Tensor) -> Residual:
-        return replace(self, x=self.x[index], delta=None if self.delta is None else self.delta[index])
+        return self._replace(x=self.x[index], delta=None if self.delta is None else self.delta[index])
 
 
 @dataclass(frozen=True)
