@@ -40,7 +40,8 @@ check: setup
 	@$(BIN)/mypy
 
 test: check
-	@$(BIN)/pytest -n 2 --dist worksteal
+	@$(BIN)/pytest -n 2 --dist worksteal --ignore=tests/kernels/triton
+	@$(BIN)/pytest -n 2 --dist worksteal tests/kernels/triton
 
 # what takes longer as well, and the end-to-end tests under other defaults of the process
 test-all: check
