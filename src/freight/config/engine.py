@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from freight.errors import ConfigError, nearest
+from freight.config.options import require_known
 from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.fp8.scheme import KVScales
 
@@ -66,12 +66,7 @@ class EngineArgs:
     @staticmethod
     def from_options(**options: Any) -> EngineArgs:
         """EngineArgs from keyword options. Raises ConfigError for an unknown name, with the nearest known one."""
-        known = [f.name for f in fields(EngineArgs)]
-        for name in options:
-            if name not in known:
-                raise ConfigError(
-                    f"unknown option {name!r}{nearest(name, known, _SYNONYMS)}; known are {', '.join(known)}"
-                )
+        require_known(options, [f.name for f in fields(EngineArgs)], _SYNONYMS)
         return EngineArgs(**options)
 
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any
 
-from freight.errors import ConfigError, choices, nearest
+from freight.config.options import choose, require_known
+from freight.errors import ConfigError
 from freight.fp8.formats import Granularity
 
 
@@ -114,11 +115,7 @@ class QuantizeArgs:
     @staticmethod
     def from_options(**options: Any) -> QuantizeArgs:
         """QuantizeArgs from keyword options. Raises ConfigError for an unknown name, with the nearest known one."""
-        known = [f.name for f in fields(QuantizeArgs)]
-        for name in options:
-            if name not in known:
-                hint = nearest(name, known, _SYNONYMS)
-                raise ConfigError(f"unknown option {name!r}{hint}; known are {', '.join(known)}")
+        require_known(options, [f.name for f in fields(QuantizeArgs)], _SYNONYMS)
         ignore = options.get("ignore", ())
         if isinstance(ignore, str):
             raise ConfigError(f"ignore is {ignore!r}; give a list of patterns, [{ignore!r}]")
@@ -127,15 +124,15 @@ class QuantizeArgs:
 
 def plan(args: QuantizeArgs) -> QuantizePlan:
     """Fill in the defaults. Raises ConfigError for options that contradict each other or would have no effect."""
-    layout = Layout(_choose("--format", args.format, tuple(Layout)))
+    layout = Layout(choose("--format", args.format, tuple(Layout)))
     default = {Layout.FP8: WeightScheme.TENSOR, Layout.TGI: WeightScheme.NONE}.get(layout, WeightScheme.CHANNEL)
-    weights = WeightScheme(_choose("--weights", args.weights or default, tuple(WeightScheme)))
+    weights = WeightScheme(choose("--weights", args.weights or default, tuple(WeightScheme)))
     no_weights = weights is WeightScheme.NONE
     requested = args.activations or (ActivationScheme.NONE if no_weights else ActivationScheme.DYNAMIC)
-    activations = ActivationScheme(_choose("--activations", requested, tuple(ActivationScheme)))
-    kv_cache = _choose("--kv-cache", args.kv_cache or ("fp8" if layout is Layout.TGI else "none"), KV_CACHES)
+    activations = ActivationScheme(choose("--activations", requested, tuple(ActivationScheme)))
+    kv_cache = choose("--kv-cache", args.kv_cache or ("fp8" if layout is Layout.TGI else "none"), KV_CACHES)
     granularity = Granularity(
-        _choose("--kv-granularity", args.kv_granularity or Granularity.TENSOR, tuple(map(str, KV_GRANULARITIES)))
+        choose("--kv-granularity", args.kv_granularity or Granularity.TENSOR, tuple(map(str, KV_GRANULARITIES)))
     )
     decided = QuantizePlan(
         weights=weights,
@@ -144,7 +141,7 @@ def plan(args: QuantizeArgs) -> QuantizePlan:
         ignore=args.ignore,
         num_samples=_count("--num-samples", args.num_samples, NUM_SAMPLES, 1),
         max_seq_len=_count("--max-seq-len", args.max_seq_len, MAX_SEQ_LEN, 2),
-        observer=ObserverKind(_choose("--observer", args.observer or ObserverKind.ABSMAX, tuple(ObserverKind))),
+        observer=ObserverKind(choose("--observer", args.observer or ObserverKind.ABSMAX, tuple(ObserverKind))),
         layout=layout,
         center=args.center,
         lm_head=args.lm_head,
@@ -214,12 +211,6 @@ def _check_nothing_is_idle(args: QuantizeArgs, plan: QuantizePlan) -> None:
                 f"--{name.replace('_', '-')} is given, but nothing is calibrated: choose --activations static or "
                 "--kv-cache fp8, or omit it"
             )
-
-
-def _choose(flag: str, value: object, known: tuple[str, ...]) -> str:
-    if value not in known:
-        raise ConfigError(f"{flag} {value!r} is unknown{nearest(str(value), known)}: choose {choices(known)}")
-    return str(value)
 
 
 def _count(flag: str, value: int | None, default: int, least: int) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from freight.config.engine import EngineArgs, EngineConfig, KVCacheConfig
+from freight.config.options import choose
 from freight.device import DEVICES, check_threads
 from freight.errors import CheckpointError, ConfigError, choices, nearest
 from freight.fp8.formats import COMPUTE_FORMATS, Format, Granularity, ScaleSource
@@ -39,13 +40,13 @@ _MAKE_SCALES = (
 
 def check(args: EngineArgs) -> None:
     """Everything that is decidable from the settings alone. Raises ConfigError; `resolve` begins with it."""
-    _choose("--dtype", args.dtype, ("auto", *DTYPES))
-    _choose("--kv-cache-dtype", args.kv_cache_dtype, KV_DTYPES)
-    _choose("--device", args.device, DEVICES)
-    _choose("--kernels", args.kernels, KERNELS)
-    _choose("--attention-compute", args.attention_compute, ATTENTION_COMPUTES)
+    choose("--dtype", args.dtype, ("auto", *DTYPES))
+    choose("--kv-cache-dtype", args.kv_cache_dtype, KV_DTYPES)
+    choose("--device", args.device, DEVICES)
+    choose("--kernels", args.kernels, KERNELS)
+    choose("--attention-compute", args.attention_compute, ATTENTION_COMPUTES)
     if args.quantization is not None:
-        _choose("--quantization", args.quantization, QUANTIZATIONS)
+        choose("--quantization", args.quantization, QUANTIZATIONS)
     for name, value, least in (
         ("--max-num-seqs", args.max_num_seqs, 1),
         ("--max-num-batched-tokens", args.max_num_batched_tokens, 1),
@@ -117,7 +118,7 @@ def kv_scales_file(args: EngineArgs) -> Path | None:
     name = args.kv_scales if named else args.quantization_param_path
     if name is None:
         return None
-    _choose("--kv-cache-dtype", args.kv_cache_dtype, KV_DTYPES)
+    choose("--kv-cache-dtype", args.kv_cache_dtype, KV_DTYPES)
     if args.kv_cache_dtype in ("fp8_e5m2", "int8", *COMPUTE_FORMATS):
         raise _no_scales_for(args.kv_cache_dtype, f"--kv-cache-dtype {args.kv_cache_dtype}", f"{flag} {name}")
     if not Path(name).is_file():
@@ -159,11 +160,6 @@ def for_variant(scales: KVScales, format: Format) -> KVScales:
         return replace(layer, k=tuple(x * factor for x in layer.k), v=tuple(x * factor for x in layer.v))
 
     return KVScales(tuple(map(converted, scales.layers)), format)
-
-
-def _choose(flag: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ConfigError(f"{flag} {value!r} is unknown{nearest(str(value), known)}: choose {choices(known)}")
 
 
 def _max_model_len(args: EngineArgs, model: ModelConfig) -> int:

@@ -1,0 +1,22 @@
+"""Checks that all options share: a known name, a known value. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from freight.errors import ConfigError, choices, nearest
+
+
+def require_known(names: Iterable[str], known: Sequence[str], synonyms: dict[str, str]) -> None:
+    """Raises ConfigError for the first of `names` that is not known; `synonyms` has other tools' names for ours."""
+    for name in names:
+        if name not in known:
+            hint = nearest(name, known, synonyms)
+            raise ConfigError(f"unknown option {name!r}{hint}; known are {', '.join(known)}")
+
+
+def choose(flag: str, value: object, known: tuple[str, ...]) -> str:
+    """`value`, which must be one of `known`. Raises ConfigError, which names the flag and the nearest known value."""
+    if value not in known:
+        raise ConfigError(f"{flag} {value!r} is unknown{nearest(str(value), known)}: choose {choices(known)}")
+    return str(value)
