@@ -257,7 +257,7 @@ def _number(name: str, value: object, low: float, high: float, above: bool = Fal
     if isinstance(value, Real) and not isinstance(value, bool):
         number = _float(value)
         if math.isfinite(number) and low <= number <= high and not (above and number == low):
-            return number
+            return number + 0.0  # -0.0 is 0.0, so that no penalty is no penalty to the bit
     within = f"greater than {low} and at most {high}" if above else f"{low} to {high}"
     raise RequestError(f"{name} is {_shown(value)}; it must be a finite number, {within}{hint}")
 

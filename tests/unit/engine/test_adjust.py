@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from freight.engine import adjust as module
@@ -40,7 +40,7 @@ def bits(x):
 
 
 tokens = st.lists(st.integers(0, VOCAB - 1), max_size=12)
-penalties = st.sampled_from([0.0, 0.3, -0.7, 2.0, 1e-8]) | st.floats(-2, 2)
+penalties = st.sampled_from([0.0, -0.0, -1e-60, 0.3, -0.7, 2.0, 1e-8]) | st.floats(-2, 2)
 rows = st.builds(
     SamplingParams,
     repetition_penalty=st.sampled_from([1.0, 1.1, 0.6, 1 + 1e-9, 1 - 1e-9, 0.01, 100.0]) | st.floats(0.01, 100),
@@ -56,8 +56,9 @@ logits = st.lists(
 ).map(lambda values: torch.tensor(values, dtype=torch.float32))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(params=rows, x=logits, prompt=tokens, growth=st.lists(tokens, max_size=4))
+@example(params=SamplingParams(presence_penalty=-0.0), x=torch.full((VOCAB,), -0.0, dtype=torch.float32), prompt=[], growth=[[17]])
 def test_a_growing_output_gives_the_bits_of_the_definition(params, x, prompt, growth):
     output = []
     row = SamplingRow(params, 1, tuple(prompt), output, frozenset({3, 4, 99}))
