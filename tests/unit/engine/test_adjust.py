@@ -58,7 +58,12 @@ logits = st.lists(
 
 @settings(max_examples=200, deadline=None)
 @given(params=rows, x=logits, prompt=tokens, growth=st.lists(tokens, max_size=4))
-@example(params=SamplingParams(presence_penalty=-0.0), x=torch.full((VOCAB,), -0.0, dtype=torch.float32), prompt=[], growth=[[17]])
+@example(
+    params=SamplingParams(presence_penalty=-0.0),
+    x=torch.full((VOCAB,), -0.0, dtype=torch.float32),
+    prompt=[],
+    growth=[[17]],
+)
 def test_a_growing_output_gives_the_bits_of_the_definition(params, x, prompt, growth):
     output = []
     row = SamplingRow(params, 1, tuple(prompt), output, frozenset({3, 4, 99}))
