@@ -10,6 +10,9 @@
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512VBMI__) && \
     defined(__AVX512BF16__)
 #define FREIGHT_AVX512 1
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__)
+#define FREIGHT_AMX 1  // besides: matrix tiles
+#endif
 #include <immintrin.h>
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define FREIGHT_AVX2 1

@@ -14,13 +14,15 @@ from freight.kernels.cpu import library
 from freight.kernels.reference_set import REFERENCE
 from freight.kernels.select import select_kernels
 
+SAPPHIRE_RAPIDS = tuple(library.BUILDS["amx"])
 ZEN4 = tuple(library.BUILDS["avx512"])
 HASWELL = ("avx2", "f16c", "fma")
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A folder with a file for every build."""
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a file for every build, on a system that allows tiles."""
+    monkeypatch.setattr(library, "tile_obstacle", lambda: "")
     for build in library.BUILDS:
         library.path_of(build, tmp_path).touch()
     return tmp_path
@@ -50,6 +52,7 @@ def test_the_kernels_were_compiled_where_a_compiler_works(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("features", "builds"),
     [
+        (SAPPHIRE_RAPIDS, ("amx", "avx512", "avx2", "portable")),
         (ZEN4, ("avx512", "avx2", "portable")),
         (HASWELL, ("avx2", "portable")),
         (("avx2", "fma"), ("portable",)),  # AVX2 without F16C
@@ -65,15 +68,30 @@ def test_the_processor_decides_which_builds_run(
 
 
 def test_what_was_not_compiled_does_not_run(folder: Path) -> None:
+    library.path_of("amx", folder).unlink()
     library.path_of("avx512", folder).unlink()
-    assert library.runnable(ZEN4, folder) == ("avx2", "portable")
-    assert library.describe(ZEN4, folder) == "avx2 (avx512: not compiled)"
+    assert library.runnable(SAPPHIRE_RAPIDS, folder) == ("avx2", "portable")
+    assert library.describe(SAPPHIRE_RAPIDS, folder) == "avx2 (amx: not compiled; avx512: not compiled)"
+
+
+def test_tiles_are_used_only_where_the_system_allows_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "tile_obstacle", lambda: "Linux denied this process the tile registers (because)")
+    assert library.runnable(SAPPHIRE_RAPIDS, folder) == ("avx512", "avx2", "portable")
+    said = library.describe(SAPPHIRE_RAPIDS, folder)
+    assert said == "avx512 (amx: Linux denied this process the tile registers (because))"
+
+
+def test_a_system_that_is_not_linux_gives_no_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library.sys, "platform", "darwin")
+    assert "only Linux" in library.tile_obstacle.__wrapped__()
 
 
 def test_the_description_says_what_runs_and_why_not_better(folder: Path, tmp_path: Path) -> None:
-    assert library.describe(ZEN4, folder) == "avx512"
+    assert library.describe(SAPPHIRE_RAPIDS, folder) == "amx"
+    assert library.describe(ZEN4, folder) == "avx512 (amx: the processor lacks amx_bf16, amx_tile)"
     said = library.describe(HASWELL, folder)
-    assert said.startswith("avx2 (avx512: the processor lacks avx512_bf16, ")
+    assert said.startswith("avx2 (amx: the processor lacks amx_bf16, ")
+    assert "; avx512: the processor lacks avx512_bf16, " in said
     assert "no C++17 compiler" in library.describe(ZEN4, tmp_path / "empty")
 
 

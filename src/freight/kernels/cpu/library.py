@@ -7,6 +7,8 @@ compiler at install time. The best one that the processor runs is loaded. A libr
 from __future__ import annotations
 
 import ctypes
+import os
+import platform
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -22,9 +24,12 @@ from freight.errors import CapacityError, FreightError, KernelError, choices
 FOLDER = Path(__file__).parent
 ABI = 10  # FREIGHT_ABI in csrc/freight.h
 # Best first: the name of a build, and what /proc/cpuinfo must list for it. The portable one needs nothing.
+_AVX2 = frozenset({"avx2", "fma", "f16c"})
+_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512vbmi", "avx512_bf16"}
 BUILDS: dict[str, frozenset[str]] = {
-    "avx512": frozenset({"avx512f", "avx512bw", "avx512vl", "avx512vbmi", "avx512_bf16", "avx2", "fma", "f16c"}),
-    "avx2": frozenset({"avx2", "fma", "f16c"}),
+    "amx": _AVX512 | {"amx_tile", "amx_bf16"},
+    "avx512": _AVX512,
+    "avx2": _AVX2,
     "portable": frozenset(),
 }
 
@@ -79,8 +84,32 @@ def path_of(build: str, folder: Path = FOLDER) -> Path:
 
 def runnable(features: Iterable[str] | None = None, folder: Path = FOLDER) -> tuple[str, ...]:
     """The installed builds that a processor with these features (default: this one) runs, best first."""
-    have = set(cpu_features() if features is None else features)
-    return tuple(build for build in installed(folder) if BUILDS[build] <= have)
+    have = cpu_features() if features is None else tuple(features)
+    return tuple(build for build in installed(folder) if not _obstacle(build, have))
+
+
+def _obstacle(build: str, features: tuple[str, ...]) -> str:
+    """Why a processor with these features does not run `build`, or ''."""
+    lacks = sorted(BUILDS[build] - set(features))
+    if lacks:
+        return f"the processor lacks {', '.join(lacks)}"
+    return tile_obstacle() if "amx_tile" in BUILDS[build] else ""
+
+
+@cache
+def tile_obstacle() -> str:
+    """Why the operating system denies this process the tile registers of AMX, or ''.
+
+    Linux saves 8 KiB of tiles only for processes that ask (Documentation/arch/x86/xstate.rst); threads that exist
+    already get the permission as well.
+    """
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return "only Linux on x86-64 gives a process tiles that Freight can ask for"
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18  # SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.syscall(ctypes.c_long(arch_prctl), ctypes.c_long(request_permission), ctypes.c_long(tile_data)) == 0:
+        return ""
+    return f"Linux denied this process the tile registers ({os.strerror(ctypes.get_errno())})"
 
 
 def describe(features: tuple[str, ...] | None = None, folder: Path = FOLDER) -> str:
@@ -93,8 +122,7 @@ def describe(features: tuple[str, ...] | None = None, folder: Path = FOLDER) -> 
     best, *_ = runnable(features, folder) or ("none",)
     reasons = []
     for build in list(BUILDS)[: list(BUILDS).index(best) if best in BUILDS else None]:
-        lacks = sorted(BUILDS[build] - set(features))
-        reasons.append(f"{build}: the processor lacks {', '.join(lacks)}" if lacks else f"{build}: not compiled")
+        reasons.append(f"{build}: {_obstacle(build, features) or 'not compiled'}")
     return best + (f" ({'; '.join(reasons)})" if reasons else "")
 
 
