@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measure_scales import calibrated
+from scale_variants import key_spreads, read_tensors, write_tensors
 from torch import Tensor
 
 from freight.calibrate.quantize import load_samples, open_unquantized
@@ -30,8 +32,6 @@ from freight.config.engine import EngineArgs, KVCacheConfig
 from freight.config.plan import QuantizeArgs, plan
 from freight.engine.prepare import Logits, SequenceSlice, prepare
 from freight.evaluate.report import compare_caches, markdown
-from freight.evaluate.scales import calibrated
-from freight.evaluate.variants import key_spreads, read_tensors, write_tensors
 from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.kernels.select import select_kernels
 from freight.operands.kv_pages import KeyCenter, KVPages

@@ -8,12 +8,12 @@ the table of docs/numerics.md on less text, and takes a minute: `make test-all` 
 
 from __future__ import annotations
 
+import measure_scales
 import pytest
 import torch
+from measure_scales import SCALES, Row, as_table, judge, paired_difference, variants
 
 from freight.checkpoint.reader import resolve_model
-from freight.evaluate import scales
-from freight.evaluate.scales import SCALES, Row, as_table, judge, paired_difference, variants
 from freight.fp8.formats import Format
 
 pytestmark = pytest.mark.slow
@@ -30,8 +30,8 @@ def rows() -> dict[str, Row]:
     source = resolve_model("demo")
     text = (source / "heldout.txt").read_text(encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scales, "NUM_SAMPLES", 4)
-        patch.setattr(scales, "FORMATS", (Format.E4M3FN,))
+        patch.setattr(measure_scales, "NUM_SAMPLES", 4)
+        patch.setattr(measure_scales, "FORMATS", (Format.E4M3FN,))
         data = source / "calibration.txt"
         return {
             name: judge(name, write, "demo", text, data, NUM_TOKENS)

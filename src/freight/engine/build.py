@@ -126,8 +126,8 @@ def _check_memory(asked: int, weights: int, device: DeviceFacts) -> None:
     )
 
 
-def _mebibytes(count: int) -> str:
-    return f"{count / 2**20:.1f} MiB"
+def _size(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB" if count >= 2**20 else f"{count / 2**10:.1f} KiB"
 
 
 def describe_cache(pool: KVPool, config: EngineConfig) -> str:
@@ -141,23 +141,27 @@ def describe_cache(pool: KVPool, config: EngineConfig) -> str:
     line = f"KV cache: {kv.format}; scales: {scales}{note}; "
     if any(group.window is not None for group in spec.groups):
         return line + _describe_groups(pool, config)
-    line += f"{pool.capacity_tokens:,} tokens fit in {_mebibytes(memory)}"
+    line += f"{pool.capacity_tokens:,} tokens fit in {_size(memory)}"
     if kv.format.is_quantized:
         sixteen = config.compute_format if config.compute_format.bytes == 2 else Format.BFLOAT16
         line += f", {same_cache_at_16_bits(spec, sixteen).tokens_in(memory):,} would in {sixteen}"
     return line
 
 
+def _layers(count: int) -> str:
+    return "1 layer" if count == 1 else f"{count} layers"
+
+
 def _describe_groups(pool: KVPool, config: EngineConfig) -> str:
     spec, length = pool.spec, config.max_model_len
     groups = [
-        f"{len(group.layers)} layers {f'with a window of {group.window:,}' if group.window else 'without a window'}: "
-        f"{count:,} blocks, {count * spec.block_size:,} tokens, {_mebibytes(count * group.bytes_per_block)}"
+        f"{_layers(len(group.layers))} {f'with a window of {group.window:,}' if group.window else 'without a window'}: "
+        f"{count:,} blocks, {count * spec.block_size:,} tokens, {_size(count * group.bytes_per_block)}"
         for group, count in zip(spec.groups, pool.num_blocks, strict=True)
     ]
     takes = bytes_of_request(spec, length, config.max_num_batched_tokens)
     whole = sum(group.bytes_per_block for group in spec.groups) * -(-length // spec.block_size)
     return (
-        f"{_mebibytes(pool.num_bytes)}; {'; '.join(groups)}; a request of {length:,} tokens takes {_mebibytes(takes)}, "
-        f"and would take {_mebibytes(whole)} if windows gave no blocks back"
+        f"{_size(pool.num_bytes)}; {'; '.join(groups)}; a request of {length:,} tokens takes {_size(takes)}, "
+        f"and would take {_size(whole)} if windows gave no blocks back"
     )

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from freight.bench.cases import Heads
 from freight.bench.gpu import Sizes, cases
 from freight.kernels.select import select_kernels
 
 SMALL = Sizes(
     attention=((2, 1, 20), (1, 4, 4)),
-    heads=2,
-    kv_heads=1,
-    head_dim=16,
+    heads=Heads(2, 1, 16),
     store=4,
     product=(66, 32, 128),
     decode_products=((1, 32, 128),),
@@ -22,12 +21,13 @@ def test_every_case_runs(device):
     found = [make() for make in cases(select_kernels("triton"), SMALL, device)]
     assert {case.kernel for case in found} >= {"attention", "rotate_store", "linear", "torch.linear"}
     for case in found:
-        result = case.call()
+        (call,) = case.calls
+        result = call()
         assert result is None or (isinstance(result, torch.Tensor) and result.isfinite().all()), case
         assert case.num_bytes > 0
     attention = {case.format: case.num_bytes for case in found if case.shape == (2, 1, 20, 2, 1, 16)}
     assert attention["fp8_e4m3fn, token"] == 2 * 20 * 2 * 1 * (16 + 2) + 2 * 2 * 2 * 2 * 16
-    assert {"fp8_e4m3fn, static, FP8 products", "fp8_e4m3fn, token, FP8 products"} < set(attention)
+    assert {"fp8_e4m3fn, tensor, FP8 products", "fp8_e4m3fn, token, FP8 products"} < set(attention)
     decode = next(case for case in found if case.kernel == "attention")
     assert decode.num_flops == 2 * 2 * 2 * 20 * 2 * 16
 

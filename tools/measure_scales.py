@@ -1,9 +1,9 @@
 """The effect of every kind of KV scale, and of centers, on a model and variants of it: the table of numerics.md.
 
-    python -m freight.evaluate.scales [MODEL] [--data FILE] [--calibration-data FILE] [--tokens N]
+    python tools/measure_scales.py [MODEL] [--data FILE] [--calibration-data FILE] [--tokens N]
 
-The variants (variants.py) either compute the model's own function with keys or values of another size, so that nothing
-but the storage can make a difference, or have a large key bias. Static scales are calibrated as by
+The variants (scale_variants.py) either compute the model's own function with keys or values of another size, so that
+nothing but the storage can make a difference, or have a large key bias. Static scales are calibrated as by
 `freight quantize`, on another text than the evaluation text. E5M2 gets the same scales, converted to its range.
 """
 
@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from scale_variants import hot_pair, key_spreads, rescaled, write_biased, write_variant
 from torch import Tensor
 
 from freight.calibrate.quantize import load_samples, open_unquantized
@@ -23,7 +24,6 @@ from freight.checkpoint.reader import resolve_model
 from freight.config.engine import EngineArgs, KVCacheConfig
 from freight.config.plan import QuantizeArgs, plan
 from freight.evaluate.report import CacheRun, CacheScore, markdown, run_caches
-from freight.evaluate.variants import hot_pair, key_spreads, rescaled, write_biased, write_variant
 from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.fp8.scheme import KVScales, LayerScales
 from freight.models.open import open_checkpoint
@@ -167,7 +167,7 @@ def against_unit(row: Row) -> str:
 
 
 def main() -> None:
-    demo = Path(__file__).parent.parent / "demo"
+    demo = resolve_model("demo")
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("model", nargs="?", default="demo")
     parser.add_argument("--data", type=Path, default=demo / "heldout.txt", help="the text to judge by")
