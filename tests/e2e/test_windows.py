@@ -187,8 +187,8 @@ def test_the_line_at_start_and_a_context_that_does_not_fit(
     llm = open_llm(models["qwen2"][0], kv_cache_memory=2**20)
     pool = llm.engine.runner.pool
     for group, count in zip(pool.spec.groups, pool.num_blocks, strict=True):
-        count = len(group.layers)
-        assert f"{count} layer{"" if count == 1 else "s"} with" in caplog.text
+        layers = "1 layer" if len(group.layers) == 1 else f"{len(group.layers)} layers"
+        assert f"{layers} with" in caplog.text
         assert f"{count:,} blocks" in caplog.text
     assert sum(layer.pages.k.nbytes + layer.pages.v.nbytes for layer in pool.layers) == pool.num_bytes <= 2**20
     needed = bytes_of_request(pool.spec, 1024, 64)
