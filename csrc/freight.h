@@ -10,7 +10,7 @@
 #define FREIGHT_API extern "C" __attribute__((visibility("default")))
 
 // Changes when any declaration changes, so that a library from an older build is refused instead of called wrongly.
-constexpr int32_t FREIGHT_ABI = 10;
+constexpr int32_t FREIGHT_ABI = 11;
 FREIGHT_API int32_t freight_abi();
 
 enum FreightStatus : int32_t {
@@ -36,9 +36,12 @@ enum FreightFormat : int32_t {
 typedef void (*FreightGompParallel)(void (*body)(void*), void* data, unsigned threads, unsigned flags);
 FREIGHT_API void freight_init(FreightGompParallel gomp_parallel);
 
-// How weights are prefetched: 0: into all caches; 1: past them (non-temporal); -1, the default: whichever is
-// faster on this processor. Changes no result. Returns 0 or 1, the setting that is now in effect.
-FREIGHT_API int32_t freight_set_prefetch(int32_t non_temporal);
+// How weights are prefetched: 0, the default: into all caches; 1: past them (non-temporal). Changes no result.
+FREIGHT_API void freight_set_prefetch(int32_t non_temporal);
+
+// Remove `bytes` bytes from all caches of the processor, so that the next read comes from memory: for measurements.
+// Returns 1, or 0 where that is not possible.
+FREIGHT_API int32_t freight_evict(const void* data, int64_t bytes);
 
 // A packed weight [out_features, in_features]. The layout of `data` belongs to the build that packed it (packed.h).
 struct FreightWeight {

@@ -11,6 +11,10 @@
 #include <memory>
 #include <vector>
 
+#if defined(__x86_64__)
+#include <emmintrin.h>
+#endif
+
 #include "activations.h"
 #include "packed.h"
 #include "parallel.h"
@@ -21,18 +25,10 @@ namespace {
 constexpr int64_t kStageRows = 516;  // rows staged at once: what all cores read over and over, from L3
 constexpr int64_t kPrefetch = 8192;  // bytes ahead in the streams of weights together, and so into the next task's
 
-// Intel's cores wait for lines that were prefetched past the caches: decoding FP8 takes 1.2 to 1.9 times as long there. On
-// AMD's it takes 3 % less, because weights, which are read once, evict nothing. Others are treated like Intel's.
-bool prefers_non_temporal() {
-#if defined(__x86_64__)
-  __builtin_cpu_init();
-  return __builtin_cpu_is("amd");
-#else
-  return false;
-#endif
-}
-
-std::atomic<bool> non_temporal{prefers_non_temporal()};
+// Weights are read once, so prefetching them past the caches evicts nothing: 3 % faster on an AMD EPYC (Zen 4). Other
+// processors wait for such lines: decoding FP8 takes 1.2 to 1.9 times as long on an Intel Xeon. kernels/cpu/tuning.py
+// measures which this one is.
+std::atomic<bool> non_temporal{false};
 
 // A decoder whose weights are prefetched into the caches, or past them; that is a constant of the instruction.
 template <class D, bool NonTemporal>
@@ -246,8 +242,19 @@ FREIGHT_API int32_t freight_linear(const FreightWeight* weight, const void* x, i
   return status_of([&] { linear(weight, x, x_format, rows, bias, y, threads); });
 }
 
-FREIGHT_API int32_t freight_set_prefetch(int32_t wanted) {
-  const bool now = wanted < 0 ? prefers_non_temporal() : wanted != 0;
-  non_temporal.store(now, std::memory_order_relaxed);
-  return now;
+FREIGHT_API void freight_set_prefetch(int32_t wanted) { non_temporal.store(wanted != 0, std::memory_order_relaxed); }
+
+FREIGHT_API int32_t freight_evict(const void* data, int64_t bytes) {
+#if defined(__x86_64__)
+  for (int64_t i = 0; i < bytes; i += 64) _mm_clflush(static_cast<const char*>(data) + i);
+  _mm_mfence();
+  return 1;
+#elif defined(__aarch64__)
+  for (int64_t i = 0; i < bytes; i += 64) asm volatile("dc civac, %0" ::"r"(static_cast<const char*>(data) + i) : "memory");
+  asm volatile("dsb ish" ::: "memory");
+  return 1;
+#else
+  (void)data, (void)bytes;
+  return 0;
+#endif
 }

@@ -88,6 +88,12 @@ void run_on_threads(void (*body)(void*), void* data, int threads) {
     own_pool().run(body, data, threads);
 }
 
+int thread_number() {
+  static std::atomic<int> count{0};
+  static thread_local const int number = count.fetch_add(1, std::memory_order_relaxed) & 0xFFFFFF;
+  return number;
+}
+
 FREIGHT_API void freight_init(FreightGompParallel parallel) { gomp_parallel = parallel; }
 
 FREIGHT_API int32_t freight_abi() { return FREIGHT_ABI; }

@@ -1,7 +1,8 @@
 // parallel_for: numbered tasks, distributed over threads.
 //
-// Each thread starts on a range of its own and goes through it in order, so that what its tasks read can be one stream
-// of memory; one that has finished steals from the ends of other ranges. Which thread runs which task is undetermined,
+// Each thread starts on a range of its own, the same one in every call with as many threads, and goes through it in
+// order: what its tasks read is one stream of memory, which lies in that core's caches or on its memory node if an earlier
+// call has read or first written it. A thread that has finished steals from the ends of other ranges. Which thread runs which task is undetermined,
 // so a task must compute the same bits wherever it runs, and may not depend on the number of threads. Threads come from
 // the OpenMP runtime given to freight_init, else from a pool of our own. A task may throw std::bad_alloc.
 #pragma once
@@ -11,6 +12,9 @@
 
 // Run body(data) on `threads` threads at once, this one included; returns when all have returned.
 void run_on_threads(void (*body)(void*), void* data, int threads);
+
+// The calling thread's number: 0, 1, ... in the order in which threads first asked. Pools keep their threads.
+int thread_number();
 
 // The tasks that are left of a range: the first in the low half, the end in the high half.
 class TaskRange {
@@ -44,7 +48,6 @@ void parallel_for(int64_t tasks, int threads, const Body& body) {
   }
   struct Job {
     TaskRange ranges[kRanges];
-    std::atomic<int> arrived{0};
     std::atomic<bool> failed{false};
     int count;
     const Body* body;
@@ -55,7 +58,7 @@ void parallel_for(int64_t tasks, int threads, const Body& body) {
   run_on_threads(
       [](void* data) {
         Job& shared = *static_cast<Job*>(data);
-        const int own = shared.arrived.fetch_add(1, std::memory_order_relaxed);
+        const int own = thread_number() % shared.count;  // two threads may share one and split it
         try {  // an exception that left the region would end the process
           for (int i = 0; i < shared.count; i++) {
             TaskRange& range = shared.ranges[(own + i) % shared.count];

@@ -10,6 +10,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # several processes share the cores: a thread that spins would wait for one that is not scheduled
     os.environ["GOMP_SPINCOUNT"] = "0"
 
+import tempfile
+
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="freight-tests-")  # what is measured once is not the user's
+
 import freight  # noqa: F401
 
 

@@ -204,18 +204,11 @@ def test_how_weights_are_prefetched_changes_no_bit(build, kind, activations):
         for rows in (1, 2, 5, MANY_ROWS):
             outs = []
             for non_temporal in (False, True):
-                assert loaded.set_prefetch(non_temporal) == non_temporal
+                loaded.set_prefetch(non_temporal)
                 outs.append(linear(x[:rows], packed, None))
             assert torch.equal(*outs)
     finally:
-        loaded.set_prefetch(None)
-
-
-@pytest.mark.parametrize("build", BUILDS)
-def test_weights_are_prefetched_past_the_caches_on_amd_only(build):
-    cpuinfo = Path("/proc/cpuinfo")
-    amd = cpuinfo.exists() and "AuthenticAMD" in cpuinfo.read_text()
-    assert library.load(build).set_prefetch(None) == amd
+        loaded.set_prefetch(False)
 
 
 @pytest.mark.parametrize("build", BUILDS)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from freight.kernels.cpu import attention, elementwise, linear, store
+from freight.kernels.cpu import attention, elementwise, linear, store, tuning
 from freight.kernels.cpu.library import Library
 from freight.kernels.cpu.linear import PackedWeight
 from freight.operands.activation import GatedActivation
@@ -29,7 +29,10 @@ class CpuKernels:
         return f"cpu-{self.library.build}"
 
     def pack(self, weight: Weight) -> PackedWeight:
-        return linear.pack(self.library, weight)
+        packed = linear.pack(self.library, weight)
+        if packed.num_bytes >= tuning.LARGE:
+            tuning.tune(self.library)
+        return packed
 
     def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
         return linear.linear(self.library, x, weight, bias)

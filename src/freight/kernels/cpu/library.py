@@ -22,7 +22,7 @@ from freight.device import cpu_features
 from freight.errors import CapacityError, FreightError, KernelError, choices
 
 FOLDER = Path(__file__).parent
-ABI = 10  # FREIGHT_ABI in csrc/freight.h
+ABI = 11  # FREIGHT_ABI in csrc/freight.h
 # Best first: the name of a build, and what /proc/cpuinfo must list for it. The portable one needs nothing.
 _AVX2 = frozenset({"avx2", "fma", "f16c"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512vbmi", "avx512_bf16"}
@@ -59,12 +59,9 @@ class Library:
         checked: Callable[..., None] = function
         return checked
 
-    def set_prefetch(self, non_temporal: bool | None) -> bool:
-        """Prefetch weights past the caches (True) or into them; None, the default: as is fastest on this processor.
-
-        For measurements: changes no result. Returns the setting that is now in effect.
-        """
-        return bool(self.functions.freight_set_prefetch(-1 if non_temporal is None else int(non_temporal)))
+    def set_prefetch(self, non_temporal: bool) -> None:
+        """Prefetch weights past the caches (True) or into them (False, the default). Changes no result."""
+        self.functions.freight_set_prefetch(int(non_temporal))
 
 
 def _require_success(status: int, function: Any, arguments: tuple[Any, ...]) -> None:
