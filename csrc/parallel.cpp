@@ -13,6 +13,7 @@
 #include "freight.h"
 #include "parallel.h"
 
+namespace freight {
 namespace {
 
 FreightGompParallel gomp_parallel = nullptr;  // written by freight_init, before any kernel runs
@@ -88,6 +89,8 @@ void run_on_threads(void (*body)(void*), void* data, int threads) {
     own_pool().run(body, data, threads);
 }
 
-FREIGHT_API void freight_init(FreightGompParallel parallel) { gomp_parallel = parallel; }
+}  // namespace freight
+
+FREIGHT_API void freight_init(FreightGompParallel parallel) { freight::gomp_parallel = parallel; }
 
 FREIGHT_API int32_t freight_abi() { return FREIGHT_ABI; }
