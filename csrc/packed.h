@@ -18,8 +18,8 @@ namespace freight {
 
 // A block is kLanes output rows.
 constexpr int kUnit = FREIGHT_CACHE_LINE;  // bytes
-constexpr int kBand = 2;     // blocks whose units alternate in memory
-constexpr int kGroup = 128;  // outputs and inputs that share one block scale
+constexpr int kBand = 2;                   // blocks whose units alternate in memory
+constexpr int kGroup = 128;                // outputs and inputs that share one block scale
 
 inline int inputs_per_unit(int32_t format) {
   return format == FREIGHT_FLOAT32 ? 1 : format == FREIGHT_E4M3FN ? 4 : 2;

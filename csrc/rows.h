@@ -40,7 +40,7 @@ inline V16 load_as(const void* from, int32_t format, int count) {
 }
 
 // The first `count` lanes, as `format` (float32, float16 or bfloat16) stores them.
-inline void store_as(void* to, const V16& v, int32_t format, int count) {
+inline void store_as(void* to, V16 v, int32_t format, int count) {
   alignas(64) char all[kLanes * 4];
   void* at = count == kLanes ? to : all;
   if (format == FREIGHT_FLOAT32)
@@ -73,7 +73,7 @@ inline void write_row(const float* values, int32_t format, int64_t n, void* to) 
 }
 
 // The values that `format` stores for them.
-inline V16 rounded_to(const V16& values, int32_t format) {
+inline V16 rounded_to(V16 values, int32_t format) {
   if (format == FREIGHT_FLOAT32) return values;
   alignas(64) char stored[kLanes * 2];
   store_as(stored, values, format, kLanes);
