@@ -7,6 +7,7 @@
 #include "parallel.h"
 #include "rows.h"
 
+namespace freight {
 namespace {
 
 constexpr float kLargest = 448.f;  // E4M3FN
@@ -23,7 +24,7 @@ inline float round_e4m3(float v) {
 
 // The largest finite magnitude of `count` values from `first` on; of halves compared as they are stored.
 float largest_of(const void* x, int32_t format, int64_t first, int64_t count) {
-  if (format == FREIGHT_FLOAT32) return freight::largest_finite(static_cast<const float*>(x) + first, count);
+  if (format == FREIGHT_FLOAT32) return largest_finite(static_cast<const float*>(x) + first, count);
   const uint16_t* halves = static_cast<const uint16_t*>(x) + first;
   const int16_t infinity = format == FREIGHT_BFLOAT16 ? 0x7F80 : 0x7C00;
   int16_t largest = 0;
@@ -40,20 +41,8 @@ void round_by(float* values, int64_t count, float scale) {
   for (int64_t i = 0; i < count; i++) values[i] = round_e4m3(values[i] / scale);
 }
 
-void to_float(const void* x, int32_t format, int64_t first, int64_t count, float* out) {
-  if (format == FREIGHT_FLOAT32) {
-    std::memcpy(out, static_cast<const float*>(x) + first, static_cast<size_t>(count) * sizeof(float));
-    return;
-  }
-  const uint16_t* halves = static_cast<const uint16_t*>(x) + first;
-  if (format == FREIGHT_BFLOAT16)
-    for (int64_t i = 0; i < count; i++) out[i] = bf16_to_float(halves[i]);
-  else
-    for (int64_t i = 0; i < count; i++) out[i] = f16_to_float(halves[i]);
-}
-
 constexpr int64_t kColumns = 1024;  // of a task; a multiple of kGroup
-constexpr int64_t kShare = 8192;    // values that are worth a second thread
+constexpr int64_t kShareOfStaging = 8192;    // values that are worth a second thread
 
 struct Stager {
   const FreightWeight& weight;
@@ -65,19 +54,20 @@ struct Stager {
 
   void scale_row(int64_t row) const {
     const int64_t in = weight.in_features;
-    row_scale[row] = weight.activations == STATIC ? weight.input_scale
-                                                  : freight::scale_from(largest_of(x, format, row * in, in), kLargest);
+    row_scale[row] = weight.activations == FREIGHT_STATIC ? weight.input_scale
+                                                  : scale_from(largest_of(x, format, row * in, in), kLargest);
   }
 
-  // Columns `first` .. `first` + `count` of a row, as float32, rounded to FP8 where the weight asks for it.
+  // Columns `first` .. `first` + `count` of a row, as float32, rounded to FP8 where the weight asks for it, and zeros up
+  // to a multiple of 16.
   void values_of(int64_t row, int64_t first, int64_t count, float* values) const {
-    to_float(x, format, row * weight.in_features + first, count, values);
+    read_row(element(x, row * weight.in_features + first, format), format, count, values);
     if (row_scale) return round_by(values, count, row_scale[row]);
     if (!group_scale) return;
     for (int64_t done = 0; done < count; done += kGroup) {
       const int64_t part = std::min<int64_t>(kGroup, count - done);
       float& scale = group_scale[row * groups + (first + done) / kGroup];
-      scale = freight::scale_from(freight::largest_finite(values + done, part), kLargest);
+      scale = scale_from(largest_finite(values + done, part), kLargest);
       round_by(values + done, part, scale);
     }
   }
@@ -85,7 +75,7 @@ struct Stager {
   // The words of kColumns columns from `first` on of a row; words past its end are 0.
   void words_of(int64_t row, int64_t first, uint32_t* words) const {
     const int64_t count = std::max<int64_t>(0, std::min(kColumns, weight.in_features - first));
-    if (pair && weight.activations == PLAIN) {
+    if (pair && weight.activations == FREIGHT_PLAIN) {
       const uint16_t* from = static_cast<const uint16_t*>(x) + row * weight.in_features + first;
       std::memset(words, 0, kColumns * 2);
       std::memcpy(words, from, static_cast<size_t>(count) * 2);
@@ -130,8 +120,8 @@ Staged stage(const FreightWeight& weight, const void* x, int32_t format, int64_t
   thread_local std::vector<uint32_t> staged;
   thread_local std::vector<float> row_scale, group_scale;
   const int64_t groups = (weight.in_features + kGroup - 1) / kGroup, tiles = (rows + kTileRows - 1) / kTileRows;
-  const bool by_group = weight.activations == DYNAMIC && weight.block_scale;
-  const bool by_row = weight.activations == STATIC || (weight.activations == DYNAMIC && !by_group);
+  const bool by_group = weight.activations == FREIGHT_DYNAMIC && weight.block_scale;
+  const bool by_row = weight.activations == FREIGHT_STATIC || (weight.activations == FREIGHT_DYNAMIC && !by_group);
   const size_t words = static_cast<size_t>(tiles * kTileRows * steps);
   if (staged.size() < words) staged = std::vector<uint32_t>(words);
   if (by_row) row_scale.resize(static_cast<size_t>(rows));
@@ -140,7 +130,7 @@ Staged stage(const FreightWeight& weight, const void* x, int32_t format, int64_t
   const Stager stager{weight, x, format, pair, steps, groups, by_row ? row_scale.data() : nullptr,
                       by_group ? group_scale.data() : nullptr};
   const int64_t parts = (steps * (pair ? 2 : 1) + kColumns - 1) / kColumns;
-  const int useful = static_cast<int>(std::min<int64_t>(threads, rows * weight.in_features / kShare + 1));
+  const int useful = static_cast<int>(std::min<int64_t>(threads, rows * weight.in_features / kShareOfStaging + 1));
   if (by_row) parallel_for(rows, rows > kTileRows ? useful : 1, [&](int64_t row) { stager.scale_row(row); });
   parallel_for(tiles * parts, useful, [&](int64_t task) {
     const int64_t tile = task / parts, there = std::min<int64_t>(kTileRows, rows - tile * kTileRows);
@@ -148,3 +138,5 @@ Staged stage(const FreightWeight& weight, const void* x, int32_t format, int64_t
   });
   return {to, steps, groups, stager.row_scale, stager.group_scale};
 }
+
+}  // namespace freight

@@ -8,6 +8,8 @@
 
 #include "packed.h"
 
+namespace freight {
+
 #if FREIGHT_AVX512
 constexpr int kTileRows = 12;  // x 2 blocks of outputs: 24 sums in registers
 #else
@@ -38,8 +40,6 @@ inline void with_height(int height, const F& f) {
   }
 }
 
-enum Activations : int32_t { PLAIN = 0, DYNAMIC = 1, STATIC = 2 };
-
 // Where staged rows are; the memory belongs to the calling thread and is used again by its next call.
 struct Staged {
   const void* x;             // tiles, each [steps][height] of Math::X
@@ -52,3 +52,5 @@ struct Staged {
 // Stage `rows` rows; `pair`: as pairs of bfloat16 (values that are not bfloat16 must have been rounded to FP8), else float32.
 Staged stage(const FreightWeight& weight, const void* x, int32_t format, int64_t rows, bool pair, int64_t steps,
              int threads);
+
+}  // namespace freight

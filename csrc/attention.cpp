@@ -148,7 +148,7 @@ void attention(const FreightAttention& a) {
 }  // namespace
 }  // namespace freight
 
-FREIGHT_API int32_t freight_attention(const FreightAttention* a) {
+FREIGHT_API FreightStatus freight_attention(const FreightAttention* a) {
   if (!freight::contexts_hold_queries(*a)) return FREIGHT_SHORT_CONTEXT;
-  return status_of([&] { freight::attention(*a); });
+  return freight::status_of([&] { freight::attention(*a); });
 }

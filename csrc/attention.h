@@ -11,6 +11,8 @@ enum FreightKvScales : int32_t {
   FREIGHT_TOKEN_SCALES = 2,   // bfloat16 [num_blocks, block_size, num_kv_heads]
 };
 
+constexpr int32_t FREIGHT_MAX_HEAD_DIM = 1024;  // of k_dim and v_dim
+
 struct FreightAttention {
   const void* q;                // [num_tokens, num_heads, k_dim] of q_type; rows q_stride values apart
   void* out;                    // [num_tokens, num_heads, v_dim] of q_type
@@ -36,7 +38,7 @@ struct FreightAttention {
 
 // Causal grouped-query attention of each row over its own sequence. A row's bits depend on its own history alone.
 // A context shorter than its queries is refused (FREIGHT_SHORT_CONTEXT) before anything is written.
-FREIGHT_API int32_t freight_attention(const FreightAttention* arguments);
+FREIGHT_API FreightStatus freight_attention(const FreightAttention* arguments);
 
 struct FreightStore {
   const void* qkv;  // [rows, num_heads * k_dim + num_kv_heads * (k_dim + v_dim)] of type, contiguous: q, then k, then v
@@ -59,4 +61,4 @@ struct FreightStore {
 
 // Norm, center and rotate; quantize rows of K and V into their slots: divide by the scale in float32, round to nearest,
 // ties to even, saturate.
-FREIGHT_API int32_t freight_rotate_store(const FreightStore* arguments);
+FREIGHT_API FreightStatus freight_rotate_store(const FreightStore* arguments);

@@ -9,11 +9,9 @@
 // is a key and holds two neighbouring channels. V tile: two neighbouring keys are interleaved, then decoded: a lane is
 // a channel and holds two keys.
 #pragma once
-#include "simd.h"
+#include "vec.h"
 #if FREIGHT_AVX512
 #include "attention_tile.h"
-#include "kv_formats.h"
-#include "vec.h"
 
 namespace freight {
 

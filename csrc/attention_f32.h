@@ -7,8 +7,7 @@
 #include <algorithm>
 
 #include "attention_tile.h"
-#include "kv_formats.h"
-#include "vec.h"
+#include "rows.h"
 
 namespace freight {
 
@@ -17,7 +16,7 @@ struct Float32Tiles {
   static constexpr FreightFormat format = F;
   static constexpr int max_rows = W == 16 ? 6 : W == 8 ? 5 : 3;  // rows whose sums stay in registers
   static constexpr int vectors = W == 16 ? 4 : 2;                // of keys or channels at a time
-  static constexpr int chunk = 16;                               // channels that are transposed together
+  static constexpr int chunk = kLanes;                           // channels that are transposed together
 
   int k_dim, v_dim;
   int value_dim;  // v_dim padded: how long an output row is in the working memory
@@ -38,9 +37,9 @@ struct Float32Tiles {
   void pack_k(const uint8_t* const* keys, size_t offset, float* packed, const Between& between) const {
     for (int first = 0; first < kKeyTile; first += W) {
       for (int d = 0; d < k_dim; d += chunk) {
-        float rows[W][chunk] = {};
+        float rows[W][chunk];
         for (int i = 0; i < W; i++)
-          decode_row<F>(keys[first + i] + offset + d * bytes_of(F), std::min(chunk, k_dim - d), rows[i]);
+          store(rows[i], load_as<F>(keys[first + i] + offset + d * bytes_of(F), lanes_at(d, k_dim)));
         for (int c = 0; c < chunk; c += W) {
           VF part[W];
           for (int i = 0; i < W; i++) part[i] = load(rows[i] + c);
@@ -57,8 +56,8 @@ struct Float32Tiles {
   void pack_v(const uint8_t* const* keys, size_t offset, float* packed, const Between& between) const {
     for (int key = 0; key < kKeyTile; key++) {
       float* row = packed + (size_t)key * value_dim;
-      decode_row<F>(keys[key] + offset, v_dim, row);
-      std::fill(row + v_dim, row + value_dim, 0.0f);
+      read_row<F>(keys[key] + offset, v_dim, row);
+      std::fill(row + padded(v_dim), row + value_dim, 0.0f);
       if ((key + 1) % kPackTogether == 0) between();
     }
   }

@@ -13,10 +13,8 @@
 #include <limits>
 #include <vector>
 
-#include "attention.h"
 #include "attention_tile.h"
-#include "kv_formats.h"
-#include "vec.h"
+#include "rows.h"
 
 namespace freight {
 
@@ -74,8 +72,7 @@ inline void finish(const FreightAttention& a, int64_t row, int head, float total
     const float* scale = static_cast<const float*>(a.v_scale) + kv_head * dim;
     for (int d = 0; d < dim; d++) values[d] *= scale[d];
   }
-  const FreightFormat type = static_cast<FreightFormat>(a.q_type);
-  write_row(values, type, dim, static_cast<char*>(a.out) + (row * a.num_heads + head) * dim * bytes_of(type));
+  write_row(values, a.q_type, dim, element(a.out, (row * a.num_heads + head) * dim, a.q_type));
 }
 
 // `floats` floats of this thread's own, at a multiple of 64 bytes; they grow and are kept.
@@ -148,13 +145,12 @@ class Worker {
 
   void read_queries() {
     float values[kMaxHeadDim];
-    const FreightFormat type = static_cast<FreightFormat>(a.q_type);
     const bool scaled = a.scales == FREIGHT_STATIC_SCALES && call.k_factor.empty();
     for (int h = 0; h < task.heads; h++)
       for (int row = 0; row < rows; row++) {
         const int kv_head = task.head + h, head = kv_head * group + row % group;
         const int64_t from = (task.row + row / group) * a.q_stride + static_cast<int64_t>(head) * a.k_dim;
-        read_row(static_cast<const char*>(a.q) + from * bytes_of(type), type, a.k_dim, values);
+        read_row(element(a.q, from, a.q_type), a.q_type, a.k_dim, values);
         if (a.center_size) read_center(values, kv_head, center_of(h * rows + row));
         if (scaled) {
           const float* scale = static_cast<const float*>(a.k_scale) + static_cast<size_t>(kv_head) * a.k_dim;

@@ -1,6 +1,6 @@
 // Constants that attention's parts share.
 #pragma once
-#include <cstdint>
+#include "attention.h"
 
 namespace freight {
 
@@ -9,6 +9,6 @@ constexpr int kPackTogether = 16;  // keys of a tile that are packed at once
 // Keys whose softmax is kept apart: cut at absolute positions, whatever the load. 64 bits, because the end of the last
 // split of a context of nearly 2^31 tokens does not fit into 32.
 constexpr int64_t kKeySplit = 1024;
-constexpr int kMaxHeadDim = 1024;
+constexpr int kMaxHeadDim = FREIGHT_MAX_HEAD_DIM;
 
 }  // namespace freight

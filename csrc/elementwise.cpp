@@ -6,27 +6,23 @@
 #include "parallel.h"
 #include "rows.h"
 #include "status.h"
-#include "vec.h"
 
 namespace freight {
 namespace {
 
 constexpr int64_t kChunk = 2048;  // elements of a task
 
-// activation(gate) * up. Both activations are gate / (1 + e^-z), z = gate for SiLU and 2 sqrt(2 / pi) (gate + 0.044715
+// Both activations are gate / (1 + e^-z), z = gate for SiLU and 2 sqrt(2 / pi) (gate + 0.044715
 // gate^3) for GELU: (1 + tanh(z / 2)) / 2 is 1 / (1 + e^-z). The exponential of -|z| cannot overflow.
-template <FreightActivation A>
-inline void gated_lanes(const float* gate, const float* up, float* out) {
-  for (int i = 0; i < kLanes; i += W) {
-    const VF g = load(gate + i), magnitude = (VF)((VI)g & 0x7FFFFFFF);
-    VF e;
-    if constexpr (A == FREIGHT_SILU)
-      e = exp2(magnitude * set1(-1.44269504088896f));
-    else
-      e = exp2(magnitude * fma(g * g, set1(0.044715f), set1(1.f)) * set1(-2.3022082f));  // 2 sqrt(2 / pi) log2(e)
-    const VF top = g < VF{} ? g * e : g;
-    store(out + i, top / (e + set1(1.f)) * load(up + i));
-  }
+template <FreightGatedActivation A>
+inline VF activated(VF gate) {
+  const VF magnitude = (VF)((VI)gate & 0x7FFFFFFF);
+  VF e;
+  if constexpr (A == FREIGHT_SILU)
+    e = exp2(magnitude * set1(-1.44269504088896f));
+  else
+    e = exp2(magnitude * fma(gate * gate, set1(0.044715f), set1(1.f)) * set1(-2.3022082f));  // 2 sqrt(2 / pi) log2(e)
+  return (gate < VF{} ? gate * e : gate) / (e + set1(1.f));
 }
 
 void add_rms_norm(const FreightNorm& a) {
@@ -38,38 +34,36 @@ void add_rms_norm(const FreightNorm& a) {
     float* values = scratch.data();
     const int64_t begin = row * size;
     if (a.delta_weight) {
-      for (int64_t i = 0; i < size; i += kLanes)
-        store16(values + i, load_as(a.delta, begin + i, format, lanes_at(i, size)));
+      read_row(element(a.delta, begin, format), format, size, values);
       rms_norm(values, a.delta_weight, a.delta_weight_format, size, format, a.eps);
     }
     for (int64_t i = 0; i < size; i += kLanes) {
       const int count = lanes_at(i, size);
-      V16 v = load_as(a.x, begin + i, format, count);
+      V16 v = load_as(element(a.x, begin + i, format), format, count);
       if (a.delta) {
-        const V16 delta = a.delta_weight ? load16(values + i) : load_as(a.delta, begin + i, format, count);
-        v = rounded_to(add16(v, delta), format);
+        const V16 delta =
+            a.delta_weight ? load16(values + i) : load_as(element(a.delta, begin + i, format), format, count);
+        v = rounded_to(v + delta, format);
         store_as(element(a.sum, begin + i, format), v, format, count);
       }
-      store16(values + i, v);
+      store(values + i, v);
     }
     rms_norm(values, a.weight, a.weight_format, size, format, a.eps);
-    for (int64_t i = 0; i < size; i += kLanes)
-      store_as(element(a.out, begin + i, format), load16(values + i), format, lanes_at(i, size));
+    write_row(values, format, size, element(a.out, begin, format));
   });
 }
 
-template <FreightActivation A>
+template <FreightGatedActivation A>
 void gated(const void* gate_up, void* out, int32_t format, int64_t rows, int64_t size, int32_t threads) {
   const int64_t chunks = (size + kChunk - 1) / kChunk;
   parallel_for(rows * chunks, threads_for(rows * size, threads), [&](int64_t task) {
     const int64_t row = task / chunks, begin = task % chunks * kChunk, end = std::min(size, begin + kChunk);
     for (int64_t i = begin; i < end; i += kLanes) {
       const int count = lanes_at(i, end);
-      float gate[kLanes], up[kLanes];
-      store16(gate, load_as(gate_up, row * 2 * size + i, format, count));
-      store16(up, load_as(gate_up, row * 2 * size + size + i, format, count));
-      gated_lanes<A>(gate, up, gate);
-      store_as(element(out, row * size + i, format), load16(gate), format, count);
+      const V16 gate = load_as(element(gate_up, row * 2 * size + i, format), format, count);
+      const V16 up = load_as(element(gate_up, row * 2 * size + size + i, format), format, count);
+      const V16 product = each([&](int lanes) { return activated<A>(gate.v[lanes]) * up.v[lanes]; });
+      store_as(element(out, row * size + i, format), product, format, count);
     }
   });
 }
@@ -77,13 +71,13 @@ void gated(const void* gate_up, void* out, int32_t format, int64_t rows, int64_t
 }  // namespace
 }  // namespace freight
 
-FREIGHT_API int32_t freight_add_rms_norm(const FreightNorm* arguments) {
-  return status_of([&] { freight::add_rms_norm(*arguments); });
+FREIGHT_API FreightStatus freight_add_rms_norm(const FreightNorm* arguments) {
+  return freight::status_of([&] { freight::add_rms_norm(*arguments); });
 }
 
-FREIGHT_API int32_t freight_gated(const void* gate_up, int32_t activation, void* out, int32_t format, int64_t rows,
-                                  int64_t size, int32_t threads) {
-  return status_of([&] {
+FREIGHT_API FreightStatus freight_gated(const void* gate_up, int32_t activation, void* out, int32_t format,
+                                        int64_t rows, int64_t size, int32_t threads) {
+  return freight::status_of([&] {
     const auto gated = activation == FREIGHT_SILU ? freight::gated<FREIGHT_SILU> : freight::gated<FREIGHT_GELU_TANH>;
     gated(gate_up, out, format, rows, size, threads);
   });

@@ -1,4 +1,4 @@
-// The C interface of the CPU kernels, version 9: what src/freight/kernels/cpu/library.py calls through ctypes.
+// The C interface of the CPU kernels, version 11: what src/freight/kernels/cpu/library.py calls through ctypes.
 //
 // Plain functions on raw pointers; every array is contiguous and row-major unless its comment says otherwise. Nothing
 // here allocates what it returns, throws, or keeps a pointer beyond the call. `threads` is how many threads may work.
@@ -10,8 +10,11 @@
 #define FREIGHT_API extern "C" __attribute__((visibility("default")))
 
 // Changes when any declaration changes, so that a library from an older build is refused instead of called wrongly.
-constexpr int32_t FREIGHT_ABI = 11;
+constexpr int32_t FREIGHT_ABI = 12;
 FREIGHT_API int32_t freight_abi();
+
+constexpr int32_t FREIGHT_LANES = 16;      // outputs that are computed together: arrays by output are padded to it
+constexpr int32_t FREIGHT_CACHE_LINE = 64;  // bytes
 
 enum FreightStatus : int32_t {
   FREIGHT_OK = 0,
@@ -43,27 +46,34 @@ FREIGHT_API void freight_set_prefetch(int32_t non_temporal);
 // Returns 1, or 0 where that is not possible.
 FREIGHT_API int32_t freight_evict(const void* data, int64_t bytes);
 
+// How a product takes its inputs.
+enum FreightActivations : int32_t {
+  FREIGHT_PLAIN = 0,    // as they are
+  FREIGHT_DYNAMIC = 1,  // rounded to E4M3FN by the row's amax (under block scales by that of 1 x 128)
+  FREIGHT_STATIC = 2,   // rounded to E4M3FN by input_scale
+};
+
 // A packed weight [out_features, in_features]. The layout of `data` belongs to the build that packed it (packed.h).
 struct FreightWeight {
-  const void* data;          // freight_packed_bytes, at a multiple of 64
-  const float* scale;        // [out_features, padded to 16]: multiplies a row's sum; NaN for a row that holds NaN codes
+  const void* data;          // freight_packed_bytes, at a multiple of FREIGHT_CACHE_LINE
+  const float* scale;        // [out_features, padded to FREIGHT_LANES]: multiplies a row's sum; NaN: it holds NaN codes
   const float* block_scale;  // [ceil(out / 128), ceil(in / 128)], or null
   int64_t out_features, in_features;
   int32_t format;       // FREIGHT_FLOAT32, FREIGHT_FLOAT16, FREIGHT_BFLOAT16 or FREIGHT_E4M3FN
-  int32_t activations;  // 0: as they are; 1: rounded to E4M3FN by row (1 x 128 under block scales); 2: by input_scale
+  int32_t activations;  // FreightActivations
   float input_scale;
 };
 
 FREIGHT_API int64_t freight_packed_bytes(int32_t format, int64_t out_features, int64_t in_features);
 
 // data: [out_features, in_features]. Rows with a NaN code get the scale NaN, which is written into `scale`.
-FREIGHT_API int32_t freight_pack(const void* data, int32_t format, int64_t out_features, int64_t in_features,
-                                 void* packed, float* scale, int32_t threads);
+FREIGHT_API FreightStatus freight_pack(const void* data, int32_t format, int64_t out_features, int64_t in_features,
+                                       void* packed, float* scale, int32_t threads);
 
 // y = x @ weight.T * scales + bias. x: [rows, in_features], y: [rows, out_features], bias: [out_features] or null, all
 // three in x_format: float32, float16 or bfloat16. Sums are float32, over the inputs in order; one rounding, at the end.
-FREIGHT_API int32_t freight_linear(const FreightWeight* weight, const void* x, int32_t x_format, int64_t rows,
-                                   const void* bias, void* y, int32_t threads);
+FREIGHT_API FreightStatus freight_linear(const FreightWeight* weight, const void* x, int32_t x_format, int64_t rows,
+                                         const void* bias, void* y, int32_t threads);
 
 // Row-wise operations; all in `format` (float32, float16, bfloat16), contiguous, float32 inside.
 
@@ -80,13 +90,13 @@ struct FreightNorm {
 
 // sum = x + delta; out = sum / sqrt(mean(sum^2) + eps) * weight. Where the weight is in `format`, the normed values are
 // rounded before it multiplies them.
-FREIGHT_API int32_t freight_add_rms_norm(const FreightNorm* arguments);
+FREIGHT_API FreightStatus freight_add_rms_norm(const FreightNorm* arguments);
 
-enum FreightActivation : int32_t {
+enum FreightGatedActivation : int32_t {
   FREIGHT_SILU = 0,       // gate / (1 + e^-gate)
   FREIGHT_GELU_TANH = 1,  // gate / 2 * (1 + tanh(sqrt(2 / pi) * (gate + 0.044715 * gate^3)))
 };
 
 // out = activation(gate) * up. gate_up: [rows, 2 * size], contiguous, gate first; out: [rows, size].
-FREIGHT_API int32_t freight_gated(const void* gate_up, int32_t activation, void* out, int32_t format, int64_t rows,
-                                  int64_t size, int32_t threads);
+FREIGHT_API FreightStatus freight_gated(const void* gate_up, int32_t activation, void* out, int32_t format,
+                                        int64_t rows, int64_t size, int32_t threads);

@@ -18,8 +18,10 @@
 #include "activations.h"
 #include "packed.h"
 #include "parallel.h"
+#include "rows.h"
 #include "status.h"
 
+namespace freight {
 namespace {
 
 constexpr int64_t kStageRows = 516;  // rows staged at once: what all cores read over and over, from L3
@@ -42,11 +44,10 @@ struct Call {
   const float* bias;  // [out_features padded to 16], or null
   int32_t format;     // of y
   int64_t rows;
-  char* y;
+  void* y;
   int threads;
 
   int64_t blocks() const { return (weight.out_features + kLanes - 1) / kLanes; }
-  int64_t value_bytes() const { return format == FREIGHT_FLOAT32 ? 4 : 2; }
 };
 
 // Blocks of a tile, and how many of them are decoded before they are multiplied: what registers hold.
@@ -68,7 +69,7 @@ inline void accumulate(const D& decoder, const uint8_t* const* w, const typename
   const D local = decoder;  // keeps its tables in registers
   V16 sum[NB][M];
   for (int j = 0; j < NB; j++)
-    for (int m = 0; m < M; m++) sum[j][m] = scale ? zero16() : load16(sums + (j * M + m) * kLanes);
+    for (int m = 0; m < M; m++) sum[j][m] = scale ? V16{} : load16(sums + (j * M + m) * kLanes);
   constexpr int blocks = std::min(blocks_at_once(M), NB);
   typename Math::Operand operand[blocks][D::at_once];
   constexpr int64_t ahead = NB > kBand ? kPrefetch * kBand / NB : kPrefetch;
@@ -89,7 +90,7 @@ inline void accumulate(const D& decoder, const uint8_t* const* w, const typename
   for (int j = 0; j < NB; j++)
     for (int m = 0; m < M; m++) {
       float* to = sums + (j * M + m) * kLanes;
-      store16(to, scale ? madd16(sum[j][m], splat16(scale[j * M + m]), load16(to)) : sum[j][m]);
+      store(to, scale ? fma(sum[j][m], set16(scale[j * M + m]), load16(to)) : sum[j][m]);
     }
 }
 
@@ -126,15 +127,15 @@ void finish(const Call& call, const float* sums, int64_t row, int64_t rows, int6
   const int64_t first = block * kLanes;
   const int count = static_cast<int>(std::min<int64_t>(kLanes, call.weight.out_features - first));
   const bool scaled = call.weight.scale != nullptr;
-  const V16 scale = scaled ? mul16(load16(call.weight.scale + first), splat16(factor)) : splat16(factor);
-  const V16 bias = call.bias ? load16(call.bias + first) : zero16();
+  const V16 scale = scaled ? load16(call.weight.scale + first) * set16(factor) : set16(factor);
+  const V16 bias = call.bias ? load16(call.bias + first) : V16{};
   for (int64_t m = 0; m < rows; m++) {
     V16 value = load16(sums + m * kLanes);
-    if (call.staged.row_scale) value = mul16(value, splat16(call.staged.row_scale[row + m]));
-    if (scaled || factor != 1.f) value = mul16(value, scale);
-    if (call.bias) value = add16(value, bias);
-    char* to = call.y + ((row + m) * call.weight.out_features + first) * call.value_bytes();
-    store_as(to, value, call.format, count);
+    if (call.staged.row_scale) value = value * set16(call.staged.row_scale[row + m]);
+    if (scaled || factor != 1.f) value = value * scale;
+    if (call.bias) value = value + bias;
+    const int64_t at = (row + m) * call.weight.out_features + first;
+    store_as(element(call.y, at, call.format), value, call.format, count);
   }
 }
 
@@ -189,15 +190,15 @@ struct Product {
 };
 
 template <class D>
-void run(const FreightWeight& weight, const char* x, int32_t format, int64_t rows, const float* bias, char* y,
+void run(const FreightWeight& weight, const void* x, int32_t format, int64_t rows, const float* bias, void* y,
          int threads) {
   const int64_t inputs = D::steps * D::Math::inputs, units = (weight.in_features + inputs - 1) / inputs;
-  const int64_t size = format == FREIGHT_FLOAT32 ? 4 : 2;
   for (int64_t first = 0; first < rows; first += kStageRows) {
     const int64_t count = std::min(kStageRows, rows - first);
-    const Staged staged = stage(weight, x + first * weight.in_features * size, format, count, D::Math::inputs == 2,
-                                units * D::steps, threads);
-    const Call call{weight, staged, bias, format, count, y + first * weight.out_features * size, threads};
+    const Staged staged = stage(weight, element(x, first * weight.in_features, format), format, count,
+                                D::Math::inputs == 2, units * D::steps, threads);
+    void* to = element(y, first * weight.out_features, format);
+    const Call call{weight, staged, bias, format, count, to, threads};
     if (non_temporal.load(std::memory_order_relaxed))
       Product<Streamed<D, true>>{call, {}}.compute();
     else
@@ -210,39 +211,35 @@ void linear(const FreightWeight* weight, const void* x, int32_t x_format, int64_
   thread_local std::vector<float> bias_values;
   if (bias) {
     const int64_t out = weight->out_features;
-    bias_values.assign(static_cast<size_t>((out + kLanes - 1) / kLanes * kLanes), 0.f);
-    for (int64_t i = 0; i < out; i++) {
-      const uint16_t half = x_format == FREIGHT_FLOAT32 ? 0 : static_cast<const uint16_t*>(bias)[i];
-      bias_values[static_cast<size_t>(i)] = x_format == FREIGHT_FLOAT32  ? static_cast<const float*>(bias)[i]
-                                            : x_format == FREIGHT_FLOAT16 ? f16_to_float(half)
-                                                                          : bf16_to_float(half);
-    }
+    bias_values.resize(static_cast<size_t>(padded(out)));
+    read_row(bias, x_format, out, bias_values.data());
   }
   const float* b = bias ? bias_values.data() : nullptr;
-  const char* from = static_cast<const char*>(x);
-  char* to = static_cast<char*>(y);
 #if FREIGHT_AVX512
-  if (weight->activations != PLAIN || x_format == FREIGHT_BFLOAT16) {  // what goes in is bfloat16, without rounding
-    if (weight->format == FREIGHT_E4M3FN) return run<E4M3Pair>(*weight, from, x_format, rows, b, to, threads);
-    if (weight->format == FREIGHT_BFLOAT16) return run<BFloat16Pair>(*weight, from, x_format, rows, b, to, threads);
+  if (weight->activations != FREIGHT_PLAIN || x_format == FREIGHT_BFLOAT16) {  // bfloat16 without rounding
+    if (weight->format == FREIGHT_E4M3FN) return run<E4M3Pair>(*weight, x, x_format, rows, b, y, threads);
+    if (weight->format == FREIGHT_BFLOAT16) return run<BFloat16Pair>(*weight, x, x_format, rows, b, y, threads);
   }
 #endif
   switch (weight->format) {
-    case FREIGHT_E4M3FN: return run<E4M3>(*weight, from, x_format, rows, b, to, threads);
-    case FREIGHT_BFLOAT16: return run<BFloat16>(*weight, from, x_format, rows, b, to, threads);
-    case FREIGHT_FLOAT16: return run<Float16>(*weight, from, x_format, rows, b, to, threads);
-    default: return run<Float32>(*weight, from, x_format, rows, b, to, threads);
+    case FREIGHT_E4M3FN: return run<E4M3>(*weight, x, x_format, rows, b, y, threads);
+    case FREIGHT_BFLOAT16: return run<BFloat16>(*weight, x, x_format, rows, b, y, threads);
+    case FREIGHT_FLOAT16: return run<Float16>(*weight, x, x_format, rows, b, y, threads);
+    default: return run<Float32>(*weight, x, x_format, rows, b, y, threads);
   }
 }
 
 }  // namespace
+}  // namespace freight
 
-FREIGHT_API int32_t freight_linear(const FreightWeight* weight, const void* x, int32_t x_format, int64_t rows,
-                                   const void* bias, void* y, int32_t threads) {
-  return status_of([&] { linear(weight, x, x_format, rows, bias, y, threads); });
+FREIGHT_API FreightStatus freight_linear(const FreightWeight* weight, const void* x, int32_t x_format, int64_t rows,
+                                         const void* bias, void* y, int32_t threads) {
+  return freight::status_of([&] { freight::linear(weight, x, x_format, rows, bias, y, threads); });
 }
 
-FREIGHT_API void freight_set_prefetch(int32_t wanted) { non_temporal.store(wanted != 0, std::memory_order_relaxed); }
+FREIGHT_API void freight_set_prefetch(int32_t wanted) {
+  freight::non_temporal.store(wanted != 0, std::memory_order_relaxed);
+}
 
 FREIGHT_API int32_t freight_evict(const void* data, int64_t bytes) {
 #if defined(__x86_64__)

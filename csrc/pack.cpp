@@ -11,6 +11,7 @@
 #include "parallel.h"
 #include "status.h"
 
+namespace freight {
 namespace {
 
 // Before they are first written: reading through large pages is up to a tenth faster. Refusal does no harm.
@@ -70,24 +71,32 @@ void pack(const void* data, int32_t format, int64_t out, int64_t in, void* packe
   });
 }
 
-}  // namespace
-
-FREIGHT_API int64_t freight_packed_bytes(int32_t format, int64_t out, int64_t in) {
+// Bytes of a packed weight.
+int64_t packed_bytes(int32_t format, int64_t out, int64_t in) {
   const int inputs = inputs_per_unit(format);
   return bands(out) * kBand * ((in + inputs - 1) / inputs) * kUnit;
 }
 
-FREIGHT_API int32_t freight_pack(const void* data, int32_t format, int64_t out, int64_t in, void* packed, float* scale,
-                                 int32_t threads) {
+void pack(const void* data, int32_t format, int64_t out, int64_t in, void* packed, float* scale, int threads) {
   constexpr int64_t kLarge = 1 << 20;
   if (out * in >= kLarge) give_back_freed_memory();
-  ask_for_large_pages(packed, freight_packed_bytes(format, out, in));
-  return status_of([&] {
-    if (format == FREIGHT_FLOAT32)
-      pack<uint32_t>(data, format, out, in, packed, scale, threads);
-    else if (format == FREIGHT_E4M3FN)
-      pack<uint8_t>(data, format, out, in, packed, scale, threads);
-    else
-      pack<uint16_t>(data, format, out, in, packed, scale, threads);
-  });
+  ask_for_large_pages(packed, packed_bytes(format, out, in));
+  if (format == FREIGHT_FLOAT32)
+    pack<uint32_t>(data, format, out, in, packed, scale, threads);
+  else if (format == FREIGHT_E4M3FN)
+    pack<uint8_t>(data, format, out, in, packed, scale, threads);
+  else
+    pack<uint16_t>(data, format, out, in, packed, scale, threads);
+}
+
+}  // namespace
+}  // namespace freight
+
+FREIGHT_API int64_t freight_packed_bytes(int32_t format, int64_t out, int64_t in) {
+  return freight::packed_bytes(format, out, in);
+}
+
+FREIGHT_API FreightStatus freight_pack(const void* data, int32_t format, int64_t out, int64_t in, void* packed,
+                                       float* scale, int32_t threads) {
+  return freight::status_of([&] { freight::pack(data, format, out, in, packed, scale, threads); });
 }

@@ -12,15 +12,14 @@
 // exact in its products. A decoder D makes D::steps operands of a unit, for its arithmetic D::Math, D::at_once of them
 // in one call: those from `step` on.
 #pragma once
-#include <cstddef>
+#include "vec.h"
 
-#include "freight.h"
-#include "simd.h"
+namespace freight {
 
-constexpr int kLanes = 16;   // output rows of a block
-constexpr int kUnit = 64;    // bytes
-constexpr int kBand = 2;     // blocks whose units alternate in memory
-constexpr int kGroup = 128;  // outputs and inputs that share one block scale
+// A block is kLanes output rows.
+constexpr int kUnit = FREIGHT_CACHE_LINE;  // bytes
+constexpr int kBand = 2;                   // blocks whose units alternate in memory
+constexpr int kGroup = 128;                // outputs and inputs that share one block scale
 
 inline int inputs_per_unit(int32_t format) {
   return format == FREIGHT_FLOAT32 ? 1 : format == FREIGHT_E4M3FN ? 4 : 2;
@@ -35,7 +34,7 @@ struct Single {
   using X = float;
   using Operand = V16;
   static constexpr int inputs = 1;
-  static V16 accumulate(V16 sum, Operand w, X x) { return madd16(w, splat16(x), sum); }
+  static V16 accumulate(V16 sum, Operand w, X x) { return fma(w, set16(x), sum); }
 };
 
 struct Float32 {
@@ -50,7 +49,7 @@ struct Float16 {
   static constexpr int steps = 2, at_once = 1;
   static constexpr float factor = 1.f;
   void decode(const uint8_t* unit, int step, V16* out) const {
-    *out = f16_to_16(reinterpret_cast<const uint16_t*>(unit) + kLanes * step);
+    *out = load_as<FREIGHT_FLOAT16>(unit + 2 * kLanes * step);
   }
 };
 
@@ -61,14 +60,14 @@ struct Pair {
   using Operand = __m512i;
   static constexpr int inputs = 2;
   static V16 accumulate(V16 sum, Operand w, X x) {
-    return {_mm512_dpbf16_ps(sum.v, (__m512bh)w, (__m512bh)_mm512_set1_epi32(static_cast<int>(x)))};
+    return {(VF)_mm512_dpbf16_ps((__m512)sum.v[0], (__m512bh)w, (__m512bh)_mm512_set1_epi32(static_cast<int>(x)))};
   }
 };
 
 // The first or the second bfloat16 of every pair.
 inline V16 half(__m512i pairs, int second) {
   const __m512i high = _mm512_set1_epi32(static_cast<int>(0xFFFF0000u));
-  return {_mm512_castsi512_ps(second ? _mm512_and_si512(pairs, high) : _mm512_slli_epi32(pairs, 16))};
+  return {(VF)(second ? _mm512_and_si512(pairs, high) : _mm512_slli_epi32(pairs, 16))};
 }
 
 struct BFloat16Pair {
@@ -85,29 +84,12 @@ struct BFloat16 {
   void decode(const uint8_t* unit, int step, V16* out) const { *out = half(_mm512_load_si512(unit), step); }
 };
 
-// The two bytes of bfloat16 are looked up apart, in 128-byte tables over the codes without their sign.
 struct E4M3Pair {
   using Math = Pair;
   static constexpr int steps = 2, at_once = 2;
   static constexpr float factor = 1.f;
-  __m512i low0, low1, high0, high1;
-
-  E4M3Pair() {
-    alignas(64) uint8_t low[128], high[128];
-    for (int code = 0; code < 128; code++) {
-      const uint32_t bits = float_to_bits(e4m3_to_float(static_cast<uint8_t>(code)));
-      low[code] = static_cast<uint8_t>(bits >> 16), high[code] = static_cast<uint8_t>(bits >> 24);
-    }
-    low0 = _mm512_load_si512(low), low1 = _mm512_load_si512(low + 64);
-    high0 = _mm512_load_si512(high), high1 = _mm512_load_si512(high + 64);
-  }
-  void decode(const uint8_t* unit, int, __m512i* out) const {
-    const __m512i code = _mm512_load_si512(unit);
-    const __m512i low = _mm512_permutex2var_epi8(low0, code, low1);
-    __m512i high = _mm512_permutex2var_epi8(high0, code, high1);
-    high = _mm512_ternarylogic_epi32(high, code, _mm512_set1_epi8(static_cast<char>(0x80)), 0xF8);  // high | code & sign
-    out[0] = _mm512_unpacklo_epi8(low, high), out[1] = _mm512_unpackhi_epi8(low, high);
-  }
+  Decoder<FREIGHT_E4M3FN> pairs;
+  void decode(const uint8_t* unit, int, __m512i* out) const { pairs(_mm512_load_si512(unit), out[0], out[1]); }
 };
 
 struct E4M3 {
@@ -129,7 +111,7 @@ struct BFloat16 {
   static constexpr int steps = 2, at_once = 1;
   static constexpr float factor = 1.f;
   void decode(const uint8_t* unit, int step, V16* out) const {
-    *out = bf16_to_16(reinterpret_cast<const uint16_t*>(unit) + kLanes * step);
+    *out = load_as<FREIGHT_BFLOAT16>(unit + 2 * kLanes * step);
   }
 };
 
@@ -144,23 +126,19 @@ struct E4M3 {
     const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(unit) + step);
     const __m256i shifted = _mm256_slli_epi16(_mm256_cvtepi8_epi16(codes), 7);
     const __m256i half = _mm256_and_si256(shifted, _mm256_set1_epi16(static_cast<short>(0xBF80)));
-    *out = {_mm256_cvtph_ps(_mm256_castsi256_si128(half)), _mm256_cvtph_ps(_mm256_extracti128_si256(half, 1))};
+    *out = {of_f16((VH)_mm256_castsi256_si128(half)), of_f16((VH)_mm256_extracti128_si256(half, 1))};
   }
 #else
   // The same towards float32, 2^120 too small; that is multiplied at once, since products with it would underflow.
   // Sixteen codes are taken as four words; byte i of each word is one vector of four.
   static constexpr float factor = 1.f;
   void decode(const uint8_t* unit, int step, V16* out) const {
-    typedef uint32_t Words __attribute__((vector_size(16)));
-    Words words;
-    std::memcpy(&words, unit + kLanes * step, 16);
-    for (int i = 0; i < 4; i++) {
-      const Words code = words << (24 - 8 * i);
-      const Words bits = (code & 0x80000000u) | (code & 0x7F000000u) >> 4;
-      V4 value;
-      std::memcpy(&value, &bits, 16);
-      out->v[i] = value * 0x1p120f;
-    }
+    VU words;
+    std::memcpy(&words, unit + kLanes * step, sizeof words);
+    *out = each([&](int i) {
+      const VU code = words << (24 - 8 * i);
+      return (VF)((code & 0x80000000u) | (code & 0x7F000000u) >> 4) * 0x1p120f;
+    });
   }
 #endif
 };
@@ -179,3 +157,5 @@ inline int unit_index(int32_t format, int lane, int input) {
 #endif
   return input * kLanes + lane;
 }
+
+}  // namespace freight

@@ -13,6 +13,7 @@
 #include "freight.h"
 #include "parallel.h"
 
+namespace freight {
 namespace {
 
 FreightGompParallel gomp_parallel = nullptr;  // written by freight_init, before any kernel runs
@@ -94,6 +95,8 @@ int thread_number() {
   return number;
 }
 
-FREIGHT_API void freight_init(FreightGompParallel parallel) { gomp_parallel = parallel; }
+}  // namespace freight
+
+FREIGHT_API void freight_init(FreightGompParallel parallel) { freight::gomp_parallel = parallel; }
 
 FREIGHT_API int32_t freight_abi() { return FREIGHT_ABI; }

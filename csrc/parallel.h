@@ -10,6 +10,8 @@
 #include <cstdint>
 #include <new>
 
+namespace freight {
+
 // Run body(data) on `threads` threads at once, this one included; returns when all have returned.
 void run_on_threads(void (*body)(void*), void* data, int threads);
 
@@ -71,3 +73,5 @@ void parallel_for(int64_t tasks, int threads, const Body& body) {
       &job, threads);
   if (job.failed.load(std::memory_order_relaxed)) throw std::bad_alloc();
 }
+
+}  // namespace freight

@@ -1,15 +1,13 @@
-// Rows of 16- and 32-bit values, sixteen floats at a time, and RMSNorm, which the norms between layers and those of heads
-// share. As the reference: float32 inside, rounded to the row's format where it rounds.
+// Rows: from any stored format to float32 and back, and RMSNorm, which norms between layers and of heads share. As the reference: float32 inside, rounded to the row's format where it rounds.
 #pragma once
 #include <algorithm>
 #include <cmath>
 
 #include "freight.h"
-#include "simd.h"
+#include "vec.h"
 
 namespace freight {
 
-constexpr int kLanes = 16;
 constexpr int64_t kShare = 32768;  // elements that are worth a second thread
 
 // Only large inputs are distributed over threads: waking one takes longer than the rows of a decode step.
@@ -19,29 +17,67 @@ inline int threads_for(int64_t elements, int threads) {
 
 inline int64_t padded(int64_t size) { return (size + kLanes - 1) / kLanes * kLanes; }
 inline int lanes_at(int64_t i, int64_t size) { return static_cast<int>(std::min<int64_t>(kLanes, size - i)); }
-inline int64_t size_of(int32_t format) { return format == FREIGHT_FLOAT32 ? 4 : 2; }
 
-inline V16 load_16(const char* from, int32_t format) {
-  if (format == FREIGHT_FLOAT32) return load16(reinterpret_cast<const float*>(from));
-  const uint16_t* halves = reinterpret_cast<const uint16_t*>(from);
-  return format == FREIGHT_BFLOAT16 ? bf16_to_16(halves) : f16_to_16(halves);
+inline const char* element(const void* base, int64_t index, int32_t format) {
+  return static_cast<const char*>(base) + index * bytes_of(format);
+}
+inline char* element(void* base, int64_t index, int32_t format) {
+  return static_cast<char*>(base) + index * bytes_of(format);
 }
 
-// The `count` (1 .. 16) values at element `first` of `from`, zeros after them.
-inline V16 load_as(const void* from, int64_t first, int32_t format, int count) {
-  const char* at = static_cast<const char*>(from) + first * size_of(format);
-  if (count == kLanes) return load_16(at, format);
-  alignas(64) char all[64] = {};
-  std::memcpy(all, at, static_cast<size_t>(count * size_of(format)));
-  return load_16(all, format);
+// The first `count` (1 .. 16) values from `from` on, zeros after them.
+template <FreightFormat F>
+inline V16 load_as(const void* from, int count) {
+  if (count == kLanes) return load_as<F>(from);
+  alignas(64) char all[kLanes * bytes_of(F)] = {};
+  std::memcpy(all, from, static_cast<size_t>(count * bytes_of(F)));
+  return load_as<F>(all);
+}
+inline V16 load_as(const void* from, int32_t format, int count) {
+  return format == FREIGHT_FLOAT32    ? load_as<FREIGHT_FLOAT32>(from, count)
+         : format == FREIGHT_BFLOAT16 ? load_as<FREIGHT_BFLOAT16>(from, count)
+                                      : load_as<FREIGHT_FLOAT16>(from, count);
+}
+
+// The first `count` lanes, as `format` (float32, float16 or bfloat16) stores them.
+inline void store_as(void* to, V16 v, int32_t format, int count) {
+  alignas(64) char all[kLanes * 4];
+  void* at = count == kLanes ? to : all;
+  if (format == FREIGHT_FLOAT32)
+    store_as<FREIGHT_FLOAT32>(at, v);
+  else if (format == FREIGHT_BFLOAT16)
+    store_as<FREIGHT_BFLOAT16>(at, v);
+  else
+    store_as<FREIGHT_FLOAT16>(at, v);
+  if (count < kLanes) std::memcpy(to, all, static_cast<size_t>(count * bytes_of(format)));
+}
+
+// `n` stored values -> padded(n) floats, zeros after the n-th.
+template <FreightFormat F>
+inline void read_row(const void* from, int64_t n, float* to) {
+  for (int64_t i = 0; i < n; i += kLanes) store(to + i, load_as<F>(element(from, i, F), lanes_at(i, n)));
+}
+inline void read_row(const void* from, int32_t format, int64_t n, float* to) {
+  if (format == FREIGHT_FLOAT32)
+    read_row<FREIGHT_FLOAT32>(from, n, to);
+  else if (format == FREIGHT_BFLOAT16)
+    read_row<FREIGHT_BFLOAT16>(from, n, to);
+  else
+    read_row<FREIGHT_FLOAT16>(from, n, to);
+}
+
+// `n` values, in room for padded(n), -> as `format` (float32, float16 or bfloat16) stores them.
+inline void write_row(const float* values, int32_t format, int64_t n, void* to) {
+  for (int64_t i = 0; i < n; i += kLanes)
+    store_as(element(to, i, format), load16(values + i), format, lanes_at(i, n));
 }
 
 // The values that `format` stores for them.
 inline V16 rounded_to(V16 values, int32_t format) {
   if (format == FREIGHT_FLOAT32) return values;
-  alignas(64) char stored[64];
+  alignas(64) char stored[kLanes * 2];
   store_as(stored, values, format, kLanes);
-  return load_16(stored, format);
+  return load_as(stored, format, kLanes);
 }
 
 // The largest finite magnitude. Compared as integers, which a compiler may take in any order: so this becomes vectors.
@@ -58,19 +94,15 @@ inline float largest_finite(const float* values, int64_t size) {
 // amax / max, as large as the smallest normal float32 at least.
 inline float scale_from(float amax, float max) { return std::max(amax / max, 0x1p-126f); }
 
-inline char* element(void* base, int64_t index, int32_t format) {
-  return static_cast<char*>(base) + index * size_of(format);
-}
-
 // In lanes, and the lanes in order.
 inline float sum_of_squares(const float* values, int64_t size) {
-  V16 sums = zero16();
+  V16 sums{};
   for (int64_t i = 0; i < size; i += kLanes) {
     const V16 v = load16(values + i);
-    sums = madd16(v, v, sums);
+    sums = fma(v, v, sums);
   }
   float lanes[kLanes], sum = 0.f;
-  store16(lanes, sums);
+  store(lanes, sums);
   for (float lane : lanes) sum += lane;
   return sum;
 }
@@ -80,11 +112,12 @@ inline float sum_of_squares(const float* values, int64_t size) {
 inline void rms_norm(float* values, const void* weight, int32_t weight_format, int64_t size, int32_t format,
                      float eps) {
   const float mean = sum_of_squares(values, padded(size)) / static_cast<float>(size);
-  const V16 scale = splat16(1.f / std::sqrt(mean + eps));
+  const V16 scale = set16(1.f / std::sqrt(mean + eps));
   const int32_t between = weight_format == format ? format : FREIGHT_FLOAT32;
   for (int64_t i = 0; i < size; i += kLanes) {
-    const V16 normed = rounded_to(mul16(load16(values + i), scale), between);
-    store16(values + i, rounded_to(mul16(load_as(weight, i, weight_format, lanes_at(i, size)), normed), format));
+    const V16 normed = rounded_to(load16(values + i) * scale, between);
+    const V16 factor = load_as(element(weight, i, weight_format), weight_format, lanes_at(i, size));
+    store(values + i, rounded_to(factor * normed, format));
   }
 }
 

@@ -8,9 +8,11 @@
 
 #include "freight.h"
 
+namespace freight {
+
 // Run body(); returns FREIGHT_OK, or the status of its exception.
 template <class Body>
-int32_t status_of(const Body& body) noexcept {
+FreightStatus status_of(const Body& body) noexcept {
   try {
     body();
     return FREIGHT_OK;
@@ -22,3 +24,5 @@ int32_t status_of(const Body& body) noexcept {
     return FREIGHT_FAILED;
   }
 }
+
+}  // namespace freight

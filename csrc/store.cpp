@@ -7,7 +7,6 @@
 
 #include "attention.h"
 #include "attention_tile.h"
-#include "kv_formats.h"
 #include "parallel.h"
 #include "rows.h"
 #include "status.h"
@@ -26,17 +25,17 @@ struct Counts {
 // Round to `type` what lies in `values` [n], padded.
 void round_to(float* values, int n, int32_t type) {
   if (type == FREIGHT_FLOAT32) return;
-  for (int i = 0; i < n; i += kLanes) store16(values + i, rounded_to(load16(values + i), type));
+  for (int i = 0; i < n; i += kLanes) store(values + i, rounded_to(load16(values + i), type));
 }
 
 // Rotary embedding of the pairs (i, i + half), and what follows them; cos and sin: [half].
 void rotate(const float* x, const float* cos, const float* sin, int half, int n, float* out) {
   for (int i = 0; i < half; i += kLanes) {
     const int count = lanes_at(i, half);
-    const V16 c = load_as(cos, i, FREIGHT_FLOAT32, count), s = load_as(sin, i, FREIGHT_FLOAT32, count);
-    const V16 a = load_as(x, i, FREIGHT_FLOAT32, count), b = load_as(x, i + half, FREIGHT_FLOAT32, count);
-    store_as(out + i, sub16(mul16(a, c), mul16(b, s)), FREIGHT_FLOAT32, count);
-    store_as(out + i + half, add16(mul16(b, c), mul16(a, s)), FREIGHT_FLOAT32, count);
+    const V16 c = load_as<FREIGHT_FLOAT32>(cos + i, count), s = load_as<FREIGHT_FLOAT32>(sin + i, count);
+    const V16 a = load_as<FREIGHT_FLOAT32>(x + i, count), b = load_as<FREIGHT_FLOAT32>(x + i + half, count);
+    store_as(out + i, a * c - b * s, FREIGHT_FLOAT32, count);
+    store_as(out + i + half, b * c + a * s, FREIGHT_FLOAT32, count);
   }
   std::copy(x + 2 * half, x + n, out + 2 * half);
 }
@@ -111,11 +110,10 @@ void store_rows(const FreightStore& a) {
         const int head = index - (kind == kQuery ? 0 : kind == kKey ? a.num_heads : first_value);
         const int n = kind == kValue ? a.v_dim : a.k_dim;
         const int64_t from = row * width + (kind == kValue ? k_size + head * n : index * n);
-        for (int i = 0; i < n; i += kLanes) store16(x + i, load_as(a.qkv, from + i, a.type, lanes_at(i, n)));
+        read_row(element(a.qkv, from, a.type), a.type, n, x);
         const float* values = finished(a, kind, head, a.positions[row], x, other);
         if (kind == kQuery) {
-          void* to = element(a.q, (row * a.num_heads + head) * n, a.type);
-          write_row(values, static_cast<FreightFormat>(a.type), n, to);
+          write_row(values, a.type, n, element(a.q, (row * a.num_heads + head) * n, a.type));
         } else {
           const Counts counts = store_head<F>(a, kind, head, slot, values);
           found.nan += counts.nan;
@@ -137,6 +135,6 @@ void rotate_store(const FreightStore& a) {
 }  // namespace
 }  // namespace freight
 
-FREIGHT_API int32_t freight_rotate_store(const FreightStore* a) {
-  return status_of([&] { freight::rotate_store(*a); });
+FREIGHT_API FreightStatus freight_rotate_store(const FreightStore* a) {
+  return freight::status_of([&] { freight::rotate_store(*a); });
 }

@@ -1,9 +1,24 @@
-// One float vector type for every instruction set: 16 lanes (AVX-512), 8 (AVX2), or 4 (all else GCC and Clang know).
+// Vectors: VF, the register of an instruction set, and V16, sixteen float32 lanes in as many registers as they take.
 //
-// Lane-wise operations are GCC's vector extensions, so the sources read the same everywhere. What is written here gives
-// the same bits on every call: no contraction is left to the compiler (the build passes -ffp-contract=off).
+// AVX-512: W = 16 lanes a register; AVX2: 8; all else that GCC and Clang know: 4. Lane-wise operations are GCC's vector
+// extensions, so the sources read the same everywhere, and give the same bits on every call: no contraction is left to
+// the compiler (the build passes -ffp-contract=off). `fma` is fused where the build has FMA.
 #pragma once
-#include "simd.h"
+#include "values.h"
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512VBMI__) && \
+    defined(__AVX512BF16__)
+#define FREIGHT_AVX512 1
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__)
+#define FREIGHT_AMX 1  // besides: matrix tiles
+#endif
+#include <immintrin.h>
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define FREIGHT_AVX2 1
+#include <immintrin.h>
+#else
+#define FREIGHT_PORTABLE 1
+#endif
 
 namespace freight {
 
@@ -14,9 +29,16 @@ constexpr int W = 8;
 #else
 constexpr int W = 4;
 #endif
+constexpr int kLanes = FREIGHT_LANES;  // of a V16
 
 typedef float VF __attribute__((vector_size(W * 4)));
 typedef int32_t VI __attribute__((vector_size(W * 4)));
+typedef uint32_t VU __attribute__((vector_size(W * 4)));
+typedef uint16_t VH __attribute__((vector_size(W * 2)));
+
+struct V16 {
+  VF v[kLanes / W];
+};
 
 inline VF load(const float* p) {
   VF v;
@@ -32,12 +54,45 @@ inline VF fma(VF a, VF b, VF c) {
   return (VF)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif FREIGHT_AVX2
   return (VF)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__FP_FAST_FMAF)
+  for (int i = 0; i < W; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+  return c;
 #else
   return a * b + c;
 #endif
 }
 
 inline VF max(VF a, VF b) { return a > b ? a : b; }  // b where either is NaN
+
+// A V16 of what `lanes` makes of its i-th register. Not a loop, nor is a V16 copied as a whole: it stays in registers.
+template <class Lanes>
+inline V16 each(const Lanes& lanes) {
+  if constexpr (kLanes == W) return {{lanes(0)}};
+  else if constexpr (kLanes == 2 * W) return {{lanes(0), lanes(1)}};
+  else return {{lanes(0), lanes(1), lanes(2), lanes(3)}};
+}
+
+inline V16 load16(const float* p) {
+  return each([=](int i) { return load(p + i * W); });
+}
+inline void store(float* p, V16 v) {
+  for (int i = 0; i < kLanes / W; i++) store(p + i * W, v.v[i]);
+}
+inline V16 set16(float x) {
+  return each([=](int) { return set1(x); });
+}
+inline V16 operator+(V16 a, V16 b) {
+  return each([&](int i) { return a.v[i] + b.v[i]; });
+}
+inline V16 operator-(V16 a, V16 b) {
+  return each([&](int i) { return a.v[i] - b.v[i]; });
+}
+inline V16 operator*(V16 a, V16 b) {
+  return each([&](int i) { return a.v[i] * b.v[i]; });
+}
+inline V16 fma(V16 a, V16 b, V16 c) {
+  return each([&](int i) { return fma(a.v[i], b.v[i], c.v[i]); });
+}
 
 // The lanes of a and b in turns: the first halves, and the last halves.
 inline void interleave(VF a, VF b, VF& first, VF& last) {
@@ -104,5 +159,146 @@ inline void transpose(VF (&r)[W]) {
     for (int i = 0; i < W; i++) r[i] = next[i];
   }
 }
+
+// Stored values: W of them in a register, from and to memory.
+
+#if FREIGHT_AVX512
+inline VH load_halves(const void* p) { return (VH)_mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+inline VH load_bytes(const uint8_t* p) {
+  return (VH)_mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+inline VI load_int8(const uint8_t* p) {
+  return (VI)_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+inline VF of_ints(VI v) { return (VF)_mm512_cvtepi32_ps((__m512i)v); }
+inline VF of_f16(VH v) { return (VF)_mm512_cvtph_ps((__m256i)v); }
+inline VF of_bf16(VH v) { return (VF)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)v), 16); }
+inline VH to_f16(VF v) { return (VH)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT); }
+inline VH narrow(VU v) { return (VH)_mm512_cvtepi32_epi16((__m512i)v); }
+#elif FREIGHT_AVX2
+inline VH load_halves(const void* p) { return (VH)_mm_loadu_si128(static_cast<const __m128i*>(p)); }
+inline VH load_bytes(const uint8_t* p) {
+  return (VH)_mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+}
+inline VI load_int8(const uint8_t* p) {
+  return (VI)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+}
+inline VF of_ints(VI v) { return (VF)_mm256_cvtepi32_ps((__m256i)v); }
+inline VF of_f16(VH v) { return (VF)_mm256_cvtph_ps((__m128i)v); }
+inline VF of_bf16(VH v) { return (VF)_mm256_slli_epi32(_mm256_cvtepu16_epi32((__m128i)v), 16); }
+inline VH to_f16(VF v) { return (VH)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT); }
+inline VH narrow(VU v) {
+  return (VH)_mm_packus_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
+}
+#endif
+
+#if FREIGHT_PORTABLE
+
+// Sixteen values of format F.
+template <FreightFormat F>
+inline V16 load_as(const void* from) {
+  float values[kLanes];
+  if constexpr (F == FREIGHT_FLOAT32)
+    return load16(static_cast<const float*>(from));
+  else if constexpr (F == FREIGHT_BFLOAT16)
+    for (int i = 0; i < kLanes; i++) values[i] = bf16_to_float(static_cast<const uint16_t*>(from)[i]);
+  else if constexpr (F == FREIGHT_FLOAT16)
+    for (int i = 0; i < kLanes; i++) values[i] = f16_to_float(static_cast<const uint16_t*>(from)[i]);
+  else
+    for (int i = 0; i < kLanes; i++) values[i] = code_table<F>().value[static_cast<const uint8_t*>(from)[i]];
+  return load16(values);
+}
+
+template <FreightFormat F>
+inline void store_as(void* to, V16 v) {
+  float values[kLanes];
+  store(F == FREIGHT_FLOAT32 ? static_cast<float*>(to) : values, v);
+  uint16_t* halves = static_cast<uint16_t*>(to);
+  if constexpr (F == FREIGHT_BFLOAT16)
+    for (int i = 0; i < kLanes; i++) halves[i] = float_to_bf16(values[i]);
+  else if constexpr (F == FREIGHT_FLOAT16)
+    for (int i = 0; i < kLanes; i++) halves[i] = float_to_f16(values[i]);
+}
+
+#else
+
+// W values of format F.
+template <FreightFormat F>
+inline VF load_lanes(const uint8_t* from) {
+  if constexpr (F == FREIGHT_FLOAT32) {
+    return load(reinterpret_cast<const float*>(from));
+  } else if constexpr (F == FREIGHT_FLOAT16) {
+    return of_f16(load_halves(from));
+  } else if constexpr (F == FREIGHT_BFLOAT16) {
+    return of_bf16(load_halves(from));
+  } else if constexpr (F == FREIGHT_INT8) {
+    const VI code = load_int8(from);
+    return (VF)((VI)of_ints(code) | (code == -128));  // all bits set: a NaN
+  } else if constexpr (F == FREIGHT_E5M2) {
+    return of_f16(load_bytes(from) << 8);
+  } else {  // by way of float16, whose exponent's bias is 15
+    const VH code = load_bytes(from), magnitude = code & 0x7F;
+    const VH nan = (VH)(F == FREIGHT_E4M3FNUZ ? code == 0x80 : magnitude == 0x7F) & 0x7E00;
+    return of_f16(magnitude << 7 | (code & 0x80) << 8 | nan) * set1(F == FREIGHT_E4M3FNUZ ? 128.0f : 256.0f);
+  }
+}
+
+// Sixteen values of format F.
+template <FreightFormat F>
+inline V16 load_as(const void* from) {
+  return each([=](int i) { return load_lanes<F>(static_cast<const uint8_t*>(from) + i * W * bytes_of(F)); });
+}
+
+// Rounded to nearest, ties to even, as float_to_bf16 and float_to_f16 do.
+template <FreightFormat F>
+inline void store_as(void* to, V16 v) {
+  if constexpr (F == FREIGHT_FLOAT32) return store(static_cast<float*>(to), v);
+  for (int i = 0; i < kLanes / W; i++) {
+    VH halves;
+    if constexpr (F == FREIGHT_FLOAT16) {
+      halves = to_f16(v.v[i]);
+    } else {  // not vcvtneps2bf16, which makes subnormals zero
+      const VU bits = (VU)v.v[i], high = bits >> 16, rounded = (bits + 0x7FFF + (high & 1)) >> 16;
+      halves = narrow(v.v[i] != v.v[i] ? high | 0x40 : rounded);
+    }
+    std::memcpy(static_cast<VH*>(to) + i, &halves, sizeof halves);
+  }
+}
+
+#endif
+
+#if FREIGHT_AVX512
+
+// 64 codes of a quantized format -> BF16, by tables of the low and the high byte: `first` has the first eight of each
+// 16 codes, `last` the last eight.
+template <FreightFormat F>
+struct Decoder {
+  __m512i low0, low1, high0, high1;
+
+  Decoder() {
+    if constexpr (is_quantized(F)) {
+      const CodeTable& table = code_table<F>();
+      low0 = _mm512_load_si512(table.low), low1 = _mm512_load_si512(table.low + 64);
+      high0 = _mm512_load_si512(table.high), high1 = _mm512_load_si512(table.high + 64);
+    }
+  }
+
+  void operator()(__m512i code, __m512i& first, __m512i& last) const {
+    const __m512i sign = _mm512_set1_epi8((char)0x80);
+    const __m512i magnitude = F == FREIGHT_INT8 ? _mm512_abs_epi8(code) : code;  // the look-ups ignore the top bit
+    __m512i low = _mm512_permutex2var_epi8(low0, magnitude, low1);
+    __m512i high = _mm512_permutex2var_epi8(high0, magnitude, high1);
+    high = _mm512_ternarylogic_epi32(high, code, sign, 0xF8);  // high | (code & sign)
+    if constexpr (F == FREIGHT_E4M3FNUZ || F == FREIGHT_INT8) {
+      const __mmask64 nan = _mm512_cmpeq_epi8_mask(code, sign);
+      low = _mm512_mask_blend_epi8(nan, low, _mm512_set1_epi8((char)0xC0));
+      high = _mm512_mask_blend_epi8(nan, high, _mm512_set1_epi8(0x7F));
+    }
+    first = _mm512_unpacklo_epi8(low, high);
+    last = _mm512_unpackhi_epi8(low, high);
+  }
+};
+
+#endif
 
 }  // namespace freight

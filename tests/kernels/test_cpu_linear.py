@@ -6,7 +6,6 @@ result. Rounding of activations to FP8 is compared code by code.
 
 from __future__ import annotations
 
-import ctypes
 import shutil
 import threading
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from freight.fp8.weights import quantize_blocks, quantize_rows
 from freight.kernels import reference
 from freight.kernels.cpu import library
 from freight.kernels.cpu.cpu_set import CpuKernels
+from freight.kernels.cpu.interface import open_library
 from freight.operands.weight import Activations, Weight
 
 BUILDS = library.runnable()
@@ -181,8 +181,7 @@ def test_threads_of_our_own_where_there_is_no_other_pool(build, tmp_path: Path):
     """A process whose torch has no GOMP: the library starts its own workers, and computes the same bits."""
     torch.manual_seed(0)
     weight, x = make("rows", Activations.DYNAMIC, 260, 300), torch.randn(ROWS, 300).bfloat16()
-    functions = ctypes.CDLL(str(shutil.copy(library.path_of(build), tmp_path)))
-    functions.freight_init.argtypes = [ctypes.c_void_p]
+    functions = open_library(Path(shutil.copy(library.path_of(build), tmp_path)))
     functions.freight_init(None)
     alone = library.Library(build, functions)
     linear, packed = CpuKernels(alone).linear, CpuKernels(alone).pack(weight)

@@ -1,4 +1,4 @@
-"""What several calls pass to the C functions: codes of formats, addresses, and the limits they have in common."""
+"""What several calls check of what they pass to the C functions, and its addresses."""
 
 from __future__ import annotations
 
@@ -6,21 +6,8 @@ import torch
 from torch import Tensor
 
 from freight.errors import KernelError
-from freight.fp8.cast import torch_dtype
-from freight.fp8.formats import Format
+from freight.kernels.cpu.interface import FORMATS, MAX_HEAD_DIM
 from freight.operands.kv_pages import KVPages
-
-# FreightFormat in csrc/freight.h, by dtype
-FORMATS = {
-    torch_dtype(Format.FLOAT32): 0,
-    torch_dtype(Format.FLOAT16): 1,
-    torch_dtype(Format.BFLOAT16): 2,
-    torch_dtype(Format.E4M3FN): 3,
-    torch_dtype(Format.E5M2): 4,
-    torch_dtype(Format.E4M3FNUZ): 5,
-    torch_dtype(Format.INT8): 6,
-}
-MAX_HEAD_DIM = 1024  # kMaxHeadDim in csrc/attention_tile.h
 
 
 def weight_format(weight: Tensor, x: Tensor) -> int:

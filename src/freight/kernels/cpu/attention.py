@@ -5,38 +5,14 @@ A row's bits depend on nothing but its own history: not on the other rows, the c
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable
-from functools import cache
-
 import torch
 from torch import Tensor
 
-from freight.kernels.cpu.arguments import FORMATS, address, check_head_dim
+from freight.kernels.cpu.arguments import address, check_head_dim
+from freight.kernels.cpu.interface import FORMATS, FreightAttention
 from freight.kernels.cpu.library import Library
 from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KVPages
-
-
-class _Arguments(ctypes.Structure):
-    """FreightAttention in csrc/attention.h."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("q", "out", "k", "v", "k_scale", "v_scale")),
-        *((name, ctypes.c_void_p) for name in ("query_starts", "context_lens", "block_tables")),
-        *((name, ctypes.c_void_p) for name in ("center_pairs", "center_parts", "center_cos", "center_sin")),
-        ("q_stride", ctypes.c_int64),
-        *((name, ctypes.c_int32) for name in ("q_type", "kv_format", "scales")),
-        *((name, ctypes.c_int32) for name in ("num_seqs", "max_blocks", "num_heads", "num_kv_heads")),
-        *((name, ctypes.c_int32) for name in ("k_dim", "v_dim", "block_size", "window", "center_size", "rotary_dim")),
-        *((name, ctypes.c_float) for name in ("softmax_scale", "soft_cap")),
-        ("threads", ctypes.c_int32),
-    )
-
-
-@cache
-def _attention(library: Library) -> Callable[..., None]:
-    return library.function("freight_attention", ctypes.POINTER(_Arguments))
 
 
 def attention(
@@ -60,8 +36,8 @@ def attention(
     num_kv_heads, v_dim = pages.v.shape[2:]
     out = torch.empty((num_tokens, num_heads, v_dim), dtype=q.dtype, device=q.device)
     center = pages.k_center
-    _attention(library)(
-        _Arguments(
+    library.functions.freight_attention(
+        FreightAttention(
             q=q.data_ptr(),
             out=out.data_ptr(),
             k=address(pages.k),

@@ -10,19 +10,18 @@ import ctypes
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from freight.device import cpu_features
-from freight.errors import CapacityError, FreightError, KernelError, choices
+from freight.errors import KernelError, choices
+from freight.kernels.cpu.interface import ABI, open_library
 
 FOLDER = Path(__file__).parent
-ABI = 11  # FREIGHT_ABI in csrc/freight.h
 # Best first: the name of a build, and what /proc/cpuinfo must list for it. The portable one needs nothing.
 _AVX2 = frozenset({"avx2", "fma", "f16c"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512vbmi", "avx512_bf16"}
@@ -34,40 +33,16 @@ BUILDS: dict[str, frozenset[str]] = {
 }
 
 
-# FreightStatus in csrc/freight.h, without FREIGHT_OK
-_ERRORS: dict[int, tuple[type[FreightError], str]] = {
-    1: (CapacityError, "there is no memory left for its working space; lower --max-num-batched-tokens"),
-    2: (KernelError, "the system gave it no thread; lower --threads"),
-    3: (KernelError, "a sequence has more queries than keys: its context must include the tokens of this step"),
-}
-
-
 @dataclass(frozen=True, eq=False)
 class Library:
-    """One loaded build; `functions` has the C functions of csrc/freight.h and csrc/attention.h."""
+    """One loaded build; `functions` has the C functions of interface.py."""
 
     build: str
     functions: ctypes.CDLL
 
-    def function(self, name: str, *arguments: Any) -> Callable[..., None]:
-        """The C function `name`, which takes `arguments` (ctypes types) and returns a FreightStatus.
-
-        The returned function raises CapacityError if memory cannot be allocated, and KernelError for other failures.
-        """
-        function: Any = self.functions[name]
-        function.argtypes, function.restype, function.errcheck = arguments, ctypes.c_int32, _require_success
-        checked: Callable[..., None] = function
-        return checked
-
     def set_prefetch(self, non_temporal: bool) -> None:
         """Prefetch weights past the caches (True) or into them (False, the default). Changes no result."""
         self.functions.freight_set_prefetch(int(non_temporal))
-
-
-def _require_success(status: int, function: Any, arguments: tuple[Any, ...]) -> None:
-    if status:
-        kind, reason = _ERRORS[status]
-        raise kind(f"{function.__name__} failed: {reason}")
 
 
 def installed(folder: Path = FOLDER) -> tuple[str, ...]:
@@ -136,13 +111,12 @@ def load(build: str | None = None) -> Library:
         raise KernelError(f"{wanted} cannot run ({have}): {describe()}")
     name = build or usable[0]
     try:
-        functions = ctypes.CDLL(str(path_of(name)))
+        functions = open_library(path_of(name))
         abi = functions.freight_abi()
     except (OSError, AttributeError) as error:
         raise KernelError(f"{path_of(name)} cannot be loaded: {error}; reinstall Freight") from error
     if abi != ABI:
         raise KernelError(f"{path_of(name)} is of another version (interface {abi}, not {ABI}): reinstall Freight")
-    functions.freight_init.argtypes = [ctypes.c_void_p]
     functions.freight_init(_gomp_parallel())
     return Library(name, functions)
 

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -17,30 +15,12 @@ from torch import Tensor
 from freight.errors import KernelError
 from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import COMPUTE_FORMATS, Format
-from freight.kernels.cpu.arguments import FORMATS
+from freight.kernels.cpu.interface import ACTIVATIONS, CACHE_LINE, FORMATS, LANES, FreightWeight
 from freight.kernels.cpu.library import Library
-from freight.operands.weight import Activations, Weight
+from freight.operands.weight import Weight
 
 _WEIGHTS = tuple(torch_dtype(format) for format in (*COMPUTE_FORMATS, Format.E4M3FN))
-_ACTIVATIONS = {Activations.PLAIN: 0, Activations.DYNAMIC: 1, Activations.STATIC: 2}
-_CACHE_LINE = 64
 _LARGE_PAGE = 2**21  # bytes; packing requests such pages where whole ones fit
-_LANES = 16
-
-
-class _Descriptor(ctypes.Structure):
-    """FreightWeight in csrc/freight.h."""
-
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("scale", ctypes.c_void_p),
-        ("block_scale", ctypes.c_void_p),
-        ("out_features", ctypes.c_int64),
-        ("in_features", ctypes.c_int64),
-        ("format", ctypes.c_int32),
-        ("activations", ctypes.c_int32),
-        ("input_scale", ctypes.c_float),
-    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +32,7 @@ class PackedWeight:
     data: Tensor
     scale: Tensor
     block_scale: Tensor | None
-    descriptor: _Descriptor
+    descriptor: FreightWeight
     address: int  # of the descriptor
 
     @property
@@ -64,8 +44,8 @@ def _aligned(num_bytes: int) -> Tensor:
     """Memory that begins at a large page, or at a cache line. Large sizes get a mapping of their own: on the heap they
     would lie on small pages, and keep freed blocks around them resident."""
     if num_bytes < _LARGE_PAGE:
-        memory = torch.empty(num_bytes + _CACHE_LINE, dtype=torch.uint8, device="cpu")
-        start = -memory.data_ptr() % _CACHE_LINE
+        memory = torch.empty(num_bytes + CACHE_LINE, dtype=torch.uint8, device="cpu")
+        start = -memory.data_ptr() % CACHE_LINE
     else:
         private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         memory = torch.frombuffer(mmap.mmap(-1, num_bytes + _LARGE_PAGE, flags=private), dtype=torch.uint8)
@@ -75,14 +55,6 @@ def _aligned(num_bytes: int) -> Tensor:
 
 def pack(library: Library, weight: Weight) -> PackedWeight:
     """`weight` in the layout of this build. Raises KernelError for a weight that it does not compute with."""
-    packed_bytes = library.functions.freight_packed_bytes
-    packed_bytes.argtypes = [ctypes.c_int32, ctypes.c_int64, ctypes.c_int64]
-    packed_bytes.restype = ctypes.c_int64
-    call = library.function(
-        "freight_pack",
-        *(ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_int64),
-        *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32),
-    )
     out_features, in_features = weight.data.shape
     data = weight.data.contiguous()
     if data.dtype not in _WEIGHTS or data.device.type != "cpu":
@@ -91,36 +63,27 @@ def pack(library: Library, weight: Weight) -> PackedWeight:
             f"not {weight.data.dtype} on {weight.data.device}; --kernels reference takes the others"
         )
     format = FORMATS[data.dtype]
-    scale = torch.ones(-(-out_features // _LANES) * _LANES, dtype=torch.float32, device="cpu")
+    scale = torch.ones(-(-out_features // LANES) * LANES, dtype=torch.float32, device="cpu")
     if weight.scale is not None and weight.scale.ndim == 1:
         scale[:out_features] = weight.scale
     blocks = weight.scale.float().contiguous() if weight.scale is not None and weight.scale.ndim == 2 else None
-    packed = _aligned(packed_bytes(format, out_features, in_features))
-    call(
+    packed = _aligned(library.functions.freight_packed_bytes(format, out_features, in_features))
+    library.functions.freight_pack(
         *(data.data_ptr(), format, out_features, in_features),
         *(packed.data_ptr(), scale.data_ptr(), torch.get_num_threads()),
     )
-    descriptor = _Descriptor(
+    descriptor = FreightWeight(
         data=packed.data_ptr(),
         scale=scale.data_ptr(),
         block_scale=None if blocks is None else blocks.data_ptr(),
         out_features=out_features,
         in_features=in_features,
         format=format,
-        activations=_ACTIVATIONS[weight.activations],
+        activations=ACTIVATIONS[weight.activations],
         input_scale=weight.input_scale or 1.0,
     )
     address = ctypes.addressof(descriptor)
     return PackedWeight(out_features, in_features, packed, scale, blocks, descriptor, address)
-
-
-@cache
-def _linear(library: Library) -> Callable[..., None]:
-    return library.function(
-        "freight_linear",
-        *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64),
-        *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32),
-    )
 
 
 def linear(library: Library, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
@@ -130,7 +93,7 @@ def linear(library: Library, x: Tensor, weight: PackedWeight, bias: Tensor | Non
     assert bias is None or (bias.dtype == x.dtype and bias.is_contiguous())
     x = x.contiguous()
     out = x.new_empty(rows, weight.out_features)
-    _linear(library)(
+    library.functions.freight_linear(
         *(weight.address, x.data_ptr(), FORMATS[x.dtype], rows),
         *(None if bias is None else bias.data_ptr(), out.data_ptr(), torch.get_num_threads()),
     )

@@ -5,37 +5,14 @@ Bit-identical to the reference, except that a norm of heads sums in the order of
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable
-from functools import cache
-
 import torch
 from torch import Tensor
 
-from freight.kernels.cpu.arguments import FORMATS, address, check_head_dim, weight_format
+from freight.kernels.cpu.arguments import address, check_head_dim, weight_format
+from freight.kernels.cpu.interface import FORMATS, FreightStore
 from freight.kernels.cpu.library import Library
 from freight.operands.kv_pages import KVPages
 from freight.operands.rotary import Rotary
-
-
-class _Arguments(ctypes.Structure):
-    """FreightStore in csrc/attention.h."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("qkv", "q", "k_pages", "v_pages", "k_scale", "v_scale")),
-        *((name, ctypes.c_void_p) for name in ("positions", "slots", "cos", "sin", "q_norm", "k_norm")),
-        *((name, ctypes.c_void_p) for name in ("k_center", "counters")),
-        ("rows", ctypes.c_int64),
-        *((name, ctypes.c_int32) for name in ("num_heads", "num_kv_heads", "k_dim", "v_dim", "rotary_dim")),
-        *((name, ctypes.c_int32) for name in ("type", "kv_format", "scales", "q_norm_type", "k_norm_type")),
-        ("eps", ctypes.c_float),
-        ("threads", ctypes.c_int32),
-    )
-
-
-@cache
-def _rotate_store(library: Library) -> Callable[..., None]:
-    return library.function("freight_rotate_store", ctypes.POINTER(_Arguments))
 
 
 def rotate_store(
@@ -53,8 +30,8 @@ def rotate_store(
     assert rotary.rotary_dim <= k_dim
     q = torch.empty((rows, num_heads, k_dim), dtype=qkv.dtype, device=qkv.device)
     q_norm, k_norm = rotary.norms or (None, None)
-    _rotate_store(library)(
-        _Arguments(
+    library.functions.freight_rotate_store(
+        FreightStore(
             qkv=address(qkv),
             q=q.data_ptr(),
             k_pages=address(pages.k),

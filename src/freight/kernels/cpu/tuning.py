@@ -9,7 +9,6 @@ second, when the first large weight is packed. The decision lies in `$XDG_CACHE_
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import statistics
@@ -48,8 +47,6 @@ def measure(library: Library) -> list[tuple[float, float]]:
 
     [] where the caches cannot be emptied.
     """
-    evict = library.functions.freight_evict
-    evict.argtypes, evict.restype = [ctypes.c_void_p, ctypes.c_int64], ctypes.c_int32
     codes = torch.full((1024, 4096), 0x38, dtype=torch.uint8, device="cpu")  # 1.0
     weight = pack(library, Weight(codes.view(torch_dtype(Format.E4M3FN))))
     x = torch.ones(1, 4096, dtype=torch.bfloat16, device="cpu")
@@ -58,7 +55,7 @@ def measure(library: Library) -> list[tuple[float, float]]:
         seconds = []
         for non_temporal in (False, True):
             library.set_prefetch(non_temporal)
-            if not evict(weight.data.data_ptr(), weight.data.nbytes):
+            if not library.functions.freight_evict(weight.data.data_ptr(), weight.data.nbytes):
                 return []
             begin = time.perf_counter()
             linear(library, x, weight)

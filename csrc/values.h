@@ -1,7 +1,8 @@
-// The formats of the cache as bytes: which there are, encoding and decoding. Attention and storing know no bits.
+// Values and how they are stored: the formats, and one value at a time from and to its bits (vec.h: sixteen).
 //
 // FP8 is E4M3FN, E4M3FNUZ and E5M2 (Micikevicius et al. 2022; Noune et al. 2022), whose values are all exact in BF16.
 // So are those of INT8, whose code 0x80 is not needed for -128 in a symmetric range: it is NaN.
+// Decoding is exact, subnormals included, and NaN stays NaN.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -10,16 +11,59 @@
 #include <type_traits>
 
 #include "freight.h"
-#include "simd.h"
 
 namespace freight {
 
-constexpr int bytes_of(FreightFormat f) {
+inline float bits_to_float(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+inline uint32_t float_to_bits(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  return bits;
+}
+
+inline float bf16_to_float(uint16_t value) { return bits_to_float(static_cast<uint32_t>(value) << 16); }
+
+// Round to nearest, ties to even; NaN stays a (quiet) NaN. Branch-free, so that loops over it become vectors.
+inline uint16_t float_to_bf16(float value) {
+  const uint32_t bits = float_to_bits(value);
+  const uint32_t rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+  return static_cast<uint16_t>(value != value ? (bits >> 16 | 0x40) : rounded);
+}
+
+// Exact, subnormals, infinities and NaN included.
+inline float f16_to_float(uint16_t value) {
+  const uint32_t magnitude = value & 0x7FFFu, sign = static_cast<uint32_t>(value & 0x8000u) << 16;
+  const float scaled = bits_to_float(magnitude << 13) * 0x1p112f;  // the exponent's bias is 15 there, 127 here
+  const uint32_t bits = magnitude >= 0x7C00u ? (magnitude << 13 | 0x7F800000u) : float_to_bits(scaled);
+  return bits_to_float(bits | sign);
+}
+
+// Round to nearest, ties to even; beyond the range: infinity.
+inline uint16_t float_to_f16(float value) {
+  const uint32_t bits = float_to_bits(value), sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7FFFFFFFu;
+  uint32_t half;
+  if (magnitude > 0x7F800000u)
+    half = 0x7E00u;
+  else if (magnitude >= 0x477FF000u)
+    half = 0x7C00u;
+  else if (magnitude < 0x38800000u)  // below 2^-14: a multiple of 2^-24, which adding 0.5 rounds to
+    half = float_to_bits(bits_to_float(magnitude) + 0.5f) - 0x3F000000u;
+  else
+    half = (magnitude + 0xFFFu + (magnitude >> 13 & 1) - 0x38000000u) >> 13;
+  return static_cast<uint16_t>(sign | half);
+}
+
+constexpr int bytes_of(int32_t f) {
   return f == FREIGHT_FLOAT32 ? 4 : f == FREIGHT_FLOAT16 || f == FREIGHT_BFLOAT16 ? 2 : 1;
 }
 
 // Stored as a byte that encodes the true value divided by a scale.
-constexpr bool is_quantized(FreightFormat f) { return bytes_of(f) == 1; }
+constexpr bool is_quantized(int32_t f) { return bytes_of(f) == 1; }
 
 // call(std::integral_constant<FreightFormat, F>) with the constant of a format that is known at run time.
 template <class Call>
@@ -108,112 +152,5 @@ const CodeTable& code_table() {
   static const CodeTable table(F);
   return table;
 }
-
-// `n` values of a 16- or 32-bit row as floats.
-inline void read_row(const void* row, FreightFormat type, int n, float* out) {
-  const uint16_t* half = (const uint16_t*)row;
-  if (type == FREIGHT_FLOAT32) std::memcpy(out, row, sizeof(float) * (size_t)n);
-  if (type == FREIGHT_BFLOAT16)
-    for (int i = 0; i < n; i++) out[i] = bf16_to_float(half[i]);
-  if (type == FREIGHT_FLOAT16)
-    for (int i = 0; i < n; i++) out[i] = f16_to_float(half[i]);
-}
-
-inline void write_row(const float* values, FreightFormat type, int n, void* row) {
-  uint16_t* half = (uint16_t*)row;
-  if (type == FREIGHT_FLOAT32) std::memcpy(row, values, sizeof(float) * (size_t)n);
-  if (type == FREIGHT_BFLOAT16)
-    for (int i = 0; i < n; i++) half[i] = float_to_bf16(values[i]);
-  if (type == FREIGHT_FLOAT16)
-    for (int i = 0; i < n; i++) half[i] = float_to_f16(values[i]);
-}
-
-// Eight stored values as floats.
-template <FreightFormat F>
-inline void decode8(const uint8_t* from, float* to) {
-#if FREIGHT_AVX512 || FREIGHT_AVX2
-  if constexpr (F == FREIGHT_FLOAT32) {
-    std::memcpy(to, from, 32);
-  } else if constexpr (bytes_of(F) == 2) {
-    const __m128i code = _mm_loadu_si128((const __m128i*)from);
-    if constexpr (F == FREIGHT_FLOAT16)
-      _mm256_storeu_ps(to, _mm256_cvtph_ps(code));
-    else
-      _mm256_storeu_si256((__m256i*)to, _mm256_slli_epi32(_mm256_cvtepu16_epi32(code), 16));
-  } else if constexpr (F == FREIGHT_INT8) {
-    const __m256i code = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from));
-    const __m256i nan = _mm256_cmpeq_epi32(code, _mm256_set1_epi32(-128));  // all bits set: a NaN
-    _mm256_storeu_ps(to, _mm256_or_ps(_mm256_cvtepi32_ps(code), (__m256)nan));
-  } else {  // by way of float16, whose exponent's bias is 15
-    const __m128i code = _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)from));
-    if constexpr (F == FREIGHT_E5M2) {
-      _mm256_storeu_ps(to, _mm256_cvtph_ps(_mm_slli_epi16(code, 8)));
-    } else {
-      const __m128i low = _mm_set1_epi16(0x7F), magnitude = _mm_and_si128(code, low);
-      const __m128i is_nan = _mm_cmpeq_epi16(code, _mm_set1_epi16(0x80));
-      const __m128i nan = F == FREIGHT_E4M3FNUZ ? is_nan : _mm_cmpeq_epi16(magnitude, low);
-      const __m128i sign = _mm_slli_epi16(_mm_andnot_si128(low, code), 8);
-      const __m128i half = _mm_or_si128(_mm_or_si128(_mm_slli_epi16(magnitude, 7), sign),
-                                        _mm_and_si128(nan, _mm_set1_epi16(0x7E00)));
-      const __m256 scale = _mm256_set1_ps(F == FREIGHT_E4M3FNUZ ? 128.0f : 256.0f);
-      _mm256_storeu_ps(to, _mm256_mul_ps(_mm256_cvtph_ps(half), scale));
-    }
-  }
-#else
-  if constexpr (is_quantized(F)) {
-    const float* value = code_table<F>().value;
-    for (int i = 0; i < 8; i++) to[i] = value[from[i]];
-  } else {
-    read_row(from, F, 8, to);
-  }
-#endif
-}
-
-template <FreightFormat F>
-inline void decode_row(const uint8_t* from, int n, float* to) {
-  int i = 0;
-  for (; i + 8 <= n; i += 8) decode8<F>(from + i * bytes_of(F), to + i);
-  if (i < n) {
-    uint8_t tail[8 * bytes_of(F)] = {};
-    float values[8];
-    std::memcpy(tail, from + i * bytes_of(F), (size_t)(n - i) * bytes_of(F));
-    decode8<F>(tail, values);
-    std::memcpy(to + i, values, sizeof(float) * (size_t)(n - i));
-  }
-}
-
-#if FREIGHT_AVX512
-
-// 64 codes of a quantized format -> BF16, by tables of the low and the high byte: `first` has the first eight of each
-// 16 codes, `last` the last eight.
-template <FreightFormat F>
-struct Decoder {
-  __m512i low0, low1, high0, high1;
-
-  Decoder() {
-    if constexpr (is_quantized(F)) {
-      const CodeTable& table = code_table<F>();
-      low0 = _mm512_load_si512(table.low), low1 = _mm512_load_si512(table.low + 64);
-      high0 = _mm512_load_si512(table.high), high1 = _mm512_load_si512(table.high + 64);
-    }
-  }
-
-  void operator()(__m512i code, __m512i& first, __m512i& last) const {
-    const __m512i sign = _mm512_set1_epi8((char)0x80);
-    const __m512i magnitude = F == FREIGHT_INT8 ? _mm512_abs_epi8(code) : code;  // the look-ups ignore the top bit
-    __m512i low = _mm512_permutex2var_epi8(low0, magnitude, low1);
-    __m512i high = _mm512_permutex2var_epi8(high0, magnitude, high1);
-    high = _mm512_ternarylogic_epi32(high, code, sign, 0xF8);  // high | (code & sign)
-    if constexpr (F == FREIGHT_E4M3FNUZ || F == FREIGHT_INT8) {
-      const __mmask64 nan = _mm512_cmpeq_epi8_mask(code, sign);
-      low = _mm512_mask_blend_epi8(nan, low, _mm512_set1_epi8((char)0xC0));
-      high = _mm512_mask_blend_epi8(nan, high, _mm512_set1_epi8(0x7F));
-    }
-    first = _mm512_unpacklo_epi8(low, high);
-    last = _mm512_unpackhi_epi8(low, high);
-  }
-};
-
-#endif
 
 }  // namespace freight

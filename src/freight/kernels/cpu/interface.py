@@ -1,0 +1,133 @@
+"""The C interface of csrc/ (freight.h, attention.h) in Python: its numbers, its structs, and its functions' types.
+
+The test of this file compares all of it with the headers, and fails for what one of them has alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+from freight.errors import CapacityError, FreightError, KernelError
+from freight.fp8.cast import torch_dtype
+from freight.fp8.formats import Format
+from freight.operands.activation import GatedActivation
+from freight.operands.weight import Activations
+
+ABI = 12
+LANES, CACHE_LINE, MAX_HEAD_DIM = 16, 64, 1024
+
+FORMAT_CODES = {
+    Format.FLOAT32: 0,
+    Format.FLOAT16: 1,
+    Format.BFLOAT16: 2,
+    Format.E4M3FN: 3,
+    Format.E5M2: 4,
+    Format.E4M3FNUZ: 5,
+    Format.INT8: 6,
+}
+FORMATS = {torch_dtype(format): code for format, code in FORMAT_CODES.items()}  # by dtype
+ACTIVATIONS = {Activations.PLAIN: 0, Activations.DYNAMIC: 1, Activations.STATIC: 2}
+GATED_ACTIVATIONS = {GatedActivation.SILU: 0, GatedActivation.GELU_TANH: 1}
+OK, OUT_OF_MEMORY, FAILED, SHORT_CONTEXT = range(4)  # FreightStatus
+
+_ERRORS: dict[int, tuple[type[FreightError], str]] = {
+    OUT_OF_MEMORY: (CapacityError, "there is no memory left for its working space; lower --max-num-batched-tokens"),
+    FAILED: (KernelError, "the system gave it no thread; lower --threads"),
+    SHORT_CONTEXT: (
+        KernelError,
+        "a sequence has more queries than keys: its context must include the tokens of this step",
+    ),
+}
+
+_POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
+
+
+class FreightWeight(ctypes.Structure):
+    _fields_ = (
+        *((name, _POINTER) for name in ("data", "scale", "block_scale")),
+        *((name, _LONG) for name in ("out_features", "in_features")),
+        *((name, _INT) for name in ("format", "activations")),
+        ("input_scale", _FLOAT),
+    )
+
+
+class FreightNorm(ctypes.Structure):
+    _fields_ = (
+        *((name, _POINTER) for name in ("x", "delta", "weight", "delta_weight", "sum", "out")),
+        *((name, _LONG) for name in ("rows", "size")),
+        *((name, _INT) for name in ("format", "weight_format", "delta_weight_format")),
+        ("eps", _FLOAT),
+        ("threads", _INT),
+    )
+
+
+class FreightAttention(ctypes.Structure):
+    _fields_ = (
+        *((name, _POINTER) for name in ("q", "out", "k", "v", "k_scale", "v_scale")),
+        *((name, _POINTER) for name in ("query_starts", "context_lens", "block_tables")),
+        *((name, _POINTER) for name in ("center_pairs", "center_parts", "center_cos", "center_sin")),
+        ("q_stride", _LONG),
+        *((name, _INT) for name in ("q_type", "kv_format", "scales")),
+        *((name, _INT) for name in ("num_seqs", "max_blocks", "num_heads", "num_kv_heads")),
+        *((name, _INT) for name in ("k_dim", "v_dim", "block_size", "window", "center_size", "rotary_dim")),
+        *((name, _FLOAT) for name in ("softmax_scale", "soft_cap")),
+        ("threads", _INT),
+    )
+
+
+class FreightStore(ctypes.Structure):
+    _fields_ = (
+        *((name, _POINTER) for name in ("qkv", "q", "k_pages", "v_pages", "k_scale", "v_scale")),
+        *((name, _POINTER) for name in ("positions", "slots", "cos", "sin", "q_norm", "k_norm")),
+        *((name, _POINTER) for name in ("k_center", "counters")),
+        ("rows", _LONG),
+        *((name, _INT) for name in ("num_heads", "num_kv_heads", "k_dim", "v_dim", "rotary_dim")),
+        *((name, _INT) for name in ("type", "kv_format", "scales", "q_norm_type", "k_norm_type")),
+        ("eps", _FLOAT),
+        ("threads", _INT),
+    )
+
+
+# Functions that compute, by name: their arguments. They return a FreightStatus.
+COMPUTE: dict[str, tuple[Any, ...]] = {
+    "freight_pack": (_POINTER, _INT, _LONG, _LONG, _POINTER, _POINTER, _INT),
+    "freight_linear": (_POINTER, _POINTER, _INT, _LONG, _POINTER, _POINTER, _INT),
+    "freight_add_rms_norm": (ctypes.POINTER(FreightNorm),),
+    "freight_gated": (_POINTER, _INT, _POINTER, _INT, _LONG, _LONG, _INT),
+    "freight_attention": (ctypes.POINTER(FreightAttention),),
+    "freight_rotate_store": (ctypes.POINTER(FreightStore),),
+}
+# The others: what they return, then their arguments.
+OTHERS: dict[str, tuple[Any, ...]] = {
+    "freight_abi": (_INT,),
+    "freight_init": (None, _POINTER),
+    "freight_set_prefetch": (None, _INT),
+    "freight_evict": (_INT, _POINTER, _LONG),
+    "freight_packed_bytes": (_LONG, _INT, _LONG, _LONG),
+}
+
+
+def open_library(path: Path) -> ctypes.CDLL:
+    """The functions of a compiled library. Those that compute raise CapacityError if memory cannot be allocated, and
+    KernelError for other failures.
+
+    Raises OSError if `path` is not a library, AttributeError if it lacks a function.
+    """
+    functions = ctypes.CDLL(str(path))
+    for name, (result, *arguments) in OTHERS.items():
+        function: Any = functions[name]
+        function.argtypes, function.restype = arguments, result
+        setattr(functions, name, function)
+    for name, types in COMPUTE.items():
+        function = functions[name]
+        function.argtypes, function.restype, function.errcheck = types, _INT, _require_success
+        setattr(functions, name, function)
+    return functions
+
+
+def _require_success(status: int, function: Any, arguments: tuple[Any, ...]) -> None:
+    if status:
+        kind, reason = _ERRORS[status]
+        raise kind(f"{function.__name__} failed: {reason}")

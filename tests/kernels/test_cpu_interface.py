@@ -1,0 +1,85 @@
+"""The Python side of the C interface against the headers themselves: numbers, the order and types of fields, arguments.
+
+A field's offset follows from the order and the types, for a C compiler and for ctypes alike.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from pathlib import Path
+
+import pytest
+
+from freight.fp8.formats import ScaleKind
+from freight.kernels.cpu import interface
+
+CSRC = Path(__file__).parents[2] / "csrc"
+SOURCE = re.sub(r"//[^\n]*", "", "".join((CSRC / name).read_text() for name in ("freight.h", "attention.h")))
+TYPES = {"int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64, "float": ctypes.c_float, "void": None}
+STRUCTS = dict(re.findall(r"struct (\w+) \{(.*?)\};", SOURCE, re.DOTALL))
+FUNCTIONS = {name: (result, arguments) for result, name, arguments in re.findall(
+    r"FREIGHT_API (\w+) (\w+)\(([^)]*)\);", SOURCE)}  # fmt: skip
+STATUSES = ("OK", "OUT_OF_MEMORY", "FAILED", "SHORT_CONTEXT")
+NUMBERS = {
+    "FreightFormat": {format.name: code for format, code in interface.FORMAT_CODES.items()},
+    "FreightActivations": {kind.name: code for kind, code in interface.ACTIVATIONS.items()},
+    "FreightGatedActivation": {kind.name: code for kind, code in interface.GATED_ACTIVATIONS.items()},
+    "FreightStatus": {name: getattr(interface, name) for name in STATUSES},
+    "FreightKvScales": {f"{'NO' if kind is ScaleKind.NONE else kind.name}_SCALES": int(kind) for kind in ScaleKind},
+}
+
+
+def declared(kind: str, argument: str) -> object:
+    """The ctypes type of a declaration: of a base type and what stands behind it."""
+    if "*" in argument or kind == "FreightGompParallel":
+        return ctypes.c_void_p
+    return TYPES[kind]
+
+
+def fields_of(body: str) -> list[tuple[str, object]]:
+    fields: list[tuple[str, object]] = []
+    for line in body.split(";"):
+        if declaration := re.fullmatch(r"\s*(?:const )?(\w+)(.*)", line, re.DOTALL):
+            kind, names = declaration.groups()
+            fields += [(name.strip(" *\n"), declared(kind, name)) for name in names.split(",")]
+    return fields
+
+
+def test_every_number_is_the_headers() -> None:
+    enums = dict(re.findall(r"enum (\w+) : int32_t \{(.*?)\};", SOURCE, re.DOTALL))
+    in_c = {
+        name: {key: int(number) for key, number in re.findall(r"FREIGHT_(\w+) = (\d+)", body)}
+        for name, body in enums.items()
+    }
+    assert in_c == NUMBERS
+    constants = re.findall(r"constexpr int32_t FREIGHT_(\w+) = (\d+);", SOURCE)
+    assert {name: int(number) for name, number in constants} == {
+        name: getattr(interface, name) for name in ("ABI", "LANES", "CACHE_LINE", "MAX_HEAD_DIM")
+    }
+
+
+def test_every_struct_is_the_headers() -> None:
+    in_python = {name for name, value in vars(interface).items() if isinstance(value, type(ctypes.Structure))}
+    assert set(STRUCTS) == in_python
+    for name, body in STRUCTS.items():
+        assert list(getattr(interface, name)._fields_) == fields_of(body), name
+
+
+def test_every_function_is_the_headers() -> None:
+    assert set(FUNCTIONS) == set(interface.COMPUTE) | set(interface.OTHERS)
+    for name, (result, arguments) in FUNCTIONS.items():
+        expected = [
+            declared(*re.match(r"(?:const )?(\w+)(.*)", text.strip()).groups()) for text in arguments.split(",") if text
+        ]
+        computes = name in interface.COMPUTE
+        assert (result == "FreightStatus") == computes, name
+        given = interface.COMPUTE[name] if computes else interface.OTHERS[name][1:]
+        assert [ctypes.c_void_p if issubclass(kind, ctypes._Pointer) else kind for kind in given] == expected, name
+        if not computes:
+            assert interface.OTHERS[name][0] is TYPES[result], name
+
+
+@pytest.mark.parametrize("status", STATUSES[1:])
+def test_every_failure_has_its_words(status: str) -> None:
+    assert interface._ERRORS[getattr(interface, status)][1]
