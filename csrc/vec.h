@@ -64,7 +64,7 @@ inline VF fma(VF a, VF b, VF c) {
 
 inline VF max(VF a, VF b) { return a > b ? a : b; }  // b where either is NaN
 
-// A V16 of what `lanes` makes of its i-th register. Not a loop, nor is a V16 copied as a whole: it stays in registers.
+// A V16 of what `lanes` makes of its i-th register; not a loop, so that it stays in registers.
 template <class Lanes>
 inline V16 each(const Lanes& lanes) {
   if constexpr (kLanes == W) return {{lanes(0)}};
@@ -72,12 +72,21 @@ inline V16 each(const Lanes& lanes) {
   else return {{lanes(0), lanes(1), lanes(2), lanes(3)}};
 }
 
+#if FREIGHT_PORTABLE  // as a whole: in parts, GCC 12 stops inlining within large functions
+inline V16 load16(const float* p) {
+  V16 v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+inline void store(float* p, V16 v) { std::memcpy(p, &v, sizeof v); }
+#else
 inline V16 load16(const float* p) {
   return each([=](int i) { return load(p + i * W); });
 }
 inline void store(float* p, V16 v) {
   for (int i = 0; i < kLanes / W; i++) store(p + i * W, v.v[i]);
 }
+#endif
 inline V16 set16(float x) {
   return each([=](int) { return set1(x); });
 }
