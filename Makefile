@@ -1,6 +1,7 @@
 # Two commands do everything on a machine with python3 (3.11 or newer), pip and make:
 #   make demo    install into .venv and run the main job on the model that ships with Freight
 #   make test    install into .venv, then lint, types and tests (make test-all: and the tests that take long)
+#   make sanitize    the compiled kernels under address and undefined-behaviour sanitizers; make sanitize-threads: races
 #   make test-defaults   the end-to-end tests under other torch defaults, and under python -O
 # PYTHON=python3.12 picks another interpreter; TORCH=cuda takes torch's default build instead of the CPU one.
 # Written for GNU make 3.81, which macOS ships.
@@ -11,7 +12,7 @@ TORCH_VERSION = 2.13.0
 BIN = .venv/bin
 STAMP = .venv/ready-$(TORCH)
 
-.PHONY: setup demo test test-all test-defaults check format clean
+.PHONY: setup demo test test-all test-defaults sanitize sanitize-threads check format clean
 
 setup: $(STAMP)
 
@@ -47,6 +48,14 @@ test: check
 test-all: check
 	@$(BIN)/pytest -m ""
 	@$(MAKE) --no-print-directory test-defaults
+	@$(MAKE) --no-print-directory sanitize-threads
+
+# the best build that runs here; both need a GCC with its sanitizers' runtimes
+sanitize: setup
+	@tools/sanitize.sh address,undefined
+
+sanitize-threads: setup
+	@tools/sanitize.sh thread
 
 # pytest's own rewriting keeps the assertions of test modules under -O; those of the source are gone, and it warns of that
 test-defaults: setup

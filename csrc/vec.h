@@ -64,33 +64,47 @@ inline VF fma(VF a, VF b, VF c) {
 
 inline VF max(VF a, VF b) { return a > b ? a : b; }  // b where either is NaN
 
-// A V16 of what `lanes` makes of its i-th register. Not a loop, nor is a V16 copied as a whole: it stays in registers.
+// A V16 of what `lanes` makes of its i-th register. The forms differ in what GCC 12 keeps in registers.
 template <class Lanes>
 inline V16 each(const Lanes& lanes) {
+#if FREIGHT_PORTABLE
+  V16 out;
+  for (int i = 0; i < kLanes / W; i++) out.v[i] = lanes(i);
+  return out;
+#else
   if constexpr (kLanes == W) return {{lanes(0)}};
-  else if constexpr (kLanes == 2 * W) return {{lanes(0), lanes(1)}};
-  else return {{lanes(0), lanes(1), lanes(2), lanes(3)}};
+  else return {{lanes(0), lanes(1)}};
+#endif
 }
 
+#if FREIGHT_PORTABLE
+inline V16 load16(const float* p) {
+  V16 v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+inline void store(float* p, const V16& v) { std::memcpy(p, &v, sizeof v); }
+#else
 inline V16 load16(const float* p) {
   return each([=](int i) { return load(p + i * W); });
 }
-inline void store(float* p, V16 v) {
+inline void store(float* p, const V16& v) {
   for (int i = 0; i < kLanes / W; i++) store(p + i * W, v.v[i]);
 }
+#endif
 inline V16 set16(float x) {
   return each([=](int) { return set1(x); });
 }
-inline V16 operator+(V16 a, V16 b) {
+inline V16 operator+(const V16& a, const V16& b) {
   return each([&](int i) { return a.v[i] + b.v[i]; });
 }
-inline V16 operator-(V16 a, V16 b) {
+inline V16 operator-(const V16& a, const V16& b) {
   return each([&](int i) { return a.v[i] - b.v[i]; });
 }
-inline V16 operator*(V16 a, V16 b) {
+inline V16 operator*(const V16& a, const V16& b) {
   return each([&](int i) { return a.v[i] * b.v[i]; });
 }
-inline V16 fma(V16 a, V16 b, V16 c) {
+inline V16 fma(const V16& a, const V16& b, const V16& c) {
   return each([&](int i) { return fma(a.v[i], b.v[i], c.v[i]); });
 }
 
@@ -210,7 +224,7 @@ inline V16 load_as(const void* from) {
 }
 
 template <FreightFormat F>
-inline void store_as(void* to, V16 v) {
+inline void store_as(void* to, const V16& v) {
   float values[kLanes];
   store(F == FREIGHT_FLOAT32 ? static_cast<float*>(to) : values, v);
   uint16_t* halves = static_cast<uint16_t*>(to);
@@ -251,7 +265,7 @@ inline V16 load_as(const void* from) {
 
 // Rounded to nearest, ties to even, as float_to_bf16 and float_to_f16 do.
 template <FreightFormat F>
-inline void store_as(void* to, V16 v) {
+inline void store_as(void* to, const V16& v) {
   if constexpr (F == FREIGHT_FLOAT32) return store(static_cast<float*>(to), v);
   for (int i = 0; i < kLanes / W; i++) {
     VH halves;

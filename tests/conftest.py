@@ -2,9 +2,13 @@
 
 FREIGHT_TEST_DEFAULT_DTYPE=float64 runs them in a process whose default dtype is that (`make test-defaults`): what
 Freight computes does not depend on it.
+
+FREIGHT_TEST_KERNELS=folder runs them with the compiled kernels of that folder (`make sanitize`), on a pool of its own:
+a thread sanitizer does not see how the threads of an OpenMP runtime wait for each other.
 """
 
 import os
+from pathlib import Path
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # several processes share the cores: a thread that spins would wait for one that is not scheduled
@@ -23,3 +27,10 @@ def pytest_configure() -> None:
         import torch
 
         torch.set_default_dtype(getattr(torch, name))
+    folder = os.environ.get("FREIGHT_TEST_KERNELS")
+    if folder:
+        from freight.kernels.cpu import library
+
+        library.FOLDER = Path(folder)
+        library._gomp_parallel = lambda: None
+        assert library.runnable(), f"no build in {folder} runs here"

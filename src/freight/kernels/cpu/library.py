@@ -45,16 +45,16 @@ class Library:
         self.functions.freight_set_prefetch(int(non_temporal))
 
 
-def installed(folder: Path = FOLDER) -> tuple[str, ...]:
+def installed(folder: Path | None = None) -> tuple[str, ...]:
     """The builds that were compiled, best first."""
     return tuple(build for build in BUILDS if path_of(build, folder).exists())
 
 
-def path_of(build: str, folder: Path = FOLDER) -> Path:
-    return folder / f"freight_{build}.so"
+def path_of(build: str, folder: Path | None = None) -> Path:
+    return (folder or FOLDER) / f"freight_{build}.so"
 
 
-def runnable(features: Iterable[str] | None = None, folder: Path = FOLDER) -> tuple[str, ...]:
+def runnable(features: Iterable[str] | None = None, folder: Path | None = None) -> tuple[str, ...]:
     """The installed builds that a processor with these features (default: this one) runs, best first."""
     have = cpu_features() if features is None else tuple(features)
     return tuple(build for build in installed(folder) if not _obstacle(build, have))
@@ -84,7 +84,7 @@ def tile_obstacle() -> str:
     return f"Linux denied this process the tile registers ({os.strerror(ctypes.get_errno())})"
 
 
-def describe(features: tuple[str, ...] | None = None, folder: Path = FOLDER) -> str:
+def describe(features: tuple[str, ...] | None = None, folder: Path | None = None) -> str:
     """One line on the choice: the build that runs and why not a better one, or why none does."""
     features = cpu_features() if features is None else features
     if not installed(folder):
