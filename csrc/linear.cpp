@@ -15,6 +15,8 @@
 #include "packed.h"
 #include "parallel.h"
 #include "status.h"
+#include "tile_dot.h"
+#include "tile_product.h"
 
 namespace {
 
@@ -195,7 +197,7 @@ struct Product {
 template <class D>
 void run(const FreightWeight& weight, const char* x, int32_t format, int64_t rows, const float* bias, char* y,
          int threads) {
-  const int64_t inputs = D::steps * D::Math::inputs, units = (weight.in_features + inputs - 1) / inputs;
+  const int64_t units = units_of(weight.format, weight.in_features);
   const int64_t size = format == FREIGHT_FLOAT32 ? 4 : 2;
   for (int64_t first = 0; first < rows; first += kStageRows) {
     const int64_t count = std::min(kStageRows, rows - first);
@@ -208,6 +210,44 @@ void run(const FreightWeight& weight, const char* x, int32_t format, int64_t row
       Product<Streamed<D, false>>{call, {}}.compute();
   }
 }
+
+#if FREIGHT_AMX
+
+// The same on tiles, or for few rows by vectors with the tiles' bits.
+template <bool FP8>
+void run_tiles(const FreightWeight& weight, const char* x, int32_t format, int64_t rows, const float* bias, char* y,
+               int threads) {
+  using namespace freight;
+  constexpr int64_t kMostRows = 512;  // at once: their sums, and a panel of theirs, stay in L2
+  const int64_t size = format == FREIGHT_FLOAT32 ? 4 : 2;
+  const int64_t parts = (rows + kMostRows - 1) / kMostRows;
+  const int64_t part = parts ? ((rows + parts - 1) / parts + kTileLines - 1) / kTileLines * kTileLines : 0;
+  for (int64_t first = 0; first < rows; first += part) {
+    const int64_t count = std::min(part, rows - first);
+    const char* from = x + first * weight.in_features * size;
+    char* to = y + first * weight.out_features * size;
+    if (count <= kDotRows) {
+      const int64_t steps = (weight.in_features + kTileInputs - 1) / kTileInputs * kTileInputs;
+      const Call call{weight, stage(weight, from, format, count, false, steps, threads), bias, format, count, to, threads};
+      const float* values = static_cast<const float*>(call.staged.x);
+      const auto finish_block = [&](const float* sums, int64_t block) { finish(call, sums, 0, count, block, 1.f); };
+      using Decoder = std::conditional_t<FP8, DotE4M3, DotBFloat16>;
+      with_height(height_of(count), [&](auto height) {
+        if constexpr (height <= kDotRows)
+          dot_product<Decoder, height>(weight, values, call.staged.group_scale, threads, finish_block);
+      });
+      continue;
+    }
+    const Call call{weight, stage_tiles(weight, from, format, count, threads), bias, format, count, to, threads};
+    const TileJob job{weight, static_cast<const uint8_t*>(call.staged.x), call.staged.group_scale, count,
+                      count >= 64 ? kMostBands : 1};
+    tile_product<FP8>(job, threads, [&](const float* sums, int64_t row, int64_t there, int64_t block) {
+      finish(call, sums, row, there, block, 1.f);
+    });
+  }
+}
+
+#endif
 
 void linear(const FreightWeight* weight, const void* x, int32_t x_format, int64_t rows, const void* bias, void* y,
             int32_t threads) {
@@ -225,7 +265,12 @@ void linear(const FreightWeight* weight, const void* x, int32_t x_format, int64_
   const float* b = bias ? bias_values.data() : nullptr;
   const char* from = static_cast<const char*>(x);
   char* to = static_cast<char*>(y);
-#if FREIGHT_AVX512
+#if FREIGHT_AMX
+  if (weight->activations != PLAIN || x_format == FREIGHT_BFLOAT16) {  // what goes in is bfloat16, without rounding
+    if (weight->format == FREIGHT_E4M3FN) return run_tiles<true>(*weight, from, x_format, rows, b, to, threads);
+    if (weight->format == FREIGHT_BFLOAT16) return run_tiles<false>(*weight, from, x_format, rows, b, to, threads);
+  }
+#elif FREIGHT_AVX512
   if (weight->activations != PLAIN || x_format == FREIGHT_BFLOAT16) {  // what goes in is bfloat16, without rounding
     if (weight->format == FREIGHT_E4M3FN) return run<E4M3Pair>(*weight, from, x_format, rows, b, to, threads);
     if (weight->format == FREIGHT_BFLOAT16) return run<BFloat16Pair>(*weight, from, x_format, rows, b, to, threads);
