@@ -126,19 +126,19 @@ struct Stager {
 #if FREIGHT_AMX
   // kColumns columns of a tile of `rows` rows, into [panels][tiles][4][16][32]; `lines` of the 16 are written.
   void tile_part(int64_t tile, int64_t tiles, int64_t first, int64_t rows, int64_t lines, uint8_t* to) const {
-    constexpr int64_t kPanelBytes = freight::kPanelSteps * freight::kTileBytes;
-    const int64_t panels = std::min(kColumns / freight::kPanelInputs, groups - first / freight::kPanelInputs);
+    constexpr int64_t kGroupBytes = freight::kGroupSteps * freight::kTileBytes;
+    const int64_t panels = std::min(kColumns / freight::kGroupInputs, groups - first / freight::kGroupInputs);
     alignas(64) uint32_t words[kColumns];
     for (int64_t line = 0; line < lines; line++) {
       if (line < rows)
         words_of(tile * freight::kTileLines + line, first, words);
       else
         std::memset(words, 0, sizeof(words));
-      uint8_t* out = to + (first / freight::kPanelInputs * tiles + tile) * kPanelBytes + line * freight::kTileRowBytes;
+      uint8_t* out = to + (first / freight::kGroupInputs * tiles + tile) * kGroupBytes + line * freight::kTileRowBytes;
       for (int64_t panel = 0; panel < panels; panel++)
-        for (int64_t step = 0; step < freight::kPanelSteps; step++)
-          std::memcpy(out + panel * tiles * kPanelBytes + step * freight::kTileBytes,
-                      words + (panel * freight::kPanelSteps + step) * kLanes, freight::kTileRowBytes);
+        for (int64_t step = 0; step < freight::kGroupSteps; step++)
+          std::memcpy(out + panel * tiles * kGroupBytes + step * freight::kTileBytes,
+                      words + (panel * freight::kGroupSteps + step) * kLanes, freight::kTileRowBytes);
     }
   }
 #endif
@@ -173,7 +173,7 @@ Staged stage(const FreightWeight& weight, const void* x, int32_t format, int64_t
 #if FREIGHT_AMX
 
 Staged stage_tiles(const FreightWeight& weight, const void* x, int32_t format, int64_t rows, int threads) {
-  constexpr int64_t kPanelBytes = freight::kPanelSteps * freight::kTileBytes, kTileLines = freight::kTileLines;
+  constexpr int64_t kGroupBytes = freight::kGroupSteps * freight::kTileBytes, kTileLines = freight::kTileLines;
   thread_local freight::TileMemory memory;
   thread_local std::vector<float> row_scale, group_scale;
   const int64_t groups = (weight.in_features + kGroup - 1) / kGroup, tiles = (rows + kTileLines - 1) / kTileLines;
@@ -181,7 +181,7 @@ Staged stage_tiles(const FreightWeight& weight, const void* x, int32_t format, i
   const bool by_row = weight.activations == STATIC || (weight.activations == DYNAMIC && !by_group);
   if (by_row) row_scale.resize(static_cast<size_t>(rows));
   if (by_group) group_scale.resize(static_cast<size_t>(rows * groups));
-  uint8_t* to = memory.of(tiles * groups * kPanelBytes);
+  uint8_t* to = memory.of(tiles * groups * kGroupBytes);
   const Stager stager{weight, x, format, true, 0, groups, by_row ? row_scale.data() : nullptr,
                       by_group ? group_scale.data() : nullptr};
   const int64_t parts = (weight.in_features + kColumns - 1) / kColumns;

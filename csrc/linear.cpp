@@ -239,8 +239,7 @@ void run_tiles(const FreightWeight& weight, const char* x, int32_t format, int64
       continue;
     }
     const Call call{weight, stage_tiles(weight, from, format, count, threads), bias, format, count, to, threads};
-    const TileJob job{weight, static_cast<const uint8_t*>(call.staged.x), call.staged.group_scale, count,
-                      count >= 64 ? kMostBands : 1};
+    const TileJob job(weight, call.staged.x, call.staged.group_scale, count, threads);
     tile_product<FP8>(job, threads, [&](const float* sums, int64_t row, int64_t there, int64_t block) {
       finish(call, sums, row, there, block, 1.f);
     });

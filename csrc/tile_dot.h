@@ -73,7 +73,7 @@ __attribute__((noinline)) void dot_band(const D& tables, const uint8_t* w, const
   for (int j = 0; j < kBand; j++)
     for (int m = 0; m < M; m++) total[j][m] = sums[j][m] = zero16();
   for (int64_t group = 0, step = 0; step < steps; group++) {
-    const int64_t end = scales.weight ? std::min<int64_t>(step + kPanelSteps, steps) : steps;
+    const int64_t end = scales.weight ? std::min<int64_t>(step + kGroupSteps, steps) : steps;
     for (; step < end; step++) dot_step<D, M>(decoder, w + step * bytes, x + step * kTileInputs * M, sums);
     if (!scales.weight) break;
     for (int j = 0; j < kBand; j++)

@@ -1,6 +1,6 @@
 // The product on tiles (tiles.h), for 5 rows and more.
 //
-// A task has a few bands of 32 outputs and goes through their inputs in panels of 128; within a panel all rows meet all
+// A task has a few bands of 32 outputs and goes through their inputs in panels; within a panel all rows meet all
 // its bands, and their sums rest in memory between panels, which changes no bit. FP8 weights are decoded once for all rows:
 // the next panel, a few registers after every step of this one, so that both the tiles and the vector units work.
 #pragma once
@@ -14,21 +14,29 @@
 
 namespace freight {
 
-constexpr int kMostBands = 4;            // of a task
 constexpr int64_t kTileAhead = 8192;     // bytes between what is decoded and what is prefetched
 constexpr int kStepBytes = 2 * kTileBytes;  // 32 inputs of a band in bfloat16: [16 pairs of inputs][2 blocks][64]
-constexpr int kBandPanel = kPanelSteps * kStepBytes;
 constexpr int kSquare = 4 * kTileLines * kLanes;  // sums of 32 rows and a band: [2 row tiles][2 blocks][16][16]
 
 struct TileJob {
   const FreightWeight& weight;
-  const uint8_t* x;      // tiles: [panels][row tiles][kPanelSteps][kTileBytes]
+  const uint8_t* x;      // tiles: [groups][row tiles][kGroupSteps][kTileBytes]
   const float* x_scale;  // [rows][groups], or null
   int64_t rows;
-  int bands;  // of a task
+  int bands;        // of a task
+  int panel_steps;  // of 32 inputs: a multiple of kGroupSteps, with block scales kGroupSteps
+
+  TileJob(const FreightWeight& of, const void* tiles, const float* scale, int64_t count, int threads)
+      : weight(of), x(static_cast<const uint8_t*>(tiles)), x_scale(scale), rows(count) {
+    constexpr int64_t kMany = 64, kMostBands = 8, kTasks = 3;  // measured; tasks for each thread at least, where there are
+    const int64_t most = std::clamp<int64_t>(all_bands() / (kTasks * threads), 1, kMostBands);
+    bands = rows < kMany ? 1 : static_cast<int>(most);
+    panel_steps = weight.block_scale || rows < kMany ? kGroupSteps : 2 * kGroupSteps;
+  }
 
   int64_t steps() const { return (weight.in_features + kTileInputs - 1) / kTileInputs; }
-  int64_t panels() const { return (steps() + kPanelSteps - 1) / kPanelSteps; }
+  int64_t panels() const { return (steps() + panel_steps - 1) / panel_steps; }
+  int64_t band_panel() const { return static_cast<int64_t>(panel_steps) * kStepBytes; }  // bytes in bfloat16
   int64_t row_tiles() const { return (rows + kTileLines - 1) / kTileLines; }
   int64_t row_pairs() const { return (row_tiles() + 1) / 2; }
   int64_t all_bands() const { return (weight.out_features + kBand * kLanes - 1) / (kBand * kLanes); }
@@ -40,33 +48,36 @@ struct Ahead {
   static constexpr int kStored = FP8 ? kUnit : 2 * kUnit;
   const E4M3Pair decoder;
   const uint8_t* from;
-  int64_t band_bytes;  // between two bands
   uint8_t* to;
-  int each;  // pieces of a band
-  int pieces, done = 0;
+  int64_t from_skip, to_skip;  // from the end of a band's panel to the next band's
+  int each, bands;             // pieces of a band; bands that are left
+  int piece = 0;
+
+  int pieces() const { return each * bands; }
 
   void advance(int count) {
-    for (const int end = std::min(pieces, done + count); done < end; done++) {
-      const int band = done / each, piece = done % each;
-      const uint8_t* at = from + band * band_bytes + piece * kStored;
-      _mm_prefetch(reinterpret_cast<const char*>(FP8 ? at + kTileAhead : at), _MM_HINT_T1);
+    for (; count > 0 && bands > 0; count--) {
+      _mm_prefetch(reinterpret_cast<const char*>(FP8 ? from + kTileAhead : from), _MM_HINT_T1);
       if constexpr (FP8) {
         __m512i lines[2];
-        decoder.decode(at, 0, lines);
-        uint8_t* line = to + band * kBandPanel + piece / kBand * 2 * kBand * kUnit + piece % kBand * kUnit;
+        decoder.decode(from, 0, lines);
+        uint8_t* line = to + piece % kBand * kUnit;
         _mm512_store_si512(line, lines[0]);
         _mm512_store_si512(line + kBand * kUnit, lines[1]);
+        to += piece % kBand * 2 * kBand * kUnit;
       } else {
-        _mm_prefetch(reinterpret_cast<const char*>(at + kUnit), _MM_HINT_T1);
+        _mm_prefetch(reinterpret_cast<const char*>(from + kUnit), _MM_HINT_T1);
       }
+      from += kStored;
+      if (++piece == each) piece = 0, bands--, from += from_skip, to += to_skip;
     }
   }
 };
 
 // sums += up to 32 rows x a band over a panel, or, where `fresh`, = that. After each step `each` pieces of `ahead`.
 template <int ROW_TILES, bool FP8>
-inline void multiply(const uint8_t* a, const uint8_t* b, int steps, bool fresh, float* sums, Ahead<FP8>& ahead,
-                     int each) {
+inline void multiply(const uint8_t* a, int64_t a_group, const uint8_t* b, int steps, bool fresh, float* sums,
+                     Ahead<FP8>& ahead, int each) {
   constexpr int kSums = kTileLines * kLanes;
   memory_is_read();
   if (fresh) {
@@ -82,14 +93,15 @@ inline void multiply(const uint8_t* a, const uint8_t* b, int steps, bool fresh, 
       _tile_loadd(3, sums + 3 * kSums, kTileRowBytes);
     }
   }
-  for (int step = 0; step < steps; step++, a += kTileBytes, b += kStepBytes) {
-    _tile_loadd(4, a, kTileRowBytes);
+  for (int step = 0; step < steps; step++, b += kStepBytes) {
+    const uint8_t* at = a + step / kGroupSteps * a_group + step % kGroupSteps * kTileBytes;
+    _tile_loadd(4, at, kTileRowBytes);
     _tile_loadd(6, b, kBand * kUnit);
     _tile_loadd(7, b + kUnit, kBand * kUnit);
     _tile_dpbf16ps(0, 4, 6);
     _tile_dpbf16ps(1, 4, 7);
     if constexpr (ROW_TILES == 2) {
-      _tile_loadd(5, a + kPanelSteps * kTileBytes, kTileRowBytes);
+      _tile_loadd(5, at + kGroupSteps * kTileBytes, kTileRowBytes);
       _tile_dpbf16ps(2, 5, 6);
       _tile_dpbf16ps(3, 5, 7);
     }
@@ -114,7 +126,7 @@ inline void add_scaled(const float* sums, int64_t rows, float weight_scale, cons
   }
 }
 
-// One task on one thread. `scratch`: two panels of kMostBands bands; sums: [row pairs][bands of the task][kSquare].
+// One task on one thread. `scratch`: two panels of its bands; sums: [row pairs][bands of the task][kSquare].
 template <bool FP8>
 struct TileTask {
   const TileJob& job;
@@ -126,21 +138,23 @@ struct TileTask {
 
   int64_t step_bytes() const { return FP8 ? kStepBytes / 2 : kStepBytes; }
   int steps_of(int64_t panel) const {
-    return static_cast<int>(std::min<int64_t>(kPanelSteps, job.steps() - panel * kPanelSteps));
+    return static_cast<int>(std::min<int64_t>(job.panel_steps, job.steps() - panel * job.panel_steps));
   }
-  uint8_t* decoded(int64_t panel) const { return scratch + panel % 2 * kMostBands * kBandPanel; }
+  uint8_t* decoded(int64_t panel) const { return scratch + panel % 2 * bands * job.band_panel(); }
   const uint8_t* stored(int64_t panel) const {
     const auto* data = static_cast<const uint8_t*>(job.weight.data);
-    return data + (first_band * job.steps() + panel * kPanelSteps) * step_bytes();
+    return data + (first_band * job.steps() + panel * job.panel_steps) * step_bytes();
   }
   Ahead<FP8> ahead_of(int64_t panel) const {
-    const bool any = panel < job.panels();
-    const int each = any ? steps_of(panel) * kStepBytes / 128 : 1;
-    return {decoder, any ? stored(panel) : nullptr, job.steps() * step_bytes(), decoded(panel), each, any ? each * bands : 0};
+    if (panel >= job.panels()) return {decoder, nullptr, nullptr, 0, 0, 0, 0};
+    const int64_t steps = steps_of(panel);
+    return {decoder, stored(panel), decoded(panel), (job.steps() - steps) * step_bytes(),
+            job.band_panel() - steps * kStepBytes, static_cast<int>(steps) * kStepBytes / 128, bands};
   }
 
   __attribute__((noinline)) void compute() const {
-    ahead_of(0).advance(kMostBands * kBandPanel);
+    Ahead<FP8> first = ahead_of(0);
+    first.advance(first.pieces());
     if (job.weight.block_scale) std::fill(sums, sums + job.row_pairs() * bands * kSquare, 0.f);
     for (int64_t panel = 0; panel < job.panels(); panel++) compute_panel(panel);
   }
@@ -148,11 +162,11 @@ struct TileTask {
   void compute_panel(int64_t panel) const {
     Ahead<FP8> ahead = ahead_of(panel + 1);
     const int steps = steps_of(panel), places = static_cast<int>(job.row_pairs()) * bands * steps;
-    const int each = (ahead.pieces + places - 1) / places;
+    const int each = (ahead.pieces() + places - 1) / places;
     const uint8_t* b = FP8 ? decoded(panel) : stored(panel);
-    const int64_t b_stride = FP8 ? kBandPanel : job.steps() * kStepBytes;
-    const uint8_t* a = job.x + panel * job.row_tiles() * kPanelSteps * kTileBytes;
-    for (int64_t pair = 0; pair < job.row_pairs(); pair++, a += 2 * kPanelSteps * kTileBytes)
+    const int64_t b_stride = FP8 ? job.band_panel() : job.steps() * kStepBytes;
+    const uint8_t* a = job.x + panel * job.panel_steps * job.row_tiles() * kTileBytes;
+    for (int64_t pair = 0; pair < job.row_pairs(); pair++, a += 2 * kGroupSteps * kTileBytes)
       for (int band = 0; band < bands; band++) {
         float* to = sums + (pair * bands + band) * kSquare;
         if (!job.weight.block_scale) {
@@ -166,15 +180,16 @@ struct TileTask {
                    job.weight.block_scale[(first_band + band) * kBand * kLanes / kGroup * groups + panel],
                    job.x_scale ? job.x_scale + row * groups + panel : nullptr, groups, to);
       }
-    ahead.advance(ahead.pieces);
+    ahead.advance(ahead.pieces());
   }
 
   void rows_of(int64_t pair, const uint8_t* a, const uint8_t* b, int steps, bool fresh, float* to, Ahead<FP8>& ahead,
                int each) const {
+    const int64_t a_group = job.row_tiles() * kGroupSteps * kTileBytes;
     if (2 * pair + 1 < job.row_tiles())
-      multiply<2>(a, b, steps, fresh, to, ahead, each);
+      multiply<2>(a, a_group, b, steps, fresh, to, ahead, each);
     else
-      multiply<1>(a, b, steps, fresh, to, ahead, each);
+      multiply<1>(a, a_group, b, steps, fresh, to, ahead, each);
   }
 };
 
@@ -187,7 +202,7 @@ void tile_product(const TileJob& job, int threads, const Finish& finish) {
     thread_local TileMemory memory;
     const int64_t first = task * job.bands, squares = job.row_pairs() * job.bands;
     const int bands = static_cast<int>(std::min<int64_t>(job.bands, all - first));
-    constexpr int64_t scratch = 2 * kMostBands * kBandPanel;
+    const int64_t scratch = FP8 ? 2 * job.bands * job.band_panel() : 0;
     uint8_t* at = memory.of(scratch + squares * kSquare * 4);
     float* sums = reinterpret_cast<float*>(at + scratch);
     {

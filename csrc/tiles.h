@@ -18,8 +18,8 @@ constexpr int kTileBytes = 1024;  // 16 rows of 64 bytes
 constexpr int kTileRowBytes = 64;
 constexpr int kTileLines = 16;  // rows of A and C: rows of x
 constexpr int kTileInputs = 32;
-constexpr int kPanelSteps = 4;  // tiles of a panel along the inputs
-constexpr int kPanelInputs = kPanelSteps * kTileInputs;
+constexpr int kGroupSteps = 4;  // tiles of the inputs that share a block scale
+constexpr int kGroupInputs = kGroupSteps * kTileInputs;
 
 // GCC 12 does not know that loads of tiles read memory. What they read must be there, not in registers.
 inline void memory_is_read() { asm volatile("" ::: "memory"); }
