@@ -14,7 +14,7 @@
 
 namespace freight {
 
-constexpr int64_t kTileAhead = 8192;     // bytes between what is decoded and what is prefetched
+constexpr int64_t kTileAhead = 4096;     // bytes between what is decoded and what is prefetched
 constexpr int kStepBytes = 2 * kTileBytes;  // 32 inputs of a band in bfloat16: [16 pairs of inputs][2 blocks][64]
 constexpr int kSquare = 4 * kTileLines * kLanes;  // sums of 32 rows and a band: [2 row tiles][2 blocks][16][16]
 
@@ -57,8 +57,8 @@ struct Ahead {
 
   void advance(int count) {
     for (; count > 0 && bands > 0; count--) {
-      _mm_prefetch(reinterpret_cast<const char*>(FP8 ? from + kTileAhead : from), _MM_HINT_T1);
       if constexpr (FP8) {
+        __builtin_prefetch(from + kTileAhead);
         __m512i lines[2];
         decoder.decode(from, 0, lines);
         uint8_t* line = to + piece % kBand * kUnit;
@@ -66,6 +66,7 @@ struct Ahead {
         _mm512_store_si512(line + kBand * kUnit, lines[1]);
         to += piece % kBand * 2 * kBand * kUnit;
       } else {
+        _mm_prefetch(reinterpret_cast<const char*>(from), _MM_HINT_T1);  // a panel may be larger than L1
         _mm_prefetch(reinterpret_cast<const char*>(from + kUnit), _MM_HINT_T1);
       }
       from += kStored;
