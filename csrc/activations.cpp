@@ -128,17 +128,20 @@ struct Stager {
   void tile_part(int64_t tile, int64_t tiles, int64_t first, int64_t rows, int64_t lines, uint8_t* to) const {
     constexpr int64_t kGroupBytes = freight::kGroupSteps * freight::kTileBytes;
     const int64_t panels = std::min(kColumns / freight::kGroupInputs, groups - first / freight::kGroupInputs);
-    alignas(64) uint32_t words[kColumns];
+    alignas(64) uint32_t words[kColumns] = {};
     for (int64_t line = 0; line < lines; line++) {
-      if (line < rows)
-        words_of(tile * freight::kTileLines + line, first, words);
-      else
+      const int64_t row = tile * freight::kTileLines + line;
+      const char* from = reinterpret_cast<const char*>(words);
+      if (line >= rows)
         std::memset(words, 0, sizeof(words));
+      else if (weight.activations == PLAIN && first + kColumns <= weight.in_features)
+        from = static_cast<const char*>(x) + (row * weight.in_features + first) * 2;  // as they are
+      else
+        words_of(row, first, words);
       uint8_t* out = to + (first / freight::kGroupInputs * tiles + tile) * kGroupBytes + line * freight::kTileRowBytes;
       for (int64_t panel = 0; panel < panels; panel++)
-        for (int64_t step = 0; step < freight::kGroupSteps; step++)
-          std::memcpy(out + panel * tiles * kGroupBytes + step * freight::kTileBytes,
-                      words + (panel * freight::kGroupSteps + step) * kLanes, freight::kTileRowBytes);
+        for (int64_t step = 0; step < freight::kGroupSteps; step++, from += freight::kTileRowBytes)
+          std::memcpy(out + panel * tiles * kGroupBytes + step * freight::kTileBytes, from, freight::kTileRowBytes);
     }
   }
 #endif
