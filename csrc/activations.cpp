@@ -6,6 +6,7 @@
 
 #include "parallel.h"
 #include "rows.h"
+#include "tiles.h"
 
 namespace freight {
 namespace {
@@ -111,6 +112,29 @@ struct Stager {
     for (int64_t i = 0; i < count; i++)
       for (int row = 0; row < H; row++) out[i * H + row] = words[row][i];
   }
+
+#if FREIGHT_AMX
+  // kColumns columns of a tile of `rows` rows, into [panels][tiles][4][16][32]; `lines` of the 16 are written.
+  void tile_part(int64_t tile, int64_t tiles, int64_t first, int64_t rows, int64_t lines, uint8_t* to) const {
+    constexpr int64_t kGroupBytes = kGroupSteps * kTileBytes;
+    const int64_t panels = std::min(kColumns / kGroupInputs, groups - first / kGroupInputs);
+    alignas(64) uint32_t words[kColumns] = {};
+    for (int64_t line = 0; line < lines; line++) {
+      const int64_t row = tile * kTileLines + line;
+      const char* from = reinterpret_cast<const char*>(words);
+      if (line >= rows)
+        std::memset(words, 0, sizeof(words));
+      else if (weight.activations == FREIGHT_PLAIN && first + kColumns <= weight.in_features)
+        from = static_cast<const char*>(x) + (row * weight.in_features + first) * 2;  // as they are
+      else
+        words_of(row, first, words);
+      uint8_t* out = to + (first / kGroupInputs * tiles + tile) * kGroupBytes + line * kTileRowBytes;
+      for (int64_t panel = 0; panel < panels; panel++)
+        for (int64_t step = 0; step < kGroupSteps; step++, from += kTileRowBytes)
+          std::memcpy(out + panel * tiles * kGroupBytes + step * kTileBytes, from, kTileRowBytes);
+    }
+  }
+#endif
 };
 
 }  // namespace
@@ -138,5 +162,31 @@ Staged stage(const FreightWeight& weight, const void* x, int32_t format, int64_t
   });
   return {to, steps, groups, stager.row_scale, stager.group_scale};
 }
+
+#if FREIGHT_AMX
+
+Staged stage_tiles(const FreightWeight& weight, const void* x, int32_t format, int64_t rows, int threads) {
+  constexpr int64_t kGroupBytes = kGroupSteps * kTileBytes;
+  thread_local TileMemory memory;
+  thread_local std::vector<float> row_scale, group_scale;
+  const int64_t groups = (weight.in_features + kGroup - 1) / kGroup, tiles = (rows + kTileLines - 1) / kTileLines;
+  const bool by_group = weight.activations == FREIGHT_DYNAMIC && weight.block_scale;
+  const bool by_row = weight.activations == FREIGHT_STATIC || (weight.activations == FREIGHT_DYNAMIC && !by_group);
+  if (by_row) row_scale.resize(static_cast<size_t>(rows));
+  if (by_group) group_scale.resize(static_cast<size_t>(rows * groups));
+  uint8_t* to = memory.of(tiles * groups * kGroupBytes);
+  const Stager stager{weight, x, format, true, 0, groups, by_row ? row_scale.data() : nullptr,
+                      by_group ? group_scale.data() : nullptr};
+  const int64_t parts = (weight.in_features + kColumns - 1) / kColumns;
+  const int useful = static_cast<int>(std::min<int64_t>(threads, rows * weight.in_features / kShare + 1));
+  if (by_row) parallel_for(rows, useful, [&](int64_t row) { stager.scale_row(row); });
+  parallel_for(tiles * parts, useful, [&](int64_t task) {
+    const int64_t tile = task / parts, there = std::min<int64_t>(kTileLines, rows - tile * kTileLines);
+    stager.tile_part(tile, tiles, task % parts * kColumns, there, tiles == 1 ? there : kTileLines, to);
+  });
+  return {to, 0, groups, stager.row_scale, stager.group_scale};
+}
+
+#endif
 
 }  // namespace freight

@@ -53,4 +53,10 @@ struct Staged {
 Staged stage(const FreightWeight& weight, const void* x, int32_t format, int64_t rows, bool pair, int64_t steps,
              int threads);
 
+#if FREIGHT_AMX
+// The same, bfloat16, for tiles of AMX: `x` of the result is [panels][tiles of 16 rows][4 steps][16 rows][32 inputs], where a
+// panel has 128 inputs. The last tile's rows are padded with zeros unless it is the only one.
+Staged stage_tiles(const FreightWeight& weight, const void* x, int32_t format, int64_t rows, int threads);
+#endif
+
 }  // namespace freight

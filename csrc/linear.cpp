@@ -20,6 +20,8 @@
 #include "parallel.h"
 #include "rows.h"
 #include "status.h"
+#include "tile_dot.h"
+#include "tile_product.h"
 
 namespace freight {
 namespace {
@@ -192,7 +194,7 @@ struct Product {
 template <class D>
 void run(const FreightWeight& weight, const void* x, int32_t format, int64_t rows, const float* bias, void* y,
          int threads) {
-  const int64_t inputs = D::steps * D::Math::inputs, units = (weight.in_features + inputs - 1) / inputs;
+  const int64_t units = units_of(weight.format, weight.in_features);
   for (int64_t first = 0; first < rows; first += kStageRows) {
     const int64_t count = std::min(kStageRows, rows - first);
     const Staged staged = stage(weight, element(x, first * weight.in_features, format), format, count,
@@ -206,6 +208,41 @@ void run(const FreightWeight& weight, const void* x, int32_t format, int64_t row
   }
 }
 
+#if FREIGHT_AMX
+
+// The same on tiles, or for few rows by vectors with the tiles' bits.
+template <bool FP8>
+void run_tiles(const FreightWeight& weight, const void* x, int32_t format, int64_t rows, const float* bias, void* y,
+               int threads) {
+  constexpr int64_t kMostRows = 512;  // at once: their sums, and a panel of theirs, stay in L2
+  const int64_t parts = (rows + kMostRows - 1) / kMostRows;
+  const int64_t part = parts ? ((rows + parts - 1) / parts + kTileLines - 1) / kTileLines * kTileLines : 0;
+  for (int64_t first = 0; first < rows; first += part) {
+    const int64_t count = std::min(part, rows - first);
+    const void* from = element(x, first * weight.in_features, format);
+    void* to = element(y, first * weight.out_features, format);
+    if (count <= kDotRows) {
+      const int64_t steps = (weight.in_features + kTileInputs - 1) / kTileInputs * kTileInputs;
+      const Call call{weight, stage(weight, from, format, count, false, steps, threads), bias, format, count, to, threads};
+      const float* values = static_cast<const float*>(call.staged.x);
+      const auto finish_block = [&](const float* sums, int64_t block) { finish(call, sums, 0, count, block, 1.f); };
+      using Decoder = std::conditional_t<FP8, DotE4M3, DotBFloat16>;
+      with_height(height_of(count), [&](auto height) {
+        if constexpr (height <= kDotRows)
+          dot_product<Decoder, height>(weight, values, call.staged.group_scale, threads, finish_block);
+      });
+      continue;
+    }
+    const Call call{weight, stage_tiles(weight, from, format, count, threads), bias, format, count, to, threads};
+    const TileJob job(weight, call.staged.x, call.staged.group_scale, count, threads);
+    tile_product<FP8>(job, threads, [&](const float* sums, int64_t row, int64_t there, int64_t block) {
+      finish(call, sums, row, there, block, 1.f);
+    });
+  }
+}
+
+#endif
+
 void linear(const FreightWeight* weight, const void* x, int32_t x_format, int64_t rows, const void* bias, void* y,
             int32_t threads) {
   thread_local std::vector<float> bias_values;
@@ -215,7 +252,12 @@ void linear(const FreightWeight* weight, const void* x, int32_t x_format, int64_
     read_row(bias, x_format, out, bias_values.data());
   }
   const float* b = bias ? bias_values.data() : nullptr;
-#if FREIGHT_AVX512
+#if FREIGHT_AMX
+  if (weight->activations != FREIGHT_PLAIN || x_format == FREIGHT_BFLOAT16) {  // bfloat16 without rounding
+    if (weight->format == FREIGHT_E4M3FN) return run_tiles<true>(*weight, x, x_format, rows, b, y, threads);
+    if (weight->format == FREIGHT_BFLOAT16) return run_tiles<false>(*weight, x, x_format, rows, b, y, threads);
+  }
+#elif FREIGHT_AVX512
   if (weight->activations != FREIGHT_PLAIN || x_format == FREIGHT_BFLOAT16) {  // bfloat16 without rounding
     if (weight->format == FREIGHT_E4M3FN) return run<E4M3Pair>(*weight, x, x_format, rows, b, y, threads);
     if (weight->format == FREIGHT_BFLOAT16) return run<BFloat16Pair>(*weight, x, x_format, rows, b, y, threads);

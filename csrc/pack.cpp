@@ -39,14 +39,14 @@ int64_t bands(int64_t out) { return (out + kBand * kLanes - 1) / (kBand * kLanes
 template <class T>
 void pack_block(const T* from, T* to, int32_t format, int64_t rows, int64_t in, float* scale) {
   const int inputs = inputs_per_unit(format);
-  const int64_t units = (in + inputs - 1) / inputs;
+  const int64_t units = units_of(format, in);
   int index[kUnit];  // of (lane, input) at lane * inputs + input
   for (int lane = 0; lane < kLanes; lane++)
     for (int input = 0; input < inputs; input++) index[lane * inputs + input] = unit_index(format, lane, input);
   for (int64_t unit = 0; unit < units; unit++) {
     T* out = to + unit * kBand * kLanes * inputs;
     std::memset(out, 0, kUnit);
-    const int there = static_cast<int>(in - unit * inputs < inputs ? in - unit * inputs : inputs);
+    const int there = static_cast<int>(std::clamp<int64_t>(in - unit * inputs, 0, inputs));
     for (int lane = 0; lane < rows; lane++)
       for (int input = 0; input < there; input++)
         out[index[lane * inputs + input]] = from[lane * in + unit * inputs + input];
@@ -61,8 +61,7 @@ void pack_block(const T* from, T* to, int32_t format, int64_t rows, int64_t in, 
 
 template <class T>
 void pack(const void* data, int32_t format, int64_t out, int64_t in, void* packed, float* scale, int threads) {
-  const int inputs = inputs_per_unit(format);
-  const int64_t units = (in + inputs - 1) / inputs;
+  const int64_t units = units_of(format, in);
   parallel_for(bands(out) * kBand, threads, [&](int64_t block) {
     const int64_t first = std::min(block * kLanes, out), rows = std::min<int64_t>(kLanes, out - first);
     const T* from = static_cast<const T*>(data) + first * in;
@@ -73,8 +72,7 @@ void pack(const void* data, int32_t format, int64_t out, int64_t in, void* packe
 
 // Bytes of a packed weight.
 int64_t packed_bytes(int32_t format, int64_t out, int64_t in) {
-  const int inputs = inputs_per_unit(format);
-  return bands(out) * kBand * ((in + inputs - 1) / inputs) * kUnit;
+  return bands(out) * kBand * units_of(format, in) * kUnit;
 }
 
 void pack(const void* data, int32_t format, int64_t out, int64_t in, void* packed, float* scale, int threads) {

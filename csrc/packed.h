@@ -6,7 +6,7 @@
 // whatever the number of rows of x. (Few streams of whole pairs of cache lines read a third faster than eight of single
 // lines.) Within a unit values lie as [inputs][16], with two exceptions (`unit_index`): AVX-512 takes pairs (`Pair`), so
 // bfloat16 as [16][2] and E4M3 so that one look-up serves two registers of 16 x 2; the portable E4M3 lies in
-// the order that its decoder needs.
+// the order that its decoder needs. What AVX-512 takes is also what tiles of AMX take.
 //
 // `Single` multiplies float32 by float32, one input a step. `Pair` takes two bfloat16 inputs a step (vdpbf16ps), which is
 // exact in its products. A decoder D makes D::steps operands of a unit, for its arithmetic D::Math, D::at_once of them
@@ -23,6 +23,16 @@ constexpr int kGroup = 128;                // outputs and inputs that share one 
 
 inline int inputs_per_unit(int32_t format) {
   return format == FREIGHT_FLOAT32 ? 1 : format == FREIGHT_E4M3FN ? 4 : 2;
+}
+
+// Units of a block: the inputs are padded with zeros, for tiles of AMX to a multiple of theirs.
+inline int64_t units_of(int32_t format, int64_t in_features) {
+  const int inputs = inputs_per_unit(format);
+#if FREIGHT_AMX
+  constexpr int64_t kTile = 32;
+  if (format == FREIGHT_E4M3FN || format == FREIGHT_BFLOAT16) return (in_features + kTile - 1) / kTile * kTile / inputs;
+#endif
+  return (in_features + inputs - 1) / inputs;
 }
 
 // Where a block's first unit lies in a packed weight, in bytes; the next ones follow kBand * kUnit apart.

@@ -33,6 +33,7 @@ FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 KINDS = ("rows", "blocks", *FLOATS)
 PATHS = [(kind, a) for kind in KINDS for a in Activations if kind not in FLOATS or a is Activations.PLAIN]
 SHAPES = [(1, 1), (48, 64), (7, 99), (130, 127), (33, 129), (260, 300)]  # out_features, in_features
+ODD_SHAPES = [(15, 31), (17, 33), (1, 127), (130, 129), (33, 160)]
 ROWS = 40
 MANY_ROWS = 530  # more than is staged at once
 
@@ -80,6 +81,75 @@ def test_product_is_the_references(build, outputs, inputs, kind, activations, dt
     out = product(build, x, weight, bias)
     assert out.dtype == dtype
     assert ((out.float() - expected).abs() <= bound).all()
+    few = product(build, x[:3], weight, bias)
+    assert ((few.float() - expected[:3]).abs() <= bound[:3]).all()
+
+
+@pytest.mark.parametrize(("kind", "activations"), PATHS)
+@pytest.mark.parametrize(("outputs", "inputs"), [*SHAPES, *ODD_SHAPES])
+@pytest.mark.parametrize("build", BUILDS)
+def test_a_row_has_the_same_bits_in_any_number_of_rows_and_at_any_place(build, outputs, inputs, kind, activations):
+    torch.manual_seed(inputs)
+    loaded = library.load(build)
+    packed, linear = CpuKernels(loaded).pack(make(kind, activations, outputs, inputs)), CpuKernels(loaded).linear
+    x, bias = torch.randn(100, inputs).bfloat16(), torch.randn(outputs).bfloat16()
+    whole = linear(x, packed, bias)
+    for count in (1, 2, 3, 4, 5, 15, 16, 17, 33, 64):
+        for first in (0, 13, 100 - count):
+            assert torch.equal(linear(x[first : first + count], packed, bias), whole[first : first + count])
+    order = torch.randperm(100)
+    assert torch.equal(linear(x[order], packed, bias), whole[order])
+
+
+def spread(shape: tuple[int, ...], low: int, high: int) -> Tensor:
+    return (torch.randn(shape) * torch.exp2(torch.randint(low, high, shape).float())).bfloat16()
+
+
+def any_bits(shape: tuple[int, ...]) -> Tensor:
+    return torch.randint(-(2**15), 2**15, shape, dtype=torch.int16).view(torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda shape: spread(shape, -60, 60),
+        lambda shape: spread(shape, -68, -58),  # products and sums around the smallest normal number
+        lambda shape: spread(shape, -133, -110) if shape[0] == 20 else spread(shape, -3, 3),  # subnormal x
+        lambda shape: spread(shape, 50, 66),  # products that overflow
+        lambda shape: any_bits(shape) if shape[0] == 20 else spread(shape, -3, 3),  # infinities and NaN in x
+        any_bits,
+    ],
+    ids=["wide", "tiny", "subnormal", "overflow", "any x", "any bits"],
+)
+@pytest.mark.parametrize("build", BUILDS)
+def test_few_rows_have_the_bits_of_many_whatever_their_values(build, draw):
+    """Few rows may be summed by other instructions than many: the order of sums, rounding and flushing must agree."""
+    loaded = library.load(build)
+    pack, linear = CpuKernels(loaded).pack, CpuKernels(loaded).linear
+    for seed in range(8):
+        torch.manual_seed(seed)
+        inputs = 30 + 61 * seed
+        x, matrix = draw((20, inputs)), draw((70, inputs))
+        codes = torch.randint(0, 256, (70, inputs), dtype=torch.uint8)
+        codes[codes & 0x7F == 0x7F] = 0
+        blocks = torch.exp2(torch.randint(-40, 40, (1, -(-inputs // 128))).float())
+        fp8 = Weight(codes.view(torch.float8_e4m3fn), blocks)
+        for weight in (Weight(matrix), fp8, replace(fp8, scale=torch.ones(70))):
+            packed = pack(weight)
+            many = linear(x, packed, None)
+            for count in (1, 2, 3, 4):
+                few = linear(x[7 : 7 + count], packed, None)
+                there = many[7 : 7 + count]
+                assert torch.equal(few.isnan(), there.isnan())
+                assert torch.equal(few.nan_to_num(1.25).view(torch.int16), there.nan_to_num(1.25).view(torch.int16))
+
+
+@pytest.mark.parametrize("dtype", FLOATS.values(), ids=list(FLOATS))
+@pytest.mark.parametrize(("kind", "activations"), PATHS)
+@pytest.mark.parametrize("build", BUILDS)
+def test_products_of_odd_shapes_are_the_references(build, kind, activations, dtype):
+    for outputs, inputs in ODD_SHAPES:
+        test_product_is_the_references(build, outputs, inputs, kind, activations, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

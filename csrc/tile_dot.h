@@ -1,0 +1,114 @@
+// The product for few rows, by vectors: to the bit what tiles compute (tiles.h), at the speed of the memory.
+//
+// Tiles need a second pass over decoded weights, and with 1 to 4 rows nearly all their work is wasted.
+#pragma once
+#include <algorithm>
+
+#include "packed.h"
+#include "parallel.h"
+#include "tiles.h"
+
+#if FREIGHT_AMX
+
+namespace freight {
+
+constexpr int kDotRows = 4;  // at most
+constexpr int64_t kDotAhead = 8192;  // bytes between what is read and what is prefetched
+
+// Decoders of a unit into float32: inputs 0, 1, 2, ... of 16 outputs.
+struct DotE4M3 {
+  static constexpr int inputs = 4;
+  E4M3Pair pairs;
+  void decode(const uint8_t* unit, V16* out) const {
+    __m512i two[2];
+    pairs.decode(unit, 0, two);
+    for (int i = 0; i < 4; i++) out[i] = half(two[i / 2], i % 2);
+  }
+};
+
+struct DotBFloat16 {
+  static constexpr int inputs = 2;
+  void decode(const uint8_t* unit, V16* out) const {
+    const __m512i pairs = _mm512_load_si512(unit);
+    out[0] = half(pairs, 0), out[1] = half(pairs, 1);
+  }
+};
+
+// sums[2][M] += 32 inputs of a band: w[32 / inputs][2][64], x[32][M].
+template <class D, int M>
+inline void dot_step(const D& decoder, const uint8_t* w, const float* x, V16 (*sums)[M]) {
+  V16 even[kBand][M], odd[kBand][M];
+  for (int j = 0; j < kBand; j++)
+    for (int m = 0; m < M; m++) even[j][m] = odd[j][m] = V16{};
+  for (int unit = 0; unit < kTileInputs / D::inputs; unit++, w += kBand * kUnit, x += D::inputs * M) {
+    __builtin_prefetch(w + kDotAhead);
+    __builtin_prefetch(w + kDotAhead + kUnit);
+    for (int j = 0; j < kBand; j++) {
+      V16 operand[D::inputs];
+      decoder.decode(w + j * kUnit, operand);
+      for (int i = 0; i < D::inputs; i += 2)
+        for (int m = 0; m < M; m++) {
+          even[j][m] = fma(operand[i], set16(x[i * M + m]), even[j][m]);
+          odd[j][m] = fma(operand[i + 1], set16(x[(i + 1) * M + m]), odd[j][m]);
+        }
+    }
+  }
+  for (int j = 0; j < kBand; j++)
+    for (int m = 0; m < M; m++) sums[j][m] = sums[j][m] + (even[j][m] + odd[j][m]);
+}
+
+// What a band's sums need besides: scales of its groups, [groups] and [M][groups]; null: none, or 1.
+struct DotScales {
+  const float *weight, *x;
+  int64_t groups;
+};
+
+// out[2][M][16]: the sums of a band over `steps` times 32 inputs.
+template <class D, int M>
+__attribute__((noinline)) void dot_band(const D& tables, const uint8_t* w, const float* x, int64_t steps,
+                                        const DotScales& scales, float* out) {
+  const D decoder = tables;  // in registers
+  constexpr int64_t bytes = kTileInputs / D::inputs * kBand * kUnit;
+  V16 total[kBand][M], sums[kBand][M];
+  for (int j = 0; j < kBand; j++)
+    for (int m = 0; m < M; m++) total[j][m] = sums[j][m] = V16{};
+  for (int64_t group = 0, step = 0; step < steps; group++) {
+    const int64_t end = scales.weight ? std::min<int64_t>(step + kGroupSteps, steps) : steps;
+    for (; step < end; step++) dot_step<D, M>(decoder, w + step * bytes, x + step * kTileInputs * M, sums);
+    if (!scales.weight) break;
+    for (int j = 0; j < kBand; j++)
+      for (int m = 0; m < M; m++) {
+        const float scale = scales.x ? scales.weight[group] * scales.x[m * scales.groups + group] : scales.weight[group];
+        total[j][m] = fma(sums[j][m], set16(scale), total[j][m]);
+        sums[j][m] = V16{};
+      }
+  }
+  for (int j = 0; j < kBand; j++)
+    for (int m = 0; m < M; m++) store(out + (j * M + m) * kLanes, scales.weight ? total[j][m] : sums[j][m]);
+}
+
+// x: [steps * 32][M]. Calls finish(sums[M][16], block) for every block of 16 outputs.
+template <class D, int M, class Finish>
+void dot_product(const FreightWeight& weight, const float* x, const float* x_scale, int threads, const Finish& finish) {
+  const int64_t steps = (weight.in_features + kTileInputs - 1) / kTileInputs;
+  const int64_t groups = (weight.in_features + kGroup - 1) / kGroup;
+  const int64_t bands = (weight.out_features + kBand * kLanes - 1) / (kBand * kLanes);
+  const int64_t blocks = (weight.out_features + kLanes - 1) / kLanes;
+  const D decoder;  // made while subnormals count
+  parallel_for(bands, threads, [&](int64_t band) {
+    alignas(64) float sums[kBand * M * kLanes];
+    const uint8_t* w =
+        static_cast<const uint8_t*>(weight.data) + band * kBand * steps * (kTileInputs / D::inputs) * kUnit;
+    const float* of_group = weight.block_scale ? weight.block_scale + band * kBand * kLanes / kGroup * groups : nullptr;
+    {
+      const SubnormalsAreZero scope;
+      dot_band<D, M>(decoder, w, x, steps, {of_group, x_scale, groups}, sums);
+    }
+    for (int64_t j = 0; j < kBand && band * kBand + j < blocks; j++)
+      finish(sums + j * M * kLanes, band * kBand + j);
+  });
+}
+
+}  // namespace freight
+
+#endif

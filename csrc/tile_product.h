@@ -1,0 +1,226 @@
+// The product on tiles (tiles.h), for 5 rows and more.
+//
+// A task has a few bands of 32 outputs and goes through their inputs in panels; within a panel all rows meet all
+// its bands, and their sums rest in memory between panels, which changes no bit. FP8 weights are decoded once for all rows:
+// the next panel, a few registers after every step of this one, so that both the tiles and the vector units work.
+#pragma once
+#include <algorithm>
+
+#include "packed.h"
+#include "parallel.h"
+#include "tiles.h"
+
+#if FREIGHT_AMX
+
+namespace freight {
+
+constexpr int64_t kTileAhead = 4096;     // bytes between what is decoded and what is prefetched
+constexpr int kStepBytes = 2 * kTileBytes;  // 32 inputs of a band in bfloat16: [16 pairs of inputs][2 blocks][64]
+constexpr int kSquare = 4 * kTileLines * kLanes;  // sums of 32 rows and a band: [2 row tiles][2 blocks][16][16]
+
+struct TileJob {
+  const FreightWeight& weight;
+  const uint8_t* x;      // tiles: [groups][row tiles][kGroupSteps][kTileBytes]
+  const float* x_scale;  // [rows][groups], or null
+  int64_t rows;
+  int bands;        // of a task
+  int panel_steps;  // of 32 inputs: a multiple of kGroupSteps, with block scales kGroupSteps
+
+  TileJob(const FreightWeight& of, const void* tiles, const float* scale, int64_t count, int threads)
+      : weight(of), x(static_cast<const uint8_t*>(tiles)), x_scale(scale), rows(count) {
+    constexpr int64_t kMany = 64, kMostBands = 8, kTasks = 3;  // measured; tasks for each thread at least, where there are
+    const int64_t most = std::clamp<int64_t>(all_bands() / (kTasks * threads), 1, kMostBands);
+    bands = rows < kMany ? 1 : static_cast<int>(most);
+    panel_steps = weight.block_scale || rows < kMany ? kGroupSteps : 2 * kGroupSteps;
+  }
+
+  int64_t steps() const { return (weight.in_features + kTileInputs - 1) / kTileInputs; }
+  int64_t panels() const { return (steps() + panel_steps - 1) / panel_steps; }
+  int64_t band_panel() const { return static_cast<int64_t>(panel_steps) * kStepBytes; }  // bytes in bfloat16
+  int64_t row_tiles() const { return (rows + kTileLines - 1) / kTileLines; }
+  int64_t row_pairs() const { return (row_tiles() + 1) / 2; }
+  int64_t all_bands() const { return (weight.out_features + kBand * kLanes - 1) / (kBand * kLanes); }
+};
+
+// The next panel of some bands, in pieces of 128 bytes of bfloat16. E4M3: decoded into `to`; bfloat16: prefetched.
+template <bool FP8>
+struct Ahead {
+  static constexpr int kStored = FP8 ? kUnit : 2 * kUnit;
+  const E4M3Pair decoder;
+  const uint8_t* from;
+  uint8_t* to;
+  int64_t from_skip, to_skip;  // from the end of a band's panel to the next band's
+  int each, bands;             // pieces of a band; bands that are left
+  int piece = 0;
+
+  int pieces() const { return each * bands; }
+
+  void advance(int count) {
+    for (; count > 0 && bands > 0; count--) {
+      if constexpr (FP8) {
+        __builtin_prefetch(from + kTileAhead);
+        __m512i lines[2];
+        decoder.decode(from, 0, lines);
+        uint8_t* line = to + piece % kBand * kUnit;
+        _mm512_store_si512(line, lines[0]);
+        _mm512_store_si512(line + kBand * kUnit, lines[1]);
+        to += piece % kBand * 2 * kBand * kUnit;
+      } else {
+        _mm_prefetch(reinterpret_cast<const char*>(from), _MM_HINT_T1);  // a panel may be larger than L1
+        _mm_prefetch(reinterpret_cast<const char*>(from + kUnit), _MM_HINT_T1);
+      }
+      from += kStored;
+      if (++piece == each) piece = 0, bands--, from += from_skip, to += to_skip;
+    }
+  }
+};
+
+// sums += up to 32 rows x a band over a panel, or, where `fresh`, = that. After each step `each` pieces of `ahead`.
+template <int ROW_TILES, bool FP8>
+inline void multiply(const uint8_t* a, int64_t a_group, const uint8_t* b, int steps, bool fresh, float* sums,
+                     Ahead<FP8>& ahead, int each) {
+  constexpr int kSums = kTileLines * kLanes;
+  memory_is_read();
+  if (fresh) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  } else {
+    _tile_loadd(0, sums, kTileRowBytes);
+    _tile_loadd(1, sums + kSums, kTileRowBytes);
+    if constexpr (ROW_TILES == 2) {
+      _tile_loadd(2, sums + 2 * kSums, kTileRowBytes);
+      _tile_loadd(3, sums + 3 * kSums, kTileRowBytes);
+    }
+  }
+  for (int step = 0; step < steps; step++, b += kStepBytes) {
+    const uint8_t* at = a + step / kGroupSteps * a_group + step % kGroupSteps * kTileBytes;
+    _tile_loadd(4, at, kTileRowBytes);
+    _tile_loadd(6, b, kBand * kUnit);
+    _tile_loadd(7, b + kUnit, kBand * kUnit);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    if constexpr (ROW_TILES == 2) {
+      _tile_loadd(5, at + kGroupSteps * kTileBytes, kTileRowBytes);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+    ahead.advance(each);
+  }
+  _tile_stored(0, sums, kTileRowBytes);
+  _tile_stored(1, sums + kSums, kTileRowBytes);
+  if constexpr (ROW_TILES == 2) {
+    _tile_stored(2, sums + 2 * kSums, kTileRowBytes);
+    _tile_stored(3, sums + 3 * kSums, kTileRowBytes);
+  }
+}
+
+// totals += sums * scales: of a group of inputs, `rows` rows from a pair of row tiles' first on, x_scale at that row.
+inline void add_scaled(const float* sums, int64_t rows, float weight_scale, const float* x_scale, int64_t stride,
+                       float* totals) {
+  for (int64_t row = 0; row < rows; row++) {
+    const V16 scale = set16(x_scale ? weight_scale * x_scale[row * stride] : weight_scale);
+    const int64_t at = row / kTileLines * 2 * kTileLines * kLanes + row % kTileLines * kLanes;
+    for (int64_t to = at, j = 0; j < kBand; j++, to += kTileLines * kLanes)
+      store(totals + to, fma(load16(sums + to), scale, load16(totals + to)));
+  }
+}
+
+// One task on one thread. `scratch`: two panels of its bands; sums: [row pairs][bands of the task][kSquare].
+template <bool FP8>
+struct TileTask {
+  const TileJob& job;
+  int64_t first_band;
+  int bands;
+  uint8_t* scratch;
+  float* sums;
+  const E4M3Pair& decoder;
+
+  int64_t step_bytes() const { return FP8 ? kStepBytes / 2 : kStepBytes; }
+  int steps_of(int64_t panel) const {
+    return static_cast<int>(std::min<int64_t>(job.panel_steps, job.steps() - panel * job.panel_steps));
+  }
+  uint8_t* decoded(int64_t panel) const { return scratch + panel % 2 * bands * job.band_panel(); }
+  const uint8_t* stored(int64_t panel) const {
+    const auto* data = static_cast<const uint8_t*>(job.weight.data);
+    return data + (first_band * job.steps() + panel * job.panel_steps) * step_bytes();
+  }
+  Ahead<FP8> ahead_of(int64_t panel) const {
+    if (panel >= job.panels()) return {decoder, nullptr, nullptr, 0, 0, 0, 0};
+    const int64_t steps = steps_of(panel);
+    return {decoder, stored(panel), decoded(panel), (job.steps() - steps) * step_bytes(),
+            job.band_panel() - steps * kStepBytes, static_cast<int>(steps) * kStepBytes / 128, bands};
+  }
+
+  __attribute__((noinline)) void compute() const {
+    Ahead<FP8> first = ahead_of(0);
+    first.advance(first.pieces());
+    if (job.weight.block_scale) std::fill(sums, sums + job.row_pairs() * bands * kSquare, 0.f);
+    for (int64_t panel = 0; panel < job.panels(); panel++) compute_panel(panel);
+  }
+
+  void compute_panel(int64_t panel) const {
+    Ahead<FP8> ahead = ahead_of(panel + 1);
+    const int steps = steps_of(panel), places = static_cast<int>(job.row_pairs()) * bands * steps;
+    const int each = (ahead.pieces() + places - 1) / places;
+    const uint8_t* b = FP8 ? decoded(panel) : stored(panel);
+    const int64_t b_stride = FP8 ? job.band_panel() : job.steps() * kStepBytes;
+    const uint8_t* a = job.x + panel * job.panel_steps * job.row_tiles() * kTileBytes;
+    for (int64_t pair = 0; pair < job.row_pairs(); pair++, a += 2 * kGroupSteps * kTileBytes)
+      for (int band = 0; band < bands; band++) {
+        float* to = sums + (pair * bands + band) * kSquare;
+        if (!job.weight.block_scale) {
+          rows_of(pair, a, b + band * b_stride, steps, panel == 0, to, ahead, each);
+          continue;
+        }
+        alignas(64) float group[kSquare];
+        rows_of(pair, a, b + band * b_stride, steps, true, group, ahead, each);
+        const int64_t groups = job.panels(), row = pair * 2 * kTileLines;
+        add_scaled(group, std::min<int64_t>(2 * kTileLines, job.rows - row),
+                   job.weight.block_scale[(first_band + band) * kBand * kLanes / kGroup * groups + panel],
+                   job.x_scale ? job.x_scale + row * groups + panel : nullptr, groups, to);
+      }
+    ahead.advance(ahead.pieces());
+  }
+
+  void rows_of(int64_t pair, const uint8_t* a, const uint8_t* b, int steps, bool fresh, float* to, Ahead<FP8>& ahead,
+               int each) const {
+    const int64_t a_group = job.row_tiles() * kGroupSteps * kTileBytes;
+    if (2 * pair + 1 < job.row_tiles())
+      multiply<2>(a, a_group, b, steps, fresh, to, ahead, each);
+    else
+      multiply<1>(a, a_group, b, steps, fresh, to, ahead, each);
+  }
+};
+
+// Calls finish(sums[rows][16], row, rows, block) for all rows and blocks of 16 outputs.
+template <bool FP8, class Finish>
+void tile_product(const TileJob& job, int threads, const Finish& finish) {
+  const int64_t all = job.all_bands(), blocks = (job.weight.out_features + kLanes - 1) / kLanes;
+  const E4M3Pair decoder;  // made while subnormals count
+  parallel_for((all + job.bands - 1) / job.bands, threads, [&](int64_t task) {
+    thread_local TileMemory memory;
+    const int64_t first = task * job.bands, squares = job.row_pairs() * job.bands;
+    const int bands = static_cast<int>(std::min<int64_t>(job.bands, all - first));
+    const int64_t scratch = FP8 ? 2 * job.bands * job.band_panel() : 0;
+    uint8_t* at = memory.of(scratch + squares * kSquare * 4);
+    float* sums = reinterpret_cast<float*>(at + scratch);
+    {
+      const SubnormalsAreZero subnormals;
+      const TileScope tiles(static_cast<int>(std::min<int64_t>(job.rows, kTileLines)));
+      TileTask<FP8>{job, first, bands, at, sums, decoder}.compute();
+    }
+    for (int64_t row = 0; row < job.rows; row += kTileLines)
+      for (int64_t block = first * kBand; block < std::min((first + bands) * kBand, blocks); block++) {
+        const int64_t pair = row / (2 * kTileLines), band = block / kBand - first;
+        const int64_t tile = row / kTileLines % 2 * 2 + block % kBand;
+        finish(sums + (pair * bands + band) * kSquare + tile * kTileLines * kLanes, row,
+               std::min<int64_t>(kTileLines, job.rows - row), block);
+      }
+  });
+}
+
+}  // namespace freight
+
+#endif

@@ -1,0 +1,95 @@
+// The matrix tiles of AMX: their configuration, and the arithmetic of TDPBF16PS, which `tile_dot.h` repeats.
+//
+// C[16 rows][16 outputs] += A[16 rows][32 inputs] * B[32 inputs][16 outputs], of bfloat16 in float32. For each output the
+// even and the odd inputs are summed apart, from zero, by fused multiply-adds; the two sums are added; that is added to
+// C. All of it rounds to nearest even and takes subnormal operands and results for zeros, whatever MXCSR says.
+#pragma once
+#include "vec.h"
+
+#if FREIGHT_AMX
+#include <sys/mman.h>
+
+#include <cstdlib>
+#include <new>
+
+namespace freight {
+
+constexpr int kTileBytes = 1024;  // 16 rows of 64 bytes
+constexpr int kTileRowBytes = 64;
+constexpr int kTileLines = 16;  // rows of A and C: rows of x
+constexpr int kTileInputs = 32;
+constexpr int kGroupSteps = 4;  // tiles of the inputs that share a block scale
+constexpr int kGroupInputs = kGroupSteps * kTileInputs;
+
+// GCC 12 does not know that loads of tiles read memory. What they read must be there, not in registers.
+inline void memory_is_read() { asm volatile("" ::: "memory"); }
+
+// This thread's tiles: 0-3 for C, 4-5 for A, 6-7 for B; A and C with `lines` rows. Released at the end, since tiles in use
+// make every change of threads slower.
+class TileScope {
+ public:
+  explicit TileScope(int lines) {
+    struct alignas(64) Config {
+      uint8_t palette = 1, start_row = 0, reserved[14] = {};
+      uint16_t row_bytes[16] = {};
+      uint8_t rows[16] = {};
+    } config;
+    for (int i = 0; i < 8; i++) {
+      config.row_bytes[i] = kTileRowBytes;
+      config.rows[i] = static_cast<uint8_t>(i < 6 ? lines : kTileLines);
+    }
+    memory_is_read();
+    _tile_loadconfig(&config);
+  }
+  ~TileScope() { _tile_release(); }
+  TileScope(const TileScope&) = delete;
+  TileScope& operator=(const TileScope&) = delete;
+};
+
+// While it lives, vector instructions of this thread treat subnormals as tiles do. The compiler may move arithmetic across
+// it, so what it is for belongs into a function that is not inlined.
+class SubnormalsAreZero {
+ public:
+  SubnormalsAreZero() {
+    constexpr uint32_t kFlush = 0x8000, kDenormalsAreZero = 0x40;
+    asm volatile("stmxcsr %0" : "=m"(before_)::"memory");
+    const uint32_t now = before_ | kFlush | kDenormalsAreZero;
+    asm volatile("ldmxcsr %0" ::"m"(now) : "memory");
+  }
+  ~SubnormalsAreZero() { asm volatile("ldmxcsr %0" ::"m"(before_) : "memory"); }
+  SubnormalsAreZero(const SubnormalsAreZero&) = delete;
+  SubnormalsAreZero& operator=(const SubnormalsAreZero&) = delete;
+
+ private:
+  uint32_t before_;
+};
+
+// Working memory of a thread; it grows and is kept. Large sizes lie on large pages.
+class TileMemory {
+ public:
+  uint8_t* of(int64_t bytes) {
+    constexpr size_t kLine = 64, kPage = 1 << 21;
+    const size_t wanted = static_cast<size_t>(bytes), unit = wanted < kPage / 2 ? kLine : kPage;
+    const size_t size = (wanted + unit - 1) / unit * unit;
+    if (size <= size_) return memory_;
+    std::free(memory_);
+    size_ = 0;
+    memory_ = static_cast<uint8_t*>(std::aligned_alloc(unit, size));
+    if (!memory_) throw std::bad_alloc();
+    size_ = size;
+    if (unit == kPage) madvise(memory_, size, MADV_HUGEPAGE);
+    return memory_;
+  }
+  TileMemory() = default;
+  ~TileMemory() { std::free(memory_); }
+  TileMemory(const TileMemory&) = delete;
+  TileMemory& operator=(const TileMemory&) = delete;
+
+ private:
+  uint8_t* memory_ = nullptr;
+  size_t size_ = 0;
+};
+
+}  // namespace freight
+
+#endif
