@@ -15,6 +15,8 @@ namespace freight {
 template <FreightFormat F>
 struct Float32Tiles {
   static constexpr FreightFormat format = F;
+  static constexpr bool any_rows = false;  // each number of rows has its own code
+  using Registers = NoRegisters;
   static constexpr int max_rows = W == 16 ? 6 : W == 8 ? 5 : 3;  // rows whose sums stay in registers
   static constexpr int vectors = W == 16 ? 4 : 2;                // of keys or channels at a time
   static constexpr int chunk = 16;                               // channels that are transposed together

@@ -5,9 +5,10 @@
 // cut there and its parts computed by different threads (Dao et al. 2023, "Flash-Decoding") with the same bits. A tile
 // or split that a row does not see leaves that row's state unchanged.
 //
-// `Tiles` (attention_bf16.h, attention_f32.h) does the arithmetic of a tile: it packs K and V, calling `between` after
+// `Tiles` (attention_amx.h, attention_bf16.h, attention_f32.h) does the arithmetic of a tile: it packs K and V, calling `between` after
 // every 16 keys, and multiplies q with K and the probabilities with V. Rows of a task are numbered by position, then by
-// query head of the group: row = i * group + g.
+// query head of the group: row = i * group + g. Up to max_rows rows are multiplied at once; `registers` is set to how
+// many. With any_rows the same code takes every number of them.
 #pragma once
 #include <algorithm>
 #include <limits>
@@ -317,15 +318,19 @@ class Worker {
 
   template <int ROWS>
   void block(const Tile& tile, int h, int row, int n) {
-    if (n < ROWS) {
-      if constexpr (ROWS > 1) block<ROWS - 1>(tile, h, row, n);
-      return;
+    if constexpr (!Tiles::any_rows) {
+      if (n < ROWS) {
+        if constexpr (ROWS > 1) block<ROWS - 1>(tile, h, row, n);
+        return;
+      }
     }
     alignas(64) float scores[ROWS * kKeyTile];
     float decay[ROWS];
+    std::fill(decay, decay + ROWS, 1.0f);
+    registers.set_rows(n);
     tiles.template scores<ROWS>(q + h * q_size, row, k, scores);
     prefetch();
-    for (int r = 0; r < ROWS; r++)
+    for (int r = 0; r < n; r++)
       decay[r] = softmax(tile, h * rows + row + r, row + r, r, scores + r * kKeyTile);
     prefetch();
     tiles.template accumulate<ROWS>(p, v, decay, out + static_cast<size_t>(h * rows + row) * tiles.value_dim);
@@ -374,6 +379,7 @@ class Worker {
   const size_t q_size;            // floats of one KV head's queries
   std::vector<Running> running;   // [heads][rows]
   float *q, *k, *v, *p, *out, *merged_out, *center;
+  typename Tiles::Registers registers;
   alignas(64) float k_scale[kKeyTile], v_scale[kKeyTile];
 };
 
