@@ -11,9 +11,6 @@ constexpr int kPackTogether = 16;  // keys of a tile that are packed at once
 constexpr int64_t kKeySplit = 1024;
 constexpr int kMaxHeadDim = 1024;
 
-// What arithmetic on vectors has to set up for a number of rows: nothing.
-struct NoRegisters {
-  void set_rows(int) const {}
-};
+struct NoRegisters {};  // what arithmetic on vectors has to set up for a task
 
 }  // namespace freight
