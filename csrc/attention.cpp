@@ -7,6 +7,7 @@
 
 #include <memory>
 
+#include "attention_amx.h"
 #include "attention_bf16.h"
 #include "attention_f32.h"
 #include "attention_task.h"
@@ -127,7 +128,10 @@ void attend(const FreightAttention& a) {
 
 template <FreightFormat F>
 void attend_pages(const FreightAttention& a) {
-#if FREIGHT_AVX512
+#if FREIGHT_AMX
+  if constexpr (F == FREIGHT_BFLOAT16 || is_quantized(F))
+    if (a.q_type == FREIGHT_BFLOAT16) return attend<AmxTiles<F>>(a);
+#elif FREIGHT_AVX512
   if constexpr (F == FREIGHT_BFLOAT16 || is_quantized(F))
     if (a.q_type == FREIGHT_BFLOAT16) return attend<Bf16Tiles<F>>(a);
 #endif

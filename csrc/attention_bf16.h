@@ -26,6 +26,8 @@ inline void transpose_lanes(const __m512i (&in)[4], __m512i (&out)[4]) {
 template <FreightFormat F>
 struct Bf16Tiles {
   static constexpr FreightFormat format = F;
+  static constexpr bool pipelined = false;
+  using Registers = NoRegisters;
   static constexpr bool quantized = is_quantized(F);
   static constexpr int max_rows = 6;           // rows whose sums stay in registers
   static constexpr int chunk = quantized ? 64 : 32;  // channels in one register as stored

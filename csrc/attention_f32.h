@@ -14,6 +14,8 @@ namespace freight {
 template <FreightFormat F>
 struct Float32Tiles {
   static constexpr FreightFormat format = F;
+  static constexpr bool pipelined = false;
+  using Registers = NoRegisters;
   static constexpr int max_rows = W == 16 ? 6 : W == 8 ? 5 : 3;  // rows whose sums stay in registers
   static constexpr int vectors = W == 16 ? 4 : 2;                // of keys or channels at a time
   static constexpr int chunk = kLanes;                           // channels that are transposed together

@@ -5,20 +5,19 @@
 // cut there and its parts computed by different threads (Dao et al. 2023, "Flash-Decoding") with the same bits. A tile
 // or split that a row does not see leaves that row's state unchanged.
 //
-// `Tiles` (attention_bf16.h, attention_f32.h) does the arithmetic of a tile: it packs K and V, calling `between` after
-// every 16 keys, and multiplies q with K and the probabilities with V. Rows of a task are numbered by position, then by
-// query head of the group: row = i * group + g.
+// `Tiles` (attention_amx.h, attention_bf16.h, attention_f32.h) does the arithmetic of a tile: it packs K and V, calling
+// `between` after every 16 keys, and multiplies q with K and the probabilities with V. Rows of a task are numbered by
+// position, then by query head of the group: row = i * group + g. Up to max_rows rows are multiplied at once: each
+// number of them by its own code, or, if `pipelined`, all by the same, which keeps them in a Tiles::Block.
 #pragma once
 #include <algorithm>
-#include <limits>
 #include <vector>
 
+#include "attention_partial.h"
 #include "attention_tile.h"
 #include "rows.h"
 
 namespace freight {
-
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 struct Task {
   int sequence;
@@ -27,12 +26,6 @@ struct Task {
   int head, heads;          // KV heads
   int split, splits;        // key splits
   int64_t partial = -1;     // where its partial results lie; -1: it sees all keys of its rows and finishes them
-};
-
-// The softmax state of a row after some of its keys. Beside it lies `out`, the sum of 2 ** (score - best) * v.
-struct Partial {
-  float best = -kInfinity;  // the largest score, in base 2
-  float total = 0.0f;       // the sum of 2 ** (score - best)
 };
 
 // What the tasks of a call share.
@@ -48,32 +41,6 @@ struct Call {
   int group() const { return a.num_heads / a.num_kv_heads; }  // query heads per KV head
   int first_key(int position) const { return a.window ? std::max(0, position - a.window + 1) : 0; }
 };
-
-inline float exp2_of(float x) { return exp2(set1(x))[0]; }
-
-// into <- into and part, whose keys come later. Merging nothing, or into nothing, is exact.
-inline void merge(Partial& into, float* into_out, const Partial& part, const float* part_out, int size) {
-  const float best = part.best > into.best ? part.best : into.best;
-  const float base = best == -kInfinity ? 0.0f : best;
-  const float kept = exp2_of(into.best - base), added = exp2_of(part.best - base);
-  into.best = best;
-  into.total = into.total * kept + part.total * added;
-  for (int d = 0; d < size; d += W)
-    store(into_out + d, load(into_out + d) * set1(kept) + load(part_out + d) * set1(added));
-}
-
-// The output row of one query head <- its merged result. Adding 0 makes every zero +0.
-inline void finish(const FreightAttention& a, int64_t row, int head, float total, const float* out) {
-  float values[kMaxHeadDim];
-  const int dim = a.v_dim;
-  for (int d = 0; d < dim; d++) values[d] = out[d] / total + 0.0f;
-  if (a.scales == FREIGHT_STATIC_SCALES) {
-    const int64_t kv_head = head / (a.num_heads / a.num_kv_heads);
-    const float* scale = static_cast<const float*>(a.v_scale) + kv_head * dim;
-    for (int d = 0; d < dim; d++) values[d] *= scale[d];
-  }
-  write_row(values, a.q_type, dim, element(a.out, (row * a.num_heads + head) * dim, a.q_type));
-}
 
 // `floats` floats of this thread's own, at a multiple of 64 bytes; they grow and are kept.
 inline float* working_memory(size_t floats) {
@@ -159,6 +126,8 @@ class Worker {
         tiles.pack_q(values, row, q + h * q_size);
       }
   }
+
+  float* out_of(int h, int row) const { return out + static_cast<size_t>(h * rows + row) * tiles.value_dim; }
 
   // Of one KV head of a token in the pages.
   static int64_t head_bytes(int dim) { return static_cast<int64_t>(dim) * bytes_of(Tiles::format); }
@@ -302,13 +271,22 @@ class Worker {
   // In blocks of rows whose sums fit in registers; blocks that see nothing of the tile are left out.
   void walk_rows(const Tile& tile, int h, int first, int count) {
     const int blocks = (count + Tiles::max_rows - 1) / Tiles::max_rows, step = (count + blocks - 1) / blocks;
-    for (int row = first; row < first + count; row += step) {
-      const int n = std::min(step, first + count - row);
-      int begin, end, unused;
-      seen(tile, row / group, begin, unused);
-      seen(tile, (row + n - 1) / group, unused, end);
-      if (begin < kKeyTile && end > 0) block<Tiles::max_rows>(tile, h, row, n);
+    if constexpr (Tiles::pipelined) {
+      pipeline(tile, h, first, count, step);
+    } else {
+      for (int row = first; row < first + count; row += step) {
+        const int n = std::min(step, first + count - row);
+        if (sees_any(tile, row, n)) block<Tiles::max_rows>(tile, h, row, n);
+      }
     }
+  }
+
+  // Whether some of n rows see a key of the tile.
+  bool sees_any(const Tile& tile, int row, int n) const {
+    int begin, end, unused;
+    seen(tile, row / group, begin, unused);
+    seen(tile, (row + n - 1) / group, unused, end);
+    return begin < kKeyTile && end > 0;
   }
 
   template <int ROWS>
@@ -324,21 +302,59 @@ class Worker {
     for (int r = 0; r < ROWS; r++)
       decay[r] = softmax(tile, h * rows + row + r, row + r, r, scores + r * kKeyTile);
     prefetch();
-    tiles.template accumulate<ROWS>(p, v, decay, out + static_cast<size_t>(h * rows + row) * tiles.value_dim);
+    tiles.template accumulate<ROWS>(p, v, decay, out_of(h, row));
+  }
+
+  // As `block` for one block after another, three at a time: while the scores of one are multiplied, the softmax of the
+  // one before is computed, and its predecessor's probabilities, long in memory, are multiplied with V.
+  void pipeline(const Tile& tile, int h, int first, int count, int step) {
+    typename Tiles::Block blocks[3];
+    const int last = (count + step - 1) / step;
+    for (int i = 0; i < last + 2; i++) {
+      if (i < last) {
+        auto& block = blocks[i % 3];
+        block.row = first + i * step;
+        block.rows = std::min(step, first + count - block.row);
+        if (!sees_any(tile, block.row, block.rows)) block.rows = 0;
+        if (block.rows) tiles.scores(registers, q + h * q_size, k, block);
+      }
+      if (i > 0 && i <= last) {
+        auto& block = blocks[(i - 1) % 3];
+        for (int r = 0; r < block.rows; r++) {
+          VF s[kKeyTile / W];
+          read_scores(tile, h * rows + block.row + r, block.row + r, block.scores + r * kKeyTile, s);
+          tiles.put_scores(s, r, block);
+        }
+        prefetch();
+        const float* scale = a.scales == FREIGHT_TOKEN_SCALES ? v_scale : nullptr;
+        tiles.softmax(running.data() + h * rows + block.row, scale, block, out_of(h, block.row));
+        prefetch();
+      }
+      if (i > 1) {
+        auto& block = blocks[(i - 2) % 3];
+        if (block.rows) tiles.accumulate(registers, v, block, out_of(h, block.row));
+      }
+    }
+  }
+
+  // Products of q and k -> scores in base 2, those of keys that the row does not see -infinity.
+  void read_scores(const Tile& tile, int state, int row, const float* scores, VF* s) const {
+    constexpr int parts = kKeyTile / W;
+    int begin, end;
+    seen(tile, row / group, begin, end);
+    for (int i = 0; i < parts; i++) s[i] = load(scores + i * W) * load(k_scale + i * W);
+    if (a.center_size) add_center(tile, state, s);
+    if (a.soft_cap > 0.0f) soften(s);
+    if (begin > 0 || end < kKeyTile)
+      for (int i = 0; i < parts; i++) s[i] = mask(s[i], begin - i * W, end - i * W);
   }
 
   // Scores -> probabilities, the `place`-th in p, against the largest score so far; returns the factor of older sums.
   float softmax(const Tile& tile, int state, int row, int place, const float* scores) {
     constexpr int parts = kKeyTile / W;
     Running& so_far = running[state];
-    int begin, end;
-    seen(tile, row / group, begin, end);
     VF s[parts];
-    for (int i = 0; i < parts; i++) s[i] = load(scores + i * W) * load(k_scale + i * W);
-    if (a.center_size) add_center(tile, state, s);
-    if (a.soft_cap > 0.0f) soften(s);
-    if (begin > 0 || end < kKeyTile)
-      for (int i = 0; i < parts; i++) s[i] = mask(s[i], begin - i * W, end - i * W);
+    read_scores(tile, state, row, scores, s);
     VF largest = s[0];
     for (int i = 1; i < parts; i++) largest = max(largest, s[i]);
     const float of_tile = reduce_max(largest), best = of_tile > so_far.best ? of_tile : so_far.best;
@@ -370,6 +386,7 @@ class Worker {
   const size_t q_size;            // floats of one KV head's queries
   std::vector<Running> running;   // [heads][rows]
   float *q, *k, *v, *p, *out, *merged_out, *center;
+  typename Tiles::Registers registers;
   alignas(64) float k_scale[kKeyTile], v_scale[kKeyTile];
 };
 

@@ -11,4 +11,6 @@ constexpr int kPackTogether = 16;  // keys of a tile that are packed at once
 constexpr int64_t kKeySplit = 1024;
 constexpr int kMaxHeadDim = FREIGHT_MAX_HEAD_DIM;
 
+struct NoRegisters {};  // what arithmetic on vectors has to set up for a task
+
 }  // namespace freight

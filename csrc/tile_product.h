@@ -80,7 +80,7 @@ template <int ROW_TILES, bool FP8>
 inline void multiply(const uint8_t* a, int64_t a_group, const uint8_t* b, int steps, bool fresh, float* sums,
                      Ahead<FP8>& ahead, int each) {
   constexpr int kSums = kTileLines * kLanes;
-  memory_is_read();
+  memory_barrier();
   if (fresh) {
     _tile_zero(0);
     _tile_zero(1);
@@ -114,6 +114,7 @@ inline void multiply(const uint8_t* a, int64_t a_group, const uint8_t* b, int st
     _tile_stored(2, sums + 2 * kSums, kTileRowBytes);
     _tile_stored(3, sums + 3 * kSums, kTileRowBytes);
   }
+  memory_barrier();
 }
 
 // totals += sums * scales: of a group of inputs, `rows` rows from a pair of row tiles' first on, x_scale at that row.
@@ -208,7 +209,8 @@ void tile_product(const TileJob& job, int threads, const Finish& finish) {
     float* sums = reinterpret_cast<float*>(at + scratch);
     {
       const SubnormalsAreZero subnormals;
-      const TileScope tiles(static_cast<int>(std::min<int64_t>(job.rows, kTileLines)));
+      TileRegisters tiles;
+      tiles.set_rows(static_cast<int>(std::min<int64_t>(job.rows, kTileLines)));
       TileTask<FP8>{job, first, bands, at, sums, decoder}.compute();
     }
     for (int64_t row = 0; row < job.rows; row += kTileLines)

@@ -21,29 +21,39 @@ constexpr int kTileInputs = 32;
 constexpr int kGroupSteps = 4;  // tiles of the inputs that share a block scale
 constexpr int kGroupInputs = kGroupSteps * kTileInputs;
 
-// GCC 12 does not know that loads of tiles read memory. What they read must be there, not in registers.
-inline void memory_is_read() { asm volatile("" ::: "memory"); }
+// GCC 12 does not know that tile loads and their configuration read memory, nor that tile stores write it.
+inline void memory_barrier() { asm volatile("" ::: "memory"); }
 
-// This thread's tiles: 0-3 for C, 4-5 for A, 6-7 for B; A and C with `lines` rows. Released at the end, since tiles in use
-// make every change of threads slower.
-class TileScope {
+// This thread's tiles: 0-3 for C, 4-5 for A, 6-7 for B. Released at the end, since tiles in use make every change of
+// threads slower.
+class TileRegisters {
  public:
-  explicit TileScope(int lines) {
-    struct alignas(64) Config {
+  TileRegisters() = default;
+  TileRegisters(const TileRegisters&) = delete;
+  TileRegisters& operator=(const TileRegisters&) = delete;
+  ~TileRegisters() {
+    if (rows_) _tile_release();
+  }
+
+  // For products of `rows` rows, 1 to 16: A and C have so many.
+  void set_rows(int rows) {
+    if (rows == rows_) return;
+    rows_ = rows;
+    struct alignas(64) Config {  // as LDTILECFG reads it
       uint8_t palette = 1, start_row = 0, reserved[14] = {};
       uint16_t row_bytes[16] = {};
       uint8_t rows[16] = {};
     } config;
     for (int i = 0; i < 8; i++) {
       config.row_bytes[i] = kTileRowBytes;
-      config.rows[i] = static_cast<uint8_t>(i < 6 ? lines : kTileLines);
+      config.rows[i] = static_cast<uint8_t>(i < 6 ? rows : kTileLines);
     }
-    memory_is_read();
+    asm volatile("" ::"r"(&config) : "memory");  // GCC 12 takes ldtilecfg to read 8 of the 64 bytes, and drops the others
     _tile_loadconfig(&config);
   }
-  ~TileScope() { _tile_release(); }
-  TileScope(const TileScope&) = delete;
-  TileScope& operator=(const TileScope&) = delete;
+
+ private:
+  int rows_ = 0;
 };
 
 // While it lives, vector instructions of this thread treat subnormals as tiles do. The compiler may move arithmetic across

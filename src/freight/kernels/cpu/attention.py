@@ -26,7 +26,8 @@ def attention(
 ) -> Tensor:
     """As `reference.attention`. q: [num_tokens, num_heads, k_dim]; returns [num_tokens, num_heads, v_dim].
 
-    Over FP8 and bfloat16 pages with the avx512 build, bfloat16 queries use bfloat16 dot products.
+    Over quantized and bfloat16 pages, bfloat16 queries use bfloat16 dot products in the avx512 build, and matrix
+    tiles in the amx build.
     Raises KernelError for a head_dim above MAX_HEAD_DIM and for a context shorter than its queries, CapacityError
     if working memory cannot be allocated.
     """

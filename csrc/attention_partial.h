@@ -1,0 +1,45 @@
+// The softmax state of a row of attention after some of its keys: how two are merged, and how the last becomes output.
+#pragma once
+#include <limits>
+
+#include "attention.h"
+#include "attention_tile.h"
+#include "rows.h"
+
+namespace freight {
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+// The softmax state of a row after some of its keys. Beside it lies `out`, the sum of 2 ** (score - best) * v.
+struct Partial {
+  float best = -kInfinity;  // the largest score, in base 2
+  float total = 0.0f;       // the sum of 2 ** (score - best)
+};
+
+inline float exp2_of(float x) { return exp2(set1(x))[0]; }
+
+// into <- into and part, whose keys come later. Merging nothing, or into nothing, is exact.
+inline void merge(Partial& into, float* into_out, const Partial& part, const float* part_out, int size) {
+  const float best = part.best > into.best ? part.best : into.best;
+  const float base = best == -kInfinity ? 0.0f : best;
+  const float kept = exp2_of(into.best - base), added = exp2_of(part.best - base);
+  into.best = best;
+  into.total = into.total * kept + part.total * added;
+  for (int d = 0; d < size; d += W)
+    store(into_out + d, load(into_out + d) * set1(kept) + load(part_out + d) * set1(added));
+}
+
+// The output row of one query head <- its merged result. Adding 0 makes every zero +0.
+inline void finish(const FreightAttention& a, int64_t row, int head, float total, const float* out) {
+  float values[kMaxHeadDim];
+  const int dim = a.v_dim;
+  for (int d = 0; d < dim; d++) values[d] = out[d] / total + 0.0f;
+  if (a.scales == FREIGHT_STATIC_SCALES) {
+    const int64_t kv_head = head / (a.num_heads / a.num_kv_heads);
+    const float* scale = static_cast<const float*>(a.v_scale) + kv_head * dim;
+    for (int d = 0; d < dim; d++) values[d] *= scale[d];
+  }
+  write_row(values, a.q_type, dim, element(a.out, (row * a.num_heads + head) * dim, a.q_type));
+}
+
+}  // namespace freight
