@@ -3,6 +3,9 @@
 The figures mean what those of `freight bench latency --json` mean. Prefill lasts until the last of the batch has its
 first token. A decode step counts when every sequence gets a token in it. One run to warm up comes before those that
 count; the medians are over runs. A driver runs in the environment of its own engine, so nothing of Freight is imported.
+
+The second half is for compare_*.py, which compare log-probabilities of first tokens: their arguments, the prompts,
+Freight's answer and the differences. Only `first_tokens` imports Freight.
 """
 
 from __future__ import annotations
@@ -17,6 +20,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+PROMPTS = (
+    *("def main(", "class Stack:\n    def __init__(self", "import os\nimport", "for i in range(", "    return self."),
+    *("# Copyright", "if not isinstance(", "    raise ValueError(", "with open(path) as", "@property\n    def"),
+    *("try:\n    import", "    for name, value in", "x = [", "def __repr__(self):\n        return", "while True:\n"),
+)
+Top = dict[int, float]  # log-probability by token
 Steps = Sequence[tuple[float, int]]  # of one run: seconds of each step, and how many sequences got a token in it
 
 
@@ -80,3 +89,38 @@ def report(args: argparse.Namespace, engine: str, version: str, ran: dict[str, A
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     line = {"engine": engine, "version": version, "model": args.model.name, "ran": ran}
     print(json.dumps(line | asked | found | {"peak_rss_bytes": peak}), flush=True)
+
+
+def comparison(doc: str | None) -> argparse.ArgumentParser:
+    """The arguments of every script that quantizes a model and compares."""
+    made = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
+    made.add_argument("model", nargs="?", default="demo", help="a folder or 'demo', the model that ships (default)")
+    made.add_argument("--data", type=Path, help="calibration text; 'demo' has its own")
+    return made
+
+
+def first_tokens(folder: str, prompts: list[list[int]], **options: Any) -> list[Top]:
+    """Freight's log-probabilities of the five most likely first tokens of each prompt."""
+    from freight import LLM, SamplingParams
+
+    llm = LLM(folder, kv_cache_memory="16MiB", **options)
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=1, temperature=0.0, logprobs=5))
+    tops = [output.outputs[0].logprobs[0] for output in outputs if output.outputs[0].logprobs]
+    return [{token: one.logprob for token, one in top.items()} for top in tops]
+
+
+def differences(mine: list[Top], other: list[Top]) -> list[float]:
+    """The largest difference of each prompt, of the tokens that both name, in ascending order."""
+    pairs = zip(mine, other, strict=True)
+    return sorted(max(abs(a[token] - b[token]) for token in a.keys() & b.keys()) for a, b in pairs)
+
+
+def middle_and_worst(found: list[float]) -> str:
+    return f"middle prompt {found[len(found) // 2]:.5f}, worst {found[-1]:.5f}"
+
+
+def hide_extras(folder: Path) -> None:
+    """Remove `freight` from config.json: the finer KV scales, which other readers do not see."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config.pop("freight", None)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")

@@ -11,14 +11,12 @@ difference between the two in vLLM, and what either is away from vLLM's own 16-b
 
 from __future__ import annotations
 
-import argparse
-import json
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from compare_with_vllm import PROMPTS, Top
+from common import PROMPTS, comparison, differences
+from compare_with_vllm import ask
 
 import freight
 from freight.checkpoint.reader import Checkpoint, resolve_model
@@ -26,22 +24,7 @@ from freight.config.model import parse_model_config
 from freight.evaluate.variants import key_spreads, write_biased
 from freight.tokenizer import Tokenizer
 
-ANSWER = Path(__file__).with_name("compare_with_vllm.py")
 SCALES = ({"kv_granularity": "tensor"}, {"kv_granularity": "channel", "center": True})
-
-
-def answers(python: str, folder: Path, prompts: list[list[int]]) -> list[Top]:
-    """vLLM's log-probabilities of the five most likely first tokens of each prompt."""
-    with tempfile.NamedTemporaryFile() as file:
-        command = [python, str(ANSWER), "--answer", str(folder), json.dumps(prompts), file.name]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        return [{int(token): value for token, value in top.items()} for top in json.loads(Path(file.name).read_text())]
-
-
-def difference(one: list[Top], other: list[Top]) -> float:
-    """The largest, of tokens that both name."""
-    pairs = zip(one, other, strict=True)
-    return max(abs(a[token] - b[token]) for a, b in pairs for token in a.keys() & b.keys())
 
 
 def write_models(model: str, folder: Path, token_ids: list[int]) -> dict[str, Path]:
@@ -54,10 +37,8 @@ def write_models(model: str, folder: Path, token_ids: list[int]) -> dict[str, Pa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("model", nargs="?", default="demo")
+    parser = comparison(__doc__)
     parser.add_argument("--vllm-python", required=True, metavar="PATH")
-    parser.add_argument("--data", type=Path, help="calibration text; 'demo' has its own")
     args = parser.parse_args()
     source = resolve_model(args.model)
     tokenizer, data = Tokenizer.load(source), args.data or source / "calibration.txt"
@@ -66,21 +47,21 @@ def main() -> None:
     failed = False
     with tempfile.TemporaryDirectory() as temporary:
         for name, folder in write_models(args.model, Path(temporary), token_ids).items():
-            tops = [answers(args.vllm_python, folder, prompts)]
+            tops = [ask(args.vllm_python, folder, prompts)]
             for index, scales in enumerate(SCALES):
                 out = Path(temporary) / f"{folder.name}-{index}"
                 result = freight.quantize(
                     folder, out, weights="none", kv_cache="fp8", calibration_data=data, num_samples=32, max_seq_len=512,
                     **scales,
                 )  # fmt: skip
-                tops.append(answers(args.vllm_python, out, prompts))
+                tops.append(ask(args.vllm_python, out, prompts))
             plain, coarse, centered = tops
             layers = sum(one.k is not None for one in result.centers)
-            apart = difference(coarse, centered)
+            apart = differences(coarse, centered)[-1]
             failed |= apart > 0
             print(
                 f"{name}: {layers} of {len(result.centers)} layers centered; apart in vLLM {apart:.5f}; from 16 bits "
-                f"{difference(plain, coarse):.5f} per layer, {difference(plain, centered):.5f} centered",
+                f"{differences(plain, coarse)[-1]:.5f} per layer, {differences(plain, centered)[-1]:.5f} centered",
                 flush=True,
             )
     sys.exit(failed)

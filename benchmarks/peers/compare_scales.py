@@ -12,7 +12,6 @@ Ends with status 1 if a scale is more than one unit away.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from collections import Counter
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import comparison
 from datasets import Dataset
 from llmcompressor import oneshot
 from llmcompressor.modifiers.quantization import QuantizationModifier
@@ -67,9 +67,7 @@ def units_apart(ours: torch.Tensor, theirs: torch.Tensor) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("model", nargs="?", default="demo")
-    parser.add_argument("--data", type=Path, help="calibration text; 'demo' has its own")
+    parser = comparison(__doc__)
     parser.add_argument("--num-samples", type=int, default=64)
     parser.add_argument("--max-seq-len", type=int, default=512)
     args = parser.parse_args()

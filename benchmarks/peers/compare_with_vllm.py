@@ -13,7 +13,6 @@ status 1 if the middle prompt of that one is above --tolerance.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -22,12 +21,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-PROMPTS = (
-    *("def main(", "class Stack:\n    def __init__(self", "import os\nimport", "for i in range(", "    return self."),
-    *("# Copyright", "if not isinstance(", "    raise ValueError(", "with open(path) as", "@property\n    def"),
-    *("try:\n    import", "    for name, value in", "x = [", "def __repr__(self):\n        return", "while True:\n"),
-)
-Top = dict[int, float]  # log-probability by token
+from common import PROMPTS, Top, comparison, differences, first_tokens, hide_extras, middle_and_worst
 
 
 def answer(folder: str, prompts: list[list[int]]) -> list[Top]:
@@ -42,13 +36,12 @@ def answer(folder: str, prompts: list[list[int]]) -> list[Top]:
     return [{token: one.logprob for token, one in output.outputs[0].logprobs[0].items()} for output in outputs]
 
 
-def ours(folder: str, prompts: list[list[int]], **options: Any) -> list[Top]:
-    from freight import LLM, SamplingParams
-
-    llm = LLM(folder, dtype="float32", kv_cache_memory="16MiB", **options)
-    outputs = llm.generate(prompts, SamplingParams(max_tokens=1, temperature=0.0, logprobs=5))
-    tops = [output.outputs[0].logprobs[0] for output in outputs if output.outputs[0].logprobs]
-    return [{token: one.logprob for token, one in top.items()} for top in tops]
+def ask(python: str, folder: Path, prompts: list[list[int]]) -> list[Top]:
+    """vLLM's log-probabilities of the five most likely first tokens of each prompt, from its own environment."""
+    with tempfile.NamedTemporaryFile() as file:
+        command = [python, __file__, "--answer", str(folder), json.dumps(prompts), file.name]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        return [{int(token): value for token, value in top.items()} for top in json.loads(Path(file.name).read_text())]
 
 
 def round_towards_zero() -> None:
@@ -67,17 +60,9 @@ def round_towards_zero() -> None:
     reference.encode = towards_zero
 
 
-def differences(mine: list[Top], other: list[Top]) -> str:
-    pairs = zip(mine, other, strict=True)
-    largest = sorted(max(abs(a[token] - b[token]) for token in a.keys() & b.keys()) for a, b in pairs)
-    return f"middle prompt {largest[len(largest) // 2]:.5f}, worst {largest[-1]:.5f}"
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("model", nargs="?", default="demo")
+    parser = comparison(__doc__)
     parser.add_argument("--vllm-python", required=True, metavar="PATH")
-    parser.add_argument("--data", help="calibration text; 'demo' has its own")
     parser.add_argument("--tolerance", type=float, default=0.05)
     args = parser.parse_args()
     import freight
@@ -87,22 +72,19 @@ def main() -> None:
     tokenizer = Tokenizer.load(resolve_model(args.model))
     prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
     with tempfile.TemporaryDirectory() as temporary:
-        out, answers = str(Path(temporary) / "out"), Path(temporary) / "answers.json"
+        out = Path(temporary) / "out"
         freight.quantize(
             args.model, out, weights="none", kv_cache="fp8", kv_granularity="channel", calibration_data=args.data,
             num_samples=32, max_seq_len=512,
         )  # fmt: skip
-        command = [args.vllm_python, __file__, "--answer", out, json.dumps(prompts), str(answers)]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        theirs = [{int(token): value for token, value in top.items()} for top in json.loads(answers.read_text())]
-        config = json.loads((Path(out) / "config.json").read_text())
-        config.pop("freight")  # the finer scales, which vLLM does not see
-        (Path(out) / "config.json").write_text(json.dumps(config))
-        print(f"rounding to nearest: {differences(ours(out, prompts), theirs)}")
+        theirs = ask(args.vllm_python, out, prompts)
+        hide_extras(out)
+        nearest = differences(first_tokens(str(out), prompts, dtype="float32"), theirs)
+        print(f"rounding to nearest: {middle_and_worst(nearest)}")
         round_towards_zero()
-        same = differences(ours(out, prompts, kernels="reference"), theirs)
-        print(f"rounding towards zero, as vLLM: {same}")
-    sys.exit(float(same.split()[2].rstrip(",")) > args.tolerance)
+        same = differences(first_tokens(str(out), prompts, dtype="float32", kernels="reference"), theirs)
+        print(f"rounding towards zero, as vLLM: {middle_and_worst(same)}")
+    sys.exit(same[len(same) // 2] > args.tolerance)
 
 
 if __name__ == "__main__":

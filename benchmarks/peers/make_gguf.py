@@ -1,6 +1,7 @@
-"""Write a Llama checkpoint folder as a GGUF file with Q8_0 weights, for llama.cpp.
+"""Write a Llama checkpoint folder as a GGUF file with Q8_0 or Q4_K_M weights, for llama.cpp.
 
-Every matrix is Q8_0, 32 values of int8 with one float16 scale, as llama.cpp's own `quantize` does for this type; norms
+With Q8_0 every matrix is 32 values of int8 with one float16 scale, as llama.cpp's own `quantize` does for this type.
+Q4_K_M is made by llama.cpp itself from a BF16 file: mostly 4 bits, some matrices 6, about 5 bits a weight in all. Norms
 are float32. The file holds no vocabulary: token ids in, token ids out. Runs in llama.cpp's environment, which has gguf
 and NumPy but no torch.
 """
@@ -8,6 +9,7 @@ and NumPy but no torch.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import sys
 from collections.abc import Iterator
@@ -62,13 +64,10 @@ def pair_neighbours(matrix: np.ndarray, heads: int) -> np.ndarray:
     return matrix.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
-def main() -> None:
-    made = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    made.add_argument("checkpoint", type=Path, help="a folder with config.json and model.safetensors")
-    made.add_argument("file", type=Path, help="where to write, NAME.gguf")
-    args = made.parse_args()
-    config = json.loads((args.checkpoint / "config.json").read_text(encoding="utf-8"))
-    writer = gguf.GGUFWriter(args.file, "llama")
+def write(checkpoint: Path, file: Path, kind: gguf.GGMLQuantizationType, file_type: gguf.LlamaFileType) -> None:
+    """The checkpoint as `file`, its matrices of type `kind`."""
+    config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    writer = gguf.GGUFWriter(file, "llama")
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
@@ -82,17 +81,43 @@ def main() -> None:
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("none")
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
-    for name, values in bfloat16_tensors(args.checkpoint / "model.safetensors"):
+    writer.add_file_type(file_type)
+    for name, values in bfloat16_tensors(checkpoint / "model.safetensors"):
         if "q_proj" in name or "k_proj" in name:
             heads = "num_attention_heads" if "q_proj" in name else "num_key_value_heads"
             values = pair_neighbours(values, config[heads])
-        kind = gguf.GGMLQuantizationType.Q8_0 if values.ndim == 2 else gguf.GGMLQuantizationType.F32
-        writer.add_tensor(gguf_name(name), gguf.quantize(values, kind), raw_dtype=kind)
+        as_type = kind if values.ndim == 2 else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(gguf_name(name), gguf.quantize(values, as_type), raw_dtype=as_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def quantize_k(source: Path, file: Path) -> None:
+    """`source`, in 16 bits, as Q4_K_M."""
+    import llama_cpp as lib
+
+    params = lib.llama_model_quantize_default_params()
+    params.ftype = lib.LLAMA_FTYPE_MOSTLY_Q4_K_M
+    code = lib.llama_model_quantize(str(source).encode(), str(file).encode(), ctypes.byref(params))
+    if code != 0:
+        sys.exit(f"llama.cpp cannot quantize {source}: code {code}")
+
+
+def main() -> None:
+    made = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    made.add_argument("checkpoint", type=Path, help="a folder with config.json and model.safetensors in BF16")
+    made.add_argument("file", type=Path, help="where to write, NAME.gguf")
+    made.add_argument("--weights", choices=("q8_0", "q4_k_m"), default="q8_0", help="the type of the matrices")
+    args = made.parse_args()
+    if args.weights == "q8_0":
+        write(args.checkpoint, args.file, gguf.GGMLQuantizationType.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0)
+        return
+    sixteen = args.file.with_suffix(".bf16.gguf")
+    write(args.checkpoint, sixteen, gguf.GGMLQuantizationType.BF16, gguf.LlamaFileType.MOSTLY_BF16)
+    quantize_k(sixteen, args.file)
+    sixteen.unlink()
 
 
 if __name__ == "__main__":

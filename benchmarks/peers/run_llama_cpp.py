@@ -17,6 +17,9 @@ from common import Steps, measure, parser, random_prompts, report
 
 CACHE_TYPES = {"f16": lib.GGML_TYPE_F16, "q8_0": lib.GGML_TYPE_Q8_0}
 MICRO_BATCH = 512  # tokens; the default of llama.cpp
+# In GCC 12's amxtileintrin.h, _tile_loadconfig names 8 of the 64 bytes that the instruction reads. GCC removes
+# most stores of ggml_tile_config_init (ggml-cpu/amx/mmq.cpp) as dead, and `ldtilecfg` faults on what the stack holds.
+AMX_HINT = "llama.cpp's AMX kernels crash in ggml_tile_config_init unless it is compiled with README.md's CMAKE_ARGS"
 
 
 class Model:
@@ -69,6 +72,9 @@ def main() -> None:
     made.add_argument("--kv-cache-dtype", choices=CACHE_TYPES, default="f16", help="llama.cpp's own default is f16")
     args = made.parse_args()
     length = args.input_len + args.output_len
+    system = lib.llama_print_system_info().decode().strip(" |")
+    if "AMX_INT8 = 1" in system:
+        print(AMX_HINT, file=sys.stderr, flush=True)  # the last line that a crash leaves
     model = Model(str(args.model), args.batch_size, length, args.threads, args.kv_cache_dtype)
     numbers = random.Random(0)
 
@@ -86,7 +92,7 @@ def main() -> None:
     ran = {
         "weights": args.model.stem,
         "kv_cache": args.kv_cache_dtype,
-        "system": lib.llama_print_system_info().decode().strip(" |"),
+        "system": system,
     }
     report(args, "llama.cpp", f"llama-cpp-python {lib.__version__}", ran, measure(args, run))
 

@@ -1,45 +1,58 @@
 """Run Freight and other engines in alternation on one machine, and print medians and ratios as a Markdown table.
 
 Every figure comes from a process of its own, in the environment of its engine. A round runs every engine once on one
-workload, and the next round starts with another engine, because a machine that others use too gets faster and slower:
-what is compared stands close together in time. Medians are over rounds; ratios are taken within a round first.
+workload, and the next round starts with another engine: on a machine that others use too, the speed changes within
+minutes, so results that are compared are measured close together in time. Medians are over rounds; a ratio is taken
+within each round first. An engine that fails keeps its row, which gives the reason, and the others go on.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
+import os
+import re
+import signal
 import statistics
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-FP8 = ("--quantization", "fp8", "--kv-cache-dtype", "fp8")
-FREIGHT = {"Freight FP8": FP8, "Freight BF16": ("--dtype", "bfloat16")}
 FIGURES = {"prefill": "prefill_tokens_per_second", "decode": "decode_tokens_per_second"}
+BASE = "freight-fp8"  # what the others are compared with
+WORKLOADS = ("1x128+33", "8x128+33", "32x128+33", "1x1024+9")
+LONGEST_REASON = 200  # characters of an error in the table; the JSON file has it all
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A driver in this folder, the model's name in the folder of models, and arguments of its own."""
+    """A row of the table. `environment` is a name for --engine, None for Freight itself; `model` lies in --models."""
 
-    environment: str
+    label: str
+    environment: str | None
     driver: str
     model: str
     arguments: tuple[str, ...] = ()
 
 
 PEERS = {
-    "llama.cpp Q8_0": Peer("llama_cpp", "run_llama_cpp.py", "q8_0.gguf"),
-    "OpenVINO INT8 (paged)": Peer("openvino", "run_openvino.py", "openvino-int8"),
-    "OpenVINO INT8 (sdpa)": Peer("openvino", "run_openvino.py", "openvino-int8", ("--attention", "sdpa")),
-    "vLLM BF16": Peer("vllm", "run_vllm.py", "hf"),
-    "torch BF16 products alone": Peer("torch", "run_torch.py", "hf"),
+    BASE: Peer("Freight FP8", None, "", "hf", ("--quantization", "fp8", "--kv-cache-dtype", "fp8")),
+    "freight-bf16": Peer("Freight BF16", None, "", "hf", ("--dtype", "bfloat16")),
+    "llama.cpp-q8_0": Peer("llama.cpp Q8_0", "llama_cpp", "run_llama_cpp.py", "q8_0.gguf"),
+    "llama.cpp-q4_k_m": Peer("llama.cpp Q4_K_M (5 bits a weight)", "llama_cpp", "run_llama_cpp.py", "q4_k_m.gguf"),
+    "openvino-paged": Peer("OpenVINO INT8 (paged)", "openvino", "run_openvino.py", "openvino-int8"),
+    "openvino-sdpa": Peer(
+        "OpenVINO INT8 (sdpa)", "openvino", "run_openvino.py", "openvino-int8", ("--attention", "sdpa")
+    ),
+    "vllm-bf16": Peer("vLLM BF16", "vllm", "run_vllm.py", "hf"),
+    "vllm-int8": Peer("vLLM INT8 W8A8", "vllm", "run_vllm.py", "hf-int8"),
+    "torch-bf16": Peer("torch BF16 products alone", "torch", "run_torch.py", "hf"),
 }
+ENVIRONMENTS = sorted({peer.environment for peer in PEERS.values() if peer.environment})
 
 
 @dataclass(frozen=True)
@@ -51,9 +64,10 @@ class Workload:
     @staticmethod
     def parse(text: str) -> Workload:
         """From `8x128+33`: sequences, prompt tokens, generated tokens."""
-        batch_size, _, lengths = text.partition("x")
-        input_len, _, output_len = lengths.partition("+")
-        return Workload(int(batch_size), int(input_len), int(output_len))
+        found = re.fullmatch(r"(\d+)x(\d+)\+(\d+)", text)
+        if not found:
+            raise argparse.ArgumentTypeError(f"{text!r}: write SEQUENCESxPROMPT+GENERATED, for example 8x128+33")
+        return Workload(*map(int, found.groups()))
 
     def __str__(self) -> str:
         return f"{self.batch_size}x{self.input_len}+{self.output_len}"
@@ -61,30 +75,30 @@ class Workload:
 
 def named_path(text: str) -> tuple[str, str]:
     name, _, path = text.partition("=")
-    known = sorted({peer.environment for peer in PEERS.values()})
-    if name not in known or not path:
-        raise argparse.ArgumentTypeError(f"{text}: write NAME=PYTHON with a name of {', '.join(known)}")
+    if name not in ENVIRONMENTS or not path:
+        raise argparse.ArgumentTypeError(f"{text!r}: write NAME=PYTHON with a name of {', '.join(ENVIRONMENTS)}")
     return name, path
 
 
+def chosen(args: argparse.Namespace) -> list[str]:
+    """The rows to measure: those asked for, or all whose environment is given."""
+    given = {None, *dict(args.engine)}
+    return [name for name, peer in PEERS.items() if peer.environment in given and name in (args.peers or PEERS)]
+
+
 def commands(args: argparse.Namespace, workload: Workload) -> dict[str, list[str]]:
-    """What to run for each engine asked for, by its name in the table."""
-    common = {
-        "--batch-size": workload.batch_size,
-        "--input-len": workload.input_len,
-        "--output-len": workload.output_len,
-        "--threads": args.threads,
-        "--repeats": args.repeats,
-    }
-    options = [str(word) for pair in common.items() for word in pair]
-    freight = [args.freight, "bench", "latency", str(args.models / "hf")]
-    found = {name: [*freight, *words, *options, "--json"] for name, words in FREIGHT.items()}
-    interpreters = dict(args.engine)
-    for name, peer in PEERS.items():
-        if peer.environment in interpreters:
-            model = args.models / peer.model
-            program = [interpreters[peer.environment], str(HERE / peer.driver), "--model", str(model)]
-            found[name] = [*program, *options, *peer.arguments]
+    """The command line of each row."""
+    common = {**asdict(workload), "threads": args.threads, "repeats": args.repeats}
+    options = [word for name, value in common.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    interpreters, found = dict(args.engine), {}
+    for name in chosen(args):
+        peer = PEERS[name]
+        model = str(args.models / peer.model)
+        if peer.environment is None:
+            program = [args.freight, "bench", "latency", model, "--json"]
+        else:
+            program = [interpreters[peer.environment], str(HERE / peer.driver), "--model", model]
+        found[name] = [*program, *options, *peer.arguments]
     return found
 
 
@@ -94,60 +108,138 @@ def run(command: list[str], seconds: float) -> dict[str, Any]:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
     except subprocess.TimeoutExpired:
         return {"error": f"took more than {seconds:.0f} s"}
+    except OSError as error:
+        return {"error": str(error)}
     try:
-        return json.loads(ended.stdout.strip().splitlines()[-1])
-    except (IndexError, ValueError):
-        return {"error": f"exit status {ended.returncode}: {ended.stderr.strip()[-500:]}"}
+        found = json.loads(ended.stdout.strip().splitlines()[-1])
+        if ended.returncode == 0 and all(found[figure] > 0 for figure in FIGURES.values()):
+            return found
+    except (IndexError, KeyError, TypeError, ValueError):
+        pass
+    status = f"exit status {ended.returncode}"
+    if ended.returncode < 0:
+        status = f"killed by {signal.Signals(-ended.returncode).name}"
+    return {"error": f"{status}: {ended.stderr.strip()[-2000:]}".rstrip(": ")}
+
+
+def reason(error: str) -> str:
+    """An error as one cell of a table: its status and the last line."""
+    lines = error.splitlines()
+    short = lines[0] if len(lines) == 1 else f"{lines[0].partition(':')[0]}: {lines[-1].strip()}"
+    return short.replace("|", "/")[:LONGEST_REASON]
 
 
 def table(results: list[dict[str, Any]], workload: str) -> list[str]:
     """Markdown lines: per engine the median over rounds, and how many times as fast Freight in FP8 was."""
     rounds: dict[str, dict[int, dict[str, Any]]] = {}
+    errors: dict[str, str] = {}
     for one in results:
-        if one["workload"] == workload and "error" not in one["found"]:
-            rounds.setdefault(one["engine"], {})[one["round"]] = one["found"]
-    ours = rounds.get("Freight FP8", {})
+        if one["workload"] == workload:
+            succeeded = rounds.setdefault(one["engine"], {})
+            if "error" in one["found"]:
+                errors[one["engine"]] = one["found"]["error"]
+            else:
+                succeeded[one["round"]] = one["found"]
+    ours = rounds.get(BASE, {})
     lines = [
         f"### {workload}",
         "",
         "| engine | prefill tok/s | decode tok/s | Freight FP8 ÷ it, prefill | decode | runs |",
         "|---|---:|---:|---:|---:|---:|",
     ]
-    for engine, found in rounds.items():
+    for name, found in rounds.items():
+        label = PEERS[name].label
+        if not found:
+            lines.append(f"| {label} | failed | {reason(errors[name])} | | | 0 |")
+            continue
         medians, ratios = [], []
         for figure in FIGURES.values():
             medians.append(f"{statistics.median(one[figure] for one in found.values()):.1f}")
             shared = [ours[number][figure] / one[figure] for number, one in found.items() if number in ours]
             ratios.append(f"{statistics.median(shared):.2f}" if shared else "")
-        lines.append(f"| {engine} | {' | '.join(medians)} | {' | '.join(ratios)} | {len(found)} |")
+        failed = f", then {reason(errors[name])}" if name in errors else ""
+        lines.append(f"| {label} | {' | '.join(medians)} | {' | '.join(ratios)} | {len(found)}{failed} |")
     return [*lines, ""]
 
 
-def main() -> None:
+def machine(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
+    """The processor's name, the cores that this process may use, and the vector and matrix units that matter here."""
+    text = cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else ""
+    fields = dict(re.findall(r"^(model name|flags)\s*: (.*)$", text, re.MULTILINE))
+    wanted = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16", "amx_fp16")
+    units = [unit for unit in wanted if unit in fields.get("flags", "").split()]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {"processor": fields.get("model name", "unknown"), "cores": cores, "units": units}
+
+
+def versions(results: list[dict[str, Any]], freight: str) -> list[str]:
+    """Freight's version with the kernels that ran, and those that the drivers reported, each once."""
+    found = [one["found"] for one in results]
+    kernels = sorted({str(one["kernels"]) for one in found if "kernels" in one})
+    ours = []
+    if kernels:
+        asked = subprocess.run([freight, "--version"], capture_output=True, text=True, check=False)
+        ours.append(f"Freight {asked.stdout.strip()}, kernels {', '.join(kernels)}")
+    return [*ours, *sorted({str(one["version"]) for one in found if "version" in one})]
+
+
+def measure(args: argparse.Namespace, record: Callable[[list[dict[str, Any]]], None]) -> list[dict[str, Any]]:
+    """Every round of every workload; `record` gets all results after each run, so that an interruption loses none."""
+    results: list[dict[str, Any]] = []
+    for number in range(args.rounds):
+        for workload in args.workload:
+            todo = list(commands(args, workload).items())
+            turn = number % len(todo)
+            for name, command in todo[turn:] + todo[:turn]:
+                found = run(command, args.timeout)
+                results.append({"round": number, "workload": str(workload), "engine": name, "found": found})
+                short = reason(found["error"]) if "error" in found else ""
+                short = short or ", ".join(f"{figure} {found[key]:.1f}" for figure, key in FIGURES.items())
+                print(f"round {number + 1}, {workload}, {PEERS[name].label}: {short}", file=sys.stderr, flush=True)
+                record(results)
+    return results
+
+
+def arguments() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    made.add_argument("--models", type=Path, required=True, help="the folder with hf, q8_0.gguf and openvino-int8")
+    made.add_argument("--models", type=Path, required=True, help="the folder with the models of README.md")
     made.add_argument("--freight", default="freight", help="Freight's command (default: the one on PATH)")
-    made.add_argument("--engine", type=named_path, action="append", default=[], metavar="NAME=PYTHON")
-    made.add_argument("--workload", action="append", metavar="BATCHxINPUT+OUTPUT", help="may be repeated")
+    made.add_argument(
+        "--engine", type=named_path, action="append", default=[], metavar="NAME=PYTHON",
+        help=f"an engine and the interpreter of its environment; may be repeated: {', '.join(ENVIRONMENTS)}",
+    )  # fmt: skip
+    made.add_argument(
+        "--peers", nargs="+", choices=PEERS, metavar="ROW",
+        help=f"rows to measure, default all of the engines given: {', '.join(PEERS)}",
+    )  # fmt: skip
+    made.add_argument(
+        "--workload", type=Workload.parse, nargs="+", default=[Workload.parse(text) for text in WORKLOADS],
+        metavar="SEQUENCESxPROMPT+GENERATED",
+        help=f"batch sizes and lengths in tokens; default {' '.join(WORKLOADS)}",
+    )  # fmt: skip
     made.add_argument("--rounds", type=int, default=3)
     made.add_argument("--repeats", type=int, default=3, help="runs that count in each process")
     made.add_argument("--threads", type=int, default=2)
     made.add_argument("--timeout", type=float, default=600, metavar="SECONDS", help="for one process")
     made.add_argument("--output", type=Path, required=True, metavar="FILE", help="where every result goes, as JSON")
-    args = made.parse_args()
-    workloads = [Workload.parse(text) for text in args.workload or ("1x128+33", "8x128+33", "1x1024+9")]
-    results: list[dict[str, Any]] = []
-    for number in range(args.rounds):
-        for workload in workloads:
-            todo = list(commands(args, workload).items())
-            turn = number % len(todo)
-            for engine, command in todo[turn:] + todo[:turn]:
-                found = run(command, args.timeout)
-                results.append({"round": number, "workload": str(workload), "engine": engine, "found": found})
-                short = found.get("error") or ", ".join(f"{name} {found[key]:.1f}" for name, key in FIGURES.items())
-                print(f"round {number + 1}, {workload}, {engine}: {short}", file=sys.stderr, flush=True)
-                args.output.write_text(json.dumps({"machine": platform.processor(), "results": results}, indent=1))
-    for workload in workloads:
+    return made
+
+
+def main() -> None:
+    parser = arguments()
+    args = parser.parse_args()
+    missing = sorted({PEERS[name].environment for name in args.peers or ()} - {None, *dict(args.engine)})
+    if missing:
+        parser.error(f"--peers needs the environment of {', '.join(missing)}: add --engine {missing[0]}=PYTHON")
+    here = machine()
+
+    def record(results: list[dict[str, Any]]) -> None:
+        args.output.write_text(json.dumps({"machine": here, "results": results}, indent=1), encoding="utf-8")
+
+    results = measure(args, record)
+    print(f"{here['processor']}, {here['cores']} cores with {' '.join(here['units'])}; {args.threads} threads\n")
+    print("\n".join(f"- {version}" for version in versions(results, args.freight)) + "\n")
+    for workload in args.workload:
         print("\n".join(table(results, str(workload))))
 
 
