@@ -8,11 +8,15 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
+from freight.engine.prepare import Logits, SequenceSlice, prepare
 from freight.errors import KernelError
 from freight.kernels.cpu import library
 from freight.kernels.reference_set import REFERENCE
 from freight.kernels.select import select_kernels
+from freight.operands.kv_pages import KVPages
+from freight.operands.weight import Weight
 
 SAPPHIRE_RAPIDS = tuple(library.BUILDS["amx"])
 ZEN4 = tuple(library.BUILDS["avx512"])
@@ -139,3 +143,20 @@ def test_a_library_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch
     for build in library.runnable():
         with pytest.raises(KernelError, match="of another version"):
             library.load.__wrapped__(build)
+
+
+@pytest.mark.skipif("amx" not in library.runnable(), reason="this processor or system has no matrix tiles")
+def test_the_amx_build_computes_on_tiles() -> None:
+    """Tiles sum even and odd inputs apart, dot products all in order: few sums of many products have the same bits."""
+    torch.manual_seed(0)
+    x, q = torch.randn(40, 2048).bfloat16(), torch.randn(40, 4, 64).bfloat16()
+    matrix = torch.randn(64, 2048).bfloat16()
+    pages = KVPages(*torch.randn(2, 4, 16, 2, 64).bfloat16(), None, None, torch.zeros(2, dtype=torch.int64))
+    batch = prepare([SequenceSlice([0] * 40, 0, ([0, 1, 2],), Logits.LAST)], 16).sequences(0)
+    results = []
+    for build in ("amx", "avx512"):
+        kernels = select_kernels(f"cpu-{build}")
+        results.append((kernels.linear(x, kernels.pack(Weight(matrix))), kernels.attention(q, pages, batch, 0.125)))
+    for tiles, dots in zip(*results, strict=True):
+        assert not torch.equal(tiles, dots)
+        assert torch.allclose(tiles, dots, rtol=0.01, atol=0.5)
