@@ -21,8 +21,10 @@ from compare_with_vllm import ask
 import freight
 from freight.checkpoint.reader import Checkpoint, resolve_model
 from freight.config.model import parse_model_config
-from freight.evaluate.variants import key_spreads, write_biased
 from freight.tokenizer import Tokenizer
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+from scale_variants import key_spreads, write_biased
 
 SCALES = ({"kv_granularity": "tensor"}, {"kv_granularity": "channel", "center": True})
 

@@ -147,10 +147,11 @@ def test_a_library_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.skipif("amx" not in library.runnable(), reason="this processor or system has no matrix tiles")
 def test_the_amx_build_computes_on_tiles() -> None:
-    """Tiles sum even and odd inputs apart, dot products all in order: few sums of many products have the same bits."""
+    """Tiles sum even and odd inputs apart, dot products all in order: sums of 0 keep other rounding errors."""
     torch.manual_seed(0)
-    x, q = torch.randn(40, 2048).bfloat16(), torch.randn(40, 4, 64).bfloat16()
-    matrix = torch.randn(64, 2048).bfloat16()
+    half, q = torch.randn(40, 1024).bfloat16(), torch.randn(40, 4, 64).bfloat16()
+    x, matrix = torch.cat((half, half), 1), torch.randn(64, 1024).bfloat16()
+    matrix = torch.cat((matrix, -matrix), 1)
     pages = KVPages(*torch.randn(2, 4, 16, 2, 64).bfloat16(), None, None, torch.zeros(2, dtype=torch.int64))
     batch = prepare([SequenceSlice([0] * 40, 0, ([0, 1, 2],), Logits.LAST)], 16).sequences(0)
     results = []
@@ -159,4 +160,4 @@ def test_the_amx_build_computes_on_tiles() -> None:
         results.append((kernels.linear(x, kernels.pack(Weight(matrix))), kernels.attention(q, pages, batch, 0.125)))
     for tiles, dots in zip(*results, strict=True):
         assert not torch.equal(tiles, dots)
-        assert torch.allclose(tiles, dots, rtol=0.01, atol=0.5)
+        assert torch.allclose(tiles, dots, rtol=0.01, atol=0.01)
