@@ -149,11 +149,11 @@ def test_a_library_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch
 def test_the_amx_build_computes_on_tiles() -> None:
     """Tiles sum even and odd inputs apart, dot products all in order: sums of 0 keep other rounding errors."""
     torch.manual_seed(0)
-    half, q = torch.randn(40, 1024).bfloat16(), torch.randn(40, 4, 64).bfloat16()
-    x, matrix = torch.cat((half, half), 1), torch.randn(64, 1024).bfloat16()
-    matrix = torch.cat((matrix, -matrix), 1)
-    pages = KVPages(*torch.randn(2, 4, 16, 2, 64).bfloat16(), None, None, torch.zeros(2, dtype=torch.int64))
-    batch = prepare([SequenceSlice([0] * 40, 0, ([0, 1, 2],), Logits.LAST)], 16).sequences(0)
+    half, matrix = torch.randn(40, 1024).bfloat16(), torch.randn(64, 1024).bfloat16()
+    x, matrix = torch.cat((half, half), 1), torch.cat((matrix, -matrix), 1)
+    q, k, v = torch.randn(1, 4, 64).bfloat16(), *torch.randn(2, 2, 16, 2, 64).bfloat16()
+    pages = KVPages(torch.cat((k, k)), torch.cat((v, -v)), None, None, torch.zeros(2, dtype=torch.int64))
+    batch = prepare([SequenceSlice([0], 63, ([0, 1, 2, 3],), Logits.LAST)], 16).sequences(0)
     results = []
     for build in ("amx", "avx512"):
         kernels = select_kernels(f"cpu-{build}")
