@@ -54,16 +54,18 @@ void add_rms_norm(const FreightNorm& a) {
 }
 
 template <FreightGatedActivation A>
-void gated(const void* gate_up, void* out, int32_t format, int64_t rows, int64_t size, int32_t threads) {
+void gated(const FreightGated& a) {
+  const int32_t format = a.format;
+  const int64_t size = a.size;
   const int64_t chunks = (size + kChunk - 1) / kChunk;
-  parallel_for(rows * chunks, threads_for(rows * size, threads), [&](int64_t task) {
+  parallel_for(a.rows * chunks, threads_for(a.rows * size, a.threads), [&](int64_t task) {
     const int64_t row = task / chunks, begin = task % chunks * kChunk, end = std::min(size, begin + kChunk);
     for (int64_t i = begin; i < end; i += kLanes) {
       const int count = lanes_at(i, end);
-      const V16 gate = load_as(element(gate_up, row * 2 * size + i, format), format, count);
-      const V16 up = load_as(element(gate_up, row * 2 * size + size + i, format), format, count);
+      const V16 gate = load_as(element(a.gate_up, row * 2 * size + i, format), format, count);
+      const V16 up = load_as(element(a.gate_up, row * 2 * size + size + i, format), format, count);
       const V16 product = each([&](int lanes) { return activated<A>(gate.v[lanes]) * up.v[lanes]; });
-      store_as(element(out, row * size + i, format), product, format, count);
+      store_as(element(a.out, row * size + i, format), product, format, count);
     }
   });
 }
@@ -75,10 +77,11 @@ FREIGHT_API FreightStatus freight_add_rms_norm(const FreightNorm* arguments) {
   return freight::status_of([&] { freight::add_rms_norm(*arguments); });
 }
 
-FREIGHT_API FreightStatus freight_gated(const void* gate_up, int32_t activation, void* out, int32_t format,
-                                        int64_t rows, int64_t size, int32_t threads) {
+FREIGHT_API FreightStatus freight_gated(const FreightGated* arguments) {
   return freight::status_of([&] {
-    const auto gated = activation == FREIGHT_SILU ? freight::gated<FREIGHT_SILU> : freight::gated<FREIGHT_GELU_TANH>;
-    gated(gate_up, out, format, rows, size, threads);
+    if (arguments->activation == FREIGHT_SILU)
+      freight::gated<FREIGHT_SILU>(*arguments);
+    else
+      freight::gated<FREIGHT_GELU_TANH>(*arguments);
   });
 }

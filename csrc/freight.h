@@ -1,4 +1,4 @@
-// The C interface of the CPU kernels, version 11: what src/freight/kernels/cpu/library.py calls through ctypes.
+// The C interface of the CPU kernels: what src/freight/kernels/cpu/library.py calls through ctypes.
 //
 // Plain functions on raw pointers; every array is contiguous and row-major unless its comment says otherwise. Nothing
 // here allocates what it returns, throws, or keeps a pointer beyond the call. `threads` is how many threads may work.
@@ -10,7 +10,7 @@
 #define FREIGHT_API extern "C" __attribute__((visibility("default")))
 
 // Changes when any declaration changes, so that a library from an older build is refused instead of called wrongly.
-constexpr int32_t FREIGHT_ABI = 12;
+constexpr int32_t FREIGHT_ABI = 13;
 FREIGHT_API int32_t freight_abi();
 
 constexpr int32_t FREIGHT_LANES = 16;      // outputs that are computed together: arrays by output are padded to it
@@ -70,10 +70,18 @@ FREIGHT_API int64_t freight_packed_bytes(int32_t format, int64_t out_features, i
 FREIGHT_API FreightStatus freight_pack(const void* data, int32_t format, int64_t out_features, int64_t in_features,
                                        void* packed, float* scale, int32_t threads);
 
-// y = x @ weight.T * scales + bias. x: [rows, in_features], y: [rows, out_features], bias: [out_features] or null, all
-// three in x_format: float32, float16 or bfloat16. Sums are float32, over the inputs in order; one rounding, at the end.
-FREIGHT_API FreightStatus freight_linear(const FreightWeight* weight, const void* x, int32_t x_format, int64_t rows,
-                                         const void* bias, void* y, int32_t threads);
+struct FreightLinear {
+  const void* weight;  // FreightWeight
+  const void* x;       // [rows, in_features]
+  const void* bias;    // [out_features], or null
+  void* y;             // [rows, out_features]
+  int64_t rows;
+  int32_t format;  // of x, bias and y: float32, float16 or bfloat16
+  int32_t threads;
+};
+
+// y = x @ weight.T * scales + bias. Sums are float32, over the inputs in order; one rounding, at the end.
+FREIGHT_API FreightStatus freight_linear(const FreightLinear* arguments);
 
 // Row-wise operations; all in `format` (float32, float16, bfloat16), contiguous, float32 inside.
 
@@ -97,6 +105,32 @@ enum FreightGatedActivation : int32_t {
   FREIGHT_GELU_TANH = 1,  // gate / 2 * (1 + tanh(sqrt(2 / pi) * (gate + 0.044715 * gate^3)))
 };
 
-// out = activation(gate) * up. gate_up: [rows, 2 * size], contiguous, gate first; out: [rows, size].
-FREIGHT_API FreightStatus freight_gated(const void* gate_up, int32_t activation, void* out, int32_t format,
-                                        int64_t rows, int64_t size, int32_t threads);
+struct FreightGated {
+  const void* gate_up;  // [rows, 2 * size], gate first
+  void* out;            // [rows, size]
+  int64_t rows, size;
+  int32_t format;
+  int32_t activation;  // FreightGatedActivation
+  int32_t threads;
+};
+
+// out = activation(gate) * up.
+FREIGHT_API FreightStatus freight_gated(const FreightGated* arguments);
+
+// Several calls at once.
+
+enum FreightFunction : int32_t {
+  FREIGHT_LINEAR = 0,
+  FREIGHT_ADD_RMS_NORM = 1,
+  FREIGHT_GATED = 2,
+  FREIGHT_ATTENTION = 3,
+  FREIGHT_ROTATE_STORE = 4,
+};
+
+struct FreightCall {
+  const void* arguments;  // the struct that the function takes
+  int32_t function;       // FreightFunction
+};
+
+// Make `count` calls in order, up to the first that fails: its status is returned, its number written into `failed`.
+FREIGHT_API FreightStatus freight_replay(const FreightCall* calls, int64_t count, int64_t* failed);

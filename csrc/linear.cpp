@@ -243,40 +243,39 @@ void run_tiles(const FreightWeight& weight, const void* x, int32_t format, int64
 
 #endif
 
-void linear(const FreightWeight* weight, const void* x, int32_t x_format, int64_t rows, const void* bias, void* y,
-            int32_t threads) {
+void linear(const FreightLinear& a) {
+  const FreightWeight& weight = *static_cast<const FreightWeight*>(a.weight);
   thread_local std::vector<float> bias_values;
-  if (bias) {
-    const int64_t out = weight->out_features;
+  if (a.bias) {
+    const int64_t out = weight.out_features;
     bias_values.resize(static_cast<size_t>(padded(out)));
-    read_row(bias, x_format, out, bias_values.data());
+    read_row(a.bias, a.format, out, bias_values.data());
   }
-  const float* b = bias ? bias_values.data() : nullptr;
+  const float* b = a.bias ? bias_values.data() : nullptr;
 #if FREIGHT_AMX
-  if (weight->activations != FREIGHT_PLAIN || x_format == FREIGHT_BFLOAT16) {  // bfloat16 without rounding
-    if (weight->format == FREIGHT_E4M3FN) return run_tiles<true>(*weight, x, x_format, rows, b, y, threads);
-    if (weight->format == FREIGHT_BFLOAT16) return run_tiles<false>(*weight, x, x_format, rows, b, y, threads);
+  if (weight.activations != FREIGHT_PLAIN || a.format == FREIGHT_BFLOAT16) {  // bfloat16 without rounding
+    if (weight.format == FREIGHT_E4M3FN) return run_tiles<true>(weight, a.x, a.format, a.rows, b, a.y, a.threads);
+    if (weight.format == FREIGHT_BFLOAT16) return run_tiles<false>(weight, a.x, a.format, a.rows, b, a.y, a.threads);
   }
 #elif FREIGHT_AVX512
-  if (weight->activations != FREIGHT_PLAIN || x_format == FREIGHT_BFLOAT16) {  // bfloat16 without rounding
-    if (weight->format == FREIGHT_E4M3FN) return run<E4M3Pair>(*weight, x, x_format, rows, b, y, threads);
-    if (weight->format == FREIGHT_BFLOAT16) return run<BFloat16Pair>(*weight, x, x_format, rows, b, y, threads);
+  if (weight.activations != FREIGHT_PLAIN || a.format == FREIGHT_BFLOAT16) {  // bfloat16 without rounding
+    if (weight.format == FREIGHT_E4M3FN) return run<E4M3Pair>(weight, a.x, a.format, a.rows, b, a.y, a.threads);
+    if (weight.format == FREIGHT_BFLOAT16) return run<BFloat16Pair>(weight, a.x, a.format, a.rows, b, a.y, a.threads);
   }
 #endif
-  switch (weight->format) {
-    case FREIGHT_E4M3FN: return run<E4M3>(*weight, x, x_format, rows, b, y, threads);
-    case FREIGHT_BFLOAT16: return run<BFloat16>(*weight, x, x_format, rows, b, y, threads);
-    case FREIGHT_FLOAT16: return run<Float16>(*weight, x, x_format, rows, b, y, threads);
-    default: return run<Float32>(*weight, x, x_format, rows, b, y, threads);
+  switch (weight.format) {
+    case FREIGHT_E4M3FN: return run<E4M3>(weight, a.x, a.format, a.rows, b, a.y, a.threads);
+    case FREIGHT_BFLOAT16: return run<BFloat16>(weight, a.x, a.format, a.rows, b, a.y, a.threads);
+    case FREIGHT_FLOAT16: return run<Float16>(weight, a.x, a.format, a.rows, b, a.y, a.threads);
+    default: return run<Float32>(weight, a.x, a.format, a.rows, b, a.y, a.threads);
   }
 }
 
 }  // namespace
 }  // namespace freight
 
-FREIGHT_API FreightStatus freight_linear(const FreightWeight* weight, const void* x, int32_t x_format, int64_t rows,
-                                         const void* bias, void* y, int32_t threads) {
-  return freight::status_of([&] { freight::linear(weight, x, x_format, rows, bias, y, threads); });
+FREIGHT_API FreightStatus freight_linear(const FreightLinear* arguments) {
+  return freight::status_of([&] { freight::linear(*arguments); });
 }
 
 FREIGHT_API void freight_set_prefetch(int32_t wanted) {

@@ -6,45 +6,54 @@ import math
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from freight.cache.pool import LayerKV
 from freight.config.engine import EngineConfig
 from freight.config.model import ModelConfig
 from freight.engine.engine import Engine
+from freight.engine.prepare import SequenceSlice
+from freight.engine.runner import ModelRunner, StepRows
 from freight.fp8.formats import Format
 from freight.models.architectures import tensor_names
-from freight.models.decoder import Decoder
 from freight.models.loader import tensor_shapes
-from freight.operands.batch import ForwardBatch
 from freight.sampling import SamplingParams
 
 
 @dataclass(frozen=True)
-class TimedDecoder(Decoder):
-    """A model that records how long each part of a forward pass took, in seconds, as the host sees it."""
+class TimedRows(StepRows):
+    """Rows whose logits are timed, in seconds, as the host sees it."""
 
-    forward_seconds: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    def logits(self, rows: Sequence[int]) -> Tensor:
+        begin = time.perf_counter()
+        logits = super().logits(rows)
+        self.seconds.append(time.perf_counter() - begin)
+        return logits
+
+
+@dataclass(frozen=True)
+class TimedRunner(ModelRunner):
+    """A runner that records how long each part of a step took, in seconds, as the host sees it: layers, then logits.
+
+    Captured steps are replayed as they are without it; theirs is one part.
+    """
+
+    seconds: list[float] = field(default_factory=list)
 
     @staticmethod
-    def over(model: Decoder) -> TimedDecoder:
-        return TimedDecoder(**{part.name: getattr(model, part.name) for part in fields(Decoder)})
+    def over(runner: ModelRunner) -> TimedRunner:
+        return TimedRunner(**{part.name: getattr(runner, part.name) for part in fields(ModelRunner)})
 
-    def hidden(self, batch: ForwardBatch, kv_cache: Sequence[LayerKV]) -> Tensor:
+    def run(self, slices: Sequence[SequenceSlice]) -> StepRows:
         begin = time.perf_counter()
-        hidden = super().hidden(batch, kv_cache)
-        self.forward_seconds.append(time.perf_counter() - begin)
-        return hidden
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        begin = time.perf_counter()
-        logits = super().logits(hidden)
-        self.forward_seconds.append(time.perf_counter() - begin)
-        return logits
+        rows = super().run(slices)
+        self.seconds.append(time.perf_counter() - begin)
+        return TimedRows(**{part.name: getattr(rows, part.name) for part in fields(StepRows)}, seconds=self.seconds)
 
 
 @dataclass(frozen=True)
@@ -75,18 +84,17 @@ def drive(engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[Sam
         engine.add(request_id, engine.intake.accept(prompt, one), one)
     records = []
     scheduler = engine.scheduler
-    model = TimedDecoder.over(engine.runner.model)
-    engine.runner = replace(engine.runner, model=model)
+    runner = engine.runner = TimedRunner.over(engine.runner)
     unfinished = len(ids)
     while engine.has_unfinished:
-        model.forward_seconds.clear()
+        runner.seconds.clear()
         begin = time.perf_counter()
         deltas = engine.step()
         seconds = time.perf_counter() - begin
         used = engine.cache.used_share
         left = scheduler.num_running + scheduler.num_waiting
         running = scheduler.num_running + unfinished - left
-        records.append(StepRecord(seconds, sum(model.forward_seconds), len(deltas), running, used))
+        records.append(StepRecord(seconds, sum(runner.seconds), len(deltas), running, used))
         unfinished = left
     for request_id in ids:
         engine.release(request_id)

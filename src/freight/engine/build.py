@@ -17,13 +17,16 @@ from freight.cache.spec import KVCacheSpec
 from freight.config.engine import EngineArgs, EngineConfig
 from freight.config.model import ModelConfig
 from freight.device import DeviceFacts, probe
+from freight.engine.decode_steps import Capture, DecodeSteps
 from freight.engine.engine import Engine
-from freight.engine.graphs import DecodeGraphs
+from freight.engine.graphs import CudaGraphs
 from freight.engine.intake import Intake
+from freight.engine.recordings import CpuRecordings
 from freight.engine.runner import ModelRunner
 from freight.engine.scheduler import Scheduler
 from freight.errors import CapacityError
 from freight.fp8.formats import Format
+from freight.kernels.cpu.cpu_set import CpuKernels
 from freight.models.architectures import tensor_names
 from freight.models.loader import tensor_shapes
 from freight.models.open import OpenModel, open_model
@@ -73,10 +76,13 @@ def start_engine(opened: OpenModel, before_weights: BeforeWeights | None = None)
     step_tokens, caching = config.max_num_batched_tokens, config.enable_prefix_caching
     cache = CacheManager(spec.groups, pool.num_blocks, config.block_size, step_tokens, caching)
     scheduler = Scheduler(cache, *limits, config.max_model_len)
-    graphs = None
-    if kernels.name == "triton":  # the reference asks lengths of the device while it runs, which no graph can
-        graphs = DecodeGraphs(decoder, pool, config.max_num_seqs, config.max_model_len, config.device)
-    runner = ModelRunner(decoder, pool, config.device, graphs)
+    capture: Capture | None = None  # the reference asks lengths of the device while it runs, and cannot be captured
+    if kernels.name == "triton":
+        capture = CudaGraphs(decoder, pool, config.max_num_seqs)
+    elif isinstance(kernels, CpuKernels):
+        capture = CpuRecordings(decoder, pool, kernels, config.max_num_seqs)
+    captured = None if capture is None else DecodeSteps(capture, pool, config.max_model_len, config.device)
+    runner = ModelRunner(decoder, pool, config.device, captured)
     intake = Intake(tokenizer, opened.model.vocab_size, config.max_model_len)
     threads = opened.threads(config)
     return Engine(runner, cache, scheduler, intake, opened.stop_token_ids(), config.seed, threads), config

@@ -1,23 +1,14 @@
-"""Decode steps as CUDA graphs: one launch instead of some hundreds, for steps in which every sequence has one token.
-
-A graph replays the same kernels on the same memory, so it belongs to a number of sequences, its bucket; a step is
-padded to the next bucket with sequences that have no keys and store nothing. The inputs of a step lie in `Buffers`,
-owned for life, filled on the host and brought over in one copy; the `ForwardBatch` that was captured is a view of
-them. Grids follow from shapes alone, so contexts may grow up to the buffers' width. Buckets are captured when they
-are first needed.
-"""
+"""Decode steps as CUDA graphs: one launch instead of some hundreds. Grids follow from shapes alone."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from freight.cache.pool import KVPool
-from freight.engine.prepare import Logits, SequenceSlice
+from freight.engine.decode_steps import Replay
 from freight.models.decoder import Decoder
 from freight.operands.batch import ForwardBatch
 
@@ -30,93 +21,30 @@ def bucket_of(num_seqs: int) -> int:
     return -(-num_seqs // step) * step
 
 
-class Buffers:
-    """A decode batch of `bucket` sequences with up to `max_blocks` blocks each, on the host and on `device`.
+class CudaGraphs:
+    """A `Capture` on a GPU; all graphs share one pool of memory, because they never run at the same time."""
 
-    Each of the cache's `num_groups` groups has block tables and slots.
-    """
+    def __init__(self, model: Decoder, pool: KVPool, max_num_seqs: int) -> None:
+        self.max_num_seqs = max_num_seqs
+        self._model, self._pool = model, pool
+        self._memory: Any = None
 
-    def __init__(self, bucket: int, max_blocks: int, block_size: int, device: str, num_groups: int = 1) -> None:
-        self.block_size = block_size
-        # int32 words: token ids, positions and slots by group as int64, then lengths and tables by group as int32. Each
-        # begins at a multiple of 16 bytes, as what `prepare` makes: Triton compiles a kernel anew for other alignments.
-        num_longs = 2 + num_groups
-        counts = (*[2 * bucket] * num_longs, bucket, *[bucket * max_blocks] * num_groups)
-        edges = np.cumsum([0, *(-(-count // 4) * 4 for count in counts)]).tolist()
-        host = torch.zeros(edges[-1], dtype=torch.int32, device="cpu", pin_memory=device != "cpu")
-        words = torch.zeros(edges[-1], dtype=torch.int32, device=device)
-        self._host, self._words = host, words
+    def bucket_of(self, num_seqs: int) -> int:
+        return bucket_of(num_seqs)
 
-        def views(buffer: Tensor) -> list[Tensor]:
-            parts = [buffer[begin : begin + count] for begin, count in zip(edges[:-1], counts, strict=True)]
-            longs = [part.view(torch.int64) for part in parts[:num_longs]]
-            tables = [part.view(bucket, max_blocks) for part in parts[num_longs + 1 :]]
-            return [*longs, parts[num_longs], *tables]
-
-        on_host = [view.numpy() for view in views(host)]
-        self._tokens, self._positions, self._lengths = on_host[0], on_host[1], on_host[num_longs]
-        self._slots, self._tables = on_host[2:num_longs], on_host[num_longs + 1 :]
-        on_device = views(words)
-        slots, tables = tuple(on_device[2:num_longs]), tuple(on_device[num_longs + 1 :])
-        starts = torch.arange(bucket + 1, dtype=torch.int32, device=device)
-        rows = torch.arange(bucket, dtype=torch.int64, device=device)
-        tokens, positions, lengths = on_device[0], on_device[1], on_device[num_longs]
-        self.batch = ForwardBatch(tokens, positions, starts, lengths, slots, tables, rows)
-        self.fill([])
-
-    def fill(self, slices: Sequence[SequenceSlice]) -> None:
-        """Make `batch` say what `slices`, one token each, say; the rest of it is padding."""
-        count = len(slices)
-        self._tokens[count:] = self._positions[count:] = self._lengths[count:] = 0
-        self._tokens[:count] = [part.token_ids[0] for part in slices]
-        starts = np.array([part.start for part in slices], dtype=np.int64)
-        self._positions[:count] = starts
-        self._lengths[:count] = starts + 1
-        for group, (slots, tables) in enumerate(zip(self._slots, self._tables, strict=True)):
-            for i, part in enumerate(slices):
-                tables[i, : len(part.block_ids[group])] = part.block_ids[group]
-            blocks = tables[np.arange(count), starts // self.block_size].astype(np.int64)
-            slots[:count] = blocks * self.block_size + starts % self.block_size
-            slots[count:] = -1
-        self._words.copy_(self._host, non_blocking=True)  # the step's end waits for it: the tokens are read
-
-
-class DecodeGraphs:
-    """The captured steps of one model over one cache, for up to `max_num_seqs` sequences of `max_model_len` tokens."""
-
-    def __init__(self, model: Decoder, pool: KVPool, max_num_seqs: int, max_model_len: int, device: str) -> None:
-        self._model, self._pool, self._device = model, pool, device
-        self._max_num_seqs = max_num_seqs
-        self._max_blocks = -(-max_model_len // pool.spec.block_size)
-        self._memory: Any = None  # the pool that the graphs share: they never run at the same time
-        self._captured: dict[int, tuple[Buffers, torch.cuda.CUDAGraph, Tensor]] = {}
-
-    def takes(self, slices: Sequence[SequenceSlice]) -> bool:
-        """Whether every sequence has one token, whose logits are wanted."""
-        return len(slices) <= self._max_num_seqs and all(
-            len(part.token_ids) == 1 and part.logits is not Logits.NONE for part in slices
-        )
-
-    def run(self, slices: Sequence[SequenceSlice]) -> Tensor:
-        """float32 logits [len(slices), vocab_size]; the next step overwrites them."""
-        bucket = bucket_of(len(slices))
-        if bucket not in self._captured:
-            self._captured[bucket] = self._capture(bucket)
-        buffers, graph, logits = self._captured[bucket]
-        buffers.fill(slices)
-        graph.replay()
-        return logits[: len(slices)]
-
-    def _capture(self, bucket: int) -> tuple[Buffers, torch.cuda.CUDAGraph, Tensor]:
-        spec = self._pool.spec
-        buffers = Buffers(bucket, self._max_blocks, spec.block_size, self._device, len(spec.groups))
+    def capture(self, batch: ForwardBatch) -> Replay:
         main, aside = torch.cuda.current_stream(), torch.cuda.Stream()
         aside.wait_stream(main)
         with torch.cuda.stream(aside):  # kernels are compiled and libraries take their memory outside of the graph
-            self._model.forward(buffers.batch, self._pool.layers)
+            self._model.forward(batch, self._pool.layers)
         main.wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._memory):
-            logits = self._model.forward(buffers.batch, self._pool.layers)
+            logits = self._model.forward(batch, self._pool.layers)
         self._memory = self._memory or graph.pool()
-        return buffers, graph, logits
+
+        def replay() -> Tensor:
+            graph.replay()
+            return logits
+
+        return replay

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from freight.cache.pool import KVPool
-from freight.engine.graphs import DecodeGraphs
+from freight.engine.decode_steps import DecodeSteps
 from freight.engine.prepare import Logits, SequenceSlice, prepare
 from freight.models.decoder import Decoder
 
@@ -18,7 +18,7 @@ from freight.models.decoder import Decoder
 class StepRows:
     """The rows of a step whose logits are wanted, one after another in the slices' order: `num_rows` of each slice.
 
-    `hidden` has their final states [rows, hidden_size]; `captured` their logits, where the step was a graph's.
+    `hidden` has their final states [rows, hidden_size]; `captured` their logits, where the step was replayed.
     """
 
     model: Decoder
@@ -41,19 +41,22 @@ class StepRows:
 
 @dataclass(frozen=True)
 class ModelRunner:
-    """A model and its cache on a device. With `graphs`, steps that only decode are replayed instead of launched."""
+    """A model and its cache on a device. Steps that `captured` takes are replayed."""
 
     model: Decoder
     pool: KVPool
     device: str
-    graphs: DecodeGraphs | None = None
+    captured: DecodeSteps | None = None
+
+    def __post_init__(self) -> None:
+        assert self.captured is None or self.captured.pool is self.pool  # captured steps write into its pages
 
     @torch.inference_mode()
     def run(self, slices: Sequence[SequenceSlice]) -> StepRows:
         """Store the slices' K and V, and give the rows whose logits are wanted. The next step may overwrite them."""
         num_rows = [part.num_logit_rows for part in slices]
-        if self.graphs is not None and self.graphs.takes(slices):
-            return StepRows(self.model, num_rows, captured=self.graphs.run(slices))
+        if self.captured is not None and self.captured.takes(slices):
+            return StepRows(self.model, num_rows, captured=self.captured.run(slices))
         batch = prepare(slices, self.pool.spec.block_size, self.device)
         return StepRows(self.model, num_rows, hidden=self.model.hidden(batch, self.pool.layers))
 

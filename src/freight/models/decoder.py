@@ -106,7 +106,11 @@ class Decoder:
 
         Logits take far more memory than these, so their rows can be computed a few at a time.
         """
-        stream = Residual(self.embedding(batch.token_ids))
+        return self.layers_over(self.embedding(batch.token_ids), batch, kv_cache)
+
+    def layers_over(self, embedded: Tensor, batch: ForwardBatch, kv_cache: Sequence[LayerKV]) -> Tensor:
+        """`hidden` behind the embedding: the layers and the last norm. embedded: [num_tokens, hidden_size]."""
+        stream = Residual(embedded)
         for layer, kv in zip(self.layers, kv_cache, strict=True):
             stream = layer(stream, batch, kv)
         if len(batch.logit_rows) < len(stream.x):

@@ -12,7 +12,8 @@ from freight.cache.pool import allocate_pool, cache_spec
 from freight.config.engine import KVCacheConfig
 from freight.config.model import parse_model_config
 from freight.config.presets import PRESETS
-from freight.engine.graphs import DecodeGraphs
+from freight.engine.decode_steps import DecodeSteps
+from freight.engine.graphs import CudaGraphs
 from freight.engine.prepare import Logits, SequenceSlice
 from freight.engine.runner import ModelRunner
 from freight.engine.sampler import SamplingRow, sample
@@ -38,7 +39,7 @@ def test_a_captured_step_gives_the_same_bits(weights):
     spec = cache_spec(kv, config, BLOCK)
     pool = allocate_pool(spec, kv, (64,), kernels, "cuda")
     launched = ModelRunner(model, pool, "cuda")
-    replayed = ModelRunner(model, pool, "cuda", DecodeGraphs(model, pool, 8, 256, "cuda"))
+    replayed = ModelRunner(model, pool, "cuda", DecodeSteps(CudaGraphs(model, pool, 8), pool, 256, "cuda"))
     blocks = [tuple(range(8 * i, 8 * i + 8)) for i in range(4)]
     lengths = [3, 40, 100, 17]
     launched.run([SequenceSlice(range(n), 0, (b,), Logits.LAST) for n, b in zip(lengths, blocks, strict=True)])

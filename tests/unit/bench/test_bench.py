@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from freight.bench.drive import StepRecord, TimedDecoder, drive, greedy, random_prompt, weight_bytes
+from freight.bench.drive import StepRecord, TimedRunner, drive, greedy, random_prompt, weight_bytes
 from freight.bench.kernels import linear_shapes, measure_kernels
 from freight.bench.latency import measure_latency, split
 from freight.bench.throughput import draw_length, measure_throughput
@@ -109,8 +109,9 @@ def test_every_step_is_timed_and_the_model_is_part_of_it(opened: OpenModel):
         assert [one.num_sampled for one in records] == [3, 3, 3, 3]
         assert [one.num_running for one in records] == [3, 3, 3, 3]
         assert all(0 < one.model_seconds < one.seconds for one in records)
-    assert isinstance(engine.runner.model, TimedDecoder)
-    assert len(engine.runner.model.forward_seconds) == 2  # of the last step: the layers, and the logits
+    assert isinstance(engine.runner, TimedRunner)
+    assert engine.runner.captured is not None  # what is measured is what users run
+    assert len(engine.runner.seconds) == 2  # of the last step: the layers, and the logits
     assert not engine.has_unfinished
 
 

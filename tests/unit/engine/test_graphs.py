@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from freight.engine.graphs import Buffers, bucket_of
+from freight.engine.decode_steps import Buffers
+from freight.engine.graphs import bucket_of
 from freight.engine.prepare import Logits, SequenceSlice, prepare
 
 SLICES = [

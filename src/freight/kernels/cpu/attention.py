@@ -35,7 +35,7 @@ def attention(
     q = q.contiguous()
     num_tokens, num_heads, k_dim = q.shape
     num_kv_heads, v_dim = pages.v.shape[2:]
-    out = torch.empty((num_tokens, num_heads, v_dim), dtype=q.dtype, device=q.device)
+    out = library.empty((num_tokens, num_heads, v_dim), q.dtype)
     center = pages.k_center
     library.functions.freight_attention(
         FreightAttention(

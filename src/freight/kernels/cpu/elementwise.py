@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from freight.kernels.cpu.arguments import address, weight_format
-from freight.kernels.cpu.interface import FORMATS, GATED_ACTIVATIONS, FreightNorm
+from freight.kernels.cpu.interface import FORMATS, GATED_ACTIVATIONS, FreightGated, FreightNorm
 from freight.kernels.cpu.library import Library
 from freight.operands.activation import GatedActivation
 
@@ -31,11 +31,13 @@ def add_rms_norm(
         delta_weight, of_delta = None, 0
     else:
         of_delta = weight_format(delta_weight, x)
-    total, out = x if delta is None else torch.empty_like(x), torch.empty_like(x)
+    rows, size = x.shape
+    total = x if delta is None else library.empty((rows, size), x.dtype)
+    out = library.empty((rows, size), x.dtype)
     library.functions.freight_add_rms_norm(
         FreightNorm(  # by position, which takes a third of the time
             *(x.data_ptr(), address(delta), address(weight), address(delta_weight), total.data_ptr(), out.data_ptr()),
-            *(*x.shape, FORMATS[x.dtype], weight_format(weight, x), of_delta, eps, torch.get_num_threads()),
+            *(rows, size, FORMATS[x.dtype], weight_format(weight, x), of_delta, eps, torch.get_num_threads()),
         )
     )
     return total, out
@@ -45,9 +47,11 @@ def gated(library: Library, gate_up: Tensor, activation: GatedActivation) -> Ten
     """`reference.gated`. gate_up: [rows, 2 * size]; returns [rows, size]."""
     gate_up = gate_up.contiguous()
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty((rows, size), dtype=gate_up.dtype, device=gate_up.device)
+    out = library.empty((rows, size), gate_up.dtype)
     library.functions.freight_gated(
-        *(gate_up.data_ptr(), GATED_ACTIVATIONS[activation], out.data_ptr()),
-        *(FORMATS[gate_up.dtype], rows, size, torch.get_num_threads()),
+        FreightGated(
+            *(gate_up.data_ptr(), out.data_ptr(), rows, size),
+            *(FORMATS[gate_up.dtype], GATED_ACTIVATIONS[activation], torch.get_num_threads()),
+        )
     )
     return out

@@ -15,7 +15,7 @@ from freight.fp8.formats import Format
 from freight.operands.activation import GatedActivation
 from freight.operands.weight import Activations
 
-ABI = 12
+ABI = 13
 LANES, CACHE_LINE, MAX_HEAD_DIM = 16, 64, 1024
 
 FORMAT_CODES = {
@@ -31,6 +31,7 @@ FORMATS = {torch_dtype(format): code for format, code in FORMAT_CODES.items()}  
 ACTIVATIONS = {Activations.PLAIN: 0, Activations.DYNAMIC: 1, Activations.STATIC: 2}
 GATED_ACTIVATIONS = {GatedActivation.SILU: 0, GatedActivation.GELU_TANH: 1}
 OK, OUT_OF_MEMORY, FAILED, SHORT_CONTEXT = range(4)  # FreightStatus
+FUNCTIONS = ("linear", "add_rms_norm", "gated", "attention", "rotate_store")  # by FreightFunction; they can be replayed
 
 _ERRORS: dict[int, tuple[type[FreightError], str]] = {
     OUT_OF_MEMORY: (CapacityError, "there is no memory left for its working space; lower --max-num-batched-tokens"),
@@ -53,6 +54,14 @@ class FreightWeight(ctypes.Structure):
     )
 
 
+class FreightLinear(ctypes.Structure):
+    _fields_ = (
+        *((name, _POINTER) for name in ("weight", "x", "bias", "y")),
+        ("rows", _LONG),
+        *((name, _INT) for name in ("format", "threads")),
+    )
+
+
 class FreightNorm(ctypes.Structure):
     _fields_ = (
         *((name, _POINTER) for name in ("x", "delta", "weight", "delta_weight", "sum", "out")),
@@ -60,6 +69,14 @@ class FreightNorm(ctypes.Structure):
         *((name, _INT) for name in ("format", "weight_format", "delta_weight_format")),
         ("eps", _FLOAT),
         ("threads", _INT),
+    )
+
+
+class FreightGated(ctypes.Structure):
+    _fields_ = (
+        *((name, _POINTER) for name in ("gate_up", "out")),
+        *((name, _LONG) for name in ("rows", "size")),
+        *((name, _INT) for name in ("format", "activation", "threads")),
     )
 
 
@@ -90,14 +107,19 @@ class FreightStore(ctypes.Structure):
     )
 
 
+class FreightCall(ctypes.Structure):
+    _fields_ = (("arguments", _POINTER), ("function", _INT))
+
+
 # Functions that compute, by name: their arguments. They return a FreightStatus.
 COMPUTE: dict[str, tuple[Any, ...]] = {
     "freight_pack": (_POINTER, _INT, _LONG, _LONG, _POINTER, _POINTER, _INT),
-    "freight_linear": (_POINTER, _POINTER, _INT, _LONG, _POINTER, _POINTER, _INT),
+    "freight_linear": (ctypes.POINTER(FreightLinear),),
     "freight_add_rms_norm": (ctypes.POINTER(FreightNorm),),
-    "freight_gated": (_POINTER, _INT, _POINTER, _INT, _LONG, _LONG, _INT),
+    "freight_gated": (ctypes.POINTER(FreightGated),),
     "freight_attention": (ctypes.POINTER(FreightAttention),),
     "freight_rotate_store": (ctypes.POINTER(FreightStore),),
+    "freight_replay": (ctypes.POINTER(FreightCall), _LONG, ctypes.POINTER(_LONG)),
 }
 # The others: what they return, then their arguments.
 OTHERS: dict[str, tuple[Any, ...]] = {
@@ -127,7 +149,16 @@ def open_library(path: Path) -> ctypes.CDLL:
     return functions
 
 
+def replay(functions: Any, calls: ctypes.Array[FreightCall]) -> None:
+    """Make the calls in order, up to the first that fails. Raises as the function that failed."""
+    functions.freight_replay(calls, len(calls), ctypes.byref(_LONG()))
+
+
 def _require_success(status: int, function: Any, arguments: tuple[Any, ...]) -> None:
     if status:
+        name = function.__name__
+        if name == "freight_replay":
+            calls, _, failed = arguments
+            name = f"freight_{FUNCTIONS[calls[failed._obj.value].function]}"
         kind, reason = _ERRORS[status]
-        raise kind(f"{function.__name__} failed: {reason}")
+        raise kind(f"{name} failed: {reason}")

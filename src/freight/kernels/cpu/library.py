@@ -10,12 +10,14 @@ import ctypes
 import os
 import platform
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from freight.device import cpu_features
 from freight.errors import KernelError, choices
@@ -33,12 +35,17 @@ BUILDS: dict[str, frozenset[str]] = {
 }
 
 
+def new_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="cpu")
+
+
 @dataclass(frozen=True, eq=False)
 class Library:
-    """One loaded build; `functions` has the C functions of interface.py."""
+    """One loaded build; `functions` has the C functions of interface.py, `empty` makes their outputs."""
 
     build: str
-    functions: ctypes.CDLL
+    functions: Any
+    empty: Callable[[tuple[int, ...], torch.dtype], Tensor] = new_tensor
 
     def set_prefetch(self, non_temporal: bool) -> None:
         """Prefetch weights past the caches (True) or into them (False, the default). Changes no result."""

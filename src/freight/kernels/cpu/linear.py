@@ -15,7 +15,7 @@ from torch import Tensor
 from freight.errors import KernelError
 from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import COMPUTE_FORMATS, Format
-from freight.kernels.cpu.interface import ACTIVATIONS, CACHE_LINE, FORMATS, LANES, FreightWeight
+from freight.kernels.cpu.interface import ACTIVATIONS, CACHE_LINE, FORMATS, LANES, FreightLinear, FreightWeight
 from freight.kernels.cpu.library import Library
 from freight.operands.weight import Weight
 
@@ -92,9 +92,11 @@ def linear(library: Library, x: Tensor, weight: PackedWeight, bias: Tensor | Non
     assert in_features == weight.in_features
     assert bias is None or (bias.dtype == x.dtype and bias.is_contiguous())
     x = x.contiguous()
-    out = x.new_empty(rows, weight.out_features)
+    out = library.empty((rows, weight.out_features), x.dtype)
     library.functions.freight_linear(
-        *(weight.address, x.data_ptr(), FORMATS[x.dtype], rows),
-        *(None if bias is None else bias.data_ptr(), out.data_ptr(), torch.get_num_threads()),
+        FreightLinear(
+            *(weight.address, x.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr()),
+            *(rows, FORMATS[x.dtype], torch.get_num_threads()),
+        )
     )
     return out

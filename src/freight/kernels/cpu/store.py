@@ -28,7 +28,7 @@ def rotate_store(
     num_heads = (width - num_kv_heads * (k_dim + v_dim)) // k_dim
     assert width == num_heads * k_dim + num_kv_heads * (k_dim + v_dim)
     assert rotary.rotary_dim <= k_dim
-    q = torch.empty((rows, num_heads, k_dim), dtype=qkv.dtype, device=qkv.device)
+    q = library.empty((rows, num_heads, k_dim), qkv.dtype)
     q_norm, k_norm = rotary.norms or (None, None)
     library.functions.freight_rotate_store(
         FreightStore(

@@ -1,0 +1,26 @@
+// A sequence of calls, made one after another without a return to the caller in between.
+#include "attention.h"
+
+namespace {
+
+FreightStatus run(const FreightCall& call) {
+  switch (call.function) {
+    case FREIGHT_LINEAR: return freight_linear(static_cast<const FreightLinear*>(call.arguments));
+    case FREIGHT_ADD_RMS_NORM: return freight_add_rms_norm(static_cast<const FreightNorm*>(call.arguments));
+    case FREIGHT_GATED: return freight_gated(static_cast<const FreightGated*>(call.arguments));
+    case FREIGHT_ATTENTION: return freight_attention(static_cast<const FreightAttention*>(call.arguments));
+    case FREIGHT_ROTATE_STORE: return freight_rotate_store(static_cast<const FreightStore*>(call.arguments));
+    default: return FREIGHT_FAILED;
+  }
+}
+
+}  // namespace
+
+FREIGHT_API FreightStatus freight_replay(const FreightCall* calls, int64_t count, int64_t* failed) {
+  for (int64_t i = 0; i < count; i++)
+    if (const FreightStatus status = run(calls[i])) {
+      *failed = i;
+      return status;
+    }
+  return FREIGHT_OK;
+}

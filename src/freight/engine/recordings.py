@@ -1,0 +1,94 @@
+"""Decode steps as recorded calls of the CPU kernels: one call of C for all layers, with the bits of an ordinary step.
+
+What stays outside of a recording are the embedding and the head, which torch has a part in. A model with operations of
+torch between its kernels is not recorded: its steps run as they were written (`kernels/cpu/recording.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from freight.cache.pool import KVPool
+from freight.engine.decode_steps import Replay
+from freight.kernels.cpu.cpu_set import CpuKernels
+from freight.kernels.cpu.library import Library
+from freight.kernels.cpu.recording import Arena, Recorded, Recording, record
+from freight.models.decoder import Decoder
+from freight.operands.batch import ForwardBatch
+
+MAX_NUM_SEQS = 64  # beyond, a step's products take so long that Python between them does not count
+
+logger = logging.getLogger("freight")
+
+
+class CpuRecordings:
+    """A `Capture` on the CPU. Steps are not padded, which would cost time here: each number of sequences is recorded.
+
+    All recordings share an arena: the outputs that are alive at one moment, for `max_num_seqs` rows.
+    """
+
+    def __init__(self, model: Decoder, pool: KVPool, kernels: CpuKernels, max_num_seqs: int) -> None:
+        self.max_num_seqs = min(max_num_seqs, MAX_NUM_SEQS)
+        self.model, self.pool = model, pool
+        self.arena = Arena(self.max_num_seqs)
+        self.obstacle = ""  # why this model is not recorded
+        self._library = kernels.library
+
+    def bucket_of(self, num_seqs: int) -> int:
+        return num_seqs
+
+    def capture(self, batch: ForwardBatch) -> Replay:
+        return CpuStep(self, batch)
+
+    def record(self, embedded: Tensor, batch: ForwardBatch) -> Recorded:
+        def layers(library: Library) -> Tensor:
+            kernels = CpuKernels(library)
+            kv_cache = with_kernels(self.pool.layers, kernels)
+            model: Decoder = with_kernels(self.model, kernels)
+            return model.layers_over(embedded, batch, kv_cache)
+
+        recorded = record(self._library, self.arena, layers)
+        if recorded.obstacle and not self.obstacle:
+            self.obstacle = recorded.obstacle
+            logger.debug("decode steps are not recorded: %s", recorded.obstacle)
+        return recorded
+
+
+class CpuStep:
+    """One step over `batch`, recorded when it first runs, and again for another number of threads."""
+
+    def __init__(self, owner: CpuRecordings, batch: ForwardBatch) -> None:
+        self._owner, self._batch = owner, batch
+        self._embedded: Tensor | None = None
+        self._recordings: dict[int, Recording] = {}
+
+    def __call__(self) -> Tensor:
+        """float32 logits [num_seqs, vocab_size]. Raises what an ordinary step raises."""
+        model = self._owner.model
+        if self._owner.obstacle:
+            return model.forward(self._batch, self._owner.pool.layers)
+        embedded = model.embedding(self._batch.token_ids)
+        self._embedded = embedded if self._embedded is None else self._embedded.copy_(embedded)
+        threads = torch.get_num_threads()  # the arguments of each call have it
+        if threads in self._recordings:
+            return model.logits(self._recordings[threads].replay())
+        recorded = self._owner.record(self._embedded, self._batch)
+        if recorded.recording is not None:
+            self._recordings[threads] = recorded.recording
+        return model.logits(recorded.output)
+
+
+def with_kernels(part: Any, kernels: CpuKernels) -> Any:
+    """`part`, of a model or a cache, or a tuple of parts, with all operations by `kernels`; tensors are shared."""
+    if type(part) is tuple:
+        return tuple(with_kernels(one, kernels) for one in part)
+    if not is_dataclass(part) or isinstance(part, type):
+        return part
+    before = {field.name: getattr(part, field.name) for field in fields(part)}
+    after = {name: kernels if name == "kernels" else with_kernels(one, kernels) for name, one in before.items()}
+    return replace(part, **after) if any(after[name] is not one for name, one in before.items()) else part

@@ -1,0 +1,159 @@
+"""A sequence of C calls, recorded while it runs, and made again in one call (csrc/replay.cpp).
+
+Between two products whose weights stream through the caches, Python's own code has been evicted from them; a replay
+needs none. A recording repeats the same calls with the same arguments, so its results have the same bits, for what the
+inputs hold by then. It keeps addresses: whoever replays it keeps the inputs, the weights and the pages alive and in
+place.
+
+A replay makes no call of torch. Therefore a sequence is not recorded if torch did anything in it but view memory: a
+dispatch mode sees every operation of torch while the recording runs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _python_dispatch as dispatch
+
+from freight.kernels.cpu import interface
+from freight.kernels.cpu.interface import CACHE_LINE, FUNCTIONS, FreightCall
+from freight.kernels.cpu.library import Library
+
+_aten = torch.ops.aten
+VIEWS = (
+    *(_aten.view.default, _aten.view.dtype),
+    *(_aten.flatten.using_ints, _aten.reshape.default, _aten.contiguous.default),  # these copy where a view cannot be
+)
+
+
+class Arena:
+    """Memory for outputs of up to `max_rows` rows. Recordings that never run at the same time share it.
+
+    A recording uses the memory of a tensor again once that is gone, so the arena grows to what is alive at one moment.
+    """
+
+    def __init__(self, max_rows: int) -> None:
+        self.max_rows = max_rows
+        self.blocks: list[np.ndarray] = []
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(block.nbytes for block in self.blocks)
+
+    def add(self, num_bytes: int) -> np.ndarray:
+        memory = np.empty(num_bytes + CACHE_LINE, np.uint8)
+        start = -memory.ctypes.data % CACHE_LINE
+        self.blocks.append(memory[start : start + num_bytes])
+        return self.blocks[-1]
+
+
+@dataclass(frozen=True, eq=False)
+class Recording:
+    """Calls, and the tensor in the arena that they leave. `arguments` owns what `calls` points to."""
+
+    functions: Any
+    calls: ctypes.Array[FreightCall]
+    arguments: Sequence[ctypes.Structure]
+    output: Tensor
+
+    def replay(self) -> Tensor:
+        """`output`, until the arena is next used. Raises what the first call that fails would raise."""
+        interface.replay(self.functions, self.calls)
+        return self.output
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a recorded run returned; `recording` is None if it cannot be repeated, for the reason in `obstacle`."""
+
+    output: Tensor
+    recording: Recording | None
+    obstacle: str = ""
+
+
+def record(library: Library, arena: Arena, run: Callable[[Library], Tensor]) -> Recorded:
+    """Call `run` with a library that records, and returns what `run` does with another one of the same build.
+
+    `run` returns an output of one of its calls. What it raises is passed on.
+    """
+    recorder = _Recorder(library, arena)
+    depth = torch._C._len_torch_dispatch_stack()
+    try:  # not `with recorder`: an interrupt inside its __enter__ would leave the mode on
+        dispatch._push_mode(recorder)
+        output = run(recorder.library)
+    finally:
+        while torch._C._len_torch_dispatch_stack() > depth:
+            dispatch._pop_mode()
+    if not recorder.owns(output):
+        recorder.obstacle = recorder.obstacle or "its result is not the output of a recorded call"
+    if recorder.obstacle:
+        return Recorded(output, None, recorder.obstacle)
+    arguments = [one for _, one in recorder.calls]
+    calls = (FreightCall * len(arguments))(*(FreightCall(ctypes.addressof(one), code) for code, one in recorder.calls))
+    return Recorded(output, Recording(library.functions, calls, arguments, output))
+
+
+class _Recorder(dispatch.TorchDispatchMode):
+    """The library that records, and torch's operations while it does."""
+
+    def __init__(self, library: Library, arena: Arena) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[tuple[int, ctypes.Structure]] = []
+        self.obstacle = ""
+        self._arena, self._free, self._allocating = arena, list(arena.blocks), False
+        functions = {
+            f"freight_{name}": partial(self._call, code, getattr(library.functions, f"freight_{name}"))
+            for code, name in enumerate(FUNCTIONS)
+        }
+        self.library = replace(library, functions=SimpleNamespace(**functions), empty=self.empty)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # True would import torch._dynamo, which takes seconds
+
+    def _call(self, code: int, function: Callable[[Any], None], arguments: ctypes.Structure) -> None:
+        function(arguments)
+        self.calls.append((code, arguments))
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """`Library.empty` in the arena."""
+        assert shape[0] <= self._arena.max_rows
+        row = math.prod(shape[1:]) * dtype.itemsize
+        needed = -(-row * self._arena.max_rows // CACHE_LINE) * CACHE_LINE  # so that all numbers of rows share blocks
+        fitting = [index for index, block in enumerate(self._free) if block.nbytes >= needed]
+        best = min(fitting, key=lambda index: self._free[index].nbytes, default=None)
+        block = self._arena.add(needed) if best is None else self._free.pop(best)
+        # The tensor's storage, which its views share, holds `handle`; where nothing does, nothing can read the block.
+        handle = block[: row * shape[0]]
+        weakref.finalize(handle, self._free.append, block).atexit = False
+        self._allocating = True
+        try:
+            return torch.from_numpy(handle).view(dtype).view(shape)
+        finally:
+            self._allocating = False
+
+    def owns(self, tensor: Tensor) -> bool:
+        address = tensor.data_ptr()
+        return any(block.ctypes.data <= address < block.ctypes.data + block.nbytes for block in self._arena.blocks)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not self._allocating and not (func in VIEWS and _storage(result) == _storage(args[0])):
+            self.obstacle = self.obstacle or f"{func} is not one of the kernels"
+        return result
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
