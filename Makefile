@@ -48,7 +48,6 @@ test: check
 test-all: check
 	@$(BIN)/pytest -m ""
 	@$(MAKE) --no-print-directory test-defaults
-	@$(MAKE) --no-print-directory sanitize-threads
 
 # the best build that runs here; both need a GCC with its sanitizers' runtimes
 sanitize: setup

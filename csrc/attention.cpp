@@ -44,6 +44,15 @@ void plan_rows(const FreightAttention& a, Task task, int heads, bool cut, Plan& 
   }
 }
 
+void sort_largest_first(std::vector<Task>& tasks) {
+  const auto size = [](const Task& task) {
+    const int64_t end = std::min((task.split + task.splits) * kKeySplit, int64_t{task.position} + task.positions);
+    return (end - task.split * kKeySplit) * task.positions * task.heads;
+  };
+  const auto larger = [&](const Task& x, const Task& y) { return size(x) > size(y); };
+  std::stable_sort(tasks.begin(), tasks.end(), larger);
+}
+
 // Tasks of at most `heads` KV heads; `cut`: those of several key splits are cut there.
 template <class Tiles>
 Plan make_plan(const Call<Tiles>& call, int heads, bool cut) {
@@ -60,12 +69,7 @@ Plan make_plan(const Call<Tiles>& call, int heads, bool cut) {
       plan_rows(a, task, std::min(heads, std::max(1, kRowsTogether / rows)), cut, plan);
     }
   }
-  const auto size = [](const Task& task) {
-    const int64_t end = std::min((task.split + task.splits) * kKeySplit, int64_t{task.position} + task.positions);
-    return (end - task.split * kKeySplit) * task.positions * task.heads;
-  };
-  const auto larger = [&](const Task& x, const Task& y) { return size(x) > size(y); };
-  std::stable_sort(plan.tasks.begin(), plan.tasks.end(), larger);
+  sort_largest_first(plan.tasks);
   return plan;
 }
 

@@ -23,21 +23,18 @@ inline void transpose_lanes(const __m512i (&in)[4], __m512i (&out)[4]) {
   out[2] = _mm512_shuffle_i32x4(c, d, 0x88), out[3] = _mm512_shuffle_i32x4(c, d, 0xDD);
 }
 
-template <FreightFormat F>
-struct Bf16Tiles {
-  static constexpr FreightFormat format = F;
+// What does not depend on the stored format, and so is compiled once.
+struct Bf16Products {
   static constexpr bool pipelined = false;
   using Registers = NoRegisters;
-  static constexpr bool quantized = is_quantized(F);
   static constexpr int max_rows = 6;           // rows whose sums stay in registers
-  static constexpr int chunk = quantized ? 64 : 32;  // channels in one register as stored
 
   int k_dim, v_dim;
   int value_dim;  // v_dim padded to 64: how long an output row is in the working memory
   int pairs;      // pairs of channels that a score adds up
   int q_parts;    // BF16 numbers a channel of q is made of: 1, or 2 if it is scaled
 
-  Bf16Tiles(int k_dim, int v_dim, bool scaled_q)
+  Bf16Products(int k_dim, int v_dim, bool scaled_q)
       : k_dim(k_dim),
         v_dim(v_dim),
         value_dim((v_dim + 63) / 64 * 64),
@@ -60,6 +57,77 @@ struct Bf16Tiles {
     for (int d = 0; d < k_dim; d++) low[d] = float_to_bf16(q[d] - bf16_to_float(high[d]));
     std::fill(low + k_dim, low + pairs * 2, uint16_t(0));
   }
+
+  // Whether a packed V tile holds neither infinities nor NaN.
+  bool finite(const float* packed) const {
+    const __m512i exponent = _mm512_set1_epi16(0x7F80);
+    __mmask32 found = 0;
+    for (size_t i = 0; i < v_size(); i += 16)
+      found |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(_mm512_loadu_si512(packed + i), exponent), exponent);
+    return found == 0;
+  }
+
+  static __m512 dot(__m512 sum, __m512i a, const float* pair) {
+    return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)_mm512_set1_ps(*pair));
+  }
+
+  // scores[ROWS][64] = q[row ..] . k[key]
+  template <int ROWS>
+  void scores(const float* q, int row, const float* k, float* out) const {
+    q_parts == 1 ? scores<ROWS, 1>(q + q_size(row), k, out) : scores<ROWS, 2>(q + q_size(row), k, out);
+  }
+
+  template <int ROWS, int PARTS>
+  void scores(const float* q, const float* k, float* out) const {
+    __m512 sum[ROWS][4];
+    for (int r = 0; r < ROWS; r++)
+      for (int i = 0; i < 4; i++) sum[r][i] = _mm512_setzero_ps();
+    for (int pair = 0; pair < pairs; pair++) {
+      __m512i keys[4];
+      for (int i = 0; i < 4; i++) keys[i] = _mm512_loadu_si512(k + (size_t)pair * kKeyTile + 16 * i);
+      for (int part = 0; part < PARTS; part++)
+        for (int r = 0; r < ROWS; r++)
+          for (int i = 0; i < 4; i++) sum[r][i] = dot(sum[r][i], keys[i], q + (r * PARTS + part) * pairs + pair);
+    }
+    for (int r = 0; r < ROWS; r++)
+      for (int i = 0; i < 4; i++) _mm512_storeu_ps(out + r * kKeyTile + 16 * i, sum[r][i]);
+  }
+
+  // Store W probabilities of a row, times their V scales if there are any; returns the summands of their sum.
+  VF put_p(float* packed, int row, int key, VF p, const float* scale) const {
+    const __m256bh one = _mm512_cvtneps_pbh((__m512)(scale ? p * load(scale + key) : p));
+    _mm256_storeu_si256((__m256i*)((uint16_t*)packed + row * kKeyTile + key), (__m256i)one);
+    return scale ? p : (VF)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)one), 16);
+  }
+
+  // out[row] = out[row] * decay[row] + p[row] @ v
+  template <int ROWS>
+  void accumulate(const float* p, const float* v, const float* decay, float* out) const {
+    for (int d = 0; d < value_dim; d += 64) {
+      __m512 sum[ROWS][4];
+      for (int r = 0; r < ROWS; r++)
+        for (int i = 0; i < 4; i++) {
+          const __m512 before = _mm512_loadu_ps(out + (size_t)r * value_dim + d + 16 * i);
+          sum[r][i] = _mm512_mul_ps(before, _mm512_set1_ps(decay[r]));
+        }
+      for (int pair = 0; pair < kKeyTile / 2; pair++) {
+        __m512i values[4];
+        for (int i = 0; i < 4; i++) values[i] = _mm512_loadu_si512(v + (size_t)pair * value_dim + d + 16 * i);
+        for (int r = 0; r < ROWS; r++)
+          for (int i = 0; i < 4; i++) sum[r][i] = dot(sum[r][i], values[i], p + r * kKeyTile / 2 + pair);
+      }
+      for (int r = 0; r < ROWS; r++)
+        for (int i = 0; i < 4; i++) _mm512_storeu_ps(out + (size_t)r * value_dim + d + 16 * i, sum[r][i]);
+    }
+  }
+};
+
+template <FreightFormat F>
+struct Bf16Tiles : Bf16Products {
+  static constexpr FreightFormat format = F;
+  static constexpr bool quantized = is_quantized(F);
+  static constexpr int chunk = quantized ? 64 : 32;  // channels in one register as stored
+  using Bf16Products::Bf16Products;
 
   // Stored values from `channel` on; zeros behind the `dim` of a row.
   static __m512i load_chunk(const uint8_t* row, int channel, int dim) {
@@ -143,69 +211,6 @@ struct Bf16Tiles {
         for (int i = 0; i < chunk / 16; i++) _mm512_storeu_si512(packed + 16 * i, out[i]);
       }
       if ((key + 2) % kPackTogether == 0) between();
-    }
-  }
-
-  // Whether a packed V tile holds neither infinities nor NaN.
-  bool finite(const float* packed) const {
-    const __m512i exponent = _mm512_set1_epi16(0x7F80);
-    __mmask32 found = 0;
-    for (size_t i = 0; i < v_size(); i += 16)
-      found |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(_mm512_loadu_si512(packed + i), exponent), exponent);
-    return found == 0;
-  }
-
-  static __m512 dot(__m512 sum, __m512i a, const float* pair) {
-    return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)_mm512_set1_ps(*pair));
-  }
-
-  // scores[ROWS][64] = q[row ..] . k[key]
-  template <int ROWS>
-  void scores(const float* q, int row, const float* k, float* out) const {
-    q_parts == 1 ? scores<ROWS, 1>(q + q_size(row), k, out) : scores<ROWS, 2>(q + q_size(row), k, out);
-  }
-
-  template <int ROWS, int PARTS>
-  void scores(const float* q, const float* k, float* out) const {
-    __m512 sum[ROWS][4];
-    for (int r = 0; r < ROWS; r++)
-      for (int i = 0; i < 4; i++) sum[r][i] = _mm512_setzero_ps();
-    for (int pair = 0; pair < pairs; pair++) {
-      __m512i keys[4];
-      for (int i = 0; i < 4; i++) keys[i] = _mm512_loadu_si512(k + (size_t)pair * kKeyTile + 16 * i);
-      for (int part = 0; part < PARTS; part++)
-        for (int r = 0; r < ROWS; r++)
-          for (int i = 0; i < 4; i++) sum[r][i] = dot(sum[r][i], keys[i], q + (r * PARTS + part) * pairs + pair);
-    }
-    for (int r = 0; r < ROWS; r++)
-      for (int i = 0; i < 4; i++) _mm512_storeu_ps(out + r * kKeyTile + 16 * i, sum[r][i]);
-  }
-
-  // Store W probabilities of a row, times their V scales if there are any; returns the summands of their sum.
-  VF put_p(float* packed, int row, int key, VF p, const float* scale) const {
-    const __m256bh one = _mm512_cvtneps_pbh((__m512)(scale ? p * load(scale + key) : p));
-    _mm256_storeu_si256((__m256i*)((uint16_t*)packed + row * kKeyTile + key), (__m256i)one);
-    return scale ? p : (VF)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)one), 16);
-  }
-
-  // out[row] = out[row] * decay[row] + p[row] @ v
-  template <int ROWS>
-  void accumulate(const float* p, const float* v, const float* decay, float* out) const {
-    for (int d = 0; d < value_dim; d += 64) {
-      __m512 sum[ROWS][4];
-      for (int r = 0; r < ROWS; r++)
-        for (int i = 0; i < 4; i++) {
-          const __m512 before = _mm512_loadu_ps(out + (size_t)r * value_dim + d + 16 * i);
-          sum[r][i] = _mm512_mul_ps(before, _mm512_set1_ps(decay[r]));
-        }
-      for (int pair = 0; pair < kKeyTile / 2; pair++) {
-        __m512i values[4];
-        for (int i = 0; i < 4; i++) values[i] = _mm512_loadu_si512(v + (size_t)pair * value_dim + d + 16 * i);
-        for (int r = 0; r < ROWS; r++)
-          for (int i = 0; i < 4; i++) sum[r][i] = dot(sum[r][i], values[i], p + r * kKeyTile / 2 + pair);
-      }
-      for (int r = 0; r < ROWS; r++)
-        for (int i = 0; i < 4; i++) _mm512_storeu_ps(out + (size_t)r * value_dim + d + 16 * i, sum[r][i]);
     }
   }
 };

@@ -11,9 +11,8 @@
 
 namespace freight {
 
-template <FreightFormat F>
-struct Float32Tiles {
-  static constexpr FreightFormat format = F;
+// What does not depend on the stored format, and so is compiled once.
+struct Float32Products {
   static constexpr bool pipelined = false;
   using Registers = NoRegisters;
   static constexpr int max_rows = W == 16 ? 6 : W == 8 ? 5 : 3;  // rows whose sums stay in registers
@@ -23,7 +22,7 @@ struct Float32Tiles {
   int k_dim, v_dim;
   int value_dim;  // v_dim padded: how long an output row is in the working memory
 
-  Float32Tiles(int k_dim, int v_dim, bool /* scaled_q */)
+  Float32Products(int k_dim, int v_dim, bool /* scaled_q */)
       : k_dim(k_dim), v_dim(v_dim), value_dim((v_dim + 63) / 64 * 64) {}
 
   // Sizes of the working memory, in floats.
@@ -33,36 +32,6 @@ struct Float32Tiles {
   size_t p_size() const { return (size_t)max_rows * kKeyTile; }
 
   void pack_q(const float* q, int row, float* packed) const { std::copy(q, q + k_dim, packed + q_size(row)); }
-
-  // keys[64] + offset: k_dim stored values each -> [k_dim][64]
-  template <class Between>
-  void pack_k(const uint8_t* const* keys, size_t offset, float* packed, const Between& between) const {
-    for (int first = 0; first < kKeyTile; first += W) {
-      for (int d = 0; d < k_dim; d += chunk) {
-        float rows[W][chunk];
-        for (int i = 0; i < W; i++)
-          store(rows[i], load_as<F>(keys[first + i] + offset + d * bytes_of(F), lanes_at(d, k_dim)));
-        for (int c = 0; c < chunk; c += W) {
-          VF part[W];
-          for (int i = 0; i < W; i++) part[i] = load(rows[i] + c);
-          transpose(part);
-          for (int i = 0; i < W; i++) store(packed + (size_t)(d + c + i) * kKeyTile + first, part[i]);
-        }
-      }
-      if ((first + W) % kPackTogether == 0) between();
-    }
-  }
-
-  // -> [64][value_dim]
-  template <class Between>
-  void pack_v(const uint8_t* const* keys, size_t offset, float* packed, const Between& between) const {
-    for (int key = 0; key < kKeyTile; key++) {
-      float* row = packed + (size_t)key * value_dim;
-      read_row<F>(keys[key] + offset, v_dim, row);
-      std::fill(row + padded(v_dim), row + value_dim, 0.0f);
-      if ((key + 1) % kPackTogether == 0) between();
-    }
-  }
 
   // Whether a packed V tile holds neither infinities nor NaN.
   bool finite(const float* packed) const {
@@ -113,6 +82,42 @@ struct Float32Tiles {
       }
       for (int r = 0; r < ROWS; r++)
         for (int i = 0; i < vectors; i++) store(out + (size_t)r * value_dim + d + i * W, sum[r][i]);
+    }
+  }
+};
+
+template <FreightFormat F>
+struct Float32Tiles : Float32Products {
+  static constexpr FreightFormat format = F;
+  using Float32Products::Float32Products;
+
+  // keys[64] + offset: k_dim stored values each -> [k_dim][64]
+  template <class Between>
+  void pack_k(const uint8_t* const* keys, size_t offset, float* packed, const Between& between) const {
+    for (int first = 0; first < kKeyTile; first += W) {
+      for (int d = 0; d < k_dim; d += chunk) {
+        float rows[W][chunk];
+        for (int i = 0; i < W; i++)
+          store(rows[i], load_as<F>(keys[first + i] + offset + d * bytes_of(F), lanes_at(d, k_dim)));
+        for (int c = 0; c < chunk; c += W) {
+          VF part[W];
+          for (int i = 0; i < W; i++) part[i] = load(rows[i] + c);
+          transpose(part);
+          for (int i = 0; i < W; i++) store(packed + (size_t)(d + c + i) * kKeyTile + first, part[i]);
+        }
+      }
+      if ((first + W) % kPackTogether == 0) between();
+    }
+  }
+
+  // -> [64][value_dim]
+  template <class Between>
+  void pack_v(const uint8_t* const* keys, size_t offset, float* packed, const Between& between) const {
+    for (int key = 0; key < kKeyTile; key++) {
+      float* row = packed + (size_t)key * value_dim;
+      read_row<F>(keys[key] + offset, v_dim, row);
+      std::fill(row + padded(v_dim), row + value_dim, 0.0f);
+      if ((key + 1) % kPackTogether == 0) between();
     }
   }
 };

@@ -34,12 +34,6 @@ constexpr int64_t kPrefetch = 8192;  // bytes ahead in the streams of weights to
 // measures which this one is.
 std::atomic<bool> non_temporal{false};
 
-// A decoder whose weights are prefetched into the caches, or past them; that is a constant of the instruction.
-template <class D, bool NonTemporal>
-struct Streamed : D {
-  static void prefetch(const void* at) { __builtin_prefetch(at, 0, NonTemporal ? 0 : 3); }
-};
-
 struct Call {
   const FreightWeight& weight;
   Staged staged;
@@ -58,7 +52,7 @@ constexpr int blocks_for(int height) { return height <= 4 ? 4 : 2; }
 constexpr int blocks_at_once(int height) { return height <= 2 ? 1 : blocks_for(height); }
 #else
 constexpr int blocks_for(int height) { return height == 1 ? 4 : height == 2 ? 2 : 1; }
-constexpr int blocks_at_once(int height) { return blocks_for(height); }
+constexpr int blocks_at_once(int) { return 1; }
 #endif
 
 // With M staged rows, in order over `units` units of NB blocks of weights: sums[NB][M][16] go on adding products; or,
@@ -69,6 +63,7 @@ inline void accumulate(const D& decoder, const uint8_t* const* w, const typename
                        int64_t left, int64_t band, const float* scale, float* sums) {
   using Math = typename D::Math;
   const D local = decoder;  // keeps its tables in registers
+  const bool past_caches = non_temporal.load(std::memory_order_relaxed);
   V16 sum[NB][M];
   for (int j = 0; j < NB; j++)
     for (int m = 0; m < M; m++) sum[j][m] = scale ? V16{} : load16(sums + (j * M + m) * kLanes);
@@ -79,7 +74,12 @@ inline void accumulate(const D& decoder, const uint8_t* const* w, const typename
   for (int64_t unit = 0; unit < units; unit++, x += D::steps * M) {
     const int64_t at = unit * kBand * kUnit;
     const int64_t distance = at + ahead < end ? ahead : ahead + skipped;
-    for (int j = 0; j < NB; j++) D::prefetch(w[j] + at + distance);
+    for (int j = 0; j < NB; j++) {  // how is a constant of the instruction
+      if (past_caches)
+        __builtin_prefetch(w[j] + at + distance, 0, 0);
+      else
+        __builtin_prefetch(w[j] + at + distance);
+    }
     for (int first = 0; first < NB; first += blocks)
       for (int step = 0; step < D::steps; step += D::at_once) {
         for (int j = 0; j < blocks; j++) local.decode(w[first + j] + at, step, operand[j]);
@@ -145,7 +145,7 @@ template <class D>
 struct Product {
   using Math = typename D::Math;
   using X = typename Math::X;
-  const Call& call;
+  const Call call;
   D decoder;
   int64_t units = call.staged.steps / D::steps;
   float factor = call.weight.block_scale ? 1.f : D::factor;  // left for the end
@@ -200,11 +200,7 @@ void run(const FreightWeight& weight, const void* x, int32_t format, int64_t row
     const Staged staged = stage(weight, element(x, first * weight.in_features, format), format, count,
                                 D::Math::inputs == 2, units * D::steps, threads);
     void* to = element(y, first * weight.out_features, format);
-    const Call call{weight, staged, bias, format, count, to, threads};
-    if (non_temporal.load(std::memory_order_relaxed))
-      Product<Streamed<D, true>>{call, {}}.compute();
-    else
-      Product<Streamed<D, false>>{call, {}}.compute();
+    Product<D>{{weight, staged, bias, format, count, to, threads}, {}}.compute();
   }
 }
 

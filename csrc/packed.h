@@ -14,6 +14,9 @@
 #pragma once
 #include "vec.h"
 
+// GCC 12 calls the larger decoders as functions otherwise, and what they return goes through memory.
+#define FREIGHT_INLINE inline __attribute__((always_inline))
+
 namespace freight {
 
 // A block is kLanes output rows.
@@ -51,14 +54,14 @@ struct Float32 {
   using Math = Single;
   static constexpr int steps = 1, at_once = 1;
   static constexpr float factor = 1.f;  // true value = decoded * factor
-  void decode(const uint8_t* unit, int, V16* out) const { *out = load16(reinterpret_cast<const float*>(unit)); }
+  FREIGHT_INLINE void decode(const uint8_t* unit, int, V16* out) const { *out = load16(reinterpret_cast<const float*>(unit)); }
 };
 
 struct Float16 {
   using Math = Single;
   static constexpr int steps = 2, at_once = 1;
   static constexpr float factor = 1.f;
-  void decode(const uint8_t* unit, int step, V16* out) const {
+  FREIGHT_INLINE void decode(const uint8_t* unit, int step, V16* out) const {
     *out = load_as<FREIGHT_FLOAT16>(unit + 2 * kLanes * step);
   }
 };
@@ -84,14 +87,14 @@ struct BFloat16Pair {
   using Math = Pair;
   static constexpr int steps = 1, at_once = 1;
   static constexpr float factor = 1.f;
-  void decode(const uint8_t* unit, int, __m512i* out) const { *out = _mm512_load_si512(unit); }
+  FREIGHT_INLINE void decode(const uint8_t* unit, int, __m512i* out) const { *out = _mm512_load_si512(unit); }
 };
 
 struct BFloat16 {
   using Math = Single;
   static constexpr int steps = 2, at_once = 1;
   static constexpr float factor = 1.f;
-  void decode(const uint8_t* unit, int step, V16* out) const { *out = half(_mm512_load_si512(unit), step); }
+  FREIGHT_INLINE void decode(const uint8_t* unit, int step, V16* out) const { *out = half(_mm512_load_si512(unit), step); }
 };
 
 struct E4M3Pair {
@@ -99,7 +102,7 @@ struct E4M3Pair {
   static constexpr int steps = 2, at_once = 2;
   static constexpr float factor = 1.f;
   Decoder<FREIGHT_E4M3FN> pairs;
-  void decode(const uint8_t* unit, int, __m512i* out) const { pairs(_mm512_load_si512(unit), out[0], out[1]); }
+  FREIGHT_INLINE void decode(const uint8_t* unit, int, __m512i* out) const { pairs(_mm512_load_si512(unit), out[0], out[1]); }
 };
 
 struct E4M3 {
@@ -107,7 +110,7 @@ struct E4M3 {
   static constexpr int steps = 4, at_once = 1;
   static constexpr float factor = 1.f;
   E4M3Pair pairs;
-  void decode(const uint8_t* unit, int step, V16* out) const {
+  FREIGHT_INLINE void decode(const uint8_t* unit, int step, V16* out) const {
     __m512i two[2];
     pairs.decode(unit, 0, two);
     *out = half(two[step / 2], step % 2);
@@ -120,7 +123,7 @@ struct BFloat16 {
   using Math = Single;
   static constexpr int steps = 2, at_once = 1;
   static constexpr float factor = 1.f;
-  void decode(const uint8_t* unit, int step, V16* out) const {
+  FREIGHT_INLINE void decode(const uint8_t* unit, int step, V16* out) const {
     *out = load_as<FREIGHT_BFLOAT16>(unit + 2 * kLanes * step);
   }
 };
@@ -132,7 +135,7 @@ struct E4M3 {
 #if FREIGHT_AVX2
   // The code's bits, seven to the left, are a float16 that is 2^8 too small: its exponent's bias is 8 larger.
   static constexpr float factor = 256.f;
-  void decode(const uint8_t* unit, int step, V16* out) const {
+  FREIGHT_INLINE void decode(const uint8_t* unit, int step, V16* out) const {
     const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(unit) + step);
     const __m256i shifted = _mm256_slli_epi16(_mm256_cvtepi8_epi16(codes), 7);
     const __m256i half = _mm256_and_si256(shifted, _mm256_set1_epi16(static_cast<short>(0xBF80)));
@@ -142,7 +145,7 @@ struct E4M3 {
   // The same towards float32, 2^120 too small; that is multiplied at once, since products with it would underflow.
   // Sixteen codes are taken as four words; byte i of each word is one vector of four.
   static constexpr float factor = 1.f;
-  void decode(const uint8_t* unit, int step, V16* out) const {
+  FREIGHT_INLINE void decode(const uint8_t* unit, int step, V16* out) const {
     VU words;
     std::memcpy(&words, unit + kLanes * step, sizeof words);
     *out = each([&](int i) {

@@ -204,37 +204,29 @@ inline VH to_f16(VF v) { return (VH)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEA
 inline VH narrow(VU v) {
   return (VH)_mm_packus_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
 }
-#endif
-
-#if FREIGHT_PORTABLE
-
-// Sixteen values of format F.
-template <FreightFormat F>
-inline V16 load_as(const void* from) {
-  float values[kLanes];
-  if constexpr (F == FREIGHT_FLOAT32)
-    return load16(static_cast<const float*>(from));
-  else if constexpr (F == FREIGHT_BFLOAT16)
-    for (int i = 0; i < kLanes; i++) values[i] = bf16_to_float(static_cast<const uint16_t*>(from)[i]);
-  else if constexpr (F == FREIGHT_FLOAT16)
-    for (int i = 0; i < kLanes; i++) values[i] = f16_to_float(static_cast<const uint16_t*>(from)[i]);
-  else
-    for (int i = 0; i < kLanes; i++) values[i] = code_table<F>().value[static_cast<const uint8_t*>(from)[i]];
-  return load16(values);
-}
-
-template <FreightFormat F>
-inline void store_as(void* to, const V16& v) {
-  float values[kLanes];
-  store(F == FREIGHT_FLOAT32 ? static_cast<float*>(to) : values, v);
-  uint16_t* halves = static_cast<uint16_t*>(to);
-  if constexpr (F == FREIGHT_BFLOAT16)
-    for (int i = 0; i < kLanes; i++) halves[i] = float_to_bf16(values[i]);
-  else if constexpr (F == FREIGHT_FLOAT16)
-    for (int i = 0; i < kLanes; i++) halves[i] = float_to_f16(values[i]);
-}
-
 #else
+inline VH load_halves(const void* p) {
+  VH v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+inline VF of_bf16(VH v) { return (VF)(__builtin_convertvector(v, VU) << 16); }
+// As f16_to_float and float_to_f16.
+inline VF of_f16(VH v) {
+  const VI bits = __builtin_convertvector(v, VI), magnitude = bits & 0x7FFF;
+  const VI scaled = (VI)((VF)(magnitude << 13) * 0x1p112f);
+  return (VF)((magnitude >= 0x7C00 ? magnitude << 13 | 0x7F800000 : scaled) | (VI)((VU)(bits & 0x8000) << 16));
+}
+inline VH to_f16(VF v) {
+  const VI bits = (VI)v, magnitude = bits & 0x7FFFFFFF;
+  const VI small = (VI)((VF)magnitude + 0.5f) - 0x3F000000;
+  const VI normal = (magnitude + 0xFFF + (magnitude >> 13 & 1) - 0x38000000) >> 13;
+  const VI finite = magnitude < 0x38800000 ? small : normal;
+  const VI half = magnitude > 0x7F800000 ? VI{} + 0x7E00 : magnitude >= 0x477FF000 ? VI{} + 0x7C00 : finite;
+  return __builtin_convertvector((VU)half | (VU)bits >> 16 & 0x8000, VH);
+}
+inline VH narrow(VU v) { return __builtin_convertvector(v, VH); }
+#endif
 
 // W values of format F.
 template <FreightFormat F>
@@ -245,6 +237,11 @@ inline VF load_lanes(const uint8_t* from) {
     return of_f16(load_halves(from));
   } else if constexpr (F == FREIGHT_BFLOAT16) {
     return of_bf16(load_halves(from));
+#if FREIGHT_PORTABLE
+  } else {
+    const float* value = code_table<F>().value;
+    return VF{value[from[0]], value[from[1]], value[from[2]], value[from[3]]};
+#else
   } else if constexpr (F == FREIGHT_INT8) {
     const VI code = load_int8(from);
     return (VF)((VI)of_ints(code) | (code == -128));  // all bits set: a NaN
@@ -254,6 +251,7 @@ inline VF load_lanes(const uint8_t* from) {
     const VH code = load_bytes(from), magnitude = code & 0x7F;
     const VH nan = (VH)(F == FREIGHT_E4M3FNUZ ? code == 0x80 : magnitude == 0x7F) & 0x7E00;
     return of_f16(magnitude << 7 | (code & 0x80) << 8 | nan) * set1(F == FREIGHT_E4M3FNUZ ? 128.0f : 256.0f);
+#endif
   }
 }
 
@@ -278,8 +276,6 @@ inline void store_as(void* to, const V16& v) {
     std::memcpy(static_cast<VH*>(to) + i, &halves, sizeof halves);
   }
 }
-
-#endif
 
 #if FREIGHT_AVX512
 

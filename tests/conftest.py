@@ -3,8 +3,8 @@
 FREIGHT_TEST_DEFAULT_DTYPE=float64 runs them in a process whose default dtype is that (`make test-defaults`): what
 Freight computes does not depend on it.
 
-FREIGHT_TEST_KERNELS=folder runs them with the compiled kernels of that folder (`make sanitize`), on a pool of its own:
-a thread sanitizer does not see how the threads of an OpenMP runtime wait for each other.
+FREIGHT_TEST_KERNELS=folder runs them with the compiled kernels of that folder (`make sanitize`), on the pool of
+csrc/parallel.cpp, which is checked with them; without it they use torch's.
 """
 
 import os
