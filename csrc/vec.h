@@ -223,7 +223,7 @@ inline VH to_f16(VF v) {
   const VI normal = (magnitude + 0xFFF + (magnitude >> 13 & 1) - 0x38000000) >> 13;
   const VI finite = magnitude < 0x38800000 ? small : normal;
   const VI half = magnitude > 0x7F800000 ? VI{} + 0x7E00 : magnitude >= 0x477FF000 ? VI{} + 0x7C00 : finite;
-  return __builtin_convertvector((VU)half | (VU)bits >> 16 & 0x8000, VH);
+  return __builtin_convertvector((VU)half | ((VU)bits >> 16 & 0x8000), VH);
 }
 inline VH narrow(VU v) { return __builtin_convertvector(v, VH); }
 #endif
