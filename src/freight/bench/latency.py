@@ -3,8 +3,8 @@
 Prefill lasts until the last of the batch has its first token. A decode step counts when every sequence gets a token in
 it, so its batch size is the one asked for. `decode_bandwidth_fraction` is what a step has to read, the weights once and
 each sequence's keys and values, divided by its time and by the bandwidth right before and after its run: 1.0 is
-as fast as this memory allows. `overhead_fraction` is the share of a decode step that passes outside the model's forward
-pass: scheduling, preparation, sampling, bookkeeping (null on a GPU, which the host does not wait for there).
+as fast as this memory allows. `overhead_fraction` is the share of a decode step that passes outside the model's
+runner: scheduling, sampling, bookkeeping (null on a GPU, which the host does not wait for there).
 """
 
 from __future__ import annotations

@@ -36,7 +36,9 @@ class SequenceSlice:
 
     @property
     def num_logit_rows(self) -> int:
-        return {Logits.NONE: 0, Logits.LAST: 1, Logits.ALL: len(self.token_ids)}[self.logits]
+        if self.logits is Logits.ALL:
+            return len(self.token_ids)
+        return 1 if self.logits is Logits.LAST else 0
 
 
 def prepare(slices: Sequence[SequenceSlice], block_size: int, device: str = "cpu") -> ForwardBatch:
