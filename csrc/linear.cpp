@@ -257,7 +257,7 @@ void linear(const FreightWeight* weight, const void* x, int32_t x_format, int64_
     if (weight->format == FREIGHT_E4M3FN) return run_tiles<true>(*weight, x, x_format, rows, b, y, threads);
     if (weight->format == FREIGHT_BFLOAT16) return run_tiles<false>(*weight, x, x_format, rows, b, y, threads);
   }
-#elif FREIGHT_AVX512
+#elif FREIGHT_AVX512 || FREIGHT_NEON_BF16
   if (weight->activations != FREIGHT_PLAIN || x_format == FREIGHT_BFLOAT16) {  // bfloat16 without rounding
     if (weight->format == FREIGHT_E4M3FN) return run<E4M3Pair>(*weight, x, x_format, rows, b, y, threads);
     if (weight->format == FREIGHT_BFLOAT16) return run<BFloat16Pair>(*weight, x, x_format, rows, b, y, threads);
