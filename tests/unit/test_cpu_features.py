@@ -1,4 +1,4 @@
-"""The features of a processor where there is no /proc: macOS on arm64."""
+"""The features of a processor: which are listed, and where there is no /proc (macOS on arm64)."""
 
 from __future__ import annotations
 
@@ -29,3 +29,9 @@ def test_features_of_an_apple_processor(
     monkeypatch.setattr("platform.machine", lambda: "arm64")
     monkeypatch.setattr("subprocess.run", run)
     assert cpu_features(tmp_path) == features
+
+
+def test_features_that_no_kernel_uses_are_not_listed(tmp_path: Path) -> None:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/cpuinfo").write_text("flags\t\t: fpu avx2 amx_int8 avx512_fp16\n")
+    assert cpu_features(tmp_path) == ("avx2",)

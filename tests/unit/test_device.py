@@ -178,11 +178,6 @@ def test_the_processor_and_its_features(root: Path, tmp_path: Path, monkeypatch:
     assert cpu_features(tmp_path / "nowhere") == ()
 
 
-def test_features_that_no_kernel_uses_are_not_listed(root: Path) -> None:
-    write(root, "proc/cpuinfo", "flags\t\t: fpu avx2 amx_int8 avx512_fp16\n")
-    assert cpu_features(root) == ("avx2",)
-
-
 @pytest.fixture
 def three_threads() -> Iterator[None]:
     """torch is left at a number that no test asks for."""
