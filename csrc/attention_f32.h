@@ -15,8 +15,12 @@ namespace freight {
 struct Float32Products {
   static constexpr bool pipelined = false;
   using Registers = NoRegisters;
-  static constexpr int max_rows = W == 16 ? 6 : W == 8 ? 5 : 3;  // rows whose sums stay in registers
-  static constexpr int vectors = W == 16 ? 4 : 2;                // of keys or channels at a time
+  // Rows whose sums stay in registers, and how many registers of keys or channels are taken at a time.
+#if FREIGHT_NEON
+  static constexpr int max_rows = 4, vectors = 4;  // 32 registers
+#else
+  static constexpr int max_rows = W == 16 ? 6 : W == 8 ? 5 : 3, vectors = W == 16 ? 4 : 2;
+#endif
   static constexpr int chunk = kLanes;                           // channels that are transposed together
 
   int k_dim, v_dim;

@@ -253,7 +253,7 @@ void linear(const FreightLinear& a) {
     if (weight.format == FREIGHT_E4M3FN) return run_tiles<true>(weight, a.x, a.format, a.rows, b, a.y, a.threads);
     if (weight.format == FREIGHT_BFLOAT16) return run_tiles<false>(weight, a.x, a.format, a.rows, b, a.y, a.threads);
   }
-#elif FREIGHT_AVX512
+#elif FREIGHT_AVX512 || FREIGHT_NEON_BF16
   if (weight.activations != FREIGHT_PLAIN || a.format == FREIGHT_BFLOAT16) {  // bfloat16 without rounding
     if (weight.format == FREIGHT_E4M3FN) return run<E4M3Pair>(weight, a.x, a.format, a.rows, b, a.y, a.threads);
     if (weight.format == FREIGHT_BFLOAT16) return run<BFloat16Pair>(weight, a.x, a.format, a.rows, b, a.y, a.threads);

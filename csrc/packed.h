@@ -6,10 +6,11 @@
 // whatever the number of rows of x. (Few streams of whole pairs of cache lines read a third faster than eight of single
 // lines.) Within a unit values lie as [inputs][16], with two exceptions (`unit_index`): AVX-512 takes pairs (`Pair`), so
 // bfloat16 as [16][2] and E4M3 so that one look-up serves two registers of 16 x 2; the portable E4M3 lies in
-// the order that its decoder needs. What AVX-512 takes is also what tiles of AMX take.
+// the order that its decoder needs. What AVX-512 takes is also what tiles of AMX take. NEON with BF16 takes pairs too:
+// bfloat16 as [16][2], E4M3 as [2][16][2].
 //
-// `Single` multiplies float32 by float32, one input a step. `Pair` takes two bfloat16 inputs a step (vdpbf16ps), which is
-// exact in its products. A decoder D makes D::steps operands of a unit, for its arithmetic D::Math, D::at_once of them
+// `Single` multiplies float32 by float32, one input a step. `Pair` takes two bfloat16 inputs a step (vdpbf16ps; BFDOT), which
+// is exact in its products. A decoder D makes D::steps operands of a unit, for its arithmetic D::Math, D::at_once of them
 // in one call: those from `step` on.
 #pragma once
 #include "vec.h"
@@ -117,6 +118,72 @@ struct E4M3 {
   }
 };
 
+#elif FREIGHT_NEON_BF16
+
+// BFDOT rounds sums to odd and takes subnormals for zeros, unlike fused multiply-adds: products of any number of rows go
+// through it, so that a row's bits are always the same.
+struct Pair {
+  using X = uint32_t;  // two bfloat16, the earlier input in the low half
+  struct Operand {
+    bfloat16x8_t v[4];  // four lanes each
+  };
+  static constexpr int inputs = 2;
+  static V16 accumulate(V16 sum, const Operand& w, X x) {
+    const bfloat16x8_t both = vreinterpretq_bf16_u32(vdupq_n_u32(x));
+    return each([&](int i) { return (VF)vbfdotq_f32((float32x4_t)sum.v[i], w.v[i], both); });
+  }
+};
+
+// The first or the second bfloat16 of every pair.
+inline V16 half(const Pair::Operand& pairs, int second) {
+  return each([&](int i) {
+    const uint32x4_t words = vreinterpretq_u32_bf16(pairs.v[i]);
+    return (VF)(second ? words & 0xFFFF0000u : words << 16);
+  });
+}
+
+struct BFloat16Pair {
+  using Math = Pair;
+  static constexpr int steps = 1, at_once = 1;
+  static constexpr float factor = 1.f;
+  void decode(const uint8_t* unit, int, Pair::Operand* out) const {
+    for (int i = 0; i < 4; i++) out->v[i] = vreinterpretq_bf16_u8(vld1q_u8(unit + 16 * i));
+  }
+};
+
+struct BFloat16 {
+  using Math = Single;
+  static constexpr int steps = 2, at_once = 1;
+  static constexpr float factor = 1.f;
+  void decode(const uint8_t* unit, int step, V16* out) const {
+    Pair::Operand pairs;
+    BFloat16Pair().decode(unit, 0, &pairs);
+    *out = half(pairs, step);
+  }
+};
+
+struct E4M3Pair {
+  using Math = Pair;
+  static constexpr int steps = 2, at_once = 1;
+  static constexpr float factor = 1.f;
+  NeonE4M3 pairs;
+  void decode(const uint8_t* unit, int step, Pair::Operand* out) const {
+    for (int i = 0; i < 4; i += 2) pairs(unit + 32 * step + 8 * i, out->v[i], out->v[i + 1]);
+  }
+};
+
+struct E4M3 {
+  using Math = Single;
+  static constexpr int steps = 4, at_once = 1;
+  static constexpr float factor = 1.f;
+  E4M3Pair pairs;
+  void decode(const uint8_t* unit, int step, V16* out) const {
+    Pair::Operand two;
+    pairs.decode(unit, step / 2, &two);
+    *out = half(two, step % 2);
+  }
+};
+
 #else
 
 struct BFloat16 {
@@ -141,6 +208,13 @@ struct E4M3 {
     const __m256i half = _mm256_and_si256(shifted, _mm256_set1_epi16(static_cast<short>(0xBF80)));
     *out = {of_f16((VH)_mm256_castsi256_si128(half)), of_f16((VH)_mm256_extracti128_si256(half, 1))};
   }
+#elif FREIGHT_NEON
+  static constexpr float factor = 256.f;  // likewise
+  void decode(const uint8_t* unit, int step, V16* out) const {
+    const int8x16_t codes = vreinterpretq_s8_u8(vld1q_u8(unit + kLanes * step));
+    const Floats16 floats = neon_of_f16(neon_e4m3(vget_low_s8(codes)), neon_e4m3(vget_high_s8(codes)));
+    *out = each([&](int i) { return (VF)floats.v[i]; });
+  }
 #else
   // The same towards float32, 2^120 too small; that is multiplied at once, since products with it would underflow.
   // Sixteen codes are taken as four words; byte i of each word is one vector of four.
@@ -163,7 +237,10 @@ inline int unit_index(int32_t format, int lane, int input) {
 #if FREIGHT_AVX512
   if (format == FREIGHT_E4M3FN) return lane / 4 * 16 + input / 2 * 8 + lane % 4 * 2 + input % 2;
   if (format == FREIGHT_BFLOAT16) return lane * 2 + input;
-#elif FREIGHT_PORTABLE
+#elif FREIGHT_NEON_BF16
+  if (format == FREIGHT_E4M3FN) return input / 2 * 2 * kLanes + lane * 2 + input % 2;
+  if (format == FREIGHT_BFLOAT16) return lane * 2 + input;
+#elif FREIGHT_PORTABLE && !FREIGHT_NEON
   if (format == FREIGHT_E4M3FN) return input * kLanes + lane % 4 * 4 + lane / 4;
 #else
   (void)format;

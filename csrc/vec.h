@@ -1,8 +1,8 @@
 // Vectors: VF, the register of an instruction set, and V16, sixteen float32 lanes in as many registers as they take.
 //
-// AVX-512: W = 16 lanes a register; AVX2: 8; all else that GCC and Clang know: 4. Lane-wise operations are GCC's vector
-// extensions, so the sources read the same everywhere, and give the same bits on every call: no contraction is left to
-// the compiler (the build passes -ffp-contract=off). `fma` is fused where the build has FMA.
+// AVX-512: W = 16 lanes a register; AVX2: 8; NEON, and all else that GCC and Clang know: 4. Lane-wise operations are
+// GCC's vector extensions, so the sources read the same everywhere, and give the same bits on every call: no contraction
+// is left to the compiler (the build passes -ffp-contract=off). `fma` is fused where the build has FMA.
 #pragma once
 #include "values.h"
 
@@ -18,6 +18,7 @@
 #include <immintrin.h>
 #else
 #define FREIGHT_PORTABLE 1
+#include "neon.h"  // on arm64: besides, conversions
 #endif
 
 namespace freight {
@@ -54,6 +55,8 @@ inline VF fma(VF a, VF b, VF c) {
   return (VF)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif FREIGHT_AVX2
   return (VF)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif FREIGHT_NEON
+  return (VF)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #elif defined(__FP_FAST_FMAF)
   for (int i = 0; i < W; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
   return c;
@@ -119,6 +122,8 @@ inline void interleave(VF a, VF b, VF& first, VF& last) {
   const __m256 low = _mm256_unpacklo_ps((__m256)a, (__m256)b), high = _mm256_unpackhi_ps((__m256)a, (__m256)b);
   first = (VF)_mm256_permute2f128_ps(low, high, 0x20);
   last = (VF)_mm256_permute2f128_ps(low, high, 0x31);
+#elif FREIGHT_NEON
+  first = (VF)vzip1q_f32((float32x4_t)a, (float32x4_t)b), last = (VF)vzip2q_f32((float32x4_t)a, (float32x4_t)b);
 #else
   first = VF{a[0], b[0], a[1], b[1]};
   last = VF{a[2], b[2], a[3], b[3]};
@@ -228,6 +233,30 @@ inline VH to_f16(VF v) {
 inline VH narrow(VU v) { return __builtin_convertvector(v, VH); }
 #endif
 
+#if FREIGHT_NEON
+
+// Sixteen values of format F.
+template <FreightFormat F>
+inline V16 load_as(const void* from) {
+  if constexpr (F == FREIGHT_FLOAT32) return load16(static_cast<const float*>(from));
+  else {
+    const Floats16 floats = neon_load<F>(from);
+    return each([&](int i) { return (VF)floats.v[i]; });
+  }
+}
+
+template <FreightFormat F>
+inline void store_as(void* to, const V16& v) {
+  if constexpr (F == FREIGHT_FLOAT32) return store(static_cast<float*>(to), v);
+  else {
+    Floats16 floats;
+    for (int i = 0; i < 4; i++) floats.v[i] = (float32x4_t)v.v[i];
+    neon_store<F>(static_cast<uint16_t*>(to), floats);
+  }
+}
+
+#else
+
 // W values of format F.
 template <FreightFormat F>
 inline VF load_lanes(const uint8_t* from) {
@@ -276,6 +305,8 @@ inline void store_as(void* to, const V16& v) {
     std::memcpy(static_cast<VH*>(to) + i, &halves, sizeof halves);
   }
 }
+
+#endif
 
 #if FREIGHT_AVX512
 

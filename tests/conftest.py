@@ -5,9 +5,14 @@ Freight computes does not depend on it.
 
 FREIGHT_TEST_KERNELS=folder runs them with the compiled kernels of that folder (`make sanitize`), on the pool of
 csrc/parallel.cpp, which is checked with them; without it they use torch's.
+
+FREIGHT_TEST_REMOTE='qemu-aarch64 … driver …/freight_neon.so' runs them with that library, in the process that the
+command starts (tests/kernels/test_arm.py).
 """
 
 import os
+import shlex
+from functools import cache
 from pathlib import Path
 
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -34,3 +39,13 @@ def pytest_configure() -> None:
         library.FOLDER = Path(folder)
         library._gomp_parallel = lambda: None
         assert library.runnable(), f"no build in {folder} runs here"
+    command = shlex.split(os.environ.get("FREIGHT_TEST_REMOTE", ""))
+    if command:
+        from tests.kernels.arm.remote import remote_library
+
+        from freight.kernels.cpu import library
+
+        build = Path(command[-1]).stem.removeprefix("freight_")
+        start = cache(lambda: remote_library(build, command))
+        library.runnable = lambda features=None, folder=None: (build,)
+        library.load = lambda name=None: start()

@@ -228,12 +228,22 @@ def cpu_name(root: Path = ROOT) -> str:
 
 
 def cpu_features(root: Path = ROOT) -> tuple[str, ...]:
-    """The instruction sets that kernels choose by; empty where /proc does not tell."""
+    """The instruction sets that kernels choose by; empty where neither /proc nor macOS on arm64 tells."""
     for line in _read(root / "proc/cpuinfo").splitlines():
         if line.startswith(("flags", "Features")):
             have = set(line.partition(":")[2].split())
             return tuple(name for name in _FEATURES if name in have)
-    return ()
+    return _macos_features() if (platform.system(), platform.machine()) == ("Darwin", "arm64") else ()
+
+
+def _macos_features() -> tuple[str, ...]:
+    """Of an Apple processor, as /proc/cpuinfo would spell them. Those before the M2 have no BF16."""
+    command = ["sysctl", "-n", "hw.optional.arm.FEAT_BF16"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    except OSError:
+        answer = ""
+    return ("asimd", "bf16") if answer.strip() == "1" else ("asimd",)
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:

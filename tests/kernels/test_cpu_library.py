@@ -18,16 +18,19 @@ from freight.kernels.select import select_kernels
 from freight.operands.kv_pages import KVPages
 from freight.operands.weight import Weight
 
-SAPPHIRE_RAPIDS = tuple(library.BUILDS["amx"])
-ZEN4 = tuple(library.BUILDS["avx512"])
+SAPPHIRE_RAPIDS = tuple(library.X86_BUILDS["amx"])
+ZEN4 = tuple(library.X86_BUILDS["avx512"])
 HASWELL = ("avx2", "f16c", "fma")
+GRAVITON3 = ("asimd", "asimdhp", "bf16", "sve")
+ALTRA = ("asimd", "asimdhp")
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a file for every build, on a system that allows tiles."""
+    """A folder with a file for every build of every architecture, on an x86 system that allows tiles."""
     monkeypatch.setattr(library, "tile_obstacle", lambda: "")
-    for build in library.BUILDS:
+    monkeypatch.setattr(library.platform, "machine", lambda: "x86_64")
+    for build in library.X86_BUILDS | library.ARM64_BUILDS:
         library.path_of(build, tmp_path).touch()
     return tmp_path
 
@@ -61,7 +64,6 @@ def test_the_kernels_were_compiled_where_a_compiler_works(tmp_path: Path) -> Non
         (HASWELL, ("avx2", "portable")),
         (("avx2", "fma"), ("portable",)),  # AVX2 without F16C
         ((*HASWELL, "avx512f", "avx512bw", "avx512vl"), ("avx2", "portable")),  # AVX-512 without VBMI and BF16
-        (("asimd", "bf16"), ("portable",)),
         ((), ("portable",)),
     ],
 )
@@ -69,6 +71,35 @@ def test_the_processor_decides_which_builds_run(
     features: tuple[str, ...], builds: tuple[str, ...], folder: Path
 ) -> None:
     assert library.runnable(features, folder) == builds
+
+
+@pytest.mark.parametrize(
+    ("machine", "features", "builds"),
+    [
+        ("aarch64", GRAVITON3, ("neon_bf16", "neon")),
+        ("arm64", ("asimd", "bf16"), ("neon_bf16", "neon")),  # as macOS names an M2
+        ("aarch64", ALTRA, ("neon",)),
+        ("arm64", (), ("neon",)),
+        ("riscv64", GRAVITON3, ("portable",)),
+        ("x86_64", GRAVITON3, ("portable",)),
+        ("AMD64", HASWELL, ("avx2", "portable")),  # as Windows says it
+    ],
+)
+def test_a_machine_runs_builds_of_its_own_architecture(
+    machine: str,
+    features: tuple[str, ...],
+    builds: tuple[str, ...],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(library.platform, "machine", lambda: machine)
+    assert library.runnable(features, folder) == builds
+
+
+def test_the_description_names_no_build_of_another_architecture(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library.platform, "machine", lambda: "aarch64")
+    assert library.describe(GRAVITON3, folder) == "neon_bf16"
+    assert library.describe(ALTRA, folder) == "neon (neon_bf16: the processor lacks bf16)"
 
 
 def test_what_was_not_compiled_does_not_run(folder: Path) -> None:

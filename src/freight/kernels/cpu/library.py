@@ -24,15 +24,25 @@ from freight.errors import KernelError, choices
 from freight.kernels.cpu.interface import ABI, open_library
 
 FOLDER = Path(__file__).parent
-# Best first: the name of a build, and what /proc/cpuinfo must list for it. The portable one needs nothing.
 _AVX2 = frozenset({"avx2", "fma", "f16c"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512vbmi", "avx512_bf16"}
-BUILDS: dict[str, frozenset[str]] = {
+# By architecture, best first: the name of a build, and what /proc/cpuinfo must list for it.
+X86_BUILDS: dict[str, frozenset[str]] = {
     "amx": _AVX512 | {"amx_tile", "amx_bf16"},
     "avx512": _AVX512,
     "avx2": _AVX2,
     "portable": frozenset(),
 }
+ARM64_BUILDS: dict[str, frozenset[str]] = {"neon_bf16": frozenset({"bf16"}), "neon": frozenset()}
+OTHER_BUILDS: dict[str, frozenset[str]] = {"portable": frozenset()}
+
+
+def builds() -> dict[str, frozenset[str]]:
+    """The builds for this machine's architecture."""
+    machine = platform.machine().lower()
+    if machine in ("x86_64", "amd64"):
+        return X86_BUILDS
+    return ARM64_BUILDS if machine in ("aarch64", "arm64") else OTHER_BUILDS
 
 
 def new_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -54,7 +64,7 @@ class Library:
 
 def installed(folder: Path | None = None) -> tuple[str, ...]:
     """The builds that were compiled, best first."""
-    return tuple(build for build in BUILDS if path_of(build, folder).exists())
+    return tuple(build for build in builds() if path_of(build, folder).exists())
 
 
 def path_of(build: str, folder: Path | None = None) -> Path:
@@ -69,10 +79,10 @@ def runnable(features: Iterable[str] | None = None, folder: Path | None = None) 
 
 def _obstacle(build: str, features: tuple[str, ...]) -> str:
     """Why a processor with these features does not run `build`, or ''."""
-    lacks = sorted(BUILDS[build] - set(features))
+    lacks = sorted(builds()[build] - set(features))
     if lacks:
         return f"the processor lacks {', '.join(lacks)}"
-    return tile_obstacle() if "amx_tile" in BUILDS[build] else ""
+    return tile_obstacle() if "amx_tile" in builds()[build] else ""
 
 
 @cache
@@ -100,7 +110,8 @@ def describe(features: tuple[str, ...] | None = None, folder: Path | None = None
         )
     best, *_ = runnable(features, folder) or ("none",)
     reasons = []
-    for build in list(BUILDS)[: list(BUILDS).index(best) if best in BUILDS else None]:
+    names = list(builds())
+    for build in names[: names.index(best) if best in names else None]:
         reasons.append(f"{build}: {_obstacle(build, features) or 'not compiled'}")
     return best + (f" ({'; '.join(reasons)})" if reasons else "")
 
