@@ -42,8 +42,9 @@ void round_by(float* values, int64_t count, float scale) {
   for (int64_t i = 0; i < count; i++) values[i] = round_e4m3(values[i] / scale);
 }
 
-constexpr int64_t kColumns = 1024;  // of a task; a multiple of kGroup
-constexpr int64_t kShareOfStaging = 8192;    // values that are worth a second thread
+constexpr int64_t kColumns = 1024;         // of a task; a multiple of kGroup
+constexpr int64_t kPartPanels = 8;         // of a task with few tiles
+constexpr int64_t kShareOfStaging = 8192;  // values that are worth a second thread
 
 struct Stager {
   const FreightWeight& weight;
@@ -114,24 +115,45 @@ struct Stager {
   }
 
 #if FREIGHT_AMX
-  // kColumns columns of a tile of `rows` rows, into [panels][tiles][4][16][32]; `lines` of the 16 are written.
-  void tile_part(int64_t tile, int64_t tiles, int64_t first, int64_t rows, int64_t lines, uint8_t* to) const {
-    constexpr int64_t kGroupBytes = kGroupSteps * kTileBytes;
-    const int64_t panels = std::min(kColumns / kGroupInputs, groups - first / kGroupInputs);
-    alignas(64) uint32_t words[kColumns] = {};
-    for (int64_t line = 0; line < lines; line++) {
-      const int64_t row = tile * kTileLines + line;
-      const char* from = reinterpret_cast<const char*>(words);
-      if (line >= rows)
-        std::memset(words, 0, sizeof(words));
-      else if (weight.activations == FREIGHT_PLAIN && first + kColumns <= weight.in_features)
-        from = static_cast<const char*>(x) + (row * weight.in_features + first) * 2;  // as they are
-      else
-        words_of(row, first, words);
-      uint8_t* out = to + (first / kGroupInputs * tiles + tile) * kGroupBytes + line * kTileRowBytes;
-      for (int64_t panel = 0; panel < panels; panel++)
-        for (int64_t step = 0; step < kGroupSteps; step++, from += kTileRowBytes)
-          std::memcpy(out + panel * tiles * kGroupBytes + step * kTileBytes, from, kTileRowBytes);
+  // The inputs of a panel of a row, as bfloat16 and with zeros beyond the last, into a line of its tiles.
+  void panel_line(int64_t row, int64_t panel, uint8_t* line) const {
+    const int64_t first = panel * kGroupInputs, count = std::min<int64_t>(kGroupInputs, weight.in_features - first);
+    const char* from = element(static_cast<const char*>(x), row * weight.in_features + first, format);
+    alignas(64) uint16_t halves[kGroupInputs];
+    if (weight.activations != FREIGHT_PLAIN || count < kGroupInputs) {
+      from = reinterpret_cast<const char*>(halves);
+      bfloat16_of(row, first, count, halves);
+    }
+    for (int step = 0; step < kGroupSteps; step++)
+      std::memcpy(line + step * kTileBytes, from + step * kTileRowBytes, kTileRowBytes);
+  }
+
+  void bfloat16_of(int64_t row, int64_t first, int64_t count, uint16_t* halves) const {
+    std::memset(halves, 0, kGroupInputs * 2);
+    if (weight.activations == FREIGHT_PLAIN) {
+      std::memcpy(halves, element(x, row * weight.in_features + first, format), static_cast<size_t>(count) * 2);
+      return;
+    }
+    alignas(64) float values[kGroupInputs];
+    values_of(row, first, count, values);
+    for (int64_t i = 0; i < count; i += kLanes) {  // the upper halves: all that values of FP8 have
+      const __m512i bits = _mm512_load_si512(values + i);
+      _mm256_store_si256(reinterpret_cast<__m256i*>(halves + i), _mm512_cvtepi32_epi16(_mm512_srli_epi32(bits, 16)));
+    }
+  }
+
+  // Panels of a tile of `rows` rows, into [panels][tiles][4][16][32]; `lines` of the 16 are written.
+  void tile_part(int64_t tile, int64_t tiles, int64_t panel, int64_t end, int64_t rows, int64_t lines,
+                 uint8_t* to) const {
+    for (; panel < end; panel++) {
+      uint8_t* out = to + (panel * tiles + tile) * kGroupSteps * kTileBytes;
+      for (int64_t line = 0; line < lines; line++, out += kTileRowBytes) {
+        if (line < rows) {
+          panel_line(tile * kTileLines + line, panel, out);
+          continue;
+        }
+        for (int step = 0; step < kGroupSteps; step++) std::memset(out + step * kTileBytes, 0, kTileRowBytes);
+      }
     }
   }
 #endif
@@ -177,12 +199,16 @@ Staged stage_tiles(const FreightWeight& weight, const void* x, int32_t format, i
   uint8_t* to = memory.of(tiles * groups * kGroupBytes);
   const Stager stager{weight, x, format, true, 0, groups, by_row ? row_scale.data() : nullptr,
                       by_group ? group_scale.data() : nullptr};
-  const int64_t parts = (weight.in_features + kColumns - 1) / kColumns;
-  const int useful = static_cast<int>(std::min<int64_t>(threads, rows * weight.in_features / kShare + 1));
-  if (by_row) parallel_for(rows, useful, [&](int64_t row) { stager.scale_row(row); });
+  const int useful = static_cast<int>(std::min<int64_t>(threads, rows * weight.in_features / kShareOfStaging + 1));
+  const int64_t parts = tiles < 2 * useful ? std::max<int64_t>(1, (groups + kPartPanels - 1) / kPartPanels) : 1;
+  const int64_t part = (groups + parts - 1) / parts;
+  if (by_row && parts > 1) parallel_for(rows, useful, [&](int64_t row) { stager.scale_row(row); });
   parallel_for(tiles * parts, useful, [&](int64_t task) {
     const int64_t tile = task / parts, there = std::min<int64_t>(kTileLines, rows - tile * kTileLines);
-    stager.tile_part(tile, tiles, task % parts * kColumns, there, tiles == 1 ? there : kTileLines, to);
+    if (by_row && parts == 1)
+      for (int64_t row = 0; row < there; row++) stager.scale_row(tile * kTileLines + row);
+    const int64_t first = task % parts * part, end = std::min(first + part, groups);
+    stager.tile_part(tile, tiles, first, end, there, tiles == 1 ? there : kTileLines, to);
   });
   return {to, 0, groups, stager.row_scale, stager.group_scale};
 }
