@@ -5,7 +5,7 @@ From the root of the repository, on a machine with a GPU; the package may run fr
     PYTHONPATH=src python benchmarks/gpu_table.py --output gpu.json
 
 Every command runs in a process of its own. Its JSON goes into the output file at once, and a command whose result is
-there already does not run again, so that a run that was cut off goes on. Standard library only.
+there already does not run again, so that an interrupted run resumes. Standard library only.
 """
 
 from __future__ import annotations

@@ -49,10 +49,10 @@ class Model:
     def forget(self) -> None:
         lib.llama_memory_clear(lib.llama_get_memory(self._context), False)
 
-    def step(self, news: list[list[int]], start: int) -> list[int]:
+    def step(self, fresh: list[list[int]], start: int) -> list[int]:
         """Run the new tokens of every sequence, which has `start` already; the most likely next token of each."""
         batch, count, last = self._batch, 0, []
-        for sequence, tokens in enumerate(news):
+        for sequence, tokens in enumerate(fresh):
             for offset, token in enumerate(tokens):
                 batch.token[count], batch.pos[count] = token, start + offset
                 batch.n_seq_id[count], batch.seq_id[count][0] = 1, sequence
@@ -80,13 +80,13 @@ def main() -> None:
 
     def run() -> Steps:
         model.forget()
-        news, steps, start = random_prompts(args, model.vocab_size, numbers), [], 0
+        fresh, steps, start = random_prompts(args, model.vocab_size, numbers), [], 0
         for _ in range(args.output_len):
             begin = time.perf_counter()
-            chosen = model.step(news, start)
+            chosen = model.step(fresh, start)
             steps.append((time.perf_counter() - begin, args.batch_size))
-            start += len(news[0])
-            news = [[token] for token in chosen]
+            start += len(fresh[0])
+            fresh = [[token] for token in chosen]
         return steps
 
     ran = {

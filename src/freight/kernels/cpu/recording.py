@@ -2,8 +2,7 @@
 
 Between two products whose weights stream through the caches, Python's own code has been evicted from them; a replay
 needs none. A recording repeats the same calls with the same arguments, so its results have the same bits, for what the
-inputs hold by then. It keeps addresses: whoever replays it keeps the inputs, the weights and the pages alive and in
-place.
+inputs hold by then. It keeps addresses: its owner must keep the inputs, the weights and the pages alive and in place.
 
 A replay makes no call of torch. Therefore a sequence is not recorded if torch did anything in it but view memory: a
 dispatch mode sees every operation of torch while the recording runs.
