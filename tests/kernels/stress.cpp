@@ -67,7 +67,10 @@ std::vector<Work> linear_works(void* library) {
           weight.block_scale = blocks ? block_scale.data() : nullptr;
           weight.out_features = out, weight.in_features = in, weight.input_scale = 1.f;
           weight.activations = format == FREIGHT_E4M3FN ? FREIGHT_DYNAMIC : FREIGHT_PLAIN;
-          require(linear(&weight, x.data(), FREIGHT_BFLOAT16, rows, nullptr, y.data(), threads));
+          FreightLinear a{};
+          a.weight = &weight, a.x = x.data(), a.y = y.data(), a.rows = rows, a.format = FREIGHT_BFLOAT16;
+          a.threads = threads;
+          require(linear(&a));
           return y;
         });
       }
@@ -116,7 +119,10 @@ std::vector<Work> row_works(void* library) {
   const auto activate = [=](int threads) {
     const Bytes x = numbers(rows * size * 2, 7);
     Bytes out(x.size() / 2);
-    require(gated(x.data(), FREIGHT_SILU, out.data(), FREIGHT_BFLOAT16, rows, size / 2, threads));
+    FreightGated a{};
+    a.gate_up = x.data(), a.out = out.data(), a.rows = rows, a.size = size / 2, a.format = FREIGHT_BFLOAT16;
+    a.activation = FREIGHT_SILU, a.threads = threads;
+    require(gated(&a));
     return out;
   };
   const auto rotate_store = [=](int threads) {
