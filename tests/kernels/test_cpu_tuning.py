@@ -61,6 +61,15 @@ def test_what_was_measured_is_remembered(monkeypatch: pytest.MonkeyPatch, path: 
     assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
+def test_a_build_that_ignores_the_setting_is_not_measured(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    monkeypatch.setattr(tuning, "measure", lambda library: FASTER)
+    recorder = Recorder()
+    recorder.build = "amx"
+    tuning.tune.__wrapped__(recorder)
+    assert recorder.settings == []
+    assert not path.exists()
+
+
 @pytest.mark.parametrize("text", ["", "[1]", "{", "[" * 100_000, '{"x": 1}', b"\xff"])
 def test_a_damaged_file_is_measured_anew(monkeypatch: pytest.MonkeyPatch, path: Path, text: str | bytes) -> None:
     path.parent.mkdir()

@@ -33,7 +33,12 @@ GAIN = 0.98  # the share of the time that makes prefetching past the caches wort
 
 @cache
 def tune(library: Library) -> None:
-    """Set how `library` prefetches, once: as remembered for this processor, else as measured now."""
+    """Set how `library` prefetches, once: as remembered for this processor, else as measured now.
+
+    Nothing is measured for the amx build: its products with FP8 and bfloat16 weights prefetch in their own way.
+    """
+    if library.build == "amx":
+        return
     path, key = decisions(), f"{cpu_name()}, {library.build}, {torch.get_num_threads()} threads"
     wanted = remembered(path).get(key)
     if not isinstance(wanted, bool):
