@@ -85,11 +85,53 @@ class CompletionDelta:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestTimes:
+    """Seconds that a request spent, by the engine's clock: waiting for its first step, until its first token, after."""
+
+    queued: float
+    prefill: float
+    decode: float
+
+
+@dataclass(frozen=True, slots=True)
 class RequestDelta:
-    """What is new of a request: the completions that advanced, and entries of `prompt_logprobs`."""
+    """What is new of a request: the completions that advanced, and entries of `prompt_logprobs`.
+
+    `times` comes with the last delta.
+    """
 
     request_id: str
     outputs: list[CompletionDelta]
     finished: bool
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_cached_tokens: int = 0
+    times: RequestTimes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """What an engine does, and has done since it started; counts of tokens unless named otherwise.
+
+    running, waiting          sequences now
+    held_tokens               of the cache's capacity, in blocks that requests hold now
+    reusable_tokens           in blocks that nobody holds, kept for prefix hits
+    prefix_queries, _hits     prompt tokens looked up in the prefix cache, and found there
+    prompt, generated         tokens of prompts that were computed or found, and tokens drawn
+    preemptions               how often a request lost its blocks
+    failed                    completions that ended with finish reason ERROR
+    nans, clipped             values stored in the cache that were NaN, or beyond the range of their scale
+    """
+
+    running: int
+    waiting: int
+    capacity_tokens: int
+    held_tokens: int
+    reusable_tokens: int
+    prefix_queries: int
+    prefix_hits: int
+    prompt: int
+    generated: int
+    preemptions: int
+    failed: int
+    nans: int
+    clipped: int

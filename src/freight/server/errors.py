@@ -1,0 +1,55 @@
+"""ApiError: an answer that is not a result, before each API gives it its own shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_TYPES = {  # status -> the type that OpenAI's clients know
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    422: "invalid_request_error",
+    429: "rate_limit_error",
+    431: "invalid_request_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+_PASSING = (408, 429, 503)  # what may succeed when it is tried again
+
+
+class ApiError(Exception):
+    """One request's failure, with its HTTP status.
+
+    message  for a person: names the thing, the value and the way out; no path, address or traceback
+    param    the field of the request that is at fault, such as "messages[2].role"
+    code     for a program, such as "context_length_exceeded"
+    headers  further headers of the answer, such as Retry-After
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = _TYPES.get(status, "server_error")
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+        if status >= 500 and status not in _PASSING:
+            # OpenAI's clients repeat every request that fails with 500 or more. These would fail again.
+            self.headers.setdefault("x-should-retry", "false")
+
+    def openai_body(self) -> dict[str, object]:
+        """The envelope of OpenAI's API."""
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
