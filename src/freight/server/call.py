@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from freight.outputs import RequestDelta
 from freight.sampling import SamplingParams
 from freight.server.errors import ApiError
+from freight.server.pieces import ParserOf
 from freight.tokenizer import Tokenizer
 
 
@@ -61,6 +62,7 @@ class Served:
     unknown_fields  "refuse" or "ignore": what happens to a field that no API of ours knows
     fingerprint     `system_fingerprint` of answers
     stop_token_ids  the model's own
+    parser_of       makes the parser of reasoning and tool calls; None: this model's text has no known markup for them
     """
 
     names: tuple[str, ...]
@@ -72,6 +74,7 @@ class Served:
     stop_token_ids: frozenset[int] = frozenset()
     unknown_fields: str = "refuse"
     created: int = 0  # seconds since 1970: when the model was loaded
+    parser_of: ParserOf | None = None
 
 
 @dataclass(frozen=True)

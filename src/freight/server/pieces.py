@@ -1,0 +1,37 @@
+"""What a model's text is made of: content, reasoning, tool calls. The parser of a model's own markup makes pieces of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Protocol
+
+
+class PieceKind(StrEnum):
+    CONTENT = "content"
+    REASONING = "reasoning"
+    TOOL_CALL = "tool_call"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a message. `text` is what is new of content or reasoning, or all arguments of one call, as JSON."""
+
+    kind: PieceKind
+    text: str
+    name: str = ""  # of the function that is called
+
+
+class MessageParser(Protocol):
+    """Reads one completion of an assistant as it grows."""
+
+    def feed(self, text: str) -> list[Piece]:
+        """Take more text, special tokens included; returns what is certain by now."""
+
+    def finish(self, complete: bool) -> list[Piece]:
+        """No more text comes. `complete`: the model ended by itself. A call that is not whole comes as content."""
+
+
+# From the rendered prompt (None: not known) and the request's tools (JSON schemas, as OpenAI's API has them).
+ParserOf = Callable[[str | None, Sequence[Mapping[str, Any]]], MessageParser]
