@@ -1,4 +1,4 @@
-"""What a model's text is made of: content, reasoning, tool calls. The parser of a model's own markup makes pieces of it."""
+"""What an assistant's text is made of: content, reasoning, tool calls. Parsers of a model's markup make them."""
 
 from __future__ import annotations
 
