@@ -86,11 +86,17 @@ class CompletionDelta:
 
 @dataclass(frozen=True, slots=True)
 class RequestTimes:
-    """Seconds that a request spent, by the engine's clock: waiting for its first step, until its first token, after."""
+    """Seconds that a request spent, by the engine's clock: waiting for its first step, until its first token, after.
+
+    Their sum is the time from `add` to its end. What a request never reached takes no time: one that ends before its
+    first step has only `queued`, one that ends without a token no `decode`. `preemptions` is how often its completions
+    lost their blocks.
+    """
 
     queued: float
     prefill: float
     decode: float
+    preemptions: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,13 +119,19 @@ class EngineStats:
     """What an engine does, and has done since it started; counts of tokens unless named otherwise.
 
     running, waiting          sequences now
+    capacity_tokens           that the cache holds of sequences
     held_tokens               of the cache's capacity, in blocks that requests hold now
     reusable_tokens           in blocks that nobody holds, kept for prefix hits
-    prefix_queries, _hits     prompt tokens looked up in the prefix cache, and found there
+    prefix_queries, _hits     prompt tokens looked up in the prefix cache, and found there, at a sequence's first step
     prompt, generated         tokens of prompts that were computed or found, and tokens drawn
-    preemptions               how often a request lost its blocks
+    preemptions               how often a sequence lost its blocks
     failed                    completions that ended with finish reason ERROR
     nans, clipped             values stored in the cache that were NaN, or beyond the range of their scale
+
+    A prompt with n completions counts for each of them. Tokens that are computed again after a preemption do not count
+    again. Where groups of layers have blocks of their own, held and reusable tokens are those of the group that is
+    fullest, as its share of `capacity_tokens`; so their sum is never more than that. `nans` and `clipped` may be up
+    to a second old.
     """
 
     running: int

@@ -79,6 +79,22 @@ class CacheManager:
         """Share of blocks that are held, in the group in which it is largest."""
         return max(1.0 - allocator.num_available / allocator.num_blocks for allocator in self.allocators)
 
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens of whole sequences that fit: in the groups that give nothing back before the end, if there are any."""
+        tokens = [allocator.num_blocks * allocator.block_size for allocator in self.allocators]
+        whole = [count for index, count in enumerate(tokens) if index not in self._giving_back]
+        return min(whole or tokens)
+
+    def usage(self) -> tuple[int, int]:
+        """Tokens of `capacity_tokens` in blocks that are held, and in cached blocks that nobody holds.
+
+        Of the group of which the largest share is held: its blocks, as shares of `capacity_tokens`.
+        """
+        fullest = max(self.allocators, key=lambda one: one.num_held / one.num_blocks)
+        capacity, num_blocks = self.capacity_tokens, fullest.num_blocks
+        return fullest.num_held * capacity // num_blocks, fullest.num_cached * capacity // num_blocks
+
     def reset(self) -> None:
         """Make every block free and forget what was indexed."""
         for allocator in self.allocators:

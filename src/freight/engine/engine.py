@@ -20,6 +20,7 @@ from functools import partial
 
 from freight.cache.manager import CacheManager
 from freight.detokenizer import Detokenizer
+from freight.engine.accounts import Stamps
 from freight.engine.compute import ChunkResult, ChunkWork, compute
 from freight.engine.intake import AcceptedPrompt, Intake
 from freight.engine.progress import Completion, Group, to_logprobs
@@ -28,14 +29,17 @@ from freight.engine.runner import ModelRunner
 from freight.engine.sampler import sibling_seed
 from freight.engine.scheduler import Scheduler, Step
 from freight.errors import RequestError
-from freight.outputs import FinishReason, RequestDelta, RequestOutput
+from freight.outputs import EngineStats, FinishReason, RequestDelta, RequestOutput, RequestTimes
 from freight.sampling import SamplingParams
+
+SECONDS_BETWEEN_READS = 1.0  # of the pool's counters
 
 
 class Engine:
     """Continuous batching over one model and one cache.
 
-    Every step is computed inside of `threads`; `clock` gives seconds, for `timeout_s`.
+    Every step is computed inside of `threads`; `clock` gives seconds that never run backwards, for `timeout_s` and for
+    the times of requests.
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class Engine:
         self._completions: dict[str, tuple[Group, Completion]] = {}
         self._deadlines: dict[str, float] = {}  # of groups with timeout_s, in seconds of the clock
         self._torn = False
+        self._stored: tuple[float, int, int] | None = None  # when the pool's counters were read, NaNs, clipped values
 
     @property
     def has_unfinished(self) -> bool:
@@ -102,12 +107,15 @@ class Engine:
         self._torn = True
         expired = self._expire()
         step = self.scheduler.schedule()
+        if step.admitted:
+            self._stamp_scheduled(step)
         self._torn = False
         with self._threads:
             results = compute(self.runner, [self._to_work(step, index) for index in range(len(step.chunks))])
         self._torn = True
         advanced = self._apply(step, results)
-        deltas = [group.delta(completions) for group, completions in _by_group([*expired, *advanced])]
+        now = self._clock()
+        deltas = [group.delta(completions, now) for group, completions in _by_group([*expired, *advanced])]
         self._torn = False
         return deltas
 
@@ -122,6 +130,36 @@ class Engine:
     def num_deltas(self, request_id: str) -> int:
         """How many deltas the request has had: whether there is anything new of it."""
         return self._groups[request_id].num_deltas
+
+    def times(self, request_id: str) -> RequestTimes:
+        """What the request has taken so far, or until its end; also when aborted, which gives no last delta."""
+        self._mend()
+        return self._groups[request_id].times(self._clock())
+
+    def stats(self) -> EngineStats:
+        """What the engine does now, and its totals. The pool's counters, a wait on a GPU, are read once a second."""
+        self._mend()
+        now = self._clock()
+        if self._stored is None or now - self._stored[0] >= SECONDS_BETWEEN_READS:
+            self._stored = (now, *self.runner.pool.counters())
+        _, nans, clipped = self._stored
+        held, reusable = self.cache.usage()
+        totals = self.scheduler.totals
+        return EngineStats(
+            running=self.scheduler.num_running,
+            waiting=self.scheduler.num_waiting,
+            capacity_tokens=self.cache.capacity_tokens,
+            held_tokens=held,
+            reusable_tokens=reusable,
+            prefix_queries=totals.prefix_queries,
+            prefix_hits=totals.prefix_hits,
+            prompt=totals.prompt,
+            generated=totals.generated,
+            preemptions=totals.preemptions,
+            failed=totals.failed,
+            nans=nans,
+            clipped=clipped,
+        )
 
     def abort(self, request_id: str) -> None:
         """Stop computing a request; its output stays until `release`. Unknown or finished ids are ignored."""
@@ -151,7 +189,7 @@ class Engine:
             stops |= self._stop_token_ids
         tokenizer = self.tokenizer if params.detokenize else None
         text_of = None if tokenizer is None else partial(Detokenizer, tokenizer, params, prompt.token_ids)
-        group = Group(request_id, prompt.text, list(prompt.token_ids), params, [])
+        group = Group(request_id, prompt.text, list(prompt.token_ids), params, [], Stamps(self._clock()))
         for index in range(params.n):
             request = Request(
                 request_id=f"{request_id}/{index}",
@@ -176,8 +214,16 @@ class Engine:
             for completion in group.completions:
                 self._completions[completion.request.request_id] = (group, completion)
                 self._read(completion, completion.rebuild)
+            group.stamp(self._clock())
         self._deadlines = {name: deadline for name, deadline in self._deadlines.items() if name in self._groups}
         self._torn = False
+
+    def _stamp_scheduled(self, step: Step) -> None:
+        now = self._clock()
+        for request in step.admitted:
+            stamps = self._groups[request.group].stamps
+            if stamps.scheduled is None:
+                stamps.scheduled = now
 
     def _to_work(self, step: Step, index: int) -> ChunkWork:
         chunk = step.chunks[index]
@@ -202,6 +248,8 @@ class Engine:
         for completion in running:
             self.scheduler.finish(completion.request.request_id, reason)
             completion.flush()
+        if group is not None:
+            group.stamp(self._clock())
         return running
 
     def _apply(self, step: Step, results: list[ChunkResult]) -> list[tuple[Group, Completion]]:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from freight.detokenizer import Detokenizer
+from freight.engine.accounts import Stamps
 from freight.engine.request import Request
 from freight.engine.sampler import LogprobEntry, SamplingRow
 from freight.outputs import (
@@ -20,6 +21,7 @@ from freight.outputs import (
     Logprob,
     RequestDelta,
     RequestOutput,
+    RequestTimes,
     TokenLogprobs,
 )
 from freight.sampling import SamplingParams
@@ -136,13 +138,14 @@ class Completion:
 
 @dataclass(eq=False)
 class Group:
-    """A caller's request: its prompt and its completions. `num_deltas` counts the deltas so far."""
+    """A caller's request: its prompt, its completions and how long it takes. `num_deltas` counts the deltas so far."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     params: SamplingParams
     completions: list[Completion]
+    stamps: Stamps
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
     num_deltas: int = 0
 
@@ -158,19 +161,36 @@ class Group:
         """Entries of `prompt_logprobs` that are there; None when they are not asked for."""
         return len(self.prompt_logprobs) if self.params.prompt_logprobs is not None else None
 
-    def delta(self, advanced: list[Completion]) -> RequestDelta:
-        """What is new since the last call, of the completions that advanced."""
+    def stamp(self, now: float) -> None:
+        """Take note of what has happened by `now`: its first token, its end, and a first step that was interrupted."""
+        stamps = self.stamps
+        if stamps.scheduled is None and any(one.request.was_admitted for one in self.completions):
+            stamps.scheduled = now
+        if stamps.first_token is None and any(one.request.output_token_ids for one in self.completions):
+            stamps.first_token = now
+        if stamps.ended is None and self.finished:
+            stamps.ended = now
+
+    def times(self, now: float) -> RequestTimes:
+        """Until `now`, or until its end."""
+        return self.stamps.times(now, sum(one.request.num_preemptions for one in self.completions))
+
+    def delta(self, advanced: list[Completion], now: float) -> RequestDelta:
+        """What is new since the last call, of the completions that advanced, at `now` of the engine's clock."""
         scored = None
         if self.params.prompt_logprobs is not None:
             scored = self.prompt_logprobs[self._told_prompt_logprobs :]
             self._told_prompt_logprobs += len(scored)
         self.num_deltas += 1
+        self.stamp(now)
+        finished = self.stamps.ended is not None
         return RequestDelta(
             request_id=self.request_id,
             outputs=[completion.delta() for completion in advanced],
-            finished=self.finished,
+            finished=finished,
             prompt_logprobs=scored,
             num_cached_tokens=self.completions[0].request.num_cached_tokens,
+            times=self.times(now) if finished else None,
         )
 
     def output(self) -> RequestOutput:

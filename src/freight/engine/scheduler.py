@@ -31,6 +31,7 @@ from operator import attrgetter
 
 from freight.cache.manager import NOTHING, CacheManager, Shortfall
 from freight.cache.prefix import extend_keys
+from freight.engine.accounts import Totals
 from freight.engine.request import Request, RequestState, check_length
 from freight.errors import CapacityError, RequestError
 from freight.outputs import FinishReason
@@ -53,10 +54,14 @@ class ScheduledChunk:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One forward pass. `preempted` lost their blocks while it was scheduled, and are not part of it."""
+    """One forward pass. `preempted` lost their blocks while it was scheduled, and are not part of it.
+
+    admitted  the requests whose first step it is
+    """
 
     chunks: tuple[ScheduledChunk, ...]
     preempted: tuple[Request, ...]
+    admitted: tuple[Request, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -101,6 +106,7 @@ class Scheduler:
         self._waiting: list[Request] = []  # both queues by arrival
         self._running: list[Request] = []
         self._num_arrived = 0
+        self.totals = Totals()
 
     @property
     def num_waiting(self) -> int:
@@ -166,9 +172,13 @@ class Scheduler:
             chunks.append(_chunk(request, start, count))
             budget -= count
             position += 1
+        num_continuing = len(chunks)
         if not preempted:
             self._admit_waiting(chunks, budget)
-        return Step(tuple(chunks), tuple(preempted))
+        fresh = [chunk.request for chunk in chunks[num_continuing:] if not chunk.request.was_admitted]
+        for request in fresh:
+            self._count_admitted(request)
+        return Step(tuple(chunks), tuple(preempted), tuple(fresh))
 
     def apply(self, step: Step, tokens: Mapping[str, Sequence[int]]) -> list[Request]:
         """Take note that `step` was computed, with the new tokens of each chunk that samples, by request id.
@@ -183,11 +193,14 @@ class Scheduler:
                 continue
             assert request.num_computed_tokens == chunk.start, f"request {request.request_id}: step applied out of turn"
             request.num_computed_tokens += chunk.num_tokens
+            if request.num_told_tokens < len(request.prompt_token_ids):
+                self._count_prompt(request)
             self._register_full_blocks(request, chunk.start)
             if chunk.samples:
                 advanced.append(request)
                 for token in tokens[request.request_id]:
                     request.output_token_ids.append(token)
+                    self.totals.generated += 1
                     self._finish_if_done(request)
                     if request.is_finished:
                         break
@@ -228,8 +241,8 @@ class Scheduler:
             if request.is_finished:
                 continue
             if request.num_computed_tokens:
-                request.num_preemptions += 1
-            request.num_computed_tokens = 0
+                request.num_computed_tokens, request.num_preemptions = 0, request.num_preemptions + 1
+                self.totals.preemptions += 1
             request.state = RequestState.WAITING
             request.finish_reason = request.stop_reason = request.error = None
             self._requests[request.request_id] = request
@@ -256,8 +269,8 @@ class Scheduler:
         victim = self._running.pop()
         self._cache.release(victim.held)
         victim.held = NOTHING
-        victim.num_computed_tokens = 0
-        victim.num_preemptions += 1
+        victim.num_computed_tokens, victim.num_preemptions = 0, victim.num_preemptions + 1
+        self.totals.preemptions += 1
         victim.state = RequestState.WAITING
         insort(self._waiting, victim, key=_arrival)
         return victim
@@ -294,6 +307,20 @@ class Scheduler:
             request.num_cached_tokens = start
         request.state = RequestState.RUNNING
         return _chunk(request, start, count)
+
+    def _count_admitted(self, request: Request) -> None:
+        """Count what a request looked up and found in the prefix cache when it was first admitted."""
+        request.was_admitted = True
+        if self._takes_hits(request):
+            self.totals.prefix_queries += request.num_prompt_tokens
+            self.totals.prefix_hits += request.num_computed_tokens
+
+    def _count_prompt(self, request: Request) -> None:
+        """Count the prompt tokens that are done for the first time."""
+        done = min(request.num_computed_tokens, request.num_prompt_tokens) - request.num_told_tokens
+        if done > 0:
+            request.num_told_tokens += done
+            self.totals.prompt += done
 
     def _waits_for_sibling(self, request: Request) -> bool:
         """Whether completion 0 of its group is about to compute blocks that this request will share."""
@@ -342,6 +369,7 @@ class Scheduler:
         request.stop_reason = stop_reason
         request.state = RequestState.FINISHED  # after its reasons, so that `rebuild` finds all of them or none
         if reason is FinishReason.ERROR:
+            self.totals.failed += 1
             self._cache.forget(request.held, request.block_keys)
         else:
             self._cache.release(request.held)

@@ -1,0 +1,43 @@
+"""What an engine counts: totals since it started, and when each request reached which point.
+
+Totals only rise. An exception in the middle of a change may leave what that change did uncounted; nothing is counted
+twice, because a total rises after what marks its cause as done. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from freight.outputs import RequestTimes
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counts since the start, with the meaning that they have in `EngineStats`. The Scheduler writes them."""
+
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    prompt: int = 0
+    generated: int = 0
+    preemptions: int = 0
+    failed: int = 0
+
+
+@dataclass(slots=True)
+class Stamps:
+    """When a request was added, first scheduled, got its first token, and ended, in seconds of the engine's clock.
+
+    Of `n` completions: the first that is scheduled, the first that gets a token, the last that ends.
+    """
+
+    added: float
+    scheduled: float | None = None
+    first_token: float | None = None
+    ended: float | None = None
+
+    def times(self, now: float, preemptions: int) -> RequestTimes:
+        """The times until `now`, or until the end. Their sum is the request's lifetime."""
+        end = now if self.ended is None else self.ended
+        scheduled = end if self.scheduled is None else self.scheduled
+        first_token = end if self.first_token is None else self.first_token
+        return RequestTimes(scheduled - self.added, first_token - scheduled, end - first_token, preemptions)
