@@ -14,7 +14,7 @@ from typing import Any
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from freight.config.engine import EngineArgs
-from freight.engine.build import BeforeWeights, build_engine
+from freight.engine.build import BeforeWeights, build_engine, cache_facts
 from freight.engine.intake import AcceptedPrompt
 from freight.engine.turns import Turns
 from freight.engine.watch import cache_watched
@@ -144,16 +144,7 @@ class LLM:
 
     def kv_cache_info(self) -> dict[str, str | int | None]:
         """The cache in use, by the names every JSON of Freight uses; bytes_per_token includes `token` scales."""
-        kv, pool = self.config.kv, self.engine.runner.pool
-        return {
-            "dtype": str(kv.format),
-            "granularity": str(kv.granularity) if kv.granularity else None,
-            "scale_source": str(kv.scale_source) if kv.scale_source else None,
-            "bytes_per_token": pool.spec.bytes_per_token,
-            "num_blocks": pool.capacity_blocks,
-            "block_size": pool.spec.block_size,
-            "capacity_tokens": pool.capacity_tokens,
-        }
+        return cache_facts(self.engine.runner.pool, self.config)
 
     def _accept_all(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None

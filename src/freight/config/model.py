@@ -127,6 +127,16 @@ def stop_token_ids(config: Mapping[str, Any], generation_config: Mapping[str, An
     return frozenset(own) | frozenset(token_ids(generation, "eos_token_id", None))
 
 
+def sampling_defaults(generation_config: Mapping[str, Any] | None) -> dict[str, float]:
+    """What generation_config.json says of sampling, by SamplingParams' names.
+
+    `do_sample` is not followed: its absence in many files that give a temperature does not mean greedy.
+    """
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    found = {name: (generation_config or {}).get(name) for name in names}
+    return {name: value for name, value in found.items() if value is not None}
+
+
 def _prefixes(family: Family, tensors: Collection[str]) -> tuple[str, str]:
     if family.text_type is None:
         return ModelConfig.prefixes

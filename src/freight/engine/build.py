@@ -149,9 +149,31 @@ def describe_cache(pool: KVPool, config: EngineConfig) -> str:
         return line + _describe_groups(pool, config)
     line += f"{pool.capacity_tokens:,} tokens fit in {_size(memory)}"
     if kv.format.is_quantized:
-        sixteen = config.compute_format if config.compute_format.bytes == 2 else Format.BFLOAT16
+        sixteen = _sixteen_bits(config)
         line += f", {same_cache_at_16_bits(spec, sixteen).tokens_in(memory):,} would in {sixteen}"
     return line
+
+
+def cache_facts(pool: KVPool, config: EngineConfig) -> dict[str, str | int | None]:
+    """The cache in use, by the names every JSON of Freight uses.
+
+    bytes_per_token includes `token` scales; tokens_at_16_bits is what a 16-bit cache would hold in the same memory.
+    """
+    kv = config.kv
+    return {
+        "dtype": str(kv.format),
+        "granularity": str(kv.granularity) if kv.granularity else None,
+        "scale_source": str(kv.scale_source) if kv.scale_source else None,
+        "bytes_per_token": pool.spec.bytes_per_token,
+        "num_blocks": pool.capacity_blocks,
+        "block_size": pool.spec.block_size,
+        "capacity_tokens": pool.capacity_tokens,
+        "tokens_at_16_bits": same_cache_at_16_bits(pool.spec, _sixteen_bits(config)).tokens_in(pool.num_bytes),
+    }
+
+
+def _sixteen_bits(config: EngineConfig) -> Format:
+    return config.compute_format if config.compute_format.bytes == 2 else Format.BFLOAT16
 
 
 def _layers(count: int) -> str:

@@ -1,0 +1,60 @@
+"""The fingerprint of an engine: what decides its bits, as one short string.
+
+Two engines with one fingerprint have the same weights, kernels, torch and settings. For the compiled CPU kernels a
+request with the same prompt, parameters and seed then has the same bits, whatever other requests run: no row's result
+depends on its neighbours (docs/architecture.md). Other kernels leave matrix products to a library that may choose
+another order of summation for another number of rows, so there a fingerprint promises nothing about bits.
+
+Weights count by the headers of their files, their sizes, and samples of their bytes: two fine-tunings of one model
+differ almost everywhere, and all of a large model would take minutes to read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import torch
+
+from freight.config.engine import EngineConfig
+from freight.kernels.cpu.cpu_set import CpuKernels
+from freight.kernels.cpu.library import path_of
+from freight.kernels.interface import KernelSet
+from freight.models.open import OpenModel
+
+_SAMPLES, _SAMPLE = 64, 1 << 16  # of each file of weights: how many, and their bytes
+_HEADER = 1 << 20
+
+
+def fingerprint(opened: OpenModel, config: EngineConfig, kernels: KernelSet, version: str) -> str:
+    """'fp_' and 16 hexadecimal digits; `version` is Freight's.
+
+    Threads and the memory of the cache change no bit, and do not count.
+    """
+    state = hashlib.sha256()
+    decides = (config.compute_format, config.weight_format, config.kv, config.fp8_attention, config.max_model_len)
+    for part in (version, torch.__version__, kernels.name, config.device, opened.model, decides):
+        state.update(repr(part).encode())
+    if isinstance(kernels, CpuKernels):
+        state.update(path_of(kernels.library.build).read_bytes())
+    if opened.checkpoint is None:
+        state.update(f"random weights of seed {config.seed}".encode())
+    else:
+        for file in sorted(opened.checkpoint.path.glob("*.safetensors")):
+            _add_file(state, file)
+    return f"fp_{state.hexdigest()[:16]}"
+
+
+def is_reproducible(kernels: KernelSet) -> bool:
+    """Whether the same fingerprint, prompt, parameters and seed promise the same bits."""
+    return isinstance(kernels, CpuKernels)
+
+
+def _add_file(state: hashlib._Hash, file: Path) -> None:
+    size = file.stat().st_size
+    state.update(f"{file.name} {size}".encode())
+    with file.open("rb") as data:
+        state.update(data.read(_HEADER))
+        for index in range(_SAMPLES):
+            data.seek(size * index // _SAMPLES)
+            state.update(data.read(_SAMPLE))

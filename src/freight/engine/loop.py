@@ -1,0 +1,142 @@
+"""The engine's loop for a server: commands in, events out. Knows no transport and no HTTP.
+
+One thread runs `Loop.run` and with it every step; commands come through a queue from any other thread. What happened in
+a step is handed to `emit` as one event, so that a transport writes once a step. Everything that concerns one request
+comes back as an event of that request: a command that cannot be followed is `Refused`, and never raised.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+
+from freight.engine.engine import Engine
+from freight.engine.intake import AcceptedPrompt
+from freight.errors import CapacityError, FreightError
+from freight.outputs import EngineStats, RequestDelta
+from freight.sampling import SamplingParams
+
+STATS_EVERY = 0.5  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """Queue a request. Answered by `Accepted` or `Refused`."""
+
+    request_id: str
+    prompt: str | None
+    token_ids: tuple[int, ...]
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Stop a request and forget it; nothing more comes of it. An unknown id is ignored."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Leave the loop after the step under way."""
+
+
+Command = Add | Abort | Stop
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A request that cannot be served, and why."""
+
+    request_id: str
+    error: str
+    capacity: bool = False  # it would be served with a larger cache
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """One step: what is new of each request, its duration, and the tokens that were computed in it."""
+
+    deltas: list[RequestDelta]
+    seconds: float
+    num_tokens: int
+
+
+Event = Accepted | Refused | Stepped | EngineStats
+
+
+class Loop:
+    """Runs `engine` for the commands of a queue. Events come from within `run`, in the order in which they happened."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        commands: SimpleQueue[Command],
+        emit: Callable[[Event], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine = engine
+        self._commands = commands
+        self._emit = emit
+        self._clock = clock
+        self._next_stats = -1.0
+        self._is_idle = False
+
+    def run(self) -> None:
+        """Step until a `Stop`. Between steps all commands that have come are followed."""
+        while self._follow():
+            if self._engine.has_unfinished:
+                self._step()
+            self._report()
+
+    def _follow(self) -> bool:
+        """Follow the commands that are there; waits for one while there is nothing to compute. False: stop."""
+        wait = not self._engine.has_unfinished and self._is_idle
+        while True:
+            try:
+                command = self._commands.get(block=wait)
+            except Empty:
+                return True
+            wait = False
+            match command:
+                case Add():
+                    self._add(command)
+                case Abort(request_id):
+                    self._engine.release(request_id)
+                    self._next_stats = -1.0  # what it held is free: said at once
+                case Stop():
+                    return False
+
+    def _add(self, command: Add) -> None:
+        engine, params = self._engine, command.params
+        try:
+            engine.accept(command.token_ids, params)  # the parent has checked the same, all but the cache's size
+            engine.add(command.request_id, AcceptedPrompt(command.prompt, command.token_ids), params)
+        except FreightError as error:
+            self._emit(Refused(command.request_id, str(error), isinstance(error, CapacityError)))
+        else:
+            self._emit(Accepted(command.request_id))
+
+    def _step(self) -> None:
+        started, computed = self._clock(), self._engine.num_computed_tokens
+        deltas = self._engine.step()
+        seconds = self._clock() - started
+        self._emit(Stepped(deltas, seconds, self._engine.num_computed_tokens - computed))
+        for delta in deltas:
+            if delta.finished:
+                self._engine.release(delta.request_id)
+
+    def _report(self) -> None:
+        """Stats twice a second, and once more when the engine becomes idle."""
+        now, idle = self._clock(), not self._engine.has_unfinished
+        if now >= self._next_stats or (idle and not self._is_idle):
+            self._emit(self._engine.stats())
+            self._next_stats = now + STATS_EVERY
+        self._is_idle = idle

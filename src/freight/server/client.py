@@ -1,0 +1,256 @@
+"""EngineClient: the engine's process, from the server's side. Starts it, sends requests, hands out what comes back.
+
+What comes of the requests of an answer is put into its `Inbox`, which gives out all at once: a slow reader gets merged
+deltas and holds up nobody. When the process ends, every request that runs fails with an ApiError, `state` says so, and
+`on_end` is called: the server decides whether to start another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from freight.outputs import EngineStats, RequestDelta
+from freight.server import wire
+from freight.server.call import TokenizedWork
+from freight.server.errors import ApiError
+from freight.server.frames import Decoder, FrameError, encode
+
+logger = logging.getLogger("freight")
+
+_FRAME_CAP = 1 << 28  # bytes: log-probabilities of a long prompt
+
+
+class EngineState(StrEnum):
+    LOADING = "loading"
+    READY = "ready"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """What the engine's process is started with: the fields of EngineArgs, and more than these."""
+
+    engine_args: Mapping[str, Any]
+    random_weights: str | None = None
+    log_level: int = logging.INFO
+
+
+class Inbox:
+    """What comes of all the requests of one answer."""
+
+    def __init__(self) -> None:
+        self._deltas: list[tuple[int, RequestDelta]] = []
+        self._error: Exception | None = None
+        self._changed = asyncio.Event()
+
+    async def next(self) -> list[tuple[int, RequestDelta]]:
+        """All that has come since the last call, with the index of its request; empty after `nudge`."""
+        if not self._deltas and self._error is None:
+            self._changed.clear()
+            await self._changed.wait()
+        if not self._deltas and self._error is not None:
+            raise self._error
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def put(self, index: int, delta: RequestDelta) -> None:
+        self._deltas.append((index, delta))
+        self._changed.set()
+
+    def fail(self, error: Exception) -> None:
+        """End the answer, after what has come: `next` raises `error`."""
+        self._error = self._error or error
+        self._changed.set()
+
+    def nudge(self) -> None:
+        """Make `next` return, with nothing if there is nothing."""
+        self._changed.set()
+
+
+class Running:
+    """One request in the engine, the index-th of its answer."""
+
+    def __init__(self, request_id: str, index: int, num_sequences: int, inbox: Inbox) -> None:
+        self.request_id = request_id
+        self.num_sequences = num_sequences
+        self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._index = index
+        self._inbox = inbox
+
+    def put(self, delta: RequestDelta) -> None:
+        self._inbox.put(self._index, delta)
+
+    def fail(self, error: ApiError) -> None:
+        self._inbox.fail(error)
+        if not self.accepted.done():
+            self.accepted.set_exception(error)
+            self.accepted.exception()  # seen: nobody may be waiting for it any more
+
+
+class EngineClient(asyncio.Protocol):
+    """The engine's process and its connection. To be used within one event loop."""
+
+    def __init__(
+        self,
+        options: WorkerOptions,
+        on_stats: Callable[[EngineStats], None],
+        on_step: Callable[[float, int], None],
+        on_end: Callable[[], None],
+    ) -> None:
+        self._options = options
+        self._on_stats, self._on_step, self._on_end = on_stats, on_step, on_end
+        self.state = EngineState.LOADING
+        self.failure: tuple[str, int] | None = None  # why it could not be loaded, and the exit status for that
+        self.stats: EngineStats | None = None
+        self._running: dict[str, Running] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._transport: asyncio.Transport | None = None
+        self._frames = Decoder(_FRAME_CAP)
+
+    def not_ready(self) -> ApiError:
+        """The answer while there is no engine to serve a request."""
+        if self.state is EngineState.LOADING:
+            return ApiError(503, "the model is still loading", code="loading", headers={"Retry-After": "5"})
+        return ApiError(503, "the engine's process has ended", code="engine_ended")
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have not ended."""
+        return len(self._running)
+
+    @property
+    def num_sequences(self) -> int:
+        """Their completions."""
+        return sum(one.num_sequences for one in self._running.values())
+
+    async def start(self) -> None:
+        """Start the process, which begins to load the model."""
+        loop = asyncio.get_running_loop()
+        self.opened: asyncio.Future[wire.EngineFacts] = loop.create_future()
+        self.ready: asyncio.Future[wire.EngineFacts] = loop.create_future()
+        self.ended: asyncio.Future[int] = loop.create_future()  # the exit status
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        with theirs:
+            command = [sys.executable, *_flags(), "-m", "freight.server.worker", str(theirs.fileno())]
+            self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
+        await loop.create_connection(lambda: self, sock=ours)
+        options = self._options
+        extra = {"random_weights": options.random_weights, "log_level": options.log_level}
+        self._send([wire.START, dict(options.engine_args), extra])
+
+    def submit(self, request_id: str, index: int, work: TokenizedWork, inbox: Inbox) -> Running:
+        """Send a request, whose deltas go to `inbox`. Raises ApiError 503 while no engine is ready."""
+        if self.state is not EngineState.READY:
+            raise self.not_ready()
+        running = self._running[request_id] = Running(request_id, index, work.params.n, inbox)
+        self._send([wire.ADD, request_id, work.text, work.token_ids, wire.params_to_json(work.params)])
+        return running
+
+    def abort(self, running: Running) -> None:
+        """Nothing of the request is wanted any more. One that has ended is left alone."""
+        if self._running.pop(running.request_id, None) is not None and self.state is EngineState.READY:
+            self._send([wire.ABORT, running.request_id])
+
+    async def stop(self) -> None:
+        """End the process: it leaves after the step under way, or is killed."""
+        if self._transport is not None:
+            self._transport.close()
+        if self._process is not None:
+            try:
+                await asyncio.wait_for(asyncio.to_thread(self._process.wait), 10)
+            except TimeoutError:
+                self._process.kill()
+                await asyncio.to_thread(self._process.wait)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            messages = self._frames.feed(data)
+        except FrameError:
+            logger.exception("the engine's process sent what cannot be read")
+            assert self._process is not None
+            self._process.kill()
+            return
+        for message in messages:
+            self._take(*message)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.state = EngineState.ENDED
+        error = self.not_ready()
+        for running in self._running.values():
+            running.fail(error)
+        self._running.clear()
+        asyncio.get_running_loop().create_task(self._reap())
+
+    async def _reap(self) -> None:
+        assert self._process is not None
+        status = await asyncio.to_thread(self._process.wait)
+        for waiting in (self.opened, self.ready):
+            if not waiting.done():
+                waiting.cancel()
+        self.ended.set_result(status)
+        self._on_end()
+
+    def _send(self, message: list[Any]) -> None:
+        assert self._transport is not None
+        self._transport.write(encode(message, _FRAME_CAP))
+
+    def _take(self, name: str, *values: Any) -> None:
+        if name == wire.STEPPED:
+            deltas, seconds, num_tokens = values
+            for one in deltas:
+                running = self._running.get(one[0])
+                if running is not None:
+                    delta = wire.delta_from_json(one)
+                    if delta.finished:
+                        del self._running[delta.request_id]
+                    running.put(delta)
+            self._on_step(seconds, num_tokens)
+        elif name == wire.ACCEPTED:
+            running = self._running.get(values[0])
+            if running is not None and not running.accepted.done():
+                running.accepted.set_result(None)
+        elif name == wire.REFUSED:
+            self._refuse(*values)
+        elif name == wire.STATS:
+            self.stats = wire.stats_from_json(values[0])
+            self._on_stats(self.stats)
+        elif name == wire.OPENED:
+            self.opened.set_result(wire.facts_from_json(values[0]))
+        elif name == wire.READY:
+            self.state = EngineState.READY
+            self.ready.set_result(wire.facts_from_json(values[0]))
+        elif name == wire.FAILED:
+            self.failure = (str(values[0]), int(values[1]))
+
+    def _refuse(self, request_id: str, error: str, capacity: bool) -> None:
+        running = self._running.pop(request_id, None)
+        if running is not None:
+            running.fail(ApiError(400, error, code="cache_too_small" if capacity else None))
+
+
+def _flags() -> list[str]:
+    """The interpreter's own options that change what code does: -O, -X dev, -W."""
+    optimize = ["-" + "O" * sys.flags.optimize] if sys.flags.optimize else []
+    return [*optimize, *(["-X", "dev"] if sys.flags.dev_mode else [])]
+
+
+def describe_exit(status: int) -> str:
+    """'signal 9' or 'exit status 1'."""
+    return f"signal {-status}" if status < 0 else f"exit status {status}"

@@ -1,0 +1,158 @@
+"""The engine's process: `python -m freight.server.worker FD`, with FD one end of a socket pair.
+
+It owns the engine and everything of torch. Its main thread loads the model and steps; a second thread only reads
+commands. It ends when the other end of the socket closes, so it never outlives the server. Interrupts and SIGTERM are
+the server's business, which lets requests finish first: here they are ignored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from dataclasses import asdict
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from freight import __version__
+from freight.errors import ConfigError, FreightError, RequestError
+from freight.server import wire
+from freight.server.frames import Decoder, encode
+
+if TYPE_CHECKING:
+    from freight.engine.loop import Command, Event
+    from freight.models.open import OpenModel
+
+logger = logging.getLogger("freight")
+
+_READ = 1 << 16  # bytes
+_PATIENCE = 5.0  # seconds for the step under way when the server is gone
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    frames = Decoder()
+    name, args, options = _first(connection, frames)
+    assert name == wire.START
+    logging.basicConfig(format="freight: %(message)s", stream=sys.stderr, level=options["log_level"])
+    commands: SimpleQueue[Command] = SimpleQueue()
+    threading.Thread(target=_read, args=(connection, frames, commands), name="commands", daemon=True).start()
+    try:
+        loop = _build(connection, args, options, commands)
+    except FreightError as error:
+        status = 2 if isinstance(error, ConfigError | RequestError) else 1
+        connection.sendall(encode([wire.FAILED, str(error), status]))
+        sys.exit(status)
+    gc.collect()
+    gc.freeze()  # a full collection of all that is loaded takes 0.2 s, in the middle of everybody's stream
+    with contextlib.suppress(ConnectionError):  # the server is gone
+        loop.run()
+
+
+def _build(connection: socket.socket, args: dict[str, Any], options: dict[str, Any], commands: Any) -> Any:
+    """Load the model, saying so on the way; returns the Loop."""
+    from freight.config.engine import EngineArgs
+    from freight.config.model import sampling_defaults
+    from freight.engine.build import cache_facts, start_engine
+    from freight.engine.fingerprint import fingerprint, is_reproducible
+    from freight.engine.loop import Loop
+    from freight.models.open import open_model, open_random
+
+    shape = options["random_weights"]
+    engine_args = EngineArgs(**args)
+    opened = open_random(engine_args, shape) if shape else open_model(engine_args)
+    config = opened.resolve(engine_args)
+    generation = opened.checkpoint.generation_config if opened.checkpoint else None
+    facts = wire.EngineFacts(
+        tokenizer=_tokenizer_folder(opened),
+        vocab_size=opened.model.vocab_size,
+        max_model_len=config.max_model_len,
+        stop_token_ids=tuple(sorted(opened.stop_token_ids())),
+        defaults=sampling_defaults(generation),
+        kv_cache={},
+    )
+    connection.sendall(encode([wire.OPENED, wire.facts_to_json(facts)]))
+    engine, config = start_engine(opened)
+    kernels = opened.kernels(config)
+    whole = asdict(facts) | {
+        "max_model_len": config.max_model_len,
+        "kv_cache": cache_facts(engine.runner.pool, config),
+        "kernels": kernels.name,
+        "fingerprint": fingerprint(opened, config, kernels, __version__),
+        "reproducible": is_reproducible(kernels),
+    }
+    connection.sendall(encode([wire.READY, whole]))
+
+    def emit(event: Event) -> None:
+        connection.sendall(encode(_message(event)))
+
+    return Loop(engine, commands, emit)
+
+
+def _tokenizer_folder(opened: OpenModel) -> str | None:
+    """Where the tokenizer is, so that the server's process need not look for it."""
+    if opened.checkpoint is None or opened.args.skip_tokenizer_init:
+        return None
+    from freight.checkpoint.reader import resolve_model
+
+    named = opened.args.tokenizer
+    return str(opened.checkpoint.path if named in (None, opened.args.model) else resolve_model(named or ""))
+
+
+def _message(event: Event) -> list[Any]:
+    from freight.engine.loop import Accepted, Refused, Stepped
+
+    match event:
+        case Stepped(deltas, seconds, num_tokens):
+            return [wire.STEPPED, [wire.delta_to_json(delta) for delta in deltas], seconds, num_tokens]
+        case Accepted(request_id):
+            return [wire.ACCEPTED, request_id]
+        case Refused(request_id, error, capacity):
+            return [wire.REFUSED, request_id, error, capacity]
+        case stats:
+            return [wire.STATS, wire.stats_to_json(stats)]
+
+
+def _first(connection: socket.socket, frames: Decoder) -> list[Any]:
+    """The message that says what to load."""
+    while True:
+        data = connection.recv(_READ)
+        if not data:
+            sys.exit(0)
+        for message in frames.feed(data):
+            return list(message)
+
+
+def _read(connection: socket.socket, frames: Decoder, commands: Any) -> None:
+    """Pass commands on until the server is gone."""
+    from freight.engine.loop import Abort, Add, Stop
+
+    while data := _received(connection):
+        for name, *values in frames.feed(data):
+            if name == wire.ADD:
+                request_id, text, token_ids, params = values
+                commands.put(Add(request_id, text, tuple(token_ids), wire.params_from_json(params)))
+            elif name == wire.ABORT:
+                commands.put(Abort(*values))
+    commands.put(Stop())
+    time.sleep(_PATIENCE)
+    os._exit(1)  # a step that hangs, or a model still loading
+
+
+def _received(connection: socket.socket) -> bytes:
+    try:
+        return connection.recv(_READ)
+    except OSError:
+        return b""
+
+
+if __name__ == "__main__":
+    main()

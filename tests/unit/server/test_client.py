@@ -1,0 +1,163 @@
+"""The engine's process: it computes what LLM does, ends with the server, and its end fails what runs, at once."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import pytest
+
+from freight import LLM
+from freight.config.engine import EngineArgs
+from freight.outputs import FinishReason
+from freight.sampling import SamplingParams
+from freight.server.call import TokenizedWork
+from freight.server.client import EngineClient, EngineState, Inbox, WorkerOptions
+from freight.server.errors import ApiError
+
+ARGS = vars(EngineArgs(kv_cache_dtype="fp8", kv_cache_memory="8MiB", max_num_seqs=8))
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+
+
+def with_engine(test: Callable[[EngineClient], Awaitable[None]], **args: Any) -> int:
+    """Run `test` with a started engine; returns its process's exit status."""
+
+    async def run() -> int:
+        client = EngineClient(WorkerOptions({**ARGS, **args}), lambda _: None, lambda *_: None, lambda: None)
+        await client.start()
+        try:
+            await test(client)
+        finally:
+            await client.stop()
+        return await client.ended
+
+    return asyncio.run(asyncio.wait_for(run(), 60))
+
+
+async def text_of(client: EngineClient, name: str, token_ids: Sequence[int], params: SamplingParams) -> str:
+    inbox = Inbox()
+    running = client.submit(name, 0, TokenizedWork(None, tuple(token_ids), params), inbox)
+    await running.accepted
+    text = ""
+    while True:
+        for _, delta in await inbox.next():
+            text += delta.outputs[0].text
+            if delta.finished:
+                assert delta.outputs[0].finish_reason is not FinishReason.ERROR
+                return text
+
+
+async def rest_of(inbox: Inbox) -> None:
+    while True:
+        await inbox.next()
+
+
+def test_an_engine_in_a_process_of_its_own_answers_as_llm_does() -> None:
+    prompts = [list(range(3, 3 + length)) for length in (4, 40, 17, 90)]
+    expected = [
+        output.outputs[0].text for output in LLM(kv_cache_dtype="fp8", kv_cache_memory="8MiB").generate(prompts, GREEDY)
+    ]
+
+    async def test(client: EngineClient) -> None:
+        with pytest.raises(ApiError) as refused:
+            client.submit("early", 0, TokenizedWork(None, (1, 2), GREEDY), Inbox())
+        assert (refused.value.status, refused.value.code) == (503, "loading")
+        assert (await client.opened).vocab_size == 4096
+        facts = await client.ready
+        assert facts.kv_cache["dtype"] == "fp8_e4m3fn"
+        texts = await asyncio.gather(*(text_of(client, str(i), ids, GREEDY) for i, ids in enumerate(prompts)))
+        assert texts == expected
+        assert client.num_running == 0
+        await asyncio.sleep(0.1)
+        assert client.stats is not None
+        assert (client.stats.running, client.stats.held_tokens) == (0, 0)
+        assert client.stats.generated == 4 * 24
+
+    assert with_engine(test) == 0
+
+
+def test_what_the_engine_refuses_is_refused_alone() -> None:
+    async def test(client: EngineClient) -> None:
+        facts = await client.ready
+        assert facts.max_model_len == 16
+        with pytest.raises(ApiError, match="the prompt has 30 tokens") as refused:
+            await text_of(client, "long", range(3, 33), GREEDY)
+        assert refused.value.status == 400
+        assert await text_of(client, "short", [5, 6, 7], GREEDY)
+
+    with_engine(test, kv_cache_memory="48KiB", max_model_len=None)
+
+
+def test_an_abort_frees_what_the_request_held() -> None:
+    async def test(client: EngineClient) -> None:
+        await client.ready
+        inbox = Inbox()
+        long = SamplingParams(max_tokens=900, temperature=0.0, ignore_eos=True)
+        running = client.submit("long", 0, TokenizedWork(None, (5, 6, 7), long), inbox)
+        await inbox.next()
+        client.abort(running)
+        client.abort(running)  # once more changes nothing
+        deadline = time.monotonic() + 10
+        while client.stats is None or client.stats.generated == 0 or client.stats.held_tokens:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.02)
+        assert client.stats.generated < 900
+
+    with_engine(test)
+
+
+def test_a_killed_engine_fails_what_runs() -> None:
+    async def test(client: EngineClient) -> None:
+        await client.ready
+        inbox = Inbox()
+        long = SamplingParams(max_tokens=900, temperature=0.0, ignore_eos=True)
+        client.submit("long", 0, TokenizedWork(None, (5, 6, 7), long), inbox)
+        await inbox.next()
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGKILL)
+        with pytest.raises(ApiError, match="has ended") as failed:
+            await rest_of(inbox)
+        assert failed.value.status == 503
+        assert client.state is EngineState.ENDED
+        assert await client.ended == -signal.SIGKILL
+        with pytest.raises(ApiError, match="has ended"):
+            client.submit("late", 0, TokenizedWork(None, (5, 6, 7), long), inbox)
+
+    assert with_engine(test) == -signal.SIGKILL
+
+
+def test_a_model_that_cannot_be_loaded_says_why() -> None:
+    async def test(client: EngineClient) -> None:
+        assert await client.ended == 1
+        assert client.failure is not None
+        assert "there is no folder" in client.failure[0]
+        assert client.ready.cancelled()
+
+    assert with_engine(test, model="./nowhere") == 1
+
+
+def test_the_process_ends_with_its_server() -> None:
+    code = (
+        "import asyncio, os, signal\n"
+        "from freight.config.engine import EngineArgs\n"
+        "from freight.server.client import EngineClient, WorkerOptions\n"
+        "async def run():\n"
+        "    client = EngineClient(WorkerOptions(vars(EngineArgs())), print, print, print)\n"
+        "    await client.start()\n"
+        "    await client.opened\n"
+        "    print(client.pid, flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "asyncio.run(run())\n"
+    )
+    server = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert server.returncode == -signal.SIGKILL
+    pid, deadline = int(server.stdout), time.monotonic() + 20
+    while os.path.exists(f"/proc/{pid}"):
+        assert time.monotonic() < deadline, "the engine outlives its server"
+        time.sleep(0.05)

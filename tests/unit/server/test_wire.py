@@ -1,0 +1,84 @@
+"""What goes between the server's processes arrives as it was."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from freight.outputs import CompletionDelta, EngineStats, FinishReason, Logprob, RequestDelta, RequestTimes
+from freight.sampling import SamplingParams
+from freight.server import wire
+
+SECONDS = st.floats(0, 1e6)
+ENTRY = st.dictionaries(
+    st.integers(0, 2**31),
+    st.builds(Logprob, st.floats(max_value=0, allow_nan=False), st.integers(1, 9), st.none() | st.text(max_size=3)),
+    max_size=3,
+)
+COMPLETION = st.builds(
+    CompletionDelta,
+    st.integers(0, 15),
+    st.lists(st.integers(0, 2**31), max_size=4),
+    st.text(max_size=9),
+    st.none() | st.lists(ENTRY, max_size=3),
+    st.none() | st.sampled_from(FinishReason),
+    st.none() | st.integers(0, 9) | st.text(max_size=4),
+    st.none() | st.text(max_size=9),
+)
+DELTA = st.builds(
+    RequestDelta,
+    st.text(min_size=1, max_size=9),
+    st.lists(COMPLETION, max_size=3),
+    st.booleans(),
+    st.none() | st.lists(st.none() | ENTRY, max_size=3),
+    st.integers(0, 99),
+    st.none() | st.builds(RequestTimes, SECONDS, SECONDS, SECONDS),
+)
+
+
+def sent(value: Any) -> Any:
+    return json.loads(json.dumps(value))
+
+
+@given(DELTA)
+def test_a_delta_arrives_as_it_was(delta: RequestDelta) -> None:
+    assert wire.delta_from_json(sent(wire.delta_to_json(delta))) == delta
+
+
+def test_stats_arrive_as_they_were() -> None:
+    stats = EngineStats(*range(len(fields(EngineStats))))
+    assert wire.stats_from_json(sent(wire.stats_to_json(stats))) == stats
+
+
+PARAMS = st.builds(
+    SamplingParams,
+    n=st.integers(1, 4),
+    temperature=st.floats(0, 2),
+    top_p=st.floats(0.1, 1),
+    top_k=st.integers(-1, 50),
+    seed=st.none() | st.integers(-(2**63), 2**64 - 1),
+    max_tokens=st.none() | st.integers(5, 99),
+    min_tokens=st.integers(0, 5),
+    stop=st.lists(st.text(min_size=1, max_size=4), max_size=3),
+    stop_token_ids=st.lists(st.integers(0, 99), max_size=3),
+    logit_bias=st.dictionaries(st.integers(0, 99), st.floats(-9, 9), max_size=3),
+    logprobs=st.none() | st.integers(0, 5),
+    cache_salt=st.none() | st.text(min_size=1, max_size=5),
+    timeout_s=st.none() | st.floats(0.1, 9),
+)
+
+
+@given(PARAMS)
+def test_parameters_arrive_as_they_were(params: SamplingParams) -> None:
+    value = sent(wire.params_to_json(params))
+    assert wire.params_from_json(value) == params
+    assert wire.params_to_json(SamplingParams()) == {}
+
+
+def test_facts_arrive_as_they_were() -> None:
+    facts = wire.EngineFacts("folder", 9, 8, (1, 2), {"top_k": 5}, {"dtype": "fp8_e4m3fn"}, "cpu-avx2", "fp_0", True)
+    assert wire.facts_from_json(sent(wire.facts_to_json(facts))) == facts
