@@ -19,6 +19,7 @@ class HttpLimits:
     write_seconds    in which the client reads nothing of what waits for it; then the connection is dropped
     linger_seconds   between an answer that ends a connection early and its end, in which the client can read the answer
     json_depth       nesting of arrays and objects in a JSON body
+    json_containers  arrays and objects in a JSON body
     number_digits    digits in a row outside strings in a JSON body
     """
 
@@ -33,4 +34,5 @@ class HttpLimits:
     write_seconds: float = 60.0
     linger_seconds: float = 1.0
     json_depth: int = 64
-    number_digits: int = 100
+    json_containers: int = 100_000
+    number_digits: int = 100  # at most 200, so that no number without an exponent is infinite
