@@ -1,0 +1,150 @@
+"""API keys, and which addresses need one.
+
+A key has a name, which is what logs and metrics show. Of its value only a digest is kept, under a secret of this
+process. Each key has its own part of the prefix cache, so that nobody learns from the time of an answer what others
+have sent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import re
+import secrets
+import socket
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from freight.errors import ConfigError
+
+_NAMED = re.compile(r"([A-Za-z0-9._-]{1,64}):(.*)", re.DOTALL)
+_VALUE = re.compile(r"[!-~]{1,512}")
+
+
+class Keys:
+    """The keys that open this server; none: it is open to all.
+
+    Make it with `Keys.read`.
+    """
+
+    def __init__(self, values: Iterable[tuple[str, str]], shared_prefix_cache: bool = False) -> None:
+        """`values`: (name, value) of each key, both without duplicates."""
+        self._secret = secrets.token_bytes(32)
+        self._digests = tuple((name, self._digest(value.encode())) for name, value in values)
+        self._shared = shared_prefix_cache
+
+    @classmethod
+    def read(cls, given: Sequence[str] = (), files: Sequence[Path] = (), shared_prefix_cache: bool = False) -> Keys:
+        """Keys as the command line gives them: VALUE or NAME:VALUE, and files with one of these a line.
+
+        In a file, empty lines and lines that begin with `#` are skipped. Keys without a name are called key-1, key-2,
+        ... in their order. Raises ConfigError, which names the file and line but never a key's value.
+        """
+        entries = [("--api-key", text) for text in given]
+        for path in files:
+            entries += _lines(path)
+        named: dict[str, str] = {}
+        seen: dict[str, str] = {}  # value -> where it was given
+        nameless = 0
+        for where, text in entries:
+            match = _NAMED.fullmatch(text)
+            name, value = (match[1], match[2]) if match else ("", text)
+            if not name:
+                nameless += 1
+                name = f"key-{nameless}"
+            if not _VALUE.fullmatch(value):
+                problem = "is empty" if not value else "is longer than 512 characters or has blanks or other than ASCII"
+                raise ConfigError(
+                    f"{where}: the key {problem}; give VALUE or NAME:VALUE, NAME of letters, digits, . _ -"
+                )
+            if name in named:
+                raise ConfigError(f"{where}: the name {name!r} is given twice; each key needs its own")
+            if value in seen:
+                raise ConfigError(f"{where}: this key's value was given before ({seen[value]}); each key needs its own")
+            named[name], seen[value] = value, where
+        return cls(named.items(), shared_prefix_cache)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self._digests)
+
+    def __bool__(self) -> bool:
+        """Whether a key is needed."""
+        return bool(self._digests)
+
+    def check(self, authorization: str | None, x_api_key: str | None) -> str | None:
+        """The name of the key that a request carries, or None.
+
+        authorization  the header `Authorization: Bearer VALUE`; x_api_key: the header of that name (Anthropic's)
+        The time it takes does not depend on which key matches, or how far.
+        """
+        scheme, _, value = (authorization or "").partition(" ")
+        bearer = value.strip() if scheme.lower() == "bearer" else ""
+        found = None
+        for given in (x_api_key or "", bearer):
+            digest = self._digest(given.encode("utf-8", "replace"))
+            for name, known in self._digests:
+                if hmac.compare_digest(digest, known):
+                    found = name
+        return found
+
+    def salt_for(self, name: str | None, request_salt: str | None) -> str | None:
+        """The cache salt of a request that came with the key `name`: requests share prefixes where it is equal.
+
+        request_salt  what the request itself asks for; it divides the key's part further
+        """
+        if name is None or self._shared:
+            return request_salt
+        mark = "-" if request_salt is None else "+" + request_salt
+        return self._digest(f"salt\0{name}\0{mark}".encode("utf-8", "surrogatepass")).hex()
+
+    def _digest(self, value: bytes) -> bytes:
+        return hmac.digest(self._secret, value, hashlib.sha256)
+
+
+def _lines(path: Path) -> list[tuple[str, str]]:
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except OSError as error:
+        raise ConfigError(f"--api-key-file {path}: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--api-key-file {path}: not UTF-8 at byte {error.start}") from None
+    lines = ((number, line.strip()) for number, line in enumerate(text.splitlines(), 1))
+    found = [(f"--api-key-file {path}, line {number}", line) for number, line in lines if line and line[0] != "#"]
+    if not found:
+        raise ConfigError(f"--api-key-file {path}: there is no key in it; write one a line")
+    return found
+
+
+def check_binding(host: str, keys: Keys, insecure: bool) -> None:
+    """Raise ConfigError where the server would be open to other machines without a key."""
+    if keys or insecure or is_loopback(host):
+        return
+    shown = host or "an empty host (all addresses)"
+    raise ConfigError(
+        f"--host {shown} is reached by other machines, and no key is set: give --api-key or --api-key-file, "
+        "bind 127.0.0.1, or say --insecure if anybody may use this server"
+    )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address or name. Raises ConfigError for a name that is not known."""
+    if host == "localhost":
+        return True
+    try:
+        return _is_loopback_address(host)
+    except ValueError:
+        pass
+    try:
+        found = socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or "no such name"
+        raise ConfigError(f"--host {host}: {reason}; give an address or a name of this machine") from None
+    return all(_is_loopback_address(str(address[0])) for *_, address in found)
+
+
+def _is_loopback_address(text: str) -> bool:
+    address = ipaddress.ip_address(text)
+    mapped = getattr(address, "ipv4_mapped", None)
+    return bool((mapped or address).is_loopback)

@@ -1,0 +1,38 @@
+"""HttpLimits: every number of the HTTP floor, in one place, so that tests can take short times and small sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class HttpLimits:
+    """What one client may send, and how long it may take. Sizes in bytes, times in seconds.
+
+    max_connections  open at once; above it the longest idle one is closed, and where none is idle the new one gets 503
+    head_bytes       request line and headers together; more is 431
+    head_seconds     from the first byte of a request to the end of its headers; longer is 408
+    body_bytes       more is 413
+    body_seconds     without any byte of the body; longer is 408
+    body_total       from the end of the headers to the end of the body; longer is 408
+    idle_seconds     between requests; then the connection is closed
+    write_seconds    in which the client reads nothing of what waits for it; then the connection is dropped
+    linger_seconds   between an answer that ends a connection early and its end, in which the client can read the answer
+    json_depth       nesting of arrays and objects in a JSON body
+    json_containers  arrays and objects in a JSON body
+    number_digits    digits in a row outside strings in a JSON body
+    """
+
+    max_connections: int = 1024
+    head_bytes: int = 16 << 10
+    max_headers: int = 100
+    head_seconds: float = 10.0
+    body_bytes: int = 4 << 20
+    body_seconds: float = 30.0
+    body_total: float = 300.0
+    idle_seconds: float = 60.0
+    write_seconds: float = 60.0
+    linger_seconds: float = 1.0
+    json_depth: int = 64
+    json_containers: int = 100_000
+    number_digits: int = 100  # at most 200, so that no number without an exponent is infinite

@@ -1,0 +1,239 @@
+"""What stands around every route: request ids, other origins, the last resort for errors, and the key.
+
+Plain ASGI, from outside to inside in this order (`guarded`). Denied by default: a path is open only if it is listed.
+Decisions use `scope["path"]`, which is what is routed, never an address that is put together from headers.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import secrets
+from collections.abc import Awaitable, Callable, Collection, MutableMapping, Sequence
+from typing import Any
+
+from freight.errors import ConfigError
+from freight.server.auth import Keys
+from freight.server.body import DisconnectedError, Receive
+from freight.server.errors import ApiError
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+TGI_PATHS = frozenset({"/", "/generate", "/generate_stream", "/info"})
+OPEN_PATHS = frozenset({"/", "/health", "/ping"})  # for GET and HEAD: the page itself holds nothing that is secret
+
+_log = logging.getLogger(__name__)
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+_ORIGIN = re.compile(r"https?://[A-Za-z0-9._\[\]:-]+")
+_TGI_TYPES = {401: "authentication", 404: "not_found", 429: "overloaded", 503: "overloaded"}
+_SHORT = 1 << 16  # bytes: no error of ours is longer
+
+
+def guarded(
+    app: App, keys: Keys, *, open_paths: Collection[str] = OPEN_PATHS, allow_origins: Sequence[str] = ()
+) -> App:
+    """`app` behind everything in this module."""
+    inner: App = Errors(RequireKey(app, keys, open_paths))
+    if allow_origins:
+        inner = AllowOrigins(inner, allow_origins)
+    return RequestIds(inner)
+
+
+def error_body(path: str, error: ApiError) -> dict[str, object]:
+    """The body of an error in the shape that the clients of this path know."""
+    if path not in TGI_PATHS:
+        return error.openai_body()
+    kind = _TGI_TYPES.get(error.status) or ("validation" if error.status < 500 else "generation")
+    return {"error": error.message, "error_type": kind}
+
+
+async def send_error(scope: Scope, send: Send, error: ApiError) -> None:
+    """A whole answer that says what failed."""
+    body = json.dumps(error_body(scope["path"], error)).encode()
+    headers = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in error.headers.items()]
+    headers += [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def header(scope: Scope, name: bytes) -> bytes | None:
+    """The value of a header that a request has once. None: it is absent, or its value is not certain."""
+    values = [value for key, value in scope["headers"] if key == name]
+    return values[0] if len(values) == 1 else None
+
+
+class RequestIds:
+    """Gives each request an id: the client's `x-request-id` where it is plain, else a new one.
+
+    It is in `scope["state"]["request_id"]`, in the answer's headers and in the log, and is used for nothing else.
+    """
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = header(scope, b"x-request-id") or b""
+        request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16).encode()
+        scope.setdefault("state", {})["request_id"] = request_id.decode()
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                others = [pair for pair in message.get("headers", []) if pair[0].lower() != b"x-request-id"]
+                message = {**message, "headers": [*others, (b"x-request-id", request_id)]}
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+class Errors:
+    """Turns what fails into an answer: ApiError as it says, anything else into a 500 that gives nothing away.
+
+    404 and 405 of a framework get the shape of this API too. An exception after the answer began ends the connection.
+    """
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        shaped = _ShapedSend(scope, send)
+        try:
+            await self._app(scope, receive, shaped)
+        except DisconnectedError:
+            return
+        except Exception as raised:
+            error = raised if isinstance(raised, ApiError) else self._unexpected(scope)
+            if not shaped.started:
+                await send_error(scope, send, error)
+
+    @staticmethod
+    def _unexpected(scope: Scope) -> ApiError:
+        request_id = scope.get("state", {}).get("request_id", "")
+        _log.exception("request %s failed: %s %s", request_id, scope["method"], scope["path"][:200])
+        return ApiError(500, "the server failed on this request; its log has the cause under the id of the request")
+
+
+class _ShapedSend:
+    """`send`, which replaces a 404 or 405 that has not our shape."""
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self._scope = scope
+        self._send = send
+        self._held: Message | None = None
+        self._body = b""
+        self.started = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start" and message["status"] in (404, 405):
+            self._held = message
+            return
+        if self._held is None:
+            self.started = True
+            await self._send(message)
+            return
+        self._body += message.get("body", b"")
+        if message.get("more_body", False) and len(self._body) < _SHORT:
+            return
+        held, self._held, self.started = self._held, None, True
+        if _has_error(self._body):
+            await self._send(held)
+            await self._send({**message, "body": self._body})
+            return
+        error = ApiError(404, "there is nothing at this path; docs/server.md lists what there is")
+        if held["status"] == 405:
+            allowed = b", ".join(value for name, value in held.get("headers", []) if name.lower() == b"allow").decode(
+                "latin-1"
+            )
+            way_out = f"; it takes {allowed}" if allowed else ""
+            error = ApiError(405, f"this path does not take {self._scope['method']}{way_out}")
+            error.headers |= {"Allow": allowed} if allowed else {}
+        await send_error(self._scope, self._send, error)
+
+
+def _has_error(body: bytes) -> bool:
+    try:
+        value = json.loads(body)
+    except ValueError:
+        return False
+    return isinstance(value, dict) and "error" in value
+
+
+class AllowOrigins:
+    """Lets pages of the listed origins use this server. Exact origins only, such as https://chat.example.com.
+
+    Raises ConfigError for what is no origin: a path, a pattern, `*`.
+    """
+
+    def __init__(self, app: App, origins: Sequence[str]) -> None:
+        for origin in origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise ConfigError(f"--allow-origin {origin}: give one origin, such as https://chat.example.com")
+        self._app = app
+        self._origins = frozenset(origin.encode("latin-1") for origin in origins)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        origin = header(scope, b"origin") if scope["type"] == "http" else None
+        if origin not in self._origins:
+            await self._app(scope, receive, send)
+            return
+        allowed = [(b"access-control-allow-origin", origin), (b"vary", b"origin")]
+        if scope["method"] == "OPTIONS" and header(scope, b"access-control-request-method"):
+            allowed += [
+                (b"access-control-allow-methods", b"GET, POST"),
+                (b"access-control-allow-headers", b"authorization, content-type, x-api-key, x-request-id"),
+                (b"access-control-max-age", b"600"),
+            ]
+            await send({"type": "http.response.start", "status": 204, "headers": allowed})
+            await send({"type": "http.response.body", "body": b""})
+            return
+
+        async def send_allowed(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                shown = (b"access-control-expose-headers", b"x-request-id, retry-after")
+                message = {**message, "headers": [*message.get("headers", []), *allowed, shown]}
+            await send(message)
+
+        await self._app(scope, receive, send_allowed)
+
+
+class RequireKey:
+    """Lets a request through with a known key, or to a path that is open for GET and HEAD. All else is a 401.
+
+    Also what is neither HTTP nor the start of the server is refused. The key's name is in `scope["state"]["key_name"]`;
+    None without a key.
+    """
+
+    def __init__(self, app: App, keys: Keys, open_paths: Collection[str] = OPEN_PATHS) -> None:
+        self._app = app
+        self._keys = keys
+        self._open_paths = frozenset(open_paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        name = self._keys.check(*(_text(header(scope, h)) for h in (b"authorization", b"x-api-key")))
+        is_open = scope["method"] in ("GET", "HEAD") and scope["path"] in self._open_paths
+        if self._keys and name is None and not is_open:
+            message = "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'"
+            error = ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+            await send_error(scope, send, error)
+            return
+        scope.setdefault("state", {})["key_name"] = name
+        await self._app(scope, receive, send)
+
+
+def _text(value: bytes | None) -> str | None:
+    return None if value is None else value.decode("latin-1")
