@@ -56,6 +56,7 @@ TORCH_FREE = [
     "engine/request.py",
     "engine/scheduler.py",
     "server/*.py",
+    "server/openai/*.py",
     "cli/*.py",
 ]
 ONLY_IN = {  # third-party package -> the one module that may import it

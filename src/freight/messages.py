@@ -18,7 +18,9 @@ def to_template_messages(messages: object) -> list[dict[str, Any]]:
 
     A list of text parts is joined. `content` may be None in a message with `tool_calls`, and is then left out.
     Arguments of tool calls that are the JSON of an object become that object, because templates write it as JSON once
-    more. The role `developer` becomes `system`. Raises RequestError for anything malformed.
+    more. The role `developer` becomes `system`. `reasoning` and `reasoning_content` are two names of one thing, and a
+    message with one gets both. Other fields that are None, and an empty list of tool calls, are left out: templates
+    test whether a field is there. Raises RequestError for anything malformed.
     """
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
         raise RequestError('messages must be a list like [{"role": "user", "content": "Hello"}], not empty')
@@ -39,8 +41,12 @@ def _message(where: str, message: object) -> dict[str, Any]:
     role, tool_calls = message.get("role"), message.get("tool_calls")
     if not isinstance(role, str) or not role:
         raise RequestError(f"{where}.role is {show(role)}; it must be a string like 'user'")
-    result = {**message, "role": "system" if role == "developer" else role}
-    if tool_calls is not None:
+    result = {name: value for name, value in message.items() if value is not None}
+    result["role"] = "system" if role == "developer" else role
+    result |= _reasoning(where, message)
+    if isinstance(tool_calls, list | tuple) and not tool_calls:
+        del result["tool_calls"]
+    elif tool_calls is not None:
         result["tool_calls"] = _tool_calls(f"{where}.tool_calls", tool_calls)
     if message.get("content") is None and tool_calls:
         result.pop("content", None)  # templates would write a None as text, and handle a content that is not there
@@ -48,6 +54,18 @@ def _message(where: str, message: object) -> dict[str, Any]:
         result["content"] = _content(f"{where}.content", message.get("content"))
     check_unicode(role + result.get("content", ""))
     return result
+
+
+def _reasoning(where: str, message: Mapping[str, Any]) -> dict[str, str]:
+    """Both names with the same text; empty without reasoning."""
+    for name in ("reasoning_content", "reasoning"):
+        text = message.get(name)
+        if text is not None:
+            if not isinstance(text, str):
+                raise RequestError(f"{where}.{name} is {show(text)}; it must be a string")
+            check_unicode(text)
+            return {"reasoning": text, "reasoning_content": text}
+    return {}
 
 
 def _content(where: str, content: object) -> str:

@@ -1,0 +1,126 @@
+"""ServingLimits: the most that one request may ask of the server, whatever API it speaks. Values and two checks.
+
+Each number bounds time or memory that a single request could otherwise take from all others. What a request asks of the
+sampler is bounded by `SamplingLimits`, compared by the one validator of `freight.sampling`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from freight.errors import RequestError
+from freight.messages import check_unicode
+from freight.sampling import SamplingLimits
+from freight.server.errors import ApiError
+
+TEMPLATE_VALUES = frozenset(  # what published chat templates read besides messages and tools
+    {
+        "add_vision_id",
+        "builtin_tools",
+        "clear_thinking",
+        "controls",
+        "custom_instructions",
+        "date_string",
+        "documents",
+        "enable_thinking",
+        "force_reasoning",
+        "model_identity",
+        "preserve_thinking",
+        "reasoning_effort",
+        "system_message",
+        "thinking",
+        "thinking_budget",
+        "thinking_mode",
+        "today_date",
+        "tools_in_user_message",
+    }
+)
+
+
+_SAMPLING = SamplingLimits(n=16, temperature=2.0)
+
+
+@dataclass(frozen=True)
+class ServingLimits:
+    """The most that one request may ask for.
+
+    sampling         what it may ask of the sampler, for `check_limits`
+    prompts          prompts of one completions request
+    messages         messages of one conversation
+    tools            tools that a conversation may offer
+    nesting          JSON objects and arrays inside one another
+    request_id       characters of a request id that a client gives
+    template_values  names that `chat_template_kwargs` may have
+    """
+
+    sampling: SamplingLimits = _SAMPLING
+    prompts: int = 64
+    messages: int = 4096
+    tools: int = 128
+    nesting: int = 96
+    request_id: int = 128
+    template_values: frozenset[str] = TEMPLATE_VALUES
+
+
+def check_body(body: object, limits: ServingLimits) -> Mapping[str, object]:
+    """`body` itself, when it is an object whose text is Unicode and that is not nested too deeply; else ApiError, 400.
+
+    Walks without recursion, so that no depth can exhaust the stack.
+    """
+    if not isinstance(body, dict):
+        raise ApiError(400, f"the body is a JSON {_kind(body)}; it must be an object")
+    for name, value in body.items():
+        _check_value(name, value, limits.nesting)
+    return body
+
+
+def _check_value(name: str, value: object, deepest: int) -> None:
+    param = name if name.isascii() else None
+    level: list[object] = [name, value]
+    for _ in range(deepest + 1):
+        below: list[object] = []
+        for item in level:
+            if isinstance(item, str):
+                if not item.isascii():
+                    _check_text(item, param)
+            elif isinstance(item, dict):
+                below += item
+                below += item.values()
+            elif isinstance(item, list):
+                below += item
+        if not below:
+            return
+        level = below
+    raise ApiError(400, f"{name:.60} is nested more than {deepest} levels deep", param=param)
+
+
+def _check_text(text: str, param: str | None) -> None:
+    try:
+        check_unicode(text)
+    except RequestError as error:
+        raise ApiError(400, f"{param or 'the name of a field'}: {error}", param=param) from error
+
+
+def _kind(value: object) -> str:
+    if value is None:
+        return "null"
+    kinds = {bool: "boolean", int: "number", float: "number", str: "string", list: "array"}
+    return kinds.get(type(value), type(value).__name__)
+
+
+def check_context(num_prompt: int, max_tokens: int | None, max_model_len: int, param: str | None = None) -> None:
+    """Raises ApiError (400, context_length_exceeded) for a prompt that leaves no room for what is asked for.
+
+    max_tokens: as the client gave it; None where it gave none, and then one token has to fit.
+    """
+    if num_prompt + (1 if max_tokens is None else max_tokens) <= max_model_len:
+        return
+    asked = "leaves no room for an answer" if max_tokens is None else f"and max_tokens is {max_tokens}"
+    raise ApiError(
+        400,
+        f"the prompt has {num_prompt} tokens {asked}; the context of this model is {max_model_len} tokens, for prompt "
+        "and answer together. Shorten the prompt or ask for fewer tokens",
+        param=param,
+        code="context_length_exceeded",
+    )

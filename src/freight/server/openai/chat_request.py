@@ -1,0 +1,243 @@
+"""`POST /v1/chat/completions`: a body becomes a ChatCall.
+
+Whatever a client asks for is done, or named as ignored, or refused with the field's path. Messages are brought into the
+form that templates read by `freight.messages`, so a conversation means the same here and in Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from reprlib import repr as show
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, FailFast, Field
+
+from freight.errors import RequestError
+from freight.messages import to_template_messages
+from freight.sampling import LARGEST_WHOLE
+from freight.server.call import Conversation, Reply, ReplyHead, Served, TokenizedWork, Work
+from freight.server.errors import ApiError
+from freight.server.limits import ServingLimits, check_context
+from freight.server.openai.chat_reply import ChatReply
+from freight.server.openai.fields import (
+    from_request_error,
+    inlined,
+    named,
+    read_fields,
+    refuse,
+    served_name,
+    validated,
+)
+from freight.server.openai.sampling_fields import SharedFields, check_shared, sampling_from, shape, within
+from freight.server.openai.stream import AnswerOptions
+from freight.server.openai.tool_fields import ToolUse, forced_output, tool_use
+
+_MOST = ServingLimits()
+_TEXT_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+_TOOL_CALL = {
+    "type": "object",
+    "properties": {
+        "function": {
+            "type": "object",
+            "properties": {"name": {"type": "string"}, "arguments": {"type": ["string", "object"]}},
+            "required": ["name", "arguments"],
+        }
+    },
+    "required": ["function"],
+}
+_TOOL = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,64}$"},
+                "description": {"type": "string"},
+                "parameters": {"type": "object"},
+                "strict": {"type": "boolean"},
+            },
+            "required": ["name"],
+        },
+    },
+    "required": ["type", "function"],
+}
+_REFUSED_IN_MESSAGES = {"audio": "only text can be read", "function_call": "use tool_calls"}
+
+
+class Message(BaseModel):
+    """One message. Other fields than these are named as ignored: clients send back what they were given."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[Any, shape({"type": "string"}, {"type": "array", "items": _TEXT_PART})] = None
+    name: str | None = None
+    tool_calls: Annotated[Any, shape({"type": "array", "items": _TOOL_CALL})] = None
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+
+
+class ChatRequest(SharedFields):
+    """The body of a chat completion."""
+
+    messages: Annotated[list[Message], FailFast()] = Field(
+        json_schema_extra={"minItems": 1, "maxItems": _MOST.messages}
+    )
+    max_tokens: int | None = within(1, LARGEST_WHOLE)
+    max_completion_tokens: int | None = within(1, LARGEST_WHOLE)
+    logprobs: bool | None = None
+    top_logprobs: int | None = within(0, _MOST.sampling.logprobs)
+    tools: Annotated[Any, shape({"type": "array", "items": _TOOL, "maxItems": _MOST.tools})] = None
+    tool_choice: Annotated[Any, shape({"enum": ["none", "auto", "required"]}, {"type": "object"})] = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+CHAT_SCHEMA: dict[str, Any] = inlined(ChatRequest)
+
+
+@dataclass(frozen=True)
+class ChatCall:
+    """A chat completion that was understood. `request_id` is the client's own, if it gave one."""
+
+    stream: bool
+    model: str
+    work: tuple[Work, ...]
+    ignored: tuple[str, ...]
+    options: AnswerOptions
+    tools: ToolUse
+    parallel: bool
+    max_tokens: int | None
+    request_id: str | None = None
+
+    def reply(self, head: ReplyHead, served: Served, work: Sequence[TokenizedWork]) -> Reply:
+        """The answer to come. Raises ApiError when prompt and max_tokens exceed the context."""
+        check_context(len(work[0].token_ids), self.max_tokens, served.max_model_len, "messages")
+        return ChatReply(head, served, work[0], self.options, self.tools.tools, self.parallel)
+
+    def failure_body(self, error: ApiError) -> object:
+        return error.openai_body()
+
+
+def parse_chat(body: object, served: Served, limits: ServingLimits) -> ChatCall:
+    """The call that `body`, parsed JSON, asks for.
+
+    Raises ApiError: 400 with `param` for the first field at fault, 404 for a model that is not served.
+    """
+    fields = read_fields(body, ChatRequest, served, limits)
+    _check_messages(fields.values.get("messages"), limits)
+    request = validated(ChatRequest, fields.values)
+    model = served_name(request.model, served)
+    check_shared(request, limits)
+    messages, ignored = _messages(fields.values["messages"])
+    tools = tool_use(request.tools, request.tool_choice, limits)
+    parallel = request.parallel_tool_calls is not False
+    conversation = _conversation(request, messages, tools, limits)
+    renamed, own = _own_values(request, served)
+    if tools.forced and served.parser_of is None:
+        raise refuse("tool_choice", "tool_choice demands a call, but this model has no known markup for tool calls")
+    forced = forced_output(tools, parallel) if tools.forced else None
+    params = sampling_from(request, served, limits, own, renamed, forced)
+    stream_options = request.stream_options
+    return ChatCall(
+        stream=bool(request.stream),
+        model=model,
+        work=(Work(conversation, params),),
+        ignored=(*fields.ignored, *named(ignored)),
+        options=AnswerOptions(
+            include_usage=bool(stream_options and stream_options.include_usage),
+            continuous_usage=bool(stream_options and stream_options.continuous_usage_stats),
+            token_ids=bool(request.return_token_ids),
+            prompt_logprobs=request.prompt_logprobs is not None,
+        ),
+        tools=tools,
+        parallel=parallel,
+        max_tokens=own["max_tokens"],
+        request_id=request.request_id,
+    )
+
+
+def _own_values(request: ChatRequest, served: Served) -> tuple[dict[str, str], dict[str, Any]]:
+    """(SamplingParams' name -> field, values) of what has other names here than SamplingParams has."""
+    renamed = {"logprobs": "top_logprobs"}
+    if request.max_completion_tokens is not None:
+        renamed["max_tokens"] = "max_completion_tokens"
+    if request.top_logprobs is not None and not request.logprobs:
+        raise refuse("top_logprobs", "top_logprobs needs logprobs: true")
+    for name in ("max_tokens", "max_completion_tokens"):
+        if (value := getattr(request, name)) is not None and value < 1:
+            raise refuse(
+                name, f"{name} is {show(value)}; it must be 1 or more, or left out for the rest of the context"
+            )
+    own = {
+        "max_tokens": request.max_completion_tokens or request.max_tokens,
+        "logprobs": (request.top_logprobs or 0) if request.logprobs else None,
+    }
+    if served.parser_of is not None and request.skip_special_tokens is None:
+        own["skip_special_tokens"] = False  # the parser reads them, and gives none out
+    return renamed, own
+
+
+def _check_messages(messages: object, limits: ServingLimits) -> None:
+    if not isinstance(messages, list) or not messages:
+        given = "missing" if messages is None else show(messages)
+        raise refuse(
+            "messages", f'messages is {given}; it must be a list like [{{"role": "user", "content": "Hello"}}]'
+        )
+    if len(messages) > limits.messages:
+        raise refuse("messages", f"messages has {len(messages)} entries; at most {limits.messages} are allowed")
+
+
+def _messages(given: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Messages for the template, and the names of their fields that it does not get."""
+    messages, ignored = [], []
+    for index, message in enumerate(given):
+        for name, value in message.items():
+            if value is None or name in Message.model_fields:
+                continue
+            if name in _REFUSED_IN_MESSAGES:
+                path = f"messages[{index}].{name}"
+                raise refuse(path, f"{path} is not supported: {_REFUSED_IN_MESSAGES[name]}")
+            ignored.append(f"messages[].{name}")
+        messages.append({name: message[name] for name in Message.model_fields if message.get(name) is not None})
+    try:
+        return to_template_messages(messages), ignored
+    except RequestError as error:
+        raise from_request_error(error) from error
+
+
+def _conversation(
+    request: ChatRequest, messages: Sequence[Mapping[str, Any]], tools: ToolUse, limits: ServingLimits
+) -> Conversation:
+    values: dict[str, Any] = {}
+    if tools.tools:
+        values["tools"] = list(tools.tools)
+    if request.reasoning_effort == "none":
+        values["enable_thinking"] = False
+    elif request.reasoning_effort is not None:
+        values["reasoning_effort"] = request.reasoning_effort
+    for name, value in (request.chat_template_kwargs or {}).items():
+        if name not in limits.template_values:
+            path = f"chat_template_kwargs.{name[:60]}"
+            allowed = ", ".join(sorted(limits.template_values))
+            raise refuse(path, f"{path} is not allowed; a request may set {allowed}")
+        values[name] = value
+    continued = bool(request.continue_final_message)
+    if continued and request.add_generation_prompt:
+        raise refuse(
+            "continue_final_message", "continue_final_message and add_generation_prompt exclude each other; give one"
+        )
+    if continued and messages[-1]["role"] != "assistant":
+        raise refuse("continue_final_message", "continue_final_message needs a last message of role 'assistant'")
+    prompted = not continued if request.add_generation_prompt is None else request.add_generation_prompt
+    return Conversation(messages, prompted, continued, values)

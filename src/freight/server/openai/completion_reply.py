@@ -1,0 +1,155 @@
+"""The answer to a completion, streamed or whole, from the deltas of its requests: one request for each prompt.
+
+A prompt that is echoed with log-probabilities is scored once. Its choices wait for that: each begins with the prompt.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from freight.outputs import CompletionDelta, RequestDelta, TokenLogprobs
+from freight.server.call import ReplyHead, Served, TokenizedWork
+from freight.server.errors import ApiError
+from freight.server.openai.logprobs import TextLogprobs, prompt_body
+from freight.server.openai.stream import AnswerOptions, Chunks, Usage, check_ending, common_fields, failure_events
+
+
+@dataclass(eq=False, slots=True)
+class _Choice:
+    """One completion so far."""
+
+    index: int
+    logprobs: TextLogprobs | None
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+@dataclass(eq=False, slots=True)
+class _Prompt:
+    """One prompt with its choices. `held` waits until the prompt is scored."""
+
+    work: TokenizedWork
+    choices: list[_Choice]
+    waits: bool
+    scores: list[TokenLogprobs | None] = field(default_factory=list)
+    held: list[CompletionDelta] = field(default_factory=list)
+    cached: int = 0
+
+
+class CompletionReply:
+    """A `Reply`: see `freight.server.call`."""
+
+    def __init__(
+        self, head: ReplyHead, served: Served, work: Sequence[TokenizedWork], options: AnswerOptions, echo: bool
+    ) -> None:
+        """echo: the text of each choice begins with its prompt."""
+        self._head, self._options, self._echo = head, options, echo
+        self._tokenizer = served.tokenizer
+        self._prompts: list[_Prompt] = []
+        count = 0
+        for item in work:
+            choices = [self._choice(count + index, item) for index in range(item.params.n)]
+            self._prompts.append(_Prompt(item, choices, waits=echo and item.params.logprobs is not None))
+            count += item.params.n
+        self._usage = Usage(sum(len(item.token_ids) for item in work))
+        self._chunks = Chunks(common_fields(head, "cmpl", "text_completion"), options, self._usage)
+        if echo:
+            for prompt in self._prompts:
+                text = self._prompt_text(prompt.work)
+                for choice in prompt.choices:
+                    choice.text.append(text)
+
+    def _choice(self, index: int, work: TokenizedWork) -> _Choice:
+        if work.params.logprobs is None:
+            return _Choice(index, None)
+        skips = self._tokenizer is not None and work.params.skip_special_tokens
+        skipped = self._tokenizer.special_token_ids if self._tokenizer and skips else frozenset()
+        return _Choice(index, TextLogprobs(self._tokenizer, skipped))
+
+    def _prompt_text(self, work: TokenizedWork) -> str:
+        if work.text is not None:
+            return work.text
+        return self._tokenizer.decode(work.token_ids, work.params.skip_special_tokens) if self._tokenizer else ""
+
+    def start(self) -> bytes:
+        """The prompts that are echoed without a score."""
+        chunks: list[str] = []
+        for prompt in self._prompts:
+            if self._echo and not prompt.waits:
+                self._send_prompt(prompt, chunks)
+        return "".join(chunks).encode("ascii")
+
+    def _send_prompt(self, prompt: _Prompt, chunks: list[str]) -> None:
+        chunks += [self._chunk(choice, choice.text[0]) for choice in prompt.choices]
+
+    def advance(self, index: int, delta: RequestDelta) -> bytes:
+        prompt, chunks = self._prompts[index], []  # type: tuple[_Prompt, list[str]]
+        self._usage.cached += max(0, delta.num_cached_tokens - prompt.cached)
+        prompt.cached = max(prompt.cached, delta.num_cached_tokens)
+        if delta.prompt_logprobs:
+            prompt.scores += delta.prompt_logprobs
+        outputs: Sequence[CompletionDelta] = delta.outputs
+        for output in outputs:
+            check_ending(output)
+        if prompt.waits:
+            prompt.held += outputs
+            if len(prompt.scores) < len(prompt.work.token_ids):
+                return b""
+            prompt.waits, outputs, prompt.held = False, prompt.held, []
+            for choice in prompt.choices:
+                if choice.logprobs is not None:
+                    choice.logprobs.add(prompt.work.token_ids, prompt.scores)
+            self._send_prompt(prompt, chunks)
+        for output in outputs:
+            self._advance(prompt.choices[output.index], output, chunks)
+        return "".join(chunks).encode("ascii")
+
+    def _advance(self, choice: _Choice, output: CompletionDelta, chunks: list[str]) -> None:
+        self._usage.completion += len(output.token_ids)
+        choice.token_ids += output.token_ids
+        if choice.logprobs is not None and output.logprobs:
+            choice.logprobs.add(output.token_ids, output.logprobs)
+        if output.text:
+            choice.text.append(output.text)
+        if output.finish_reason is not None:
+            choice.finish_reason = output.finish_reason.value
+        if output.text or output.finish_reason is not None or self._options.token_ids:
+            chunks.append(self._chunk(choice, output.text, output.token_ids))
+
+    def _chunk(self, choice: _Choice, text: str, token_ids: Sequence[int] = ()) -> str:
+        logprobs = "null" if choice.logprobs is None else json.dumps(choice.logprobs.take())
+        finish_reason = "null" if choice.finish_reason is None else f'"{choice.finish_reason}"'
+        more = f', "token_ids": {json.dumps(list(token_ids))}' if self._options.token_ids else ""
+        return self._chunks.chunk(
+            f'{{"index": {choice.index}, "text": {json.dumps(text)}, "logprobs": {logprobs}, '
+            f'"finish_reason": {finish_reason}{more}}}'
+        )
+
+    def end(self) -> bytes:
+        return self._chunks.end()
+
+    def body(self) -> dict[str, Any]:
+        body = common_fields(self._head, "cmpl", "text_completion")
+        body["choices"] = [self._choice_body(prompt, choice) for prompt in self._prompts for choice in prompt.choices]
+        body["usage"] = self._usage.body()
+        return body
+
+    def _choice_body(self, prompt: _Prompt, choice: _Choice) -> dict[str, Any]:
+        result: dict[str, Any] = {
+            "index": choice.index,
+            "text": "".join(choice.text),
+            "logprobs": choice.logprobs.body() if choice.logprobs else None,
+            "finish_reason": choice.finish_reason,
+        }
+        if self._options.prompt_logprobs:
+            result["prompt_logprobs"] = prompt_body(prompt.scores, self._tokenizer)
+        if self._options.token_ids:
+            result |= {"prompt_token_ids": list(prompt.work.token_ids), "token_ids": choice.token_ids}
+        return result
+
+    def failure(self, error: ApiError) -> bytes:
+        return failure_events(error)

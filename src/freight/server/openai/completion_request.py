@@ -1,0 +1,153 @@
+"""`POST /v1/completions`: a body becomes a CompletionCall.
+
+A prompt is text or token ids, or a list of either; the choices of prompt p are p × n to p × n + n - 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from reprlib import repr as show
+from typing import Annotated, Any
+
+from pydantic import Field, WithJsonSchema
+
+from freight.sampling import LARGEST_WHOLE
+from freight.server.call import Reply, ReplyHead, Served, TokenizedWork, Work
+from freight.server.errors import ApiError
+from freight.server.limits import ServingLimits, check_context
+from freight.server.openai.completion_reply import CompletionReply
+from freight.server.openai.fields import inlined, read_fields, refuse, served_name, validated
+from freight.server.openai.sampling_fields import SharedFields, check_shared, sampling_from, within
+from freight.server.openai.stream import AnswerOptions
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+_MOST = ServingLimits()
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": LARGEST_WHOLE}, "minItems": 1}
+_TEXT = {"type": "string", "minLength": 1}
+_PROMPT = {
+    "anyOf": [
+        _TEXT,
+        _IDS,
+        {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": _MOST.prompts},
+        {"type": "array", "items": _IDS, "minItems": 1, "maxItems": _MOST.prompts},
+    ]
+}
+
+
+class CompletionRequest(SharedFields):
+    """The body of a completion."""
+
+    prompt: Annotated[Any, WithJsonSchema(_PROMPT)]
+    max_tokens: int | None = within(0, LARGEST_WHOLE)
+    logprobs: int | None = within(0, _MOST.sampling.logprobs)
+    echo: bool | None = Field(default=None, description="The text begins with the prompt.")
+
+
+COMPLETION_SCHEMA: dict[str, Any] = inlined(CompletionRequest)
+
+
+@dataclass(frozen=True)
+class CompletionCall:
+    """A completion that was understood. `request_id` is the client's own, if it gave one."""
+
+    stream: bool
+    model: str
+    work: tuple[Work, ...]
+    ignored: tuple[str, ...]
+    options: AnswerOptions
+    echo: bool
+    max_tokens: int | None
+    request_id: str | None = None
+
+    def reply(self, head: ReplyHead, served: Served, work: Sequence[TokenizedWork]) -> Reply:
+        """The answer to come. Raises ApiError when a prompt and max_tokens exceed the context."""
+        for item in work:
+            check_context(len(item.token_ids), self.max_tokens, served.max_model_len, "prompt")
+        return CompletionReply(head, served, work, self.options, self.echo)
+
+    def failure_body(self, error: ApiError) -> object:
+        return error.openai_body()
+
+
+def parse_completion(body: object, served: Served, limits: ServingLimits) -> CompletionCall:
+    """The call that `body`, parsed JSON, asks for.
+
+    Raises ApiError: 400 with `param` for the first field at fault, 404 for a model that is not served.
+    """
+    fields = read_fields(body, CompletionRequest, served, limits)
+    request = validated(CompletionRequest, fields.values)
+    model = served_name(request.model, served)
+    check_shared(request, limits)
+    prompts = _prompts(request.prompt, served.vocab_size, limits.prompts)
+    echo = bool(request.echo)
+    if request.max_tokens == 0 and not echo:
+        raise refuse("max_tokens", "max_tokens is 0, which needs echo: true; else ask for 1 or more")
+    scored = request.logprobs if echo else None
+    if request.max_tokens == 0 and scored is None:
+        scored = 0  # the engine generates nothing only where it scores
+    own = {
+        "max_tokens": request.max_tokens,
+        "logprobs": request.logprobs,
+        "prompt_logprobs": max(scored, request.prompt_logprobs or 0) if scored is not None else None,
+    }
+    if request.max_tokens is None and "max_tokens" not in served.defaults:
+        own["max_tokens"] = DEFAULT_MAX_TOKENS
+    params = sampling_from(request, served, limits, own, {})
+    stream_options = request.stream_options
+    return CompletionCall(
+        stream=bool(request.stream),
+        model=model,
+        work=tuple(Work(prompt, params) for prompt in prompts),
+        ignored=fields.ignored,
+        options=AnswerOptions(
+            include_usage=bool(stream_options and stream_options.include_usage),
+            continuous_usage=bool(stream_options and stream_options.continuous_usage_stats),
+            token_ids=bool(request.return_token_ids),
+            prompt_logprobs=request.prompt_logprobs is not None,
+        ),
+        echo=echo,
+        max_tokens=request.max_tokens,
+        request_id=request.request_id,
+    )
+
+
+def _prompts(given: object, vocab_size: int, most: int) -> list[str | list[int]]:
+    """The prompts of `given`, each with at least one character or token id."""
+    if isinstance(given, str):
+        return [_text("prompt", given)]
+    if not isinstance(given, list):
+        raise refuse("prompt", f"prompt is {show(given)}; it must be a string, token ids, or a list of either")
+    if not given:
+        raise refuse("prompt", "prompt is []: it has no tokens")
+    first = given[0]
+    if not isinstance(first, str | list):
+        return [_ids("prompt", given, vocab_size)]
+    if len(given) > most:
+        raise refuse("prompt", f"prompt has {len(given)} prompts; at most {most} are allowed")
+    prompts: list[str | list[int]] = []
+    for index, prompt in enumerate(given):
+        where = f"prompt[{index}]"
+        if isinstance(prompt, str) and isinstance(first, str):
+            prompts.append(_text(where, prompt))
+        elif isinstance(prompt, list) and isinstance(first, list):
+            prompts.append(_ids(where, prompt, vocab_size))
+        else:
+            raise refuse(where, f"{where} is {show(prompt)}; all prompts must be strings, or all lists of token ids")
+    return prompts
+
+
+def _text(where: str, text: str) -> str:
+    if not text:
+        raise refuse(where, f"{where} is '': it has no tokens")
+    return text
+
+
+def _ids(where: str, ids: list[Any], vocab_size: int) -> list[int]:
+    if not ids:
+        raise refuse(where, f"{where} is []: it has no tokens")
+    for position, token in enumerate(ids):
+        if type(token) is not int or not 0 <= token < vocab_size:
+            path = f"{where}[{position}]"
+            raise refuse(path, f"{path} is {show(token)}; token ids are whole numbers from 0 to {vocab_size - 1}")
+    return ids

@@ -1,0 +1,166 @@
+"""What every request of OpenAI's API goes through: its fields, their types, and one error for the first fault.
+
+A field is acted on, or accepted without effect and then named to the client, or refused. `null` means that a field is
+absent. Each failure is one ApiError with status 400 and the path of the field, such as `messages[2].role`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from reprlib import repr as show
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from freight.errors import RequestError, nearest
+from freight.server.call import Served
+from freight.server.errors import ApiError
+from freight.server.limits import ServingLimits, check_body
+
+# Accepted without effect: what changes nothing about the tokens of an answer.
+ACCEPTED = (
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+    *("prompt_cache_options", "verbosity", "modalities", "prediction", "include_reasoning"),
+)
+_ANY_MODEL = ("", "dummy", "tgi")  # what clients send that know of one model only
+_MOST_NAMED = 32  # names in `ignored`, which becomes a header
+_NAME = re.compile(r"[A-Za-z0-9_.\[\]-]{1,64}")
+_PATH = re.compile(r"[A-Za-z_]\w*(?:\[\d+\]|\.\w+)*")
+
+# Refused, with the reason and the way out.
+REFUSED: Mapping[str, str] = {
+    "audio": "this server answers with text",
+    "functions": "use tools",
+    "function_call": "use tool_choice",
+    "web_search_options": "this server fetches nothing",
+    "moderation": "this server does not moderate",
+    "chat_template": "the model's own template is used",
+    "use_beam_search": "there is no beam search; n gives several completions",
+    "best_of": "use n, and choose among the completions",
+    "suffix": "text is only continued at its end",
+    "prompt_embeds": "give text or token ids",
+}
+# Values that ask for nothing, so that refusing them would help nobody.
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "use_beam_search": (False,),
+    "best_of": (1,),
+    "suffix": ("",),
+    "echo": (False,),
+}
+
+M = TypeVar("M", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class Fields:
+    """A body's fields that are acted on, none of them null, and the names of those that are not."""
+
+    values: dict[str, Any]
+    ignored: tuple[str, ...]
+
+
+def refuse(param: str, message: str) -> ApiError:
+    """The 400 for one field. `message` names the field itself."""
+    return ApiError(400, message, param=param)
+
+
+def read_fields(body: object, model: type[BaseModel], served: Served, limits: ServingLimits) -> Fields:
+    """The fields of `body` by their class. Raises ApiError for what is refused."""
+    values: dict[str, Any] = {}
+    ignored: list[str] = []
+    for name, value in check_body(body, limits).items():
+        if value is None:
+            continue
+        if name in ACCEPTED:
+            if name == "modalities" and value != ["text"]:
+                raise refuse(name, f'modalities is {show(value)}; this server answers with text: ["text"]')
+            ignored.append(name)
+        elif name in model.model_fields:
+            values[name] = value
+        elif name in REFUSED or served.unknown_fields == "refuse":
+            if not any(type(value) is type(neutral) and value == neutral for neutral in _NEUTRAL.get(name, ())):
+                raise _unsupported(name, model)
+        else:
+            ignored.append(name)
+    return Fields(values, named(ignored))
+
+
+def named(names: Sequence[str]) -> tuple[str, ...]:
+    """Names that can stand in a header: what is not one shows as "?", and there are at most 32."""
+    safe = [name if _NAME.fullmatch(name) else "?" for name in dict.fromkeys(names)]
+    return (*safe[:_MOST_NAMED], "...") if len(safe) > _MOST_NAMED else tuple(safe)
+
+
+def _unsupported(name: str, model: type[BaseModel]) -> ApiError:
+    if name in REFUSED:
+        return ApiError(400, f"{name} is not supported: {REFUSED[name]}", param=name, code="unsupported_parameter")
+    hint = nearest(name[:60], model.model_fields)
+    return ApiError(400, f"there is no field {name[:60]!r}{hint}", param=name[:60], code="unknown_parameter")
+
+
+def validated(model: type[M], values: Mapping[str, Any]) -> M:
+    """`values` as `model`, by its strict types. Raises ApiError for the first fault, with the path of its field."""
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
+        if first["type"] == "missing":
+            raise refuse(param, f"{param} is missing") from None
+        if first["type"] == "extra_forbidden":
+            raise refuse(param, f"{param} is not a field of this API") from None
+        must = first["msg"].replace("Input should", "it must")
+        raise refuse(param, f"{param} is {show(first['input'])}; {must}") from None
+
+
+def served_name(model: str | None, served: Served) -> str:
+    """The name that answers give the model. Raises ApiError, 404, for a model that is not served."""
+    if model is None or model in _ANY_MODEL:
+        return served.names[0]
+    if model not in served.names:
+        names = ", ".join(served.names)
+        raise ApiError(
+            404,
+            f"the model {model[:100]!r} is not served here; there is {names}",
+            param="model",
+            code="model_not_found",
+        )
+    return model
+
+
+def from_request_error(error: RequestError, renamed: Mapping[str, str] | None = None) -> ApiError:
+    """The 400 for what the engine's own validators refuse. Their messages begin with the name of the field.
+
+    renamed: their name -> the field of this API that it came from
+    """
+    message = str(error)
+    found = _PATH.match(message)
+    if found is None or not _is_field(found[0]):
+        return ApiError(400, message)
+    name = re.split(r"[.\[]", found[0])[0]
+    param = (renamed or {}).get(name, name) + found[0][len(name) :]
+    return ApiError(400, param + message[found.end() :], param=param)
+
+
+def _is_field(path: str) -> bool:
+    return "_" in path or "[" in path or path in ("n", "temperature", "seed", "stop", "logprobs", "messages", "prompt")
+
+
+def inlined(model: type[BaseModel]) -> dict[str, Any]:
+    """The JSON schema of `model` with every reference replaced by what it refers to, so that it can stand anywhere."""
+    schema = model.model_json_schema()
+    parts = schema.pop("$defs", {})
+
+    def replace(value: Any) -> Any:
+        if isinstance(value, list):
+            return [replace(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        if "$ref" in value:
+            return replace(parts[value["$ref"].removeprefix("#/$defs/")])
+        return {key: replace(item) for key, item in value.items()}
+
+    result: dict[str, Any] = replace(schema)
+    return result

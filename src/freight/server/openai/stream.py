@@ -1,0 +1,102 @@
+"""What the streams and bodies of chat and completions have in common: options, usage, errors, the events' bytes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from freight.outputs import CompletionDelta, FinishReason
+from freight.server.call import ReplyHead
+from freight.server.errors import ApiError
+
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True)
+class AnswerOptions:
+    """What a client wants to see beside the text.
+
+    include_usage     the stream ends with a chunk of usage
+    continuous_usage  every chunk has the usage so far
+    token_ids         the ids of prompt and answer
+    prompt_logprobs   log-probabilities of the prompt, in a field of their own
+    """
+
+    include_usage: bool = False
+    continuous_usage: bool = False
+    token_ids: bool = False
+    prompt_logprobs: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class Usage:
+    """Tokens of one answer so far."""
+
+    prompt: int
+    completion: int = 0
+    cached: int = 0
+    reasoning: int = 0
+
+    def body(self) -> dict[str, object]:
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.completion,
+            "total_tokens": self.prompt + self.completion,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning},
+        }
+
+
+class Chunks:
+    """Writes the chunks of one stream: what they have in common is prepared once."""
+
+    def __init__(self, common: Mapping[str, Any], options: AnswerOptions, usage: Usage) -> None:
+        """common: the fields of every chunk besides `choices` and `usage`."""
+        self._lead = f'data: {json.dumps(common)[:-1]}, "choices": ['
+        self._options, self._usage = options, usage
+        self._tail = '], "usage": null}\n\n' if options.include_usage else "]}\n\n"
+
+    def chunk(self, choice: str) -> str:
+        """The chunk of one choice, given as JSON."""
+        if self._options.continuous_usage:
+            return f'{self._lead}{choice}], "usage": {json.dumps(self._usage.body())}}}\n\n'
+        return f"{self._lead}{choice}{self._tail}"
+
+    def end(self) -> bytes:
+        """The usage, where it is asked for, and the end of the stream."""
+        if not self._options.include_usage:
+            return DONE
+        return f'{self._lead}], "usage": {json.dumps(self._usage.body())}}}\n\n'.encode("ascii") + DONE
+
+
+def event(data: object) -> bytes:
+    """One server-sent event. ASCII, so that no character is taken for the end of a line."""
+    return f"data: {json.dumps(data)}\n\n".encode("ascii")
+
+
+def failure_events(error: ApiError) -> bytes:
+    """The end of a stream that failed: clients raise for the first event, and wait for the second."""
+    return event(error.openai_body()) + DONE
+
+
+def check_ending(output: CompletionDelta) -> None:
+    """Raises ApiError for a completion that ended otherwise than by its own end or a limit on its length."""
+    if output.finish_reason is FinishReason.ERROR:
+        raise ApiError(500, f"the answer could not be computed further: {output.error or 'no reason is known'}")
+    if output.finish_reason is FinishReason.TIMEOUT:
+        raise ApiError(504, "the answer took longer than this server allows; ask for fewer tokens", code="timeout")
+    if output.finish_reason is FinishReason.ABORT:
+        raise ApiError(503, "the request was aborted before its answer was complete", code="aborted")
+
+
+def common_fields(head: ReplyHead, prefix: str, kind: str) -> dict[str, Any]:
+    """The fields with which every body and every chunk of an answer begins."""
+    return {
+        "id": f"{prefix}-{head.request_id}",
+        "object": kind,
+        "created": head.created,
+        "model": head.model,
+        "system_fingerprint": head.fingerprint,
+    }

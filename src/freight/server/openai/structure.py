@@ -1,0 +1,104 @@
+"""The form that an answer must have: `response_format` and its relatives as arguments of StructuredOutputs.
+
+Four ways to say it are in use: OpenAI's `response_format`, the form that the hub's client sends in its place,
+`structured_outputs`, and the older `guided_…`. A request uses one of them.
+"""
+
+from __future__ import annotations
+
+from reprlib import repr as show
+from typing import Any
+
+from freight.errors import choices
+from freight.server.openai.fields import refuse
+
+_FORMS = ("json", "regex", "choice", "grammar", "json_object")
+_GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+_FORMAT_FIELDS = ("type", "json_schema", "schema", "value")
+
+
+def structured_from(request: Any) -> tuple[dict[str, Any] | None, str]:
+    """Keyword arguments of StructuredOutputs, None for free text, and the field that they come from.
+
+    request: has the fields `response_format`, `structured_outputs` and `guided_…`. Raises ApiError, 400, for a form
+    that is not known or for several at once.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    if request.response_format is not None:
+        form = _response_format(request.response_format)
+        if form is not None:
+            found["response_format"] = form
+    if request.structured_outputs is not None:
+        found["structured_outputs"] = _structured_outputs(request.structured_outputs)
+    for name in _GUIDED:
+        value = getattr(request, name)
+        if value is not None:
+            found[name] = {name.removeprefix("guided_"): value}
+    if len(found) > 1:
+        first, second, *_ = found
+        raise refuse(second, f"{first} and {second} are both given; an answer has one form")
+    for name, form in found.items():
+        return form, name
+    return None, "structured_outputs"
+
+
+def _response_format(given: object) -> dict[str, Any] | None:
+    if not isinstance(given, dict):
+        raise refuse("response_format", f'response_format is {show(given)}; it must be like {{"type": "json_object"}}')
+    for name in given:
+        if name not in _FORMAT_FIELDS:
+            raise refuse(f"response_format.{name:.60}", f"response_format has no field {name[:60]!r}")
+    kind = given.get("type")
+    schema = given["schema"] if given.get("schema") is not None else given.get("value")
+    if kind == "text":
+        return None
+    if kind == "json_schema":
+        return {"json": _schema(given, schema)}
+    if kind in ("json_object", "json"):
+        return {"json_object": True} if schema is None else {"json": _checked(schema, "response_format.value")}
+    if kind == "regex":
+        if not isinstance(schema, str):
+            raise refuse("response_format.value", f"response_format.value is {show(schema)}; it must be a string")
+        return {"regex": schema}
+    raise refuse(
+        "response_format.type",
+        f"response_format.type is {show(kind)}; it must be {choices(('text', 'json_object', 'json_schema', 'regex'))}",
+    )
+
+
+def _schema(given: dict[str, Any], beside: object) -> object:
+    """The schema of OpenAI's form, or the one that stands beside `type` in the hub's."""
+    inside = given.get("json_schema")
+    if inside is None and beside is not None:
+        return _checked(beside, "response_format.value")
+    if not isinstance(inside, dict):
+        raise refuse(
+            "response_format.json_schema",
+            f'response_format.json_schema is {show(inside)}; it must be like {{"name": "x", "schema": {{}}}}',
+        )
+    return _checked(inside.get("schema"), "response_format.json_schema.schema")
+
+
+def _checked(schema: object, param: str) -> object:
+    if not isinstance(schema, dict | bool):
+        raise refuse(param, f"{param} is {show(schema)}; it must be a JSON schema: an object")
+    return schema
+
+
+def _structured_outputs(given: object) -> dict[str, Any]:
+    if not isinstance(given, dict):
+        raise refuse("structured_outputs", f"structured_outputs is {show(given)}; it must have {choices(_FORMS)}")
+    for name in given:
+        if name not in _FORMS:
+            raise refuse(
+                f"structured_outputs.{name:.60}",
+                f"structured_outputs has no field {name[:60]!r}; it has {choices(_FORMS)}",
+            )
+    forms = {name: value for name, value in given.items() if value is not None and value is not False}
+    if "json" in given and given["json"] is False:
+        forms["json"] = False  # a schema that nothing satisfies
+    if len(forms) != 1:
+        raise refuse(
+            "structured_outputs", f"structured_outputs has {len(forms)} forms; it must have one of {choices(_FORMS)}"
+        )
+    return forms

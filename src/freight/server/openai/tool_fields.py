@@ -1,0 +1,124 @@
+"""`tools` and `tool_choice`: what a conversation offers, and whether a call is demanded.
+
+The parameters' schemas are checked as far as their shape goes. A demanded call is compiled as a grammar later, which
+checks them whole.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from reprlib import repr as show
+from typing import Any
+
+from freight.server.errors import ApiError
+from freight.server.limits import ServingLimits
+from freight.server.openai.fields import refuse
+
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """What a request says of tools.
+
+    tools   as they were given; empty when none may be called
+    forced  the names of which one has to be called; empty: the model decides
+    """
+
+    tools: tuple[Mapping[str, Any], ...] = ()
+    forced: tuple[str, ...] = ()
+
+
+def tool_use(tools: object, choice: object, limits: ServingLimits) -> ToolUse:
+    """Both fields, either of them None when absent. Raises ApiError, 400, with the path of what is at fault."""
+    offered = _tools(tools, limits) if tools is not None else {}
+    if choice is None or choice == "auto":
+        return ToolUse(tuple(offered.values()))
+    if choice == "none":
+        return ToolUse()
+    if choice == "required":
+        if not offered:
+            raise refuse("tool_choice", "tool_choice is 'required', and there are no tools to choose from")
+        return ToolUse(tuple(offered.values()), tuple(offered))
+    name = _chosen(choice)
+    if name not in offered:
+        raise refuse("tool_choice", f"tool_choice names {name[:64]!r}; tools has {', '.join(offered) or 'none'}")
+    return ToolUse(tuple(offered.values()), (name,))
+
+
+def _tools(tools: object, limits: ServingLimits) -> dict[str, Mapping[str, Any]]:
+    if not isinstance(tools, list):
+        raise refuse("tools", f"tools is {show(tools)}; it must be a list")
+    if len(tools) > limits.tools:
+        raise refuse("tools", f"tools has {len(tools)} entries; at most {limits.tools} are allowed")
+    offered: dict[str, Mapping[str, Any]] = {}
+    for index, tool in enumerate(tools):
+        name, function = _function(f"tools[{index}]", tool)
+        if name in offered:
+            raise refuse(f"tools[{index}].function.name", f"tools[{index}].function.name is {name!r} once more")
+        offered[name] = {"type": "function", "function": function}
+    return offered
+
+
+def _function(where: str, tool: object) -> tuple[str, dict[str, Any]]:
+    if not isinstance(tool, dict):
+        raise refuse(where, f'{where} is {show(tool)}; a tool is like {{"type": "function", "function": {{…}}}}')
+    if tool.get("type") != "function":
+        raise refuse(f"{where}.type", f"{where}.type is {show(tool.get('type'))}; it must be 'function'")
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        raise refuse(f"{where}.function", f"{where}.function is {show(function)}; it must have name and parameters")
+    where = f"{where}.function"
+    name, description = function.get("name"), function.get("description")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise refuse(
+            f"{where}.name", f"{where}.name is {show(name)}; it must be 1 to 64 letters, digits, underscores or dashes"
+        )
+    if description is not None and not isinstance(description, str):
+        raise refuse(f"{where}.description", f"{where}.description is {show(description)}; it must be a string")
+    if function.get("strict") is not None and not isinstance(function["strict"], bool):
+        raise refuse(f"{where}.strict", f"{where}.strict is {show(function['strict'])}; it must be true or false")
+    for field in function:
+        if field not in _FUNCTION_FIELDS:
+            raise refuse(f"{where}.{field[:60]}", f"{where} has no field {field[:60]!r}")
+    if function.get("parameters") is not None:
+        _check_parameters(f"{where}.parameters", function["parameters"])
+    return name, {field: value for field, value in function.items() if value is not None}
+
+
+def _check_parameters(where: str, schema: object) -> None:
+    if not isinstance(schema, dict):
+        raise refuse(where, f"{where} is {show(schema)}; it must be a JSON schema: an object")
+    if schema.get("type", "object") != "object":
+        raise refuse(f"{where}.type", f"{where}.type is {show(schema['type'])}; arguments are an 'object'")
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if not isinstance(properties, dict) or not all(isinstance(value, dict | bool) for value in properties.values()):
+        raise refuse(f"{where}.properties", f"{where}.properties is {show(properties)}; it must map names to schemas")
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        raise refuse(f"{where}.required", f"{where}.required is {show(required)}; it must be a list of names")
+
+
+def _chosen(choice: object) -> str:
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        raise refuse(
+            "tool_choice",
+            f"tool_choice is {show(choice)}; it must be 'none', 'auto', 'required' or "
+            '{"type": "function", "function": {"name": …}}',
+        )
+    return name
+
+
+def forced_output(use: ToolUse, parallel: bool) -> Mapping[str, Any]:
+    """Keyword arguments of StructuredOutputs that allow calls of `use.forced` only, in the model's own markup."""
+    try:
+        forced_call = import_module("freight.server.tools").forced_call
+    except ImportError:
+        raise ApiError(400, "tool_choice cannot demand a call here; use 'auto'", param="tool_choice") from None
+    form: Mapping[str, Any] = forced_call(use.tools, use.forced, parallel)
+    return form

@@ -1,0 +1,176 @@
+"""The answers of completions: choices by prompt, echo, and log-probabilities as evaluators read them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from openai.types import Completion
+from tests.unit.server.openai_cases import (
+    HEAD,
+    LIMITS,
+    SERVED,
+    TOKENIZER,
+    answers,
+    chunks,
+    deltas,
+    scores,
+    split,
+    tokenized,
+)
+
+from freight.outputs import CompletionDelta, FinishReason, Logprob, RequestDelta
+from freight.server.errors import ApiError
+from freight.server.openai.completion_request import parse_completion
+
+IDS = TOKENIZER.encode("Hello world", add_special_tokens=False)
+
+
+def call_of(**body):
+    return parse_completion({"prompt": "Hello", "stream": True, **body}, SERVED, LIMITS)
+
+
+def scored(ids):
+    return [None, *map(scores, ids[1:])]
+
+
+@given(
+    st.text(st.characters(codec="utf-8"), max_size=30),
+    st.lists(st.integers(1, 30), max_size=5),
+    st.booleans(),
+    st.booleans(),
+)
+def test_a_stream_is_the_body_in_parts_however_the_text_is_split(text, cuts, echo, logprobs):
+    call = call_of(
+        prompt=["ab", "cd"],
+        n=2,
+        echo=echo,
+        logprobs=1 if logprobs else None,
+        stream_options={"include_usage": True},
+    )
+    feed = [
+        (prompt, d) for prompt in (1, 0) for i in (1, 0) for d in deltas(split(text, cuts), index=i, logprobs=logprobs)
+    ]
+    if echo and logprobs:  # in parts, and later than the first tokens
+        late = [RequestDelta("r1", [], False, prompt_logprobs=part) for part in ([None], scored([5, 6, 7])[1:])]
+        feed[1:1] = [(1, late[0]), (0, late[0])]
+        feed += [(0, late[1]), (1, late[1])]
+    raw, body = answers(call, feed)
+    if not (echo and logprobs):  # OpenAI's types do not know the null of an echoed prompt
+        Completion.model_validate_json(json.dumps(body), strict=True)
+    parts = chunks(raw)
+    assert parts[-1] == {**parts[-1], "choices": [], "usage": body["usage"]}
+    assert body["usage"]["prompt_tokens"] == 6
+    for index, whole in enumerate(body["choices"]):
+        mine = [choice for part in parts for choice in part["choices"] if choice["index"] == whole["index"] == index]
+        assert "".join(choice["text"] for choice in mine) == whole["text"]
+        assert whole["text"] == "Hello" * echo + text  # the tokenized prompts of these tests are all "Hello"
+        assert [c["finish_reason"] for c in mine if c["finish_reason"]] == [whole["finish_reason"]] == ["stop"]
+        if logprobs:
+            for name, values in whole["logprobs"].items():
+                assert [value for choice in mine for value in choice["logprobs"][name]] == values
+            assert len(whole["logprobs"]["tokens"]) == 3 * echo + len(split(text, cuts))
+        else:
+            assert whole["logprobs"] is None
+
+
+def test_an_evaluators_request_gets_what_the_evaluator_reads():
+    body = {"prompt": [IDS], "max_tokens": 1, "logprobs": 1, "echo": True, "temperature": 0, "seed": 1234}
+    call = call_of(**body, stream=False)
+    params = call.work[0].params
+    assert (params.logprobs, params.prompt_logprobs, params.max_tokens, params.seed) == (1, 1, 1, 1234)
+    feed = [(0, RequestDelta("r1", [], False, scored(IDS))), *((0, d) for d in deltas([" x"], logprobs=True))]
+    _, answer = answers(call, feed, ids=IDS, text=None)
+    [choice] = answer["choices"]
+    assert choice["text"] == "Hello world x"
+    logprobs = choice["logprobs"]
+    assert logprobs["tokens"] == [TOKENIZER.token_text(token) for token in [*IDS, 20]]
+    assert logprobs["token_logprobs"] == [None] + [-0.5] * len(IDS)
+    assert logprobs["top_logprobs"][0] is None
+    for token, top, offset in list(
+        zip(logprobs["tokens"], logprobs["top_logprobs"], logprobs["text_offset"], strict=True)
+    )[1:-1]:
+        assert top[token] == -0.5
+        assert choice["text"][offset:].startswith(token)
+    assert -9999.0 in logprobs["top_logprobs"][1].values()
+
+
+def test_the_likelier_of_two_tokens_with_the_same_text_counts():
+    entry = {3: Logprob(-0.1, 1, "é"), 4: Logprob(-2.0, 2, "é"), 5: Logprob(-3.0, 3, "e")}
+    output = CompletionDelta(0, [4], "é", [entry], FinishReason.LENGTH, None, None)
+    _, body = answers(call_of(logprobs=2), [(0, RequestDelta("r1", [output], True))])
+    assert body["choices"][0]["logprobs"] == {
+        "tokens": ["é"],
+        "token_logprobs": [-2.0],
+        "top_logprobs": [{"é": -0.1, "e": -3.0}],
+        "text_offset": [0],
+    }
+
+
+def test_special_tokens_that_are_left_out_take_no_room():
+    end = TOKENIZER.eos_token_id
+    output = CompletionDelta(
+        0,
+        [IDS[0], end, IDS[0]],
+        "HelloHello",
+        [scores(IDS[0]), scores(end), scores(IDS[0])],
+        FinishReason.LENGTH,
+        None,
+        None,
+    )
+    width = len(TOKENIZER.token_text(IDS[0]))
+    for skip, last in ((True, width), (False, width + len(TOKENIZER.token_text(end)))):
+        call = call_of(logprobs=0, skip_special_tokens=skip)
+        _, body = answers(call, [(0, RequestDelta("r1", [output], True))])
+        assert body["choices"][0]["logprobs"]["text_offset"] == [0, width, last]
+
+
+def test_scoring_alone_gives_the_prompt():
+    call = call_of(max_tokens=0, echo=True)
+    assert (call.work[0].params.max_tokens, call.work[0].params.prompt_logprobs) == (0, 0)
+    output = CompletionDelta(0, [], "", None, FinishReason.LENGTH, None, None)
+    raw, body = answers(call, [(0, RequestDelta("r1", [output], True, scored([5, 6, 7])))])
+    assert body["choices"] == [{"index": 0, "text": "Hello", "logprobs": None, "finish_reason": "length"}]
+    assert [part["choices"][0]["text"] for part in chunks(raw)] == ["Hello", ""]
+
+
+def test_ids_and_scores_come_where_asked_for():
+    call = call_of(prompt_logprobs=0, return_token_ids=True, stream=False)
+    feed = [(0, RequestDelta("r1", [], False, scored([5, 6, 7]))), *((0, d) for d in deltas(["x", "y"]))]
+    _, body = answers(call, feed)
+    [choice] = body["choices"]
+    assert (choice["prompt_token_ids"], choice["token_ids"]) == ([5, 6, 7], [20, 21])
+    assert choice["prompt_logprobs"][1]["6"]["logprob"] == -0.5
+    raw, _ = answers(call_of(return_token_ids=True), feed[1:])
+    assert [chunk["choices"][0]["token_ids"] for chunk in chunks(raw)] == [[20], [21]]
+
+
+def test_cached_tokens_of_all_prompts_are_counted_once():
+    call = call_of(prompt=["a", "b"])
+    feed = [(prompt, delta) for prompt in (0, 1) for delta in deltas(["x", "y"], cached=2)]
+    assert answers(call, feed)[1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
+
+
+def test_a_failed_completion_raises():
+    call = call_of(n=2)
+    reply = call.reply(HEAD, SERVED, tokenized(call))
+    output = CompletionDelta(1, [], "", None, FinishReason.ERROR, None, "row of NaN")
+    with pytest.raises(ApiError, match="row of NaN") as error:
+        reply.advance(0, RequestDelta("r1", [output], False))
+    assert error.value.headers["x-should-retry"] == "false"
+    assert (
+        json.loads(reply.failure(error.value).split(b"\n\n")[0].removeprefix(b"data: "))["error"]["type"]
+        == "server_error"
+    )
+
+
+def test_a_prompt_that_exceeds_the_context_is_refused_with_three_numbers():
+    for asked, fits in (({}, 1023), ({"max_tokens": 100}, 924)):
+        call = call_of(**asked)
+        call.reply(HEAD, SERVED, tokenized(call, ids=range(fits)))
+        with pytest.raises(ApiError, match=rf"{fits + 1} tokens.*1024") as error:
+            call.reply(HEAD, SERVED, tokenized(call, ids=range(fits + 1)))
+        assert (error.value.status, error.value.code, error.value.param) == (400, "context_length_exceeded", "prompt")
+    assert "max_tokens is 100" in error.value.message
