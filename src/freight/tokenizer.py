@@ -146,9 +146,32 @@ class Tokenizer:
         """What single tokens add to a text, or None when that depends on the tokens around them."""
         return self._pieces[skip_special_tokens] if self._pieces else None
 
+    def encode_with_offsets(self, text: str) -> list[tuple[int, int, int]]:
+        """As `encode`, each token with the first character of `text` that it stands for and the one after the last.
+
+        Both are 0 for a token that stands for none (BOS).
+        """
+        check_unicode(text)
+        try:
+            found = self._backend.encode(text)
+        except Exception as error:  # the library raises nothing more special
+            raise RequestError(f"the tokenizer has no tokens for {text!r:.60}: {error}") from error
+        return [(token, begin, end) for token, (begin, end) in zip(found.ids, found.offsets, strict=True)]
+
+    @property
+    def special_tokens(self) -> Mapping[str, str]:
+        """By their names in tokenizer_config.json, "bos_token" -> "<s>"; only those that there are."""
+        return self._special_tokens
+
     @property
     def has_chat_template(self) -> bool:
         return bool(self._chat_template)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The template in Jinja, the one named "default" where there are several; None without."""
+        named = self._chat_template
+        return named.get("default") if isinstance(named, dict) else named or None
 
     def apply_chat_template(
         self,
@@ -159,10 +182,23 @@ class Tokenizer:
     ) -> list[int]:
         """Token ids of a conversation as the model was trained to see it.
 
+        As `render_chat`, then tokenized. The template writes BOS where the model wants it, so none is added.
+        """
+        text = self.render_chat(messages, add_generation_prompt, continue_final_message, **template_values)
+        return self.encode(text, add_special_tokens=False)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **template_values: Any,
+    ) -> str:
+        """The text of a conversation as the model's template writes it.
+
         messages: mappings with `role` and `content`, a string or a list of text parts; `content` may be None beside
-        `tool_calls`. `template_values` (`tools`, `enable_thinking`, …) reach the template. The template writes BOS
-        where the model wants it, so none is added. Raises ConfigError when the model has no template, RequestError for
-        messages that are malformed or that the template refuses.
+        `tool_calls`. `template_values` (`tools`, `enable_thinking`, …) reach the template. Raises ConfigError when the
+        model has no template, RequestError for messages that are malformed or that the template refuses.
         """
         require_chat_template(self)
         conversation = to_template_messages(messages)
@@ -173,7 +209,7 @@ class Tokenizer:
 
         renderer = self._renderer
         try:
-            text = renderer.apply_chat_template(
+            text: str = renderer.apply_chat_template(
                 conversation,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
@@ -183,7 +219,12 @@ class Tokenizer:
         except Exception as error:  # a template is a program, and raises what it likes
             reason = str(error) if isinstance(error, TemplateError | ValueError) else repr(error)
             raise RequestError(f"the model's chat template refuses these messages: {reason}") from error
-        return self.encode(text, add_special_tokens=False)
+        return text
+
+    def prepare_chat(self) -> None:
+        """Import what `render_chat` needs, which takes a second."""
+        if self.has_chat_template:
+            _ = self._renderer
 
     @cached_property
     def _renderer(self) -> Any:

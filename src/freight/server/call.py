@@ -37,10 +37,14 @@ Prompt = str | Sequence[int] | Conversation
 
 @dataclass(frozen=True)
 class Work:
-    """One prompt with its sampling parameters: one request of the engine."""
+    """One prompt with its sampling parameters: one request of the engine.
+
+    truncate  keep only this many tokens of the prompt, the last ones; None: all
+    """
 
     prompt: Prompt
     params: SamplingParams
+    truncate: int | None = None
 
 
 @dataclass(frozen=True)
