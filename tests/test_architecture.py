@@ -24,6 +24,7 @@ FACADE = "freight"  # freight/__init__.py: the public names
 
 ORDER = [
     {"errors"},
+    {"structured"},
     {"sampling", "outputs", "fp8"},
     {"operands", "device", "messages", "token_pieces"},
     {"config"},
@@ -42,6 +43,7 @@ ROW = {package: row for row, packages in enumerate(ORDER) for package in package
 
 TORCH_FREE = [
     "errors.py",
+    "structured.py",
     "sampling.py",
     "outputs.py",
     "config/*.py",
@@ -52,6 +54,7 @@ TORCH_FREE = [
     "cache/prefix.py",
     "cache/sizing.py",
     "cache/spec.py",
+    "engine/grammar.py",
     "engine/intake.py",
     "engine/request.py",
     "engine/scheduler.py",

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from freight.llm import LLM
     from freight.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
     from freight.sampling import SamplingParams
+    from freight.structured import StructuredOutputs
 
     __version__: str
 
@@ -37,11 +38,12 @@ __all__ = [
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputs",
     "__version__",
     "quantize",
 ]
 
-_HOMES = {"LLM": "llm", "SamplingParams": "sampling"}
+_HOMES = {"LLM": "llm", "SamplingParams": "sampling", "StructuredOutputs": "structured"}
 _HOMES |= dict.fromkeys(("CompletionOutput", "FinishReason", "Logprob", "RequestOutput"), "outputs")
 _HOMES |= dict.fromkeys(("QuantizeResult", "quantize"), "calibrate.quantize")  # the rest are errors
 

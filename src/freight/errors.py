@@ -14,8 +14,12 @@ A message names the thing, the value it has, and the way out. Anything else that
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Sequence
+from numbers import Integral, Real
 from typing import Any
+
+SHOWN = 60  # characters of a value that a message shows
 
 
 class FreightError(Exception):
@@ -64,3 +68,27 @@ def nearest(name: str, known: Iterable[str], synonyms: dict[str, str] | None = N
     """' (did you mean X?)' for the known name closest to `name`, or '' when none is close."""
     match = (synonyms or {}).get(name) or next(iter(difflib.get_close_matches(name, list(known), n=1)), None)
     return f" (did you mean {match}?)" if match else ""
+
+
+def shown(value: object) -> str:
+    """`value` for a message: short, and made in a time that does not grow with the size of a builtin type."""
+    if isinstance(value, str | bytes):
+        return repr(value) if len(value) <= SHOWN else f"{value[:SHOWN]!r}... ({len(value)} characters)"
+    if isinstance(value, bool) or value is None:
+        return repr(value)
+    if isinstance(value, Integral):
+        bits = int(value).bit_length()
+        return str(int(value)) if bits <= 128 else f"a whole number of {bits} bits"  # str refuses the largest
+    if isinstance(value, Real):
+        return repr(as_float(value))
+    if isinstance(value, list | tuple | dict | set | frozenset):
+        return f"a {type(value).__name__} of length {len(value)}"
+    return f"of type {type(value).__name__}"
+
+
+def as_float(value: Real) -> float:
+    """`value` as a float, infinite where it is beyond float64."""
+    try:
+        return float(value)
+    except OverflowError:  # a whole number or a fraction
+        return math.inf

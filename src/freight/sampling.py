@@ -16,12 +16,12 @@ from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
-from freight.errors import RequestError, nearest
+from freight.errors import SHOWN, RequestError, as_float, nearest, shown
+from freight.structured import StructuredOutputs
 
 GREEDY_BELOW = 1e-5  # a temperature under this is greedy, as in vLLM: logits divided by less overflow float32
 LARGEST = 10**9  # of seconds, and of temperature and |logit_bias|, so that no float32 logit overflows
 LARGEST_WHOLE = 2**63 - 1  # of counts and token ids: what an int64 holds
-_SHOWN = 60  # characters of a value that a message shows
 
 _SYNONYMS = {  # names of other engines -> the field that does the same or comes closest
     "best_of": "n",
@@ -47,6 +47,12 @@ _SYNONYMS = {  # names of other engines -> the field that does the same or comes
     "echo": "prompt_logprobs",
     "max_time": "timeout_s",
     "timeout": "timeout_s",
+    "guided_json": "structured_outputs",
+    "guided_regex": "structured_outputs",
+    "guided_choice": "structured_outputs",
+    "guided_grammar": "structured_outputs",
+    "guided_decoding": "structured_outputs",
+    "response_format": "structured_outputs",
 }
 
 T = TypeVar("T")
@@ -88,8 +94,8 @@ def _explains_unknown_names(cls: type[T]) -> type[T]:
     def explained(self: Any, **values: Any) -> None:
         for name in values:
             if name not in known:
-                hint = nearest(name[:_SHOWN], known, _SYNONYMS)
-                raise RequestError(f"SamplingParams has no field {_shown(name)}{hint}; it has {', '.join(known)}")
+                hint = nearest(name[:SHOWN], known, _SYNONYMS)
+                raise RequestError(f"SamplingParams has no field {shown(name)}{hint}; it has {', '.join(known)}")
         init(self, **values)
 
     setattr(cls, "__init__", explained)  # noqa: B010, an assignment does not type-check
@@ -124,6 +130,9 @@ class SamplingParams:
     cache_salt           requests share cached prefixes only with requests of the same salt
     timeout_s            seconds from when the request is added until it has ended, whatever it has by then, with
                          finish_reason "timeout"; None: no such limit
+    structured_outputs   the form that the whole text must have: a StructuredOutputs, or a mapping of its fields. Tokens
+                         that do not fit are not drawn, and the completion ends with "stop" when nothing can follow,
+                         also under ignore_eos and before min_tokens
 
     `SamplingLimits` has the largest values and the most entries of each field.
     `stop`, `stop_token_ids` and `logit_bias` also take None for none; `stop` and `stop_token_ids` are stored as tuples.
@@ -151,6 +160,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     cache_salt: str | None = None
     timeout_s: float | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         for name, value in _checked(self, LIMITS).items():
@@ -216,30 +226,10 @@ def _checked(given: SamplingParams, limits: SamplingLimits) -> dict[str, object]
         "skip_special_tokens": _flag("skip_special_tokens", given.skip_special_tokens),
         "cache_salt": _salt("cache_salt", given.cache_salt, limits.cache_salt),
         "timeout_s": _optional(_number, "timeout_s", given.timeout_s, 0, limits.timeout_s, True),
+        "structured_outputs": None
+        if given.structured_outputs is None
+        else StructuredOutputs.of(given.structured_outputs),
     }
-
-
-def _shown(value: object) -> str:
-    """`value` for a message: short, and made in a time that does not grow with the size of a builtin type."""
-    if isinstance(value, str | bytes):
-        return repr(value) if len(value) <= _SHOWN else f"{value[:_SHOWN]!r}... ({len(value)} characters)"
-    if isinstance(value, bool) or value is None:
-        return repr(value)
-    if isinstance(value, Integral):
-        bits = int(value).bit_length()
-        return str(int(value)) if bits <= 128 else f"a whole number of {bits} bits"  # str refuses the largest
-    if isinstance(value, Real):
-        return repr(_float(value))
-    if isinstance(value, list | tuple | dict | set | frozenset):
-        return f"a {type(value).__name__} of length {len(value)}"
-    return f"of type {type(value).__name__}"
-
-
-def _float(value: Real) -> float:
-    try:
-        return float(value)
-    except OverflowError:  # a whole number or a fraction beyond float64
-        return math.inf
 
 
 def _whole(name: str, value: object, low: int, high: int = LARGEST_WHOLE, hint: str = "") -> int:
@@ -249,17 +239,17 @@ def _whole(name: str, value: object, low: int, high: int = LARGEST_WHOLE, hint: 
         return number
     unbounded = high == LARGEST_WHOLE and (number is None or number < low)  # that limit is no help to them
     within = f"{low} or more" if unbounded else f"{low} to {high}"
-    raise RequestError(f"{name} is {_shown(value)}; it must be a whole number, {within}{hint}")
+    raise RequestError(f"{name} is {shown(value)}; it must be a whole number, {within}{hint}")
 
 
 def _number(name: str, value: object, low: float, high: float, above: bool = False, hint: str = "") -> float:
     """`value` as a finite float in [low, high], or in (low, high] when `above`; bool is not a number."""
     if isinstance(value, Real) and not isinstance(value, bool):
-        number = _float(value)
+        number = as_float(value)
         if math.isfinite(number) and low <= number <= high and not (above and number == low):
             return number + 0.0  # -0.0 is 0.0, so that no penalty is no penalty to the bit
     within = f"greater than {low} and at most {high}" if above else f"{low} to {high}"
-    raise RequestError(f"{name} is {_shown(value)}; it must be a finite number, {within}{hint}")
+    raise RequestError(f"{name} is {shown(value)}; it must be a finite number, {within}{hint}")
 
 
 def _optional(check: Callable[..., T], name: str, value: object, *limits: float) -> T | None:
@@ -268,7 +258,7 @@ def _optional(check: Callable[..., T], name: str, value: object, *limits: float)
 
 def _flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
-        raise RequestError(f"{name} is {_shown(value)}; it must be True or False")
+        raise RequestError(f"{name} is {shown(value)}; it must be True or False")
     return value
 
 
@@ -277,7 +267,7 @@ def _entries(name: str, value: object, most: int) -> list[Any]:
     if value is None:
         return []
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        raise RequestError(f"{name} is {_shown(value)}; it must be a list")
+        raise RequestError(f"{name} is {shown(value)}; it must be a list")
     entries = list(itertools.islice(value, most + 1))
     if len(entries) > most:
         raise _too_many(name, value, most)
@@ -293,7 +283,7 @@ def _strings(name: str, value: object, most: int, longest: int) -> tuple[str, ..
     strings = (value,) if isinstance(value, str) else tuple(_entries(name, value, most))
     for i, string in enumerate(strings):
         if not isinstance(string, str) or not 1 <= len(string) <= longest:
-            raise RequestError(f"{name}[{i}] is {_shown(string)}; it must be a string of 1 to {longest} characters")
+            raise RequestError(f"{name}[{i}] is {shown(string)}; it must be a string of 1 to {longest} characters")
     return strings
 
 
@@ -301,7 +291,7 @@ def _biases(name: str, value: object, most: int) -> dict[int, float]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise RequestError(f"{name} is {_shown(value)}; it must map token ids to numbers")
+        raise RequestError(f"{name} is {shown(value)}; it must map token ids to numbers")
     if len(value) > most:
         raise _too_many(name, value, most)
     return {
@@ -312,5 +302,9 @@ def _biases(name: str, value: object, most: int) -> dict[int, float]:
 
 def _salt(name: str, value: object, longest: int) -> str | None:
     if value is not None and (not isinstance(value, str) or not 1 <= len(value) <= longest):
-        raise RequestError(f"{name} is {_shown(value)}; it must be a string of 1 to {longest} characters")
+        raise RequestError(f"{name} is {shown(value)}; it must be a string of 1 to {longest} characters")
     return value
+
+
+def _form(name: str, value: object) -> StructuredOutputs:
+    return StructuredOutputs.of(value)

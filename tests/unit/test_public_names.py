@@ -13,6 +13,7 @@ import freight
 PUBLIC = {
     "LLM": "freight.llm",
     "SamplingParams": "freight.sampling",
+    "StructuredOutputs": "freight.structured",
     "RequestOutput": "freight.outputs",
     "CompletionOutput": "freight.outputs",
     "FinishReason": "freight.outputs",

@@ -40,6 +40,7 @@ def test_defaults_are_those_of_vllm():
         "skip_special_tokens": True,
         "cache_salt": None,
         "timeout_s": None,
+        "structured_outputs": None,
     }
 
 
@@ -244,7 +245,7 @@ def test_an_unknown_name_suggests_the_nearest(unknown, suggestion):
 
 
 def test_a_hopeless_name_lists_what_there_is():
-    with pytest.raises(RequestError, match=r"no field 'zzzz'; it has n, temperature, .*cache_salt, timeout_s$"):
+    with pytest.raises(RequestError, match=r"no field 'zzzz'; it has n, temperature, .*timeout_s, structured_outputs$"):
         SamplingParams(zzzz=1)
 
 

@@ -1,4 +1,4 @@
-"""What a request's parameters change in its logits before a token is chosen: bias, penalties, min_tokens.
+"""What a request's parameters change in its logits before a token is chosen: bias, penalties, min_tokens, a grammar.
 
 `sampler.py` has the definition. A row keeps what it needs as dense tensors on the logits' device, so that the cost of a
 step depends neither on the length of the prompt nor on that of the output.
@@ -9,9 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from freight.engine.grammar import Matcher
 from freight.sampling import SamplingParams
 
 
@@ -23,6 +26,7 @@ class SamplingRow:
     prompt_token_ids  read once
     output_token_ids  the request's own list, read as it grows; it may grow by any number of tokens, and never shrinks
     stop_token_ids    barred before min_tokens; ids outside of the vocabulary are ignored
+    grammar           which tokens may come next; None: all
 
     A repetition penalty keeps 4 bytes for each token of the vocabulary on the device, presence and frequency penalties
     together another 4. An exception inside `sample`, at any point, leaves the row as good as it was: what was done of
@@ -36,12 +40,14 @@ class SamplingRow:
         prompt_token_ids: Sequence[int],
         output_token_ids: Sequence[int],
         stop_token_ids: frozenset[int],
+        grammar: Matcher | None = None,
     ) -> None:
         self.params = params
         self.seed = seed
         self.prompt_token_ids = prompt_token_ids
         self.output_token_ids = output_token_ids
         self.stop_token_ids = stop_token_ids
+        self.grammar = grammar
         self._changes: _Changes | None = None
 
     @property
@@ -58,7 +64,7 @@ class SamplingRow:
         """Whether the next token is drawn from other logits than the model's."""
         params = self.params
         penalised = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
-        return penalised or bool(params.logit_bias) or self.bars_stop_ids
+        return penalised or bool(params.logit_bias) or self.bars_stop_ids or self.grammar is not None
 
     def adjust(self, x: Tensor) -> None:
         """Change the logits x, float32 [vocab_size], in place."""
@@ -66,7 +72,22 @@ class SamplingRow:
         if changes is None or changes.device != x.device or changes.vocab_size != x.shape[0]:
             changes = self._changes = _Changes(self, x.shape[0], x.device)
         changes.catch_up(self.output_token_ids)
-        changes.make(x, self.bars_stop_ids)
+        if self.grammar is None:
+            changes.make(x, self.bars_stop_ids)
+            return
+        changes.make(x, bars_stop_ids=False)
+        forbidden = torch.from_numpy(~self._permitted(self.grammar, x.shape[0]))
+        if x.device.type == "cuda":
+            forbidden = forbidden.pin_memory()
+        x.masked_fill_(forbidden.to(x.device, non_blocking=True), -math.inf)
+
+    def _permitted(self, grammar: Matcher, vocab_size: int) -> NDArray[np.bool_]:
+        """bool [vocab_size]: none, when the grammar has an error. Ids that end the text come when no others may."""
+        barred = self.stop_token_ids if self.bars_stop_ids else frozenset[int]()
+        if self.bars_stop_ids or self.params.ignore_eos:
+            barred |= grammar.stop_token_ids
+        permitted = grammar.permitted(self.output_token_ids, barred)
+        return np.zeros(vocab_size, np.bool_) if permitted is None else permitted
 
 
 def adjust(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:

@@ -22,6 +22,7 @@ from freight.cache.manager import CacheManager
 from freight.detokenizer import Detokenizer
 from freight.engine.accounts import Stamps
 from freight.engine.compute import ChunkResult, ChunkWork, compute
+from freight.engine.grammar import Grammars, Matcher
 from freight.engine.intake import AcceptedPrompt, Intake
 from freight.engine.progress import Completion, Group, to_logprobs
 from freight.engine.request import Request
@@ -60,6 +61,8 @@ class Engine:
         self.tokenizer = intake.tokenizer
         self._stop_token_ids = stop_token_ids
         self._seed = seed
+        tokenizer = intake.tokenizer
+        self._grammars = Grammars(tokenizer, intake.vocab_size, stop_token_ids) if tokenizer is not None else None
         self._threads = threads
         self._clock = clock
         self.num_computed_tokens = 0  # since the start: tokens whose keys and values were computed and stored
@@ -77,15 +80,20 @@ class Engine:
     def accept(self, prompt: str | Sequence[int], params: SamplingParams) -> AcceptedPrompt:
         """Tokenize and check a prompt, text or token ids. Changes nothing.
 
-        Raises RequestError for one that cannot be served with `params`, CapacityError for one that may outgrow the
-        whole cache.
+        Raises RequestError for one that cannot be served with `params`, or structured outputs that cannot be compiled,
+        and CapacityError for one that may outgrow the whole cache.
         """
         accepted = self.intake.accept(prompt, params)
+        if self._grammars is not None and params.structured_outputs is not None:
+            self._grammars.check(params.structured_outputs)
         self.scheduler.token_limit(len(accepted.token_ids), params.max_tokens)
         return accepted
 
     def add(self, request_id: str, prompt: AcceptedPrompt, params: SamplingParams) -> None:
-        """Queue a prompt that was accepted with `params`. Raises RequestError for an id in use."""
+        """Queue a prompt that was accepted with `params`. Raises RequestError for an id in use.
+
+        Structured outputs that `accept` did not compile lately are compiled now.
+        """
         self._mend()
         if request_id in self._groups:
             raise RequestError(f"request id {request_id!r} is in use")
@@ -199,9 +207,16 @@ class Engine:
                 params=params if index == 0 else replace(params, prompt_logprobs=None),  # one of them is enough
                 seed=sibling_seed(seed, index),
                 stop_token_ids=stops,
+                grammar=self._matcher(params),
             )
             group.completions.append(Completion(request, text_of, tokenizer))
         return group
+
+    def _matcher(self, params: SamplingParams) -> Matcher | None:
+        if params.structured_outputs is None:
+            return None
+        assert self._grammars is not None, "structured_outputs was accepted without a tokenizer"
+        return self._grammars.matcher(params.structured_outputs)
 
     def _mend(self) -> None:
         """After an exception in the middle of a change: everything anew from the requests' tokens."""

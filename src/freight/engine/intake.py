@@ -44,6 +44,8 @@ class Intake:
         params.check_vocabulary(self.vocab_size)
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer; without one (skip_tokenizer_init) use stop_token_ids")
+        if params.structured_outputs is not None and self.tokenizer is None:
+            raise RequestError("structured_outputs needs a tokenizer; without one (skip_tokenizer_init) leave it out")
         return AcceptedPrompt(text, token_ids)
 
     def _encode(self, text: str) -> tuple[int, ...]:

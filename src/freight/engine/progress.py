@@ -65,6 +65,7 @@ class Completion:
             request.prompt_token_ids,
             request.output_token_ids,
             request.stop_token_ids,
+            request.grammar,
         )
 
     def advance(self) -> str | None:
@@ -72,12 +73,20 @@ class Completion:
         if self.detokenizer is None:
             return None
         request, tokens = self.request, self.request.output_token_ids
-        by_stop_id = request.finish_reason is FinishReason.STOP and not isinstance(request.stop_reason, str)
-        self._pieces.append(self.detokenizer.append(tokens[self._num_read : len(tokens) - by_stop_id]))
+        self._pieces.append(self.detokenizer.append(tokens[self._num_read : len(tokens) - self._ended_by_stop_id]))
         self._num_read = len(tokens)
         if request.is_finished:
             self.flush()
         return self.detokenizer.stop_reason
+
+    @property
+    def _ended_by_stop_id(self) -> bool:
+        """Whether the last token is no text, but the end. A grammar's last token of text ends a request as well."""
+        request = self.request
+        if request.finish_reason is not FinishReason.STOP or isinstance(request.stop_reason, str):
+            return False
+        last = request.output_token_ids[-1]
+        return request.grammar is None or last in request.stop_token_ids or last in request.grammar.stop_token_ids
 
     def flush(self) -> None:
         """No more tokens come: give out the text that was held back."""

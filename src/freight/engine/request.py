@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from freight.cache.manager import NOTHING, Held
+from freight.engine.grammar import Matcher
 from freight.errors import RequestError
 from freight.outputs import FinishReason
 from freight.sampling import SamplingParams
@@ -42,6 +43,7 @@ class Request:
     index           which of the `n` completions, from 0
     seed            resolved: what the sampler draws from for this completion
     stop_token_ids  params.stop_token_ids and, unless ignore_eos, the model's own stop ids
+    grammar         how far its output is in the grammar of params.structured_outputs; None without one
 
     The rest belongs to the Scheduler.
 
@@ -63,6 +65,7 @@ class Request:
     params: SamplingParams
     seed: int
     stop_token_ids: frozenset[int]
+    grammar: Matcher | None = None
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     held: Held = NOTHING

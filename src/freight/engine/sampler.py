@@ -6,12 +6,16 @@ The definition, for one row of logits x over the vocabulary (v, token ids), in t
     repetition    x[v] = x[v] / r if x[v] > 0 else x[v] * r           v in the prompt or the output
     presence      x[v] -= presence_penalty + frequency_penalty * n(v) v in the output, n(v) times
     min_tokens    x[v] = -inf                                         v a stop id, position < min_tokens
+    grammar       x[v] = -inf                                         v a token that it does not permit next
     greedy        the token is argmax x, the lowest id of several; the rest is for temperature > 0
     temperature   x = (x - max x) / temperature
     min_p         keep v with exp(x[v]) >= min_p
     top_k         keep the first k, by falling x, then by rising id
     top_p         p = softmax x; keep the shortest run, by falling p, then by rising id, whose sum is >= top_p
     draw          the first v, by rising id, where the sum of p up to v is > u * (sum of all p)
+
+With a grammar (structured outputs) the model's own stop ids are barred under ignore_eos too, and neither that nor
+min_tokens bars any when the grammar permits no other token: a complete text ends.
 
 u in [0, 1) has 53 random bits and is SplitMix64 (Steele, Lea, Flood 2014) of the row's seed and its position in the
 output, and of nothing else: neither other rows, chunks, preemption nor the device change it.
@@ -145,6 +149,11 @@ def _fault(row: SamplingRow, peak: float, adjusted_peak: float) -> str | None:
         return (
             f"repetition_penalty={params.repetition_penalty} raised a logit of {peak:.3g} beyond float32; "
             "use a value closer to 1"
+        )
+    if adjusted_peak == -math.inf and row.grammar is not None:
+        return row.grammar.error or (
+            f"no token that its structured output permits is left to draw after {row.position} output tokens: the "
+            "logits of all of them are -inf; change logit_bias or the structured output"
         )
     if adjusted_peak == -math.inf:
         return (

@@ -356,10 +356,15 @@ class Scheduler:
             self._cache.register(request.held, request.block_keys, previously_computed, computed)
 
     def _finish_if_done(self, request: Request) -> None:
-        """A stop id ends a request once min_tokens are generated, and wins over a limit reached by the same token."""
+        """A stop id ends a request once min_tokens are generated, and a complete text of its grammar at any time.
+
+        Both win over a limit that the same token reached.
+        """
         params, token = request.params, request.output_token_ids[-1]
         if token in request.stop_token_ids and len(request.output_token_ids) >= params.min_tokens:
             self._finish(request, FinishReason.STOP, token if token in params.stop_token_ids else None)
+        elif request.grammar is not None and request.grammar.ended(request.output_token_ids):
+            self._finish(request, FinishReason.STOP, None)
         elif request.num_tokens >= request.token_limit:
             self._finish(request, FinishReason.LENGTH, None)
 

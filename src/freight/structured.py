@@ -1,0 +1,268 @@
+"""StructuredOutputs: the form that a request's text must have. Imports nothing beside the standard library.
+
+A value that exists keeps every limit below, so a compiler of grammars never sees more than it can take. All of them are
+checked without recursion, in a time that grows linearly with what was given: depth of nesting is what ends programs
+that read grammars. Whether the form is one that can be compiled is decided in `engine/grammar.py`. No reference is ever
+fetched.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+from urllib.parse import unquote
+
+from freight.errors import RequestError, choices, nearest, shown
+
+MOST_SCHEMA = 32 * 1024  # bytes of a JSON schema, as compact JSON
+MOST_NESTING = 64  # objects and arrays of a schema inside each other
+MOST_REFERENCES = 64  # `$ref`s that follow from one another
+MOST_REGEX = 4 * 1024  # bytes
+MOST_GRAMMAR = 16 * 1024  # bytes
+MOST_RULES = 500  # of a Lark grammar
+MOST_CHOICES = 1000
+MOST_CHOICE_BYTES = 32 * 1024  # of all choices together
+
+_FORMS = ("json", "regex", "choice", "grammar", "json_object")
+_RULE = re.compile(r"^[ \t]*[?!]*[A-Za-z_][^:\"/\n]*:", re.MULTILINE)
+_MAPS = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))  # name -> schema
+_DATA = frozenset(("const", "enum", "default", "examples"))  # values, in which "$ref" is a name like any other
+
+
+@dataclass(frozen=True)
+class StructuredOutputs:
+    """Exactly one form that the whole text of a completion must have.
+
+    json         a JSON schema, as a mapping or as JSON text; True or {}: any JSON object
+    regex        a regular expression that the whole text matches; without look-around and backreferences
+    choice       texts, one of which is the answer
+    grammar      a grammar in Lark's notation, whose rule `start` gives the text
+    json_object  any JSON object
+
+    `json` is kept as compact JSON text, `choice` as a tuple, so a value is hashable. Raises RequestError for none or
+    several of them, for one beyond a limit of this module, and for a `$ref` that is not within the schema.
+    """
+
+    json: Mapping[str, Any] | bool | str | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.json_object, bool | None):
+            raise RequestError(f"structured_outputs.json_object is {shown(self.json_object)}; it must be True or False")
+        values = {name: getattr(self, name) for name in _FORMS}
+        given = [name for name, value in values.items() if value is not None and not (name == _FORMS[-1] and not value)]
+        if len(given) != 1:
+            fault = f"has {' and '.join(given)}" if given else "is empty"
+            raise RequestError(f"structured_outputs {fault}; give exactly one of {choices(_FORMS)}")
+        kept: dict[str, Any] = dict.fromkeys(_FORMS) | {"json_object": False}
+        name = given[0]
+        if name == "json":
+            schema = _schema(values[name])
+            kept |= {"json_object": True} if schema is None else {"json": schema}
+        elif name == "choice":
+            kept[name] = _choice(values[name])
+        elif name == "json_object":
+            kept[name] = True
+        else:
+            kept[name] = _text(name, values[name], MOST_REGEX if name == "regex" else MOST_GRAMMAR)
+        if name == "grammar":
+            _check_rules(kept[name])
+        for name, value in kept.items():
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def of(cls, given: object) -> StructuredOutputs:
+        """`given` itself, or what a mapping of the fields says. Raises RequestError."""
+        if isinstance(given, cls):
+            return given
+        if not isinstance(given, Mapping):
+            raise RequestError(
+                f"structured_outputs is {shown(given)}; it must be a StructuredOutputs or a mapping of its fields"
+            )
+        known = [field.name for field in fields(cls)]
+        for name in given:
+            if name not in known:
+                hint = nearest(str(name)[:60], known, {"lark": "grammar", "schema": "json", "json_schema": "json"})
+                raise RequestError(f"structured_outputs has no field {shown(name)}{hint}; it has {', '.join(known)}")
+        return cls(**given)
+
+    def key(self) -> tuple[str, str]:
+        """Which form, and its text: equal for what compiles to the same grammar."""
+        for name in _FORMS[:-1]:
+            value = getattr(self, name)
+            if value is not None:
+                return name, value if isinstance(value, str) else json.dumps(value)
+        return _FORMS[-1], ""
+
+
+def _text(name: str, value: object, most: int) -> str:
+    """`value` as a text of at most `most` bytes."""
+    if not isinstance(value, str) or not value:
+        raise RequestError(f"structured_outputs.{name} is {shown(value)}; it must be a text that is not empty")
+    if _num_bytes(name, value, most) > most:
+        raise _too_large(name, f"{len(value)} characters", most)
+    return value
+
+
+def _num_bytes(name: str, text: str, most: int) -> int:
+    """Bytes of UTF-8; of a text of more than `most` characters, its characters."""
+    try:
+        return len(text) if len(text) > most else len(text.encode())
+    except UnicodeEncodeError:
+        raise RequestError(f"structured_outputs.{name} has a lone surrogate, which is not Unicode text") from None
+
+
+def _too_large(name: str, size: str, most: int) -> RequestError:
+    return RequestError(f"structured_outputs.{name} has {size}; at most {most} bytes are allowed")
+
+
+def _check_rules(grammar: str) -> None:
+    count = sum(1 for _ in _RULE.finditer(grammar))
+    if count > MOST_RULES:
+        raise RequestError(f"structured_outputs.grammar has {count} rules; at most {MOST_RULES} are allowed")
+
+
+def _choice(value: object) -> tuple[str, ...]:
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise RequestError(f"structured_outputs.choice is {shown(value)}; it must be a list of texts")
+    entries = tuple(itertools.islice(value, MOST_CHOICES + 1))
+    if not 1 <= len(entries) <= MOST_CHOICES:
+        count = f"more than {MOST_CHOICES}" if entries else "no"
+        raise RequestError(f"structured_outputs.choice has {count} entries; give 1 to {MOST_CHOICES}")
+    total = 0
+    for position, entry in enumerate(entries):
+        name = f"choice[{position}]"
+        total += _num_bytes(name, _text(name, entry, MOST_CHOICE_BYTES), MOST_CHOICE_BYTES)
+    if total > MOST_CHOICE_BYTES:
+        raise _too_large("choice", f"{total} bytes in all", MOST_CHOICE_BYTES)
+    return entries
+
+
+def _schema(value: object) -> str | None:
+    """A checked schema as compact JSON; None when it allows everything."""
+    if isinstance(value, str):
+        value = _parse(_text("json", value, MOST_SCHEMA))
+    if isinstance(value, bool):
+        if value:
+            return None
+        raise RequestError("structured_outputs.json is False, which nothing satisfies; give a schema that allows text")
+    if not isinstance(value, Mapping):
+        raise RequestError(f"structured_outputs.json is {shown(value)}; a JSON schema is an object")
+    schema = dict(value)
+    if not schema:
+        return None
+    _check_size(schema)
+    try:
+        text = json.dumps(schema, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except (TypeError, ValueError) as error:
+        raise RequestError(f"structured_outputs.json is not JSON: {error}") from None
+    if _num_bytes("json", text, MOST_SCHEMA) > MOST_SCHEMA:
+        raise _too_large("json", f"{len(text)} characters as compact JSON", MOST_SCHEMA)
+    if "x-guidance" in schema:
+        raise RequestError("structured_outputs.json has the keyword 'x-guidance', which is not one of JSON Schema")
+    _check_references(json.loads(text))  # a tree: no part of it stands in two places
+    return text
+
+
+def _parse(text: str) -> object:
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is not a JSON number")
+
+    try:
+        return json.loads(text, parse_constant=refuse)
+    except RecursionError:
+        raise _too_deep() from None
+    except ValueError as error:
+        raise RequestError(f"structured_outputs.json is not valid JSON: {error}") from None
+
+
+def _too_deep() -> RequestError:
+    return RequestError(
+        f"structured_outputs.json is nested deeper than {MOST_NESTING} objects and arrays, which is the most allowed"
+    )
+
+
+def _check_size(schema: dict[str, Any]) -> None:
+    """Raises RequestError for what is nested too deeply, too large, or has names that are no text."""
+    size = 0
+    todo: list[tuple[Any, int]] = [(schema, 1)]
+    while todo:
+        value, depth = todo.pop()
+        if depth > MOST_NESTING and isinstance(value, dict | list | tuple):
+            raise _too_deep()
+        if isinstance(value, dict):
+            for name in value:
+                if not isinstance(name, str):
+                    raise RequestError(f"structured_outputs.json has the name {shown(name)}; names in JSON are text")
+                size += len(name)
+        if isinstance(value, dict | list | tuple | str):
+            size += len(value)
+        if size > MOST_SCHEMA:  # before the entries are queued
+            raise _too_large("json", f"more than {MOST_SCHEMA} characters", MOST_SCHEMA)
+        if isinstance(value, dict | list | tuple):
+            entries = value.values() if isinstance(value, dict) else value
+            todo += [(entry, depth + 1) for entry in entries]
+
+
+def _check_references(schema: dict[str, Any]) -> None:
+    """Raises RequestError for a `$ref` out of the schema, or into nothing, and for a chain of too many.
+
+    Walks every part once, depth first, references included, and counts for each how many references follow from one
+    another below it. A reference back to a part that the walk is still in is recursion, and ends a chain.
+    """
+    below: dict[int, list[tuple[Any, bool, bool]]] = {}  # by id of a part: what it has, as `_parts` gives it
+    lengths: dict[int, int] = {}
+    todo: list[tuple[Any, bool, bool]] = [(schema, False, False)]  # part, is it a map of schemas, is all below it done
+    while todo:
+        part, is_map, done = todo.pop()
+        if done:
+            lengths[id(part)] = max((lengths.get(id(one), 0) + count for one, _, count in below[id(part)]), default=0)
+        elif id(part) not in below:
+            below[id(part)] = list(_parts(part, is_map, schema))
+            todo.append((part, is_map, True))
+            todo += [(one, one_is_map, False) for one, one_is_map, _ in below[id(part)]]
+    if lengths[id(schema)] > MOST_REFERENCES:
+        raise RequestError(
+            f"structured_outputs.json has {lengths[id(schema)]} $ref that follow from one another; "
+            f"at most {MOST_REFERENCES} are allowed"
+        )
+
+
+def _parts(part: Any, is_map: bool, schema: dict[str, Any]) -> Iterator[tuple[Any, bool, bool]]:
+    """Objects and lists right below a part: each with whether it maps names to schemas, and is reached by a `$ref`."""
+    if isinstance(part, list):
+        yield from ((entry, False, False) for entry in part if isinstance(entry, dict | list))
+        return
+    for name, value in part.items():
+        if not is_map and name == "$ref" and isinstance(value, str):
+            target = _resolve(value, schema)
+            if isinstance(target, dict):
+                yield target, False, True
+        elif isinstance(value, dict | list) and (is_map or name not in _DATA):
+            yield value, not is_map and name in _MAPS, False
+
+
+def _resolve(reference: str, schema: dict[str, Any]) -> Any:
+    """What `reference`, a JSON pointer after '#', names in the schema."""
+    if reference != "#" and not reference.startswith("#/"):
+        raise RequestError(
+            f"structured_outputs.json refers to {shown(reference)}; a $ref must be within the schema, as in "
+            "'#/$defs/name', and nothing is ever fetched"
+        )
+    found: Any = schema
+    for step in unquote(reference[1:]).split("/")[1:]:
+        name = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and name.isascii() and name.isdigit() and len(name) < 6 and int(name) < len(found):
+            found = found[int(name)]
+        elif isinstance(found, dict) and name in found:
+            found = found[name]
+        else:
+            raise RequestError(f"structured_outputs.json refers to {shown(reference)}, which it does not have")
+    return found
