@@ -134,7 +134,8 @@ def _print(found: dict[str, Any], as_json: bool) -> None:
 
     tables = [_rows(found), *([_ratios(found)] if found["ratios"] else [])]
     console = Console()
-    console.width = max(console.width, *(console.measure(table).maximum for table in tables))  # no figure is shortened
+    unlimited = Console(width=10_000)  # no figure is shortened
+    console.width = max(console.width, *(unlimited.measure(table).maximum for table in tables))
     console.print(tables[0])
     for note in _notes(found):
         typer.echo(note)
