@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from freight.cli.bench_serving import serving
 from freight.cli.evaluate import progress
 from freight.cli.options import takes_engine_options
 from freight.config.engine import EngineArgs
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from freight.models.open import OpenModel
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure speed, beside the memory's own.")
+app.command()(serving)
 
 RandomWeights = Annotated[
     str | None,

@@ -1,0 +1,163 @@
+"""A picture of a load as SVG text: how the times to the first token and between tokens are distributed.
+
+A row is one load, a colour is one server, and both halves have a logarithmic axis of milliseconds. Each shape is a
+histogram over that axis, so equal areas are equal numbers of samples. The long line is the median, the short one p99;
+the numbers at the right say both. The picture follows the reader's light or dark setting, and needs no other file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+
+import numpy as np
+
+from freight.bench.load import Level
+from freight.bench.serving_figures import Run, Samples, percentiles
+
+WIDTH = 1120
+_LEFT, _TOP, _ROW, _BOTTOM = 104, 116, 84, 46  # pixels; _ROW is the height of one load
+_PLOT, _NUMBERS, _GAP = 346, 120, 30  # widths: of an axis, of the numbers beside it, between the halves
+_BINS = 90
+_STYLE = """
+text{font:13px system-ui,-apple-system,"Segoe UI",sans-serif;fill:var(--ink)}
+.soft{fill:var(--soft)}.title{font-size:18px;font-weight:600}.head{font-weight:600}
+.num{font-variant-numeric:tabular-nums;text-anchor:end}.grid{stroke:var(--grid)}.base{stroke:var(--line)}
+svg{--paper:#fff;--ink:#1d2329;--soft:#626b75;--grid:#edf0f2;--line:#c3cad1;
+--c0:#1668b8;--c1:#c2410c;--c2:#0f7a5a;--c3:#8a3ffc}
+@media(prefers-color-scheme:dark){svg{--paper:#14181d;--ink:#e8ebee;--soft:#9aa4ae;--grid:#242b32;--line:#46505a;
+--c0:#6bb3f5;--c1:#f59a5d;--c2:#4fcf9f;--c3:#c4a0ff}}
+"""
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """Milliseconds from left to right, by powers of ten, from x on."""
+
+    x: float
+    low: float
+    high: float
+
+    def at(self, value: float) -> float:
+        share = (math.log10(value) - math.log10(self.low)) / (math.log10(self.high) - math.log10(self.low))
+        return round(self.x + min(1.0, max(0.0, share)) * _PLOT, 1)
+
+    def ticks(self) -> list[float]:
+        """1, 2 and 5 of each power; over more than three powers only 1."""
+        steps = (1, 2, 5) if self.high / self.low <= 1500 else (1,)
+        powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
+        found = [step * 10.0**power for power in powers for step in steps]
+        return [value for value in found if self.low * 0.999 <= value <= self.high * 1.001]
+
+
+def serving_picture(title: str, runs: Sequence[Run]) -> str:
+    """SVG of all runs; those of one server and load are one shape."""
+    urls, levels = list(dict.fromkeys(run.url for run in runs)), list(dict.fromkeys(run.level for run in runs))
+    samples = {(url, level): _samples(runs, url, level) for url in urls for level in levels}
+    height = _TOP + _ROW * len(levels) + _BOTTOM
+    unit = "tokens" if all(one.unit == "token" for one in samples.values()) else "events"
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img">',
+        f"<title>{escape(title)}</title><style>{_STYLE}</style>",
+        f'<rect width="{WIDTH}" height="{height}" fill="var(--paper)"/>',
+        f'<text x="24" y="34" class="title">{escape(title)}</text>',
+        *_legend(urls),
+        *(_level(level, index) for index, level in enumerate(levels)),
+    ]
+    for half, (name, field) in enumerate((("Time to first token", "ttft"), (f"Between {unit}", "itl"))):
+        x = _LEFT + half * (_PLOT + _NUMBERS + _GAP)
+        values = {key: list(getattr(one, field)) for key, one in samples.items()}
+        parts += _half(name, _axis(x, [v for several in values.values() for v in several]), urls, levels, values)
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _samples(runs: Sequence[Run], url: str, level: Level) -> Samples:
+    return Samples.of(a for run in runs if run.url == url and run.level == level for a in run.answers)
+
+
+def _axis(x: float, values: Sequence[float]) -> _Axis:
+    """Over nearly all samples: the lowest half percent, such as tokens that came together, lies at the left edge."""
+    seen = [value for value in values if value > 0] or [1.0]
+    low, high = (float(v) for v in np.percentile(seen, [0.5, 100.0]))
+    middle = math.sqrt(low * high)
+    return _Axis(x, min(low / 1.15, middle / 2.5), max(high * 1.15, middle * 2.5))
+
+
+def _legend(urls: Sequence[str]) -> Iterator[str]:
+    x = 24.0
+    for index, url in enumerate(urls):
+        yield f'<rect x="{x}" y="50" width="12" height="12" rx="3" fill="var(--c{index % 4})"/>'
+        yield f'<text x="{x + 18}" y="61" class="soft">{escape(url)}</text>'
+        x += 44 + 7.4 * len(url)
+
+
+def _level(level: Level, index: int) -> str:
+    y = _TOP + _ROW * (index + 1) - 6
+    number, what = (level.concurrency, "at a time") if level.concurrency else (f"{level.rate:g}", "a second")
+    head = f'<text x="24" y="{y - 18}" class="title">{number}</text>'
+    return f'{head}<text x="24" y="{y}" class="soft">{what}</text>'
+
+
+def _half(
+    name: str,
+    axis: _Axis,
+    urls: Sequence[str],
+    levels: Sequence[Level],
+    values: dict[tuple[str, Level], list[float]],
+) -> Iterator[str]:
+    bottom, right = _TOP + _ROW * len(levels), axis.x + _PLOT + _NUMBERS
+    yield f'<text x="{axis.x}" y="{_TOP - 18}" class="head">{name}</text>'
+    for text, x in (("median", right - 58), ("p99", right)):
+        yield f'<text x="{x}" y="{_TOP - 18}" class="soft num">{text}</text>'
+    for tick in axis.ticks():
+        x = axis.at(tick)
+        yield f'<line x1="{x}" x2="{x}" y1="{_TOP - 8}" y2="{bottom}" class="grid"/>'
+        yield f'<text x="{x}" y="{bottom + 18}" text-anchor="middle" class="soft">{tick:,g}</text>'
+    yield f'<text x="{axis.x + _PLOT + 8}" y="{bottom + 18}" class="soft">ms</text>'
+    for row, level in enumerate(levels):
+        base = _TOP + _ROW * (row + 1)
+        shapes = {url: _density(axis, values[url, level]) for url in urls}
+        most = max((max(shape) for shape in shapes.values() if shape), default=1.0)
+        for index, url in enumerate(urls):
+            found = percentiles(values[url, level])
+            median, p99 = found["median"], found["p99"]
+            if median is None or p99 is None:
+                continue
+            colour = f"var(--c{index % 4})"
+            yield _shape(axis, base, shapes[url], most, colour)
+            for value, reach in ((median, _ROW - 16), (p99, 16)):
+                x = axis.at(max(value, axis.low))
+                ends = f'x1="{x}" x2="{x}" y1="{base}" y2="{base - reach}"'
+                yield f'<line {ends} stroke="{colour}" stroke-width="2"/>'
+            y = base - 8 - 18 * (len(urls) - 1 - index)
+            for value, x in ((median, right - 58), (p99, right)):
+                yield f'<text x="{x}" y="{y}" class="num" style="fill:{colour}">{_number(value)}</text>'
+        yield f'<line x1="{axis.x}" x2="{right}" y1="{base}" y2="{base}" class="base"/>'
+
+
+def _density(axis: _Axis, values: Sequence[float]) -> list[float]:
+    """The share of the samples around each of `_BINS` places of the axis, smoothed over about two bins each way."""
+    if not values:
+        return []
+    places = np.log10(np.clip(values, axis.low, axis.high))
+    edges = np.linspace(math.log10(axis.low), math.log10(axis.high), _BINS + 1)
+    counts = np.histogram(places, edges)[0] / len(values)
+    kernel = np.exp(-(np.arange(-5, 6) ** 2) / 4.0)
+    return [float(v) for v in np.convolve(counts, kernel / kernel.sum(), mode="same")]
+
+
+def _shape(axis: _Axis, base: float, shape: Sequence[float], most: float, colour: str) -> str:
+    step, tall = _PLOT / _BINS, _ROW - 22
+    points = [(axis.x + (i + 0.5) * step, base - tall * value / most) for i, value in enumerate(shape)]
+    line = " ".join(f"L{x:.1f} {y:.1f}" for x, y in points)
+    path = f"M{axis.x} {base} {line} L{axis.x + _PLOT} {base}"
+    return f'<path d="{path} Z" fill="{colour}" fill-opacity="0.22" stroke="{colour}" stroke-opacity="0.75"/>'
+
+
+def _number(value: float) -> str:
+    """Three digits, as people write them."""
+    if value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"

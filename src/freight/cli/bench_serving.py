@@ -1,0 +1,199 @@
+"""`freight bench serving`: load on a server that speaks OpenAI's API, and its times, rates and errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from freight.cli.evaluate import progress
+from freight.errors import ConfigError, choices
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+def serving(
+    url: Annotated[
+        list[str] | None, typer.Option(metavar="URL", help=f"A server; repeat it to compare; default: {DEFAULT_URL}.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(metavar="NAME", help="Default: the first that the server lists.")] = None,
+    api_key: Annotated[str | None, typer.Option(metavar="KEY", envvar="FREIGHT_API_KEY")] = None,
+    endpoint: Annotated[str, typer.Option(metavar="completions|chat", help="Which API is called.")] = "completions",
+    concurrency: Annotated[
+        list[int] | None, typer.Option(metavar="COUNT", min=1, help="Requests at a time; may be repeated; default: 1.")
+    ] = None,
+    rate: Annotated[
+        list[float] | None, typer.Option(metavar="NUMBER", help="Requests a second, at random times; may be repeated.")
+    ] = None,
+    num_requests: Annotated[int | None, typer.Option(metavar="COUNT", min=1, help="Default: 64.")] = None,
+    duration: Annotated[float | None, typer.Option(metavar="SECONDS", help="No request begins after it.")] = None,
+    prompt: Annotated[str, typer.Option(metavar="text|ids", help="Pieces of a text, or random token ids.")] = "text",
+    prompts: Annotated[Path | None, typer.Option(metavar="FILE.jsonl", help="Your own prompts, one a line.")] = None,
+    prompt_tokens: Annotated[str, typer.Option(metavar="N|LOW:HIGH", help="Length of a prompt.")] = "128",
+    output_tokens: Annotated[str, typer.Option(metavar="N|LOW:HIGH", help="Tokens generated for each.")] = "64",
+    shared_prefix: Annotated[
+        int, typer.Option(metavar="TOKENS", min=0, help="With which every prompt begins, besides its own.")
+    ] = 0,
+    vocab_size: Annotated[int | None, typer.Option(metavar="COUNT", min=1, help="For --prompt ids.")] = None,
+    warmup: Annotated[int, typer.Option(metavar="COUNT", min=0, help="Requests before a run that do not count.")] = 4,
+    rounds: Annotated[
+        int | None, typer.Option(metavar="COUNT", min=1, help="Runs of each load; default: 1, for several servers 6.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="For one answer.")] = 600.0,
+    seed: Annotated[int, typer.Option(metavar="NUMBER", help="Of prompts, lengths and arrivals.")] = 0,
+    picture: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Draw the distributions.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Load on any OpenAI-compatible server: time to first token, between tokens, rates, errors; several in turns."""
+    from freight.bench.prompts import Lengths
+    from freight.bench.serving import ServingArgs, measure_serving
+
+    _check_picture(picture)
+    targets = _targets(url or [DEFAULT_URL], endpoint, api_key, timeout)
+    args = ServingArgs(
+        targets,
+        model,
+        _levels(concurrency, rate),
+        _amount(num_requests, duration),
+        prompt,
+        Lengths.parse("prompt-tokens", prompt_tokens),
+        Lengths.parse("output-tokens", output_tokens),
+        prompts,
+        shared_prefix,
+        vocab_size,
+        warmup,
+        rounds or (6 if len(targets) > 1 else 1),
+        seed,
+    )
+    with progress("requests") as on_progress:
+        runs, found = measure_serving(args, on_progress)
+    if picture is not None:
+        _draw(picture, found, runs)
+    _print(found, as_json)
+
+
+def _targets(urls: list[str], endpoint: str, api_key: str | None, timeout: float) -> list[Any]:
+    from freight.bench.http_stream import Address
+    from freight.bench.load import ENDPOINTS, Target
+
+    if endpoint not in ENDPOINTS:
+        raise ConfigError(f"--endpoint {endpoint!r} is unknown: choose {choices(ENDPOINTS)}")
+    if timeout <= 0:
+        raise ConfigError(f"--timeout {timeout:g}: give a number of seconds above 0")
+    return [Target(Address.parse(url), "", endpoint, api_key, timeout=timeout) for url in urls]
+
+
+def _levels(concurrency: list[int] | None, rate: list[float] | None) -> list[Any]:
+    from freight.bench.load import Level
+
+    if concurrency and rate:
+        raise ConfigError("--concurrency and --rate are two kinds of load: give one of the two")
+    if rate:
+        if min(rate) <= 0:
+            raise ConfigError(f"--rate {min(rate):g}: give requests a second, above 0")
+        return [Level(rate=one) for one in dict.fromkeys(rate)]
+    return [Level(concurrency=one) for one in dict.fromkeys(concurrency or [1])]
+
+
+def _amount(num_requests: int | None, duration: float | None) -> Any:
+    from freight.bench.load import Amount
+
+    if duration is not None and duration <= 0:
+        raise ConfigError(f"--duration {duration:g}: give a number of seconds above 0")
+    return Amount(num_requests or (None if duration else 64), duration)
+
+
+def _check_picture(path: Path | None) -> None:
+    if path is None:
+        return
+    if path.suffix != ".svg":
+        raise ConfigError(f"--picture {path}: the picture is SVG, so name it {path.with_suffix('.svg')}")
+    if path.exists() or not path.parent.is_dir():
+        raise ConfigError(f"--picture {path}: name a new file in a folder that exists")
+
+
+def _draw(path: Path, found: dict[str, Any], runs: Any) -> None:
+    from freight.bench.serving_picture import serving_picture
+
+    row = found["rows"][0]
+    prompts = f"prompts of {found['prompt_tokens_wanted']} tokens" if "/" not in found["prompts"] else found["prompts"]
+    title = f"{row['model']}: {prompts}, {found['output_tokens_wanted']} generated"
+    try:
+        path.write_text(serving_picture(title, runs), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--picture {path} cannot be written: {error.strerror}") from None
+
+
+def _print(found: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(found))
+        return
+    from rich.console import Console
+
+    tables = [_rows(found), *([_ratios(found)] if found["ratios"] else [])]
+    console = Console()
+    unlimited = Console(width=10_000)  # no figure is shortened
+    console.width = max(console.width, *(unlimited.measure(table).maximum for table in tables))
+    console.print(tables[0])
+    for note in _notes(found):
+        typer.echo(note)
+    for table in tables[1:]:
+        console.print(table)
+
+
+def _rows(found: dict[str, Any]) -> Any:
+    from rich.box import MARKDOWN
+    from rich.table import Column, Table
+
+    names = ["load", "first token ms", "p99", "between ms", "p99", "whole s", "p99", "tokens/s", "requests/s", "errors"]
+    several = len({row["url"] for row in found["rows"]}) > 1
+    columns = [Column(name, justify="right", no_wrap=True) for name in names]
+    table = Table(*([Column("server", no_wrap=True)] if several else []), *columns, box=MARKDOWN)
+    for row in found["rows"]:
+        cells = [f"{row['concurrency']} at a time" if row["concurrency"] else f"{row['rate']:g}/s"]
+        for figure, unit in (("ttft_ms", 1.0), ("itl_ms", 1.0), ("e2e_ms", 1e3)):
+            cells += [_text(row[figure][name], unit) for name in ("median", "p99")]
+        cells += [f"{row['output_tokens_per_second']:,.1f}", f"{row['requests_per_second']:,.2f}"]
+        cells.append(f"{sum(row['errors'].values())} of {row['requests']}" if row["errors"] else "0")
+        table.add_row(*([row["url"]] if several else []), *cells)
+    return table
+
+
+def _text(value: float | None, unit: float) -> str:
+    return "" if value is None else f"{value / unit:,.2f}"
+
+
+def _notes(found: dict[str, Any]) -> list[str]:
+    """What a reader must know of the figures: what a server does not take, what failed and how."""
+    notes = []
+    for row in found["rows"]:
+        where = f"{row['url']}, {row['concurrency'] or row['rate']}"
+        if row["itl_unit"] == "event":
+            notes.append(f"{where}: does not say the tokens of each event, so 'between' is between events")
+        if not row["ignore_eos"]:
+            notes.append(f"{where}: does not take ignore_eos")
+        if row["short_answers"]:
+            notes.append(f"{where}: {row['short_answers']} answers are shorter than was asked for")
+        for kind, count in row["errors"].items():
+            notes.append(f"{where}: {count} x {kind}: {row['error_messages'][kind]}")
+        late = row["late_ms"]["p99"]
+        if row["rate"] and late and late > 10:
+            notes.append(f"{where}: the load itself was late by {late:.0f} ms (p99): its times include that")
+    return notes
+
+
+def _ratios(found: dict[str, Any]) -> Any:
+    from rich.box import MARKDOWN
+    from rich.table import Column, Table
+
+    table = Table("figure", "load", Column("ratio", justify="right"), "interval", "better", box=MARKDOWN)
+    table.title = f"{found['rows'][0]['url']} over the others: medians of the ratios of {found['rounds']} rounds"
+    table.title_justify = "left"
+    for row in found["ratios"]:
+        within = f"{row['low']:.3f} to {row['high']:.3f} ({row['coverage']:.1%})"
+        better = "above 1" if row["more_is_better"] else "below 1"
+        figure = f"{row['figure']} over {row['to']}"
+        table.add_row(figure, row["level"], f"{row['ratio']:.3f}", within, better)
+    return table

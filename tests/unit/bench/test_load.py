@@ -1,0 +1,191 @@
+"""Load on a stand-in server: what is sent, how much at once, when, and how each kind of failure is counted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from itertools import islice, pairwise
+from pathlib import Path
+
+import pytest
+from tests.unit.bench.stand_in_server import StandIn, running
+
+from freight.bench.answers import Answer
+from freight.bench.http_stream import Address
+from freight.bench.load import Amount, Level, Target, run_level
+from freight.bench.prompts import Ask, Ids, Lengths, Listed, Text, read_prompts
+from freight.bench.serving import ServingArgs, measure_serving
+from freight.errors import ConfigError, FreightError
+
+PROMPTS = Listed([Ask("hello", 4)])
+
+
+def load(server: StandIn, level: Level, amount: Amount, target: Target | None = None) -> list[Answer]:
+    target = replace(target or Target(Address.parse(server.url), "stand-in"), address=Address.parse(server.url))
+    return asyncio.run(run_level(target, PROMPTS, level, amount, seed=1))
+
+
+def test_so_many_at_a_time_over_as_many_connections():
+    server = StandIn(gap=0.005)
+    with running(server):
+        answers = load(server, Level(concurrency=3), Amount(requests=12))
+    assert len(answers) == 12
+    assert {answer.error for answer in answers} == {""}
+    assert {answer.num_tokens for answer in answers} == {4}
+    assert server.most_at_once == 3
+    assert server.num_connections == 3, "connections are used again"
+
+
+def test_the_gaps_of_the_server_are_the_gaps_that_are_found():
+    server = StandIn(gap=0.03, per_event=2)
+    with running(server):
+        (answer,) = load(server, Level(concurrency=1), Amount(requests=1))
+    assert answer.counts == (2, 2)
+    assert 0.029 < answer.times[0] - answer.start < 0.5
+    assert 0.029 < answer.times[1] - answer.times[0] < 0.5
+
+
+def test_a_rate_is_kept_whether_answers_come_or_not():
+    server = StandIn(gap=0.05)
+    with running(server):
+        answers = load(server, Level(rate=200.0), Amount(requests=40))
+    starts = sorted(answer.start for answer in answers)
+    assert 0.05 < starts[-1] - starts[0] < 0.6, "40 requests at 200 a second"
+    assert server.most_at_once > 10
+    gaps = [b - a for a, b in pairwise(starts)]
+    assert max(gaps) > 3 * min(gaps), "arrivals are random, not regular"
+    assert all(answer.sent >= answer.start for answer in answers)
+
+
+def test_a_duration_ends_a_run():
+    server = StandIn(gap=0.01)
+    with running(server):
+        answers = load(server, Level(concurrency=2), Amount(seconds=0.2))
+    assert 2 < len(answers) < 40
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [
+        *(("no_done", "no_done"), ("error_event", "error_event"), ("malformed", "malformed"), ("closed", "closed")),
+        *(("bad_chunk", "malformed"), ("empty", "empty"), ("no_usage", "no_usage"), ("hang", "timeout")),
+    ],
+)
+def test_each_failure_has_its_kind(fault: str, kind: str):
+    server = StandIn(fault=fault)
+    target = Target(Address.parse("http://x"), "stand-in", timeout=0.3)
+    with running(server):
+        answers = load(server, Level(concurrency=2), Amount(requests=4), target)
+    assert [answer.error for answer in answers] == [kind] * 4
+    assert all(answer.message for answer in answers)
+
+
+def test_a_status_is_a_kind():
+    server = StandIn(status=429)
+    with running(server):
+        answers = load(server, Level(concurrency=1), Amount(requests=2))
+    assert [(answer.error, answer.message) for answer in answers] == [("http_429", "status 429: not now")] * 2
+
+
+def test_an_idle_connection_that_the_server_closed_is_no_error():
+    server = StandIn(hangs_up=True)
+    with running(server):
+        answers = load(server, Level(concurrency=1), Amount(requests=5))
+    assert [answer.error for answer in answers] == [""] * 5
+    assert server.num_connections == 5
+
+
+def arguments(*servers: StandIn, **given: object) -> ServingArgs:
+    targets = [Target(Address.parse(server.url), "") for server in servers]
+    args = ServingArgs(targets, amount=Amount(requests=4), warmup=1, output=Lengths(4, 4))
+    return replace(args, **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("refuses", "ignore_eos", "continuous", "unit"),
+    [
+        ((), True, True, "token"),
+        (("continuous_usage_stats",), True, False, "event"),
+        (("ignore_eos",), False, True, "token"),
+        (("ignore_eos", "continuous_usage_stats"), False, False, "event"),
+    ],
+)
+def test_what_a_server_does_not_take_is_left_out_and_said(refuses, ignore_eos, continuous, unit):
+    server = StandIn(refuses=refuses)
+    with running(server):
+        _, found = measure_serving(arguments(server))
+    (row,) = found["rows"]
+    assert (row["ignore_eos"], row["usage_in_every_event"], row["itl_unit"]) == (ignore_eos, continuous, unit)
+    assert (row["model"], row["requests"], row["errors"], row["output_tokens"]) == ("stand-in", 4, {}, 16)
+    assert server.bodies[-1].get("ignore_eos", False) is ignore_eos
+
+
+def test_two_servers_take_turns_with_the_same_requests():
+    servers = StandIn(), StandIn(gap=0.01)
+    with running(*servers):
+        runs, found = measure_serving(arguments(*servers, rounds=2, prompt=Lengths(4, 40)))
+    order = [(servers[0].url, 0), (servers[1].url, 0), (servers[1].url, 1), (servers[0].url, 1)]
+    assert [(run.url, run.round) for run in runs] == order
+    assert [body["prompt"] for body in servers[0].bodies] == [body["prompt"] for body in servers[1].bodies]
+    assert {row["figure"] for row in found["ratios"]} >= {"ttft_ms_median", "output_tokens_per_second"}
+    assert next(r["ratio"] for r in found["ratios"] if r["figure"] == "e2e_ms_median") < 0.9
+
+
+def test_ids_have_the_lengths_asked_for_and_share_a_prefix():
+    server = StandIn(vocab_size=50)
+    with running(server):
+        _, found = measure_serving(arguments(server, prompt_kind="ids", prompt=Lengths(5, 9), shared_prefix=6))
+    prompts = [body["prompt"] for body in server.bodies[2:]]  # after the question and the one to warm up
+    assert len({tuple(prompt[:6]) for prompt in prompts}) == 1
+    assert len({tuple(prompt[6:]) for prompt in prompts}) == 4
+    assert all(11 <= len(prompt) <= 15 and max(prompt) < 50 for prompt in prompts)
+    assert found["rows"][0]["prompt_tokens"] == sum(map(len, prompts))
+
+
+def test_text_has_about_the_tokens_asked_for():
+    server = StandIn()
+    with running(server):
+        _, found = measure_serving(arguments(server, prompt=Lengths(100, 100)))
+    assert found["rows"][0]["prompt_tokens"] == pytest.approx(400, rel=0.05)
+
+
+def test_the_same_seed_draws_the_same_requests():
+    for prompts in (Text("abc" * 50, 3.0, Lengths(1, 30), Lengths(1, 9), 2), Ids(9, Lengths(1, 30), Lengths(1, 9), 2)):
+        first, again, other = (list(islice(prompts.asks(seed), 5)) for seed in (1, 1, 2))
+        assert first == again != other
+
+
+@pytest.mark.parametrize(
+    ("server", "given", "says"),
+    [
+        (StandIn(key="k"), {}, "--api-key or FREIGHT_API_KEY"),
+        (StandIn(status=404), {}, "see --endpoint and --model"),
+        (StandIn(status=500), {}, "status 500: not now"),
+        (StandIn(fault="no_usage"), {}, "include_usage"),
+        (StandIn(), {"prompt_kind": "ids"}, "--vocab-size"),
+    ],
+    ids=["key", "status", "broken", "usage", "vocabulary"],
+)
+def test_a_server_that_cannot_be_measured_is_one_line(server: StandIn, given: dict[str, object], says: str):
+    with running(server), pytest.raises(FreightError, match=says):
+        measure_serving(arguments(server, **given))
+
+
+def test_prompts_of_a_file(tmp_path: Path):
+    path = tmp_path / "prompts.jsonl"
+    lines = [{"prompt": "a", "max_tokens": 3}, {"prompt": [1, 2]}, {"messages": [{"role": "user", "content": "x"}]}]
+    path.write_text("\n\n".join(map(json.dumps, lines)))
+    asks = read_prompts(path, Lengths(5, 5), 0)
+    assert [ask.max_tokens for ask in asks] == [3, 5, 5]
+    assert [ask.is_messages for ask in asks] == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    "line", ["{", '{"text": "x"}', '{"prompt": ""}', '{"prompt": "x", "max_tokens": "3"}', "[]", ""]
+)
+def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, line: str):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(line and '{"prompt": "x"}\n' + line)
+    with pytest.raises(ConfigError, match=r"line 2: write" if line else "has no prompt"):
+        read_prompts(path, Lengths(5, 5), 0)

@@ -1,0 +1,91 @@
+"""`freight bench serving`: what is refused before a server is asked, and what people and programs read."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from tests.unit.bench.stand_in_server import StandIn, running
+from typer.main import get_command
+
+from freight.cli.main import app
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--url", "127.0.0.1:8000"], "'127.0.0.1:8000' is not the address of a server"),
+        (["--endpoint", "responses"], "--endpoint 'responses' is unknown: choose chat or completions"),
+        (["--concurrency", "2", "--rate", "1"], "give one of the two"),
+        (["--rate", "0"], "--rate 0: give requests a second"),
+        (["--duration", "-1"], "--duration -1"),
+        (["--timeout", "0"], "--timeout 0"),
+        (["--prompt-tokens", "0"], "--prompt-tokens '0': write a number of tokens"),
+        (["--output-tokens", "9:3"], "--output-tokens '9:3'"),
+        (["--prompt", "words"], "choose text or ids"),
+        (["--prompt", "ids", "--endpoint", "chat"], "a chat is text"),
+        (["--prompts", "nothing.jsonl", "--shared-prefix", "3"], "leave --shared-prefix out"),
+        (["--url", "http://127.0.0.1:1", "--url", "http://127.0.0.1:1"], "given twice"),
+        (["--picture", "load.png"], "name it load.svg"),
+        (["--picture", "no/folder/load.svg"], "name a new file in a folder that exists"),
+    ],
+)
+def test_refused(freight, arguments, said):
+    answer = freight("bench", "serving", *arguments)
+    assert (answer.code, answer.out) == (2, "")
+    assert said in answer.err
+
+
+def test_nobody_listens(freight):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        answer = freight("bench", "serving", "--url", url)
+    assert (answer.code, answer.out) == (1, "")
+    assert f"error: {url} cannot be reached: " in answer.err
+    assert answer.err.rstrip().endswith("start a server there, or name another with --url")
+    assert len(answer.err.splitlines()) == 1
+
+
+def test_a_row_for_each_load_one_object_and_a_picture(freight, tmp_path: Path):
+    server, picture = StandIn(key="secret"), tmp_path / "load.svg"
+    loads = ["--concurrency", "1", "--concurrency", "3", "--num-requests", "5", "--output-tokens", "2:4"]
+    with running(server):
+        asked = ["bench", "serving", "--url", server.url, *loads]
+        table = freight(*asked, FREIGHT_API_KEY="secret")
+        found = freight(*asked, "--json", "--picture", str(picture), "--api-key", "secret", "--endpoint", "chat")
+    assert (table.code, found.code) == (0, 0), table.err + found.err
+    assert re.findall(r"\d+ at a time", table.out) == ["1 at a time", "3 at a time"]
+    rows = json.loads(found.out)["rows"]
+    assert [(row["concurrency"], row["requests"], row["errors"]) for row in rows] == [(1, 5, {}), (3, 5, {})]
+    assert all(10 <= row["output_tokens"] <= 20 for row in rows)
+    assert {name for name in rows[0] if name.endswith("_ms")} == {"ttft_ms", "itl_ms", "tpot_ms", "e2e_ms", "late_ms"}
+    assert set(rows[0]["ttft_ms"]) == {"median", "p90", "p99"}
+    assert all("messages" in body for body in server.bodies[-10:])
+    ElementTree.fromstring(picture.read_text())
+
+
+def test_errors_and_what_a_server_does_not_take_are_said(freight):
+    servers = StandIn(refuses=("ignore_eos", "continuous_usage_stats")), StandIn()
+    with running(*servers):
+        urls = [word for server in servers for word in ("--url", server.url)]
+        answer = freight("bench", "serving", *urls, "--num-requests", "2", "--rounds", "2", "--output-tokens", "3")
+    assert answer.code == 0, answer.err
+    assert f"{servers[0].url}, 1: does not take ignore_eos" in answer.out
+    assert f"{servers[0].url}, 1: does not say the tokens of each event" in answer.out
+    assert f"{servers[1].url}, 1: does not" not in answer.out
+    assert "ttft_ms_median" in answer.out
+    assert "(50.0%)" in answer.out, "two rounds cover one half"
+
+
+def test_every_option_has_its_sentence_in_the_documentation():
+    documented = (Path(__file__).parents[3] / "docs" / "cli.md").read_text()
+    section = documented.split("## `freight bench serving`")[1].split("\n## ")[0]
+    command = get_command(app).commands["bench"].commands["serving"]  # type: ignore[attr-defined]
+    spellings = [spelling for option in command.params for spelling in option.opts]
+    assert len(spellings) > 15
+    assert [one for one in spellings if f"`{one}`" not in section and f"`{one} " not in section] == []
