@@ -25,7 +25,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, models
+from tokenizers import AddedToken, Encoding, models
 from tokenizers import Tokenizer as Backend
 
 from freight.errors import CheckpointError, ConfigError, RequestError
@@ -113,11 +113,7 @@ class Tokenizer:
 
         Raises RequestError for text that is not Unicode (a lone surrogate) or that the vocabulary has no tokens for.
         """
-        check_unicode(text)
-        try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        except Exception as error:  # the library raises nothing more special
-            raise RequestError(f"the tokenizer has no tokens for {text!r:.60}: {error}") from error
+        return self._encode(text, add_special_tokens).ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`. Ids that the tokenizer does not have (padding of the model's vocabulary) are empty.
@@ -146,17 +142,20 @@ class Tokenizer:
         """What single tokens add to a text, or None when that depends on the tokens around them."""
         return self._pieces[skip_special_tokens] if self._pieces else None
 
-    def encode_with_offsets(self, text: str) -> list[tuple[int, int, int]]:
+    def encode_with_offsets(self, text: str, add_special_tokens: bool = True) -> list[tuple[int, int, int]]:
         """As `encode`, each token with the first character of `text` that it stands for and the one after the last.
 
         Both are 0 for a token that stands for none (BOS).
         """
+        found = self._encode(text, add_special_tokens)
+        return [(token, begin, end) for token, (begin, end) in zip(found.ids, found.offsets, strict=True)]
+
+    def _encode(self, text: str, add_special_tokens: bool) -> Encoding:
         check_unicode(text)
         try:
-            found = self._backend.encode(text)
+            return self._backend.encode(text, add_special_tokens=add_special_tokens)
         except Exception as error:  # the library raises nothing more special
             raise RequestError(f"the tokenizer has no tokens for {text!r:.60}: {error}") from error
-        return [(token, begin, end) for token, (begin, end) in zip(found.ids, found.offsets, strict=True)]
 
     @property
     def special_tokens(self) -> Mapping[str, str]:
