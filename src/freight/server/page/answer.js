@@ -1,9 +1,11 @@
-// One exchange: what the user gave and the answer while it grows. Text is collected and drawn once per frame.
+// One exchange: what the user gave and the answer while it grows. Text is collected and drawn once per frame, or less often
+// where drawing takes long: a paragraph of thousands of words leaves most of the time to the user's own input.
 
 import { copyButton, count, duration, el, rate } from "./dom.js";
 import { Markdown } from "./markdown.js";
 
 const ENDS = { length: "token limit reached", stop: "complete", tool_calls: "tool call" };
+const QUICK = 8; // ms that a drawing may take to be followed by one in the next frame
 const STATS_EVERY = 250; // ms: figures that change with every frame cannot be read
 
 export class Exchange {
@@ -12,7 +14,8 @@ export class Exchange {
   failed = false;
   #pending = ""; // of text, reasoning: what is not drawn yet
   #pendingReasoning = "";
-  #frame = 0;
+  #scheduled = false;
+  #cost = 0; // ms that the last drawing took, layout included
   #calls = []; // of tools: {name, arguments, code}
   #usage = null;
   #sent = 0;
@@ -112,18 +115,22 @@ export class Exchange {
   #arrived() {
     this.#last = performance.now();
     this.#first ||= this.#last;
-    this.#frame ||= requestAnimationFrame(() => this.#draw());
+    if (this.#scheduled) return;
+    this.#scheduled = true;
+    const draw = () => this.#scheduled && this.#draw();
+    setTimeout(() => requestAnimationFrame(draw), this.#cost > QUICK ? 4 * this.#cost : 0);
   }
 
   #draw() {
-    cancelAnimationFrame(this.#frame); // a hidden tab has no frames: the end draws what is left
-    this.#frame = 0;
+    const begin = performance.now();
+    this.#scheduled = false; // a hidden tab has no frames: the end draws what is left
     if (this.#pendingReasoning) this.#drawReasoning();
     if (this.#pending) this.view.append(this.#pending);
     this.#pending = this.#pendingReasoning = "";
     for (const call of this.#calls) if (call) call.code.textContent = call.arguments;
-    if (performance.now() - this.#statsAt > STATS_EVERY) this.#showStats();
+    if (begin - this.#statsAt > STATS_EVERY) this.#showStats();
     this.#drawn();
+    this.#cost = performance.now() - begin;
   }
 
   #drawReasoning() {
@@ -144,7 +151,8 @@ export class Exchange {
   }
 
   #end() {
-    this.view.end(this.#draw());
+    this.#draw();
+    this.view.end();
     for (const call of this.#calls) if (call) call.code.textContent = pretty(call.arguments);
     if (this.thoughts) this.thoughts.title.textContent = "Reasoning";
     this.answer.ariaBusy = "false";

@@ -70,6 +70,7 @@ class Fake:
     play: Callable[[Send], None] = field(default_factory=lambda: answer("Hello"))
     state: dict[str, Any] = field(default_factory=lambda: dict(STATE))
     key: str | None = None
+    refusal: tuple[int, str] | None = None  # the status and message of every answer
     health: int = 200
     chat: bool = True
     streams: bool = True  # whether /state/stream exists
@@ -146,6 +147,10 @@ class Handler(BaseHTTPRequestHandler):
         if self.refused():
             return
         fake.bodies.append((self.path, body))
+        if fake.refusal:
+            status, message = fake.refusal
+            self.reply_json(status, {"error": {"message": message}})
+            return
         try:
             fake.play(self.stream())
         except OSError:

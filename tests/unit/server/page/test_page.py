@@ -55,11 +55,15 @@ def test_a_message_is_sent_by_keyboard_alone_and_answered(server: Server, page: 
         r"3 tokens([\d.,]+ tok/s)?first token [\d.,]+ m?s8 of 12 prompt tokens cachedcomplete", page.text(".stats")
     )
     assert page.text("#announcer") == "Answer complete, 3 tokens"
+    page.run("document.querySelector('[name=system]').focus()")
+    page.press("Be brief.")
+    page.run("document.querySelector('#prompt').focus()")
     send(page, "And now?")
     wait_for(lambda: len(server.fake.bodies) == 2)
     path, body = server.fake.bodies[1]
     assert path == "/v1/chat/completions"
     assert [(message["role"], message["content"]) for message in body["messages"]] == [
+        ("system", "Be brief."),
         ("user", "How are\nyou?"),
         ("assistant", "Fine, **thank** you."),
         ("user", "And now?"),
@@ -110,6 +114,32 @@ def test_a_stream_that_fails_says_why(server: Server, page: Browser, last: str, 
     wait_for(lambda: says in page.text(".failure"))
     assert page.text(".body") == "Half an ans"
     assert page.shown("#send")
+
+
+@in_browser
+def test_a_request_that_is_refused_says_why_and_is_no_part_of_the_next(server: Server, page: Browser) -> None:
+    server.fake.refusal = (400, "temperature is -1; it must be at least 0.")
+    send(page, "First")
+    wait_for(lambda: page.text(".failure") == "Error temperature is -1; it must be at least 0.")
+    server.fake.refusal = None
+    send(page, "Second")
+    wait_for(lambda: page.text(".exchange:last-child .body") == "Hello")
+    assert [message["content"] for message in server.fake.bodies[1][1]["messages"]] == ["Second"]
+
+
+@in_browser
+def test_an_answer_and_its_code_can_be_copied(server: Server, page: Browser) -> None:
+    page.devtools("Browser.grantPermissions", permissions=["clipboardReadWrite", "clipboardSanitizedWrite"])
+    server.fake.play = answer("So: **x**\n```py\n", "x = 1\n\ny = 2\n```\n")
+    send(page, "Hi")
+    wait_for(lambda: finished(page))
+    for button, copied in (
+        (".actions .copy", "So: **x**\n```py\nx = 1\n\ny = 2\n```\n"),
+        (".code .copy", "x = 1\n\ny = 2"),
+    ):
+        page.click(button)
+        wait_for(lambda button=button: page.text(button) == "Copied")
+        assert page.run("return navigator.clipboard.readText()") == copied
 
 
 @in_browser
@@ -189,8 +219,11 @@ def test_markdown_does_not_depend_on_how_the_text_was_cut(page: Browser) -> None
 
 
 @in_browser
-def test_a_long_answer_is_drawn_quickly_and_moves_nothing_above_it(server: Server, page: Browser) -> None:
-    words = [("word " if i % 50 else "\n\n- **item** ") for i in range(10_000)]
+@pytest.mark.parametrize(("every", "mark", "found"), [(50, "\n\n- **item** ", "li"), (2, "**bold** ", "strong")])
+def test_a_long_answer_is_drawn_quickly_and_moves_nothing_above_it(
+    server: Server, page: Browser, every: int, mark: str, found: str
+) -> None:
+    words = [("word " if i % every else mark) for i in range(10_000)]
     server.fake.play = answer("First.\n\n", *words)
     page.run(
         """window.shift = 0; window.longest = 0;
@@ -201,7 +234,8 @@ def test_a_long_answer_is_drawn_quickly_and_moves_nothing_above_it(server: Serve
     )
     send(page, "A long one")
     wait_for(lambda: finished(page), seconds=15)
-    assert page.run("return document.querySelectorAll('.body li').length") == 200
+    assert page.run(f"return document.querySelectorAll('.body {found}').length") == 10_000 / every
+    print(page.run("return [window.shift, window.longest]"))
     assert page.run("return window.shift") < 0.1
     assert page.run("return window.longest") < 1000
     log = "const log = document.querySelector('#log');"

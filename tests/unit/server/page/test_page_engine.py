@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from tests.unit.server.page.browser import Browser, finished, in_browser, send, wait_for
 from tests.unit.server.page.fake_server import STATE, Server, answer
@@ -27,6 +29,19 @@ def test_a_key_is_asked_for_once_and_stays_in_the_tab(server: Server, page: Brow
     page.open(server.url)
     wait_for(lambda: page.text("#status") == "Ready")
     assert page.run("return [sessionStorage.length, localStorage.length, document.cookie]") == [1, 0, ""]
+
+
+@in_browser
+def test_the_mode_is_chosen_by_keyboard(server: Server, page: Browser) -> None:
+    assert page.shown(".for-chat")
+    page.run("document.querySelector('#mode :checked').focus()")
+    page.press("Right")
+    assert not page.shown(".for-chat"), "a completion has no system message"
+    page.run("document.querySelector('#prompt').focus()")
+    send(page, "Once")
+    wait_for(lambda: server.fake.bodies)
+    path, body = server.fake.bodies[0]
+    assert (path, body["prompt"], body["max_tokens"]) == ("/v1/completions", "Once", 256)
 
 
 @in_browser
@@ -65,11 +80,11 @@ def test_the_live_view_follows_the_engine(server: Server, page: Browser, streams
     assert "16 bits it would be 32,768 (2.0×)" in page.text("#cache-note")
     assert page.text("#uptime").endswith("up 2 h 14 min")
     assert not page.shown("#saturation")
-    server.fake.state = {**STATE, "running": 9, "saturated_values": 1204, "prefix_hit_rate": None}
+    server.fake.state = {**STATE, "running": 9, "saturated_values": 1204, "nan_values": 1, "prefix_hit_rate": None}
     server.fake.changed.set()
     wait_for(lambda: page.text("[data-live=running]") == "9")
     assert page.text("[data-live=hits]") == "–"
-    assert "1,204 values" in page.text("#saturation")
+    assert re.search(r"1,204 values .* 1 NaN", page.text("#saturation"))
     assert page.shown("#saturation")
     wait_for(lambda: "L" in page.run("return document.querySelector('#spark-cache .line').getAttribute('d')"))
 
