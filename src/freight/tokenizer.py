@@ -12,7 +12,7 @@ other ids. What else counts, by this rule:
   added.
 
 A folder without tokenizer.json is converted by transformers, and a line at start says so. This is the only module that
-imports transformers, and only then or for the first conversation: the import takes a second.
+imports transformers, and only then, for the first conversation or to read answers: the import takes a second.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ _FILES = (  # one of these is in every folder with a tokenizer
     "sentencepiece.bpe.model",
 )
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+# The tokenizer, its special tokens by name, its chat template and its response template.
+_Parts = tuple[Backend, dict[str, str], str | dict[str, str] | None, Mapping[str, Any] | None]
 _NO_TOKEN = 2**32  # the library's ids are 32 bits
 _OURS = (
     "tokenize",
@@ -68,22 +70,26 @@ class Tokenizer:
         backend: Backend,
         special_tokens: Mapping[str, str] | None = None,
         chat_template: str | dict[str, str] | None = None,
+        response_template: Mapping[str, Any] | None = None,
     ) -> None:
         """`Tokenizer.load` makes one from a folder.
 
         special_tokens: by their names in tokenizer_config.json, "bos_token" -> "<s>". chat_template: Jinja, or several
-        templates by name.
+        templates by name. response_template: how an answer is divided into content, reasoning and tool calls, in
+        transformers' format; not checked here.
         """
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         self._special_tokens = dict(special_tokens or {})
         self._chat_template = chat_template
+        self.response_template = response_template
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.bos_token_id = self._id_of("bos_token")
         self.eos_token_id = self._id_of("eos_token")
         added = backend.get_added_tokens_decoder().items()
         self.special_token_ids: frozenset[int] = frozenset(token for token, value in added if value.special)
+        self.special_tokens = frozenset(value.content for _, value in added if value.special)
         decoder = read_decoder(backend.decoder)
         # What single tokens add to a text, without and with special tokens. Both are caches.
         self._pieces = decoder and (
@@ -172,6 +178,12 @@ class Tokenizer:
         named = self._chat_template
         return named.get("default") if isinstance(named, dict) else named or None
 
+    @property
+    def chat_template_source(self) -> str:
+        """The Jinja text of the chat template, all of them where there are several; "" without one."""
+        template = self._chat_template or ""
+        return template if isinstance(template, str) else "\n".join(template.values())
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -238,6 +250,31 @@ class Tokenizer:
         return None if token is None else self._backend.token_to_id(token)
 
 
+def load_response_template(template: Mapping[str, Any]) -> Any:
+    """`template` as transformers' ResponseTemplate. Raises ValueError for one that transformers cannot read."""
+    from transformers.utils.chat_parsing.response_templates import load_response_template as load
+
+    return load(dict(template))
+
+
+def response_parser(template: Any, prefix: str) -> Any:
+    """transformers' ResponseParser for one answer; `template` from `load_response_template`.
+
+    prefix: the end of the prompt that already belongs to the answer. Its `feed` and `finalize` raise ValueError for
+    what the content parsers of `template` cannot read.
+    """
+    from transformers.utils.chat_parsing import ResponseParser
+
+    return ResponseParser(template, prefix=prefix)
+
+
+def parse_response(text: str, template: Any, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """`text` as a message by `template`, arguments converted to the types of `tools`. Raises as `response_parser`."""
+    from transformers.utils.chat_parsing import parse_response as parse
+
+    return parse(text, template, prefix="", tools=[dict(tool) for tool in tools])
+
+
 def require_chat_template(tokenizer: Tokenizer | None) -> Tokenizer:
     """`tokenizer`; raises ConfigError unless one can converse with its model."""
     if tokenizer is None:
@@ -252,8 +289,8 @@ def require_chat_template(tokenizer: Tokenizer | None) -> Tokenizer:
     return tokenizer
 
 
-def _read(path: Path) -> tuple[Backend, dict[str, str], str | dict[str, str] | None]:
-    """The tokenizer of tokenizer.json, its special tokens by name and its chat template."""
+def _read(path: Path) -> _Parts:
+    """The tokenizer of tokenizer.json, and what the files beside it say."""
     file = path / "tokenizer.json"
     try:
         backend = Backend.from_file(str(file))
@@ -276,7 +313,7 @@ def _read(path: Path) -> tuple[Backend, dict[str, str], str | dict[str, str] | N
             known.add(token.content)
             backend.add_tokens([token])
     _compare_bos(backend, config, special_tokens, path)
-    return backend, special_tokens, template
+    return backend, special_tokens, template, _response_template(config)
 
 
 def _named_tokens(
@@ -356,6 +393,12 @@ def _chat_template(path: Path, config: Mapping[str, Any]) -> str | dict[str, str
     return found
 
 
+def _response_template(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """What is not an object is left to whom it concerns: a tokenizer is usable without it."""
+    template = config.get("response_template")
+    return template if isinstance(template, dict) else None
+
+
 def _read_json(file: Path) -> dict[str, Any]:
     """The object in `file`; empty where there is no file."""
     if not os.path.lexists(file):
@@ -369,13 +412,14 @@ def _read_json(file: Path) -> dict[str, Any]:
     return value
 
 
-def _convert(path: Path) -> tuple[Backend, dict[str, str], str | dict[str, str] | None]:
+def _convert(path: Path) -> _Parts:
     """As `_read`, of a folder whose tokenizer is in an older form."""
     logger.info("%s has no tokenizer.json: its tokenizer is converted by transformers", path)
     from transformers import AutoTokenizer
 
     try:
         converted = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        return converted.backend_tokenizer, converted.special_tokens_map, converted.chat_template
+        template = getattr(converted, "response_template", None)
+        return converted.backend_tokenizer, converted.special_tokens_map, converted.chat_template, template
     except Exception as error:  # of many kinds: the parsers' own, and bare Exception
         raise CheckpointError(f"the tokenizer in {path} cannot be read: {error}") from error

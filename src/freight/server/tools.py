@@ -1,0 +1,180 @@
+"""Content, reasoning and tool calls out of a model's text, and the grammar of an answer that must be a call.
+
+What a text means is said by a response template: the checkpoint's own, else one of ours for the family that its chat
+template belongs to (`server/response_templates.py`). transformers' ResponseParser finds the regions of the text.
+Around it, `server/parsing.py` guarantees what clients need and that parser does not give: nothing raises, no text is
+lost, chunks of any size give the same pieces, and the cost is linear.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from freight.server.errors import ApiError
+from freight.server.parsing import Markup, markup_of
+from freight.server.pieces import MessageParser
+from freight.server.response_templates import CallForm, family_of, response_template
+from freight.tokenizer import Tokenizer
+
+logger = logging.getLogger("freight")
+
+# Arguments are forced in the form that models are trained on. Flexible white space could go on for ever.
+_JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+class MessageFormat:
+    """How the answers of one model are read, and how calls are forced.
+
+    reads_calls, reads_reasoning   what the response template has fields for
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, markup: Markup, form: CallForm | None, reasoning: tuple[str, str] | None
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._markup = markup
+        self._form = form
+        self._reasoning = reasoning
+        self.reads_calls = markup.with_calls is not None
+        self.reads_reasoning = markup.reasoning is not None
+
+    def parser(self, prompt_text: str | None, tools: Sequence[Mapping[str, Any]]) -> MessageParser:
+        """Reads one answer. A `ParserOf`: without tools, markup of calls is content."""
+        return self._markup.parser(prompt_text, tools)
+
+    def ends_in_reasoning(self, prompt_text: str) -> bool:
+        """Whether an answer to this prompt begins within reasoning, because the prompt has the opening tag."""
+        return self._markup.begins_in_reasoning(prompt_text)
+
+    def forced_call(
+        self,
+        tools: Sequence[Mapping[str, Any]],
+        names: Sequence[str],
+        parallel: bool,
+        *,
+        in_reasoning: bool = False,
+    ) -> Mapping[str, object]:
+        """Keyword arguments of StructuredOutputs: an answer that is one call of one of `names`, or several.
+
+        tools         as OpenAI's API has them; arguments fit `parameters`
+        parallel      whether there may be more than one call
+        in_reasoning  what `ends_in_reasoning` says of the prompt; the answer then begins with the rest of the reasoning
+
+        Raises ApiError 400 where the form of this model's calls is not known, or a name is none of `tools`.
+        """
+        if self._form is None:
+            raise ApiError(
+                400,
+                "tool_choice can only be 'auto' or 'none': the form of this model's tool calls is not known, so that "
+                "a call cannot be forced",
+                param="tool_choice",
+            )
+        functions = {function.get("name"): function for function in map(_function, tools)}
+        for name in names:
+            if name not in functions:
+                raise ApiError(400, f"tool_choice names {name!r:.80}, which is not in tools", param="tool_choice")
+        if not names:
+            raise ApiError(400, "tool_choice forces a call, and tools is empty", param="tool_choice")
+        chosen = [functions[name] for name in dict.fromkeys(names)]
+        return {"grammar": self._grammar(self._form, chosen, parallel, in_reasoning)}
+
+    def _grammar(
+        self, form: CallForm, functions: Sequence[Mapping[str, Any]], parallel: bool, in_reasoning: bool
+    ) -> str:
+        """Lark in llguidance's dialect."""
+        more = form.most_calls - 1 if parallel else 0
+        body = [self._literal(form.opening), "call"]
+        if more:
+            body.append(f"({self._literal(form.between)} call){{0,{more}}}")
+        body.append(self._literal(form.closing))
+        rules = [" ".join(part for part in body if part)]
+        if self._reasoning is not None:
+            opening, closing = self._reasoning
+            rest, end = self._reasoning_rules(closing)
+            think = "think" if in_reasoning else f"({self._literal(opening)} think)?"
+            rules[0] = f"{think} {rules[0]}"
+            rules += [rest, end]
+        rules[0] = f"start: {rules[0]}"
+        rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(functions))))
+        for index, function in enumerate(functions):
+            name = json.dumps(function["name"], ensure_ascii=False) if form.quoted else str(function["name"])
+            before = self._literal(form.before_name + name + form.before_arguments)
+            after = self._literal(form.after_arguments)
+            rules.append(f"call_{index}: {before} arguments_{index} {after}".rstrip())
+            rules.append(f"arguments_{index}: %json {json.dumps(_arguments_schema(function))}")
+        return "\n".join(rule for rule in rules if rule)
+
+    def _reasoning_rules(self, closing: str) -> tuple[str, str]:
+        """`think`: the rest of the reasoning, its closing tag, and the blank line that models write there."""
+        blank = r"BLANK: /[ \n]{0,4}/"
+        token = self._token_of(closing)
+        if token is None:
+            think = f"think: thought BLANK\nthought[suffix={json.dumps(closing)}]: /(?s:.*)/"
+        else:  # no text has this token in it
+            think = f"think: THOUGHT <[{token}]> BLANK\nTHOUGHT: /(?s:.)*/"
+        return think, blank
+
+    def _literal(self, text: str) -> str:
+        """`text` as an expression of the grammar; "" for "". Markers that are one token may come as that token.
+
+        llguidance matches no string with a special token, and takes every added token like `<tool_call>` for one.
+        """
+        if self._form is not None:
+            markers = [*self._form.markers, *(self._reasoning or ())]
+            for marker in markers:
+                token = self._token_of(marker) if marker in text else None
+                if token is not None:
+                    before, after = text.split(marker, 1)
+                    either = f"(<[{token}]> | {json.dumps(marker)})"
+                    return " ".join(part for part in (self._literal(before), either, self._literal(after)) if part)
+        return json.dumps(text, ensure_ascii=False) if text else ""
+
+    def _token_of(self, marker: str) -> int | None:
+        ids = self._tokenizer.encode(marker, add_special_tokens=False)
+        return ids[0] if len(ids) == 1 else None
+
+
+def parser_for(tokenizer: Tokenizer) -> MessageFormat | None:
+    """How answers of the model with this tokenizer are read; None where no markup is known in them."""
+    form, reasoning = family_of(tokenizer.chat_template_source)
+    own = tokenizer.response_template
+    if own is not None:
+        try:
+            markup = markup_of(tokenizer, own)
+        except Exception as error:  # transformers raises ValueError, and less exact ones for wrong types
+            logger.warning("the checkpoint's response_template cannot be read, and is not used: %s", error)
+        else:
+            return MessageFormat(tokenizer, markup, form if _reads(markup, form) else None, reasoning)
+    if form is None and reasoning is None:
+        return None
+    return MessageFormat(tokenizer, markup_of(tokenizer, response_template(form, reasoning)), form, reasoning)
+
+
+def _reads(markup: Markup, form: CallForm | None) -> bool:
+    """Whether `markup` finds a call that is written in `form`."""
+    if form is None or markup.with_calls is None:
+        return False
+    name = '"f"' if form.quoted else "f"
+    call = form.before_name + name + form.before_arguments + '{"a": 1}' + form.after_arguments
+    parser = markup.parser("", [{"type": "function", "function": {"name": "f"}}])
+    pieces = parser.feed(form.opening + call + form.closing) + parser.finish(True)
+    return [(piece.name, piece.text) for piece in pieces] == [("f", '{"a": 1}')]
+
+
+def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = tool.get("function")
+    return function if isinstance(function, Mapping) else tool
+
+
+def _arguments_schema(function: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a function's arguments. Only the named properties are forced where others are not mentioned."""
+    schema = dict(function.get("parameters") or {})
+    schema.setdefault("type", "object")
+    if not any(word in schema for word in ("additionalProperties", "$ref", "allOf", "anyOf", "oneOf")):
+        schema.setdefault("properties", {})
+        schema["additionalProperties"] = False
+    schema["x-guidance"] = _JSON_FORM
+    return schema
