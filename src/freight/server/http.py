@@ -12,7 +12,9 @@ import asyncio
 import importlib.util
 import json
 import logging
-import resource
+import socket
+import sys
+from dataclasses import replace
 from typing import Any, cast
 
 import httptools
@@ -23,6 +25,11 @@ from uvicorn.server import ServerState
 from freight.server.errors import ApiError
 from freight.server.head import END_OF_HEAD, read_head, refuse_early
 from freight.server.http_limits import HttpLimits as HttpLimits
+
+try:
+    import resource
+except ImportError:  # not on Windows, which has no such limit either
+    resource = None  # type: ignore[assignment]
 
 _log = logging.getLogger(__name__)
 _OTHER_FILES = 64  # descriptors that the process needs besides connections
@@ -83,6 +90,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        _notice_silence(transport, self.limits)
         self._wait_for_a_request()
         if len(self.connections) <= self.limits.max_connections:
             return
@@ -317,15 +325,33 @@ class Connection(HttpToolsProtocol):
             self._write_timer = None
 
 
+def _notice_silence(transport: asyncio.Transport, limits: HttpLimits) -> None:
+    """Let the system find out that a client's machine is gone, which sends nothing: also while nothing is written."""
+    options = transport.get_extra_info("socket")
+    if options is None or options.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    options.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    seconds = max(round(limits.write_seconds), 1)
+    values = {"TCP_KEEPIDLE": seconds, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 1000 * seconds}
+    for name, value in values.items():
+        if hasattr(socket, name):
+            options.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _room_for_connections() -> int:
+    """How many connections the process may have open beside its other files."""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if resource else -1
+    return sys.maxsize if files < 0 else max(files - _OTHER_FILES, 1)  # -1: RLIM_INFINITY
+
+
 def server_config(app: Any, limits: HttpLimits, drain_seconds: int | None = None) -> uvicorn.Config:
     """How uvicorn runs `app`, for `uvicorn.Server(...).serve(sockets=[...])`.
 
-    No lifespan, no WebSocket, no trust in X-Forwarded-*, no `Server` header, logging untouched. `drain_seconds`: how
-    long answers may go on after the server was asked to end; None: until they are done.
+    No lifespan, no WebSocket, no trust in X-Forwarded-*, no `Server` header, logging untouched. No more connections
+    than the limit on open files of this process (RLIMIT_NOFILE) leaves room for. `drain_seconds`: how long answers may
+    go on after the server was asked to end; None: until they are done.
     """
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    room = limits.max_connections if files == resource.RLIM_INFINITY else max(files - _OTHER_FILES, 1)
-    given = HttpLimits(**{**vars(limits), "max_connections": min(limits.max_connections, room)})
+    given = replace(limits, max_connections=min(limits.max_connections, _room_for_connections()))
 
     class Limited(Connection):
         limits = given

@@ -25,6 +25,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 TGI_PATHS = frozenset({"/", "/generate", "/generate_stream", "/info"})
 OPEN_PATHS = frozenset({"/", "/health", "/ping"})  # for GET and HEAD: the page itself holds nothing that is secret
+FAILED = "the server failed on this request; its log has the cause under the request's id"
 
 _log = logging.getLogger(__name__)
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
@@ -95,7 +96,8 @@ class RequestIds:
 class Errors:
     """Turns what fails into an answer: ApiError as it says, anything else into a 500 that gives nothing away.
 
-    404 and 405 of a framework get the shape of this API too. An exception after the answer began ends the connection.
+    A framework's own 404, 405 and 500 get the shape of this API too. An exception after the answer began ends the
+    connection.
     """
 
     def __init__(self, app: App) -> None:
@@ -108,6 +110,7 @@ class Errors:
         shaped = _ShapedSend(scope, send)
         try:
             await self._app(scope, receive, shaped)
+            await shaped.finish()
         except DisconnectedError:
             return
         except Exception as raised:
@@ -119,11 +122,11 @@ class Errors:
     def _unexpected(scope: Scope) -> ApiError:
         request_id = scope.get("state", {}).get("request_id", "")
         _log.exception("request %s failed: %s %s", request_id, scope["method"], scope["path"][:200])
-        return ApiError(500, "the server failed on this request; its log has the cause under the id of the request")
+        return ApiError(500, FAILED)
 
 
 class _ShapedSend:
-    """`send`, which replaces a 404 or 405 that has not our shape."""
+    """`send`, which holds back a framework's own 404, 405 or 500 until it is clear whether it has our shape."""
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self._scope = scope
@@ -133,30 +136,42 @@ class _ShapedSend:
         self.started = False
 
     async def __call__(self, message: Message) -> None:
-        if message["type"] == "http.response.start" and message["status"] in (404, 405):
+        if message["type"] == "http.response.start" and message["status"] in (404, 405, 500):
             self._held = message
-            return
-        if self._held is None:
+        elif self._held is None or len(self._body) > _SHORT:
             self.started = True
             await self._send(message)
+        else:
+            self._body += message.get("body", b"")
+            if len(self._body) > _SHORT:
+                await self._pass(message.get("more_body", False))
+
+    async def finish(self) -> None:
+        """The app is done: send what was held back."""
+        if self._held is None or self.started:
             return
-        self._body += message.get("body", b"")
-        if message.get("more_body", False) and len(self._body) < _SHORT:
-            return
-        held, self._held, self.started = self._held, None, True
         if _has_error(self._body):
-            await self._send(held)
-            await self._send({**message, "body": self._body})
+            await self._pass(False)
             return
-        error = ApiError(404, "there is nothing at this path; docs/server.md lists what there is")
-        if held["status"] == 405:
-            allowed = b", ".join(value for name, value in held.get("headers", []) if name.lower() == b"allow").decode(
-                "latin-1"
-            )
-            way_out = f"; it takes {allowed}" if allowed else ""
-            error = ApiError(405, f"this path does not take {self._scope['method']}{way_out}")
-            error.headers |= {"Allow": allowed} if allowed else {}
-        await send_error(self._scope, self._send, error)
+        self.started = True
+        await send_error(self._scope, self._send, self._error(self._held))
+
+    async def _pass(self, more: bool) -> None:
+        assert self._held is not None
+        self.started = True
+        await self._send(self._held)
+        await self._send({"type": "http.response.body", "body": self._body, "more_body": more})
+
+    def _error(self, held: Message) -> ApiError:
+        if held["status"] == 500:
+            return ApiError(500, FAILED)
+        if held["status"] == 404:
+            return ApiError(404, "there is nothing at this path; docs/server.md lists what there is")
+        values = [value for name, value in held.get("headers", []) if name.lower() == b"allow"]
+        allowed = b", ".join(values).decode("latin-1")
+        way_out = f"; it takes {allowed}" if allowed else ""
+        headers = {"Allow": allowed} if allowed else {}
+        return ApiError(405, f"this path does not take {self._scope['method']}{way_out}", headers=headers)
 
 
 def _has_error(body: bytes) -> bool:

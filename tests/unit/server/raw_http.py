@@ -16,6 +16,9 @@ import uvicorn
 from freight.server.http import server_config
 from freight.server.http_limits import HttpLimits
 
+QUICK = HttpLimits(
+    head_seconds=0.2, body_seconds=0.2, body_total=1.0, idle_seconds=0.3, write_seconds=0.3, linger_seconds=0.2
+)
 GET = b"GET /x HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
@@ -155,3 +158,8 @@ class Echo:
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
+
+
+async def until_disconnect(receive: Any) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import resource
+import socket
 import time
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.server.raw_http import GET, Client, Echo, post, running
+from tests.unit.server.raw_http import GET, QUICK, Client, Echo, post, running, until_disconnect
 
 from freight.server.http import server_config
 from freight.server.http_limits import HttpLimits
 
-QUICK = HttpLimits(
-    head_seconds=0.2, body_seconds=0.2, body_total=1.0, idle_seconds=0.3, write_seconds=0.3, linger_seconds=0.2
-)
 CHUNKED = "Transfer-Encoding: chunked"
 
 
@@ -233,68 +232,6 @@ def test_when_every_connection_works_the_next_is_refused() -> None:
         busy[1].__exit__()
 
 
-async def stream(scope: Any, receive: Any, send: Any) -> None:
-    """Sends 64 MB in pieces, for as long as the client is there; counts them in the state that all requests share."""
-    scope["app"]["sent"] = 0
-    await send({"type": "http.response.start", "status": 200, "headers": []})
-    gone = asyncio.ensure_future(until_disconnect(receive))
-    for _ in range(1024):
-        await send({"type": "http.response.body", "body": b"x" * 65536, "more_body": True})
-        await asyncio.sleep(0)
-        if gone.done():
-            scope["app"]["gone"] = time.monotonic()
-            return
-        scope["app"]["sent"] += 1
-    gone.cancel()
-    await send({"type": "http.response.body", "body": b""})
-
-
-async def until_disconnect(receive: Any) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-@pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
-def test_a_client_that_does_not_read_is_dropped_and_costs_no_memory(loop: str) -> None:
-    facts: dict[str, Any] = {}
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await stream({**scope, "app": facts}, receive, send)
-
-    with running(app, QUICK, loop) as server:
-        with server.client() as client:
-            begun = time.monotonic()
-            client.send(GET)
-            while "gone" not in facts and time.monotonic() - begun < 3:
-                time.sleep(0.02)
-            assert 0.25 < facts["gone"] - begun < 2
-            assert facts["sent"] < 200  # what the system's buffers took
-        facts.clear()
-        with server.client() as slow:  # one that reads, however slowly, is served
-            slow.send(GET)
-            begun = time.monotonic()
-            while time.monotonic() - begun < 1:
-                assert slow.socket.recv(1 << 20)
-                time.sleep(0.05)
-            assert "gone" not in facts
-
-
-def test_the_rest_of_an_answer_that_nobody_reads_does_not_keep_the_connection() -> None:
-    size = 8 << 20
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        headers = [(b"content-length", str(size).encode()), (b"connection", b"close")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": b"x" * size})
-
-    with running(app, QUICK) as server, server.client() as client:
-        client.send(GET)
-        time.sleep(0.2)
-        assert len(server.server.server_state.connections) == 1
-        time.sleep(1.0)
-        assert len(server.server.server_state.connections) == 0
-
-
 def test_a_client_that_leaves_with_a_second_request_waiting_ends_the_first() -> None:
     gone: list[float] = []
 
@@ -369,10 +306,44 @@ def test_no_bytes_crash_the_server(quick: Any, data: bytes) -> None:
     assert server.ask(GET).status == 200
 
 
-def test_the_configuration_trusts_nobody() -> None:
+@pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
+def test_the_system_looks_for_clients_that_are_gone(loop: str) -> None:
+    found: list[tuple[int, int]] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        (connection,) = server.server.server_state.connections
+        options = connection.transport.get_extra_info("socket")
+        keep = options.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        found.append((keep, options.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)))
+        await refuses(scope, receive, send)
+
+    with running(app, HttpLimits(write_seconds=7), loop) as server:
+        assert server.ask(GET).status == 401
+    assert found == [(1, 7000)]
+
+
+def test_a_server_that_ends_finishes_what_runs_and_closes_what_is_idle() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"begun", "more_body": True})
+        await asyncio.sleep(0.4)
+        await send({"type": "http.response.body", "body": b"ended"})
+
+    with running(app) as server, server.client() as client, server.client() as idle:
+        client.send(GET)
+        assert b"200" in client.file.readline()
+        server.server.should_exit = True
+        assert idle.ended()
+        assert b"ended" in client.file.read()
+
+
+def test_the_configuration_trusts_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1000, 1000))
     config = server_config(Echo(), HttpLimits(max_connections=10**6))
     assert (config.proxy_headers, config.server_header, config.access_log, config.ws) == (False, False, False, "none")
-    assert config.http.limits.max_connections <= 10**6  # type: ignore[union-attr]
+    assert config.http.limits.max_connections == 936  # type: ignore[union-attr]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (-1, -1))
+    assert server_config(Echo(), HttpLimits()).http.limits == HttpLimits()  # type: ignore[union-attr]
     with running(Echo()) as server:
         answer = server.ask(get("X-Forwarded-For: 1.2.3.4"))
     assert "server" not in answer.headers

@@ -1,0 +1,67 @@
+"""Clients that do not read what they asked for: they are dropped in time, and cost little memory until then."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+from tests.unit.server.raw_http import GET, QUICK, running, until_disconnect
+
+
+async def stream(scope: Any, receive: Any, send: Any) -> None:
+    """Sends 64 MB in pieces, for as long as the client is there; counts them in the state that all requests share."""
+    scope["app"]["sent"] = 0
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    gone = asyncio.ensure_future(until_disconnect(receive))
+    for _ in range(1024):
+        await send({"type": "http.response.body", "body": b"x" * 65536, "more_body": True})
+        await asyncio.sleep(0)
+        if gone.done():
+            scope["app"]["gone"] = time.monotonic()
+            return
+        scope["app"]["sent"] += 1
+    gone.cancel()
+    await send({"type": "http.response.body", "body": b""})
+
+
+@pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
+def test_a_client_that_does_not_read_is_dropped_and_costs_no_memory(loop: str) -> None:
+    facts: dict[str, Any] = {}
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await stream({**scope, "app": facts}, receive, send)
+
+    with running(app, QUICK, loop) as server:
+        with server.client() as client:
+            begun = time.monotonic()
+            client.send(GET)
+            while "gone" not in facts and time.monotonic() - begun < 3:
+                time.sleep(0.02)
+            assert 0.25 < facts["gone"] - begun < 2
+            assert facts["sent"] < 200  # what the system's buffers took
+        facts.clear()
+        with server.client() as slow:  # one that reads, however slowly, is served
+            slow.send(GET)
+            begun = time.monotonic()
+            while time.monotonic() - begun < 1:
+                assert slow.socket.recv(1 << 20)
+                time.sleep(0.05)
+            assert "gone" not in facts
+
+
+def test_the_rest_of_an_answer_that_nobody_reads_does_not_keep_the_connection() -> None:
+    size = 8 << 20
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        headers = [(b"content-length", str(size).encode()), (b"connection", b"close")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"x" * size})
+
+    with running(app, QUICK) as server, server.client() as client:
+        client.send(GET)
+        time.sleep(0.2)
+        assert len(server.server.server_state.connections) == 1
+        time.sleep(1.0)
+        assert len(server.server.server_state.connections) == 0
