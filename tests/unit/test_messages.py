@@ -70,3 +70,20 @@ def test_what_is_deeply_nested_is_refused():
     for message in ({"role": nested}, {"content": nested}, {"tool_calls": [{"function": nested}]}):
         with pytest.raises(RequestError, match=r"\[\[\[\[\[\[\.\.\."):
             to_template_messages([{"role": "user", "content": "x", **message}])
+
+
+def test_both_names_of_reasoning_are_given():
+    both = {"reasoning": "hm", "reasoning_content": "hm"}
+    for given in ({"reasoning": "hm"}, {"reasoning_content": "hm"}, both):
+        [message] = to_template_messages([{"role": "assistant", "content": "x", **given}])
+        assert message == {"role": "assistant", "content": "x", **both}
+    with pytest.raises(RequestError, match=r"messages\[0\].reasoning is 5"):
+        to_template_messages([{"role": "assistant", "content": "x", "reasoning": 5}])
+    with pytest.raises(RequestError, match="not Unicode"):
+        to_template_messages([{"role": "assistant", "content": "x", "reasoning": "\ud800"}])
+
+
+def test_fields_that_are_none_are_left_out():
+    message = {"role": "assistant", "content": "x", "tool_calls": None, "name": None}
+    for given in (message, {**message, "tool_calls": []}):
+        assert to_template_messages([given]) == [{"role": "assistant", "content": "x"}]

@@ -8,14 +8,14 @@ values and functions: no transport, no clock, no engine. Because a streamed answ
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from freight.outputs import RequestDelta
 from freight.sampling import SamplingParams
 from freight.server.errors import ApiError
-from freight.server.pieces import ParserOf
+from freight.server.pieces import ForcedCall, ParserOf
 from freight.tokenizer import Tokenizer
 
 
@@ -40,11 +40,13 @@ class Work:
     """One prompt with its sampling parameters: one request of the engine.
 
     truncate  keep only this many tokens of the prompt, the last ones; None: all
+    params_of  the parameters once the conversation is rendered, from its text; None: `params` hold for any text
     """
 
     prompt: Prompt
     params: SamplingParams
     truncate: int | None = None
+    params_of: Callable[[str], SamplingParams] | None = None
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class Served:
     fingerprint     `system_fingerprint` of answers
     stop_token_ids  the model's own
     parser_of       makes the parser of reasoning and tool calls; None: this model's text has no known markup for them
+    forced_call     makes the form of an answer that has to call a tool; None: it is not known for this model
     """
 
     names: tuple[str, ...]
@@ -79,6 +82,7 @@ class Served:
     unknown_fields: str = "refuse"
     created: int = 0  # seconds since 1970: when the model was loaded
     parser_of: ParserOf | None = None
+    forced_call: ForcedCall | None = None
 
 
 @dataclass(frozen=True)

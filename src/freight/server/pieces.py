@@ -35,3 +35,7 @@ class MessageParser(Protocol):
 
 # From the rendered prompt (None: not known) and the request's tools (JSON schemas, as OpenAI's API has them).
 ParserOf = Callable[[str | None, Sequence[Mapping[str, Any]]], MessageParser]
+
+# Keyword arguments of StructuredOutputs for an answer that is a call, from the tools, the names of those of which one
+# has to be called, whether there may be several calls, and the rendered prompt (None: not known yet).
+ForcedCall = Callable[[Sequence[Mapping[str, Any]], Sequence[str], bool, str | None], Mapping[str, Any]]

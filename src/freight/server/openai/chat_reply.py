@@ -64,7 +64,7 @@ class ChatReply:
 
     def start(self) -> bytes:
         """The role of every choice, in order: clients make room for a choice when they see its index first."""
-        role = {"role": "assistant", "content": ""}
+        role = '{"role": "assistant", "content": ""}'
         return "".join(self._chunk(choice, role) for choice in self._choices).encode("ascii")
 
     def advance(self, index: int, delta: RequestDelta) -> bytes:
@@ -87,7 +87,7 @@ class ChatReply:
         if choice.parser is None:
             if output.text:
                 choice.content.append(output.text)
-                chunks.append(self._chunk(choice, {"content": output.text}))
+                chunks.append(self._chunk(choice, f'{{"content": {json.dumps(output.text)}}}'))
         else:
             pieces = choice.parser.feed(output.text) if output.text else []
             if pieces:
@@ -98,11 +98,11 @@ class ChatReply:
                 pieces = pieces + choice.parser.finish(output.finish_reason is FinishReason.STOP)
             for piece in pieces:
                 if (new := self._take(choice, piece)) is not None:
-                    chunks.append(self._chunk(choice, new))
+                    chunks.append(self._chunk(choice, json.dumps(new)))
         if output.finish_reason is not None:
             called = choice.calls and output.finish_reason is FinishReason.STOP
             choice.finish_reason = "tool_calls" if called else output.finish_reason.value
-            chunks.append(self._chunk(choice, {}, f'"{choice.finish_reason}"'))
+            chunks.append(self._chunk(choice, "{}", f'"{choice.finish_reason}"'))
 
     def _take(self, choice: _Choice, piece: Piece) -> Delta | None:
         """Add a piece to the message; returns it as a delta, None where it adds nothing."""
@@ -134,19 +134,20 @@ class ChatReply:
         name = f"{self._head.request_id}/{choice.index}/{len(choice.calls)}"
         return "call_" + hashlib.sha256(name.encode()).hexdigest()[:24]
 
-    def _chunk(self, choice: _Choice, delta: Delta, finish_reason: str = "null") -> str:
+    def _chunk(self, choice: _Choice, delta: str, finish_reason: str = "null") -> str:
+        """The chunk of a delta, given as JSON, with what waits for a chunk."""
         logprobs = "null"
         if len(choice.logprobs) > choice.logprobs_sent:
             logprobs = json.dumps({"content": choice.logprobs[choice.logprobs_sent :]})
             choice.logprobs_sent = len(choice.logprobs)
         more = ""
         if self._options.token_ids:
-            if "role" in delta:
+            if delta.startswith('{"role"'):
                 more = f', "prompt_token_ids": {json.dumps(list(self._work.token_ids))}'
             more += f', "token_ids": {json.dumps(choice.token_ids[choice.tokens_sent :])}'
             choice.tokens_sent = len(choice.token_ids)
         return self._chunks.chunk(
-            f'{{"index": {choice.index}, "delta": {json.dumps(delta)}, "logprobs": {logprobs}, '
+            f'{{"index": {choice.index}, "delta": {delta}, "logprobs": {logprobs}, '
             f'"finish_reason": {finish_reason}{more}}}'
         )
 

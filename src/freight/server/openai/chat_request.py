@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field
 
 from freight.errors import RequestError
 from freight.messages import to_template_messages
-from freight.sampling import LARGEST_WHOLE
+from freight.sampling import LARGEST_WHOLE, SamplingParams
 from freight.server.call import Conversation, Reply, ReplyHead, Served, TokenizedWork, Work
 from freight.server.errors import ApiError
 from freight.server.limits import ServingLimits, check_context
@@ -31,7 +31,7 @@ from freight.server.openai.fields import (
 )
 from freight.server.openai.sampling_fields import SharedFields, check_shared, sampling_from, shape, within
 from freight.server.openai.stream import AnswerOptions
-from freight.server.openai.tool_fields import ToolUse, forced_output, tool_use
+from freight.server.openai.tool_fields import ToolUse, tool_use
 
 _MOST = ServingLimits()
 _TEXT_PART = {
@@ -144,15 +144,16 @@ def parse_chat(body: object, served: Served, limits: ServingLimits) -> ChatCall:
     parallel = request.parallel_tool_calls is not False
     conversation = _conversation(request, messages, tools, limits)
     renamed, own = _own_values(request, served)
-    if tools.forced and served.parser_of is None:
-        raise refuse("tool_choice", "tool_choice demands a call, but this model has no known markup for tool calls")
-    forced = forced_output(tools, parallel) if tools.forced else None
-    params = sampling_from(request, served, limits, own, renamed, forced)
+
+    def params_of(prompt_text: str | None) -> SamplingParams:
+        forced = _forced_call(served, tools, parallel, prompt_text) if tools.forced else None
+        return sampling_from(request, served, limits, own, renamed, forced)
+
     stream_options = request.stream_options
     return ChatCall(
         stream=bool(request.stream),
         model=model,
-        work=(Work(conversation, params),),
+        work=(Work(conversation, params_of(None), params_of if tools.forced else None),),
         ignored=(*fields.ignored, *named(ignored)),
         options=AnswerOptions(
             include_usage=bool(stream_options and stream_options.include_usage),
@@ -165,6 +166,12 @@ def parse_chat(body: object, served: Served, limits: ServingLimits) -> ChatCall:
         max_tokens=own["max_tokens"],
         request_id=request.request_id,
     )
+
+
+def _forced_call(served: Served, tools: ToolUse, parallel: bool, prompt_text: str | None) -> Mapping[str, Any]:
+    if served.forced_call is None:
+        raise refuse("tool_choice", "tool_choice demands a call, and the form of this model's calls is not known")
+    return served.forced_call(tools.tools, tools.forced, parallel, prompt_text)
 
 
 def _own_values(request: ChatRequest, served: Served) -> tuple[dict[str, str], dict[str, Any]]:

@@ -9,11 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from reprlib import repr as show
 from typing import Any
 
-from freight.server.errors import ApiError
 from freight.server.limits import ServingLimits
 from freight.server.openai.fields import refuse
 
@@ -112,13 +110,3 @@ def _chosen(choice: object) -> str:
             '{"type": "function", "function": {"name": …}}',
         )
     return name
-
-
-def forced_output(use: ToolUse, parallel: bool) -> Mapping[str, Any]:
-    """Keyword arguments of StructuredOutputs that allow calls of `use.forced` only, in the model's own markup."""
-    try:
-        forced_call = import_module("freight.server.tools").forced_call
-    except ImportError:
-        raise ApiError(400, "tool_choice cannot demand a call here; use 'auto'", param="tool_choice") from None
-    form: Mapping[str, Any] = forced_call(use.tools, use.forced, parallel)
-    return form

@@ -1,0 +1,239 @@
+"""Conversations, tools and the form of an answer: what a chat's body makes of them."""
+
+from __future__ import annotations
+
+import json
+import time
+import timeit
+from dataclasses import replace
+
+import pytest
+from tests.unit.server.openai_cases import HEAD, HELLO, LIMITS, SERVED, TOOL, WITH_PARSER, chunks, deltas, tokenized
+
+from freight.errors import RequestError
+from freight.sampling import SamplingParams
+from freight.server.errors import ApiError
+from freight.server.openai import sampling_fields
+from freight.server.openai.chat_request import parse_chat
+from freight.server.openai.completion_request import parse_completion
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+def chat(served=SERVED, **body):
+    return parse_chat({"messages": HELLO, **body}, served, LIMITS)
+
+
+def refused(**body):
+    with pytest.raises(ApiError) as error:
+        chat(**body)
+    assert error.value.status == 400
+    return error.value
+
+
+@pytest.fixture
+def forms(monkeypatch):
+    """The forms of answers that SamplingParams were made with."""
+    seen = []
+
+    def make(structured_outputs=None, **values):
+        if structured_outputs == {"grammar": "bad"}:
+            raise RequestError("structured_outputs.grammar has no rule start")
+        seen.append(structured_outputs)
+        return SamplingParams(**values)
+
+    monkeypatch.setattr(sampling_fields, "SamplingParams", make)
+    return seen
+
+
+def test_a_conversation_is_what_templates_read():
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    bad = {"id": "2", "type": "function", "function": {"name": "f", "arguments": '{"a": '}}
+    messages = [
+        {"role": "developer", "content": "Be short."},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "x"},
+        {"role": "assistant", "content": None, "tool_calls": [call, bad], "reasoning": "hm", "refusal": None},
+        {"role": "tool", "content": "1", "tool_call_id": "1"},
+        {"role": "assistant", "content": "c", "reasoning_content": "so", "tool_calls": []},
+    ]
+    parsed = {**call, "function": {"name": "f", "arguments": {"a": 1}}}
+    assert chat(messages=messages).work[0].prompt.messages == [
+        {"role": "system", "content": "Be short."},
+        {"role": "user", "content": "ab", "name": "x"},
+        {"role": "assistant", "tool_calls": [parsed, bad], "reasoning": "hm", "reasoning_content": "hm"},
+        {"role": "tool", "content": "1", "tool_call_id": "1"},
+        {"role": "assistant", "content": "c", "reasoning": "so", "reasoning_content": "so"},
+    ]
+
+
+def test_what_the_template_may_read():
+    def values(**body):
+        return chat(**body).work[0].prompt.template_values
+
+    assert values(reasoning_effort="low") == {"reasoning_effort": "low"}
+    assert values(reasoning_effort="none") == {"enable_thinking": False}
+    assert values(reasoning_effort="none", chat_template_kwargs={"enable_thinking": True}) == {"enable_thinking": True}
+
+
+def test_the_last_message_can_be_continued():
+    messages = [*HELLO, {"role": "assistant", "content": "I"}]
+    conversation = chat(messages=messages, continue_final_message=True).work[0].prompt
+    assert (conversation.continue_final_message, conversation.add_generation_prompt) == (True, False)
+    assert chat().work[0].prompt.add_generation_prompt
+    assert not chat(add_generation_prompt=False).work[0].prompt.add_generation_prompt
+    error = refused(messages=messages, continue_final_message=True, add_generation_prompt=True)
+    assert error.param == "continue_final_message"
+
+
+def function(**fields):
+    return {"type": "function", "function": {"name": "f", **fields}}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"tools": {}}, "tools"),
+        ({"tools": [function(name=f"f{i}") for i in range(129)]}, "tools"),
+        ({"tools": [5]}, "tools[0]"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [function(name="")]}, "tools[0].function.name"),
+        ({"tools": [function(name="a b")]}, "tools[0].function.name"),
+        ({"tools": [function(name="x" * 65)]}, "tools[0].function.name"),
+        ({"tools": [TOOL, TOOL]}, "tools[1].function.name"),
+        ({"tools": [function(description=5)]}, "tools[0].function.description"),
+        ({"tools": [function(strict="yes")]}, "tools[0].function.strict"),
+        ({"tools": [function(other=5)]}, "tools[0].function.other"),
+        ({"tools": [function(parameters="x")]}, "tools[0].function.parameters"),
+        ({"tools": [function(parameters={"type": "array"})]}, "tools[0].function.parameters.type"),
+        ({"tools": [function(parameters={"properties": []})]}, "tools[0].function.parameters.properties"),
+        ({"tools": [function(parameters={"properties": {"a": 5}})]}, "tools[0].function.parameters.properties"),
+        ({"tools": [function(parameters={"required": "a"})]}, "tools[0].function.parameters.required"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "weather"}}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),  # no known markup
+        ({"tools": [TOOL], "parallel_tool_calls": 1}, "parallel_tool_calls"),
+    ],
+    ids=lambda value: json.dumps(value)[:50],
+)
+def test_bad_tools_are_refused_by_field(body, param):
+    assert refused(**body).param == param
+
+
+def test_a_demanded_call_is_a_form_that_the_rendered_prompt_decides(forms):
+    def forced_call(tools, names, parallel, prompt_text):
+        return {"grammar": f"{len(tools)} {names} {parallel} {prompt_text}"}
+
+    served = replace(WITH_PARSER, forced_call=forced_call)
+    tools = [TOOL, function()]
+    named = {"type": "function", "function": {"name": "f"}}
+    [work] = chat(served, tools=tools, tool_choice=named, parallel_tool_calls=False).work
+    assert forms == [{"grammar": "2 ('f',) False None"}]
+    assert work.params_of("<think>").n == 1
+    assert forms[1:] == [{"grammar": "2 ('f',) False <think>"}]
+    chat(served, tools=tools, tool_choice="required")
+    assert forms[2:] == [{"grammar": "2 ('weather', 'f') True None"}]
+    assert chat(served, tools=tools).work[0].params_of is None
+    assert forms[3:] == [None]
+    with pytest.raises(ApiError, match="response_format") as error:
+        chat(served, tools=tools, tool_choice="required", response_format={"type": "json_object"})
+    assert error.value.param == "tool_choice"
+
+
+@pytest.mark.parametrize(
+    ("body", "form"),
+    [
+        ({}, None),
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+        ({"response_format": {"type": "json_object", "value": SCHEMA}}, {"json": SCHEMA}),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, {"json": SCHEMA}),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+            {"json": SCHEMA},
+        ),
+        ({"response_format": {"type": "regex", "value": "a+"}}, {"regex": "a+"}),
+        ({"structured_outputs": {"choice": ["a", "b"], "json": None}}, {"choice": ["a", "b"]}),
+        ({"structured_outputs": {"json_object": True}}, {"json_object": True}),
+        ({"guided_json": SCHEMA}, {"json": SCHEMA}),
+        ({"guided_regex": "a+"}, {"regex": "a+"}),
+        ({"guided_choice": ["a"]}, {"choice": ["a"]}),
+        ({"guided_grammar": "start: /a/"}, {"grammar": "start: /a/"}),
+    ],
+    ids=lambda value: json.dumps(value)[:50],
+)
+def test_the_form_of_an_answer_can_be_said_in_four_ways(forms, body, form):
+    chat(**body)
+    parse_completion({"prompt": "x", **body}, SERVED, LIMITS)
+    assert forms == [form, form]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"response_format": "json"}, "response_format"),
+        ({"response_format": {}}, "response_format.type"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_object", "x": 1}}, "response_format.x"),
+        ({"response_format": {"type": "json_object", "value": "x"}}, "response_format.value"),
+        ({"response_format": {"type": "regex"}}, "response_format.value"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema"),
+        ({"structured_outputs": "x"}, "structured_outputs"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+        ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs.structural_tag"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
+        ({"response_format": {"type": "json_object"}, "guided_json": {}}, "guided_json"),
+        ({"guided_grammar": "bad"}, "guided_grammar"),
+    ],
+    ids=lambda value: json.dumps(value)[:50],
+)
+def test_a_form_that_is_not_known_is_refused_by_field(forms, body, param):
+    assert refused(**body).param == param
+
+
+def test_a_long_prompt_is_refused_with_three_numbers():
+    call = chat(max_tokens=100)
+    with pytest.raises(ApiError, match=r"1000 tokens.*100.*1024") as error:
+        call.reply(HEAD, SERVED, tokenized(call, ids=range(1000)))
+    assert (error.value.param, error.value.code) == ("messages", "context_length_exceeded")
+    chat().reply(HEAD, SERVED, tokenized(call, ids=range(1000)))
+
+
+def test_a_clients_own_id_is_kept():
+    assert chat(request_id="a-1.b").request_id == "a-1.b"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [{"role": "x"}] * 4000},
+        {"tools": [{"type": "x"}] * 100_000},
+        {"stop": ["x" * 10_000] * 10_000},
+        {"logit_bias": {str(i): "x" for i in range(200_000)}},
+        {"chat_template_kwargs": {f"x{i}": 1 for i in range(100_000)}},
+        {"messages": [{"role": "user", "content": [{"type": "text"}] * 100_000}]},
+    ],
+    ids=lambda body: next(iter(body)),
+)
+def test_a_flood_is_refused_quickly(body):
+    before = time.process_time()
+    refused(**body)
+    assert time.process_time() - before < 1.0  # milliseconds, on a machine that does nothing else
+
+
+def test_a_chunk_costs_less_than_its_json_would():
+    """What chunks have in common is written once for all of them."""
+    call = chat()
+    reply = call.reply(HEAD, SERVED, tokenized(call))
+    [delta] = deltas(["word "], reason=None)
+    [chunk] = chunks(reply.advance(0, delta) + reply.end())
+
+    def seconds(function):
+        return min(timeit.repeat(function, number=200, repeat=25, timer=time.process_time))
+
+    assert seconds(lambda: reply.advance(0, delta)) < seconds(lambda: json.dumps(chunk))
