@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from freight.outputs import RequestDelta
 from freight.sampling import SamplingParams
 from freight.server.errors import ApiError
-from freight.server.pieces import ParserOf
+from freight.server.pieces import ForcedCall, ParserOf
 from freight.tokenizer import Tokenizer
 
 
@@ -63,6 +63,7 @@ class Served:
     fingerprint     `system_fingerprint` of answers
     stop_token_ids  the model's own
     parser_of       makes the parser of reasoning and tool calls; None: this model's text has no known markup for them
+    forced_call     makes the constraint for an answer that must be a tool call; None together with `parser_of`
     """
 
     names: tuple[str, ...]
@@ -75,6 +76,7 @@ class Served:
     unknown_fields: str = "refuse"
     created: int = 0  # seconds since 1970: when the model was loaded
     parser_of: ParserOf | None = None
+    forced_call: ForcedCall | None = None
 
 
 @dataclass(frozen=True)

@@ -35,3 +35,20 @@ class MessageParser(Protocol):
 
 # From the rendered prompt (None: not known) and the request's tools (JSON schemas, as OpenAI's API has them).
 ParserOf = Callable[[str | None, Sequence[Mapping[str, Any]]], MessageParser]
+
+
+class ForcedCall(Protocol):
+    """Makes the keyword arguments of StructuredOutputs that force an answer to be a call of one of `names`.
+
+    tools as OpenAI's API has them. parallel: several calls are allowed. in_reasoning: the prompt ends within reasoning,
+    so that the answer begins with the rest of it. Raises ApiError 400 where this model's calls cannot be forced.
+    """
+
+    def __call__(
+        self,
+        tools: Sequence[Mapping[str, Any]],
+        names: Sequence[str],
+        parallel: bool,
+        *,
+        in_reasoning: bool = False,
+    ) -> Mapping[str, object]: ...
