@@ -250,6 +250,7 @@ def test_reading_answers_loads_no_torch() -> None:
         "import sys; from tokenizers import Tokenizer as B, models; from freight.tokenizer import Tokenizer;"
         "from freight.server.tools import parser_for;"
         "form = parser_for(Tokenizer(B(models.BPE(vocab={'a': 0}, merges=[])), None, '<tool_call></tool_call>'));"
-        "form.parser('', [{'name': 'f'}]).feed('a'); assert 'transformers' in sys.modules; sys.exit('torch' in sys.modules)"
+        "form.parser('', [{'name': 'f'}]).feed('a'); assert 'transformers' in sys.modules;"
+        "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
