@@ -1,4 +1,4 @@
-"""The pieces of an answer on their way out: white space beside markup, and special tokens, which nobody wants to see."""
+"""The pieces of an answer on their way out: white space beside markup and special tokens are dropped here."""
 
 from __future__ import annotations
 

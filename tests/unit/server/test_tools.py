@@ -319,3 +319,35 @@ def test_the_cost_is_linear(text: str, chunk: int) -> None:
         == text
     )
     assert time.process_time() - begin < 3  # quadratic: minutes
+
+
+@pytest.mark.parametrize("opening", ["", "<think>", "<tool_call>"])
+def test_no_parser_of_transformers_gets_long(opening: str) -> None:
+    parser: Any = FORMATS["qwen3"].parser("", TOOLS)
+    parser.feed(opening)
+    for _ in range(20_000):
+        parser.feed("a<b ")
+    assert len(parser._parser._buffer) < 20_000  # it adds to this text with every chunk, and copies it each time
+
+
+@pytest.mark.parametrize("chunk", [7, 1 << 20])
+def test_regions_go_on_past_a_change_of_parsers(chunk: int) -> None:
+    long = "a <b </ [x] " * 4000 + "end"
+    arguments = json.dumps({"city": long})
+    one = '<tool_call>{"name": "get_weather", "arguments": ' + arguments + "}</tool_call>"
+    text = f"<think>{long}</think>{long}\n{one}{one}{long}"
+    found = pieces("qwen3", [text[at : at + chunk] for at in range(0, len(text), chunk)])
+    weather = call("get_weather", arguments)
+    assert found == [reasoning(long), content(long), weather, weather, content(long)]
+
+
+def test_a_fault_of_the_parser_gives_the_rest_as_text(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(text: str) -> None:
+        raise KeyError(text)
+
+    parser: Any = FORMATS["qwen3"].parser("", TOOLS)
+    found = parser.feed('So <tool_call>{"na')
+    parser._parser.feed = fail
+    found += parser.feed('me": <') + parser.feed("1</tool_call>") + parser.finish(True)
+    assert content_of(found) == 'So <tool_call>{"name": <1</tool_call>'
+    assert "failed" in caplog.text

@@ -1,0 +1,256 @@
+"""Calls that are forced by a grammar: what any walk through the grammar writes is read back as calls of allowed tools
+with arguments that fit their schema. And the checkpoint's own response template, with its calls."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+
+from freight.server.errors import ApiError
+from freight.server.pieces import Piece, PieceKind
+from freight.server.tools import MessageFormat, parser_for
+from freight.tokenizer import Tokenizer
+
+SPECIAL = ("<|im_end|>", "[TOOL_CALLS]", "[ARGS]")
+ADDED = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+TEMPLATES = {
+    "qwen3": "<|im_start|><tool_call></tool_call><think></think>",
+    "hermes": "<|im_start|><tool_call></tool_call>",
+    "llama3": '<|start_header_id|>{"name": , "parameters": }',
+    "mistral_list": "[TOOL_CALLS] [",
+    "mistral_args": "[TOOL_CALLS]f[ARGS]",
+}
+CITY = {"type": "string", "maxLength": 8}
+WEATHER = {
+    "type": "object",
+    "properties": {"city": CITY, "days": {"type": "integer", "minimum": 1, "maximum": 2}},
+    "required": ["city"],
+}
+POINT = {
+    "$ref": "#/$defs/p",
+    "$defs": {"p": {"type": "object", "properties": {"x": {"enum": ["a", "b"]}}, "required": ["x"]}},
+}
+PARAMETERS: dict[str, Any] = {"get_weather": WEATHER, "get-time": None, 'a"b\\ü': {"type": "object"}, "at": POINT}
+TOOLS = [
+    {"type": "function", "function": {"name": name} | ({} if schema is None else {"parameters": schema})}
+    for name, schema in PARAMETERS.items()
+]
+GEMMA = {  # the checkpoint's own: JSON with keys and strings in a form of its own
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|turn>model\n",
+    "fields": {
+        "reasoning_content": {"open": "<|channel>thought\n", "close": "<channel|>", "content": "text"},
+        "tool_calls": {
+            "open_pattern": r"\s*<\|tool_call>call:(?P<name>\w+)",
+            "close": "<tool_call|>",
+            "repeats": True,
+            "content": "json",
+            "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        "content": {"close": ["<|im_end|>", "<eos>"], "content": "text"},
+    },
+}
+XML = {  # values without types
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "tool_calls": {
+            "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+            "close_pattern": r"</function>\s*</tool_call>",
+            "repeats": True,
+            "content": "xml-inline",
+            "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"},
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        "content": {"content": "text"},
+    },
+}
+
+
+def backend(added: Sequence[str] = ADDED, special: Sequence[str] = SPECIAL) -> Backend:
+    """One token per byte, besides the markup."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Backend(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(list(special))
+    made.add_tokens(list(added))
+    return made
+
+
+def format_of(built: Backend, template: str, own: Mapping[str, Any] | None = None) -> MessageFormat:
+    made = parser_for(Tokenizer(built, {"eos_token": "<|im_end|>"}, template, own))
+    assert made is not None
+    return made
+
+
+def pieces(form: MessageFormat, chunks: Sequence[str], prompt: str = "") -> list[Piece]:
+    parser = form.parser(prompt, TOOLS)
+    found = [piece for chunk in chunks for piece in parser.feed(chunk)] + parser.finish(True)
+    kinds = [piece for piece in found if piece.kind is not PieceKind.CONTENT]
+    text = "".join(piece.text for piece in found if piece.kind is PieceKind.CONTENT)
+    return ([Piece(PieceKind.CONTENT, text)] if text else []) + kinds
+
+
+def walk(built: Backend, lark: str, seed: int) -> str:
+    """A text that the grammar `lark` allows: at each step any allowed token, and the end as soon as it is allowed."""
+    end = built.token_to_id("<|im_end|>")
+    tokenizer = LLTokenizer(built.to_str(), n_vocab=built.get_vocab_size(), eos_token=end)
+    matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_lark(lark))
+    assert not matcher.is_error(), matcher.get_error()
+    draw, ids = random.Random(seed), []
+    quote = built.token_to_id('"')
+    for _ in range(3000):
+        if matcher.is_stopped():
+            break
+        bias = matcher.compute_logit_bias()
+        allowed = [token for token in range(built.get_vocab_size()) if bias[token]]
+        if end in allowed and draw.random() < 0.5:
+            break
+        token = quote if quote in allowed and draw.random() < 0.2 else draw.choice(allowed)
+        if token == end:
+            break
+        assert matcher.consume_token(token)
+        ids.append(token)
+        if built.decode(ids[-7:], skip_special_tokens=False).endswith("<think>"):  # left to chance, it would never end
+            thought = built.encode("so</think>", add_special_tokens=False).ids
+            assert matcher.try_consume_tokens(thought) == len(thought)
+            ids += thought
+    assert matcher.is_accepting()
+    return built.decode(ids, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("markers", ["as tokens", "as text"])
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_what_the_grammar_writes_is_read_back_as_allowed_calls(kind: str, markers: str) -> None:
+    built = backend() if markers == "as tokens" else backend((), ("<|im_end|>",))
+    form = format_of(built, TEMPLATES[kind])
+    most = 0
+    for seed in range(12):
+        names = [list(PARAMETERS)[seed % 4], "get_weather"]
+        if kind == "mistral_args":  # names have no quotes there
+            names = ["get_weather", "get-time", "at"]
+        parallel = seed % 2 == 1
+        lark = form.forced_call(TOOLS, names, parallel)["grammar"]
+        text = walk(built, str(lark), seed)
+        found = [piece for piece in pieces(form, [text]) if piece.kind is not PieceKind.REASONING]
+        assert {piece.kind for piece in found} == {PieceKind.TOOL_CALL}, text
+        most = max(most, len(found))
+        assert parallel or len(found) == 1
+        for piece in found:
+            assert piece.name in names
+            assert piece.text in text
+            jsonschema_rs.validate(PARAMETERS[piece.name] or {"maxProperties": 0}, json.loads(piece.text))
+    assert (most > 1) == (kind != "llama3")
+
+
+@pytest.mark.parametrize("markers", ["as tokens", "as text"])
+def test_within_reasoning_a_forced_call_comes_after_its_end(markers: str) -> None:
+    built = backend() if markers == "as tokens" else backend((), ("<|im_end|>",))
+    form = format_of(built, TEMPLATES["qwen3"])
+    prompt = "<|im_start|>assistant\n<think>\n"
+    assert form.ends_in_reasoning(prompt)
+    lark = str(form.forced_call(TOOLS, ["get-time"], False, in_reasoning=True)["grammar"])
+    end = built.token_to_id("<|im_end|>")
+    tokenizer = LLTokenizer(built.to_str(), n_vocab=built.get_vocab_size(), eos_token=end)
+    call = '<tool_call>\n{"name": "get-time", "arguments": {}}\n</tool_call>'
+    for text, allowed in ((f"Well {{<\n</think>\n\n{call}", True), (call, False), (f"a</think>So {call}", False)):
+        matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_lark(lark))
+        ids = built.encode(text, add_special_tokens=False).ids
+        whole = matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+        assert whole == allowed, text
+    found = pieces(form, [f"Well {{<\n</think>\n\n{call}"], prompt)
+    assert found == [Piece(PieceKind.REASONING, "Well {<"), Piece(PieceKind.TOOL_CALL, "{}", "get-time")]
+
+
+def test_a_call_that_cannot_be_forced_is_refused_by_name() -> None:
+    form = format_of(backend(), TEMPLATES["hermes"])
+    for tools, names in ((TOOLS, ["nothing"]), ([], ["at"]), (TOOLS, [])):
+        with pytest.raises(ApiError) as error:
+            form.forced_call(tools, names, True)
+        assert (error.value.status, error.value.param) == (400, "tool_choice")
+    for unknown in (format_of(backend(), "</think>"), format_of(backend(), "", GEMMA), format_of(backend(), "", XML)):
+        with pytest.raises(ApiError, match="form of this model's tool calls is not known"):
+            unknown.forced_call(TOOLS, ["at"], True)
+
+
+def test_the_checkpoints_own_template_comes_first() -> None:
+    form = format_of(
+        backend(special=["<|im_end|>", "<|tool_call>", "<tool_call|>", '<|"|>']), "<tool_call></tool_call>", GEMMA
+    )
+    text = '<|channel>thought\nhm<channel|>Ok.\n<|tool_call>call:at{x:<|"|>a<|"|>}<tool_call|><|im_end|>'
+    expected = [
+        Piece(PieceKind.CONTENT, "Ok."),
+        Piece(PieceKind.REASONING, "hm"),
+        Piece(PieceKind.TOOL_CALL, '{"x": "a"}', "at"),
+    ]
+    assert pieces(form, [text]) == expected
+    for cut in range(len(text)):
+        parser = form.parser("<|turn>model\n", TOOLS)
+        parser.feed(text[:cut])
+        rest = parser.finish(False)
+        assert "<|tool_call>" not in text[:cut] or "<tool_call|>" in text[:cut] or "<|tool_call>" in rest[-1].text
+
+
+def test_values_without_types_take_those_of_the_schema() -> None:
+    form = format_of(backend(), "", XML)
+    text = (
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\n12\n</parameter>\n<parameter=days>\n2\n</parameter>\n"
+    )
+    found = pieces(form, list(f"Ok\n\n{text}</function>\n</tool_call>"))
+    assert found == [
+        Piece(PieceKind.CONTENT, "Ok"),
+        Piece(PieceKind.TOOL_CALL, '{"city": "12", "days": 2}', "get_weather"),
+    ]
+    blanks = "\n" * 300_000  # the template's pattern alone would take quadratic time
+    assert pieces(form, [blanks[at : at + 16] for at in range(0, len(blanks), 16)]) == [
+        Piece(PieceKind.CONTENT, blanks)
+    ]
+
+
+def test_the_template_is_read_from_the_folder(tmp_path: Path) -> None:
+    backend().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"response_template": XML}))
+    assert Tokenizer.load(tmp_path).response_template == XML
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"response_template": "qwen"}))
+    assert Tokenizer.load(tmp_path).response_template is None
+
+
+@pytest.mark.parametrize("broken", [{}, {"fields": 3}, {"start_anchor": "a", "fields": {"content": 3}}, {"version": 9}])
+def test_a_template_that_cannot_be_read_is_replaced(
+    broken: Mapping[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        form = format_of(backend(), TEMPLATES["hermes"], broken)
+    assert "response_template cannot be read" in caplog.text
+    assert pieces(form, ['<tool_call>{"name": "at", "arguments": {}}</tool_call>']) == [
+        Piece(PieceKind.TOOL_CALL, "{}", "at")
+    ]
+    assert parser_for(Tokenizer(backend(), None, "no markup", broken)) is None
+
+
+def test_calls_in_xml_are_not_read_as_json() -> None:
+    assert parser_for(Tokenizer(backend(), None, "<tool_call>\n<function=f></tool_call>")) is None
+
+
+def test_reading_answers_loads_no_torch() -> None:
+    program = (
+        "import sys; from tokenizers import Tokenizer as B, models; from freight.tokenizer import Tokenizer;"
+        "from freight.server.tools import parser_for;"
+        "form = parser_for(Tokenizer(B(models.BPE(vocab={'a': 0}, merges=[])), None, '<tool_call></tool_call>'));"
+        "form.parser('', [{'name': 'f'}]).feed('a'); assert 'transformers' in sys.modules;"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
