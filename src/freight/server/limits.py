@@ -40,6 +40,8 @@ TEMPLATE_VALUES = frozenset(  # what published chat templates read besides messa
 
 _SAMPLING = SamplingLimits(n=16, temperature=2.0)
 
+_WITH_CONTENT = frozenset({str, list, dict})  # of JSON's types, those that can be at fault
+
 
 @dataclass(frozen=True)
 class ServingLimits:
@@ -78,21 +80,23 @@ def check_body(body: object, limits: ServingLimits) -> Mapping[str, object]:
 def _check_value(name: str, value: object, deepest: int) -> None:
     param = name if name.isascii() else None
     level: list[object] = [name, value]
-    for _ in range(deepest + 1):
+    depth = 0  # objects and arrays around what is in `level`
+    while level:
         below: list[object] = []
         for item in level:
             if isinstance(item, str):
                 if not item.isascii():
                     _check_text(item, param)
-            elif isinstance(item, dict):
+                continue
+            if depth == deepest and isinstance(item, dict | list):
+                raise ApiError(400, f"{name:.60} is nested more than {deepest} levels deep", param=param)
+            if isinstance(item, dict):
                 below += item
-                below += item.values()
-            elif isinstance(item, list):
-                below += item
-        if not below:
-            return
+            if isinstance(item, dict | list):
+                values = item.values() if isinstance(item, dict) else item
+                below += [value for value in values if type(value) in _WITH_CONTENT]  # a prompt has many numbers
         level = below
-    raise ApiError(400, f"{name:.60} is nested more than {deepest} levels deep", param=param)
+        depth += 1
 
 
 def _check_text(text: str, param: str | None) -> None:

@@ -136,6 +136,8 @@ def test_the_accumulator_of_openais_client_reads_two_choices():
         ([CALL], FinishReason.STOP, "tool_calls", None, 1),
         ([CALL], FinishReason.LENGTH, "length", None, 1),
         ([CALL[:20]], FinishReason.LENGTH, "length", CALL[:20], 0),
+        ([CALL + CALL[:20]], FinishReason.STOP, "stop", CALL[:20], 1),
+        ([CALL + "x" + CALL], FinishReason.STOP, "tool_calls", "x", 2),
         (["x", CALL], FinishReason.STOP, "tool_calls", "x", 1),
         (["x"], FinishReason.STOP, "stop", "x", 0),
     ],

@@ -24,7 +24,11 @@ Delta = dict[str, Any]
 
 @dataclass(eq=False, slots=True)
 class _Choice:
-    """One completion so far. `_new` lists wait for the next chunk: a token may add no text by itself."""
+    """One completion so far. Log-probabilities and ids wait for the next chunk: a token may add no text by itself.
+
+    reasons  whether the parser last reported reasoning
+    cut      whether text was left that could have become a call: then not every call is complete
+    """
 
     index: int
     parser: MessageParser | None
@@ -36,6 +40,7 @@ class _Choice:
     logprobs_sent: int = 0
     tokens_sent: int = 0
     reasons: bool = False
+    cut: bool = False
     finish_reason: str | None = None
 
 
@@ -95,12 +100,14 @@ class ChatReply:
             if choice.reasons or any(piece.kind is PieceKind.REASONING for piece in pieces):
                 self._usage.reasoning += len(output.token_ids)
             if output.finish_reason is not None:
-                pieces = pieces + choice.parser.finish(output.finish_reason is FinishReason.STOP)
+                rest = choice.parser.finish(output.finish_reason is FinishReason.STOP)
+                choice.cut = any(piece.kind is PieceKind.CONTENT and not piece.text.isspace() for piece in rest)
+                pieces = pieces + rest
             for piece in pieces:
                 if (new := self._take(choice, piece)) is not None:
                     chunks.append(self._chunk(choice, json.dumps(new)))
         if output.finish_reason is not None:
-            called = choice.calls and output.finish_reason is FinishReason.STOP
+            called = choice.calls and not choice.cut and output.finish_reason is FinishReason.STOP
             choice.finish_reason = "tool_calls" if called else output.finish_reason.value
             chunks.append(self._chunk(choice, "{}", f'"{choice.finish_reason}"'))
 
