@@ -47,7 +47,8 @@ class Shortfall:
 class CacheManager:
     """The blocks of all groups: `num_blocks` of each. Prefix keys are made for every `block_size` tokens.
 
-    A step computes at most `step_tokens` tokens of a sequence.
+    A step computes at most `step_tokens` tokens of a sequence. `capacity_tokens` is what fits of whole sequences: in
+    the groups that give nothing back before the end, if there are any.
     """
 
     def __init__(
@@ -68,6 +69,8 @@ class CacheManager:
         self._step_tokens = step_tokens
         far = 2**62  # a position behind every window
         self._giving_back = tuple(index for index, group in enumerate(groups) if group.first_block(far) > 0)
+        tokens = [allocator.num_blocks * allocator.block_size for allocator in self.allocators]
+        self.capacity_tokens = min([n for index, n in enumerate(tokens) if index not in self._giving_back] or tokens)
 
     @property
     def num_held(self) -> int:
@@ -78,13 +81,6 @@ class CacheManager:
     def used_share(self) -> float:
         """Share of blocks that are held, in the group in which it is largest."""
         return max(1.0 - allocator.num_available / allocator.num_blocks for allocator in self.allocators)
-
-    @property
-    def capacity_tokens(self) -> int:
-        """Tokens of whole sequences that fit: in the groups that give nothing back before the end, if there are any."""
-        tokens = [allocator.num_blocks * allocator.block_size for allocator in self.allocators]
-        whole = [count for index, count in enumerate(tokens) if index not in self._giving_back]
-        return min(whole or tokens)
 
     def usage(self) -> tuple[int, int]:
         """Tokens of `capacity_tokens` in blocks that are held, and in cached blocks that nobody holds.

@@ -182,8 +182,9 @@ class Group:
             scored = self.prompt_logprobs[self._told_prompt_logprobs :]
             self._told_prompt_logprobs += len(scored)
         self.num_deltas += 1
-        self.stamp(now)
-        finished = self.stamps.ended is not None
+        finished = self.finished
+        if finished or self.stamps.first_token is None:  # in most steps, neither
+            self.stamp(now)
         return RequestDelta(
             request_id=self.request_id,
             outputs=[completion.delta() for completion in advanced],

@@ -186,7 +186,7 @@ class Scheduler:
         Returns the requests that got a token, in the step's order; some may have finished by it, and tokens behind
         the one that ended a request are dropped. Requests that ended since the step was scheduled are left alone.
         """
-        advanced = []
+        advanced, num_drawn = [], 0
         for chunk in step.chunks:
             request = chunk.request
             if request.state is RequestState.FINISHED:
@@ -200,12 +200,13 @@ class Scheduler:
                 advanced.append(request)
                 for token in tokens[request.request_id]:
                     request.output_token_ids.append(token)
-                    self.totals.generated += 1
+                    num_drawn += 1
                     self._finish_if_done(request)
                     if request.is_finished:
                         break
             elif request.num_computed_tokens >= request.token_limit:  # max_tokens is 0: the prompt was all
                 self._finish(request, FinishReason.LENGTH, None)
+        self.totals.generated += num_drawn
         return advanced
 
     def finish(self, request_id: str, reason: FinishReason, stop_reason: str | int | None = None) -> None:

@@ -1,0 +1,130 @@
+"""The log: one line a request, ids that cannot forge a line, summaries that are quiet when nothing happens."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import re
+from collections.abc import Iterator
+from dataclasses import fields, replace
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from freight.outputs import EngineStats
+from freight.server.log import (
+    LogFormat,
+    RequestLine,
+    current_request,
+    formatter_of,
+    log_request,
+    log_summary,
+    logger,
+    request_id_of,
+    summary,
+)
+
+ZERO = EngineStats(*[0] * len(fields(EngineStats)))
+LINE = RequestLine("req-1", 200, 1.23456, 10, 20, 5, "stop", "alice")
+
+
+@pytest.fixture
+def lines() -> Iterator[logging.StreamHandler[io.StringIO]]:
+    """A handler whose stream has what the server logs."""
+    handler = logging.StreamHandler(io.StringIO())
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield handler
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+
+
+def test_a_request_is_one_line_of_json(lines: logging.StreamHandler[io.StringIO]) -> None:
+    lines.setFormatter(formatter_of(LogFormat.JSON))
+    log_request(LINE)
+    entry = json.loads(lines.stream.getvalue())
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", entry.pop("time"))
+    assert entry == {
+        "level": "INFO",
+        "message": "request",
+        "request_id": "req-1",
+        "status": 200,
+        "seconds": 1.2346,
+        "prompt_tokens": 10,
+        "generated_tokens": 20,
+        "cached_tokens": 5,
+        "finish_reason": "stop",
+        "key_name": "alice",
+    }
+
+
+def test_a_request_is_one_line_of_text(lines: logging.StreamHandler[io.StringIO]) -> None:
+    lines.setFormatter(formatter_of(LogFormat.TEXT))
+    log_request(replace(LINE, status=500, finish_reason=None, key_name='my "key"\nx'))
+    (line,) = lines.stream.getvalue().splitlines()
+    assert line.endswith(
+        "WARNING request request_id=req-1 status=500 seconds=1.2346 prompt_tokens=10 generated_tokens=20 "
+        r'cached_tokens=5 key_name="my \"key\"\nx"'
+    )
+
+
+@pytest.mark.parametrize("log_format", list(LogFormat))
+def test_every_line_of_a_request_has_its_id(lines: logging.StreamHandler[io.StringIO], log_format: LogFormat) -> None:
+    lines.setFormatter(formatter_of(log_format))
+    token = current_request.set("req-7")
+    logger.info("something\nwith a forged line")
+    try:
+        raise RuntimeError("a\nb")
+    except RuntimeError:
+        logger.exception("failed")
+    current_request.reset(token)
+    logger.info("later")
+    logged = lines.stream.getvalue().splitlines()
+    assert ["req-7" in line for line in logged] == [True, True, False]
+    assert "RuntimeError: a" in logged[1]
+
+
+@pytest.mark.parametrize("header", ["a", "A-b.c_9", "x" * 128])
+def test_a_plain_id_is_kept(header: str) -> None:
+    assert request_id_of(header) == header
+
+
+@pytest.mark.parametrize("header", [None, "", "x" * 129, "a b", "a\n", "http://x", "a/b", "é", "١", "a\x00"])
+def test_any_other_id_is_replaced(header: str | None) -> None:
+    replaced = request_id_of(header)
+    assert replaced != header
+    assert request_id_of(replaced) == replaced
+    assert request_id_of(header) != replaced
+
+
+@given(st.text(max_size=200))
+def test_an_id_always_has_the_allowed_characters(header: str) -> None:
+    assert re.fullmatch(r"[A-Za-z0-9._-]{1,128}", request_id_of(header))
+
+
+def test_the_summary_says_what_was_done_since_the_last(lines: logging.StreamHandler[io.StringIO]) -> None:
+    before = replace(ZERO, capacity_tokens=100, prompt=10, generated=5)
+    now = replace(before, running=2, waiting=1, held_tokens=25, prompt=30, generated=45, prefix_queries=8)
+    now = replace(now, prefix_hits=4, preemptions=3)
+    level, said = summary(now, before, 10.0)
+    assert level == logging.INFO
+    assert said == {
+        "running": 2,
+        "waiting": 1,
+        "cache_use": 0.25,
+        "prefix_hit_rate": 0.5,
+        "prompt_tokens_per_s": 2.0,
+        "generated_tokens_per_s": 4.0,
+        "preemptions": 3,
+    }
+    assert summary(before, before, 10.0)[0] == logging.DEBUG
+    assert summary(replace(before, generated=6), before, 10.0)[0] == logging.INFO
+    assert summary(replace(before, waiting=1), before, 10.0)[0] == logging.INFO
+    lines.setFormatter(formatter_of(LogFormat.TEXT))
+    log_summary(before, before, 10.0)
+    log_summary(now, before, 10.0)
+    assert lines.stream.getvalue().count("summary running=2 waiting=1 cache_use=0.25") == 1
+    assert lines.stream.getvalue().count("\n") == 1

@@ -1,0 +1,67 @@
+"""The engine for the page: shares, rates, and no negative rate when an engine starts anew."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+
+import hypothesis.strategies as st
+from hypothesis import given
+
+from freight.cache.pool import KVPool, tokens_at_16_bits
+from freight.cache.spec import KVCacheSpec, LayerKVSpec
+from freight.fp8.formats import Format, Granularity
+from freight.outputs import EngineStats
+from freight.server.state import CacheFacts, engine_state
+
+FACTS = CacheFacts("fp8_e4m3", "head", "checkpoint", 16, 64, 1024, 512)
+COUNTS = st.integers(0, 2**40)
+STATS = st.builds(EngineStats, *[COUNTS] * len(fields(EngineStats)))
+
+
+def test_the_shape_that_the_page_reads() -> None:
+    before = EngineStats(1, 0, 1024, 0, 0, 0, 0, 100, 50, 0, 0, 0, 0)
+    now = EngineStats(3, 2, 1024, 256, 128, 80, 20, 150, 90, 4, 1, 5, 6)
+    assert engine_state(now, before, 2.0, FACTS) == {
+        "running": 3,
+        "waiting": 2,
+        "cache": {
+            "format": "fp8_e4m3",
+            "capacity_tokens": 1024,
+            "held_tokens": 256,
+            "reusable_tokens": 128,
+            "equivalent_16bit_tokens": 512,
+        },
+        "prefix_hit_rate": 0.25,
+        "prompt_tokens_per_s": 25.0,
+        "generated_tokens_per_s": 20.0,
+        "saturated_values": 6,
+        "nan_values": 5,
+        "preemptions": 4,
+    }
+
+
+@given(STATS, st.none() | STATS, st.floats(0, 1e6))
+def test_any_two_readings_give_finite_rates_that_are_not_negative(
+    now: EngineStats, before: EngineStats | None, seconds: float
+) -> None:
+    state = engine_state(now, before, seconds, FACTS)
+    json.dumps(state)
+    assert min(state["prompt_tokens_per_s"], state["generated_tokens_per_s"], state["prefix_hit_rate"]) >= 0
+
+
+def test_an_engine_that_starts_anew_counts_from_zero_and_the_first_reading_has_no_rate() -> None:
+    old = EngineStats(*[1000] * len(fields(EngineStats)))
+    assert engine_state(replace(old, generated=30), old, 10.0, FACTS)["generated_tokens_per_s"] == 3.0
+    assert engine_state(old, None, 10.0, FACTS)["generated_tokens_per_s"] == 0.0
+    assert engine_state(old, old, 0.0, FACTS)["generated_tokens_per_s"] == 0.0
+
+
+def test_the_same_memory_at_16_bits_holds_half_the_tokens_of_fp8() -> None:
+    def tokens(format: Format, granularity: Granularity | None) -> int:
+        spec = KVCacheSpec((LayerKVSpec(format, granularity, 2, 16, 16),), 4)
+        return tokens_at_16_bits(KVPool((), spec, (10,)))
+
+    assert tokens(Format.BFLOAT16, None) == 40
+    assert tokens(Format.E4M3FN, Granularity.HEAD) == 20
+    assert tokens(Format.E4M3FN, Granularity.TOKEN) == 20  # 22.5, in whole blocks
