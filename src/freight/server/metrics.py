@@ -11,13 +11,13 @@ starts anew begins at 0, which Prometheus knows as a reset.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import choose_encoder
+from prometheus_client import CollectorRegistry, exposition
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
 from freight.outputs import EngineStats, FinishReason, RequestTimes
@@ -33,6 +33,8 @@ LATENCY = (*_REQUEST, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 COMPLETIONS = (1, 2, 5, 10, 20)
 PREEMPTIONS = (0, 1, 2, 3, 4, 5, 10, 20)
+
+_to_openmetrics: Callable[[Collector, str], bytes] = openmetrics.generate_latest
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH")
 MOST_HANDLERS = 64  # a server has fewer routes; a raw path that was passed by mistake must not fill the memory
@@ -77,7 +79,8 @@ class Metrics:
     def __init__(
         self, model_name: str, *, keys: Sequence[str] = (), most_tokens: int = 1_000_000, old_names: bool = False
     ) -> None:
-        self._labels = {"model_name": model_name, "engine": "0"}
+        name = model_name.encode("utf-8", "replace").decode()  # a path may have bytes that are no text
+        self._labels = {"model_name": name, "engine": "0"}
         self._old_names = old_names
         self._stats: EngineStats | None = None
         self._facts: ModelFacts | None = None
@@ -178,8 +181,12 @@ class Metrics:
 
     def render(self, accept: str | None = None) -> tuple[bytes, str]:
         """The exposition and its content type: OpenMetrics if the Accept header asks for it, else Prometheus' text."""
-        encoder, content_type = choose_encoder(accept or "")
-        return encoder(self._registry), content_type
+        # The library's own choice writes `vllm_` for `vllm:` in OpenMetrics. Our names are legal under every escaping
+        # that a client may ask for, so none is applied.
+        if "application/openmetrics-text" in (accept or "").lower():
+            text = _to_openmetrics(self._registry, "allow-utf-8")
+            return text, "application/openmetrics-text; version=1.0.0; charset=utf-8"
+        return exposition.generate_latest(self._registry), "text/plain; version=0.0.4; charset=utf-8"
 
     # ---------------------------------------------------------------------------------------------------------- series
 
@@ -236,10 +243,10 @@ class Metrics:
         yield self._gauge("freight:model_info", "What is served, as labels.", 1, model)
 
     def _of_requests(self) -> Iterator[Metric]:
-        ended = {(reason,): count for reason, count in self._finished.items()}
-        yield self._labelled("vllm:request_success", "Requests that ended, by reason.", ("finished_reason",), ended)
-        refused = {(reason,): count for reason, count in self._rejected.items()}
-        yield self._labelled("vllm:admission_rejections", "Requests refused, by reason.", ("reason",), refused)
+        ended = "Requests that ended, by reason."
+        yield self._labelled("vllm:request_success", ended, "finished_reason", self._finished)
+        refused = "Requests refused, by reason."
+        yield self._labelled("vllm:admission_rejections", refused, "reason", self._rejected)
         http = CounterMetricFamily("http_requests", "Answers, by route.", labels=("handler", "method", "status"))
         for route, count in self._http.items():
             http.add_metric(route, count)
@@ -250,9 +257,8 @@ class Metrics:
             ("generation", "generation_tokens"),
             ("cached", "prompt_tokens_cached"),
         ):
-            of_keys = {(key,): count for key, count in self._by_key[kind].items()}
             text = f"The {name.replace('_', ' ')} of requests that ended, by API key."
-            yield self._labelled(f"freight:key_{name}", text, ("key",), of_keys)
+            yield self._labelled(f"freight:key_{name}", text, "key", self._by_key[kind])
 
     def _of_histograms(self) -> Iterator[Metric]:
         yield self._histogram("vllm:time_to_first_token_seconds", "From a request to its first token.", self._ttft)
@@ -286,12 +292,14 @@ class Metrics:
         return family
 
     def _counter(self, name: str, text: str, value: int) -> Metric:
-        return self._labelled(name, text, (), {(): value})
+        family = CounterMetricFamily(name, text, labels=tuple(self._labels))
+        family.add_metric(tuple(self._labels.values()), value)
+        return family
 
-    def _labelled(self, name: str, text: str, more: tuple[str, ...], values: dict[tuple[str, ...], int]) -> Metric:
-        family = CounterMetricFamily(name, text, labels=(*self._labels, *more))
-        for labels, value in values.items():
-            family.add_metric((*self._labels.values(), *labels), value)
+    def _labelled(self, name: str, text: str, label: str, values: Mapping[str, int]) -> Metric:
+        family = CounterMetricFamily(name, text, labels=(*self._labels, label))
+        for of_label, value in values.items():
+            family.add_metric((*self._labels.values(), of_label), value)
         return family
 
     def _histogram(self, name: str, text: str, buckets: Buckets) -> Metric:
