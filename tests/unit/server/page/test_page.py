@@ -235,7 +235,6 @@ def test_a_long_answer_is_drawn_quickly_and_moves_nothing_above_it(
     send(page, "A long one")
     wait_for(lambda: finished(page), seconds=15)
     assert page.run(f"return document.querySelectorAll('.body {found}').length") == 10_000 / every
-    print(page.run("return [window.shift, window.longest]"))
     assert page.run("return window.shift") < 0.1
     assert page.run("return window.longest") < 1000
     log = "const log = document.querySelector('#log');"
