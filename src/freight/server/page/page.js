@@ -42,12 +42,13 @@ async function connect() {
         failures = 0;
       }
     } catch (error) {
-      if (error.status === 401) await needKey();
-      else {
-        const banner = error instanceof ServerError ? error.message : "No connection to the server. Trying again.";
-        showStatus("lost", "No connection", banner);
-        failures += 1;
+      if (error.status === 401) {
+        await needKey();
+        continue;
       }
+      const banner = error instanceof ServerError ? error.message : "No connection to the server. Trying again.";
+      showStatus("lost", "No connection", banner);
+      failures += 1;
     }
     await sleep(Math.min(1000 * 2 ** Math.max(failures - 1, 0), 5000));
   }

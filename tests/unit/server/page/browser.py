@@ -96,7 +96,7 @@ class Browser:
         self._ask("DELETE", "")
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 5) -> Any:
+def wait_for(condition: Callable[[], object], seconds: float = 15) -> Any:
     """The first true value of `condition`; fails when none comes."""
     end = time.monotonic() + seconds
     while not (value := condition()):

@@ -31,12 +31,12 @@ def server(running: Server) -> Iterator[Server]:
 
 @pytest.fixture
 def page(server: Server, window: Browser) -> Iterator[Browser]:
-    """The page, opened and ready; afterwards the console has no complaint, and no request left the origin."""
+    """The page, following the engine; afterwards the console has no complaint, and no request left the origin."""
     window.run("sessionStorage.clear()") if window.run("return location.protocol") == "http:" else None
     window.devtools("Emulation.clearDeviceMetricsOverride")
     window.log()
     window.open(server.url)
-    wait_for(lambda: window.text("#status") == "Ready")
+    wait_for(lambda: window.text("#status") == "Ready" and window.text("[data-live=held]") == "18,432")
     yield window
     requests = window.run("return performance.getEntriesByType('resource').map((entry) => entry.name)")
     assert [url for url in requests if not url.startswith(server.url)] == []
