@@ -15,6 +15,7 @@ from freight.config.engine import EngineArgs
 from freight.errors import GenerationError, RequestError
 from freight.outputs import CompletionOutput, RequestOutput
 from freight.sampling import SamplingParams
+from freight.structured import StructuredOutputs
 
 if TYPE_CHECKING:
     from freight.engine.intake import Intake
@@ -38,10 +39,20 @@ def generate(
         list[str] | None, typer.Option(metavar="1,2,3", help="A prompt as token ids; may be repeated.")
     ] = None,
     n: Annotated[int, typer.Option("--n", "-n", metavar="COUNT", help="Completions per prompt.")] = 1,
+    json_schema: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A JSON schema that each completion satisfies.")
+    ] = None,
+    regex: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="A regular expression that each completion matches.")
+    ] = None,
+    choice: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="A possible completion; repeat it for each.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Complete prompts. One prompt prints its text as it comes; several are computed together."""
-    params = replace(params, n=n, detokenize=not args.skip_tokenizer_init)
+    form = read_form(json_schema, regex, choice or [])
+    params = replace(params, n=n, detokenize=not args.skip_tokenizer_init, structured_outputs=form)
     prompts = read_prompts(prompt or [], prompt_file, prompt_token_ids or [])
 
     from freight.llm import LLM
@@ -90,6 +101,23 @@ def read_prompts(texts: list[str], file: Path | None, token_ids: list[str]) -> P
     if not all(texts):
         raise RequestError("a prompt is empty: it needs at least one character")
     return texts
+
+
+def read_form(json_schema: Path | None, regex: str | None, choice: list[str]) -> StructuredOutputs | None:
+    """The form that was asked for, if one. Raises RequestError for several, and for a file that cannot be read."""
+    given: dict[str, object] = {}
+    if json_schema is not None:
+        try:
+            given["json"] = json_schema.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise RequestError(f"--json-schema {json_schema} cannot be read as text: {error}") from None
+    if regex is not None:
+        given["regex"] = regex
+    if choice:
+        given["choice"] = choice
+    if len(given) > 1:
+        raise RequestError("a completion has one form; give one of --json-schema FILE, --regex TEXT and --choice TEXT")
+    return StructuredOutputs.of(given) if given else None
 
 
 def _parse_ids(text: str) -> list[int]:

@@ -14,6 +14,7 @@ from freight.cli.main import app
 from freight.cli.options import ENGINE_FLAGS, SAMPLING_FLAGS
 from freight.config.engine import EngineArgs
 from freight.sampling import SamplingParams
+from freight.structured import StructuredOutputs
 
 Run = Callable[..., Any]
 
@@ -49,6 +50,7 @@ def test_there_is_one_option_for_each_field() -> None:
 
 def test_sampling_options_are_fields_of_sampling_params() -> None:
     left_out = {"n", "seed", "logprobs", "prompt_logprobs", "detokenize", "cache_salt"}  # of no use at a terminal
+    left_out |= {"structured_outputs"}  # generate has an option for each form
     assert {flag.field for flag in SAMPLING_FLAGS} == {field.name for field in fields(SamplingParams)} - left_out
 
 
@@ -189,3 +191,30 @@ def test_every_option_has_its_sentence_in_the_documentation() -> None:
             assert any(f"`{spelling}`" in documented or f"`{spelling} " in documented for spelling in option.opts)
         if option.envvar:
             assert option.envvar in documented
+
+
+def test_the_form_of_a_completion(freight: Run, llm: Any, tmp_path: Path) -> None:
+    (tmp_path / "form.json").write_text('{"type": "null"}')
+    for given, form in (
+        (["--json-schema", "form.json"], StructuredOutputs(json={"type": "null"})),
+        (["--regex", "a+"], StructuredOutputs(regex="a+")),
+        (["--choice", "a", "--choice", "b"], StructuredOutputs(choice=["a", "b"])),
+        ([], None),
+    ):
+        assert freight("generate", "--prompt", "x", *given).code == 0
+        assert llm.params[0].structured_outputs == form
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["--regex", "a", "--choice", "b"], "one of --json-schema"),
+        (["--json-schema", "missing.json"], "missing.json cannot be read"),
+        (["--json-schema", "scales.json", "--regex", "a"], "one of --json-schema"),
+        (["--regex", "a" * 5000], "at most 4096 bytes"),
+    ],
+)
+def test_a_form_that_cannot_be_is_refused(freight: Run, llm: Any, given: list[str], says: str) -> None:
+    answer = freight("generate", "--prompt", "x", *given)
+    assert answer.code == 2
+    assert says in " ".join(answer.err.split())
