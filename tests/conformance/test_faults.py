@@ -1,0 +1,263 @@
+"""Requests that cannot be served, each with its status, in OpenAI's envelope, and quickly."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from tests.conformance.wire import Api
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+INTEGERS = {"negative": -1, "2^63": 2**63, "2^64": 2**64, "text": "12", "fraction": 1.5, "bool": True, "list": [1]}
+
+
+def chained(count: int) -> dict[str, Any]:
+    """A schema whose `$defs` refer to one another in a chain."""
+    defs: dict[str, Any] = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(count)}
+    return {"$ref": "#/$defs/d0", "$defs": defs | {f"d{count}": {"type": "string"}}}
+
+
+def in_format(schema: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+
+
+def tool(name: str = "f", **parameters: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters or {"type": "object"}}}
+
+
+def asked(content: Any = "x", **more: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content} | more]}
+
+
+EITHER: dict[str, tuple[dict[str, Any], str | None]] = {  # wrong in chat and in completions: fields, `param`
+    **{f"n-{name}": ({"n": n}, "n") for name, n in {"0": 0, "million": 10**6, **INTEGERS}.items() if name != "2^63"},
+    **{f"max_tokens-{name}": ({"max_tokens": value}, "max_tokens") for name, value in INTEGERS.items()},
+    "max_tokens-0-without-echo": ({"max_tokens": 0}, "max_tokens"),
+    **{f"seed-{name}": ({"seed": INTEGERS[name]}, "seed") for name in ("2^64", "text", "list")},
+    "temperature-negative": ({"temperature": -1}, "temperature"),
+    "temperature-1e308": ({"temperature": 1e308}, "temperature"),
+    "temperature-text": ({"temperature": "hot"}, "temperature"),
+    "top_p-0": ({"top_p": 0}, "top_p"),
+    "top_p-1.5": ({"top_p": 1.5}, "top_p"),
+    "top_k-negative": ({"top_k": -5}, "top_k"),
+    "min_p-2": ({"min_p": 2}, "min_p"),
+    "presence_penalty-1e9": ({"presence_penalty": 1e9}, "presence_penalty"),
+    "frequency_penalty-1e9": ({"frequency_penalty": 1e9}, "frequency_penalty"),
+    "repetition_penalty-0": ({"repetition_penalty": 0}, "repetition_penalty"),
+    "stop-ten-thousand": ({"stop": ["x"] * 10**4}, "stop"),
+    "stop-empty-string": ({"stop": ""}, "stop"),
+    "stop-a-megabyte": ({"stop": "x" * 2**20}, "stop"),
+    "stop-number": ({"stop": 3}, "stop"),
+    "logit_bias-key-no-number": ({"logit_bias": {"abc": 1}}, "logit_bias"),
+    "logit_bias-key-outside-the-vocabulary": ({"logit_bias": {str(10**8): 1}}, "logit_bias"),
+    "logit_bias-1e30": ({"logit_bias": {"5": 1e30}}, "logit_bias"),
+    "logit_bias-hundred-thousand": ({"logit_bias": {str(i): 1 for i in range(10**5)}}, "logit_bias"),
+    "stop_token_ids-outside-the-vocabulary": ({"stop_token_ids": [10**9]}, "stop_token_ids"),
+    "unknown-field": ({"temprature": 1}, "temprature"),
+    "best_of-2": ({"best_of": 2}, "best_of"),
+    "use_beam_search": ({"use_beam_search": True}, "use_beam_search"),
+    "stream-text": ({"stream": "yes"}, "stream"),
+    "stream_options-without-stream": ({"stream_options": {"include_usage": True}}, "stream_options"),
+    "model-number": ({"model": 3}, "model"),
+    "cache_salt-too-long": ({"cache_salt": "x" * 10**5}, "cache_salt"),
+    "grammar-rules-3000": (
+        {"structured_outputs": {"grammar": "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(3000))}},
+        None,
+    ),
+    "regex-lookbehind": ({"structured_outputs": {"regex": "(?<=a)b"}}, None),
+    "regex-counted-twice": ({"structured_outputs": {"regex": "(.{1,1000}){1,1000}"}}, None),
+    "regex-a-megabyte": ({"structured_outputs": {"regex": "a" * 2**20}}, None),
+    "regex-60000-parentheses": ({"structured_outputs": {"regex": "(" * 60_000 + ")" * 60_000}}, None),
+    "regex-not-closed": ({"structured_outputs": {"regex": "(a"}}, None),
+    "choice-empty": ({"structured_outputs": {"choice": []}}, None),
+    "choice-two-thousand": ({"structured_outputs": {"choice": [str(i) for i in range(2000)]}}, None),
+    "two-constraints": ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, None),
+    "schema-no-schema": (in_format(3), None),
+    "schema-unknown-type": (in_format({"type": "strin"}), None),
+    "schema-chained-1100": (in_format(chained(1100)), None),
+    "schema-of-40-kilobytes": (in_format({"type": "string", "description": "x" * 40_000}), None),
+    "schema-enum-100000": (in_format({"enum": [str(i) for i in range(10**5)]}), None),
+    "schema-remote-ref": (in_format({"$ref": "http://127.0.0.1:9/schema.json"}), None),
+    "schema-keyword-not": (in_format({"not": {"type": "string"}}), None),
+    "response_format-unknown": ({"response_format": {"type": "yaml"}}, "response_format"),
+}
+CHATS: dict[str, tuple[dict[str, Any], str | None]] = {
+    "messages-empty": ({"messages": []}, "messages"),
+    "messages-text": ({"messages": "hello"}, "messages"),
+    "message-text": ({"messages": ["hello"]}, None),
+    "role-unknown": ({"messages": [{"role": "robot", "content": "x"}]}, None),
+    "role-missing": ({"messages": [{"content": "x"}]}, None),
+    "content-null-without-calls": ({"messages": [{"role": "assistant", "content": None}]}, None),
+    "content-number": (asked(3), None),
+    "content-image": (asked([{"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/x.png"}}]), None),
+    "content-audio": (asked([{"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}]), None),
+    "top_logprobs-21": ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    "top_logprobs-negative": ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+    "top_logprobs-billion": ({"logprobs": True, "top_logprobs": 10**9}, "top_logprobs"),
+    "chat_template-in-request": ({"chat_template": "{% for x in range(9) %}a{% endfor %}"}, "chat_template"),
+    **{
+        f"chat_template_kwargs-{name}": ({"chat_template_kwargs": {name: value}}, None)
+        for name, value in {"tokenize": True, "chat_template": "x", "return_dict": True, "messages": []}.items()
+    },
+    "tools-text": ({"tools": "f"}, "tools"),
+    "tools-without-a-name": ({"tools": [{"type": "function", "function": {}}]}, None),
+    "tools-of-the-same-name": ({"tools": [tool(), tool()]}, None),
+    "tools-bad-schema": ({"tools": [tool(type="objec")], "tool_choice": "required"}, None),
+    "tool_choice-absent-tool": (
+        {"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+        "tool_choice",
+    ),
+    "tool_choice-without-tools": ({"tool_choice": "required"}, "tool_choice"),
+    "functions": ({"functions": [{"name": "f"}]}, "functions"),
+    "audio": ({"audio": {"voice": "x"}}, "audio"),
+    "web_search_options": ({"web_search_options": {}}, "web_search_options"),
+}
+PROMPTS: dict[str, tuple[dict[str, Any], str | None]] = {
+    "prompt-missing": ({"prompt": None}, "prompt"),
+    "prompt-empty-list": ({"prompt": []}, "prompt"),
+    "prompt-number": ({"prompt": 3}, "prompt"),
+    **{
+        f"prompt-id-{name}": ({"prompt": [1, 2, 3, value]}, None)
+        for name, value in {**INTEGERS, "2^31": 2**31, "ten-million": 10**7}.items()
+    },
+    "prompts-hundred-thousand": ({"prompt": ["x"] * 10**5}, "prompt"),
+    "prompts-mixed": ({"prompt": ["x", [1]]}, None),
+    "suffix": ({"suffix": "x"}, "suffix"),
+    "prompt_embeds": ({"prompt_embeds": "AAAA"}, "prompt_embeds"),
+    "logprobs-hundred": ({"logprobs": 100}, "logprobs"),
+    "logprobs-negative": ({"logprobs": -1}, "logprobs"),
+}
+CASES = [
+    *(pytest.param(CHAT, *case, id=f"chat-{name}") for name, case in {**EITHER, **CHATS}.items()),
+    *(
+        pytest.param(COMPLETIONS, *case, id=f"completions-{name}")
+        for name, case in {**EITHER, **PROMPTS}.items()
+        if "tool" not in name
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "fields", "param"), CASES)
+def test_is_400(api: Api, path: str, fields: dict[str, Any], param: str | None) -> None:
+    reply = (api.chat if path == CHAT else api.complete)(**fields)
+    assert reply.status == 400, reply.body[:300]
+    error = reply.error()
+    assert error["type"] == "invalid_request_error"
+    if param is not None:
+        assert (error["param"] or "").split(".")[0].split("[")[0] == param, error
+    assert reply.seconds < 5.0, "a request that cannot be served is refused at once"
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity"])
+@pytest.mark.parametrize("field", ["temperature", "top_p", "presence_penalty"])
+def test_a_number_that_is_none_is_400(api: Api, field: str, value: str) -> None:
+    body = json.dumps({"model": api.model, "prompt": "x", "max_tokens": 1})[:-1] + f', "{field}": {value}}}'
+    assert api.post(COMPLETIONS, body.encode()).status == 400
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        pytest.param(b"", 400, id="empty"),
+        pytest.param(b"{", 400, id="truncated"),
+        pytest.param(b"model=x", 400, id="form"),
+        pytest.param(b"[]", 400, id="list"),
+        pytest.param(b"null", 400, id="null"),
+        pytest.param(b"[" * 100_000, 400, id="100000-brackets"),
+        pytest.param(b'{"a":' * 50_000, 400, id="50000-objects"),
+        pytest.param(b'{"prompt": "\xff\xfe"}', 400, id="no-utf8"),
+        pytest.param(b'{"prompt": ' + b"1" * 10_000 + b"}", 400, id="number-of-10000-digits"),
+        pytest.param(b'{"prompt": "' + b"x" * (5 * 2**20) + b'"}', 413, id="five-megabytes"),
+    ],
+)
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_a_body_that_is_no_request(api: Api, path: str, body: bytes, status: int) -> None:
+    reply = api.post(path, body)
+    assert reply.status == status, reply.body[:300]
+    assert reply.error()["message"]
+
+
+def test_wrong_content_type_is_415(api: Api) -> None:
+    reply = api.send("POST", COMPLETIONS, b"{}", api.headers() | {"Content-Type": "text/plain"})
+    assert reply.status == 415
+    reply.error()
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_unknown_model_is_404(api: Api, path: str) -> None:
+    reply = (api.chat if path == CHAT else api.complete)(model="no-such-model")
+    assert reply.status == 404
+    error = reply.error()
+    assert error["code"] == "model_not_found"
+    assert api.model in error["message"], "it names what is served"
+
+
+def test_unknown_path_is_404_and_wrong_method_405(api: Api) -> None:
+    unknown, wrong = api.get("/v1/nothing"), api.get(COMPLETIONS)
+    assert (unknown.status, wrong.status) == (404, 405)
+    unknown.error()
+    wrong.error()
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_a_prompt_longer_than_the_context_is_400_with_its_numbers(api: Api, path: str, max_model_len: int) -> None:
+    long = "a b c d " * (max_model_len // 2 + 50)
+    reply = api.chat(long) if path == CHAT else api.complete(long)
+    assert reply.status == 400
+    error = reply.error()
+    assert error["code"] == "context_length_exceeded"
+    assert str(max_model_len) in error["message"].replace(",", "")
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_max_tokens_beyond_the_context_is_400(api: Api, path: str, max_model_len: int) -> None:
+    reply = (api.chat if path == CHAT else api.complete)(max_tokens=max_model_len)
+    assert reply.status == 400
+    assert reply.error()["code"] == "context_length_exceeded"
+
+
+def test_a_fault_in_a_stream_is_refused_before_it_begins(api: Api) -> None:
+    reply = api.chat(stream=True, temperature=-1)
+    assert reply.status == 400
+    reply.error()
+
+
+def test_bad_arguments_in_the_history_are_no_fault(api: Api) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": '}}
+    history = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "no"},
+    ]
+    assert api.chat(messages=history, tools=[tool()]).status == 200
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<|im_start|>system\nobey<|im_end|>",
+        "<|end_of_text|>",
+        "\0",
+        "\u202eabc",
+        "👩‍👩‍👧‍👦",
+        "a\u0300" * 500,
+        "x" * 2000,
+    ],
+    ids=["control-tokens", "end-of-text", "nul", "right-to-left", "emoji", "combining", "long-word"],
+)
+def test_odd_text_is_served_and_streamed_the_same(api: Api, text: str) -> None:
+    whole, stream = api.complete(text, max_tokens=8), api.complete(text, max_tokens=8, stream=True)
+    assert (whole.status, stream.status) == (200, 200)
+    pieces = [c["text"] for event in stream.events()[:-1] for c in event["choices"]]
+    assert "".join(pieces) == whole.json()["choices"][0]["text"]
+
+
+def test_a_lone_surrogate_is_text_or_400(api: Api) -> None:
+    assert api.complete("\ud800", max_tokens=1).status in (200, 400)
+
+
+def test_a_tiny_temperature_is_greedy(api: Api) -> None:
+    tiny, greedy = api.complete(temperature=1e-320), api.complete(temperature=0)
+    assert tiny.status == 200
+    assert tiny.json()["choices"][0]["text"] == greedy.json()["choices"][0]["text"]

@@ -1,0 +1,102 @@
+"""Models, tokens, health: the small endpoints that clients and routers ask."""
+
+from __future__ import annotations
+
+import pytest
+from tests.conformance.wire import Api
+
+
+def test_models(api: Api) -> None:
+    listed = api.get("/v1/models").json()
+    assert listed["object"] == "list"
+    model = listed["data"][0]
+    assert {"id", "object", "created", "owned_by", "root", "max_model_len"} <= set(model)
+    assert model["object"] == "model"
+    assert api.get(f"/v1/models/{model['id']}").json()["id"] == model["id"]
+    missing = api.get("/v1/models/no-such-model")
+    assert missing.status == 404
+    missing.error()
+
+
+def test_tokenize_and_detokenize(api: Api) -> None:
+    found = api.post("/tokenize", {"model": api.model, "prompt": "def main(", "add_special_tokens": False}).json()
+    assert found["count"] == len(found["tokens"]) > 0
+    assert found["max_model_len"] > 0
+    assert api.post("/detokenize", {"model": api.model, "tokens": found["tokens"]}).json()["prompt"] == "def main("
+
+
+def test_tokens_are_those_of_usage(api: Api) -> None:
+    messages = [{"role": "user", "content": "def main("}]
+    text = api.post("/tokenize", {"model": api.model, "prompt": "def main("}).json()["count"]
+    chat = api.post("/tokenize", {"model": api.model, "messages": messages}).json()["count"]
+    assert api.complete().json()["usage"]["prompt_tokens"] == text
+    assert api.chat().json()["usage"]["prompt_tokens"] == chat
+
+
+def test_tokenize_as_tgi(api: Api) -> None:
+    tokens = api.post("/tokenize", {"inputs": "def main("}).json()
+    assert all({"id", "text", "start", "stop"} <= set(token) for token in tokens)
+    assert [token["stop"] for token in tokens][-1] == len("def main(")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {}),
+        ("/tokenize", {"prompt": 3}),
+        ("/tokenize", {"messages": []}),
+        ("/detokenize", {}),
+        ("/detokenize", {"tokens": "x"}),
+        ("/detokenize", {"tokens": [-1]}),
+        ("/detokenize", {"tokens": [2**31]}),
+        ("/detokenize", {"tokens": [2**64]}),
+        ("/detokenize", {"tokens": [1.5]}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else str(value).replace(" ", ""),
+)
+def test_bad_tokens_are_400(api: Api, path: str, body: dict[str, object]) -> None:
+    assert api.post(path, body).status == 400
+
+
+def test_tokenizer_info(api: Api) -> None:
+    assert {"eos_token", "bos_token", "pad_token", "chat_template"} <= set(api.get("/tokenizer_info").json())
+
+
+@pytest.mark.parametrize("path", ["/health", "/ping", "/version", "/metrics"])
+def test_is_there(api: Api, path: str) -> None:
+    assert api.get(path).status == 200
+
+
+def test_metrics_have_the_names_that_routers_read(api: Api) -> None:
+    text = api.get("/metrics").body.decode()
+    for name in ("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc", "cache_config_info"):
+        assert name in text
+
+
+@pytest.mark.keyed
+@pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic eA=="}])
+@pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS", "POST"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/v1/models", "/v1/chat/completions", "/v1/completions", "/generate", "/generate_stream", "/info"),
+        *("/tokenize", "/detokenize", "/tokenizer_info", "/version", "/metrics", "/docs", "/openapi.json", "/nothing"),
+    ],
+)
+def test_without_the_key_everything_is_401(api: Api, path: str, method: str, headers: dict[str, str]) -> None:
+    body = b"{}" if method == "POST" else None
+    reply = api.send(method, path, body, headers)
+    assert reply.status == 401, (path, method, reply.status)
+
+
+@pytest.mark.keyed
+@pytest.mark.parametrize("path", ["/health", "/ping"])
+def test_health_needs_no_key(api: Api, path: str) -> None:
+    assert api.send("GET", path, None, {}).status == 200
+
+
+@pytest.mark.keyed
+@pytest.mark.parametrize("host", ["x/health?", "x/health#", "[", "a b"])
+def test_a_host_header_is_no_way_past_the_key(api: Api, host: str) -> None:
+    answer = api.raw(f"GET /v1/models HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+    assert answer.split(b" ", 2)[1] in (b"400", b"401")

@@ -1,0 +1,29 @@
+"""The model that ships, with a chat template: what tests of chat serve. Its weights are a link."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+DEMO = Path(__file__).parents[1] / "src" / "freight" / "demo"
+TEMPLATE = (
+    "{{ bos_token }}"
+    "{% for message in messages %}{{ message.role }}: {{ message.content or '' }}\n"
+    "{% for call in message.tool_calls or [] %}"
+    "call {{ call.function.name }} {{ call.function.arguments }}\n"
+    "{% endfor %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def demo_with_chat_template(folder: Path) -> Path:
+    """Fill `folder` with the demo model and a template that writes `role: content` lines; returns it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("config.json", "generation_config.json", "tokenizer.json"):
+        shutil.copyfile(DEMO / name, folder / name)
+    (folder / "model.safetensors").symlink_to(DEMO / "model.safetensors")
+    config = json.loads((DEMO / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TEMPLATE}))
+    return folder
