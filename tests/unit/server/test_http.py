@@ -260,14 +260,27 @@ async def refuses(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": b"no"})
 
 
+def test_an_answer_to_a_client_that_waits_to_send_its_body_is_the_last() -> None:
+    with running(refuses) as server, server.client(timeout=2) as client:
+        assert client.ask(post(b"", "Content-Length: 3", "Expect: 100-continue")).status == 401
+        assert client.ended()  # whether the body comes is unknown, so where the next request begins is too
+
+
+def test_a_client_can_read_a_refusal_while_it_still_sends() -> None:
+    with running(Echo(), HttpLimits(linger_seconds=0.5)) as server, server.client() as client:
+        client.send(post(b"", "Content-Length: 4194305") + b"x" * 100_000)
+        for _ in range(3):
+            time.sleep(0.05)
+            client.socket.sendall(b"x" * 1000)  # no reset, which would take the answer away on some systems
+        assert client.read().status == 413
+        assert client.file.read(1) == b""
+
+
 def test_an_answer_before_the_body_keeps_the_connection_where_the_body_has_an_end() -> None:
     with running(refuses, QUICK) as server:
         with server.client() as client:
             assert client.ask(post(b"x" * 100_000)).status == 401
             assert client.ask(post(b"abc")).status == 401
-        with server.client() as client:  # never asked to go on: whether the body comes is unknown
-            assert client.ask(post(b"", "Content-Length: 3", "Expect: 100-continue")).status == 401
-            assert client.ended()
         with server.client() as client:  # answered, and the body stalls
             assert client.ask(post(b"", "Content-Length: 3")).status == 401
             assert client.ended()

@@ -51,6 +51,30 @@ def test_a_client_that_does_not_read_is_dropped_and_costs_no_memory(loop: str) -
             assert "gone" not in facts
 
 
+@pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
+def test_a_rest_that_never_filled_the_buffer_does_not_keep_the_connection_either(loop: str) -> None:
+    unsent: list[int] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        (connection,) = server.server.server_state.connections
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"connection", b"close")]})
+        while not connection.transport.get_write_buffer_size():
+            await send({"type": "http.response.body", "body": b"x" * 16384, "more_body": True})
+            await asyncio.sleep(0.001)
+        await send({"type": "http.response.body", "body": b"x"})
+        unsent.append(connection.transport.get_write_buffer_size())
+
+    with running(app, QUICK, loop) as server, server.client() as client:
+        client.send(GET)
+        begun = time.monotonic()
+        while not unsent and time.monotonic() - begun < 5:
+            time.sleep(0.02)
+        assert 0 < unsent[0] < 65536
+        assert len(server.server.server_state.connections) == 1
+        time.sleep(1.0)
+        assert len(server.server.server_state.connections) == 0
+
+
 def test_the_rest_of_an_answer_that_nobody_reads_does_not_keep_the_connection() -> None:
     size = 8 << 20
 
