@@ -26,7 +26,7 @@ ORDER = [
     {"errors"},
     {"structured"},
     {"sampling", "outputs", "fp8"},
-    {"operands", "device", "messages", "token_pieces"},
+    {"operands", "device", "messages", "token_pieces", "tokenizer_files"},
     {"config"},
     {"checkpoint", "kernels", "tokenizer"},
     {"cache", "detokenizer"},

@@ -22,6 +22,7 @@ from freight.cli.generate import generate
 from freight.cli.inspect import inspect
 from freight.cli.options import takes_model
 from freight.cli.quantize import quantize
+from freight.cli.serve import serve
 from freight.errors import ConfigError, FreightError, RequestError
 
 app = typer.Typer(
@@ -65,7 +66,7 @@ def _inspect(
     inspect(model, as_json, picture, revision)
 
 
-for verb in (generate, chat, quantize, evaluate, demo, env):
+for verb in (generate, chat, serve, quantize, evaluate, demo, env):
     app.command()(verb)
 app.command("inspect")(_inspect)
 app.add_typer(scales.app, name="scales")

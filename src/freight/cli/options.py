@@ -122,7 +122,7 @@ def takes_model(command: Command) -> Command:
         return {"model": model or model_id or "demo"}
 
     kind = inspect.Parameter.KEYWORD_ONLY
-    return _replace(
+    return replace_parameter(
         command,
         "model",
         [
@@ -145,7 +145,7 @@ def takes_engine_options(command: Command) -> Command:
 
     model = inspect.Parameter("model", inspect.Parameter.KEYWORD_ONLY, annotation=str)
     flags = [flag.parameter(defaults[flag.field], flag.envvar) for flag in ENGINE_FLAGS]
-    return takes_model(_replace(command, "args", [model, *flags], build))
+    return takes_model(replace_parameter(command, "args", [model, *flags], build))
 
 
 def takes_sampling_options(command: Command) -> Command:
@@ -160,7 +160,7 @@ def takes_sampling_options(command: Command) -> Command:
         given = {flag.field: values.pop(flag.field) for flag in SAMPLING_FLAGS}
         return {"params": SamplingParams(**given | {"logit_bias": _biases(given["logit_bias"])})}
 
-    return _replace(command, "params", [flag.parameter(default(flag)) for flag in SAMPLING_FLAGS], build)
+    return replace_parameter(command, "params", [flag.parameter(default(flag)) for flag in SAMPLING_FLAGS], build)
 
 
 def _biases(pairs: Sequence[str]) -> dict[int, float]:
@@ -171,7 +171,7 @@ def _biases(pairs: Sequence[str]) -> dict[int, float]:
         raise RequestError(f"--logit-bias is {' '.join(pairs)!r}; each must be ID=NUMBER, as in 42=-5") from None
 
 
-def _replace(
+def replace_parameter(
     command: Command,
     parameter: str,
     options: Sequence[inspect.Parameter],

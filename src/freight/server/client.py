@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -41,6 +41,7 @@ class WorkerOptions:
     engine_args: Mapping[str, Any]
     random_weights: str | None = None
     log_level: int = logging.INFO
+    log_format: str = "text"
 
 
 class Inbox:
@@ -148,8 +149,8 @@ class EngineClient(asyncio.Protocol):
             self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
         await loop.create_connection(lambda: self, sock=ours)
         options = self._options
-        extra = {"random_weights": options.random_weights, "log_level": options.log_level}
-        self._send([wire.START, dict(options.engine_args), extra])
+        values = asdict(options)
+        self._send([wire.START, values.pop("engine_args"), values])
 
     def submit(self, request_id: str, index: int, work: TokenizedWork, inbox: Inbox) -> Running:
         """Send a request, whose deltas go to `inbox`. Raises ApiError 503 while no engine is ready."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import sys
 import uuid
 from collections.abc import Mapping
 from contextvars import ContextVar
@@ -118,6 +119,16 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             entry["error"] = self.formatException(record.exc_info)
         return json.dumps(entry, default=str)
+
+
+def set_up_logging(log_format: str, level: int = logging.INFO) -> None:
+    """Log to stderr, in this process. Raises ValueError for an unknown format."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(formatter_of(LogFormat(log_format)))
+    for name in ("freight", "uvicorn"):
+        log = logging.getLogger(name)
+        log.handlers, log.propagate = [handler], False
+        log.setLevel(level if name == "freight" else logging.WARNING)
 
 
 def formatter_of(log_format: LogFormat) -> logging.Formatter:

@@ -115,9 +115,7 @@ def markup_of(tokenizer: Tokenizer, template: Mapping[str, Any]) -> Markup:
         reasoning=next((name for name in _REASONING if name in explicit), None),
         implicit=implicit,
         keeps_rest=implicit == "content" or (implicit == _OTHER and "content" not in explicit),
-        special=SpecialTokens(
-            tokenizer.special_tokens - {text for text in tokenizer.special_tokens if text in written}
-        ),
+        special=SpecialTokens(tokenizer.special_texts - {text for text in tokenizer.special_texts if text in written}),
         anchor=anchor,
     )
 

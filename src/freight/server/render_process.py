@@ -43,6 +43,8 @@ class Answers:
         """Raises CheckpointError when there is no tokenizer in the folder."""
         self._settings = settings
         self._tokenizer = Tokenizer.load(settings["folder"])
+        if settings["chat_template"] is not None:
+            self._tokenizer = self._tokenizer.with_chat_template(settings["chat_template"])
         self._tokenizer.prepare_chat()
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:

@@ -46,6 +46,7 @@ class Renderer:
         max_waiting: int = 64,
         memory: int = 2 << 30,
         grammar_check: str = GRAMMAR_CHECK,
+        chat_template: str | None = None,
     ) -> None:
         """Starts nothing yet.
 
@@ -56,6 +57,7 @@ class Renderer:
         memory           bytes of address space for one request
         grammar_check    "module:function" that raises RequestError for a grammar that cannot be used; called with
                          tokenizer, vocab_size, stop_token_ids and the grammar
+        chat_template    in place of the model's own
         """
         self._settings = {
             "folder": str(folder),
@@ -63,6 +65,7 @@ class Renderer:
             "stop_token_ids": sorted(stop_token_ids),
             "memory": memory,
             "grammar_check": grammar_check,
+            "chat_template": chat_template,
         }
         self._deadline_s = deadline_s
         self._start_deadline_s = start_deadline_s

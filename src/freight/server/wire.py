@@ -115,7 +115,7 @@ def delta_to_json(delta: RequestDelta) -> list[Any]:
         delta.finished,
         None if scored is None else [None if entry is None else _entries(entry) for entry in scored],
         delta.num_cached_tokens,
-        None if times is None else [times.queued, times.prefill, times.decode],
+        None if times is None else list(astuple(times)),
     ]
 
 

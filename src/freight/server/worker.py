@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import logging
 import os
 import signal
 import socket
@@ -24,12 +23,11 @@ from freight import __version__
 from freight.errors import ConfigError, FreightError, RequestError
 from freight.server import wire
 from freight.server.frames import Decoder, encode
+from freight.server.log import set_up_logging
 
 if TYPE_CHECKING:
     from freight.engine.loop import Command, Event
     from freight.models.open import OpenModel
-
-logger = logging.getLogger("freight")
 
 _READ = 1 << 16  # bytes
 _PATIENCE = 5.0  # seconds for the step under way when the server is gone
@@ -42,7 +40,7 @@ def main() -> None:
     frames = Decoder()
     name, args, options = _first(connection, frames)
     assert name == wire.START
-    logging.basicConfig(format="freight: %(message)s", stream=sys.stderr, level=options["log_level"])
+    set_up_logging(options["log_format"], options["log_level"])
     commands: SimpleQueue[Command] = SimpleQueue()
     threading.Thread(target=_read, args=(connection, frames, commands), name="commands", daemon=True).start()
     try:

@@ -36,7 +36,7 @@ DELTA = st.builds(
     st.booleans(),
     st.none() | st.lists(st.none() | ENTRY, max_size=3),
     st.integers(0, 99),
-    st.none() | st.builds(RequestTimes, SECONDS, SECONDS, SECONDS),
+    st.none() | st.builds(RequestTimes, SECONDS, SECONDS, SECONDS, st.integers(0, 9)),
 )
 
 

@@ -153,7 +153,7 @@ def parse_chat(body: object, served: Served, limits: ServingLimits) -> ChatCall:
     return ChatCall(
         stream=bool(request.stream),
         model=model,
-        work=(Work(conversation, params_of(None), params_of if tools.forced else None),),
+        work=(Work(conversation, params_of(None), params_of=params_of if tools.forced else None),),
         ignored=(*fields.ignored, *named(ignored)),
         options=AnswerOptions(
             include_usage=bool(stream_options and stream_options.include_usage),

@@ -1,0 +1,78 @@
+"""`freight serve`: a server for the clients of OpenAI's API and of TGI."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from freight.cli.options import Command, Flag, replace_parameter, takes_engine_options
+from freight.config.engine import EngineArgs
+from freight.config.presets import shape_config
+from freight.errors import ConfigError
+
+_NEEDED = ("fastapi", "uvicorn", "httptools", "prometheus_client")
+
+SERVER_FLAGS: tuple[tuple[Flag, Any], ...] = (  # each with its default
+    (Flag("host", str, "Where to listen.", "ADDRESS"), "127.0.0.1"),
+    (Flag("port", int, "Where to listen; 0 takes a free one.", "PORT"), 8000),
+    (Flag("served_model_name", list[str], "What clients call the model; may be repeated.", "NAME"), []),
+    (Flag("api_key", list[str], "A key that clients need; may be repeated.", "[NAME:]KEY"), []),
+    (Flag("api_key_file", Path | None, "Keys, one a line.", "FILE"), None),
+    (Flag("shared_prefix_cache", bool, "Clients with different keys share cached prefixes."), False),
+    (Flag("insecure", bool, "Listen on a public address without a key."), False),
+    (Flag("max_queue", int, "Completions that may wait beside those that run; then 429.", "COUNT"), 256),
+    (Flag("max_connections", int, "Open connections at most.", "COUNT"), 1024),
+    (Flag("request_timeout", float | None, "Longest time for one answer.", "SECONDS"), None),
+    (Flag("drain_timeout", float, "Time for running answers after SIGTERM.", "SECONDS"), 30.0),
+    (Flag("restart_engine", bool, "Start a new engine when its process ends, instead of ending."), False),
+    (Flag("chat_template", Path | None, "A Jinja file to use instead of the model's own template.", "FILE"), None),
+    (Flag("unknown_fields", str, "What to do with unknown fields of requests.", "refuse|ignore"), "refuse"),
+    (Flag("allow_origin", list[str], "Web pages of this origin may call; may be repeated.", "ORIGIN"), []),
+    (Flag("old_metrics", bool, "Export metrics also under the names that older dashboards read."), False),
+    (Flag("log_format", str, "How the log is written.", "text|json"), "text"),
+)
+
+
+def takes_server_options(command: Command) -> Command:
+    """Replace the command's parameter `server: dict` by the options of the server, by their names."""
+
+    def build(values: dict[str, Any]) -> dict[str, Any]:
+        return {"server": {flag.field: values.pop(flag.field) for flag, _ in SERVER_FLAGS}}
+
+    return replace_parameter(
+        command, "server", [flag.parameter(default, flag.envvar) for flag, default in SERVER_FLAGS], build
+    )
+
+
+@takes_engine_options
+@takes_server_options
+def serve(
+    args: EngineArgs,
+    server: dict[str, Any],
+    random_weights: Annotated[
+        str | None, typer.Option(metavar="SHAPE", help="Random weights of a known shape, to measure: llama-1b, …")
+    ] = None,
+) -> None:
+    """Serve a model over HTTP: OpenAI's API, TGI's, metrics and a page."""
+    missing = [name for name in _NEEDED if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"freight serve needs {', '.join(missing)}: pip install 'freight[server]'")
+    if random_weights is not None:
+        if args.model != "demo":
+            raise ConfigError(f"MODEL is {args.model!r} and --random-weights {random_weights!r}: give one of the two")
+        shape_config(random_weights)  # refused before anything is started
+    from freight.server.client import WorkerOptions
+    from freight.server.lifecycle import run
+    from freight.server.settings import ServerSettings
+
+    server |= {name: tuple(server.pop(field)) for name, field in _LISTS.items()}
+    engine_args = {field.name: getattr(args, field.name) for field in fields(args)}
+    options = WorkerOptions(engine_args, random_weights, log_format=server["log_format"])
+    raise typer.Exit(run(ServerSettings(**server), options))
+
+
+_LISTS = {"names": "served_model_name", "api_keys": "api_key", "allow_origins": "allow_origin"}  # settings by option

@@ -1,0 +1,209 @@
+"""The routes. Each API makes a Call of a body; everything behind that is the same for all of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response, StreamingResponse
+
+from freight import __version__
+from freight.server import tgi
+from freight.server.body import read_json
+from freight.server.call import Call, Conversation, Served
+from freight.server.errors import ApiError
+from freight.server.http_limits import HttpLimits
+from freight.server.limits import ServingLimits
+from freight.server.middleware import App, guarded
+from freight.server.monitor import Monitor
+from freight.server.openai.chat_request import CHAT_SCHEMA, parse_chat
+from freight.server.openai.completion_request import COMPLETION_SCHEMA, parse_completion
+from freight.server.page import PAGE, page_response
+from freight.server.service import Service
+from freight.server.settings import ServerSettings
+from freight.server.stream import AnswerResponse, json_bytes
+from freight.server.tokens import detokenize, parse_tokenize, tokenizer_info
+
+Body = dict[str, Any]
+Parse = Callable[[Body, Served, ServingLimits], Call]
+OPEN_PATHS = frozenset({*PAGE, "/health", "/ping"})  # without a key, for GET: nothing in them is secret
+
+
+def make_app(service: Service, monitor: Monitor, settings: ServerSettings, limits: HttpLimits) -> App:
+    """The server as an ASGI application."""
+    app = FastAPI(title="Freight", version=__version__, docs_url=None, redoc_url=None)
+    routes = Routes(service, monitor, limits)
+    posts: tuple[tuple[str, Callable[..., Any], Any], ...] = (
+        ("/v1/chat/completions", routes.answers(parse_chat), CHAT_SCHEMA),
+        ("/v1/completions", routes.answers(parse_completion), COMPLETION_SCHEMA),
+        ("/generate", routes.answers(_generate(False)), None),
+        ("/generate_stream", routes.answers(_generate(True)), None),
+        ("/", routes.answers(_generate(None)), None),
+        ("/tokenize", routes.tokenize, None),
+        ("/detokenize", routes.detokenize, None),
+    )
+    for path, endpoint, schema in posts:
+        app.add_api_route(path, endpoint, methods=["POST"], openapi_extra=_documented(schema), response_model=None)
+    gets: tuple[tuple[str, Callable[..., Any]], ...] = (
+        ("/v1/models", routes.models),
+        ("/v1/models/{model_id:path}", routes.model),
+        ("/info", routes.info),
+        ("/tokenizer_info", routes.tokenizer_info),
+        ("/health", routes.health),
+        ("/ping", routes.health),
+        ("/version", routes.version),
+        ("/metrics", routes.metrics),
+        ("/state", routes.state),
+        ("/state/stream", routes.state_stream),
+    )
+    for path, endpoint in gets:
+        app.add_api_route(path, endpoint, methods=["GET", "HEAD"], response_model=None)
+    for path in PAGE:
+        app.add_api_route(path, routes.page, methods=["GET", "HEAD"], include_in_schema=False, response_model=None)
+    return guarded(_counted(app, service), service.keys, open_paths=OPEN_PATHS, allow_origins=settings.allow_origins)
+
+
+class Routes:
+    """What answers a path. Raises ApiError, which `guarded` gives the shape of the path's API."""
+
+    def __init__(self, service: Service, monitor: Monitor, limits: HttpLimits) -> None:
+        self._service = service
+        self._monitor = monitor
+        self._limits = limits
+
+    def answers(self, parse: Parse) -> Callable[[Request], Any]:
+        """The endpoint of an API that generates."""
+
+        async def endpoint(request: Request) -> Response:
+            service = self._service
+            body = await self._body(request)
+            call = parse(body, service.require_served(), service.limits)
+            state = request.scope["state"]
+            answer = await service.begin(call, state["request_id"], state["key_name"])
+            return AnswerResponse(answer, call, self._headers(call))
+
+        return endpoint
+
+    async def tokenize(self, request: Request) -> Response:
+        body = await self._body(request)
+        served = self._service.require_served()
+        wanted = parse_tokenize(body, served)
+        text = wanted.prompt
+        if isinstance(text, Conversation):
+            text = await self._service.render(text)
+        return _json(wanted.answer(text, served))
+
+    async def detokenize(self, request: Request) -> Response:
+        return _json(detokenize(await self._body(request), self._service.require_served()))
+
+    async def tokenizer_info(self) -> Response:
+        return _json(tokenizer_info(self._service.require_served()))
+
+    async def models(self) -> Response:
+        served = self._service.require_served()
+        return _json({"object": "list", "data": [_model(name, served) for name in served.names]})
+
+    async def model(self, model_id: str) -> Response:
+        served = self._service.require_served()
+        if model_id not in served.names:
+            known = ", ".join(served.names)
+            raise ApiError(404, f"there is no model {model_id!r:.80}; this server has {known}", code="model_not_found")
+        return _json(_model(model_id, served))
+
+    async def info(self) -> Response:
+        service = self._service
+        served, facts = service.require_served(), service.facts
+        assert facts is not None
+        about = tgi.ServerFacts(
+            version=__version__,
+            max_concurrent_requests=service.max_sequences,
+            max_prompts=service.limits.prompts,
+            kv_cache=facts.kv_cache,
+            kernels=facts.kernels,
+        )
+        return _json(tgi.info(served, service.limits.sampling, about))
+
+    async def health(self) -> Response:
+        try:
+            self._service.require_served()
+        except ApiError as error:
+            return _json({"status": error.code, "message": error.message}, 503, error.headers)
+        return _json({"status": "ok"})
+
+    async def version(self) -> Response:
+        return _json({"version": __version__})
+
+    async def metrics(self, request: Request) -> Response:
+        text, kind = self._service.metrics.render(request.headers.get("accept"))
+        return Response(text, headers={"content-type": kind})
+
+    async def state(self) -> Response:
+        self._service.require_served()
+        return _json(self._monitor.state)
+
+    async def state_stream(self, request: Request) -> Response:
+        self._service.require_served()
+
+        async def events() -> AsyncIterator[bytes]:
+            while not self._service.draining:
+                yield b"data: " + json.dumps(self._monitor.state).encode() + b"\n\n"
+                await self._monitor.next_state()
+
+        return StreamingResponse(events(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
+
+    async def page(self, request: Request) -> Response:
+        found = page_response(request.url.path, request.headers.get("if-none-match"))
+        assert found is not None
+        return Response(found.body, found.status, found.headers)
+
+    async def _body(self, request: Request) -> Body:
+        return await read_json(request.receive, request.scope["headers"], self._limits)
+
+    def _headers(self, call: Call) -> dict[str, str]:
+        facts = self._service.facts
+        headers = {"x-freight-reproducible": "true" if facts is not None and facts.reproducible else "false"}
+        if call.ignored:
+            headers["x-freight-ignored"] = ", ".join(call.ignored)
+        return headers
+
+
+def _generate(stream: bool | None) -> Parse:
+    return lambda body, served, limits: tgi.parse_generate(body, served, limits.sampling, stream)
+
+
+def _model(name: str, served: Served) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": served.created,
+        "owned_by": "freight",
+        "root": served.names[0],
+        "max_model_len": served.max_model_len,
+    }
+
+
+def _documented(schema: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The request body of a route, for /openapi.json."""
+    content = {"application/json": {"schema": dict(schema) if schema is not None else {"type": "object"}}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def _json(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(json_bytes(value), status, {**(headers or {}), "content-type": "application/json"})
+
+
+def _counted(app: FastAPI, service: Service) -> App:
+    """Count every request that is routed, by the route and not by the path, of which there is no end."""
+
+    async def counted(scope: Any, receive: Any, send: Any) -> None:
+        async def count(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                route = getattr(scope.get("route"), "path", "other")
+                service.metrics.http_request(route, scope["method"], message["status"])
+            await send(message)
+
+        await app(scope, receive, count)
+
+    return counted

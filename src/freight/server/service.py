@@ -1,0 +1,282 @@
+"""Service: from a Call to an Answer. Tokenizes, checks, admits, submits; knows neither routes nor sockets.
+
+What can be refused is refused here, before an answer has begun: prompts that cannot be tokenized or are too long, more
+requests than may wait, a server that is loading or about to end. `begin` returns once the engine has accepted every
+request of the call. From then on `Answer.advance` gives the bytes to send, and `Answer.close` ends what still runs; it
+has to be called however the answer ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from freight.engine.intake import Intake
+from freight.errors import ConfigError, RequestError
+from freight.outputs import EngineStats, RequestDelta
+from freight.sampling import SamplingParams, check_limits
+from freight.server.auth import Keys
+from freight.server.call import Call, Conversation, Reply, ReplyHead, Served, TokenizedWork, Work
+from freight.server.client import EngineClient, EngineState, Inbox, Running
+from freight.server.errors import ApiError
+from freight.server.limits import ServingLimits, check_context
+from freight.server.log import RequestLine, log_request
+from freight.server.metrics import UNNAMED, Metrics
+from freight.server.openai.fields import from_request_error
+from freight.server.renderer import Renderer
+from freight.server.wire import EngineFacts
+from freight.structured import StructuredOutputs
+from freight.tokenizer import require_chat_template
+
+logger = logging.getLogger("freight")
+
+_LONG = 1 << 15  # characters: tokenizing more takes a thread, so that other requests go on
+_KEPT_TIMES = 32
+_REMEMBERED = 4096  # grammars that were found to be good
+_LONGEST_RETRY = 120  # seconds
+KEEP_ALIVE = 15.0  # seconds without a token after which a stream gets a comment
+
+
+class Service:
+    """One served model. `served` and `renderer` are set when it is loaded, and set anew with a new engine."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        limits: ServingLimits,
+        keys: Keys,
+        metrics: Metrics,
+        max_sequences: int,
+        request_timeout: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.client = client
+        self.limits = limits
+        self.keys = keys
+        self.metrics = metrics
+        self.served: Served | None = None
+        self.facts: EngineFacts | None = None
+        self.renderer: Renderer | None = None
+        self.draining = False
+        self.answers: set[Answer] = set()
+        self.clock = clock
+        self.max_sequences = max_sequences  # that run and wait together
+        self._request_timeout = request_timeout
+        self._durations: deque[float] = deque(maxlen=_KEPT_TIMES)  # seconds that the last answers took
+        self._checked: set[object] = set()  # grammars that have been compiled once
+
+    def require_served(self) -> Served:
+        """The model; raises ApiError 503 while it is not there."""
+        if self.draining:
+            raise ApiError(503, "the server is about to end", code="draining", headers={"Connection": "close"})
+        if self.served is None or self.client.state is not EngineState.READY:
+            raise self.client.not_ready()
+        return self.served
+
+    async def begin(self, call: Call, request_id: str, key_name: str | None) -> Answer:
+        """Start to answer. Raises ApiError."""
+        served = self.require_served()
+        arrival = self.clock()
+        work = [await self.tokenize(one, key_name) for one in call.work]
+        served = self.require_served()  # it may have changed meanwhile
+        self._admit(work)
+        head = ReplyHead(request_id, int(time.time()), call.model, served.fingerprint)
+        answer = Answer(self, call.reply(head, served, work), work, request_id, key_name, arrival)
+        try:
+            await answer.submit()
+        except BaseException as error:
+            answer.close(error.status if isinstance(error, ApiError) else 499)
+            raise
+        return answer
+
+    async def tokenize(self, work: Work, key_name: str | None = None) -> TokenizedWork:
+        """The token ids of a prompt, checked, and its parameters as the engine takes them. Raises ApiError."""
+        served = self.require_served()
+        intake = Intake(served.tokenizer, served.vocab_size, served.max_model_len)
+        text: str | None = None
+        try:
+            params, prompt = work.params, work.prompt
+            check_limits(params, self.limits.sampling)
+            if isinstance(prompt, Conversation):
+                text = await self.render(prompt)
+                params = params if work.params_of is None else work.params_of(text)
+                prompt = await self._encode(served, text, add_special_tokens=False)
+            elif isinstance(prompt, str):
+                text = prompt
+                if prompt and served.tokenizer is not None:
+                    prompt = await self._encode(served, prompt, add_special_tokens=True)
+            if work.truncate is not None and not isinstance(prompt, str):
+                prompt = prompt[-work.truncate :]
+            check_context(len(prompt), params.max_tokens, served.max_model_len)
+            accepted = intake.accept(prompt, params)
+        except RequestError as error:
+            raise from_request_error(error) from None
+        await self._check_grammar(params)
+        salt = self.keys.salt_for(key_name, params.cache_salt)
+        params = replace(params, cache_salt=salt, timeout_s=self._timeout(params))
+        return TokenizedWork(text, accepted.token_ids, params)
+
+    def observe(self, stats: EngineStats) -> None:
+        self.metrics.set_stats(stats)
+
+    def finished(self, seconds: float) -> None:
+        self._durations.append(seconds)
+
+    async def render(self, conversation: Conversation) -> str:
+        """The text of a conversation. Raises ApiError."""
+        served = self.require_served()
+        try:
+            require_chat_template(served.tokenizer)
+        except ConfigError as error:
+            raise ApiError(400, str(error), code="no_chat_template") from None
+        assert self.renderer is not None
+        return await self.renderer.render(conversation)
+
+    async def _encode(self, served: Served, text: str, add_special_tokens: bool) -> Sequence[int]:
+        assert served.tokenizer is not None
+        if len(text) < _LONG:
+            return served.tokenizer.encode(text, add_special_tokens)
+        return await asyncio.to_thread(served.tokenizer.encode, text, add_special_tokens)
+
+    async def _check_grammar(self, params: SamplingParams) -> None:
+        if params.structured_outputs is None:
+            return
+        structured = StructuredOutputs.of(params.structured_outputs)
+        form, text = structured.key()
+        key = form, hashlib.sha256(text.encode()).digest()
+        if key not in self._checked:
+            assert self.renderer is not None
+            await self.renderer.check_grammar({form: getattr(structured, form)})
+            if len(self._checked) >= _REMEMBERED:
+                self._checked.clear()
+            self._checked.add(key)
+
+    def _timeout(self, params: SamplingParams) -> float | None:
+        given = [seconds for seconds in (params.timeout_s, self._request_timeout) if seconds is not None]
+        return min(given, default=None)
+
+    def _admit(self, work: Sequence[TokenizedWork]) -> None:
+        """Raises ApiError where all that may wait are waiting."""
+        wanted = sum(one.params.n for one in work)
+        if wanted > self.max_sequences:
+            raise ApiError(
+                400,
+                f"the request asks for {wanted} completions and the server holds {self.max_sequences} "
+                f"at once; split it",
+                param="n",
+            )
+        if self.client.num_sequences + wanted > self.max_sequences:
+            self.metrics.rejected("queue_full")
+            seconds = sum(self._durations) / len(self._durations) if self._durations else 1.0
+            retry = str(min(_LONGEST_RETRY, max(1, math.ceil(seconds))))
+            raise ApiError(
+                429,
+                f"{self.client.num_sequences} completions are running or waiting, and {self.max_sequences} may; "
+                f"try again in {retry} s",
+                code="queue_full",
+                headers={"Retry-After": retry},
+            )
+
+
+class Answer:
+    """One answer while it grows."""
+
+    def __init__(
+        self,
+        service: Service,
+        reply: Reply,
+        work: Sequence[TokenizedWork],
+        request_id: str,
+        key_name: str | None,
+        arrival: float,
+    ) -> None:
+        self.reply = reply
+        self.inbox = Inbox()
+        self._last_sent = arrival
+        self._service = service
+        self._work = work
+        self._request_id = request_id
+        self._key_name = key_name
+        self._arrival = arrival
+        self._running: list[Running] = []
+        self._unfinished = len(work)
+        self._last_token: dict[int, float] = {}
+        self._prompt_tokens = sum(len(one.token_ids) for one in work)
+        self._generated = [0] * len(work)
+        self._cached = 0
+        self._reason: str | None = None
+        self._is_closed = False
+
+    async def submit(self) -> None:
+        """Hand the requests to the engine, and wait until it has accepted all of them. Raises ApiError."""
+        service = self._service
+        service.answers.add(self)
+        for index, one in enumerate(self._work):
+            name = f"{self._request_id}-{index}"
+            self._running.append(service.client.submit(name, index, one, self.inbox))
+            service.metrics.request_queued(one.params.n, one.params.max_tokens, len(one.token_ids))
+        for running in self._running:
+            await running.accepted
+
+    @property
+    def is_finished(self) -> bool:
+        return self._unfinished == 0
+
+    async def advance(self) -> bytes:
+        """Wait for something new of any request; returns what to send of it. Raises ApiError."""
+        sent = b"".join([self._take(index, delta) for index, delta in await self.inbox.next()])
+        if sent:
+            self._last_sent = self._service.clock()
+        return sent
+
+    def nudge_if_quiet(self, seconds: float) -> None:
+        """Make `advance` return, with nothing, if nothing was sent for so long."""
+        if self._service.clock() - self._last_sent >= seconds:
+            self._last_sent = self._service.clock()
+            self.inbox.nudge()
+
+    def close(self, status: int) -> None:
+        """The answer has ended, with this status; 499: the client left. Stops what still runs."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        service = self._service
+        service.answers.discard(self)
+        for running in self._running:
+            service.client.abort(running)
+        seconds = service.clock() - self._arrival
+        if status == 200:
+            service.finished(seconds)
+        counts = self._prompt_tokens, sum(self._generated), self._cached
+        log_request(RequestLine(self._request_id, status, seconds, *counts, self._reason, self._key_name))
+
+    def _take(self, index: int, delta: RequestDelta) -> bytes:
+        now, metrics, work = self._service.clock(), self._service.metrics, self._work[index]
+        count = sum(len(one.token_ids) for one in delta.outputs)
+        if count:
+            if index in self._last_token:
+                metrics.inter_token(now - self._last_token[index], count)
+            else:
+                metrics.first_token(now - self._arrival)
+            self._last_token[index] = now
+        self._generated[index] += count
+        if delta.finished:
+            self._unfinished -= 1
+            self._cached += delta.num_cached_tokens
+            self._reason = str(next(one.finish_reason for one in delta.outputs if one.finish_reason))
+            metrics.request_finished(
+                self._reason,
+                now - self._arrival,
+                delta.times,
+                len(work.token_ids),
+                self._generated[index],
+                delta.num_cached_tokens,
+                self._key_name or UNNAMED,
+            )
+        return self.reply.advance(index, delta)

@@ -1,0 +1,59 @@
+"""ServerSettings: what `freight serve` was asked for, beside the options of the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from freight.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """Raises ConfigError for a value out of its range.
+
+    names            what clients call the model; empty: the name it was loaded by
+    port             0 takes a free one
+    api_keys         'KEY' or 'NAME:KEY' each
+    insecure         serve a public address without a key
+    max_queue        completions that wait beside those that run; beyond them 429
+    request_timeout  seconds from arrival to the end of an answer; None: no limit
+    drain_timeout    seconds that running requests have after SIGTERM
+    restart_engine   start a new engine process when one ends, instead of ending
+    chat_template    a file with a Jinja template to use instead of the model's own
+    unknown_fields   'refuse' or 'ignore': request fields that no API of this server has
+    allow_origins    web pages of these origins may call the server (CORS)
+    old_metrics      also the names that older dashboards read
+    """
+
+    names: tuple[str, ...] = ()
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    api_key_file: Path | None = None
+    shared_prefix_cache: bool = False
+    insecure: bool = False
+    max_queue: int = 256
+    max_connections: int = 1024
+    request_timeout: float | None = None
+    drain_timeout: float = 30.0
+    restart_engine: bool = False
+    chat_template: Path | None = None
+    unknown_fields: str = "refuse"
+    allow_origins: tuple[str, ...] = ()
+    old_metrics: bool = False
+    log_format: str = "text"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"--port is {self.port}; it must be 0 to 65535, where 0 takes a free one")
+        for name, least in (("max_queue", 0), ("max_connections", 1), ("drain_timeout", 0)):
+            if getattr(self, name) < least:
+                flag = f"--{name.replace('_', '-')}"
+                raise ConfigError(f"{flag} is {getattr(self, name)}; it must be {least} or more")
+        if self.request_timeout is not None and not self.request_timeout > 0:
+            raise ConfigError(f"--request-timeout is {self.request_timeout}; it must be more than 0 seconds")
+        if self.unknown_fields not in ("refuse", "ignore"):
+            raise ConfigError(f"--unknown-fields is {self.unknown_fields!r}; it must be refuse or ignore")
+        if self.log_format not in ("text", "json"):
+            raise ConfigError(f"--log-format is {self.log_format!r}; it must be text or json")

@@ -1,0 +1,148 @@
+"""The files of a tokenizer, where there is a tokenizer.json: what each of them adds, and which comes first.
+
+`tokenizer.py` has the rules in words.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+
+from freight.errors import CheckpointError
+
+logger = logging.getLogger("freight")
+
+# The backend, special tokens by name, the chat template (or several, by name), the response template.
+TokenizerParts = tuple[Backend, dict[str, str], str | dict[str, str] | None, Mapping[str, Any] | None]
+
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def read_files(path: Path) -> TokenizerParts:
+    """The tokenizer of tokenizer.json, and what the files beside it say."""
+    file = path / "tokenizer.json"
+    try:
+        backend = Backend.from_file(str(file))
+    except Exception as error:  # the library raises nothing more special
+        raise CheckpointError(f"the tokenizer in {file} cannot be read: {error}") from error
+    config = _read_json(path / "tokenizer_config.json")
+    template = _chat_template(path, config)
+    if "added_tokens_decoder" not in config:  # the older files count only without it, as in transformers
+        config |= _read_json(path / "special_tokens_map.json")
+    try:
+        special_tokens = {name: _content(config[name]) for name in _NAMED if config.get(name) is not None}
+        missing = _named_tokens(config, _read_json(path / "added_tokens.json"), special_tokens)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise CheckpointError(
+            f"the special tokens in {path / 'tokenizer_config.json'} or beside it cannot be read: {error!r}"
+        ) from error
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    for token in missing:
+        if token.content not in known:
+            known.add(token.content)
+            backend.add_tokens([token])
+    _compare_bos(backend, config, special_tokens, path)
+    return backend, special_tokens, template, _response_template(config)
+
+
+def _named_tokens(
+    config: Mapping[str, Any], older: Mapping[str, Any], special_tokens: Mapping[str, str]
+) -> list[AddedToken]:
+    """All that the files beside tokenizer.json name as tokens, in the order in which transformers adds them."""
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    special = [*special_tokens.values()]
+    special += [value for name, value in config.items() if name.endswith("_token") and isinstance(value, str)]
+    special += [_content(token) for token in (extra.values() if isinstance(extra, dict) else extra)]
+    declared = config.get("added_tokens_decoder")
+    if declared is None:
+        tokens = [
+            _added(name, {"special": name in special}) for name in sorted(older, key=lambda name: int(older[name]))
+        ]
+    else:
+        tokens = [_added(declared[key]["content"], declared[key]) for key in sorted(declared, key=int)]
+    return tokens + [_added(token, {"special": True}) for token in special]
+
+
+def _added(content: str, flags: Mapping[str, Any]) -> AddedToken:
+    special = bool(flags.get("special", False))
+    return AddedToken(
+        content,
+        special=special,
+        single_word=bool(flags.get("single_word", False)),
+        lstrip=bool(flags.get("lstrip", False)),
+        rstrip=bool(flags.get("rstrip", False)),
+        normalized=bool(flags.get("normalized", not special)),
+    )
+
+
+def _content(token: Any) -> str:
+    """The text of a special token, which files give as a string or as {"content": …}."""
+    content = token["content"] if isinstance(token, dict) else token
+    if not isinstance(content, str):
+        raise TypeError(f"{token!r:.60} is not a token")
+    return content
+
+
+def _compare_bos(backend: Backend, config: Mapping[str, Any], special_tokens: Mapping[str, str], path: Path) -> None:
+    """Log where `add_bos_token` or `add_eos_token` contradicts tokenizer.json."""
+    if not any(isinstance(config.get(option), bool) for option in ("add_bos_token", "add_eos_token")):
+        return
+    try:
+        around = backend.encode("a", add_special_tokens=True).ids
+    except Exception:  # a vocabulary without "a" and without a token for the unknown
+        return
+    for option, name, index in (("add_bos_token", "bos_token", 0), ("add_eos_token", "eos_token", -1)):
+        if name in special_tokens and isinstance(declared := config.get(option), bool):
+            added = around[index : index + 1 or None] == [backend.token_to_id(special_tokens[name])]
+            if added != declared:
+                logger.warning(
+                    "%s: tokenizer_config.json says %s %s, tokenizer.json %s; Freight follows tokenizer.json",
+                    *(path, option, str(declared).lower(), f"adds {special_tokens[name]}" if added else "adds none"),
+                )
+
+
+def _chat_template(path: Path, config: Mapping[str, Any]) -> str | dict[str, str] | None:
+    """Files of their own come before tokenizer_config.json, and that before chat_template.json."""
+    try:
+        named = {file.stem: file.read_text(encoding="utf-8") for file in path.glob("additional_chat_templates/*.jinja")}
+        if (path / "chat_template.jinja").is_file():
+            named["default"] = (path / "chat_template.jinja").read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"a chat template in {path} cannot be read: {error}") from error
+    if named:
+        return named["default"] if set(named) == {"default"} else named
+    found = config.get("chat_template") or _read_json(path / "chat_template.json").get("chat_template")
+    if isinstance(found, list) and all(isinstance(entry, dict) for entry in found):
+        found = {entry.get("name"): entry.get("template") for entry in found}
+    texts = [*found, *found.values()] if isinstance(found, dict) else [found or ""]
+    if not all(isinstance(text, str) for text in texts):
+        raise CheckpointError(
+            f"the chat_template of {path} is {found!r:.60}; it must be a string, or several with names"
+        )
+    return found
+
+
+def _response_template(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """What is not an object is left to whom it concerns: a tokenizer is usable without it."""
+    template = config.get("response_template")
+    return template if isinstance(template, dict) else None
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """The object in `file`; empty where there is no file."""
+    if not os.path.lexists(file):
+        return {}
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file} is {value!r:.60}; it must be a JSON object")
+    return value

@@ -1,0 +1,163 @@
+"""`freight serve` from start to end: what it says while it loads, how it drains, and what is left when it is killed."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from tests.serving import ServeProcess, health
+
+CACHE = ["--kv-cache-dtype", "fp8", "--kv-cache-memory", "16MiB"]
+
+
+@contextmanager
+def server(*options: str, model: str = "demo") -> Iterator[ServeProcess]:
+    process = ServeProcess(model, [*CACHE, *options])
+    try:
+        yield process
+    finally:
+        process.close()
+
+
+def post(url: str, path: str, body: dict[str, Any]) -> http.client.HTTPResponse:
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=60)
+    connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+    return connection.getresponse()
+
+
+def stream(url: str, max_tokens: int) -> http.client.HTTPResponse:
+    """A stream that has begun."""
+    body = {"prompt": "def main(", "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+    answer = post(url, "/v1/completions", body)
+    assert answer.status == 200
+    assert answer.readline().startswith(b"data: ")
+    return answer
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def ends(pids: dict[str, int]) -> bool:
+    deadline = time.monotonic() + 20
+    while any(map(is_alive, pids.values())) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not any(map(is_alive, pids.values()))
+
+
+def test_it_answers_while_it_loads_and_drains_at_sigterm() -> None:
+    with server("--drain-timeout", "30") as process:
+        url = process.url
+        assert health(url) == 503
+        answer = post(url, "/v1/completions", {"prompt": "x"})
+        assert (answer.status, json.load(answer)["error"]["code"]) == (503, "loading")
+        process.wait_until_healthy()
+        children = process.children()
+        answer = stream(url, 400)
+        process.process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + 10
+        while health(url) == 200 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        refused = post(url, "/v1/completions", {"prompt": "x"})
+        assert (refused.status, json.load(refused)["error"]["code"]) == (503, "draining")
+        events = answer.read().decode().split("\n\n")
+        assert events[-2] == "data: [DONE]"
+        assert '"finish_reason": "length"' in events[-3]
+        assert process.wait() == 0, process.said
+        assert ends(children)
+
+
+def test_a_drain_that_takes_too_long_ends_streams_with_an_error() -> None:
+    with server("--drain-timeout", "0.1") as process:
+        answer = stream(process.wait_until_healthy(), 900)
+        assert process.stop() == 0, process.said
+        events = answer.read().decode().split("\n\n")
+        assert json.loads(events[-3].removeprefix("data: "))["error"]["code"] == "draining"
+        assert events[-2] == "data: [DONE]"
+
+
+def test_a_killed_engine_ends_streams_with_an_error_and_the_server_with_a_status() -> None:
+    with server() as process:
+        url = process.wait_until_healthy()
+        children = process.children()
+        answer = stream(url, 900)
+        os.kill(children["worker"], signal.SIGKILL)
+        events = answer.read().decode().split("\n\n")
+        assert json.loads(events[-3].removeprefix("data: "))["error"]["code"] == "engine_ended"
+        assert events[-2] == "data: [DONE]"
+        assert process.wait() == 1
+        assert "the engine's process ended with signal 9" in process.said
+        assert ends(children)
+
+
+def test_a_killed_engine_is_replaced_where_that_was_asked_for() -> None:
+    with server("--restart-engine") as process:
+        url = process.wait_until_healthy()
+        answer = stream(url, 900)
+        first = process.children()["worker"]
+        os.kill(first, signal.SIGKILL)
+        assert b"engine_ended" in answer.read()
+        deadline = time.monotonic() + 60
+        while health(url) == 200 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        process.wait_until_healthy()
+        assert process.children()["worker"] != first
+        assert post(url, "/v1/completions", {"prompt": "x", "max_tokens": 2}).status == 200
+        assert process.stop() == 0
+
+
+def test_nothing_is_left_of_a_killed_server() -> None:
+    with server() as process:
+        url = process.wait_until_healthy()
+        stream(url, 900)
+        children = process.children()
+        assert "worker" in children
+        process.process.kill()
+        assert process.wait() == -signal.SIGKILL
+        assert ends(children)
+
+
+def test_faults_at_start_are_one_line_and_a_status(tmp_path: Path) -> None:
+    with closing(socket.socket()) as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        for options, status, says in (
+            (["--port", port], 2, f"port {port} of 127.0.0.1 cannot be had: Address already in use"),
+            (["--api-key-file", str(tmp_path / "keys")], 2, "keys: No such file"),
+            (["--host", "0.0.0.0"], 2, "--insecure"),
+            (["--chat-template", str(tmp_path / "none.jinja")], 2, "none.jinja cannot be read"),
+            (["--max-queue", "-1"], 2, "--max-queue is -1"),
+            (["--kv-cache-dtype", "bfloat16", "--kv-scales", "dynamic"], 2, "--kv-scales dynamic"),
+        ):
+            process = ServeProcess("demo", options)
+            try:
+                assert process.wait() == status, process.said
+                assert says in process.said
+                assert "Traceback" not in process.said
+                assert len(process.said.strip().splitlines()) <= 1 + process.said.count("listening")
+            finally:
+                process.close()
+
+
+@pytest.mark.parametrize(("model", "says"), [("./nowhere", "there is no folder './nowhere'")])
+def test_a_model_that_is_not_there(model: str, says: str) -> None:
+    with server(model=model) as process:
+        assert process.wait() == 1
+        assert says in process.said
+        assert "Traceback" not in process.said

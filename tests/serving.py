@@ -1,0 +1,120 @@
+"""`freight serve` as a process of its own, from the line that says where it listens to its exit status."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+START_SECONDS = 120.0
+STOP_SECONDS = 60.0
+LISTENING = re.compile(r"listening on (http://127\.0\.0\.1:\d+)")
+
+
+class ServeProcess:
+    """A server that was started; `url` once it listens, `said` all that it wrote to stderr."""
+
+    def __init__(self, model: str | Path, options: Sequence[str] = (), flags: Sequence[str] = ()) -> None:
+        """`flags` are of the interpreter: -O."""
+        command = [sys.executable, *flags, "-m", "freight", "serve", str(model), "--port", "0", *options]
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("FREIGHT_")}
+        self.process = subprocess.Popen(
+            command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environ
+        )
+        self._lines: list[str] = []
+        self._listening = threading.Event()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    @property
+    def said(self) -> str:
+        return "".join(self._lines)
+
+    @property
+    def url(self) -> str:
+        """Where it listens; waits until it does."""
+        self._listening.wait(START_SECONDS)
+        found = LISTENING.search(self.said)
+        assert found, f"freight serve did not say where it listens: {self.said[-2000:]}"
+        return found[1]
+
+    def wait_until_healthy(self) -> str:
+        """The URL, once the model is loaded."""
+        url, end = self.url, time.monotonic() + START_SECONDS
+        while time.monotonic() < end and self.process.poll() is None:
+            if health(url) == 200:
+                return url
+            time.sleep(0.05)
+        raise AssertionError(f"freight serve did not become healthy: {self.said[-2000:]}")
+
+    def children(self) -> dict[str, int]:
+        """Its processes by module: 'worker' is the engine's."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+                module = (folder / "cmdline").read_bytes().split(b"\0")
+            except (OSError, IndexError, ValueError):
+                continue
+            if parent == self.process.pid and b"-m" in module:
+                found[module[module.index(b"-m") + 1].decode().rpartition(".")[2]] = int(folder.name)
+        return found
+
+    def stop(self) -> int:
+        """Send SIGTERM; the exit status."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.wait()
+
+    def wait(self) -> int:
+        status = self.process.wait(STOP_SECONDS)
+        self._reader.join(10)
+        return status
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(10)
+        self._reader.join(10)
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self._lines.append(line)
+            if LISTENING.search(line):
+                self._listening.set()
+        self._listening.set()
+
+
+@contextmanager
+def freight_serve(model: str | Path, options: Sequence[str] = (), flags: Sequence[str] = ()) -> Iterator[str]:
+    """The URL of a server that is ready. At the end it gets SIGTERM, and must end with status 0."""
+    server = ServeProcess(model, options, flags)
+    try:
+        yield server.wait_until_healthy()
+        assert server.stop() == 0, server.said[-2000:]
+    finally:
+        server.close()
+
+
+def health(url: str) -> int:
+    """The status of /health; 0 where nobody answers."""
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=10)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status
+    except OSError:
+        return 0
+    finally:
+        connection.close()
