@@ -276,6 +276,22 @@ def test_a_client_can_read_a_refusal_while_it_still_sends() -> None:
         assert client.file.read(1) == b""
 
 
+def test_no_refusal_is_written_into_an_answer_that_began() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"x", "more_body": True})
+        await until_disconnect(receive)
+
+    with running(app, QUICK) as server, server.client() as client:
+        client.send(post(b"abc", "Content-Length: 10"))
+        assert client.file.readline() == b"HTTP/1.1 200 OK\r\n"
+        try:
+            rest = client.file.read()
+        except ConnectionResetError:
+            rest = b""
+        assert b"408" not in rest
+
+
 def test_an_answer_before_the_body_keeps_the_connection_where_the_body_has_an_end() -> None:
     with running(refuses, QUICK) as server:
         with server.client() as client:
@@ -284,12 +300,12 @@ def test_an_answer_before_the_body_keeps_the_connection_where_the_body_has_an_en
         with server.client() as client:  # answered, and the body stalls
             assert client.ask(post(b"", "Content-Length: 3")).status == 401
             assert client.ended()
-        with server.client() as client:
-            client.send(post(b"", CHUNKED))
-            assert client.read().status == 401
-            for _ in range(128):
-                client.send(b"10000\r\n" + b"x" * 65536 + b"\r\n")
-            assert client.ended()
+    with running(refuses) as server, server.client(timeout=2) as client:
+        client.send(post(b"", CHUNKED))
+        assert client.read().status == 401
+        for _ in range(128):
+            client.send(b"10000\r\n" + b"x" * 65536 + b"\r\n")
+        assert client.ended()
 
 
 PARTS = [b"GET", b" ", b"/x", b"HTTP/1.1", b"\r\n", b"\n", b"Host: a", b":", b"\0", b"5"]
