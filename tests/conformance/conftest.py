@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conformance.serve import freight_serve
 from tests.conformance.wire import Api
 from tests.demo_chat import demo_with_chat_template
+from tests.serving import freight_serve
 
 KEY = "conformance-key"
 LEAKS = (b"Traceback", b'File "', b" at 0x", b"site-packages", b"/usr/", b"/home/", b"/root/")

@@ -29,20 +29,34 @@ def server(*options: str, model: str = "demo") -> Iterator[ServeProcess]:
         process.close()
 
 
-def post(url: str, path: str, body: dict[str, Any]) -> http.client.HTTPResponse:
+def complete(url: str, **fields: Any) -> tuple[int, Any]:
+    """Status and body."""
+    with answering(url, {"prompt": "x", "max_tokens": 2, **fields}) as answer:
+        return answer.status, json.load(answer)
+
+
+@contextmanager
+def answering(url: str, body: dict[str, Any]) -> Iterator[http.client.HTTPResponse]:
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=60)
-    connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
-    return connection.getresponse()
+    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    with closing(connection), connection.getresponse() as answer:
+        yield answer
 
 
-def stream(url: str, max_tokens: int) -> http.client.HTTPResponse:
+@contextmanager
+def stream(url: str, max_tokens: int) -> Iterator[http.client.HTTPResponse]:
     """A stream that has begun."""
     body = {"prompt": "def main(", "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
-    answer = post(url, "/v1/completions", body)
-    assert answer.status == 200
-    assert answer.readline().startswith(b"data: ")
-    return answer
+    with answering(url, body) as answer:
+        assert answer.status == 200
+        assert answer.readline().startswith(b"data: ")
+        yield answer
+
+
+def events_of(answer: http.client.HTTPResponse) -> list[str]:
+    """The rest of a stream."""
+    return answer.read().decode().strip().split("\n\n")
 
 
 def is_alive(pid: int) -> bool:
@@ -64,42 +78,42 @@ def test_it_answers_while_it_loads_and_drains_at_sigterm() -> None:
     with server("--drain-timeout", "30") as process:
         url = process.url
         assert health(url) == 503
-        answer = post(url, "/v1/completions", {"prompt": "x"})
-        assert (answer.status, json.load(answer)["error"]["code"]) == (503, "loading")
+        status, body = complete(url)
+        assert (status, body["error"]["code"]) == (503, "loading")
         process.wait_until_healthy()
         children = process.children()
-        answer = stream(url, 400)
-        process.process.send_signal(signal.SIGTERM)
-        deadline = time.monotonic() + 10
-        while health(url) == 200 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        refused = post(url, "/v1/completions", {"prompt": "x"})
-        assert (refused.status, json.load(refused)["error"]["code"]) == (503, "draining")
-        events = answer.read().decode().split("\n\n")
-        assert events[-2] == "data: [DONE]"
-        assert '"finish_reason": "length"' in events[-3]
+        with stream(url, 400) as answer:
+            process.process.send_signal(signal.SIGTERM)
+            deadline = time.monotonic() + 10
+            while health(url) == 200 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            status, body = complete(url)
+            assert (status, body["error"]["code"]) == (503, "draining")
+            events = events_of(answer)
+        assert events[-1] == "data: [DONE]"
+        assert '"finish_reason": "length"' in events[-2]
         assert process.wait() == 0, process.said
         assert ends(children)
 
 
 def test_a_drain_that_takes_too_long_ends_streams_with_an_error() -> None:
     with server("--drain-timeout", "0.1") as process:
-        answer = stream(process.wait_until_healthy(), 900)
-        assert process.stop() == 0, process.said
-        events = answer.read().decode().split("\n\n")
-        assert json.loads(events[-3].removeprefix("data: "))["error"]["code"] == "draining"
-        assert events[-2] == "data: [DONE]"
+        with stream(process.wait_until_healthy(), 900) as answer:
+            assert process.stop() == 0, process.said
+            events = events_of(answer)
+        assert json.loads(events[-2].removeprefix("data: "))["error"]["code"] == "draining"
+        assert events[-1] == "data: [DONE]"
 
 
 def test_a_killed_engine_ends_streams_with_an_error_and_the_server_with_a_status() -> None:
     with server() as process:
         url = process.wait_until_healthy()
         children = process.children()
-        answer = stream(url, 900)
-        os.kill(children["worker"], signal.SIGKILL)
-        events = answer.read().decode().split("\n\n")
-        assert json.loads(events[-3].removeprefix("data: "))["error"]["code"] == "engine_ended"
-        assert events[-2] == "data: [DONE]"
+        with stream(url, 900) as answer:
+            os.kill(children["worker"], signal.SIGKILL)
+            events = events_of(answer)
+        assert json.loads(events[-2].removeprefix("data: "))["error"]["code"] == "engine_ended"
+        assert events[-1] == "data: [DONE]"
         assert process.wait() == 1
         assert "the engine's process ended with signal 9" in process.said
         assert ends(children)
@@ -108,27 +122,27 @@ def test_a_killed_engine_ends_streams_with_an_error_and_the_server_with_a_status
 def test_a_killed_engine_is_replaced_where_that_was_asked_for() -> None:
     with server("--restart-engine") as process:
         url = process.wait_until_healthy()
-        answer = stream(url, 900)
         first = process.children()["worker"]
-        os.kill(first, signal.SIGKILL)
-        assert b"engine_ended" in answer.read()
+        with stream(url, 900) as answer:
+            os.kill(first, signal.SIGKILL)
+            assert b"engine_ended" in answer.read()
         deadline = time.monotonic() + 60
         while health(url) == 200 and time.monotonic() < deadline:
             time.sleep(0.01)
         process.wait_until_healthy()
         assert process.children()["worker"] != first
-        assert post(url, "/v1/completions", {"prompt": "x", "max_tokens": 2}).status == 200
+        assert complete(url)[0] == 200
         assert process.stop() == 0
 
 
 def test_nothing_is_left_of_a_killed_server() -> None:
     with server() as process:
         url = process.wait_until_healthy()
-        stream(url, 900)
         children = process.children()
         assert "worker" in children
-        process.process.kill()
-        assert process.wait() == -signal.SIGKILL
+        with stream(url, 900):
+            process.process.kill()
+            assert process.wait() == -signal.SIGKILL
         assert ends(children)
 
 

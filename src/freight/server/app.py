@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
@@ -16,6 +17,8 @@ from freight.server.call import Call, Conversation, Served
 from freight.server.errors import ApiError
 from freight.server.http_limits import HttpLimits
 from freight.server.limits import ServingLimits
+from freight.server.log import current_request
+from freight.server.metrics import Metrics
 from freight.server.middleware import App, guarded
 from freight.server.monitor import Monitor
 from freight.server.openai.chat_request import CHAT_SCHEMA, parse_chat
@@ -27,6 +30,7 @@ from freight.server.stream import AnswerResponse, json_bytes
 from freight.server.tokens import detokenize, parse_tokenize, tokenizer_info
 
 Body = dict[str, Any]
+AsError = Callable[[ApiError], ApiError]
 Parse = Callable[[Body, Served, ServingLimits], Call]
 OPEN_PATHS = frozenset({*PAGE, "/health", "/ping"})  # without a key, for GET: nothing in them is secret
 
@@ -38,9 +42,9 @@ def make_app(service: Service, monitor: Monitor, settings: ServerSettings, limit
     posts: tuple[tuple[str, Callable[..., Any], Any], ...] = (
         ("/v1/chat/completions", routes.answers(parse_chat), CHAT_SCHEMA),
         ("/v1/completions", routes.answers(parse_completion), COMPLETION_SCHEMA),
-        ("/generate", routes.answers(_generate(False)), None),
-        ("/generate_stream", routes.answers(_generate(True)), None),
-        ("/", routes.answers(_generate(None)), None),
+        ("/generate", routes.answers(_generate(False), tgi.as_tgi_error), None),
+        ("/generate_stream", routes.answers(_generate(True), tgi.as_tgi_error), None),
+        ("/", routes.answers(_generate(None), tgi.as_tgi_error), None),
         ("/tokenize", routes.tokenize, None),
         ("/detokenize", routes.detokenize, None),
     )
@@ -62,7 +66,8 @@ def make_app(service: Service, monitor: Monitor, settings: ServerSettings, limit
         app.add_api_route(path, endpoint, methods=["GET", "HEAD"], response_model=None)
     for path in PAGE:
         app.add_api_route(path, routes.page, methods=["GET", "HEAD"], include_in_schema=False, response_model=None)
-    return guarded(_counted(app, service), service.keys, open_paths=OPEN_PATHS, allow_origins=settings.allow_origins)
+    inner = guarded(app, service.keys, open_paths=OPEN_PATHS, allow_origins=settings.allow_origins)
+    return _counted(inner, service.metrics)
 
 
 class Routes:
@@ -73,16 +78,20 @@ class Routes:
         self._monitor = monitor
         self._limits = limits
 
-    def answers(self, parse: Parse) -> Callable[[Request], Any]:
-        """The endpoint of an API that generates."""
+    def answers(self, parse: Parse, as_error: AsError = lambda error: error) -> Callable[[Request], Any]:
+        """The endpoint of an API that generates; `as_error` gives errors the status that this API has for them."""
 
         async def endpoint(request: Request) -> Response:
-            service = self._service
-            body = await self._body(request)
-            call = parse(body, service.require_served(), service.limits)
-            state = request.scope["state"]
-            answer = await service.begin(call, state["request_id"], state["key_name"])
-            return AnswerResponse(answer, call, self._headers(call))
+            service, state = self._service, request.scope["state"]
+            current_request.set(state["request_id"])
+            try:
+                body = await self._body(request)
+                call = parse(body, service.require_served(), service.limits)
+                answer = await service.begin(call, state["request_id"], state["key_name"])
+            except ApiError as error:
+                service.count_rejected(error)
+                raise as_error(error) from None
+            return AnswerResponse(answer, call, self._headers(call), as_error)
 
         return endpoint
 
@@ -93,7 +102,7 @@ class Routes:
         text = wanted.prompt
         if isinstance(text, Conversation):
             text = await self._service.render(text)
-        return _json(wanted.answer(text, served))
+        return _json(await asyncio.to_thread(wanted.answer, text, served))
 
     async def detokenize(self, request: Request) -> Response:
         return _json(detokenize(await self._body(request), self._service.require_served()))
@@ -194,14 +203,16 @@ def _json(value: object, status: int = 200, headers: Mapping[str, str] | None = 
     return Response(json_bytes(value), status, {**(headers or {}), "content-type": "application/json"})
 
 
-def _counted(app: FastAPI, service: Service) -> App:
-    """Count every request that is routed, by the route and not by the path, of which there is no end."""
+def _counted(app: App, metrics: Metrics) -> App:
+    """Count every request by its route, and not by its path: of paths there is no end."""
 
     async def counted(scope: Any, receive: Any, send: Any) -> None:
         async def count(message: Any) -> None:
             if message["type"] == "http.response.start":
                 route = getattr(scope.get("route"), "path", "other")
-                service.metrics.http_request(route, scope["method"], message["status"])
+                metrics.http_request(route, scope["method"], message["status"])
+                if message["status"] == 401:
+                    metrics.rejected("unauthorized")
             await send(message)
 
         await app(scope, receive, count)

@@ -124,6 +124,7 @@ class Call(Protocol):
     stream    whether the answer is a stream
     model     the name that the client used, for the answer; the served model's where it gave none
     work      the prompts, in order, with their parameters
+    request_id  the client's own id for the answer, if it gave one
     ignored   fields that were accepted and change nothing: named in the header x-freight-ignored
     """
 
@@ -133,6 +134,8 @@ class Call(Protocol):
     def model(self) -> str: ...
     @property
     def work(self) -> Sequence[Work]: ...
+    @property
+    def request_id(self) -> str | None: ...
     @property
     def ignored(self) -> Sequence[str]: ...
 

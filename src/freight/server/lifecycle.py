@@ -67,7 +67,7 @@ class Lifecycle:
         self._template = template
         model = str(options.engine_args["model"])
         self._names = settings.names or (options.random_weights or Path(model).name or model,)
-        self._metrics = Metrics(self._names[0], old_names=settings.old_metrics)
+        self._metrics = Metrics(self._names[0], keys=keys.names, old_names=settings.old_metrics)
         self._status: asyncio.Future[int]
         self._restarts: deque[float] = deque(maxlen=_RESTARTS)
         most = int(options.engine_args["max_num_seqs"]) + settings.max_queue
@@ -109,7 +109,7 @@ class Lifecycle:
         try:
             facts = await client.opened
             tokenizer = await asyncio.to_thread(self._read_tokenizer, facts)
-            renderer = None if tokenizer is None else self._new_renderer(facts)
+            renderers = (None, None) if tokenizer is None else (self._new_renderer(facts), self._new_renderer(facts))
             facts = await client.ready
         except asyncio.CancelledError:
             return  # the engine ended: `_on_engine_end` goes on
@@ -118,7 +118,8 @@ class Lifecycle:
                 logger.exception("the model cannot be served")
             self._finish(1, str(error))
             return
-        self._service.renderer, self._service.facts = renderer, facts
+        self._service.renderer, self._service.grammars = renderers
+        self._service.facts = facts
         self._service.served = self._served(facts, tokenizer)
         self._monitor.set_facts(facts, self._names[0])
         gc.collect()
@@ -167,6 +168,7 @@ class Lifecycle:
             return
         logger.error("the engine's process ended with %s; another is started", describe_exit(status))
         self._restarts.append(now)
+        self._metrics.set_stats(None)
         self._service.served = None
         self._service.client = self._new_client()
         self._restarting = asyncio.get_running_loop().create_task(self._load())
@@ -203,8 +205,9 @@ class Lifecycle:
         with contextlib.suppress(Exception):
             await serving
         await self._service.client.stop()
-        if self._service.renderer is not None:
-            await self._service.renderer.close()
+        for renderer in (self._service.renderer, self._service.grammars):
+            if renderer is not None:
+                await renderer.close()
 
 
 def _forced_call(

@@ -25,7 +25,7 @@ from freight.server.auth import Keys
 from freight.server.call import Call, Conversation, Reply, ReplyHead, Served, TokenizedWork, Work
 from freight.server.client import EngineClient, EngineState, Inbox, Running
 from freight.server.errors import ApiError
-from freight.server.limits import ServingLimits, check_context
+from freight.server.limits import ServingLimits
 from freight.server.log import RequestLine, log_request
 from freight.server.metrics import UNNAMED, Metrics
 from freight.server.openai.fields import from_request_error
@@ -63,11 +63,13 @@ class Service:
         self.served: Served | None = None
         self.facts: EngineFacts | None = None
         self.renderer: Renderer | None = None
+        self.grammars: Renderer | None = None  # a process of its own: slow grammars hold up no conversation
         self.draining = False
         self.answers: set[Answer] = set()
         self.clock = clock
         self.max_sequences = max_sequences  # that run and wait together
         self._request_timeout = request_timeout
+        self._num_submitted = 0
         self._durations: deque[float] = deque(maxlen=_KEPT_TIMES)  # seconds that the last answers took
         self._checked: set[object] = set()  # grammars that have been compiled once
 
@@ -86,7 +88,7 @@ class Service:
         work = [await self.tokenize(one, key_name) for one in call.work]
         served = self.require_served()  # it may have changed meanwhile
         self._admit(work)
-        head = ReplyHead(request_id, int(time.time()), call.model, served.fingerprint)
+        head = ReplyHead(call.request_id or request_id, int(time.time()), call.model, served.fingerprint)
         answer = Answer(self, call.reply(head, served, work), work, request_id, key_name, arrival)
         try:
             await answer.submit()
@@ -113,7 +115,6 @@ class Service:
                     prompt = await self._encode(served, prompt, add_special_tokens=True)
             if work.truncate is not None and not isinstance(prompt, str):
                 prompt = prompt[-work.truncate :]
-            check_context(len(prompt), params.max_tokens, served.max_model_len)
             accepted = intake.accept(prompt, params)
         except RequestError as error:
             raise from_request_error(error) from None
@@ -127,6 +128,18 @@ class Service:
 
     def finished(self, seconds: float) -> None:
         self._durations.append(seconds)
+
+    def next_name(self) -> str:
+        """A name for a request of the engine. Clients' ids may be the same for several."""
+        self._num_submitted += 1
+        return str(self._num_submitted)
+
+    def count_rejected(self, error: ApiError) -> None:
+        """Count a request that was refused before it reached the engine."""
+        reasons = {"queue_full": "queue_full", "context_length_exceeded": "too_long", "draining": "draining"}
+        reason = reasons.get(error.code or "") or ("invalid" if error.status in (400, 413, 415, 422) else None)
+        if reason is not None:
+            self.metrics.rejected(reason)
 
     async def render(self, conversation: Conversation) -> str:
         """The text of a conversation. Raises ApiError."""
@@ -151,8 +164,8 @@ class Service:
         form, text = structured.key()
         key = form, hashlib.sha256(text.encode()).digest()
         if key not in self._checked:
-            assert self.renderer is not None
-            await self.renderer.check_grammar({form: getattr(structured, form)})
+            assert self.grammars is not None
+            await self.grammars.check_grammar({form: getattr(structured, form)})
             if len(self._checked) >= _REMEMBERED:
                 self._checked.clear()
             self._checked.add(key)
@@ -172,7 +185,6 @@ class Service:
                 param="n",
             )
         if self.client.num_sequences + wanted > self.max_sequences:
-            self.metrics.rejected("queue_full")
             seconds = sum(self._durations) / len(self._durations) if self._durations else 1.0
             retry = str(min(_LONGEST_RETRY, max(1, math.ceil(seconds))))
             raise ApiError(
@@ -218,8 +230,7 @@ class Answer:
         service = self._service
         service.answers.add(self)
         for index, one in enumerate(self._work):
-            name = f"{self._request_id}-{index}"
-            self._running.append(service.client.submit(name, index, one, self.inbox))
+            self._running.append(service.client.submit(service.next_name(), index, one, self.inbox))
             service.metrics.request_queued(one.params.n, one.params.max_tokens, len(one.token_ids))
         for running in self._running:
             await running.accepted

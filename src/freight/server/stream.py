@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -32,11 +32,14 @@ class ClientLeftError(Exception):
 class AnswerResponse(Response):
     """The answer to `call`, computed while it is sent."""
 
-    def __init__(self, answer: Answer, call: Call, headers: Mapping[str, str]) -> None:
+    def __init__(
+        self, answer: Answer, call: Call, headers: Mapping[str, str], as_error: Callable[[ApiError], ApiError]
+    ) -> None:
         super().__init__()
         self._answer = answer
         self._call = call
         self._extra = headers
+        self._as_error = as_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = self._answer
@@ -85,6 +88,7 @@ class AnswerResponse(Response):
 
     async def _refuse(self, send: Send, error: ApiError) -> None:
         """An error before the status line was sent."""
+        error = self._as_error(error)
         await _send_json(send, error.status, self._call.failure_body(error), {**self._extra, **error.headers})
 
 

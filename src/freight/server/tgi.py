@@ -16,6 +16,7 @@ from freight.errors import RequestError, nearest
 from freight.sampling import SamplingLimits, SamplingParams, check_limits
 from freight.server.call import ReplyHead, Served, TokenizedWork, Work
 from freight.server.errors import ApiError
+from freight.server.limits import check_context
 from freight.server.tgi_reply import GenerateReply, ReplyOptions, error_body
 
 DEFAULT_NEW_TOKENS = 100  # as in TGI
@@ -56,10 +57,14 @@ class GenerateCall:
     work: Sequence[Work]
     ignored: Sequence[str]
     options: ReplyOptions
+    max_new_tokens: int | None  # as the request has it
+    request_id: str | None = None
 
     def reply(self, head: ReplyHead, served: Served, work: Sequence[TokenizedWork]) -> GenerateReply:
         if served.tokenizer is None:
             raise _no_tokenizer()
+        if self.max_new_tokens is not None:
+            check_context(len(work[0].token_ids), self.max_new_tokens, served.max_model_len, "inputs")
         return GenerateReply(self.options, work[0], served.tokenizer)
 
     def failure_body(self, error: ApiError) -> object:
@@ -102,6 +107,7 @@ def parse_generate(
             prefix=inputs if parameters.get("return_full_text") else "",
             as_list=stream is None,
         ),
+        max_new_tokens=parameters.get("max_new_tokens"),
     )
 
 
@@ -245,6 +251,7 @@ def info(served: Served, limits: SamplingLimits, facts: ServerFacts) -> dict[str
     return {
         "model_id": served.names[0],
         "model_sha": facts.model_sha,
+        "vocab_size": served.vocab_size,
         "max_concurrent_requests": facts.max_concurrent_requests,
         "max_best_of": 1,
         "max_stop_sequences": limits.stop,

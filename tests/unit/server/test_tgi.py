@@ -363,6 +363,7 @@ def test_info():
     assert json.loads(json.dumps(answer)) == {
         "model_id": "demo",
         "model_sha": None,
+        "vocab_size": SERVED.vocab_size,
         "max_concurrent_requests": 256,
         "max_best_of": 1,
         "max_stop_sequences": 4,
