@@ -25,7 +25,7 @@ from freight.server.auth import Keys
 from freight.server.call import Call, Conversation, Reply, ReplyHead, Served, TokenizedWork, Work
 from freight.server.client import EngineClient, EngineState, Inbox, Running
 from freight.server.errors import ApiError
-from freight.server.limits import ServingLimits
+from freight.server.limits import ServingLimits, check_context
 from freight.server.log import RequestLine, log_request
 from freight.server.metrics import UNNAMED, Metrics
 from freight.server.openai.fields import from_request_error
@@ -115,6 +115,9 @@ class Service:
                     prompt = await self._encode(served, prompt, add_special_tokens=True)
             if work.truncate is not None and not isinstance(prompt, str):
                 prompt = prompt[-work.truncate :]
+            param = "messages" if isinstance(work.prompt, Conversation) else "prompt"
+            if not isinstance(prompt, str):
+                check_context(len(prompt), 0 if params.max_tokens == 0 else None, served.max_model_len, param)
             accepted = intake.accept(prompt, params)
         except RequestError as error:
             raise from_request_error(error) from None
