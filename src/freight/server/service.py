@@ -245,7 +245,7 @@ class Answer:
         return not self._unfinished and self._failure is None
 
     async def advance(self) -> bytes:
-        """Wait for something new of any request; returns what to send of it. Raises ApiError, behind what came before."""
+        """Wait for something new of any request; returns what to send of it. Raises ApiError, after all of that."""
         if self._failure is not None:
             raise self._failure
         sent = b""
