@@ -140,6 +140,9 @@ def test_nothing_is_left_of_a_killed_server() -> None:
         url = process.wait_until_healthy()
         children = process.children()
         assert "worker" in children
+        maps = Path(f"/proc/{process.process.pid}/maps").read_text()
+        assert "uvloop" in maps  # a token costs less than with asyncio's own loop
+        assert "libtorch" not in maps
         with stream(url, 900):
             process.process.kill()
             assert process.wait() == -signal.SIGKILL

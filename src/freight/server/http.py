@@ -14,6 +14,7 @@ import json
 import logging
 import socket
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -344,6 +345,14 @@ def _room_for_connections() -> int:
     return sys.maxsize if files < 0 else max(files - _OTHER_FILES, 1)  # -1: RLIM_INFINITY
 
 
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """What makes the event loop of the server's process: uvloop's, where it is installed; None: asyncio's own."""
+    if importlib.util.find_spec("uvloop") is None:
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = importlib.import_module("uvloop").new_event_loop
+    return factory
+
+
 def server_config(app: Any, limits: HttpLimits, drain_seconds: int | None = None) -> uvicorn.Config:
     """How uvicorn runs `app`, for `uvicorn.Server(...).serve(sockets=[...])`.
 
@@ -359,7 +368,7 @@ def server_config(app: Any, limits: HttpLimits, drain_seconds: int | None = None
     return uvicorn.Config(
         app,
         http=Limited,
-        loop="uvloop" if importlib.util.find_spec("uvloop") else "asyncio",
+        loop="none",
         ws="none",
         interface="asgi3",
         lifespan="off",

@@ -29,7 +29,7 @@ from freight.server.auth import Keys, check_binding
 from freight.server.call import Served
 from freight.server.client import EngineClient, EngineState, WorkerOptions, describe_exit
 from freight.server.errors import ApiError
-from freight.server.http import HttpLimits, server_config
+from freight.server.http import HttpLimits, loop_factory, server_config
 from freight.server.limits import ServingLimits
 from freight.server.log import set_up_logging
 from freight.server.metrics import Metrics
@@ -54,8 +54,8 @@ def run(settings: ServerSettings, options: WorkerOptions) -> int:
     check_binding(settings.host, keys, settings.insecure)
     template = _read_template(settings.chat_template)
     set_up_logging(settings.log_format)
-    with _bound(settings) as listener:
-        return asyncio.run(Lifecycle(settings, options, keys, template).serve(listener))
+    with _bound(settings) as listener, asyncio.Runner(loop_factory=loop_factory()) as runner:
+        return runner.run(Lifecycle(settings, options, keys, template).serve(listener))
 
 
 class Lifecycle:

@@ -24,6 +24,7 @@ from tests.unit.server.openai_cases import (
 from freight.outputs import CompletionDelta, FinishReason, Logprob, RequestDelta
 from freight.server.errors import ApiError
 from freight.server.openai.completion_request import parse_completion
+from freight.server.openai.stream import Usage
 
 IDS = TOKENIZER.encode("Hello world", add_special_tokens=False)
 
@@ -174,3 +175,15 @@ def test_a_prompt_that_exceeds_the_context_is_refused_with_three_numbers():
             call.reply(HEAD, SERVED, tokenized(call, ids=range(fits + 1)))
         assert (error.value.status, error.value.code, error.value.param) == (400, "context_length_exceeded", "prompt")
     assert "max_tokens is 100" in error.value.message
+
+
+def test_usage_in_every_chunk_counts_tokens_that_add_no_text_yet():
+    call = call_of(stream_options={"include_usage": True, "continuous_usage_stats": True})
+    raw, body = answers(call, [(0, delta) for delta in deltas(["", "a", "", "b"])])
+    assert [part["usage"]["completion_tokens"] for part in chunks(raw)] == [1, 2, 3, 4, 4]
+    assert body["choices"][0]["text"] == "ab"
+
+
+@given(st.builds(Usage, *[st.integers(0, 2**40)] * 4))
+def test_usage_is_the_same_as_an_object_and_as_text(usage):
+    assert usage.json() == json.dumps(usage.body())

@@ -117,7 +117,8 @@ class CompletionReply:
             choice.text.append(output.text)
         if output.finish_reason is not None:
             choice.finish_reason = output.finish_reason.value
-        if output.text or output.finish_reason is not None or self._options.token_ids:
+        options = self._options
+        if output.text or output.finish_reason is not None or options.token_ids or options.continuous_usage:
             chunks.append(self._chunk(choice, output.text, output.token_ids))
 
     def _chunk(self, choice: _Choice, text: str, token_ids: Sequence[int] = ()) -> str:

@@ -1,0 +1,169 @@
+"""docs/server.md against a server: each curl line runs, answers have the shape shown, numbers are the code's."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from tests.demo_chat import demo_with_chat_template
+from tests.serving import freight_serve
+
+from freight import structured
+from freight.server import renderer, service, stream, tokens
+from freight.server.http_limits import HttpLimits
+from freight.server.limits import ServingLimits
+from freight.server.openai.chat_request import ChatRequest
+from freight.server.openai.completion_request import CompletionRequest
+from freight.server.openai.fields import ACCEPTED, REFUSED
+from freight.server.settings import ServerSettings
+
+TEXT = (Path(__file__).parents[2] / "docs" / "server.md").read_text(encoding="utf-8")
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
+
+
+def examples() -> Iterator[tuple[str, str]]:
+    """Each curl line and the answer that stands right behind it, or ""."""
+    blocks = list(BLOCK.finditer(TEXT))
+    for block, following in zip(blocks, [*blocks[1:], None], strict=True):
+        if block[2].startswith("curl "):
+            shown = following is not None and following.start() == block.end() and following[1] in ("json", "text")
+            yield block[2], following[2] if following is not None and shown else ""
+
+
+def curl(line: str, url: str) -> tuple[int, str]:
+    """Status and body of what the curl line sends, to another server."""
+    words = iter(shlex.split(line.replace("\\\n", " "))[1:])
+    address, headers, body = "", {}, None
+    for word in words:
+        if word == "-H":
+            name, _, value = next(words).partition(": ")
+            headers[name] = value
+        elif word == "-d":
+            body = next(words)
+        elif word != "-N":
+            assert word.startswith("http://127.0.0.1:8000/"), f"this test does not know {word}"
+            address = word
+    to, path = urlsplit(url), urlsplit(address).path
+    with closing(http.client.HTTPConnection(to.hostname or "", to.port, timeout=60)) as connection:
+        connection.request("POST" if body is not None else "GET", path, body, headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+
+
+def values(text: str) -> list[object]:
+    """The JSON of a body, or of each event."""
+    if not text.startswith("data:"):
+        return [json.loads(text)]
+    events = [event.removeprefix("data:").strip() for event in text.split("\n\n") if event.strip()]
+    return [event if event == "[DONE]" else json.loads(event) for event in events]
+
+
+def shape(value: object) -> object:
+    """Names, and kinds of values."""
+    if isinstance(value, dict):
+        return {name: shape(inside) for name, inside in value.items()}
+    return [shape(inside) for inside in value] if isinstance(value, list) else type(value)
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    model = demo_with_chat_template(tmp_path_factory.mktemp("model") / "demo")
+    with freight_serve(model, ["--kv-cache-dtype", "fp8", "--kv-cache-memory", "64MiB"]) as address:
+        yield address
+
+
+def test_every_curl_line_is_answered_as_it_says(url: str) -> None:
+    found = list(examples())
+    assert len(found) == TEXT.count("\ncurl ") >= 8
+    for line, shown in found:
+        status, body = curl(line, url)
+        assert status == 200, (line, body)
+        answered = values(body)
+        if shown:
+            assert shape(answered) == shape(values(shown)), line
+
+
+def rows(heading: str) -> dict[str, str]:
+    """The first table of a section, its first column to its second."""
+    section = TEXT.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    cells = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
+    return {row[0].strip(): row[1].strip() for row in cells[2:]}
+
+
+def kib(size: int) -> str:
+    assert size % 1024 == 0
+    return f"{size >> 20} MiB" if size % (1 << 20) == 0 else f"{size >> 10} KiB"
+
+
+def test_the_table_of_limits_is_the_code_s() -> None:
+    http_limits, serving, server = HttpLimits(), ServingLimits(), ServerSettings()
+    sampling = serving.sampling
+    assert sampling.logprobs == sampling.prompt_logprobs
+    assert server.max_connections == http_limits.max_connections
+    assert rows("Limits") == {
+        "connections (`--max-connections`)": str(server.max_connections),
+        "completions that wait (`--max-queue`), beside those that run (`--max-num-seqs`)": str(server.max_queue),
+        "request line and headers": kib(http_limits.head_bytes),
+        "headers": str(http_limits.max_headers),
+        "seconds for the headers": f"{http_limits.head_seconds:g}",
+        "body": kib(http_limits.body_bytes),
+        "seconds without a byte of the body": f"{http_limits.body_seconds:g}",
+        "seconds for the body": f"{http_limits.body_total:g}",
+        "seconds between requests of a connection": f"{http_limits.idle_seconds:g}",
+        "seconds in which a client reads nothing of its answer": f"{http_limits.write_seconds:g}",
+        "JSON objects and arrays inside each other": str(min(http_limits.json_depth, serving.nesting)),
+        "JSON objects and arrays": str(http_limits.json_containers),
+        "digits of a number": str(http_limits.number_digits),
+        "prompts of a completion": str(serving.prompts),
+        "messages": str(serving.messages),
+        "tools": str(serving.tools),
+        "`n`": str(sampling.n),
+        "`temperature`": f"{sampling.temperature:g}",
+        "`logprobs`, `top_logprobs`, `prompt_logprobs`": str(sampling.logprobs),
+        "stop strings": str(sampling.stop),
+        "characters of a stop string": str(sampling.stop_length),
+        "`stop_token_ids`": str(sampling.stop_token_ids),
+        "`logit_bias` entries": str(sampling.logit_bias),
+        "characters of `cache_salt`": str(sampling.cache_salt),
+        "characters of `request_id`": str(serving.request_id),
+        "tokens of `/detokenize`": str(tokens.MOST_TOKENS),
+        "JSON schema": kib(structured.MOST_SCHEMA),
+        "objects and arrays of a schema inside each other": str(structured.MOST_NESTING),
+        "`$ref` in a chain": str(structured.MOST_REFERENCES),
+        "regular expression": kib(structured.MOST_REGEX),
+        "grammar": kib(structured.MOST_GRAMMAR),
+        "rules of a grammar": str(structured.MOST_RULES),
+        "choices": str(structured.MOST_CHOICES),
+        "choices together": kib(structured.MOST_CHOICE_BYTES),
+        "seconds of `--request-timeout`": str(server.request_timeout).lower(),
+        "seconds of `--drain-timeout`": f"{server.drain_timeout:g}",
+    }
+    defaults = renderer.Renderer.__init__.__kwdefaults__
+    assert (
+        f"has {defaults['deadline_s']:g} seconds and {defaults['memory'] >> 30} GiB of memory, "
+        f"in a process of its own; up to {defaults['max_waiting']} requests wait"
+    ) in TEXT
+    assert f"or after {stream._HEADERS_AFTER:g} seconds without one" in TEXT
+    assert f"After {service.KEEP_ALIVE:g} seconds without a token" in TEXT
+
+
+def test_every_field_is_named() -> None:
+    table = rows("OpenAI's API")
+    named = {kind: set(re.findall(r"`([a-z_]+)`", cell)) for kind, cell in table.items()}
+    assert set(ACCEPTED) <= named["accepted without effect"]
+    assert set(REFUSED) == named["refused"]
+    of_chat, of_completions = (set(model.model_fields) - set(ACCEPTED) for model in (ChatRequest, CompletionRequest))
+    assert (
+        of_chat & of_completions
+        <= named["of both"]
+        <= (of_chat & of_completions) | {*("include_usage", "continuous_usage_stats")}
+    )
+    assert named["of chat"] - {"max_tokens"} == of_chat - of_completions
+    assert named["of completions"] == of_completions - of_chat
