@@ -72,6 +72,9 @@ def check_body(body: object, limits: ServingLimits) -> Mapping[str, object]:
     """
     if not isinstance(body, dict):
         raise ApiError(400, f"the body is a JSON {_kind(body)}; it must be an object")
+    for name, most in (("messages", limits.messages), ("tools", limits.tools)):  # first: to walk them takes time
+        if isinstance(body.get(name), list) and len(body[name]) > most:
+            raise ApiError(400, f"{name} has {len(body[name])} entries; at most {most} are allowed", param=name)
     for name, value in body.items():
         _check_value(name, value, limits.nesting)
     return body
@@ -94,7 +97,8 @@ def _check_value(name: str, value: object, deepest: int) -> None:
                 below += item
             if isinstance(item, dict | list):
                 values = item.values() if isinstance(item, dict) else item
-                below += [value for value in values if type(value) in _WITH_CONTENT]  # a prompt has many numbers
+                if not _WITH_CONTENT.isdisjoint(map(type, values)):  # a prompt may be many numbers
+                    below += [value for value in values if type(value) in _WITH_CONTENT]
         level = below
         depth += 1
 
@@ -120,7 +124,7 @@ def check_context(num_prompt: int, max_tokens: int | None, max_model_len: int, p
     """
     if num_prompt + (1 if max_tokens is None else max_tokens) <= max_model_len:
         return
-    asked = "leaves no room for an answer" if max_tokens is None else f"and max_tokens is {max_tokens}"
+    asked = "and leaves no room for an answer" if max_tokens is None else f"and max_tokens is {max_tokens}"
     raise ApiError(
         400,
         f"the prompt has {num_prompt} tokens {asked}; the context of this model is {max_model_len} tokens, for prompt "
