@@ -3,6 +3,7 @@
 #   make test    install into .venv, then lint, types and tests (make test-all: and the tests that take long)
 #   make sanitize    the compiled kernels under address and undefined-behaviour sanitizers; make sanitize-threads: races
 #   make test-defaults   the end-to-end tests under other torch defaults, and under python -O
+#   make soak        64 clients of a server for five minutes (make test: one)
 # PYTHON=python3.12 picks another interpreter; TORCH=cuda takes torch's default build instead of the CPU one.
 # Written for GNU make 3.81, which macOS ships.
 
@@ -12,7 +13,7 @@ TORCH_VERSION = 2.13.0
 BIN = .venv/bin
 STAMP = .venv/ready-$(TORCH)
 
-.PHONY: setup demo test test-all test-defaults sanitize sanitize-threads check format clean
+.PHONY: setup demo test test-all test-defaults soak sanitize sanitize-threads check format clean
 
 setup: $(STAMP)
 
@@ -61,6 +62,9 @@ test-defaults: setup
 	@set -e; for dtype in float64 float16 bfloat16; do \
 	  echo "tests/e2e with torch.set_default_dtype(torch.$$dtype)"; FREIGHT_TEST_DEFAULT_DTYPE=$$dtype $(BIN)/pytest tests/e2e; done
 	@echo "tests/e2e under python -O"; $(BIN)/python -O -m pytest -W ignore::pytest.PytestConfigWarning tests/e2e
+
+soak: setup
+	@FREIGHT_SOAK_SECONDS=300 $(BIN)/pytest -s -m soak tests/e2e/test_soak.py
 
 format: setup
 	@$(BIN)/ruff check --fix .

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 
 from freight import __version__
 from freight.server import tgi
-from freight.server.body import read_json
+from freight.server.body import parse_object, read_body
 from freight.server.call import Call, Conversation, Served
 from freight.server.errors import ApiError
 from freight.server.http_limits import HttpLimits
@@ -29,9 +29,11 @@ from freight.server.settings import ServerSettings
 from freight.server.stream import AnswerResponse, json_bytes
 from freight.server.tokens import detokenize, parse_tokenize, tokenizer_info
 
+T = TypeVar("T")
 Body = dict[str, Any]
 AsError = Callable[[ApiError], ApiError]
 Parse = Callable[[Body, Served, ServingLimits], Call]
+_LARGE = 1 << 16  # bytes: to read a larger body takes longer than a step of the engine
 OPEN_PATHS = frozenset({*PAGE, "/health", "/ping"})  # without a key, for GET: nothing in them is secret
 
 
@@ -85,8 +87,9 @@ class Routes:
             service, state = self._service, request.scope["state"]
             current_request.set(state["request_id"])
             try:
-                body = await self._body(request)
-                call = parse(body, service.require_served(), service.limits)
+                call = await self._understood(
+                    request, lambda body: parse(body, service.require_served(), service.limits)
+                )
                 answer = await service.begin(call, state["request_id"], state["key_name"])
             except ApiError as error:
                 service.refused(as_error(error), state["request_id"], state["key_name"])
@@ -96,16 +99,16 @@ class Routes:
         return endpoint
 
     async def tokenize(self, request: Request) -> Response:
-        body = await self._body(request)
         served = self._service.require_served()
-        wanted = parse_tokenize(body, served)
+        wanted = await self._understood(request, lambda body: parse_tokenize(body, served))
         text = wanted.prompt
         if isinstance(text, Conversation):
             text = await self._service.render(text)
         return _json(await asyncio.to_thread(wanted.answer, text, served))
 
     async def detokenize(self, request: Request) -> Response:
-        return _json(detokenize(await self._body(request), self._service.require_served()))
+        served = self._service.require_served()
+        return _json(await self._understood(request, lambda body: detokenize(body, served)))
 
     async def tokenizer_info(self) -> Response:
         return _json(tokenizer_info(self._service.require_served()))
@@ -167,8 +170,12 @@ class Routes:
         assert found is not None
         return Response(found.body, found.status, found.headers)
 
-    async def _body(self, request: Request) -> Body:
-        return await read_json(request.receive, request.scope["headers"], self._limits)
+    async def _understood(self, request: Request, parse: Callable[[Body], T]) -> T:
+        """What `parse` makes of the body. A large one is read in a thread, so that streams go on meanwhile."""
+        raw = await read_body(request.receive, request.scope["headers"], self._limits)
+        if len(raw) <= _LARGE:
+            return parse(parse_object(raw, self._limits))
+        return await asyncio.to_thread(lambda: parse(parse_object(raw, self._limits)))
 
     def _headers(self, call: Call) -> dict[str, str]:
         facts = self._service.facts

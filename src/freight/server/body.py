@@ -23,6 +23,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?+', re.DOTALL)  # never walks back: linear, with or without its end
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _STEP = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")  # one level deeper, one less, as signed bytes
+_AS_ZEROS = bytes.maketrans(b"123456789", b"000000000")
 _LARGE_EXPONENT = re.compile(rb"[eE]\+?[0-9]{3}")  # of two digits, with at most number_digits: below 1e308
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -38,6 +39,11 @@ async def read_json(receive: Receive, headers: Iterable[tuple[bytes, bytes]], li
     Raises ApiError: 413 too large (the rest is not read), 415 not declared as JSON, 400 not a JSON object. Raises
     DisconnectedError.
     """
+    return parse_object(await read_body(receive, headers, limits), limits)
+
+
+async def read_body(receive: Receive, headers: Iterable[tuple[bytes, bytes]], limits: HttpLimits) -> bytes:
+    """The bytes of a body that is declared as JSON, for `parse_object`. Raises as `read_json`."""
     values = {name.lower(): value.decode("latin-1").strip() for name, value in headers}
     _check_type(values)
     length = values.get(b"content-length", "0")
@@ -53,7 +59,7 @@ async def read_json(receive: Receive, headers: Iterable[tuple[bytes, bytes]], li
         more = message.get("more_body", False)
         if len(body) > limits.body_bytes:
             raise body_too_large(limits)
-    return parse_object(bytes(body), limits)
+    return bytes(body)
 
 
 def _check_type(values: dict[bytes, str]) -> None:
@@ -82,9 +88,10 @@ def parse_object(body: bytes, limits: HttpLimits) -> dict[str, Any]:
         raise ApiError(400, f"body has more than {limits.json_containers} arrays and objects")
     if max(accumulate(steps), default=0) > limits.json_depth:
         raise ApiError(400, f"body has arrays and objects more than {limits.json_depth} deep")
-    if re.search(rb"[0-9]{%d}" % (limits.number_digits + 1), bare):
+    if b"0" * (limits.number_digits + 1) in bare.translate(_AS_ZEROS):  # a regular expression takes twenty times longer
         raise ApiError(400, f"body has a number of more than {limits.number_digits} digits")
-    may_overflow = _LARGE_EXPONENT.search(bare) is not None  # a call for each number costs time, and few bodies need it
+    # A call for each number costs time, and few bodies need it.
+    may_overflow = (b"e" in bare or b"E" in bare) and _LARGE_EXPONENT.search(bare) is not None
     try:
         value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite if may_overflow else None)
     except json.JSONDecodeError as error:

@@ -91,7 +91,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        _notice_silence(transport, self.limits)
+        _set_options(transport, self.limits)
         self._wait_for_a_request()
         if len(self.connections) <= self.limits.max_connections:
             return
@@ -326,11 +326,15 @@ class Connection(HttpToolsProtocol):
             self._write_timer = None
 
 
-def _notice_silence(transport: asyncio.Transport, limits: HttpLimits) -> None:
-    """Let the system find out that a client's machine is gone, which sends nothing: also while nothing is written."""
+def _set_options(transport: asyncio.Transport, limits: HttpLimits) -> None:
+    """Options of a TCP connection: what is written is sent at once, and a client whose machine is gone is noticed."""
     options = transport.get_extra_info("socket")
     if options is None or options.family not in (socket.AF_INET, socket.AF_INET6):
         return
+    # uvloop leaves this to us for a socket that it is given. Without it the body of an answer waits until the client
+    # has acknowledged the head, which it delays by 40 ms.
+    options.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    # Also while nothing is written: a machine that is gone sends nothing.
     options.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     seconds = max(round(limits.write_seconds), 1)
     values = {"TCP_KEEPIDLE": seconds, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 1000 * seconds}

@@ -130,7 +130,13 @@ class Lifecycle:
 
     def _new_renderer(self, facts: EngineFacts) -> Renderer:
         assert facts.tokenizer is not None
-        return Renderer(facts.tokenizer, facts.vocab_size, facts.stop_token_ids, chat_template=self._template)
+        return Renderer(
+            facts.tokenizer,
+            facts.vocab_size,
+            facts.stop_token_ids,
+            deadline_s=self._settings.template_timeout,
+            chat_template=self._template,
+        )
 
     def _read_tokenizer(self, facts: EngineFacts) -> Tokenizer | None:
         if facts.tokenizer is None:

@@ -72,6 +72,9 @@ def check_body(body: object, limits: ServingLimits) -> Mapping[str, object]:
     """
     if not isinstance(body, dict):
         raise ApiError(400, f"the body is a JSON {_kind(body)}; it must be an object")
+    for name, most in (("messages", limits.messages), ("tools", limits.tools)):  # first: to walk them takes time
+        if isinstance(body.get(name), list) and len(body[name]) > most:
+            raise ApiError(400, f"{name} has {len(body[name])} entries; at most {most} are allowed", param=name)
     for name, value in body.items():
         _check_value(name, value, limits.nesting)
     return body
@@ -94,7 +97,8 @@ def _check_value(name: str, value: object, deepest: int) -> None:
                 below += item
             if isinstance(item, dict | list):
                 values = item.values() if isinstance(item, dict) else item
-                below += [value for value in values if type(value) in _WITH_CONTENT]  # a prompt has many numbers
+                if not _WITH_CONTENT.isdisjoint(map(type, values)):  # a prompt may be many numbers
+                    below += [value for value in values if type(value) in _WITH_CONTENT]
         level = below
         depth += 1
 

@@ -37,6 +37,7 @@ from freight.tokenizer import require_chat_template
 logger = logging.getLogger("freight")
 
 _LONG = 1 << 15  # characters: tokenizing more takes a thread, so that other requests go on
+_PROBED = 16  # characters for each token of the context
 _KEPT_TIMES = 32
 _REMEMBERED = 4096  # grammars that were found to be good
 _LONGEST_RETRY = 120  # seconds
@@ -108,10 +109,13 @@ class Service:
             if isinstance(prompt, Conversation):
                 text = await self.render(prompt)
                 params = params if work.params_of is None else work.params_of(text)
+                await self._check_size(served, text)
                 prompt = await self._encode(served, text, add_special_tokens=False)
             elif isinstance(prompt, str):
                 text = prompt
                 if prompt and served.tokenizer is not None:
+                    if work.truncate is None:
+                        await self._check_size(served, prompt)
                     prompt = await self._encode(served, prompt, add_special_tokens=True)
             if work.truncate is not None and not isinstance(prompt, str):
                 prompt = prompt[-work.truncate :]
@@ -154,6 +158,20 @@ class Service:
             raise ApiError(400, str(error), code="no_chat_template") from None
         assert self.renderer is not None
         return await self.renderer.render(conversation)
+
+    async def _check_size(self, served: Served, text: str) -> None:
+        """Refuse a text whose beginning alone is too long: to tokenize megabytes takes seconds of a processor."""
+        probe = text[: _PROBED * served.max_model_len]
+        if len(probe) == len(text):
+            return
+        count = len(await self._encode(served, probe, add_special_tokens=False))
+        if count > 2 * served.max_model_len:  # twice: tokens may become fewer by what follows
+            raise ApiError(
+                400,
+                f"the first {len(probe)} of the prompt's {len(text)} characters have {count} tokens, and the context "
+                f"of this model is {served.max_model_len} tokens, for prompt and answer together. Shorten the prompt",
+                code="context_length_exceeded",
+            )
 
     async def _encode(self, served: Served, text: str, add_special_tokens: bool) -> Sequence[int]:
         assert served.tokenizer is not None

@@ -18,6 +18,7 @@ class ServerSettings:
     insecure         serve a public address without a key
     max_queue        completions that wait beside those that run; beyond them 429
     request_timeout  seconds from arrival to the end of an answer; None: no limit
+    template_timeout seconds that the chat template may take for one conversation, and the compiler for one grammar
     drain_timeout    seconds that running requests have after SIGTERM
     restart_engine   start a new engine process when one ends, instead of ending
     chat_template    a file with a Jinja template to use instead of the model's own
@@ -36,6 +37,7 @@ class ServerSettings:
     max_queue: int = 256
     max_connections: int = 1024
     request_timeout: float | None = None
+    template_timeout: float = 10.0
     drain_timeout: float = 30.0
     restart_engine: bool = False
     chat_template: Path | None = None
@@ -51,8 +53,10 @@ class ServerSettings:
             if getattr(self, name) < least:
                 flag = f"--{name.replace('_', '-')}"
                 raise ConfigError(f"{flag} is {getattr(self, name)}; it must be {least} or more")
-        if self.request_timeout is not None and not self.request_timeout > 0:
-            raise ConfigError(f"--request-timeout is {self.request_timeout}; it must be more than 0 seconds")
+        for name in ("request_timeout", "template_timeout"):
+            seconds = getattr(self, name)
+            if seconds is not None and not seconds > 0:
+                raise ConfigError(f"--{name.replace('_', '-')} is {seconds}; it must be more than 0 seconds")
         if self.unknown_fields not in ("refuse", "ignore"):
             raise ConfigError(f"--unknown-fields is {self.unknown_fields!r}; it must be refuse or ignore")
         if self.log_format not in ("text", "json"):

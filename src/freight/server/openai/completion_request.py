@@ -79,7 +79,7 @@ def parse_completion(body: object, served: Served, limits: ServingLimits) -> Com
     request = validated(CompletionRequest, fields.values)
     model = served_name(request.model, served)
     check_shared(request, limits)
-    prompts = _prompts(request.prompt, served.vocab_size, limits.prompts)
+    prompts = _prompts(request.prompt, served, limits.prompts, request.max_tokens)
     echo = bool(request.echo)
     if request.max_tokens == 0 and not echo:
         raise refuse("max_tokens", "max_tokens is 0, which needs echo: true; else ask for 1 or more")
@@ -112,7 +112,7 @@ def parse_completion(body: object, served: Served, limits: ServingLimits) -> Com
     )
 
 
-def _prompts(given: object, vocab_size: int, most: int) -> list[str | list[int]]:
+def _prompts(given: object, served: Served, most: int, max_tokens: int | None) -> list[str | list[int]]:
     """The prompts of `given`, each with at least one character or token id."""
     if isinstance(given, str):
         return [_text("prompt", given)]
@@ -122,7 +122,7 @@ def _prompts(given: object, vocab_size: int, most: int) -> list[str | list[int]]
         raise refuse("prompt", "prompt is []: it has no tokens")
     first = given[0]
     if not isinstance(first, str | list):
-        return [_ids("prompt", given, vocab_size)]
+        return [_ids("prompt", given, served, max_tokens)]
     if len(given) > most:
         raise refuse("prompt", f"prompt has {len(given)} prompts; at most {most} are allowed")
     prompts: list[str | list[int]] = []
@@ -131,7 +131,7 @@ def _prompts(given: object, vocab_size: int, most: int) -> list[str | list[int]]
         if isinstance(prompt, str) and isinstance(first, str):
             prompts.append(_text(where, prompt))
         elif isinstance(prompt, list) and isinstance(first, list):
-            prompts.append(_ids(where, prompt, vocab_size))
+            prompts.append(_ids(where, prompt, served, max_tokens))
         else:
             raise refuse(where, f"{where} is {show(prompt)}; all prompts must be strings, or all lists of token ids")
     return prompts
@@ -143,9 +143,12 @@ def _text(where: str, text: str) -> str:
     return text
 
 
-def _ids(where: str, ids: list[Any], vocab_size: int) -> list[int]:
+def _ids(where: str, ids: list[Any], served: Served, max_tokens: int | None) -> list[int]:
+    vocab_size = served.vocab_size
     if not ids:
         raise refuse(where, f"{where} is []: it has no tokens")
+    if len(ids) > served.max_model_len:  # first: to look at a million ids takes time
+        check_context(len(ids), max_tokens, served.max_model_len, where)
     if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:
         return ids
     for position, token in enumerate(ids):  # slower: finds which one it is

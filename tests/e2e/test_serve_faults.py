@@ -1,0 +1,262 @@
+"""Clients of `freight serve` that leave, do not read, come in numbers or ask for too much: nobody else notices."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.asking import Open, Server
+from tests.demo_chat import demo_with_chat_template
+from tests.serving import ServeProcess
+
+ADA, BOB = {"Authorization": "Bearer ada-0123456789"}, {"Authorization": "Bearer bob-0123456789"}
+OPTIONS = [
+    *("--kv-cache-dtype", "fp8", "--kv-cache-memory", "8MiB", "--max-num-seqs", "4", "--max-queue", "4"),
+    *("--max-num-batched-tokens", "64", "--api-key", "ada:ada-0123456789", "--api-key", "bob:bob-0123456789"),
+]
+LONG = {"prompt": "def main(", "max_tokens": 500, "temperature": 0, "ignore_eos": True}
+APIS = ("/v1/completions", "/v1/chat/completions", "/generate_stream")
+
+
+@pytest.fixture(scope="module")
+def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
+    served = ServeProcess(demo_with_chat_template(tmp_path_factory.mktemp("model") / "demo"), OPTIONS)
+    try:
+        served.wait_until_healthy()
+        yield served
+        assert served.stop() == 0, served.said[-2000:]
+    finally:
+        served.close()
+
+
+@pytest.fixture
+def server(process: ServeProcess) -> Iterator[Server]:
+    """Idle before and after each test."""
+    found = Server(process.url, ADA)
+    yield found
+    found.wait_for(0)
+
+
+def body_for(path: str, text: str, stream: bool, n: int = 1) -> dict[str, Any]:
+    if path.startswith("/generate"):
+        return {"inputs": text, "parameters": {"max_new_tokens": 900 - len(text)}}
+    common = {"max_tokens": 900 - len(text), "ignore_eos": True, "temperature": 0, "stream": stream, "n": n}
+    if path == "/v1/chat/completions":
+        return {"messages": [{"role": "user", "content": text}], **common}
+    return {"prompt": text, **common}
+
+
+def new_text(length: int) -> str:
+    """Text that no cache has, of at most so many tokens."""
+    return "".join(random.SystemRandom().choices("abcdefghijklmnopqrstuvwxyz (=", k=length))
+
+
+def steps_after_leaving(server: Server, opened: Open, reset: bool = False) -> int:
+    """Steps of an engine that has nothing else to do, from just before the client leaves."""
+    before = server.steps()
+    opened.leave(reset)
+    after, end = server.steps(), time.monotonic() + 20
+    while True:
+        time.sleep(0.06)  # longer than a step
+        previous, after = after, server.steps()
+        if after == previous and server.load() == (0, 0, 0):
+            return after - before
+        assert time.monotonic() < end, f"{server.load()} are left"
+
+
+@pytest.mark.parametrize("reset", [False, True], ids=["closed", "reset"])
+@pytest.mark.parametrize("path", APIS)
+def test_a_client_that_leaves_within_its_stream_frees_all(server: Server, path: str, reset: bool) -> None:
+    found = []
+    for n in (1, 1, 4 if path != "/generate_stream" else 1):
+        opened = server.open(path, body_for(path, "def main(", True, n))
+        opened.first_event()
+        found.append(steps_after_leaving(server, opened, reset))
+    assert min(found) <= 4  # two, and those that pass while the metrics are read
+    assert max(found) < 100
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("path", APIS)
+def test_a_client_that_leaves_before_its_first_token_frees_all(server: Server, path: str, stream: bool) -> None:
+    path = "/generate" if path == "/generate_stream" and not stream else path
+    found = []
+    for _ in range(3):
+        begun = server.steps()
+        opened = server.open(path, body_for(path, new_text(800), stream))
+        end = time.monotonic() + 20
+        while server.steps() == begun:
+            assert time.monotonic() < end, opened.whole()
+        found.append(steps_after_leaving(server, opened))
+    assert min(found) <= 3  # two, and one that passes while the metrics are read; the prompt takes more than seven
+    assert max(found) < 100
+
+
+@contextlib.contextmanager
+def full(server: Server, waiting: int) -> Iterator[list[Open]]:
+    """Four streams that run, and so many requests that wait."""
+    with contextlib.ExitStack() as stack:
+        streams = [stack.enter_context(server.streaming(LONG)) for _ in range(4)]
+        for _ in range(waiting):
+            opened = server.open("/v1/completions", LONG)
+            stack.callback(opened.leave)
+        server.wait_for(4, waiting)
+        yield streams
+
+
+@pytest.mark.parametrize("path", APIS)
+def test_a_client_that_leaves_the_queue_is_forgotten(server: Server, path: str) -> None:
+    with full(server, 0):
+        opened = server.open(path, body_for(path, "def main(", path == "/generate_stream"))
+        server.wait_for(4, 1)
+        opened.leave()
+        server.wait_for(4, 0, seconds=1.5)
+
+
+def test_a_full_queue_refuses_before_an_answer_begins(server: Server) -> None:
+    alone = server.ask("/v1/completions", LONG).body["choices"][0]["text"]
+    refused = server.metric("vllm:admission_rejections_total", reason="queue_full")
+    with full(server, 4) as streams:
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            for stream in (False, True):
+                answer = server.ask(path, body_for(path, "x", stream))
+                assert (answer.status, answer.error["code"]) == (429, "queue_full")
+                assert answer.headers["content-type"] == "application/json"
+                assert 1 <= int(answer.headers["retry-after"]) <= 120
+        for path in ("/generate", "/generate_stream", "/"):
+            answer = server.ask(path, {"inputs": "x"})
+            assert (answer.status, answer.body["error_type"]) == (429, "overloaded")
+        answer = server.ask("/v1/completions", {"prompt": "x", "n": 9})  # more than all places: no use to wait
+        assert (answer.status, answer.error["param"]) == (400, "n")
+        rest = [stream.whole().events for stream in streams]
+    for events in rest:
+        assert events[-1] == "[DONE]"
+        text = "".join(event["choices"][0]["text"] for event in events[:-1] if event["choices"])
+        assert alone.endswith(text)
+        assert len(text) > len(alone) // 2
+    assert server.metric("vllm:admission_rejections_total", reason="queue_full") == refused + 7
+
+
+def test_a_client_that_does_not_read_holds_up_nobody(server: Server) -> None:
+    short = {"prompt": "import os", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    alone = server.ask("/v1/completions", short)
+    opened = server.open("/v1/completions", {**LONG, "n": 2, "logprobs": 20, "stream": True})
+    try:
+        opened._connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        server.wait_for(2)
+        begun = time.monotonic()
+        beside = server.ask("/v1/completions", short)
+        assert beside.body["choices"] == alone.body["choices"]
+        assert time.monotonic() - begun < 5
+        server.wait_for(0)  # all is computed, and waits for the reader
+    finally:
+        opened.leave()
+
+
+def test_a_cached_prefix_is_known_to_the_key_that_brought_it_only(server: Server) -> None:
+    bob = Server(server.url, BOB)
+    body = {"prompt": new_text(200), "max_tokens": 2}
+    requests = {name: server.metric("freight:key_requests_total", key=name) for name in ("ada", "bob")}
+
+    def cached(asked: Server) -> int:
+        usage = asked.ask("/v1/completions", body).body["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    assert cached(server) == 0
+    assert cached(bob) == 0
+    assert cached(server) > 0
+    assert cached(bob) > 0
+    for name, count in requests.items():
+        assert server.metric("freight:key_requests_total", key=name) == count + 2
+        assert server.metric("freight:key_prompt_tokens_cached_total", key=name) > 0
+    assert Server(server.url).ask("/v1/models").status == 401
+
+
+def test_the_next_conversation_has_a_new_process_for_its_template(process: ServeProcess, server: Server) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+    assert server.ask("/v1/chat/completions", body).status == 200
+    killed = processes(process, "render_process")
+    assert killed
+    for pid in killed:
+        os.kill(pid, signal.SIGKILL)
+    while not all(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z" for pid in killed):
+        time.sleep(0.01)  # to free its memory takes a moment
+    answer = server.ask("/v1/chat/completions", body)
+    assert answer.status == 200, answer.raw
+    assert not set(killed) & set(processes(process, "render_process"))
+
+
+def processes(process: ServeProcess, module: str) -> list[int]:
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == process.process.pid and f"freight.server.{module}".encode() in (
+                folder / "cmdline"
+            ).read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+    return found
+
+
+def test_no_address_in_a_request_is_connected_to(server: Server) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(0.3)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/x"
+        image = [{"type": "image_url", "image_url": {"url": url}}]
+        schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": url}}}
+        tool = {"type": "function", "function": {"name": "f", "description": url, "parameters": {"$ref": url}}}
+        chat = {"messages": [{"role": "user", "content": url}], "max_tokens": 1}
+        for path, body in (
+            ("/v1/chat/completions", {**chat, "messages": [{"role": "user", "content": image}]}),
+            ("/v1/chat/completions", {**chat, "response_format": schema}),
+            ("/v1/chat/completions", {**chat, "tools": [tool], "tool_choice": "required"}),
+            ("/v1/chat/completions", {**chat, "chat_template_kwargs": {"documents": [url]}}),
+            ("/v1/chat/completions", {**chat, "user": url, "metadata": {"url": url}, "cache_salt": url}),
+            ("/v1/chat/completions", {**chat, "model": url}),
+            ("/v1/completions", {"prompt": url, "max_tokens": 1, "suffix": url}),
+            ("/generate", {"inputs": f"![]({url})", "parameters": {"max_new_tokens": 1}}),
+            ("/generate", {"inputs": "x", "parameters": {"grammar": {"type": "json", "value": {"$ref": url}}}}),
+            ("/tokenize", {"messages": [{"role": "user", "content": image}]}),
+        ):
+            answer = server.ask(path, body, {"X-Request-Id": url, "Referer": url, "Origin": url})
+            assert answer.status < 500, (path, answer.raw)
+        with pytest.raises(TimeoutError):
+            listener.accept()
+
+
+def test_it_listens_on_one_socket(process: ServeProcess, server: Server) -> None:
+    pids = [process.process.pid, *processes(process, "worker"), *processes(process, "render_process")]
+    inodes = {os.readlink(link) for pid in pids for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()}
+    listening = []
+    for table in ("tcp", "tcp6", "udp", "udp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if f"socket:[{fields[9]}]" in inodes and (table.startswith("udp") or fields[3] == "0A"):
+                listening.append(fields[1])
+    port = int(server.url.rpartition(":")[2])
+    assert listening == [f"0100007F:{port:04X}"]
+
+
+def test_lists_that_are_too_long_are_refused_while_others_go_on(server: Server) -> None:
+    too_much: list[tuple[str, Any]] = [
+        ("/v1/completions", {"prompt": ["x"] * 10**5}),
+        ("/v1/completions", {"prompt": [5] * 800_000}),
+        ("/v1/completions", {"prompt": "word " * 600_000}),
+        ("/v1/completions", {"prompt": "x", "n": 10**6}),
+        ("/v1/completions", {"prompt": [4095, 4096]}),
+        ("/v1/completions", {"prompt": "x", "logit_bias": {str(i): 1 for i in range(10**5)}}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}] * 50_000}),
+    ]
+    with server.streaming(LONG) as opened, ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda one: server.ask(*one), too_much))
+        assert [answer.status for answer in answers] == [400] * len(too_much)
+        assert opened.whole().events[-1] == "[DONE]"

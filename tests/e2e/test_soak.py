@@ -1,0 +1,234 @@
+"""64 clients at once, for minutes: everything that clients do, on a cache too small for it, and nothing that is left.
+
+A minute of it runs with the other tests. FREIGHT_SOAK_SECONDS=300 is what `make soak` runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.asking import Server
+from tests.demo_chat import demo_with_chat_template
+from tests.serving import ServeProcess
+
+from freight.bench.http_stream import Address, Connection, EventReader, StreamError
+
+SECONDS = float(os.environ.get("FREIGHT_SOAK_SECONDS", "50"))
+WARM = 60.0 if SECONDS >= 180 else 15.0  # until then memory may grow
+NUM_CLIENTS = 64
+OPTIONS = [
+    *("--kv-cache-dtype", "fp8", "--kv-cache-memory", "3MiB", "--max-num-seqs", "32", "--max-queue", "128"),
+    *("--max-num-batched-tokens", "256"),
+]
+WORDS = ("def", "class", "import", "return", "self", "value", "index", "name", "list", "for", "while", "range", "print")
+JSON = {"Content-Type": "application/json"}
+TAGGED = [  # each with a prompt of its own; what comes for it belongs to no other
+    {
+        "prompt": f"# {i}: {WORDS[i % len(WORDS)]} {WORDS[i * 7 % len(WORDS)]}\ndef f{i}(",
+        "max_tokens": 24 + i % 5 * 24,
+        "ignore_eos": True,
+        **({"temperature": 0.9, "seed": i} if i % 2 else {"temperature": 0}),
+    }
+    for i in range(NUM_CLIENTS)
+]
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "y"]}}, "required": ["a", "b"]}
+MALFORMED = (
+    b"", b"{", b"[]", b'{"prompt": 1}', b'{"prompt": "x", "n": 0}', b'{"prompt": "\\ud800"}', b"\xff", b"[" * 100_000
+)  # fmt: skip
+
+
+@dataclass
+class Seen:
+    """What clients got."""
+
+    statuses: Counter[int] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    left: int = 0
+    compared: int = 0
+
+
+class Client:
+    """One of the clients: a connection of its own, opened again where the last one ended."""
+
+    def __init__(self, url: str, seed: int, seen: Seen, alone: list[str]) -> None:
+        self._address = Address.parse(url)
+        self._random = random.Random(seed)
+        self._seen = seen
+        self._alone = alone
+        self._connection: Connection | None = None
+
+    async def run(self, end: float) -> None:
+        while time.monotonic() < end:
+            act = self._random.choices(
+                (self.tagged, self.leave, self.free, self.too_long, self.malformed, self.structured, self.others),
+                (30, 20, 20, 5, 8, 7, 10),
+            )[0]
+            await act()
+        if self._connection is not None:
+            self._connection.close()
+
+    async def tagged(self) -> None:
+        """A known answer, streamed or not, under all this load."""
+        index = self._random.randrange(len(TAGGED))
+        stream = self._random.random() < 0.7
+        status, raw = await self._ask("/v1/completions", {**TAGGED[index], "stream": stream})
+        if status == 200:
+            self._seen.compared += 1
+            text = text_of(raw, stream)
+            if text != self._alone[index]:
+                self._seen.wrong.append(f"prompt {index}: {text!r} instead of {self._alone[index]!r}")
+
+    async def leave(self) -> None:
+        """Leave after a random time, a stream or a whole answer of one or more completions."""
+        body = {"prompt": self._text(60), "max_tokens": 200, "stream": self._random.random() < 0.7}
+        body["n"] = self._random.choice((1, 1, 2, 4))
+        try:
+            async with asyncio.timeout(self._random.uniform(0, 2.0)):
+                await self._ask("/v1/completions", body)
+        except TimeoutError:
+            self._seen.left += 1
+
+    async def free(self) -> None:
+        body = {
+            "prompt": self._text(self._random.randint(1, 120)),
+            "max_tokens": self._random.randint(1, 96),
+            "temperature": self._random.choice((0, 0.7, 1.2)),
+            "n": self._random.choice((1, 1, 2, 3)),
+            "stream": self._random.random() < 0.5,
+        }
+        await self._ask("/v1/completions", body)
+
+    async def too_long(self) -> None:
+        body: dict[str, Any] = {"prompt": [5] * self._random.choice((1025, 5000, 100_000))}
+        if self._random.random() < 0.5:
+            body = {"prompt": "x", "max_tokens": 10**6}
+        self._expect(400, await self._ask("/v1/completions", body), body)
+
+    async def malformed(self) -> None:
+        raw = self._random.choice(MALFORMED)
+        self._expect(400, await self._ask("/v1/completions", raw), raw)
+
+    async def structured(self) -> None:
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+        body = {"prompt": self._text(8), "max_tokens": 64, "response_format": form, "stream": False}
+        status, raw = await self._ask("/v1/completions", body)
+        if status == 200:
+            choice = json.loads(raw)["choices"][0]
+            if choice["finish_reason"] == "stop" and set(json.loads(choice["text"])) != {"a", "b"}:
+                self._seen.wrong.append(f"not of the schema: {choice['text']!r}")
+
+    async def others(self) -> None:
+        messages = [{"role": "user", "content": self._text(10)}]
+        path, body = self._random.choice(
+            (
+                ("/v1/chat/completions", {"messages": messages, "max_tokens": 32, "stream": True}),
+                ("/v1/chat/completions", {"messages": messages, "max_tokens": 32}),
+                ("/generate", {"inputs": self._text(20), "parameters": {"max_new_tokens": 32}}),
+                ("/generate_stream", {"inputs": self._text(20), "parameters": {"max_new_tokens": 32}}),
+                ("/tokenize", {"prompt": self._text(50)}),
+            )
+        )
+        await self._ask(path, body)
+
+    def _text(self, words: int) -> str:
+        return " ".join(self._random.choices(WORDS, k=words))
+
+    def _expect(self, status: int, got: tuple[int, bytes], what: object) -> None:
+        if got[0] != status:
+            self._seen.wrong.append(f"{got[0]} instead of {status} for {what!r:.80}: {got[1]!r:.200}")
+
+    async def _ask(self, path: str, body: object) -> tuple[int, bytes]:
+        """Status and body."""
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        if self._connection is None or not self._connection.reusable:
+            self._connection = await Connection.open(self._address)
+        pieces: list[bytes] = []
+        try:
+            reader = await self._connection.send(
+                self._address.head("POST", path, len(raw), JSON) + raw, lambda data, now: pieces.append(data)
+            )
+        except StreamError as error:
+            self._seen.wrong.append(f"{path} {raw!r:.80}: {error}")
+            return 0, b""
+        self._seen.statuses[reader.status] += 1
+        return reader.status, b"".join(pieces)
+
+
+def text_of(raw: bytes, stream: bool) -> str:
+    """The text of a completion."""
+    if not stream:
+        return str(json.loads(raw)["choices"][0]["text"])
+    events = EventReader().feed(raw)
+    if events[-1] != b"[DONE]":
+        return f"a stream without an end: {raw[-300:]!r}"
+    found = [json.loads(event) for event in events[:-1]]
+    return "".join(one["choices"][0]["text"] if "choices" in one else f"({one})" for one in found)
+
+
+def answers_alone(server: Server) -> list[str]:
+    return [server.ask("/v1/completions", body).body["choices"][0]["text"] for body in TAGGED]
+
+
+@dataclass(frozen=True)
+class Use:
+    """What a process has: resident memory in bytes, and open files."""
+
+    memory: int
+    files: int
+
+    @staticmethod
+    def of(pid: int) -> Use:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        return Use(pages * os.sysconf("SC_PAGE_SIZE"), len(list(Path(f"/proc/{pid}/fd").iterdir())))
+
+
+async def load(url: str, seen: Seen, alone: list[str], pids: dict[str, int]) -> list[dict[str, Use]]:
+    """Run all clients; what the processes used, every two seconds, once they are warm."""
+    begun = time.monotonic()
+    clients = [Client(url, seed, seen, alone) for seed in range(NUM_CLIENTS)]
+    running = asyncio.gather(*(client.run(begun + SECONDS) for client in clients))
+    used = []
+    while not running.done():
+        await asyncio.wait([running], timeout=2)
+        if time.monotonic() - begun >= WARM:
+            used.append({name: Use.of(pid) for name, pid in pids.items()})
+    await running
+    return used
+
+
+@pytest.mark.soak
+def test_sixty_four_clients_that_behave_in_every_way(tmp_path: Path) -> None:
+    process = ServeProcess(demo_with_chat_template(tmp_path / "demo"), OPTIONS)
+    try:
+        server = Server(process.wait_until_healthy())
+        alone = answers_alone(server)
+        pids = {"server": process.process.pid, "engine": process.children()["worker"]}
+        before = {name: Use.of(pid) for name, pid in pids.items()}
+        seen = Seen()
+        used = asyncio.run(load(server.url, seen, alone, pids))
+        server.wait_for(0)
+        assert not seen.wrong, seen.wrong[:5]
+        assert not [status for status in seen.statuses if status not in (200, 400, 422, 429)], seen.statuses
+        assert seen.statuses[200] > SECONDS, seen
+        assert seen.compared > SECONDS / 4, seen
+        assert seen.left > SECONDS / 10, seen
+        assert server.metric("vllm:num_preemptions_total") > 0
+        assert server.metric("vllm:corrupted_requests_total") == 0
+        assert answers_alone(server) == alone
+        for name in pids:
+            first, last = used[0][name].memory, max(one[name].memory for one in used[-3:])
+            assert last <= 1.05 * first, f"{name}: from {first >> 20} to {last >> 20} MiB"
+            assert Use.of(pids[name]).files <= before[name].files + 8, name
+        assert process.stop() == 0, process.said[-2000:]
+        assert "Traceback" not in process.said, process.said[-4000:]
+    finally:
+        process.close()

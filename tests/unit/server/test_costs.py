@@ -1,0 +1,112 @@
+"""What a request that is refused costs the server: processor time, in which everybody else waits."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.unit.server.raw_http import Echo, post, running
+
+from freight.sampling import SamplingParams
+from freight.server.auth import Keys
+from freight.server.body import parse_object
+from freight.server.call import Served, Work
+from freight.server.client import EngineState
+from freight.server.errors import ApiError
+from freight.server.http_limits import HttpLimits
+from freight.server.limits import ServingLimits
+from freight.server.metrics import Metrics
+from freight.server.openai.chat_request import parse_chat
+from freight.server.openai.completion_request import parse_completion
+from freight.server.service import Service
+
+SERVED = Served(("demo",), None, 4096, 1024, {}, "fp_0")
+MANY = 10**5
+SMALL_CALL = {"messages": [{"role": "user", "content": "x"}]}
+TOOL = {"type": "function", "function": {"name": "f"}}
+TOO_MUCH: dict[str, tuple[dict[str, Any], str]] = {  # with the field that is at fault
+    "ids": ({"prompt": [5] * 8 * MANY}, "prompt"),
+    "ids of one prompt": ({"prompt": [[5], [5] * 8 * MANY]}, "prompt[1]"),
+    "prompts": ({"prompt": ["x"] * MANY}, "prompt"),
+    "completions": ({"prompt": "x", "n": 10**6}, "n"),
+    "stop strings": ({"prompt": "x", "stop": ["x"] * MANY}, "stop"),
+    "stop token ids": ({"prompt": "x", "stop_token_ids": [5] * MANY}, "stop_token_ids"),
+    "biases": ({"prompt": "x", "logit_bias": {str(i): 1 for i in range(MANY)}}, "logit_bias"),
+    "choices": ({"prompt": "x", "structured_outputs": {"choice": ["x"] * MANY}}, "structured_outputs"),
+    "messages": ({"messages": SMALL_CALL["messages"] * (MANY // 2)}, "messages"),
+    "tools": ({**SMALL_CALL, "tools": [TOOL] * (MANY // 4)}, "tools"),
+}
+
+
+def processor_seconds(function: Callable[[], Any]) -> float:
+    """The least of three, by this thread: what others compute meanwhile does not count."""
+    seconds = []
+    for _ in range(3):
+        begun = time.thread_time()
+        function()
+        seconds.append(time.thread_time() - begun)
+    return min(seconds)
+
+
+@pytest.mark.parametrize("name", TOO_MUCH)
+def test_a_list_over_its_limit_is_refused_in_less_than_50_ms(name: str) -> None:
+    body, param = TOO_MUCH[name]
+    parse = parse_chat if "messages" in body else parse_completion
+    found = parse_object(json.dumps(body).encode(), HttpLimits())
+
+    def refused() -> None:
+        with pytest.raises(ApiError) as error:
+            parse(found, SERVED, ServingLimits())
+        assert (error.value.status, error.value.param) == (400, param)
+
+    assert processor_seconds(refused) < 0.05
+
+
+def test_digits_cost_no_more_than_the_parser_of_json() -> None:
+    body = json.dumps({"prompt": [12345678] * 350_000}).encode()
+    parsed = processor_seconds(lambda: json.loads(body))
+    assert processor_seconds(lambda: parse_object(body, HttpLimits())) < 2 * parsed
+
+
+class Counting:
+    """A tokenizer with a token for each character, which counts them."""
+
+    def __init__(self) -> None:
+        self.characters = 0
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        self.characters += len(text)
+        return [5] * len(text)
+
+
+def test_of_a_text_that_is_far_too_long_only_the_beginning_is_tokenized() -> None:
+    class Engine:
+        state = EngineState.READY
+
+    tokenizer = Counting()
+    service = Service(Engine(), ServingLimits(), Keys(()), Metrics("demo"), 4)  # type: ignore[arg-type]
+    service.served = replace(SERVED, tokenizer=tokenizer)  # type: ignore[arg-type]
+    params = SamplingParams(max_tokens=1)
+    with pytest.raises(ApiError, match=r"first 16384 of the prompt's 3000000 characters have 16384 tokens") as error:
+        asyncio.run(service.tokenize(Work("x" * 3_000_000, params)))
+    assert (error.value.status, error.value.code) == (400, "context_length_exceeded")
+    assert tokenizer.characters < 20_000
+    tokenized = asyncio.run(service.tokenize(Work("x" * 1000, params)))
+    assert len(tokenized.token_ids) == 1000
+
+
+def test_no_answer_waits_for_the_clients_acknowledgement() -> None:
+    with running(Echo()) as server, server.client() as client:
+        client.ask(post(b"{}"))
+        seconds = []
+        for _ in range(9):
+            begun = time.perf_counter()
+            client.ask(post(b"{}"))
+            seconds.append(time.perf_counter() - begun)
+    assert statistics.median(seconds) < 0.03  # an acknowledgement is delayed by 40 ms
