@@ -1,4 +1,4 @@
-"""One server for the tests of its clients: the model that ships, with a chat template in the style of Hermes, and a key.
+"""One server for the tests of its clients: the demo model with a chat template in the style of Hermes, and a key.
 
 It is started once per process of pytest. `served_folder` is what it serves, so that `LLM` can open the same.
 """
