@@ -9,7 +9,7 @@ import anthropic
 import httpx2
 import pytest
 from anthropic.types import Message
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.server.openai_cases import HEAD, HELLO, LIMITS, SERVED, WITH_PARSER, answers, deltas, split, tokenized
 
@@ -56,6 +56,7 @@ def client_of(raw, content_type="text/event-stream", status=200):
     return anthropic.Anthropic(api_key="x", base_url="http://test", http_client=http, max_retries=0)
 
 
+@settings(deadline=None)  # the clients build their types at the first use
 @given(
     st.lists(st.sampled_from(TEXTS), max_size=4).map("".join),
     st.lists(st.integers(1, 200), max_size=8),
@@ -173,7 +174,8 @@ def test_blocks_become_a_conversation():
         },
     ]
     read = prompt(told, system=[{"type": "text", "text": "One."}, {"type": "text", "text": "Two."}])
-    assert read.add_generation_prompt and not read.continue_final_message
+    assert read.add_generation_prompt
+    assert not read.continue_final_message
     assert read.messages == [
         {"role": "system", "content": "One.\nTwo."},
         {"role": "user", "content": "a\nb"},
@@ -204,7 +206,8 @@ def test_an_answer_can_be_sent_back_as_it_is():
 
 def test_a_last_message_of_the_assistant_is_continued():
     read = prompt([*HELLO, {"role": "assistant", "content": "The best is ("}])
-    assert read.continue_final_message and not read.add_generation_prompt
+    assert read.continue_final_message
+    assert not read.add_generation_prompt
 
 
 def test_the_block_of_system_that_varies_is_left_out():
