@@ -241,8 +241,8 @@ def test_bad_arguments_in_the_history_are_no_fault(api: Api) -> None:
         "\0",
         "\u202eabc",
         "👩‍👩‍👧‍👦",
-        "a\u0300" * 500,
-        "x" * 2000,
+        "a\u0300" * 100,
+        "x" * 400,
     ],
     ids=["control-tokens", "end-of-text", "nul", "right-to-left", "emoji", "combining", "long-word"],
 )

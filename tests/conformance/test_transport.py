@@ -49,10 +49,12 @@ def test_what_is_no_http_is_400_or_closed(api: Api, data: bytes) -> None:
     assert status_of(api.raw(data, 20)) in (0, 400, 505)
 
 
+@pytest.mark.slow
 def test_half_a_header_is_408_or_closed(api: Api) -> None:
     assert status_of(api.raw(b"POST /v1/completions HTTP/1.1\r\nHost: te", SLOW)) in (0, 408)
 
 
+@pytest.mark.slow
 def test_half_a_body_is_408(api: Api) -> None:
     lines = ("Content-Type: application/json", "Content-Length: 100")
     assert status_of(api.raw(head(api, *lines) + b'{"prompt": ', SLOW)) == 408

@@ -77,7 +77,8 @@ class Api:
         connection = http.client.HTTPConnection(*self.place, timeout=SECONDS)
         begin = time.perf_counter()
         try:
-            connection.request(method, path, body, dict(own if headers is None else headers))
+            with suppress(BrokenPipeError, ConnectionResetError):  # refused before all of it was sent
+                connection.request(method, path, body, dict(own if headers is None else headers))
             answer = connection.getresponse()
             data = answer.read()
         finally:

@@ -18,7 +18,7 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -137,11 +137,12 @@ class Grammars:
             return self._compiled[key]
 
 
-def check_grammar(
-    tokenizer: Tokenizer, vocab_size: int, stop_token_ids: Collection[int], outputs: StructuredOutputs
-) -> None:
-    """Raises RequestError when `outputs` cannot be compiled. For one check; a `Grammars` has less to do for several."""
-    Grammars(tokenizer, vocab_size, stop_token_ids).check(outputs)
+def grammar_checker(
+    tokenizer: Tokenizer, vocab_size: int, stop_token_ids: Collection[int]
+) -> Callable[[Mapping[str, Any]], None]:
+    """What tries grammars, mappings of the fields of StructuredOutputs, and raises RequestError for one that fails."""
+    grammars = Grammars(tokenizer, vocab_size, stop_token_ids)
+    return lambda outputs: grammars.check(StructuredOutputs.of(outputs))
 
 
 class _Vocabulary:

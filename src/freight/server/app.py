@@ -94,7 +94,7 @@ class Routes:
                 call = parse(body, service.require_served(), service.limits)
                 answer = await service.begin(call, state["request_id"], state["key_name"])
             except ApiError as error:
-                service.count_rejected(error)
+                service.refused(as_error(error), state["request_id"], state["key_name"])
                 raise as_error(error) from None
             return AnswerResponse(answer, call, self._headers(call), as_error)
 

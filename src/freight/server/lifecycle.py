@@ -119,6 +119,8 @@ class Lifecycle:
             self._finish(1, str(error))
             return
         self._service.renderer, self._service.grammars = renderers
+        if renderers[0] is not None and tokenizer is not None and tokenizer.has_chat_template:
+            await renderers[0].start()  # now, and not while the first conversation waits
         self._service.facts = facts
         self._service.served = self._served(facts, tokenizer)
         self._monitor.set_facts(facts, self._names[0])

@@ -120,7 +120,7 @@ def check_context(num_prompt: int, max_tokens: int | None, max_model_len: int, p
     """
     if num_prompt + (1 if max_tokens is None else max_tokens) <= max_model_len:
         return
-    asked = "leaves no room for an answer" if max_tokens is None else f"and max_tokens is {max_tokens}"
+    asked = "and leaves no room for an answer" if max_tokens is None else f"and max_tokens is {max_tokens}"
     raise ApiError(
         400,
         f"the prompt has {num_prompt} tokens {asked}; the context of this model is {max_model_len} tokens, for prompt "

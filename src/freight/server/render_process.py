@@ -17,7 +17,7 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ class Answers:
         if settings["chat_template"] is not None:
             self._tokenizer = self._tokenizer.with_chat_template(settings["chat_template"])
         self._tokenizer.prepare_chat()
+        self._check: Callable[[Mapping[str, Any]], None] | None = None  # made for the first grammar
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         try:
@@ -76,9 +77,13 @@ class Answers:
         return text
 
     def _check_grammar(self, outputs: Mapping[str, Any]) -> None:
-        module, name = self._settings["grammar_check"].split(":")
-        check = getattr(importlib.import_module(module), name)
-        check(self._tokenizer, self._settings["vocab_size"], frozenset(self._settings["stop_token_ids"]), outputs)
+        if self._check is None:
+            settings = self._settings
+            module, name = settings["grammar_checker"].split(":")
+            make = getattr(importlib.import_module(module), name)
+            self._check = make(self._tokenizer, settings["vocab_size"], frozenset(settings["stop_token_ids"]))
+        assert self._check is not None
+        self._check(outputs)
 
 
 def _presentable(error: Exception) -> str:

@@ -27,7 +27,7 @@ from freight.server.render_process import CAP
 
 logger = logging.getLogger("freight")
 
-GRAMMAR_CHECK = "freight.engine.grammar:check_grammar"
+GRAMMAR_CHECKER = "freight.engine.grammar:grammar_checker"
 _PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
 _CRASHES = (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS, -signal.SIGILL)  # of a library, by what it read
 
@@ -45,7 +45,7 @@ class Renderer:
         start_deadline_s: float = 60.0,
         max_waiting: int = 64,
         memory: int = 2 << 30,
-        grammar_check: str = GRAMMAR_CHECK,
+        grammar_checker: str = GRAMMAR_CHECKER,
         chat_template: str | None = None,
     ) -> None:
         """Starts nothing yet.
@@ -55,8 +55,8 @@ class Renderer:
         deadline_s       for one request, from when the process takes it
         max_waiting      requests that wait for the process at most
         memory           bytes of address space for one request
-        grammar_check    "module:function" that raises RequestError for a grammar that cannot be used; called with
-                         tokenizer, vocab_size, stop_token_ids and the grammar
+        grammar_checker  "module:function" that is called with tokenizer, vocab_size and stop_token_ids, and makes what
+                         is called with a grammar and raises RequestError for one that cannot be used
         chat_template    in place of the model's own
         """
         self._settings = {
@@ -64,7 +64,7 @@ class Renderer:
             "vocab_size": vocab_size,
             "stop_token_ids": sorted(stop_token_ids),
             "memory": memory,
-            "grammar_check": grammar_check,
+            "grammar_checker": grammar_checker,
             "chat_template": chat_template,
         }
         self._deadline_s = deadline_s

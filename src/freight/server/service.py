@@ -19,13 +19,13 @@ from dataclasses import replace
 
 from freight.engine.intake import Intake
 from freight.errors import ConfigError, RequestError
-from freight.outputs import EngineStats, RequestDelta
+from freight.outputs import EngineStats, FinishReason, RequestDelta, RequestTimes
 from freight.sampling import SamplingParams, check_limits
 from freight.server.auth import Keys
 from freight.server.call import Call, Conversation, Reply, ReplyHead, Served, TokenizedWork, Work
 from freight.server.client import EngineClient, EngineState, Inbox, Running
 from freight.server.errors import ApiError
-from freight.server.limits import ServingLimits
+from freight.server.limits import ServingLimits, check_context
 from freight.server.log import RequestLine, log_request
 from freight.server.metrics import UNNAMED, Metrics
 from freight.server.openai.fields import from_request_error
@@ -115,6 +115,9 @@ class Service:
                     prompt = await self._encode(served, prompt, add_special_tokens=True)
             if work.truncate is not None and not isinstance(prompt, str):
                 prompt = prompt[-work.truncate :]
+            param = "messages" if isinstance(work.prompt, Conversation) else "prompt"
+            if not isinstance(prompt, str):
+                check_context(len(prompt), 0 if params.max_tokens == 0 else None, served.max_model_len, param)
             accepted = intake.accept(prompt, params)
         except RequestError as error:
             raise from_request_error(error) from None
@@ -134,8 +137,9 @@ class Service:
         self._num_submitted += 1
         return str(self._num_submitted)
 
-    def count_rejected(self, error: ApiError) -> None:
-        """Count a request that was refused before it reached the engine."""
+    def refused(self, error: ApiError, request_id: str, key_name: str | None) -> None:
+        """Count and log a request that never reached the engine."""
+        log_request(RequestLine(request_id, error.status, 0.0, key_name=key_name))
         reasons = {"queue_full": "queue_full", "context_length_exceeded": "too_long", "draining": "draining"}
         reason = reasons.get(error.code or "") or ("invalid" if error.status in (400, 413, 415, 422) else None)
         if reason is not None:
@@ -217,7 +221,8 @@ class Answer:
         self._key_name = key_name
         self._arrival = arrival
         self._running: list[Running] = []
-        self._unfinished = len(work)
+        self._unfinished = set(range(len(work)))
+        self._failure: ApiError | None = None
         self._last_token: dict[int, float] = {}
         self._prompt_tokens = sum(len(one.token_ids) for one in work)
         self._generated = [0] * len(work)
@@ -237,11 +242,21 @@ class Answer:
 
     @property
     def is_finished(self) -> bool:
-        return self._unfinished == 0
+        return not self._unfinished and self._failure is None
 
     async def advance(self) -> bytes:
-        """Wait for something new of any request; returns what to send of it. Raises ApiError."""
-        sent = b"".join([self._take(index, delta) for index, delta in await self.inbox.next()])
+        """Wait for something new of any request; returns what to send of it. Raises ApiError, after all of that."""
+        if self._failure is not None:
+            raise self._failure
+        sent = b""
+        for index, delta in await self.inbox.next():
+            try:
+                sent += self._take(index, delta)
+            except ApiError as error:
+                self._failure = error
+                break
+        if self._failure is not None and not sent:
+            raise self._failure
         if sent:
             self._last_sent = self._service.clock()
         return sent
@@ -259,8 +274,11 @@ class Answer:
         self._is_closed = True
         service = self._service
         service.answers.discard(self)
-        for running in self._running:
+        for index, running in enumerate(self._running):
             service.client.abort(running)
+            if index in self._unfinished:
+                self._reason = str(FinishReason.ABORT if status == 499 else FinishReason.ERROR)
+                self._count(index, self._reason)
         seconds = service.clock() - self._arrival
         if status == 200:
             service.finished(seconds)
@@ -268,7 +286,7 @@ class Answer:
         log_request(RequestLine(self._request_id, status, seconds, *counts, self._reason, self._key_name))
 
     def _take(self, index: int, delta: RequestDelta) -> bytes:
-        now, metrics, work = self._service.clock(), self._service.metrics, self._work[index]
+        now, metrics = self._service.clock(), self._service.metrics
         count = sum(len(one.token_ids) for one in delta.outputs)
         if count:
             if index in self._last_token:
@@ -278,16 +296,15 @@ class Answer:
             self._last_token[index] = now
         self._generated[index] += count
         if delta.finished:
-            self._unfinished -= 1
+            self._unfinished.remove(index)
             self._cached += delta.num_cached_tokens
             self._reason = str(next(one.finish_reason for one in delta.outputs if one.finish_reason))
-            metrics.request_finished(
-                self._reason,
-                now - self._arrival,
-                delta.times,
-                len(work.token_ids),
-                self._generated[index],
-                delta.num_cached_tokens,
-                self._key_name or UNNAMED,
-            )
+            self._count(index, self._reason, delta.times, delta.num_cached_tokens)
         return self.reply.advance(index, delta)
+
+    def _count(self, index: int, reason: str, times: RequestTimes | None = None, cached: int = 0) -> None:
+        seconds, prompt_tokens = self._service.clock() - self._arrival, len(self._work[index].token_ids)
+        key = self._key_name or UNNAMED
+        self._service.metrics.request_finished(
+            reason, seconds, times, prompt_tokens, self._generated[index], cached, key
+        )

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as Built
 
 from freight import RequestError, StructuredOutputs
 from freight.engine import grammar as module
-from freight.engine.grammar import Grammars, Matcher, check_grammar
+from freight.engine.grammar import Grammars, Matcher, grammar_checker
 from freight.tokenizer import Tokenizer
 
 DEMO = Path(module.__file__).parents[1] / "demo"
@@ -94,7 +94,7 @@ def test_tokens_that_have_no_text_of_their_own_are_refused():
     built = Built(models.BPE({"a": 0, "b": 1}, []))
     built.decoder = decoders.WordPiece()
     with pytest.raises(RequestError, match="decodes tokens together"):
-        check_grammar(Tokenizer(built), 2, [0], StructuredOutputs(regex="a"))
+        grammar_checker(Tokenizer(built), 2, [0])({"regex": "a"})
 
 
 def test_a_model_without_stop_ids_or_with_fewer_rows_than_tokens(demo: Tokenizer):
@@ -183,7 +183,7 @@ def test_a_failure_of_the_compiler_itself_is_refused(demo: Tokenizer, monkeypatc
 
     monkeypatch.setattr(module, "_source", panic)
     with pytest.raises(RequestError, match="the compiler of grammars failed on it") as caught:
-        check_grammar(demo, demo.vocab_size, [END], StructuredOutputs(regex="a"))
+        grammar_checker(demo, demo.vocab_size, [END])({"regex": "a"})
     assert "/build" not in str(caught.value)
 
 
@@ -237,9 +237,9 @@ def test_grammars_that_end_other_processes_end_none():
 
 def test_the_stack_size_of_other_threads_stays(demo: Tokenizer):
     before = threading.stack_size()
-    check_grammar(demo, demo.vocab_size, [END], StructuredOutputs(regex="a"))
+    grammar_checker(demo, demo.vocab_size, [END])({"regex": "a"})
     with pytest.raises(RequestError):
-        check_grammar(demo, demo.vocab_size, [END], StructuredOutputs(regex="("))
+        grammar_checker(demo, demo.vocab_size, [END])({"regex": "("})
     assert threading.stack_size() == before
 
 

@@ -43,9 +43,12 @@ CHECKS = """
     import os, sys, time
     from freight.errors import RequestError
 
-    def check(tokenizer, vocab_size, stop_token_ids, outputs):
+    def checker(tokenizer, vocab_size, stop_token_ids):
         assert isinstance(stop_token_ids, frozenset)
         assert tokenizer.vocab_size and vocab_size == 7 and stop_token_ids == {1, 2}
+        return check
+
+    def check(outputs):
         kind = outputs["regex"]
         if kind == "bad":
             raise RequestError("that is no regex")
@@ -242,7 +245,7 @@ def test_grammars(tmp_path, monkeypatch):
             return error
 
     async def scenario():
-        renderer = Renderer(folder, 7, {2, 1}, deadline_s=0.5, grammar_check="stand_in:check")
+        renderer = Renderer(folder, 7, {2, 1}, deadline_s=0.5, grammar_checker="stand_in:checker")
         assert await outcome(renderer, "fine") is None
         bad = await outcome(renderer, "bad")
         assert (bad.status, bad.message, bad.param) == (400, "that is no regex", "structured_outputs")
@@ -257,6 +260,22 @@ def test_grammars(tmp_path, monkeypatch):
         await renderer.close()
 
     asyncio.run(scenario())
+
+
+def test_the_grammars_of_the_engine(caplog):
+    renderer = Renderer(DEMO, 4096, [1])
+
+    async def scenario():
+        for good in ({"regex": "a+"}, {"json": {"type": "object"}}, {"choice": ["a", "b"]}, {"json_object": True}):
+            await renderer.check_grammar(good)
+        for bad in ({"regex": "("}, {"json": {"not": {}}}, {"grammar": "start: nothing"}):
+            with pytest.raises(ApiError, match="cannot be compiled") as refused:
+                await renderer.check_grammar(bad)
+            assert refused.value.status == 400
+        await renderer.close()
+
+    asyncio.run(scenario())
+    assert not caplog.records  # one process has checked all
 
 
 def test_a_folder_without_a_tokenizer(tmp_path, caplog):

@@ -1,0 +1,226 @@
+"""Service: what is refused before the engine sees it, and an answer that keeps what came before it failed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from freight.outputs import CompletionDelta, FinishReason, RequestDelta
+from freight.sampling import SamplingParams
+from freight.server.auth import Keys
+from freight.server.call import ReplyHead, Served, TokenizedWork, Work
+from freight.server.client import EngineState, Inbox, Running
+from freight.server.errors import ApiError
+from freight.server.limits import ServingLimits
+from freight.server.metrics import Metrics
+from freight.server.service import Service
+
+SERVED = Served(("m",), None, vocab_size=100, max_model_len=50, defaults={}, fingerprint="fp_1")
+IDS = (1, 2, 3)
+
+
+class FakeClient:
+    """An engine that accepts everything and does nothing by itself."""
+
+    def __init__(self) -> None:
+        self.state = EngineState.READY
+        self.requests: dict[str, tuple[Running, TokenizedWork]] = {}
+        self.aborted: list[str] = []
+
+    @property
+    def num_sequences(self) -> int:
+        return sum(running.num_sequences for running, _ in self.requests.values())
+
+    def not_ready(self) -> ApiError:
+        return ApiError(503, "the model is still loading", code="loading")
+
+    def submit(self, request_id: str, index: int, work: TokenizedWork, inbox: Inbox) -> Running:
+        running = Running(request_id, index, work.params.n, inbox)
+        running.accepted.set_result(None)
+        self.requests[request_id] = running, work
+        return running
+
+    def abort(self, running: Running) -> None:
+        if self.requests.pop(running.request_id, None) is not None:
+            self.aborted.append(running.request_id)
+
+    def say(self, request_id: str, text: str, reason: FinishReason | None = None) -> None:
+        delta = CompletionDelta(0, [5], text, None, reason, None, None)
+        running, _ = self.requests[request_id]
+        if reason is not None:
+            del self.requests[request_id]
+        running.put(RequestDelta(request_id, [delta], reason is not None))
+
+
+class TextReply:
+    """Sends texts; an answer that failed is an error, as in every API."""
+
+    def advance(self, index: int, delta: RequestDelta) -> bytes:
+        if delta.outputs[0].finish_reason is FinishReason.ERROR:
+            raise ApiError(500, "it failed")
+        return f"{index}{delta.outputs[0].text} ".encode()
+
+
+@dataclass
+class FakeCall:
+    work: Sequence[Work]
+    model: str = "m"
+    request_id: str | None = None
+    heads: list[ReplyHead] = field(default_factory=list)
+
+    def reply(self, head: ReplyHead, served: Served, work: Sequence[TokenizedWork]) -> Any:
+        self.heads.append(head)
+        return TextReply()
+
+
+def call(*prompts: Any, **params: Any) -> Any:
+    return FakeCall([Work(prompt, SamplingParams(**params)) for prompt in prompts])
+
+
+def run(test: Callable[[Service, FakeClient], Any], keys: Keys | None = None) -> None:
+    async def scenario() -> None:
+        client: Any = FakeClient()
+        service = Service(client, ServingLimits(), keys or Keys(()), Metrics("m"), max_sequences=8)
+        service.served = SERVED
+        await test(service, client)
+
+    asyncio.run(scenario())
+
+
+def count_of(service: Service, series: str) -> float:
+    text = service.metrics.render()[0].decode()
+    return float(next(line.rpartition(" ")[2] for line in text.splitlines() if line.startswith(series)))
+
+
+def test_what_came_before_a_failure_is_sent() -> None:
+    async def test(service: Service, client: FakeClient) -> None:
+        answer = await service.begin(call(IDS, IDS), "r", None)
+        client.say("1", "a")
+        client.say("2", "b", FinishReason.ERROR)
+        client.say("1", "c")
+        assert await answer.advance() == b"0a "
+        assert not answer.is_finished
+        with pytest.raises(ApiError, match="it failed"):
+            await answer.advance()
+        answer.close(500)
+        assert client.aborted == ["1"]
+        assert not service.answers
+        assert count_of(service, 'vllm:request_success_total{engine="0",finished_reason="error"') == 2
+
+    run(test)
+
+
+def test_an_answer_that_is_left_frees_what_runs() -> None:
+    async def test(service: Service, client: FakeClient) -> None:
+        answer = await service.begin(call(IDS, n=3), "r", None)
+        client.say("1", "a")
+        await answer.advance()
+        answer.close(499)
+        answer.close(200)
+        assert client.aborted == ["1"]
+        assert count_of(service, 'vllm:request_success_total{engine="0",finished_reason="abort"') == 1
+
+    run(test)
+
+
+def test_more_than_may_wait_is_refused_with_a_time() -> None:
+    async def test(service: Service, client: FakeClient) -> None:
+        first = await service.begin(call(IDS, n=6), "r", None)
+        with pytest.raises(ApiError) as full:
+            await service.begin(call(IDS, n=3), "r", None)
+        assert (full.value.status, full.value.code) == (429, "queue_full")
+        assert 1 <= int(full.value.headers["Retry-After"]) <= 120
+        with pytest.raises(ApiError, match="split it") as never:
+            await service.begin(call(IDS, n=9), "r", None)
+        assert never.value.status == 400
+        first.close(499)
+        (await service.begin(call(IDS, n=3), "r", None)).close(499)
+
+    run(test)
+
+
+def test_nothing_begins_while_there_is_no_engine_or_the_server_ends() -> None:
+    async def test(service: Service, client: FakeClient) -> None:
+        client.state = EngineState.LOADING
+        with pytest.raises(ApiError) as loading:
+            await service.begin(call(IDS), "r", None)
+        assert (loading.value.status, loading.value.code) == (503, "loading")
+        client.state = EngineState.READY
+        service.draining = True
+        with pytest.raises(ApiError) as draining:
+            await service.begin(call(IDS), "r", None)
+        assert (draining.value.status, draining.value.code) == (503, "draining")
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "says", "code"),
+    [
+        (range(60), {}, "the prompt has 60 tokens and leaves no room", "context_length_exceeded"),
+        ((1, 100), {}, "outside the vocabulary", None),
+        ("text", {}, "needs a tokenizer", None),
+        ((), {}, "is empty", None),
+        (IDS, {"temperature": 3.0}, "temperature is 3.0", None),
+        (IDS, {"structured_outputs": {"regex": "a"}}, "tokenizer", None),
+    ],
+)
+def test_what_cannot_be_served_is_a_400(prompt: Any, params: dict[str, Any], says: str, code: str | None) -> None:
+    async def test(service: Service, client: FakeClient) -> None:
+        with pytest.raises(ApiError, match=says) as refused:
+            await service.begin(call(prompt, **params), "r", None)
+        assert (refused.value.status, refused.value.code) == (400, code)
+        assert not client.requests
+
+    run(test)
+
+
+def test_only_the_last_tokens_of_a_prompt_are_kept_where_that_was_asked_for() -> None:
+    async def test(service: Service, client: FakeClient) -> None:
+        work = Work(tuple(range(60)), SamplingParams(), truncate=4)
+        assert (await service.tokenize(work)).token_ids == (56, 57, 58, 59)
+
+    run(test)
+
+
+def test_a_key_has_a_part_of_the_prefix_cache_to_itself() -> None:
+    async def test(service: Service, client: FakeClient) -> None:
+        salts = [
+            (await service.tokenize(Work(IDS, SamplingParams()), name)).params.cache_salt for name in ("a", "a", "b")
+        ]
+        assert salts[0] == salts[1] != salts[2]
+
+    run(test, Keys([("a", "one"), ("b", "two")]))
+
+
+def test_the_shorter_of_two_time_limits_holds() -> None:
+    async def test(service: Service, client: FakeClient) -> None:
+        for given, kept in ((None, 5.0), (2.0, 2.0), (9.0, 5.0)):
+            work = Work(IDS, SamplingParams(timeout_s=given))
+            assert (await service.tokenize(work)).params.timeout_s == kept
+
+    async def with_limit() -> None:
+        client: Any = FakeClient()
+        service = Service(client, ServingLimits(), Keys(()), Metrics("m"), max_sequences=8, request_timeout=5.0)
+        service.served = SERVED
+        await test(service, client)
+
+    asyncio.run(with_limit())
+
+
+def test_a_quiet_answer_is_woken() -> None:
+    async def test(service: Service, client: FakeClient) -> None:
+        answer = await service.begin(call(IDS), "r", None)
+        answer.nudge_if_quiet(60)
+        waiting = asyncio.create_task(answer.advance())
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        answer.nudge_if_quiet(0)
+        assert await waiting == b""
+        answer.close(499)
+
+    run(test)
