@@ -16,6 +16,7 @@ from tests.demo_chat import TEMPLATE
 from tests.serving import freight_serve
 
 KEY = "sesame"
+GREEDY = {"temperature": 0}  # no parameter of Anthropic's client any more
 SCHEMA = {
     "type": "object",
     "properties": {"city": {"type": "string", "enum": ["Paris", "Rome"]}, "days": {"type": "integer", "maximum": 9}},
@@ -107,7 +108,7 @@ def test_a_response_that_refers_to_another_is_refused(responses: openai.OpenAI) 
 def test_a_message_is_the_same_streamed_and_whole_and_as_a_chat(
     messages: anthropic.Anthropic, responses: openai.OpenAI
 ) -> None:
-    asked = {"model": "demo", "system": "Be short.", "temperature": 0, "max_tokens": 12}
+    asked = {"model": "demo", "system": "Be short.", "max_tokens": 12, "extra_body": GREEDY}
     told = [{"role": "user", "content": "The license"}]
     whole = messages.messages.create(messages=told, **asked)
     chat = responses.chat.completions.create(
@@ -128,7 +129,7 @@ def test_a_message_is_the_same_streamed_and_whole_and_as_a_chat(
 
 def test_a_message_ends_at_a_stop_sequence_and_goes_on_where_it_was_begun(messages: anthropic.Anthropic) -> None:
     told = [{"role": "user", "content": "The license"}]
-    asked = {"model": "demo", "temperature": 0}
+    asked = {"model": "demo", "extra_body": GREEDY}
     whole = messages.messages.create(messages=told, max_tokens=24, **asked).content[0].text
     words = whole.split()
     stop = words[2]
@@ -159,7 +160,7 @@ def test_a_message_that_calls_and_gets_the_result(messages: anthropic.Anthropic)
 def test_a_count_goes_beyond_the_context_and_an_answer_does_not(messages: anthropic.Anthropic) -> None:
     told = [{"role": "user", "content": "The license. " * 2000}]
     assert messages.messages.count_tokens(model="demo", messages=told).input_tokens > 1024
-    with pytest.raises(anthropic.BadRequestError, match="the context of this model is 1024 tokens|1024"):
+    with pytest.raises(anthropic.BadRequestError, match="1024"):
         messages.messages.create(model="demo", messages=told, max_tokens=1)
 
 
