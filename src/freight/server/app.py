@@ -12,6 +12,7 @@ from fastapi.responses import Response, StreamingResponse
 
 from freight import __version__
 from freight.server import tgi
+from freight.server.anthropic.messages_request import parse_count, parse_messages
 from freight.server.body import parse_object, read_body
 from freight.server.call import Call, Conversation, Served
 from freight.server.errors import ApiError
@@ -23,6 +24,7 @@ from freight.server.middleware import App, guarded
 from freight.server.monitor import Monitor
 from freight.server.openai.chat_request import CHAT_SCHEMA, parse_chat
 from freight.server.openai.completion_request import COMPLETION_SCHEMA, parse_completion
+from freight.server.openai.responses_request import parse_responses
 from freight.server.page import PAGE, page_response
 from freight.server.service import Service
 from freight.server.settings import ServerSettings
@@ -44,6 +46,9 @@ def make_app(service: Service, monitor: Monitor, settings: ServerSettings, limit
     posts: tuple[tuple[str, Callable[..., Any], Any], ...] = (
         ("/v1/chat/completions", routes.answers(parse_chat), CHAT_SCHEMA),
         ("/v1/completions", routes.answers(parse_completion), COMPLETION_SCHEMA),
+        ("/v1/responses", routes.answers(parse_responses), None),
+        ("/v1/messages", routes.answers(parse_messages), None),
+        ("/v1/messages/count_tokens", routes.count_tokens, None),
         ("/generate", routes.answers(_generate(False), tgi.as_tgi_error), None),
         ("/generate_stream", routes.answers(_generate(True), tgi.as_tgi_error), None),
         ("/", routes.answers(_generate(None), tgi.as_tgi_error), None),
@@ -105,6 +110,18 @@ class Routes:
         if isinstance(text, Conversation):
             text = await self._service.render(text)
         return _json(await asyncio.to_thread(wanted.answer, text, served))
+
+    async def count_tokens(self, request: Request) -> Response:
+        """The tokens of a conversation, also of one that is too long for this model."""
+        service = self._service
+        served = service.require_served()
+        call = await self._understood(request, lambda body: parse_count(body, served, service.limits))
+        prompt, tokenizer = call.work[0].prompt, served.tokenizer
+        assert isinstance(prompt, Conversation)
+        text = await service.render(prompt)
+        assert tokenizer is not None  # a template has been rendered
+        ids = await asyncio.to_thread(tokenizer.encode, text, False)
+        return _json({"input_tokens": len(ids)}, headers=self._headers(call))
 
     async def detokenize(self, request: Request) -> Response:
         served = self._service.require_served()

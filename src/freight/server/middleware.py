@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Collection, MutableMapping, Seq
 from typing import Any
 
 from freight.errors import ConfigError
+from freight.server.anthropic import errors as anthropic
 from freight.server.auth import Keys
 from freight.server.body import DisconnectedError, Receive
 from freight.server.errors import ApiError
@@ -46,6 +47,8 @@ def guarded(
 
 def error_body(path: str, error: ApiError) -> dict[str, object]:
     """The body of an error in the shape that the clients of this path know."""
+    if path in anthropic.PATHS:
+        return anthropic.error_body(error)
     if path not in TGI_PATHS:
         return error.openai_body()
     kind = _TGI_TYPES.get(error.status) or ("validation" if error.status < 500 else "generation")
@@ -204,7 +207,10 @@ class AllowOrigins:
         if scope["method"] == "OPTIONS" and header(scope, b"access-control-request-method"):
             allowed += [
                 (b"access-control-allow-methods", b"GET, POST"),
-                (b"access-control-allow-headers", b"authorization, content-type, x-api-key, x-request-id"),
+                (
+                    b"access-control-allow-headers",
+                    b"authorization, content-type, x-api-key, x-request-id",
+                ),
                 (b"access-control-max-age", b"600"),
             ]
             await send({"type": "http.response.start", "status": 204, "headers": allowed})

@@ -1,0 +1,122 @@
+"""The answer of `/v1/messages`, streamed or whole, from the deltas of its request.
+
+Each block of the answer is one block of `content`. In a stream all usage stands in `message_delta`, near the end:
+`message_start` has what is known by then.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from freight.outputs import FinishReason, RequestDelta
+from freight.server.anthropic.errors import error_body
+from freight.server.blocks import Block, Blocks, Step, StepKind, sse
+from freight.server.call import ReplyHead, Served, TokenizedWork
+from freight.server.errors import ApiError
+from freight.server.pieces import PieceKind
+
+_DELTA = {
+    PieceKind.CONTENT: ("text_delta", "text"),
+    PieceKind.REASONING: ("thinking_delta", "thinking"),
+    PieceKind.TOOL_CALL: ("input_json_delta", "partial_json"),
+}
+
+
+class MessagesReply:
+    """A `Reply`: see `freight.server.call`."""
+
+    def __init__(
+        self,
+        head: ReplyHead,
+        served: Served,
+        work: TokenizedWork,
+        tools: Sequence[Mapping[str, Any]],
+        parallel: bool,
+    ) -> None:
+        self._head, self._work = head, work
+        self._blocks = Blocks(served, work, tools, parallel)
+
+    def start(self) -> bytes:
+        message = self._message([]) | {"stop_reason": None, "stop_sequence": None}
+        message["usage"] = self._usage() | {"output_tokens": 0}
+        return _event("message_start", {"message": message})
+
+    def advance(self, index: int, delta: RequestDelta) -> bytes:
+        return b"".join(self._step(step) for step in self._blocks.advance(delta))
+
+    def end(self) -> bytes:
+        delta = {"stop_reason": self._stop_reason(), "stop_sequence": self._blocks.stop}
+        return _event("message_delta", {"delta": delta, "usage": self._usage()}) + _event("message_stop", {})
+
+    def body(self) -> dict[str, Any]:
+        return self._message([self._content(block) for block in self._blocks.all])
+
+    def failure(self, error: ApiError) -> bytes:
+        return sse("error", error_body(error))
+
+    def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": f"msg_{self._head.request_id}",
+            "type": "message",
+            "role": "assistant",
+            "model": self._head.model,
+            "content": content,
+            "stop_reason": self._stop_reason(),
+            "stop_sequence": self._blocks.stop,
+            "usage": self._usage(),
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        """Tokens so far. The prompt's are divided into those that were computed and those found in the cache."""
+        usage = self._blocks.usage
+        return {
+            "input_tokens": usage.prompt - usage.cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": usage.cached,
+            "output_tokens": usage.completion,
+            "output_tokens_details": {"thinking_tokens": usage.reasoning},
+        }
+
+    def _stop_reason(self) -> str:
+        blocks = self._blocks
+        if blocks.called:
+            return "tool_use"
+        if blocks.finish_reason is FinishReason.LENGTH:
+            most = self._work.params.max_tokens
+            # The context's end may come first: max_tokens is not required to fit.
+            return "max_tokens" if most is None or blocks.usage.completion >= most else "model_context_window_exceeded"
+        return "stop_sequence" if blocks.stop is not None else "end_turn"
+
+    def _content(self, block: Block) -> dict[str, Any]:
+        if block.kind is PieceKind.TOOL_CALL:
+            return self._empty(block) | {"input": json.loads(block.text or "{}")}
+        _, name = _DELTA[block.kind]
+        return self._empty(block) | {name: block.text}
+
+    def _empty(self, block: Block) -> dict[str, Any]:
+        """The block before anything is in it."""
+        if block.kind is PieceKind.TOOL_CALL:
+            return {
+                "type": "tool_use",
+                "id": block.id("toolu", self._head.request_id),
+                "name": block.name,
+                "input": {},
+            }
+        if block.kind is PieceKind.REASONING:
+            return {"type": "thinking", "thinking": "", "signature": ""}
+        return {"type": "text", "text": ""}
+
+    def _step(self, step: Step) -> bytes:
+        block = step.block
+        if step.kind is StepKind.OPEN:
+            return _event("content_block_start", {"index": block.index, "content_block": self._empty(block)})
+        if step.kind is StepKind.CLOSE:
+            return _event("content_block_stop", {"index": block.index})
+        kind, name = _DELTA[block.kind]
+        return _event("content_block_delta", {"index": block.index, "delta": {"type": kind, name: step.text}})
+
+
+def _event(name: str, fields: Mapping[str, Any]) -> bytes:
+    return sse(name, {"type": name, **fields})

@@ -1,0 +1,127 @@
+"""What the APIs have in common that are read as a chat: their messages and fields become a chat's body.
+
+`parse_chat` then checks the values, so that one value means the same in every API. Its errors are told in the names of
+the field that the client sent.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from reprlib import repr as show
+from typing import Any
+
+from freight.server.call import Served
+from freight.server.errors import ApiError
+from freight.server.limits import ServingLimits
+from freight.server.openai.chat_request import ChatCall, parse_chat
+from freight.server.openai.fields import refuse
+
+Renamed = Sequence[tuple[str, str]]  # (pattern of a chat's field, what stands for it in the API's own names)
+
+# Fields that are no part of these APIs, and mean here what they mean in a chat.
+OURS = (
+    *("cache_salt", "chat_template_kwargs", "frequency_penalty", "ignore_eos", "logit_bias", "min_p", "min_tokens"),
+    *("presence_penalty", "repetition_penalty", "request_id", "seed", "stop_token_ids", "structured_outputs"),
+)
+
+
+class Messages:
+    """Messages for the chat template, while they are read from another form.
+
+    Instructions that stand before the conversation become one system message: many templates have room for one only.
+    Parts of one answer (reasoning, text, calls) become one message, in this order.
+    """
+
+    def __init__(self) -> None:
+        self.all: list[dict[str, Any]] = []
+
+    def system(self, text: str) -> None:
+        if len(self.all) == 1 and self.all[0]["role"] == "system":
+            self.all[0]["content"] += f"\n\n{text}"
+        else:
+            self.all.append({"role": "system", "content": text})
+
+    def user(self, text: str) -> None:
+        self.all.append({"role": "user", "content": text})
+
+    def reasoning(self, text: str) -> None:
+        answer = self._answer("reasoning", "content", "tool_calls")
+        answer["reasoning"] = answer.get("reasoning", "") + text
+
+    def begin_answer(self) -> None:
+        """What comes next is a new answer, where the API itself says where one begins."""
+        self.all.append({"role": "assistant"})
+
+    def answer(self, text: str, joined: bool = False) -> None:
+        """joined: whether it goes on where the text of the answer so far ends; else it is another answer."""
+        answer = self._answer("tool_calls", *(() if joined else ("content",)))
+        answer["content"] = answer.get("content", "") + text
+
+    def call(self, call_id: str, name: str, arguments: object) -> None:
+        function = {"name": name, "arguments": arguments}
+        calls = self._answer().setdefault("tool_calls", [])
+        calls.append({"id": call_id, "type": "function", "function": function})
+
+    def result(self, call_id: str, text: str) -> None:
+        self.all.append({"role": "tool", "tool_call_id": call_id, "content": text})
+
+    def finished(self) -> list[dict[str, Any]]:
+        """All of them, each with content, as templates need it."""
+        for message in self.all:
+            if "tool_calls" not in message:
+                message.setdefault("content", "")
+        return self.all
+
+    def _answer(self, *ends: str) -> dict[str, Any]:
+        """The answer that grows, or a new one if it already has one of `ends`."""
+        if not self.all or self.all[-1]["role"] != "assistant" or any(name in self.all[-1] for name in ends):
+            self.all.append({"role": "assistant"})
+        return self.all[-1]
+
+
+def chat_call(body: Mapping[str, Any], served: Served, limits: ServingLimits, renamed: Renamed) -> ChatCall:
+    """The call of a chat's body. Raises ApiError in the names of the API that the body was made for."""
+    try:
+        return parse_chat(dict(body), served, limits)
+    except ApiError as error:
+        raise retold(error, renamed) from None
+
+
+def retold(error: ApiError, renamed: Renamed) -> ApiError:
+    """`error` with the first pattern that its field begins with replaced, in `param` and in the message."""
+    param, message = error.param, error.message
+    for pattern, name in renamed:
+        if param is not None and (found := re.match(rf"{pattern}(?![\w])", param)):
+            told = found.expand(name) + param[found.end() :]
+            message = told + message[len(param) :] if message.startswith(param) else message
+            param = told
+            break
+    return ApiError(error.status, message, param=param, code=error.code, headers=error.headers)
+
+
+def entries(where: str, given: object, most: int) -> list[dict[str, Any]]:
+    """`given` as a list of objects. Raises ApiError for anything else, and for more than `most`."""
+    if not isinstance(given, list):
+        raise refuse(where, f"{where} is {show(given)}; it must be a list")
+    if len(given) > most:
+        raise refuse(where, f"{where} has {len(given)} entries; at most {most} are allowed")
+    for index, entry in enumerate(given):
+        if not isinstance(entry, dict):
+            raise refuse(f"{where}[{index}]", f"{where}[{index}] is {show(entry)}; it must be an object")
+    return given
+
+
+def mapping(where: str, given: object) -> dict[str, Any]:
+    """`given` as an object, without what is null in it. Raises ApiError for anything else."""
+    if not isinstance(given, dict):
+        raise refuse(where, f"{where} is {show(given)}; it must be an object")
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def string(where: str, given: object) -> str:
+    """`given` as a string. Raises ApiError for anything else."""
+    if not isinstance(given, str):
+        what = "missing" if given is None else show(given)
+        raise refuse(where, f"{where} is {what}; it must be a string")
+    return given
