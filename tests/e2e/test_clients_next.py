@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import http.client
 import json
+import shlex
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import anthropic
@@ -15,6 +18,7 @@ from pydantic import BaseModel, Field
 from tests.demo_chat import TEMPLATE
 from tests.serving import freight_serve
 
+PATHS = ("/v1/responses", "/v1/messages", "/v1/messages/count_tokens")
 KEY = "sesame"
 GREEDY = {"temperature": 0}  # no parameter of Anthropic's client any more
 SCHEMA = {
@@ -173,9 +177,28 @@ def test_errors_have_the_shape_of_their_api(url: str, messages: anthropic.Anthro
             stranger.messages.count_tokens(model="demo", messages=[{"role": "user", "content": "x"}])
     with pytest.raises(anthropic.NotFoundError):
         messages.messages.create(model="gpt", max_tokens=1, messages=[{"role": "user", "content": "x"}])
+    status, body = post(url, "/v1/messages", "{")
+    assert (status, body["type"]) == (400, "error")
+
+
+def commands() -> list[tuple[str, str]]:
+    """(path, body) of the commands in the documents that ask these APIs."""
+    texts = [file.read_text() for file in sorted((Path(__file__).parents[2] / "docs").glob("server*.md"))]
+    lines = [shlex.split(line) for text in texts for line in text.splitlines() if line.startswith("    curl --json ")]
+    return [(urlsplit(address).path, body) for _, _, body, address in lines if urlsplit(address).path in PATHS]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_the_commands_of_the_documents_work(url: str, path: str) -> None:
+    [body] = [body for documented, body in commands() if documented == path]
+    status, answer = post(url, path, body)
+    assert status == 200
+    assert ("usage" in answer) or answer["input_tokens"] > 1
+
+
+def post(url: str, path: str, body: str) -> tuple[int, dict[str, Any]]:
     parts = urlsplit(url)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=60)
-    connection.request("POST", "/v1/messages", "{", {"Content-Type": "application/json", "x-api-key": KEY})
-    answer = connection.getresponse()
-    assert (answer.status, json.load(answer)["type"]) == (400, "error")
-    connection.close()
+    with closing(http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=60)) as connection:
+        connection.request("POST", path, body, {"Content-Type": "application/json", "x-api-key": KEY})
+        answer = connection.getresponse()
+        return answer.status, json.load(answer)

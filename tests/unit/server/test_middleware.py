@@ -24,6 +24,7 @@ from freight.server.middleware import RequireKey, guarded
 
 KEY = "sk-the-key"
 PATHS = ["/v1/models", "/v1/chat/completions", "/metrics", "/docs", "/openapi.json", "/tokenize", "/info", "/generate"]
+PATHS += ["/v1/responses", "/v1/messages", "/v1/messages/count_tokens"]
 PATHS += ["/mounted/x", "/nothing", "//health", "/health/", "/health/../metrics", "/Health", "/health%00", "/ping;x"]
 METHODS = ["GET", "HEAD", "OPTIONS", "POST", "PUT", "DELETE", "PATCH", "TRACE", "PROPFIND"]
 

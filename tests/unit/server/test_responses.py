@@ -231,6 +231,21 @@ def test_allowed_tools_leave_the_others_out():
     choice = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "other"}]}
     call = call_of(tools=[TOOL, other], tool_choice=choice)
     assert [tool["function"]["name"] for tool in call.work[0].prompt.template_values["tools"]] == ["other"]
+    choice["tools"] = [{"name": {}}]  # no name at all
+    assert "tools" not in call_of(tools=[TOOL], tool_choice=choice).work[0].prompt.template_values
+
+
+def test_a_call_of_a_tool_that_nobody_offered_is_text():
+    _, body = answers(call_of(), [(0, delta) for delta in deltas([CALL])], WITH_PARSER)
+    [item] = body["output"]
+    assert json.loads(item["content"][0]["text"]) == {"name": "weather", "arguments": {"city": "Zürich"}}
+
+
+def test_a_second_call_can_be_declined():
+    feed = [(0, delta) for delta in deltas([CALL + CALL])]
+    for parallel, count in ((True, 2), (False, 1)):
+        call = call_of(tools=[TOOL], parallel_tool_calls=parallel)
+        assert len(answers(call, feed, WITH_PARSER)[1]["output"]) == count
 
 
 @pytest.mark.parametrize(
@@ -238,6 +253,7 @@ def test_allowed_tools_leave_the_others_out():
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"conversation": "conv_1"}, "conversation"),
+        ({"prompt": {"id": "pmpt_1"}}, "prompt"),
         ({"background": True}, "background"),
         ({"input": None}, "input"),
         ({"input": []}, "input"),

@@ -238,7 +238,7 @@ class _Reader:
     def _allowed(self, choice: Mapping[str, Any]) -> object:
         """`tool_choice` of the tools that may be called; only these are left."""
         where = "tool_choice.tools"
-        names = {tool.get("name") for tool in entries(where, choice.get("tools"), self._limits.tools)}
+        names = [tool.get("name") for tool in entries(where, choice.get("tools"), self._limits.tools)]
         kept = [at for at, tool in enumerate(self._tools) if tool.get("name") in names]
         self._tools = [self._tools[at] for at in kept]
         self.places = [self.places[at] for at in kept]
