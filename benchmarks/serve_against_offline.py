@@ -15,6 +15,7 @@ import json
 import os
 import random
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -246,6 +247,7 @@ def main() -> None:
     options = ["--kv-cache-dtype", args.kv_cache_dtype, "--kv-cache-memory", args.kv_cache_memory]
     options += ["--threads", args.threads] if args.threads else []
     options += ["--random-weights", args.random_weights] if args.random_weights else []
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # both processes end with this one
     rows = measure(args, options)
     if args.json:
         print(json.dumps(vars(args) | {"rows": rows}, indent=1))
