@@ -99,9 +99,8 @@ class Routes:
         body = await self._body(request)
         served = self._service.require_served()
         wanted = parse_tokenize(body, served)
-        text = wanted.prompt
-        if isinstance(text, Conversation):
-            text = await self._service.render(text)
+        prompt = wanted.prompt
+        text = await self._service.render(prompt) if isinstance(prompt, Conversation) else prompt
         return _json(await asyncio.to_thread(wanted.answer, text, served))
 
     async def detokenize(self, request: Request) -> Response:
