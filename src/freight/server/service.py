@@ -171,7 +171,7 @@ class Service:
         key = form, hashlib.sha256(text.encode()).digest()
         if key not in self._checked:
             assert self.grammars is not None
-            await self.grammars.check_grammar({form: getattr(structured, form)})
+            await self.grammars.check_grammar(structured.given())
             if len(self._checked) >= _REMEMBERED:
                 self._checked.clear()
             self._checked.add(key)
