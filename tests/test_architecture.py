@@ -27,7 +27,7 @@ ORDER = [
     {"structured"},
     {"sampling", "outputs", "fp8"},
     {"operands", "device", "messages", "token_pieces", "tokenizer_files"},
-    {"config"},
+    {"chat_text", "config"},
     {"checkpoint", "kernels", "tokenizer"},
     {"cache", "detokenizer"},
     {"layers"},

@@ -24,10 +24,13 @@ MOST_REFERENCES = 64  # `$ref`s that follow from one another
 MOST_REGEX = 4 * 1024  # bytes
 MOST_GRAMMAR = 16 * 1024  # bytes
 MOST_RULES = 500  # of a Lark grammar
+MOST_PARTS = 256  # of a Lark grammar
+MOST_PARTS_BYTES = 512 * 1024  # of all parts together
 MOST_CHOICES = 1000
 MOST_CHOICE_BYTES = 32 * 1024  # of all choices together
 
 _FORMS = ("json", "regex", "choice", "grammar", "json_object")
+_PART = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _RULE = re.compile(r"^[ \t]*[?!]*[A-Za-z_][^:\"/\n]*:", re.MULTILINE)
 _MAPS = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))  # name -> schema
 _DATA = frozenset(("const", "enum", "default", "examples"))  # values, in which "$ref" is a name like any other
@@ -42,9 +45,11 @@ class StructuredOutputs:
     choice       texts, one of which is the answer
     grammar      a grammar in Lark's notation, whose rule `start` gives the text
     json_object  any JSON object
+    parts        beside grammar: name -> the form, without parts of its own, that `@name` stands for in the grammar
 
-    `json` is kept as compact JSON text, `choice` as a tuple, so a value is hashable. Raises RequestError for none or
-    several of them, for one beyond a limit of this module, and for a `$ref` that is not within the schema.
+    `json` is kept as compact JSON text, `choice` as a tuple, `parts` as pairs, so a value is hashable. Raises
+    RequestError for none or several of them, for one beyond a limit of this module, and for a `$ref` that is
+    not within the schema.
     """
 
     json: Mapping[str, Any] | bool | str | None = None
@@ -52,6 +57,7 @@ class StructuredOutputs:
     choice: Sequence[str] | None = None
     grammar: str | None = None
     json_object: bool = False
+    parts: Mapping[str, Any] | Sequence[tuple[str, Any]] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.json_object, bool | None):
@@ -74,6 +80,9 @@ class StructuredOutputs:
             kept[name] = _text(name, values[name], MOST_REGEX if name == "regex" else MOST_GRAMMAR)
         if name == "grammar":
             _check_rules(kept[name])
+        if self.parts is not None and name != "grammar":
+            raise RequestError("structured_outputs.parts belong to structured_outputs.grammar, which is not given")
+        kept["parts"] = None if self.parts is None else _checked_parts(self.parts)
         for name, value in kept.items():
             object.__setattr__(self, name, value)
 
@@ -94,12 +103,49 @@ class StructuredOutputs:
         return cls(**given)
 
     def key(self) -> tuple[str, str]:
-        """Which form, and its text: equal for what compiles to the same grammar."""
+        """Which form, and its text: equal for what compiles to the same grammar.
+
+        Of a grammar with parts: "parts", and JSON of the grammar's text and [name, form, text] of each.
+        """
+        if self.parts is not None:
+            return "parts", json.dumps([self.grammar, [[name, *part.key()] for name, part in self._pairs()]])
         for name in _FORMS[:-1]:
             value = getattr(self, name)
             if value is not None:
                 return name, value if isinstance(value, str) else json.dumps(value)
         return _FORMS[-1], ""
+
+    def given(self) -> dict[str, Any]:
+        """The form as JSON values: `of` makes an equal StructuredOutputs of them."""
+        values = {name: value for name in _FORMS if (value := getattr(self, name)) is not None and value is not False}
+        if self.parts is not None:
+            values["parts"] = {name: part.given() for name, part in self._pairs()}
+        return values
+
+    def _pairs(self) -> Iterator[tuple[str, StructuredOutputs]]:
+        pairs: Any = self.parts
+        return iter(pairs)
+
+
+def _checked_parts(value: object) -> tuple[tuple[str, StructuredOutputs], ...]:
+    pairs = list(value.items()) if isinstance(value, Mapping) else value
+    if not isinstance(pairs, list | tuple) or not 1 <= len(pairs) <= MOST_PARTS:
+        raise RequestError(
+            f"structured_outputs.parts is {shown(value)}; it must be a mapping of 1 to {MOST_PARTS} forms"
+        )
+    made: list[tuple[str, StructuredOutputs]] = []
+    size = 0
+    for name, given in pairs:
+        if not isinstance(name, str) or not _PART.fullmatch(name):
+            raise RequestError(f"structured_outputs.parts has the name {shown(name)}; a name is like 'answer_1'")
+        part = StructuredOutputs.of(given)
+        if part.parts is not None:
+            raise RequestError(f"structured_outputs.parts.{name} has parts of its own; put them beside it")
+        size += len(part.key()[1].encode())
+        made.append((name, part))
+    if size > MOST_PARTS_BYTES:
+        raise _too_large("parts", f"{size} bytes in all", MOST_PARTS_BYTES)
+    return tuple(made)
 
 
 def _text(name: str, value: object, most: int) -> str:

@@ -27,6 +27,7 @@ from typing import Any
 from tokenizers import Encoding, models
 from tokenizers import Tokenizer as Backend
 
+from freight.chat_text import ChatText, ControlTokens, encode_marked, read_marked
 from freight.errors import CheckpointError, ConfigError, RequestError
 from freight.messages import check_unicode, to_template_messages
 from freight.token_pieces import Pieces, read_decoder
@@ -193,8 +194,27 @@ class Tokenizer:
 
         As `render_chat`, then tokenized. The template writes BOS where the model wants it, so none is added.
         """
-        text = self.render_chat(messages, add_generation_prompt, continue_final_message, **template_values)
-        return self.encode(text, add_special_tokens=False)
+        return self.encode_chat(
+            self.render_chat(messages, add_generation_prompt, continue_final_message, **template_values)
+        )
+
+    def encode_chat(self, chat: ChatText, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of a rendered conversation. Of control tokens in it, only the template's own become tokens.
+
+        Raises RequestError like `encode`, and for a control token that the vocabulary cannot write as text.
+        """
+        if add_special_tokens or not chat.plain:
+            whole = self._encode(chat.text, add_special_tokens)
+            if not chat.plain:
+                return whole.ids
+            around = whole.special_tokens_mask
+            begin = next((index for index, is_added in enumerate(around) if not is_added), len(around))
+            end = next((index for index, is_added in enumerate(reversed(around)) if not is_added), 0)
+            return [*whole.ids[:begin], *self.encode_chat(chat), *whole.ids[len(around) - end :]]
+        unknown = (self._special_tokens.get("unk_token"), getattr(self._backend.model, "unk_token", None))
+        of_text = {self._backend.token_to_id(token) for token in unknown if token}
+        whole = self._encode(chat.text, False)
+        return encode_marked(self._backend, chat, whole, self.special_token_ids - of_text)
 
     def render_chat(
         self,
@@ -202,8 +222,8 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         **template_values: Any,
-    ) -> str:
-        """The text of a conversation as the model's template writes it.
+    ) -> ChatText:
+        """The text of a conversation as the model's template writes it, for `encode_chat`.
 
         messages: mappings with `role` and `content`, a string or a list of text parts; `content` may be None beside
         `tool_calls`. `template_values` (`tools`, `enable_thinking`, …) reach the template. Raises ConfigError when the
@@ -217,6 +237,7 @@ class Tokenizer:
         from jinja2 import TemplateError
 
         renderer = self._renderer
+        conversation, template_values, mark = self._control_tokens.mark(conversation, template_values)
         try:
             text: str = renderer.apply_chat_template(
                 conversation,
@@ -228,12 +249,16 @@ class Tokenizer:
         except Exception as error:  # a template is a program, and raises what it likes
             reason = str(error) if isinstance(error, TemplateError | ValueError) else repr(error)
             raise RequestError(f"the model's chat template refuses these messages: {reason}") from error
-        return text
+        return read_marked(text, mark)
 
     def prepare_chat(self) -> None:
         """Import what `render_chat` needs, which takes a second."""
         if self.has_chat_template:
-            _ = self._renderer
+            _ = self._renderer, self._control_tokens
+
+    @cached_property
+    def _control_tokens(self) -> ControlTokens:
+        return ControlTokens(self._backend, self.chat_template_source)
 
     @cached_property
     def _renderer(self) -> Any:

@@ -193,3 +193,28 @@ def test_sampling_params_take_it_and_a_mapping_of_it():
 def test_older_names_are_explained(name: str):
     with pytest.raises(RequestError, match=rf"no field '{name}' \(did you mean structured_outputs\?\)"):
         SamplingParams(**{name: "a"})
+
+
+@pytest.mark.parametrize(
+    ("parts", "why"),
+    [
+        ({}, "1 to 256 forms"),
+        ({f"a{i}": {"regex": "a"} for i in range(257)}, "1 to 256 forms"),
+        ({"A": {"regex": "a"}}, "a name is like"),
+        ({"a": {"json": nested(70)}}, "nested deeper"),
+        ({"a": {"json": {"description": "x" * 33_000}}}, "at most 32768"),
+        ({f"a{i}": {"json": {"description": "x" * 32_000}} for i in range(20)}, "at most 524288"),
+        ({"a": {"grammar": "start: @b", "parts": {"b": {"regex": "a"}}}}, "parts of its own"),
+    ],
+)
+def test_parts_keep_the_limits_of_every_form(parts: dict[str, Any], why: str):
+    with pytest.raises(RequestError, match=why):
+        StructuredOutputs(grammar="start: @a", parts=parts)
+
+
+def test_parts_belong_to_a_grammar():
+    with pytest.raises(RequestError, match=r"belong to structured_outputs\.grammar"):
+        StructuredOutputs(regex="a", parts={"a": {"regex": "a"}})
+    made = StructuredOutputs(grammar="start: @a", parts={"a": {"choice": ["x"]}})
+    assert hash(made) == hash(StructuredOutputs.of(made.given()))
+    assert made.key() != StructuredOutputs(grammar="start: @a", parts={"a": {"choice": ["y"]}}).key()

@@ -60,6 +60,8 @@ def generate(
     def check(intake: Intake) -> None:
         for one in prompts:
             intake.accept(one, params)
+        if form is not None:
+            intake.check_form(form)
 
     llm = LLM(**vars(args), before_weights=check)
     if len(prompts) == 1 and n == 1 and not as_json:

@@ -203,6 +203,10 @@ def _compiled(ll_tokenizer: Any, form: str, text: str) -> Any:
 
 def _source(make: Any, form: str, text: str) -> str:
     """What the compiler reads."""
+    if form == "parts":
+        main, parts = json.loads(text)
+        named = [_named(name, _source(make, *part)) for name, *part in parts]
+        return json.dumps({"grammars": [_named("main", main), *named]})
     if form == "regex":
         return str(make.grammar_from_regex(text))
     if form == "grammar":
@@ -212,6 +216,13 @@ def _source(make: Any, form: str, text: str) -> str:
         return str(make.grammar_from_lark(f"start: {' | '.join(alternatives)}"))
     schema = text if form == "json" else '{"type":"object"}'
     return str(make.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE}))
+
+
+def _named(name: str, source: str) -> dict[str, Any]:
+    """A source as one grammar among several."""
+    if source.startswith('{"grammars"'):
+        return {**json.loads(source)["grammars"][0], "name": name}
+    return {"name": name, "lark_grammar": source}
 
 
 def _on_large_stack(function: Callable[[], Any]) -> Any:

@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral
 
+from freight.engine.grammar import check_grammar
 from freight.engine.request import check_length
 from freight.errors import RequestError
 from freight.sampling import SamplingParams
+from freight.structured import StructuredOutputs
 from freight.tokenizer import Tokenizer
 
 
@@ -47,6 +49,11 @@ class Intake:
         if params.structured_outputs is not None and self.tokenizer is None:
             raise RequestError("structured_outputs needs a tokenizer; without one (skip_tokenizer_init) leave it out")
         return AcceptedPrompt(text, token_ids)
+
+    def check_form(self, outputs: StructuredOutputs) -> None:
+        """Raises RequestError for a form that cannot be compiled. An engine compiles it again."""
+        if self.tokenizer is not None:
+            check_grammar(self.tokenizer, self.vocab_size, (), outputs)
 
     def _encode(self, text: str) -> tuple[int, ...]:
         if self.tokenizer is None:

@@ -106,9 +106,8 @@ class Routes:
     async def tokenize(self, request: Request) -> Response:
         served = self._service.require_served()
         wanted = await self._understood(request, lambda body: parse_tokenize(body, served))
-        text = wanted.prompt
-        if isinstance(text, Conversation):
-            text = await self._service.render(text)
+        prompt = wanted.prompt
+        text = await self._service.render(prompt) if isinstance(prompt, Conversation) else prompt
         return _json(await asyncio.to_thread(wanted.answer, text, served))
 
     async def count_tokens(self, request: Request) -> Response:
@@ -118,9 +117,9 @@ class Routes:
         call = await self._understood(request, lambda body: parse_count(body, served, service.limits))
         prompt, tokenizer = call.work[0].prompt, served.tokenizer
         assert isinstance(prompt, Conversation)
-        text = await service.render(prompt)
+        chat = await service.render(prompt)
         assert tokenizer is not None  # a template has been rendered
-        ids = await asyncio.to_thread(tokenizer.encode, text, False)
+        ids = await asyncio.to_thread(tokenizer.encode_chat, chat)
         return _json({"input_tokens": len(ids)}, headers=self._headers(call))
 
     async def detokenize(self, request: Request) -> Response:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from freight.outputs import RequestDelta
 from freight.sampling import SamplingParams
 from freight.server.errors import ApiError
-from freight.server.pieces import ForcedCall, ParserOf
+from freight.server.pieces import AfterReasoning, ForcedCall, ParserOf
 from freight.tokenizer import Tokenizer
 
 
@@ -70,6 +70,7 @@ class Served:
     stop_token_ids  the model's own
     parser_of       makes the parser of reasoning and tool calls; None: this model's text has no known markup for them
     forced_call     makes the form of an answer that has to call a tool; None: it is not known for this model
+    after_reasoning  lets a form that an answer must have begin after the model's reasoning; None: it has no reasoning
     """
 
     names: tuple[str, ...]
@@ -83,6 +84,7 @@ class Served:
     created: int = 0  # seconds since 1970: when the model was loaded
     parser_of: ParserOf | None = None
     forced_call: ForcedCall | None = None
+    after_reasoning: AfterReasoning | None = None
 
 
 @dataclass(frozen=True)

@@ -158,6 +158,7 @@ class Lifecycle:
             created=int(time.time()),
             parser_of=None if form is None else form.parser,
             forced_call=None if form is None else partial(_forced_call, form),
+            after_reasoning=None if form is None or not form.reads_reasoning else partial(_after_reasoning, form),
         )
 
     def _on_engine_end(self) -> None:
@@ -223,6 +224,10 @@ def _forced_call(
 ) -> Mapping[str, Any]:
     in_reasoning = prompt is not None and form.ends_in_reasoning(prompt)
     return form.forced_call(tools, names, parallel, in_reasoning=in_reasoning)
+
+
+def _after_reasoning(form: MessageFormat, outputs: Mapping[str, Any], prompt: str) -> Mapping[str, Any]:
+    return form.after_reasoning(outputs, form.ends_in_reasoning(prompt))
 
 
 class _Server(uvicorn.Server):

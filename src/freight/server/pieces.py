@@ -39,3 +39,7 @@ ParserOf = Callable[[str | None, Sequence[Mapping[str, Any]]], MessageParser]
 # Keyword arguments of StructuredOutputs for an answer that is a call, from the tools, the names of those of which one
 # has to be called, whether there may be several calls, and the rendered prompt (None: not known yet).
 ForcedCall = Callable[[Sequence[Mapping[str, Any]], Sequence[str], bool, str | None], Mapping[str, Any]]
+
+# Keyword arguments of StructuredOutputs for an answer that reasons and then has a form, from the keyword arguments of
+# that form and the rendered prompt.
+AfterReasoning = Callable[[Mapping[str, Any], str], Mapping[str, Any]]

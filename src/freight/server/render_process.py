@@ -61,20 +61,23 @@ class Answers:
         except MemoryError:
             return {"refused": "it takes too much memory", "last": True}
 
-    def _render(self, conversation: Mapping[str, Any]) -> str:
+    def _render(self, conversation: Mapping[str, Any]) -> list[Any]:
+        """A ChatText, as a list of its fields."""
         values = conversation["template_values"]
         for name in _OWN_NAMES:
             if name in values:
                 raise FreightError(f"{name} is not a value for the chat template")
-        text = self._tokenizer.render_chat(
+        chat = self._tokenizer.render_chat(
             conversation["messages"],
             conversation["add_generation_prompt"],
             conversation["continue_final_message"],
             **values,
         )
-        if len(text) > LONGEST_TEXT:
-            raise FreightError(f"the conversation has {len(text)} characters as text; at most {LONGEST_TEXT} are read")
-        return text
+        if len(chat.text) > LONGEST_TEXT:
+            raise FreightError(
+                f"the conversation has {len(chat.text)} characters as text; at most {LONGEST_TEXT} are read"
+            )
+        return [chat.text, chat.plain]
 
     def _check_grammar(self, outputs: Mapping[str, Any]) -> None:
         if self._check is None:

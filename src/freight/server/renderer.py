@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from freight.chat_text import ChatText
 from freight.server import frames
 from freight.server.call import Conversation
 from freight.server.errors import ApiError
@@ -89,8 +90,8 @@ class Renderer:
         if self._process is not None:
             await self._end(self._process)
 
-    async def render(self, conversation: Conversation) -> str:
-        """The text of `conversation`, with all special tokens that the template writes.
+    async def render(self, conversation: Conversation) -> ChatText:
+        """The text of `conversation`, with all special tokens that the template writes, for `Tokenizer.encode_chat`.
 
         Raises ApiError: 400 for what the template refuses, 429 when too many wait, 500 when it did not end in time.
         """
@@ -103,7 +104,7 @@ class Renderer:
             }
         }
         try:
-            text: str = await self._ask(request, "messages")
+            text, plain = await self._ask(request, "messages")
         except TimeoutError:
             raise ApiError(
                 500,
@@ -114,7 +115,7 @@ class Renderer:
             raise ApiError(
                 500, "the process that renders chat templates ended on these messages", code="template_error"
             ) from None
-        return text
+        return ChatText(text, tuple((begin, end) for begin, end in plain))
 
     async def check_grammar(self, outputs: Mapping[str, Any]) -> None:
         """Compile a grammar (`SamplingParams.structured_outputs`) and drop it.

@@ -16,7 +16,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
+from freight.chat_text import ChatText
 from freight.engine.intake import Intake
 from freight.errors import ConfigError, RequestError
 from freight.outputs import EngineStats, FinishReason, RequestDelta, RequestTimes
@@ -107,10 +109,11 @@ class Service:
             params, prompt = work.params, work.prompt
             check_limits(params, self.limits.sampling)
             if isinstance(prompt, Conversation):
-                text = await self.render(prompt)
+                chat = await self.render(prompt)
+                text = chat.text
                 params = params if work.params_of is None else work.params_of(text)
                 await self._check_size(served, text)
-                prompt = await self._encode(served, text, add_special_tokens=False)
+                prompt = await self._encode(served, chat, add_special_tokens=False)
             elif isinstance(prompt, str):
                 text = prompt
                 if prompt and served.tokenizer is not None:
@@ -149,7 +152,7 @@ class Service:
         if reason is not None:
             self.metrics.rejected(reason)
 
-    async def render(self, conversation: Conversation) -> str:
+    async def render(self, conversation: Conversation) -> ChatText:
         """The text of a conversation. Raises ApiError."""
         served = self.require_served()
         try:
@@ -173,11 +176,14 @@ class Service:
                 code="context_length_exceeded",
             )
 
-    async def _encode(self, served: Served, text: str, add_special_tokens: bool) -> Sequence[int]:
-        assert served.tokenizer is not None
-        if len(text) < _LONG:
-            return served.tokenizer.encode(text, add_special_tokens)
-        return await asyncio.to_thread(served.tokenizer.encode, text, add_special_tokens)
+    async def _encode(self, served: Served, text: str | ChatText, add_special_tokens: bool) -> Sequence[int]:
+        tokenizer = served.tokenizer
+        assert tokenizer is not None
+        if isinstance(text, ChatText):
+            size, encode = len(text.text), partial(tokenizer.encode_chat, text)
+        else:
+            size, encode = len(text), partial(tokenizer.encode, text, add_special_tokens)
+        return encode() if size < _LONG else await asyncio.to_thread(encode)
 
     async def _check_grammar(self, params: SamplingParams) -> None:
         if params.structured_outputs is None:
@@ -187,7 +193,7 @@ class Service:
         key = form, hashlib.sha256(text.encode()).digest()
         if key not in self._checked:
             assert self.grammars is not None
-            await self.grammars.check_grammar({form: getattr(structured, form)})
+            await self.grammars.check_grammar(structured.given())
             if len(self._checked) >= _REMEMBERED:
                 self._checked.clear()
             self._checked.add(key)

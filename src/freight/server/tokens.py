@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from freight.chat_text import ChatText
 from freight.errors import RequestError, nearest
 from freight.server.call import Conversation, Served
 from freight.server.errors import ApiError
@@ -47,16 +48,19 @@ class Tokenize:
     with_texts: bool = False
     with_offsets: bool = False
 
-    def answer(self, text: str, served: Served) -> object:
+    def answer(self, text: str | ChatText, served: Served) -> object:
         """The body of the answer. `text` is the prompt, or what the conversation was rendered to. Raises ApiError."""
         tokenizer = _tokenizer_of(served)
         try:
-            if self.with_offsets:
+            if isinstance(text, ChatText):
+                tokens = tokenizer.encode_chat(text, self.add_special_tokens)
+            elif self.with_offsets:
                 return [
                     {"id": token, "text": text[start:stop], "start": start, "stop": stop}
                     for token, start, stop in tokenizer.encode_with_offsets(text, self.add_special_tokens)
                 ]
-            tokens = tokenizer.encode(text, self.add_special_tokens)
+            else:
+                tokens = tokenizer.encode(text, self.add_special_tokens)
         except RequestError as error:
             raise ApiError(400, str(error)) from None
         answer: dict[str, Any] = {"count": len(tokens), "max_model_len": served.max_model_len, "tokens": tokens}

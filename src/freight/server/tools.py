@@ -21,9 +21,6 @@ from freight.tokenizer import Tokenizer
 
 logger = logging.getLogger("freight")
 
-# Arguments are forced in the form that models are trained on. Flexible white space could go on for ever.
-_JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-
 
 class MessageFormat:
     """How the answers of one model are read, and how calls are forced.
@@ -79,12 +76,28 @@ class MessageFormat:
         if not names:
             raise ApiError(400, "tool_choice forces a call, and tools is empty", param="tool_choice")
         chosen = [functions[name] for name in dict.fromkeys(names)]
-        return {"grammar": self._grammar(self._form, chosen, parallel, in_reasoning)}
+        schemas = {f"arguments_{index}": {"json": _arguments_schema(one)} for index, one in enumerate(chosen)}
+        return {"grammar": self._grammar(self._form, chosen, parallel, in_reasoning), "parts": schemas}
+
+    def after_reasoning(self, form: Mapping[str, Any], in_reasoning: bool) -> Mapping[str, Any]:
+        """Keyword arguments of StructuredOutputs: reasoning first, as the model writes it, and then `form`.
+
+        form          keyword arguments of StructuredOutputs, without parts
+        in_reasoning  what `ends_in_reasoning` says of the prompt; if not, the answer may begin with reasoning
+        """
+        if self._reasoning is None:
+            return form
+        think, rules = self._think(self._reasoning, in_reasoning)
+        return {"grammar": "\n".join([f"start: {think} @answer", *rules]), "parts": {"answer": form}}
+
+    def _think(self, tags: tuple[str, str], in_reasoning: bool) -> tuple[str, tuple[str, str]]:
+        """The reasoning at the beginning of an answer, and the rules that it needs."""
+        return "think" if in_reasoning else f"({self._literal(tags[0])} think)?", self._reasoning_rules(tags[1])
 
     def _grammar(
         self, form: CallForm, functions: Sequence[Mapping[str, Any]], parallel: bool, in_reasoning: bool
     ) -> str:
-        """Lark in llguidance's dialect."""
+        """Lark in llguidance's dialect, with the parts `@arguments_0`, `@arguments_1`, ..."""
         more = form.most_calls - 1 if parallel else 0
         body = [self._literal(form.opening), "call"]
         if more:
@@ -92,19 +105,16 @@ class MessageFormat:
         body.append(self._literal(form.closing))
         rules = [" ".join(part for part in body if part)]
         if self._reasoning is not None:
-            opening, closing = self._reasoning
-            rest, end = self._reasoning_rules(closing)
-            think = "think" if in_reasoning else f"({self._literal(opening)} think)?"
+            think, more_rules = self._think(self._reasoning, in_reasoning)
             rules[0] = f"{think} {rules[0]}"
-            rules += [rest, end]
+            rules += more_rules
         rules[0] = f"start: {rules[0]}"
-        rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(functions))))
+        before, after = self._literal(form.before_name), self._literal(form.after_arguments)
+        rules.append(f"call: {before} function {after}".rstrip())
+        rules.append("function: " + " | ".join(f"function_{index}" for index in range(len(functions))))
         for index, function in enumerate(functions):
             name = json.dumps(function["name"], ensure_ascii=False) if form.quoted else str(function["name"])
-            before = self._literal(form.before_name + name + form.before_arguments)
-            after = self._literal(form.after_arguments)
-            rules.append(f"call_{index}: {before} arguments_{index} {after}".rstrip())
-            rules.append(f"arguments_{index}: %json {json.dumps(_arguments_schema(function))}")
+            rules.append(f"function_{index}: {self._literal(name + form.before_arguments)} @arguments_{index}")
         return "\n".join(rule for rule in rules if rule)
 
     def _reasoning_rules(self, closing: str) -> tuple[str, str]:
@@ -122,14 +132,12 @@ class MessageFormat:
 
         llguidance matches no string with a special token, and takes every added token like `<tool_call>` for one.
         """
-        if self._form is not None:
-            markers = [*self._form.markers, *(self._reasoning or ())]
-            for marker in markers:
-                token = self._token_of(marker) if marker in text else None
-                if token is not None:
-                    before, after = text.split(marker, 1)
-                    either = f"(<[{token}]> | {json.dumps(marker)})"
-                    return " ".join(part for part in (self._literal(before), either, self._literal(after)) if part)
+        for marker in [*(self._form.markers if self._form else ()), *(self._reasoning or ())]:
+            token = self._token_of(marker) if marker in text else None
+            if token is not None:
+                before, after = text.split(marker, 1)
+                either = f"(<[{token}]> | {json.dumps(marker)})"
+                return " ".join(part for part in (self._literal(before), either, self._literal(after)) if part)
         return json.dumps(text, ensure_ascii=False) if text else ""
 
     def _token_of(self, marker: str) -> int | None:
@@ -176,5 +184,4 @@ def _arguments_schema(function: Mapping[str, Any]) -> dict[str, Any]:
     if not any(word in schema for word in ("additionalProperties", "$ref", "allOf", "anyOf", "oneOf")):
         schema.setdefault("properties", {})
         schema["additionalProperties"] = False
-    schema["x-guidance"] = _JSON_FORM
     return schema

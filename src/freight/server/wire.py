@@ -20,6 +20,7 @@ from freight.outputs import (
     TokenLogprobs,
 )
 from freight.sampling import SamplingParams
+from freight.structured import StructuredOutputs
 
 # from the engine's process
 OPENED = "opened"  # headers are read: an EngineFacts without what needs weights
@@ -70,11 +71,8 @@ _DEFAULTS = {f.name: getattr(SamplingParams(), f.name) for f in fields(SamplingP
 def params_to_json(params: SamplingParams) -> dict[str, Any]:
     """The fields that are not at their default."""
     changed = {name: getattr(params, name) for name, value in _DEFAULTS.items() if getattr(params, name) != value}
-    structured = changed.get("structured_outputs")
-    if structured is not None and not isinstance(structured, Mapping):
-        changed["structured_outputs"] = {
-            k: v for k, v in asdict(structured).items() if v is not None and v is not False
-        }
+    if "structured_outputs" in changed:
+        changed["structured_outputs"] = StructuredOutputs.of(changed["structured_outputs"]).given()
     if "logit_bias" in changed:
         changed["logit_bias"] = list(changed["logit_bias"].items())  # JSON has no whole numbers as keys
     return changed

@@ -36,7 +36,9 @@ class FakeLLM:
 
     def __init__(self, *, before_weights: Callable[[Any], None], **options: Any) -> None:
         tokenizer = SimpleNamespace(has_chat_template=self.template)
-        before_weights(SimpleNamespace(tokenizer=tokenizer, accept=lambda prompt, params: None))
+        before_weights(
+            SimpleNamespace(tokenizer=tokenizer, accept=lambda prompt, params: None, check_form=lambda form: None)
+        )
         type(self).made, type(self).asked, type(self).params = options, [], []
 
     def stream(self, prompt: Any, params: SamplingParams) -> Iterator[RequestOutput]:

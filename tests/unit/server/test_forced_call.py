@@ -8,6 +8,7 @@ import logging
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,12 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
+from freight.engine.grammar import _source, check_grammar
+from freight.errors import RequestError
 from freight.server.errors import ApiError
 from freight.server.pieces import Piece, PieceKind
 from freight.server.tools import MessageFormat, parser_for
+from freight.structured import StructuredOutputs
 from freight.tokenizer import Tokenizer
 
 SPECIAL = ("<|im_end|>", "[TOOL_CALLS]", "[ARGS]")
@@ -104,11 +108,25 @@ def pieces(form: MessageFormat, chunks: Sequence[str], prompt: str = "") -> list
     return ([Piece(PieceKind.CONTENT, text)] if text else []) + kinds
 
 
-def walk(built: Backend, lark: str, seed: int) -> str:
-    """A text that the grammar `lark` allows: at each step any allowed token, and the end as soon as it is allowed."""
+def source(outputs: Mapping[str, Any]) -> str:
+    return _source(LLMatcher, *StructuredOutputs(**outputs).key())
+
+
+def allows(built: Backend, outputs: Mapping[str, Any], text: str) -> bool:
+    """Whether `text`, as the tokenizer writes it, is a whole answer."""
     end = built.token_to_id("<|im_end|>")
     tokenizer = LLTokenizer(built.to_str(), n_vocab=built.get_vocab_size(), eos_token=end)
-    matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_lark(lark))
+    matcher = LLMatcher(tokenizer, source(outputs))
+    assert not matcher.is_error(), matcher.get_error()
+    ids = built.encode(text, add_special_tokens=False).ids
+    return matcher.try_consume_tokens(ids) == len(ids) and bool(matcher.is_accepting())
+
+
+def walk(built: Backend, outputs: Mapping[str, Any], seed: int) -> str:
+    """A text that the form `outputs` allows: at each step any allowed token, and the end as soon as it is allowed."""
+    end = built.token_to_id("<|im_end|>")
+    tokenizer = LLTokenizer(built.to_str(), n_vocab=built.get_vocab_size(), eos_token=end)
+    matcher = LLMatcher(tokenizer, source(outputs))
     assert not matcher.is_error(), matcher.get_error()
     draw, ids = random.Random(seed), []
     quote = built.token_to_id('"')
@@ -143,8 +161,7 @@ def test_what_the_grammar_writes_is_read_back_as_allowed_calls(kind: str, marker
         if kind == "mistral_args":  # names have no quotes there
             names = ["get_weather", "get-time", "at"]
         parallel = seed % 2 == 1
-        lark = form.forced_call(TOOLS, names, parallel)["grammar"]
-        text = walk(built, str(lark), seed)
+        text = walk(built, form.forced_call(TOOLS, names, parallel), seed)
         found = [piece for piece in pieces(form, [text]) if piece.kind is not PieceKind.REASONING]
         assert {piece.kind for piece in found} == {PieceKind.TOOL_CALL}, text
         most = max(most, len(found))
@@ -162,17 +179,71 @@ def test_within_reasoning_a_forced_call_comes_after_its_end(markers: str) -> Non
     form = format_of(built, TEMPLATES["qwen3"])
     prompt = "<|im_start|>assistant\n<think>\n"
     assert form.ends_in_reasoning(prompt)
-    lark = str(form.forced_call(TOOLS, ["get-time"], False, in_reasoning=True)["grammar"])
-    end = built.token_to_id("<|im_end|>")
-    tokenizer = LLTokenizer(built.to_str(), n_vocab=built.get_vocab_size(), eos_token=end)
+    forced = form.forced_call(TOOLS, ["get-time"], False, in_reasoning=True)
     call = '<tool_call>\n{"name": "get-time", "arguments": {}}\n</tool_call>'
     for text, allowed in ((f"Well {{<\n</think>\n\n{call}", True), (call, False), (f"a</think>So {call}", False)):
-        matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_lark(lark))
-        ids = built.encode(text, add_special_tokens=False).ids
-        whole = matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
-        assert whole == allowed, text
+        assert allows(built, forced, text) == allowed, text
     found = pieces(form, [f"Well {{<\n</think>\n\n{call}"], prompt)
     assert found == [Piece(PieceKind.REASONING, "Well {<"), Piece(PieceKind.TOOL_CALL, "{}", "get-time")]
+
+
+@pytest.mark.parametrize("markers", ["as tokens", "as text"])
+@pytest.mark.parametrize(
+    ("form", "answer"),
+    [
+        ({"json": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}}, '{"a": 5}'),
+        ({"json_object": True}, '{"b":[1]}'),
+        ({"regex": "a+/b"}, "aa/b"),
+        ({"choice": ["yes", "no"]}, "yes"),
+        ({"grammar": 'start: "x" y\ny: /z+/'}, "xzz"),
+    ],
+)
+def test_every_form_begins_after_the_reasoning(form: Mapping[str, Any], answer: str, markers: str) -> None:
+    built = backend() if markers == "as tokens" else backend((), ("<|im_end|>",))
+    answers = format_of(built, TEMPLATES["qwen3"])
+    inside, outside = (answers.after_reasoning(form, in_reasoning) for in_reasoning in (True, False))
+    for text, in_inside, in_outside in (
+        (f"Why {answer}?\n</think>\n\n{answer}", True, False),
+        (f"<think>\nWhy?</think>{answer}", markers == "as text", True),
+        (answer, False, True),
+        (f"Why?</think>{answer}Why?", False, False),
+        (f"<think>{answer}</think>", False, False),
+    ):
+        assert allows(built, inside, text) == in_inside, text
+        assert allows(built, outside, text) == in_outside, text
+    assert format_of(built, TEMPLATES["hermes"]).after_reasoning(form, False) == form
+
+
+def test_a_large_set_of_tools_compiles_in_a_moment() -> None:
+    properties = {
+        f"{kind}_{index}": {"type": kind, "description": f"What the {kind} number {index} is for. " * 4}
+        for index in range(3)
+        for kind in ("string", "integer", "boolean")
+    }
+    nested = {"type": "array", "items": {"type": "object", "properties": properties}, "maxItems": 20}
+    schema = {"type": "object", "properties": {**properties, "edits": nested}, "required": ["string_0", "edits"]}
+    tools = [{"type": "function", "function": {"name": f"tool_{index}", "parameters": schema}} for index in range(64)]
+    assert len(json.dumps(tools)) > 100_000
+    built = backend()
+    forced = format_of(built, TEMPLATES["qwen3"]).forced_call(
+        tools, [tool["function"]["name"] for tool in tools], True, in_reasoning=True
+    )
+    begin = time.perf_counter()
+    tokenizer = Tokenizer(built, {"eos_token": "<|im_end|>"}, TEMPLATES["qwen3"])
+    check_grammar(tokenizer, tokenizer.vocab_size, [256], StructuredOutputs(**forced))
+    assert time.perf_counter() - begin < 5  # half of the renderer's deadline
+    for broken, why in (({"items": deep(70)}, "nested deeper"), ({"description": "a" * 40_000}, "at most 32768")):
+        function = {"name": "f", "parameters": {"type": "object", "properties": {"a": broken}}}
+        forced = format_of(built, TEMPLATES["qwen3"]).forced_call([{"function": function}], ["f"], False)
+        with pytest.raises(RequestError, match=why):
+            StructuredOutputs(**forced)
+
+
+def deep(levels: int) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for _ in range(levels):
+        value = {"items": value}
+    return value
 
 
 def test_a_call_that_cannot_be_forced_is_refused_by_name() -> None:

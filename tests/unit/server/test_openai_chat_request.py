@@ -16,6 +16,7 @@ from freight.server.errors import ApiError
 from freight.server.openai import sampling_fields
 from freight.server.openai.chat_request import parse_chat
 from freight.server.openai.completion_request import parse_completion
+from freight.structured import StructuredOutputs
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
@@ -237,3 +238,16 @@ def test_a_chunk_costs_less_than_its_json_would():
         return min(timeit.repeat(function, number=200, repeat=25, timer=time.process_time))
 
     assert seconds(lambda: reply.advance(0, delta)) < seconds(lambda: json.dumps(chunk))
+
+
+def test_a_form_begins_after_the_reasoning_once_the_prompt_is_known():
+    def after_reasoning(form, prompt_text):
+        return {"grammar": "start: /t/ @answer", "parts": {"answer": {**form, "regex": form["regex"] + prompt_text}}}
+
+    served = replace(WITH_PARSER, after_reasoning=after_reasoning)
+    (work,) = parse_chat({"messages": HELLO, "structured_outputs": {"regex": "a"}}, served, LIMITS).work
+    assert work.params.structured_outputs == StructuredOutputs(regex="a")
+    found = work.params_of("p").structured_outputs
+    assert found == StructuredOutputs(grammar="start: /t/ @answer", parts={"answer": {"regex": "ap"}})
+    (free,) = parse_chat({"messages": HELLO}, served, LIMITS).work
+    assert free.params_of is None

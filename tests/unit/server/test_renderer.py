@@ -106,11 +106,11 @@ def test_renders_as_the_tokenizer_does(running, folder):
     conversation = hello(tools=[{"type": "function", "function": {"name": "f"}}])
     text = running(conversation)
     assert text == tokenizer.render_chat(conversation.messages, **conversation.template_values)
-    assert tokenizer.encode(text, add_special_tokens=False) == tokenizer.apply_chat_template(
+    assert tokenizer.encode(text.text, add_special_tokens=False) == tokenizer.apply_chat_template(
         conversation.messages, **conversation.template_values
     )
     parts = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    assert running(Conversation(parts, False, True)).endswith("<assistant>b")
+    assert running(Conversation(parts, False, True)).text.endswith("<assistant>b")
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_a_template_cannot_take_the_memory(folder):
             with pytest.raises(ApiError, match="takes too much memory") as caught:
                 await renderer.render(hello(role))
             assert caught.value.status == 400
-        assert "<user>hé" in await renderer.render(hello())
+        assert "<user>hé" in (await renderer.render(hello())).text
         await renderer.close()
 
     asyncio.run(scenario())
@@ -198,7 +198,7 @@ def test_kill_costs_the_request_within_it_only(folder):
         await renderer.start()
         os.kill(renderer.pid, signal.SIGKILL)  # while it has nothing to do
         await asyncio.sleep(0.1)
-        assert "<user>hé" in await renderer.render(hello())
+        assert "<user>hé" in (await renderer.render(hello())).text
         await renderer.close()
 
     asyncio.run(scenario())
@@ -213,7 +213,7 @@ def test_a_caller_that_goes_away_leaves_its_answer_to_nobody(started):
         first.cancel()
         with pytest.raises(asyncio.CancelledError):
             await first
-        assert (await renderer.render(hello(tools=[{"name": "second"}]))).endswith("[{'name': 'second'}]")
+        assert (await renderer.render(hello(tools=[{"name": "second"}]))).text.endswith("[{'name': 'second'}]")
 
     runner.run(scenario())
 
@@ -227,7 +227,7 @@ def test_too_many_that_wait_are_refused(started):
         assert {error.status for error in refused} == {429}
         assert refused[0].headers["Retry-After"] == "1"
         assert sum(isinstance(answer, str) for answer in asked) == 5 - len(refused) >= 2
-        assert "<user>hé" in await renderer.render(hello())
+        assert "<user>hé" in (await renderer.render(hello())).text
 
     runner.run(scenario())
 

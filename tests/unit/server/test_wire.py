@@ -6,12 +6,14 @@ import json
 from dataclasses import fields
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from freight.outputs import CompletionDelta, EngineStats, FinishReason, Logprob, RequestDelta, RequestTimes
 from freight.sampling import SamplingParams
 from freight.server import wire
+from freight.structured import StructuredOutputs
 
 SECONDS = st.floats(0, 1e6)
 ENTRY = st.dictionaries(
@@ -82,3 +84,25 @@ def test_parameters_arrive_as_they_were(params: SamplingParams) -> None:
 def test_facts_arrive_as_they_were() -> None:
     facts = wire.EngineFacts("folder", 9, 8, (1, 2), {"top_k": 5}, {"dtype": "fp8_e4m3fn"}, "cpu-avx2", "fp_0", True)
     assert wire.facts_from_json(sent(wire.facts_to_json(facts))) == facts
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"json": {"type": "object", "properties": {"é": {"type": "integer"}}}},
+        {"json": {}},
+        {"json": '{"type":"array"}'},
+        {"json_object": True},
+        {"regex": "a+"},
+        {"choice": ["a", "b"]},
+        {"grammar": 'start: "a"'},
+        {"grammar": "start: @a @b", "parts": {"a": {"regex": "x"}, "b": {"json": {"type": "null"}}}},
+    ],
+)
+def test_every_form_arrives_as_it_was(form: dict[str, Any]) -> None:
+    params = SamplingParams(structured_outputs=StructuredOutputs(**form))
+    arrived = wire.params_from_json(sent(wire.params_to_json(params)))
+    assert arrived == params
+    assert isinstance(arrived.structured_outputs, StructuredOutputs)
+    assert params.structured_outputs is not None
+    assert arrived.structured_outputs.key() == params.structured_outputs.key()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from reprlib import repr as show
 from typing import Annotated, Any, Literal
 
@@ -31,7 +32,9 @@ from freight.server.openai.fields import (
 )
 from freight.server.openai.sampling_fields import SharedFields, check_shared, sampling_from, shape, within
 from freight.server.openai.stream import AnswerOptions
+from freight.server.openai.structure import structured_from
 from freight.server.openai.tool_fields import ToolUse, tool_use
+from freight.server.pieces import AfterReasoning
 
 _MOST = ServingLimits()
 _TEXT_PART = {
@@ -147,13 +150,16 @@ def parse_chat(body: object, served: Served, limits: ServingLimits) -> ChatCall:
 
     def params_of(prompt_text: str | None) -> SamplingParams:
         forced = _forced_call(served, tools, parallel, prompt_text) if tools.forced else None
-        return sampling_from(request, served, limits, own, renamed, forced)
+        after = served.after_reasoning
+        around = None if after is None or prompt_text is None else partial(_reasoned, after, prompt_text)
+        return sampling_from(request, served, limits, own, renamed, forced, around)
 
+    depends = bool(tools.forced) or (served.after_reasoning is not None and structured_from(request)[0] is not None)
     stream_options = request.stream_options
     return ChatCall(
         stream=bool(request.stream),
         model=model,
-        work=(Work(conversation, params_of(None), params_of=params_of if tools.forced else None),),
+        work=(Work(conversation, params_of(None), params_of=params_of if depends else None),),
         ignored=(*fields.ignored, *named(ignored)),
         options=AnswerOptions(
             include_usage=bool(stream_options and stream_options.include_usage),
@@ -172,6 +178,10 @@ def _forced_call(served: Served, tools: ToolUse, parallel: bool, prompt_text: st
     if served.forced_call is None:
         raise refuse("tool_choice", "tool_choice demands a call, and the form of this model's calls is not known")
     return served.forced_call(tools.tools, tools.forced, parallel, prompt_text)
+
+
+def _reasoned(after: AfterReasoning, prompt_text: str, form: Mapping[str, Any]) -> Mapping[str, Any]:
+    return after(form, prompt_text)
 
 
 def _own_values(request: ChatRequest, served: Served) -> tuple[dict[str, str], dict[str, Any]]:

@@ -7,7 +7,7 @@ sampler's own validator holds them.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from reprlib import repr as show
 from typing import Annotated, Any
 
@@ -141,12 +141,14 @@ def sampling_from(
     own: Mapping[str, Any],
     renamed: Mapping[str, str],
     forced: Mapping[str, Any] | None = None,
+    around: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
 ) -> SamplingParams:
     """SamplingParams of a request: what it gives, else the model's defaults, else SamplingParams' own.
 
     own      values that the API decides itself, by SamplingParams' names; None: the default
     renamed  SamplingParams' name -> the field of this API that it came from
     forced   keyword arguments of StructuredOutputs that hold whatever else is given: a forced tool call
+    around   makes the form of the whole answer out of the one that the request gives
 
     Raises ApiError, 400, with the field that is at fault.
     """
@@ -159,6 +161,8 @@ def sampling_from(
         if structured is not None:
             raise refuse("tool_choice", f"tool_choice demands a tool call and {source} another form; give one of both")
         structured, source = dict(forced), "tool_choice"
+    elif structured is not None and around is not None:
+        structured = dict(around(structured))
     if structured is not None:
         given["structured_outputs"] = structured
     try:
