@@ -8,13 +8,22 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
-from fastapi.responses import Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from freight import __version__
 from freight.server import tgi
 from freight.server.anthropic.messages_request import parse_count, parse_messages
 from freight.server.body import parse_object, read_body
 from freight.server.call import Call, Conversation, Served
+from freight.server.documented import (
+    DETOKENIZE_SCHEMA,
+    GENERATE_SCHEMA,
+    NOT_JSON,
+    TOKENIZE_SCHEMA,
+    answers,
+    document,
+    request_body,
+)
 from freight.server.errors import ApiError
 from freight.server.http_limits import HttpLimits
 from freight.server.limits import ServingLimits
@@ -49,14 +58,21 @@ def make_app(service: Service, monitor: Monitor, settings: ServerSettings, limit
         ("/v1/responses", routes.answers(parse_responses), None),
         ("/v1/messages", routes.answers(parse_messages), None),
         ("/v1/messages/count_tokens", routes.count_tokens, None),
-        ("/generate", routes.answers(_generate(False), tgi.as_tgi_error), None),
-        ("/generate_stream", routes.answers(_generate(True), tgi.as_tgi_error), None),
-        ("/", routes.answers(_generate(None), tgi.as_tgi_error), None),
-        ("/tokenize", routes.tokenize, None),
-        ("/detokenize", routes.detokenize, None),
+        ("/generate", routes.answers(_generate(False), tgi.as_tgi_error), GENERATE_SCHEMA),
+        ("/generate_stream", routes.answers(_generate(True), tgi.as_tgi_error), GENERATE_SCHEMA),
+        ("/", routes.answers(_generate(None), tgi.as_tgi_error), GENERATE_SCHEMA),
+        ("/tokenize", routes.tokenize, TOKENIZE_SCHEMA),
+        ("/detokenize", routes.detokenize, DETOKENIZE_SCHEMA),
     )
     for path, endpoint, schema in posts:
-        app.add_api_route(path, endpoint, methods=["POST"], openapi_extra=_documented(schema), response_model=None)
+        app.add_api_route(
+            path,
+            endpoint,
+            methods=["POST"],
+            openapi_extra=request_body(schema),
+            responses=answers(path),
+            response_model=None,
+        )
     gets: tuple[tuple[str, Callable[..., Any]], ...] = (
         ("/v1/models", routes.models),
         ("/v1/models/{model_id:path}", routes.model),
@@ -70,9 +86,14 @@ def make_app(service: Service, monitor: Monitor, settings: ServerSettings, limit
         ("/state/stream", routes.state_stream),
     )
     for path, endpoint in gets:
-        app.add_api_route(path, endpoint, methods=["GET", "HEAD"], response_model=None)
+        kind = Response if path in NOT_JSON else JSONResponse
+        app.add_api_route(
+            path, endpoint, methods=["GET"], responses=answers(path), response_class=kind, response_model=None
+        )
+        app.add_api_route(path, endpoint, methods=["HEAD"], include_in_schema=False, response_model=None)
     for path in PAGE:
         app.add_api_route(path, routes.page, methods=["GET", "HEAD"], include_in_schema=False, response_model=None)
+    document(app, OPEN_PATHS, bool(service.keys))
     inner = guarded(app, service.keys, open_paths=OPEN_PATHS, allow_origins=settings.allow_origins)
     return _counted(inner, service.metrics)
 
@@ -214,12 +235,6 @@ def _model(name: str, served: Served) -> dict[str, Any]:
         "root": served.names[0],
         "max_model_len": served.max_model_len,
     }
-
-
-def _documented(schema: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The request body of a route, for /openapi.json."""
-    content = {"application/json": {"schema": dict(schema) if schema is not None else {"type": "object"}}}
-    return {"requestBody": {"required": True, "content": content}}
 
 
 def _json(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -70,13 +70,19 @@ _TOOL = {
     },
     "required": ["type", "function"],
 }
+_WITH_CONTENT: dict[str, Any] = {  # or calls in its place
+    "anyOf": [
+        {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}},
+        {"required": ["tool_calls"], "properties": {"tool_calls": {"type": "array", "minItems": 1}}},
+    ]
+}
 _REFUSED_IN_MESSAGES = {"audio": "only text can be read", "function_call": "use tool_calls"}
 
 
 class Message(BaseModel):
     """One message. Other fields than these are named as ignored: clients send back what they were given."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra=_WITH_CONTENT)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[Any, shape({"type": "string"}, {"type": "array", "items": _TEXT_PART})] = None

@@ -1,0 +1,146 @@
+"""/openapi.json holds: whatever schemathesis makes of it, allowed or not, gets an answer that stands in it, and no 5xx.
+
+The server runs under `python -O`: nothing that a request can meet depends on an `assert`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import requests
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from openai import BadRequestError, OpenAI
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_schema_conformance,
+    status_code_conformance,
+)
+from tests.e2e.conftest import KEY, OPTIONS, DemoServer
+from tests.serving import freight_serve
+
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+    negative_data_rejection,
+]
+MANY = 200
+POSTS = ("/v1/chat/completions", "/v1/completions", "/generate", "/generate_stream", "/", "/tokenize", "/detokenize")
+GETS = (
+    *("/v1/models", "/v1/models/{model_id}", "/info", "/tokenizer_info", "/health", "/ping", "/version", "/metrics"),
+    "/state",
+)
+ENDLESS = "/state/stream"
+MODES = [GenerationMode.POSITIVE, GenerationMode.NEGATIVE]
+
+
+@pytest.fixture(scope="module")
+def short_server(served_folder: Any) -> Iterator[DemoServer]:
+    options = [*OPTIONS, "--api-key", f"tests:{KEY}", "--max-model-len", "256"]
+    with freight_serve(served_folder, options, flags=["-O"]) as url:
+        yield DemoServer(url, served_folder.name, served_folder)
+
+
+@pytest.fixture(scope="module")
+def document(short_server: DemoServer) -> dict[str, Any]:
+    headers = {"Authorization": f"Bearer {KEY}"}
+    return requests.get(short_server.url + "/openapi.json", headers=headers, timeout=30).json()  # type: ignore[no-any-return]
+
+
+# What fits only some models or some other fields. A schema cannot say that, and most bodies with one are refused.
+DEPENDENT = (
+    *("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    *("logit_bias", "stop_token_ids", "tools", "tool_choice", "top_logprobs", "prompt_logprobs", "stream_options"),
+    *("chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
+)
+
+
+def make_short(path: str, body: dict[str, Any], plain: bool) -> None:
+    """Let an allowed body ask for few tokens, and for the model that there is: which that is, no schema can know."""
+    body.pop("model", None)
+    if path.startswith("/v1/"):
+        body["max_tokens"] = 3
+        body.pop("max_completion_tokens", None)
+        for name in DEPENDENT if plain else ():
+            body.pop(name, None)
+        for name, value in body.items():
+            if isinstance(value, float) and value.is_integer():
+                body[name] = int(value)  # 1.0 is an integer to a schema, and not to the server
+    elif "inputs" in body and "token" not in path:
+        body["parameters"] = {**(body.get("parameters") or {}), "max_new_tokens": 3}
+
+
+def hold(server: DemoServer, document: dict[str, Any], path: str, method: str, mode: Any, examples: int) -> None:
+    operation = schemathesis.openapi.from_dict(document)[path][method]
+    headers = {"Authorization": f"Bearer {KEY}"}
+    session = requests.Session()
+
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.explicit, Phase.generate],
+        database=None,
+    )
+    @given(operation.as_strategy(generation_mode=mode))
+    def check(case: Any) -> None:
+        if mode is GenerationMode.POSITIVE and method == "POST":
+            make_short(path, case.body, plain=examples < MANY)
+        answer = case.call(base_url=server.url, session=session, headers=headers, timeout=60)
+        case.validate_response(answer, checks=CHECKS)
+
+    with session:
+        check()
+
+
+def test_every_path_is_tried(document: dict[str, Any]) -> None:
+    found = {(method, path) for path, methods in document["paths"].items() for method in methods}
+    assert found == {*(("post", path) for path in POSTS), *(("get", path) for path in (*GETS, ENDLESS))}
+    names = [operation["operationId"] for methods in document["paths"].values() for operation in methods.values()]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("path", POSTS)
+def test_bodies(path: str, mode: Any, short_server: DemoServer, document: dict[str, Any]) -> None:
+    hold(short_server, document, path, "POST", mode, 5 if "chat" in path else 10)  # which are slow to make
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("path", POSTS)
+def test_many_bodies(path: str, mode: Any, short_server: DemoServer, document: dict[str, Any]) -> None:
+    hold(short_server, document, path, "POST", mode, MANY)
+
+
+def test_what_is_read(short_server: DemoServer, document: dict[str, Any]) -> None:
+    for path in GETS:
+        hold(short_server, document, path, "GET", GenerationMode.POSITIVE, 3)
+
+
+def test_routes_that_need_a_key_say_so(short_server: DemoServer, document: dict[str, Any]) -> None:
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            answer = requests.request(method, short_server.url + path, timeout=30)
+            assert (answer.status_code == 401) == ("security" in operation), path
+
+
+def test_chat_a_refusal_and_a_form_without_assertions(short_server: DemoServer) -> None:
+    asked: dict[str, Any] = {"model": short_server.name, "messages": [{"role": "user", "content": "x"}]}
+    with OpenAI(base_url=short_server.url + "/v1", api_key=KEY, max_retries=0) as client:
+        create = client.chat.completions.create
+        assert create(**asked, max_tokens=4).choices[0].finish_reason == "length"
+        with pytest.raises(BadRequestError) as refused:
+            create(**asked, top_p=0)
+        assert refused.value.param == "top_p"
+        form: Any = {"type": "json_schema", "json_schema": {"name": "sky", "schema": {"enum": ["clear", "grey"]}}}
+        found = create(**asked, response_format=form, max_tokens=20).choices[0]
+        assert json.loads(found.message.content or "") in ("clear", "grey")
