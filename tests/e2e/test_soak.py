@@ -24,9 +24,10 @@ from freight.bench.http_stream import Address, Connection, EventReader, StreamEr
 
 SECONDS = float(os.environ.get("FREIGHT_SOAK_SECONDS", "50"))
 WARM = 60.0 if SECONDS >= 180 else 15.0  # until then memory may grow
+PATIENCE = 60.0  # seconds: what takes longer will never be answered
 NUM_CLIENTS = 64
 OPTIONS = [
-    *("--kv-cache-dtype", "fp8", "--kv-cache-memory", "3MiB", "--max-num-seqs", "32", "--max-queue", "128"),
+    *("--kv-cache-dtype", "fp8", "--kv-cache-memory", "1MiB", "--max-num-seqs", "32", "--max-queue", "128"),
     *("--max-num-batched-tokens", "256"),
 ]
 WORDS = ("def", "class", "import", "return", "self", "value", "index", "name", "list", "for", "while", "range", "print")
@@ -34,7 +35,7 @@ JSON = {"Content-Type": "application/json"}
 TAGGED = [  # each with a prompt of its own; what comes for it belongs to no other
     {
         "prompt": f"# {i}: {WORDS[i % len(WORDS)]} {WORDS[i * 7 % len(WORDS)]}\ndef f{i}(",
-        "max_tokens": 24 + i % 5 * 24,
+        "max_tokens": 8 + i % 5 * 8,
         "ignore_eos": True,
         **({"temperature": 0.9, "seed": i} if i % 2 else {"temperature": 0}),
     }
@@ -72,7 +73,10 @@ class Client:
                 (self.tagged, self.leave, self.free, self.too_long, self.malformed, self.structured, self.others),
                 (30, 20, 20, 5, 8, 7, 10),
             )[0]
-            await act()
+            try:
+                await asyncio.wait_for(act(), PATIENCE)
+            except TimeoutError:
+                self._seen.wrong.append(f"{act.__name__} had no answer within {PATIENCE:g} s")
         if self._connection is not None:
             self._connection.close()
 
@@ -174,8 +178,8 @@ def text_of(raw: bytes, stream: bool) -> str:
     return "".join(one["choices"][0]["text"] if "choices" in one else f"({one})" for one in found)
 
 
-def answers_alone(server: Server) -> list[str]:
-    return [server.ask("/v1/completions", body).body["choices"][0]["text"] for body in TAGGED]
+def answers_alone(server: Server, every: int = 1) -> list[str]:
+    return [server.ask("/v1/completions", body).body["choices"][0]["text"] for body in TAGGED[::every]]
 
 
 @dataclass(frozen=True)
@@ -223,7 +227,7 @@ def test_sixty_four_clients_that_behave_in_every_way(tmp_path: Path) -> None:
         assert seen.left > SECONDS / 10, seen
         assert server.metric("vllm:num_preemptions_total") > 0
         assert server.metric("vllm:corrupted_requests_total") == 0
-        assert answers_alone(server) == alone
+        assert answers_alone(server, 3) == alone[::3]  # greedy and seeded ones
         for name in pids:
             first, last = used[0][name].memory, max(one[name].memory for one in used[-3:])
             assert last <= 1.05 * first, f"{name}: from {first >> 20} to {last >> 20} MiB"
