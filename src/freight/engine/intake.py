@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral
 
-from freight.engine.grammar import check_grammar
+from freight.engine.grammar import Grammars
 from freight.engine.request import check_length
 from freight.errors import RequestError
 from freight.sampling import SamplingParams
@@ -53,7 +53,7 @@ class Intake:
     def check_form(self, outputs: StructuredOutputs) -> None:
         """Raises RequestError for a form that cannot be compiled. An engine compiles it again."""
         if self.tokenizer is not None:
-            check_grammar(self.tokenizer, self.vocab_size, (), outputs)
+            Grammars(self.tokenizer, self.vocab_size, ()).check(outputs)
 
     def _encode(self, text: str) -> tuple[int, ...]:
         if self.tokenizer is None:

@@ -19,7 +19,7 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from freight.engine.grammar import _source, check_grammar
+from freight.engine.grammar import Grammars, _source
 from freight.errors import RequestError
 from freight.server.errors import ApiError
 from freight.server.pieces import Piece, PieceKind
@@ -230,7 +230,7 @@ def test_a_large_set_of_tools_compiles_in_a_moment() -> None:
     )
     begin = time.perf_counter()
     tokenizer = Tokenizer(built, {"eos_token": "<|im_end|>"}, TEMPLATES["qwen3"])
-    check_grammar(tokenizer, tokenizer.vocab_size, [256], StructuredOutputs(**forced))
+    Grammars(tokenizer, tokenizer.vocab_size, [256]).check(StructuredOutputs(**forced))
     assert time.perf_counter() - begin < 5  # half of the renderer's deadline
     for broken, why in (({"items": deep(70)}, "nested deeper"), ({"description": "a" * 40_000}, "at most 32768")):
         function = {"name": "f", "parameters": {"type": "object", "properties": {"a": broken}}}
