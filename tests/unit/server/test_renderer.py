@@ -14,6 +14,7 @@ import pytest
 import uvloop
 
 import freight
+from freight.chat_text import ChatText
 from freight.server.call import Conversation
 from freight.server.errors import ApiError
 from freight.server.renderer import Renderer
@@ -163,7 +164,7 @@ def test_a_template_that_loops_is_ended_and_the_next_request_is_served(folder):
         assert time.monotonic() - began < 2
         assert (caught.value.status, caught.value.code) == (500, "template_error")
         assert caught.value.headers["x-should-retry"] == "false"
-        assert "<user>hé" in await waiting
+        assert "<user>hé" in (await waiting).text
         assert renderer.pid != before
         with pytest.raises(ProcessLookupError):
             os.kill(before, 0)
@@ -226,7 +227,7 @@ def test_too_many_that_wait_are_refused(started):
         refused = [answer for answer in asked if isinstance(answer, ApiError)]
         assert {error.status for error in refused} == {429}
         assert refused[0].headers["Retry-After"] == "1"
-        assert sum(isinstance(answer, str) for answer in asked) == 5 - len(refused) >= 2
+        assert sum(isinstance(answer, ChatText) for answer in asked) == 5 - len(refused) >= 2
         assert "<user>hé" in (await renderer.render(hello())).text
 
     runner.run(scenario())
