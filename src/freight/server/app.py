@@ -45,6 +45,7 @@ Body = dict[str, Any]
 AsError = Callable[[ApiError], ApiError]
 Parse = Callable[[Body, Served, ServingLimits], Call]
 _LARGE = 1 << 16  # bytes: to read a larger body takes longer than a step of the engine
+ANY_OBJECT = {"type": "object"}  # of APIs that ignore fields they do not know
 OPEN_PATHS = frozenset({*PAGE, "/health", "/ping"})  # without a key, for GET: nothing in them is secret
 
 
@@ -55,9 +56,9 @@ def make_app(service: Service, monitor: Monitor, settings: ServerSettings, limit
     posts: tuple[tuple[str, Callable[..., Any], Any], ...] = (
         ("/v1/chat/completions", routes.answers(parse_chat), CHAT_SCHEMA),
         ("/v1/completions", routes.answers(parse_completion), COMPLETION_SCHEMA),
-        ("/v1/responses", routes.answers(parse_responses), None),
-        ("/v1/messages", routes.answers(parse_messages), None),
-        ("/v1/messages/count_tokens", routes.count_tokens, None),
+        ("/v1/responses", routes.answers(parse_responses), ANY_OBJECT),
+        ("/v1/messages", routes.answers(parse_messages), ANY_OBJECT),
+        ("/v1/messages/count_tokens", routes.count_tokens, ANY_OBJECT),
         ("/generate", routes.answers(_generate(False), tgi.as_tgi_error), GENERATE_SCHEMA),
         ("/generate_stream", routes.answers(_generate(True), tgi.as_tgi_error), GENERATE_SCHEMA),
         ("/", routes.answers(_generate(None), tgi.as_tgi_error), GENERATE_SCHEMA),
