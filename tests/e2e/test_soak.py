@@ -41,7 +41,12 @@ TAGGED = [  # each with a prompt of its own; what comes for it belongs to no oth
     }
     for i in range(NUM_CLIENTS)
 ]
-SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "y"]}}, "required": ["a", "b"]}
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "y"]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
 MALFORMED = (
     b"", b"{", b"[]", b'{"prompt": 1}', b'{"prompt": "x", "n": 0}', b'{"prompt": "\\ud800"}', b"\xff", b"[" * 100_000
 )  # fmt: skip

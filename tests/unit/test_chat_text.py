@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
@@ -139,6 +139,7 @@ def test_calls_tools_and_their_names_hold_no_control_token(name: str, argument: 
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=30))
 def test_text_without_control_tokens_has_the_ids_that_it_had(text: str) -> None:
     for tokenizer, _ in PAIRS.values():
+        assume("<" not in text and "[" not in text and "▁" not in text)  # as every control token here begins
         chat = tokenizer.render_chat([{"role": "user", "content": text}])
         assert chat.plain == ()
         assert tokenizer.encode_chat(chat) == tokenizer.encode(chat.text, add_special_tokens=False)

@@ -212,7 +212,8 @@ def _source(make: Any, form: str, text: str) -> str:
     if form == "grammar":
         return str(make.grammar_from_lark(text))
     if form == "choice":
-        alternatives = (json.dumps(entry, ensure_ascii=False) for entry in json.loads(text))
+        # llguidance's Lark takes JSON's strings, but U+007F as an escape only
+        alternatives = (json.dumps(entry, ensure_ascii=False).replace("\x7f", "\\u007f") for entry in json.loads(text))
         return str(make.grammar_from_lark(f"start: {' | '.join(alternatives)}"))
     schema = text if form == "json" else '{"type":"object"}'
     return str(make.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE}))

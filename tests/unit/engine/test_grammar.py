@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Built
@@ -112,6 +112,7 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from('"\\/
 
 @settings(deadline=None, max_examples=40)
 @given(choice=st.lists(TEXTS, min_size=1, max_size=5), other=TEXTS)
+@example(choice=["\x7f", "a\x7fb"], other="\x7fb")
 def test_exactly_the_choices_are_permitted(demo: Tokenizer, grammars: Grammars, choice: list[str], other: str):
     for text in (*choice, other):
         ids = demo.encode(text, add_special_tokens=False)
