@@ -34,6 +34,8 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
         served.wait_until_healthy()
         yield served
         assert served.stop() == 0, served.said[-2000:]
+        assert "Traceback" not in served.said, served.said[served.said.find("Traceback") - 300 :][:4000]
+        assert "status=499" in served.said  # a client that leaves is no error
     finally:
         served.close()
 

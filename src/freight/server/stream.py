@@ -72,6 +72,8 @@ class AnswerResponse(Response):
             while not answer.is_finished:
                 await send(_body(await answer.advance() or _COMMENT))
             await send(_body(reply.end(), more=False))
+        except ClientLeftError:
+            raise
         except ApiError as error:
             await send(_body(reply.failure(error), more=False))
             answer.close(error.status)
