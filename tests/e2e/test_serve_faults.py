@@ -83,7 +83,7 @@ def test_a_client_that_leaves_within_its_stream_frees_all(server: Server, path: 
         opened = server.open(path, body_for(path, "def main(", True, n))
         opened.first_event()
         found.append(steps_after_leaving(server, opened, reset))
-    # Alone on a machine it is at most 4: two, and those that pass while the metrics are read. Other tests run beside it.
+    # Alone on a machine at most 4: two, and those that pass while the metrics are read. Other tests run beside it.
     assert min(found) <= 12
     assert max(found) < 100
 
