@@ -53,7 +53,7 @@ class Rejection(StrEnum):
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What `set_info` is told of the engine: the labels of the info series."""
+    """What does not change while an engine runs: the labels of the info series."""
 
     cache: CacheFacts
     max_model_len: int

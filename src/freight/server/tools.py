@@ -1,6 +1,6 @@
 """Content, reasoning and tool calls out of a model's text, and the grammar of an answer that must be a call.
 
-What a text means is said by a response template: the checkpoint's own, else one of ours for the family that its chat
+What a text means is defined by a response template: the checkpoint's own, else one of ours for the family that its chat
 template belongs to (`server/response_templates.py`). transformers' ResponseParser finds the regions of the text.
 Around it, `server/parsing.py` guarantees what clients need and that parser does not give: nothing raises, no text is
 lost, chunks of any size give the same pieces, and the cost is linear.
