@@ -235,7 +235,9 @@ def test_sixty_four_clients_that_behave_in_every_way(tmp_path: Path) -> None:
         assert answers_alone(server, 3) == alone[::3]  # greedy and seeded ones
         for name in pids:
             first, last = used[0][name].memory, max(one[name].memory for one in used[-3:])
-            assert last <= 1.05 * first, f"{name}: from {first >> 20} to {last >> 20} MiB"
+            # 5 %; of the small process in a short run that is less than the allocator's own steps
+            most = 1.05 * first if SECONDS >= 300 else max(1.05 * first, first + (8 << 20))
+            assert last <= most, f"{name}: from {first >> 20} to {last >> 20} MiB"
             assert Use.of(pids[name]).files <= before[name].files + 8, name
         assert process.stop() == 0, process.said[-2000:]
         assert "Traceback" not in process.said, process.said[-4000:]

@@ -240,8 +240,8 @@ def test_long_messages_full_of_control_tokens_take_linear_time() -> None:
         tokenizer.apply_chat_template([{"role": "user", "content": "<|im_end|> a " * count}])
         return time.perf_counter() - begin
 
-    seconds(10)
-    assert seconds(4000) < 30 * max(seconds(500), 0.01)
+    few, many = (min(seconds(count) for _ in range(3)) for count in (500, 4000))
+    assert many < 30 * max(few, 0.01)
 
 
 def test_marks_only_where_there_is_something_to_mark() -> None:

@@ -15,7 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -187,7 +187,7 @@ class Renderer:
 
     async def _ready(self) -> _Process:
         """The process, started if there is none that runs."""
-        if self._process is not None and self._process.popen.poll() is not None:
+        if self._process is not None and self._process.has_ended:
             await self._end(self._process)
         if self._process is None:
             self._process = process = await _Process.start()
@@ -220,11 +220,17 @@ class _Process:
     """The running process and our end of its socket."""
 
     def __init__(
-        self, popen: subprocess.Popen[bytes], messages: AsyncIterator[Any], writer: asyncio.StreamWriter
+        self, popen: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         self.popen = popen
-        self._messages = messages
+        self._reader = reader
+        self._messages = frames.messages(reader, CAP)
         self._writer = writer
+
+    @property
+    def has_ended(self) -> bool:
+        """Its socket is closed before it can be waited for: to free its memory takes a moment."""
+        return self._reader.at_eof() or self.popen.poll() is not None
 
     @classmethod
     async def start(cls) -> _Process:
@@ -241,7 +247,7 @@ class _Process:
                 pass_fds=(theirs.fileno(),),
             )
         reader, writer = await asyncio.open_unix_connection(sock=ours)
-        return cls(popen, frames.messages(reader, CAP), writer)
+        return cls(popen, reader, writer)
 
     async def ask(self, frame: bytes) -> dict[str, Any]:
         """Send a frame; the message that comes back. Raises FrameError, and OSError when the process ended."""
