@@ -90,6 +90,7 @@ def hold(server: DemoServer, document: dict[str, Any], path: str, method: str, m
         deadline=None,
         suppress_health_check=list(HealthCheck),
         phases=[Phase.explicit, Phase.generate],
+        derandomize=examples < MANY,
         database=None,
     )
     @given(operation.as_strategy(generation_mode=mode))
