@@ -25,8 +25,6 @@ from freight.server.frames import Decoder, FrameError, encode
 
 logger = logging.getLogger("freight")
 
-_FRAME_CAP = 1 << 28  # bytes: log-probabilities of a long prompt
-
 
 class EngineState(StrEnum):
     LOADING = "loading"
@@ -115,7 +113,7 @@ class EngineClient(asyncio.Protocol):
         self._running: dict[str, Running] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._transport: asyncio.Transport | None = None
-        self._frames = Decoder(_FRAME_CAP)
+        self._frames = Decoder(wire.CAP)
 
     def not_ready(self) -> ApiError:
         """The answer while there is no engine to serve a request."""
@@ -210,7 +208,7 @@ class EngineClient(asyncio.Protocol):
 
     def _send(self, message: list[Any]) -> None:
         assert self._transport is not None
-        self._transport.write(encode(message, _FRAME_CAP))
+        self._transport.write(encode(message, wire.CAP))
 
     def _take(self, name: str, *values: Any) -> None:
         if name == wire.STEPPED:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-import secrets
 from collections.abc import Awaitable, Callable, Collection, MutableMapping, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from freight.server.anthropic import errors as anthropic
 from freight.server.auth import Keys
 from freight.server.body import DisconnectedError, Receive
 from freight.server.errors import ApiError
+from freight.server.log import request_id_of
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -29,7 +29,6 @@ OPEN_PATHS = frozenset({"/", "/health", "/ping"})  # for GET and HEAD: the page 
 FAILED = "the server failed on this request; its log has the cause under the request's id"
 
 _log = logging.getLogger(__name__)
-_REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 _ORIGIN = re.compile(r"https?://[A-Za-z0-9._\[\]:-]+")
 _TGI_TYPES = {401: "authentication", 404: "not_found", 429: "overloaded", 503: "overloaded"}
 _SHORT = 1 << 16  # bytes: no error of ours is longer
@@ -83,14 +82,13 @@ class RequestIds:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = header(scope, b"x-request-id") or b""
-        request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16).encode()
-        scope.setdefault("state", {})["request_id"] = request_id.decode()
+        request_id = request_id_of(_text(header(scope, b"x-request-id")))
+        scope.setdefault("state", {})["request_id"] = request_id
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 others = [pair for pair in message.get("headers", []) if pair[0].lower() != b"x-request-id"]
-                message = {**message, "headers": [*others, (b"x-request-id", request_id)]}
+                message = {**message, "headers": [*others, (b"x-request-id", request_id.encode())]}
             await send(message)
 
         await self._app(scope, receive, send_with_id)

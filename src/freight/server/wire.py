@@ -22,6 +22,8 @@ from freight.outputs import (
 from freight.sampling import SamplingParams
 from freight.structured import StructuredOutputs
 
+CAP = 1 << 28  # bytes of a message: log-probabilities of a long prompt
+
 # from the engine's process
 OPENED = "opened"  # headers are read: an EngineFacts without what needs weights
 READY = "ready"  # the model is loaded: a whole EngineFacts

@@ -37,7 +37,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     connection = socket.socket(fileno=int(sys.argv[1]))
-    frames = Decoder()
+    frames = Decoder(wire.CAP)
     name, args, options = _first(connection, frames)
     assert name == wire.START
     set_up_logging(options["log_format"], options["log_level"])
@@ -90,7 +90,7 @@ def _build(connection: socket.socket, args: dict[str, Any], options: dict[str, A
     connection.sendall(encode([wire.READY, whole]))
 
     def emit(event: Event) -> None:
-        connection.sendall(encode(_message(event)))
+        connection.sendall(encode(_message(event), wire.CAP))
 
     return Loop(engine, commands, emit)
 
