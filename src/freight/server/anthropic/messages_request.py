@@ -14,11 +14,10 @@ from typing import Any
 
 from freight.server.anthropic.errors import error_body
 from freight.server.anthropic.messages_reply import MessagesReply
-from freight.server.call import Reply, ReplyHead, Served, TokenizedWork, Work
+from freight.server.call import Reply, ReplyHead, Served, TokenizedWork
 from freight.server.errors import ApiError
 from freight.server.limits import ServingLimits, check_body, check_context
-from freight.server.openai.as_chat import OURS, Messages, chat_call, entries, mapping, string
-from freight.server.openai.chat_request import ChatCall
+from freight.server.openai.as_chat import OURS, CallAsChat, Messages, chat_call, entries, mapping, string
 from freight.server.openai.fields import named, refuse
 
 # Fields with the same name and meaning in a chat.
@@ -33,27 +32,8 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 @dataclass(frozen=True)
-class MessagesCall:
+class MessagesCall(CallAsChat):
     """A request for a message that was understood."""
-
-    chat: ChatCall
-    ignored: tuple[str, ...]
-
-    @property
-    def stream(self) -> bool:
-        return self.chat.stream
-
-    @property
-    def model(self) -> str:
-        return self.chat.model
-
-    @property
-    def work(self) -> Sequence[Work]:
-        return self.chat.work
-
-    @property
-    def request_id(self) -> str | None:
-        return self.chat.request_id
 
     def reply(self, head: ReplyHead, served: Served, work: Sequence[TokenizedWork]) -> Reply:
         """The answer to come. Raises ApiError when the prompt leaves no room for an answer.

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from reprlib import repr as show
 from typing import Any
 
-from freight.server.call import Served
+from freight.server.call import Served, Work
 from freight.server.errors import ApiError
 from freight.server.limits import ServingLimits
 from freight.server.openai.chat_request import ChatCall, parse_chat
@@ -24,6 +25,30 @@ OURS = (
     *("cache_salt", "chat_template_kwargs", "frequency_penalty", "ignore_eos", "logit_bias", "min_p", "min_tokens"),
     *("presence_penalty", "repetition_penalty", "request_id", "seed", "stop_token_ids", "structured_outputs"),
 )
+
+
+@dataclass(frozen=True)
+class CallAsChat:
+    """The part of a `Call` that is the chat's. `ignored` are the API's own fields without effect."""
+
+    chat: ChatCall
+    ignored: tuple[str, ...]
+
+    @property
+    def stream(self) -> bool:
+        return self.chat.stream
+
+    @property
+    def model(self) -> str:
+        return self.chat.model
+
+    @property
+    def work(self) -> Sequence[Work]:
+        return self.chat.work
+
+    @property
+    def request_id(self) -> str | None:
+        return self.chat.request_id
 
 
 class Messages:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from reprlib import repr as show
 from typing import Any
 
-from freight.server.call import Reply, ReplyHead, Served, TokenizedWork, Work
+from freight.server.call import Reply, ReplyHead, Served, TokenizedWork
 from freight.server.errors import ApiError
 from freight.server.limits import ServingLimits, check_body, check_context
-from freight.server.openai.as_chat import OURS, Messages, chat_call, entries, mapping, string
+from freight.server.openai.as_chat import OURS, CallAsChat, Messages, chat_call, entries, mapping, string
 from freight.server.openai.chat_request import ChatCall
 from freight.server.openai.fields import named, refuse
 from freight.server.openai.responses_reply import ResponsesReply
@@ -36,28 +36,10 @@ _CALL = frozenset({"name", "arguments", "output"})
 
 
 @dataclass(frozen=True)
-class ResponsesCall:
+class ResponsesCall(CallAsChat):
     """A request for a response that was understood. `echo`: what the answer repeats of the request."""
 
-    chat: ChatCall
-    ignored: tuple[str, ...]
     echo: Mapping[str, Any]
-
-    @property
-    def stream(self) -> bool:
-        return self.chat.stream
-
-    @property
-    def model(self) -> str:
-        return self.chat.model
-
-    @property
-    def work(self) -> Sequence[Work]:
-        return self.chat.work
-
-    @property
-    def request_id(self) -> str | None:
-        return self.chat.request_id
 
     def reply(self, head: ReplyHead, served: Served, work: Sequence[TokenizedWork]) -> Reply:
         """The answer to come. Raises ApiError when the prompt and max_output_tokens exceed the context."""
