@@ -28,6 +28,7 @@ SERVER_FLAGS: tuple[tuple[Flag, Any], ...] = (  # each with its default
     (Flag("max_connections", int, "Open connections at most.", "COUNT"), 1024),
     (Flag("request_timeout", float | None, "Longest time for one answer.", "SECONDS"), None),
     (Flag("template_timeout", float, "Longest time for one chat template or grammar.", "SECONDS"), 10.0),
+    (Flag("max_events_per_second", float, "Events of one stream; faster tokens share one. 0: any.", "RATE"), 50.0),
     (Flag("drain_timeout", float, "Time for running answers after SIGTERM.", "SECONDS"), 30.0),
     (Flag("restart_engine", bool, "Start a new engine when its process ends, instead of ending."), False),
     (Flag("chat_template", Path | None, "A Jinja file to use instead of the model's own template.", "FILE"), None),

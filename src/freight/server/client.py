@@ -1,8 +1,7 @@
 """EngineClient: the engine's process, from the server's side. Starts it, sends requests, hands out what comes back.
 
-What comes of the requests of an answer is put into its `Inbox`, which gives out all at once: a slow reader gets merged
-deltas and holds up nobody. When the process ends, every request that runs fails with an ApiError, `state` says so, and
-`on_end` is called: the server decides whether to start another.
+What comes of the requests of an answer is put into its `Inbox`. When the process ends, every request that runs fails
+with an ApiError, `state` says so, and `on_end` is called: the server decides whether to start another.
 """
 
 from __future__ import annotations
@@ -17,11 +16,12 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any, cast
 
-from freight.outputs import EngineStats, RequestDelta
+from freight.outputs import EngineStats
 from freight.server import wire
 from freight.server.call import TokenizedWork
 from freight.server.errors import ApiError
 from freight.server.frames import Decoder, FrameError, encode
+from freight.server.inbox import Inbox, Pace
 
 logger = logging.getLogger("freight")
 
@@ -42,39 +42,6 @@ class WorkerOptions:
     log_format: str = "text"
 
 
-class Inbox:
-    """What comes of all the requests of one answer."""
-
-    def __init__(self) -> None:
-        self._deltas: list[tuple[int, RequestDelta]] = []
-        self._error: Exception | None = None
-        self._waiter: asyncio.Future[None] | None = None  # a future costs half of what an asyncio.Event does
-
-    async def next(self) -> list[tuple[int, RequestDelta]]:
-        """All that has come since the last call, with the index of its request; empty after `nudge`."""
-        if not self._deltas and self._error is None:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        if not self._deltas and self._error is not None:
-            raise self._error
-        deltas, self._deltas = self._deltas, []
-        return deltas
-
-    def put(self, index: int, delta: RequestDelta) -> None:
-        self._deltas.append((index, delta))
-        self.nudge()
-
-    def fail(self, error: Exception) -> None:
-        """End the answer, after what has come: `next` raises `error`."""
-        self._error = self._error or error
-        self.nudge()
-
-    def nudge(self) -> None:
-        """Make `next` return, with nothing if there is nothing."""
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-
 class Running:
     """One request in the engine, the index-th of its answer."""
 
@@ -82,14 +49,11 @@ class Running:
         self.request_id = request_id
         self.num_sequences = num_sequences
         self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._index = index
-        self._inbox = inbox
-
-    def put(self, delta: RequestDelta) -> None:
-        self._inbox.put(self._index, delta)
+        self.index = index
+        self.inbox = inbox
 
     def fail(self, error: ApiError) -> None:
-        self._inbox.fail(error)
+        self.inbox.fail(error)
         if not self.accepted.done():
             self.accepted.set_exception(error)
             self.accepted.exception()  # seen: nobody may be waiting for it any more
@@ -104,8 +68,11 @@ class EngineClient(asyncio.Protocol):
         on_stats: Callable[[EngineStats], None],
         on_step: Callable[[float, int], None],
         on_end: Callable[[], None],
+        events_per_second: float = 0.0,
     ) -> None:
+        """events_per_second: how often an answer is woken for more tokens at most; 0: for every step."""
         self._options = options
+        self._pace = Pace(events_per_second)
         self._on_stats, self._on_step, self._on_end = on_stats, on_step, on_end
         self.state = EngineState.LOADING
         self.failure: tuple[str, int] | None = None  # why it could not be loaded, and the exit status for that
@@ -219,7 +186,7 @@ class EngineClient(asyncio.Protocol):
                     delta = wire.delta_from_json(one)
                     if delta.finished:
                         del self._running[delta.request_id]
-                    running.put(delta)
+                    self._pace.put(running.inbox, running.index, delta)
             self._on_step(seconds, num_tokens)
         elif name == wire.ACCEPTED:
             running = self._running.get(values[0])

@@ -25,8 +25,9 @@ from freight.outputs import EngineStats, FinishReason, RequestDelta, RequestTime
 from freight.sampling import SamplingParams, check_limits
 from freight.server.auth import Keys
 from freight.server.call import Call, Conversation, Reply, ReplyHead, Served, TokenizedWork, Work
-from freight.server.client import EngineClient, EngineState, Inbox, Running
+from freight.server.client import EngineClient, EngineState, Running
 from freight.server.errors import ApiError
+from freight.server.inbox import Inbox, merged
 from freight.server.limits import ServingLimits, check_context
 from freight.server.log import RequestLine, log_request
 from freight.server.metrics import UNNAMED, Metrics
@@ -92,7 +93,9 @@ class Service:
         served = self.require_served()  # it may have changed meanwhile
         self._admit(work)
         head = ReplyHead(call.request_id or request_id, int(time.time()), call.model, served.fingerprint)
-        answer = Answer(self, call.reply(head, served, work), work, request_id, key_name, arrival)
+        # A parser is given every token by itself: how many of them are reasoning depends on it.
+        parses = served.parser_of is not None and any(isinstance(one.prompt, Conversation) for one in call.work)
+        answer = Answer(self, call.reply(head, served, work), work, request_id, key_name, arrival, merges=not parses)
         try:
             await answer.submit()
         except BaseException as error:
@@ -235,8 +238,11 @@ class Answer:
         request_id: str,
         key_name: str | None,
         arrival: float,
+        merges: bool = True,
     ) -> None:
+        """merges: deltas that come together are given to the reply as one for each request."""
         self.reply = reply
+        self._merges = merges
         self.inbox = Inbox()
         self._last_sent = arrival
         self._service = service
@@ -273,7 +279,8 @@ class Answer:
         if self._failure is not None:
             raise self._failure
         sent = b""
-        for index, delta in await self.inbox.next():
+        deltas = await self.inbox.next()
+        for index, delta in merged(deltas) if self._merges else deltas:
             try:
                 sent += self._take(index, delta)
             except ApiError as error:

@@ -19,6 +19,7 @@ class ServerSettings:
     max_queue        completions that wait beside those that run; beyond them 429
     request_timeout  seconds from arrival to the end of an answer; None: no limit
     template_timeout seconds that the chat template may take for one conversation, and the compiler for one grammar
+    max_events_per_second  of one stream: tokens that come faster share an event; 0: an event for every step
     drain_timeout    seconds that running requests have after SIGTERM
     restart_engine   start a new engine process when one ends, instead of ending
     chat_template    a file with a Jinja template to use instead of the model's own
@@ -38,6 +39,7 @@ class ServerSettings:
     max_connections: int = 1024
     request_timeout: float | None = None
     template_timeout: float = 10.0
+    max_events_per_second: float = 50.0
     drain_timeout: float = 30.0
     restart_engine: bool = False
     chat_template: Path | None = None
@@ -49,8 +51,13 @@ class ServerSettings:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port is {self.port}; it must be 0 to 65535, where 0 takes a free one")
-        for name, least in (("max_queue", 0), ("max_connections", 1), ("drain_timeout", 0)):
-            if getattr(self, name) < least:
+        for name, least in (
+            ("max_queue", 0),
+            ("max_connections", 1),
+            ("drain_timeout", 0),
+            ("max_events_per_second", 0),
+        ):
+            if not getattr(self, name) >= least:
                 flag = f"--{name.replace('_', '-')}"
                 raise ConfigError(f"{flag} is {getattr(self, name)}; it must be {least} or more")
         for name in ("request_timeout", "template_timeout"):

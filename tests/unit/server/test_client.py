@@ -18,8 +18,9 @@ from freight.config.engine import EngineArgs
 from freight.outputs import FinishReason
 from freight.sampling import SamplingParams
 from freight.server.call import TokenizedWork
-from freight.server.client import EngineClient, EngineState, Inbox, WorkerOptions
+from freight.server.client import EngineClient, EngineState, WorkerOptions
 from freight.server.errors import ApiError
+from freight.server.inbox import Inbox
 
 ARGS = vars(EngineArgs(kv_cache_dtype="fp8", kv_cache_memory="8MiB", max_num_seqs=8))
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)

@@ -13,8 +13,9 @@ from freight.outputs import CompletionDelta, FinishReason, RequestDelta
 from freight.sampling import SamplingParams
 from freight.server.auth import Keys
 from freight.server.call import ReplyHead, Served, TokenizedWork, Work
-from freight.server.client import EngineState, Inbox, Running
+from freight.server.client import EngineState, Running
 from freight.server.errors import ApiError
+from freight.server.inbox import Inbox
 from freight.server.limits import ServingLimits
 from freight.server.metrics import Metrics
 from freight.server.service import Service
@@ -53,7 +54,8 @@ class FakeClient:
         running, _ = self.requests[request_id]
         if reason is not None:
             del self.requests[request_id]
-        running.put(RequestDelta(request_id, [delta], reason is not None))
+        running.inbox.put(running.index, RequestDelta(request_id, [delta], reason is not None))
+        running.inbox.nudge()
 
 
 class TextReply:
@@ -102,7 +104,7 @@ def test_what_came_before_a_failure_is_sent() -> None:
         client.say("1", "a")
         client.say("2", "b", FinishReason.ERROR)
         client.say("1", "c")
-        assert await answer.advance() == b"0a "
+        assert await answer.advance() == b"0ac "
         assert not answer.is_finished
         with pytest.raises(ApiError, match="it failed"):
             await answer.advance()

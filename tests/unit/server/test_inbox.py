@@ -1,0 +1,128 @@
+"""Deltas that wait for their reader, merged, and readers that are woken together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from freight.outputs import CompletionDelta, FinishReason, Logprob, RequestDelta, RequestTimes, TokenLogprobs
+from freight.server.inbox import Inbox, Pace, merged
+
+ENDINGS = st.sampled_from([FinishReason.STOP, FinishReason.LENGTH, FinishReason.ERROR, FinishReason.TIMEOUT])
+
+
+def delta(text: str, reason: FinishReason | None = None, index: int = 0, finished: bool = False) -> RequestDelta:
+    output = CompletionDelta(index, [len(text)], text, [{len(text): Logprob(-1.0, 1)}], reason, None, None)
+    times = RequestTimes(0.0, 0.0, 0.0) if finished else None
+    return RequestDelta("r", [output], finished, None, 3, times)
+
+
+@st.composite
+def streams(draw: st.DrawFn) -> list[tuple[int, RequestDelta]]:
+    """Deltas of two requests with two completions each, interleaved; some of them end."""
+    found = []
+    open_ones = [(request, index) for request in range(2) for index in range(2)]
+    for _ in range(draw(st.integers(1, 12))):
+        if not open_ones:
+            break
+        request, index = one = draw(st.sampled_from(open_ones))
+        reason = draw(st.none() | ENDINGS)
+        if reason is not None:
+            open_ones.remove(one)
+        last = reason is not None and not any(other == request for other, _ in open_ones)
+        found.append((request, delta(draw(st.text("abc", max_size=3)), reason, index, last)))
+    return found
+
+
+@dataclass
+class Said:
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+
+def said(given: Sequence[tuple[int, RequestDelta]]) -> dict[tuple[int, int], Said]:
+    """What deltas say of each completion."""
+    result: dict[tuple[int, int], Said] = {}
+    for request, one in given:
+        for output in one.outputs:
+            completion = result.setdefault((request, output.index), Said())
+            completion.text += output.text
+            completion.token_ids += output.token_ids
+            completion.logprobs += output.logprobs or []
+            completion.finish_reason = output.finish_reason
+    return result
+
+
+@given(streams())
+def test_merged_deltas_say_what_the_single_ones_said(deltas: list[tuple[int, RequestDelta]]) -> None:
+    once = merged(deltas)
+    assert said(once) == said(deltas)
+    assert [request for request, one in once if one.finished] == sorted(
+        (request for request, one in deltas if one.finished), key=[request for request, _ in once].index
+    )
+    for _, one in once:
+        assert one.finished == (one.times is not None)
+        if any(output.finish_reason in (FinishReason.ERROR, FinishReason.TIMEOUT) for output in one.outputs):
+            assert len(one.outputs[0].token_ids) == 1  # the text before it has a delta of its own
+    failures = sum(one.outputs[0].finish_reason in (FinishReason.ERROR, FinishReason.TIMEOUT) for _, one in deltas)
+    assert len(once) <= len({request for request, _ in deltas}) + failures
+
+
+def test_scores_of_a_prompt_are_joined() -> None:
+    one, two = {1: Logprob(-1.0, 1)}, {2: Logprob(-2.0, 1)}
+    scores: list[list[TokenLogprobs | None] | None] = [None, [None, one], [two]]
+    [(_, whole)] = merged([(0, RequestDelta("r", [], False, part)) for part in scores])
+    assert whole.prompt_logprobs == [None, one, two]
+
+
+def woken(per_second: float, feed: Callable[[Pace, Inbox], None], seconds: float = 0.0) -> list[int]:
+    """How many deltas the reader gets each time it is woken, while `feed` is called every 2 ms for some time."""
+
+    async def run() -> list[int]:
+        inbox, pace, counts = Inbox(), Pace(per_second), list[int]()
+
+        async def read() -> None:
+            while True:
+                counts.append(len(await inbox.next()))
+
+        reader = asyncio.create_task(read())
+        end = asyncio.get_running_loop().time() + seconds
+        while not counts or asyncio.get_running_loop().time() < end:
+            feed(pace, inbox)
+            await asyncio.sleep(0.002)
+        reader.cancel()
+        return counts
+
+    return asyncio.run(run())
+
+
+def test_a_fast_stream_is_read_no_more_often_than_the_pace() -> None:
+    counts = woken(20.0, lambda pace, inbox: pace.put(inbox, 0, delta("a")), 0.31)
+    assert counts[0] == 1, "the first token waits for nothing"
+    assert 3 <= len(counts) <= 8
+    assert max(counts) > 2
+
+
+def test_without_a_pace_every_delta_wakes() -> None:
+    assert set(woken(0.0, lambda pace, inbox: pace.put(inbox, 0, delta("a")), 0.05)) == {1}
+
+
+def test_the_last_delta_does_not_wait() -> None:
+    async def run() -> float:
+        inbox, pace = Inbox(), Pace(0.1)
+        for text in ("first", "second"):
+            pace.put(inbox, 0, delta(text))
+            await inbox.next()
+        pace.put(inbox, 0, delta("third"))
+        begin = asyncio.get_running_loop().time()
+        pace.put(inbox, 0, delta("", FinishReason.STOP, finished=True))
+        assert [one.outputs[0].text for _, one in await inbox.next()] == ["third", ""]
+        return asyncio.get_running_loop().time() - begin
+
+    assert asyncio.run(run()) < 5
