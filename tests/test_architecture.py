@@ -60,6 +60,7 @@ TORCH_FREE = [
     "engine/scheduler.py",
     "server/*.py",
     "server/openai/*.py",
+    "server/anthropic/*.py",
     "bench/serving*.py",  # load comes from the server's own cores: it starts at once, and stays small
     "cli/*.py",
 ]

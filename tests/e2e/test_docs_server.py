@@ -107,6 +107,7 @@ def test_the_table_of_limits_is_the_code_s() -> None:
     sampling = serving.sampling
     assert sampling.logprobs == sampling.prompt_logprobs
     assert server.max_connections == http_limits.max_connections
+    assert server.write_timeout == http_limits.write_seconds
     assert rows("Limits") == {
         "connections (`--max-connections`)": str(server.max_connections),
         "completions that wait (`--max-queue`), beside those that run (`--max-num-seqs`)": str(server.max_queue),
@@ -117,7 +118,7 @@ def test_the_table_of_limits_is_the_code_s() -> None:
         "seconds without a byte of the body": f"{http_limits.body_seconds:g}",
         "seconds for the body": f"{http_limits.body_total:g}",
         "seconds between requests of a connection": f"{http_limits.idle_seconds:g}",
-        "seconds in which a client reads nothing of its answer": f"{http_limits.write_seconds:g}",
+        "seconds in which a client reads nothing of its answer (`--write-timeout`)": f"{server.write_timeout:g}",
         "JSON objects and arrays inside each other": str(min(http_limits.json_depth, serving.nesting)),
         "JSON objects and arrays": str(http_limits.json_containers),
         "digits of a number": str(http_limits.number_digits),

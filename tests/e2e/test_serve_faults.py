@@ -52,6 +52,8 @@ def body_for(path: str, text: str, stream: bool, n: int = 1) -> dict[str, Any]:
     if path.startswith("/generate"):
         return {"inputs": text, "parameters": {"max_new_tokens": 900 - len(text)}}
     common = {"max_tokens": 900 - len(text), "ignore_eos": True, "temperature": 0, "stream": stream, "n": n}
+    if path == "/v1/messages":
+        return {"messages": [{"role": "user", "content": text}], "max_tokens": 900 - len(text), "stream": stream}
     if path == "/v1/chat/completions":
         return {"messages": [{"role": "user", "content": text}], **common}
     return {"prompt": text, **common}
@@ -138,6 +140,15 @@ def test_a_full_queue_refuses_before_an_answer_begins(server: Server) -> None:
         for path in ("/generate", "/generate_stream", "/"):
             answer = server.ask(path, {"inputs": "x"})
             assert (answer.status, answer.body["error_type"]) == (429, "overloaded")
+            assert set(answer.body) == {"error", "error_type"}
+            assert 1 <= int(answer.headers["retry-after"]) <= 120
+        for stream in (False, True):
+            answer = server.ask("/v1/messages", body_for("/v1/messages", "x", stream))
+            assert (answer.status, answer.body["type"]) == (429, "error")
+            assert (set(answer.error), answer.error["type"]) == ({"type", "message"}, "rate_limit_error")
+            assert 1 <= int(answer.headers["retry-after"]) <= 120
+        counted = server.ask("/v1/messages/count_tokens", body_for("/v1/messages", "x", False))
+        assert counted.status == 200  # it takes no place
         answer = server.ask("/v1/completions", {"prompt": "x", "n": 9})  # more than all places: no use to wait
         assert (answer.status, answer.error["param"]) == (400, "n")
         rest = [stream.whole().events for stream in streams]
@@ -146,7 +157,7 @@ def test_a_full_queue_refuses_before_an_answer_begins(server: Server) -> None:
         text = "".join(event["choices"][0]["text"] for event in events[:-1] if event["choices"])
         assert alone.endswith(text)
         assert len(text) > len(alone) // 2
-    assert server.metric("vllm:admission_rejections_total", reason="queue_full") == refused + 7
+    assert server.metric("vllm:admission_rejections_total", reason="queue_full") == refused + 9
 
 
 def test_a_client_that_does_not_read_holds_up_nobody(server: Server) -> None:

@@ -181,10 +181,3 @@ def expand_scale(values: tuple[float, ...], num_kv_heads: int, head_dim: int) ->
 def same_cache_at_16_bits(spec: KVCacheSpec, format: Format) -> KVCacheSpec:
     """The cache that `format` would have needed, for the comparison that start-up prints."""
     return KVCacheSpec(tuple(replace(layer, format=format, granularity=None) for layer in spec.layers), spec.block_size)
-
-
-def tokens_at_16_bits(pool: KVPool) -> int:
-    """Tokens of whole sequences that the pool's memory would hold at 16 bits a value, in whole blocks."""
-    sixteen = same_cache_at_16_bits(pool.spec, Format.BFLOAT16)
-    blocks = pool.capacity_blocks * pool.spec.bytes_per_token // sixteen.bytes_per_token
-    return blocks * pool.spec.block_size

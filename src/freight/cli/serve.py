@@ -27,6 +27,7 @@ SERVER_FLAGS: tuple[tuple[Flag, Any], ...] = (  # each with its default
     (Flag("max_queue", int, "Completions that may wait beside those that run; then 429.", "COUNT"), 256),
     (Flag("max_connections", int, "Open connections at most.", "COUNT"), 1024),
     (Flag("request_timeout", float | None, "Longest time for one answer.", "SECONDS"), None),
+    (Flag("write_timeout", float, "Longest time in which a client reads nothing of its answer.", "SECONDS"), 60.0),
     (Flag("template_timeout", float, "Longest time for one chat template or grammar.", "SECONDS"), 10.0),
     (Flag("max_events_per_second", float, "Events of one stream; faster tokens share one. 0: any.", "RATE"), 50.0),
     (Flag("drain_timeout", float, "Time for running answers after SIGTERM.", "SECONDS"), 30.0),

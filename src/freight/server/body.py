@@ -32,18 +32,12 @@ class DisconnectedError(Exception):
     """The client left, or was refused, before its body was complete: there is nobody to answer."""
 
 
-async def read_json(receive: Receive, headers: Iterable[tuple[bytes, bytes]], limits: HttpLimits) -> dict[str, Any]:
-    """The JSON object that a request carries.
+async def read_body(receive: Receive, headers: Iterable[tuple[bytes, bytes]], limits: HttpLimits) -> bytes:
+    """The bytes of a body that is declared as JSON, for `parse_object`.
 
     receive  of ASGI; headers: of the ASGI scope
-    Raises ApiError: 413 too large (the rest is not read), 415 not declared as JSON, 400 not a JSON object. Raises
-    DisconnectedError.
+    Raises ApiError: 413 too large (the rest is not read), 415 not declared as JSON. Raises DisconnectedError.
     """
-    return parse_object(await read_body(receive, headers, limits), limits)
-
-
-async def read_body(receive: Receive, headers: Iterable[tuple[bytes, bytes]], limits: HttpLimits) -> bytes:
-    """The bytes of a body that is declared as JSON, for `parse_object`. Raises as `read_json`."""
     values = {name.lower(): value.decode("latin-1").strip() for name, value in headers}
     _check_type(values)
     length = values.get(b"content-length", "0")

@@ -82,8 +82,9 @@ class Lifecycle:
         self._status = loop.create_future()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
-        limits = HttpLimits(max_connections=self._settings.max_connections)
-        app = make_app(self._service, self._monitor, self._settings, limits)
+        settings = self._settings
+        limits = HttpLimits(max_connections=settings.max_connections, write_seconds=settings.write_timeout)
+        app = make_app(self._service, self._monitor, settings, limits)
         server = _Server(server_config(app, limits, drain_seconds=1))
         host, port = listener.getsockname()[:2]
         sys.stderr.write(f"freight: listening on http://{f'[{host}]' if ':' in host else host}:{port}\n")

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Collection, MutableMapping, Seq
 from typing import Any
 
 from freight.errors import ConfigError
+from freight.server import tgi_reply
 from freight.server.anthropic import errors as anthropic
 from freight.server.auth import Keys
 from freight.server.body import DisconnectedError, Receive
@@ -30,7 +31,6 @@ FAILED = "the server failed on this request; its log has the cause under the req
 
 _log = logging.getLogger(__name__)
 _ORIGIN = re.compile(r"https?://[A-Za-z0-9._\[\]:-]+")
-_TGI_TYPES = {401: "authentication", 404: "not_found", 429: "overloaded", 503: "overloaded"}
 _SHORT = 1 << 16  # bytes: no error of ours is longer
 
 
@@ -50,8 +50,7 @@ def error_body(path: str, error: ApiError) -> dict[str, object]:
         return anthropic.error_body(error)
     if path not in TGI_PATHS:
         return error.openai_body()
-    kind = _TGI_TYPES.get(error.status) or ("validation" if error.status < 500 else "generation")
-    return {"error": error.message, "error_type": kind}
+    return tgi_reply.error_body(error)
 
 
 async def send_error(scope: Scope, send: Send, error: ApiError) -> None:

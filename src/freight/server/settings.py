@@ -18,6 +18,7 @@ class ServerSettings:
     insecure         serve a public address without a key
     max_queue        completions that wait beside those that run; beyond them 429
     request_timeout  seconds from arrival to the end of an answer; None: no limit
+    write_timeout    seconds in which a client reads nothing of its answer; then its connection is dropped
     template_timeout seconds that the chat template may take for one conversation, and the compiler for one grammar
     max_events_per_second  of one stream: tokens that come faster share an event; 0: an event for every step
     drain_timeout    seconds that running requests have after SIGTERM
@@ -38,6 +39,7 @@ class ServerSettings:
     max_queue: int = 256
     max_connections: int = 1024
     request_timeout: float | None = None
+    write_timeout: float = 60.0
     template_timeout: float = 10.0
     max_events_per_second: float = 50.0
     drain_timeout: float = 30.0
@@ -60,7 +62,7 @@ class ServerSettings:
             if not getattr(self, name) >= least:
                 flag = f"--{name.replace('_', '-')}"
                 raise ConfigError(f"{flag} is {getattr(self, name)}; it must be {least} or more")
-        for name in ("request_timeout", "template_timeout"):
+        for name in ("request_timeout", "write_timeout", "template_timeout"):
             seconds = getattr(self, name)
             if seconds is not None and not seconds > 0:
                 raise ConfigError(f"--{name.replace('_', '-')} is {seconds}; it must be more than 0 seconds")

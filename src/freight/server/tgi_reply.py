@@ -20,6 +20,7 @@ from freight.server.call import TokenizedWork
 from freight.server.errors import ApiError
 from freight.tokenizer import Tokenizer
 
+_ERROR_TYPES = {401: "authentication", 404: "not_found", 424: "generation", 429: "overloaded", 503: "overloaded"}
 _LOWEST = -9999.0  # in place of minus infinity, which JSON does not have
 
 
@@ -40,14 +41,15 @@ class ReplyOptions:
     as_list: bool = False
 
 
-def error_body(error: ApiError) -> dict[str, str]:
-    """The envelope of TGI's API, whose `error_type` its clients make exceptions of."""
-    if error.status in (429, 503):
-        kind = "overloaded"
-    elif 400 <= error.status < 500 and error.status != 424:
-        kind = "validation"
-    else:
-        kind = "incomplete_generation" if error.code == "incomplete_generation" else "generation"
+def error_body(error: ApiError) -> dict[str, object]:
+    """The envelope of TGI's API, whose `error_type` its clients make exceptions of.
+
+    TGI has no type for a key that is wrong and for what is not there. These get names of their own, or clients would
+    say that the request's fields are at fault.
+    """
+    kind = _ERROR_TYPES.get(error.status) or ("validation" if 400 <= error.status < 500 else "generation")
+    if kind == "generation" and error.code == "incomplete_generation":
+        kind = error.code
     return {"error": error.message, "error_type": kind}
 
 

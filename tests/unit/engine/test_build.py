@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
+from freight.cache.pool import KVPool
+from freight.cache.spec import KVCacheSpec, LayerKVSpec
 from freight.config.engine import EngineArgs, EngineConfig
-from freight.engine.build import start_engine
+from freight.engine.build import cache_facts, start_engine
 from freight.errors import CapacityError
+from freight.fp8.formats import Format, Granularity
 from freight.models.decoder import Decoder
 from freight.models.open import OpenModel, open_model, open_random
 
@@ -63,3 +66,16 @@ def test_a_share_of_what_is_free_is_not_judged():
 def test_random_weights_are_counted_as_well():
     with pytest.raises(CapacityError, match="the weights need"):
         start_engine(open_random(EngineArgs(kv_cache_memory="900TiB"), "llama-1b"))
+
+
+def test_the_same_memory_at_16_bits_holds_half_the_tokens_of_fp8():
+    args = EngineArgs(max_model_len=16)
+    config = open_model(args).resolve(args)
+
+    def tokens(format: Format, granularity: Granularity | None) -> object:
+        spec = KVCacheSpec((LayerKVSpec(format, granularity, 2, 16, 16),), 4)
+        return cache_facts(KVPool((), spec, (10,)), config)["tokens_at_16_bits"]
+
+    assert tokens(Format.BFLOAT16, None) == 40
+    assert tokens(Format.E4M3FN, Granularity.HEAD) == 20
+    assert tokens(Format.E4M3FN, Granularity.TOKEN) == 20  # 22.5, in whole blocks

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.unit.server.raw_http import post, running
 
-from freight.server.body import DisconnectedError, parse_object, read_json
+from freight.server.body import DisconnectedError, parse_object, read_body
 from freight.server.errors import ApiError
 from freight.server.http_limits import HttpLimits
 
@@ -139,7 +139,7 @@ def read(body: bytes, limits: HttpLimits = LIMITS, *, piece: int = 1000, **heade
         return messages.pop(0)
 
     pairs = [(name.encode(), value.encode()) for name, value in given_headers.items() if value != "absent"]
-    return asyncio.run(read_json(receive, pairs, limits))
+    return parse_object(asyncio.run(read_body(receive, pairs, limits)), limits)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_a_client_that_leaves_is_not_answered() -> None:
         return {"type": "http.disconnect"}
 
     with pytest.raises(DisconnectedError):
-        asyncio.run(read_json(receive, [(b"content-type", b"application/json")], LIMITS))
+        asyncio.run(read_body(receive, [(b"content-type", b"application/json")], LIMITS))
 
 
 def test_chunks_without_end_are_read_to_the_limit_and_no_further() -> None:
@@ -204,7 +204,7 @@ def test_chunks_without_end_are_read_to_the_limit_and_no_further() -> None:
             taken.append(len(message.get("body", b"")))
             return message
 
-        await read_json(counted, scope["headers"], LIMITS)
+        await read_body(counted, scope["headers"], LIMITS)
 
     chunk = b"10000\r\n" + b"x" * 65536 + b"\r\n"
     with running(Errors(app), HttpLimits(linger_seconds=0.3)) as server, server.client() as client:

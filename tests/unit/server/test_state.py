@@ -8,9 +8,6 @@ from dataclasses import fields, replace
 import hypothesis.strategies as st
 from hypothesis import given
 
-from freight.cache.pool import KVPool, tokens_at_16_bits
-from freight.cache.spec import KVCacheSpec, LayerKVSpec
-from freight.fp8.formats import Format, Granularity
 from freight.outputs import EngineStats
 from freight.server.state import CacheFacts, engine_state
 
@@ -55,13 +52,3 @@ def test_an_engine_that_starts_anew_counts_from_zero_and_the_first_reading_has_n
     assert engine_state(replace(old, generated=30), old, 10.0, FACTS)["generated_tokens_per_s"] == 3.0
     assert engine_state(old, None, 10.0, FACTS)["generated_tokens_per_s"] == 0.0
     assert engine_state(old, old, 0.0, FACTS)["generated_tokens_per_s"] == 0.0
-
-
-def test_the_same_memory_at_16_bits_holds_half_the_tokens_of_fp8() -> None:
-    def tokens(format: Format, granularity: Granularity | None) -> int:
-        spec = KVCacheSpec((LayerKVSpec(format, granularity, 2, 16, 16),), 4)
-        return tokens_at_16_bits(KVPool((), spec, (10,)))
-
-    assert tokens(Format.BFLOAT16, None) == 40
-    assert tokens(Format.E4M3FN, Granularity.HEAD) == 20
-    assert tokens(Format.E4M3FN, Granularity.TOKEN) == 20  # 22.5, in whole blocks

@@ -16,6 +16,7 @@ from freight.outputs import CompletionDelta, FinishReason, Logprob, RequestDelta
 from freight.sampling import SamplingLimits, SamplingParams
 from freight.server.call import ReplyHead, Served, TokenizedWork
 from freight.server.errors import ApiError
+from freight.server.middleware import error_body
 from freight.server.tgi import ServerFacts, as_tgi_error, info, parse_generate
 from freight.tokenizer import Tokenizer
 
@@ -326,16 +327,20 @@ def test_without_a_tokenizer_there_is_no_text():
     [
         (ApiError(400, "m"), 422, "validation"),
         (ApiError(422, "m"), 422, "validation"),
-        (ApiError(401, "m"), 401, "validation"),
+        (ApiError(401, "m"), 401, "authentication"),
+        (ApiError(404, "m"), 404, "not_found"),
+        (ApiError(405, "m"), 405, "validation"),
         (ApiError(429, "m", headers={"Retry-After": "3"}), 429, "overloaded"),
         (ApiError(503, "m"), 503, "overloaded"),
         (ApiError(500, "m"), 424, "generation"),
+        (ApiError(424, "m", code="incomplete_generation"), 424, "incomplete_generation"),
     ],
 )
 def test_errors(error, status, kind):
     told = as_tgi_error(error)
     assert (told.status, told.headers.get("Retry-After")) == (status, error.headers.get("Retry-After"))
     assert parse().failure_body(told) == {"error": "m", "error_type": kind}
+    assert error_body("/generate", told) == {"error": "m", "error_type": kind}  # before the body was understood
     event = reply_of(parse(stream=True)).failure(told)
     assert json.loads(event.removeprefix(b"data:")) == {"error": "m", "error_type": kind}
 

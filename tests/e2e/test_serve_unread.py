@@ -1,0 +1,64 @@
+"""A client of `freight serve` that reads nothing of a long stream loses its connection after --write-timeout."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import time
+from urllib.parse import urlsplit
+
+from tests.asking import Server
+from tests.serving import freight_serve
+
+# Four streams with log-probabilities: far more bytes than the buffers of a connection hold.
+LONG = {"prompt": "def main(", "max_tokens": 900, "temperature": 0, "ignore_eos": True, "n": 4, "logprobs": 20}
+SHORT = {"prompt": "import os", "max_tokens": 10, "temperature": 0, "ignore_eos": True}
+OPTIONS = [
+    *("--kv-cache-dtype", "fp8", "--kv-cache-memory", "8MiB", "--max-num-seqs", "8", "--write-timeout", "0.5"),
+]
+
+
+def asked_on_a_small_window(url: str) -> http.client.HTTPConnection:
+    """A connection on which a stream was asked for, whose system takes in little that is not read."""
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=60)
+    connection.sock = socket.socket()
+    connection.sock.settimeout(60)
+    connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # before it is connected
+    connection.sock.connect((parts.hostname, parts.port))
+    connection.request(
+        "POST", "/v1/completions", json.dumps(LONG | {"stream": True}), {"Content-Type": "application/json"}
+    )
+    return connection
+
+
+def test_a_client_that_reads_nothing_is_dropped_and_holds_nothing() -> None:
+    with freight_serve("demo", OPTIONS) as url:
+        server = Server(url)
+        alone = server.ask("/v1/completions", SHORT).body["choices"]
+        connection = asked_on_a_small_window(url)
+        try:
+            server.wait_for(4)
+            asked = 0
+            while server.load() != (0, 0, 0):
+                assert server.ask("/v1/completions", SHORT).body["choices"] == alone  # nobody else notices
+                asked += 1
+            assert asked
+            assert server.metric("vllm:request_success_total", finished_reason="abort") == 1
+            assert server.metric("vllm:request_success_total", finished_reason="length") == 1 + asked
+            time.sleep(0.1)
+            assert b"[DONE]" not in received(connection.sock)
+        finally:
+            connection.close()
+
+
+def received(sock: socket.socket) -> bytes:
+    """What waits for the client, up to the end of the connection, however it ended."""
+    found = b""
+    try:
+        while data := sock.recv(1 << 16):
+            found += data
+    except ConnectionResetError:
+        pass
+    return found
