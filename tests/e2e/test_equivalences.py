@@ -35,7 +35,7 @@ CACHES: dict[str, dict[str, Any]] = {
     "int8": {"kv_cache_dtype": "int8"},
 }
 OTHER_KERNELS = ["reference", *(f"cpu-{build}" for build in library.runnable()[1:])]
-FAMILIES = [(variant, kernels) for variant, kernels in CASES if variant in ("gemma2", "gemma3")]
+FAMILIES = [(variant, kernels) for variant, kernels in CASES if variant in ("gemma2", "gemma3", "opt", "opt-350m")]
 SETUPS = [
     *(("demo", cache, "auto") for cache in CACHES),
     *(("demo", "e4m3-token", kernels) for kernels in OTHER_KERNELS),

@@ -20,7 +20,14 @@ IDS = tokens(100)
 STATIC: dict[str, Any] = {"weights": "fp8", "activations": "static", "kv_cache": "fp8", "calibration_data": [IDS]}
 SEPARATE = [*(f"self_attn.{part}_proj" for part in "qkvo"), "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
 FUSED = ["self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"]
-MODULES = {"gemma2": SEPARATE, "gemma3-two-ropes": SEPARATE, "phi3-partial": FUSED}
+UNGATED = [*(f"self_attn.{part}" for part in ("q_proj", "k_proj", "v_proj", "out_proj")), "fc1", "fc2"]
+MODULES = {
+    "gemma2": SEPARATE,
+    "gemma3-two-ropes": SEPARATE,
+    "phi3-partial": FUSED,
+    "opt": UNGATED,
+    "opt-350m": UNGATED,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +53,7 @@ def test_a_quantized_model_has_the_names_that_engines_read_and_runs(variant: str
     assert not [warning for warning in result.warnings if "grew" not in warning]
     stored = load_file(tmp_path / "out" / "model.safetensors")
     for index in range(VARIANTS[variant].num_hidden_layers):
-        prefix = f"model.layers.{index}."
+        prefix = f"model.{'decoder.' if variant.startswith('opt') else ''}layers.{index}."
         scales = {name.removeprefix(prefix) for name in stored if name.startswith(prefix) and "_scale" in name}
         of_modules = {f"{module}.{kind}_scale" for module in MODULES[variant] for kind in ("weight", "input")}
         assert scales == of_modules | {"self_attn.k_scale", "self_attn.v_scale"}

@@ -12,6 +12,7 @@ from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
+    OPTConfig,
     Phi3Config,
     PretrainedConfig,
     Qwen2Config,
@@ -41,6 +42,14 @@ MSCALE = {**YARN, "rope_theta": 1e6, "mscale": 1.0, "mscale_all_dim": 0.8, "beta
 LONG = {"rope_type": "longrope", "short_factor": [1.0 + i / 8 for i in range(8)],
         "long_factor": [2.0 + i for i in range(8)], "rope_theta": 10000.0}  # fmt: skip
 GEMMA: dict[str, Any] = {**SHAPE, "num_hidden_layers": 4, "head_dim": 32, "sliding_window": 24}
+OPT: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "ffn_dim": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+}
 
 VARIANTS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**SHAPE),
@@ -80,6 +89,10 @@ VARIANTS: dict[str, PretrainedConfig] = {
     ),
     "phi3-long": Phi3Config(**SHAPE, pad_token_id=0, original_max_position_embeddings=128, rope_parameters=LONG),
     "phi3-short": Phi3Config(**SHAPE, pad_token_id=0, original_max_position_embeddings=256, rope_parameters=LONG),
+    "opt": OPTConfig(**OPT),
+    "opt-untied": OPTConfig(**OPT, tie_word_embeddings=False, enable_bias=False),
+    "opt-350m": OPTConfig(**OPT, do_layer_norm_before=False, word_embed_proj_dim=48),  # its norms and projections
+    "opt-without-final-norm": OPTConfig(**OPT, _remove_final_layer_norm=True),
 }  # fmt: skip
 CASES = [(variant, kernels) for variant in VARIANTS for kernels in ("auto", "reference")]
 

@@ -105,9 +105,9 @@ def weight_bytes(model: ModelConfig, compute_format: Format, weight_format: Form
     """Bytes of weights that a step reads, scales included. Of an embedding that is not the head, only rows are read."""
     names, total = tensor_names(model), 0
     for name, shape in tensor_shapes(model).items():
-        if name == names.embedding and not model.tie_word_embeddings:
+        if name == names.positions or (name == names.embedding and not model.tie_word_embeddings):
             continue
-        linear = len(shape) == 2 and name not in (names.embedding, names.head)
+        linear = len(shape) == 2 and name not in names.outer
         total += math.prod(shape) * (weight_format if linear else compute_format).bytes
         if linear and weight_format.is_fp8:
             total += shape[0] * Format.FLOAT32.bytes

@@ -103,6 +103,6 @@ def linear_shapes(model: ModelConfig) -> list[tuple[int, int]]:
     return [
         (sum(mixer.qkv_sizes), model.hidden_size),
         (model.hidden_size, mixer.num_heads * mixer.v_dim),
-        (2 * feed_forward.intermediate_size, model.hidden_size),
+        (sum(feed_forward.up_sizes), model.hidden_size),
         (model.hidden_size, feed_forward.intermediate_size),
     ]

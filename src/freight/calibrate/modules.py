@@ -47,21 +47,29 @@ def head_module(config: ModelConfig) -> str:
     return tensor_names(config).head.removesuffix(".weight")
 
 
+def _outer_modules(config: ModelConfig) -> tuple[str, ...]:
+    """Linear modules outside of the layers beside the head: they stay in 16 bits."""
+    names = tensor_names(config)
+    return () if config.embedding_size is None else (names.project_in, names.project_out)
+
+
 def ignored_modules(
     config: ModelConfig, patterns: Sequence[str], lm_head: bool = False
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(names of ignored modules, names of quantized modules whose group is partly ignored).
 
-    Ignored are the modules that `patterns` match, and the output head unless `lm_head` is True. `lm_head` raises
-    ConfigError if the head is tied to the embedding. The second list matters to engines that merge q, k, v or gate, up:
-    they need one scheme for the whole group. Raises ConfigError for a pattern that matches no module.
+    Ignored are the modules that `patterns` match, the projections beside embedding and head, and the output head unless
+    `lm_head` is True. `lm_head` raises ConfigError if the head is tied to the embedding. The second list matters to
+    engines that merge q, k, v or gate, up: they need one scheme for the whole group. Raises ConfigError for a pattern
+    that matches no module.
     """
     layers = layer_modules(config)
     head = head_module(config)
     if lm_head and config.tie_word_embeddings:
         raise ConfigError(f"--lm-head: {head} is this model's embedding, which stays in 16 bits; omit --lm-head")
-    known = [name for layer in layers for group in layer.groups for name in group] + [head]
-    ignored = set() if lm_head else {head}
+    outer = _outer_modules(config)
+    known = [name for layer in layers for group in layer.groups for name in group] + [*outer, head]
+    ignored = {*outer} if lm_head else {*outer, head}
     for pattern in patterns:
         regular = pattern.startswith("re:")
         matched = _matches(pattern, known)

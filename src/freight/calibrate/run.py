@@ -227,7 +227,8 @@ def calibrate(
     total = config.num_layers * sum(lengths) * (2 if plan.center else 1)
     run = _Run(config.checkpoint_format, lengths, device, lambda done: on_progress("calibrating", done, total))
     tokens = torch.tensor([token for ids in samples for token in ids], dtype=torch.int64, device=device)
-    hidden = build_embedding(config, source, kernels)(tokens)
+    positions = torch.cat([torch.arange(length, dtype=torch.int64, device=device) for length in lengths])
+    hidden = build_embedding(config, source, kernels)(tokens, positions)
     watched, centered = [], []
     for index, modules in enumerate(layer_modules(config)):
         layer, mixer = build_layer(config, source, kernels, index, ropes), config.layers[index].mixer

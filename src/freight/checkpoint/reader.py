@@ -40,6 +40,7 @@ _NOT_FETCHED = ["*/*", "consolidated*"]  # other forms of the same weights
 _MAX_HEADER = 100_000_000  # bytes, the limit of the safetensors format
 # Tensors that other tools write and that change nothing here, by name, with the reason.
 _UNUSED = {
+    "*decoder.version": "the version of an older format of OPT",
     "*.rotary_emb.inv_freq": "computed from config.json",
     "*.q_scale": "a query scale: attention keeps queries in 16 bits",
     "*.q_proj.output_scale": "a query scale: attention keeps queries in 16 bits",

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from freight.config.layer import NormPlacement
+from freight.config.layer import NormKind, NormPlacement
 from freight.errors import CheckpointError, choices
 
 
@@ -16,19 +16,26 @@ def _words(text: str) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Family:
-    """What the models of one model_type have in common.
+    """What the models of one model_type have in common. A `..._key` is the key of config.json that has the value.
 
     architecture       the only value of `architectures`
     defaults           of keys that a config.json lacks, as transformers' configuration class has them
     keys               keys that this family has and others do not
+    lacks              keys that every other family has and this one does not
     qkv_bias           whether q, k and v have biases whatever the value of `attention_bias`
+    norm_kind, norm_eps  of every norm; an eps of None is read from `rms_norm_eps`
     norm_offset        what is added to a stored norm weight
     scales_embedding   whether the embedding's rows are multiplied by the square root of `hidden_size`
     mixed_windows      whether layers may differ in their window
-    activation_key     the key that names the activation; the other one is not read
+    gated              whether the feed-forward has a gate
+    activation_key     names the activation; the other one is not read
+    width_key          of the values between the projections of the feed-forward
+    bias_keys          whether attention and feed-forward have biases, where the family has that key
+    position_offset    row of the learned embedding of position 0; None: positions are rotary
     theta              of rotary embedding, where config.json names none
     local_theta        the same of layers with a window, if these have a rope of their own (`rope_local_base_freq`)
     partial_rotary     whether `partial_rotary_factor` may leave channels unrotated
+    bodies             what may precede the names of the decoder's tensors, and that of its head; the first is usual
     text_type          the model_type in `text_config`, where the decoder is described, if it is one part of the model
     wrapper_keys       keys outside of `text_config`; they describe the other parts
     """
@@ -36,16 +43,24 @@ class Family:
     architecture: str
     defaults: Mapping[str, Any]
     keys: frozenset[str] = frozenset()
+    lacks: frozenset[str] = frozenset()
     qkv_bias: bool = False
     qk_norm: bool = False
     norms: NormPlacement = NormPlacement.PRE
+    norm_kind: NormKind = NormKind.RMS
+    norm_eps: float | None = None
     norm_offset: float = 0.0
     scales_embedding: bool = False
     mixed_windows: bool = True
+    gated: bool = True
     activation_key: str = "hidden_act"
+    width_key: str = "intermediate_size"
+    bias_keys: tuple[str, str] = ("attention_bias", "mlp_bias")
+    position_offset: int | None = None
     theta: float = 10000.0
     local_theta: float | None = None
     partial_rotary: bool = False
+    bodies: tuple[tuple[str, str], ...] = (("model.", ""),)
     text_type: str | None = None
     wrapper_keys: frozenset[str] = frozenset()
 
@@ -134,6 +149,7 @@ FAMILIES = {
     "gemma3": replace(
         _GEMMA3,
         architecture="Gemma3ForConditionalGeneration",
+        bodies=(("model.language_model.", ""), ("language_model.model.", "language_model.")),
         text_type="gemma3_text",
         wrapper_keys=_words("vision_config mm_tokens_per_image boi_token_index eoi_token_index image_token_index"),
     ),
@@ -152,9 +168,38 @@ FAMILIES = {
         mixed_windows=False,
         partial_rotary=True,
     ),
+    "opt": Family(
+        "OPTForCausalLM",
+        {
+            "vocab_size": 50272,
+            "hidden_size": 768,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 12,
+            "ffn_dim": 3072,
+            "max_position_embeddings": 2048,
+            "activation_function": "relu",
+            "enable_bias": True,
+            "do_layer_norm_before": True,
+            "layer_norm_elementwise_affine": True,
+            "bos_token_id": 2,
+            "eos_token_id": 2,
+            "tie_word_embeddings": True,
+        },
+        _words("ffn_dim activation_function enable_bias word_embed_proj_dim")
+        | _words("do_layer_norm_before layer_norm_elementwise_affine _remove_final_layer_norm"),
+        _words("intermediate_size hidden_act hidden_activation num_key_value_heads head_dim rms_norm_eps rope_theta")
+        | _words("rope_scaling rope_parameters original_max_position_embeddings partial_rotary_factor")
+        | _words("attn_logit_softcapping final_logit_softcapping"),
+        norm_kind=NormKind.LAYER,
+        norm_eps=1e-5,
+        gated=False,
+        activation_key="activation_function",
+        width_key="ffn_dim",
+        bias_keys=("enable_bias", "enable_bias"),
+        position_offset=2,
+        bodies=(("model.decoder.", ""), ("decoder.", "")),  # facebook's own files have the second
+    ),
 }
-# Where the tensors of a decoder are that is one part of a model: what precedes their names, and that of its head.
-BODIES = (("model.language_model.", ""), ("language_model.model.", "language_model."))
 
 # keys that every family reads
 READ = _words(
@@ -184,6 +229,7 @@ HARMLESS = _words(
     max_sequence_length max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty
     temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
     encoder_no_repeat_ngram_size num_return_sequences exponential_decay_length_penalty begin_suppress_tokens
+    activation_dropout dropout layerdrop init_std prefix
     attn_implementation unsloth_version unsloth_fixed is_llama_config transformers.js_config is_decoder
     """
 )
@@ -236,7 +282,7 @@ def decoder_config(config: Mapping[str, Any]) -> tuple[str, Family, Mapping[str,
     Raises CheckpointError for keys that are neither read, nor harmless, nor switched off (null, false, empty).
     """
     model_type, family = find_family(config)
-    own = READ | family.keys | ({"attention_bias"} if family.qkv_bias else set())
+    own = (READ - family.lacks) | family.keys | ({"attention_bias"} if family.qkv_bias else set())
     if family.text_type is None:
         _refuse_unknown_keys(config, own, model_type)
         return model_type, family, config

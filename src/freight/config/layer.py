@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from freight.operands.activation import GatedActivation
+from freight.operands.activation import Activation, GatedActivation
 
 
 @dataclass(frozen=True)
@@ -50,18 +50,33 @@ class AttentionConfig:
 
 @dataclass(frozen=True)
 class DenseConfig:
-    """down(activation(gate(x)) * up(x)), `intermediate_size` values wide between."""
+    """down(activation(gate(x)) * up(x)), or without a gate down(activation(up(x))); `intermediate_size` values wide
+    between.
+    """
 
     intermediate_size: int
-    activation: GatedActivation = GatedActivation.SILU
+    activation: GatedActivation | Activation = GatedActivation.SILU
     bias: bool = False
+
+    @property
+    def up_sizes(self) -> tuple[int, ...]:
+        """Rows of the projections before the activation: of gate and up, or of up alone."""
+        return (self.intermediate_size,) * (2 if isinstance(self.activation, GatedActivation) else 1)
+
+
+class NormKind(StrEnum):
+    """What a norm computes."""
+
+    RMS = "rms"  # x / rms(x) * weight (Zhang and Sennrich 2019)
+    LAYER = "layer"  # (x - mean(x)) / std(x) * weight + bias (Ba et al. 2016)
 
 
 class NormPlacement(StrEnum):
-    """Which of a layer's inputs and outputs are normed."""
+    """What is normed in a layer."""
 
     PRE = "pre"  # the inputs of mixer and feed-forward
     SANDWICH = "sandwich"  # their inputs, and their outputs before these are added to the residual stream (Gemma 2)
+    POST = "post"  # the residual stream after each addition (Vaswani et al. 2017; OPT 350M)
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,14 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from freight.config.families import BODIES, Family, decoder_config, find_family, with_defaults
+from freight.config.families import Family, decoder_config, find_family, with_defaults
 from freight.config.fields import flag, integer, number, token_ids
-from freight.config.layer import AttentionConfig, DenseConfig, LayerConfig
+from freight.config.layer import AttentionConfig, DenseConfig, LayerConfig, NormKind, NormPlacement
 from freight.config.rope import RopeConfig as RopeConfig
 from freight.config.rope import parse_ropes
 from freight.errors import CheckpointError, choices
 from freight.fp8.formats import COMPUTE_FORMATS, Format
-from freight.operands.activation import GatedActivation
+from freight.operands.activation import Activation, GatedActivation
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,16 @@ class ModelConfig:
 
     layers                 from the first to the last
     ropes                  the rotary embeddings that layers name by index
-    rms_norm_eps           of every norm
+    norm_eps               of every norm
     norm_offset            what is added to a stored norm weight; if not 0, norms multiply in float32
     embedding_multiplier   multiplies the embedding's rows; None: nothing does
     logit_soft_cap         a logit x becomes logit_soft_cap * tanh(x / logit_soft_cap); None: unbounded
     checkpoint_format      the dtype that config.json names for the weights
     prefixes               what precedes the names of the decoder's tensors in the checkpoint, and the name of its head
+    norm_kind              of every norm
+    final_norm             whether the output of the last layer is normed
+    position_offset        row of position 0 in the embedding of positions; None: there is none
+    embedding_size         of a token, if it is projected to hidden_size, and back before the head; None: hidden_size
     """
 
     model_type: str
@@ -42,7 +46,7 @@ class ModelConfig:
     layers: tuple[LayerConfig, ...]
     ropes: tuple[RopeConfig, ...]
     max_position_embeddings: int
-    rms_norm_eps: float
+    norm_eps: float
     norm_offset: float
     embedding_multiplier: float | None
     tie_word_embeddings: bool
@@ -51,6 +55,10 @@ class ModelConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     prefixes: tuple[str, str] = ("model.", "")
+    norm_kind: NormKind = NormKind.RMS
+    final_norm: bool = True
+    position_offset: int | None = None
+    embedding_size: int | None = None
 
     @property
     def position_limit(self) -> int:
@@ -70,11 +78,12 @@ class ModelConfig:
         return len(self.layers)
 
 
-_ACTIVATIONS = {
+_ACTIVATIONS: Mapping[str, GatedActivation] = {
     "silu": GatedActivation.SILU,
     "swish": GatedActivation.SILU,
     "gelu_pytorch_tanh": GatedActivation.GELU_TANH,
 }
+_UNGATED: Mapping[str, Activation] = {"relu": Activation.RELU}
 
 
 def parse_model_config(config: Mapping[str, Any], tensors: Collection[str] = ()) -> ModelConfig:
@@ -88,12 +97,15 @@ def parse_model_config(config: Mapping[str, Any], tensors: Collection[str] = ())
     hidden_size = integer(config, "hidden_size")
     limit = integer(config, "max_position_embeddings")
     feed_forward = DenseConfig(
-        integer(config, "intermediate_size"), _activation(config, family), flag(config, "mlp_bias")
+        integer(config, family.width_key), _activation(config, family), flag(config, family.bias_keys[1])
     )
     mixer = _mixer(config, family, hidden_size)
+    norms, final_norm = _norms(config, family)
+    rotary = family.position_offset is None
     local = 0 if family.local_theta is None else 1  # the rope of layers with a window
+    rest = feed_forward, norms
     layers = [
-        LayerConfig(replace(mixer, window=window, rope=0 if window is None else local), feed_forward, family.norms)
+        LayerConfig(replace(mixer, window=window, rope=(0 if window is None else local) if rotary else None), *rest)
         for window in _windows(config, family, integer(config, "num_hidden_layers"))
     ]
     return ModelConfig(
@@ -102,9 +114,9 @@ def parse_model_config(config: Mapping[str, Any], tensors: Collection[str] = ())
         vocab_size=integer(config, "vocab_size"),
         hidden_size=hidden_size,
         layers=tuple(layers),
-        ropes=parse_ropes(config, family, limit, mixer.k_dim),
+        ropes=parse_ropes(config, family, limit, mixer.k_dim) if rotary else (),
         max_position_embeddings=limit,
-        rms_norm_eps=number(config, "rms_norm_eps", 1e-6),
+        norm_eps=number(config, "rms_norm_eps", 1e-6) if family.norm_eps is None else family.norm_eps,
         norm_offset=family.norm_offset,
         embedding_multiplier=hidden_size**0.5 if family.scales_embedding else None,
         tie_word_embeddings=flag(config, "tie_word_embeddings"),
@@ -113,6 +125,10 @@ def parse_model_config(config: Mapping[str, Any], tensors: Collection[str] = ())
         bos_token_id=next(iter(token_ids(config, "bos_token_id", None)), None),
         eos_token_ids=token_ids(config, "eos_token_id", None),
         prefixes=_prefixes(family, tensors),
+        norm_kind=family.norm_kind,
+        final_norm=final_norm,
+        position_offset=family.position_offset,
+        embedding_size=_embedding_size(config, hidden_size),
     )
 
 
@@ -138,10 +154,24 @@ def sampling_defaults(generation_config: Mapping[str, Any] | None) -> dict[str, 
 
 
 def _prefixes(family: Family, tensors: Collection[str]) -> tuple[str, str]:
-    if family.text_type is None:
-        return ModelConfig.prefixes
-    found = (body for body in BODIES if any(name.startswith(body[0]) for name in tensors))
-    return next(found, BODIES[0])
+    found = (body for body in family.bodies if any(name.startswith(body[0]) for name in tensors))
+    return next(found, family.bodies[0])
+
+
+def _norms(config: Mapping[str, Any], family: Family) -> tuple[NormPlacement, bool]:
+    """What is normed in each layer, and whether the output of the last layer is. Only OPT has keys for it."""
+    if "do_layer_norm_before" not in family.keys:
+        return family.norms, True
+    if not flag(config, "layer_norm_elementwise_affine"):
+        raise CheckpointError("config.json: layer_norm_elementwise_affine = False is not implemented; only True is")
+    if flag(config, "do_layer_norm_before"):
+        return NormPlacement.PRE, not flag(config, "_remove_final_layer_norm")
+    return NormPlacement.POST, False
+
+
+def _embedding_size(config: Mapping[str, Any], hidden_size: int) -> int | None:
+    size = integer(config, "word_embed_proj_dim", hidden_size)
+    return None if size == hidden_size else size
 
 
 def _mixer(config: Mapping[str, Any], family: Family, hidden_size: int) -> AttentionConfig:
@@ -154,7 +184,7 @@ def _mixer(config: Mapping[str, Any], family: Family, hidden_size: int) -> Atten
             f"config.json contradicts itself: num_attention_heads = {heads} is not a multiple of "
             f"num_key_value_heads = {kv_heads}"
         )
-    attention_bias = "attention_bias" in family.keys and flag(config, "attention_bias")
+    attention_bias = family.bias_keys[0] in family.keys and flag(config, family.bias_keys[0])
     head_dim = _head_dim(config, hidden_size, heads)
     scaled_by = number(config, "query_pre_attn_scalar", head_dim)
     return AttentionConfig(
@@ -185,18 +215,19 @@ def _head_dim(config: Mapping[str, Any], hidden_size: int, heads: int) -> int:
     return head_dim
 
 
-def _activation(config: Mapping[str, Any], family: Family) -> GatedActivation:
-    """What the family's key names; the other key, which transformers does not read, must not name another."""
+def _activation(config: Mapping[str, Any], family: Family) -> GatedActivation | Activation:
+    """What the family's key names; another key, which transformers does not read, must not name another."""
+    known: Mapping[str, GatedActivation | Activation] = _ACTIVATIONS if family.gated else _UNGATED
     own = config.get(family.activation_key, "silu")
-    for key in sorted(("hidden_act", "hidden_activation"), key=family.activation_key.__ne__):
+    for key in dict.fromkeys((family.activation_key, "hidden_act", "hidden_activation")):
         named = config.get(key, own)
-        if named not in _ACTIVATIONS:
-            raise CheckpointError(f"config.json: {key} = {named!r} is not implemented; {choices(_ACTIVATIONS)} are")
-        if _ACTIVATIONS[named] is not _ACTIVATIONS.get(own):
+        if named not in known:
+            raise CheckpointError(f"config.json: {key} = {named!r} is not implemented; {choices(known)} are")
+        if known[named] is not known.get(own):
             raise CheckpointError(
                 f"config.json contradicts itself: {key} = {named!r}, but {family.activation_key} is {own!r}"
             )
-    return _ACTIVATIONS[own]
+    return known[own]
 
 
 def _windows(config: Mapping[str, Any], family: Family, num_layers: int) -> tuple[int | None, ...]:

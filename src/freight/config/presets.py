@@ -68,6 +68,7 @@ _PHI_3_MINI = {
     "head_dim": 96,
     "sliding_window": 2047,
 }
+_OPT_125M = {"architectures": ["OPTForCausalLM"], "model_type": "opt", "torch_dtype": "float16"}  # the defaults
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "llama-1b": _llama(2048, 16, 8192, 32, 64, 8192),  # a small vocabulary: nearly all of it is decoder layers
@@ -77,6 +78,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "gemma-2-2b": _GEMMA_2_2B,
     "gemma-3-27b": _GEMMA_3_27B,
     "phi-3-mini": _PHI_3_MINI,
+    "opt-125m": _OPT_125M,
 }
 
 

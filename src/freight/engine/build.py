@@ -115,7 +115,7 @@ def _weight_bytes(model: ModelConfig, config: EngineConfig) -> int:
     names = tensor_names(model)
     matrix, other = min(config.weight_format.bytes, config.compute_format.bytes), config.compute_format.bytes
     return sum(
-        math.prod(shape) * (matrix if len(shape) == 2 and name not in (names.embedding, names.head) else other)
+        math.prod(shape) * (matrix if len(shape) == 2 and name not in names.outer else other)
         for name, shape in tensor_shapes(model).items()
     )
 

@@ -72,7 +72,7 @@ class CpuStep:
         model = self._owner.model
         if self._owner.obstacle:
             return model.forward(self._batch, self._owner.pool.layers)
-        embedded = model.embedding(self._batch.token_ids)
+        embedded = model.embedding(self._batch.token_ids, self._batch.positions)
         self._embedded = embedded if self._embedded is None else self._embedded.copy_(embedded)
         threads = torch.get_num_threads()  # the arguments of each call have it
         if threads in self._recordings:

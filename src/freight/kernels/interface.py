@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from freight.operands.activation import GatedActivation
+from freight.operands.activation import Activation, GatedActivation
 from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KVPages
 from freight.operands.rotary import Rotary
@@ -62,6 +62,19 @@ class KernelSet(Protocol):
         with it, or float32: they are multiplied first and rounded once. With `delta_weight`, as `weight`, the RMSNorm
         of delta is added instead of delta (the sandwich norms of Gemma 2).
         """
+        ...
+
+    def add_layer_norm(
+        self, x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor, eps: float, consumer: Any = None
+    ) -> tuple[Tensor, Any]:
+        """x + delta in x's dtype (x if delta is None), and the LayerNorm of that sum, for `consumer`.
+
+        x, delta: [rows, size]; weight, bias: [size], in x's dtype.
+        """
+        ...
+
+    def activated(self, x: Tensor, activation: Activation, consumer: Any = None) -> Any:
+        """activation(x), [rows, size], for `consumer`."""
         ...
 
     def gated(self, gate_up: Tensor, activation: GatedActivation, consumer: Any = None) -> Any:

@@ -23,7 +23,7 @@ from freight.errors import KernelError
 from freight.fp8.cast import amax, decode, encode, format_of, num_clipped, scale_from_amax, token_scale
 from freight.fp8.formats import Format, ScaleKind
 from freight.fp8.weights import BLOCK, expand_blocks
-from freight.operands.activation import GatedActivation
+from freight.operands.activation import Activation, GatedActivation
 from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KeyCenter, KVPages
 from freight.operands.rotary import Rotary
@@ -124,6 +124,29 @@ def add_rms_norm(
     if delta is not None:
         x = x + (delta if delta_weight is None else rms_norm(delta, delta_weight, eps))
     return x, rms_norm(x, weight, eps)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """(x - mean(x)) / sqrt(mean((x - mean(x))²) + eps) * weight + bias over the last dimension (Ba et al. 2016).
+
+    Rounded once, at the end.
+    """
+    values = x.float()
+    values = values - values.mean(-1, keepdim=True)
+    normed = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
+    return (normed * weight.float() + bias.float()).to(x.dtype)
+
+
+def add_layer_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x + delta in x's dtype, and the `layer_norm` of that. x, delta: [rows, size]; no delta adds nothing."""
+    x = x if delta is None else x + delta
+    return x, layer_norm(x, weight, bias, eps)
+
+
+def activated(x: Tensor, activation: Activation) -> Tensor:
+    """activation(x), element by element; NaN stays NaN."""
+    assert activation is Activation.RELU
+    return torch.relu(x)
 
 
 def gated(gate_up: Tensor, activation: GatedActivation) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from freight.kernels import reference
 from freight.kernels.reference import Fp8Products
-from freight.operands.activation import GatedActivation
+from freight.operands.activation import Activation, GatedActivation
 from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KVPages
 from freight.operands.rotary import Rotary
@@ -39,6 +39,14 @@ class ReferenceKernels:
         delta_weight: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         return reference.add_rms_norm(x, delta, weight, eps, delta_weight)
+
+    def add_layer_norm(
+        self, x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor, eps: float, consumer: object = None
+    ) -> tuple[Tensor, Tensor]:
+        return reference.add_layer_norm(x, delta, weight, bias, eps)
+
+    def activated(self, x: Tensor, activation: Activation, consumer: object = None) -> Tensor:
+        return reference.activated(x, activation)
 
     def gated(self, gate_up: Tensor, activation: GatedActivation, consumer: object = None) -> Tensor:
         return reference.gated(gate_up, activation)

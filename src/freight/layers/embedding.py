@@ -1,4 +1,4 @@
-"""Token embedding, and the output head over the same or another matrix."""
+"""Embedding of tokens and positions, and the output head over the same matrix as tokens or another."""
 
 from __future__ import annotations
 
@@ -9,19 +9,30 @@ import torch
 from torch import Tensor
 
 from freight.kernels.interface import KernelSet
+from freight.layers.linear import Projection
 
 
 @dataclass(frozen=True)
 class Embedding:
-    """Rows of `weight` [vocab_size, hidden_size], times `multiplier`, a number of the weight's dtype."""
+    """Rows of `weight` [vocab_size, embedding_size], times `multiplier`, a number of the weight's dtype.
+
+    projection   to hidden_size, where the rows have another size
+    positions    [max_positions, hidden_size], learned; the row of each token's position is added
+    """
 
     weight: Tensor
     multiplier: float | None = None
+    projection: Projection | None = None
+    positions: Tensor | None = None
 
-    def __call__(self, token_ids: Tensor) -> Tensor:
-        """[num_tokens] -> [num_tokens, hidden_size]"""
+    def __call__(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """[num_tokens], and the position of each in its sequence -> [num_tokens, hidden_size]"""
         rows = self.weight[token_ids]
-        return rows if self.multiplier is None else rows * self.multiplier
+        if self.multiplier is not None:
+            rows = rows * self.multiplier
+        if self.projection is not None:
+            rows = self.projection(rows)
+        return rows if self.positions is None else rows + self.positions[positions]
 
 
 @dataclass(frozen=True)
@@ -29,15 +40,19 @@ class LogitsHead:
     """Hidden states [rows, hidden_size] -> float32 logits [rows, vocab_size]; quantized if the checkpoint's head is.
 
     `weight` is what `kernels.pack` returned; `input_limit` is that of `Linear`. With a soft cap a logit x becomes
-    soft_cap * tanh(x / soft_cap) (Gemma 2, Riviere et al. 2024).
+    soft_cap * tanh(x / soft_cap) (Gemma 2, Riviere et al. 2024). `projection` comes before `weight`, if its rows are
+    of another size than hidden_size.
     """
 
     weight: Any
     kernels: KernelSet
     input_limit: float | None = None
     soft_cap: float | None = None
+    projection: Projection | None = None
 
     def __call__(self, hidden: Tensor) -> Tensor:
+        if self.projection is not None:
+            hidden = self.projection(hidden)
         if self.input_limit is not None:
             hidden = hidden.clamp(-self.input_limit, self.input_limit)
         logits = self.kernels.linear(hidden, self.weight, None).float()

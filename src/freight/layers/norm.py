@@ -1,4 +1,4 @@
-"""RMSNorm, with the residual addition before it."""
+"""RMSNorm and LayerNorm, with the residual addition before them."""
 
 from __future__ import annotations
 
@@ -29,3 +29,23 @@ class RMSNorm:
         With `delta_weight` the norm of delta with that weight is added instead of delta.
         """
         return self.kernels.add_rms_norm(x, delta, self.weight, self.eps, consumer, delta_weight)
+
+
+@dataclass(frozen=True)
+class LayerNorm:
+    """(x - mean(x)) / std(x) * weight + bias over the last dimension. weight, bias: [hidden_size]."""
+
+    weight: Tensor
+    bias: Tensor
+    eps: float
+    kernels: KernelSet
+
+    def __call__(
+        self, x: Tensor, delta: Tensor | None, consumer: Any = None, delta_weight: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
+        """As `RMSNorm`; no model that has LayerNorm norms what it adds."""
+        assert delta_weight is None
+        return self.kernels.add_layer_norm(x, delta, self.weight, self.bias, self.eps, consumer)
+
+
+Norm = RMSNorm | LayerNorm

@@ -16,7 +16,9 @@ class TensorNames:
     """Checkpoint names; `{}` is the layer's index. Projections of one field may also be stored as one tensor, in the
     order of their names: then the field has that name alone.
 
-    embedding, norm, layer, head   follow `ModelConfig.prefixes`
+    embedding, norm, layer, head, positions, project_in, project_out   follow `ModelConfig.prefixes`
+    positions                      learned embedding of positions, in models that have it
+    project_in, project_out        Linear modules behind the embedding and before the head, in models that have them
     attention_post, mlp_post       norms of the outputs, in layers that have them (`NormPlacement.SANDWICH`)
     unused                         patterns of tensors that the decoder does not need, with the reason
     """
@@ -25,6 +27,9 @@ class TensorNames:
     norm: str = "norm.weight"
     layer: str = "layers.{}."
     head: str = "lm_head.weight"
+    positions: str = "embed_positions.weight"
+    project_in: str = "project_in"
+    project_out: str = "project_out"
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     o: str = "self_attn.o_proj"
     q_norm: str = "self_attn.q_norm.weight"
@@ -36,6 +41,12 @@ class TensorNames:
     attention_post: str = ""
     mlp_post: str = ""
     unused: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def outer(self) -> frozenset[str]:
+        """Matrices outside of the layers, which are not quantized at load."""
+        projections = (f"{self.project_in}.weight", f"{self.project_out}.weight")
+        return frozenset((self.embedding, self.positions, self.head, *projections))
 
 
 _SANDWICH = TensorNames(
@@ -57,6 +68,14 @@ ARCHITECTURES = {
     "Gemma3ForCausalLM": _SANDWICH,
     "Gemma3ForConditionalGeneration": replace(_SANDWICH, unused=_VISION),
     "Phi3ForCausalLM": TensorNames(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)),
+    "OPTForCausalLM": TensorNames(
+        norm="final_layer_norm.weight",
+        o="self_attn.out_proj",
+        gate_up=("fc1",),
+        down="fc2",
+        attention_norm="self_attn_layer_norm.weight",
+        mlp_norm="final_layer_norm.weight",
+    ),
 }
 
 
@@ -69,4 +88,7 @@ def tensor_names(config: ModelConfig) -> TensorNames:
         norm=body + names.norm,
         layer=body + names.layer,
         head=head + names.head,
+        positions=body + names.positions,
+        project_in=body + names.project_in,
+        project_out=body + names.project_out,
     )

@@ -1,4 +1,4 @@
-"""The decoder: embedding, layers of attention and gated MLP, norm, head. Data tells the families apart, not classes."""
+"""The decoder: embedding, layers of attention and MLP, norm, head. Data tells the families apart, not classes."""
 
 from __future__ import annotations
 
@@ -14,23 +14,28 @@ from freight.kernels.interface import KernelSet
 from freight.layers.attention import Attention
 from freight.layers.embedding import Embedding, LogitsHead
 from freight.layers.linear import Projection
-from freight.layers.norm import RMSNorm
-from freight.operands.activation import GatedActivation
+from freight.layers.norm import Norm
+from freight.operands.activation import Activation, GatedActivation
 from freight.operands.batch import ForwardBatch
 from freight.operands.rotary import Rotary
 
 
 @dataclass(frozen=True)
 class MLP:
-    """down(activation(gate(x)) * up(x)); `gate_up` computes both, concatenated along the output."""
+    """down(activation(gate(x)) * up(x)); `gate_up` computes both, concatenated along the output.
+
+    Without a gate, `gate_up` is up alone: down(activation(up(x))).
+    """
 
     gate_up: Projection
     down: Projection
-    activation: GatedActivation
+    activation: GatedActivation | Activation
     kernels: KernelSet
 
     def __call__(self, x: Any) -> Tensor:
         """x: [num_tokens, hidden_size], a tensor or what the norm returned for `gate_up.consumer`."""
+        if isinstance(self.activation, Activation):
+            return self.down(self.kernels.activated(self.gate_up(x), self.activation, self.down.consumer))
         return self.down(self.kernels.gated(self.gate_up(x), self.activation, self.down.consumer))
 
 
@@ -45,7 +50,7 @@ class Residual(NamedTuple):
     delta: Tensor | None = None
     delta_weight: Tensor | None = None
 
-    def normed(self, norm: RMSNorm, consumer: Any = None) -> tuple[Tensor, Any]:
+    def normed(self, norm: Norm, consumer: Any = None) -> tuple[Tensor, Any]:
         """The stream, added up, and its norm for `consumer` (`KernelSet`)."""
         return norm(self.x, self.delta, consumer, self.delta_weight)
 
@@ -56,17 +61,23 @@ class Residual(NamedTuple):
 @dataclass(frozen=True)
 class DecoderLayer:
     """x += attention(norm(x)); x += mlp(norm(x)); where `attention_post` and `mlp_post` are not None, they are the
-    weights of a norm of what is added.
+    weights of a norm of what is added. With `post` the norms are of the sums instead: x = norm(x + attention(x));
+    x = norm(x + mlp(x)).
     """
 
-    attention_norm: RMSNorm
+    attention_norm: Norm
     attention: Attention
     attention_post: Tensor | None
-    mlp_norm: RMSNorm
+    mlp_norm: Norm
     mlp: MLP
     mlp_post: Tensor | None
+    post: bool = False
 
     def __call__(self, stream: Residual, batch: ForwardBatch, kv: LayerKV) -> Residual:
+        if self.post:
+            _, x = Residual(stream.x, self.attention(stream.x, batch, kv)).normed(self.attention_norm)
+            _, x = Residual(x, self.mlp(x)).normed(self.mlp_norm)
+            return Residual(x)
         x, normed = stream.normed(self.attention_norm, self.attention.qkv.consumer)
         stream = Residual(x, self.attention(normed, batch, kv), self.attention_post)
         x, normed = stream.normed(self.mlp_norm, self.mlp.gate_up.consumer)
@@ -85,7 +96,7 @@ class Decoder:
     config: ModelConfig
     embedding: Embedding
     layers: tuple[DecoderLayer, ...]
-    norm: RMSNorm
+    norm: Norm | None
     head: LogitsHead
 
     @property
@@ -102,11 +113,12 @@ class Decoder:
         return self.head(hidden)
 
     def hidden(self, batch: ForwardBatch, kv_cache: Sequence[LayerKV]) -> Tensor:
-        """Run one step and return its final states, normed, [num_logit_rows, hidden_size]; K and V go into `kv_cache`.
+        """Run one step and return its final states, [num_logit_rows, hidden_size]; K and V go into `kv_cache`.
 
-        Logits take far more memory than these, so their rows can be computed a few at a time.
+        They are normed, if the model has a last norm. Logits take far more memory than these, so their rows can be
+        computed a few at a time.
         """
-        return self.layers_over(self.embedding(batch.token_ids), batch, kv_cache)
+        return self.layers_over(self.embedding(batch.token_ids, batch.positions), batch, kv_cache)
 
     def layers_over(self, embedded: Tensor, batch: ForwardBatch, kv_cache: Sequence[LayerKV]) -> Tensor:
         """`hidden` behind the embedding: the layers and the last norm. embedded: [num_tokens, hidden_size]."""
@@ -115,6 +127,8 @@ class Decoder:
             stream = layer(stream, batch, kv)
         if len(batch.logit_rows) < len(stream.x):
             stream = stream.rows(batch.logit_rows)
+        if self.norm is None:
+            return stream.x if stream.delta is None else stream.x + stream.delta
         _, normed = stream.normed(self.norm)
         assert isinstance(normed, Tensor)  # this norm has no consumer, so it is not quantized
         return normed

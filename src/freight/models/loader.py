@@ -16,7 +16,7 @@ from torch import Tensor
 
 from freight.checkpoint.linears import StoredLinear, find_linears
 from freight.checkpoint.reader import Checkpoint
-from freight.config.layer import LayerConfig, NormPlacement
+from freight.config.layer import LayerConfig, NormKind, NormPlacement
 from freight.config.model import ModelConfig
 from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
@@ -26,7 +26,7 @@ from freight.kernels.interface import KernelSet
 from freight.layers.attention import Attention
 from freight.layers.embedding import Embedding, LogitsHead
 from freight.layers.linear import Linear, Projection, UnmergedLinear
-from freight.layers.norm import RMSNorm
+from freight.layers.norm import LayerNorm, Norm, RMSNorm
 from freight.layers.rope import build_ropes
 from freight.models.architectures import TensorNames, tensor_names
 from freight.models.decoder import MLP, Decoder, DecoderLayer
@@ -39,25 +39,39 @@ UNQUANTIZED = Scheme()
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor that a checkpoint of this model must have, with its shape."""
     c, names = config, tensor_names(config)
-    shapes: dict[str, tuple[int, ...]] = {
-        names.embedding: (c.vocab_size, c.hidden_size),
-        names.norm: (c.hidden_size,),
-    }
+    width = c.embedding_size or c.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {names.embedding: (c.vocab_size, width)}
+    if c.final_norm:
+        shapes |= dict.fromkeys(_norm_tensors(names.norm, c), (c.hidden_size,))
+    if c.position_offset is not None:
+        shapes[names.positions] = (c.position_offset + c.max_position_embeddings, c.hidden_size)
+    if c.embedding_size is not None:
+        shapes |= {f"{names.project_in}.weight": (c.hidden_size, width)}
+        shapes |= {f"{names.project_out}.weight": (width, c.hidden_size)}
     if not c.tie_word_embeddings:
-        shapes[names.head] = (c.vocab_size, c.hidden_size)
+        shapes[names.head] = (c.vocab_size, width)
     for index, layer in enumerate(c.layers):
         prefix = names.layer.format(index)
-        shapes |= {prefix + name: shape for name, shape in _layer_shapes(layer, c.hidden_size, names).items()}
+        shapes |= {prefix + name: shape for name, shape in _layer_shapes(layer, c, names).items()}
     return shapes
 
 
-def _layer_shapes(layer: LayerConfig, hidden: int, names: TensorNames) -> dict[str, tuple[int, ...]]:
+def _norm_tensors(weight: str, config: ModelConfig) -> tuple[str, ...]:
+    """The names of a norm's tensors: its weight, and its bias where it has one."""
+    return (weight, _bias_of(weight)) if config.norm_kind is NormKind.LAYER else (weight,)
+
+
+def _bias_of(weight: str) -> str:
+    return weight.removesuffix("weight") + "bias"
+
+
+def _layer_shapes(layer: LayerConfig, config: ModelConfig, names: TensorNames) -> dict[str, tuple[int, ...]]:
     """Every tensor of one layer, by its name within the layer."""
-    mixer, mlp = layer.mixer, layer.feed_forward
+    mixer, mlp, hidden = layer.mixer, layer.feed_forward, config.hidden_size
     projections = {  # name -> outputs, inputs, whether it has a bias
         **{name: (size, hidden, mixer.qkv_bias) for name, size in _stored(names.qkv, mixer.qkv_sizes)},
         names.o: (hidden, mixer.num_heads * mixer.v_dim, mixer.o_bias),
-        **{name: (size, hidden, mlp.bias) for name, size in _stored(names.gate_up, (mlp.intermediate_size,) * 2)},
+        **{name: (size, hidden, mlp.bias) for name, size in _stored(names.gate_up, mlp.up_sizes)},
         names.down: (hidden, mlp.intermediate_size, mlp.bias),
     }
     shapes: dict[str, tuple[int, ...]] = {}
@@ -68,7 +82,7 @@ def _layer_shapes(layer: LayerConfig, hidden: int, names: TensorNames) -> dict[s
     norms = [names.attention_norm, names.mlp_norm]
     if layer.norms is NormPlacement.SANDWICH:
         norms += [names.attention_post, names.mlp_post]
-    shapes |= dict.fromkeys(norms, (hidden,))
+    shapes |= dict.fromkeys([tensor for norm in norms for tensor in _norm_tensors(norm, config)], (hidden,))
     if mixer.qk_norm:
         shapes |= {names.q_norm: (mixer.k_dim,), names.k_norm: (mixer.k_dim,)}
     return shapes
@@ -83,7 +97,7 @@ class WeightSource(Protocol):
     """Where the tensors of a model come from, on the device that it will run on."""
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """An embedding, a head, a norm or a bias, in the compute dtype."""
+        """An embedding, a norm or a bias, in the compute dtype."""
         ...
 
     def weight(self, name: str, shape: tuple[int, ...]) -> Weight:
@@ -91,7 +105,7 @@ class WeightSource(Protocol):
         ...
 
     def head(self, name: str, shape: tuple[int, ...]) -> Weight:
-        """The matrix of the output head, which is not quantized at load."""
+        """The matrix of the output head, or of a projection beside it; neither is quantized at load."""
         ...
 
 
@@ -162,14 +176,24 @@ class _Builder:
         weight, offset = self.tensor(name), self.config.norm_offset
         return weight if offset == 0 else weight.float() + offset
 
-    def norm(self, name: str) -> RMSNorm:
-        return RMSNorm(self.norm_weight(name), self.config.rms_norm_eps, self.kernels)
+    def norm(self, name: str) -> Norm:
+        eps = self.config.norm_eps
+        if self.config.norm_kind is NormKind.LAYER:
+            return LayerNorm(self.tensor(name), self.tensor(_bias_of(name)), eps, self.kernels)
+        return RMSNorm(self.norm_weight(name), eps, self.kernels)
 
     def embedding(self) -> Embedding:
         weight, multiplier = self.tensor(self.names.embedding), self.config.embedding_multiplier
         if multiplier is not None:
             multiplier = torch.tensor(multiplier, dtype=torch.float32, device="cpu").to(weight.dtype).item()
-        return Embedding(weight, multiplier)
+        offset = self.config.position_offset
+        positions = None if offset is None else self.tensor(self.names.positions)[offset:]
+        return Embedding(weight, multiplier, self.outer(self.names.project_in), positions)
+
+    def outer(self, module: str) -> Linear | None:
+        """A projection outside of the layers, if the model has it."""
+        name = f"{module}.weight"
+        return self.packed(self.source.head(name, self.shapes[name]), None) if name in self.shapes else None
 
     def layer(self, index: int, ropes: Mapping[int | None, Rotary]) -> DecoderLayer:
         layer, names, prefix = self.config.layers[index], self.names, self.names.layer.format(index)
@@ -179,7 +203,7 @@ class _Builder:
         attention = Attention(
             qkv=self.linear(prefix, *names.qkv),
             o=self.linear(prefix, names.o),
-            rotary=replace(ropes[mixer.rope], norms=norms, eps=self.config.rms_norm_eps),
+            rotary=replace(ropes[mixer.rope], norms=norms, eps=self.config.norm_eps),
             softmax_scale=mixer.softmax_scale,
             window=mixer.window,
             soft_cap=mixer.soft_cap,
@@ -192,6 +216,7 @@ class _Builder:
             mlp_norm=self.norm(prefix + names.mlp_norm),
             mlp=MLP(gate_up, down, layer.feed_forward.activation, self.kernels),
             mlp_post=self.norm_weight(prefix + names.mlp_post) if sandwich else None,
+            post=layer.norms is NormPlacement.POST,
         )
 
 
@@ -204,10 +229,12 @@ def build_decoder(config: ModelConfig, source: WeightSource, kernels: KernelSet,
     builder = _builder(config, source, kernels)
     ropes = build_ropes(config.ropes, max_len, device)
     layers = tuple(builder.layer(index, ropes) for index in range(config.num_layers))
-    norm, embedding, names = builder.norm(builder.names.norm), builder.embedding(), builder.names
+    norm = builder.norm(builder.names.norm) if config.final_norm else None
+    embedding, names = builder.embedding(), builder.names
     tied = config.tie_word_embeddings
     head = Weight(embedding.weight) if tied else source.head(names.head, builder.shapes[names.head])
-    logits = LogitsHead(kernels.pack(head), kernels, head.input_limit, config.logit_soft_cap)
+    projection = builder.outer(names.project_out)
+    logits = LogitsHead(kernels.pack(head), kernels, head.input_limit, config.logit_soft_cap, projection)
     return Decoder(config, embedding, layers, norm, logits)
 
 
@@ -242,7 +269,7 @@ def load_model(
     contradictions between declaration and tensors, and for invalid scales.
     """
     names, shapes = tensor_names(config), tensor_shapes(config)
-    stored = find_linears(checkpoint, scheme, shapes, frozenset((names.head, names.embedding)))
+    stored = find_linears(checkpoint, scheme, shapes, names.outer)
     needed = {stored[name].weight if name in stored else name: shape for name, shape in shapes.items()}
     checkpoint.check(needed)
     if config.tie_word_embeddings:

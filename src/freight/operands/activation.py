@@ -1,4 +1,4 @@
-"""GatedActivation: the function of the gate in a gated feed-forward. Imports no torch."""
+"""Activations of a feed-forward, with a gate and without. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,3 +10,9 @@ class GatedActivation(StrEnum):
 
     SILU = "silu"  # g / (1 + e^-g): SwiGLU
     GELU_TANH = "gelu_tanh"  # g/2 (1 + tanh(√(2/π) (g + 0.044715 g³))) (Hendrycks and Gimpel 2016): GeGLU
+
+
+class Activation(StrEnum):
+    """activation(x), in a feed-forward without a gate."""
+
+    RELU = "relu"  # max(x, 0)

@@ -8,7 +8,9 @@ import torch
 from freight.kernels import reference
 from freight.kernels.triton import elementwise
 from freight.kernels.triton.formats import current_target
-from freight.operands.activation import GatedActivation
+from freight.kernels.triton.rows import quantize
+from freight.operands.activation import Activation, GatedActivation
+from freight.operands.weight import Activations, Weight
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -33,6 +35,42 @@ def test_add_rms_norm(dtype, device):
     )  # fused is the composition of its parts
     assert same is total
     assert torch.equal(without, normed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_add_layer_norm(dtype, device):
+    """Values far from 0: a variance by mean(x²) - mean(x)² would lose its digits."""
+    torch.manual_seed(0)
+    x, delta = (torch.randn(2, 5, 200) * 4 + 30).to(dtype).to(device)
+    weight, bias = torch.randn(2, 200).to(dtype).to(device)
+    total, normed = elementwise.add_layer_norm(current_target(), x, delta, weight, bias, 1e-5)
+    expected = reference.add_layer_norm(x, delta, weight, bias, 1e-5)
+    assert torch.equal(total, expected[0])
+    bound = torch.finfo(dtype).eps * (expected[1].float().abs() + 4) + 2e-6  # the product and the bias may cancel
+    assert ((normed.float() - expected[1].float()).abs() <= bound).all()
+    same, without = elementwise.add_layer_norm(current_target(), total, None, weight, bias, 1e-5)
+    assert same is total
+    assert torch.equal(without, normed)
+
+
+@pytest.mark.parametrize("scale", ["row", "block", "static"])
+def test_norms_and_activations_are_quantized_for_their_consumer(scale, device):
+    """As `quantize` does it afterwards."""
+    torch.manual_seed(0)
+    x = torch.randn(3, 200).bfloat16().to(device)
+    weight, bias = torch.randn(2, 200).bfloat16().to(device)
+    codes = torch.zeros(8, 200, dtype=torch.float8_e4m3fn, device=device)
+    scales = torch.ones((1, 2) if scale == "block" else (8,), device=device)
+    static = (Activations.STATIC, 0.01) if scale == "static" else (Activations.DYNAMIC, None)
+    consumer, target = Weight(codes, scales, *static), current_target()
+    for operation in (
+        lambda to: elementwise.add_layer_norm(target, x, None, weight, bias, 1e-5, to)[1],
+        lambda to: elementwise.activated(target, x, Activation.RELU, to),
+    ):
+        plain, quantized = operation(None), operation(consumer)
+        expected = quantize(target, plain, consumer)
+        assert torch.equal(quantized.codes.view(torch.uint8), expected.codes.view(torch.uint8))
+        assert torch.equal(quantized.scale, expected.scale)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -88,7 +88,7 @@ def test_the_launches_of_a_layer(weights, launches, products, monkeypatch, devic
     spec = cache_spec(kv, config, 8)
     pool = allocate_pool(spec, kv, (6,), kernels, device)
     batch = prepare([SequenceSlice([7], 10, ((3, 1, 4),), Logits.LAST)], 8, device)
-    x = model.embedding(batch.token_ids)
+    x = model.embedding(batch.token_ids, batch.positions)
     made = []
     for executor, method in ((GridExecutor, "__call__"), (JITFunction, "run")):
         monkeypatch.setattr(executor, method, lambda kernel, *args, **kwargs: made.append(kernel))

@@ -45,7 +45,9 @@ def stored(folder: Path) -> list[tuple[float, float]]:
     return [tuple(float(scale_from_amax(amax, Format.E4M3FN)) for amax in both) for both in sides]  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("variant", ["llama-llama3", "qwen3", "gemma2", "gemma3-two-ropes", "phi3-partial"])
+@pytest.mark.parametrize(
+    "variant", ["llama-llama3", "qwen3", "gemma2", "gemma3-two-ropes", "phi3-partial", "opt", "opt-350m"]
+)
 def test_scales_are_those_of_the_keys_and_values_that_the_engine_stores(variant: str, tmp_path: Path):
     save_random(VARIANTS[variant], tmp_path, torch.float32)
     measured = calibrated(tmp_path).kv

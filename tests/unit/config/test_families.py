@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
 from tests.unit.config.test_model import SHAPE, config, refused, windows, windows_of
+from transformers import OPTConfig
 
-from freight.config.layer import NormPlacement
+from freight.config.layer import NormKind, NormPlacement
 from freight.config.model import parse_model_config, stop_token_ids
 from freight.errors import CheckpointError
-from freight.operands.activation import GatedActivation
+from freight.operands.activation import Activation, GatedActivation
 
 
 def test_every_second_layer_of_gemma_2_has_a_window_unless_layer_types_says_otherwise():
@@ -105,3 +107,77 @@ def test_activations():
     assert of("gemma2", hidden_activation="silu") is GatedActivation.SILU
     refused("contradicts", "hidden_act", "'silu'", model_type="gemma2", hidden_act="silu")
     refused("hidden_activation", "'gelu'", model_type="gemma2", hidden_activation="gelu")
+
+
+OPT_125M = {  # as its authors wrote it
+    "_name_or_path": "facebook/opt-125m",
+    "activation_dropout": 0.0,
+    "activation_function": "relu",
+    "architectures": ["OPTForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 2,
+    "do_layer_norm_before": True,
+    "dropout": 0.1,
+    "eos_token_id": 2,
+    "ffn_dim": 3072,
+    "hidden_size": 768,
+    "init_std": 0.02,
+    "layerdrop": 0.0,
+    "max_position_embeddings": 2048,
+    "model_type": "opt",
+    "num_attention_heads": 12,
+    "num_hidden_layers": 12,
+    "pad_token_id": 1,
+    "prefix": "</s>",
+    "torch_dtype": "float16",
+    "transformers_version": "4.21.0.dev0",
+    "use_cache": True,
+    "vocab_size": 50272,
+    "word_embed_proj_dim": 768,
+}
+
+
+def test_opt_is_read_as_it_is_written_and_by_its_defaults(tmp_path):
+    model = parse_model_config(OPT_125M)
+    mixer, feed_forward = model.layers[0].mixer, model.layers[0].feed_forward
+    assert (model.num_layers, model.hidden_size, model.embedding_size, model.position_offset) == (12, 768, None, 2)
+    assert (model.norm_kind, model.norm_eps, model.final_norm) == (NormKind.LAYER, 1e-5, True)
+    assert (mixer.num_heads, mixer.num_kv_heads, mixer.k_dim, mixer.rope) == (12, 12, 64, None)
+    assert (mixer.qkv_bias, mixer.o_bias, feed_forward.bias) == (True, True, True)
+    assert (feed_forward.intermediate_size, feed_forward.activation) == (3072, Activation.RELU)
+    assert (model.ropes, model.position_limit, model.tie_word_embeddings) == ((), 2048, True)
+    assert model.layers[0].norms is NormPlacement.PRE
+    bare = {"model_type": "opt", "torch_dtype": "float16"}
+    assert parse_model_config(bare) == model
+    OPTConfig().save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert parse_model_config({**written, "torch_dtype": "float16"}) == model
+    assert stop_token_ids(bare, None) == {2}
+
+
+def test_variants_of_opt():
+    post = parse_model_config({**OPT_125M, "do_layer_norm_before": False, "word_embed_proj_dim": 512})
+    assert (post.layers[0].norms, post.final_norm, post.embedding_size) == (NormPlacement.POST, False, 512)
+    assert not parse_model_config({**OPT_125M, "_remove_final_layer_norm": True}).final_norm
+    without = parse_model_config({**OPT_125M, "enable_bias": False})
+    assert not without.layers[0].mixer.qkv_bias
+    assert not without.layers[0].feed_forward.bias
+    assert parse_model_config(OPT_125M, ["decoder.layers.0.fc1.weight"]).prefixes == ("decoder.", "")
+    assert parse_model_config(OPT_125M, ["model.decoder.layers.0.fc1.weight"]).prefixes == ("model.decoder.", "")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("activation_function", "gelu"),
+        ("layer_norm_elementwise_affine", False),
+        ("do_layer_norm_before", "yes"),
+        ("word_embed_proj_dim", 0),
+        ("rope_theta", 1e4),  # not of this family: it would be passed over
+        ("intermediate_size", 3072),
+        ("num_key_value_heads", 4),
+    ],
+)
+def test_what_opt_does_not_have_is_refused_by_name(key, value):
+    with pytest.raises(CheckpointError, match=rf"{key}.*{value!r}"):
+        parse_model_config({**OPT_125M, key: value})

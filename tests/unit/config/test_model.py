@@ -59,7 +59,7 @@ def test_absent_keys_mean_what_transformers_takes(model_type):
     mixer = ours.layers[0].mixer
     assert ours.architecture == FAMILIES[model_type]
     assert ours.max_position_embeddings == theirs.max_position_embeddings
-    assert ours.rms_norm_eps == theirs.rms_norm_eps
+    assert ours.norm_eps == theirs.rms_norm_eps
     if model_type == "gemma3_text":
         ropes = [theirs.rope_parameters[kind] for kind in ("full_attention", "sliding_attention")]
     else:

@@ -111,7 +111,8 @@ def test_norm_weights_that_are_stored_as_their_difference_from_1(tmp_path):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_is_a_shape_that_runs(name):
-    small = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 50}
+    width = "ffn_dim" if PRESETS[name]["model_type"] == "opt" else "intermediate_size"
+    small = {"hidden_size": 96, width: 128, "num_hidden_layers": 2, "vocab_size": 50}
     config = parse_model_config({**PRESETS[name], **small})
     model = random_model(config, REFERENCE, Format.BFLOAT16, Format.E4M3FN, 32, "cpu")
     assert len(model.layers) == 2

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from freight.kernels import reference
 from freight.kernels.cpu import attention, elementwise, linear, store, tuning
 from freight.kernels.cpu.library import Library
 from freight.kernels.cpu.linear import PackedWeight
-from freight.operands.activation import GatedActivation
+from freight.operands.activation import Activation, GatedActivation
 from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KVPages
 from freight.operands.rotary import Rotary
@@ -18,7 +19,10 @@ from freight.operands.weight import Weight
 
 @dataclass(frozen=True)
 class CpuKernels:
-    """The compiled kernels. They take no `consumer`: activations are quantized by the product itself."""
+    """The compiled kernels. They take no `consumer`: activations are quantized by the product itself.
+
+    LayerNorm and activations without a gate are torch's, as the reference has them: few models need them.
+    """
 
     library: Library
     note: str = ""
@@ -47,6 +51,14 @@ class CpuKernels:
         delta_weight: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         return elementwise.add_rms_norm(self.library, x, delta, weight, eps, delta_weight)
+
+    def add_layer_norm(
+        self, x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor, eps: float, consumer: object = None
+    ) -> tuple[Tensor, Tensor]:
+        return reference.add_layer_norm(x, delta, weight, bias, eps)
+
+    def activated(self, x: Tensor, activation: Activation, consumer: object = None) -> Tensor:
+        return reference.activated(x, activation)
 
     def gated(self, gate_up: Tensor, activation: GatedActivation, consumer: object = None) -> Tensor:
         return elementwise.gated(self.library, gate_up, activation)

@@ -1,4 +1,4 @@
-"""Row-wise operations: residual addition with RMSNorm, activation of the gate times up; FP8 if the consumer takes it.
+"""Row-wise operations: residual addition with RMSNorm or LayerNorm, activations; FP8 if the consumer takes it.
 
 Computed in float32, rounded where the reference rounds.
 """
@@ -10,9 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from freight.kernels import reference
 from freight.kernels.triton.formats import Target
 from freight.kernels.triton.rows import Quantized, allocate_output, quantize, quantizes, this_row, write_row
-from freight.operands.activation import GatedActivation
+from freight.operands.activation import Activation, GatedActivation
 from freight.operands.weight import Weight
 
 
@@ -47,6 +48,27 @@ def add_rms_norm_kernel(
         stored = (stored.to(tl.float32) + delta.to(tl.float32)).to(stored.dtype)
         tl.store(sum_ptr + row * SIZE + index, stored, mask=mask)
     result = _rms_norm(stored, weight_ptr, eps, index, mask, SIZE)
+    write_row(result, out_ptr, scale_ptr, static_scale, row, group, index, mask, SIZE, NUM_SCALES, FORMAT, SCALES)
+
+
+@triton.jit
+def add_layer_norm_kernel(
+    x_ptr, delta_ptr, weight_ptr, bias_ptr, sum_ptr, eps, out_ptr, scale_ptr, static_scale, SIZE: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr, NUM_SCALES: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr,
+):  # fmt: skip
+    """A program: one row. Without delta_ptr the sum is x, and not written."""
+    row, group, index, mask = this_row(SIZE, BLOCK_GROUPS)
+    stored = tl.load(x_ptr + row * SIZE + index, mask=mask, other=0.0)
+    if delta_ptr is not None:
+        delta = tl.load(delta_ptr + row * SIZE + index, mask=mask, other=0.0)
+        stored = (stored.to(tl.float32) + delta.to(tl.float32)).to(stored.dtype)
+        tl.store(sum_ptr + row * SIZE + index, stored, mask=mask)
+    x = stored.to(tl.float32)
+    x = tl.where(mask, x - tl.sum(tl.sum(x, 1), 0) / SIZE, 0.0)
+    normed = x * tl.rsqrt(tl.sum(tl.sum(x * x, 1), 0) / SIZE + eps)
+    weight = tl.load(weight_ptr + index, mask=mask, other=0.0).to(tl.float32)
+    bias = tl.load(bias_ptr + index, mask=mask, other=0.0).to(tl.float32)
+    result = (normed * weight + bias).to(stored.dtype)
     write_row(result, out_ptr, scale_ptr, static_scale, row, group, index, mask, SIZE, NUM_SCALES, FORMAT, SCALES)
 
 
@@ -102,6 +124,31 @@ def add_rms_norm(
     out, pointers, constants = allocate_output(target, x, size, consumer)
     add_rms_norm_kernel[(rows,)](x, delta, delta_weight, weight, total, eps, *pointers, **constants)
     return total, out
+
+
+def add_layer_norm(
+    target: Target,
+    x: Tensor,
+    delta: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    consumer: Weight | None = None,
+) -> tuple[Tensor, Tensor | Quantized]:
+    """`reference.add_layer_norm`; the norm is quantized if `consumer` takes quantized rows. x, delta: contiguous."""
+    assert x.is_contiguous()
+    assert delta is None or delta.is_contiguous()
+    rows, size = x.shape
+    total = x if delta is None else torch.empty_like(x)
+    out, pointers, constants = allocate_output(target, x, size, consumer)
+    add_layer_norm_kernel[(rows,)](x, delta, weight, bias, total, eps, *pointers, **constants)
+    return total, out
+
+
+def activated(target: Target, x: Tensor, activation: Activation, consumer: Weight | None = None) -> Tensor | Quantized:
+    """`reference.activated`, quantized if `consumer` takes quantized rows. x: [rows, size]."""
+    out = reference.activated(x, activation)
+    return quantize(target, out, consumer) if quantizes(consumer) else out
 
 
 WIDE = 32768  # beyond it the gates and ups of a row do not fit the registers of one program

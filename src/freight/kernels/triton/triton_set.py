@@ -14,7 +14,7 @@ from torch import Tensor
 from freight.kernels.triton import elementwise, linear, paged, store
 from freight.kernels.triton.formats import Target
 from freight.kernels.triton.rows import Quantized
-from freight.operands.activation import GatedActivation
+from freight.operands.activation import Activation, GatedActivation
 from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KVPages
 from freight.operands.rotary import Rotary
@@ -47,6 +47,14 @@ class TritonKernels:
         delta_weight: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | Quantized]:
         return elementwise.add_rms_norm(self.target, x, delta, weight, eps, consumer, delta_weight)
+
+    def add_layer_norm(
+        self, x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor, eps: float, consumer: Weight | None = None
+    ) -> tuple[Tensor, Tensor | Quantized]:
+        return elementwise.add_layer_norm(self.target, x, delta, weight, bias, eps, consumer)
+
+    def activated(self, x: Tensor, activation: Activation, consumer: Weight | None = None) -> Tensor | Quantized:
+        return elementwise.activated(self.target, x, activation, consumer)
 
     def gated(self, gate_up: Tensor, activation: GatedActivation, consumer: Weight | None = None) -> Tensor | Quantized:
         return elementwise.gated(self.target, gate_up, activation, consumer)
