@@ -76,7 +76,7 @@ def resolve(
         raise ConfigError(f"--device {args.device}, but the device found is {device.kind} ({device.name})")
     check_threads(args.threads, device.cores)
     compute = model.checkpoint_format if args.dtype == "auto" else DTYPES[args.dtype]
-    kv = _kv_cache(args, compute, scheme, kv_scales, device.native_e4m3)
+    kv = resolve_kv_cache(args, compute, scheme, kv_scales, device.native_e4m3)
     if kv.format is Format.INT8 and device.kind != "cpu" and args.kernels != "reference":
         raise ConfigError(
             f"--kv-cache-dtype int8 on {device.name}: the kernels for GPUs have no INT8 cache; "
@@ -222,8 +222,14 @@ def _kv_format(args: EngineArgs, compute: Format, scheme: Scheme, native: Format
     return native if dtype in ("fp8", "fp8_e4m3") else Format(dtype), f"--kv-cache-dtype {dtype}"
 
 
-def _kv_cache(args: EngineArgs, compute: Format, scheme: Scheme, scales: KVScales, native: Format) -> KVCacheConfig:
-    """--kv-cache-dtype selects the format, --kv-scales the source of scales; `auto` depends on the checkpoint."""
+def resolve_kv_cache(
+    args: EngineArgs, compute: Format, scheme: Scheme, scales: KVScales, native: Format
+) -> KVCacheConfig:
+    """--kv-cache-dtype selects the format, --kv-scales the source of scales; `auto` depends on the checkpoint.
+
+    Part of `resolve`, which has checked the settings. `compute` is the format of an unquantized cache, `native` the
+    E4M3 of the device. Raises ConfigError, and CheckpointError where the checkpoint is at fault.
+    """
     format, cache = _kv_format(args, compute, scheme, native)
     file = kv_scales_file(args)
     named = args.kv_scales if args.quantization_param_path is None else args.quantization_param_path

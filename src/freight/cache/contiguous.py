@@ -1,0 +1,121 @@
+"""StoredTokens: keys or values of one layer in FP8, in one tensor, for attention that is not paged.
+
+The bytes and scales are those that `rotate_store` writes into pages for the same keys and values.
+`read` decodes all of them. `append`, `keep` and `select` are the only writers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from freight.errors import ConfigError
+from freight.fp8.cast import amax, decode, encode, token_scale, torch_dtype
+from freight.fp8.formats import Format
+
+SPARE_TOKENS = 16  # memory is taken for this many tokens more than there are, or for a part of theirs more
+SPARE_PART = 32
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How the keys, or the values, of a layer are stored.
+
+    `scale` is [num_kv_heads, head_dim] float32: static; None with `dynamic`, and where stored values are the true ones.
+    """
+
+    format: Format
+    dynamic: bool
+    scale: Tensor | None = None
+
+
+class StoredTokens:
+    """The keys, or the values, of one layer: bytes [batch, num_kv_heads, tokens, head_dim], and bfloat16 scales
+    [batch, num_kv_heads, tokens] if they are dynamic, in memory with some room for tokens to come."""
+
+    def __init__(self, storage: Storage, states: Tensor) -> None:
+        """Nothing yet, for states of the shape and on the device of `states`. Raises ConfigError if the scales have
+        another shape."""
+        batch, heads, _, dim = states.shape
+        if storage.scale is not None and storage.scale.shape != (heads, dim):
+            raise ConfigError(
+                f"the KV scales are for {list(storage.scale.shape)} KV heads and channels, but the keys or values have "
+                f"{[heads, dim]}; use the scales of the same model"
+            )
+        self._format, self._dynamic = storage.format, storage.dynamic
+        self._static = None if storage.scale is None else storage.scale.to(states.device)
+        self._bytes = torch.empty((batch, heads, 0, dim), dtype=torch.uint8, device=states.device)
+        self._scales = torch.empty((batch, heads, 0), dtype=torch.bfloat16, device=states.device)
+        self._begin = self._end = 0  # the tokens in use; what lies outside may hold anything
+
+    @property
+    def num_tokens(self) -> int:
+        return self._end - self._begin
+
+    @property
+    def stored(self) -> Tensor:
+        """The FP8 values, [batch, num_kv_heads, tokens, head_dim]."""
+        return self._bytes[:, :, self._begin : self._end].view(torch_dtype(self._format))
+
+    @property
+    def scale(self) -> Tensor | None:
+        """Their scales: bfloat16 [batch, num_kv_heads, tokens], or float32 [num_kv_heads, head_dim], or none."""
+        return self._scales[:, :, self._begin : self._end] if self._dynamic else self._static
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that is held, with the room for tokens to come and the scales."""
+        return self._bytes.nbytes + self._scales.nbytes + (0 if self._static is None else self._static.nbytes)
+
+    def append(self, states: Tensor) -> None:
+        """Quantize states, [batch, num_kv_heads, new tokens, head_dim], and store them behind the others."""
+        states, end = states.detach(), self._end + states.shape[2]
+        if end > self._bytes.shape[2]:
+            self._allocate(self.num_tokens + states.shape[2])
+            end = self._end + states.shape[2]
+        new = slice(self._end, end)
+        factor: Tensor | float = 1.0
+        if self._dynamic:
+            measured = token_scale(amax(states, -1), self._format)
+            self._scales[:, :, new] = measured
+            factor = measured.float()[..., None]
+        elif self._static is not None:
+            factor = self._static[:, None]
+        self._bytes[:, :, new] = encode(states, factor, self._format).view(torch.uint8)
+        self._end = end
+
+    def read(self, dtype: torch.dtype) -> Tensor:
+        """The values that are stored, [batch, num_kv_heads, tokens, head_dim]."""
+        scale = self.scale
+        if scale is None:
+            return decode(self.stored).to(dtype)
+        return decode(self.stored, scale.float()[..., None] if self._dynamic else scale[:, None]).to(dtype)
+
+    def keep(self, last: int, but: int = 0) -> None:
+        """Forget the `but` last tokens, and of the others all but the `last` ones."""
+        self._end = max(self._begin, self._end - but)
+        self._begin = max(self._begin, self._end - last)
+        if self._bytes.shape[2] > self.num_tokens + 2 * _spare(self.num_tokens):
+            self._allocate(self.num_tokens)
+
+    def select(self, rows: Tensor) -> None:
+        """Take these rows of the batch instead: indices, or a mask."""
+        rows = rows.to(self._bytes.device)
+        self._bytes, self._scales = self._bytes[rows], self._scales[rows]
+
+    def _allocate(self, tokens: int) -> None:
+        """Move what is in use to memory for `tokens` tokens and some more."""
+        (batch, heads, _, dim), capacity, used = self._bytes.shape, tokens + _spare(tokens), self.num_tokens
+        stored = self._bytes.new_empty((batch, heads, capacity, dim))
+        stored[:, :, :used] = self._bytes[:, :, self._begin : self._end]
+        if self._dynamic:
+            scales = self._scales.new_empty((batch, heads, capacity))
+            scales[:, :, :used] = self._scales[:, :, self._begin : self._end]
+            self._scales = scales
+        self._bytes, self._begin, self._end = stored, 0, used
+
+
+def _spare(tokens: int) -> int:
+    return max(SPARE_TOKENS, tokens // SPARE_PART)
