@@ -9,10 +9,11 @@ writing. Everything that can be refused is refused before the first computation.
 from __future__ import annotations
 
 import fnmatch
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from freight.calibrate.carried import Carried, carried_by
 from freight.calibrate.centers import WORTH, LayerCenters
 from freight.calibrate.data import Samples, read_samples
 from freight.calibrate.modules import ignored_modules
@@ -54,11 +55,15 @@ class QuantizeResult:
 
 @dataclass(frozen=True)
 class Unquantized:
-    """An opened checkpoint with 16- or 32-bit weights and no scales, every tensor accounted for."""
+    """An opened checkpoint with 16- or 32-bit weights, every tensor accounted for.
+
+    `carried` are the KV scales that it has beside them; None if it has none.
+    """
 
     checkpoint: Checkpoint
     model: ModelConfig
     name: str
+    carried: Carried | None = None
 
     def load_tokenizer(self) -> Tokenizer:
         return Tokenizer.load(
@@ -82,10 +87,11 @@ class Unquantized:
             return calibrate(self.model, source, kernels, plan, samples, ignored, device, on_progress)
 
 
-def open_unquantized(model: str, revision: str | None = None) -> Unquantized:
+def open_unquantized(model: str, revision: str | None = None, keep_kv: bool = False) -> Unquantized:
     """Open `model` ('demo', a folder or a hub id) for quantizing.
 
-    Raises CheckpointError for one that is quantized already, has KV scales, or lacks tensors.
+    Raises CheckpointError for one that is quantized already, or lacks tensors, and for one with KV scales, unless
+    `keep_kv` is True and its weights are not quantized.
     """
     stored = open_checkpoint(model, revision)
     checkpoint, config, scheme = stored.checkpoint, stored.model, stored.scheme
@@ -96,9 +102,10 @@ def open_unquantized(model: str, revision: str | None = None) -> Unquantized:
             f"for the text model alone, of model_type {FAMILIES[config.model_type].text_type!r}"
         )
     way_out = "quantize the 16-bit model that it was made from"
-    if scheme.method is not None or scheme.kv_format is not None:
+    keeps = keep_kv and scheme.weight_format is None and not stored.kv_scales.empty
+    if not keeps and (scheme.method is not None or scheme.kv_format is not None):
         raise CheckpointError(f"{model} is quantized already ({scheme.description}); {way_out}")
-    if not stored.kv_scales.empty:
+    if not keeps and not stored.kv_scales.empty:
         raise CheckpointError(f"{model} has KV scales already; {way_out}")
     if config.tie_word_embeddings:
         checkpoint.skip(tensor_names(config).head, "tied to the embedding")
@@ -106,7 +113,7 @@ def open_unquantized(model: str, revision: str | None = None) -> Unquantized:
     for name, shape in tensor_shapes(config).items():
         checkpoint.take(name, shape)  # mapped, not read
     checkpoint.finish()
-    return Unquantized(checkpoint, config, model)
+    return Unquantized(checkpoint, config, model, carried_by(stored, model) if keeps else None)
 
 
 def quantize(
@@ -123,21 +130,33 @@ def quantize(
     `freight quantize`. `on_progress(what, done, total)` is called as it goes on. Raises ConfigError for settings and
     data, CheckpointError for the model (NaN during calibration among them), CapacityError for a full disk; whatever is
     raised, `out` is not there.
+
+    A model that has KV scales beside 16-bit weights keeps them, unless `kv_cache` is given.
     """
     args = QuantizeArgs.from_options(**options)
     decided = plan(args)
     if not str(out):
         raise ConfigError("quantize needs a folder to write: give out")
     require_new(Path(out))
-    opened = open_unquantized(str(model), revision)
+    opened = open_unquantized(str(model), revision, keep_kv=_keeps_kv(args))
     ignored, torn = ignored_modules(opened.model, decided.ignore, decided.lm_head)
     check_disk_space(opened.checkpoint, Path(out))
-    calibration = NOTHING_CALIBRATED
-    if decided.needs_data:
-        samples = load_samples(opened, decided, args.calibration_data)
-        calibration = opened.calibrate(decided, samples, ignored, on_progress)
-        require_gain(decided, calibration)
+    calibration, measured = NOTHING_CALIBRATED, decided
+    if opened.carried is not None:
+        measured = replace(decided, kv_granularity=None)
+        decided = replace(decided, kv_granularity=opened.carried.granularity)
+    if measured.needs_data:
+        samples = load_samples(opened, measured, args.calibration_data)
+        calibration = opened.calibrate(measured, samples, ignored, on_progress)
+        require_gain(measured, calibration)
+    if opened.carried is not None:
+        calibration = replace(calibration, kv=opened.carried.coarse, kv_finer=opened.carried.finer)
     return write(opened, decided, ignored, torn, calibration, Path(out), on_progress)
+
+
+def _keeps_kv(args: QuantizeArgs) -> bool:
+    """Whether nothing is asked of the KV cache, so that scales which are there may stay."""
+    return args.kv_cache is None and args.kv_granularity is None and not args.center
 
 
 def require_gain(plan: QuantizePlan, calibration: Calibration) -> None:

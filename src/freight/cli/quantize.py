@@ -22,6 +22,7 @@ from freight.config.plan import (
     WeightScheme,
     plan,
 )
+from freight.errors import ConfigError
 
 if TYPE_CHECKING:
     from freight.calibrate.quantize import QuantizeResult
@@ -109,6 +110,14 @@ def quantize(
             typer.echo(line)
     for warning in result.warnings:
         typer.echo(f"warning: {warning}", err=True)
+
+
+def either(argument: str, value: str | Path | None, option: str, other: str | Path | None) -> str:
+    """One of the two forms of an argument. Raises ConfigError where none or both are given."""
+    if (value is None) == (other is None):
+        fault = "is missing" if value is None else f"is given as {value} and as {other}"
+        raise ConfigError(f"{argument} {fault}: give either the argument {argument} or {option}")
+    return str(value if value is not None else other)
 
 
 def facts(result: QuantizeResult) -> dict[str, Any]:
