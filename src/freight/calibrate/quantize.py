@@ -9,10 +9,11 @@ writing. Everything that can be refused is refused before the first computation.
 from __future__ import annotations
 
 import fnmatch
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from freight.calibrate.carried import Carried, carried_by
 from freight.calibrate.centers import WORTH, LayerCenters
 from freight.calibrate.data import Samples, read_samples
 from freight.calibrate.modules import ignored_modules
@@ -22,7 +23,7 @@ from freight.checkpoint.reader import Checkpoint
 from freight.checkpoint.writer import require_new
 from freight.config.families import FAMILIES
 from freight.config.model import ModelConfig
-from freight.config.plan import QuantizeArgs, QuantizePlan, plan
+from freight.config.plan import DTYPES, QuantizeArgs, QuantizePlan, plan
 from freight.device import choose_threads, probe
 from freight.errors import CheckpointError, ConfigError
 from freight.kernels.select import select_kernels
@@ -54,11 +55,15 @@ class QuantizeResult:
 
 @dataclass(frozen=True)
 class Unquantized:
-    """An opened checkpoint with 16- or 32-bit weights and no scales, every tensor accounted for."""
+    """An opened checkpoint with 16- or 32-bit weights, every tensor accounted for.
+
+    `carried` are the KV scales that it has beside them; None if it has none.
+    """
 
     checkpoint: Checkpoint
     model: ModelConfig
     name: str
+    carried: Carried | None = None
 
     def load_tokenizer(self) -> Tokenizer:
         return Tokenizer.load(
@@ -71,21 +76,23 @@ class Unquantized:
         samples: Samples,
         ignored: tuple[str, ...],
         on_progress: Progress = lambda what, done, total: None,
+        device: str = "auto",
     ) -> Calibration:
-        """Run the model over `samples`."""
-        facts = probe()
-        device = str(facts.kind)
+        """Run the model over `samples` on `device`, as `probe` takes it."""
+        facts = probe(device)
+        kind = str(facts.kind)
         compute = self.model.checkpoint_format
-        source = CheckpointSource(self.checkpoint, compute, compute, device)
-        kernels = select_kernels("auto", device)
+        source = CheckpointSource(self.checkpoint, compute, compute, kind)
+        kernels = select_kernels("auto", kind)
         with choose_threads(None, facts.cores):
-            return calibrate(self.model, source, kernels, plan, samples, ignored, device, on_progress)
+            return calibrate(self.model, source, kernels, plan, samples, ignored, kind, on_progress)
 
 
-def open_unquantized(model: str, revision: str | None = None) -> Unquantized:
+def open_unquantized(model: str, revision: str | None = None, keep_kv: bool = False) -> Unquantized:
     """Open `model` ('demo', a folder or a hub id) for quantizing.
 
-    Raises CheckpointError for one that is quantized already, has KV scales, or lacks tensors.
+    Raises CheckpointError for one that is quantized already, or lacks tensors, and for one with KV scales, unless
+    `keep_kv` is True and its weights are not quantized.
     """
     stored = open_checkpoint(model, revision)
     checkpoint, config, scheme = stored.checkpoint, stored.model, stored.scheme
@@ -96,9 +103,10 @@ def open_unquantized(model: str, revision: str | None = None) -> Unquantized:
             f"for the text model alone, of model_type {FAMILIES[config.model_type].text_type!r}"
         )
     way_out = "quantize the 16-bit model that it was made from"
-    if scheme.method is not None or scheme.kv_format is not None:
+    keeps = keep_kv and scheme.weight_format is None and not stored.kv_scales.empty
+    if not keeps and (scheme.method is not None or scheme.kv_format is not None):
         raise CheckpointError(f"{model} is quantized already ({scheme.description}); {way_out}")
-    if not stored.kv_scales.empty:
+    if not keeps and not stored.kv_scales.empty:
         raise CheckpointError(f"{model} has KV scales already; {way_out}")
     if config.tie_word_embeddings:
         checkpoint.skip(tensor_names(config).head, "tied to the embedding")
@@ -106,7 +114,7 @@ def open_unquantized(model: str, revision: str | None = None) -> Unquantized:
     for name, shape in tensor_shapes(config).items():
         checkpoint.take(name, shape)  # mapped, not read
     checkpoint.finish()
-    return Unquantized(checkpoint, config, model)
+    return Unquantized(checkpoint, config, model, carried_by(stored, model) if keeps else None)
 
 
 def quantize(
@@ -114,30 +122,60 @@ def quantize(
     out: str | Path = "",
     *,
     revision: str | None = None,
+    overwrite: bool = False,
     on_progress: Progress = lambda what, done, total: None,
     **options: Any,
 ) -> QuantizeResult:
-    """Quantize `model` into the new folder `out`.
+    """Quantize `model` into the new folder `out`; with `overwrite` it may be one that Freight wrote before.
 
     `revision` is a hub model's branch, tag or commit. `options` are the fields of `QuantizeArgs`, named as the flags of
     `freight quantize`. `on_progress(what, done, total)` is called as it goes on. Raises ConfigError for settings and
     data, CheckpointError for the model (NaN during calibration among them), CapacityError for a full disk; whatever is
-    raised, `out` is not there.
+    raised, `out` is not there, or as it was.
+
+    A model that has KV scales beside 16-bit weights keeps them, unless `kv_cache` is given.
     """
     args = QuantizeArgs.from_options(**options)
     decided = plan(args)
     if not str(out):
         raise ConfigError("quantize needs a folder to write: give out")
-    require_new(Path(out))
-    opened = open_unquantized(str(model), revision)
+    require_new(Path(out), overwrite)
+    opened = open_unquantized(str(model), revision, keep_kv=_keeps_kv(args))
+    require_other(opened.checkpoint, Path(out))
+    _require_dtype(args.dtype, opened)
     ignored, torn = ignored_modules(opened.model, decided.ignore, decided.lm_head)
     check_disk_space(opened.checkpoint, Path(out))
-    calibration = NOTHING_CALIBRATED
-    if decided.needs_data:
-        samples = load_samples(opened, decided, args.calibration_data)
-        calibration = opened.calibrate(decided, samples, ignored, on_progress)
-        require_gain(decided, calibration)
-    return write(opened, decided, ignored, torn, calibration, Path(out), on_progress)
+    calibration, measured = NOTHING_CALIBRATED, decided
+    if opened.carried is not None:
+        measured = replace(decided, kv_granularity=None)
+        decided = replace(decided, kv_granularity=opened.carried.granularity)
+    if measured.needs_data:
+        samples = load_samples(opened, measured, args.calibration_data)
+        calibration = opened.calibrate(measured, samples, ignored, on_progress, args.device or "auto")
+        require_gain(measured, calibration)
+    if opened.carried is not None:
+        calibration = replace(calibration, kv=opened.carried.coarse, kv_finer=opened.carried.finer)
+    return write(opened, decided, ignored, torn, calibration, Path(out), on_progress, overwrite)
+
+
+def require_other(checkpoint: Checkpoint, out: Path) -> None:
+    """Raises ConfigError if the output is the folder of the model itself."""
+    if out.is_dir() and out.samefile(checkpoint.path):
+        raise ConfigError(f"the output {out} is the model itself; name another")
+
+
+def _require_dtype(dtype: str | None, opened: Unquantized) -> None:
+    """Raises ConfigError for a dtype other than the model's: quantizing converts nothing but what becomes FP8."""
+    stored = opened.model.checkpoint_format
+    if dtype is not None and DTYPES.get(dtype, stored) is not stored:
+        raise ConfigError(
+            f"--dtype {dtype}: {opened.name} is stored in {stored}, and what is not quantized stays in it; omit --dtype"
+        )
+
+
+def _keeps_kv(args: QuantizeArgs) -> bool:
+    """Whether nothing is asked of the KV cache, so that scales which are there may stay."""
+    return args.kv_cache is None and args.kv_granularity is None and not args.center
 
 
 def require_gain(plan: QuantizePlan, calibration: Calibration) -> None:
@@ -170,9 +208,11 @@ def write(
     calibration: Calibration,
     out: Path,
     on_progress: Progress = lambda what, done, total: None,
+    overwrite: bool = False,
 ) -> QuantizeResult:
     """Write the checkpoint, and collect the warnings."""
-    before, after = write_quantized(opened.checkpoint, opened.model, plan, ignored, calibration, out, on_progress)
+    source = opened.checkpoint, opened.model
+    before, after = write_quantized(*source, plan, ignored, calibration, out, on_progress, overwrite=overwrite)
     warnings = [
         f"{name}: the scale still grew by {growth - 1:.0%} in the last quarter of the data; use more of it"
         for name, growth in calibration.moving.items()

@@ -41,10 +41,12 @@ def write_quantized(
     out: Path,
     on_progress: Progress = lambda what, done, total: None,
     kv_scale_format: Format | None = None,
+    overwrite: bool = False,
 ) -> tuple[int, int]:
     """Write `checkpoint`, which is unquantized, into the new folder `out`; (bytes of tensors before, after).
 
-    KV scales are stored in the scale format of `plan.layout`, unless `kv_scale_format` is given.
+    KV scales are stored in the scale format of `plan.layout`, unless `kv_scale_format` is given. With `overwrite`,
+    `out` may be a folder that Freight wrote.
     Raises what CheckpointWriter raises, and CheckpointError for a weight that is NaN or infinite.
     """
     scales_in = scale_format(plan.layout, model.checkpoint_format)
@@ -52,7 +54,7 @@ def write_quantized(
     linear = (linear | {head_module(model)}) - set(ignored)
     shapes = tensor_shapes(model)
     before = after = 0
-    with CheckpointWriter(out) as writer:
+    with CheckpointWriter(out, overwrite=overwrite) as writer:
         for done, (name, shape) in enumerate(shapes.items(), 1):
             tensor = checkpoint.take(name, shape)
             before += tensor.nbytes

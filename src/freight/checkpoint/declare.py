@@ -24,6 +24,7 @@ from freight.fp8.formats import Format
 from freight.fp8.scheme import LayerScales
 from freight.fp8.weights import BLOCK
 
+_REPLACED = ("quantization_config", "compression_config", "kv_cache_torch_dtype", "kv_cache_dtype", "freight")
 _STRATEGIES = {WeightScheme.TENSOR: "tensor", WeightScheme.CHANNEL: "channel", WeightScheme.BLOCK: "block"}
 
 
@@ -35,8 +36,11 @@ def scale_format(layout: Layout, model_format: Format) -> Format:
 
 
 def declare(config: Mapping[str, Any], plan: QuantizePlan, ignored: Sequence[str]) -> dict[str, Any]:
-    """`config` (the content of config.json of the 16-bit model) with the declaration of what `plan` quantizes."""
-    declared = dict(config)
+    """`config` (the content of config.json of the 16-bit model) with the declaration of what `plan` quantizes.
+
+    What the model declared of KV scales that it already has is replaced.
+    """
+    declared = {key: value for key, value in config.items() if key not in _REPLACED}
     if plan.layout is Layout.TGI:
         declared["kv_cache_torch_dtype"] = Format.E4M3FN.torch_name
     elif plan.layout is Layout.FP8:

@@ -3,13 +3,15 @@
 Everything is written into a hidden folder, config.json last. Where the output does not exist, that folder lies beside
 it and is renamed when it is complete. An empty folder that exists may be a mount point or a link, which no rename
 replaces, so the hidden folder lies inside of it and its files move up in the end, config.json last. An error, Ctrl-C or
-a full disk removes all of it. After SIGKILL files remain, which nothing loads without a config.json. Tensors go into
-shards in the order they are added, so memory holds one shard.
+a full disk removes all of it. To overwrite a folder, which has to be one that Freight wrote, the same is done inside of
+it, and the old files are removed when the new ones are in their place. After SIGKILL files remain, which nothing loads
+without a config.json. Tensors go into shards in the order they are added, so memory holds one shard.
 """
 
 from __future__ import annotations
 
 import errno
+import fnmatch
 import json
 import os
 import re
@@ -20,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -33,19 +35,61 @@ _COPIED = (
     *("merges.txt", "vocab.txt", "*.model", "*.tiktoken", "tekken.json", "*.jinja", "chat_template.json"),
     *("LICENSE*", "NOTICE*", "USE_POLICY*"),
 )
+_WRITTEN = ("config.json", "model*.safetensors", "model.safetensors.index.json", "freight_kv_scales.json")
+_METADATA = {"format": "pt", "written_by": "freight"}  # of every shard: it tells our folders from others
+_PARTIAL = ".freight.*.partial"
+_REPLACED = "replaced"  # the old files, inside of the hidden folder
 
 
-def require_new(out: Path) -> None:
-    """Raises ConfigError unless `out` is free (or an empty folder), in a folder that exists and can be written."""
+def require_new(out: Path, overwrite: bool = False) -> None:
+    """Raises ConfigError unless `out` is free (or an empty folder), in a folder that exists and can be written.
+
+    With `overwrite` it may also be a folder that Freight wrote, with nothing else in it.
+    """
     try:
         empty = out.is_dir() and not any(out.iterdir())
         if not empty and (out.exists() or out.is_symlink()):
-            raise ConfigError(f"the output {out} exists; remove it, or name another")
+            foreign = _foreign(out)
+            if foreign is not None and overwrite:
+                raise ConfigError(
+                    f"the output {out} exists and {foreign}; only what Freight wrote is overwritten: remove it, or "
+                    "name another"
+                )
+            if not overwrite:
+                hint = "" if foreign is not None else ", or overwrite it (--overwrite, overwrite=True)"
+                raise ConfigError(f"the output {out} exists; remove it, or name another{hint}")
         if not out.absolute().parent.is_dir():
             raise ConfigError(f"the output {out} has no parent folder; make {out.absolute().parent} first")
         _make_partial(out).rmdir()  # names the other reasons before any work is done
     except OSError as error:
         raise ConfigError(f"the output {out} cannot be written: {error}; name another") from error
+
+
+def _foreign(out: Path) -> str | None:
+    """What shows that Freight did not write the whole of `out`; None if it did."""
+    if not out.is_dir():
+        return "is no folder"
+    shards = 0
+    for path in sorted(out.iterdir()):
+        if fnmatch.fnmatchcase(path.name, _PARTIAL):
+            continue
+        known = any(fnmatch.fnmatchcase(path.name, pattern) for pattern in (*_WRITTEN, *_COPIED))
+        if not known or path.is_symlink() or not path.is_file():
+            return f"holds {path.name}, which Freight did not write"
+        if path.suffix == ".safetensors":
+            shards += 1
+            if not _is_marked(path):
+                return f"holds {path.name}, which another tool wrote"
+    return None if shards else "holds no model that Freight wrote"
+
+
+def _is_marked(shard: Path) -> bool:
+    try:
+        with safe_open(shard, framework="pt") as handle:
+            metadata = handle.metadata() or {}
+    except (SafetensorError, OSError):
+        return False
+    return bool(metadata.get("written_by") == _METADATA["written_by"])
 
 
 def _make_partial(out: Path) -> Path:
@@ -75,17 +119,20 @@ class CheckpointWriter:
     cannot be written otherwise.
     """
 
-    def __init__(self, out: Path, shard_bytes: int = SHARD_BYTES) -> None:
+    def __init__(self, out: Path, shard_bytes: int = SHARD_BYTES, overwrite: bool = False) -> None:
+        """With `overwrite`, `out` may be a folder that Freight wrote."""
         self._out = out.absolute()
+        self._overwrite = overwrite
         self._shard_bytes = shard_bytes
         self._pending: dict[str, Tensor] = {}
         self._pending_bytes = 0
         self._shards: list[list[str]] = []  # the names of each
         self._total = 0
         self._published: list[Path] = []
+        self._replaced: list[Path] = []  # the old files, moved into the hidden folder
 
     def __enter__(self) -> CheckpointWriter:
-        require_new(self._out)
+        require_new(self._out, self._overwrite)
         try:
             self._folder = _make_partial(self._out)
         except OSError as error:
@@ -99,6 +146,8 @@ class CheckpointWriter:
         if not self._finished:
             for file in reversed(self._published):
                 file.unlink(missing_ok=True)
+            for file in reversed(self._replaced):  # config.json last
+                os.rename(self._folder / _REPLACED / file.name, file)
             (self._folder / "config.json").unlink(missing_ok=True)  # first, in case the rest is interrupted as well
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -133,18 +182,25 @@ class CheckpointWriter:
         if self._folder.parent != self._out:
             os.rename(self._folder, self._out)
             return
-        if any(path != self._folder for path in self._out.iterdir()):
+        old = [path for path in self._out.iterdir() if not fnmatch.fnmatchcase(path.name, _PARTIAL)]
+        if old and (not self._overwrite or _foreign(self._out) is not None):
             raise CheckpointError(f"{self._out} was filled by another program meanwhile; nothing was changed there")
-        for name in sorted((file.name for file in self._folder.iterdir()), key="config.json".__eq__):
+        names = sorted((file.name for file in self._folder.iterdir()), key="config.json".__eq__)
+        if old:
+            (self._folder / _REPLACED).mkdir()
+        for path in sorted(old, key=lambda path: path.name != "config.json"):  # first, so that no mixture loads
+            self._replaced.append(path)
+            os.rename(path, self._folder / _REPLACED / path.name)
+        for name in names:
             self._published.append(self._out / name)
             os.rename(self._folder / name, self._out / name)
-        self._folder.rmdir()
+        shutil.rmtree(self._folder)
 
     def _flush(self) -> None:
         if not self._pending:
             return
         try:
-            save_file(self._pending, self._folder / _shard_name(len(self._shards), 0), metadata={"format": "pt"})
+            save_file(self._pending, self._folder / _shard_name(len(self._shards), 0), metadata=_METADATA)
         except (OSError, SafetensorError) as error:
             raise self._fault(error) from error
         self._shards.append(list(self._pending))

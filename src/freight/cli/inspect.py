@@ -1,6 +1,6 @@
 """freight inspect MODEL: what a checkpoint is, from its headers and its KV scales; no weight is read.
 
-Also works on checkpoints that Freight cannot load.
+Also works on checkpoints that Freight cannot load, exports for TensorRT-LLM among them.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,11 +60,17 @@ def describe(model: str, revision: str | None = None) -> dict[str, Any]:
     matrices stored in FP8 by what is declared of them, {"scales per tensor, activations static": 14}; kv_cache:
     {scales_format, scales}, where scales has an entry per layer, {layer, k, v}, and is empty when there are none. k and
     v are null, or {granularity, min, max, value, centered, names}; `value` is there for granularity 'tensor', and
-    `centered`, whether a mean was subtracted, for k.
+    `centered`, whether a mean was subtracted, for k. An export of AMMO or ModelOpt for TensorRT-LLM has the same keys;
+    num_parameters is null there, because ranks share some of them.
     """
-    from freight.models.open import open_checkpoint
+    from freight.checkpoint.rank_export import is_rank_export
+    from freight.checkpoint.reader import resolve_model
+    from freight.models.open import open_folder
 
-    stored = open_checkpoint(model, revision)
+    path = resolve_model(model, revision)
+    if is_rank_export(path):
+        return _describe_rank_export(model, path)
+    stored = open_folder(path, model)
     checkpoint, config, scheme, scales = stored.checkpoint, stored.model, stored.scheme, stored.kv_scales
     return {
         "model": model,
@@ -77,6 +84,36 @@ def describe(model: str, revision: str | None = None) -> dict[str, Any]:
             "kv_static": scheme.kv_static,
             "description": scheme.description,
             "fp8_weights": _fp8_weights(checkpoint, scheme),
+        },
+        "kv_cache": {
+            "scales_format": None if scales.empty else scales.format,
+            "scales": [] if scales.empty else _scales(scales),
+        },
+    }
+
+
+def _describe_rank_export(model: str, path: Path) -> dict[str, Any]:
+    from freight.checkpoint.rank_export import read_rank_export, sizes
+    from freight.fp8.formats import Format
+
+    export = read_rank_export(path)
+    scales = export.scales
+    return {
+        "model": model,
+        "path": str(path),
+        "architecture": export.decoder,
+        "model_type": export.model_types[0],
+        "num_layers": export.num_layers,
+        "max_position_embeddings": export.max_position_embeddings,
+        "num_parameters": None,
+        "bytes": sizes(export),
+        "scheme": {
+            "method": export.producer,
+            "weight_format": Format.E4M3FN if export.weights == "fp8" else None,
+            "kv_format": None if scales.empty else scales.format,
+            "kv_static": not scales.empty,
+            "description": export.description,
+            "fp8_weights": {},
         },
         "kv_cache": {
             "scales_format": None if scales.empty else scales.format,
@@ -147,8 +184,8 @@ def _print_table(facts: dict[str, Any]) -> None:
     for label, value in (
         ("model", facts["path"]),
         ("architecture", f"{facts['architecture']}, {facts['num_layers']} layers"),
-        ("parameters", f"{facts['num_parameters'] / 1e6:,.1f} M"),
-        ("context", f"{facts['max_position_embeddings']:,} tokens"),
+        ("parameters", _or_unknown(facts["num_parameters"], lambda n: f"{n / 1e6:,.1f} M")),
+        ("context", _or_unknown(facts["max_position_embeddings"], lambda n: f"{n:,} tokens")),
         ("weights", sizes),
         ("declared scheme", facts["scheme"]["description"]),
         ("FP8 matrices", "; ".join(f"{n}: {kind}" for kind, n in facts["scheme"]["fp8_weights"].items()) or "none"),
@@ -158,6 +195,10 @@ def _print_table(facts: dict[str, Any]) -> None:
     console.print(table)
     if facts["kv_cache"]["scales"]:
         console.print(_scale_table(facts["kv_cache"]["scales"]))
+
+
+def _or_unknown(value: int | None, write: Callable[[int], str]) -> str:
+    return "unknown" if value is None else write(value)
 
 
 def _size(count: int) -> str:

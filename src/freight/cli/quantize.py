@@ -22,17 +22,36 @@ from freight.config.plan import (
     WeightScheme,
     plan,
 )
+from freight.device import DEVICES
+from freight.errors import ConfigError, choices
 
 if TYPE_CHECKING:
     from freight.calibrate.quantize import QuantizeResult
+
+
+_QFORMATS = {"fp8": str(WeightScheme.TENSOR), "full_prec": str(WeightScheme.NONE)}  # AMMO's names -> --weights
 
 
 def _option(values: str | Iterable[object], sentence: str) -> Any:
     return typer.Option(metavar=values if isinstance(values, str) else "|".join(map(str, values)), help=sentence)
 
 
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="A folder, a hub id, or 'demo'.")]
-Out = Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; it must not exist.")]
+def _named(names: str, metavar: str, sentence: str) -> Any:
+    """An option with its names in other tools."""
+    return typer.Option(*names.split(), metavar=metavar, help=sentence)
+
+
+Model = Annotated[str | None, typer.Argument(metavar="MODEL", help="A folder, a hub id, or 'demo'.")]
+Out = Annotated[str | None, typer.Argument(metavar="OUT", help="The folder to write; it must not exist.")]
+ModelId = Annotated[str | None, _named("--model-id --model-dir --model_dir", "MODEL", "The same as MODEL.")]
+OutputDir = Annotated[str | None, _named("--output-dir --output_dir --save-path", "OUT", "The same as OUT.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="OUT may be a folder that Freight wrote before.")]
+Dtype = Annotated[str | None, _option("DTYPE", "What the model is stored in; another dtype is refused.")]
+QFormat = Annotated[str | None, _option("fp8|full_prec", "The same as --weights fp8 or none, as AMMO calls it.")]
+BatchSize = Annotated[
+    int | None, _named("--batch-size --batch_size", "COUNT", "Taken from AMMO's command line; changes no scale.")
+]
+Device = Annotated[str | None, _option(DEVICES, "Where the model runs while it is calibrated; default: auto.")]
 Weights = Annotated[
     str | None,
     _option(WeightScheme, "One scale per tensor, output row or 128 x 128 block. Default: fp8-channel."),
@@ -41,7 +60,14 @@ Activations = Annotated[
     str | None,
     _option(ActivationScheme, "Inputs of FP8 weights: measured as they come (default), calibrated, or in 16 bits."),
 ]
-KVCache = Annotated[str | None, _option(KV_CACHES, "Calibrate scales for an FP8 KV cache; default: none.")]
+KVCache = Annotated[
+    str | None,
+    _named(
+        "--kv-cache --kv-cache-dtype --kv_cache_dtype",
+        "|".join(KV_CACHES),
+        "Calibrate scales for an FP8 KV cache; default: none.",
+    ),
+]
 KVGranularity = Annotated[str | None, _option(KV_GRANULARITIES, "What shares a KV scale; default: tensor.")]
 Center = Annotated[
     bool | None,
@@ -52,7 +78,10 @@ Ignore = Annotated[
     list[str] | None, _option("PATTERN", "A module to leave in 16 bits: a name, or re:REGEX; may be repeated.")
 ]
 Data = Annotated[Path | None, _option("FILE", "Text, or .jsonl with text, messages or input_ids in each line.")]
-NumSamples = Annotated[int | None, _option("COUNT", f"Samples to calibrate with; default: {NUM_SAMPLES}.")]
+NumSamples = Annotated[
+    int | None,
+    _named("--num-samples --calib-size --calib_size", "COUNT", f"Samples to calibrate with; default: {NUM_SAMPLES}."),
+]
 MaxSeqLen = Annotated[int | None, _option("TOKENS", f"Longest sample; default: {MAX_SEQ_LEN}.")]
 Observer = Annotated[str | None, _option(ObserverKind, "How a scale follows from what was seen; default: absmax.")]
 Format = Annotated[str, _option(Layout, "The form of the checkpoint.")]
@@ -61,8 +90,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and no
 
 
 def quantize(
-    model: Model,
-    out: Out,
+    model: Model = None,
+    out: Out = None,
+    model_id: ModelId = None,
+    output_dir: OutputDir = None,
     weights: Weights = None,
     activations: Activations = None,
     kv_cache: KVCache = None,
@@ -75,6 +106,11 @@ def quantize(
     max_seq_len: MaxSeqLen = None,
     observer: Observer = None,
     format: Format = Layout.COMPRESSED_TENSORS,
+    overwrite: Overwrite = False,
+    dtype: Dtype = None,
+    qformat: QFormat = None,
+    batch_size: BatchSize = None,
+    device: Device = None,
     revision: Revision = None,
     as_json: Json = False,
 ) -> None:
@@ -82,8 +118,12 @@ def quantize(
 
     FP8 weights, activations and KV cache; what is static is calibrated on the unquantized model.
     """
+    if model_id is not None and out is None and output_dir is None:
+        model, out = None, model  # the one positional argument is OUT
+    model = either("MODEL", model, "--model-id", model_id)
+    folder = Path(either("OUT", out, "--output-dir", output_dir))
     options = {
-        "weights": weights,
+        "weights": _weights(weights, qformat, format),
         "activations": activations,
         "kv_cache": kv_cache,
         "kv_granularity": kv_granularity,
@@ -95,13 +135,17 @@ def quantize(
         "max_seq_len": max_seq_len,
         "observer": observer,
         "format": format,
+        "dtype": dtype,
+        "device": device,
     }
     plan(QuantizeArgs.from_options(**options))
 
     from freight.calibrate.quantize import quantize as run
 
+    if batch_size is not None:
+        typer.echo(f"note: --batch-size {batch_size} changes no scale: each sample is measured on its own", err=True)
     with stages() as on_progress:
-        result = run(model, out, revision=revision, on_progress=on_progress, **options)
+        result = run(model, folder, revision=revision, overwrite=overwrite, on_progress=on_progress, **options)
     if as_json:
         print(json.dumps(facts(result), indent=2))
     else:
@@ -109,6 +153,25 @@ def quantize(
             typer.echo(line)
     for warning in result.warnings:
         typer.echo(f"warning: {warning}", err=True)
+
+
+def _weights(weights: str | None, qformat: str | None, format: str) -> str | None:
+    """`--weights`, or what AMMO calls it. With `--format tgi` its script writes 16-bit weights, whatever it measured."""
+    if qformat is None:
+        return weights
+    if weights is not None:
+        raise ConfigError(f"--weights is {weights} and --qformat {qformat}: give one of the two")
+    if qformat not in _QFORMATS:
+        raise ConfigError(f"--qformat {qformat!r} is not implemented: choose {choices(_QFORMATS)}")
+    return "none" if format == Layout.TGI else _QFORMATS[qformat]
+
+
+def either(argument: str, value: str | Path | None, option: str, other: str | Path | None) -> str:
+    """One of the two forms of an argument. Raises ConfigError where none or both are given."""
+    if (value is None) == (other is None):
+        fault = "is missing" if value is None else f"is given as {value} and as {other}"
+        raise ConfigError(f"{argument} {fault}: give either the argument {argument} or {option}")
+    return str(value if value is not None else other)
 
 
 def facts(result: QuantizeResult) -> dict[str, Any]:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from freight.cli.quantize import stages
-from freight.errors import ConfigError
+from freight.cli.quantize import Format, either, stages
+from freight.config.plan import Layout
 
 if TYPE_CHECKING:
     from freight.fp8.scheme import KVScales
@@ -22,29 +22,32 @@ app = typer.Typer(
 
 @app.command()
 def extract(
-    quantized: Annotated[str | None, typer.Argument(metavar="QUANTIZED", help="A model with KV scales.")] = None,
+    quantized: Annotated[
+        str | None, typer.Argument(metavar="QUANTIZED", help="A model with KV scales, or an export.")
+    ] = None,
     base: Annotated[str | None, typer.Argument(metavar="BASE", help="The 16-bit model that gets them.")] = None,
     out: Annotated[Path | None, typer.Argument(metavar="OUT", help="The folder to write; it must not exist.")] = None,
     quantized_model: Annotated[str | None, typer.Option(metavar="QUANTIZED", help="The same as QUANTIZED.")] = None,
     model: Annotated[str | None, typer.Option(metavar="BASE", help="The same as BASE.")] = None,
     save_path: Annotated[Path | None, typer.Option(metavar="OUT", help="The same as OUT.")] = None,
+    format: Format = Layout.COMPRESSED_TENSORS,
 ) -> None:
     """Take KV scales out of a quantized checkpoint and put them into a 16-bit one."""
     names = (
-        _either("QUANTIZED", quantized, "--quantized-model", quantized_model),
-        _either("BASE", base, "--model", model),
-        Path(_either("OUT", out, "--save-path", save_path)),
+        either("QUANTIZED", quantized, "--quantized-model", quantized_model),
+        either("BASE", base, "--model", model),
+        Path(either("OUT", out, "--save-path", save_path)),
     )
     from freight.calibrate.transfer import extract_scales
 
     with stages() as on_progress:
-        scales = extract_scales(*names, on_progress)
+        scales = extract_scales(*names, on_progress, format)
     _say(names[2], scales)
 
 
 @app.command("export")
 def export(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model with KV scales.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model with KV scales, or an export.")],
     file: Annotated[Path, typer.Argument(metavar="FILE.json", help="The file to write; it must not exist.")],
 ) -> None:
     """Write a model's KV scales as the kv_cache_scales.json of older engines, one factor per layer."""
@@ -58,21 +61,14 @@ def import_(
     file: Annotated[Path, typer.Argument(metavar="FILE.json", help="A kv_cache_scales.json.")],
     model: Annotated[str, typer.Argument(metavar="MODEL", help="The 16-bit model that gets the scales.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; it must not exist.")],
+    format: Format = Layout.COMPRESSED_TENSORS,
 ) -> None:
     """Put the factors of a kv_cache_scales.json into a 16-bit checkpoint."""
     from freight.calibrate.transfer import import_scales
 
     with stages() as on_progress:
-        scales = import_scales(file, model, out, on_progress)
+        scales = import_scales(file, model, out, on_progress, format)
     _say(out, scales)
-
-
-def _either(argument: str, value: str | Path | None, option: str, other: str | Path | None) -> str:
-    """One of the two forms of an argument."""
-    if (value is None) == (other is None):
-        fault = "is missing" if value is None else f"is given as {value} and as {other}"
-        raise ConfigError(f"{argument} {fault}: give either the argument {argument} or {option}")
-    return str(value if value is not None else other)
 
 
 def _say(out: Path, scales: KVScales, note: str = "") -> None:

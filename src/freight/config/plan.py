@@ -13,7 +13,7 @@ from typing import Any
 
 from freight.config.options import choose, require_known
 from freight.errors import ConfigError
-from freight.fp8.formats import Granularity
+from freight.fp8.formats import Format, Granularity
 
 
 class WeightScheme(StrEnum):
@@ -92,7 +92,10 @@ _SYNONYMS = {  # other tools' names -> ours
     "num_calibration_samples": "num_samples",
     "max_seq_length": "max_seq_len",
     "ignore_patterns": "ignore",
+    "calib_size": "num_samples",
 }
+DTYPES = {"fp16": Format.FLOAT16, "float16": Format.FLOAT16, "bf16": Format.BFLOAT16, "bfloat16": Format.BFLOAT16}
+DTYPES |= {"fp32": Format.FLOAT32, "float32": Format.FLOAT32}
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,8 @@ class QuantizeArgs:
     max_seq_len: int | None = None
     observer: str | None = None
     format: str = Layout.COMPRESSED_TENSORS
+    dtype: str | None = None  # that of the model, which other tools are told; another one is refused
+    device: str | None = None  # where the model runs while it is calibrated
 
     @staticmethod
     def from_options(**options: Any) -> QuantizeArgs:
@@ -124,6 +129,8 @@ class QuantizeArgs:
 
 def plan(args: QuantizeArgs) -> QuantizePlan:
     """Fill in the defaults. Raises ConfigError for options that contradict each other or would have no effect."""
+    if args.dtype not in (None, "auto"):
+        choose("--dtype", args.dtype, ("auto", *DTYPES))
     layout = Layout(choose("--format", args.format, tuple(Layout)))
     default = {Layout.FP8: WeightScheme.TENSOR, Layout.TGI: WeightScheme.NONE}.get(layout, WeightScheme.CHANNEL)
     weights = WeightScheme(choose("--weights", args.weights or default, tuple(WeightScheme)))
@@ -205,7 +212,7 @@ def _check_nothing_is_idle(args: QuantizeArgs, plan: QuantizePlan) -> None:
         raise ConfigError("--lm-head changes nothing with --weights none; omit it")
     if args.ignore and plan.weights is WeightScheme.NONE:
         raise ConfigError(f"--ignore {args.ignore[0]} changes nothing with --weights none; omit it")
-    for name in ("calibration_data", "num_samples", "max_seq_len", "observer"):
+    for name in ("calibration_data", "num_samples", "max_seq_len", "observer", "device"):
         if getattr(args, name) is not None and not plan.needs_data:
             raise ConfigError(
                 f"--{name.replace('_', '-')} is given, but nothing is calibrated: choose --activations static or "

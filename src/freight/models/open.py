@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 
 from freight.cache.pool import cache_spec
 from freight.cache.spec import KVCacheSpec
 from freight.checkpoint.kv_scales import read_kv_scales, read_scale_json
 from freight.checkpoint.layouts import read_scheme
+from freight.checkpoint.rank_export import refuse_to_run
 from freight.checkpoint.reader import Checkpoint, resolve_model
 from freight.config.engine import EngineArgs, EngineConfig
 from freight.config.model import ModelConfig, parse_model_config, stop_token_ids
@@ -45,7 +47,13 @@ class OpenCheckpoint:
 
 def open_checkpoint(model: str, revision: str | None = None) -> OpenCheckpoint:
     """Open `model`: 'demo', a folder or a hub id. Raises ConfigError or CheckpointError."""
-    checkpoint = Checkpoint(resolve_model(model, revision))
+    return open_folder(resolve_model(model, revision), model)
+
+
+def open_folder(path: Path, name: str) -> OpenCheckpoint:
+    """Open the checkpoint in `path`, which the user named `name`."""
+    refuse_to_run(path, name)
+    checkpoint = Checkpoint(path)
     config = parse_model_config(checkpoint.config, checkpoint.names)
     scheme = read_scheme(checkpoint.config, checkpoint.hf_quant_config)
     return OpenCheckpoint(checkpoint, config, scheme, read_kv_scales(checkpoint, config, scheme))

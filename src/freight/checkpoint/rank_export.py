@@ -1,0 +1,306 @@
+"""Exports of AMMO (later ModelOpt) for TensorRT-LLM: one file of tensors per rank, and a JSON file of their own layout.
+
+    rankN.safetensors   `transformer.layers.N.attention.kv_cache_scaling_factor`, float32 [1], in each of them
+    llama_tp2.json      AMMO's own keys: `layers`, `tensor_parallel`, `pipeline_parallel`
+    config.json         or TensorRT-LLM's: `architecture`, `mapping`, `quantization`
+
+Weights are merged and split for that engine, so Freight takes the KV scales and nothing else. The producer measures one
+factor for K and V of a layer and writes the same into every rank; ranks that differ are refused, because a single
+device would have to choose. Nothing here reads a weight.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from freight.checkpoint.reader import TensorEntry, read_header, read_json
+from freight.errors import CheckpointError
+from freight.fp8.formats import Format, Granularity
+from freight.fp8.scheme import KVScales, LayerScales
+
+_RANK_FILE = re.compile(r"(?:^|[^a-z])rank(\d+)\.safetensors$")
+_SCALE = re.compile(r"(?:^|\.)layers\.(\d+)\.attention\.kv_cache_scaling_factor$")
+_DECODERS = {  # decoder_type, or architecture, of the export -> the model_types that are exported as it
+    "llama": ("llama", "mistral"),
+    "LlamaForCausalLM": ("llama", "mistral"),
+    "MistralForCausalLM": ("mistral",),
+    "qwen": ("qwen2", "qwen3"),
+    "QWenForCausalLM": ("qwen2", "qwen3"),
+    "Qwen2ForCausalLM": ("qwen2",),
+    "Qwen3ForCausalLM": ("qwen3",),
+    "gemma": ("gemma", "gemma2"),
+    "gemma2": ("gemma2",),
+    "GemmaForCausalLM": ("gemma",),
+    "Gemma2ForCausalLM": ("gemma2",),
+    "BaichuanForCausalLM": ("baichuan",),
+    "Phi3ForCausalLM": ("phi3",),
+}
+
+
+@dataclass(frozen=True)
+class RankExport:
+    """An export whose headers and KV scales have been read and checked.
+
+    path          the folder; `config_file` is the JSON file that describes it
+    producer      'ammo' or 'modelopt', with the version if the JSON file has it
+    decoder       its name of the architecture; `model_types` are ours that it stands for
+    num_kv_heads  of the whole model; None if the JSON file does not say, as `head_dim` and `max_position_embeddings`
+    weights       its name of the weights' scheme, 'fp8'; 'none' if they are not quantized
+    entries       header entries of all ranks, in the order of their ranks
+    """
+
+    path: Path
+    config_file: Path
+    producer: str
+    decoder: str
+    num_layers: int
+    num_kv_heads: int | None
+    head_dim: int | None
+    max_position_embeddings: int | None
+    num_ranks: int
+    weights: str
+    entries: tuple[Mapping[str, TensorEntry], ...]
+    scales: KVScales
+
+    @property
+    def model_types(self) -> tuple[str, ...]:
+        return _DECODERS.get(self.decoder, (self.decoder,))
+
+    @property
+    def description(self) -> str:
+        """One line about it: producer, weights, ranks, KV cache."""
+        ranks = "1 rank" if self.num_ranks == 1 else f"{self.num_ranks} ranks"
+        kv = "16 bits" if self.scales.empty else f"{self.scales.format}, static scales"
+        return f"{self.producer}: weights {self.weights} in {ranks}, laid out for TensorRT-LLM; KV cache {kv}"
+
+
+@dataclass(frozen=True)
+class _Said:
+    """What the JSON file says, whichever of the two layouts it has."""
+
+    file: Path
+    producer: str
+    decoder: str
+    num_layers: int
+    num_kv_heads: int | None
+    head_dim: int | None
+    max_position_embeddings: int | None
+    tensor_parallel: int
+    pipeline_parallel: int
+    weights: str
+    kv_cache: str | None
+
+
+def is_rank_export(path: Path) -> bool:
+    """Whether `path` is such a folder: it has rankN.safetensors, or the .npz files of older versions, and no model."""
+    if any((path / name).exists() for name in ("model.safetensors", "model.safetensors.index.json")):
+        return False
+    return any(_RANK_FILE.search(file.name) for file in path.glob("*rank*.safetensors")) or any(
+        path.glob("*_tp*_rank*.npz")
+    )
+
+
+def refuse_to_run(path: Path, name: str) -> None:
+    """Raises CheckpointError, with the way out, if `path` is an export: its weights are not for Freight."""
+    if is_rank_export(path):
+        raise CheckpointError(
+            f"{name} is an export of AMMO or ModelOpt for TensorRT-LLM: its weights are laid out for that engine; put "
+            f"its KV scales into the 16-bit model that it was made from: freight scales extract {name} BASE OUT"
+        )
+
+
+def read_rank_export(path: Path) -> RankExport:
+    """Read headers and KV scales of the export in `path`.
+
+    Raises CheckpointError, naming the file: for a rank, a layer or the JSON file that is missing, ranks that differ,
+    pipeline parallelism, a KV cache other than FP8, and a scale that is not one positive finite number.
+    """
+    files = _rank_files(path)
+    said = _described(path)
+    if said.pipeline_parallel != 1:
+        raise CheckpointError(
+            f"{said.file}: it is split into {said.pipeline_parallel} stages of a pipeline, which is not implemented; "
+            "export with one (--pp_size 1)"
+        )
+    lacking = [f"rank{rank}.safetensors" for rank in range(said.tensor_parallel) if rank not in files]
+    beyond = [file.name for rank, file in files.items() if rank >= said.tensor_parallel]
+    if lacking or beyond:
+        fault = f"{', '.join(lacking)} is missing" if lacking else f"{', '.join(beyond)} is beyond them"
+        raise CheckpointError(
+            f"{path}: {said.file.name} describes {said.tensor_parallel} ranks, but {fault}; copy the whole export"
+        )
+    headers = tuple(read_header(files[rank]) for rank in sorted(files))
+    ranks = [_read_scales(files[rank], header) for rank, header in zip(sorted(files), headers, strict=True)]
+    return RankExport(
+        path=path,
+        config_file=said.file,
+        producer=said.producer,
+        decoder=said.decoder,
+        num_layers=said.num_layers,
+        num_kv_heads=said.num_kv_heads,
+        head_dim=said.head_dim,
+        max_position_embeddings=said.max_position_embeddings,
+        num_ranks=said.tensor_parallel,
+        weights=said.weights,
+        entries=headers,
+        scales=_agreed(said, path, [files[rank].name for rank in sorted(files)], ranks),
+    )
+
+
+def _rank_files(path: Path) -> dict[int, Path]:
+    files: dict[int, Path] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        match = _RANK_FILE.search(file.name)
+        if match is None:
+            raise CheckpointError(f"{path}: {file.name} names no rank, as rank0.safetensors does; remove it")
+        if int(match[1]) in files:
+            raise CheckpointError(f"{path}: {files[int(match[1])].name} and {file.name} are both of rank {match[1]}")
+        files[int(match[1])] = file
+    if not files:
+        raise CheckpointError(f"{path} has .npz files only; export again as safetensors, which AMMO 0.7 writes")
+    return files
+
+
+def _described(path: Path) -> _Said:
+    """The one JSON file that describes the export."""
+    found: list[_Said] = []
+    for file in sorted(path.glob("*.json")):
+        content = read_json(file) or {}
+        if isinstance(content.get("layers"), list) and "tensor_parallel" in content:
+            found.append(_from_ammo(file, content))
+        elif isinstance(content.get("mapping"), dict) and "architecture" in content:
+            found.append(_from_tensorrt_llm(file, content))
+    if not found:
+        raise CheckpointError(
+            f"{path} has files of ranks, but no JSON file that describes them, such as llama_tp1.json or config.json; "
+            "copy the whole export"
+        )
+    if len(found) > 1:
+        raise CheckpointError(f"{path}: {found[0].file.name} and {found[1].file.name} both describe an export")
+    return found[0]
+
+
+def _from_ammo(file: Path, content: Mapping[str, Any]) -> _Said:
+    layers = content["layers"]
+    first = layers[0] if layers and isinstance(layers[0], dict) else {}
+    attention: Any = first.get("attention")
+    return _Said(
+        file=file,
+        producer="ammo",
+        decoder=_text(file, "layers[0].decoder_type", first.get("decoder_type")),
+        num_layers=len(layers),
+        num_kv_heads=_count(file, "layers[0].num_kv_heads", first.get("num_kv_heads") or None),
+        head_dim=_count(file, "layers[0].attention_head_size", first.get("attention_head_size")),
+        max_position_embeddings=_count(
+            file, "layers[0].max_position_embeddings", first.get("max_position_embeddings") or None
+        ),
+        tensor_parallel=_count(file, "tensor_parallel", content["tensor_parallel"]) or 1,
+        pipeline_parallel=_count(file, "pipeline_parallel", content.get("pipeline_parallel")) or 1,
+        weights=str(content.get("quantization") or "none").lower(),
+        kv_cache=attention.get("kv_cache_dtype") if isinstance(attention, dict) else None,
+    )
+
+
+def _from_tensorrt_llm(file: Path, content: Mapping[str, Any]) -> _Said:
+    quantization, mapping, producer = ({}, content["mapping"], {})
+    if isinstance(content.get("quantization"), dict):
+        quantization = content["quantization"]
+    if isinstance(content.get("producer"), dict):
+        producer = content["producer"]
+    heads = content.get("num_key_value_heads") or content.get("num_attention_heads")
+    return _Said(
+        file=file,
+        producer=" ".join(str(producer[key]) for key in ("name", "version") if producer.get(key)) or "tensorrt_llm",
+        decoder=_text(file, "architecture", content["architecture"]),
+        num_layers=_count(file, "num_hidden_layers", content.get("num_hidden_layers") or 0) or 0,
+        num_kv_heads=_count(file, "num_key_value_heads", heads),
+        head_dim=_count(file, "head_size", content.get("head_size")),
+        max_position_embeddings=_count(file, "max_position_embeddings", content.get("max_position_embeddings")),
+        tensor_parallel=_count(file, "mapping.tp_size", mapping.get("tp_size", mapping.get("world_size"))) or 1,
+        pipeline_parallel=_count(file, "mapping.pp_size", mapping.get("pp_size")) or 1,
+        weights=str(quantization.get("quant_algo") or "none").lower(),
+        kv_cache=quantization.get("kv_cache_quant_algo"),
+    )
+
+
+def _text(file: Path, key: str, value: object) -> str:
+    if not isinstance(value, str) or not value:
+        raise CheckpointError(f"{file}: {key} is {value!r}, not the name of a decoder such as 'llama'")
+    return value
+
+
+def _count(file: Path, key: str, value: object) -> int | None:
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise CheckpointError(f"{file}: {key} is {value!r}, not a whole number of at least 1")
+    return value
+
+
+def _read_scales(file: Path, header: Mapping[str, TensorEntry]) -> dict[int, tuple[str, float]]:
+    """(tensor name, value) by layer."""
+    found: dict[int, tuple[str, float]] = {}
+    for name in sorted(header):
+        match = _SCALE.search(name)
+        if match is None:
+            continue
+        if math.prod(header[name].shape) != 1:
+            raise CheckpointError(f"{file}: {name} has shape {list(header[name].shape)}; a scale has one number")
+        try:
+            with safe_open(file, framework="pt") as handle:
+                value = float(handle.get_tensor(name).float().item())
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file}: tensor {name} cannot be read: {error}") from error
+        if not (math.isfinite(value) and value > 0):
+            raise CheckpointError(f"{file}: {name} is {value}; a scale has to be finite and above 0")
+        found[int(match[1])] = (name, value)
+    return found
+
+
+def _agreed(said: _Said, path: Path, files: list[str], ranks: list[dict[int, tuple[str, float]]]) -> KVScales:
+    """The scales that every rank has. Raises CheckpointError naming layer and files where they differ."""
+    if not any(ranks):
+        return KVScales((None,) * said.num_layers)
+    algorithm = said.kv_cache or said.weights
+    if str(algorithm).lower() != "fp8":
+        raise CheckpointError(
+            f"{said.file}: the KV cache is {json.dumps(algorithm)}; only the scales of an FP8 cache can be used"
+        )
+    layers: list[LayerScales] = []
+    for layer in range(said.num_layers):
+        lacking = [file for file, scales in zip(files, ranks, strict=True) if layer not in scales]
+        if lacking:
+            raise CheckpointError(f"{path}: {lacking[0]} has no kv_cache_scaling_factor of layer {layer}")
+        by_value: dict[float, str] = {}
+        for file, scales in zip(files, ranks, strict=True):
+            by_value.setdefault(scales[layer][1], file)
+        if len(by_value) > 1:
+            values = ", ".join(f"{value:.9g} in {file}" for value, file in by_value.items())
+            raise CheckpointError(
+                f"{path}: the ranks differ in the KV scale of layer {layer}: {values}; one device needs one value, so "
+                "export again for one rank (--tp_size 1)"
+            )
+        name, value = ranks[0][layer]
+        layers.append(LayerScales((value,), (value,), Granularity.TENSOR, (name,)))
+    beyond = [number for scales in ranks for number in scales if number >= said.num_layers]
+    if beyond:
+        raise CheckpointError(f"{path}: there is a KV scale of layer {beyond[0]}, but {said.num_layers} layers")
+    return KVScales(tuple(layers), Format.E4M3FN)
+
+
+def sizes(export: RankExport) -> dict[str, int]:
+    """Bytes by dtype over all ranks, the most first."""
+    counted = Counter[str]()
+    for header in export.entries:
+        for entry in header.values():
+            counted[entry.dtype_name] += entry.size
+    return dict(counted.most_common())
