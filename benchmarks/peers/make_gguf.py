@@ -2,8 +2,8 @@
 
 With Q8_0 every matrix is 32 values of int8 with one float16 scale, as llama.cpp's own `quantize` does for this type.
 Q4_K_M is made by llama.cpp itself from a BF16 file: mostly 4 bits, some matrices 6, about 5 bits a weight in all. Norms
-are float32. The file holds no vocabulary: token ids in, token ids out. Runs in llama.cpp's environment, which has gguf
-and NumPy but no torch.
+are float32. The vocabulary of a byte-level BPE tokenizer is written along, because llama.cpp's server needs one. Without
+a tokenizer.json it is token ids in, token ids out. Runs in llama.cpp's environment, which has gguf and NumPy, no torch.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -64,6 +65,28 @@ def pair_neighbours(matrix: np.ndarray, heads: int) -> np.ndarray:
     return matrix.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
+def add_vocabulary(writer: gguf.GGUFWriter, path: Path, config: dict[str, Any]) -> None:
+    """The tokens and merges of a tokenizer.json; "none" where there is no such file."""
+    if not path.exists():
+        writer.add_tokenizer_model("none")
+        return
+    tokenizer = json.loads(path.read_text(encoding="utf-8"))
+    tokens = {index: token for token, index in tokenizer["model"]["vocab"].items()}
+    added = {token["id"]: token["content"] for token in tokenizer["added_tokens"]}
+    ids = range(config["vocab_size"])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("llama-bpe")
+    writer.add_token_list([added.get(index) or tokens.get(index, f"<unused {index}>") for index in ids])
+    kinds = gguf.TokenType
+    writer.add_token_types(
+        [kinds.CONTROL if index in added else kinds.NORMAL if index in tokens else kinds.UNUSED for index in ids]
+    )
+    writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in tokenizer["model"]["merges"]])
+    writer.add_bos_token_id(config["bos_token_id"])
+    writer.add_eos_token_id(config["eos_token_id"])
+    writer.add_add_bos_token(False)
+
+
 def write(checkpoint: Path, file: Path, kind: gguf.GGMLQuantizationType, file_type: gguf.LlamaFileType) -> None:
     """The checkpoint as `file`, its matrices of type `kind`."""
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
@@ -80,7 +103,7 @@ def write(checkpoint: Path, file: Path, kind: gguf.GGMLQuantizationType, file_ty
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model("none")
+    add_vocabulary(writer, checkpoint / "tokenizer.json", config)
     writer.add_file_type(file_type)
     for name, values in bfloat16_tensors(checkpoint / "model.safetensors"):
         if "q_proj" in name or "k_proj" in name:
