@@ -2,7 +2,7 @@
 
 With Q8_0 every matrix is 32 values of int8 with one float16 scale, as llama.cpp's own `quantize` does for this type.
 Q4_K_M is made by llama.cpp itself from a BF16 file: mostly 4 bits, some matrices 6, about 5 bits a weight in all. Norms
-are float32. The vocabulary of a byte-level BPE tokenizer is written along, because llama.cpp's server needs one. Without
+are float32. The vocabulary of a byte-level BPE tokenizer is written along, as llama.cpp's server needs one. Without
 a tokenizer.json it is token ids in, token ids out. Runs in llama.cpp's environment, which has gguf and NumPy, no torch.
 """
 
