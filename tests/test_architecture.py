@@ -35,7 +35,7 @@ ORDER = [
     {"engine", "calibrate"},
     {"llm"},
     {FACADE},
-    {"evaluate", "bench", "server", "auto_fp8"},
+    {"evaluate", "bench", "server", "auto_fp8", "llm_compressor"},
     {"cli"},
     {"__main__"},
 ]

@@ -106,7 +106,9 @@ def test_a_malformed_line_is_named(tmp_path: Path, line: object, says: str):
 def test_messages_need_a_chat_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Letters, "has_chat_template", False)
     line = {"messages": [{"role": "user", "content": LONG}]}
-    with pytest.raises(ConfigError, match="line 1 has `messages`, but the model has no chat template; give each line"):
+    with pytest.raises(
+        ConfigError, match="line 1 has `messages`, but the model has no chat template; give each sample"
+    ):
         samples(jsonl(tmp_path, line))
 
 
