@@ -129,31 +129,28 @@ def oneshot(
     Raises ConfigError for what is not understood or not done, before a weight is read; CheckpointError for the model.
     """
     _check_options(options, save_compressed)
+    _count("num_calibration_samples", num_calibration_samples)
+    if max_seq_length is not None:
+        _count("max_seq_length", max_seq_length)
     wanted = read_recipe(recipe)
     name, revision = _source(model, model_revision, tokenizer)
     calibrated = wanted.activations is ActivationScheme.STATIC or wanted.kv is not None
-    rows = _data(dataset, text_column, splits, num_calibration_samples) if calibrated and dataset is not None else None
-    if calibrated and rows is None and name != "demo":
-        raise ConfigError(
-            "the recipe has static activations or a KV cache, which are calibrated: give oneshot a dataset"
-        )
+    rows = None
     if dataset is not None and not calibrated:
         logger.warning("the recipe calibrates nothing, so the dataset is not read")
-    if output_dir is not None and Path(output_dir).absolute().parent.is_dir():
-        require_new(Path(output_dir))
+    elif dataset is not None:
+        rows = _data(dataset, text_column, splits, num_calibration_samples)
+    elif calibrated and name != "demo":
+        raise ConfigError("the recipe calibrates static activations or a KV cache: give oneshot a dataset")
+    if output_dir is not None and Path(output_dir).expanduser().absolute().parent.is_dir():
+        require_new(Path(output_dir).expanduser())
     opened = open_unquantized(name, revision)
     decided, ignored, torn = _decide(wanted, opened)
-    calibration = NOTHING_CALIBRATED
-    if calibrated:
-        decided = replace(
-            decided,
-            num_samples=_count("num_calibration_samples", num_calibration_samples),
-            max_seq_len=_count("max_seq_length", max_seq_length or opened.model.max_position_embeddings),
-        )
-        samples = load_samples(opened, decided, rows)
+    length = max_seq_length or opened.model.max_position_embeddings
+    decided = replace(decided, num_samples=num_calibration_samples, max_seq_len=length)
+    samples = load_samples(opened, decided, rows) if calibrated else []
     _require_same_weights(model, opened)
-    if calibrated:
-        calibration = opened.calibrate(decided, samples, ignored)
+    calibration = opened.calibrate(decided, samples, ignored) if calibrated else NOTHING_CALIBRATED
     quantized = OneshotModel(opened, decided, ignored, torn, calibration)
     if hasattr(model, "save_pretrained"):
         model.save_pretrained = quantized.save_pretrained  # as llm-compressor does: scripts save the model they gave
@@ -245,12 +242,14 @@ def _data(dataset: Any, text_column: str, splits: Any, num_samples: int) -> Path
             )
         return path
     dataset, stop = _split(dataset, splits)
+    if isinstance(dataset, Mapping):  # a batch, as a tokenizer returns it
+        dataset = [dataset]
     columns = getattr(dataset, "column_names", None)
     if columns is not None:
         _column(columns, text_column)
     if not isinstance(dataset, Iterable):
         raise ConfigError(f"the dataset is {shown(dataset)}; give a path, a list, or an object of datasets")
-    rows = list(islice(_rows(islice(dataset, *stop), text_column), _count("num_calibration_samples", num_samples)))
+    rows = list(islice(_rows(islice(dataset, *stop), text_column), num_samples))
     if not rows:
         raise ConfigError("the dataset is empty; give text")
     return rows

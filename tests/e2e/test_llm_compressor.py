@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, BatchEncoding
 
 from freight import LLM, CheckpointError, ConfigError, SamplingParams
 from freight.checkpoint.reader import Checkpoint
@@ -166,9 +166,10 @@ def batch(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         Columns(input_ids=IDS),
         {"train": Columns(input_ids=IDS), "test": Columns(input_ids=[[1, 2]])},
         [{"input_ids": torch.tensor([ids])} for ids in IDS],
+        BatchEncoding({"input_ids": IDS}),
         DataLoader([{"ids": ids[:40] if i % 2 else ids} for i, ids in enumerate(IDS)], batch_size=2, collate_fn=batch),
     ],
-    ids=["columns", "splits", "tensors", "batches"],
+    ids=["columns", "splits", "tensors", "tokenized", "batches"],
 )
 def test_every_form_of_token_ids(tmp_path: Path, dataset: Any):
     rows = [ids[:40] if i % 2 else ids for i, ids in enumerate(IDS)] if isinstance(dataset, DataLoader) else IDS
@@ -332,6 +333,7 @@ def of_yaml(modifier: str) -> str:
         ({"dataset": {"a": IDS}}, "splits None names no part of the dataset; it has a"),
         ({"splits": "train"}, "which has one part only; omit splits"),
         ({"num_calibration_samples": 0}, "num_calibration_samples 0 must be"),
+        ({"max_seq_length": 0}, "max_seq_length 0 must be"),
         ({"tokenizer": "other/model"}, "uses the tokenizer of the model"),
         ({"data_collator": batch}, "data_collator is not implemented; apply it before"),
         ({"max_seq_len": 3}, "no option 'max_seq_len'"),
