@@ -36,6 +36,7 @@ ORDER = [
     {"llm"},
     {FACADE},
     {"evaluate", "bench", "server", "auto_fp8", "transformers"},
+    {"evaluate", "bench", "server", "auto_fp8", "llm_compressor"},
     {"cli"},
     {"__main__"},
 ]

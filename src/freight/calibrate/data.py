@@ -31,7 +31,8 @@ def read_samples(
 ) -> Samples:
     """At most `num_samples` samples of at most `max_seq_len` tokens.
 
-    `data` is a path, or a sequence of strings or of lists of token ids. `load_tokenizer` is called if there is text.
+    `data` is a path, or a sequence of strings, of lists of token ids, or of dicts as the lines of a .jsonl file.
+    `load_tokenizer` is called if there is text.
     Raises ConfigError for a file that cannot be read, a line that is no sample, a token id that the model does not
     have, and where there is no token at all. Fewer than FEW_TOKENS tokens are a warning.
     """
@@ -105,10 +106,14 @@ def _line(where: str, line: str, tokenizer: _Lazy) -> list[int]:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where} is not JSON: {error}") from None
+    return _entry(where, entry, tokenizer)
+
+
+def _entry(where: str, entry: Any, tokenizer: _Lazy) -> list[int]:
     keys = [key for key in _KEYS if isinstance(entry, dict) and key in entry]
     if len(keys) != 1:
         has = f"has {sorted(entry)}" if isinstance(entry, dict) else f"is {type(entry).__name__}"
-        raise ConfigError(f"{where} {has}; each line is an object with one of `text`, `messages` or `input_ids`")
+        raise ConfigError(f"{where} {has}; each sample is an object with one of `text`, `messages` or `input_ids`")
     value: Any = entry[keys[0]]
     if keys[0] == "input_ids":
         return _ids(where, value)
@@ -118,7 +123,7 @@ def _line(where: str, line: str, tokenizer: _Lazy) -> list[int]:
         return tokenizer().encode(value)
     if not tokenizer().has_chat_template:
         raise ConfigError(
-            f"{where} has `messages`, but the model has no chat template; give each line a `text` instead"
+            f"{where} has `messages`, but the model has no chat template; give each sample a `text` instead"
         )
     try:
         return tokenizer().apply_chat_template(value, add_generation_prompt=False)
@@ -130,7 +135,10 @@ def _from_python(where: str, data: object, tokenizer: _Lazy) -> Iterator[list[in
     if not isinstance(data, Sequence):
         raise ConfigError(f"{where} is {type(data).__name__}; give a path, strings, or lists of token ids")
     for number, sample in enumerate(data):
-        yield tokenizer().encode(sample) if isinstance(sample, str) else _ids(f"{where}[{number}]", sample)
+        if isinstance(sample, dict):
+            yield _entry(f"{where}[{number}]", sample, tokenizer)
+        else:
+            yield tokenizer().encode(sample) if isinstance(sample, str) else _ids(f"{where}[{number}]", sample)
 
 
 def _ids(where: str, value: object) -> list[int]:

@@ -106,7 +106,9 @@ def test_a_malformed_line_is_named(tmp_path: Path, line: object, says: str):
 def test_messages_need_a_chat_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Letters, "has_chat_template", False)
     line = {"messages": [{"role": "user", "content": LONG}]}
-    with pytest.raises(ConfigError, match="line 1 has `messages`, but the model has no chat template; give each line"):
+    with pytest.raises(
+        ConfigError, match="line 1 has `messages`, but the model has no chat template; give each sample"
+    ):
         samples(jsonl(tmp_path, line))
 
 
@@ -159,4 +161,10 @@ def test_something_else_is_no_data():
     with pytest.raises(ConfigError, match="is int; give a path"):
         samples(3)
     with pytest.raises(ConfigError, match=r"calibration_data\[0\]"):
-        samples([{"text": "x"}])
+        samples([{"prompt": "x"}])
+
+
+def test_samples_in_python_may_be_dicts_as_the_lines_of_a_file_are():
+    chat = [{"role": "user", "content": LONG}]
+    given = [{"text": LONG}, {"messages": chat}, {"input_ids": [5, 6]}]
+    assert samples(given) == [[1, *map(ord, LONG)], [2, *map(ord, LONG)], [5, 6]]
