@@ -89,10 +89,12 @@ def read(file: Path) -> Mapping[str, Tensor]:
 
 
 def _reason(error: Exception) -> str:
-    asked = re.search(r"(?:Unsupported global: GLOBAL|Unsupported class|Trying to call) `?([\w.]+)", str(error))
+    text = str(error)
+    asked = re.search(r"(?i:unsupported (?:(?:global:? )+|class ))`?([\w.]+)", text)
     if asked:
         return f"it asks for {asked[1]}, which is no part of a tensor; nothing of it was run"
-    first = next(iter(str(error).strip().splitlines()), "")
+    lines = [line.strip() for line in text.splitlines() if "weights_only" not in line]  # torch's advice to allow code
+    first = next(filter(None, lines), "")
     return f"it cannot be read ({type(error).__name__}: {first[:200]})"
 
 

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from freight.checkpoint import convert as module
 from freight.checkpoint.convert import convert
 from freight.checkpoint.reader import Checkpoint
+from freight.checkpoint.unpickle import RefusedError, convert_file, read
 from freight.cli.main import main
 from freight.errors import CheckpointError, ConfigError
 
@@ -144,17 +145,20 @@ class Attack:
         return os.mkdir, (str(self.file),)
 
 
-@pytest.mark.parametrize("form", ["zip", "legacy", "bare"])
-def test_code_in_a_pickle_does_not_run(folder: Path, tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch):
-    """Not even where the environment tells torch to allow it."""
+def test_code_in_a_pickle_does_not_run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Not even where the environment tells torch to allow it, and in none of the forms that torch reads."""
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
-    attack = {"a": WEIGHT, "b": Attack(tmp_path / "made")}
-    if form == "bare":
-        (folder / "pytorch_model.bin").write_bytes(pickle.dumps(attack))
-    else:
-        single(folder, attack, _use_new_zipfile_serialization=form == "zip")
-    refused(folder, "pytorch_model.bin", "" if form == "bare" else "mkdir", "safetensors")
+    attack, file = {"a": WEIGHT, "b": Attack(tmp_path / "made")}, folder / "pytorch_model.bin"
+    refused(single(folder, attack), str(file), "posix.mkdir", "nothing of it was run", "safetensors")
+    single(folder, attack, _use_new_zipfile_serialization=False)
+    with pytest.raises(RefusedError, match=r"posix\.mkdir"):
+        read(file)
+    file.write_bytes(pickle.dumps(attack))
+    with pytest.raises(RefusedError):
+        read(file)
     assert not (tmp_path / "made").exists()
+    pickle.loads(pickle.dumps(attack))
+    assert (tmp_path / "made").exists()  # what it does where pickle is trusted
 
 
 @pytest.mark.parametrize(
@@ -165,20 +169,31 @@ def test_code_in_a_pickle_does_not_run(folder: Path, tmp_path: Path, form: str, 
         ({"a": WEIGHT.to_sparse()}, "sparse"),
         ({"a": torch.zeros(2, dtype=torch.complex64)}, "complex64"),
         ({}, "dict"),
-        ({"a": torch.zeros(1).expand(2**33)}, "more than its"),  # 32 GiB in a file of a kilobyte
     ],
 )
 def test_what_is_not_tensors_by_name(folder: Path, content: Any, named: str):
-    refused(single(folder, content), named)
+    single(folder, content)
+    with pytest.raises(RefusedError, match=named):
+        read(folder / "pytorch_model.bin")
+
+
+def test_a_small_file_that_claims_large_tensors(folder: Path, tmp_path: Path):
+    """32 GiB in a kilobyte: a tensor whose rows are the same."""
+    single(folder, {"a": torch.zeros(1).expand(2**33)})
+    with pytest.raises(RefusedError, match="more than its"):
+        convert_file(folder / "pytorch_model.bin", tmp_path / "out.safetensors", ())
+    assert not (tmp_path / "out.safetensors").exists()
 
 
 def test_damaged_and_missing_files(folder: Path):
     refused(folder, "pytorch_model.bin", "nothing to convert")
     file = single(folder) / "pytorch_model.bin"
-    file.write_bytes(file.read_bytes()[:-300])
-    refused(folder, str(file))
-    file.write_bytes(b"")
-    refused(folder, str(file))
+    whole = file.read_bytes()
+    for damaged in (whole[:-300], whole[:100], b""):
+        file.write_bytes(damaged)
+        with pytest.raises(RefusedError, match="cannot be read") as error:
+            read(file)
+        assert "weights_only" not in str(error.value)
     (folder / "model.safetensors").write_bytes(b"")
     refused(folder, "safetensors already")
 
