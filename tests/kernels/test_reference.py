@@ -255,10 +255,13 @@ def test_row_wise_operations_do_not_see_other_rows(size):
     for operation in (
         lambda t: reference.rms_norm(t, weight, 1e-5),
         lambda t: reference.gated(t, SILU),
+        lambda t: reference.layer_norm(t, weight, weight.flip(0), 1e-5),
     ):
         whole = operation(x)
         assert all(torch.equal(operation(x[i:j]), whole[i:j]) for i in range(0, 70, 9) for j in range(i + 1, 71, 7))
     assert torch.allclose(reference.rms_norm(x, weight, 1e-5), F.rms_norm(x, (2 * size,), weight, 1e-5), atol=1e-6)
+    expected = F.layer_norm(x + 30, (2 * size,), weight, weight.flip(0), 1e-5)
+    assert torch.allclose(reference.layer_norm(x + 30, weight, weight.flip(0), 1e-5), expected, atol=2e-5)
     gate, up = x.chunk(2, dim=-1)
     assert torch.allclose(reference.gated(x, SILU), F.silu(gate) * up, atol=1e-6)
 

@@ -3,7 +3,7 @@
 Opening checks every header against its file: sizes, offsets, shards and index must agree, and no tensor may appear
 twice, so damage is reported before a weight is read. `take` maps one tensor into memory. `finish` refuses a checkpoint
 with tensors that were neither taken nor skipped by name, because an unused tensor means that config.json describes
-another model. Only safetensors are read: pickle files can run code when they are opened.
+another model. Only safetensors are read: pickle files can run code when they are opened (`convert.py` reads those).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -27,7 +27,7 @@ from freight.fp8.formats import Format
 _BITS = {"BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64}
 _BITS |= {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 _BITS |= {"F8_E4M3": 8, "F8_E4M3FNUZ": 8, "F8_E5M2": 8, "F8_E5M2FNUZ": 8, "F8_E8M0": 8}
-_FORMATS = {
+FORMAT_NAMES = {
     "F32": Format.FLOAT32,
     "F16": Format.FLOAT16,
     "BF16": Format.BFLOAT16,
@@ -35,7 +35,8 @@ _FORMATS = {
     "F8_E4M3FNUZ": Format.E4M3FNUZ,
     "F8_E5M2": Format.E5M2,
 }
-_FETCHED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer*"]
+_FETCHED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer*")
+PICKLED = ("*.json", "pytorch_model*.bin", "*.jinja", "*.txt", "tokenizer*", "*.model")  # what `convert` fetches
 _NOT_FETCHED = ["*/*", "consolidated*"]  # other forms of the same weights
 _MAX_HEADER = 100_000_000  # bytes, the limit of the safetensors format
 # Tensors that other tools write and that change nothing here, by name, with the reason.
@@ -66,7 +67,7 @@ class TensorEntry:
     @property
     def dtype_name(self) -> str:
         """Freight's name of the dtype ('bfloat16'); safetensors' in lower case for a dtype that no Format has."""
-        return str(_FORMATS.get(self.dtype, self.dtype.lower()))
+        return str(FORMAT_NAMES.get(self.dtype, self.dtype.lower()))
 
 
 class Checkpoint:
@@ -106,9 +107,9 @@ class Checkpoint:
     def format_of(self, name: str) -> Format:
         """Raises CheckpointError for a dtype that Freight does not compute with, such as integers."""
         dtype = self.entry(name).dtype
-        if dtype not in _FORMATS:
+        if dtype not in FORMAT_NAMES:
             raise CheckpointError(f"{self.path}: tensor {name} is stored as {dtype}, which is not implemented")
-        return _FORMATS[dtype]
+        return FORMAT_NAMES[dtype]
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Compare with the shapes that a model needs; reads no tensor. Raises CheckpointError with all mismatches."""
@@ -195,8 +196,9 @@ class Checkpoint:
         return tensor
 
 
-def resolve_model(name: str, revision: str | None = None) -> Path:
-    """The folder of a model: 'demo' (shipped with Freight), an existing folder, or a Hugging Face hub id.
+def resolve_model(name: str, revision: str | None = None, fetched: Sequence[str] = _FETCHED) -> Path:
+    """The folder of a model: 'demo' (shipped with Freight), an existing folder, or a Hugging Face hub id, of which the
+    files that match `fetched` are downloaded.
 
     Raises CheckpointError if there is none, ConfigError for a revision of something that has no revisions.
     """
@@ -214,7 +216,7 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=_FETCHED, ignore_patterns=_NOT_FETCHED))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=[*fetched], ignore_patterns=_NOT_FETCHED))
     except Exception as error:  # the client's own errors, and whatever its network stack raises
         which = f"{name!r}" if revision is None else f"{name!r} at revision {revision!r}"
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
@@ -267,9 +269,11 @@ def _read_entries(path: Path) -> dict[str, TensorEntry]:
     if pickles:
         raise CheckpointError(
             f"{path} has {_listed(pickles, ', ')}, which can run code when opened; Freight reads safetensors only: "
-            "convert it (transformers: save_pretrained)"
+            f"freight convert {path} OUT"
         )
-    raise CheckpointError(f"{path} has no *.safetensors file")
+    raise CheckpointError(
+        f"{path} has no *.safetensors file; if the model has pytorch_model.bin instead: freight convert MODEL OUT"
+    )
 
 
 def _read_shards(path: Path, index: Path) -> dict[str, TensorEntry]:

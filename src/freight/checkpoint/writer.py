@@ -159,6 +159,16 @@ class CheckpointWriter:
         self._pending |= {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
         self._pending_bytes += size
 
+    def next_shard(self) -> Path:
+        """Where to write a safetensors file that is a shard of its own, for `adopt`."""
+        self._flush()
+        return self._folder / _shard_name(len(self._shards), 0)
+
+    def adopt(self, sizes: Mapping[str, int]) -> None:
+        """Take the file at `next_shard` as the next shard. sizes: the bytes of each of its tensors."""
+        self._shards.append(list(sizes))
+        self._total += sum(sizes.values())
+
     def finish(self, config: Mapping[str, Any], source: Path, files: Mapping[str, bytes] | None = None) -> None:
         """Write pending tensors, tokenizer and other files of `source`, `files` and config.json; then publish `out`."""
         self._flush()

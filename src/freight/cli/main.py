@@ -15,6 +15,7 @@ import typer
 from freight import __version__
 from freight.cli import bench, scales
 from freight.cli.chat import chat
+from freight.cli.convert import convert
 from freight.cli.demo import demo
 from freight.cli.env import env
 from freight.cli.evaluate import evaluate
@@ -66,7 +67,7 @@ def _inspect(
     inspect(model, as_json, picture, revision)
 
 
-for verb in (generate, chat, serve, quantize, evaluate, demo, env):
+for verb in (generate, chat, serve, quantize, convert, evaluate, demo, env):
     app.command()(verb)
 app.command("inspect")(_inspect)
 app.add_typer(scales.app, name="scales")

@@ -1,0 +1,169 @@
+"""convert: a checkpoint of pickled files in, one of safetensors out.
+
+    convert("./opt-125m", Path("out"))
+
+Each pytorch_model*.bin is read by a process of its own (`unpickle.py`), one at a time, which writes it as safetensors
+into the writer's hidden folder. What it wrote is then read here as any other safetensors file is: its header is checked
+against its size. A file that cannot be read, a deadline or Ctrl-C leaves nothing at the output.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from freight.checkpoint.reader import PICKLED, TensorEntry, read_header, read_json, resolve_model
+from freight.checkpoint.writer import CheckpointWriter, require_new, require_space
+from freight.config.model import parse_model_config
+from freight.errors import CapacityError, CheckpointError, ConfigError
+
+SINGLE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+SECONDS, BYTES_PER_SECOND = 60.0, 2**24  # the deadline of a file: so long, and one second more for so many bytes
+
+Progress = Callable[[str, int, int], None]  # (what, done, total)
+
+
+@dataclass(frozen=True)
+class ConvertResult:
+    """What was written. `tied`: names of tensors that were not written, because another one is the same memory."""
+
+    path: Path
+    num_tensors: int
+    num_bytes: int
+    num_files: int
+    tied: Mapping[str, str]
+
+
+def deadline(size: int) -> float:
+    """Seconds that a file of `size` bytes may take."""
+    return SECONDS + size / BYTES_PER_SECOND
+
+
+def convert(
+    model: str, out: Path, revision: str | None = None, on_progress: Progress = lambda what, done, total: None
+) -> ConvertResult:
+    """Write the pickled checkpoint `model`, a folder or a hub id, as safetensors into the new folder `out`.
+
+    config.json, tokenizer and the other files of the model are copied. Raises CheckpointError for files that are not
+    tensors alone or that contradict their index, CapacityError for a full disk, ConfigError for `out`; whatever is
+    raised, `out` is not there.
+    """
+    require_new(out)
+    source = resolve_model(model, revision, PICKLED)
+    config = read_json(source / "config.json")
+    if config is None:
+        raise CheckpointError(f"{source} has no config.json, so it is not a model folder")
+    shards = _shards(source)
+    sizes = [file.stat().st_size for file in shards]
+    require_space(out, sum(sizes))
+    untied = _untied(config)
+    tied: dict[str, str] = {}
+    found: dict[str, TensorEntry] = {}
+    with CheckpointWriter(out) as writer:
+        for index, (file, named) in enumerate(shards.items()):
+            before = sum(sizes[:index])
+
+            def moved(done: int, total: int, start: int = before, size: int = sizes[index]) -> None:
+                on_progress("converting", start + size * done // max(1, total), sum(sizes))
+
+            shard = writer.next_shard()
+            gone = _convert_file(file, shard, untied, moved)
+            entries = read_header(shard)
+            _check_shard(file, named, entries, gone, found)
+            writer.adopt({name: entry.size for name, entry in entries.items()})
+            tied |= gone
+            found |= entries
+        writer.finish(config, source)
+    return ConvertResult(out, len(found), sum(entry.size for entry in found.values()), len(shards), tied)
+
+
+def _shards(source: Path) -> dict[Path, frozenset[str] | None]:
+    """The pickled files with the tensors that the index names in each; None where there is no index."""
+    if any(source.glob("*.safetensors")):
+        raise ConfigError(f"{source} has safetensors already, which Freight reads: there is nothing to convert")
+    if (source / SINGLE).is_file():
+        return {source / SINGLE: None}
+    content = read_json(source / INDEX)
+    if content is None:
+        raise CheckpointError(f"{source} has neither {SINGLE} nor {INDEX}: there is nothing to convert")
+    named = content.get("weight_map")
+    if not isinstance(named, dict) or not named or not all(isinstance(shard, str) for shard in named.values()):
+        raise CheckpointError(f"{source / INDEX}: weight_map is missing, or does not give a file for every tensor")
+    shards: dict[Path, frozenset[str] | None] = {}
+    for shard in sorted(set(named.values())):
+        if Path(shard).name != shard:
+            raise CheckpointError(f"{source / INDEX} names {shard!r}, which lies outside the folder")
+        if not (source / shard).is_file():
+            raise CheckpointError(f"{source}: the shard {shard}, which {INDEX} names, is missing")
+        shards[source / shard] = frozenset(name for name, file in named.items() if file == shard)
+    return shards
+
+
+def _untied(config: Mapping[str, object]) -> tuple[str, ...]:
+    """Tensors to write although they are another one: the head, where config.json says that it has its own."""
+    try:
+        tied = parse_model_config(config).tie_word_embeddings
+    except CheckpointError:  # a model that Freight does not run
+        tied = config.get("tie_word_embeddings") is not False
+    return () if tied else ("lm_head.weight",)
+
+
+def _check_shard(
+    file: Path,
+    named: frozenset[str] | None,
+    entries: Mapping[str, TensorEntry],
+    tied: Mapping[str, str],
+    found: Mapping[str, TensorEntry],
+) -> None:
+    """Raises CheckpointError unless the file holds what the index names there, and nothing that came before."""
+    held = {*entries, *tied}
+    if named is not None and held != named:
+        raise CheckpointError(f"{file}: {INDEX} places {min(held ^ named)} elsewhere, or not at all; fetch it again")
+    twice = held & found.keys()
+    if twice:
+        raise CheckpointError(f"{file}: tensor {min(twice)} is in two files")
+
+
+def _convert_file(
+    file: Path, out: Path, untied: tuple[str, ...], on_progress: Callable[[int, int], None]
+) -> dict[str, str]:
+    """Let a process of its own write `file` as safetensors into `out`; returns the names that are tied to others."""
+    command = [sys.executable, "-P", "-m", "freight.checkpoint.unpickle", str(file.resolve()), str(out), *untied]
+    seconds = deadline(file.stat().st_size)
+    last: dict[str, object] = {}
+    late = threading.Event()
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+
+        def end() -> None:
+            late.set()
+            process.kill()
+
+        timer = threading.Timer(seconds, end)
+        timer.start()
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                with contextlib.suppress(ValueError):  # a line that the end of the process has cut short
+                    last = json.loads(line)
+                if "done" in last:
+                    on_progress(int(str(last["done"])), int(str(last["total"])))
+            status = process.wait()
+        finally:
+            timer.cancel()
+            process.kill()
+    if isinstance(last.get("tied"), dict) and status == 0:
+        return {str(name): str(kept) for name, kept in last["tied"].items()}  # type: ignore[attr-defined]
+    if "full" in last:
+        raise CapacityError(f"the disk of {out.parent} is full: {last['full']}; nothing was left there")
+    reason = str(last.get("refused", f"the process that read it ended with status {status}"))
+    if late.is_set():
+        reason = f"reading it took more than {seconds:.0f} seconds"
+    raise CheckpointError(f"{file} was not converted: {reason}. Use a copy of the model in safetensors")
