@@ -17,6 +17,7 @@ import typer
 
 from freight.config import resolve
 from freight.config.engine import EngineArgs
+from freight.config.kv_source import KV_DTYPES, KV_SCALES
 from freight.device import DEVICES
 from freight.errors import ConfigError, RequestError
 from freight.sampling import SamplingParams
@@ -25,8 +26,8 @@ Command = Callable[..., None]
 
 CHOICES: dict[str, Sequence[object]] = {  # for --help; `config.resolve.check` validates
     "dtype": ("auto", *resolve.DTYPES),
-    "kv_cache_dtype": resolve.KV_DTYPES,
-    "kv_scales": (*resolve.KV_SCALES, "FILE"),
+    "kv_cache_dtype": KV_DTYPES,
+    "kv_scales": (*KV_SCALES, "FILE", "K,V"),
     "block_size": resolve.BLOCK_SIZES,
     "device": DEVICES,
     "kernels": resolve.KERNELS,
@@ -65,7 +66,7 @@ class Flag:
 ENGINE_FLAGS = (
     Flag("dtype", str, "What weights and activations are computed in; auto: as stored."),
     Flag("kv_cache_dtype", str, "What the KV cache stores; auto: what the checkpoint declares, else the dtype."),
-    Flag("kv_scales", str, "Where the scales of an FP8 cache come from; FILE is a kv_cache_scales.json."),
+    Flag("kv_scales", str, "Where the scales of an FP8 cache come from; a kv_cache_scales.json, or numbers."),
     Flag("quantization_param_path", str | None, "The same as --kv-scales FILE, as older engines call it.", "FILE"),
     Flag("quantization", str | None, "Quantize the weights while they load.", "METHOD"),
     Flag("max_model_len", int | None, "Longest context in tokens; default: the model's.", "TOKENS"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+from freight.config.kv_source import written
 from freight.config.options import require_known
 from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.fp8.scheme import KVScales
@@ -65,8 +66,13 @@ class EngineArgs:
 
     @staticmethod
     def from_options(**options: Any) -> EngineArgs:
-        """EngineArgs from keyword options. Raises ConfigError for an unknown name, with the nearest known one."""
+        """EngineArgs from keyword options; `kv_scales` may be a number or a pair (K, V) as well.
+
+        Raises ConfigError for an unknown name, with what to use instead.
+        """
         require_known(options, [f.name for f in fields(EngineArgs)], _SYNONYMS)
+        if "kv_scales" in options:
+            options["kv_scales"] = written(options["kv_scales"])
         return EngineArgs(**options)
 
 
