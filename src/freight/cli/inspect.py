@@ -63,9 +63,9 @@ def describe(model: str, revision: str | None = None) -> dict[str, Any]:
     scheme: {method, weight_format, kv_format, kv_static, description, fp8_weights}, where fp8_weights has the number of
     matrices stored in FP8 by what is declared of them, {"scales per tensor, activations static": 14}; kv_cache:
     {scales_format, scales_format_assumed, scales}. scales_format_assumed says that nothing declares the format; scales
-    has an entry per layer, {layer, k, v}, and is empty when there are none. k and v are null, or {granularity, min, max,
-    value, centered, names}; `value` is there for granularity 'tensor', and `centered`, whether a mean was subtracted,
-    for k.
+    has an entry per layer, {layer, k, v}, and is empty when there are none. k and v are null, or {granularity, min,
+    max, value, centered, names}; `value` is there for granularity 'tensor', and `centered`, whether a mean was
+    subtracted, for k.
     """
     from freight.models.open import open_checkpoint
 

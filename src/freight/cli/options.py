@@ -9,20 +9,23 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from freight.config import resolve
 from freight.config.engine import EngineArgs
+from freight.config.foreign import as_flag, instead_of
 from freight.config.kv_source import KV_DTYPES, KV_SCALES
 from freight.device import DEVICES
 from freight.errors import ConfigError, RequestError
 from freight.sampling import SamplingParams
 
-Command = Callable[..., None]
+Function = Callable[..., None]
 
 CHOICES: dict[str, Sequence[object]] = {  # for --help; `config.resolve.check` validates
     "dtype": ("auto", *resolve.DTYPES),
@@ -32,6 +35,10 @@ CHOICES: dict[str, Sequence[object]] = {  # for --help; `config.resolve.check` v
     "device": DEVICES,
     "kernels": resolve.KERNELS,
     "attention_compute": resolve.ATTENTION_COMPUTES,
+}
+CONTEXT: dict[str, Any] = {
+    "help_option_names": ["-h", "--help"],
+    "token_normalize_func": lambda token: token.replace("_", "-"),  # --kv_cache_dtype is --kv-cache-dtype
 }
 MAX_TOKENS = 256  # what a person at a terminal expects, where SamplingParams has the 16 of other libraries
 
@@ -111,7 +118,31 @@ ModelIdOption = Annotated[
 ]
 
 
-def takes_model(command: Command) -> Command:
+class Command(TyperCommand):
+    """A verb. An option that only other engines have is refused with what to use instead."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            if type(error).__name__ != "NoSuchOption":  # typer keeps the class to itself
+                raise
+            spelling = str(getattr(error, "option_name", ""))
+            for short, name in _SHORT.items():
+                if spelling == short[:2] and short in given:
+                    spelling = name
+            instead = instead_of(spelling.lstrip("-").replace("-", "_"), as_flag)
+            known = {flag for option in self.params for flag in (*option.opts, *option.secondary_opts)}
+            if instead is None or not known.issuperset(re.findall(r"--[a-z-]+", instead)):
+                raise
+            raise ConfigError(f"no such option: {spelling}; {instead}") from None
+
+
+_SHORT = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-dp": "--data-parallel-size"}
+
+
+def takes_model(command: Function) -> Function:
     """Replace the command's parameter `model: str` by MODEL and --model-id."""
 
     def build(values: dict[str, Any]) -> dict[str, Any]:
@@ -135,7 +166,7 @@ def takes_model(command: Command) -> Command:
     )
 
 
-def takes_engine_options(command: Command) -> Command:
+def takes_engine_options(command: Function) -> Function:
     """Replace the command's parameter `args: EngineArgs` by MODEL, --model-id and an option for every other field."""
     defaults = {field.name: field.default for field in fields(EngineArgs)}
 
@@ -149,7 +180,7 @@ def takes_engine_options(command: Command) -> Command:
     return takes_model(replace_parameter(command, "args", [model, *flags], build))
 
 
-def takes_sampling_options(command: Command) -> Command:
+def takes_sampling_options(command: Function) -> Function:
     """Replace the command's parameter `params: SamplingParams` by the sampling options."""
     plain = SamplingParams(max_tokens=MAX_TOKENS)
 
@@ -173,11 +204,11 @@ def _biases(pairs: Sequence[str]) -> dict[int, float]:
 
 
 def replace_parameter(
-    command: Command,
+    command: Function,
     parameter: str,
     options: Sequence[inspect.Parameter],
     build: Callable[[dict[str, Any]], dict[str, Any]],
-) -> Command:
+) -> Function:
     """`command` with `options` in the place of `parameter`, which `build` makes by taking theirs out of the values."""
 
     @functools.wraps(command)

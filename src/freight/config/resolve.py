@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from freight.config.engine import EngineArgs, EngineConfig, KVCacheConfig
+from freight.config.foreign import OTHER_QUANTIZATIONS
 from freight.config.kv_source import KV_DTYPES, kv_source, require_fit
 from freight.config.options import choose
 from freight.device import DEVICES, check_threads
@@ -43,6 +44,8 @@ def check(args: EngineArgs) -> None:
     choose("--device", args.device, DEVICES)
     choose("--kernels", args.kernels, KERNELS)
     choose("--attention-compute", args.attention_compute, ATTENTION_COMPUTES)
+    if args.quantization in OTHER_QUANTIZATIONS:
+        raise ConfigError(f"--quantization {args.quantization!r}: {OTHER_QUANTIZATIONS[args.quantization]}")
     if args.quantization is not None:
         choose("--quantization", args.quantization, QUANTIZATIONS)
     for name, value, least in (
