@@ -166,6 +166,24 @@ def takes_model(command: Function) -> Function:
     )
 
 
+def model_and_others(
+    ctx: typer.Context, model_id: str | None, names: Sequence[str], given: Sequence[object]
+) -> list[str]:
+    """The arguments called `names`, in order, where --model-id may stand for the one called MODEL.
+
+    `given` are the arguments as typed, None for those beyond. Raises ConfigError for one too few or too many.
+    """
+    present = [str(value) for value in given if value is not None]
+    index, source = names.index("MODEL"), ctx.get_parameter_source("model_id")
+    if len(present) == len(names) and source is not None and source.name == "COMMANDLINE":
+        raise ConfigError(f"MODEL is {present[index]!r} and --model-id {model_id!r}: give one of the two")
+    if len(present) < len(names) and model_id and len(present) >= index:
+        present.insert(index, model_id)
+    if len(present) < len(names):
+        raise ConfigError(f"{names[len(present)]} is missing: give {' '.join(names)}")
+    return present
+
+
 def takes_engine_options(command: Function) -> Function:
     """Replace the command's parameter `args: EngineArgs` by MODEL, --model-id and an option for every other field."""
     defaults = {field.name: field.default for field in fields(EngineArgs)}

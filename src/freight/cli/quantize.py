@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from freight.cli.options import ModelIdOption, model_and_others
 from freight.config.plan import (
     KV_CACHES,
     KV_GRANULARITIES,
@@ -31,8 +32,8 @@ def _option(values: str | Iterable[object], sentence: str) -> Any:
     return typer.Option(metavar=values if isinstance(values, str) else "|".join(map(str, values)), help=sentence)
 
 
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="A folder, a hub id, or 'demo'.")]
-Out = Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; it must not exist.")]
+Model = Annotated[str | None, typer.Argument(metavar="MODEL", help="A folder, a hub id, or 'demo'.")]
+Out = Annotated[Path | None, typer.Argument(metavar="OUT", help="The folder to write; it must not exist.")]
 Weights = Annotated[
     str | None,
     _option(WeightScheme, "One scale per tensor, output row or 128 x 128 block. Default: fp8-channel."),
@@ -61,8 +62,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and no
 
 
 def quantize(
-    model: Model,
-    out: Out,
+    ctx: typer.Context,
+    model: Model = None,
+    out: Out = None,
+    model_id: ModelIdOption = None,
     weights: Weights = None,
     activations: Activations = None,
     kv_cache: KVCache = None,
@@ -82,6 +85,7 @@ def quantize(
 
     FP8 weights, activations and KV cache; what is static is calibrated on the unquantized model.
     """
+    name, folder = model_and_others(ctx, model_id, ("MODEL", "OUT"), (model, out))
     options = {
         "weights": weights,
         "activations": activations,
@@ -101,7 +105,7 @@ def quantize(
     from freight.calibrate.quantize import quantize as run
 
     with stages() as on_progress:
-        result = run(model, out, revision=revision, on_progress=on_progress, **options)
+        result = run(name, Path(folder), revision=revision, on_progress=on_progress, **options)
     if as_json:
         print(json.dumps(facts(result), indent=2))
     else:
