@@ -120,8 +120,12 @@ class TestScales:
         ("factors", "model_type", "says"),
         [
             ({"rank0": {"0": 0.1, "1": 0.1}}, "llama", ("'rank0' is not a rank number", "'0'")),
-            ({"0": {"0": 0.1, "1": 0.1}, "1": {"0": 0.1, "1": 0.1}}, "llama", ("2 ranks", "one device")),
-            ({"1": {"0": 0.1, "1": 0.1}}, "llama", ("one rank, '0'",)),
+            (
+                {"0": {"0": 0.1, "1": 0.1}, "1": {"0": 0.1, "1": 0.2}},
+                "llama",
+                ("layer 1", "0: 0.1", "1: 0.2"),
+            ),
+            ({"1": {"0": 0.1, "1": 0.1}}, "llama", ("ranks '0', '1'", "1 ranks, '1'")),
             ({"0": {"0": 0.1}}, "llama", ("1 layers", "the model has 2", "lacking '1'")),
             ({"0": {"0": 0.1, "1": 0.1, "2": 0.1}}, "llama", ("3 layers", "the model has 2", "unknown '2'")),
             ({"0": {"0": 0.1, "1": 0.0}}, "llama", ("scaling_factor[0][1]", "0.0", "above 0")),

@@ -34,6 +34,7 @@ E4M3_DYNAMIC: Cache = ("fp8_e4m3fn", "token", "dynamic")
 E5M2: Cache = ("fp8_e5m2", "tensor", "unit")
 INT8: Cache = ("int8", "token", "dynamic")
 FILE: Cache = ("fp8_e4m3fn", "tensor", "file")
+GIVEN: Cache = ("fp8_e4m3fn", "tensor", "given")
 CHECKPOINT: Cache = ("fp8_e4m3fn", "tensor", "checkpoint")
 PLAIN: Cache = ("bfloat16", None, None)
 
@@ -89,6 +90,28 @@ def test_python_with_a_file_of_scales(scale_file: str):
     assert len(llm.generate([PROMPT], SamplingParams(max_tokens=4, ignore_eos=True))[0].outputs[0].token_ids) == 4
 
 
+@pytest.mark.parametrize(("given", "k", "v"), [(0.03, 0.03, 0.03), ((0.03, 0.02), 0.03, 0.02)])
+def test_python_with_scales_as_numbers(given: object, k: float, v: float):
+    llm = LLM(model="demo", kv_cache_dtype="fp8", kv_scales=given, **SMALL)
+    assert cache_of(llm.kv_cache_info()) == GIVEN
+    for layer in llm.engine.runner.pool.layers:
+        assert layer.pages.k_scale is not None
+        assert layer.pages.v_scale is not None
+        assert torch.equal(layer.pages.k_scale, torch.full_like(layer.pages.k_scale, k))
+        assert torch.equal(layer.pages.v_scale, torch.full_like(layer.pages.v_scale, v))
+
+
+def test_a_file_of_two_ranks_without_a_model_type(tmp_path: Path, scale_file: str):
+    content = json.loads(Path(scale_file).read_text())
+    ranks = content["kv_cache"]["scaling_factor"]
+    content["kv_cache"]["scaling_factor"] = {"0": ranks["0"], "1": ranks["0"]}
+    del content["model_type"]
+    path = tmp_path / "two_ranks.json"
+    path.write_text(json.dumps(content))
+    llm = LLM(model="demo", kv_cache_dtype="fp8", quantization_param_path=str(path), **SMALL)
+    assert cache_of(llm.kv_cache_info()) == FILE
+
+
 def llm_compressor(**scheme: Any) -> dict[str, Any]:
     """The quantization_config of `oneshot` with a recipe that has a kv_cache_scheme and nothing else."""
     kv_cache_scheme = {"actorder": None, "block_structure": None, "dynamic": False, "group_size": None, "num_bits": 8,
@@ -133,10 +156,12 @@ def test_kv_scale_with_the_format_it_was_made_for(
         assert torch.equal(scale, torch.full((2, 64), 0.03, dtype=torch.float32) * factor)
 
 
-def test_scales_that_nothing_declares(write_model: Callable[..., str]):
+def test_scales_that_nothing_declares(write_model: Callable[..., str], caplog: pytest.LogCaptureFixture):
     """A 16-bit checkpoint to which scales were added: used when an FP8 cache is asked for, else left alone."""
     folder = write_model({"kv_scale": torch.tensor(0.03, dtype=torch.float32)})
-    assert cache_of(LLM(folder, kv_cache_dtype="fp8_e4m3fn", **SMALL).kv_cache_info()) == CHECKPOINT
+    with caplog.at_level("INFO", logger="freight"):
+        assert cache_of(LLM(folder, kv_cache_dtype="fp8_e4m3fn", **SMALL).kv_cache_info()) == CHECKPOINT
+    assert "checkpoint (fp8_e4m3fn assumed: config.json has no kv_cache_torch_dtype to declare it)" in caplog.text
     assert cache_of(LLM(folder, **SMALL).kv_cache_info()) == PLAIN
 
 
@@ -149,6 +174,8 @@ COMMANDS: dict[str, tuple[dict[str, str], Cache]] = {
     "fp8_e5m2": ({"kv-cache-dtype": "fp8_e5m2"}, E5M2),
     "int8": ({"kv-cache-dtype": "int8"}, INT8),
     "unit": ({"kv-cache-dtype": "fp8", "kv-scales": "unit"}, ("fp8_e4m3fn", "tensor", "unit")),
+    "a value": ({"kv-cache-dtype": "fp8", "kv-scales": "0.03"}, GIVEN),
+    "values of K and V": ({"kv-cache-dtype": "fp8", "kv-scales": "0.03,0.02"}, GIVEN),
     "file": ({"kv-cache-dtype": "fp8", "quantization-param-path": "SCALES"}, FILE),
     "file, by the newer name": ({"kv-cache-dtype": "fp8", "kv-scales": "SCALES"}, FILE),
 }

@@ -55,7 +55,7 @@ def parse_scale_name(name: str) -> tuple[int, str] | None:
 
 
 def read_kv_scales(checkpoint: Checkpoint, model: ModelConfig, scheme: Scheme, extras: bool = True) -> KVScales:
-    """Take all KV scales of the checkpoint, made for the format that `scheme` declares, else for E4M3FN.
+    """Take all KV scales of the checkpoint, made for the format that `scheme` declares, else (assumed) for E4M3FN.
 
     Those of a side file (`checkpoint.extras`) take precedence if it has one.
 
@@ -90,10 +90,8 @@ def read_kv_scales(checkpoint: Checkpoint, model: ModelConfig, scheme: Scheme, e
     finer = read_extras(checkpoint, model)
     if finer is not None and extras:
         return finer
-    return KVScales(
-        tuple(_layer(sides, layer.mixer) for sides, layer in zip(found, model.layers, strict=True)),
-        scheme.kv_format or Format.E4M3FN,
-    )
+    layers = tuple(_layer(sides, layer.mixer) for sides, layer in zip(found, model.layers, strict=True))
+    return KVScales(layers, scheme.kv_format or Format.E4M3FN, scheme.kv_format is None and any(found))
 
 
 def _layer(sides: dict[str, tuple[str, tuple[float, ...]]], mixer: AttentionConfig) -> LayerScales | None:
@@ -145,13 +143,12 @@ def read_scale_json(path: Path, model: ModelConfig) -> KVScales:
     """The kv_cache_scales.json of older engines: one factor per layer, for K and V, made for E4M3FN.
 
     Form: {"model_type": "llama", "kv_cache": {"dtype": "float8_e4m3fn", "scaling_factor": {"0": {"0": 0.015, …}}}},
-    rank by rank; exactly one rank, "0", is accepted. Raises CheckpointError, naming file and entry, unless there is one
-    positive finite factor for each of the model's layers.
+    rank by rank, {rank: {layer: factor}}. `model_type` may be missing. Several ranks must have equal factors, since one
+    factor is for all heads here. Raises CheckpointError, naming file and entry, unless there is one positive finite
+    factor for each of the model's layers.
     """
     content = _load(path)
-    if "model_type" not in content:
-        raise CheckpointError(f"{path} has no model_type")
-    if content["model_type"] not in (None, model.model_type):
+    if content.get("model_type") not in (None, model.model_type):
         raise CheckpointError(
             f"{path} is for model_type {content['model_type']!r}, but the model is {model.model_type!r}"
         )
@@ -159,24 +156,54 @@ def read_scale_json(path: Path, model: ModelConfig) -> KVScales:
     if kv_cache.get("dtype") != "float8_e4m3fn":
         raise CheckpointError(f"{path}: kv_cache.dtype is {kv_cache.get('dtype')!r}; only 'float8_e4m3fn' can be read")
     ranks = _object(path, kv_cache, "scaling_factor")
-    if set(ranks) != {"0"}:
-        bad = [rank for rank in ranks if not rank.isdecimal()]
-        why = f"{bad[0]!r} is not a rank number" if bad else f"it is for {len(ranks)} ranks, {_some(ranks)}"
-        raise CheckpointError(f"{path}: scaling_factor must have one rank, '0' (one device), but {why}")
-    factors = _object(path, ranks, "0")
+    _check_ranks(path, ranks, model)
     expected = [str(layer) for layer in range(model.num_layers)]
+    by_rank = [_rank_layers(path, ranks, rank, expected) for rank in map(str, range(len(ranks)))]
+    differing = [
+        f"layer {layer} ({', '.join(f'rank {rank}: {_short(own.k)}' for rank, own in enumerate(of_layer))})"
+        for layer, of_layer in enumerate(zip(*by_rank, strict=True))
+        if len({own.k for own in of_layer}) > 1
+    ]
+    if differing:
+        more = f" and {len(differing) - 3} more layers" if len(differing) > 3 else ""
+        raise CheckpointError(
+            f"{path}: its ranks have different factors in {'; '.join(differing[:3])}{more}; one factor per layer can "
+            "be read: write the largest for every rank"
+        )
+    return KVScales(by_rank[0], Format.E4M3FN)
+
+
+def _check_ranks(path: Path, ranks: dict[str, Any], model: ModelConfig) -> None:
+    """Ranks must be '0', '1', … without a gap, and share the KV heads of every layer evenly."""
+    count = len(ranks)
+    if not ranks or set(ranks) != {str(rank) for rank in range(count)}:
+        bad = [rank for rank in ranks if not rank.isdecimal()]
+        why = f"{bad[0]!r} is not a rank number" if bad else f"it has {count} ranks, {_some(ranks) or 'none'}"
+        raise CheckpointError(f"{path}: scaling_factor must have ranks '0', '1' and so on without a gap, but {why}")
+    for index, layer in enumerate(model.layers):
+        heads = layer.mixer.num_kv_heads
+        if heads % count and count % heads:
+            raise CheckpointError(
+                f"{path} is for {count} ranks, which cannot share the {heads} KV heads of layer {index}: it belongs to "
+                "another model"
+            )
+
+
+def _rank_layers(path: Path, ranks: dict[str, Any], rank: str, expected: list[str]) -> tuple[LayerScales, ...]:
+    factors = _object(path, ranks, rank)
     if set(factors) != set(expected):
         lacking = [layer for layer in expected if layer not in factors]
         beyond = [layer for layer in factors if layer not in expected]
+        of_rank = f" in rank {rank}" if len(ranks) > 1 else ""
         raise CheckpointError(
-            f"{path} has factors for {len(factors)} layers, but the model has {model.num_layers}: "
+            f"{path} has factors for {len(factors)} layers{of_rank}, but the model has {len(expected)}: "
             + "; ".join(f"{word} {_some(some)}" for word, some in (("lacking", lacking), ("unknown", beyond)) if some)
         )
-    return KVScales(tuple(_json_layer(path, layer, factors[layer]) for layer in expected), Format.E4M3FN)
+    return tuple(_json_layer(path, rank, layer, factors[layer]) for layer in expected)
 
 
-def _json_layer(path: Path, layer: str, value: Any) -> LayerScales:
-    name = f"scaling_factor[0][{layer}]"
+def _json_layer(path: Path, rank: str, layer: str, value: Any) -> LayerScales:
+    name = f"scaling_factor[{rank}][{layer}]"
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise CheckpointError(f"{path}: {name} is {value!r}, not a number")
     try:

@@ -11,7 +11,7 @@ import typer
 
 from freight.cli.bench_serving import serving
 from freight.cli.evaluate import progress
-from freight.cli.options import takes_engine_options
+from freight.cli.options import Command, takes_engine_options
 from freight.config.engine import EngineArgs
 from freight.config.presets import shape_config
 from freight.config.resolve import KERNELS, check
@@ -40,7 +40,7 @@ KERNEL_NAMES = ("linear", "attention", "rotate_store", "torch.linear", "torch._s
 GPU_KERNEL_NAMES = (*KERNEL_NAMES, "torch.sdpa")
 
 
-@app.command()
+@app.command(cls=Command)
 @takes_engine_options
 def latency(
     args: EngineArgs,
@@ -60,7 +60,7 @@ def latency(
     _print(found, as_json)
 
 
-@app.command()
+@app.command(cls=Command)
 @takes_engine_options
 def throughput(
     args: EngineArgs,

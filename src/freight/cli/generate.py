@@ -54,6 +54,8 @@ def generate(
     form = read_form(json_schema, regex, choice or [])
     params = replace(params, n=n, detokenize=not args.skip_tokenizer_init, structured_outputs=form)
     prompts = read_prompts(prompt or [], prompt_file, prompt_token_ids or [])
+    if args.skip_tokenizer_init:
+        require_token_ids(prompts, form)
 
     from freight.llm import LLM
 
@@ -103,6 +105,16 @@ def read_prompts(texts: list[str], file: Path | None, token_ids: list[str]) -> P
     if not all(texts):
         raise RequestError("a prompt is empty: it needs at least one character")
     return texts
+
+
+def require_token_ids(prompts: Prompts, form: StructuredOutputs | None) -> None:
+    """Raises RequestError for a text or a form, which need a tokenizer."""
+    if isinstance(prompts[0], str):
+        raise RequestError(
+            "a text needs a tokenizer: omit --skip-tokenizer-init, or give the prompt as --prompt-token-ids 1,2,3"
+        )
+    if form is not None:
+        raise RequestError("--json-schema, --regex and --choice need a tokenizer: omit --skip-tokenizer-init")
 
 
 def read_form(json_schema: Path | None, regex: str | None, choice: list[str]) -> StructuredOutputs | None:

@@ -27,6 +27,8 @@ def inspect(model: str, as_json: bool, picture: Path | None = None, revision: st
 
     Raises CheckpointError, and ConfigError for a picture that cannot be made.
     """
+    if picture is not None:
+        _check_picture(picture)
     facts = describe(model, revision)
     if picture is not None:
         _draw(facts, picture)
@@ -36,13 +38,16 @@ def inspect(model: str, as_json: bool, picture: Path | None = None, revision: st
         _print_table(facts)
 
 
-def _draw(facts: dict[str, Any], picture: Path) -> None:
-    from freight.evaluate.scale_picture import scale_picture
-
+def _check_picture(picture: Path) -> None:
     if picture.suffix != ".svg":
         raise ConfigError(f"--picture {picture}: what is drawn is SVG; name a file that ends in .svg")
     if picture.exists():
         raise ConfigError(f"--picture {picture}: the file exists; remove it, or name another")
+
+
+def _draw(facts: dict[str, Any], picture: Path) -> None:
+    from freight.evaluate.scale_picture import scale_picture
+
     scales = facts["kv_cache"]["scales"]
     if not any(entry["k"] for entry in scales):
         raise ConfigError(f"--picture {picture}: {facts['model']} has no KV scales to draw")
@@ -58,10 +63,11 @@ def describe(model: str, revision: str | None = None) -> dict[str, Any]:
     model, path, architecture, model_type, num_layers, num_parameters, max_position_embeddings; bytes: {dtype: count};
     scheme: {method, weight_format, kv_format, kv_static, description, fp8_weights}, where fp8_weights has the number of
     matrices stored in FP8 by what is declared of them, {"scales per tensor, activations static": 14}; kv_cache:
-    {scales_format, scales}, where scales has an entry per layer, {layer, k, v}, and is empty when there are none. k and
-    v are null, or {granularity, min, max, value, centered, names}; `value` is there for granularity 'tensor', and
-    `centered`, whether a mean was subtracted, for k. An export of AMMO or ModelOpt for TensorRT-LLM has the same keys;
-    num_parameters is null there, because ranks share some of them.
+    {scales_format, scales_format_assumed, scales}. scales_format_assumed says that nothing declares the format; scales
+    has an entry per layer, {layer, k, v}, and is empty when there are none. k and v are null, or {granularity, min,
+    max, value, centered, names}; `value` is there for granularity 'tensor', and `centered`, whether a mean was
+    subtracted, for k. An export of AMMO or ModelOpt for TensorRT-LLM has the same keys; num_parameters is null there,
+    because ranks share some of them.
     """
     from freight.checkpoint.rank_export import is_rank_export
     from freight.checkpoint.reader import resolve_model
@@ -87,6 +93,7 @@ def describe(model: str, revision: str | None = None) -> dict[str, Any]:
         },
         "kv_cache": {
             "scales_format": None if scales.empty else scales.format,
+            "scales_format_assumed": scales.format_assumed,
             "scales": [] if scales.empty else _scales(scales),
         },
     }
@@ -189,7 +196,7 @@ def _print_table(facts: dict[str, Any]) -> None:
         ("weights", sizes),
         ("declared scheme", facts["scheme"]["description"]),
         ("FP8 matrices", "; ".join(f"{n}: {kind}" for kind, n in facts["scheme"]["fp8_weights"].items()) or "none"),
-        ("KV scales", f"made for {facts['kv_cache']['scales_format']}" if facts["kv_cache"]["scales"] else "none"),
+        ("KV scales", _made_for(facts["kv_cache"])),
     ):
         table.add_row(label, value)
     console.print(table)
@@ -199,6 +206,13 @@ def _print_table(facts: dict[str, Any]) -> None:
 
 def _or_unknown(value: int | None, write: Callable[[int], str]) -> str:
     return "unknown" if value is None else write(value)
+
+
+def _made_for(kv_cache: dict[str, Any]) -> str:
+    if not kv_cache["scales"]:
+        return "none"
+    assumed = ", assumed: config.json has no kv_cache_torch_dtype to declare it"
+    return f"made for {kv_cache['scales_format']}{assumed if kv_cache['scales_format_assumed'] else ''}"
 
 
 def _size(count: int) -> str:

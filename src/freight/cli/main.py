@@ -6,6 +6,7 @@ RequestError), 1 for the rest. Ctrl-C is 130. Nothing here loads torch; a verb d
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -21,7 +22,8 @@ from freight.cli.env import env
 from freight.cli.evaluate import evaluate
 from freight.cli.generate import generate
 from freight.cli.inspect import inspect
-from freight.cli.options import takes_model
+from freight.cli.launcher import is_launcher, launch
+from freight.cli.options import CONTEXT, Command, takes_model
 from freight.cli.quantize import quantize
 from freight.cli.serve import serve
 from freight.errors import ConfigError, FreightError, RequestError
@@ -32,7 +34,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,  # its tables cut long option names off
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings=CONTEXT,
 )
 
 
@@ -68,8 +70,9 @@ def _inspect(
 
 
 for verb in (generate, chat, serve, quantize, convert, evaluate, demo, env):
-    app.command()(verb)
-app.command("inspect")(_inspect)
+    app.command(cls=Command)(verb)
+app.command("run", cls=Command, help="The same as serve.")(serve)
+app.command("inspect", cls=Command)(_inspect)
 app.add_typer(scales.app, name="scales")
 app.add_typer(bench.app, name="bench")
 
@@ -77,6 +80,8 @@ app.add_typer(bench.app, name="bench")
 def main() -> None:
     """Entry point of the `freight` script."""
     try:
+        if is_launcher(sys.argv[1:]):
+            launch(sys.argv[1:], os.environ)
         app()
     except FreightError as error:
         from rich.console import Console

@@ -9,28 +9,36 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from freight.config import resolve
 from freight.config.engine import EngineArgs
+from freight.config.foreign import as_flag, instead_of
+from freight.config.kv_source import KV_DTYPES, KV_SCALES
 from freight.device import DEVICES
 from freight.errors import ConfigError, RequestError
 from freight.sampling import SamplingParams
 
-Command = Callable[..., None]
+Function = Callable[..., None]
 
 CHOICES: dict[str, Sequence[object]] = {  # for --help; `config.resolve.check` validates
     "dtype": ("auto", *resolve.DTYPES),
-    "kv_cache_dtype": resolve.KV_DTYPES,
-    "kv_scales": (*resolve.KV_SCALES, "FILE"),
+    "kv_cache_dtype": KV_DTYPES,
+    "kv_scales": (*KV_SCALES, "FILE", "K,V"),
     "block_size": resolve.BLOCK_SIZES,
     "device": DEVICES,
     "kernels": resolve.KERNELS,
     "attention_compute": resolve.ATTENTION_COMPUTES,
+}
+CONTEXT: dict[str, Any] = {
+    "help_option_names": ["-h", "--help"],
+    "token_normalize_func": lambda token: token.replace("_", "-"),  # --kv_cache_dtype is --kv-cache-dtype
 }
 MAX_TOKENS = 256  # what a person at a terminal expects, where SamplingParams has the 16 of other libraries
 
@@ -65,7 +73,7 @@ class Flag:
 ENGINE_FLAGS = (
     Flag("dtype", str, "What weights and activations are computed in; auto: as stored."),
     Flag("kv_cache_dtype", str, "What the KV cache stores; auto: what the checkpoint declares, else the dtype."),
-    Flag("kv_scales", str, "Where the scales of an FP8 cache come from; FILE is a kv_cache_scales.json."),
+    Flag("kv_scales", str, "Where the scales of an FP8 cache come from; a kv_cache_scales.json, or numbers."),
     Flag("quantization_param_path", str | None, "The same as --kv-scales FILE, as older engines call it.", "FILE"),
     Flag("quantization", str | None, "Quantize the weights while they load.", "METHOD"),
     Flag("max_model_len", int | None, "Longest context in tokens; default: the model's.", "TOKENS"),
@@ -110,7 +118,31 @@ ModelIdOption = Annotated[
 ]
 
 
-def takes_model(command: Command) -> Command:
+class Command(TyperCommand):
+    """A verb. An option that only other engines have is refused with what to use instead."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            if type(error).__name__ != "NoSuchOption":  # typer keeps the class to itself
+                raise
+            spelling = str(getattr(error, "option_name", ""))
+            for short, name in _SHORT.items():
+                if spelling == short[:2] and short in given:
+                    spelling = name
+            instead = instead_of(spelling.lstrip("-").replace("-", "_"), as_flag)
+            known = {flag for option in self.params for flag in (*option.opts, *option.secondary_opts)}
+            if instead is None or not known.issuperset(re.findall(r"--[a-z-]+", instead)):
+                raise
+            raise ConfigError(f"no such option: {spelling}; {instead}") from None
+
+
+_SHORT = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-dp": "--data-parallel-size"}
+
+
+def takes_model(command: Function) -> Function:
     """Replace the command's parameter `model: str` by MODEL and --model-id."""
 
     def build(values: dict[str, Any]) -> dict[str, Any]:
@@ -134,7 +166,25 @@ def takes_model(command: Command) -> Command:
     )
 
 
-def takes_engine_options(command: Command) -> Command:
+def model_and_others(
+    ctx: typer.Context, model_id: str | None, names: Sequence[str], given: Sequence[object]
+) -> list[str]:
+    """The arguments called `names`, in order, where --model-id may stand for the one called MODEL.
+
+    `given` are the arguments as typed, None for those beyond. Raises ConfigError for one too few or too many.
+    """
+    present = [str(value) for value in given if value is not None]
+    index, source = names.index("MODEL"), ctx.get_parameter_source("model_id")
+    if len(present) == len(names) and source is not None and source.name == "COMMANDLINE":
+        raise ConfigError(f"MODEL is {present[index]!r} and --model-id {model_id!r}: give one of the two")
+    if len(present) < len(names) and model_id and len(present) >= index:
+        present.insert(index, model_id)
+    if len(present) < len(names):
+        raise ConfigError(f"{names[len(present)]} is missing: give {' '.join(names)}")
+    return present
+
+
+def takes_engine_options(command: Function) -> Function:
     """Replace the command's parameter `args: EngineArgs` by MODEL, --model-id and an option for every other field."""
     defaults = {field.name: field.default for field in fields(EngineArgs)}
 
@@ -148,7 +198,7 @@ def takes_engine_options(command: Command) -> Command:
     return takes_model(replace_parameter(command, "args", [model, *flags], build))
 
 
-def takes_sampling_options(command: Command) -> Command:
+def takes_sampling_options(command: Function) -> Function:
     """Replace the command's parameter `params: SamplingParams` by the sampling options."""
     plain = SamplingParams(max_tokens=MAX_TOKENS)
 
@@ -172,11 +222,11 @@ def _biases(pairs: Sequence[str]) -> dict[int, float]:
 
 
 def replace_parameter(
-    command: Command,
+    command: Function,
     parameter: str,
     options: Sequence[inspect.Parameter],
     build: Callable[[dict[str, Any]], dict[str, Any]],
-) -> Command:
+) -> Function:
     """`command` with `options` in the place of `parameter`, which `build` makes by taking theirs out of the values."""
 
     @functools.wraps(command)

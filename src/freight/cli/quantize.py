@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from freight.cli.options import model_and_others
 from freight.config.plan import (
     KV_CACHES,
     KV_GRANULARITIES,
@@ -42,15 +43,16 @@ def _named(names: str, metavar: str, sentence: str) -> Any:
 
 
 Model = Annotated[str | None, typer.Argument(metavar="MODEL", help="A folder, a hub id, or 'demo'.")]
-Out = Annotated[str | None, typer.Argument(metavar="OUT", help="The folder to write; it must not exist.")]
-ModelId = Annotated[str | None, _named("--model-id --model-dir --model_dir", "MODEL", "The same as MODEL.")]
-OutputDir = Annotated[str | None, _named("--output-dir --output_dir --save-path", "OUT", "The same as OUT.")]
+Out = Annotated[Path | None, typer.Argument(metavar="OUT", help="The folder to write; it must not exist.")]
+ModelId = Annotated[
+    str | None,
+    typer.Option("--model-id", "--model-dir", envvar="FREIGHT_MODEL_ID", metavar="MODEL", help="The same as MODEL."),
+]
+OutputDir = Annotated[Path | None, _named("--output-dir --save-path", "OUT", "The same as OUT.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="OUT may be a folder that Freight wrote before.")]
 Dtype = Annotated[str | None, _option("DTYPE", "What the model is stored in; another dtype is refused.")]
 QFormat = Annotated[str | None, _option("fp8|full_prec", "The same as --weights fp8 or none, as AMMO calls it.")]
-BatchSize = Annotated[
-    int | None, _named("--batch-size --batch_size", "COUNT", "Taken from AMMO's command line; changes no scale.")
-]
+BatchSize = Annotated[int | None, _option("COUNT", "Taken from AMMO's command line; changes no scale.")]
 Device = Annotated[str | None, _option(DEVICES, "Where the model runs while it is calibrated; default: auto.")]
 Weights = Annotated[
     str | None,
@@ -63,7 +65,7 @@ Activations = Annotated[
 KVCache = Annotated[
     str | None,
     _named(
-        "--kv-cache --kv-cache-dtype --kv_cache_dtype",
+        "--kv-cache --kv-cache-dtype",
         "|".join(KV_CACHES),
         "Calibrate scales for an FP8 KV cache; default: none.",
     ),
@@ -80,7 +82,7 @@ Ignore = Annotated[
 Data = Annotated[Path | None, _option("FILE", "Text, or .jsonl with text, messages or input_ids in each line.")]
 NumSamples = Annotated[
     int | None,
-    _named("--num-samples --calib-size --calib_size", "COUNT", f"Samples to calibrate with; default: {NUM_SAMPLES}."),
+    _named("--num-samples --calib-size", "COUNT", f"Samples to calibrate with; default: {NUM_SAMPLES}."),
 ]
 MaxSeqLen = Annotated[int | None, _option("TOKENS", f"Longest sample; default: {MAX_SEQ_LEN}.")]
 Observer = Annotated[str | None, _option(ObserverKind, "How a scale follows from what was seen; default: absmax.")]
@@ -90,6 +92,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and no
 
 
 def quantize(
+    ctx: typer.Context,
     model: Model = None,
     out: Out = None,
     model_id: ModelId = None,
@@ -118,10 +121,11 @@ def quantize(
 
     FP8 weights, activations and KV cache; what is static is calibrated on the unquantized model.
     """
-    if model_id is not None and out is None and output_dir is None:
-        model, out = None, model  # the one positional argument is OUT
-    model = either("MODEL", model, "--model-id", model_id)
-    folder = Path(either("OUT", out, "--output-dir", output_dir))
+    if output_dir is None:
+        name, folder = model_and_others(ctx, model_id, ("MODEL", "OUT"), (model, out))
+    else:
+        folder = either("OUT", out, "--output-dir", output_dir)
+        [name] = model_and_others(ctx, model_id, ("MODEL",), (model,))
     options = {
         "weights": _weights(weights, qformat, format),
         "activations": activations,
@@ -145,7 +149,7 @@ def quantize(
     if batch_size is not None:
         typer.echo(f"note: --batch-size {batch_size} changes no scale: each sample is measured on its own", err=True)
     with stages() as on_progress:
-        result = run(model, folder, revision=revision, overwrite=overwrite, on_progress=on_progress, **options)
+        result = run(name, Path(folder), revision=revision, overwrite=overwrite, on_progress=on_progress, **options)
     if as_json:
         print(json.dumps(facts(result), indent=2))
     else:

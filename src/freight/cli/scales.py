@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from freight.cli.options import ModelIdOption, model_and_others
 from freight.cli.quantize import Format, either, stages
 from freight.config.plan import Layout
 
@@ -47,28 +48,36 @@ def extract(
 
 @app.command("export")
 def export(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model with KV scales, or an export.")],
-    file: Annotated[Path, typer.Argument(metavar="FILE.json", help="The file to write; it must not exist.")],
+    ctx: typer.Context,
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="A model with KV scales, or an export.")] = None,
+    file: Annotated[
+        Path | None, typer.Argument(metavar="FILE.json", help="The file to write; it must not exist.")
+    ] = None,
+    model_id: ModelIdOption = None,
 ) -> None:
     """Write a model's KV scales as the kv_cache_scales.json of older engines, one factor per layer."""
+    name, path = model_and_others(ctx, model_id, ("MODEL", "FILE.json"), (model, file))
     from freight.calibrate.transfer import export_scales
 
-    _say(file, export_scales(model, file), "; the file has the largest of each layer")
+    _say(Path(path), export_scales(name, Path(path)), "; the file has the largest of each layer")
 
 
 @app.command("import")
 def import_(
-    file: Annotated[Path, typer.Argument(metavar="FILE.json", help="A kv_cache_scales.json.")],
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="The 16-bit model that gets the scales.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; it must not exist.")],
+    ctx: typer.Context,
+    file: Annotated[Path | None, typer.Argument(metavar="FILE.json", help="A kv_cache_scales.json.")] = None,
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="The 16-bit model that gets the scales.")] = None,
+    out: Annotated[Path | None, typer.Argument(metavar="OUT", help="The folder to write; it must not exist.")] = None,
+    model_id: ModelIdOption = None,
     format: Format = Layout.COMPRESSED_TENSORS,
 ) -> None:
     """Put the factors of a kv_cache_scales.json into a 16-bit checkpoint."""
+    source, name, folder = model_and_others(ctx, model_id, ("FILE.json", "MODEL", "OUT"), (file, model, out))
     from freight.calibrate.transfer import import_scales
 
     with stages() as on_progress:
-        scales = import_scales(file, model, out, on_progress, format)
-    _say(out, scales)
+        scales = import_scales(Path(source), name, Path(folder), on_progress, format)
+    _say(Path(folder), scales)
 
 
 def _say(out: Path, scales: KVScales, note: str = "") -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from freight.cli.options import Command, Flag, replace_parameter, takes_engine_options
+from freight.cli.options import Flag, Function, replace_parameter, takes_engine_options
 from freight.config.engine import EngineArgs
 from freight.config.presets import shape_config
 from freight.errors import ConfigError
@@ -40,7 +40,7 @@ SERVER_FLAGS: tuple[tuple[Flag, Any], ...] = (  # each with its default
 )
 
 
-def takes_server_options(command: Command) -> Command:
+def takes_server_options(command: Function) -> Function:
     """Replace the command's parameter `server: dict` by the options of the server, by their names."""
 
     def build(values: dict[str, Any]) -> dict[str, Any]:

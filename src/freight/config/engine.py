@@ -9,33 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+from freight.config.foreign import instead_of
+from freight.config.kv_source import written
 from freight.config.options import require_known
+from freight.errors import ConfigError
 from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.fp8.scheme import KVScales
-
-_SYNONYMS = {  # other engines' names -> ours
-    "gpu_memory_utilization": "kv_cache_memory",
-    "mem_fraction_static": "kv_cache_memory",
-    "swap_space": "kv_cache_memory",
-    "model_id": "model",
-    "model_path": "model",
-    "tokenizer_path": "tokenizer",
-    "torch_dtype": "dtype",
-    "kv_cache_scheme": "kv_cache_dtype",
-    "calculate_kv_scales": "kv_scales",
-    "kv_scales_path": "quantization_param_path",
-    "max_seq_len": "max_model_len",
-    "max_seq_len_to_capture": "max_model_len",
-    "context_length": "max_model_len",
-    "max_batch_size": "max_num_seqs",
-    "max_running_requests": "max_num_seqs",
-    "chunked_prefill_size": "max_num_batched_tokens",
-    "page_size": "block_size",
-    "n_threads": "threads",
-    "num_threads": "threads",
-    "attention_backend": "kernels",
-    "random_seed": "seed",
-}
 
 
 @dataclass(frozen=True)
@@ -65,8 +44,18 @@ class EngineArgs:
 
     @staticmethod
     def from_options(**options: Any) -> EngineArgs:
-        """EngineArgs from keyword options. Raises ConfigError for an unknown name, with the nearest known one."""
-        require_known(options, [f.name for f in fields(EngineArgs)], _SYNONYMS)
+        """EngineArgs from keyword options; `kv_scales` may be a number or a pair (K, V) as well.
+
+        Raises ConfigError for an unknown name, with what to use instead.
+        """
+        known = [f.name for f in fields(EngineArgs)]
+        for name in options:
+            instead = None if name in known else instead_of(name)
+            if instead is not None:
+                raise ConfigError(f"unknown option {name!r}: {instead}")
+        require_known(options, known, {})
+        if "kv_scales" in options:
+            options["kv_scales"] = written(options["kv_scales"])
         return EngineArgs(**options)
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from freight.config.engine import EngineArgs, EngineConfig, KVCacheConfig
+from freight.config.foreign import OTHER_QUANTIZATIONS
+from freight.config.kv_source import KV_DTYPES, kv_source, require_fit
 from freight.config.options import choose
 from freight.device import DEVICES, check_threads
-from freight.errors import CheckpointError, ConfigError, choices, nearest
+from freight.errors import CheckpointError, ConfigError, choices
 from freight.fp8.formats import COMPUTE_FORMATS, Format, Granularity, ScaleSource
 from freight.fp8.scheme import KVScales, LayerScales, Scheme
 
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from freight.device import DeviceFacts
 
 DTYPES = {"half": Format.FLOAT16, "float": Format.FLOAT32} | {str(format): format for format in COMPUTE_FORMATS}
-KV_DTYPES = ("auto", *map(str, COMPUTE_FORMATS), "fp8", "fp8_e4m3", "fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2", "int8")
-KV_SCALES = ("auto", "checkpoint", "dynamic", "unit")  # or FILE.json
 QUANTIZATIONS = ("fp8",)
 KERNELS = ("auto", "reference")
 ATTENTION_COMPUTES = ("auto", "fp8")
@@ -45,6 +44,8 @@ def check(args: EngineArgs) -> None:
     choose("--device", args.device, DEVICES)
     choose("--kernels", args.kernels, KERNELS)
     choose("--attention-compute", args.attention_compute, ATTENTION_COMPUTES)
+    if args.quantization in OTHER_QUANTIZATIONS:
+        raise ConfigError(f"--quantization {args.quantization!r}: {OTHER_QUANTIZATIONS[args.quantization]}")
     if args.quantization is not None:
         choose("--quantization", args.quantization, QUANTIZATIONS)
     for name, value, least in (
@@ -60,7 +61,8 @@ def check(args: EngineArgs) -> None:
     if isinstance(args.block_size, bool) or args.block_size not in BLOCK_SIZES:
         raise ConfigError(f"--block-size {args.block_size!r}: choose {choices(map(str, BLOCK_SIZES))} tokens")
     parse_memory(args.kv_cache_memory)
-    kv_scales_file(args)
+    kv_source(args)
+    _check_hardware(args)
 
 
 def resolve(
@@ -68,8 +70,8 @@ def resolve(
 ) -> EngineConfig:
     """Resolve all settings before a weight is read.
 
-    `kv_scales` are those of the checkpoint, or of the file when `kv_scales_file` names one. Raises ConfigError, and
-    CheckpointError where the checkpoint is at fault.
+    `kv_scales` are those of the checkpoint, or those that `kv_source` names: of a file, or uniform ones. Raises
+    ConfigError, and CheckpointError where the checkpoint is at fault.
     """
     check(args)
     if args.device not in ("auto", device.kind):
@@ -78,10 +80,7 @@ def resolve(
     compute = model.checkpoint_format if args.dtype == "auto" else DTYPES[args.dtype]
     kv = resolve_kv_cache(args, compute, scheme, kv_scales, device.native_e4m3)
     if kv.format is Format.INT8 and device.kind != "cpu" and args.kernels != "reference":
-        raise ConfigError(
-            f"--kv-cache-dtype int8 on {device.name}: the kernels for GPUs have no INT8 cache; "
-            "use --kv-cache-dtype fp8, --device cpu, or --kernels reference"
-        )
+        raise _no_int8(device.name)
     return EngineConfig(
         compute_format=compute,
         weight_format=device.native_e4m3 if args.quantization == "fp8" or scheme.weight_format else compute,
@@ -98,32 +97,6 @@ def resolve(
         threads=args.threads,
         seed=args.seed,
     )
-
-
-def kv_scales_file(args: EngineArgs) -> Path | None:
-    """The file of KV scales that was asked for, or None. Raises ConfigError if it cannot be the one to use."""
-    named = args.kv_scales not in KV_SCALES
-    if named and not str(args.kv_scales).endswith(".json"):
-        hint = nearest(str(args.kv_scales), KV_SCALES)
-        raise ConfigError(
-            f"--kv-scales {args.kv_scales!r} is unknown{hint}: choose {choices((*KV_SCALES, 'FILE.json'))}"
-        )
-    if args.quantization_param_path is not None and args.kv_scales != "auto":
-        twice = "a file of scales is given twice" if named else "two sources of scales are named"
-        raise ConfigError(
-            f"{twice}: --kv-scales {args.kv_scales} and --quantization-param-path {args.quantization_param_path}; "
-            "omit one"
-        )
-    flag = "--kv-scales" if named else "--quantization-param-path"
-    name = args.kv_scales if named else args.quantization_param_path
-    if name is None:
-        return None
-    choose("--kv-cache-dtype", args.kv_cache_dtype, KV_DTYPES)
-    if args.kv_cache_dtype in ("fp8_e5m2", "int8", *COMPUTE_FORMATS):
-        raise _no_scales_for(args.kv_cache_dtype, f"--kv-cache-dtype {args.kv_cache_dtype}", f"{flag} {name}")
-    if not Path(name).is_file():
-        raise ConfigError(f"{flag} {name}: there is no such file")
-    return Path(name)
 
 
 def parse_memory(value: int | str | None) -> int | None:
@@ -173,42 +146,59 @@ def _max_model_len(args: EngineArgs, model: ModelConfig) -> int:
     return args.max_model_len
 
 
+def _check_hardware(args: EngineArgs) -> None:
+    """What the named device cannot compute, as far as the options alone say it. Raises ConfigError."""
+    if args.kv_cache_dtype == Format.INT8 and args.device == "cuda" and args.kernels != "reference":
+        raise _no_int8("--device cuda")
+    if args.attention_compute == "fp8":
+        stored = Format(args.kv_cache_dtype) if args.kv_cache_dtype in map(str, Format) else None
+        problem = _attention_problem(DTYPES.get(args.dtype), stored)
+        if not problem and args.device == "cpu" and args.kernels != "reference":
+            problem = _ON_A_CPU
+        if problem:
+            raise _no_fp8_attention(problem)
+
+
+def _no_int8(device: str) -> ConfigError:
+    return ConfigError(
+        f"--kv-cache-dtype int8 on {device}: the kernels for GPUs have no INT8 cache; "
+        "use --kv-cache-dtype fp8, --device cpu, or --kernels reference"
+    )
+
+
+_ON_A_CPU = "a CPU, which has no FP8 products; --kernels reference computes it, slowly, to measure accuracy"
+
+
+def _attention_problem(compute: Format | None, stored: Format | None) -> str:
+    """Why attention cannot multiply in FP8 with these formats, '' if it can; None is a format not known yet."""
+    if stored is not None and not stored.is_e4m3:
+        return f"a cache in {stored}: it multiplies E4M3 as it is stored; use --kv-cache-dtype fp8"
+    if compute is Format.FLOAT32:
+        return "--dtype float32, whose precision it would lose; use --dtype bfloat16 or float16"
+    return ""
+
+
+def _no_fp8_attention(problem: str) -> ConfigError:
+    return ConfigError(f"--attention-compute fp8 with {problem}, or omit --attention-compute")
+
+
 def _fp8_attention(args: EngineArgs, compute: Format, stored: Format, device: DeviceFacts) -> bool:
     """Whether attention multiplies FP8 by FP8. The reference kernels do it anywhere, to measure its accuracy."""
     if args.attention_compute == "auto":
         return False
-    if not stored.is_e4m3:
-        problem = f"a cache in {stored}: it multiplies E4M3 as it is stored; use --kv-cache-dtype fp8"
-    elif compute is Format.FLOAT32:
-        problem = "--dtype float32, whose precision it would lose; use --dtype bfloat16 or float16"
-    elif args.kernels == "reference":
+    problem = _attention_problem(compute, stored)
+    if problem:
+        raise _no_fp8_attention(problem)
+    if args.kernels == "reference":
         return True
-    elif device.kind == "cpu":
-        problem = "a CPU, which has no FP8 products; --kernels reference computes it, slowly, to measure accuracy"
-    elif not device.multiplies_fp8:
-        problem = f"{device.name}, which has no FP8 matrix units"
-    elif stored is not device.native_e4m3:
-        problem = f"a cache in {stored}: {device.name} multiplies {device.native_e4m3}; use --kv-cache-dtype fp8"
-    else:
-        return True
-    raise ConfigError(f"--attention-compute fp8 with {problem}, or omit --attention-compute")
-
-
-def _no_scales_for(format: str, cache: str, scales: str) -> ConfigError:
-    if format == Format.E5M2:
-        return ConfigError(
-            f"{scales} with {cache}: static scales are made for E4M3; "
-            "use --kv-cache-dtype fp8, or --kv-scales dynamic or unit"
-        )
-    if format == Format.INT8:
-        return ConfigError(
-            f"{scales} with {cache}: INT8 has one scale per token, measured as it is stored; "
-            "use --kv-cache-dtype fp8, or omit the scales"
-        )
-    return ConfigError(
-        f"{scales} with {cache}: a cache in {format} is stored unquantized and has no scales; "
-        "use --kv-cache-dtype fp8, or omit the scales"
-    )
+    if device.kind == "cpu":
+        raise _no_fp8_attention(_ON_A_CPU)
+    if not device.multiplies_fp8:
+        raise _no_fp8_attention(f"{device.name}, which has no FP8 matrix units")
+    if stored is not device.native_e4m3:
+        multiplies = f"{device.name} multiplies {device.native_e4m3}; use --kv-cache-dtype fp8"
+        raise _no_fp8_attention(f"a cache in {stored}: {multiplies}")
+    return True
 
 
 def _kv_format(args: EngineArgs, compute: Format, scheme: Scheme, native: Format) -> tuple[Format, str]:
@@ -231,34 +221,29 @@ def resolve_kv_cache(
     E4M3 of the device. Raises ConfigError, and CheckpointError where the checkpoint is at fault.
     """
     format, cache = _kv_format(args, compute, scheme, native)
-    file = kv_scales_file(args)
-    named = args.kv_scales if args.quantization_param_path is None else args.quantization_param_path
-    flag = "--kv-scales" if args.quantization_param_path is None else "--quantization-param-path"
-    source = "file" if file else args.kv_scales
+    source = kv_source(args)
+    require_fit(format, cache, source)
     if not format.is_quantized:
-        if source != "auto":
-            raise _no_scales_for(format, cache, f"{flag} {named}")
         return KVCacheConfig(format, None, None, None, "" if scales.empty else _skipped(args))
-    if format is Format.INT8 and source not in ("auto", "dynamic"):
-        raise _no_scales_for(format, cache, f"{flag} {named}")
     if format is Format.INT8 and not scales.empty:
         return _dynamic(format, f"measured per token as stored; the checkpoint's, for {scales.format}, are skipped")
-    if source == "dynamic" or format is Format.INT8:
+    if source.word == "dynamic" or format is Format.INT8:
         return _dynamic(format, "measured per token as stored")
-    if source == "unit":
+    if source.word == "unit":
         return _unit(format, "1.0 as asked for")
     if format is Format.E5M2:
-        if source in ("checkpoint", "file"):
-            raise _no_scales_for(format, cache, f"{flag} {named}")
         if not scales.empty:
             raise ConfigError(
                 f"{cache}, but the checkpoint has KV scales made for {scales.format}: use --kv-cache-dtype fp8, or "
                 "name another source with --kv-scales unit or dynamic"
             )
         return _unit(format, "E5M2 needs no scales")
-    if source == "file":
-        return _static(format, scales, ScaleSource.FILE, str(file))
-    return _from_checkpoint(format, source, scheme, scales)
+    if source.file is not None:
+        return _static(format, scales, ScaleSource.FILE, str(source.file))
+    if source.values is not None:
+        k, v = source.values
+        return _static(format, scales, ScaleSource.GIVEN, f"K {k:.6g}, V {v:.6g} in every layer")
+    return _from_checkpoint(format, source.word, scheme, scales)
 
 
 def _from_checkpoint(format: Format, source: str, scheme: Scheme, scales: KVScales) -> KVCacheConfig:
@@ -298,6 +283,8 @@ def _static(format: Format, scales: KVScales, source: ScaleSource, note: str = "
     finest = max((layer.granularity for layer in converted.layers if layer is not None), key=list(Granularity).index)
     if scales.format is not format:
         note += f"{', ' if note else ''}converted from {scales.format}"
+    if scales.format_assumed:
+        note += f"{', ' if note else ''}{scales.format} assumed: config.json has no kv_cache_torch_dtype to declare it"
     count = sum(layer is not None and bool(layer.k_center) for layer in converted.layers)
     if count:
         note += f"{', ' if note else ''}keys centered in {count} of {len(converted.layers)} layers"

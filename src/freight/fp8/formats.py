@@ -88,5 +88,6 @@ class ScaleSource(StrEnum):
     CHECKPOINT = "checkpoint"
     CALIBRATED = "calibrated"
     FILE = "file"
+    GIVEN = "given"  # numbers among the options
     DYNAMIC = "dynamic"
     UNIT = "unit"

@@ -77,10 +77,14 @@ class LayerScales:
 
 @dataclass(frozen=True)
 class KVScales:
-    """KV scales by layer, `None` where a layer has none, and the format they were made for."""
+    """KV scales by layer, `None` where a layer has none, and the format they were made for.
+
+    `format_assumed`: nothing declares the format, and E4M3FN, which every producer writes, is assumed.
+    """
 
     layers: tuple[LayerScales | None, ...]
     format: Format = Format.E4M3FN
+    format_assumed: bool = False
 
     @property
     def missing(self) -> tuple[int, ...]:

@@ -15,9 +15,10 @@ from freight.checkpoint.layouts import read_scheme
 from freight.checkpoint.rank_export import refuse_to_run
 from freight.checkpoint.reader import Checkpoint, resolve_model
 from freight.config.engine import EngineArgs, EngineConfig
+from freight.config.kv_source import kv_source, uniform_scales
 from freight.config.model import ModelConfig, parse_model_config, stop_token_ids
 from freight.config.presets import shape_config
-from freight.config.resolve import check, kv_scales_file, resolve
+from freight.config.resolve import check, resolve
 from freight.device import DeviceFacts, Threads, choose_threads, probe
 from freight.fp8.formats import Format
 from freight.fp8.scheme import KVScales, Scheme
@@ -75,8 +76,11 @@ class OpenModel:
 
     def resolve(self, args: EngineArgs) -> EngineConfig:
         """`args` resolved for this checkpoint; they may differ from those it was opened with in cache options only."""
-        file = kv_scales_file(args)
-        scales = read_scale_json(file, self.model) if file else self.kv_scales
+        source, scales = kv_source(args), self.kv_scales
+        if source.file is not None:
+            scales = read_scale_json(source.file, self.model)
+        elif source.values is not None:
+            scales = uniform_scales(source.values, self.model.num_layers)
         return resolve(args, self.model, self.scheme, scales, self.device)
 
     def threads(self, config: EngineConfig) -> Threads:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -163,6 +164,16 @@ def test_files_of_real_tools(shape, name, k, v):
     assert scales.missing == ()
 
 
+def test_a_format_that_nothing_declares_is_assumed_to_be_e4m3fn(read):
+    tensors = {f"model.layers.{layer}.self_attn.kv_scale": torch.tensor(0.5) for layer in range(2)}
+    undeclared, _ = read(tensors)
+    assert (undeclared.format, undeclared.format_assumed) == (Format.E4M3FN, True)
+    for name, format in (("float8_e4m3fn", Format.E4M3FN), ("float8_e4m3fnuz", Format.E4M3FNUZ)):
+        declared, _ = read(tensors, {"kv_cache_torch_dtype": name})
+        assert (declared.format, declared.format_assumed) == (format, False)
+    assert not read({"model.norm.weight": torch.ones(12)})[0].format_assumed
+
+
 def test_a_checkpoint_without_scales(shape):
     assert read_kv_scales(Checkpoint(FIXTURES / "base_bf16"), shape, Scheme()).empty
 
@@ -189,6 +200,7 @@ def test_json(read_json):
         assert (layer.k, layer.v, layer.granularity) == ((stored,), (stored,), Granularity.TENSOR)
     assert "scaling_factor[0][1]" in scales.layers[1].names[0]
     assert read_json(model_type=None) == scales
+    assert not scales.format_assumed
     assert read_json({"1": 2, "0": 1}).layers[1].k == (2.0,)
 
 
@@ -196,7 +208,18 @@ def test_json(read_json):
     ("said", "named"),
     [
         ({"ranks": {"rank0": FACTORS}}, "'rank0'"),
-        ({"ranks": {"0": FACTORS, "1": FACTORS}}, "2 ranks"),
+        ({"ranks": {"0": FACTORS, "2": FACTORS}}, "2 ranks, '0', '2'"),
+        ({"ranks": {"0": FACTORS, "01": FACTORS}}, "without a gap"),
+        (
+            {"ranks": {"0": FACTORS, "1": {"0": 0.1}, "2": FACTORS}},
+            "for 1 layers in rank 1, but the model has 2: lacking '1'",
+        ),
+        ({"ranks": {"0": FACTORS, "1": FACTORS | {"1": 0}, "2": FACTORS}}, "scaling_factor[1][1] is 0"),
+        (
+            {"ranks": {"0": FACTORS, "1": FACTORS | {"1": 0.03}, "2": FACTORS}},
+            "different factors in layer 1 (rank 0: 0.0188860223, rank 1: 0.0299999993, rank 2: 0.0188860223)",
+        ),
+        ({"ranks": {"0": FACTORS, "1": FACTORS}}, "2 ranks, which cannot share the 3 KV heads of layer 0"),
         ({"ranks": {"1": FACTORS}}, "'1'"),
         ({"ranks": {}}, "0 ranks"),
         ({"ranks": [FACTORS]}, "'scaling_factor'"),
@@ -223,6 +246,32 @@ def test_bad_json_is_named(read_json, said, named):
         read_json(**said)
     assert named in str(error.value), error.value
     assert "kv_cache_scales.json" in str(error.value)
+
+
+def test_json_without_a_model_type(read_json, tmp_path, shape):
+    scales = read_json()
+    path = tmp_path / "kv_cache_scales.json"
+    content = json.loads(path.read_text())
+    del content["model_type"]
+    path.write_text(json.dumps(content))
+    assert read_scale_json(path, shape) == scales
+
+
+@pytest.mark.parametrize("count", [1, 3, 6])
+def test_json_of_several_ranks_with_equal_factors(read_json, count):
+    assert read_json(ranks={str(rank): FACTORS for rank in range(count)}) == read_json()
+
+
+def test_ranks_that_differ_in_many_layers_are_counted(tmp_path, shape):
+    many = replace(shape, layers=shape.layers * 3)
+    factors = {str(layer): 0.1 for layer in range(len(many.layers))}
+    other = dict.fromkeys(factors, 0.2)
+    path = tmp_path / "kv_cache_scales.json"
+    path.write_text(
+        json.dumps({"kv_cache": {"dtype": "float8_e4m3fn", "scaling_factor": {"0": factors, "1": other, "2": other}}})
+    )
+    with pytest.raises(CheckpointError, match=r"layer 0 .*layer 1 .*layer 2 .* and 3 more layers; .*the largest"):
+        read_scale_json(path, many)
 
 
 @pytest.mark.parametrize(

@@ -81,3 +81,13 @@ def test_table(capsys, partial, monkeypatch):
         assert word in out
     inspect("demo", False)
     assert "none" in capsys.readouterr().out
+
+
+def test_an_assumed_format_of_scales_is_said(as_json, partial, capsys):
+    assert as_json(partial)["kv_cache"]["scales_format_assumed"]
+    assert not as_json(FIXTURES / "ct_docs")["kv_cache"]["scales_format_assumed"]
+    inspect(str(partial), False)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "made for fp8_e4m3fn, assumed: config.json has no kv_cache_torch_dtype" in said
+    inspect(str(FIXTURES / "ct_docs"), False)
+    assert "assumed" not in capsys.readouterr().out

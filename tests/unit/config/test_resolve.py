@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from freight.config.engine import EngineArgs
+from freight.config.kv_source import kv_source
 from freight.config.model import parse_model_config
-from freight.config.resolve import check, for_variant, kv_scales_file, parse_memory, resolve
+from freight.config.resolve import check, for_variant, parse_memory, resolve
 from freight.errors import CheckpointError, ConfigError
 from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.fp8.scheme import KVScales, LayerScales, Scheme
@@ -171,16 +172,16 @@ def test_file(file):
         cache = decide(NOTHING, ALL, kv_cache_dtype="fp8", **said).kv
         assert (cache.granularity, cache.scale_source) == (Granularity.TENSOR, ScaleSource.FILE)
         assert cache.scales == ALL
-        assert str(kv_scales_file(EngineArgs(**said))) == file
+        assert str(kv_source(EngineArgs(**said)).file) == file
         assert decide(STATIC, ALL, **said).kv.scale_source is ScaleSource.FILE
-    assert kv_scales_file(EngineArgs()) is None
+    assert kv_source(EngineArgs()).file is None
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "fp8_e5m2", "int8"])
 def test_file_with_a_format_that_has_no_static_scales(file, dtype):
     for flag, said in (("--kv-scales", "kv_scales"), ("--quantization-param-path", "quantization_param_path")):
         with pytest.raises(ConfigError, match=f"{flag} .*json.*{dtype}"):
-            kv_scales_file(EngineArgs(kv_cache_dtype=dtype, **{said: file}))
+            kv_source(EngineArgs(kv_cache_dtype=dtype, **{said: file}))
 
 
 def test_file_with_an_undeclared_cache_names_both(file):
@@ -192,12 +193,12 @@ def test_file_with_an_undeclared_cache_names_both(file):
 
 def test_file_twice_or_missing(file, tmp_path):
     with pytest.raises(ConfigError, match=r"twice.*--kv-scales .*--quantization-param-path"):
-        kv_scales_file(EngineArgs(kv_cache_dtype="fp8", kv_scales=file, quantization_param_path=file))
+        kv_source(EngineArgs(kv_cache_dtype="fp8", kv_scales=file, quantization_param_path=file))
     for source in SOURCES:
         with pytest.raises(ConfigError, match=f"--kv-scales {source} and --quantization-param-path"):
-            kv_scales_file(EngineArgs(kv_cache_dtype="fp8", kv_scales=source, quantization_param_path=file))
+            kv_source(EngineArgs(kv_cache_dtype="fp8", kv_scales=source, quantization_param_path=file))
     with pytest.raises(ConfigError, match=r"none\.json: there is no such file"):
-        kv_scales_file(EngineArgs(kv_cache_dtype="fp8", kv_scales=str(tmp_path / "none.json")))
+        kv_source(EngineArgs(kv_cache_dtype="fp8", kv_scales=str(tmp_path / "none.json")))
 
 
 def test_unknown_words_list_the_choices_and_suggest_one():
@@ -252,8 +253,8 @@ def test_weights_become_fp8_when_asked():
     assert decide(quantization="fp8").weight_format is FN
     assert decide(quantization="fp8", native=FNUZ).weight_format is FNUZ
     assert decide(quantization="fp8").kv.format is BF16
-    with pytest.raises(ConfigError, match=r"--quantization 'awq' is unknown: choose fp8"):
-        check(EngineArgs(quantization="awq"))
+    with pytest.raises(ConfigError, match=r"--quantization 'int3' is unknown: choose fp8"):
+        check(EngineArgs(quantization="int3"))
 
 
 @pytest.mark.parametrize("quantization", [None, "fp8"])

@@ -1,0 +1,211 @@
+"""Options of other engines (vLLM, Aphrodite, SGLang, TGI), and what to use here instead. Data; imports no torch.
+
+A sentence names our options as {field}: `spell` writes them as keywords ('kv_cache_memory') or as flags
+('--kv-cache-memory'). Options that do what one of ours does are in RENAMED; TGI's launcher has a table of its own,
+because `freight --model-id M` reads its flags and variables.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+RENAMED = {  # other engines' names -> ours
+    "model_id": "model",
+    "model_path": "model",
+    "tokenizer_path": "tokenizer",
+    "torch_dtype": "dtype",
+    "kv_scales_path": "quantization_param_path",
+    "kv_cache_memory_bytes": "kv_cache_memory",
+    "max_seq_len": "max_model_len",
+    "context_length": "max_model_len",
+    "max_running_requests": "max_num_seqs",
+    "chunked_prefill_size": "max_num_batched_tokens",
+    "page_size": "block_size",
+    "n_threads": "threads",
+    "num_threads": "threads",
+    "attention_backend": "kernels",
+    "random_seed": "seed",
+    "allowed_origins": "allow_origin",
+    "api_keys": "api_key",
+}
+_MEMORY = "the cache takes a share of the free memory, or the size that {kv_cache_memory}='4GiB' gives"
+_ONE_DEVICE = "a model runs on one device: omit it"
+_NO_SWAP = "nothing is swapped to the CPU, a request that has to give up its blocks is computed again: omit it"
+_GRAPHS = "decode steps are captured and replayed where that is exact: omit it"
+_NO_CODE = "no code of a checkpoint is ever executed: omit it"
+_TOOLS = "tool calls and reasoning are read by what the model's chat template writes: omit it"
+_LOGS = "each request is one line of the log, and {log_format}=json is for collectors: omit it"
+_NO_LORA = "LoRA adapters are not implemented: merge them into the weights first"
+_NO_DRAFT = "speculative decoding is not implemented; it changes speed only: omit it"
+_FILES = "safetensors are read, and the format follows from the files: omit it"
+_HUB = "the hub's own variables say where downloads are kept: set HF_HOME or HF_HUB_CACHE"
+_ROPE = "rotary embedding follows config.json: change it there"
+
+SENTENCES = {
+    "calculate_kv_scales": "{kv_scales}='dynamic' measures a scale for each token as it is stored, and is what happens "
+    "without scales",
+    "kv_cache_scheme": "{kv_cache_dtype} selects what the cache stores, and the checkpoint's scheme decides without it",
+    "fp8_kv_cache": "{kv_cache_dtype}='fp8' does it",
+    **dict.fromkeys(("gpu_memory_utilization", "mem_fraction_static", "num_gpu_blocks_override"), _MEMORY),
+    **dict.fromkeys(("swap_space", "cpu_offload_gb", "preemption_mode", "max_cpu_loras"), _NO_SWAP),
+    **dict.fromkeys(
+        (
+            "tensor_parallel_size",
+            "pipeline_parallel_size",
+            "data_parallel_size",
+            "tp_size",
+            "dp_size",
+            "tp",
+            "num_gpus",
+        ),
+        _ONE_DEVICE,
+    ),
+    **dict.fromkeys(("distributed_executor_backend", "worker_use_ray", "disable_custom_all_reduce"), _ONE_DEVICE),
+    **dict.fromkeys(("enable_expert_parallel", "max_parallel_loading_workers"), _ONE_DEVICE),
+    **dict.fromkeys(
+        ("enforce_eager", "max_seq_len_to_capture", "max_context_len_to_capture", "compilation_config"), _GRAPHS
+    ),
+    **dict.fromkeys(("trust_remote_code", "code_revision"), _NO_CODE),
+    **dict.fromkeys(("load_format", "use_safetensors", "config_format", "download_dir", "hf_overrides"), _FILES),
+    "download_dir": _HUB,
+    "hf_token": "set the variable HF_TOKEN",
+    "tokenizer_mode": "the tokenizer follows the model's files: omit it",
+    "tokenizer_revision": "{revision} is the model's; give {tokenizer} a folder for another one",
+    "enable_chunked_prefill": "prompts are always split into chunks, of {max_num_batched_tokens} tokens: omit it",
+    "disable_radix_cache": "use --no-enable-prefix-caching, or enable_prefix_caching=False in Python",
+    "disable_sliding_window": "layers with a window keep what it sees: omit it",
+    "use_v2_block_manager": "there is one block manager: omit it",
+    "num_scheduler_steps": "a step is one token for each request: omit it",
+    "max_logprobs": "a completion may ask for the log-probabilities of any number of tokens: omit it",
+    **dict.fromkeys(
+        ("enable_lora", "lora_modules", "max_loras", "max_lora_rank", "prompt_adapters", "lora_paths"), _NO_LORA
+    ),
+    **dict.fromkeys(
+        ("speculative_model", "speculative_config", "num_speculative_tokens", "num_lookahead_slots"), _NO_DRAFT
+    ),
+    **dict.fromkeys(("rope_scaling", "rope_theta", "rope_factor"), _ROPE),
+    **dict.fromkeys(
+        ("enable_auto_tool_choice", "tool_call_parser", "reasoning_parser", "enable_reasoning", "response_role"), _TOOLS
+    ),
+    **dict.fromkeys(("disable_log_requests", "disable_log_stats", "uvicorn_log_level", "enable_log_requests"), _LOGS),
+    **dict.fromkeys(
+        ("guided_decoding_backend", "structured_outputs_config"), "grammars have one compiler, llguidance: omit it"
+    ),
+    **dict.fromkeys(("ssl_keyfile", "ssl_certfile"), "put a proxy that speaks TLS in front of {host} and {port}"),
+    "launch_kobold_api": "{port} answers OpenAI's, Anthropic's and TGI's APIs; Kobold's is not implemented",
+    "gguf_file": "GGUF is not read; use the safetensors that it was made from",
+    "limit_mm_per_prompt": "models of text only: omit it",
+    "task": "models that generate text only: omit it",
+}
+
+
+@dataclass(frozen=True)
+class TgiOption:
+    """One option of TGI's launcher; its variable is the name in capitals.
+
+    field    ours that does the same; its value is passed on
+    asks     values that ask for nothing that is not so already
+    instead  what to use here, or why nothing is lost
+    harmless ignoring it changes no answer and no promise
+    switch   on the command line it stands without a value
+    """
+
+    field: str | None = None
+    asks: tuple[str, ...] = ()
+    instead: str = ""
+    harmless: bool = False
+    switch: bool = False
+
+
+_OWN_LIMITS = "requests have Freight's own limits"
+_SCHEDULING = "waiting requests join at every step"
+
+TGI_OPTIONS = {
+    "model_id": TgiOption("model_id"),
+    "revision": TgiOption("revision"),
+    "kv_cache_dtype": TgiOption("kv_cache_dtype"),
+    "dtype": TgiOption("dtype"),
+    "quantize": TgiOption("quantization", ("compressed-tensors",)),
+    "port": TgiOption("port"),
+    "hostname": TgiOption("host"),  # by its flag only: every container sets the variable
+    "api_key": TgiOption("api_key"),
+    "cors_allow_origin": TgiOption("allow_origin"),
+    "max_total_tokens": TgiOption("max_model_len"),
+    "max_batch_prefill_tokens": TgiOption("max_num_batched_tokens"),
+    "max_batch_size": TgiOption("max_num_seqs"),
+    "max_concurrent_requests": TgiOption(None, (), "{max_num_seqs} run at once and {max_queue} wait"),
+    "json_output": TgiOption(None, ("false",), "{log_format}=json does it", switch=True),
+    "num_shard": TgiOption(None, ("1",), _ONE_DEVICE),
+    "sharded": TgiOption(None, ("false",), _ONE_DEVICE),
+    "cuda_memory_fraction": TgiOption(None, ("1", "1.0"), _MEMORY),
+    "rope_scaling": TgiOption(None, (), _ROPE),
+    "rope_factor": TgiOption(None, (), _ROPE),
+    "lora_adapters": TgiOption(None, (), _NO_LORA),
+    "tokenizer_config_path": TgiOption(None, (), "{chat_template} FILE takes a Jinja template"),
+    "ngrok": TgiOption(None, ("false",), "a tunnel is a program of its own; it can point to {port}", switch=True),
+    "huggingface_hub_cache": TgiOption(None, (), _HUB),
+    "weights_cache_override": TgiOption(None, (), _HUB),
+    "env": TgiOption(None, (), "freight env shows it", switch=True),
+    "trust_remote_code": TgiOption(None, ("false",), _NO_CODE, harmless=True, switch=True),
+    "speculate": TgiOption(None, ("0",), _NO_DRAFT, harmless=True),
+    "cuda_graphs": TgiOption(None, (), _GRAPHS, harmless=True),
+    **dict.fromkeys(
+        ("max_input_tokens", "max_input_length"),
+        TgiOption(None, (), "{max_model_len} bounds prompt and answer together", harmless=True),
+    ),
+    "max_batch_total_tokens": TgiOption(None, (), _MEMORY, harmless=True),
+    **dict.fromkeys(("waiting_served_ratio", "max_waiting_tokens"), TgiOption(None, (), _SCHEDULING, harmless=True)),
+    **dict.fromkeys(
+        ("max_best_of", "max_stop_sequences", "max_top_n_tokens", "max_client_batch_size", "payload_limit"),
+        TgiOption(None, (), _OWN_LIMITS, harmless=True),
+    ),
+    **dict.fromkeys(
+        ("validation_workers", "shard_uds_path", "master_addr", "master_port", "otlp_endpoint", "otlp_service_name"),
+        TgiOption(None, (), "there is nothing to set: omit it", harmless=True),
+    ),
+    **dict.fromkeys(
+        ("ngrok_authtoken", "ngrok_edge", "usage_stats", "watermark_gamma", "watermark_delta"),
+        TgiOption(None, (), "there is nothing to set: omit it", harmless=True),
+    ),
+    **dict.fromkeys(
+        ("disable_custom_kernels", "disable_grammar_support", "enable_prefill_logprobs"),
+        TgiOption(None, ("false",), "there is nothing to set: omit it", harmless=True, switch=True),
+    ),
+}
+
+OTHER_QUANTIZATIONS = {  # values of `quantization` elsewhere
+    **dict.fromkeys(
+        ("compressed-tensors", "modelopt", "quark", "fbgemm_fp8", "torchao"),
+        "a checkpoint declares its own scheme, which is read without an option: omit it",
+    ),
+    **dict.fromkeys(
+        ("awq", "gptq", "marlin", "eetq", "exl2", "gguf", "bitsandbytes", "bitsandbytes-nf4", "bitsandbytes-fp4"),
+        "weights have 16 or 32 bits or FP8 here: use 'fp8' with the unquantized checkpoint",
+    ),
+}
+
+
+def as_keyword(field: str) -> str:
+    return field
+
+
+def as_flag(field: str) -> str:
+    return "--model-id" if field == "model" else "--" + field.replace("_", "-")
+
+
+def instead_of(name: str, spell: Callable[[str], str] = as_keyword) -> str | None:
+    """What to use instead of the option `name` of another engine, None for a name that none is known to have."""
+    if name in RENAMED:
+        return f"use {spell(RENAMED[name])}"
+    sentence = SENTENCES.get(name)
+    if sentence is None and name in TGI_OPTIONS:
+        option = TGI_OPTIONS[name]
+        sentence = option.instead or f"use {{{option.field}}}"
+    return None if sentence is None else spelled(sentence, spell)
+
+
+def spelled(sentence: str, spell: Callable[[str], str]) -> str:
+    """`sentence` with each {field} written by `spell`."""
+    return re.sub(r"\{(\w+)\}", lambda field: spell(field[1]), sentence)

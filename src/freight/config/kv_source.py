@@ -1,0 +1,138 @@
+"""What --kv-scales and --quantization-param-path ask for. Values only: reads no file, imports no torch.
+
+A source of scales that cannot belong to the named cache is refused here, from the options alone.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Real
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from freight.config.options import choose
+from freight.errors import ConfigError, choices, nearest
+from freight.fp8.formats import COMPUTE_FORMATS, Format, Granularity
+from freight.fp8.scheme import KVScales, LayerScales
+
+if TYPE_CHECKING:
+    from freight.config.engine import EngineArgs
+
+KV_DTYPES = ("auto", *map(str, COMPUTE_FORMATS), "fp8", "fp8_e4m3", "fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2", "int8")
+KV_SCALES = ("auto", "checkpoint", "dynamic", "unit")  # or FILE.json, or numbers
+_OTHERS = ("FILE.json", "a number, or two for K and V as in 0.03,0.02")
+_FITTING = {Format.INT8: ("auto", "dynamic"), Format.E5M2: ("auto", "dynamic", "unit")}  # others: E4M3 takes all
+
+
+@dataclass(frozen=True)
+class KVSource:
+    """Where scales come from. `flag` and `named` are the option and its value, for messages.
+
+    At most one of `word` (not 'auto'), `file` and `values` (K, V) is given; without any of them `word` is 'auto'.
+    """
+
+    flag: str
+    named: str
+    word: str = "auto"
+    file: Path | None = None
+    values: tuple[float, float] | None = None
+
+
+def kv_source(args: EngineArgs) -> KVSource:
+    """What `args` ask for. Raises ConfigError for an unknown source, for two of them, and for a file that is missing.
+
+    A source that the named cache cannot use is refused as well. Whether an `auto` cache can is decided by
+    `config.resolve.resolve`.
+    """
+    if args.quantization_param_path is None:
+        source = _parse(args.kv_scales)
+    elif args.kv_scales == "auto":
+        path = args.quantization_param_path
+        source = KVSource("--quantization-param-path", path, file=Path(path))
+    else:
+        named = _parse(args.kv_scales)
+        twice = "a file of scales is given twice" if named.file else "two sources of scales are named"
+        raise ConfigError(
+            f"{twice}: --kv-scales {args.kv_scales} and --quantization-param-path {args.quantization_param_path}; "
+            "omit one"
+        )
+    choose("--kv-cache-dtype", args.kv_cache_dtype, KV_DTYPES)
+    if args.kv_cache_dtype in map(str, Format):
+        require_fit(Format(args.kv_cache_dtype), f"--kv-cache-dtype {args.kv_cache_dtype}", source)
+    if source.file is not None and not source.file.is_file():
+        raise ConfigError(f"{source.flag} {source.named}: there is no such file")
+    return source
+
+
+def require_fit(format: Format, cache: str, source: KVSource) -> None:
+    """Raises ConfigError if a cache in `format`, described by `cache`, cannot have scales from `source`."""
+    fitting = ("auto",) if not format.is_quantized else _FITTING.get(format, KV_SCALES)
+    static = source.file is not None or source.values is not None
+    if not (source.word not in fitting or (static and not format.is_e4m3)):
+        return
+    scales = f"{source.flag} {source.named}"
+    if format is Format.E5M2:
+        raise ConfigError(
+            f"{scales} with {cache}: static scales are made for E4M3; "
+            "use --kv-cache-dtype fp8, or --kv-scales dynamic or unit"
+        )
+    if format is Format.INT8:
+        raise ConfigError(
+            f"{scales} with {cache}: INT8 has one scale per token, measured as it is stored; "
+            "use --kv-cache-dtype fp8, or omit the scales"
+        )
+    raise ConfigError(
+        f"{scales} with {cache}: a cache in {format} is stored unquantized and has no scales; "
+        "use --kv-cache-dtype fp8, or omit the scales"
+    )
+
+
+def uniform_scales(values: tuple[float, float], num_layers: int) -> KVScales:
+    """The same two scales, of K and of V, in every layer: one per tensor, made for E4M3FN."""
+    k, v = values
+    return KVScales((LayerScales((k,), (v,), Granularity.TENSOR, ("--kv-scales",)),) * num_layers)
+
+
+def written(value: object) -> str:
+    """`kv_scales` as on the command line: a number or a pair (K, V) becomes '0.03' or '0.03,0.02'.
+
+    Raises ConfigError for anything that is neither text, a number nor one or two numbers.
+    """
+    if isinstance(value, str):
+        return value
+    given = value if isinstance(value, Sequence) else [value]
+    numbers = [float(x) for x in given if isinstance(x, Real) and not isinstance(x, bool)]
+    if not 1 <= len(given) <= 2 or len(numbers) != len(given):
+        raise ConfigError(f"kv_scales {value!r} is unknown: choose {choices((*KV_SCALES, *_OTHERS))}")
+    return ",".join(map(repr, numbers))
+
+
+def _parse(text: str) -> KVSource:
+    """`--kv-scales TEXT`."""
+    if text in KV_SCALES:
+        return KVSource("--kv-scales", text, text)
+    if text.endswith(".json"):
+        return KVSource("--kv-scales", text, file=Path(text))
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not 1 <= len(numbers) <= 2:
+        hint = nearest(text, KV_SCALES)
+        raise ConfigError(f"--kv-scales {text!r} is unknown{hint}: choose {choices((*KV_SCALES, *_OTHERS))}")
+    k, v = (_float32(text, number) for number in (numbers[0], numbers[-1]))
+    return KVSource("--kv-scales", text, values=(k, v))
+
+
+def _float32(text: str, number: float) -> float:
+    """The nearest float32, which scales are. Raises ConfigError unless it is positive and finite."""
+    try:
+        stored: float = struct.unpack("<f", struct.pack("<f", number))[0]
+    except OverflowError:
+        stored = math.inf
+    if not (math.isfinite(stored) and stored > 0):
+        raise ConfigError(f"--kv-scales {text}: a scale has to be finite and above 0 in float32; {number:g} is not")
+    return stored
