@@ -127,9 +127,7 @@ def test_memory_grows_by_a_part_and_is_given_back() -> None:
 
 def test_scales_of_another_model_are_refused() -> None:
     wide = torch.zeros((BATCH, HEADS, 0, 2 * DIM))
-    with pytest.raises(
-        ConfigError, match=r"for \[3, 16\] KV heads and channels, but .* have \[3, 32\]"
-    ):
+    with pytest.raises(ConfigError, match=r"for \[3, 16\] KV heads and channels, but .* have \[3, 32\]"):
         StoredTokens(storage(Format.E4M3FN, "static"), wide)
 
 
