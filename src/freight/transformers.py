@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig
-from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from freight.cache.contiguous import Storage, StoredTokens
 from freight.cache.pool import expand_scale
@@ -265,8 +265,9 @@ def _stored_in_fp8(layer: Any, sides: Sides) -> Any:
 
 def _check(layers: Sequence[Any]) -> None:
     for index, layer in enumerate(layers):
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer):
+        kind = type(layer)
+        if kind not in (DynamicLayer, DynamicSlidingWindowLayer) and kind.__name__ != "DummyLayer":
             raise ConfigError(
-                f"layer {index} keeps its state in a {type(layer).__name__}: FP8Cache has layers of attention, with "
+                f"layer {index} keeps its state in a {kind.__name__}: FP8Cache has layers of attention, with "
                 "and without a window; use transformers' DynamicCache for this model"
             )

@@ -342,6 +342,16 @@ def test_checkpoints_that_cannot_give_the_scales_are_refused(tmp_path: Path) -> 
         FP8Cache(LLAMA, model=tmp_path / "nothing")
 
 
+def test_layers_that_have_no_cache_hold_nothing() -> None:
+    """A layer without attention, or one that reads the keys of another layer."""
+    config = LlamaConfig(**SHAPE)
+    config.layer_types = ["full_attention", "mlp"]
+    cache = FP8Cache(config)
+    cache.update(states(1, 3, 0), states(1, 3, 1), 0)
+    assert cache.nbytes == cache.layers[0].num_bytes
+    assert not isinstance(cache.layers[1], FP8Layer)
+
+
 def test_layers_without_keys_and_values_are_refused() -> None:
     with pytest.raises(ConfigError, match="layer 0 keeps its state in a LinearAttentionLayer"):
         FP8Cache(Qwen3NextConfig(num_hidden_layers=4))
