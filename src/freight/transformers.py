@@ -16,26 +16,28 @@ cannot be used here: the scales that are valid without them are. No gradient pas
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from os import PathLike
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig
-from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from freight.cache.contiguous import Storage, StoredTokens
 from freight.cache.pool import expand_scale
 from freight.checkpoint.kv_scales import read_scale_json
 from freight.config.engine import EngineArgs, KVCacheConfig
-from freight.config.model import ModelConfig, parse_model_config
+from freight.config.kv_source import kv_source, uniform_scales
+from freight.config.model import parse_model_config
 from freight.config.options import choose
-from freight.config.resolve import kv_scales_file, resolve_kv_cache
+from freight.config.resolve import resolve_kv_cache
 from freight.device import probe
 from freight.errors import CheckpointError, ConfigError
 from freight.fp8.formats import COMPUTE_FORMATS, Format, Granularity
 from freight.fp8.scheme import KVScales, Scheme
-from freight.models.open import open_checkpoint
+from freight.models.open import OpenCheckpoint, open_checkpoint
 
 logger = logging.getLogger("freight")
 
@@ -155,7 +157,7 @@ class FP8Cache(Cache):
     kv_cache_dtype  `fp8` or `fp8_e4m3` (E4M3 in the device's variant), `fp8_e4m3fn`, `fp8_e4m3fnuz`, `fp8_e5m2`
     kv_scales       as for `freight generate`. `auto`: those of the checkpoint, else one per token and KV head, measured
                     as it is stored; E5M2 takes none. `dynamic`: those per token. `checkpoint`: those of the checkpoint.
-                    `unit`: 1.0. Or a kv_cache_scales.json.
+                    `unit`: 1.0. Or a kv_cache_scales.json, or numbers: `0.03`, `0.03,0.02`.
     model           the folder or hub id whose scales `auto` and `checkpoint` use: by default the one that `config` was
                     loaded from
 
@@ -176,9 +178,10 @@ class FP8Cache(Cache):
             raise ConfigError(f"kv_cache_dtype {kv_cache_dtype!r}: FP8Cache stores FP8; use transformers' DynamicCache")
         choose("kv_cache_dtype", kv_cache_dtype, KV_DTYPES)
         layers = DynamicCache(config=config).layers
+        _check(layers)
         self.kv_cache, of_layers = _decide(config, kv_cache_dtype, str(kv_scales), model, len(layers))
         logger.info("KV cache: %s, scales %s %s", *_described(self.kv_cache))
-        super().__init__(layers=[_stored_in_fp8(*pair) for pair in enumerate(zip(layers, of_layers, strict=True))])
+        super().__init__(layers=[_stored_in_fp8(*pair) for pair in zip(layers, of_layers, strict=True)])
 
     @property
     def nbytes(self) -> int:
@@ -186,10 +189,8 @@ class FP8Cache(Cache):
         return sum(layer.num_bytes for layer in self.layers if isinstance(layer, FP8Layer))
 
     def __repr__(self) -> str:
-        format, source, note = _described(self.kv_cache)
-        return (
-            f"FP8Cache({format}, scales {source}{note and ' '}{note}, {len(self.layers)} layers, {self.nbytes} bytes)"
-        )
+        format, source, _ = _described(self.kv_cache)
+        return f"FP8Cache({format}, scales {source}, {len(self.layers)} layers, {self.nbytes} bytes)"
 
 
 Sides = tuple[Storage, Storage]
@@ -205,13 +206,18 @@ def _decide(
 ) -> tuple[KVCacheConfig, list[Sides]]:
     """What is stored in every layer, by the rules of `config.resolve`."""
     args = EngineArgs(kv_cache_dtype=dtype, kv_scales=source)
-    file = kv_scales_file(args)
-    scheme, scales, shape = Scheme(), KVScales(()), None
-    if file is not None:
+    asked = kv_source(args)
+    scheme, scales, shape = Scheme(), KVScales((None,) * num_layers), None
+    if asked.file is not None:
         shape = parse_model_config(config.to_dict())
-        scales = read_scale_json(file, shape)
+        scales = read_scale_json(asked.file, shape)
+    elif asked.values is not None:
+        shape = parse_model_config(config.to_dict())
+        scales = uniform_scales(asked.values, num_layers)
     elif source in ("auto", "checkpoint"):
-        scheme, scales, shape = _of_checkpoint(config, source, model)
+        opened = _open(config, source, model)
+        if opened is not None:
+            scheme, scales, shape = opened.scheme, _without_centers(opened), opened.model
     kv = resolve_kv_cache(args, Format.BFLOAT16, scheme, scales, probe("auto").native_e4m3)
     if kv.scales is None or shape is None:
         storage = Storage(kv.format, kv.granularity is Granularity.TOKEN)
@@ -231,38 +237,41 @@ def _decide(
     ]
 
 
-def _of_checkpoint(
-    config: PreTrainedConfig, source: str, model: str | PathLike[str] | None
-) -> tuple[Scheme, KVScales, ModelConfig | None]:
-    """What the checkpoint declares, its KV scales and its shape; nothing for a model that was not loaded from one."""
-    name = str(model or getattr(config, "name_or_path", "") or "")
+def _open(config: PreTrainedConfig, source: str, model: str | PathLike[str] | None) -> OpenCheckpoint | None:
+    """The checkpoint whose scales are asked for; None for a model that was not loaded from one."""
+    name = str(model or config.name_or_path or "")
     if not name:
         if source == "checkpoint":
             raise ConfigError(
                 "kv_scales='checkpoint', but config was not loaded from one: name it, FP8Cache(config, model=FOLDER)"
             )
-        return Scheme(), KVScales(()), None
-    revision = None if model else getattr(config, "_commit_hash", None)
+        return None
     try:
-        opened = open_checkpoint(name, revision)
+        return open_checkpoint(name, None if model else getattr(config, "_commit_hash", None))
     except (CheckpointError, ConfigError) as error:
         raise type(error)(f"{error}; kv_scales='dynamic' needs no checkpoint") from error
-    scales = opened.kv_scales
-    if any(layer is not None and layer.k_center for layer in scales.layers):
-        scales = opened.uncentered_scales()
-    return opened.scheme, scales, opened.model
 
 
-def _stored_in_fp8(index: int, pair: tuple[Any, Sides]) -> Any:
+def _without_centers(opened: OpenCheckpoint) -> KVScales:
+    if any(layer is not None and layer.k_center for layer in opened.kv_scales.layers):
+        return opened.uncentered_scales()
+    return opened.kv_scales
+
+
+def _stored_in_fp8(layer: Any, sides: Sides) -> Any:
     """The layer to take in place of one that `DynamicCache` would take."""
-    layer, (k, v) = pair
     if type(layer) is DynamicLayer:
-        return FP8Layer(k, v)
+        return FP8Layer(*sides)
     if type(layer) is DynamicSlidingWindowLayer:
-        return FP8SlidingLayer(k, v, layer.sliding_window)
-    if type(layer) is DummyLayer:  # it has no keys, or reads those of another layer
-        return layer
-    raise ConfigError(
-        f"layer {index} keeps its state in a {type(layer).__name__}: FP8Cache has layers of attention, with and "
-        "without a window; use transformers' DynamicCache for this model"
-    )
+        return FP8SlidingLayer(*sides, layer.sliding_window)
+    return layer  # a DummyLayer, which has no keys, or reads those of another layer
+
+
+def _check(layers: Sequence[Any]) -> None:
+    for index, layer in enumerate(layers):
+        kind = type(layer)
+        if kind not in (DynamicLayer, DynamicSlidingWindowLayer) and kind.__name__ != "DummyLayer":
+            raise ConfigError(
+                f"layer {index} keeps its state in a {kind.__name__}: FP8Cache has layers of attention, with "
+                "and without a window; use transformers' DynamicCache for this model"
+            )

@@ -160,7 +160,7 @@ def quantize(
 
 
 def _weights(weights: str | None, qformat: str | None, format: str) -> str | None:
-    """`--weights`, or what AMMO calls it. With `--format tgi` its script writes 16-bit weights, whatever it measured."""
+    """`--weights`, or AMMO's name of it. With `--format tgi` its script writes 16-bit weights, whatever it measured."""
     if qformat is None:
         return weights
     if weights is not None:
