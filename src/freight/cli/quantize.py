@@ -118,10 +118,7 @@ def quantize(
 
     FP8 weights, activations and KV cache; what is static is calibrated on the unquantized model.
     """
-    if model_id is not None and out is None and output_dir is None:
-        model, out = None, model  # the one positional argument is OUT
-    model = either("MODEL", model, "--model-id", model_id)
-    folder = Path(either("OUT", out, "--output-dir", output_dir))
+    name, folder = _names(model, out, model_id, output_dir)
     options = {
         "weights": _weights(weights, qformat, format),
         "activations": activations,
@@ -145,7 +142,11 @@ def quantize(
     if batch_size is not None:
         typer.echo(f"note: --batch-size {batch_size} changes no scale: each sample is measured on its own", err=True)
     with stages() as on_progress:
-        result = run(model, folder, revision=revision, overwrite=overwrite, on_progress=on_progress, **options)
+        result = run(name, folder, revision=revision, overwrite=overwrite, on_progress=on_progress, **options)
+    _show(result, as_json)
+
+
+def _show(result: QuantizeResult, as_json: bool) -> None:
     if as_json:
         print(json.dumps(facts(result), indent=2))
     else:
@@ -155,8 +156,16 @@ def quantize(
         typer.echo(f"warning: {warning}", err=True)
 
 
+def _names(model: str | None, out: str | None, model_id: str | None, output_dir: str | None) -> tuple[str, Path]:
+    """MODEL and OUT, each given as an argument or as an option."""
+    if model_id is not None and out is None and output_dir is None:
+        model, out = None, model  # the one argument is OUT
+    folder = either("OUT", out, "--output-dir", output_dir)
+    return either("MODEL", model, "--model-id", model_id), Path(folder)
+
+
 def _weights(weights: str | None, qformat: str | None, format: str) -> str | None:
-    """`--weights`, or what AMMO calls it. With `--format tgi` its script writes 16-bit weights, whatever it measured."""
+    """`--weights`, or what AMMO calls it. With `--format tgi` its script writes 16-bit weights."""
     if qformat is None:
         return weights
     if weights is not None:
