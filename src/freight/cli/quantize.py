@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from freight.calibrate.stages import stages
 from freight.config.plan import (
     KV_CACHES,
     KV_GRANULARITIES,
@@ -218,22 +218,3 @@ def sentences(result: QuantizeResult) -> Iterator[str]:
             yield f"{where}: squared error of rounding divided by {span}"
         samples = "1 sample" if result.num_samples == 1 else f"{result.num_samples:,} samples"
         yield f"calibrated on {result.num_tokens:,} tokens in {samples}"
-
-
-@contextmanager
-def stages() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on stderr for each kind of work; gives a function (what, done, total) that moves them."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    tasks: dict[str, Any] = {}
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
-
-        def move(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bar.add_task(what, total=total)
-            bar.update(tasks[what], completed=done)
-
-        yield move

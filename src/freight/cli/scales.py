@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from freight.cli.quantize import Format, either, stages
+from freight.calibrate.stages import stages
+from freight.cli.quantize import Format, either
 from freight.config.plan import Layout
 
 if TYPE_CHECKING:
