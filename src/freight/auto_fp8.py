@@ -7,6 +7,11 @@
     model.quantize([])
     model.save_quantized(OUT)
 
+A script's `tokenizer(…).to("cuda")` needs a GPU, because that object belongs to transformers: delete `.to("cuda")` to
+run on a CPU, Freight takes the tokens from wherever they are. `quantize` also takes a file, the name of a data set on
+the hub, or texts, as `freight quantize --calibration-data` does. Calibration runs in `save_quantized`, when it is known
+that the output can be written.
+
 The output has AutoFP8's own layout. The scales are those of `freight quantize`: observed on the unquantized model,
 keys after rotary embedding. AutoFP8's are less exact, because it observed a model whose earlier layers were already
 quantized. Padding that an attention mask marks is not observed, unlike in AutoFP8.
@@ -14,17 +19,31 @@ quantized. Padding that an attention mask marks is not observed, unlike in AutoF
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from freight.calibrate.data import Samples
 from freight.calibrate.modules import ignored_modules, layer_modules
-from freight.calibrate.quantize import NOTHING_CALIBRATED, Unquantized, load_samples, open_unquantized, write
+from freight.calibrate.quantize import (
+    NOTHING_CALIBRATED,
+    Unquantized,
+    load_samples,
+    open_unquantized,
+    require_other,
+    write,
+)
+from freight.calibrate.run import Calibration
+from freight.calibrate.stages import stages
+from freight.calibrate.tree import model_tree
 from freight.calibrate.write import check_disk_space
 from freight.checkpoint.writer import require_new
 from freight.config.plan import ActivationScheme, Layout, QuantizeArgs, plan
 from freight.errors import ConfigError
+
+logger = logging.getLogger("freight")
 
 _PASSED_OVER = frozenset(  # options of from_pretrained about loading by transformers, which is not used here
     """
@@ -59,7 +78,10 @@ class BaseQuantizeConfig:
 
 
 class AutoFP8ForCausalLM:
-    """A checkpoint on its way to FP8. `model` is its folder: weights are read when they are needed."""
+    """A checkpoint on its way to FP8. `model` is its folder: weights are read when they are needed.
+
+    `print(model)` shows its modules with their shapes and formats, as they are, or after `quantize` as they will be.
+    """
 
     def __init__(self, model: Unquantized, quantize_config: BaseQuantizeConfig) -> None:
         self._opened = model
@@ -67,7 +89,8 @@ class AutoFP8ForCausalLM:
         self.model_type = model.model.model_type
         self.config = model.model
         self.quantize_config = quantize_config
-        self._calibration = NOTHING_CALIBRATED
+        self._samples: Samples | None = None
+        self._calibration: Calibration | None = None
         self._plan = plan(
             QuantizeArgs(
                 weights="fp8",
@@ -97,26 +120,50 @@ class AutoFP8ForCausalLM:
         return cls(open_unquantized(str(pretrained_model_name_or_path), revision), quantize_config)
 
     def quantize(self, calibration_tokens: Any = None) -> None:
-        """Calibrate, if the activation scheme is static.
+        """Take the calibration data, if the activation scheme is static.
 
         calibration_tokens: [rows, length] token ids (a tensor or lists), or a tokenizer's answer, whose attention mask
-        says what is padding. Raises ConfigError without enough of them, CheckpointError if the model computes NaN.
+        says what is padding; or a path, the name of a data set on the hub, or a list of texts. Raises ConfigError
+        without enough of them. `save_quantized` calibrates.
         """
         if self._plan.activations is ActivationScheme.STATIC:
-            rows = _rows(calibration_tokens)
-            every = replace(self._plan, num_samples=max(1, len(rows)), max_seq_len=self.config.max_position_embeddings)
-            samples = load_samples(self._opened, every, rows)
-            self._calibration = self._opened.calibrate(self._plan, samples, self._ignored)
+            every = replace(self._plan, max_seq_len=self.config.max_position_embeddings)
+            data = calibration_tokens if _is_text(calibration_tokens) else _rows(calibration_tokens)
+            if isinstance(data, list):
+                every = replace(every, num_samples=max(1, len(data)))
+            self._samples = load_samples(self._opened, every, data)
+        self._calibration = None
         self._quantized = True
 
-    def save_quantized(self, save_dir: str | Path) -> None:
-        """Write the checkpoint, tokenizer included. Raises ConfigError if `save_dir` is taken."""
+    def save_quantized(self, save_dir: str | Path, overwrite: bool = True) -> None:
+        """Calibrate, if that is still to be done, and write the checkpoint, tokenizer included.
+
+        `save_dir` may be a folder that Freight wrote, unless `overwrite` is False. Raises ConfigError, before anything
+        is calibrated, if it is taken otherwise; CheckpointError if the model computes NaN.
+        """
         if not self._quantized:
             raise ConfigError("call quantize(calibration_tokens) before save_quantized")
         out = Path(save_dir)
-        require_new(out)
+        require_new(out, overwrite)
+        require_other(self._opened.checkpoint, out)
         check_disk_space(self._opened.checkpoint, out)
-        write(self._opened, self._plan, self._ignored, self._torn, self._calibration, out)
+        print(self)
+        print(f"Saving the model to {save_dir}")
+        with stages() as on_progress:
+            if self._calibration is None:
+                self._calibration = NOTHING_CALIBRATED
+                if self._samples is not None:
+                    self._calibration = self._opened.calibrate(self._plan, self._samples, self._ignored, on_progress)
+            source = self._opened, self._plan, self._ignored, self._torn
+            result = write(*source, self._calibration, out, on_progress, overwrite)
+        for warning in result.warnings:
+            logger.warning("%s", warning)
+        mib = 2**20
+        print(f"Saved: {result.bytes_before / mib:,.2f} MiB before, {result.bytes_after / mib:,.2f} MiB after")
+
+    def __repr__(self) -> str:
+        plan = self._plan if self._quantized else None
+        return model_tree(self._opened.checkpoint, self.config, plan, self._ignored)
 
     def _kv_layers(self, targets: Iterable[str]) -> list[str]:
         """Names of the modules whose output is cached, which `targets` end. One scale for K needs one for V."""
@@ -130,10 +177,18 @@ class AutoFP8ForCausalLM:
         return projections if targets else []
 
 
+def _is_text(data: Any) -> bool:
+    """A path or the name of a data set, or a list of texts."""
+    return isinstance(data, str | Path) or (isinstance(data, list) and bool(data) and isinstance(data[0], str))
+
+
 def _rows(tokens: Any) -> list[list[int]]:
     """Lists of token ids without padding."""
     if tokens is None:
-        raise ConfigError("activation_scheme='static' needs calibration tokens: quantize(tokenizer(texts, …))")
+        raise ConfigError(
+            "activation_scheme='static' needs calibration tokens: quantize(tokenizer(texts, …)), without "
+            '.to("cuda") on a machine that has no GPU'
+        )
     ids = getattr(tokens, "input_ids", tokens)
     mask = getattr(tokens, "attention_mask", None)
     rows = _lists(ids)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from transformers import AutoTokenizer, BatchEncoding
 
 from freight import LLM, CheckpointError, ConfigError, SamplingParams
 from freight.auto_fp8 import AutoFP8ForCausalLM, BaseQuantizeConfig
+from freight.calibrate.quantize import Unquantized
 from freight.checkpoint.reader import resolve_model
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -125,3 +129,102 @@ def test_what_the_model_refuses(tmp_path: Path):
         AutoFP8ForCausalLM.from_pretrained(BASE, BaseQuantizeConfig(), load_in_8bit=True)
     with pytest.raises(CheckpointError, match="is quantized already"):
         AutoFP8ForCausalLM.from_pretrained(AUTOFP8, BaseQuantizeConfig())
+
+
+def test_the_static_script_runs_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """example_dataset.py for a base model, without `.to("cuda")`; the second run replaces what the first one wrote."""
+    quantized_model_dir = str(tmp_path / "base-FP8")
+    for scheme in ("static", "dynamic"):
+        tokenizer = AutoTokenizer.from_pretrained(DEMO, use_fast=True)
+        tokenizer.pad_token = tokenizer.eos_token
+        ds = [{"text": f"def f{i}(x):\n    return x * {i}\n" * 4} for i in range(3)]
+        examples = tokenizer([one["text"] for one in ds], padding=True, truncation=True, return_tensors="pt")
+        quantize_config = BaseQuantizeConfig(quant_method="fp8", activation_scheme=scheme)
+        model = AutoFP8ForCausalLM.from_pretrained(DEMO, quantize_config=quantize_config)
+        model.quantize(examples)
+        model.save_quantized(quantized_model_dir)
+        said = capsys.readouterr().out
+        assert said.startswith("LlamaForCausalLM(\n")
+        assert f"fp8_e4m3fn, inputs {scheme}\n" in said
+        assert f")\nSaving the model to {quantized_model_dir}\nSaved: " in said
+        assert said.endswith(" MiB after\n")
+    stored = load_file(tmp_path / "base-FP8" / "model.safetensors")
+    assert not any(name.endswith("input_scale") for name in stored)
+
+
+def static_model() -> AutoFP8ForCausalLM:
+    model = AutoFP8ForCausalLM.from_pretrained(BASE, BaseQuantizeConfig())
+    model.quantize(rows())
+    return model
+
+
+def test_what_may_not_be_overwritten_is_refused_before_calibrating(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    out, foreign = tmp_path / "out", tmp_path / "foreign"
+    static_model().save_quantized(out)
+    shutil.copytree(AUTOFP8, foreign)
+    before = (out / "model.safetensors").read_bytes()
+
+    def too_late(*args: Any, **options: Any) -> None:
+        raise AssertionError("calibrated before the output was looked at")
+
+    monkeypatch.setattr("freight.calibrate.quantize.Unquantized.calibrate", too_late)
+    with pytest.raises(ConfigError, match="exists; remove it, or name another, or overwrite it"):
+        static_model().save_quantized(out, overwrite=False)
+    with pytest.raises(ConfigError, match="holds no model that Freight wrote"):
+        static_model().save_quantized(foreign)
+    assert (out / "model.safetensors").read_bytes() == before
+
+
+def test_two_outputs_take_one_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    runs, calibrate = [], Unquantized.calibrate
+
+    def counted(self: Unquantized, *args: Any) -> Any:
+        runs.append(1)
+        return calibrate(self, *args)
+
+    monkeypatch.setattr(Unquantized, "calibrate", counted)
+    model = static_model()
+    for name in ("one", "two"):
+        model.save_quantized(tmp_path / name)
+    assert len(runs) == 1
+    assert (tmp_path / "one/model.safetensors").read_bytes() == (tmp_path / "two/model.safetensors").read_bytes()
+
+
+def test_texts_a_file_and_a_name_of_the_hub_are_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    texts = [f"def f{i}(x):\n    return x * {i}\n" * 4 for i in range(2)]
+    (tmp_path / "ds.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    hub = SimpleNamespace(load_dataset=lambda name: {"train_sft": [{"text": text} for text in texts]})
+    monkeypatch.setitem(sys.modules, "datasets", hub)  # type: ignore[arg-type]
+    written = []
+    for number, data in enumerate((texts, tmp_path / "ds.jsonl", "mgoin/ultrachat_2k")):
+        model = AutoFP8ForCausalLM.from_pretrained(DEMO, BaseQuantizeConfig())
+        model.quantize(data)
+        model.save_quantized(tmp_path / str(number))
+        written.append((tmp_path / str(number) / "model.safetensors").read_bytes())
+    assert written[0] == written[1] == written[2]
+
+
+def test_printing_shows_layers_and_formats():
+    config = BaseQuantizeConfig(kv_cache_quant_targets=("k_proj", "v_proj"), ignore_patterns=["re:1.*down_proj"])
+    model = AutoFP8ForCausalLM.from_pretrained(BASE, config)
+    plain = str(model).splitlines()
+    assert plain[:4] == [
+        "LlamaForCausalLM(",
+        "  (model.embed_tokens): [256, 256], bfloat16",
+        "  (model.layers): (",
+        "    (0-1): 2 x (",
+    ]
+    assert "      (self_attn.k_proj): Linear(256 -> 128), bfloat16" in plain
+    assert plain[-2:] == ["  (lm_head): Linear(256 -> 256), bfloat16", ")"]
+    model.quantize(rows())
+    lines = str(model).splitlines()
+    assert [line for line in lines if "down_proj" in line] == [
+        "      (mlp.down_proj): Linear(384 -> 256), fp8_e4m3fn, inputs static",
+        "      (mlp.down_proj): Linear(384 -> 256), bfloat16",
+    ]
+    assert lines.count("      (KV cache): fp8_e4m3fn, a scale per tensor") == 2
+
+
+def test_the_error_about_tokens_says_what_to_delete():
+    with pytest.raises(ConfigError, match=r'without \.to\("cuda"\) on a machine that has no GPU'):
+        AutoFP8ForCausalLM.from_pretrained(BASE, BaseQuantizeConfig()).quantize()

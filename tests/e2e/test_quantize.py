@@ -317,7 +317,10 @@ def test_a_model_with_scales_is_not_calibrated_again(tmp_path: Path, out: Path):
     shutil.copytree(BASE, folder)
     scale = {"model.layers.0.self_attn.kv_scale": torch.tensor(0.1, dtype=torch.float32)}
     save_file(tensors(folder) | scale, folder / "model.safetensors")
+    data = [list(range(100))]
     with pytest.raises(CheckpointError, match="has KV scales already"):
+        freight.quantize(folder, out, weights="none", kv_cache="fp8", calibration_data=data)
+    with pytest.raises(CheckpointError, match="has no KV scales for layers 1"):  # nor are some of them kept
         freight.quantize(folder, out)
 
 

@@ -6,15 +6,7 @@ it to the answer, and `logit_bias` makes the model end it: without that it would
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-
-import pytest
-from tests.asking import Server
-from tests.demo_chat import TEMPLATE, demo_with_chat_template
-from tests.serving import freight_serve
+from tests.demo_chat import TEMPLATE
 
 # Words of Hermes and of Qwen 3: the tags of reasoning are found in the template. The prompt ends within reasoning.
 THINKS = TEMPLATE + "{% if add_generation_prompt and enable_thinking is not false %}<think>{% endif %}{# </think> #}"

@@ -1,20 +1,22 @@
 """Calibration data -> samples, each a list of token ids.
 
 A file that ends in .jsonl has one sample per line: an object with `text`, with `messages` (through the model's chat
-template), or with `input_ids`, which need no tokenizer. Any other file is one text, cut into samples of
-`max_seq_len` tokens. Files are UTF-8, with or without a byte order mark. Texts get the model's special tokens (BOS), as
-at inference.
+template), or with `input_ids`, which need no tokenizer. The rows of a .parquet file and of a data set of the hub
+(`hub_data`) are such objects. Any other file is one text, cut into samples of `max_seq_len` tokens. Files are UTF-8,
+with or without a byte order mark. Texts get the model's special tokens (BOS), as at inference. For a model without a
+chat template, messages become the text that they contain.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from freight.calibrate import hub_data
 from freight.errors import ConfigError, RequestError
 from freight.tokenizer import Tokenizer
 
@@ -31,7 +33,8 @@ def read_samples(
 ) -> Samples:
     """At most `num_samples` samples of at most `max_seq_len` tokens.
 
-    `data` is a path, or a sequence of strings, of lists of token ids, or of dicts as the lines of a .jsonl file.
+    `data` is a path, a data set of the hub (`owner/name`), or a sequence of strings, of lists of token ids, or of dicts
+    as the lines of a .jsonl file.
     `load_tokenizer` is called if there is text.
     Raises ConfigError for a file that cannot be read, a line that is no sample, a token id that the model does not
     have, and where there is no token at all. Fewer than FEW_TOKENS tokens are a warning.
@@ -39,7 +42,7 @@ def read_samples(
     tokenizer = _Lazy(load_tokenizer)
     where = f"--calibration-data {data}" if isinstance(data, str | Path) else "calibration_data"
     if isinstance(data, str | Path):
-        found = _from_file(where, Path(data), tokenizer, max_seq_len)
+        found = _from_name(where, str(data), tokenizer, max_seq_len)
     else:
         found = _from_python(where, data, tokenizer)
     samples = [ids[:max_seq_len] for ids in islice((ids for ids in found if ids), num_samples)]
@@ -69,11 +72,32 @@ class _Lazy:
     def __init__(self, load: Callable[[], Tokenizer]) -> None:
         self._load = load
         self._tokenizer: Tokenizer | None = None
+        self._said = False
+
+    def say_no_template(self, where: str) -> None:
+        """Once: conversations become plain text."""
+        if not self._said:
+            logger.warning("%s has `messages`, and the model has no chat template: their texts are used alone", where)
+        self._said = True
 
     def __call__(self) -> Tokenizer:
         if self._tokenizer is None:
             self._tokenizer = self._load()
         return self._tokenizer
+
+
+def _from_name(where: str, name: str, tokenizer: _Lazy, max_seq_len: int) -> Iterator[list[int]]:
+    path = Path(name)
+    if path.suffix == ".parquet" and path.is_file():
+        return _rows(where, hub_data.parquet_rows(where, path), tokenizer)
+    if hub_data.is_hub_id(name):
+        return _rows(where, hub_data.hub_rows(where, name), tokenizer)
+    return _from_file(where, path, tokenizer, max_seq_len)
+
+
+def _rows(where: str, rows: Iterable[object], tokenizer: _Lazy) -> Iterator[list[int]]:
+    for number, row in enumerate(rows, 1):
+        yield _sample(f"{where}, row {number}", row, tokenizer)
 
 
 def _from_file(where: str, path: Path, tokenizer: _Lazy, max_seq_len: int) -> Iterator[list[int]]:
@@ -106,14 +130,16 @@ def _line(where: str, line: str, tokenizer: _Lazy) -> list[int]:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where} is not JSON: {error}") from None
-    return _entry(where, entry, tokenizer)
+    return _sample(where, entry, tokenizer)
 
 
-def _entry(where: str, entry: Any, tokenizer: _Lazy) -> list[int]:
+def _sample(where: str, entry: object, tokenizer: _Lazy) -> list[int]:
+    """The token ids of one line or row."""
     keys = [key for key in _KEYS if isinstance(entry, dict) and key in entry]
     if len(keys) != 1:
         has = f"has {sorted(entry)}" if isinstance(entry, dict) else f"is {type(entry).__name__}"
         raise ConfigError(f"{where} {has}; each sample is an object with one of `text`, `messages` or `input_ids`")
+    assert isinstance(entry, dict)
     value: Any = entry[keys[0]]
     if keys[0] == "input_ids":
         return _ids(where, value)
@@ -122,13 +148,24 @@ def _entry(where: str, entry: Any, tokenizer: _Lazy) -> list[int]:
             raise ConfigError(f"{where}: `text` is {type(value).__name__}, not a string")
         return tokenizer().encode(value)
     if not tokenizer().has_chat_template:
-        raise ConfigError(
-            f"{where} has `messages`, but the model has no chat template; give each sample a `text` instead"
-        )
+        tokenizer.say_no_template(where)
+        return tokenizer().encode(_contents(where, value))
     try:
         return tokenizer().apply_chat_template(value, add_generation_prompt=False)
     except RequestError as error:
         raise ConfigError(f"{where}: {error}") from error
+
+
+def _contents(where: str, messages: object) -> str:
+    """What is said in a conversation, a message a line, for a base model."""
+    contents = [one.get("content") if isinstance(one, dict) else None for one in _as_list(messages)]
+    if not contents or not all(isinstance(content, str) for content in contents):
+        raise ConfigError(f"{where}: `messages` is not a list of objects with a text as `content`")
+    return "\n".join(str(content) for content in contents)
+
+
+def _as_list(value: object) -> list[object]:
+    return value if isinstance(value, list) else []
 
 
 def _from_python(where: str, data: object, tokenizer: _Lazy) -> Iterator[list[int]]:
@@ -136,7 +173,7 @@ def _from_python(where: str, data: object, tokenizer: _Lazy) -> Iterator[list[in
         raise ConfigError(f"{where} is {type(data).__name__}; give a path, strings, or lists of token ids")
     for number, sample in enumerate(data):
         if isinstance(sample, dict):
-            yield _entry(f"{where}[{number}]", sample, tokenizer)
+            yield _sample(f"{where}[{number}]", sample, tokenizer)
         else:
             yield tokenizer().encode(sample) if isinstance(sample, str) else _ids(f"{where}[{number}]", sample)
 

@@ -193,7 +193,8 @@ def load_samples(opened: Unquantized, plan: QuantizePlan, data: object) -> Sampl
     if data is None:
         if opened.name != "demo":
             raise ConfigError(
-                f"{plan.needed_by} needs --calibration-data FILE: text or JSONL like what the model will be used for"
+                f"{plan.needed_by} needs --calibration-data FILE: text, .jsonl, .parquet or a data set of the hub "
+                "(owner/name), like what the model will be used for"
             )
         data = opened.checkpoint.path / "calibration.txt"
     length = min(plan.max_seq_len, opened.model.max_position_embeddings)

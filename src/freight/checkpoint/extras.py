@@ -26,6 +26,7 @@ from freight.fp8.formats import Format, Granularity
 from freight.fp8.scheme import KVScales, LayerScales
 
 FILE = "freight_kv_scales.json"
+WRITTEN = {"checkpoint": 1}  # `freight` in the config.json of whatever Freight writes: its folders may be overwritten
 _REQUIRED = dict.fromkeys(("k", "v"))  # fields of LayerScales
 _OPTIONAL = dict.fromkeys(("k_center",))
 
@@ -49,9 +50,10 @@ def write_extras(scales: KVScales) -> tuple[dict[str, Any], dict[str, bytes]]:
 def read_extras(checkpoint: Checkpoint, model: ModelConfig) -> KVScales | None:
     """The scales of the file that config.json names; None if it names none. Raises CheckpointError for another file."""
     declared = checkpoint.config.get("freight")
-    if declared is None:
+    if declared is None or declared == WRITTEN:
         return None
-    named = declared.get("kv_scales") if isinstance(declared, dict) and set(declared) == {"kv_scales"} else None
+    known = isinstance(declared, dict) and set(declared) - set(WRITTEN) == {"kv_scales"}
+    named = declared.get("kv_scales") if known else None
     if not isinstance(named, dict) or set(named) != {"file", "sha256"} or not all(map(_is_str, named.values())):
         raise CheckpointError(
             f"{checkpoint.path}/config.json: freight = {declared!r} is not understood by this version"

@@ -22,10 +22,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from freight.checkpoint.extras import WRITTEN
 from freight.errors import CapacityError, CheckpointError, ConfigError
 
 SHARD_BYTES = 2 * 2**30
@@ -35,8 +36,10 @@ _COPIED = (
     *("merges.txt", "vocab.txt", "*.model", "*.tiktoken", "tekken.json", "*.jinja", "chat_template.json"),
     *("LICENSE*", "NOTICE*", "USE_POLICY*"),
 )
-_WRITTEN = ("config.json", "model*.safetensors", "model.safetensors.index.json", "freight_kv_scales.json")
-_METADATA = {"format": "pt", "written_by": "freight"}  # of every shard: it tells our folders from others
+_WRITTEN = (
+    *("config.json", "freight_kv_scales.json"),
+    *("model.safetensors", "model-?????-of-?????.safetensors", "model.safetensors.index.json"),
+)
 _PARTIAL = ".freight.*.partial"
 _REPLACED = "replaced"  # the old files, inside of the hidden folder
 
@@ -69,27 +72,19 @@ def _foreign(out: Path) -> str | None:
     """What shows that Freight did not write the whole of `out`; None if it did."""
     if not out.is_dir():
         return "is no folder"
-    shards = 0
     for path in sorted(out.iterdir()):
         if fnmatch.fnmatchcase(path.name, _PARTIAL):
             continue
         known = any(fnmatch.fnmatchcase(path.name, pattern) for pattern in (*_WRITTEN, *_COPIED))
         if not known or path.is_symlink() or not path.is_file():
             return f"holds {path.name}, which Freight did not write"
-        if path.suffix == ".safetensors":
-            shards += 1
-            if not _is_marked(path):
-                return f"holds {path.name}, which another tool wrote"
-    return None if shards else "holds no model that Freight wrote"
-
-
-def _is_marked(shard: Path) -> bool:
     try:
-        with safe_open(shard, framework="pt") as handle:
-            metadata = handle.metadata() or {}
-    except (SafetensorError, OSError):
-        return False
-    return bool(metadata.get("written_by") == _METADATA["written_by"])
+        config = json.loads((out / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        config = None
+    declared = config.get("freight") if isinstance(config, dict) else None
+    ours = isinstance(declared, dict) and set(WRITTEN) <= set(declared)
+    return None if ours else "holds no model that Freight wrote"
 
 
 def _make_partial(out: Path) -> Path:
@@ -180,7 +175,8 @@ class CheckpointWriter:
                         shutil.copyfile(file, self._folder / file.name)
             for name, content in (files or {}).items():
                 (self._folder / name).write_bytes(content)
-            (self._folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            marked = {**config, "freight": {**WRITTEN, **config.get("freight", {})}}
+            (self._folder / "config.json").write_text(json.dumps(marked, indent=2) + "\n", encoding="utf-8")
             for shard in self._folder.glob("*.safetensors"):  # safetensors makes its files readable by the owner alone
                 shutil.copymode(self._folder / "config.json", shard)
             self._publish()
@@ -210,7 +206,7 @@ class CheckpointWriter:
         if not self._pending:
             return
         try:
-            save_file(self._pending, self._folder / _shard_name(len(self._shards), 0), metadata=_METADATA)
+            save_file(self._pending, self._folder / _shard_name(len(self._shards), 0), metadata={"format": "pt"})
         except (OSError, SafetensorError) as error:
             raise self._fault(error) from error
         self._shards.append(list(self._pending))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from freight.calibrate.stages import stages
 from freight.cli.options import model_and_others
 from freight.config.plan import (
     KV_CACHES,
@@ -150,6 +150,10 @@ def quantize(
         typer.echo(f"note: --batch-size {batch_size} changes no scale: each sample is measured on its own", err=True)
     with stages() as on_progress:
         result = run(name, Path(folder), revision=revision, overwrite=overwrite, on_progress=on_progress, **options)
+    _show(result, as_json)
+
+
+def _show(result: QuantizeResult, as_json: bool) -> None:
     if as_json:
         print(json.dumps(facts(result), indent=2))
     else:
@@ -160,7 +164,7 @@ def quantize(
 
 
 def _weights(weights: str | None, qformat: str | None, format: str) -> str | None:
-    """`--weights`, or AMMO's name of it. With `--format tgi` its script writes 16-bit weights, whatever it measured."""
+    """`--weights`, or what AMMO calls it. With `--format tgi` its script writes 16-bit weights."""
     if qformat is None:
         return weights
     if weights is not None:
@@ -213,22 +217,3 @@ def sentences(result: QuantizeResult) -> Iterator[str]:
             yield f"{where}: squared error of rounding divided by {span}"
         samples = "1 sample" if result.num_samples == 1 else f"{result.num_samples:,} samples"
         yield f"calibrated on {result.num_tokens:,} tokens in {samples}"
-
-
-@contextmanager
-def stages() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on stderr for each kind of work; gives a function (what, done, total) that moves them."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    tasks: dict[str, Any] = {}
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
-
-        def move(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bar.add_task(what, total=total)
-            bar.update(tasks[what], completed=done)
-
-        yield move

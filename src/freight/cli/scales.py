@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from freight.calibrate.stages import stages
 from freight.cli.options import ModelIdOption, model_and_others
-from freight.cli.quantize import Format, either, stages
+from freight.cli.quantize import Format, either
 from freight.config.plan import Layout
 
 if TYPE_CHECKING:

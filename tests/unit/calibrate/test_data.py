@@ -103,13 +103,20 @@ def test_a_malformed_line_is_named(tmp_path: Path, line: object, says: str):
         samples(jsonl(tmp_path, line))
 
 
-def test_messages_need_a_chat_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_messages_for_a_base_model_are_their_texts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
     monkeypatch.setattr(Letters, "has_chat_template", False)
-    line = {"messages": [{"role": "user", "content": LONG}]}
-    with pytest.raises(
-        ConfigError, match="line 1 has `messages`, but the model has no chat template; give each sample"
-    ):
-        samples(jsonl(tmp_path, line))
+    line = {"messages": [{"role": "user", "content": LONG}, {"role": "assistant", "content": "yes"}]}
+    assert samples(jsonl(tmp_path, line, line)) == [[1, *map(ord, f"{LONG}\nyes")]] * 2
+    assert caplog.text.count("the model has no chat template: their texts are used alone") == 1
+
+
+@pytest.mark.parametrize("messages", ["hello", [], [{"role": "user"}], ["hello"]])
+def test_messages_without_texts_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, messages: object):
+    monkeypatch.setattr(Letters, "has_chat_template", False)
+    with pytest.raises(ConfigError, match="line 1: `messages` is not a list of objects with a text"):
+        samples(jsonl(tmp_path, {"messages": messages}))
 
 
 def test_little_is_a_warning(caplog: pytest.LogCaptureFixture):

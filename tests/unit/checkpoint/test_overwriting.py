@@ -42,7 +42,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_nothing_of_the_old_remains(out: Path, tmp_path: Path):
     write_over(out, tmp_path)
     assert {path.name for path in out.iterdir()} == {"config.json", "model.safetensors"}
-    assert json.loads((out / "config.json").read_text()) == {"model_type": "new"}
+    assert json.loads((out / "config.json").read_text()) == {"model_type": "new", "freight": {"checkpoint": 1}}
     assert load_file(out / "model.safetensors")["a"].eq(2).all()
 
 
@@ -63,9 +63,12 @@ def foreign_tensors(out: Path) -> None:
     save_file({"x": torch.zeros(1)}, out / "model-extra.safetensors", metadata={"format": "pt"})
 
 
-def only_a_config(out: Path) -> None:
-    for path in out.glob("*.safetensors"):
-        path.unlink()
+def config_of_another_tool(out: Path) -> None:
+    (out / "config.json").write_text('{"model_type": "llama"}')
+
+
+def no_config(out: Path) -> None:
+    (out / "config.json").unlink()
 
 
 def linked_tokenizer(out: Path) -> None:
@@ -73,7 +76,9 @@ def linked_tokenizer(out: Path) -> None:
     (out / "tokenizer.json").symlink_to(out.parent / "source" / "tokenizer.json")
 
 
-@pytest.mark.parametrize("change", [foreign_file, foreign_folder, foreign_tensors, only_a_config, linked_tokenizer])
+@pytest.mark.parametrize(
+    "change", [foreign_file, foreign_folder, foreign_tensors, config_of_another_tool, no_config, linked_tokenizer]
+)
 def test_a_folder_that_holds_anything_else_is_left_alone(out: Path, change: Callable[[Path], None]):
     change(out)
     before = sorted(path.name for path in out.iterdir())
@@ -112,5 +117,5 @@ def test_what_appears_meanwhile_is_kept(out: Path, tmp_path: Path):
         (out / "mine").write_text("mine")
         with pytest.raises(CheckpointError, match="filled by another program"):
             writer.finish({"model_type": "new"}, tmp_path)
-    assert json.loads((out / "config.json").read_text()) == {"model_type": "old"}
+    assert json.loads((out / "config.json").read_text())["model_type"] == "old"
     assert (out / "mine").read_text() == "mine"

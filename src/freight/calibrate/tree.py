@@ -1,0 +1,52 @@
+"""A model as a tree of its modules, with the shape and format of each: what `print(model)` shows."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from freight.calibrate.modules import head_module, layer_modules
+from freight.checkpoint.reader import Checkpoint
+from freight.config.model import ModelConfig
+from freight.config.plan import QuantizePlan, WeightScheme
+from freight.fp8.formats import Format
+from freight.models.architectures import tensor_names
+from freight.models.loader import tensor_shapes
+
+
+def model_tree(checkpoint: Checkpoint, config: ModelConfig, plan: QuantizePlan | None, ignored: Collection[str]) -> str:
+    """Lines of the form `(self_attn.q_proj): Linear(256 -> 256), bfloat16`; layers that are alike share theirs.
+
+    With a plan, modules that are not `ignored` are shown as it quantizes them, else as they are stored.
+    """
+    prefix = tensor_names(config).layer
+    prefixes = [prefix.format(index) for index in range(config.num_layers)]
+    linear = {name for layer in layer_modules(config) for group in layer.groups for name in group}
+    linear |= {head_module(config)}
+    outside: list[str] = []
+    layers: list[list[str]] = [[] for _ in prefixes]
+    for name, shape in tensor_shapes(config).items():
+        module, _, kind = name.rpartition(".")
+        index = next((index for index, start in enumerate(prefixes) if name.startswith(start)), None)
+        where = (module if kind == "weight" else name).removeprefix(prefixes[index] if index is not None else "")
+        what, format = str(list(shape)), checkpoint.entry(name).dtype_name
+        if module in linear and kind == "weight":
+            what = f"Linear({shape[1]} -> {shape[0]})"
+            if plan is not None and plan.weights is not WeightScheme.NONE and module not in ignored:
+                format = f"{Format.E4M3FN}, inputs {plan.activations}"
+        (outside if index is None else layers[index]).append(f"({where}): {what}, {format}")
+    if plan is not None and plan.kv_granularity is not None:
+        for lines in layers:
+            lines.append(f"(KV cache): {Format.E4M3FN}, a scale per {plan.kv_granularity}")
+    body = [*outside[:1], *_folded(prefix.format("").strip("."), layers), *outside[1:]]
+    return "\n".join([f"{config.architecture}(", *(f"  {line}" for line in body), ")"])
+
+
+def _folded(name: str, layers: list[list[str]]) -> list[str]:
+    """The layers, those that follow each other and are alike as one."""
+    lines, start = [f"({name}): ("], 0
+    for index in range(1, len(layers) + 1):
+        if index == len(layers) or layers[index] != layers[start]:
+            span = f"({start}):" if index - start == 1 else f"({start}-{index - 1}): {index - start} x"
+            lines += [f"  {span} (", *(f"    {line}" for line in layers[start]), "  )"]
+            start = index
+    return [*lines, ")"]
