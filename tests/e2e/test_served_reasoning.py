@@ -1,15 +1,33 @@
 """A form that an answer must have begins after the model's reasoning, which is free text.
 
-The demo model knows no markup for reasoning. Its template here opens the reasoning at the end of the prompt, or leaves
-it to the answer, and `logit_bias` makes the model end it: without that it would write text up to the limit.
+The model is the demo with a response template of its own and two tokens renamed to its tags, which `logit_bias` makes
+likely enough. One template ends the prompt within reasoning, so that every answer begins there; without
+`enable_thinking` it leaves that to the answer.
 """
 
 from __future__ import annotations
 
-from tests.demo_chat import TEMPLATE
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
-# Words of Hermes and of Qwen 3: the tags of reasoning are found in the template. The prompt ends within reasoning.
-THINKS = TEMPLATE + "{% if add_generation_prompt and enable_thinking is not false %}<think>{% endif %}{# </think> #}"
+import jsonschema_rs
+import pytest
+from tests.asking import Server
+from tests.demo_chat import TEMPLATE, demo_with_chat_template
+from tests.serving import freight_serve
+
+OPEN, CLOSE = 4094, 4095  # of the demo's tokens, two of which no other is made
+TAGS = {OPEN: "<|muse|>", CLOSE: "<|say|>"}
+THINKS = TEMPLATE + "{% if add_generation_prompt and enable_thinking is not false %}<|muse|>{% endif %}"
+PARTS = {
+    "start_anchor": "assistant: ",
+    "fields": {
+        "reasoning_content": {"open": TAGS[OPEN], "close": TAGS[CLOSE], "content": "text"},
+        "content": {"content": "text"},
+    },
+}
 SCHEMA = {
     "type": "object",
     "properties": {"sky": {"enum": ["clear", "grey"]}, "wind": {"type": "integer", "minimum": 0, "maximum": 12}},
@@ -17,3 +35,68 @@ SCHEMA = {
     "additionalProperties": False,
 }
 FORM = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA}}
+
+
+def demo_that_reasons(folder: Path) -> Path:
+    """The demo model in `folder` with two tokens for the tags of reasoning."""
+    demo_with_chat_template(folder)
+    files = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    tokenizer, config = (json.loads(file.read_text()) for file in files)
+    model = tokenizer["model"]
+    names = {TAGS.get(number, name): number for name, number in model["vocab"].items()}
+    model["vocab"], model["merges"] = names, model["merges"][: -len(TAGS)]
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+    tokenizer["added_tokens"] += [{"id": number, "content": tag, **plain} for number, tag in TAGS.items()]
+    config |= {"chat_template": THINKS, "response_template": PARTS}
+    for file, value in zip(files, (tokenizer, config), strict=True):
+        file.write_text(json.dumps(value))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = demo_that_reasons(tmp_path_factory.mktemp("model") / "demo")
+    with freight_serve(folder, ["--kv-cache-memory", "8MiB"]) as url:
+        yield Server(url)
+
+
+def asked(server: Server, n: int = 4, max_tokens: int = 400, **fields: Any) -> list[tuple[str, str]]:
+    """(reasoning, content) of each answer that came to its end: whole and streamed, which are the same."""
+    messages = [{"role": "user", "content": "How is the weather?"}]
+    body = {"messages": messages, "max_tokens": max_tokens, "n": n, "seed": 1, "response_format": FORM, **fields}
+    answer = server.ask("/v1/chat/completions", body)
+    assert answer.status == 200, answer.raw
+    choices = answer.body["choices"]
+    streamed = [{"reasoning": "", "content": ""} for _ in choices]
+    for event in server.ask("/v1/chat/completions", {**body, "stream": True}).events[:-1]:
+        for choice in event["choices"]:
+            for name in ("reasoning", "content"):
+                streamed[choice["index"]][name] += choice["delta"].get(name) or ""
+    for one, choice in zip(streamed, choices, strict=True):
+        message = choice["message"]
+        assert one == {name: message.get(name) or "" for name in one}
+        assert message.get("reasoning_content") == message.get("reasoning")
+    ended = [one for one, choice in zip(streamed, choices, strict=True) if choice["finish_reason"] == "stop"]
+    assert ended
+    for one in ended:
+        assert jsonschema_rs.is_valid(SCHEMA, json.loads(one["content"])), one
+    return [(one["reasoning"], one["content"]) for one in ended]
+
+
+@pytest.mark.parametrize(
+    "form", [{}, {"response_format": None, "structured_outputs": {"json": SCHEMA}}], ids=["openai", "vllm"]
+)
+def test_reasoning_is_free_and_what_follows_has_the_form(server: Server, form: dict[str, Any]) -> None:
+    answers = asked(server, logit_bias={str(CLOSE): 10}, **form)
+    assert any(len(reasoning.split()) > 1 and "{" not in reasoning for reasoning, _ in answers)
+
+
+def test_an_answer_without_reasoning_has_the_form_from_its_beginning(server: Server) -> None:
+    answers = asked(server, chat_template_kwargs={"enable_thinking": False})
+    assert {reasoning for reasoning, _ in answers} == {""}
+
+
+def test_an_answer_may_open_its_reasoning_itself(server: Server) -> None:
+    likely = {str(OPEN): 20, str(CLOSE): 20}  # more than anything else
+    answers = asked(server, 8, 100, logit_bias=likely, chat_template_kwargs={"enable_thinking": False})
+    assert any(reasoning for reasoning, _ in answers)

@@ -24,6 +24,7 @@ from freight.server.documented import (
     document,
     request_body,
 )
+from freight.server.documented_next import COUNT_SCHEMA, MESSAGES_SCHEMA, RESPONSES_SCHEMA
 from freight.server.errors import ApiError
 from freight.server.http_limits import HttpLimits
 from freight.server.limits import ServingLimits
@@ -45,7 +46,6 @@ Body = dict[str, Any]
 AsError = Callable[[ApiError], ApiError]
 Parse = Callable[[Body, Served, ServingLimits], Call]
 _LARGE = 1 << 16  # bytes: to read a larger body takes longer than a step of the engine
-ANY_OBJECT = {"type": "object"}  # of APIs that ignore fields they do not know
 OPEN_PATHS = frozenset({*PAGE, "/health", "/ping"})  # without a key, for GET: nothing in them is secret
 
 
@@ -56,9 +56,9 @@ def make_app(service: Service, monitor: Monitor, settings: ServerSettings, limit
     posts: tuple[tuple[str, Callable[..., Any], Any], ...] = (
         ("/v1/chat/completions", routes.answers(parse_chat), CHAT_SCHEMA),
         ("/v1/completions", routes.answers(parse_completion), COMPLETION_SCHEMA),
-        ("/v1/responses", routes.answers(parse_responses), ANY_OBJECT),
-        ("/v1/messages", routes.answers(parse_messages), ANY_OBJECT),
-        ("/v1/messages/count_tokens", routes.count_tokens, ANY_OBJECT),
+        ("/v1/responses", routes.answers(parse_responses), RESPONSES_SCHEMA),
+        ("/v1/messages", routes.answers(parse_messages), MESSAGES_SCHEMA),
+        ("/v1/messages/count_tokens", routes.count_tokens, COUNT_SCHEMA),
         ("/generate", routes.answers(_generate(False), tgi.as_tgi_error), GENERATE_SCHEMA),
         ("/generate_stream", routes.answers(_generate(True), tgi.as_tgi_error), GENERATE_SCHEMA),
         ("/", routes.answers(_generate(None), tgi.as_tgi_error), GENERATE_SCHEMA),

@@ -13,6 +13,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from freight.sampling import LARGEST_WHOLE
+from freight.server.anthropic.errors import PATHS as ANTHROPIC_PATHS
 from freight.server.limits import ServingLimits
 from freight.server.tokens import MOST_TOKENS
 
@@ -137,7 +138,26 @@ _TGI_ERROR = {
 }
 _TGI_PATHS = frozenset({"/", "/generate", "/generate_stream"})
 NOT_JSON = frozenset({"/metrics", "/state/stream"})
-_STREAMS = frozenset({"/v1/chat/completions", "/v1/completions", "/", "/generate", "/generate_stream"})
+_ANTHROPIC_ERROR = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "properties": {"type": _TEXT, "message": _TEXT},
+            "required": ["type", "message"],
+            "additionalProperties": False,
+        },
+    },
+    "required": ["type", "error"],
+    "additionalProperties": False,
+}
+_STREAMS = frozenset(
+    {
+        *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),
+        *("/", "/generate", "/generate_stream"),
+    }
+)
 
 
 def request_body(schema: Schema) -> dict[str, Any]:
@@ -147,7 +167,7 @@ def request_body(schema: Schema) -> dict[str, Any]:
 
 def answers(path: str) -> dict[int | str, dict[str, Any]]:
     """`responses` of a route: its errors, and what it gives beside JSON."""
-    error = _TGI_ERROR if path in _TGI_PATHS else _OPENAI_ERROR
+    error = _TGI_ERROR if path in _TGI_PATHS else _ANTHROPIC_ERROR if path in ANTHROPIC_PATHS else _OPENAI_ERROR
     failed = {"content": {"application/json": {"schema": error}}}
     found: dict[int | str, dict[str, Any]] = {
         "4XX": {"description": "what was asked for cannot be served: the message says why", **failed},

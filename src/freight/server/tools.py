@@ -155,10 +155,19 @@ def parser_for(tokenizer: Tokenizer) -> MessageFormat | None:
         except Exception as error:  # transformers raises ValueError, and less exact ones for wrong types
             logger.warning("the checkpoint's response_template cannot be read, and is not used: %s", error)
         else:
-            return MessageFormat(tokenizer, markup, form if _reads(markup, form) else None, reasoning)
+            tags = _tags(own["fields"].get(markup.reasoning)) or reasoning
+            return MessageFormat(tokenizer, markup, form if _reads(markup, form) else None, tags)
     if form is None and reasoning is None:
         return None
     return MessageFormat(tokenizer, markup_of(tokenizer, response_template(form, reasoning)), form, reasoning)
+
+
+def _tags(field: object) -> tuple[str, str] | None:
+    """What a field of a response template stands between, where that are two texts."""
+    if not isinstance(field, Mapping):
+        return None
+    tags = field.get("open"), field.get("close")
+    return (tags[0], tags[1]) if isinstance(tags[0], str) and isinstance(tags[1], str) else None
 
 
 def _reads(markup: Markup, form: CallForm | None) -> bool:

@@ -291,6 +291,15 @@ def test_a_choice_of_tools_is_one_of_a_chat(kind, forced):
         ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
         ({"tools": [{"type": "bash_20250124"}, {**TOOL, "name": "a b"}]}, "tools[1].name"),
         ({"tools": [{**TOOL, "input_schema": 3}]}, "tools[0].input_schema"),
+        ({"tools": [{**TOOL, "type": 3}]}, "tools[0].type"),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": False}]}
+                ]
+            },
+            "messages[0].content[0].content",
+        ),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
     ],

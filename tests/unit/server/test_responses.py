@@ -260,6 +260,8 @@ def test_a_second_call_can_be_declined():
         ({"input": [3]}, "input[0]"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"input": [{"type": "web_search_call"}]}, "input"),
+        ({"input": [{"type": False, "role": "user", "content": "x"}]}, "input[0].type"),
+        ({"tools": [{"name": "f"}]}, "tools[0].type"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),

@@ -25,7 +25,7 @@ _SAME = ("model", "max_tokens", "stream", "temperature", "top_p", "top_k", *OURS
 _READ = frozenset({*_SAME, "messages", "system", "tools", "tool_choice", "stop_sequences", "thinking", "output_config"})
 # A block of `system` that differs in every request, before all else: it would leave nothing of the prefix to reuse.
 _BILLING = "x-anthropic-billing-header"
-_MEDIA = ("image", "document")
+MEDIA = ("image", "document")
 # What blocks have without effect here: clients send answers back as they were.
 _QUIET = frozenset({"type", "text", "id", "name", "input", "tool_use_id", "content", "thinking", "signature"})
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -165,7 +165,7 @@ class _Reader:
                 texts.append(block)
                 continue
             path = f"{where}[{index}]"
-            result = block.get("content") or ""
+            result = "" if block.get("content") is None else block["content"]
             if not isinstance(result, str):
                 result = self._text(f"{path}.content", entries(f"{path}.content", result, self._limits.messages))
             messages.result(string(f"{path}.tool_use_id", block.get("tool_use_id")), result)
@@ -202,7 +202,7 @@ class _Reader:
         return "\n".join(texts)
 
     def _skip(self, where: str, kind: object) -> None:
-        if kind in _MEDIA or not isinstance(kind, str):
+        if kind in MEDIA or not isinstance(kind, str):
             raise refuse(f"{where}.type", f"{where}.type is {show(kind)}; only text can be read")
         self.ignored.append(f"content[].{kind}")
 
@@ -214,8 +214,9 @@ class _Reader:
         given, tools = self._given, []
         if "tools" in given:
             for index, tool in enumerate(entries("tools", given["tools"], self._limits.tools)):
-                if tool.get("type", "custom") not in ("custom", None):  # one that Anthropic's servers run
-                    self.ignored.append(f"tools[].{tool['type']}")
+                made_by = "custom" if tool.get("type") is None else string(f"tools[{index}].type", tool["type"])
+                if made_by != "custom":  # one that Anthropic's servers run
+                    self.ignored.append(f"tools[].{made_by}")
                     continue
                 function = {name: tool[name] for name in ("name", "description", "strict") if name in tool}
                 schema = {"parameters": tool["input_schema"]} if "input_schema" in tool else {}

@@ -27,7 +27,7 @@ _STATE = {
     "conversation": "this server keeps no conversations; send the whole conversation as input",
     "prompt": "this server keeps no prompts; send instructions and input",
 }
-_TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 _MEDIA = ("input_image", "input_file", "input_audio")
 _ROLES = ("user", "assistant", "system", "developer")
 # What an item has without effect, because answers have it and clients send answers back.
@@ -146,7 +146,7 @@ class _Reader:
         return messages.finished()
 
     def _item(self, where: str, item: Mapping[str, Any], messages: Messages) -> None:
-        kind = item.get("type") or "message"
+        kind = "message" if item.get("type") is None else string(f"{where}.type", item["type"])
         known = _QUIET | (_CALL if kind != "message" else frozenset())
         if kind == "message":
             role, text = item.get("role"), self._text(f"{where}.content", item.get("content"))
@@ -180,7 +180,7 @@ class _Reader:
         texts = []
         for index, part in enumerate(entries(where, content, self._limits.messages)):
             kind = part.get("type")
-            if kind in _TEXTS:
+            if kind in TEXTS:
                 texts.append(string(f"{where}[{index}].text", part.get("text")))
             elif kind == "refusal":
                 texts.append(string(f"{where}[{index}].refusal", part.get("refusal")))
@@ -195,8 +195,8 @@ class _Reader:
         if "tools" in self._given:
             most = self._limits.tools
             for index, tool in enumerate(entries("tools", self._given["tools"], most)):
-                if tool.get("type") != "function":
-                    self.ignored.append(f"tools[].{tool.get('type')}")
+                if string(f"tools[{index}].type", tool.get("type")) != "function":
+                    self.ignored.append(f"tools[].{tool['type']}")
                     continue
                 known = ("name", "description", "parameters", "strict")
                 self.ignored += [f"tools[].{name}" for name in tool if name not in (*known, "type")]
