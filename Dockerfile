@@ -16,8 +16,8 @@ RUN /opt/build/bin/python tools/build_wheel.py
 ARG TORCH=cpu
 ARG TORCH_VERSION=2.13.0
 RUN python -m venv /opt/freight \
- && if [ "$TORCH" = cpu ]; then index="--index-url https://download.pytorch.org/whl/cpu"; fi \
- && /opt/freight/bin/pip install --no-cache-dir $index torch==$TORCH_VERSION \
+ && if [ "$TORCH" = cpu ]; then build="+cpu --extra-index-url https://download.pytorch.org/whl/cpu"; fi \
+ && /opt/freight/bin/pip install --no-cache-dir torch==$TORCH_VERSION$build \
  && /opt/freight/bin/pip install --no-cache-dir "$(ls dist/*.whl)[server]"
 
 FROM ${BASE}
