@@ -3,6 +3,7 @@
 #   make test    install into .venv, then lint, types and tests (make test-all: and the tests that take long)
 #   make sanitize    the compiled kernels under address and undefined-behaviour sanitizers; make sanitize-threads: races
 #   make test-defaults   the end-to-end tests under other torch defaults, and under python -O
+#   make wheel       dist/freight-….whl with the kernels of every instruction set, for machines without a compiler
 #   make soak        64 clients of a server for five minutes (make test: one)
 # PYTHON=python3.12 picks another interpreter; TORCH=cuda takes torch's default build instead of the CPU one.
 # Written for GNU make 3.81, which macOS ships.
@@ -13,7 +14,7 @@ TORCH_VERSION = 2.13.0
 BIN = .venv/bin
 STAMP = .venv/ready-$(TORCH)
 
-.PHONY: setup demo test test-all test-defaults soak sanitize sanitize-threads check format clean
+.PHONY: setup demo test test-all test-defaults soak wheel sanitize sanitize-threads check format clean
 
 setup: $(STAMP)
 
@@ -65,6 +66,10 @@ test-defaults: setup
 
 soak: setup
 	@FREIGHT_SOAK_SECONDS=300 $(BIN)/pytest -s -m soak tests/e2e/test_soak.py
+
+wheel: setup
+	@command -v cmake >/dev/null || test -x $(BIN)/cmake || $(BIN)/pip install -q cmake
+	@$(BIN)/python tools/build_wheel.py
 
 format: setup
 	@$(BIN)/ruff check --fix .
