@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from freight.cli.quantize import stages
+from freight.calibrate.stages import stages
 
 
 def convert(

@@ -124,6 +124,7 @@ def _describe_rank_export(model: str, path: Path) -> dict[str, Any]:
         },
         "kv_cache": {
             "scales_format": None if scales.empty else scales.format,
+            "scales_format_assumed": scales.format_assumed,
             "scales": [] if scales.empty else _scales(scales),
         },
     }

@@ -64,7 +64,7 @@ def test_what_the_hub_does_not_have(hub: dict[str, dict[str, Any]], name: str, s
 
 def test_without_text_the_row_is_named(hub: dict[str, dict[str, Any]]):
     hub["owner/pictures"] = {"train": [{"image": 1}]}
-    with pytest.raises(ConfigError, match=r"data owner/pictures, row 1 has \['image'\]; each is an object"):
+    with pytest.raises(ConfigError, match=r"data owner/pictures, row 1 has \['image'\]; each sample is an object"):
         samples("owner/pictures")
 
 

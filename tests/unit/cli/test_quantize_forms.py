@@ -63,9 +63,9 @@ def test_every_way_to_name_model_and_output(freight: Run, out: Path, form: list[
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        ([BASE], "OUT is missing: give either the argument OUT or --output-dir"),
-        (["--output_dir", "OUT"], "MODEL is missing: give either the argument MODEL or --model-id"),
-        ([BASE, "OUT", "--model_dir", BASE], f"MODEL is given as {BASE} and as {BASE}"),
+        ([BASE], "OUT is missing: give MODEL OUT"),
+        (["--output_dir", "OUT"], "MODEL is missing: give MODEL"),
+        ([BASE, "OUT", "--model_dir", BASE], f"MODEL is '{BASE}' and --model-id '{BASE}': give one of the two"),
         ([BASE, "OUT", "--qformat", "int4_awq"], "--qformat 'int4_awq' is not implemented: choose fp8 or full_prec"),
         ([BASE, "OUT", "--qformat", "fp8", "--weights", "fp8"], "give one of the two"),
         ([BASE, "OUT", "--dtype", "fp16"], "is stored in bfloat16, and what is not quantized stays in it"),
