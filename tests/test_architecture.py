@@ -35,8 +35,7 @@ ORDER = [
     {"engine", "calibrate"},
     {"llm"},
     {FACADE},
-    {"evaluate", "bench", "server", "auto_fp8", "transformers"},
-    {"evaluate", "bench", "server", "auto_fp8", "llm_compressor"},
+    {"evaluate", "bench", "server", "auto_fp8", "llm_compressor", "transformers"},
     {"cli"},
     {"__main__"},
 ]
