@@ -30,7 +30,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     [
         ("quantize demo out", "quantize --model-id demo out", ("demo", "out")),
         ("scales export demo s.json", "scales export --model-id demo s.json", ("demo", "s.json")),
-        ("scales import s.json demo out", "scales import s.json out --model-id demo", ("s.json", "demo", "out", "compressed-tensors")),
+        (
+            "scales import s.json demo out",
+            "scales import s.json out --model-id demo",
+            ("s.json", "demo", "out", "compressed-tensors"),
+        ),
     ],
 )
 def test_the_model_as_an_option(
