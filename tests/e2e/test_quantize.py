@@ -187,7 +187,7 @@ def test_kv_scales_alone(out: Path, granularity: str):
     assert got == headers(BASE) | scales
     said = config(out)["quantization_config"]
     assert (said["format"], said["config_groups"], said["ignore"]) == ("dense", {}, [])
-    assert ("freight" in config(out)) is (granularity != "tensor")
+    assert ("kv_scales" in config(out)["freight"]) is (granularity != "tensor")
     info = LLM(str(out), **SMALL).kv_cache_info()
     assert (info["dtype"], info["granularity"], info["scale_source"]) == ("fp8_e4m3fn", granularity, "checkpoint")
 

@@ -58,9 +58,9 @@ def test_an_answer_that_takes_too_long_ends_and_frees_what_it_held(server: Serve
 
 
 def test_requests_whose_time_passes_in_the_queue_fail_before_an_answer_begins(server: Server) -> None:
-    with ThreadPoolExecutor(6) as pool:
+    with ThreadPoolExecutor(12) as pool:
         bodies = [
-            {"prompt": [100 + i] * 900, "max_tokens": 100, "ignore_eos": True, "stream": i % 2 == 0} for i in range(6)
+            {"prompt": [100 + i] * 900, "max_tokens": 100, "ignore_eos": True, "stream": i % 2 == 0} for i in range(12)
         ]
         answers = list(pool.map(lambda body: server.ask("/v1/completions", body), bodies))
     late = [answer for answer in answers if answer.status != 200]

@@ -98,5 +98,5 @@ def test_an_answer_without_reasoning_has_the_form_from_its_beginning(server: Ser
 
 def test_an_answer_may_open_its_reasoning_itself(server: Server) -> None:
     likely = {str(OPEN): 20, str(CLOSE): 20}  # more than anything else
-    answers = asked(server, 8, 100, logit_bias=likely, chat_template_kwargs={"enable_thinking": False})
+    answers = asked(server, 8, 200, logit_bias=likely, chat_template_kwargs={"enable_thinking": False})
     assert any(reasoning for reasoning, _ in answers)

@@ -121,6 +121,7 @@ def test_completions(demo_server: DemoServer, served_llm: LLM) -> None:
         st.booleans(),
         st.booleans(),
     )
+    @example(PROMPTS[0], FORMS[0], 1, 1, True, False)  # all of a stream at once
     def check(prompt: str, form: dict[str, Any], n: int, max_tokens: int, echo: bool, skip: bool) -> None:
         params = {**form, "n": n, "max_tokens": max_tokens, "skip_special_tokens": skip}
         check_completion(demo_server, served_llm, prompt, params, echo=echo)

@@ -58,7 +58,7 @@ class AnswerResponse(Response):
 
     async def _stream(self, send: Send) -> None:
         answer, reply = self._answer, self._answer.reply
-        first = b""
+        first, start = b"", reply.start()  # before any token: what it says of the answer is its beginning
         with contextlib.suppress(TimeoutError):
             first = await asyncio.wait_for(answer.advance(), _HEADERS_AFTER)
         kind = {
@@ -68,7 +68,7 @@ class AnswerResponse(Response):
         }
         await send(_start(200, kind | dict(self._extra)))
         try:
-            await send(_body(reply.start() + first))
+            await send(_body(start + first))
             while not answer.is_finished:
                 await send(_body(await answer.advance() or _COMMENT))
             await send(_body(reply.end(), more=False))
