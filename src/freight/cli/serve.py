@@ -74,7 +74,12 @@ def serve(
 
     server |= {name: tuple(server.pop(field)) for name, field in _LISTS.items()}
     engine_args = {field.name: getattr(args, field.name) for field in fields(args)}
-    options = WorkerOptions(engine_args, random_weights, log_format=server["log_format"])
+    options = WorkerOptions(
+        engine_args,
+        random_weights,
+        log_format=server["log_format"],
+        events_per_second=server["max_events_per_second"],
+    )
     raise typer.Exit(run(ServerSettings(**server), options))
 
 

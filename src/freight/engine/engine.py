@@ -12,6 +12,7 @@ the prompts and the tokens so far. So a caller that is interrupted has only to r
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -69,6 +70,7 @@ class Engine:
         self._num_added = 0
         self._groups: dict[str, Group] = {}  # the requests that there are: a group is put in last and taken out last
         self._completions: dict[str, tuple[Group, Completion]] = {}
+        self._unreported: dict[str, tuple[Group, dict[Completion, None]]] = {}  # what advanced since its last delta
         self._deadlines: dict[str, float] = {}  # of groups with timeout_s, in seconds of the clock
         self._torn = False
         self._stored: tuple[float, int, int] | None = None  # when the pool's counters were read, NaNs, clipped values
@@ -109,8 +111,12 @@ class Engine:
         self._groups[request_id] = group
         self._torn = False
 
-    def step(self) -> list[RequestDelta]:
-        """Run one forward pass; returns what is new of each request that advanced or ended."""
+    def step(self, quiet_until: float = -math.inf) -> list[RequestDelta]:
+        """Run one forward pass; returns what is new of each request that advanced or ended.
+
+        Before `quiet_until`, in seconds of the clock, nothing is returned unless a request has its first token or a
+        completion has ended; a later delta has it, or `report`.
+        """
         self._mend()
         self._torn = True
         expired = self._expire()
@@ -122,8 +128,19 @@ class Engine:
             results = compute(self.runner, [self._to_work(step, index) for index in range(len(step.chunks))])
         self._torn = True
         advanced = self._apply(step, results)
-        now = self._clock()
-        deltas = [group.delta(completions, now) for group, completions in _by_group([*expired, *advanced])]
+        changed = [*expired, *advanced]
+        for group, completion in changed:
+            self._unreported.setdefault(group.request_id, (group, {}))[1][completion] = None
+        urgent = any(one.request.is_finished or group.stamps.first_token is None for group, one in changed)
+        deltas = self._report() if urgent or self._clock() >= quiet_until else []
+        self._torn = False
+        return deltas
+
+    def report(self) -> list[RequestDelta]:
+        """What is new of each request since its last delta, where steps were quiet."""
+        self._mend()
+        self._torn = True
+        deltas = self._report()
         self._torn = False
         return deltas
 
@@ -187,8 +204,15 @@ class Engine:
         for completion in group.completions:
             self._completions.pop(completion.request.request_id, None)
         self._deadlines.pop(request_id, None)
+        self._unreported.pop(request_id, None)
         self._groups.pop(request_id)
         self._torn = False
+
+    def _report(self) -> list[RequestDelta]:
+        now = self._clock()
+        deltas = [group.delta(list(completions), now) for group, completions in self._unreported.values()]
+        self._unreported = {}
+        return deltas
 
     def _new_group(self, request_id: str, prompt: AcceptedPrompt, params: SamplingParams) -> Group:
         seed = params.seed if params.seed is not None else sibling_seed(self._seed, self._num_added)
@@ -230,6 +254,7 @@ class Engine:
                 self._completions[completion.request.request_id] = (group, completion)
                 self._read(completion, completion.rebuild)
             group.stamp(self._clock())
+        self._unreported = {name: one for name, one in self._unreported.items() if name in self._groups}
         self._deadlines = {name: deadline for name, deadline in self._deadlines.items() if name in self._groups}
         self._torn = False
 
@@ -303,10 +328,3 @@ class Engine:
         else:
             if stop is not None:
                 self.scheduler.finish(request_id, FinishReason.STOP, stop)
-
-
-def _by_group(advanced: list[tuple[Group, Completion]]) -> list[tuple[Group, list[Completion]]]:
-    groups: dict[str, tuple[Group, list[Completion]]] = {}
-    for group, completion in advanced:
-        groups.setdefault(group.request_id, (group, []))[1].append(completion)
-    return list(groups.values())

@@ -1,12 +1,15 @@
 """The engine's loop for a server: commands in, events out. Knows no transport and no HTTP.
 
-One thread runs `Loop.run` and with it every step; commands come through a queue from any other thread. What happened in
-a step is handed to `emit` as one event, so that a transport writes once a step. Everything that concerns one request
-comes back as an event of that request: a command that cannot be followed is `Refused`, and never raised.
+One thread runs `Loop.run` and with it every step; commands come through a queue from any other thread. What happened is
+handed to `emit` as one event for all requests, at most so many times a second: where a step takes a millisecond, to
+write an event for each costs more than the step. The first token of a request and an end wait for nothing. Everything
+that concerns one request comes back as an event of that request: a command that cannot be followed is `Refused`, and
+never raised.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -62,11 +65,10 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """One step: what is new of each request, its duration, and the tokens that were computed in it."""
+    """What is new of each request, and the steps since the last event: seconds, and tokens that were computed."""
 
     deltas: list[RequestDelta]
-    seconds: float
-    num_tokens: int
+    steps: list[tuple[float, int]]
 
 
 Event = Accepted | Refused | Stepped | EngineStats
@@ -81,8 +83,13 @@ class Loop:
         commands: SimpleQueue[Command],
         emit: Callable[[Event], None],
         clock: Callable[[], float] = time.monotonic,
+        events_per_second: float = 0.0,
     ) -> None:
+        """clock: the engine's. events_per_second: how often tokens are told at most; 0: after every step."""
         self._engine = engine
+        self._interval = 1.0 / events_per_second if events_per_second else 0.0
+        self._quiet_until = -math.inf
+        self._steps: list[tuple[float, int]] = []
         self._commands = commands
         self._emit = emit
         self._clock = clock
@@ -116,6 +123,8 @@ class Loop:
 
     def _add(self, command: Add) -> None:
         engine, params = self._engine, command.params
+        if known := engine.report():  # its prompt may take a long step
+            self._tell(known)
         try:
             engine.accept(command.token_ids, params)  # the parent has checked the same, all but the cache's size
             engine.add(command.request_id, AcceptedPrompt(command.prompt, command.token_ids), params)
@@ -126,9 +135,15 @@ class Loop:
 
     def _step(self) -> None:
         started, computed = self._clock(), self._engine.num_computed_tokens
-        deltas = self._engine.step()
-        seconds = self._clock() - started
-        self._emit(Stepped(deltas, seconds, self._engine.num_computed_tokens - computed))
+        deltas = self._engine.step(self._quiet_until)
+        self._steps.append((self._clock() - started, self._engine.num_computed_tokens - computed))
+        if deltas or self._clock() >= self._quiet_until:  # a long step counts although it gave no token
+            self._tell(deltas)
+
+    def _tell(self, deltas: list[RequestDelta]) -> None:
+        self._emit(Stepped(deltas, self._steps))
+        self._steps = []
+        self._quiet_until = self._clock() + self._interval
         for delta in deltas:
             if delta.finished:
                 self._engine.release(delta.request_id)

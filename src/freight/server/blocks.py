@@ -77,7 +77,7 @@ class Blocks:
         self.called = False
         self._parser = served.parser_of(work.text, tools) if served.parser_of else None
         self._has_tools, self._parallel = bool(tools), parallel
-        self._reasons = False  # whether the parser last reported reasoning
+        self._tokenizer = served.tokenizer
 
     def advance(self, delta: RequestDelta) -> list[Step]:
         """Take what is new. Raises ApiError for a completion that ended by error or timeout."""
@@ -97,10 +97,6 @@ class Blocks:
         check_ending(output)
         self.usage.completion += len(output.token_ids)
         pieces, cut = self._pieces(output)
-        if pieces:
-            self._reasons = pieces[-1].kind is PieceKind.REASONING
-        if self._reasons or any(piece.kind is PieceKind.REASONING for piece in pieces):
-            self.usage.reasoning += len(output.token_ids)
         for piece in pieces:
             self._take(piece, steps)
         if output.finish_reason is not None:
@@ -109,6 +105,8 @@ class Blocks:
             self.stop = output.stop_reason if isinstance(output.stop_reason, str) else None
             self.called = stopped and not cut and any(one.kind is PieceKind.TOOL_CALL for one in self.all)
             self._close(steps, stopped)
+            reasoning = [block.text for block in self.all if block.kind is PieceKind.REASONING]
+            self.usage.count_reasoning(self._tokenizer, reasoning)
 
     def _pieces(self, output: CompletionDelta) -> tuple[list[Piece], bool]:
         """What the text adds, and whether text was left that could have become a call."""

@@ -21,7 +21,7 @@ from freight.server import wire
 from freight.server.call import TokenizedWork
 from freight.server.errors import ApiError
 from freight.server.frames import Decoder, FrameError, encode
-from freight.server.inbox import Inbox, Pace
+from freight.server.inbox import Inbox
 
 logger = logging.getLogger("freight")
 
@@ -34,12 +34,16 @@ class EngineState(StrEnum):
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """What the engine's process is started with: the fields of EngineArgs, and more than these."""
+    """What the engine's process is started with: the fields of EngineArgs, and more than these.
+
+    events_per_second  how often tokens are told at most (`engine.loop`)
+    """
 
     engine_args: Mapping[str, Any]
     random_weights: str | None = None
     log_level: int = logging.INFO
     log_format: str = "text"
+    events_per_second: float = 0.0
 
 
 class Running:
@@ -68,11 +72,8 @@ class EngineClient(asyncio.Protocol):
         on_stats: Callable[[EngineStats], None],
         on_step: Callable[[float, int], None],
         on_end: Callable[[], None],
-        events_per_second: float = 0.0,
     ) -> None:
-        """events_per_second: how often an answer is woken for more tokens at most; 0: for every step."""
         self._options = options
-        self._pace = Pace(events_per_second)
         self._on_stats, self._on_step, self._on_end = on_stats, on_step, on_end
         self.state = EngineState.LOADING
         self.failure: tuple[str, int] | None = None  # why it could not be loaded, and the exit status for that
@@ -179,15 +180,16 @@ class EngineClient(asyncio.Protocol):
 
     def _take(self, name: str, *values: Any) -> None:
         if name == wire.STEPPED:
-            deltas, seconds, num_tokens = values
+            deltas, steps = values
             for one in deltas:
                 running = self._running.get(one[0])
                 if running is not None:
                     delta = wire.delta_from_json(one)
                     if delta.finished:
                         del self._running[delta.request_id]
-                    self._pace.put(running.inbox, running.index, delta)
-            self._on_step(seconds, num_tokens)
+                    running.inbox.put(running.index, delta)
+            for seconds, num_tokens in steps:
+                self._on_step(seconds, num_tokens)
         elif name == wire.ACCEPTED:
             running = self._running.get(values[0])
             if running is not None and not running.accepted.done():

@@ -1,8 +1,7 @@
-"""What comes of an answer's requests until its reader takes it, and how often readers are woken.
+"""What comes of an answer's requests, until its reader takes it.
 
-A reader gets everything that has come since its last look, as one delta for each request. A slow reader therefore holds
-up nobody. `Pace` makes every reader a slow one where tokens come faster than anybody reads: to wake a reader, write an
-event and send it costs more than a step of a small model.
+A reader gets everything that has come since its last look; `merged` makes one delta for each request of it. A slow
+reader therefore holds up nobody.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ class Inbox:
     """What comes of all the requests of one answer. For use within one event loop."""
 
     def __init__(self) -> None:
-        self.is_read = False  # whether a reader has had something
         self._deltas: list[tuple[int, RequestDelta]] = []
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None  # a future costs half of what an asyncio.Event does
@@ -35,12 +33,11 @@ class Inbox:
         if not self._deltas and self._error is not None:
             raise self._error
         deltas, self._deltas = self._deltas, []
-        self.is_read = self.is_read or bool(deltas)
         return deltas
 
     def put(self, index: int, delta: RequestDelta) -> None:
-        """Keep a delta for the reader, who is not woken."""
         self._deltas.append((index, delta))
+        self.nudge()
 
     def fail(self, error: Exception) -> None:
         """End the answer, after what has come: `next` raises `error`."""
@@ -51,36 +48,6 @@ class Inbox:
         """Make `next` return, with nothing if there is nothing."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
-
-
-class Pace:
-    """Wakes the readers of inboxes: at once for the first and the last delta, else all together and not too often.
-
-    One timer serves all readers, so the processor is taken from the engine once and not for every reader.
-    """
-
-    def __init__(self, per_second: float) -> None:
-        """per_second: how often readers are woken at most; 0: for every delta."""
-        self._interval = 1.0 / per_second if per_second else 0.0
-        self._not_before = 0.0  # time of the event loop
-        self._due: set[Inbox] = set()
-
-    def put(self, inbox: Inbox, index: int, delta: RequestDelta) -> None:
-        """Keep a delta, and see that its reader is woken."""
-        inbox.put(index, delta)
-        if not self._interval or delta.finished or not inbox.is_read:
-            inbox.nudge()
-            return
-        if not self._due:
-            loop = asyncio.get_running_loop()
-            loop.call_at(max(self._not_before, loop.time()), self._wake)
-        self._due.add(inbox)
-
-    def _wake(self) -> None:
-        self._not_before = asyncio.get_running_loop().time() + self._interval
-        due, self._due = self._due, set()
-        for inbox in due:
-            inbox.nudge()
 
 
 def merged(deltas: Sequence[tuple[int, RequestDelta]]) -> list[tuple[int, RequestDelta]]:

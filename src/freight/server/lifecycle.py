@@ -101,13 +101,7 @@ class Lifecycle:
         return status
 
     def _new_client(self) -> EngineClient:
-        return EngineClient(
-            self._options,
-            self._metrics.set_stats,
-            self._metrics.observe_step,
-            self._on_engine_end,
-            self._settings.max_events_per_second,
-        )
+        return EngineClient(self._options, self._metrics.set_stats, self._metrics.observe_step, self._on_engine_end)
 
     async def _load(self) -> None:
         """Start an engine, and serve its model once it is there."""

@@ -93,9 +93,7 @@ class Service:
         served = self.require_served()  # it may have changed meanwhile
         self._admit(work)
         head = ReplyHead(call.request_id or request_id, int(time.time()), call.model, served.fingerprint)
-        # A parser is given every token by itself: how many of them are reasoning depends on it.
-        parses = served.parser_of is not None and any(isinstance(one.prompt, Conversation) for one in call.work)
-        answer = Answer(self, call.reply(head, served, work), work, request_id, key_name, arrival, merges=not parses)
+        answer = Answer(self, call.reply(head, served, work), work, request_id, key_name, arrival)
         try:
             await answer.submit()
         except BaseException as error:
@@ -238,11 +236,8 @@ class Answer:
         request_id: str,
         key_name: str | None,
         arrival: float,
-        merges: bool = True,
     ) -> None:
-        """merges: deltas that come together are given to the reply as one for each request."""
         self.reply = reply
-        self._merges = merges
         self.inbox = Inbox()
         self._last_sent = arrival
         self._service = service
@@ -279,8 +274,7 @@ class Answer:
         if self._failure is not None:
             raise self._failure
         sent = b""
-        deltas = await self.inbox.next()
-        for index, delta in merged(deltas) if self._merges else deltas:
+        for index, delta in merged(await self.inbox.next()):
             try:
                 sent += self._take(index, delta)
             except ApiError as error:

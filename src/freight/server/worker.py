@@ -92,7 +92,7 @@ def _build(connection: socket.socket, args: dict[str, Any], options: dict[str, A
     def emit(event: Event) -> None:
         connection.sendall(encode(_message(event), wire.CAP))
 
-    return Loop(engine, commands, emit)
+    return Loop(engine, commands, emit, events_per_second=options["events_per_second"])
 
 
 def _tokenizer_folder(opened: OpenModel) -> str | None:
@@ -109,8 +109,8 @@ def _message(event: Event) -> list[Any]:
     from freight.engine.loop import Accepted, Refused, Stepped
 
     match event:
-        case Stepped(deltas, seconds, num_tokens):
-            return [wire.STEPPED, [wire.delta_to_json(delta) for delta in deltas], seconds, num_tokens]
+        case Stepped(deltas, steps):
+            return [wire.STEPPED, [wire.delta_to_json(delta) for delta in deltas], steps]
         case Accepted(request_id):
             return [wire.ACCEPTED, request_id]
         case Refused(request_id, error, capacity):

@@ -1,16 +1,15 @@
-"""Deltas that wait for their reader, merged, and readers that are woken together."""
+"""Deltas that wait for their reader, merged."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from freight.outputs import CompletionDelta, FinishReason, Logprob, RequestDelta, RequestTimes, TokenLogprobs
-from freight.server.inbox import Inbox, Pace, merged
+from freight.server.inbox import merged
 
 ENDINGS = st.sampled_from([FinishReason.STOP, FinishReason.LENGTH, FinishReason.ERROR, FinishReason.TIMEOUT])
 
@@ -79,50 +78,3 @@ def test_scores_of_a_prompt_are_joined() -> None:
     scores: list[list[TokenLogprobs | None] | None] = [None, [None, one], [two]]
     [(_, whole)] = merged([(0, RequestDelta("r", [], False, part)) for part in scores])
     assert whole.prompt_logprobs == [None, one, two]
-
-
-def woken(per_second: float, feed: Callable[[Pace, Inbox], None], seconds: float = 0.0) -> list[int]:
-    """How many deltas the reader gets each time it is woken, while `feed` is called every 2 ms for some time."""
-
-    async def run() -> list[int]:
-        inbox, pace, counts = Inbox(), Pace(per_second), list[int]()
-
-        async def read() -> None:
-            while True:
-                counts.append(len(await inbox.next()))
-
-        reader = asyncio.create_task(read())
-        end = asyncio.get_running_loop().time() + seconds
-        while not counts or asyncio.get_running_loop().time() < end:
-            feed(pace, inbox)
-            await asyncio.sleep(0.002)
-        reader.cancel()
-        return counts
-
-    return asyncio.run(run())
-
-
-def test_a_fast_stream_is_read_no_more_often_than_the_pace() -> None:
-    counts = woken(20.0, lambda pace, inbox: pace.put(inbox, 0, delta("a")), 0.31)
-    assert counts[0] == 1, "the first token waits for nothing"
-    assert 3 <= len(counts) <= 8
-    assert max(counts) > 2
-
-
-def test_without_a_pace_every_delta_wakes() -> None:
-    assert set(woken(0.0, lambda pace, inbox: pace.put(inbox, 0, delta("a")), 0.05)) == {1}
-
-
-def test_the_last_delta_does_not_wait() -> None:
-    async def run() -> float:
-        inbox, pace = Inbox(), Pace(0.1)
-        for text in ("first", "second"):
-            pace.put(inbox, 0, delta(text))
-            await inbox.next()
-        pace.put(inbox, 0, delta("third"))
-        begin = asyncio.get_running_loop().time()
-        pace.put(inbox, 0, delta("", FinishReason.STOP, finished=True))
-        assert [one.outputs[0].text for _, one in await inbox.next()] == ["third", ""]
-        return asyncio.get_running_loop().time() - begin
-
-    assert asyncio.run(run()) < 5

@@ -173,7 +173,7 @@ def test_usage_counts_reasoning_and_cached_tokens():
         "completion_tokens": 7,
         "total_tokens": 10,
         "prompt_tokens_details": {"cached_tokens": 2},
-        "completion_tokens_details": {"reasoning_tokens": 3},
+        "completion_tokens_details": {"reasoning_tokens": 1},  # of the text "ab"
     }
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks(raw)]
     assert counts == [0, 2, 3, 5, 6, 7, 7]

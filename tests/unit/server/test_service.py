@@ -55,7 +55,6 @@ class FakeClient:
         if reason is not None:
             del self.requests[request_id]
         running.inbox.put(running.index, RequestDelta(request_id, [delta], reason is not None))
-        running.inbox.nudge()
 
 
 class TextReply:

@@ -26,7 +26,6 @@ Delta = dict[str, Any]
 class _Choice:
     """One completion so far. Log-probabilities and ids wait for the next chunk: a token may add no text by itself.
 
-    reasons  whether the parser last reported reasoning
     cut      whether text was left that could have become a call: then not every call is complete
     """
 
@@ -39,7 +38,6 @@ class _Choice:
     token_ids: list[int] = field(default_factory=list)
     logprobs_sent: int = 0
     tokens_sent: int = 0
-    reasons: bool = False
     cut: bool = False
     finish_reason: str | None = None
 
@@ -95,10 +93,6 @@ class ChatReply:
                 chunks.append(self._chunk(choice, f'{{"content": {json.dumps(output.text)}}}'))
         else:
             pieces = choice.parser.feed(output.text) if output.text else []
-            if pieces:
-                choice.reasons = pieces[-1].kind is PieceKind.REASONING
-            if choice.reasons or any(piece.kind is PieceKind.REASONING for piece in pieces):
-                self._usage.reasoning += len(output.token_ids)
             if output.finish_reason is not None:
                 rest = choice.parser.finish(output.finish_reason is FinishReason.STOP)
                 choice.cut = any(piece.kind is PieceKind.CONTENT and not piece.text.isspace() for piece in rest)
@@ -107,6 +101,7 @@ class ChatReply:
                 if (new := self._take(choice, piece)) is not None:
                     chunks.append(self._chunk(choice, json.dumps(new)))
         if output.finish_reason is not None:
+            self._usage.count_reasoning(self._tokenizer, choice.reasoning)
             called = choice.calls and not choice.cut and output.finish_reason is FinishReason.STOP
             choice.finish_reason = "tool_calls" if called else output.finish_reason.value
             chunks.append(self._chunk(choice, "{}", f'"{choice.finish_reason}"'))

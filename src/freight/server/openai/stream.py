@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from freight.outputs import CompletionDelta, FinishReason
 from freight.server.call import ReplyHead
 from freight.server.errors import ApiError
+from freight.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
 
@@ -38,6 +39,14 @@ class Usage:
     completion: int = 0
     cached: int = 0
     reasoning: int = 0
+
+    def count_reasoning(self, tokenizer: Tokenizer | None, texts: Sequence[str]) -> None:
+        """Add the tokens of the reasoning of a completion that has ended, by its text.
+
+        Not as they come: several tokens may come at once, of which some are reasoning.
+        """
+        if tokenizer is not None and texts:
+            self.reasoning += len(tokenizer.encode("".join(texts), add_special_tokens=False))
 
     def body(self) -> dict[str, object]:
         return {
