@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from freight.evaluate.capacity import Plan, Setting
 
 _BAR = 24  # characters of the longest bar
+_REST = 68  # of the columns before it
 
 
 @takes_model
@@ -71,7 +72,8 @@ def _print(model: str, made: Plan) -> None:
     console.print(f"{model} on {wish.device} with {size(wish.memory)}, requests of {made.context:,} tokens")
     fancy = console.is_terminal and console.encoding.lower().startswith("utf")
     rows: list[tuple[str, ...]] = [("weights", "", "KV cache", "", "tokens", "requests", "")]
-    rows += [_row(one, made, "█" if fancy else "#") for one in made.settings]
+    longest = max(4, min(_BAR, console.width - _REST)) if fancy else _BAR
+    rows += [_row(one, made, "█" if fancy else "#", longest) for one in made.settings]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     flush = [str.ljust, str.rjust, str.ljust, str.rjust, str.rjust, str.rjust, str.ljust]
     for index, row in enumerate(rows, -1):
@@ -86,11 +88,11 @@ def _print(model: str, made: Plan) -> None:
     console.print(Text(verdict(made), "bold"))
 
 
-def _row(one: Setting, made: Plan, mark: str) -> tuple[str, ...]:
+def _row(one: Setting, made: Plan, mark: str, longest: int) -> tuple[str, ...]:
     from freight.evaluate.capacity import size
 
     most = max(other.capacity_tokens for other in made.settings)
-    length = -(-one.capacity_tokens * _BAR // most) if most else 0
+    length = -(-one.capacity_tokens * longest // most) if most else 0
     return (
         *(str(one.weights), size(one.loaded.total)),
         *(one.cache_name, size(one.cache_bytes) if one.cache_bytes else "no room"),

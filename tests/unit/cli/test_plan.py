@@ -46,11 +46,19 @@ def test_a_table_with_bars_and_one_sentence(freight: Run, llama: str) -> None:
     assert verdict.startswith("Take bfloat16 weights and a cache in fp8_e4m3fn, token (--kv-cache-dtype fp8 ")
 
 
+def test_the_documented_example_is_what_is_printed(freight: Run) -> None:
+    documented = (Path(__file__).parents[3] / "docs" / "cli.md").read_text()
+    command, _, shown = documented.partition("$ freight plan ")[2].partition("```")[0].partition("\n")
+    assert freight("plan", *command.split()).out == shown
+
+
 def test_a_terminal_has_blocks_for_bars(freight: Run, llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
-    answer = freight("plan", llama, *WISH)
-    assert "█" * 24 in answer.out
-    assert "#" not in answer.out
+    for columns, length in (("120", 24), ("80", 12), ("40", 4)):
+        monkeypatch.setenv("COLUMNS", columns)
+        answer = freight("plan", llama, *WISH)
+        assert max(line.count("█") for line in answer.out.splitlines()) == length
+        assert "#" not in answer.out
 
 
 def test_json_has_every_setting_and_the_choice(freight: Run, llama: str) -> None:
