@@ -18,6 +18,9 @@ from bisect import bisect_right
 
 from freight.cache.spec import KVCacheSpec, Pages
 
+# Of what is free once the weights are loaded, when --kv-cache-memory is not given; a GPU is rarely shared.
+MEMORY_SHARE = {"cpu": 0.5, "cuda": 0.9}
+
 
 def blocks_of_request(spec: KVCacheSpec, num_tokens: int, step_tokens: int) -> tuple[int, ...]:
     """Blocks by group that a request holds at most until it has `num_tokens` tokens."""

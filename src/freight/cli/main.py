@@ -24,6 +24,7 @@ from freight.cli.generate import generate
 from freight.cli.inspect import inspect
 from freight.cli.launcher import is_launcher, launch
 from freight.cli.options import CONTEXT, Command, takes_model
+from freight.cli.plan import plan
 from freight.cli.quantize import quantize
 from freight.cli.serve import serve
 from freight.errors import ConfigError, FreightError, RequestError
@@ -69,7 +70,7 @@ def _inspect(
     inspect(model, as_json, picture, revision)
 
 
-for verb in (generate, chat, serve, quantize, convert, evaluate, demo, env):
+for verb in (generate, chat, serve, quantize, convert, evaluate, plan, demo, env):
     app.command(cls=Command)(verb)
 app.command("run", cls=Command, help="The same as serve.")(serve)
 app.command("inspect", cls=Command)(_inspect)

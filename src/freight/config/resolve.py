@@ -99,19 +99,26 @@ def resolve(
     )
 
 
-def parse_memory(value: int | str | None) -> int | None:
-    """Bytes of '4GiB', '512MiB', '4GB', '1e9' or a number; None for None. Raises ConfigError."""
+def parse_memory(
+    value: int | str | None,
+    flag: str = "--kv-cache-memory",
+    otherwise: str = "; omit it to use a share of the free memory",
+) -> int | None:
+    """Bytes of '4GiB', '512MiB', '4GB', '1e9' or a number; None for None. Raises ConfigError.
+
+    `flag` is the option that has the value, `otherwise` what may be done instead.
+    """
     if value is None:
         return None
     match = re.fullmatch(r"\s*([0-9.]+(?:E[+]?[0-9]{1,2})?)\s*([A-Z]*)\s*", str(value).upper())
     if isinstance(value, bool) or match is None or match[2] not in _UNITS or match[1].count(".") > 1 or match[1] == ".":
-        raise ConfigError(f"--kv-cache-memory {value!r} is not an amount of memory; write 4GiB, 512MiB, 4GB or bytes")
+        raise ConfigError(f"{flag} {value!r} is not an amount of memory; write 4GiB, 512MiB, 4GB or bytes")
     amount = float(match[1]) * _UNITS[match[2]]
     if amount >= 2**63:
-        raise ConfigError(f"--kv-cache-memory {value!r} is more than any machine has; omit it to use a share of memory")
+        raise ConfigError(f"{flag} {value!r} is more than any machine has{otherwise}")
     size = int(amount)
     if size < 1:
-        raise ConfigError(f"--kv-cache-memory {value!r} must be positive; omit it to use a share of the free memory")
+        raise ConfigError(f"{flag} {value!r} must be positive{otherwise}")
     return size
 
 

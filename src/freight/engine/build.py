@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from freight.cache.manager import CacheManager
 from freight.cache.pool import KVPool, allocate_pool, same_cache_at_16_bits
-from freight.cache.sizing import bytes_of_request, longest_request, split_memory, useful_memory
+from freight.cache.sizing import MEMORY_SHARE, bytes_of_request, longest_request, split_memory, useful_memory
 from freight.cache.spec import KVCacheSpec
 from freight.config.engine import EngineArgs, EngineConfig
 from freight.config.model import ModelConfig
@@ -34,9 +34,6 @@ from freight.models.open import OpenModel, open_model
 logger = logging.getLogger("freight")
 
 BeforeWeights = Callable[[Intake], object]  # refuses, by raising, what the model could not serve
-
-# Of what is free once the weights are loaded, when --kv-cache-memory is not given; a GPU is rarely shared.
-MEMORY_SHARE = {"cpu": 0.5, "cuda": 0.9}
 
 
 def build_engine(args: EngineArgs, before_weights: BeforeWeights | None = None) -> tuple[Engine, EngineConfig]:

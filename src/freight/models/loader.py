@@ -16,7 +16,7 @@ from torch import Tensor
 
 from freight.checkpoint.linears import StoredLinear, find_linears
 from freight.checkpoint.reader import Checkpoint
-from freight.config.layer import LayerConfig, NormKind, NormPlacement
+from freight.config.layer import NormKind, NormPlacement
 from freight.config.model import ModelConfig
 from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
@@ -30,67 +30,12 @@ from freight.layers.norm import LayerNorm, Norm, RMSNorm
 from freight.layers.rope import build_ropes
 from freight.models.architectures import TensorNames, tensor_names
 from freight.models.decoder import MLP, Decoder, DecoderLayer
+from freight.models.shapes import bias_of
+from freight.models.shapes import tensor_shapes as tensor_shapes
 from freight.operands.rotary import Rotary
 from freight.operands.weight import Activations, Weight
 
 UNQUANTIZED = Scheme()
-
-
-def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor that a checkpoint of this model must have, with its shape."""
-    c, names = config, tensor_names(config)
-    width = c.embedding_size or c.hidden_size
-    shapes: dict[str, tuple[int, ...]] = {names.embedding: (c.vocab_size, width)}
-    if c.final_norm:
-        shapes |= dict.fromkeys(_norm_tensors(names.norm, c), (c.hidden_size,))
-    if c.position_offset is not None:
-        shapes[names.positions] = (c.position_offset + c.max_position_embeddings, c.hidden_size)
-    if c.embedding_size is not None:
-        shapes |= {f"{names.project_in}.weight": (c.hidden_size, width)}
-        shapes |= {f"{names.project_out}.weight": (width, c.hidden_size)}
-    if not c.tie_word_embeddings:
-        shapes[names.head] = (c.vocab_size, width)
-    for index, layer in enumerate(c.layers):
-        prefix = names.layer.format(index)
-        shapes |= {prefix + name: shape for name, shape in _layer_shapes(layer, c, names).items()}
-    return shapes
-
-
-def _norm_tensors(weight: str, config: ModelConfig) -> tuple[str, ...]:
-    """The names of a norm's tensors: its weight, and its bias where it has one."""
-    return (weight, _bias_of(weight)) if config.norm_kind is NormKind.LAYER else (weight,)
-
-
-def _bias_of(weight: str) -> str:
-    return weight.removesuffix("weight") + "bias"
-
-
-def _layer_shapes(layer: LayerConfig, config: ModelConfig, names: TensorNames) -> dict[str, tuple[int, ...]]:
-    """Every tensor of one layer, by its name within the layer."""
-    mixer, mlp, hidden = layer.mixer, layer.feed_forward, config.hidden_size
-    projections = {  # name -> outputs, inputs, whether it has a bias
-        **{name: (size, hidden, mixer.qkv_bias) for name, size in _stored(names.qkv, mixer.qkv_sizes)},
-        names.o: (hidden, mixer.num_heads * mixer.v_dim, mixer.o_bias),
-        **{name: (size, hidden, mlp.bias) for name, size in _stored(names.gate_up, mlp.up_sizes)},
-        names.down: (hidden, mlp.intermediate_size, mlp.bias),
-    }
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, (rows, columns, bias) in projections.items():
-        shapes[f"{name}.weight"] = (rows, columns)
-        if bias:
-            shapes[f"{name}.bias"] = (rows,)
-    norms = [names.attention_norm, names.mlp_norm]
-    if layer.norms is NormPlacement.SANDWICH:
-        norms += [names.attention_post, names.mlp_post]
-    shapes |= dict.fromkeys([tensor for norm in norms for tensor in _norm_tensors(norm, config)], (hidden,))
-    if mixer.qk_norm:
-        shapes |= {names.q_norm: (mixer.k_dim,), names.k_norm: (mixer.k_dim,)}
-    return shapes
-
-
-def _stored(names: tuple[str, ...], sizes: tuple[int, ...]) -> list[tuple[str, int]]:
-    """Names with the rows of their tensors; one name for several projections has the rows of all."""
-    return list(zip(names, sizes if len(names) > 1 else (sum(sizes),), strict=True))
 
 
 class WeightSource(Protocol):
@@ -179,7 +124,7 @@ class _Builder:
     def norm(self, name: str) -> Norm:
         eps = self.config.norm_eps
         if self.config.norm_kind is NormKind.LAYER:
-            return LayerNorm(self.tensor(name), self.tensor(_bias_of(name)), eps, self.kernels)
+            return LayerNorm(self.tensor(name), self.tensor(bias_of(name)), eps, self.kernels)
         return RMSNorm(self.norm_weight(name), eps, self.kernels)
 
     def embedding(self) -> Embedding:

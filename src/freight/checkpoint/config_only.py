@@ -1,0 +1,61 @@
+"""A model's config.json and nothing else of it: for questions that need no weights. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from freight.config.presets import PRESETS
+from freight.errors import CheckpointError, ConfigError, nearest
+
+Json = Mapping[str, Any]
+
+
+def read_config_only(model: str, revision: str | None = None) -> tuple[Json, Json | None]:
+    """(config.json, ModelOpt's hf_quant_config.json if it lies beside it) of `model`.
+
+    That is a preset's name ('llama-8b'), 'demo', a folder, the path of a config.json, or a hub id, of which config.json
+    alone is fetched. Raises CheckpointError where there is none, ConfigError for a revision of what has none.
+    """
+    path = Path(__file__).resolve().parent.parent / "demo" if model == "demo" else Path(model).expanduser()
+    is_local = model in PRESETS or (bool(model) and path.exists())
+    if is_local and revision is not None:
+        raise ConfigError(f"--revision {revision}: {model} is not on the hub, only a hub id has revisions; omit it")
+    if model in PRESETS:
+        return PRESETS[model], None
+    if not is_local:
+        return _object(_fetched(model, revision)), None
+    file = path / "config.json" if path.is_dir() else path
+    beside = file.with_name("hf_quant_config.json")
+    return _object(file), _object(beside) if beside.is_file() else None
+
+
+def _object(file: Path) -> Json:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file} holds {type(content).__name__}, not a JSON object")
+    return content
+
+
+def _fetched(model: str, revision: str | None) -> Path:
+    hint = nearest(model, PRESETS)
+    if model.startswith((".", "/", "~")) or model.count("/") > 1 or not model:
+        raise CheckpointError(f"there is no folder or config.json {model!r}{hint}")
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(model, "config.json", revision=revision))
+    except Exception as error:  # the client's own errors, and whatever its network stack raises
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise CheckpointError(
+            f"{model!r} is neither a preset, a folder, a config.json nor a model whose config.json could be fetched "
+            f"from the Hugging Face hub{hint}; check the name and the connection, or give a config.json "
+            f"({type(error).__name__}: {reason})"
+        ) from error

@@ -1,0 +1,327 @@
+"""What fits into a given memory, by format of cache and weights, from a config.json alone. Imports no torch.
+
+Blocks are those that the engine allocates for the same options (`cache/sizing.py`), and weights those that it loads
+(`models/sizes.py`). The cache gets the share of what the weights leave that the engine takes by itself; the rest is for
+what is computed, which is not counted: activations, logits, and what the kernels and torch need.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from freight.cache.sizing import MEMORY_SHARE, longest_request, split_memory, useful_memory
+from freight.cache.spec import KVCacheSpec, LayerKVSpec
+from freight.checkpoint.layouts import read_scheme
+from freight.config.engine import EngineArgs
+from freight.config.model import ModelConfig, parse_model_config
+from freight.config.options import choose
+from freight.config.resolve import DTYPES, STEP_TOKENS, parse_memory
+from freight.errors import CapacityError, ConfigError
+from freight.fp8.formats import Format, Granularity, ScaleSource
+from freight.fp8.scheme import Scheme
+from freight.models.sizes import ONLINE, Layout, LinearOf, LoadedBytes, loaded_bytes
+
+GIB = 2**30
+_LEAST = 2**20  # bytes: a smaller number is one whose unit was forgotten
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is asked for. Memory in bytes, of which weights are a part; `context` in tokens, None: the model's own.
+
+    concurrency    requests of `context` tokens that are to be in the cache at once
+    device         'cpu' or 'cuda'
+    layout         how the device's kernels hold matrices
+    dtype          what is computed in; 'auto': as config.json says
+    """
+
+    memory: int
+    context: int | None = None
+    concurrency: int | None = None
+    device: str = "cuda"
+    layout: Layout = Layout.PLAIN
+    dtype: str = "auto"
+
+    @property
+    def num_requests(self) -> int:
+        return self.concurrency or 1
+
+    @property
+    def max_num_seqs(self) -> int:
+        return self.concurrency or EngineArgs.max_num_seqs
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One choice of formats, and what fits with it. Sizes in bytes.
+
+    options            what `freight serve` is given for it, beside context, concurrency and memory
+    loaded             the weights, with their scales and the rotary tables
+    cache_bytes        the share of what the weights leave
+    rest_bytes         what is left for activations and logits, which are not counted
+    spec               the cache by layer
+    num_blocks         by group of layers, as the engine allocates them; () where not even one token fits
+    capacity_tokens    tokens of whole sequences
+    longest            tokens of the longest request, up to the wished context
+    requests           of the wished context, at once
+    needed_bytes       memory that the wish needs with this setting
+    """
+
+    weights: Format
+    kv_cache: Format
+    granularity: Granularity | None
+    scale_source: ScaleSource | None
+    options: tuple[str, ...]
+    loaded: LoadedBytes
+    cache_bytes: int
+    rest_bytes: int
+    spec: KVCacheSpec
+    num_blocks: tuple[int, ...]
+    capacity_tokens: int
+    longest: int
+    requests: int
+    needed_bytes: int
+
+    @property
+    def cache_name(self) -> str:
+        """'fp8_e4m3fn, token': with what its scales are; static ones are of a tensor, head or channel."""
+        if self.scale_source is None:
+            return str(self.kv_cache)
+        kinds = {ScaleSource.DYNAMIC: "token", ScaleSource.UNIT: "unit"}
+        return f"{self.kv_cache}, {kinds.get(self.scale_source, 'static')}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every setting in order of preference, and the first that serves the wish: its index, None if none does."""
+
+    wish: Wish
+    context: int
+    settings: tuple[Setting, ...]
+    choice: int | None
+
+
+def read_memory(value: str) -> int:
+    """Bytes of '24GiB'. Raises ConfigError, also for a number that is too small to be meant in bytes."""
+    size = parse_memory(value, "--memory", "; give the memory of the device, as in 24GiB")
+    assert size is not None
+    if size < _LEAST:
+        hint = f"; write {value.strip()}GiB" if value.strip().isdecimal() else ""
+        raise ConfigError(f"--memory {value!r} is {size:,} bytes, which holds no model{hint}")
+    return size
+
+
+def make_plan(config: Mapping[str, Any], wish: Wish, hf_quant_config: Mapping[str, Any] | None = None) -> Plan:
+    """What fits of the model that `config`, the content of a config.json, describes.
+
+    Raises CheckpointError for a model that Freight does not run, ConfigError for a wish that no memory serves, and
+    CapacityError if the weights do not fit in any format.
+    """
+    model = parse_model_config(config)
+    scheme = read_scheme(config, hf_quant_config)
+    context = _check(wish, model)
+    compute = model.checkpoint_format if wish.dtype == "auto" else DTYPES[wish.dtype]
+    settings = tuple(_settings(model, scheme, compute, wish, context))
+    if all(setting.cache_bytes == 0 for setting in settings):
+        least = min(settings, key=lambda one: one.loaded.total)
+        needed = size(min(one.needed_bytes for one in settings), up=True)
+        raise CapacityError(
+            f"--memory is {size(wish.memory)}, and the weights alone need {size(least.loaded.total, up=True)} in "
+            f"{least.weights}: give at least {needed}, which serves {asked(wish, context)}, or take a smaller model"
+        )
+    serving = (index for index, one in enumerate(settings) if one.requests >= wish.num_requests)
+    choice = next(serving, None)
+    return Plan(wish, context, settings, choice)
+
+
+def _check(wish: Wish, model: ModelConfig) -> int:
+    """The wished context. Raises ConfigError."""
+    choose("--dtype", wish.dtype, ("auto", *DTYPES))
+    choose("--device", wish.device, tuple(MEMORY_SHARE))
+    for flag, value in (("--context", wish.context), ("--concurrency", wish.concurrency)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{flag} {value} must be an integer ≥ 1")
+    if wish.context is not None and wish.context > model.position_limit:
+        raise ConfigError(
+            f"--context {wish.context} is more than the {model.position_limit} positions of this model; use at most "
+            f"{model.position_limit}, or omit it"
+        )
+    return wish.context or model.max_position_embeddings
+
+
+def _settings(model: ModelConfig, scheme: Scheme, compute: Format, wish: Wish, context: int) -> Iterator[Setting]:
+    """Weights before caches: FP8 weights change more than an FP8 cache does (docs/numerics.md)."""
+    fp8 = Format.E4M3FN
+    forms: list[tuple[Format, LinearOf, tuple[str, ...]]]
+    if scheme.weight_format is not None:
+        forms = [(fp8, scheme.linear, ())]
+    else:
+        forms = [(compute, lambda _: None, ()), (fp8, lambda _: ONLINE, ("--quantization", "fp8"))]
+    caches = list(_caches(compute, scheme, wish.device))
+    for weights, linear_of, options in forms:
+        loaded = loaded_bytes(model, compute, weights, linear_of, wish.layout, context)
+        for format, granularity, source, flags in caches:
+            mixers = (layer.mixer for layer in model.layers)
+            layers = (LayerKVSpec(format, granularity, m.num_kv_heads, m.k_dim, m.v_dim, m.window) for m in mixers)
+            spec = KVCacheSpec(tuple(layers), EngineArgs.block_size)
+            yield _setting((weights, format, granularity, source, (*options, *flags)), loaded, spec, wish, context)
+
+
+Cache = tuple[Format, Granularity | None, ScaleSource | None, tuple[str, ...]]
+
+
+def _caches(compute: Format, scheme: Scheme, device: str) -> Iterator[Cache]:
+    """In order of preference: 16 bits, then FP8, scales that are measured per token before static ones.
+
+    INT8 and E5M2 take the bytes of what stands before them, so they are there to be seen and are never the choice.
+    """
+    e4m3, static = Format.E4M3FN, Granularity.TENSOR  # scales per head or channel take no more memory that grows
+    dtype = "--kv-cache-dtype"
+    yield compute, None, None, (dtype, str(compute))
+    yield e4m3, Granularity.TOKEN, ScaleSource.DYNAMIC, (dtype, "fp8", "--kv-scales", "dynamic")
+    if device == "cpu":
+        yield Format.INT8, Granularity.TOKEN, ScaleSource.DYNAMIC, (dtype, "int8")
+    source = ScaleSource.CHECKPOINT if scheme.kv_static else ScaleSource.CALIBRATED
+    yield e4m3, static, source, (dtype, "fp8", "--kv-scales", "checkpoint")
+    yield Format.E5M2, static, ScaleSource.UNIT, (dtype, "fp8_e5m2", "--kv-scales", "unit")
+
+
+def _setting(
+    formats: tuple[Format, Format, Granularity | None, ScaleSource | None, tuple[str, ...]],
+    loaded: LoadedBytes,
+    spec: KVCacheSpec,
+    wish: Wish,
+    context: int,
+) -> Setting:
+    share, step = MEMORY_SHARE[wish.device], STEP_TOKENS[wish.device]
+    left = max(0, wish.memory - loaded.total)
+    cache = int(left * share)
+    longest = min(context, longest_request(spec, cache, context, step))
+    requests, tokens = 0, longest
+    num_blocks: tuple[int, ...] = ()
+    if longest == context:
+        requests = requests_in(spec, cache, context, step)
+    if longest == context or (wish.context is None and longest > 0):  # the model's own context is lowered to fit
+        num_blocks = split_memory(spec, cache, longest, wish.max_num_seqs, step)
+        tokens = spec.block_size * min(_whole(spec, num_blocks))
+    needed = loaded.total + needed_for(useful_memory(spec, context, wish.num_requests, step), share)
+    return Setting(*formats, loaded, cache, left - cache, spec, num_blocks, tokens, longest, requests, needed)
+
+
+def _whole(spec: KVCacheSpec, num_blocks: tuple[int, ...]) -> list[int]:
+    """Blocks of the groups without a window, if there are any: those bound the tokens of whole sequences."""
+    whole = [count for count, group in zip(num_blocks, spec.groups, strict=True) if group.window is None]
+    return whole or list(num_blocks)
+
+
+def requests_in(spec: KVCacheSpec, memory: int, context: int, step_tokens: int) -> int:
+    """How many requests of `context` tokens `memory` bytes hold at once, if the cache is split for so many."""
+    least = spec.bytes_of(tuple(group.most_blocks(context, 1) for group in spec.groups))
+    counts = range(1, memory // least + 1)
+    return bisect_right(counts, memory, key=lambda count: useful_memory(spec, context, count, step_tokens))
+
+
+def longest_of(plan: Plan, setting: Setting) -> int:
+    """Tokens of the longest context of which the wished number of requests fits at once, in whole blocks."""
+    step, block, requests = STEP_TOKENS[plan.wish.device], setting.spec.block_size, plan.wish.num_requests
+    lengths = range(block, plan.context + 1, block)
+    return block * bisect_right(
+        lengths, setting.cache_bytes, key=lambda length: useful_memory(setting.spec, length, requests, step)
+    )
+
+
+def needed_for(cache: int, share: float) -> int:
+    """The least memory beside the weights of which `share` is `cache` bytes or more."""
+    needed = max(0, int(cache / share) - 2)  # a division may round either way
+    while int(needed * share) < cache:
+        needed += 1
+    return needed
+
+
+def size(count: int, up: bool = False) -> str:
+    """'24.0 GiB', rounded up if `up`, so that it is enough."""
+    unit, name = (GIB, "GiB") if count >= GIB else (2**20, "MiB")
+    tenths = -(-count * 10 // unit) if up else round(count * 10 / unit)
+    return f"{tenths / 10:,.1f} {name}"
+
+
+def asked(wish: Wish, context: int) -> str:
+    return f"{_count(wish.num_requests)} of {context:,} tokens"
+
+
+def _count(requests: int) -> str:
+    return "1 request" if requests == 1 else f"{requests:,} requests"
+
+
+def verdict(plan: Plan) -> str:
+    """One sentence: which setting to take, or what would serve the wish."""
+    wish = plan.wish
+    if plan.choice is None:
+        return _without_choice(plan)
+    one = plan.settings[plan.choice]
+    options = [*one.options, "--max-model-len", str(plan.context), "--kv-cache-memory", str(one.cache_bytes)]
+    if wish.concurrency:
+        options += ["--max-num-seqs", str(wish.concurrency)]
+    first = ""
+    if one.scale_source is ScaleSource.CALIBRATED:
+        first = ", whose scales freight quantize --kv-cache fp8 measures,"
+    line = (
+        f"Take {one.weights} weights and a cache in {one.cache_name}{first} ({' '.join(options)}): "
+        f"{_count(one.requests)} of {plan.context:,} tokens fit at once"
+    )
+    return f"{line}, and no setting listed before it serves {wish.num_requests:,}." if plan.choice else f"{line}."
+
+
+def _without_choice(plan: Plan) -> str:
+    memory = size(plan.wish.memory)
+    one = min(plan.settings, key=lambda one: one.needed_bytes)
+    line = (
+        f"No setting serves {asked(plan.wish, plan.context)} in {memory}: {one.weights} weights and a cache in "
+        f"{one.cache_name} need the least, {size(one.needed_bytes, up=True)}"
+    )
+    length = longest_of(plan, one)
+    instead = [f"{_count(one.requests)} of that context"] if one.requests else []
+    instead += [f"{_count(plan.wish.num_requests)} of {length:,} tokens"] if length else []
+    return f"{line}; in {memory} they serve {' or '.join(instead)}." if instead else f"{line}."
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """The object of `freight plan --json`, without the model's name."""
+    return {
+        "device": plan.wish.device,
+        "memory": plan.wish.memory,
+        "context": plan.context,
+        "concurrency": plan.wish.concurrency,
+        "settings": [_setting_json(one) for one in plan.settings],
+        "choice": plan.choice,
+        "verdict": verdict(plan),
+    }
+
+
+def _setting_json(one: Setting) -> dict[str, Any]:
+    blocks = one.num_blocks or (0,) * len(one.spec.groups)
+    return {
+        "weight_dtype": one.weights,
+        "kv_cache_dtype": one.kv_cache,
+        "granularity": one.granularity,
+        "scale_source": one.scale_source,
+        "options": list(one.options),
+        "weight_bytes": one.loaded.layers,
+        "embedding_bytes": one.loaded.embeddings,
+        "rotary_table_bytes": one.loaded.tables,
+        "kv_cache_bytes": one.cache_bytes,
+        "rest_bytes": one.rest_bytes,
+        "needed_bytes": one.needed_bytes,
+        "bytes_per_token": one.spec.bytes_per_token,
+        "block_size": one.spec.block_size,
+        "groups": [
+            {"layers": len(group.layers), "window": group.window, "bytes_per_block": group.bytes_per_block, "blocks": n}
+            for group, n in zip(one.spec.groups, blocks, strict=True)
+        ],
+        "capacity_tokens": one.capacity_tokens,
+        "longest_request": one.longest,
+        "requests": one.requests,
+    }

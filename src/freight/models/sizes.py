@@ -1,0 +1,160 @@
+"""What a loaded model occupies, from its ModelConfig alone: no checkpoint is needed. Imports no torch.
+
+It counts the tensors that the loader makes, to the byte: projections merged where the loader merges them, matrices as
+the kernels hold them, scales, norms and biases in the format that they are kept in. `evaluate.report.weight_bytes`
+counts the same of a model that has been loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from freight.config.layer import LayerConfig, NormKind, NormPlacement
+from freight.config.model import ModelConfig
+from freight.fp8.formats import Format
+from freight.fp8.scheme import Activations, LinearScheme, WeightScales
+from freight.models.architectures import TensorNames, tensor_names
+
+LinearOf = Callable[[str], LinearScheme | None]  # how the matrix of a module is quantized; None: it is not
+
+ONLINE = LinearScheme(WeightScales.ROW, Activations.DYNAMIC)  # what `--quantization fp8` makes of every layer's matrix
+_BLOCK = 128  # outputs and inputs that share a block scale
+_SCALE = 4  # bytes of a scale
+
+
+class Layout(StrEnum):
+    """How kernels hold a matrix."""
+
+    PLAIN = "plain"  # [outputs, inputs] as it is: GPUs, and the reference kernels
+    PACKED = "packed"  # csrc/packed.h: outputs padded to bands of 32, inputs to a unit
+    TILES = "tiles"  # the same, with inputs of bfloat16 and E4M3 padded to the tiles of AMX
+
+
+@dataclass(frozen=True)
+class LoadedBytes:
+    """Bytes of a loaded model. `embeddings`: embedding, head and their projections; `layers`: layers and norms, with
+    scales and biases; `tables`: cos and sin of every position.
+    """
+
+    layers: int
+    embeddings: int
+    tables: int
+
+    @property
+    def total(self) -> int:
+        return self.layers + self.embeddings + self.tables
+
+
+def matrix_bytes(rows: int, columns: int, format: Format, scales: WeightScales | None, layout: Layout) -> int:
+    """A matrix of `rows` outputs and `columns` inputs with its scales; None: it has none. One scale per tensor is held
+    as one per row.
+    """
+    blocks = _SCALE * -(-rows // _BLOCK) * -(-columns // _BLOCK) if scales is WeightScales.BLOCK else 0
+    if layout is Layout.PLAIN:
+        own = 0 if scales is None else blocks or _SCALE * rows
+        return rows * columns * format.bytes + own
+    unit = 4 // format.bytes  # inputs of 16 rows in 64 bytes
+    padded = 32 if layout is Layout.TILES and format in (Format.BFLOAT16, Format.E4M3FN) else unit
+    band = 32 * _up(columns, max(unit, padded)) * format.bytes
+    return -(-rows // 32) * band + _SCALE * _up(rows, 16) + blocks
+
+
+def loaded_bytes(
+    model: ModelConfig, compute: Format, weights: Format, linear_of: LinearOf, layout: Layout, max_len: int
+) -> LoadedBytes:
+    """A model that computes in `compute`, for positions below `max_len`.
+
+    Matrices of the layers for whose module `linear_of` has a scheme are in `weights`, an E4M3 variant. Embedding and
+    head are in `compute`: whether a checkpoint has its head in FP8 only its tensors show. So do static input scales,
+    of which those that differ keep projections apart; here they are merged, which can matter for padding only.
+    """
+    count = _Count(model, compute, weights, linear_of, layout, tensor_names(model))
+    layers = sum(count.layer(index, layer) for index, layer in enumerate(model.layers))
+    tables = sum(2 * _SCALE * max_len * (rope.rotary_dim // 2) for rope in model.ropes)
+    final = count.norm(model.hidden_size) if model.final_norm else 0
+    return LoadedBytes(layers + final, count.embeddings(), tables)
+
+
+@dataclass(frozen=True)
+class _Count:
+    """Counts the parts of one model."""
+
+    model: ModelConfig
+    compute: Format
+    weights: Format
+    linear_of: LinearOf
+    layout: Layout
+    names: TensorNames
+
+    def layer(self, index: int, layer: LayerConfig) -> int:
+        mixer, mlp, hidden, names = layer.mixer, layer.feed_forward, self.model.hidden_size, self.names
+        prefix = names.layer.format(index)
+        norms = 2 * self.norm(hidden)
+        if layer.norms is NormPlacement.SANDWICH:
+            norms += 2 * self.norm_weight(hidden)
+        if mixer.qk_norm:
+            norms += 2 * self.norm_weight(mixer.k_dim)
+        return norms + sum(
+            self.projections([prefix + part for part in parts], sizes, columns, bias)
+            for parts, sizes, columns, bias in (
+                (names.qkv, mixer.qkv_sizes, hidden, mixer.qkv_bias),
+                ((names.o,), (hidden,), mixer.num_heads * mixer.v_dim, mixer.o_bias),
+                (names.gate_up, mlp.up_sizes, hidden, mlp.bias),
+                ((names.down,), (hidden,), mlp.intermediate_size, mlp.bias),
+            )
+        )
+
+    def projections(self, modules: Sequence[str], sizes: Sequence[int], columns: int, bias: bool) -> int:
+        """Those of one input, merged where `Weight.mergeable`; one module for several has the rows of all."""
+        rows = list(sizes) if len(modules) > 1 else [sum(sizes)]
+        schemes = [self.linear_of(module) for module in modules]
+        kinds = [
+            None if one is None else (_held(one, (count, columns)), one.activations, one.input_limit)
+            for one, count in zip(schemes, rows, strict=True)
+        ]
+        scales = [None if kind is None else kind[0] for kind in kinds]
+        spanning = WeightScales.BLOCK in scales and any(count % _BLOCK for count in rows[:-1])
+        if len(set(kinds)) == 1 and not spanning:
+            rows, scales = [sum(rows)], scales[:1]
+        matrices = (self.matrix(count, columns, one) for count, one in zip(rows, scales, strict=True))
+        return sum(matrices) + (sum(rows) * self.compute.bytes if bias else 0)
+
+    def matrix(self, rows: int, columns: int, scales: WeightScales | None = None) -> int:
+        return matrix_bytes(rows, columns, self.compute if scales is None else self.weights, scales, self.layout)
+
+    def norm_weight(self, size: int) -> int:
+        """With an offset in float32."""
+        return size * (4 if self.model.norm_offset else self.compute.bytes)
+
+    def norm(self, size: int) -> int:
+        if self.model.norm_kind is NormKind.LAYER:
+            return 2 * size * self.compute.bytes
+        return self.norm_weight(size)
+
+    def embeddings(self) -> int:
+        """Packing copies a matrix, so a head that is tied to the embedding is held twice where kernels pack."""
+        c = self.model
+        width = c.embedding_size or c.hidden_size
+        size = c.vocab_size * width * self.compute.bytes
+        if not c.tie_word_embeddings or self.layout is not Layout.PLAIN:
+            size += self.matrix(c.vocab_size, width)
+        if c.embedding_size is not None:
+            size += self.matrix(c.hidden_size, width) + self.matrix(width, c.hidden_size)
+        if c.position_offset is not None:
+            size += c.max_position_embeddings * c.hidden_size * self.compute.bytes
+        return size
+
+
+def _held(scheme: LinearScheme, shape: tuple[int, int]) -> WeightScales:
+    """How scales are held: those of other blocks than 128 x 128 become scales of rows (`fp8.weights.regroup`)."""
+    if scheme.scales is not WeightScales.BLOCK or scheme.block is None:
+        return WeightScales.ROW
+    tall, wide = scheme.block
+    whole = tall % _BLOCK == 0 and wide % _BLOCK == 0
+    return WeightScales.ROW if not whole and wide >= shape[1] else WeightScales.BLOCK
+
+
+def _up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple

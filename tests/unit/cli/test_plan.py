@@ -1,0 +1,166 @@
+"""freight plan: what it prints, what it fetches, and that it answers without torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from tests.unit.cli.conftest import Answer
+from tests.unit.evaluate.published import GEMMA_3_27B, LLAMA_3_1_8B
+
+from freight.checkpoint.config_only import read_config_only
+from freight.config.presets import PRESETS
+from freight.errors import CheckpointError, ConfigError
+
+Run = Callable[..., Answer]
+WISH = ("--memory", "24GiB", "--context", "8192", "--concurrency", "16", "--device", "cuda")
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_1_8B))
+    return str(tmp_path)
+
+
+def test_a_table_with_bars_and_one_sentence(freight: Run, llama: str) -> None:
+    answer = freight("plan", llama, *WISH)
+    assert (answer.code, answer.err) == (0, "")
+    first, heading, *rows, basis, verdict = answer.out.splitlines()
+    assert first.endswith("on cuda with 24.0 GiB, requests of 8,192 tokens")
+    assert heading.split() == ["weights", "KV", "cache", "tokens", "requests"]
+    assert len(rows) == 8
+    assert [row[0] for row in rows] == [" ", "*", *" " * 6]
+    assert "bfloat16    15.0 GiB  fp8_e4m3fn, token    8.1 GiB  131,216        16" in rows[1]
+    bars = [row.count("#") for row in rows]
+    assert bars[5:] == [24, 24, 24]
+    assert bars[0] < bars[1] < bars[4 + 1]
+    assert answer.out.isascii()
+    assert "90% of what weights and rotary tables leave" in basis
+    assert "Not counted: activations, logits" in basis
+    assert verdict.startswith("Take bfloat16 weights and a cache in fp8_e4m3fn, token (--kv-cache-dtype fp8 ")
+
+
+def test_the_documented_example_is_what_is_printed(freight: Run) -> None:
+    documented = (Path(__file__).parents[3] / "docs" / "cli.md").read_text()
+    command, _, shown = documented.partition("$ freight plan ")[2].partition("```")[0].partition("\n")
+    assert freight("plan", *command.split()).out == shown
+
+
+def test_a_terminal_has_blocks_for_bars(freight: Run, llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    for columns, length in (("120", 24), ("80", 12), ("40", 4)):
+        monkeypatch.setenv("COLUMNS", columns)
+        answer = freight("plan", llama, *WISH)
+        assert max(line.count("█") for line in answer.out.splitlines()) == length
+        assert "#" not in answer.out
+
+
+def test_json_has_every_setting_and_the_choice(freight: Run, llama: str) -> None:
+    plan = json.loads(freight("plan", llama, *WISH, "--json").out)
+    assert plan["model"] == llama
+    assert (plan["device"], plan["memory"], plan["context"], plan["concurrency"]) == ("cuda", 24 * 2**30, 8192, 16)
+    chosen = plan["settings"][plan["choice"]]
+    assert chosen["options"] == ["--kv-cache-dtype", "fp8", "--kv-scales", "dynamic"]
+    assert chosen["groups"] == [{"layers": 32, "window": None, "bytes_per_block": 16 * 66560, "blocks": 8201}]
+    assert (chosen["capacity_tokens"], chosen["requests"], chosen["bytes_per_token"]) == (131216, 16, 66560)
+    parts = ("weight_bytes", "embedding_bytes", "rotary_table_bytes", "kv_cache_bytes", "rest_bytes")
+    for setting in plan["settings"]:
+        assert sum(setting[part] for part in parts) == plan["memory"]
+    assert plan["verdict"].startswith("Take bfloat16 weights")
+
+
+def test_groups_of_windows_are_listed(freight: Run, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA_3_27B))
+    answer = freight("plan", str(tmp_path / "config.json"), "--memory", "80GiB", "--device", "cpu", "--json")
+    groups = json.loads(answer.out)["settings"][0]["groups"]
+    assert [(group["layers"], group["window"]) for group in groups] == [(52, 1024), (10, None)]
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "says"),
+    [
+        (("--memory", "24"), 2, "write 24GiB"),
+        (("--memory", "8GiB"), 1, "the weights alone need"),
+        (("--memory", "24GiB", "--context", "200000"), 2, "use at most 131072"),
+        (("--memory", "24GiB", "--concurrency", "0"), 2, "--concurrency 0 must be"),
+        (("--memory", "24GiB", "--device", "gpu"), 2, "--device 'gpu' is unknown"),
+        ((), 2, "--memory"),
+    ],
+)
+def test_bad_input_is_one_line_with_the_way_out(
+    freight: Run, llama: str, argv: tuple[str, ...], code: int, says: str
+) -> None:
+    answer = freight("plan", llama, *argv)
+    assert answer.code == code
+    assert says in answer.err
+    assert answer.out == ""
+
+
+def test_it_answers_without_torch(llama: str) -> None:
+    code = (
+        "import sys; from freight.cli.main import main\n"
+        "try:\n    main()\nfinally:\n    assert 'torch' not in sys.modules"
+    )
+    argv = [sys.executable, "-c", code, "plan", llama, *WISH]
+    answer = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    assert (answer.returncode, answer.stderr) == (0, "")
+    assert "Take bfloat16 weights" in answer.stdout
+
+
+def hub(monkeypatch: pytest.MonkeyPatch, fetch: Callable[..., str]) -> None:
+    module: Any = ModuleType("huggingface_hub")
+    module.hf_hub_download = fetch
+    monkeypatch.setitem(sys.modules, "huggingface_hub", module)
+
+
+def test_of_a_hub_model_config_json_alone_is_fetched(
+    freight: Run, llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, str, str | None]] = []
+
+    def fetch(model: str, file: str, *, revision: str | None) -> str:
+        asked.append((model, file, revision))
+        return str(tmp_path / file)
+
+    hub(monkeypatch, fetch)
+    answer = freight("plan", "meta-llama/Llama-3.1-8B", *WISH, "--revision", "main")
+    assert answer.code == 0
+    assert asked == [("meta-llama/Llama-3.1-8B", "config.json", "main")]
+
+
+def test_what_cannot_be_fetched_names_the_nearest_preset(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fetch(*_: object, **__: object) -> str:
+        raise OSError("no network")
+
+    hub(monkeypatch, fetch)
+    with pytest.raises(CheckpointError, match=r"'lama-8b' is neither .*did you mean llama-8b.*OSError: no network"):
+        read_config_only("lama-8b")
+
+
+def test_presets_and_the_shipped_model_need_no_file() -> None:
+    assert read_config_only("llama-70b") == (PRESETS["llama-70b"], None)
+    assert read_config_only("demo")[0]["model_type"] == "llama"
+    for name in ("demo", "llama-70b"):
+        with pytest.raises(ConfigError, match="only a hub id has revisions"):
+            read_config_only(name, "main")
+
+
+@pytest.mark.parametrize(("content", "says"), [("[1]", "holds list"), ("{", "is not JSON"), (None, "cannot be read")])
+def test_a_config_that_is_none_is_refused(content: str | None, says: str, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=says):
+        read_config_only(str(tmp_path))
+
+
+def test_what_modelopt_declares_beside_is_read() -> None:
+    folder = Path(__file__).parents[2] / "fixtures" / "modelopt_blocks"
+    config, beside = read_config_only(str(folder))
+    assert config["model_type"] == "llama"
+    assert beside is not None

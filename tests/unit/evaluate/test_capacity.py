@@ -1,0 +1,228 @@
+"""What `freight plan` counts is what the engine allocates, to the block, and its choice is the first that serves."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+from tests.unit.evaluate.published import GEMMA_3_27B, LLAMA_3_1_8B, LLAMA_3_1_70B, SMALL
+
+from freight.cache.sizing import bytes_of_request, split_memory, useful_memory
+from freight.cache.spec import KVCacheSpec, LayerKVSpec
+from freight.config.engine import EngineArgs
+from freight.engine.build import cache_facts, start_engine
+from freight.errors import CapacityError, CheckpointError, ConfigError
+from freight.evaluate.capacity import (
+    GIB,
+    Setting,
+    Wish,
+    longest_of,
+    make_plan,
+    needed_for,
+    read_memory,
+    requests_in,
+    verdict,
+)
+from freight.evaluate.report import weight_bytes
+from freight.fp8.formats import Format, Granularity
+from freight.kernels.cpu.library import runnable
+from freight.models.open import open_random
+from freight.models.sizes import Layout
+
+MIB = 2**20
+LAYOUT = Layout.TILES if runnable()[:1] == ("amx",) else Layout.PACKED
+
+
+def engine_args(setting: Setting, wish: Wish) -> EngineArgs:
+    """What `freight serve` makes of the options that a plan gives."""
+    pairs = dict(zip(setting.options[::2], setting.options[1::2], strict=True))
+    options: dict[str, Any] = {flag[2:].replace("-", "_"): value for flag, value in pairs.items()}
+    if options.get("kv_scales") == "checkpoint":  # these weights come without scales; any static ones take as much
+        options["kv_scales"] = "0.03"
+    more = {} if wish.concurrency is None else {"max_num_seqs": wish.concurrency}
+    return EngineArgs(**options, **more, max_model_len=wish.context, kv_cache_memory=setting.cache_bytes, device="cpu")
+
+
+@pytest.mark.parametrize(("context", "concurrency"), [(512, 4), (100, None), (None, None)])
+@pytest.mark.parametrize("name", SMALL)
+def test_every_setting_is_what_the_engine_allocates(
+    name: str, context: int | None, concurrency: int | None, tmp_path: Path
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(SMALL[name]))
+    wish = Wish(7 * MIB, context, concurrency, "cpu", LAYOUT)
+    plan = make_plan(SMALL[name], wish)
+    assert len(plan.settings) == 10
+    for one in plan.settings:
+        args = engine_args(one, wish)
+        engine, config = start_engine(open_random(args, str(file)))
+        pool = engine.runner.pool
+        assert pool.spec == one.spec
+        assert pool.num_blocks == one.num_blocks
+        assert pool.capacity_tokens == engine.cache.capacity_tokens == one.capacity_tokens
+        assert cache_facts(pool, config)["bytes_per_token"] == one.spec.bytes_per_token
+        assert config.max_model_len == (context or one.longest)
+        held = weight_bytes(engine.runner.model)
+        assert (held.layers, held.embeddings) == (one.loaded.layers, one.loaded.embeddings)
+        pages = [layer.pages for layer in pool.layers]
+        stored = sum(page.k.nbytes + page.v.nbytes for page in pages)
+        if one.granularity is Granularity.TOKEN:
+            stored += sum(page.k_scale.nbytes + page.v_scale.nbytes for page in pages)  # type: ignore[union-attr]
+        assert stored == pool.num_bytes <= one.cache_bytes
+
+
+def test_a_model_with_windows_has_two_groups() -> None:
+    one = make_plan(SMALL["gemma-3-27b"], Wish(8 * MIB, 512, 4, "cpu", LAYOUT)).settings[0]
+    assert [(group.window, len(group.layers)) for group in one.spec.groups] == [(96, 6), (None, 1)]
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters", "bytes_per_token"),
+    [(LLAMA_3_1_8B, 8_030_261_248, 131_072), (LLAMA_3_1_70B, 70_553_706_496, 327_680)],
+)
+def test_published_llamas_have_their_published_size(
+    config: dict[str, Any], parameters: int, bytes_per_token: int
+) -> None:
+    one, *_ = make_plan(config, Wish(200 * GIB, 8192)).settings
+    assert one.loaded.layers + one.loaded.embeddings == 2 * parameters
+    assert one.loaded.tables == 8192 * 128 * 4
+    assert one.spec.bytes_per_token == bytes_per_token
+    assert one.cache_bytes == int((200 * GIB - one.loaded.total) * 0.9)
+    assert one.capacity_tokens == one.cache_bytes // (16 * bytes_per_token) * 16
+
+
+def test_published_gemma_counts_windows_as_windows() -> None:
+    """52 of 62 layers hold 1024 tokens of a request and one step, tiles of 64 keys around them, whatever its length."""
+    plan = make_plan(GEMMA_3_27B, Wish(80 * GIB, 32768, 8))
+    one = plan.settings[0]
+    layer = 2 * 16 * 128 * 2  # bytes of a token
+    matrices = 62 * 412_876_800 + 262_208 * 5376
+    assert one.loaded.layers + one.loaded.embeddings == 2 * matrices + 4 * (62 * (4 * 5376 + 2 * 128) + 5376)
+    windows = 8 * -(-(63 + 1023 + 1) // 16) + 8192 // 16  # of 8 requests, and one step of 8192 tokens among them
+    assert one.num_blocks == (windows, (one.cache_bytes - windows * 16 * 52 * layer) // (16 * 10 * layer))
+    assert one.num_blocks[1] * 16 == one.capacity_tokens > 3 * one.cache_bytes / one.spec.bytes_per_token
+
+
+@pytest.mark.parametrize(
+    ("gib", "choice"),
+    [
+        (80, ("bfloat16", "bfloat16", None)),
+        (24, ("bfloat16", "fp8_e4m3fn", "token")),
+        (20, ("fp8_e4m3fn", "fp8_e4m3fn", "token")),
+        (26.5, ("bfloat16", "fp8_e4m3fn", "token")),
+        (18, ("fp8_e4m3fn", "fp8_e4m3fn", "token")),
+        (17.38, ("fp8_e4m3fn", "fp8_e4m3fn", "tensor")),
+        (12, None),
+    ],
+)
+def test_the_first_that_serves_the_wish_is_taken(gib: float, choice: tuple[str, str, str | None] | None) -> None:
+    plan = make_plan(LLAMA_3_1_8B, Wish(int(gib * GIB), 8192, 16))
+    assert (plan.choice is None) == (choice is None)
+    if plan.choice is not None:
+        one = plan.settings[plan.choice]
+        assert (one.weights, one.kv_cache, one.granularity) == choice
+        assert one.requests >= 16
+        assert all(before.requests < 16 for before in plan.settings[: plan.choice])
+        assert f"--kv-cache-memory {one.cache_bytes} --max-num-seqs 16" in verdict(plan)
+    else:
+        assert "No setting serves 16 requests of 8,192 tokens" in verdict(plan)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    config=st.sampled_from([LLAMA_3_1_8B, LLAMA_3_1_70B, GEMMA_3_27B]),
+    context=st.integers(1, 131072),
+    concurrency=st.integers(1, 200),
+    device=st.sampled_from(["cpu", "cuda"]),
+    index=st.integers(0, 7),
+)
+def test_what_a_setting_needs_is_enough_and_no_byte_too_much(
+    config: dict[str, Any], context: int, concurrency: int, device: str, index: int
+) -> None:
+    wish = Wish(300 * GIB, context, concurrency, device)
+    needed = make_plan(config, wish).settings[index].needed_bytes
+    for less, serves in ((0, True), (1, False)):
+        plan = make_plan(config, replace(wish, memory=needed - less))
+        one = plan.settings[index]
+        assert (one.requests >= concurrency) is serves
+        assert (longest_of(plan, one) + one.spec.block_size > context) or not serves
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    windows=st.lists(st.sampled_from([None, 24, 24, 512]), min_size=1, max_size=6).filter(
+        lambda found: len({window for window in found if window}) < 2
+    ),
+    heads=st.integers(1, 4),
+    context=st.integers(1, 4000),
+    step=st.sampled_from([16, 512, 8192]),
+    memory=st.integers(1, 2**26),
+)
+def test_a_cache_split_for_the_requests_that_fit_holds_them(
+    windows: list[int | None], heads: int, context: int, step: int, memory: int
+) -> None:
+    layers = [LayerKVSpec(Format.E4M3FN, Granularity.TOKEN, heads, 16, 16, window) for window in windows]
+    spec = KVCacheSpec(tuple(layers), 16)
+    count = requests_in(spec, memory, context, step)
+    assert (count == 0) == (bytes_of_request(spec, context, step) > memory)
+    assert useful_memory(spec, context, count + 1, step) > memory
+    if count:
+        for blocks, group in zip(split_memory(spec, memory, context, count, step), spec.groups, strict=True):
+            assert blocks >= count * group.most_blocks(context, 1)
+            assert blocks >= group.most_blocks(context, step)
+
+
+@given(cache=st.integers(0, 2**45), share=st.sampled_from([0.5, 0.9]))
+def test_the_least_memory_of_which_a_share_is_enough(cache: int, share: float) -> None:
+    needed = needed_for(cache, share)
+    assert int(needed * share) >= cache
+    assert needed == 0 or int((needed - 1) * share) < cache
+
+
+def test_an_fp8_checkpoint_keeps_its_weights_and_its_scales() -> None:
+    fixture = Path(__file__).parents[2] / "fixtures" / "autofp8_static_kv" / "config.json"
+    plan = make_plan(json.loads(fixture.read_text()), Wish(GIB, device="cpu"))
+    assert {one.weights for one in plan.settings} == {Format.E4M3FN}
+    assert not any("--quantization" in one.options for one in plan.settings)
+    assert [one.scale_source for one in plan.settings] == [None, "dynamic", "dynamic", "checkpoint", "unit"]
+
+
+@pytest.mark.parametrize(
+    ("memory", "says"),
+    [("24", "write 24GiB"), ("0", "must be positive"), ("-3GiB", "is not an amount"), ("lots", "--memory 'lots'")],
+)
+def test_memory_without_sense_is_refused(memory: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as error:
+        read_memory(memory)
+    assert "--kv-cache-memory" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("wish", "says"),
+    [
+        (Wish(24 * GIB, 200_000), r"--context 200000 is more than the 131072 positions .* use at most 131072"),
+        (Wish(24 * GIB, 0), "--context 0 must be"),
+        (Wish(24 * GIB, 8, -1), "--concurrency -1 must be"),
+        (Wish(24 * GIB, dtype="fp9"), "--dtype 'fp9' is unknown"),
+        (Wish(24 * GIB, device="tpu"), "--device 'tpu' is unknown"),
+    ],
+)
+def test_a_wish_that_no_memory_serves_is_refused(wish: Wish, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        make_plan(LLAMA_3_1_8B, wish)
+
+
+def test_less_memory_than_the_weights_is_refused_with_what_would_be_enough() -> None:
+    with pytest.raises(CapacityError, match=r"weights alone need 8.5 GiB in fp8_e4m3fn: give at least 17.4 GiB"):
+        make_plan(LLAMA_3_1_8B, Wish(8 * GIB, 8192, 16))
+
+
+@pytest.mark.parametrize(("key", "value"), [("model_type", "mamba2"), ("num_local_experts", 8)])
+def test_a_model_that_does_not_run_is_refused_by_the_key_in_the_way(key: str, value: object) -> None:
+    with pytest.raises(CheckpointError, match=rf"{key}.*{value}"):
+        make_plan(LLAMA_3_1_8B | {key: value}, Wish(24 * GIB))

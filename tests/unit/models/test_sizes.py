@@ -1,0 +1,108 @@
+"""What a model occupies is counted from its config to the byte, whatever holds its matrices."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+from tests.parity.variants import VARIANTS
+
+import freight
+from freight.checkpoint.config_only import read_config_only
+from freight.checkpoint.layouts import read_scheme
+from freight.config.engine import EngineArgs
+from freight.config.model import parse_model_config
+from freight.evaluate.report import weight_bytes
+from freight.fp8.cast import torch_dtype
+from freight.fp8.formats import Format
+from freight.kernels.cpu.interface import FORMATS
+from freight.kernels.cpu.library import load, runnable
+from freight.models.architectures import ARCHITECTURES
+from freight.models.open import OpenModel, open_model, open_random
+from freight.models.sizes import ONLINE, Layout, LinearOf, loaded_bytes, matrix_bytes
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+LAYOUTS = {"amx": Layout.TILES}  # of builds; the others pack without tiles
+
+
+def layout_of(kernels: str) -> Layout:
+    builds = runnable()
+    return Layout.PLAIN if kernels == "reference" or not builds else LAYOUTS.get(builds[0], Layout.PACKED)
+
+
+def require_equal(opened: OpenModel, kernels: str, linear_of: LinearOf) -> None:
+    config = opened.resolve(opened.args)
+    decoder = opened.load(config)
+    held = weight_bytes(decoder)
+    rope = {table.data_ptr(): table.nbytes for rotary in decoder.rotaries for table in (rotary.cos, rotary.sin)}
+    counted = loaded_bytes(
+        *(opened.model, config.compute_format, config.weight_format, linear_of, layout_of(kernels)),
+        config.max_model_len,
+    )
+    assert (counted.layers, counted.embeddings) == (held.layers, held.embeddings)
+    assert counted.tables == sum(rope.values())
+
+
+def shape_file(variant: str, folder: Path) -> Path:
+    """The config.json of a tiny model of some family, whose odd sizes leave gaps where matrices are packed."""
+    content = VARIANTS[variant].to_dict()
+    model = next(name for name in ARCHITECTURES if name.lower().startswith(content["model_type"].split("_")[0] + "for"))
+    content |= {"architectures": [model], "dtype": "bfloat16", "intermediate_size": 90, "ffn_dim": 90}
+    own = VARIANTS[variant].to_dict().keys() | {"architectures", "dtype"}
+    file = folder / "config.json"
+    file.write_text(json.dumps({key: value for key, value in content.items() if key in own}))
+    return file
+
+
+FAMILIES = (
+    *("llama", "llama-tied", "llama-biases", "mistral-window", "qwen2", "qwen3", "gemma2", "gemma2-untied"),
+    *("gemma3-two-ropes", "phi3-partial", "opt", "opt-untied", "opt-350m", "opt-without-final-norm"),
+)
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+@pytest.mark.parametrize("variant", FAMILIES)
+def test_every_family_occupies_what_is_counted(
+    variant: str, kernels: str, quantization: str | None, tmp_path: Path
+) -> None:
+    args = EngineArgs(kernels=kernels, quantization=quantization, device="cpu")
+    opened = open_random(args, str(shape_file(variant, tmp_path)))
+    require_equal(opened, kernels, lambda _: ONLINE if quantization else None)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+@pytest.mark.parametrize("name", ["autofp8_static_kv", "ct_docs", "modelopt_blocks", "quark_kv_outputs"])
+def test_fp8_checkpoints_of_other_tools_occupy_what_is_counted(name: str, kernels: str) -> None:
+    opened = open_model(EngineArgs(str(FIXTURES / name), kernels=kernels, device="cpu", skip_tokenizer_init=True))
+    require_equal(opened, kernels, read_scheme(*read_config_only(str(FIXTURES / name))).linear)
+
+
+@pytest.mark.parametrize("weights", ["fp8", "fp8-channel", "fp8-block"])
+def test_fp8_in_every_granularity_occupies_what_is_counted(weights: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"ignore": ["lm_head", "model.layers.1.self_attn.k_proj"]}  # and one that is not merged
+    freight.quantize("demo", tmp_path / "out", weights=weights, **options)
+    config, beside = read_config_only(str(tmp_path / "out"))
+    linear_of = read_scheme(config, beside).linear
+    assert parse_model_config(config).num_layers > 1
+    assert linear_of("model.layers.1.self_attn.k_proj") is None
+    for kernels in ("auto", "reference"):
+        require_equal(open_model(EngineArgs(str(tmp_path / "out"), kernels=kernels, device="cpu")), kernels, linear_of)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    build=st.sampled_from(runnable() or ("none",)),
+    rows=st.integers(1, 300),
+    columns=st.integers(1, 300),
+    format=st.sampled_from([Format.FLOAT32, Format.FLOAT16, Format.BFLOAT16, Format.E4M3FN]),
+)
+def test_every_build_packs_a_matrix_into_what_is_counted(build: str, rows: int, columns: int, format: Format) -> None:
+    functions = load(build).functions
+    scales = 4 * -(-rows // 16) * 16
+    packed = functions.freight_packed_bytes(FORMATS[torch_dtype(format)], rows, columns)
+    assert matrix_bytes(rows, columns, format, None, LAYOUTS.get(build, Layout.PACKED)) == packed + scales
