@@ -17,6 +17,7 @@ from freight.config.presets import shape_config
 from freight.config.resolve import KERNELS, check
 from freight.device import DEVICES, choose_threads
 from freight.errors import ConfigError, choices
+from freight.start_log import log_to_stderr
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -163,6 +164,7 @@ def _print_rows(found: Iterable[dict[str, Any]], as_json: bool) -> None:
 
 def _open(args: EngineArgs, random_weights: str | None) -> tuple[OpenModel, str]:
     """The model to measure, and what to call it."""
+    log_to_stderr()
     if random_weights is None:
         from freight.models.open import open_model
 
