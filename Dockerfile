@@ -36,7 +36,7 @@ USER freight
 # Docker lets every user of a container bind ports below 1024 since 20.10 (net.ipv4.ip_unprivileged_port_start=0).
 # Elsewhere: -e PORT=8080.
 EXPOSE 80
-# 503 while the model loads. It asks $PORT, not a --port of the command line.
+# 503 while the model loads. It asks the port of the variables, not a --port of the command line.
 HEALTHCHECK --interval=15s --timeout=10s --start-period=15m \
-  CMD python -c "import urllib.request as r; r.urlopen('http://127.0.0.1:${PORT:-80}/health', timeout=8)"
+  CMD python -c "import urllib.request as r; r.urlopen('http://127.0.0.1:${FREIGHT_PORT:-${PORT:-80}}/health', timeout=8)"
 ENTRYPOINT ["freight-entrypoint"]

@@ -26,7 +26,7 @@ ORDER = [
     {"errors"},
     {"structured"},
     {"sampling", "outputs", "fp8"},
-    {"operands", "device", "messages", "token_pieces", "tokenizer_files"},
+    {"operands", "device", "messages", "start_log", "token_pieces", "tokenizer_files"},
     {"chat_text", "config"},
     {"checkpoint", "kernels", "tokenizer"},
     {"cache", "detokenizer"},

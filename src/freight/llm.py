@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
-import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -21,14 +19,12 @@ from freight.engine.watch import cache_watched
 from freight.errors import ConfigError, GenerationError, RequestError
 from freight.outputs import RequestOutput
 from freight.sampling import SamplingParams
+from freight.start_log import log_to_stderr
 from freight.tokenizer import require_chat_template
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
 Accepted = tuple[AcceptedPrompt, SamplingParams]
-
-
-logger = logging.getLogger("freight")
 
 
 class LLM:
@@ -47,7 +43,7 @@ class LLM:
     """
 
     def __init__(self, model: str = "demo", *, before_weights: BeforeWeights | None = None, **options: Any) -> None:
-        _log_to_stderr()
+        log_to_stderr()
         args = EngineArgs.from_options(model=model, **options)
         self.engine, self.config = build_engine(args, before_weights)
         self._ids = itertools.count()
@@ -243,12 +239,3 @@ def _stderr_console() -> Any:
     from rich.console import Console
 
     return Console(stderr=True)
-
-
-def _log_to_stderr() -> None:
-    """Log start-up decisions to stderr unless the program has set up logging."""
-    if not logger.handlers and not logging.getLogger().handlers:
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("freight: %(message)s"))
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)

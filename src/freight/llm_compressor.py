@@ -23,8 +23,16 @@ from typing import Any
 
 import torch
 
+from freight.calibrate.hub_data import hub_rows, is_hub_id
 from freight.calibrate.modules import head_module, ignored_modules, layer_modules
-from freight.calibrate.quantize import NOTHING_CALIBRATED, QuantizeResult, Unquantized, load_samples, open_unquantized
+from freight.calibrate.quantize import (
+    NOTHING_CALIBRATED,
+    QuantizeResult,
+    Unquantized,
+    load_samples,
+    open_unquantized,
+    require_other,
+)
 from freight.calibrate.quantize import write as write_checkpoint
 from freight.calibrate.run import Calibration
 from freight.calibrate.write import check_disk_space
@@ -79,10 +87,11 @@ class OneshotModel:
         self.result: QuantizeResult | None = None
 
     def save_pretrained(self, save_directory: str | Path, save_compressed: bool = True, **options: Any) -> None:
-        """Write the quantized checkpoint, tokenizer included, into a new folder; its parents are made.
+        """Write the quantized checkpoint, tokenizer included, into a folder; its parents are made.
 
-        A folder that this object has already written stays as it is. Raises ConfigError if it is taken otherwise, for
-        `save_compressed=False`, and for an unknown option; CapacityError for a full disk.
+        A folder that Freight wrote before is replaced; one that this object has already written stays as it is. Raises
+        ConfigError if it is taken otherwise, for `save_compressed=False`, and for an unknown option; CapacityError for
+        a full disk.
         """
         for name, value in options.items():
             if name not in _SAVE_PASSED_OVER and value:
@@ -94,9 +103,10 @@ class OneshotModel:
             return
         opened, plan, ignored, torn, calibration = self._parts
         out.absolute().parent.mkdir(parents=True, exist_ok=True)
-        require_new(out)
+        require_new(out, overwrite=True)
+        require_other(opened.checkpoint, out)
         check_disk_space(opened.checkpoint, out)
-        self.result = write_checkpoint(opened, plan, ignored, torn, calibration, out)
+        self.result = write_checkpoint(opened, plan, ignored, torn, calibration, out, overwrite=True)
         for warning in self.result.warnings:
             logger.warning("%s", warning)
 
@@ -121,9 +131,10 @@ def oneshot(
     model     a folder, a hub id, or a model of transformers that was loaded from one. Its weights must be those of the
               folder. Its `save_pretrained` then writes the quantized checkpoint; `generate` stays that of 16 bits
     recipe    YAML, the path of a YAML file, a QuantizationModifier, or a list of these
-    dataset   the path of a text or .jsonl file; rows with `input_ids` (those that `attention_mask` marks), `text` (or
-              `text_column`) or `messages`, as `datasets` and data loaders have them; or a list of texts or token ids.
-              `splits` chooses one of several
+    dataset   the path of a text or .jsonl file; a data set of the hub by `owner/name`; rows with `input_ids` (those
+              that `attention_mask` marks), `text` (or `text_column`) or `messages`, as `datasets` and data loaders have
+              them; or a list of texts or token ids.
+              `splits` chooses one of several parts, as in `train[:512]`
     max_seq_length   longest sample in tokens; default: the model's context
 
     Raises ConfigError for what is not understood or not done, before a weight is read; CheckpointError for the model.
@@ -143,8 +154,10 @@ def oneshot(
     elif calibrated and name != "demo":
         raise ConfigError("the recipe calibrates static activations or a KV cache: give oneshot a dataset")
     if output_dir is not None and Path(output_dir).expanduser().absolute().parent.is_dir():
-        require_new(Path(output_dir).expanduser())
+        require_new(Path(output_dir).expanduser(), overwrite=True)
     opened = open_unquantized(name, revision)
+    if output_dir is not None:
+        require_other(opened.checkpoint, Path(output_dir).expanduser())
     decided, ignored, torn = _decide(wanted, opened)
     length = max_seq_length or opened.model.max_position_embeddings
     decided = replace(decided, num_samples=num_calibration_samples, max_seq_len=length)
@@ -229,19 +242,12 @@ def _decide(wanted: Recipe, opened: Unquantized) -> tuple[QuantizePlan, tuple[st
 def _data(dataset: Any, text_column: str, splits: Any, num_samples: int) -> Path | list[Any]:
     """A file, or the first samples: texts, lists of token ids, or {"messages": …}."""
     if isinstance(dataset, str | Path):
-        path = Path(dataset).expanduser()
-        if not path.is_file():
-            raise ConfigError(
-                f"dataset {shown(str(dataset))} is no file; for a data set of the hub give what "
-                "datasets.load_dataset(…, split=…) returns"
-            )
-        if path.suffix in (".json", ".csv", ".parquet", ".arrow") or text_column != "text":
-            raise ConfigError(
-                f"dataset {path}: give text, or .jsonl with `text`, `messages` or `input_ids` in each line; for other "
-                "files and columns give what datasets.load_dataset returns"
-            )
-        return path
-    dataset, stop = _split(dataset, splits)
+        if not is_hub_id(str(dataset)):
+            return _file(dataset, text_column)
+        name, stop = _part(splits)
+        dataset = hub_rows(f"dataset {dataset}", f"{dataset}:{name}" if name else str(dataset))
+    else:
+        dataset, stop = _split(dataset, splits)
     if isinstance(dataset, Mapping):  # a batch, as a tokenizer returns it
         dataset = [dataset]
     columns = getattr(dataset, "column_names", None)
@@ -255,21 +261,47 @@ def _data(dataset: Any, text_column: str, splits: Any, num_samples: int) -> Path
     return rows
 
 
-def _split(dataset: Any, splits: Any) -> tuple[Any, tuple[int | None, int | None]]:
-    """(the part of `dataset` that `splits` names, the first row of it and the one after the last)."""
+def _file(dataset: str | Path, text_column: str) -> Path:
+    path = Path(dataset).expanduser()
+    if not path.is_file():
+        raise ConfigError(
+            f"dataset {shown(str(dataset))} is no file; a data set of the hub is named with its owner, as in "
+            "HuggingFaceH4/ultrachat_200k"
+        )
+    if path.suffix in (".json", ".csv", ".parquet", ".arrow") or text_column != "text":
+        raise ConfigError(
+            f"dataset {path}: give text, or .jsonl with `text`, `messages` or `input_ids` in each line; for other "
+            "files and columns give what datasets.load_dataset returns"
+        )
+    return path
+
+
+def _part(splits: Any) -> tuple[str | None, tuple[int | None, int | None]]:
+    """`train[:512]` -> (the part's name, (its first row, the one after the last)); (None, all rows) without splits."""
     if isinstance(splits, Mapping):
         splits = splits.get("calibration")
     if isinstance(splits, list | tuple):
         splits = next(iter(splits), None)
-    parts = isinstance(dataset, Mapping) and "input_ids" not in dataset
-    if splits is None and not parts:
-        return dataset, (0, None)
-    match = re.fullmatch(r"(\w+)(?:\[(\d*):(\d*)\])?", str(splits or "train"))
-    if not parts or match is None or match[1] not in dataset:
-        names = f"; it has {', '.join(map(str, dataset))}" if parts else ", which has one part only; omit splits"
-        raise ConfigError(f"splits {shown(splits)} names no part of the dataset{names}")
+    if splits is None:
+        return None, (0, None)
+    match = re.fullmatch(r"(\w+)(?:\[(\d*):(\d*)\])?", str(splits))
+    if match is None:
+        raise ConfigError(f"splits {shown(splits)} names no part of the dataset; write it as train[:512]")
     begin, end = (int(match[index]) if match[index] else None for index in (2, 3))
-    return dataset[match[1]], (begin, end)
+    return match[1], (begin, end)
+
+
+def _split(dataset: Any, splits: Any) -> tuple[Any, tuple[int | None, int | None]]:
+    """(the part of `dataset` that `splits` names, the first row of it and the one after the last)."""
+    name, rows = _part(splits)
+    parts = isinstance(dataset, Mapping) and "input_ids" not in dataset
+    if not parts and name is None:
+        return dataset, rows
+    name = name or "train"
+    if not parts or name not in dataset:
+        names = f"; it has {', '.join(map(str, dataset))}" if parts else ", which has one part only; omit splits"
+        raise ConfigError(f"splits {name!r} names no part of the dataset{names}")
+    return dataset[name], rows
 
 
 def _column(columns: Iterable[str], text_column: str) -> str:

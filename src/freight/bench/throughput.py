@@ -29,7 +29,7 @@ def measure_throughput(
 ) -> dict[str, Any]:
     """Medians over `repeats` runs of the same lengths, after a short one to warm up. Returns what --json prints."""
     numbers = random.Random(opened.args.seed)
-    lengths = [(draw_length(input_len, numbers), draw_length(output_len, numbers)) for _ in range(num_requests)]
+    lengths = draw_lengths(num_requests, input_len, output_len, numbers)
     longest = opened.args.max_model_len or max(before + after for before, after in lengths)
     args = replace(opened.args, max_model_len=longest, skip_tokenizer_init=True)
     engine, config = start_engine(replace(opened, args=args))
@@ -68,6 +68,11 @@ def measure_throughput(
         "peak_rss_bytes": peak_rss_bytes(),
         "spread": {figure: asdict(spread) for figure, spread in figures.items()},
     }
+
+
+def draw_lengths(count: int, input_len: int, output_len: int, numbers: random.Random) -> list[tuple[int, int]]:
+    """(prompt, answer) of each request, in tokens."""
+    return [(draw_length(input_len, numbers), draw_length(output_len, numbers)) for _ in range(count)]
 
 
 def draw_length(length: int, numbers: random.Random) -> int:

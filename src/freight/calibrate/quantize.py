@@ -29,7 +29,7 @@ from freight.errors import CheckpointError, ConfigError
 from freight.kernels.select import select_kernels
 from freight.models.architectures import tensor_names
 from freight.models.loader import CheckpointSource, tensor_shapes
-from freight.models.open import open_checkpoint
+from freight.models.open import OpenCheckpoint, open_checkpoint
 from freight.tokenizer import Tokenizer
 
 NOTHING_CALIBRATED = Calibration(None, None, {}, 0, 0, {}, ())
@@ -103,7 +103,7 @@ def open_unquantized(model: str, revision: str | None = None, keep_kv: bool = Fa
             f"for the text model alone, of model_type {FAMILIES[config.model_type].text_type!r}"
         )
     way_out = "quantize the 16-bit model that it was made from"
-    keeps = keep_kv and scheme.weight_format is None and not stored.kv_scales.empty
+    keeps = keep_kv and not stored.kv_scales.empty and not _has_fp8_matrix(stored)
     if not keeps and (scheme.method is not None or scheme.kv_format is not None):
         raise CheckpointError(f"{model} is quantized already ({scheme.description}); {way_out}")
     if not keeps and not stored.kv_scales.empty:
@@ -115,6 +115,14 @@ def open_unquantized(model: str, revision: str | None = None, keep_kv: bool = Fa
         checkpoint.take(name, shape)  # mapped, not read
     checkpoint.finish()
     return Unquantized(checkpoint, config, model, carried_by(stored, model) if keeps else None)
+
+
+def _has_fp8_matrix(stored: OpenCheckpoint) -> bool:
+    """Whether any is stored in FP8. A scheme of AutoFP8 that leaves out every matrix declares FP8 and has none."""
+    if stored.scheme.weight_format is None:
+        return False
+    names = tensor_shapes(stored.model).keys() & stored.checkpoint.names
+    return any(stored.checkpoint.format_of(name).is_fp8 for name in names)
 
 
 def quantize(

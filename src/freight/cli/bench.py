@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from freight.cli.bench_serving import serving
+from freight.cli.bench_serving import check_picture, serving, write_picture
 from freight.cli.evaluate import progress
 from freight.cli.options import Command, takes_engine_options
 from freight.config.engine import EngineArgs
@@ -17,6 +19,7 @@ from freight.config.presets import shape_config
 from freight.config.resolve import KERNELS, check
 from freight.device import DEVICES, choose_threads
 from freight.errors import ConfigError, choices
+from freight.start_log import log_to_stderr
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -69,15 +72,65 @@ def throughput(
     input_len: InputLen = 128,
     output_len: OutputLen = 64,
     repeats: Repeats = 1,
+    compare: Annotated[
+        list[str] | None, typer.Option(metavar="DTYPE", help="Caches to run in turns; twice or more.")
+    ] = None,
+    compare_memory: Annotated[
+        list[str] | None, typer.Option(metavar="SIZE", help="Cache memory for --compare; may be repeated.")
+    ] = None,
+    picture: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Draw what --compare found.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Many requests of different lengths through the whole engine: rates, and how full batch and cache were."""
+    if compare or compare_memory or picture:
+        _check_compared(args, compare or [], compare_memory or [], picture)
+        sizes = (num_requests, input_len, output_len, repeats)
+        _compare(args, random_weights, compare or [], compare_memory or [args.kv_cache_memory], sizes, picture, as_json)
+        return
     opened, name = _open(args, random_weights)
     from freight.bench.throughput import measure_throughput
 
     with choose_threads(args.threads, opened.device.cores), progress("measuring") as on_progress:
         found = measure_throughput(opened, name, num_requests, input_len, output_len, repeats, on_progress)
     _print(found, as_json)
+
+
+def _check_compared(args: EngineArgs, caches: list[str], memories: list[str], picture: Path | None) -> None:
+    """Raises ConfigError for what cannot be compared, before torch is loaded."""
+    if len(caches) < 2 or len(set(caches)) < len(caches) or len(set(memories)) < len(memories):
+        raise ConfigError(
+            "--compare takes turns between caches: give two or more, each once: --compare auto --compare fp8"
+        )
+    for flag, given, other in (
+        ("--kv-cache-dtype", args.kv_cache_dtype != "auto", "--compare"),
+        ("--kv-cache-memory", bool(memories) and args.kv_cache_memory is not None, "--compare-memory"),
+    ):
+        if given:
+            raise ConfigError(f"{flag} and {other} both choose the cache: give one of the two")
+    for cache in caches:
+        for memory in memories or [args.kv_cache_memory]:
+            check(replace(args, kv_cache_dtype=cache, kv_cache_memory=memory))
+    check_picture(picture)
+
+
+def _compare(
+    args: EngineArgs,
+    random_weights: str | None,
+    caches: list[str],
+    memories: Sequence[str | None],
+    sizes: tuple[int, int, int, int],
+    picture: Path | None,
+    as_json: bool,
+) -> None:
+    opened, name = _open(args, random_weights)
+    from freight.bench.cache_picture import cache_picture
+    from freight.bench.caches import as_table, measure_caches
+
+    with choose_threads(args.threads, opened.device.cores), progress("measuring") as on_progress:
+        found = measure_caches(opened, name, caches, memories, *sizes, on_progress)
+    if picture is not None:
+        write_picture(picture, cache_picture(found))
+    print(json.dumps(found) if as_json else as_table(found))
 
 
 @app.command()
@@ -163,6 +216,7 @@ def _print_rows(found: Iterable[dict[str, Any]], as_json: bool) -> None:
 
 def _open(args: EngineArgs, random_weights: str | None) -> tuple[OpenModel, str]:
     """The model to measure, and what to call it."""
+    log_to_stderr()
     if random_weights is None:
         from freight.models.open import open_model
 

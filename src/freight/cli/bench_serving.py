@@ -50,7 +50,7 @@ def serving(
     from freight.bench.prompts import Lengths
     from freight.bench.serving import ServingArgs, measure_serving
 
-    _check_picture(picture)
+    check_picture(picture)
     targets = _targets(url or [DEFAULT_URL], endpoint, api_key, timeout)
     args = ServingArgs(
         targets,
@@ -105,7 +105,8 @@ def _amount(num_requests: int | None, duration: float | None) -> Any:
     return Amount(num_requests or (None if duration else 64), duration)
 
 
-def _check_picture(path: Path | None) -> None:
+def check_picture(path: Path | None) -> None:
+    """Raises ConfigError for a picture that is not a new SVG file, before anything is measured."""
     if path is None:
         return
     if path.suffix != ".svg":
@@ -120,8 +121,12 @@ def _draw(path: Path, found: dict[str, Any], runs: Any) -> None:
     row = found["rows"][0]
     prompts = f"prompts of {found['prompt_tokens_wanted']} tokens" if "/" not in found["prompts"] else found["prompts"]
     title = f"{row['model']}: {prompts}, {found['output_tokens_wanted']} generated"
+    write_picture(path, serving_picture(title, runs))
+
+
+def write_picture(path: Path, svg: str) -> None:
     try:
-        path.write_text(serving_picture(title, runs), encoding="utf-8")
+        path.write_text(svg, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--picture {path} cannot be written: {error.strerror}") from None
 

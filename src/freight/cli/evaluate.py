@@ -13,6 +13,7 @@ import typer
 from freight.cli.options import takes_engine_options
 from freight.config.engine import EngineArgs
 from freight.errors import ConfigError
+from freight.start_log import log_to_stderr
 
 # Measured unless one is asked for. E5M2 needs no scales, and cannot use those that a checkpoint has for E4M3.
 CACHES = [("fp8_e4m3", "auto"), ("fp8_e5m2", "unit")]
@@ -38,8 +39,10 @@ def evaluate(
     chosen = args.quantization_param_path or args.kv_scales != "auto" or args.kv_cache_dtype != "auto"
     caches = [(args.kv_cache_dtype, args.kv_scales)] if chosen else CACHES
 
+    log_to_stderr()
     from freight.evaluate.report import as_json as rows
-    from freight.evaluate.report import as_table, run_caches, weight_bytes
+    from freight.evaluate.report import as_table, run_caches
+    from freight.models.weight_bytes import weight_bytes
 
     with progress("evaluating") as on_progress:
         runs = run_caches(args, caches, text, window, on_progress=on_progress)

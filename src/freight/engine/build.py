@@ -28,6 +28,7 @@ from freight.errors import CapacityError
 from freight.fp8.formats import Format
 from freight.kernels.cpu.cpu_set import CpuKernels
 from freight.models.architectures import tensor_names
+from freight.models.decoder import Decoder
 from freight.models.loader import tensor_shapes
 from freight.models.open import OpenModel, open_model
 
@@ -41,10 +42,13 @@ def build_engine(args: EngineArgs, before_weights: BeforeWeights | None = None) 
     return start_engine(open_model(args), before_weights)
 
 
-def start_engine(opened: OpenModel, before_weights: BeforeWeights | None = None) -> tuple[Engine, EngineConfig]:
+def start_engine(
+    opened: OpenModel, before_weights: BeforeWeights | None = None, decoder: Decoder | None = None
+) -> tuple[Engine, EngineConfig]:
     """Make an opened model ready to serve.
 
-    `before_weights` is called once all is known but the weights. Raises what it raises, and ConfigError,
+    `before_weights` is called once all is known but the weights. `decoder` are weights that are loaded already, of
+    this model with options that differ in the cache alone. Raises what it raises, and ConfigError,
     CheckpointError or CapacityError, before weights are read wherever that is decidable.
     """
     args = opened.args
@@ -56,7 +60,7 @@ def start_engine(opened: OpenModel, before_weights: BeforeWeights | None = None)
     tokenizer = opened.load_tokenizer()
     if before_weights is not None:
         before_weights(Intake(tokenizer, opened.model.vocab_size, config.max_model_len))
-    decoder = opened.load(config)
+    decoder = opened.load(config) if decoder is None else decoder
     memory = config.kv_cache_memory
     if memory is None:
         useful = useful_memory(spec, config.max_model_len, config.max_num_seqs, config.max_num_batched_tokens)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from freight.engine.runner import ModelRunner
 from freight.errors import ConfigError
 from freight.evaluate.divergence import kl_divergence, same_top
 from freight.evaluate.perplexity import Window, cut_windows, perplexity, target_logprobs
-from freight.models.decoder import Decoder
 from freight.models.open import OpenModel, open_model
 
 MEMORY = 64 * 2**20  # bytes of cache for which `tokens_in_64_mib` is given
@@ -184,37 +183,6 @@ def _windows(opened: OpenModel, text: str | Sequence[int], length: int, max_toke
     if len(token_ids) < 2:
         raise ConfigError(f"the text has {len(token_ids)} tokens; perplexity needs at least 2")
     return cut_windows(token_ids[:max_tokens], length, bos)
-
-
-@dataclass(frozen=True)
-class WeightBytes:
-    """Memory of a loaded model: `embeddings` are the embedding and the head, `layers` all else, scales included."""
-
-    layers: int
-    embeddings: int
-
-
-def weight_bytes(model: Decoder) -> WeightBytes:
-    """What the tensors of `model` occupy, packed as its kernels have them. One that is there twice counts once."""
-    outer = _tensors((model.embedding, model.head))
-    inner = _tensors((model.layers, model.norm))
-    rope = _tensors(tuple((rotary.cos, rotary.sin) for rotary in model.rotaries))
-    return WeightBytes(
-        layers=sum(size for at, size in inner.items() if at not in outer and at not in rope),
-        embeddings=sum(outer.values()),
-    )
-
-
-def _tensors(value: object) -> dict[int, int]:
-    """{address: bytes} of the tensors in `value`, however deep in tuples and dataclasses they lie."""
-    if isinstance(value, Tensor):
-        return {value.data_ptr(): value.nbytes}
-    parts: Sequence[object] = ()
-    if isinstance(value, tuple):
-        parts = value
-    elif is_dataclass(value) and not isinstance(value, type):
-        parts = [getattr(value, part.name) for part in fields(value)]
-    return {at: size for part in parts for at, size in _tensors(part).items()}
 
 
 def as_json(scores: Sequence[CacheScore]) -> list[dict[str, Any]]:

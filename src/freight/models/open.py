@@ -5,6 +5,7 @@ calibration, evaluation, benchmarks and `freight inspect`.
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from freight.kernels.select import select_kernels
 from freight.models.decoder import Decoder
 from freight.models.loader import load_model
 from freight.models.random_weights import random_model
+from freight.models.weight_bytes import weight_bytes
 from freight.tokenizer import Tokenizer
 
 logger = logging.getLogger("freight")
@@ -91,9 +93,13 @@ class OpenModel:
         return select_kernels(config.kernels, config.device, config.fp8_attention)
 
     def load(self, config: EngineConfig) -> Decoder:
-        """Read the weights, or draw them, with the threads of `config`."""
+        """Read the weights, or draw them, with the threads of `config`. Logs their size and the seconds it took."""
+        begin = time.perf_counter()
         with self.threads(config):
-            return self._load(config)
+            decoder = self._load(config)
+        seconds = time.perf_counter() - begin
+        logger.info("loading weights took %.3g GB and %.2f s", weight_bytes(decoder).total / 1e9, seconds)
+        return decoder
 
     def _load(self, config: EngineConfig) -> Decoder:
         kernels = self.kernels(config)

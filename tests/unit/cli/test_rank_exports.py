@@ -111,7 +111,7 @@ def test_the_extraction_of_tgi_as_its_author_wrote_it(freight: Run, out: Path):
     assert "quantization_config" not in config
 
 
-@pytest.mark.parametrize("form", ["compressed-tensors", "tgi"])
+@pytest.mark.parametrize("form", ["compressed-tensors", "fp8", "tgi"])
 def test_quantize_keeps_the_scales_that_were_put_in(freight: Run, export: Path, tmp_path: Path, out: Path, form: str):
     scaled = str(tmp_path / "scaled")
     assert freight("scales", "extract", str(export), BASE, scaled, "--format", form).code == 0

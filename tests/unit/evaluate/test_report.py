@@ -10,8 +10,9 @@ from safetensors.torch import load_file
 import freight
 from freight.checkpoint.reader import resolve_model
 from freight.config.engine import EngineArgs
-from freight.evaluate.report import WeightBytes, compare_caches, weight_bytes
+from freight.evaluate.report import compare_caches
 from freight.models.open import open_model
+from freight.models.weight_bytes import WeightBytes, weight_bytes
 
 TEXT = "def main():\n    return 1\n"
 SHARE = 0.55  # of BF16, what weights in FP8 may take

@@ -1,0 +1,45 @@
+"""What a loaded model occupies in memory, counted from its tensors as its kernels have packed them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, is_dataclass
+
+from torch import Tensor
+
+from freight.models.decoder import Decoder
+
+
+@dataclass(frozen=True)
+class WeightBytes:
+    """Memory of a loaded model: `embeddings` are the embedding and the head, `layers` all else, scales included."""
+
+    layers: int
+    embeddings: int
+
+    @property
+    def total(self) -> int:
+        return self.layers + self.embeddings
+
+
+def weight_bytes(model: Decoder) -> WeightBytes:
+    """What the tensors of `model` occupy, packed as its kernels have them. One that is there twice counts once."""
+    outer = _tensors((model.embedding, model.head))
+    inner = _tensors((model.layers, model.norm))
+    rope = _tensors(tuple((rotary.cos, rotary.sin) for rotary in model.rotaries))
+    return WeightBytes(
+        layers=sum(size for at, size in inner.items() if at not in outer and at not in rope),
+        embeddings=sum(outer.values()),
+    )
+
+
+def _tensors(value: object) -> dict[int, int]:
+    """{address: bytes} of the tensors in `value`, however deep in tuples and dataclasses they lie."""
+    if isinstance(value, Tensor):
+        return {value.data_ptr(): value.nbytes}
+    parts: Sequence[object] = ()
+    if isinstance(value, tuple):
+        parts = value
+    elif is_dataclass(value) and not isinstance(value, type):
+        parts = [getattr(value, part.name) for part in fields(value)]
+    return {at: size for part in parts for at, size in _tensors(part).items()}
