@@ -27,7 +27,7 @@ from freight.models.open import OpenModel
 class _Cell:
     """One format at one size, and what has been measured of it so far: a rate and the steps of each repeat."""
 
-    memory: str | None
+    memory: str | int | None
     engine: Engine
     config: EngineConfig
     rates: list[float] = field(default_factory=list)
@@ -41,7 +41,7 @@ def measure_caches(
     opened: OpenModel,
     name: str,
     caches: Sequence[str],
-    memories: Sequence[str | None],
+    memories: Sequence[str | int | None],
     num_requests: int,
     input_len: int,
     output_len: int,

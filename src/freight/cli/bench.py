@@ -85,7 +85,9 @@ def throughput(
     if compare or compare_memory or picture:
         _check_compared(args, compare or [], compare_memory or [], picture)
         sizes = (num_requests, input_len, output_len, repeats)
-        _compare(args, random_weights, compare or [], compare_memory or [args.kv_cache_memory], sizes, picture, as_json)
+        _compare(
+            args, random_weights, compare or [], compare_memory or (args.kv_cache_memory,), sizes, picture, as_json
+        )
         return
     opened, name = _open(args, random_weights)
     from freight.bench.throughput import measure_throughput
@@ -108,7 +110,7 @@ def _check_compared(args: EngineArgs, caches: list[str], memories: list[str], pi
         if given:
             raise ConfigError(f"{flag} and {other} both choose the cache: give one of the two")
     for cache in caches:
-        for memory in memories or [args.kv_cache_memory]:
+        for memory in memories or (args.kv_cache_memory,):
             check(replace(args, kv_cache_dtype=cache, kv_cache_memory=memory))
     check_picture(picture)
 
@@ -117,7 +119,7 @@ def _compare(
     args: EngineArgs,
     random_weights: str | None,
     caches: list[str],
-    memories: Sequence[str | None],
+    memories: Sequence[str | int | None],
     sizes: tuple[int, int, int, int],
     picture: Path | None,
     as_json: bool,

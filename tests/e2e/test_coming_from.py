@@ -1,0 +1,180 @@
+"""docs/coming-from.md: each row's command or snippet is run, the cache is what the row says, and what is refused is."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from tests.rank_exports import write_export
+
+from freight import LLM, ConfigError, SamplingParams
+from freight.auto_fp8 import AutoFP8ForCausalLM, BaseQuantizeConfig
+from freight.cli.main import main
+from freight.config.engine import EngineArgs, EngineConfig, KVCacheConfig
+from freight.config.foreign import TGI_OPTIONS
+from freight.llm_compressor import QuantizationModifier, oneshot
+from freight.models.open import open_model
+
+ROOT = Path(__file__).parents[2]
+FIXTURES = ROOT / "tests" / "fixtures"
+IDS = json.loads((FIXTURES / "llmcompressor_scales.json").read_text())["input_ids"][:4]
+IDS = [ids[: min(map(len, IDS))] for ids in IDS]
+SMALL = {"kv_cache_memory": "4MiB", "max_model_len": 64}
+
+
+class Row(NamedTuple):
+    system: str
+    there: str
+    here: str
+    cache: str
+
+
+def rows() -> Iterator[Row]:
+    system = ""
+    for line in (ROOT / "docs" / "coming-from.md").read_text().splitlines():
+        if line.startswith("## "):
+            system = line[3:]
+        elif line.startswith("| `"):
+            there, here, cache, _ = (cell.strip() for cell in line.strip("|").split("|"))
+            yield Row(system, there.strip("`"), here, cache.strip("`"))
+
+
+ROWS = list(rows())
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> dict[str, str]:
+    """The capital words of the page -> what stands for them here."""
+    factors = {str(layer): 0.03 for layer in range(6)}
+    scales = {"kv_cache": {"dtype": "float8_e4m3fn", "scaling_factor": {"0": factors}}}
+    (tmp_path / "scales.json").write_text(json.dumps(scales))
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"input_ids": ids}) + "\n" for ids in IDS))
+    return {
+        "MODEL": "demo",
+        "BASE": str(FIXTURES / "base_bf16"),
+        "QUANTIZED": str(FIXTURES / "autofp8_static_kv"),
+        "EXPORT": str(write_export(tmp_path / "export")),
+        "SCALES.json": str(tmp_path / "scales.json"),
+        "DATA.jsonl": str(tmp_path / "data.jsonl"),
+        "OUT.json": str(tmp_path / "out.json"),
+        "OUT": str(tmp_path / "out"),
+    }
+
+
+def filled(text: str, places: dict[str, str]) -> str:
+    """`text` with its places named. MODEL_ID is no place."""
+    words = "|".join(re.escape(word) for word in sorted(places, key=len, reverse=True))
+    return re.sub(rf"(?<![\w/])({words})(?!\w)", lambda word: places[word[1]], text)
+
+
+def described(kv: KVCacheConfig) -> str:
+    return f"{kv.format}, {kv.granularity}, {kv.scale_source}"
+
+
+def run_command(line: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, dict[str, Any] | None]:
+    """(exit status, the engine's options of the server that it would start, None if it starts none)."""
+    served: list[dict[str, Any]] = []
+
+    def run(settings: Any, options: Any) -> int:
+        served.append(options.engine_args)
+        return 0
+
+    words, environ = shlex.split(line), {}
+    while "=" in words[0]:
+        name, _, value = words.pop(0).partition("=")
+        environ[name] = value
+    if words[0] == "docker":
+        given, environ, argv = words[2 : words.index("freight")], {}, words[words.index("freight") + 1 :]
+        for option, value in zip(given[::2], given[1::2], strict=True):
+            if option == "-e":
+                environ |= [value.split("=")]
+        words = ["freight", *in_container(argv, environ, folder)]
+    with monkeypatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("FREIGHT_") or name.lower() in TGI_OPTIONS]:
+            patch.delenv(name)
+        for name, value in environ.items():
+            patch.setenv(name, value)
+        patch.setattr("freight.server.lifecycle.run", run)
+        patch.setattr(sys, "argv", words)
+        try:
+            main()
+        except SystemExit as ended:
+            return int(ended.code or 0), served[-1] if served else None
+    return 0, served[-1] if served else None
+
+
+def in_container(argv: list[str], environ: dict[str, str], folder: Path) -> list[str]:
+    """What the entry point of the container calls `freight` with."""
+    freight = folder / "freight"
+    freight.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    freight.chmod(0o755)
+    env = {"PATH": f"{folder}:{os.environ['PATH']}"} | environ
+    command = [ROOT / "docker" / "entrypoint.sh", *argv]
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+def run_python(code: str) -> list[EngineConfig]:
+    """Run a snippet with the names that the page imports; the configurations of its LLMs."""
+    made: list[EngineConfig] = []
+
+    def llm(model: str, **options: Any) -> LLM:
+        opened = LLM(model, **SMALL, skip_tokenizer_init=model != "demo", **options)
+        made.append(opened.config)
+        return opened
+
+    names = {"LLM": llm, "SamplingParams": SamplingParams, "torch": torch, "IDS": IDS, "oneshot": oneshot}
+    names |= {"AutoFP8ForCausalLM": AutoFP8ForCausalLM, "BaseQuantizeConfig": BaseQuantizeConfig}
+    exec(code, names | {"QuantizationModifier": QuantizationModifier})
+    return made
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.system}: {row.there[:60]}")
+def test_the_row(
+    row: Row,
+    places: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    refused = row.here.startswith("refused: ")
+    line = filled(row.there if refused else row.here.strip("`"), places)
+    command = re.sub(r"^(vllm|aphrodite|text-generation-launcher)\b", "freight", line)
+    if refused:
+        says = row.here.removeprefix("refused: ").strip("`")
+        if "(" in line:
+            with pytest.raises(ConfigError, match=re.escape(says)):
+                run_python(line)
+        else:
+            assert run_command(command, tmp_path, monkeypatch) == (2, None)
+            assert says in capsys.readouterr().err
+        return
+    if "(" in line:
+        made = run_python(line)
+        found = described(made[-1].kv) if made else ""
+    else:
+        status, options = run_command(command, tmp_path, monkeypatch)
+        assert status == 0, capsys.readouterr().err
+        opened = None if options is None else open_model(EngineArgs(**options))
+        found = "" if opened is None else described(opened.resolve(opened.args).kv)
+    assert not row.cache or found == row.cache
+    for place in ("OUT", "OUT.json"):
+        if re.search(rf"\b{re.escape(place)}(?![\w.])", row.here):
+            assert Path(places[place]).exists()
+
+
+def test_the_page_has_every_system_and_its_promises():
+    assert list(dict.fromkeys(row.system for row in ROWS)) == [
+        *("TGI", "vLLM", "Aphrodite", "AutoFP8", "AMMO and ModelOpt", "llm-compressor")
+    ]
+    with pytest.raises(ConfigError, match="made for fp8_e4m3fn: use --kv-cache-dtype fp8, or name another source"):
+        run_python(f'LLM("{FIXTURES / "autofp8_static_kv"}", kv_cache_dtype="fp8_e5m2")')
+    assert "docs/coming-from.md" in "\n".join((ROOT / "README.md").read_text().splitlines()[:20])
