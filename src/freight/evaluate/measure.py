@@ -42,6 +42,7 @@ class SettingRun:
     kl: list[Tensor] = field(default_factory=list)
     same: list[Tensor] = field(default_factory=list)
     num_stored: int = 0
+    clipped: int = 0
     num_passes: int = 0
     seconds: float = 0.0
 
@@ -63,8 +64,7 @@ class SettingRun:
     @property
     def clipped_share(self) -> float:
         """Share of the stored keys and values that lay beyond the range of their scales."""
-        pool = self.runner.pool
-        return pool.counters()[1] / (self.num_stored * pool.values_per_token)
+        return self.clipped / (self.num_stored * self.runner.pool.values_per_token)
 
     @torch.inference_mode()
     def hidden(self, token_ids: Sequence[int], start: int) -> Tensor:
@@ -73,9 +73,9 @@ class SettingRun:
         if self.probe is not None:
             self.probe.begin(len(token_ids), runner.device)
         before = self.probe.seconds if self.probe is not None else 0.0
-        begin = _now(runner.device)
+        begin = now(runner.device)
         states = runner.run([SequenceSlice(token_ids, start, runner.pool.whole, Logits.ALL)]).hidden
-        self.seconds += _now(runner.device) - begin - (self.probe.seconds - before if self.probe is not None else 0.0)
+        self.seconds += now(runner.device) - begin - (self.probe.seconds - before if self.probe is not None else 0.0)
         self.num_stored += len(token_ids)
         self.num_passes += 1
         assert states is not None  # this runner captures no steps
@@ -84,13 +84,14 @@ class SettingRun:
     @torch.inference_mode()
     def head(self, hidden: Tensor) -> Tensor:
         """float32 logits [rows, vocab_size]."""
-        begin = _now(self.runner.device)
+        begin = now(self.runner.device)
         logits = self.runner.model.logits(hidden)
-        self.seconds += _now(self.runner.device) - begin
+        self.seconds += now(self.runner.device) - begin
         return logits
 
 
-def _now(device: str) -> float:
+def now(device: str) -> float:
+    """Seconds, once the device has done what it was asked for."""
     if device != "cpu":
         torch.cuda.synchronize()
     return time.perf_counter()
@@ -120,6 +121,8 @@ def measure(runs: Sequence[SettingRun], windows: Sequence[Window], on_progress: 
                     run.probe.compare(runs[0].probe.outputs)
             for begin in range(0, len(part), rows):
                 _judge(runs, [state[begin : begin + rows] for state in states], targets[begin : begin + rows])
+    for run in runs:
+        run.clipped = run.runner.pool.counters()[1]
     on_progress(len(windows), len(windows))
 
 
