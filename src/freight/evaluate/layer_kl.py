@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from freight.evaluate.documents import Part
 from freight.evaluate.measure import SettingRun, measure
+from freight.evaluate.perplexity import Window
 
 TOKENS = 1024  # of the text, at least: every layer of every setting is another forward pass over them
 
@@ -16,7 +17,9 @@ def layer_kl(runs: Sequence[SettingRun], parts: Sequence[Part], tokens: int = TO
 
     Both caches of a pair are for one sequence of the same length, so their block tables agree.
     """
-    first, found, windows = runs[0], list[list[float] | None](), []
+    first = runs[0]
+    found: list[list[float] | None] = []
+    windows: list[Window] = []
     for part in parts:
         if sum(len(window.targets) for window in windows) < tokens:
             windows.append(part.window)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-
 import torch
 
 from freight.cache.pool import KVPool, allocate_pool
@@ -85,7 +84,10 @@ def _zeroed(pool: KVPool) -> KVPool:
 
 
 def _in_turns(runners: Sequence[ModelRunner], step: Sequence[SequenceSlice], repeats: int, device: str) -> list[float]:
-    """Least seconds of `step` for each runner, which others on the machine disturb least; the first round, which captures and warms up, does not count."""
+    """Least seconds of `step` for each runner: those that other work on the machine disturbed least.
+
+    The first round, which captures and warms up, does not count.
+    """
     taken: list[list[float]] = [[] for _ in runners]
     for turn in range(repeats + 1):
         for runner, times in zip(runners, taken, strict=True):

@@ -6,6 +6,8 @@ same ones for both settings, so what makes a document hard for both does not wid
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -14,9 +16,9 @@ SEED = 0
 Array = NDArray[np.float64]
 
 
-def unit_sums(units: NDArray[np.int64], *values: NDArray[np.generic]) -> list[Array]:
+def unit_sums(units: NDArray[np.int64], *values: NDArray[Any]) -> list[Array]:
     """Sums by unit of each of `values`, [num_tokens] as `units`, the number of the unit that a token belongs to."""
-    return [np.bincount(units, weights=value.astype(np.float64)) for value in values]
+    return [np.bincount(units, weights=value.astype(np.float64)).astype(np.float64) for value in values]
 
 
 def bootstrap_means(sums: list[Array], counts: Array) -> list[Array] | None:
@@ -44,7 +46,7 @@ def position_edges(longest: int) -> list[int]:
     return edges
 
 
-def by_position(positions: NDArray[np.int64], values: NDArray[np.generic], edges: list[int]) -> list[float | None]:
+def by_position(positions: NDArray[np.int64], values: NDArray[Any], edges: list[int]) -> list[float | None]:
     """The mean of `values` in each bucket; None where a bucket has no token."""
     bucket = np.searchsorted(np.asarray(edges), positions, side="right") - 1
     size = len(edges) - 1
