@@ -89,7 +89,9 @@ class _Scale:
     def text(self, tick: float) -> str:
         if self.axis.names:
             return self.axis.names[int(tick)]
-        return f"{tick:,.0f}" if tick >= 1000 else f"{tick:.6g}" if abs(tick) >= 1e-4 or tick == 0 else f"{tick:.0e}"
+        if tick == 0 or 1e-4 <= abs(tick) < 1000:
+            return f"{tick:.6g}"
+        return f"{tick:,.0f}" if 1000 <= abs(tick) < 1e6 else f"{tick:.3g}"
 
 
 def _ticks(low: float, high: float) -> list[float]:
@@ -135,7 +137,8 @@ def _marks(series: Series, across: _Scale, up: _Scale, lines: bool) -> Iterator[
     style = series.style % NUM_STYLES
     if lines and len(at) > 1:
         path = " ".join(f"{x},{y}" for x, y in at)
-        yield f'<polyline class="s{_class(style)}" fill="none" stroke-dasharray="{_DASHES[style % len(_DASHES)]}" points="{path}"/>'
+        look = f'class="s{_class(style)}" stroke-dasharray="{_DASHES[style % len(_DASHES)]}"'
+        yield f'<polyline {look} fill="none" points="{path}"/>'
     for (x, y), (true_x, true_y) in zip(at, series.points, strict=True):
         name = across.text(true_x) if across.axis.names else f"{true_x:,.6g}"
         yield _mark(x, y, style, f"{series.name}: {name}, {true_y:.4g}")

@@ -135,7 +135,7 @@ def _judge(runs: Sequence[SettingRun], states: Sequence[Tensor], targets: Tensor
             own, kl, same = reference, torch.zeros_like(targets, dtype=torch.float32), torch.ones_like(targets).bool()
         else:
             own = torch.log_softmax(run.head(hidden), -1)
-            kl = torch.einsum("rv,rv->r", probabilities, reference - own)
+            kl = torch.linalg.vecdot(probabilities, reference - own)
             if not kl.isfinite().all():  # a token that is impossible for one of both
                 kl = kl_divergence(reference, own)
             same = own.argmax(-1) == top

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from freight.checkpoint.declare import scale_format
 from freight.config.engine import EngineConfig
+from freight.config.plan import Layout
 from freight.errors import ConfigError, choices
 from freight.fp8.formats import Format
 from freight.fp8.weights import quantize_blocks, quantize_rows, quantize_tensor
@@ -25,6 +27,7 @@ class RoundedSource:
     plain: WeightSource
     scheme: str
     format: Format
+    scale_format: Format
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         return self.plain.tensor(name, shape)
@@ -35,7 +38,7 @@ class RoundedSource:
     def weight(self, name: str, shape: tuple[int, ...]) -> Weight:
         data = self.plain.weight(name, shape).data
         rounded = {"fp8": quantize_tensor, "fp8-channel": quantize_rows, "fp8-block": quantize_blocks}[self.scheme]
-        stored, scale = rounded(data, self.format)
+        stored, scale = rounded(data, self.format, self.scale_format)
         if scale.ndim == 0:
             scale = scale.expand(len(stored)).contiguous()
         return Weight(stored, scale, Activations.DYNAMIC)
@@ -57,5 +60,6 @@ def load_rounded(opened: OpenModel, config: EngineConfig, scheme: str) -> Decode
     """The model with its weights under `scheme`; its 16-bit decoder has been loaded, so its tensors are checked."""
     assert opened.checkpoint is not None
     plain = CheckpointSource(opened.checkpoint, config.compute_format, config.compute_format, config.device)
-    source = RoundedSource(plain, scheme, opened.device.native_e4m3)
+    scales_in = scale_format(Layout.COMPRESSED_TENSORS, opened.model.checkpoint_format)
+    source = RoundedSource(plain, scheme, opened.device.native_e4m3, scales_in)
     return build_decoder(opened.model, source, opened.kernels(config), config.max_model_len, config.device)

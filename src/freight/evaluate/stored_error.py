@@ -22,8 +22,8 @@ from freight.operands.batch import ForwardBatch
 from freight.operands.kv_pages import KVPages
 from freight.operands.rotary import Rotary
 
-ROWS = 32  # of a chunk that are looked at
-LOOKED_AT = 4096  # rows in all, after which no chunk is looked at
+ROWS = 16  # of a chunk that are looked at
+LOOKED_AT = 2048  # rows in all, after which no chunk is looked at
 
 
 @dataclass

@@ -34,11 +34,13 @@ KEYS = {
 
 
 @pytest.fixture(scope="module")
-def halves() -> list[Evaluation]:
+def halves(tmp_path_factory: pytest.TempPathFactory) -> list[Evaluation]:
     """The whole grid, over 12 documents and over 12 others."""
-    size = 500
+    size = 400
     documents = [TEXT[start : start + size] for start in range(0, 24 * 3 * size, 3 * size)]
-    grid = GridArgs(speed=False, window=128)
+    path = tmp_path_factory.mktemp("calibration") / "calibration.txt"
+    path.write_text((resolve_model("demo") / "calibration.txt").read_text(encoding="utf-8")[:8000], encoding="utf-8")
+    grid = GridArgs(speed=False, window=128, calibration_data=str(path))
     return [evaluate_grid(DEMO, documents[half::2], grid) for half in (0, 1)]
 
 
@@ -125,10 +127,13 @@ def test_every_setting_takes_one_pass_and_little_more(monkeypatch: pytest.Monkey
     monkeypatch.setattr(Decoder, "hidden", counted)
     monkeypatch.setattr("freight.evaluate.grid.measure", timed)
     grid = GridArgs(caches=("unit", "token", "e5m2"), speed=False, window=512, max_tokens=2048)
-    evaluation = evaluate_grid(DEMO, [TEXT], grid)
-    assert passed == [512] * 4 * 4  # windows x settings
+    forward = []
+    for _ in range(3):
+        evaluation = evaluate_grid(DEMO, [TEXT], grid)
+        forward.append(sum(run.forward_seconds for run in evaluation.runs))
+    assert passed == [512] * 4 * 4 * 3  # windows x settings, each time
     assert [run.num_passes for run in evaluation.runs] == [4] * 4
-    assert seconds[0] <= 1.3 * sum(run.forward_seconds for run in evaluation.runs)
+    assert min(whole / part for whole, part in zip(seconds, forward, strict=True)) <= 1.3, (seconds, forward)
 
 
 def test_rows_of_logits_are_bounded_for_any_vocabulary(monkeypatch: pytest.MonkeyPatch):
@@ -142,9 +147,9 @@ def test_rows_of_logits_are_bounded_for_any_vocabulary(monkeypatch: pytest.Monke
 
 def test_static_scales_are_those_that_quantize_would_write(tmp_path: Path):
     """Within the rounding of the kernels: calibration uses the reference's."""
-    from freight.evaluate.grid import _measure_scales, _samples  # noqa: PLC0415
-    from freight.evaluate.report import load_for, plain_config  # noqa: PLC0415
-    from freight.models.open import open_model  # noqa: PLC0415
+    from freight.evaluate.grid import _measure_scales, _samples
+    from freight.evaluate.report import load_for, plain_config
+    from freight.models.open import open_model
 
     options = {"weights": "none", "kv_cache": "fp8", "num_samples": 4, "max_seq_len": 128}
     freight.quantize("demo", tmp_path / "out", kv_granularity="channel", **options)
@@ -180,7 +185,7 @@ def test_weights_as_quantize_writes_them(tmp_path: Path):
     (written,) = run_caches(EngineArgs(str(tmp_path / "out")), [], TEXT[:1000], 128)
     grid = GridArgs(caches=(), weights=("fp8-channel",), speed=False, window=128)
     in_memory = evaluate_grid(DEMO, [TEXT[:1000]], grid).runs[1]
-    assert in_memory.perplexity == pytest.approx(math.exp(-float(written.token_logprobs.double().mean())), rel=2e-3)
+    assert in_memory.perplexity == pytest.approx(math.exp(-float(written.token_logprobs.double().mean())), rel=1e-5)
 
 
 def test_speed_is_timed_in_turns_and_named_from_where_it_pays():
