@@ -127,11 +127,11 @@ def test_every_setting_takes_one_pass_and_little_more(monkeypatch: pytest.Monkey
     monkeypatch.setattr(Decoder, "hidden", counted)
     monkeypatch.setattr("freight.evaluate.grid.measure", timed)
     grid = GridArgs(caches=("unit", "token", "e5m2"), speed=False, window=512, max_tokens=2048)
-    forward = []
-    for _ in range(3):
+    forward: list[float] = []
+    while not forward or (len(forward) < 3 and seconds[-1] > 1.3 * forward[-1]):  # others may keep the machine busy
         evaluation = evaluate_grid(DEMO, [TEXT], grid)
         forward.append(sum(run.forward_seconds for run in evaluation.runs))
-    assert passed == [512] * 4 * 4 * 3  # windows x settings, each time
+    assert passed == [512] * 4 * 4 * len(forward)  # windows x settings, each time
     assert [run.num_passes for run in evaluation.runs] == [4] * 4
     assert min(whole / part for whole, part in zip(seconds, forward, strict=True)) <= 1.3, (seconds, forward)
 
