@@ -1,8 +1,9 @@
-"""`freight evaluate`: what an FP8 cache costs in quality and saves in memory, on a text."""
+"""`freight evaluate`: what FP8 caches and weights cost in quality and save in memory, on a text."""
 
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,7 @@ from freight.config.engine import EngineArgs
 from freight.errors import ConfigError
 from freight.start_log import log_to_stderr
 
-# Measured unless one is asked for. E5M2 needs no scales, and cannot use those that a checkpoint has for E4M3.
+# What `freight demo` shows. E5M2 needs no scales, and cannot use those that a checkpoint has for E4M3.
 CACHES = [("fp8_e4m3", "auto"), ("fp8_e5m2", "unit")]
 LEGEND = "KL (nats) and top token are against the first row."
 HELD_OUT = Path(__file__).parent.parent / "demo" / "heldout.txt"
@@ -25,46 +26,88 @@ HELD_OUT = Path(__file__).parent.parent / "demo" / "heldout.txt"
 def evaluate(
     args: EngineArgs,
     data: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Text to judge by; for 'demo', its held-out text if not given.")
+        Path | None, typer.Option(metavar="FILE", help="Text or JSONL to judge by; for 'demo', its held-out text.")
     ] = None,
+    field: Annotated[str, typer.Option(metavar="NAME", help="The field of a JSONL line that has its text.")] = "text",
     window: Annotated[int | None, typer.Option(metavar="TOKENS", min=2, help="Tokens judged together.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(metavar="COUNT", min=2, help="Judge the first tokens only.")] = None,
+    caches: Annotated[
+        str | None, typer.Option(metavar="LIST", help="Of unit,tensor,head,channel,token,e5m2,centered,int8.")
+    ] = None,
+    weights: Annotated[
+        str | None, typer.Option(metavar="LIST", help="Weights to measure as well: fp8,fp8-channel,fp8-block.")
+    ] = None,
+    calibration_data: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Text for static scales that the checkpoint does not have.")
+    ] = None,
+    speed: Annotated[bool, typer.Option(help="Time prefill and decoding.")] = True,
+    report: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write report.html, report.md and report.json.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
-    """Measure what FP8 caches cost and save.
+    """Measure what FP8 costs and saves, and say which setting to take.
 
-    Perplexity, divergence from a 16-bit cache, and memory: of all FP8 caches, or of the one asked for; and the
-    memory of the weights.
+    Perplexity, divergence from a 16-bit cache, memory and speed, of all FP8 caches or of the one asked for.
     """
-    text = read_text(args.model, data)
-    chosen = args.quantization_param_path or args.kv_scales != "auto" or args.kv_cache_dtype != "auto"
-    caches = [(args.kv_cache_dtype, args.kv_scales)] if chosen else CACHES
+    path = data_path(args.model, data)
+    if report is not None:
+        require_writable(report)
 
     log_to_stderr()
-    from freight.evaluate.report import as_json as rows
-    from freight.evaluate.report import as_table, run_caches
-    from freight.models.weight_bytes import weight_bytes
+    from freight.evaluate.advice import advice
+    from freight.evaluate.documents import read_documents
+    from freight.evaluate.grid import GridArgs, evaluate_grid
+    from freight.evaluate.report_page import write_report
+    from freight.evaluate.table import legend, speed_table, table
 
+    grid = GridArgs(
+        _list(caches), _list(weights) or (), calibration_data, window, max_tokens, speed, per_layer=report is not None
+    )
     with progress("evaluating") as on_progress:
-        runs = run_caches(args, caches, text, window, on_progress=on_progress)
-    scores = [run.score() for run in runs]
-    size, format = weight_bytes(runs[0].runner.model), runs[0].config.weight_format
+        evaluation = evaluate_grid(args, read_documents(path, field), grid, on_progress, path.name)
+    if report is not None:
+        write_report(evaluation, report)
     if as_json:
-        weights = {"dtype": format, "bytes": size.layers, "embedding_bytes": size.embeddings}
-        print(json.dumps({"model": args.model, "weights": weights, "caches": rows(scores)}))
-    else:
-        typer.echo(as_table(scores))
-        typer.echo(f"weights: {size.layers:,} bytes in {format}, embedding and head {size.embeddings:,} bytes")
-        typer.echo(f"{scores[0].num_tokens:,} tokens of {data or HELD_OUT.name}. {LEGEND}")
+        print(json.dumps(evaluation.as_json()))
+        return
+    typer.echo(table(evaluation))
+    if speed:
+        typer.echo(f"\nTokens per second of one sequence:\n\n{speed_table(evaluation)}\n")
+    over = evaluation.overview
+    size = f"weights: {over.weight_bytes:,} bytes in {over.weight_dtype}"
+    typer.echo(f"{size}, embedding and head {over.embedding_bytes:,} bytes")
+    typer.echo(legend(evaluation))
+    typer.echo(advice(evaluation))
+    if report is not None:
+        typer.echo(f"report: {report / 'report.html'}")
 
 
-def read_text(model: str, data: Path | None) -> str:
-    """The text to judge by. Raises ConfigError where there is none."""
+def _list(text: str | None) -> tuple[str, ...] | None:
+    """'a,b' -> ('a', 'b')"""
+    return None if text is None else tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def data_path(model: str, data: Path | None) -> Path:
+    """The file to judge by. Raises ConfigError where there is none."""
     if data is None and model != "demo":
         raise ConfigError("--data FILE is needed: a text the model was not trained on")
+    path = data or HELD_OUT
     try:
-        return (data or HELD_OUT).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        with path.open("rb"):
+            return path
+    except OSError as error:
         raise ConfigError(f"--data {data} cannot be read as text: {error}") from None
+
+
+def require_writable(folder: Path) -> None:
+    """Make the report's folder, and try to write there. Raises ConfigError, before anything is measured."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"--report {folder} cannot be written: {error}; name another folder") from None
 
 
 @contextmanager

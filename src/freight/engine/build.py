@@ -27,6 +27,7 @@ from freight.engine.scheduler import Scheduler
 from freight.errors import CapacityError
 from freight.fp8.formats import Format
 from freight.kernels.cpu.cpu_set import CpuKernels
+from freight.kernels.interface import KernelSet
 from freight.models.architectures import tensor_names
 from freight.models.decoder import Decoder
 from freight.models.loader import tensor_shapes
@@ -77,16 +78,21 @@ def start_engine(
     step_tokens, caching = config.max_num_batched_tokens, config.enable_prefix_caching
     cache = CacheManager(spec.groups, pool.num_blocks, config.block_size, step_tokens, caching)
     scheduler = Scheduler(cache, *limits, config.max_model_len)
+    captured = captured_steps(decoder, pool, kernels, config)
+    runner = ModelRunner(decoder, pool, config.device, captured)
+    intake = Intake(tokenizer, opened.model.vocab_size, config.max_model_len)
+    threads = opened.threads(config)
+    return Engine(runner, cache, scheduler, intake, opened.stop_token_ids(), config.seed, threads), config
+
+
+def captured_steps(decoder: Decoder, pool: KVPool, kernels: KernelSet, config: EngineConfig) -> DecodeSteps | None:
+    """The decode steps of `decoder` over `pool`, to be captured as they are needed; None where kernels cannot be."""
     capture: Capture | None = None  # the reference asks lengths of the device while it runs, and cannot be captured
     if kernels.name == "triton":
         capture = CudaGraphs(decoder, pool, config.max_num_seqs)
     elif isinstance(kernels, CpuKernels):
         capture = CpuRecordings(decoder, pool, kernels, config.max_num_seqs)
-    captured = None if capture is None else DecodeSteps(capture, pool, config.max_model_len, config.device)
-    runner = ModelRunner(decoder, pool, config.device, captured)
-    intake = Intake(tokenizer, opened.model.vocab_size, config.max_model_len)
-    threads = opened.threads(config)
-    return Engine(runner, cache, scheduler, intake, opened.stop_token_ids(), config.seed, threads), config
+    return None if capture is None else DecodeSteps(capture, pool, config.max_model_len, config.device)
 
 
 def memory_for_cache(device: str) -> int:

@@ -1,25 +1,22 @@
 """What an FP8 cache costs and saves: every cache and the 16-bit one over the same text, in one pass.
 
 The weights are loaded once: a decoder takes its cache as an argument, so each cache is a pool of its own behind the
-same model, and the distributions of one chunk are compared before the next chunk is computed.
+same model, and the distributions of one chunk are compared before the next chunk is computed (`measure`).
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from freight.cache.pool import allocate_pool
 from freight.config.engine import EngineArgs, EngineConfig, KVCacheConfig
 from freight.engine.runner import ModelRunner
-from freight.errors import ConfigError
-from freight.evaluate.divergence import kl_divergence, same_top
-from freight.evaluate.perplexity import Window, cut_windows, perplexity, target_logprobs
+from freight.evaluate.documents import cut_documents, window_length
+from freight.evaluate.measure import SettingRun, mean_perplexity, measure
+from freight.evaluate.stored_error import Probe, probed
+from freight.models.decoder import Decoder
 from freight.models.open import OpenModel, open_model
 
 MEMORY = 64 * 2**20  # bytes of cache for which `tokens_in_64_mib` is given
@@ -45,55 +42,22 @@ class CacheScore:
     seconds: float
 
 
-@dataclass
-class CacheRun:
-    """One cache, with what has been measured of it so far. Sums are float64."""
-
-    config: EngineConfig
-    runner: ModelRunner
-    logprob_sum: float = 0.0
-    kl_sum: float = 0.0
-    same_top: int = 0
-    count: int = 0
-    num_stored: int = 0
-    seconds: float = 0.0
-    parts: list[Tensor] = field(default_factory=list)
-
-    @property
-    def token_logprobs(self) -> Tensor:
-        """Log-probability of each token of the text, in order, float32 [num_tokens]."""
-        return torch.cat(self.parts)
-
-    def logprobs(self, window: Window, start: int, stop: int) -> Tensor:
-        """float32 log-probabilities after tokens start … stop - 1 of the window, [stop - start, vocab_size]."""
-        begin = time.perf_counter()
-        logits = self.runner.logits(window.token_ids[start:stop], start, self.runner.pool.whole)
-        self.seconds += time.perf_counter() - begin
-        self.num_stored += stop - start
-        return torch.log_softmax(logits, -1)
-
-    def add(self, reference: Tensor, own: Tensor, targets: Tensor) -> None:
-        self.parts.append(target_logprobs(own, targets))
-        self.logprob_sum += float(self.parts[-1].double().sum())
-        self.kl_sum += float(kl_divergence(reference, own).double().sum())
-        self.same_top += int(same_top(reference, own).sum())
-        self.count += len(targets)
+class CacheRun(SettingRun):
+    """A setting that differs from the others in its cache only."""
 
     def score(self) -> CacheScore:
-        kv, pool = self.config.kv, self.runner.pool
-        spec = pool.spec
-        _, clipped = pool.counters()
+        kv, spec = self.config.kv, self.runner.pool.spec
         return CacheScore(
             dtype=str(kv.format),
             granularity=str(kv.granularity) if kv.granularity else None,
             scale_source=str(kv.scale_source) if kv.scale_source else None,
-            perplexity=perplexity(self.logprob_sum, self.count),
-            mean_kl=self.kl_sum / self.count,
-            same_top_share=self.same_top / self.count,
+            perplexity=mean_perplexity(self.token_logprobs),
+            mean_kl=float(self.token_kl.double().mean()),
+            same_top_share=float(self.token_same.double().mean()),
             bytes_per_token=spec.bytes_per_token,
             tokens_in_64_mib=spec.tokens_in(MEMORY),
-            cut_off_share=clipped / (self.num_stored * pool.values_per_token),
-            num_tokens=self.count,
+            cut_off_share=self.clipped_share,
+            num_tokens=len(self.token_kl),
             seconds=self.seconds,
         )
 
@@ -112,8 +76,8 @@ def compare_caches(
 
     `window` is the number of tokens judged together (default: the model's context, at most 1024); of the text, the
     first `max_tokens` count.
-    `on_progress(done, total)` counts windows. Raises ConfigError for a text of fewer than two tokens, and what
-    `resolve` raises, before weights are read.
+    `on_progress(done, total)` counts windows. Raises ConfigError for a text of fewer than two tokens, for a window
+    beyond the model's context, and what `resolve` raises, before weights are read.
     """
     return [run.score() for run in run_caches(args, caches, text, window, max_tokens, on_progress)]
 
@@ -128,11 +92,7 @@ def run_caches(
 ) -> list[CacheRun]:
     """`compare_caches`, but returns the runs, with the log-probability of each token."""
     opened = open_model(args)
-    plain = replace(
-        args, kv_cache_dtype="float32", kv_scales="auto", quantization_param_path=None, attention_compute="auto"
-    )
-    plain = replace(plain, kv_cache_dtype=str(opened.resolve(plain).compute_format))
-    configs = [opened.resolve(plain)]
+    configs = [plain_config(opened)]
     for cache in caches:
         if isinstance(cache, KVCacheConfig):
             configs.append(replace(configs[0], kv=cache))
@@ -140,49 +100,36 @@ def run_caches(
             config = opened.resolve(replace(args, kv_cache_dtype=cache[0], kv_scales=cache[1]))
             if config.kv.format is not configs[0].kv.format:  # that one is the first row
                 configs.append(config)
-    length = min(window or 1024, configs[0].max_model_len)
-    windows = _windows(opened, text, length, max_tokens)
-    # FP8 products apply to E4M3 caches only, so they do not change attention over the first cache
+    length = window_length(window, configs[0].max_model_len)
+    windows = [part.window for part in cut_documents(opened, [text], length, max_tokens)]
     with opened.threads(configs[0]):
-        decoder = opened.load(replace(configs[0], fp8_attention=any(config.fp8_attention for config in configs)))
-        num_blocks = -(-length // configs[0].block_size)
-        device = configs[0].device
-        runs = []
-        for config in configs:
-            spec = opened.cache_spec(config)
-            kernels, blocks = opened.kernels(config), [num_blocks] * len(spec.groups)
-            pool = allocate_pool(spec, config.kv, blocks, kernels, device, decoder.rotaries)
-            runs.append(CacheRun(config, ModelRunner(decoder, pool, device)))
-        chunk = configs[0].max_num_batched_tokens
-        for done, part in enumerate(windows):
-            on_progress(done, len(windows))
-            for start in range(0, len(part.token_ids), chunk):
-                stop = min(start + chunk, len(part.token_ids))
-                _score_chunk(runs, part, start, stop)
-        on_progress(len(windows), len(windows))
+        decoder = load_for(opened, configs)
+        runs = [cache_run(opened, decoder, config, length) for config in configs]
+        measure(runs, windows, on_progress)
     return runs
 
 
-def _score_chunk(runs: list[CacheRun], window: Window, start: int, stop: int) -> None:
-    targets = torch.tensor(window.targets[start:stop], dtype=torch.int64, device=runs[0].runner.device)
-    reference = runs[0].logprobs(window, start, stop)
-    for run in runs:
-        own = reference if run is runs[0] else run.logprobs(window, start, stop)
-        run.add(reference, own, targets)
+def plain_config(opened: OpenModel) -> EngineConfig:
+    """The configuration that the others are compared with: the same, with a cache in the compute dtype."""
+    args = replace(
+        opened.args, kv_cache_dtype="float32", kv_scales="auto", quantization_param_path=None, attention_compute="auto"
+    )
+    return opened.resolve(replace(args, kv_cache_dtype=str(opened.resolve(args).compute_format)))
 
 
-def _windows(opened: OpenModel, text: str | Sequence[int], length: int, max_tokens: int | None) -> list[Window]:
-    token_ids, bos = text, opened.model.bos_token_id
-    if isinstance(text, str):
-        tokenizer = opened.load_tokenizer()
-        if tokenizer is None:
-            raise ConfigError("a text needs a tokenizer; with skip_tokenizer_init pass token ids")
-        token_ids = tokenizer.encode(text, add_special_tokens=False)
-        bos = tokenizer.bos_token_id if tokenizer.encode("a")[:1] == [tokenizer.bos_token_id] else None
-    assert not isinstance(token_ids, str)
-    if len(token_ids) < 2:
-        raise ConfigError(f"the text has {len(token_ids)} tokens; perplexity needs at least 2")
-    return cut_windows(token_ids[:max_tokens], length, bos)
+def load_for(opened: OpenModel, configs: Sequence[EngineConfig]) -> Decoder:
+    """The weights for all of `configs`. FP8 products apply to E4M3 caches only, so the others do not change by them."""
+    return opened.load(replace(configs[0], fp8_attention=any(config.fp8_attention for config in configs)))
+
+
+def cache_run(
+    opened: OpenModel, decoder: Decoder, config: EngineConfig, length: int, probe: Probe | None = None
+) -> CacheRun:
+    """A run of `config` with a cache for `length` tokens, shown to `probe` if there is one."""
+    spec = opened.cache_spec(config)
+    blocks = [-(-length // config.block_size)] * len(spec.groups)
+    pool = allocate_pool(spec, config.kv, blocks, opened.kernels(config), config.device, decoder.rotaries)
+    return CacheRun(config, ModelRunner(decoder, pool if probe is None else probed(pool, probe), config.device), probe)
 
 
 def as_json(scores: Sequence[CacheScore]) -> list[dict[str, Any]]:

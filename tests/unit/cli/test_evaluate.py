@@ -20,30 +20,61 @@ def text(tmp_path: Path) -> str:
 
 
 def test_it_tells_what_caches_and_weights_take(freight: Run, text: str):
-    argv = ["evaluate", "--data", text, "--quantization", "fp8", "--kernels", "reference"]
+    argv = ["evaluate", "--data", text, "--quantization", "fp8", "--kernels", "reference", "--no-speed"]
+    argv += ["--caches", "token,e5m2"]
     said = json.loads(freight(*argv, "--json").out)
-    assert [cache["dtype"] for cache in said["caches"]] == ["bfloat16", "fp8_e4m3fn", "fp8_e5m2"]
+    assert [run["kv_cache_dtype"] for run in said["runs"]] == ["bfloat16", "fp8_e4m3fn", "fp8_e5m2"]
     assert said["weights"]["dtype"] == "fp8_e4m3fn"
     assert said["weights"]["embedding_bytes"] == 4096 * 256 * 2
-    plain = json.loads(freight(*argv[:3], "--json").out)["weights"]
+    plain = json.loads(freight(*argv[:3], *argv[-3:], "--json").out)["weights"]
     assert said["weights"]["bytes"] < 0.55 * plain["bytes"]
     lines = freight(*argv).out.splitlines()
     assert lines[:3] == [line for line in lines if line.startswith("|")][:3]
-    assert f"weights: {said['weights']['bytes']:,} bytes in fp8_e4m3fn" in lines[-2]
+    assert f"weights: {said['weights']['bytes']:,} bytes in fp8_e4m3fn" in lines[-3]
 
 
 def test_a_checkpoint_with_static_scales_needs_no_options(freight: Run, text: str, tmp_path: Path):
-    """E5M2 cannot use scales that were made for E4M3: it is measured without any."""
+    """Its scales stand in the place of measured ones. E5M2 cannot use them: it is measured without any."""
     out = str(tmp_path / "out")
     options = ("--weights", "none", "--kv-cache", "fp8", "--num-samples", "1", "--max-seq-len", "64")
     assert freight("quantize", "demo", out, *options).code == 0
-    answer = freight("evaluate", out, "--data", text, "--json")
+    answer = freight("evaluate", out, "--data", text, "--no-speed", "--json")
     assert answer.code == 0, answer.err
-    caches = [(cache["dtype"], cache["scale_source"]) for cache in json.loads(answer.out)["caches"]]
-    assert caches == [("bfloat16", None), ("fp8_e4m3fn", "checkpoint"), ("fp8_e5m2", "unit")]
+    caches = [(run["kv_cache_dtype"], run["scale_source"]) for run in json.loads(answer.out)["runs"]]
+    fp8 = [("fp8_e4m3fn", source) for source in ("unit", "checkpoint", "dynamic")]
+    assert caches == [("bfloat16", None), *fp8, ("fp8_e5m2", "unit")]
 
 
 def test_the_16_bit_cache_is_one_row(freight: Run, text: str):
-    rows = freight("evaluate", "--data", text, "--kv-cache-dtype", "bfloat16").out.splitlines()
-    assert len([row for row in rows if row.startswith("| bfloat16")]) == 1
+    rows = freight("evaluate", "--data", text, "--kv-cache-dtype", "bfloat16", "--no-speed").out.splitlines()
+    assert len([row for row in rows if row.startswith("| 16 bits")]) == 1
     assert len([row for row in rows if row.startswith("|")]) == 3
+
+
+def test_a_report_folder_that_cannot_be_written_is_found_before_the_run(
+    freight: Run, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("freight.models.open.OpenModel.load", lambda *_: pytest.fail("weights were read"))
+    (tmp_path / "file").write_text("")
+    answer = freight("evaluate", "--data", text, "--report", str(tmp_path / "file" / "report"))
+    assert answer.code == 2
+    assert "--report" in answer.err
+    assert "name another folder" in answer.err
+
+
+def test_a_report_is_written_and_named(freight: Run, text: str, tmp_path: Path):
+    folder = tmp_path / "new" / "report"
+    answer = freight("evaluate", "--data", text, "--caches", "unit", "--no-speed", "--report", str(folder))
+    assert answer.code == 0, answer.err
+    assert str(folder / "report.html") in answer.out
+    assert {path.name for path in folder.iterdir()} == {"report.html", "report.md", "report.json"}
+
+
+def test_bad_files_are_one_line(freight: Run, tmp_path: Path):
+    path = tmp_path / "documents.jsonl"
+    path.write_text('{"body": "x"}')
+    answer = freight("evaluate", "--data", str(path))
+    assert answer.code == 2
+    assert "line 1" in answer.err
+    path.with_suffix(".txt").write_text("")
+    assert "is empty" in freight("evaluate", "--data", str(path.with_suffix(".txt"))).err

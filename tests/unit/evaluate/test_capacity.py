@@ -28,11 +28,11 @@ from freight.evaluate.capacity import (
     requests_in,
     verdict,
 )
-from freight.evaluate.report import weight_bytes
 from freight.fp8.formats import Format, Granularity
 from freight.kernels.cpu.library import runnable
 from freight.models.open import open_random
 from freight.models.sizes import Layout
+from freight.models.weight_bytes import weight_bytes
 
 MIB = 2**20
 LAYOUT = Layout.TILES if runnable()[:1] == ("amx",) else Layout.PACKED

@@ -16,7 +16,6 @@ from freight.checkpoint.config_only import read_config_only
 from freight.checkpoint.layouts import read_scheme
 from freight.config.engine import EngineArgs
 from freight.config.model import parse_model_config
-from freight.evaluate.report import weight_bytes
 from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
 from freight.kernels.cpu.interface import FORMATS
@@ -24,6 +23,7 @@ from freight.kernels.cpu.library import load, runnable
 from freight.models.architectures import ARCHITECTURES
 from freight.models.open import OpenModel, open_model, open_random
 from freight.models.sizes import ONLINE, Layout, LinearOf, loaded_bytes, matrix_bytes
+from freight.models.weight_bytes import weight_bytes
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 LAYOUTS = {"amx": Layout.TILES}  # of builds; the others pack without tiles

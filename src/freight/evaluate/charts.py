@@ -1,0 +1,176 @@
+"""The report's charts as inline SVG: axes with units, and a mark and dashes for each setting, so that grey is enough.
+
+Colours are CSS variables of the page (`report_page`), which follow the reader's light or dark setting. Names stand in
+a legend beside the plot and never on it, so no text can overlap.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+
+WIDTH, HEIGHT = 860, 360
+_LEFT, _RIGHT, _TOP, _BOTTOM = 76, 230, 16, 52  # pixels around the plot; the legend is at the right
+_DASHES = ("", "7 4", "2 3", "10 3 2 3", "5 2", "1 4", "12 5", "4 4 1 4")
+NUM_STYLES = 12
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Series:
+    """Points of one setting, with its name in the legend; `style` picks colour, mark and dashes."""
+
+    name: str
+    points: Sequence[Point]
+    style: int
+
+
+@dataclass(frozen=True)
+class Axis:
+    """`label` has the unit. `names`, if given, stand at 0, 1, …: the axis is then of categories."""
+
+    label: str
+    log: bool = False
+    names: Sequence[str] = ()
+    zero: bool = False  # whether the axis begins at 0
+
+
+def chart(title: str, x: Axis, y: Axis, series: Sequence[Series], lines: bool = True) -> str:
+    """SVG. Points that a logarithmic axis cannot show (not above 0) are left out. `title` is for screen readers."""
+    shown = [
+        Series(one.name, [p for p in one.points if (p[0] > 0 or not x.log) and (p[1] > 0 or not y.log)], one.style)
+        for one in series
+    ]
+    points = [point for one in shown for point in one.points]
+    if not points:
+        return "<p>There is nothing to show: no setting differs from 16 bits.</p>"
+    across = _Scale(x, [p[0] for p in points], _LEFT, WIDTH - _RIGHT)
+    up = _Scale(y, [p[1] for p in points], HEIGHT - _BOTTOM, _TOP)
+    parts = [
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">',
+        *_axes(across, up),
+        *(part for one in shown for part in _marks(one, across, up, lines)),
+        *_legend(shown, lines),
+        "</svg>",
+    ]
+    return "\n".join(parts)
+
+
+class _Scale:
+    """Values -> pixels between `low` and `high`."""
+
+    def __init__(self, axis: Axis, values: Sequence[float], low: float, high: float) -> None:
+        self.axis, self._low, self._high = axis, low, high
+        if axis.names:
+            self._from, self._to = -0.5, len(axis.names) - 0.5
+            self.ticks = [float(i) for i in range(0, len(axis.names), math.ceil(len(axis.names) / 16))]
+            return
+        if axis.log:
+            self.ticks = _log_ticks(min(values), max(values))
+            self._from, self._to = math.log10(min(*values, self.ticks[0])), math.log10(max(*values, self.ticks[-1]))
+            pad = 0.04 * (self._to - self._from) or 0.1
+        else:
+            least, most = (0.0 if axis.zero else min(values)), max(values)
+            self.ticks = _ticks(least, most)
+            self._from, self._to = min(least, self.ticks[0]), max(most, self.ticks[-1])
+            pad = 0.04 * (self._to - self._from) or 0.5
+        self._to += pad
+        if not axis.zero:
+            self._from -= pad
+
+    def at(self, value: float) -> float:
+        position = math.log10(value) if self.axis.log else value
+        share = (position - self._from) / (self._to - self._from)
+        return round(self._low + share * (self._high - self._low), 1)
+
+    def text(self, tick: float) -> str:
+        if self.axis.names:
+            return self.axis.names[int(tick)]
+        if tick == 0 or 1e-4 <= abs(tick) < 1000:
+            return f"{tick:.6g}"
+        return f"{tick:,.0f}" if 1000 <= abs(tick) < 1e6 else f"{tick:.3g}"
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """About five round numbers from at most `low` to at least `high`."""
+    span = high - low or abs(high) or 1.0
+    step = 10.0 ** math.floor(math.log10(span / 4))
+    step *= next(factor for factor in (1, 2, 5, 10) if span / (step * factor) <= 5)
+    first = math.floor(low / step)
+    last = math.ceil(high / step)
+    return [round(step * i, 12) for i in range(first, last + 1)]
+
+
+def _log_ticks(low: float, high: float) -> list[float]:
+    """1, 2 and 5 of each power, or 1 alone over more than two powers, from at most `low` to at least `high`."""
+    steps: tuple[int, ...] = (1, 2, 5) if high / low < 100 else (1,)
+    powers = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2)
+    every = [float(f"{step}e{power}") for power in powers for step in steps]
+    first = max(i for i, tick in enumerate(every) if tick <= low * 1.0001)
+    last = min(i for i, tick in enumerate(every) if tick >= high * 0.9999)
+    return every[first : last + 1]
+
+
+def _axes(across: _Scale, up: _Scale) -> Iterator[str]:
+    bottom, right = HEIGHT - _BOTTOM, WIDTH - _RIGHT
+    for tick in up.ticks:
+        y = up.at(tick)
+        yield f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y}" y2="{y}"/>'
+        yield f'<text class="num" x="{_LEFT - 8}" y="{y + 4}" text-anchor="end">{up.text(tick)}</text>'
+    yield f'<line class="base" x1="{_LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}"/>'
+    for tick in across.ticks:
+        x = across.at(tick)
+        yield f'<line class="base" x1="{x}" x2="{x}" y1="{bottom}" y2="{bottom + 5}"/>'
+        yield f'<text class="num" x="{x}" y="{bottom + 20}" text-anchor="middle">{escape(across.text(tick))}</text>'
+    middle = (_LEFT + right) / 2
+    yield f'<text class="soft" x="{middle}" y="{HEIGHT - 8}" text-anchor="middle">{escape(across.axis.label)}</text>'
+    y = (_TOP + bottom) / 2
+    label = escape(up.axis.label)
+    yield f'<text class="soft" x="16" y="{y}" text-anchor="middle" transform="rotate(-90 16 {y})">{label}</text>'
+
+
+def _marks(series: Series, across: _Scale, up: _Scale, lines: bool) -> Iterator[str]:
+    at = [(across.at(x), up.at(y)) for x, y in series.points]
+    style = series.style % NUM_STYLES
+    if lines and len(at) > 1:
+        path = " ".join(f"{x},{y}" for x, y in at)
+        look = f'class="s{_class(style)}" stroke-dasharray="{_DASHES[style % len(_DASHES)]}"'
+        yield f'<polyline {look} fill="none" points="{path}"/>'
+    for (x, y), (true_x, true_y) in zip(at, series.points, strict=True):
+        name = across.text(true_x) if across.axis.names else f"{true_x:,.6g}"
+        yield _mark(x, y, style, f"{series.name}: {name}, {true_y:.4g}")
+
+
+def _class(style: int) -> int:
+    """The page has eight colours."""
+    return style if style < 8 else style - 4
+
+
+def _mark(x: float, y: float, style: int, tip: str = "") -> str:
+    """One of four shapes, 10 pixels wide: full, hollow, or hollow with a dot."""
+    if style >= 8:
+        return _mark(x, y, style - 4, tip) + f'<circle class="s{style - 4} full" cx="{x}" cy="{y}" r="1.6"/>'
+    look = f'class="s{style} {"hollow" if style >= 4 else "full"}"'
+    shape = style % 4
+    title = f"<title>{escape(tip)}</title>" if tip else ""
+    if shape == 0:
+        return f'<circle {look} cx="{x}" cy="{y}" r="4.5">{title}</circle>'
+    if shape == 1:
+        return f'<rect {look} x="{x - 4}" y="{y - 4}" width="8" height="8">{title}</rect>'
+    corners = {2: ((0, -5.5), (5, 4), (-5, 4)), 3: ((0, -6), (5, 0), (0, 6), (-5, 0))}[shape]
+    points = " ".join(f"{x + dx:.1f},{y + dy:.1f}" for dx, dy in corners)
+    return f'<polygon {look} points="{points}">{title}</polygon>'
+
+
+def _legend(series: Sequence[Series], lines: bool) -> Iterator[str]:
+    x = WIDTH - _RIGHT + 24
+    for row, one in enumerate(series):
+        y, style = _TOP + 14 + 24 * row, one.style % NUM_STYLES
+        if lines:
+            look = f'class="s{_class(style)}" stroke-dasharray="{_DASHES[style % len(_DASHES)]}"'
+            yield f'<line {look} x1="{x}" x2="{x + 34}" y1="{y}" y2="{y}"/>'
+        yield _mark(x + 17, y, style)
+        yield f'<text x="{x + 44}" y="{y + 4}">{escape(one.name[:24])}</text>'

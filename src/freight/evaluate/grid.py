@@ -1,0 +1,210 @@
+"""The grid: which caches and weights are measured, and what is said of each, against the 16-bit run of the model.
+
+Without options: a 16-bit cache, E4M3 with every source of scales, E5M2, and centered keys where a layer gains from
+them. Static scales are those of the checkpoint, or else measured on calibration text before the pass (`static_scales`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from freight.cache.pool import allocate_pool
+from freight.calibrate.data import read_samples
+from freight.checkpoint.reader import resolve_model
+from freight.config.engine import EngineArgs, EngineConfig, KVCacheConfig
+from freight.config.resolve import for_variant
+from freight.errors import ConfigError, choices
+from freight.evaluate.documents import Document, cut_documents, window_length
+from freight.evaluate.figures import Evaluation, Overview, summarize
+from freight.evaluate.layer_kl import layer_kl
+from freight.evaluate.measure import Progress, SettingRun, measure
+from freight.evaluate.report import cache_run, load_for, plain_config
+from freight.evaluate.rounded import check_schemes, load_rounded
+from freight.evaluate.speed import Speed, time_settings
+from freight.evaluate.static_scales import measure_scales
+from freight.evaluate.stored_error import Probe
+from freight.fp8.formats import Format, Granularity, ScaleSource
+from freight.fp8.scheme import KVScales
+from freight.models.decoder import Decoder
+from freight.models.open import OpenModel, open_model
+from freight.models.weight_bytes import weight_bytes
+from freight.tokenizer import Tokenizer
+
+CACHES = ("unit", "tensor", "head", "channel", "token", "e5m2", "centered")
+OTHERS = ("int8",)  # measured when asked for
+STATIC = ("tensor", "head", "channel", "centered")
+SAMPLES, SAMPLE_TOKENS = 32, 512  # calibration text, at most
+
+
+@dataclass(frozen=True)
+class GridArgs:
+    """What is measured, beside the engine's own options.
+
+    caches            names of CACHES and OTHERS; None: those of CACHES, or the one that the engine's options name
+    weights           schemes of weights, each measured with a 16-bit and with a `token` cache
+    calibration_data  for static scales that the checkpoint does not have; None: text that ships with Freight
+    window            tokens judged together; max_tokens: of the documents, this many count
+    speed             whether prefill and decoding are timed
+    per_layer         whether the KL of each layer alone is measured too
+    """
+
+    caches: tuple[str, ...] | None = None
+    weights: tuple[str, ...] = ()
+    calibration_data: str | None = None
+    window: int | None = None
+    max_tokens: int | None = None
+    speed: bool = True
+    per_layer: bool = False
+
+
+def evaluate_grid(
+    args: EngineArgs,
+    documents: Sequence[Document],
+    grid: GridArgs,
+    on_progress: Progress = lambda done, total: None,
+    source: str = "text",
+) -> Evaluation:
+    """Measure every setting of `grid` over `documents`; the first run is the 16-bit one.
+
+    `source` names the documents, for reports. `on_progress(done, total)` counts windows. Raises ConfigError for bad
+    options and documents before weights are read, CheckpointError for the model.
+    """
+    begin = time.perf_counter()
+    opened = open_model(args)
+    plain = plain_config(opened)
+    names = _names(args, grid)
+    check_schemes(opened, grid.weights, args.quantization)
+    chosen = opened.resolve(args) if not names else None
+    length = window_length(grid.window, plain.max_model_len)
+    parts = cut_documents(opened, documents, length, grid.max_tokens)
+    static = [name for name in names if name in STATIC] if opened.kv_scales.empty else []
+    samples = _samples(opened, grid, length) if static else []
+    with opened.threads(plain):
+        eight = _fp8(opened) if names and names != ("e5m2",) else plain
+        decoder = load_for(opened, [plain, chosen or eight])
+        scales = _measure_scales(opened, decoder, plain, samples, static)
+        caches = [("16 bits", plain)]
+        if chosen is None:
+            caches += _caches(opened, plain, eight, names, scales)
+        elif chosen.kv.format is not plain.kv.format:
+            caches.append((_named(chosen.kv), chosen))
+        settings = [(name, "as stored", decoder, config) for name, config in caches]
+        for scheme in grid.weights:
+            rounded = load_rounded(opened, plain, scheme)
+            token = replace(plain, kv=KVCacheConfig(opened.device.native_e4m3, *_TOKEN, None))
+            settings += [(name, scheme, rounded, config) for name, config in (("16 bits", plain), ("token", token))]
+        num_layers = opened.model.num_layers
+        runs: list[SettingRun] = [
+            cache_run(opened, model, config, length, Probe(num_layers)) for _, _, model, config in settings
+        ]
+        measure(runs, [part.window for part in parts], on_progress)
+        speeds: list[Speed] | None = time_settings(opened, runs) if grid.speed else None
+        worst = layer_kl(runs, parts) if grid.per_layer else None
+        size = weight_bytes(decoder)
+    notes = _notes(args, grid, static, scales, samples)
+    overview = Overview(args.model, source, str(plain.weight_format), size.layers, size.embeddings, length, notes)
+    labels = [(name, weights) for name, weights, _, _ in settings]
+    return summarize(overview, labels, runs, parts, speeds, worst, time.perf_counter() - begin)
+
+
+_TOKEN = (Granularity.TOKEN, ScaleSource.DYNAMIC)
+
+
+def _names(args: EngineArgs, grid: GridArgs) -> tuple[str, ...]:
+    """The caches by name; empty where the engine's options name one."""
+    given = args.quantization_param_path or args.kv_scales != "auto" or args.kv_cache_dtype != "auto"
+    if grid.caches is None:
+        return () if given else CACHES
+    for name in grid.caches:
+        if name not in (*CACHES, *OTHERS):
+            raise ConfigError(f"--caches {name!r} is unknown: choose among {choices((*CACHES, *OTHERS))}")
+    if given:
+        raise ConfigError("--caches with --kv-cache-dtype or --kv-scales: both name what is measured; omit one")
+    return grid.caches
+
+
+def _fp8(opened: OpenModel) -> EngineConfig:
+    return opened.resolve(replace(opened.args, kv_cache_dtype="fp8", kv_scales="dynamic"))
+
+
+def _caches(
+    opened: OpenModel,
+    plain: EngineConfig,
+    eight: EngineConfig,
+    names: Sequence[str],
+    scales: dict[str, KVScales | None],
+) -> list[tuple[str, EngineConfig]]:
+    """A configuration for each name. A checkpoint's own static scales are one, in the place of all static names."""
+    found, format = [], opened.device.native_e4m3
+    for name in names:
+        if name == "token":
+            found.append((name, eight))
+        elif name == "unit":
+            found.append((name, replace(eight, kv=KVCacheConfig(format, Granularity.TENSOR, ScaleSource.UNIT, None))))
+        elif name == "e5m2":
+            kv = KVCacheConfig(Format.E5M2, Granularity.TENSOR, ScaleSource.UNIT, None)
+            found.append((name, replace(plain, kv=kv)))
+        elif name == "int8":
+            found.append((name, opened.resolve(replace(opened.args, kv_cache_dtype="int8", attention_compute="auto"))))
+        elif not opened.kv_scales.empty:
+            own = opened.resolve(replace(opened.args, kv_cache_dtype="fp8", kv_scales="auto"))
+            if all(config.kv != own.kv for _, config in found):
+                found.append(("checkpoint", own))
+        elif (measured := scales[name]) is not None:
+            granularity = Granularity.CHANNEL if name == "centered" else Granularity(name)
+            kv = KVCacheConfig(format, granularity, ScaleSource.CALIBRATED, for_variant(measured, format))
+            found.append((name, replace(eight, kv=kv)))
+    return found
+
+
+def _named(kv: KVCacheConfig) -> str:
+    return f"{kv.granularity}, {kv.scale_source}" if kv.granularity else str(kv.format)
+
+
+def _samples(opened: OpenModel, grid: GridArgs, length: int) -> list[list[int]]:
+    data = grid.calibration_data or resolve_model("demo") / "calibration.txt"
+
+    def tokenizer() -> Tokenizer:
+        found = opened.load_tokenizer()
+        if found is None:
+            raise ConfigError("calibration text needs a tokenizer; give --calibration-data FILE.jsonl with `input_ids`")
+        return found
+
+    size = min(SAMPLE_TOKENS, length)
+    return read_samples(data, SAMPLES, size, opened.model.vocab_size, tokenizer)
+
+
+def _measure_scales(
+    opened: OpenModel, decoder: Decoder, plain: EngineConfig, samples: Sequence[Sequence[int]], names: Sequence[str]
+) -> dict[str, KVScales | None]:
+    if not names:
+        return {}
+    spec = opened.cache_spec(plain)
+    blocks = [-(-max(map(len, samples)) // plain.block_size)] * len(spec.groups)
+    pool = allocate_pool(spec, plain.kv, blocks, opened.kernels(plain), plain.device, decoder.rotaries)
+    return measure_scales(decoder, pool, samples, names)
+
+
+def _notes(
+    args: EngineArgs,
+    grid: GridArgs,
+    static: Sequence[str],
+    scales: dict[str, KVScales | None],
+    samples: Sequence[Sequence[int]],
+) -> tuple[str, ...]:
+    notes = []
+    if static:
+        named = (
+            Path(grid.calibration_data).name
+            if grid.calibration_data
+            else "the calibration text that ships with Freight"
+        )
+        notes.append(f"Static scales were measured on {sum(map(len, samples)):,} tokens of {named}.")
+        if grid.calibration_data is None and args.model != "demo":
+            notes.append("For scales that fit your texts, give some of them with --calibration-data FILE.")
+    if "centered" in static and scales["centered"] is None:
+        notes.append("Centered keys were not measured: no layer of this model gains from them.")
+    return tuple(notes)

@@ -1,0 +1,152 @@
+"""One pass over a text: every setting side by side, compared with the first one token by token.
+
+The model goes through each chunk once per setting. The head is then applied to a few rows at a time, in turns, so
+that memory holds the logits of `LOGITS` bytes at most for the first setting and as many for one other, whatever the
+vocabulary. What is kept is a log-probability, a KL and a comparison per token, in float32 and bool.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from freight.config.engine import EngineConfig
+from freight.engine.prepare import Logits, SequenceSlice
+from freight.engine.runner import ModelRunner
+from freight.evaluate.divergence import kl_divergence
+from freight.evaluate.perplexity import Window
+from freight.evaluate.stored_error import Probe
+
+LOGITS = 64 * 2**20  # bytes of logits in float32 that are held at a time, for each of two settings
+TILE = 32  # rows that a matrix product computes together
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass
+class SettingRun:
+    """One setting, with what has been measured of it so far; per token, in the text's order, on the CPU.
+
+    `seconds` are those of the forward passes alone.
+    """
+
+    config: EngineConfig
+    runner: ModelRunner
+    probe: Probe | None = None
+    logprobs: list[Tensor] = field(default_factory=list)
+    kl: list[Tensor] = field(default_factory=list)
+    same: list[Tensor] = field(default_factory=list)
+    num_stored: int = 0
+    clipped: int = 0
+    num_passes: int = 0
+    seconds: float = 0.0
+
+    @property
+    def token_logprobs(self) -> Tensor:
+        """Log-probability of each token of the text, in order, float32 [num_tokens]."""
+        return torch.cat(self.logprobs)
+
+    @property
+    def token_kl(self) -> Tensor:
+        """KL of the first setting's distribution to this one's after each token, nats, float32 [num_tokens]."""
+        return torch.cat(self.kl)
+
+    @property
+    def token_same(self) -> Tensor:
+        """Whether both rank the same token first, bool [num_tokens]."""
+        return torch.cat(self.same)
+
+    @property
+    def clipped_share(self) -> float:
+        """Share of the stored keys and values that lay beyond the range of their scales."""
+        return self.clipped / (self.num_stored * self.runner.pool.values_per_token)
+
+    @torch.inference_mode()
+    def hidden(self, token_ids: Sequence[int], start: int) -> Tensor:
+        """Final states of these tokens, [rows, hidden_size]."""
+        runner = self.runner
+        if self.probe is not None:
+            self.probe.begin(len(token_ids), runner.device)
+        before = self.probe.seconds if self.probe is not None else 0.0
+        begin = now(runner.device)
+        states = runner.run([SequenceSlice(token_ids, start, runner.pool.whole, Logits.ALL)]).hidden
+        self.seconds += now(runner.device) - begin - (self.probe.seconds - before if self.probe is not None else 0.0)
+        self.num_stored += len(token_ids)
+        self.num_passes += 1
+        assert states is not None  # this runner captures no steps
+        return states
+
+    @torch.inference_mode()
+    def head(self, hidden: Tensor) -> Tensor:
+        """float32 logits [rows, vocab_size]."""
+        begin = now(self.runner.device)
+        logits = self.runner.model.logits(hidden)
+        self.seconds += now(self.runner.device) - begin
+        return logits
+
+
+def now(device: str) -> float:
+    """Seconds, once the device has done what it was asked for."""
+    if device != "cpu":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def rows_at_once(vocab_size: int) -> int:
+    """Rows of logits that are computed together: whole tiles within LOGITS bytes, at least one."""
+    return max(TILE, LOGITS // (4 * vocab_size) // TILE * TILE)
+
+
+@torch.inference_mode()
+def measure(runs: Sequence[SettingRun], windows: Sequence[Window], on_progress: Progress) -> None:
+    """Judge every window under each of `runs`, the first being the one that the others are compared with."""
+    chunk = runs[0].config.max_num_batched_tokens
+    rows = rows_at_once(runs[0].runner.model.config.vocab_size)
+    for done, window in enumerate(windows):
+        on_progress(done, len(windows))
+        for start in range(0, len(window.token_ids), chunk):
+            part = window.token_ids[start : start + chunk]
+            targets = torch.tensor(
+                window.targets[start : start + chunk], dtype=torch.int64, device=runs[0].runner.device
+            )
+            states = [run.hidden(part, start) for run in runs]
+            if runs[0].probe is not None and runs[0].probe.rows is not None:
+                for run in runs:
+                    assert run.probe is not None
+                    run.probe.compare(runs[0].probe.outputs)
+            for begin in range(0, len(part), rows):
+                _judge(runs, [state[begin : begin + rows] for state in states], targets[begin : begin + rows])
+    for run in runs:
+        run.clipped = run.runner.pool.counters()[1]
+    on_progress(len(windows), len(windows))
+
+
+def _judge(runs: Sequence[SettingRun], states: Sequence[Tensor], targets: Tensor) -> None:
+    """Log-probabilities, KL and top tokens of a few rows."""
+    reference = torch.log_softmax(runs[0].head(states[0]), -1)
+    probabilities, top = reference.exp(), reference.argmax(-1)
+    for run, hidden in zip(runs, states, strict=True):
+        if run is runs[0]:
+            own, kl, same = reference, torch.zeros_like(targets, dtype=torch.float32), torch.ones_like(targets).bool()
+        else:
+            own = torch.log_softmax(run.head(hidden), -1)
+            kl = torch.linalg.vecdot(probabilities, reference - own)
+            if not kl.isfinite().all():  # a token that is impossible for one of both
+                kl = kl_divergence(reference, own)
+            same = own.argmax(-1) == top
+        run.logprobs.append(own.gather(-1, targets[:, None])[:, 0].cpu())
+        run.kl.append(kl.cpu())
+        run.same.append(same.cpu())
+
+
+def mean_perplexity(logprobs: Tensor) -> float:
+    """exp of the mean negative log-probability; infinite where a token is impossible, or nearly."""
+    try:
+        return math.exp(-float(logprobs.double().mean()))
+    except OverflowError:
+        return math.inf

@@ -1,0 +1,215 @@
+"""The report of an evaluation: report.json, report.md and report.html, for readers who have not met FP8.
+
+report.html needs no other file: its charts are inline SVG. It follows the reader's light or dark setting.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from html import escape
+from itertools import pairwise
+from pathlib import Path
+
+from freight.evaluate.advice import advice, recommended
+from freight.evaluate.charts import Axis, Series, chart
+from freight.evaluate.figures import Evaluation, Figures
+from freight.evaluate.table import legend, speed_table, table
+
+_WHAT = (
+    "While a language model writes, it keeps notes on every token so far: keys and values, the KV cache. They fill the "
+    "memory. FP8 stores each number in 8 bits instead of 16, so the same memory holds about twice as many tokens; the "
+    "numbers are rounded, and a scale moves them into the range where rounding hurts least. This report measures what "
+    "the rounding changes on a text, for each way to choose the scales."
+)
+_STYLE = """
+:root{color-scheme:light dark;--paper:#fff;--ink:#1d2329;--soft:#59626c;--grid:#e6eaed;--line:#8b949e;--box:#f3f6f8;
+--c0:#1d2329;--c1:#1668b8;--c2:#c2410c;--c3:#0f7a5a;--c4:#8a3ffc;--c5:#9a6700;--c6:#b0307a;--c7:#3d6470}
+@media(prefers-color-scheme:dark){:root{--paper:#14181d;--ink:#e8ebee;--soft:#a3adb7;--grid:#29313a;--line:#6b7681;
+--box:#1d232a;--c0:#e8ebee;--c1:#6bb3f5;--c2:#f59a5d;--c3:#4fcf9f;--c4:#c4a0ff;--c5:#e3b341;--c6:#f58ac5;--c7:#9fc3cf}}
+body{background:var(--paper);color:var(--ink);font:16px/1.5 system-ui,-apple-system,"Segoe UI",sans-serif;
+max-width:920px;margin:2rem auto;padding:0 1rem}
+h1{font-size:1.6rem;line-height:1.2}h2{font-size:1.15rem;margin:2.2rem 0 .3rem}.soft{color:var(--soft)}
+.advice{background:var(--box);border-left:4px solid var(--c1);padding:.8rem 1rem;overflow-wrap:anywhere}
+.wide{overflow-x:auto}table{border-collapse:collapse;font-size:.85rem;font-variant-numeric:tabular-nums}
+th,td{padding:.25rem .6rem;text-align:right;border-bottom:1px solid var(--grid);white-space:nowrap}
+th:first-child,td:first-child{text-align:left}
+svg{width:100%;height:auto;display:block}svg text{font-size:13px;fill:var(--ink)}
+svg .soft{fill:var(--soft)}svg .grid{stroke:var(--grid)}svg .base{stroke:var(--line)}
+svg line,svg polyline{stroke-width:1.8}.full{stroke:none}
+"""
+_STYLE += "".join(
+    f"svg .s{i}{{stroke:var(--c{i})}}svg .s{i}.full{{fill:var(--c{i});stroke:none}}"
+    f"svg .s{i}.hollow{{fill:var(--paper);stroke-width:2}}\n"
+    for i in range(8)
+)
+
+
+@dataclass(frozen=True)
+class Section:
+    """A chart with what it shows, in a sentence or two."""
+
+    title: str
+    says: str
+    svg: str
+
+
+def write_report(evaluation: Evaluation, folder: Path) -> None:
+    """Write report.json, report.md and report.html into `folder`, which is there."""
+    (folder / "report.json").write_text(json.dumps(evaluation.as_json(), indent=1) + "\n", encoding="utf-8")
+    (folder / "report.md").write_text(_markdown(evaluation), encoding="utf-8")
+    (folder / "report.html").write_text(_html(evaluation), encoding="utf-8")
+
+
+def sections(evaluation: Evaluation) -> list[Section]:
+    """The charts, those of what was measured."""
+    runs = [(run, _name(run, evaluation), style) for style, run in enumerate(evaluation.runs)]
+    first, others = evaluation.runs[0], runs[1:]
+    found = [
+        Section(
+            "Error against memory",
+            "Each mark is one setting: further left takes less memory for a token, further down changes the model's "
+            f"answers less. 16 bits takes {first.bytes_per_token:,} bytes and, as what the others are compared with, "
+            "has no error. Best is the lower left.",
+            chart(
+                "Mean KL against bytes per token",
+                Axis("cache memory (bytes per token)"),
+                Axis("mean KL from 16 bits (nats per token)", log=True),
+                [Series(name, [(run.bytes_per_token, run.kl_mean)], style) for run, name, style in others],
+                lines=False,
+            ),
+        ),
+        _by_layer(evaluation, others),
+        _by_position(evaluation, others),
+    ]
+    if evaluation.contexts:
+        shown = [(run, name, style) for run, name, style in runs if run is first or run is recommended(evaluation)]
+        shown = shown if len(shown) > 1 else runs[:2]
+        found.append(
+            Section(
+                "Speed by context",
+                "How many tokens a second one conversation gets, with more and more text already in the cache: for 16 "
+                "bits and for the setting to take. Higher is faster. It was measured on this machine.",
+                chart(
+                    "Decode speed by context",
+                    Axis("tokens already in the cache", log=True),
+                    Axis("speed (tokens per second)", zero=True),
+                    [
+                        Series(name, list(zip(evaluation.contexts, run.decode or (), strict=True)), style)
+                        for run, name, style in shown
+                    ],
+                ),
+            )
+        )
+    return found
+
+
+def _name(run: Figures, evaluation: Evaluation) -> str:
+    return run.name if run.weights == evaluation.runs[0].weights else f"{run.weights}, {run.name}"
+
+
+def _by_layer(evaluation: Evaluation, others: list[tuple[Figures, str, int]]) -> Section:
+    """KL by layer where it was measured, else the error of attention's output."""
+    layers = Axis("layer", names=[str(layer) for layer in range(len(evaluation.runs[0].layer_errors))])
+    alone = [(run.layer_kl, name, style) for run, name, style in others if run.layer_kl is not None]
+    if alone:
+        return Section(
+            "Error by layer",
+            "A model is a stack of layers, each with its own cache. This is the error if one layer alone were rounded, "
+            "so a high mark is a layer that would gain most from 16 bits or finer scales.",
+            chart(
+                "KL by layer",
+                layers,
+                Axis("mean KL from 16 bits (nats per token)", log=True),
+                [Series(name, list(enumerate(values)), style) for values, name, style in alone],
+            ),
+        )
+    return Section(
+        "Error by layer",
+        "A model is a stack of layers, each with its own cache. This is how far the output of attention, which reads "
+        "the cache, is from that with 16 bits, as a share of its size; it grows as errors of earlier layers add up.",
+        chart(
+            "Error of attention by layer",
+            layers,
+            Axis("relative error of attention (share)", log=True),
+            [
+                Series(name, [(i, layer["attention"]) for i, layer in enumerate(run.layer_errors)], style)
+                for run, name, style in others
+            ],
+        ),
+    )
+
+
+def _by_position(evaluation: Evaluation, others: list[tuple[Figures, str, int]]) -> Section:
+    edges = evaluation.position_edges
+    names = [f"{low:,}–{high - 1:,}" for low, high in pairwise(edges)]
+    first = evaluation.runs[0].perplexity_by_position
+
+    def points(run: Figures) -> list[tuple[float, float]]:
+        pairs = enumerate(zip(run.perplexity_by_position, first, strict=True))
+        return [(i, 100 * (own / base - 1)) for i, (own, base) in pairs if own is not None and base is not None]
+
+    absolute = ", ".join(f"{value:.1f}" for value in first if value is not None)
+    return Section(
+        "Perplexity by position",
+        "Perplexity is how many words, as it were, the model hesitates between. This is by how much it changes against "
+        "16 bits, for tokens early and late in the text: a line that rises to the right would mean that long texts "
+        f"suffer. With 16 bits it is, from left to right: {absolute}.",
+        chart(
+            "Change of perplexity by position",
+            Axis("position in the text (tokens before)", names=names),
+            Axis("change of perplexity (%)"),
+            [Series(name, points(run), style) for run, name, style in others],
+        ),
+    )
+
+
+def _title(evaluation: Evaluation) -> str:
+    return f"What FP8 costs and saves: {evaluation.overview.model}"
+
+
+def _markdown(evaluation: Evaluation) -> str:
+    parts = [f"# {_title(evaluation)}", advice(evaluation), _WHAT, table(evaluation), legend(evaluation)]
+    if evaluation.contexts:
+        parts += ["## Speed", "Tokens per second of one sequence, by tokens in its cache.", speed_table(evaluation)]
+    layers = [f"| layer | {' | '.join(_name(run, evaluation) for run in evaluation.runs[1:])} |"]
+    layers.append("|---:" * len(evaluation.runs) + "|")
+    for index in range(len(evaluation.runs[0].layer_errors)):
+        cells = [f"{run.layer_errors[index]['attention']:.4f}" for run in evaluation.runs[1:]]
+        layers.append(f"| {index} | {' | '.join(cells)} |")
+    parts += ["## Error by layer", "Relative error of attention's output, against 16 bits.", "\n".join(layers)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _html(evaluation: Evaluation) -> str:
+    title, over = escape(_title(evaluation)), evaluation.overview
+    body = [
+        f"<h1>{title}</h1>",
+        f'<p class="advice">{escape(advice(evaluation))}</p>',
+        f"<p>{escape(_WHAT)}</p>",
+    ]
+    for section in sections(evaluation):
+        body.append(f"<h2>{escape(section.title)}</h2>\n<p>{escape(section.says)}</p>\n{section.svg}")
+    body.append(f'<h2>All figures</h2>\n<div class="wide">{_table(table(evaluation))}</div>')
+    body.append(
+        f'<p class="soft">{escape(legend(evaluation))} “Clipped” are numbers beyond the range of their scale; '
+        "“to zero” are numbers too small for it. KL measures how far two sets of probabilities are apart.</p>"
+    )
+    if evaluation.contexts:
+        body.append(
+            f"<h2>Speed</h2>\n<p>Tokens per second of one conversation, by tokens in its cache.</p>"
+            f'<div class="wide">{_table(speed_table(evaluation))}</div>'
+        )
+    size = f"{over.weight_bytes:,} bytes in {over.weight_dtype}, embedding and head {over.embedding_bytes:,} bytes"
+    body.append(f'<p class="soft">Weights: {escape(size)}.</p>')
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>'
+    lines = ['<!doctype html><html lang="en"><head>', head, f"<style>{_STYLE}</style></head><body>", *body]
+    return "\n".join([*lines, "</body></html>"]) + "\n"
+
+
+def _table(text: str) -> str:
+    """A Markdown table -> HTML."""
+    rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in text.splitlines()]
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in rows[0])
+    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows[2:])
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

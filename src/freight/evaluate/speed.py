@@ -1,0 +1,98 @@
+"""Prefill and decode speed of every setting, in turns, so that a machine's moods fall on all of them.
+
+A decode step of one sequence is timed at a few contexts. Its time depends on how many keys are read and not on what
+they are, so the cache is filled with zeros instead of being computed: a context of 32,768 tokens costs no prefill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from freight.cache.pool import KVPool, allocate_pool
+from freight.engine.build import captured_steps
+from freight.engine.prepare import Logits, SequenceSlice
+from freight.engine.runner import ModelRunner
+from freight.evaluate.measure import SettingRun, now
+from freight.models.open import OpenModel
+
+REPEATS = 5
+MEMORY = 2**28  # bytes of the largest cache: a longer context is not timed
+FASTER = 0.99  # of the other's time, at most
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Tokens per second: of a prefill of `prefill_tokens`, and of one sequence's decode steps by context."""
+
+    prefill_tokens: int
+    prefill: float
+    contexts: tuple[int, ...]
+    decode: tuple[float, ...]
+
+
+def contexts_for(max_model_len: int, bytes_per_token: int) -> tuple[int, ...]:
+    """Up to five contexts, by factors of 4, the longest that the model and MEMORY allow the last."""
+    longest = max(1, min(max_model_len, MEMORY // bytes_per_token))
+    return tuple(sorted({max(1, longest // 4**i) for i in range(5) if longest // 4**i >= 16 or i == 0}))
+
+
+def time_settings(opened: OpenModel, runs: Sequence[SettingRun], repeats: int = REPEATS) -> list[Speed]:
+    """The speed of each of `runs`. Their caches and counts stay as they are."""
+    bytes_per_token = max(run.runner.pool.spec.bytes_per_token for run in runs)
+    contexts = contexts_for(runs[0].config.max_model_len, bytes_per_token)
+    runners = [_runner(opened, run, contexts[-1]) for run in runs]
+    count = min(runs[0].config.max_num_batched_tokens, contexts[-1], 512)
+    prefill = [SequenceSlice([0] * count, 0, (), Logits.LAST)]
+    taken = [_in_turns(runners, prefill, max(1, repeats // 2), runs[0].config.device)]
+    for context in contexts:
+        step = [SequenceSlice([0], context - 1, (), Logits.LAST)]
+        taken.append(_in_turns(runners, step, repeats, runs[0].config.device))
+    first, *steps = taken
+    return [Speed(count, count / first[i], contexts, tuple(1 / step[i] for step in steps)) for i in range(len(runners))]
+
+
+def faster_from(speed: Speed, reference: Speed) -> int | None:
+    """The context from which on every timed one decodes faster than the reference; None if there is none."""
+    found = None
+    for context, own, other in reversed(list(zip(speed.contexts, speed.decode, reference.decode, strict=True))):
+        if 1 / own > FASTER / other:
+            break
+        found = context
+    return found
+
+
+def _runner(opened: OpenModel, run: SettingRun, context: int) -> ModelRunner:
+    config, model = run.config, run.runner.model
+    spec, kernels = run.runner.pool.spec, opened.kernels(run.config)
+    blocks = [-(-context // config.block_size)] * len(spec.groups)
+    pool = _zeroed(allocate_pool(spec, config.kv, blocks, kernels, config.device, model.rotaries))
+    return ModelRunner(model, pool, config.device, captured_steps(model, pool, kernels, config))
+
+
+def _zeroed(pool: KVPool) -> KVPool:
+    for kv in pool.layers:
+        for tensor in (kv.pages.k, kv.pages.v):
+            tensor.view(torch.uint8).zero_()
+        if kv.pages.dynamic:
+            for scale in (kv.pages.k_scale, kv.pages.v_scale):
+                assert scale is not None
+                scale.fill_(1.0)
+    return pool
+
+
+def _in_turns(runners: Sequence[ModelRunner], step: Sequence[SequenceSlice], repeats: int, device: str) -> list[float]:
+    """Least seconds of `step` for each runner: those that other work on the machine disturbed least.
+
+    The first round, which captures and warms up, does not count.
+    """
+    taken: list[list[float]] = [[] for _ in runners]
+    for turn in range(repeats + 1):
+        for runner, times in zip(runners, taken, strict=True):
+            begin = now(device)
+            runner.run([replace(part, block_ids=runner.pool.whole) for part in step]).all_logits()
+            if turn:
+                times.append(now(device) - begin)
+    return [min(times) for times in taken]

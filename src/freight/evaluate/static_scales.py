@@ -1,0 +1,109 @@
+"""Static KV scales measured on the spot, for caches whose scales the checkpoint does not have.
+
+The loaded model runs over calibration text with a 16-bit cache, and the largest magnitude of each channel of the
+stored keys and values becomes a scale; those of heads and tensors are the largest of their channels. They are what
+`freight quantize --kv-cache fp8` would write, within the rounding of the kernels. Weights that are quantized already
+are no obstacle. Centers need a second run, as the scales are those of the centered keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from freight.cache.pool import AngleTables, KVPool
+from freight.calibrate.centers import CenterWatch
+from freight.calibrate.run import FLOOR, WatchedKV
+from freight.engine.prepare import Logits, SequenceSlice
+from freight.engine.runner import ModelRunner
+from freight.errors import CheckpointError
+from freight.fp8.cast import scale_from_amax
+from freight.fp8.formats import Format, Granularity
+from freight.fp8.scheme import KVScales, LayerScales
+from freight.models.decoder import Decoder
+from freight.operands.kv_pages import KeyCenter
+
+Amax = list[list[Tensor]]  # by layer, of k and v: float32 [num_kv_heads, head_dim]
+
+
+def channel_amax(
+    decoder: Decoder, pool: KVPool, samples: Sequence[Sequence[int]], watches: Sequence[CenterWatch]
+) -> Amax:
+    """Largest magnitudes of what the 16-bit `pool` stores for `samples`, each no longer than the pool.
+
+    `watches`, one a layer or none, see queries and keys before rotary embedding. Raises CheckpointError for NaN and
+    infinities, which no scale can represent.
+    """
+    seen: Amax = [[] for _ in pool.layers]
+
+    def watched(index: int) -> WatchedKV:
+        def stored(k: Tensor, v: Tensor) -> None:
+            largest = [side.abs().amax(0).float() for side in (k, v)]
+            if not all(bool(side.isfinite().all()) for side in largest):
+                raise CheckpointError(f"layer {index} computes NaN or infinity in 16 bits; no scale can be measured")
+            before = seen[index] or largest
+            seen[index] = [torch.maximum(old, new) for old, new in zip(before, largest, strict=True)]
+
+        kv = pool.layers[index]
+        return WatchedKV(kv.pages, kv.kernels, kv.group, stored, watches[index].see if watches else None)
+
+    runner = ModelRunner(decoder, replace(pool, layers=tuple(map(watched, range(len(pool.layers))))), _device(pool))
+    for sample in samples:
+        runner.run([SequenceSlice(sample, 0, pool.whole, Logits.NONE)])
+    return seen
+
+
+def scales_of(amax: Amax, granularity: Granularity, centers: Sequence[Tensor | None] = ()) -> KVScales:
+    """E4M3FN scales from the channels' magnitudes; `centers` are [num_kv_heads, k_dim] by layer."""
+    layers = []
+    for index, sides in enumerate(amax):
+        k, v = (_scales(side, granularity) for side in sides)
+        b = centers[index] if centers else None
+        layers.append(LayerScales(k, v, granularity, (), () if b is None else tuple(b.flatten().tolist())))
+    return KVScales(tuple(layers))
+
+
+def _scales(amax: Tensor, granularity: Granularity) -> tuple[float, ...]:
+    if not amax.any():
+        amax = torch.full_like(amax, Format.E4M3FN.max)  # only zeros were seen: a scale of 1.0
+    shared: dict[Granularity, tuple[int, ...]] = {Granularity.TENSOR: (0, 1), Granularity.HEAD: (1,)}
+    groups = amax.amax(shared[granularity]) if granularity in shared else amax
+    scales = scale_from_amax(groups, Format.E4M3FN)
+    return tuple(scales.clamp(min=float(scales.max()) * FLOOR).flatten().tolist())
+
+
+def measure_scales(
+    decoder: Decoder, pool: KVPool, samples: Sequence[Sequence[int]], names: Sequence[str]
+) -> dict[str, KVScales | None]:
+    """Scales for each of `names`: a static granularity, or 'centered', which is None where no layer gains from it."""
+    watches = [CenterWatch(rotary.rotary_dim) for rotary in decoder.rotaries] if "centered" in names else []
+    amax = channel_amax(decoder, pool, samples, watches)
+    found: dict[str, KVScales | None] = {}
+    for name in names:
+        if name != "centered":
+            found[name] = scales_of(amax, Granularity(name))
+    if watches:
+        centers = [watch.centers().k for watch in watches]
+        found["centered"] = None
+        if any(center is not None for center in centers):
+            amax = channel_amax(decoder, _centered(decoder, pool, centers), samples, ())
+            found["centered"] = scales_of(amax, Granularity.CHANNEL, centers)
+    return found
+
+
+def _centered(decoder: Decoder, pool: KVPool, centers: Sequence[Tensor | None]) -> KVPool:
+    """`pool`, with keys stored less their centers."""
+    tables, layers = AngleTables(), []
+    for kv, center, rotary in zip(pool.layers, centers, decoder.rotaries, strict=True):
+        pages = kv.pages
+        if center is not None:
+            pages = replace(pages, k_center=KeyCenter.of(center.to(pages.k.device), *tables.of(rotary)))
+        layers.append(replace(kv, pages=pages))
+    return replace(pool, layers=tuple(layers))
+
+
+def _device(pool: KVPool) -> str:
+    return pool.layers[0].pages.k.device.type

@@ -1,0 +1,134 @@
+"""What storing costs, by layer: how far K, V and attention's output are from what they would have been.
+
+K and V: the rounding of the store alone, the stored values against those that were given to it, in the same run.
+Attention's output: against the 16-bit run, so it also has what the layers before have changed. Both are relative:
+the norm of the difference divided by the norm of the true values. A few rows of each chunk are looked at, so that
+this takes little time and memory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from freight.cache.pool import KVPool, PagedKV
+from freight.fp8.cast import decode
+from freight.kernels import reference
+from freight.operands.batch import ForwardBatch
+from freight.operands.kv_pages import KVPages
+from freight.operands.rotary import Rotary
+
+ROWS = 16  # of a chunk that are looked at
+LOOKED_AT = 2048  # rows in all, after which no chunk is looked at
+
+
+@dataclass
+class Probe:
+    """Sums over the rows seen so far, by layer; `rows` says which of this step's are looked at, None: none."""
+
+    num_layers: int
+    rows: Tensor | None = None
+    seconds: float = 0.0  # spent here, which are not the model's
+    num_rows: int = 0
+    flushed: int = 0
+    num_values: int = 0
+    outputs: list[Tensor] = field(default_factory=list)  # attention's output of this step, by layer
+    sums: Tensor = field(init=False)  # float64 [num_layers, 3, 2]: of K, V, attention, squares of (difference, truth)
+
+    def __post_init__(self) -> None:
+        self.sums = torch.zeros(self.num_layers, 3, 2, dtype=torch.float64, device="cpu")
+
+    def begin(self, count: int, device: str) -> None:
+        """A step of `count` rows comes."""
+        self.outputs.clear()
+        if self.num_rows >= LOOKED_AT:
+            self.rows = None
+            return
+        step = -(-count // ROWS)
+        self.rows = torch.arange(step // 2, count, step, dtype=torch.int64, device=device)
+        self.num_rows += len(self.rows)
+
+    def stored(
+        self, layer: int, qkv: Tensor, rotary: Rotary, batch: ForwardBatch, slots: Tensor, pages: KVPages
+    ) -> None:
+        begin, rows = time.perf_counter(), self.rows
+        assert rows is not None
+        positions, slots = batch.positions[rows], slots[rows]
+        _, k, v = reference.split_heads(qkv[rows], rotary, pages)
+        whole = (
+            k if pages.k_center is None else reference.split_heads(qkv[rows], rotary, replace(pages, k_center=None))[1]
+        )
+        k = reference.rotate(k, rotary.cos[positions], rotary.sin[positions])
+        for side, (true, page, scale) in enumerate(((k, pages.k, pages.k_scale), (v, pages.v, pages.v_scale))):
+            kept = _stored(page, scale, slots)
+            self._add(layer, side, kept - true.float(), whole if side == 0 else true)
+            self.flushed += int(((kept == 0) & (true != 0)).sum())
+            self.num_values += true.numel()
+        self.seconds += time.perf_counter() - begin
+
+    def attended(self, output: Tensor) -> None:
+        assert self.rows is not None
+        self.outputs.append(output[self.rows])
+
+    def compare(self, reference: Sequence[Tensor]) -> None:
+        """Attention's outputs of this step with those of the 16-bit run."""
+        begin = time.perf_counter()
+        for layer, (own, true) in enumerate(zip(self.outputs, reference, strict=True)):
+            self._add(layer, 2, own.float() - true.float(), true)
+        self.seconds += time.perf_counter() - begin
+
+    def _add(self, layer: int, what: int, difference: Tensor, true: Tensor) -> None:
+        self.sums[layer, what, 0] += float(difference.square().sum())
+        self.sums[layer, what, 1] += float(true.float().square().sum())
+
+    @property
+    def errors(self) -> list[dict[str, float]]:
+        """By layer: relative errors of k, v and attention."""
+        relative = (self.sums[..., 0] / self.sums[..., 1].clamp(min=1e-300)).sqrt().tolist()
+        return [dict(zip(("k", "v", "attention"), layer, strict=True)) for layer in relative]
+
+    @property
+    def flushed_share(self) -> float:
+        """Share of the keys and values, not zero themselves, that are stored as zero."""
+        return self.flushed / max(1, self.num_values)
+
+
+def _stored(page: Tensor, scale: Tensor | None, slots: Tensor) -> Tensor:
+    """What the cache has for these slots: float32 [rows, num_kv_heads, head_dim]."""
+    flat = page.flatten(0, 1)
+    rows = flat.view(torch.uint8)[slots].view(page.dtype) if page.element_size() == 1 else flat[slots]
+    if scale is None:
+        return decode(rows)
+    return decode(rows, scale.flatten(0, 1)[slots][..., None].float() if scale.ndim == 3 else scale)
+
+
+@dataclass(frozen=True)
+class ProbedKV(PagedKV):
+    """A layer's cache that shows its probe what it stores, and what attention makes of it."""
+
+    probe: Probe = field(default_factory=lambda: Probe(0))
+    layer: int = 0
+
+    def store(self, qkv: Tensor, rotary: Rotary, batch: ForwardBatch) -> Tensor:
+        q = super().store(qkv, rotary, batch)
+        if self.probe.rows is not None:
+            self.probe.stored(self.layer, qkv, rotary, batch, batch.slots[self.group], self.pages)
+        return q
+
+    def attend(
+        self, q: Tensor, batch: ForwardBatch, softmax_scale: float, window: int | None, soft_cap: float | None
+    ) -> Tensor:
+        attended = super().attend(q, batch, softmax_scale, window, soft_cap)
+        if self.probe.rows is not None:
+            self.probe.attended(attended)
+        return attended
+
+
+def probed(pool: KVPool, probe: Probe) -> KVPool:
+    """`pool` with its layers shown to `probe`."""
+    layers = enumerate(pool.layers)
+    return replace(pool, layers=tuple(ProbedKV(kv.pages, kv.kernels, kv.group, probe, index) for index, kv in layers))

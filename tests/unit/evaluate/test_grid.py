@@ -1,0 +1,256 @@
+"""The grid of `freight evaluate`: its figures against their definitions, its cost, and that it repeats itself."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+import freight
+from freight.checkpoint.reader import resolve_model
+from freight.config.engine import EngineArgs
+from freight.errors import ConfigError
+from freight.evaluate import measure as passes
+from freight.evaluate.documents import read_documents
+from freight.evaluate.figures import Evaluation
+from freight.evaluate.grid import GridArgs, evaluate_grid
+from freight.evaluate.measure import rows_at_once
+from freight.evaluate.report import run_caches
+from freight.evaluate.rounded import SCHEMES
+from freight.evaluate.speed import Speed, contexts_for, faster_from
+from freight.fp8.formats import Granularity
+from freight.models.decoder import Decoder
+from freight.models.open import open_checkpoint
+
+TEXT = (resolve_model("demo") / "heldout.txt").read_text(encoding="utf-8")
+DEMO = EngineArgs("demo")
+KEYS = {
+    *("kv_cache_dtype", "granularity", "scale_source", "perplexity", "kl_mean", "kl_p99", "same_top"),
+    *("bytes_per_token", "prefill_tokens_per_second", "decode_tokens_per_second"),
+}
+
+
+@pytest.fixture(scope="module")
+def halves(tmp_path_factory: pytest.TempPathFactory) -> list[Evaluation]:
+    """The whole grid, over 12 documents and over 12 others."""
+    size = 400
+    documents = [TEXT[start : start + size] for start in range(0, 24 * 3 * size, 3 * size)]
+    path = tmp_path_factory.mktemp("calibration") / "calibration.txt"
+    path.write_text((resolve_model("demo") / "calibration.txt").read_text(encoding="utf-8")[:8000], encoding="utf-8")
+    grid = GridArgs(speed=False, window=128, calibration_data=str(path))
+    return [evaluate_grid(DEMO, documents[half::2], grid) for half in (0, 1)]
+
+
+def test_the_grid_has_every_cache_once(halves: list[Evaluation]):
+    runs = [(run.name, run.granularity, run.scale_source, run.centered) for run in halves[0].runs]
+    assert runs == [
+        ("16 bits", None, None, False),
+        ("unit", "tensor", "unit", False),
+        ("tensor", "tensor", "calibrated", False),
+        ("head", "head", "calibrated", False),
+        ("channel", "channel", "calibrated", False),
+        ("token", "token", "dynamic", False),
+        ("e5m2", "tensor", "unit", False),
+        ("centered", "channel", "calibrated", True),
+    ]
+    assert [run.bytes_per_token for run in halves[0].runs] == [3072, *[1536] * 4, 1584, 1536, 1536]
+
+
+def test_16_bits_against_itself_has_no_divergence(halves: list[Evaluation]):
+    first = halves[0].runs[0]
+    assert (first.kl_mean, first.kl_p99, first.kl_max, first.same_top, first.perplexity_ratio) == (0, 0, 0, 1, 1)
+    assert all(set(layer.values()) == {0} for layer in first.layer_errors)
+
+
+def test_the_other_half_of_the_documents_agrees_within_the_intervals(halves: list[Evaluation]):
+    for one, other in zip(*(half.runs[1:] for half in halves), strict=True):
+        for a, b in (
+            (one.kl_interval, other.kl_interval),
+            (one.perplexity_ratio_interval, other.perplexity_ratio_interval),
+        ):
+            assert a is not None
+            assert b is not None
+            assert a[0] <= b[1]
+            assert b[0] <= a[1]
+        assert one.kl_interval is not None
+        assert one.kl_interval[0] < one.kl_mean < one.kl_interval[1]
+
+
+def test_figures_are_in_order(halves: list[Evaluation]):
+    by_name = {run.name: run for run in halves[0].runs}
+    for run in halves[0].runs[1:]:
+        assert run.kl_median < run.kl_mean < run.kl_p99 < run.kl_max
+        assert all(0 < layer[what] < 0.3 for layer in run.layer_errors for what in ("k", "v", "attention"))
+    token, coarse = by_name["token"], by_name["e5m2"]
+    assert token.kl_mean < coarse.kl_mean
+    assert all(a["k"] < b["k"] for a, b in zip(token.layer_errors, coarse.layer_errors, strict=True))
+    centered, channel = by_name["centered"], by_name["channel"]
+    assert centered.layer_errors[1]["k"] < channel.layer_errors[1]["k"]
+    assert by_name["unit"].flushed_share > token.flushed_share, "small values are lost with a scale of 1.0"
+
+
+def test_positions_add_up_to_the_whole(halves: list[Evaluation]):
+    evaluation = halves[0]
+    assert evaluation.position_edges == (0, 16, 32, 64, 128)
+    values = [value for value in evaluation.runs[0].perplexity_by_position if value is not None]
+    assert min(values) < evaluation.runs[0].perplexity < max(values)
+
+
+def test_the_same_figures_as_for_one_cache_alone(halves: list[Evaluation]):
+    """`run_caches` judges one text; the windows of several documents are its windows for each."""
+    document = TEXT[:1500]
+    grid = GridArgs(caches=("token",), speed=False, window=128)
+    evaluation = evaluate_grid(DEMO, [document], grid)
+    _, run = run_caches(DEMO, [("fp8", "dynamic")], document, 128)
+    assert evaluation.runs[1].kl_mean == pytest.approx(float(run.token_kl.double().mean()))
+    assert evaluation.runs[1].perplexity == pytest.approx(math.exp(-float(run.token_logprobs.double().mean())))
+    assert evaluation.units == "windows"
+
+
+def test_every_setting_takes_one_pass_and_little_more(monkeypatch: pytest.MonkeyPatch):
+    passed, hidden = [], Decoder.hidden
+
+    def counted(self: Decoder, batch: object, kv: object) -> torch.Tensor:
+        passed.append(len(batch.token_ids))  # type: ignore[attr-defined]
+        return hidden(self, batch, kv)  # type: ignore[arg-type]
+
+    seconds, judge = [], passes.measure
+
+    def timed(*args: object) -> None:
+        begin = passes.now("cpu")
+        judge(*args)  # type: ignore[arg-type]
+        seconds.append(passes.now("cpu") - begin)
+
+    monkeypatch.setattr(Decoder, "hidden", counted)
+    monkeypatch.setattr("freight.evaluate.grid.measure", timed)
+    grid = GridArgs(caches=("unit", "token", "e5m2"), speed=False, window=512, max_tokens=2048)
+    forward: list[float] = []
+    while not forward or (len(forward) < 3 and seconds[-1] > 1.3 * forward[-1]):  # others may keep the machine busy
+        evaluation = evaluate_grid(DEMO, [TEXT], grid)
+        forward.append(sum(run.forward_seconds for run in evaluation.runs))
+    assert passed == [512] * 4 * 4 * len(forward)  # windows x settings, each time
+    assert [run.num_passes for run in evaluation.runs] == [4] * 4
+    assert min(whole / part for whole, part in zip(seconds, forward, strict=True)) <= 1.3, (seconds, forward)
+
+
+def test_rows_of_logits_are_bounded_for_any_vocabulary(monkeypatch: pytest.MonkeyPatch):
+    assert [rows_at_once(size) for size in (4096, 32000, 262144, 10**7)] == [4096, 512, 64, 32]
+    plain = run_caches(DEMO, [("fp8", "unit")], TEXT[:1000], 128)
+    monkeypatch.setattr(passes, "rows_at_once", lambda size: 32)
+    pieces = run_caches(DEMO, [("fp8", "unit")], TEXT[:1000], 128)
+    assert torch.equal(pieces[1].token_logprobs, plain[1].token_logprobs)
+    assert torch.allclose(pieces[1].token_kl, plain[1].token_kl, atol=1e-6)
+
+
+def test_static_scales_are_those_that_quantize_would_write(tmp_path: Path):
+    """Within the rounding of the kernels: calibration uses the reference's."""
+    from freight.evaluate.grid import _measure_scales, _samples
+    from freight.evaluate.report import load_for, plain_config
+    from freight.models.open import open_model
+
+    options = {"weights": "none", "kv_cache": "fp8", "num_samples": 4, "max_seq_len": 128}
+    freight.quantize("demo", tmp_path / "out", kv_granularity="channel", **options)
+    written = open_checkpoint(str(tmp_path / "out")).kv_scales
+    opened = open_model(DEMO)
+    samples = _samples(opened, GridArgs(), 128)[:4]
+    plain = plain_config(opened)
+    found = _measure_scales(opened, load_for(opened, [plain]), plain, samples, ["tensor", "head", "channel"])
+    assert found["channel"] is not None
+    assert found["head"] is not None
+    for own, other in zip(found["channel"].layers, written.layers, strict=True):
+        assert own is not None
+        assert other is not None
+        assert own.granularity is Granularity.CHANNEL
+        assert torch.allclose(torch.tensor(own.k), torch.tensor(other.k), rtol=0.03)
+        assert torch.allclose(torch.tensor(own.v), torch.tensor(other.v), rtol=0.03)
+    heads = [layer.k for layer in found["head"].layers if layer is not None]
+    channels = [layer.k for layer in found["channel"].layers if layer is not None]
+    assert heads == [tuple(max(k[i : i + 64]) for i in (0, 64)) for k in channels]
+
+
+def test_weights_are_rows_with_two_caches_each():
+    grid = GridArgs(caches=("token",), weights=SCHEMES, speed=False, window=128)
+    evaluation = evaluate_grid(DEMO, [TEXT[:1000]], grid)
+    rows = [(run.weights, run.name) for run in evaluation.runs]
+    assert rows == [(w, c) for w in ("as stored", *SCHEMES) for c in ("16 bits", "token")]
+    assert all(run.kl_mean > 1e-4 for run in evaluation.runs[2:])
+    assert len({run.kl_mean for run in evaluation.runs}) == len(rows)
+
+
+def test_weights_as_quantize_writes_them(tmp_path: Path):
+    freight.quantize("demo", tmp_path / "out", weights="fp8-channel")
+    (written,) = run_caches(EngineArgs(str(tmp_path / "out")), [], TEXT[:1000], 128)
+    grid = GridArgs(caches=(), weights=("fp8-channel",), speed=False, window=128)
+    in_memory = evaluate_grid(DEMO, [TEXT[:1000]], grid).runs[1]
+    assert in_memory.perplexity == pytest.approx(math.exp(-float(written.token_logprobs.double().mean())), rel=1e-5)
+
+
+def test_speed_is_timed_in_turns_and_named_from_where_it_pays():
+    grid = GridArgs(caches=("unit",), window=64)
+    evaluation = evaluate_grid(DEMO, [TEXT[:400]], grid)
+    assert evaluation.contexts == (16, 64, 256, 1024)
+    for run in evaluation.runs:
+        assert run.prefill_tokens_per_second
+        assert run.decode is not None
+        assert min(run.decode) > 0
+        assert run.decode_tokens_per_second == run.decode[-1]
+    assert contexts_for(131072, 3072) == (341, 1365, 5461, 21845, 87381)
+    assert contexts_for(8, 3072) == (8,)
+    plain = Speed(64, 1.0, (16, 64, 256), (10.0, 10.0, 10.0))
+    assert faster_from(Speed(64, 1.0, (16, 64, 256), (11.0, 9.0, 20.0)), plain) == 256
+    assert faster_from(Speed(64, 1.0, (16, 64, 256), (11.0, 12.0, 20.0)), plain) == 16
+    assert faster_from(Speed(64, 1.0, (16, 64, 256), (11.0, 12.0, 10.0)), plain) is None
+
+
+def test_json_has_the_promised_keys(halves: list[Evaluation]):
+    said = json.loads(json.dumps(halves[0].as_json()))
+    assert all(set(run) >= KEYS for run in said["runs"])
+    assert said["weights"]["bytes"] > 0
+
+
+def test_jsonl_is_a_document_a_line(tmp_path: Path):
+    path = tmp_path / "documents.jsonl"
+    path.write_text('{"text": "one"}\n\n{"text": "two\\u2028three"}\n')
+    assert read_documents(path) == ["one", "two\u2028three"]
+    path.write_text('{"body": "one"}\n')
+    assert read_documents(path, "body") == ["one"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("a.txt", "", ("is empty",)),
+        ("a.jsonl", "\n", ("is empty",)),
+        ("a.jsonl", '{"text": "x"}\n{"body": "x"}\n', ("line 2", "'text'", "--field", "body")),
+        ("a.jsonl", '{"text": 3}\n', ("line 1", "'text'")),
+        ("a.jsonl", "[1]\n", ("line 1", "list")),
+        ("a.jsonl", "{\n", ("line 1", "not JSON")),
+    ],
+)
+def test_bad_files_are_refused_by_line(name: str, text: str, says: tuple[str, ...], tmp_path: Path):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        read_documents(tmp_path / name)
+    assert all(part in str(refused.value) for part in says)
+
+
+@pytest.mark.parametrize(
+    ("args", "documents", "grid", "says"),
+    [
+        (DEMO, [[5]], GridArgs(), "has 1 tokens; perplexity needs at least 2"),
+        (DEMO, ["a b c d"], GridArgs(window=2000), "--window 2000 is more than the 1024"),
+        (DEMO, ["a b c d"], GridArgs(caches=("tokens",)), "--caches 'tokens' is unknown"),
+        (DEMO, ["a b c d"], GridArgs(weights=("int4",)), "--weights 'int4' is unknown"),
+        (EngineArgs("demo", quantization="fp8"), ["a b c"], GridArgs(weights=("fp8",)), "quantized already"),
+        (EngineArgs("demo", kv_cache_dtype="fp8"), ["a b c"], GridArgs(caches=("token",)), "omit one"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_weights_are_read(
+    args: EngineArgs, documents: list[object], grid: GridArgs, says: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("freight.models.open.OpenModel.load", lambda *_: pytest.fail("weights were read"))
+    with pytest.raises(ConfigError, match=says.replace("(", r"\(")):
+        evaluate_grid(args, documents, grid)  # type: ignore[arg-type]
