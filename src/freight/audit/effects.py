@@ -23,7 +23,7 @@ from freight.audit.rules import (
 from freight.errors import ConfigError, choices
 
 _AFTER_LAYER = re.compile(r"(?:^|\.)layers\.\d+\.(.*)$")
-_UNREAD = "no rule of this engine reads this name"
+_UNREAD = "no rule says that this engine reads this name in this family"
 _NAMES = {Engine.VLLM: "vLLM", Engine.SGLANG: "SGLang", Engine.TGI: "TGI"}
 
 
