@@ -36,6 +36,7 @@ ORDER = [
     {"llm"},
     {FACADE},
     {"evaluate", "bench", "server", "auto_fp8", "llm_compressor", "transformers"},
+    {"audit"},
     {"cli"},
     {"__main__"},
 ]
@@ -49,6 +50,9 @@ TORCH_FREE = [
     "config/*.py",
     "fp8/formats.py",
     "fp8/scheme.py",
+    "audit/effects.py",
+    "audit/rules.py",
+    "audit/verdict.py",
     "cache/blocks.py",
     "cache/manager.py",
     "cache/prefix.py",

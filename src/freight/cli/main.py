@@ -15,6 +15,7 @@ import typer
 
 from freight import __version__
 from freight.cli import bench, scales
+from freight.cli.audit import audit
 from freight.cli.chat import chat
 from freight.cli.convert import convert
 from freight.cli.demo import demo
@@ -70,7 +71,7 @@ def _inspect(
     inspect(model, as_json, picture, revision)
 
 
-for verb in (generate, chat, serve, quantize, convert, evaluate, plan, demo, env):
+for verb in (generate, chat, serve, quantize, convert, evaluate, audit, plan, demo, env):
     app.command(cls=Command)(verb)
 app.command("run", cls=Command, help="The same as serve.")(serve)
 app.command("inspect", cls=Command)(_inspect)

@@ -1,0 +1,244 @@
+"""A checkpoint's facts and the rules -> what each engine does, layer by layer. Pure: reads no file, imports no torch.
+
+`view(engine, version, facts)` is all of it. Its scales are those that the engine divides by, so they can be measured.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+
+from freight.audit.rules import (
+    ASSEMBLIES,
+    AUTO_RULES,
+    INPUT_RULES,
+    NAME_RULES,
+    READ,
+    Assembly,
+    Effect,
+    Engine,
+    NameRule,
+)
+from freight.errors import ConfigError, choices
+
+_AFTER_LAYER = re.compile(r"(?:^|\.)layers\.\d+\.(.*)$")
+_UNREAD = "no rule says that this engine reads this name in this family"
+_NAMES = {Engine.VLLM: "vLLM", Engine.SGLANG: "SGLang", Engine.TGI: "TGI"}
+
+
+@dataclass(frozen=True)
+class StoredScale:
+    """One KV scale's tensor. `side` is 'k', 'v' or 'kv'; `values` are one number, or one per KV head or channel."""
+
+    name: str
+    layer: int
+    side: str
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What decides an engine's behaviour. `strategy` is that of a declared kv_cache_scheme, 'none' without one.
+
+    `input_scales` counts the scales of static activations by the last part of their names. `rounded` maps the names of
+    `kv_scale` tensors to their values in the model's dtype.
+    """
+
+    method: str
+    strategy: str
+    declares_kv: bool
+    model_type: str
+    num_layers: int
+    stored: tuple[StoredScale, ...]
+    input_scales: tuple[tuple[str, int], ...] = ()
+    rounded: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Side:
+    """K's or V's scale of one layer in one engine. `values` has one number, or one per KV head."""
+
+    effect: Effect
+    values: tuple[float, ...]
+    name: str = ""
+    why: str = ""
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class LayerEffect:
+    layer: int
+    k: Side
+    v: Side
+
+
+@dataclass(frozen=True)
+class EngineView:
+    """One engine and this checkpoint. `refusal` says why the engine does not load it; '' if it does.
+
+    `auto_fp8`: whether the engine stores FP8 without being asked. `doubled`: whether scales are doubled for E4M3FNUZ.
+    `input_scales`: (last part of the name, how many, effect) of the scales of static activations.
+    """
+
+    engine: Engine
+    version: str
+    rules_of: str
+    layers: tuple[LayerEffect, ...]
+    auto_fp8: bool
+    doubled: bool
+    refusal: str
+    input_scales: tuple[tuple[str, int, Effect], ...] = ()
+
+    @property
+    def title(self) -> str:
+        return f"{_NAMES[self.engine]} {self.version}"
+
+    @property
+    def sides(self) -> tuple[Side, ...]:
+        return tuple(side for layer in self.layers for side in (layer.k, layer.v))
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """{effect: scales}, two scales a layer."""
+        return dict(Counter(str(side.effect) for side in self.sides))
+
+    @property
+    def all_used(self) -> bool:
+        return all(side.effect in (Effect.USED, Effect.CONVERTED) for side in self.sides)
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """The layers in which a stored scale is not used."""
+        return tuple(x.layer for x in self.layers if Effect.IGNORED in (x.k.effect, x.v.effect))
+
+    @property
+    def unit(self) -> tuple[int, ...]:
+        """The layers in which K or V is divided by 1.0 for want of a loaded scale."""
+        poor = (Effect.IGNORED, Effect.ONE)
+        return tuple(x.layer for x in self.layers if x.k.effect in poor or x.v.effect in poor)
+
+
+def parse_engine(text: str) -> tuple[Engine, str]:
+    """'vllm' or 'vllm=0.33' -> engine and version, the newest that was read by default. Raises ConfigError."""
+    name, _, version = text.lower().partition("=")
+    if name not in list(Engine):
+        raise ConfigError(f"--engine {text!r}: choose {choices(map(str, Engine))}, with =VERSION if not the newest")
+    engine = Engine(name)
+    version = version or READ[engine][-1]
+    if not re.fullmatch(r"\d+(\.\d+){0,3}", version):
+        raise ConfigError(f"--engine {text!r}: {version!r} is not a version; write {name}={READ[engine][-1]}")
+    if _number(version) < _number(READ[engine][0]):
+        raise ConfigError(
+            f"--engine {text!r}: the oldest version whose rules are known is {READ[engine][0]}; known are "
+            f"{', '.join(READ[engine])}"
+        )
+    return engine, version
+
+
+def view(engine: Engine, version: str, facts: Facts) -> EngineView:
+    """What `engine` at `version` does with a checkpoint of these facts."""
+    rules_of = [read for read in READ[engine] if _number(read) <= _number(version)][-1]
+    assembly = next(
+        one
+        for one in ASSEMBLIES
+        if one.engine is engine and _holds(one, rules_of) and (not one.methods or facts.method in one.methods)
+    )
+    by_layer: list[list[StoredScale]] = [[] for _ in range(facts.num_layers)]
+    for stored in facts.stored:
+        if stored.layer < facts.num_layers:
+            by_layer[stored.layer].append(stored)
+    layers = tuple(
+        _layer(index, [(one, _rule(engine, rules_of, one, facts)) for one in found], assembly, facts)
+        for index, found in enumerate(by_layer)
+    )
+    refused = [side for layer in layers for side in (layer.k, layer.v) if side.effect is Effect.REFUSED]
+    refusal = f"{refused[0].name}: {refused[0].why} ({refused[0].source})" if refused else ""
+    auto = any(rule.engine is engine and facts.method in rule.methods for rule in AUTO_RULES) and facts.declares_kv
+    read = {suffix: effect for of, suffix, effect, _ in INPUT_RULES if of is engine}
+    inputs = tuple((name, count, read.get(name, Effect.IGNORED)) for name, count in facts.input_scales)
+    return EngineView(engine, version, rules_of, layers, auto, assembly.doubled, refusal, inputs)
+
+
+def _number(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))
+
+
+def _holds(rule: NameRule | Assembly, version: str) -> bool:
+    first, last = rule.since or version, rule.until or version
+    return _number(first) <= _number(version) <= _number(last)
+
+
+def _rule(engine: Engine, version: str, stored: StoredScale, facts: Facts) -> NameRule:
+    match = _AFTER_LAYER.search(stored.name)
+    tail = match[1] if match else stored.name
+    for rule in NAME_RULES:
+        if rule.engine is not engine or not _holds(rule, version) or not re.fullmatch(rule.names, tail):
+            continue
+        pairs = ((rule.methods, facts.method), (rule.strategies, facts.strategy), (rule.model_types, facts.model_type))
+        if all(not known or value in known for known, value in pairs):
+            return rule
+    return NameRule(engine, ".*", Effect.IGNORED, _UNREAD, "src/freight/audit/rules.py")
+
+
+def _layer(index: int, found: list[tuple[StoredScale, NameRule]], assembly: Assembly, facts: Facts) -> LayerEffect:
+    """A layer's sides, from its tensors and the rules that match them."""
+    loaded: dict[str, tuple[StoredScale, NameRule]] = {}
+    for stored, rule in found:
+        if rule.effect is Effect.REFUSED:
+            side = Side(Effect.REFUSED, (1.0,), stored.name, rule.why, rule.source)
+            return LayerEffect(index, side, side)
+        if rule.effect in (Effect.USED, Effect.CONVERTED):
+            for letter in rule.sides or stored.side:
+                loaded.setdefault(letter, (stored, rule))
+    if any(len(stored.values) > 1 for stored, _ in loaded.values()):
+        stored, rule = next(one for one in loaded.values() if len(one[0].values) > 1)
+        if assembly.heads is Effect.REFUSED or facts.strategy != "attn_head":
+            why = f"it takes one number per layer, and this tensor has {len(stored.values)}"
+            side = Side(Effect.REFUSED, (1.0,), stored.name, why, assembly.source)
+            return LayerEffect(index, side, side)
+    if set(loaded) in ({"k"}, {"v"}):
+        alone = _alone(found, loaded, assembly)
+        if alone is not None:
+            return LayerEffect(index, *alone)
+    rounded = dict(facts.rounded)
+    sides = [_side(letter, found, loaded.get(letter), rounded) for letter in "kv"]
+    return LayerEffect(index, sides[0], sides[1])
+
+
+def _alone(
+    found: list[tuple[StoredScale, NameRule]], loaded: dict[str, tuple[StoredScale, NameRule]], assembly: Assembly
+) -> tuple[Side, Side] | None:
+    """Both sides of a layer of which one tensor was loaded; None if the other side simply stays at 1.0."""
+    letter, (stored, _) = next(iter(loaded.items()))
+    effect = assembly.only_k if letter == "k" else assembly.only_v
+    if effect is Effect.USED:
+        return None
+    if effect is Effect.CONVERTED:
+        side = Side(effect, stored.values, stored.name, "one scale serves K and V", assembly.source)
+        return side, side
+    if effect is Effect.REFUSED:
+        side = Side(effect, (1.0,), stored.name, f"{letter.upper()}'s scale came without the other", assembly.source)
+        return side, side
+    own = Side(Effect.IGNORED, (1.0,), stored.name, "it reads a pair of scales, or neither", assembly.source)
+    other = Side(Effect.ONE, (1.0,), "", "no scale is stored", assembly.source)
+    return (own, other) if letter == "k" else (other, own)
+
+
+def _side(
+    letter: str,
+    found: list[tuple[StoredScale, NameRule]],
+    loaded: tuple[StoredScale, NameRule] | None,
+    rounded: dict[str, float],
+) -> Side:
+    if loaded is not None:
+        stored, rule = loaded
+        values = stored.values
+        if rule.effect is Effect.CONVERTED and stored.name in rounded:
+            values = (rounded[stored.name],)
+        effect = Effect.USED if values == stored.values else rule.effect
+        return Side(effect, values, stored.name, rule.why, rule.source)
+    for stored, rule in found:
+        if letter in stored.side:
+            return Side(Effect.IGNORED, (1.0,), stored.name, rule.why, rule.source)
+    return Side(Effect.ONE, (1.0,), "", "no scale is stored", "")

@@ -1,0 +1,88 @@
+"""What an engine's loader sees of a checkpoint: config.json, tensor names, and the values of its KV scales.
+
+It is read without Freight's own model code, so that families which Freight does not run can be audited as well.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from freight.audit.effects import Facts, StoredScale
+from freight.audit.rules import NONE
+from freight.checkpoint.kv_scales import parse_scale_name
+from freight.checkpoint.reader import FORMAT_NAMES, Checkpoint
+from freight.errors import CheckpointError
+from freight.fp8.cast import torch_dtype
+
+_INPUTS = ("input_scale", "activation_scale", "act_scale", "qscale_act")
+_SIDES = {"k": 0, "v": 1, "kv": 2}  # engines that know both forms take separate scales first
+
+
+def read_facts(path: Path) -> tuple[Checkpoint, Facts]:
+    """The checkpoint in `path`, and its facts. Raises CheckpointError for a damaged folder, or one without a config."""
+    checkpoint = Checkpoint(path)
+    config = checkpoint.config
+    text = config.get("text_config")
+    inner: Mapping[str, Any] = text if isinstance(text, Mapping) else config
+    layers = inner.get("num_hidden_layers")
+    if not isinstance(layers, int) or layers < 1:
+        raise CheckpointError(f"{path}/config.json: num_hidden_layers {layers!r} is not a number of layers")
+    declared = _declared(checkpoint)
+    stored, rounded = [], []
+    for name in sorted(checkpoint.names):
+        parsed = parse_scale_name(name)
+        if parsed is None:
+            continue
+        tensor = checkpoint.take_scale(name).flatten()
+        stored.append(StoredScale(name, parsed[0], parsed[1], tuple(map(float, tensor.tolist()))))
+        if parsed[1] == "kv" and len(tensor) == 1:
+            rounded.append((name, float(tensor.to(_model_dtype(inner)).float())))
+    stored.sort(key=lambda one: (one.layer, _SIDES[one.side], one.name))
+    strategy, declares = _kv_scheme(declared)
+    inputs = Counter(name.rpartition(".")[2] for name in checkpoint.names if name.endswith(_INPUTS))
+    facts = Facts(
+        _method(declared),
+        strategy,
+        declares,
+        str(config.get("model_type") if inner is config else inner.get("model_type", config.get("model_type"))),
+        layers,
+        tuple(stored),
+        tuple(sorted(inputs.items())),
+        tuple(rounded),
+    )
+    return checkpoint, facts
+
+
+def _declared(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    """The declaration, in the order in which engines look for it; {} without one."""
+    for key in ("quantization_config", "compression_config"):
+        if isinstance(checkpoint.config.get(key), Mapping):
+            found: Mapping[str, Any] = checkpoint.config[key]
+            return found
+    other = checkpoint.hf_quant_config
+    if other is not None and isinstance(other.get("quantization"), Mapping):
+        return {"quant_method": "modelopt", **other["quantization"]}
+    return {}
+
+
+def _method(declared: Mapping[str, Any]) -> str:
+    method = str(declared.get("quant_method", NONE)).replace("compressed_tensors", "compressed-tensors")
+    return "modelopt" if method.startswith("modelopt") else method
+
+
+def _kv_scheme(declared: Mapping[str, Any]) -> tuple[str, bool]:
+    """(strategy, whether an FP8 cache is declared)."""
+    scheme = declared.get("kv_cache_scheme")
+    if isinstance(scheme, Mapping):
+        strategy = "dynamic" if scheme.get("dynamic") else str(scheme.get("strategy", "tensor"))
+        return strategy, scheme.get("num_bits") == 8 and scheme.get("type") == "float"
+    named = isinstance(scheme, str) or str(declared.get("kv_cache_quant_algo")).upper() == "FP8"
+    return ("tensor" if named else NONE), named
+
+
+def _model_dtype(config: Mapping[str, Any]) -> Any:
+    name = {"bfloat16": "BF16", "float16": "F16"}.get(str(config.get("torch_dtype", config.get("dtype"))), "F32")
+    return torch_dtype(FORMAT_NAMES[name])

@@ -1,0 +1,147 @@
+"""What an engine's choice of scales costs on this checkpoint: perplexity and KL against a 16-bit cache.
+
+An engine's view becomes the `KVCacheConfig` that Freight would have for the same scales, so every row is computed by
+the same kernels and differs in scales alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from freight.audit.effects import EngineView, LayerEffect
+from freight.audit.vllm_cpu import VllmCpuKernels
+from freight.cache.pool import allocate_pool
+from freight.config.engine import EngineArgs, EngineConfig, KVCacheConfig
+from freight.config.resolve import for_variant
+from freight.device import probe
+from freight.engine.runner import ModelRunner
+from freight.evaluate.report import CacheScore, compare_caches
+from freight.fp8.formats import Format, Granularity, ScaleSource
+from freight.fp8.scheme import KVScales, LayerScales
+from freight.models.decoder import Decoder
+from freight.models.open import OpenModel, open_model
+
+Progress = Callable[[int, int], None]
+_SILENT: Progress = lambda done, total: None  # noqa: E731
+DYNAMIC = KVCacheConfig(Format.E4M3FN, Granularity.TOKEN, ScaleSource.DYNAMIC, None)
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """What a layer adds to the KL, nats per token, if it alone has the engine's scales, the others mended ones."""
+
+    layer: int
+    added_kl: float
+
+
+def engine_scales(view: EngineView) -> KVScales | None:
+    """The scales that the engine divides by, made for E4M3FN; None if it does not load the checkpoint."""
+    if view.refusal:
+        return None
+    return KVScales(tuple(map(_layer_scales, view.layers)))
+
+
+def _layer_scales(layer: LayerEffect) -> LayerScales:
+    k, v = layer.k.values, layer.v.values
+    count = max(len(k), len(v))
+    granularity = Granularity.TENSOR if count == 1 else Granularity.HEAD
+    return LayerScales(k * (count // len(k)), v * (count // len(v)), granularity)
+
+
+def static(scales: KVScales, native: Format) -> KVCacheConfig:
+    """An E4M3 cache with these scales, on a device whose E4M3 is `native`."""
+    converted = for_variant(scales, native)
+    of_layers = [layer.granularity for layer in converted.layers if layer is not None]
+    return KVCacheConfig(native, max(of_layers, key=list(Granularity).index), ScaleSource.GIVEN, converted)
+
+
+def measure(
+    args: EngineArgs,
+    scales: Sequence[KVScales],
+    text: str | Sequence[int],
+    window: int | None = None,
+    max_tokens: int | None = None,
+    on_progress: Progress = _SILENT,
+) -> list[CacheScore]:
+    """Scores of a 16-bit cache, of one scaled per token, and of each of `scales`, in this order.
+
+    The one place where auditing calls the evaluation. Raises what `compare_caches` raises.
+    """
+    native = probe(args.device).native_e4m3
+    plain = replace(args, kv_cache_dtype="auto", kv_scales="auto", quantization_param_path=None)
+    caches = [replace(DYNAMIC, format=native), *(static(one, native) for one in scales)]
+    return compare_caches(plain, caches, text, window, max_tokens, on_progress)
+
+
+def worst_layers(
+    args: EngineArgs,
+    own: KVScales,
+    mended: KVScales,
+    text: str | Sequence[int],
+    window: int | None,
+    max_tokens: int,
+    on_progress: Progress = _SILENT,
+) -> tuple[LayerCost, ...]:
+    """The layers whose scales differ between the two, the costliest first."""
+    pairs = list(enumerate(zip(own.layers, mended.layers, strict=True)))
+    differing = [(i, a) for i, (a, b) in pairs if a is not None and b is not None and (a.k, a.v) != (b.k, b.v)]
+    if not differing:
+        return ()
+    swapped = [replace(mended, layers=(*mended.layers[:i], a, *mended.layers[i + 1 :])) for i, a in differing]
+    base, *scores = measure(args, [mended, *swapped], text, window, max_tokens, on_progress)[2:]
+    costs = [LayerCost(i, score.mean_kl - base.mean_kl) for (i, _), score in zip(differing, scores, strict=True)]
+    return tuple(sorted(costs, key=lambda cost: -cost.added_kl))
+
+
+def measured_scales(args: EngineArgs, text: str, window: int | None = None, max_tokens: int = 8192) -> KVScales:
+    """Scales per tensor from the largest key and value of each layer over `text`, for a checkpoint that has none.
+
+    They come from the scales that a cache measures per token, so that it works for quantized weights too.
+    """
+    opened = open_model(args)
+    config = _sixteen_bits(opened, args)
+    config = replace(config, kv=replace(DYNAMIC, format=opened.device.native_e4m3))
+    tokenizer = opened.load_tokenizer()
+    assert tokenizer is not None, "auditing reads text, so the command line has required a tokenizer"
+    ids = tokenizer.encode(text, add_special_tokens=False)[:max_tokens]
+    length = min(window or 1024, config.max_model_len)
+    with opened.threads(config):
+        runner = _runner(opened, config, opened.load(config), length, opened.kernels(config))
+        largest = [[0.0, 0.0] for _ in opened.model.layers]
+        for start in range(0, len(ids), length):
+            part = ids[start : start + length]
+            runner.logits(part, 0, runner.pool.whole)
+            for best, layer in zip(largest, runner.pool.layers, strict=True):
+                for side, scale in enumerate((layer.pages.k_scale, layer.pages.v_scale)):
+                    assert scale is not None
+                    best[side] = max(best[side], float(scale.flatten(0, 1)[: len(part)].max()))
+    # A layer whose keys are all zero has no amax; any scale stores its zeros.
+    layers = tuple(LayerScales((k or 1.0,), (v or 1.0,), Granularity.TENSOR) for k, v in largest)
+    return for_variant(KVScales(layers, opened.device.native_e4m3), Format.E4M3FN)
+
+
+def logprobs_as_vllm_cpu(args: EngineArgs, scales: KVScales, token_ids: Sequence[int]) -> torch.Tensor:
+    """Log-probability of token_ids[1:], float32, as vLLM's CPU kernels have them with these scales."""
+    opened = open_model(args)
+    config = replace(_sixteen_bits(opened, replace(args, kernels="reference")), kv=static(scales, Format.E4M3FN))
+    with opened.threads(config):
+        runner = _runner(opened, config, opened.load(config), len(token_ids), VllmCpuKernels())
+        logits = runner.logits(list(token_ids), 0, runner.pool.whole)
+    targets = torch.tensor(list(token_ids[1:]), dtype=torch.int64, device=logits.device)
+    return torch.log_softmax(logits[:-1], -1).gather(-1, targets[:, None])[:, 0]
+
+
+def _sixteen_bits(opened: OpenModel, args: EngineArgs) -> EngineConfig:
+    plain = replace(args, kv_cache_dtype="float32", kv_scales="auto", quantization_param_path=None)
+    return opened.resolve(replace(plain, kv_cache_dtype=str(opened.resolve(plain).compute_format)))
+
+
+def _runner(opened: OpenModel, config: EngineConfig, decoder: Decoder, length: int, kernels: object) -> ModelRunner:
+    """The model over a cache for one sequence of `length` tokens."""
+    spec = opened.cache_spec(config)
+    blocks = [-(-length // config.block_size)] * len(spec.groups)
+    pool = allocate_pool(spec, config.kv, blocks, kernels, config.device, decoder.rotaries)  # type: ignore[arg-type]
+    return ModelRunner(decoder, pool, config.device)

@@ -1,0 +1,213 @@
+"""audit: what each engine does with a checkpoint, what that costs here, and what mends it. The one way in.
+
+What the rules say needs config.json, tensor names and the scales alone. Measuring needs a family that Freight runs and
+a text; where either lacks, the report says so and the rest of it stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from freight.audit.effects import EngineView, Facts, LayerEffect, Side, view
+from freight.audit.facts import read_facts
+from freight.audit.measure import LayerCost, engine_scales, measure, measured_scales, worst_layers
+from freight.audit.mend import Form, choose_form, write_mended
+from freight.audit.rules import Engine
+from freight.audit.verdict import Cost, sentence
+from freight.checkpoint.reader import resolve_model
+from freight.checkpoint.writer import require_new
+from freight.config.engine import EngineArgs
+from freight.errors import CheckpointError, ConfigError
+from freight.evaluate.report import CacheScore
+from freight.fp8.formats import Granularity
+from freight.fp8.scheme import KVScales, LayerScales
+from freight.models.open import open_folder
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class EngineReport:
+    """One engine: what it does, what that costs (None where not measured), its worst layers, and the verdict."""
+
+    view: EngineView
+    cost: Cost | None
+    worst: tuple[LayerCost, ...]
+    verdict: str
+
+
+@dataclass(frozen=True)
+class AuditReport:
+    """The whole report. `plain`, `dynamic` and `stored` are costs of a 16-bit cache, of one with a scale per token,
+    and of the stored scales; None where not measured or not there. `unmeasured` says why nothing was measured.
+    """
+
+    facts: Facts
+    engines: tuple[EngineReport, ...]
+    plain: Cost | None
+    dynamic: Cost | None
+    stored: Cost | None
+    num_tokens: int
+    unmeasured: str
+    fixed: Form | None
+
+
+@dataclass(frozen=True)
+class _Costs:
+    plain: Cost
+    dynamic: Cost
+    of: dict[KVScales, Cost]
+    num_tokens: int
+
+
+def audit(
+    args: EngineArgs,
+    engines: Sequence[tuple[Engine, str]],
+    text: str | None,
+    window: int | None = None,
+    max_tokens: int = 8192,
+    layer_tokens: int = 1024,
+    fix: Path | None = None,
+    calibration: str | None = None,
+    on_progress: Progress = lambda what, done, total: None,
+) -> AuditReport:
+    """Audit `args.model` for `engines`, and write a mended checkpoint into `fix` if it is given.
+
+    At most `max_tokens` of `text` are measured, `layer_tokens` for the ranking of layers. `calibration` is what missing
+    scales are measured on for `fix`; default: `text`. Raises ConfigError and CheckpointError.
+    """
+    if fix is not None:
+        require_new(fix)
+    path = resolve_model(args.model, args.revision)
+    checkpoint, facts = read_facts(path)
+    views = [view(engine, version, facts) for engine, version in engines]
+    stored, unmeasured = _stored_scales(path, args.model)
+    if not unmeasured and text is None:
+        unmeasured = "no text was given (--data FILE)"
+    measured = None if unmeasured else text
+    mended, form = stored, None
+    if mended is None and measured is not None:
+        mended = measured_scales(args, calibration or measured, window)
+    if fix is not None:
+        if mended is None:
+            raise ConfigError(f"--fix has to measure the scales that are missing, but {unmeasured}")
+        one_each = _per_tensor(mended)
+        form = choose_form(facts, one_each, engines)
+        write_mended(checkpoint, one_each, form, fix)
+    scales = [engine_scales(one) for one in views]
+    if measured is None or mended is None:
+        silent = tuple(EngineReport(one, None, (), sentence(one, None, None, None)) for one in views)
+        return AuditReport(facts, silent, None, None, None, 0, unmeasured, form)
+    costs = _measure(args, (*scales, stored), measured, window, max_tokens, on_progress)
+    reports = []
+    for one, own in zip(views, scales, strict=True):
+        cost = costs.of[own] if own is not None else None
+        shown = partial(on_progress, "layers")
+        worst = worst_layers(args, own, mended, measured, window, layer_tokens, shown) if own is not None else ()
+        reports.append(EngineReport(one, cost, worst, sentence(one, cost, costs.plain, costs.dynamic)))
+    of_stored = costs.of[stored] if stored is not None else None
+    return AuditReport(facts, tuple(reports), costs.plain, costs.dynamic, of_stored, costs.num_tokens, "", form)
+
+
+def _measure(
+    args: EngineArgs,
+    scales: Sequence[KVScales | None],
+    text: str,
+    window: int | None,
+    max_tokens: int,
+    on_progress: Progress,
+) -> _Costs:
+    """The cost of each of `scales`; equal ones are measured once."""
+    distinct = list(dict.fromkeys(one for one in scales if one is not None))
+    scored = measure(args, distinct, text, window, max_tokens, partial(on_progress, "measuring"))
+    plain, dynamic, *others = map(_cost, scored)
+    return _Costs(plain, dynamic, dict(zip(distinct, others, strict=True)), scored[0].num_tokens)
+
+
+def _per_tensor(scales: KVScales) -> KVScales:
+    """The largest scale of each layer and side."""
+    layers = (layer for layer in scales.layers if layer is not None)
+    return KVScales(tuple(LayerScales((max(x.k),), (max(x.v),), Granularity.TENSOR) for x in layers), scales.format)
+
+
+def _stored_scales(path: Path, name: str) -> tuple[KVScales | None, str]:
+    """The checkpoint's scales, if every layer has them, per tensor or head; and why it cannot be measured."""
+    try:
+        opened = open_folder(path, name)
+        scales = opened.uncentered_scales()
+    except (ConfigError, CheckpointError) as error:
+        return None, f"Freight does not run this checkpoint: {error}"
+    fine = any(layer is not None and layer.granularity is Granularity.CHANNEL for layer in scales.layers)
+    if scales.missing or fine:
+        return None, ""
+    # The names of the tensors are no part of what is compared.
+    layers = tuple(LayerScales(x.k, x.v, x.granularity) for x in scales.layers if x is not None)
+    return KVScales(layers, scales.format), ""
+
+
+def _cost(score: CacheScore) -> Cost:
+    return Cost(score.perplexity, score.mean_kl, score.same_top_share)
+
+
+def as_json(model: str, report: AuditReport) -> dict[str, Any]:
+    """The JSON object of `freight audit --json`; docs/audit.md lists its keys."""
+    facts = report.facts
+    return {
+        "model": model,
+        "model_type": facts.model_type,
+        "quant_method": facts.method,
+        "num_layers": facts.num_layers,
+        "stored_scales": [{"name": s.name, "values": list(s.values)} for s in facts.stored],
+        "engines": [_engine(one) for one in report.engines],
+        "caches": {
+            "16_bits": _figures(report.plain),
+            "dynamic": _figures(report.dynamic),
+            "stored": _figures(report.stored),
+        },
+        "num_tokens": report.num_tokens,
+        "unmeasured": report.unmeasured or None,
+        "fixed": None
+        if report.fixed is None
+        else {"names": report.fixed.names, "quant_method": report.fixed.method, "engines": list(report.fixed.engines)},
+    }
+
+
+def _figures(cost: Cost | None) -> dict[str, float] | None:
+    return None if cost is None else {"perplexity": cost.perplexity, "kl_mean": cost.kl_mean, "same_top": cost.same_top}
+
+
+def _engine(report: EngineReport) -> dict[str, Any]:
+    one = report.view
+    return {
+        "engine": one.engine,
+        "version": one.version,
+        "rules_of": one.rules_of,
+        "verdict": report.verdict,
+        "refusal": one.refusal or None,
+        "fp8_by_default": one.auto_fp8,
+        "doubles_for_fnuz": one.doubled,
+        "scales": one.counts,
+        "input_scales": [{"name": name, "count": count, "effect": effect} for name, count, effect in one.input_scales],
+        "cost": _figures(report.cost),
+        "worst_layers": [{"layer": cost.layer, "added_kl": cost.added_kl} for cost in report.worst],
+        "layers": [_layer(layer) for layer in one.layers],
+    }
+
+
+def _layer(layer: LayerEffect) -> dict[str, Any]:
+    return {"layer": layer.layer, "k": _side(layer.k), "v": _side(layer.v)}
+
+
+def _side(side: Side) -> dict[str, Any]:
+    return {
+        "effect": side.effect,
+        "values": list(side.values),
+        "granularity": "tensor" if len(side.values) == 1 else "head",
+        "name": side.name or None,
+        "why": side.why or None,
+        "source": side.source or None,
+    }

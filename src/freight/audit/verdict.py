@@ -1,0 +1,58 @@
+"""The verdict in a sentence: is the FP8 cache of this engine safe with this checkpoint, and why. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from freight.audit.effects import EngineView
+
+# A cost is called small if it is near that of scales measured per token, the best that E4M3 can do, or if it is
+# below what a change of kernels or batch size does to a 16-bit model.
+NEAR = 3.0  # times the KL of the cache with a scale per token
+SMALL = 0.002  # nats per token
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Perplexity, KL against 16 bits in nats per token, and the share of equal top tokens, of one cache."""
+
+    perplexity: float
+    kl_mean: float
+    same_top: float
+
+
+def is_safe(cost: Cost, dynamic: Cost) -> bool:
+    """Whether `cost` is small: see NEAR and SMALL."""
+    return cost.kl_mean <= max(NEAR * dynamic.kl_mean, SMALL)
+
+
+def sentence(view: EngineView, cost: Cost | None, plain: Cost | None, dynamic: Cost | None) -> str:
+    """One sentence. Costs are None where nothing was measured."""
+    if view.refusal:
+        return f"{view.title} does not load this checkpoint: {view.refusal}."
+    does = f"{view.title} with an FP8 cache {_does(view)}"
+    if cost is None or plain is None or dynamic is None:
+        return f"{does}; not measured."
+    figures = f"perplexity {plain.perplexity:.2f} becomes {cost.perplexity:.2f}, mean KL {cost.kl_mean:.5f}"
+    if is_safe(cost, dynamic):
+        return f"{does}: safe on this text ({figures})."
+    least = f"a scale per token has {dynamic.kl_mean:.5f}"
+    return f"{does}: not safe on this text ({figures}; {least})."
+
+
+def _does(view: EngineView) -> str:
+    count, unit, lost = len(view.layers), len(view.unit), len(view.lost)
+    if not unit:
+        return f"uses the stored scales of all {count} layers"
+    if lost:
+        where = "in all layers" if lost == count else f"in {lost} of {count} layers ({_numbers(view.lost)})"
+        none = f", finds none in {unit - lost} more," if unit > lost else ""
+        return f"drops stored scales {where}{none} and divides by 1.0 there"
+    if unit == count:
+        return "finds no scales and divides by 1.0 in every layer"
+    return f"finds no scales in {unit} of {count} layers ({_numbers(view.unit)}) and divides by 1.0 there"
+
+
+def _numbers(layers: tuple[int, ...]) -> str:
+    shown = ", ".join(map(str, layers[:8]))
+    return f"layer{'s' if len(layers) > 1 else ''} {shown}{', …' if len(layers) > 8 else ''}"

@@ -1,0 +1,116 @@
+"""`freight audit`: what vLLM, SGLang and TGI do with a checkpoint's KV scales, what that costs, and what mends it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from freight.audit.effects import EngineView, parse_engine
+from freight.audit.rules import Engine
+from freight.cli.evaluate import progress, read_text
+from freight.cli.options import takes_engine_options
+from freight.config.engine import EngineArgs
+from freight.errors import ConfigError
+
+if TYPE_CHECKING:
+    from freight.audit.run import AuditReport
+
+
+@takes_engine_options
+def audit(
+    args: EngineArgs,
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME[=VERSION]", help="vllm, sglang or tgi; may be repeated. Default: all."),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Text to measure on; for 'demo', its held-out text by default."),
+    ] = None,
+    calibration_data: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Text that --fix measures missing scales on; default: --data.")
+    ] = None,
+    fix: Annotated[
+        Path | None, typer.Option(metavar="OUT", help="Write a checkpoint whose scales the first engine loads.")
+    ] = None,
+    window: Annotated[int | None, typer.Option(metavar="TOKENS", min=2, help="Tokens judged together.")] = None,
+    max_tokens: Annotated[int, typer.Option(metavar="COUNT", min=2, help="Tokens measured at most.")] = 8192,
+    layer_tokens: Annotated[int, typer.Option(metavar="COUNT", min=2, help="Tokens to rank layers by.")] = 1024,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Say what other engines do with a checkpoint's KV scales.
+
+    Which scales vLLM, SGLang and TGI load, drop or take as 1.0, what that costs on a text, and what mends it.
+    """
+    if args.kv_cache_dtype != "auto" or args.kv_scales != "auto" or args.quantization_param_path:
+        raise ConfigError(
+            "freight audit measures the caches that other engines would have; to measure one of your choice, "
+            "use freight evaluate with --kv-cache-dtype and --kv-scales"
+        )
+    engines = [parse_engine(name) for name in engine or map(str, Engine)]
+    text = read_text(args.model, data) if data is not None or args.model == "demo" else None
+    calibration = read_text(args.model, calibration_data) if calibration_data is not None else None
+
+    from freight.audit.run import as_json as to_json
+    from freight.audit.run import audit as run
+
+    with progress("auditing") as move:
+        report = run(
+            args,
+            engines,
+            text,
+            window,
+            max_tokens,
+            layer_tokens,
+            fix,
+            calibration,
+            lambda what, done, total: move(done, total),
+        )
+    if as_json:
+        print(json.dumps(to_json(args.model, report)))
+    else:
+        _print(report)
+        if fix is not None and report.fixed is not None:
+            named = " and ".join(map(str, report.fixed.engines))
+            typer.echo(f"{fix}: KV scales of {report.facts.num_layers} layers, as {named} load them")
+
+
+def _print(report: AuditReport) -> None:
+    from freight.audit.verdict import Cost
+    from freight.evaluate.report import markdown
+
+    for one in report.engines:
+        typer.echo(one.verdict)
+        for line in _details(one.view):
+            typer.echo(f"  {line}")
+        if one.worst:
+            ranked = ", ".join(f"{cost.layer} ({cost.added_kl:+.5f})" for cost in one.worst[:5])
+            typer.echo(f"  worst layers, by what each alone adds to the KL: {ranked}")
+    rows: list[tuple[str, Cost | None]] = [
+        ("16 bits", report.plain),
+        ("a scale per token", report.dynamic),
+        ("as stored", report.stored),
+        *((f"as {one.view.title}", one.cost) for one in report.engines),
+    ]
+    cells = [(name, f"{c.perplexity:.3f}", f"{c.kl_mean:.5f}", f"{c.same_top:.2%}") for name, c in rows if c]
+    if cells:
+        typer.echo(markdown([("KV cache", "perplexity", "mean KL", "same top"), *cells], num_left=1))
+        typer.echo(f"{report.num_tokens:,} tokens. KL (nats) and top token are against the first row.")
+    else:
+        typer.echo(f"Not measured: {report.unmeasured}.")
+
+
+def _details(view: EngineView) -> list[str]:
+    lines = []
+    if view.rules_of != view.version:
+        lines.append(f"by the rules of {view.rules_of}, the newest that were read up to this version")
+    reasons = {(side.why, side.source): side.name for side in view.sides if side.why and side.source}
+    lines += [f"{name}: {why} ({source})" for (why, source), name in reasons.items() if not view.refusal]
+    for name, count, effect in view.input_scales:
+        lines.append(f"{count} tensors named {name}: {effect}")
+    if not view.auto_fp8 and not view.refusal:
+        lines.append("stores FP8 only when it is asked to (--kv-cache-dtype)")
+    return lines

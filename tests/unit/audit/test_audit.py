@@ -1,0 +1,132 @@
+"""freight audit at the terminal: what is caught, what it costs, what mends it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from tests.unit.audit.conftest import AWQ, CT, DEMO, PLAIN, Write
+
+from freight.audit.effects import view
+from freight.audit.facts import read_facts
+from freight.audit.rules import Engine
+from freight.audit.verdict import Cost, is_safe
+from freight.models.open import open_checkpoint
+
+Run = Callable[..., Any]
+FEW = ("--max-tokens", "96", "--layer-tokens", "64", "--window", "64")
+
+
+@pytest.fixture
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("text") / "text"
+    path.write_text((DEMO / "heldout.txt").read_text()[:1500])
+    return str(path)
+
+
+def test_silently_missing_scales_are_caught(freight: Run, write: Write, text: str):
+    """Layer 3, whose keys are a thousand times larger, has no scales: vLLM loads it and takes 1.0."""
+    path = write(CT, PLAIN, missing=(3,), keys=1e3)
+    said = json.loads(freight("audit", str(path), "--engine", "vllm", "--data", text, *FEW, "--json").out)
+    (vllm,) = said["engines"]
+    assert vllm["scales"] == {"used": 10, "one": 2}
+    assert vllm["layers"][3]["k"]["effect"] == "one"
+    assert "finds no scales in 1 of 6 layers (layer 3)" in vllm["verdict"]
+    assert "not safe" in vllm["verdict"]
+    assert vllm["cost"]["kl_mean"] > 20 * said["caches"]["dynamic"]["kl_mean"]
+    assert vllm["worst_layers"][0]["layer"] == 3
+    assert vllm["worst_layers"][0]["added_kl"] > 0.1
+
+
+def test_the_fix_is_a_checkpoint_that_the_engine_loads(
+    freight: Run,
+    write: Write,
+    text: str,
+    tmp_path: Path,
+):
+    path, out = write(CT, PLAIN, missing=(3,), keys=1e3), tmp_path / "fixed"
+    answer = freight("audit", str(path), "--engine", "vllm", "--data", text, *FEW, "--fix", str(out))
+    assert answer.code == 0, answer.err
+    assert view(Engine.VLLM, "0.33", read_facts(out)[1]).all_used
+    again = json.loads(freight("audit", str(out), "--engine", "vllm", "--data", text, *FEW, "--json").out)
+    assert "safe on this text" in again["engines"][0]["verdict"]
+    assert "not safe" not in again["engines"][0]["verdict"]
+    weights = "model.layers.2.mlp.down_proj.weight"
+    assert load_file(out / "model.safetensors")[weights].equal(load_file(path / "model.safetensors")[weights])
+    assert not open_checkpoint(str(out)).kv_scales.missing
+
+
+def test_an_undeclared_checkpoint_is_declared_and_keeps_its_scales(
+    freight: Run,
+    write: Write,
+    tmp_path: Path,
+):
+    """vLLM stops at scales that no quantization_config announces. Nothing is measured for that fix."""
+    path, out = write(None, PLAIN), tmp_path / "fixed"
+    said = freight("audit", str(path), "--engine", "vllm", "--fix", str(out)).out
+    assert "does not load this checkpoint" in said
+    before, after = open_checkpoint(str(path)).kv_scales, open_checkpoint(str(out)).kv_scales
+    assert [(x.k, x.v) for x in before.layers if x] == [(x.k, x.v) for x in after.layers if x]
+    assert view(Engine.VLLM, "0.33", read_facts(out)[1]).all_used
+    assert json.loads((out / "config.json").read_text())["quantization_config"]["kv_cache_scheme"]["num_bits"] == 8
+
+
+def test_what_freight_cannot_run_is_judged_by_the_rules(freight: Run, write: Write, text: str):
+    said = json.loads(freight("audit", str(write(AWQ, PLAIN)), "--data", text, "--json").out)
+    assert [one["scales"] for one in said["engines"]] == [{"ignored": 12}, {"ignored": 12}, {"used": 12}]
+    assert "awq" in said["unmeasured"]
+    assert all("not measured" in one["verdict"] for one in said["engines"])
+
+
+def test_qwen3_moe_in_sglang_gets_the_names_that_it_loads(write: Write):
+    """sglang#39942: of the forms that are known, one alone is loaded there."""
+    from freight.audit.mend import choose_form
+
+    path = write(CT, PLAIN)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "model_type": "qwen3_moe"}))
+    facts = read_facts(path)[1]
+    assert view(Engine.SGLANG, "0.5.23", facts).lost == tuple(range(6))
+    scales = open_checkpoint(str(write(CT, PLAIN))).kv_scales
+    form = choose_form(facts, scales, [(Engine.SGLANG, "0.5.23"), (Engine.VLLM, "0.33")])
+    assert form.names == "self_attn.attn.{side}_scale"
+    assert form.engines == (Engine.SGLANG, Engine.VLLM)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (("--kv-cache-dtype", "fp8"), "freight evaluate"),
+        (("--engine", "trt"), "choose"),
+        (("--fix", "/proc/nothing/here"), "--fix|output"),
+    ],
+)
+def test_bad_input(freight: Run, argv: tuple[str, ...], said: str):
+    answer = freight("audit", "demo", *argv)
+    assert answer.code == 2
+    assert any(word in answer.err for word in said.split("|"))
+
+
+def test_a_fix_without_scales_or_text_says_what_is_missing(freight: Run, write: Write, tmp_path: Path):
+    answer = freight("audit", str(write(None, "")), "--fix", str(tmp_path / "out"))
+    assert answer.code == 2
+    assert "--data" in answer.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_cost_is_judged_by_what_e4m3_can_do():
+    dynamic = Cost(10.0, 0.01, 0.99)
+    assert is_safe(Cost(10.1, 0.02, 0.99), dynamic)
+    assert not is_safe(Cost(10.1, 0.04, 0.99), dynamic)
+    assert is_safe(Cost(10.1, 0.001, 0.99), Cost(10.0, 0.0001, 1.0))
+
+
+def test_the_verb_is_there_before_torch():
+    code = "import sys, freight.cli.audit; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,68 @@
+"""What the rules say of vLLM is what vLLM 0.32 does, on eight checkpoints that were loaded by it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.unit.audit.conftest import RECORDED, Write
+
+from freight.audit.effects import view
+from freight.audit.facts import read_facts
+from freight.audit.measure import engine_scales, logprobs_as_vllm_cpu
+from freight.audit.rules import Engine
+from freight.audit.vllm_cpu import truncated
+from freight.config.engine import EngineArgs
+from freight.fp8.cast import decode, encode
+from freight.fp8.formats import Format
+
+SAME_LOGPROBS = ("kv_scale_pairs", "modelopt_names", "kv_scale_alone")
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_it_divides_by_the_scales_that_vllm_loaded(name: str, write: Write, recorded: dict[str, Any]):
+    said = view(Engine.VLLM, "0.32", read_facts(write(*RECORDED[name]))[1])
+    seen = recorded["checkpoints"][name]
+    if "error" in seen:
+        assert said.refusal
+        return
+    assert not said.refusal
+    assert [[*layer.k.values, *layer.v.values] for layer in said.layers] == seen["scales"]
+
+
+@pytest.mark.parametrize("name", SAME_LOGPROBS)
+def test_log_probabilities_are_vllm_s(name: str, write: Write, recorded: dict[str, Any]):
+    """Equal to float32's noise, but where that moves a key or value over a step of E4M3: then within 0.02.
+
+    Rounded to nearest, as vLLM's GPU kernels and Freight do, the mean difference is 0.09.
+    """
+    path = write(*RECORDED[name])
+    scales = engine_scales(view(Engine.VLLM, "0.32", read_facts(path)[1]))
+    assert scales is not None
+    differences = []
+    for ids, theirs in zip(recorded["token_ids"], recorded["checkpoints"][name]["logprobs"], strict=True):
+        ours = logprobs_as_vllm_cpu(EngineArgs(model=str(path), dtype="float32"), scales, ids)
+        differences.append((ours - torch.tensor(theirs)).abs())
+    assert max(float(one.max()) for one in differences) < 0.02
+    assert max(float(one.mean()) for one in differences) < 1e-3
+
+
+@given(st.floats(-600, 600, width=32))
+def test_truncation_is_the_next_value_towards_zero(x: float):
+    value = torch.tensor([x])
+    got = truncated(value)
+    assert decode(encode(got, 1.0, Format.E4M3FN)).equal(got), "not a value of E4M3FN"
+    assert got.abs() <= value.abs()
+    nearest = decode(encode(value, 1.0, Format.E4M3FN))
+    assert (nearest == got) | (nearest.abs() > value.abs()), "not the next one"
+
+
+def test_the_awq_checkpoint_loses_its_scales_in_silence(write: Write, recorded: dict[str, Any], tmp_path: Path):
+    """vLLM loaded it without a word, at 1.0 in every layer, although each layer has scales."""
+    said = view(Engine.VLLM, "0.33", read_facts(write(*RECORDED["awq_method"]))[1])
+    assert recorded["checkpoints"]["awq_method"]["scales"] == [[1.0, 1.0]] * 6
+    assert said.lost == said.unit == tuple(range(6))
