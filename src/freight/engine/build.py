@@ -28,6 +28,7 @@ from freight.errors import CapacityError
 from freight.fp8.formats import Format
 from freight.kernels.cpu.cpu_set import CpuKernels
 from freight.models.architectures import tensor_names
+from freight.models.decoder import Decoder
 from freight.models.loader import tensor_shapes
 from freight.models.open import OpenModel, open_model
 
@@ -77,7 +78,9 @@ def start_engine(opened: OpenModel, before_weights: BeforeWeights | None = None)
     cache = CacheManager(spec.groups, pool.num_blocks, config.block_size, step_tokens, caching)
     scheduler = Scheduler(cache, *limits, config.max_model_len)
     capture: Capture | None = None  # the reference asks lengths of the device while it runs, and cannot be captured
-    if kernels.name == "triton":
+    if not isinstance(decoder, Decoder):
+        logger.info("steps are not captured: the modules of transformers run as they are")
+    elif kernels.name == "triton":
         capture = CudaGraphs(decoder, pool, config.max_num_seqs)
     elif isinstance(kernels, CpuKernels):
         capture = CpuRecordings(decoder, pool, kernels, config.max_num_seqs)

@@ -20,7 +20,7 @@ from freight.engine.runner import ModelRunner
 from freight.errors import ConfigError
 from freight.evaluate.divergence import kl_divergence, same_top
 from freight.evaluate.perplexity import Window, cut_windows, perplexity, target_logprobs
-from freight.models.decoder import Decoder
+from freight.models.decoder import Decoder, LanguageModel
 from freight.models.open import OpenModel, open_model
 
 MEMORY = 64 * 2**20  # bytes of cache for which `tokens_in_64_mib` is given
@@ -194,8 +194,13 @@ class WeightBytes:
     embeddings: int
 
 
-def weight_bytes(model: Decoder) -> WeightBytes:
+def weight_bytes(model: LanguageModel) -> WeightBytes:
     """What the tensors of `model` occupy, packed as its kernels have them. One that is there twice counts once."""
+    if not isinstance(model, Decoder):
+        from freight.models.fallback import TransformersModel
+
+        assert isinstance(model, TransformersModel)
+        return WeightBytes(*model.num_bytes)
     outer = _tensors((model.embedding, model.head))
     inner = _tensors((model.layers, model.norm))
     rope = _tensors(tuple((rotary.cos, rotary.sin) for rotary in model.rotaries))
