@@ -40,6 +40,7 @@ _REFUSED_KEYS: Mapping[str, str] = {
     "num_kv_shared_layers": "layers that share keys and values",
     "alibi": "biases by position (ALiBi)",
 }
+_RECURRENT = ("mamba_", "ssm_", "linear_num_", "linear_conv_", "conv_")  # how keys of recurrent layers begin
 _ROPES_OF_LENGTH = ("dynamic", "longrope")  # the angles of stored keys would change as a sequence grows
 _HARMLESS = frozenset(("dropout", "position_ids", "cache_position", "use_cache", "output_attentions"))
 _SCALING, _CAP, _WINDOW = "scaling", "softcap", "sliding_window"
@@ -131,7 +132,7 @@ def body_of(model: PreTrainedModel) -> tuple[str, nn.Module]:
     name = model.base_model_prefix
     body = getattr(model, name, None)
     if not isinstance(body, nn.Module):
-        raise refused(model.config.model_type, f"{type(model).__name__} has no body beside its head")
+        raise CheckpointError(f"{type(model).__name__} has no body beside its head")
     return name, body
 
 
@@ -150,6 +151,7 @@ def run_body(body: nn.Module, token_ids: Tensor, positions: Tensor, step: Any) -
 
 def foreign_config(config: Mapping[str, Any]) -> ModelConfig:
     """config.json -> ModelConfig of a model that runs through transformers. Raises CheckpointError with the reason."""
+    _refuse_recurrent(config)
     hf = hf_config(config)
     cls = causal_class(hf, config.get("architectures"))
     text = hf.get_text_config()
@@ -166,6 +168,15 @@ def foreign_config(config: Mapping[str, Any]) -> ModelConfig:
     except Exception as error:  # whatever its modules raise when they are run in this way
         raise refused(hf.model_type, f"{type(error).__name__} without weights: {str(error).splitlines()[0]}") from error
     return _model_config(config, hf, model, probe.calls)
+
+
+def _refuse_recurrent(config: Mapping[str, Any]) -> None:
+    kinds = config.get("layer_types") or config.get("layers_block_type") or ()
+    kind = next((kind for kind in map(str, kinds) if "attention" not in kind or "linear" in kind), None)
+    key = next((key for key, value in config.items() if value and key.startswith(_RECURRENT)), None)
+    if kind is not None or key is not None:
+        said = f"layers of kind {kind!r}" if kind is not None else f"{key} = {_short(config.get(str(key)))}"
+        raise refused(config.get("model_type"), f"{said} means recurrent layers, whose state the cache does not hold")
 
 
 def _refuse_keys(model_type: str, text: PreTrainedConfig, config: Mapping[str, Any]) -> None:
