@@ -72,11 +72,19 @@ class _Step:
         return kv.attend(stored, self.batch, mixer.softmax_scale, mixer.window, mixer.soft_cap)[None], None
 
 
+class _States(MoeModelOutputWithPast):
+    """What a body returns, of which only the final states are there: heads of some models look for more."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+
 class _Given(nn.Module):
     """Stands for the body where the head alone is computed: the final states are what comes in."""
 
-    def forward(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> MoeModelOutputWithPast:
-        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
+    def forward(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> _States:
+        return _States(last_hidden_state=inputs_embeds)
 
 
 class FreightLinear(nn.Module):

@@ -291,7 +291,7 @@ def _window(model_type: str, name: str, rule: Callable[..., Tensor], limit: int)
 
     def seen(position: int) -> Tensor:
         one = torch.zeros((), dtype=torch.int64, device="cpu")
-        return torch.as_tensor(rule(one, one, one + position, key), device="cpu").expand(longest)
+        return rule(one, one, one + position, key).expand(longest)
 
     try:
         window = int(seen(longest - 1).sum())
