@@ -73,7 +73,12 @@ TORCH_FREE = [
     "cli/*.py",
 ]
 ONLY_IN = {  # third-party package -> the modules that may import it
-    "transformers": {"freight.tokenizer", "freight.transformers"},
+    "transformers": {
+        "freight.tokenizer",
+        "freight.transformers",
+        "freight.models.fallback",
+        "freight.models.fallback_probe",
+    },
     "llguidance": {"freight.engine.grammar"},
 }
 ONLY_BELOW = {  # third-party package -> the one package whose modules may import it

@@ -21,7 +21,7 @@ from freight.engine.runner import ModelRunner
 from freight.evaluate.report import CacheScore, compare_caches
 from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.fp8.scheme import KVScales, LayerScales
-from freight.models.decoder import Decoder
+from freight.models.decoder import LanguageModel
 from freight.models.open import OpenModel, open_model
 
 Progress = Callable[[int, int], None]
@@ -139,7 +139,9 @@ def _sixteen_bits(opened: OpenModel, args: EngineArgs) -> EngineConfig:
     return opened.resolve(replace(plain, kv_cache_dtype=str(opened.resolve(plain).compute_format)))
 
 
-def _runner(opened: OpenModel, config: EngineConfig, decoder: Decoder, length: int, kernels: object) -> ModelRunner:
+def _runner(
+    opened: OpenModel, config: EngineConfig, decoder: LanguageModel, length: int, kernels: object
+) -> ModelRunner:
     """The model over a cache for one sequence of `length` tokens."""
     spec = opened.cache_spec(config)
     blocks = [-(-length // config.block_size)] * len(spec.groups)

@@ -119,7 +119,7 @@ def describe_run(engine: Engine, config: EngineConfig, name: str) -> dict[str, A
     kv = config.kv
     return {
         "model": name,
-        "kernels": engine.runner.model.head.kernels.name,
+        "kernels": engine.runner.model.kernels.name,
         "device": config.device,
         "threads": torch.get_num_threads(),
         "dtype": str(config.compute_format),

@@ -12,7 +12,7 @@ from freight.config.resolve import for_variant
 from freight.errors import CheckpointError, ConfigError
 from freight.fp8.formats import Format, Granularity
 from freight.fp8.scheme import KVScales, LayerScales
-from freight.models.open import OpenCheckpoint, open_folder
+from freight.models.open import OpenCheckpoint, open_folder, require_native
 
 _SHAPE: Mapping[str, Callable[[ModelConfig], object]] = {  # what two models share whose KV scales fit each other
     "model_type": lambda model: model.model_type,
@@ -62,6 +62,7 @@ def open_scales(model: str) -> tuple[Carried, ModelConfig | RankExport]:
         _require_complete(export.scales, model)
         return Carried(export.scales, export.scales), export
     stored = open_folder(path, model)
+    require_native(stored.model, model, "carrying KV scales over")
     return carried_by(stored, model), stored.model
 
 

@@ -29,7 +29,7 @@ from freight.errors import CheckpointError, ConfigError
 from freight.kernels.select import select_kernels
 from freight.models.architectures import tensor_names
 from freight.models.loader import CheckpointSource, tensor_shapes
-from freight.models.open import OpenCheckpoint, open_checkpoint
+from freight.models.open import OpenCheckpoint, open_checkpoint, require_native
 from freight.tokenizer import Tokenizer
 
 NOTHING_CALIBRATED = Calibration(None, None, {}, 0, 0, {}, ())
@@ -95,6 +95,7 @@ def open_unquantized(model: str, revision: str | None = None, keep_kv: bool = Fa
     `keep_kv` is True and its weights are not quantized.
     """
     stored = open_checkpoint(model, revision)
+    require_native(stored.model, model, "quantizing")
     checkpoint, config, scheme = stored.checkpoint, stored.model, stored.scheme
     unused = [name for pattern, _ in tensor_names(config).unused for name in fnmatch.filter(checkpoint.names, pattern)]
     if unused:

@@ -100,6 +100,15 @@ def data_path(model: str, data: Path | None) -> Path:
         raise ConfigError(f"--data {data} cannot be read as text: {error}") from None
 
 
+def read_text(model: str, data: Path | None) -> str:
+    """The text to judge by, as one. Raises ConfigError where there is none."""
+    path = data_path(model, data)
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--data {data} cannot be read as text: {error}") from None
+
+
 def require_writable(folder: Path) -> None:
     """Make the report's folder, and try to write there. Raises ConfigError, before anything is measured."""
     try:

@@ -60,7 +60,8 @@ def _draw(facts: dict[str, Any], picture: Path) -> None:
 def describe(model: str, revision: str | None = None) -> dict[str, Any]:
     """The JSON object of `freight inspect --json`. `revision` is a hub model's branch, tag or commit.
 
-    model, path, architecture, model_type, num_layers, num_parameters, max_position_embeddings; bytes: {dtype: count};
+    model, path, architecture, model_type, num_layers, num_parameters, max_position_embeddings; runs: 'natively',
+    'through transformers' (docs/add-a-model.md), or null for what Freight cannot run; bytes: {dtype: count};
     scheme: {method, weight_format, kv_format, kv_static, description, fp8_weights}, where fp8_weights has the number of
     matrices stored in FP8 by what is declared of them, {"scales per tensor, activations static": 14}; kv_cache:
     {scales_format, scales_format_assumed, scales}. scales_format_assumed says that nothing declares the format; scales
@@ -112,6 +113,7 @@ def _describe_rank_export(model: str, path: Path) -> dict[str, Any]:
         "model_type": export.model_types[0],
         "num_layers": export.num_layers,
         "max_position_embeddings": export.max_position_embeddings,
+        "runs": None,
         "num_parameters": None,
         "bytes": sizes(export),
         "scheme": {
@@ -136,6 +138,7 @@ def _architecture(config: ModelConfig) -> dict[str, Any]:
         "model_type": config.model_type,
         "num_layers": config.num_layers,
         "max_position_embeddings": config.max_position_embeddings,
+        "runs": "natively" if config.foreign is None else "through transformers",
     }
 
 
@@ -192,6 +195,7 @@ def _print_table(facts: dict[str, Any]) -> None:
     for label, value in (
         ("model", facts["path"]),
         ("architecture", f"{facts['architecture']}, {facts['num_layers']} layers"),
+        ("runs", facts["runs"] or "no; its KV scales can be read"),
         ("parameters", _or_unknown(facts["num_parameters"], lambda n: f"{n / 1e6:,.1f} M")),
         ("context", _or_unknown(facts["max_position_embeddings"], lambda n: f"{n:,} tokens")),
         ("weights", sizes),

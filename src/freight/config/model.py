@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from freight.config.families import Family, decoder_config, find_family, with_defaults
+from freight.config.families import FAMILIES, Family, decoder_config, find_family, with_defaults
 from freight.config.fields import flag, integer, number, token_ids
 from freight.config.layer import AttentionConfig, DenseConfig, LayerConfig, NormKind, NormPlacement
 from freight.config.rope import RopeConfig as RopeConfig
@@ -19,6 +19,21 @@ from freight.config.rope import parse_ropes
 from freight.errors import CheckpointError, choices
 from freight.fp8.formats import COMPUTE_FORMATS, Format
 from freight.operands.activation import Activation, GatedActivation
+
+
+@dataclass(frozen=True)
+class ForeignModel:
+    """What is known of a model that runs through the modules of transformers (`models/fallback.py`).
+
+    attention          the name of each layer's attention module
+    tensors            names of the parameters with their shapes
+    embedding, head    names of these matrices; the same where they are tied
+    """
+
+    attention: tuple[str, ...]
+    tensors: tuple[tuple[str, tuple[int, ...]], ...]
+    embedding: str
+    head: str
 
 
 @dataclass(frozen=True)
@@ -37,6 +52,8 @@ class ModelConfig:
     final_norm             whether the output of the last layer is normed
     position_offset        row of position 0 in the embedding of positions; None: there is none
     embedding_size         of a token, if it is projected to hidden_size, and back before the head; None: hidden_size
+    foreign                None for a model of Freight's own decoder. Otherwise `layers` says what the cache and
+                           attention of each layer need, and norms, ropes and multipliers are transformers' own
     """
 
     model_type: str
@@ -59,6 +76,7 @@ class ModelConfig:
     final_norm: bool = True
     position_offset: int | None = None
     embedding_size: int | None = None
+    foreign: ForeignModel | None = None
 
     @property
     def position_limit(self) -> int:
@@ -121,7 +139,7 @@ def parse_model_config(config: Mapping[str, Any], tensors: Collection[str] = ())
         embedding_multiplier=hidden_size**0.5 if family.scales_embedding else None,
         tie_word_embeddings=flag(config, "tie_word_embeddings"),
         logit_soft_cap=_soft_cap(config, "final_logit_softcapping"),
-        checkpoint_format=_checkpoint_format(config),
+        checkpoint_format=declared_format(config),
         bos_token_id=next(iter(token_ids(config, "bos_token_id", None)), None),
         eos_token_ids=token_ids(config, "eos_token_id", None),
         prefixes=_prefixes(family, tensors),
@@ -138,6 +156,8 @@ def stop_token_ids(config: Mapping[str, Any], generation_config: Mapping[str, An
     The default of the model_type applies only if neither file has that key.
     """
     generation = generation_config or {}
+    if config.get("model_type") not in FAMILIES:
+        return frozenset(token_ids(generation, "eos_token_id", None))
     default = None if "eos_token_id" in generation else find_family(config)[1].defaults.get("eos_token_id")
     own = token_ids(decoder_config(config)[2], "eos_token_id", default)
     return frozenset(own) | frozenset(token_ids(generation, "eos_token_id", None))
@@ -273,7 +293,8 @@ def _soft_cap(config: Mapping[str, Any], key: str) -> float | None:
     return None if config.get(key) is None else number(config, key)
 
 
-def _checkpoint_format(config: Mapping[str, Any]) -> Format:
+def declared_format(config: Mapping[str, Any]) -> Format:
+    """The dtype that a config.json names for the weights. Raises CheckpointError for one that is not implemented."""
     declared = {key: config[key] for key in ("dtype", "torch_dtype") if config.get(key) is not None}
     if len(set(map(str, declared.values()))) > 1:
         raise CheckpointError(

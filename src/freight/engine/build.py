@@ -29,7 +29,7 @@ from freight.fp8.formats import Format
 from freight.kernels.cpu.cpu_set import CpuKernels
 from freight.kernels.interface import KernelSet
 from freight.models.architectures import tensor_names
-from freight.models.decoder import Decoder
+from freight.models.decoder import Decoder, LanguageModel
 from freight.models.loader import tensor_shapes
 from freight.models.open import OpenModel, open_model
 
@@ -44,7 +44,7 @@ def build_engine(args: EngineArgs, before_weights: BeforeWeights | None = None) 
 
 
 def start_engine(
-    opened: OpenModel, before_weights: BeforeWeights | None = None, decoder: Decoder | None = None
+    opened: OpenModel, before_weights: BeforeWeights | None = None, decoder: LanguageModel | None = None
 ) -> tuple[Engine, EngineConfig]:
     """Make an opened model ready to serve.
 
@@ -61,7 +61,7 @@ def start_engine(
     tokenizer = opened.load_tokenizer()
     if before_weights is not None:
         before_weights(Intake(tokenizer, opened.model.vocab_size, config.max_model_len))
-    decoder = opened.load(config) if decoder is None else decoder
+    model = opened.load(config) if decoder is None else decoder
     memory = config.kv_cache_memory
     if memory is None:
         useful = useful_memory(spec, config.max_model_len, config.max_num_seqs, config.max_num_batched_tokens)
@@ -70,7 +70,7 @@ def start_engine(
     kernels = opened.kernels(config)
     limits = (config.max_num_seqs, config.max_num_batched_tokens)
     num_blocks = split_memory(spec, memory, config.max_model_len, *limits)
-    pool = allocate_pool(spec, config.kv, num_blocks, kernels, config.device, decoder.rotaries)
+    pool = allocate_pool(spec, config.kv, num_blocks, kernels, config.device, model.rotaries)
     logger.info("%s", describe_cache(pool, config))
     if config.fp8_attention:
         logger.info("attention: products in FP8")
@@ -78,17 +78,21 @@ def start_engine(
     step_tokens, caching = config.max_num_batched_tokens, config.enable_prefix_caching
     cache = CacheManager(spec.groups, pool.num_blocks, config.block_size, step_tokens, caching)
     scheduler = Scheduler(cache, *limits, config.max_model_len)
-    captured = captured_steps(decoder, pool, kernels, config)
-    runner = ModelRunner(decoder, pool, config.device, captured)
+    captured = captured_steps(model, pool, kernels, config)
+    runner = ModelRunner(model, pool, config.device, captured)
     intake = Intake(tokenizer, opened.model.vocab_size, config.max_model_len)
     threads = opened.threads(config)
     return Engine(runner, cache, scheduler, intake, opened.stop_token_ids(), config.seed, threads), config
 
 
-def captured_steps(decoder: Decoder, pool: KVPool, kernels: KernelSet, config: EngineConfig) -> DecodeSteps | None:
+def captured_steps(
+    decoder: LanguageModel, pool: KVPool, kernels: KernelSet, config: EngineConfig
+) -> DecodeSteps | None:
     """The decode steps of `decoder` over `pool`, to be captured as they are needed; None where kernels cannot be."""
     capture: Capture | None = None  # the reference asks lengths of the device while it runs, and cannot be captured
-    if kernels.name == "triton":
+    if not isinstance(decoder, Decoder):
+        logger.info("steps are not captured: the modules of transformers run as they are")
+    elif kernels.name == "triton":
         capture = CudaGraphs(decoder, pool, config.max_num_seqs)
     elif isinstance(kernels, CpuKernels):
         capture = CpuRecordings(decoder, pool, kernels, config.max_num_seqs)

@@ -11,7 +11,7 @@ from torch import Tensor
 from freight.cache.pool import KVPool
 from freight.engine.decode_steps import DecodeSteps
 from freight.engine.prepare import Logits, SequenceSlice, prepare
-from freight.models.decoder import Decoder
+from freight.models.decoder import LanguageModel
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class StepRows:
     `hidden` has their final states [rows, hidden_size]; `captured` their logits, where the step was replayed.
     """
 
-    model: Decoder
+    model: LanguageModel
     num_rows: list[int]
     hidden: Tensor | None = None
     captured: Tensor | None = None
@@ -43,7 +43,7 @@ class StepRows:
 class ModelRunner:
     """A model and its cache on a device. Steps that `captured` takes are replayed."""
 
-    model: Decoder
+    model: LanguageModel
     pool: KVPool
     device: str
     captured: DecodeSteps | None = None

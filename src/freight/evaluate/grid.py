@@ -29,7 +29,7 @@ from freight.evaluate.stored_error import Probe
 from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.fp8.scheme import KVScales
 from freight.models.decoder import Decoder
-from freight.models.open import OpenModel, open_model
+from freight.models.open import OpenModel, open_model, require_native
 from freight.models.weight_bytes import weight_bytes
 from freight.tokenizer import Tokenizer
 
@@ -80,12 +80,19 @@ def evaluate_grid(
     chosen = opened.resolve(args) if not names else None
     length = window_length(grid.window, plain.max_model_len)
     parts = cut_documents(opened, documents, length, grid.max_tokens)
+    if opened.model.foreign is not None and grid.caches is None:
+        names = tuple(name for name in names if name not in STATIC)
     static = [name for name in names if name in STATIC] if opened.kv_scales.empty else []
+    if static or grid.weights:
+        require_native(opened.model, args.model, "measuring its static scales, or other weights,")
     samples = _samples(opened, grid, length) if static else []
     with opened.threads(plain):
         eight = _fp8(opened) if names and names != ("e5m2",) else plain
         decoder = load_for(opened, [plain, chosen or eight])
-        scales = _measure_scales(opened, decoder, plain, samples, static)
+        scales: dict[str, KVScales | None] = {}
+        if static:
+            assert isinstance(decoder, Decoder), "others are refused above"
+            scales = _measure_scales(opened, decoder, plain, samples, static)
         caches = [("16 bits", plain)]
         if chosen is None:
             caches += _caches(opened, plain, eight, names, scales)

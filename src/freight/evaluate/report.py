@@ -16,7 +16,7 @@ from freight.engine.runner import ModelRunner
 from freight.evaluate.documents import cut_documents, window_length
 from freight.evaluate.measure import SettingRun, mean_perplexity, measure
 from freight.evaluate.stored_error import Probe, probed
-from freight.models.decoder import Decoder
+from freight.models.decoder import LanguageModel
 from freight.models.open import OpenModel, open_model
 
 MEMORY = 64 * 2**20  # bytes of cache for which `tokens_in_64_mib` is given
@@ -117,13 +117,13 @@ def plain_config(opened: OpenModel) -> EngineConfig:
     return opened.resolve(replace(args, kv_cache_dtype=str(opened.resolve(args).compute_format)))
 
 
-def load_for(opened: OpenModel, configs: Sequence[EngineConfig]) -> Decoder:
+def load_for(opened: OpenModel, configs: Sequence[EngineConfig]) -> LanguageModel:
     """The weights for all of `configs`. FP8 products apply to E4M3 caches only, so the others do not change by them."""
     return opened.load(replace(configs[0], fp8_attention=any(config.fp8_attention for config in configs)))
 
 
 def cache_run(
-    opened: OpenModel, decoder: Decoder, config: EngineConfig, length: int, probe: Probe | None = None
+    opened: OpenModel, decoder: LanguageModel, config: EngineConfig, length: int, probe: Probe | None = None
 ) -> CacheRun:
     """A run of `config` with a cache for `length` tokens, shown to `probe` if there is one."""
     spec = opened.cache_spec(config)

@@ -81,6 +81,8 @@ ARCHITECTURES = {
 
 def tensor_names(config: ModelConfig) -> TensorNames:
     """The names of this model's tensors."""
+    if config.foreign is not None:
+        return TensorNames(embedding=config.foreign.embedding, head=config.foreign.head)
     names, (body, head) = ARCHITECTURES[config.architecture], config.prefixes
     return replace(
         names,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -89,6 +89,31 @@ class DecoderLayer:
         return x
 
 
+class LanguageModel(Protocol):
+    """What the engine runs: `Decoder`, or the modules of transformers (`models/fallback.py`)."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def kernels(self) -> KernelSet: ...
+
+    @property
+    def rotaries(self) -> tuple[Rotary, ...]: ...
+
+    def hidden(self, batch: ForwardBatch, kv_cache: Sequence[LayerKV]) -> Tensor:
+        """As `Decoder.hidden`."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """As `Decoder.logits`."""
+        ...
+
+    def forward(self, batch: ForwardBatch, kv_cache: Sequence[LayerKV]) -> Tensor:
+        """As `Decoder.forward`."""
+        ...
+
+
 @dataclass(frozen=True)
 class Decoder:
     """A whole model. Parameters are final at construction."""
@@ -98,6 +123,10 @@ class Decoder:
     layers: tuple[DecoderLayer, ...]
     norm: Norm | None
     head: LogitsHead
+
+    @property
+    def kernels(self) -> KernelSet:
+        return self.head.kernels
 
     @property
     def rotaries(self) -> tuple[Rotary, ...]:

@@ -16,16 +16,18 @@ from freight.checkpoint.layouts import read_scheme
 from freight.checkpoint.rank_export import refuse_to_run
 from freight.checkpoint.reader import Checkpoint, resolve_model
 from freight.config.engine import EngineArgs, EngineConfig
+from freight.config.families import FAMILIES
 from freight.config.kv_source import kv_source, uniform_scales
 from freight.config.model import ModelConfig, parse_model_config, stop_token_ids
 from freight.config.presets import shape_config
 from freight.config.resolve import check, resolve
 from freight.device import DeviceFacts, Threads, choose_threads, probe
+from freight.errors import CheckpointError, ConfigError, choices
 from freight.fp8.formats import Format
 from freight.fp8.scheme import KVScales, Scheme
 from freight.kernels.interface import KernelSet
 from freight.kernels.select import select_kernels
-from freight.models.decoder import Decoder
+from freight.models.decoder import LanguageModel
 from freight.models.loader import load_model
 from freight.models.random_weights import random_model
 from freight.models.weight_bytes import weight_bytes
@@ -57,9 +59,31 @@ def open_folder(path: Path, name: str) -> OpenCheckpoint:
     """Open the checkpoint in `path`, which the user named `name`."""
     refuse_to_run(path, name)
     checkpoint = Checkpoint(path)
-    config = parse_model_config(checkpoint.config, checkpoint.names)
+    config = read_model_config(checkpoint)
     scheme = read_scheme(checkpoint.config, checkpoint.hf_quant_config)
     return OpenCheckpoint(checkpoint, config, scheme, read_kv_scales(checkpoint, config, scheme))
+
+
+def read_model_config(checkpoint: Checkpoint) -> ModelConfig:
+    """What the checkpoint's config.json describes: a row of Freight's, else a model of transformers that can be run.
+
+    Raises CheckpointError for a key of a row's that stands in the way, and for what is neither.
+    """
+    model_type = checkpoint.config.get("model_type")
+    if not isinstance(model_type, str) or model_type in FAMILIES:
+        return parse_model_config(checkpoint.config, checkpoint.names)
+    from freight.models.fallback_probe import foreign_config  # transformers' modeling code takes seconds to import
+
+    return foreign_config(checkpoint.config)
+
+
+def require_native(model: ModelConfig, name: str, what: str) -> None:
+    """Raises CheckpointError for a model that runs through transformers: `what` needs Freight's own decoder."""
+    if model.foreign is not None:
+        raise CheckpointError(
+            f"{name} is of model_type {model.model_type!r}, which runs through transformers' modules; {what} is "
+            f"implemented for Freight's own decoder: {choices(FAMILIES)}"
+        )
 
 
 @dataclass(frozen=True)
@@ -83,6 +107,11 @@ class OpenModel:
             scales = read_scale_json(source.file, self.model)
         elif source.values is not None:
             scales = uniform_scales(source.values, self.model.num_layers)
+        if self.model.foreign is not None and any(layer and layer.k_center for layer in scales.layers):
+            raise ConfigError(
+                f"the KV scales have centers of keys, which are subtracted before keys are rotated; modules of "
+                f"transformers ({self.model.architecture}) rotate them first. Use --kv-scales dynamic"
+            )
         return resolve(args, self.model, self.scheme, scales, self.device)
 
     def threads(self, config: EngineConfig) -> Threads:
@@ -92,7 +121,7 @@ class OpenModel:
     def kernels(self, config: EngineConfig) -> KernelSet:
         return select_kernels(config.kernels, config.device, config.fp8_attention)
 
-    def load(self, config: EngineConfig) -> Decoder:
+    def load(self, config: EngineConfig) -> LanguageModel:
         """Read the weights, or draw them, with the threads of `config`. Logs their size and the seconds it took."""
         begin = time.perf_counter()
         with self.threads(config):
@@ -101,15 +130,30 @@ class OpenModel:
         logger.info("loading weights took %.3g GB and %.2f s", weight_bytes(decoder).total / 1e9, seconds)
         return decoder
 
-    def _load(self, config: EngineConfig) -> Decoder:
+    def _load(self, config: EngineConfig) -> LanguageModel:
         kernels = self.kernels(config)
         if kernels.note:
             logger.warning("%s", kernels.note)
         formats, length = (config.compute_format, config.weight_format), config.max_model_len
         logger.info("%s", describe_weights(*formats, self.scheme))
+        if self.model.foreign is not None:
+            return self._load_foreign(kernels, config)
         if self.checkpoint is None:
             return random_model(self.model, kernels, *formats, length, config.device, config.seed)
         return load_model(self.checkpoint, self.model, kernels, *formats, length, config.device, self.scheme)
+
+    def _load_foreign(self, kernels: KernelSet, config: EngineConfig) -> LanguageModel:
+        from freight.models.fallback import load_foreign
+
+        assert self.checkpoint is not None
+        formats, length = (config.compute_format, config.weight_format), config.max_model_len
+        loaded = load_foreign(self.checkpoint, self.model, kernels, *formats, length, config.device, self.scheme)
+        logger.info(
+            "model: %s of transformers over Freight's cache, checked against its own attention. Not promised: the same "
+            "bits for a row whatever is computed beside it (chunks, batches, prefix hits)",
+            self.model.architecture,
+        )
+        return loaded
 
     def cache_spec(self, config: EngineConfig) -> KVCacheSpec:
         return cache_spec(config.kv, self.model, config.block_size)
@@ -117,7 +161,8 @@ class OpenModel:
     def stop_token_ids(self) -> frozenset[int]:
         if self.checkpoint is None:
             return frozenset()
-        return stop_token_ids(self.checkpoint.config, self.checkpoint.generation_config)
+        ids = stop_token_ids(self.checkpoint.config, self.checkpoint.generation_config)
+        return ids if self.model.foreign is None else ids | frozenset(self.model.eos_token_ids)
 
     def load_tokenizer(self) -> Tokenizer | None:
         """The model's own, or the one named; `revision` is the model's, so another repository comes at its newest."""

@@ -12,6 +12,8 @@ from freight.models.architectures import TensorNames, tensor_names
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor that a checkpoint of this model must have, with its shape."""
+    if config.foreign is not None:
+        return dict(config.foreign.tensors)
     c, names = config, tensor_names(config)
     width = c.embedding_size or c.hidden_size
     shapes: dict[str, tuple[int, ...]] = {names.embedding: (c.vocab_size, width)}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, is_dataclass
 
 from torch import Tensor
 
-from freight.models.decoder import Decoder
+from freight.models.decoder import Decoder, LanguageModel
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,13 @@ class WeightBytes:
         return self.layers + self.embeddings
 
 
-def weight_bytes(model: Decoder) -> WeightBytes:
+def weight_bytes(model: LanguageModel) -> WeightBytes:
     """What the tensors of `model` occupy, packed as its kernels have them. One that is there twice counts once."""
+    if not isinstance(model, Decoder):
+        from freight.models.fallback import TransformersModel
+
+        assert isinstance(model, TransformersModel)
+        return WeightBytes(*model.num_bytes)
     outer = _tensors((model.embedding, model.head))
     inner = _tensors((model.layers, model.norm))
     rope = _tensors(tuple((rotary.cos, rotary.sin) for rotary in model.rotaries))

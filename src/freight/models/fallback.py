@@ -1,0 +1,244 @@
+"""Models that Freight has no row for: transformers' own modules over Freight's cache, attention and FP8 weights.
+
+The modules compute everything but attention, and every matrix that is in FP8. A function that is registered with
+transformers stores each layer's keys and values, which are rotated already, and attends over the pages. What the model
+gives is compared with transformers' eager attention on a few tokens before it is used, with the same modules.
+
+Not promised here: that a row has the same bits whatever is computed beside it. torch's matrix products choose their
+order of summation by the number of rows.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from freight.cache.pool import LayerKV
+from freight.checkpoint.linears import find_linears
+from freight.checkpoint.reader import Checkpoint
+from freight.config.model import ModelConfig
+from freight.errors import CheckpointError
+from freight.fp8.cast import torch_dtype
+from freight.fp8.formats import Format
+from freight.fp8.scheme import Scheme
+from freight.fp8.weights import fit_rows
+from freight.kernels.interface import KernelSet
+from freight.layers.linear import Linear
+from freight.models.fallback_check import self_check
+from freight.models.fallback_probe import attention, body_of, causal_class, hf_config, refused, run_body
+from freight.operands.batch import ForwardBatch
+from freight.operands.rotary import Rotary
+from freight.operands.weight import Activations, Weight
+
+ATTENTION = "freight"
+# last or inner names of modules that choose experts: they stay in 16 bits
+_ROUTERS = frozenset(("gate", "router", "shared_expert_gate", "wg", "classifier"))
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    """Attention over the cache needs none."""
+
+
+AttentionInterface.register(ATTENTION, attention)
+AttentionMaskInterface.register(ATTENTION, _no_mask)
+
+
+@dataclass
+class _Step:
+    """One forward pass, as the attention of each layer sees it. `calls` counts the layers that attended."""
+
+    model: TransformersModel
+    batch: ForwardBatch
+    kv_cache: Sequence[LayerKV]
+    calls: int = field(default=0)
+
+    def attend(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, given: Mapping[str, Any]
+    ) -> tuple[Tensor, None]:
+        """q, k, v: [1, heads, num_tokens, dim], rotated; gives [1, num_tokens, num_heads, v_dim]."""
+        index = self.model.layer_of[id(module)]
+        mixer, kv = self.model.config.layers[index].mixer, self.kv_cache[index]
+        qkv = torch.cat([x[0].transpose(0, 1).flatten(1).to(v.dtype) for x in (q, k, v)], 1)
+        stored = kv.store(qkv, self.model.rotaries[index], self.batch)
+        self.calls += 1
+        return kv.attend(stored, self.batch, mixer.softmax_scale, mixer.window, mixer.soft_cap)[None], None
+
+
+class _States(MoeModelOutputWithPast):
+    """What a body returns, of which only the final states are there: heads of some models look for more."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+
+class _Given(nn.Module):
+    """Stands for the body where the head alone is computed: the final states are what comes in."""
+
+    def forward(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> _States:
+        return _States(last_hidden_state=inputs_embeds)
+
+
+class FreightLinear(nn.Module):
+    """A Linear of Freight in the place of a torch one."""
+
+    def __init__(self, linear: Linear, weight: Weight) -> None:
+        super().__init__()
+        self.linear = linear
+        self.out_features, self.in_features = weight.data.shape
+        scale = 0 if weight.scale is None else weight.scale.nbytes
+        self.num_bytes = weight.data.nbytes + scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
+
+
+@dataclass(frozen=True)
+class TransformersModel:
+    """A causal LM of transformers with what the engine needs of `Decoder`."""
+
+    config: ModelConfig
+    causal: PreTrainedModel
+    kernels: KernelSet
+    rotaries: tuple[Rotary, ...]
+
+    @cached_property
+    def layer_of(self) -> dict[int, int]:
+        """The layer of each attention module, by its identity."""
+        assert self.config.foreign is not None
+        return {id(self.causal.get_submodule(name)): i for i, name in enumerate(self.config.foreign.attention)}
+
+    @cached_property
+    def _head(self) -> nn.Module:
+        """The same model with the same modules, but for the body."""
+        head = copy.copy(self.causal)
+        head._modules = {**self.causal._modules, body_of(self.causal)[0]: _Given()}
+        return head
+
+    def forward(self, batch: ForwardBatch, kv_cache: Sequence[LayerKV]) -> Tensor:
+        """As `Decoder.forward`."""
+        return self.logits(self.hidden(batch, kv_cache))
+
+    def hidden(self, batch: ForwardBatch, kv_cache: Sequence[LayerKV]) -> Tensor:
+        """As `Decoder.hidden`."""
+        step = _Step(self, batch, kv_cache)
+        states = run_body(body_of(self.causal)[1], batch.token_ids, batch.positions, step)
+        if step.calls != self.config.num_layers:
+            raise CheckpointError(f"{step.calls} of {self.config.num_layers} layers attended over the cache")
+        return states[batch.logit_rows] if len(batch.logit_rows) < len(states) else states
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """As `Decoder.logits`."""
+        logits: Tensor = cast(Any, self._head)(inputs_embeds=hidden[None], use_cache=False).logits
+        return logits[0].float()
+
+    def eager_logits(self, token_ids: Tensor) -> Tensor:
+        """What transformers' eager attention gives for one sequence: float32 [num_tokens, vocab_size]."""
+        self.causal.set_attn_implementation("eager")
+        try:
+            logits: Tensor = self.causal(input_ids=token_ids[None], use_cache=False).logits
+        finally:
+            self.causal.set_attn_implementation(ATTENTION)
+        return logits[0].float()
+
+    @property
+    def num_bytes(self) -> tuple[int, int]:
+        """Memory of (all else, embedding and head), each tensor once."""
+        outer = {
+            id(p): p.nbytes
+            for m in (self.causal.get_input_embeddings(), self.causal.get_output_embeddings())
+            for p in m.parameters()
+        }
+        inner = sum(p.nbytes for p in self.causal.parameters() if id(p) not in outer)
+        packed = sum(m.num_bytes for m in self.causal.modules() if isinstance(m, FreightLinear))
+        return inner + packed, sum(outer.values())
+
+
+def load_foreign(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    kernels: KernelSet,
+    compute_format: Format,
+    weight_format: Format,
+    max_len: int,
+    device: str,
+    scheme: Scheme,
+) -> TransformersModel:
+    """As `load_model`, through transformers' loading; routers and experts that are no Linear keep 16 or 32 bits.
+
+    Raises CheckpointError where tensors and modules do not fit, and where the model does not pass its check.
+    """
+    assert config.foreign is not None
+    free = frozenset((config.foreign.embedding, config.foreign.head))
+    stored = find_linears(checkpoint, scheme, dict(config.foreign.tensors), free)
+    _refuse_other_fp8(checkpoint, frozenset(linear.weight for linear in stored.values()))
+    causal = _load_modules(checkpoint, compute_format, device)
+    empty = torch.empty(max_len, 0, dtype=torch.float32, device=device)
+    model = TransformersModel(config, causal, kernels, (Rotary(empty, empty),) * config.num_layers)
+    if not stored:
+        self_check(model, compute_format, False, device)
+    # a subclass computes something of its own
+    modules = [(name, m) for name, m in causal.named_modules() if isinstance(m, nn.Linear) and type(m) is nn.Linear]
+    linears = {f"{name}.weight": module for name, module in modules}
+    unmatched = sorted(set(stored) - set(linears))
+    if unmatched:
+        raise refused(config.model_type, f"{unmatched[0]} is stored in FP8, and its module is no Linear")
+    rounds = weight_format.is_fp8 and scheme.weight_format is None
+    for name, module in linears.items():
+        if name in stored:
+            _replace(causal, name, stored[name].read(checkpoint, weight_format, device), kernels)
+        elif rounds and name not in free and not _ROUTERS.intersection(name.split(".")):
+            data, scale = fit_rows(module.weight, weight_format)
+            _replace(causal, name, Weight(data, scale, Activations.DYNAMIC), kernels)
+    if stored or rounds:
+        self_check(model, compute_format, True, device)
+    return model
+
+
+def _replace(causal: PreTrainedModel, name: str, weight: Weight, kernels: KernelSet) -> None:
+    path = name.removesuffix(".weight")
+    bias = cast(nn.Linear, causal.get_submodule(path)).bias
+    linear = Linear(kernels.pack(weight), bias, kernels, weight.input_limit)
+    causal.set_submodule(path, FreightLinear(linear, weight))
+
+
+def _refuse_other_fp8(checkpoint: Checkpoint, known: frozenset[str]) -> None:
+    for name in sorted(checkpoint.names - known):
+        if checkpoint.entry(name).dtype.startswith("F8_E") and not checkpoint.entry(name).dtype.endswith("M0"):
+            raise CheckpointError(
+                f"{checkpoint.path}: {name} is stored in FP8, and no Linear of transformers' modules has that name; "
+                "use the model in 16 bits"
+            )
+
+
+def _load_modules(checkpoint: Checkpoint, compute_format: Format, device: str) -> PreTrainedModel:
+    hf = hf_config(checkpoint.config)
+    cls = causal_class(hf)
+    try:
+        causal, info = cast(Any, cls).from_pretrained(
+            checkpoint.path,
+            config=hf,
+            dtype=torch_dtype(compute_format),
+            attn_implementation=ATTENTION,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except Exception as error:  # transformers' loading raises what it likes
+        raise refused(hf.model_type, f"its loading fails: {str(error).splitlines()[0]}") from error
+    faults = [*info["missing_keys"], *info["mismatched_keys"]]
+    if faults:
+        raise CheckpointError(
+            f"{checkpoint.path}: {len(faults)} tensors are missing or misshapen: {sorted(map(str, faults))[0]}"
+        )
+    checkpoint.finish(pending=checkpoint.names - frozenset(info["unexpected_keys"]))
+    model: PreTrainedModel = causal.eval().requires_grad_(False).to(device)
+    return model

@@ -1,0 +1,254 @@
+"""Models that Freight has no row for: transformers' modules over Freight's cache give transformers' own tokens."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from freight import LLM, SamplingParams
+from freight.calibrate.quantize import open_unquantized
+from freight.cli.inspect import describe
+from freight.config.engine import EngineArgs
+from freight.config.families import FAMILIES
+from freight.errors import CheckpointError
+from freight.evaluate.report import weight_bytes
+from freight.models.open import open_model
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+HEAD = {"head_dim": 16}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+ROUTED = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+WINDOW = {"sliding_window": 8}
+
+FAST: dict[str, dict[str, Any]] = {
+    "olmo2": {},
+    "exaone4": HEAD | WINDOW,
+    "gpt_neox": {},
+    "gpt2": {},
+    "qwen3_moe": HEAD | EXPERTS,
+    "starcoder2": {"sliding_window": 8},
+}
+SLOW: dict[str, dict[str, Any]] = {
+    "afmoe": HEAD | WINDOW,
+    "apertus": {},
+    "arcee": HEAD,
+    "biogpt": {},
+    "bitnet": {},
+    "cohere": {},
+    "cohere2": HEAD | WINDOW,
+    "cwm": HEAD | WINDOW,
+    "ernie4_5": HEAD,
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32},
+    "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
+    "gemma": HEAD,
+    "glm": HEAD,
+    "glm4": HEAD,
+    "glm4_moe": HEAD | ROUTED | {"use_qk_norm": True, "partial_rotary_factor": 0.5},
+    "gpt_bigcode": {},
+    "granite": {},
+    "granitemoe": LOCAL,
+    "granitemoeshared": LOCAL | {"shared_intermediate_size": 32},
+    "hunyuan_v1_dense": HEAD,
+    "hy_v3": HEAD | EXPERTS,
+    "jais2": HEAD,
+    "laguna": HEAD,
+    "mellum": HEAD,
+    "ministral": HEAD | WINDOW,
+    "ministral3": HEAD,
+    "minimax_m2": HEAD | LOCAL | {"rotary_dim": 8},
+    "mixtral": HEAD | LOCAL,
+    "nanochat": {},
+    "olmo": {},
+    "olmo3": WINDOW,
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "persimmon": {},
+    "phi": {},
+    "phimoe": LOCAL,
+    "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 32},
+    "seed_oss": HEAD,
+    "smollm3": {},
+    "solar_open": HEAD | ROUTED,
+    "vaultgemma": HEAD | WINDOW | {"query_pre_attn_scalar": 16},
+}
+PROMPTS = ([5, 9, 33, 17, 88, 21, 40, 77, 12, 101, 64], [5, 9, 33])
+
+
+def save(model_type: str, more: dict[str, Any], folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """A model with weights that make its tokens differ, saved as transformers does."""
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[model_type](**SMALL | more)
+    model = AutoModelForCausalLM.from_config(config).to(dtype).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.2)
+            elif name.endswith("bias"):
+                parameter.normal_(std=0.1)
+    model.save_pretrained(folder)
+    return model
+
+
+def llm(folder: Path, **options: Any) -> LLM:
+    return LLM(str(folder), skip_tokenizer_init=True, max_model_len=64, kv_cache_memory="2MiB", **options)
+
+
+def tokens(model: LLM, count: int = 12) -> list[list[int]]:
+    outputs = model.generate(list(PROMPTS), SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True))
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def expected(model: Any, count: int = 12) -> list[list[int]]:
+    """transformers' own greedy tokens, without its cache."""
+    found = []
+    for prompt in PROMPTS:
+        ids = list(prompt)
+        with torch.inference_mode():
+            for _ in range(count):
+                logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits
+                ids.append(int(logits[0, -1].argmax()))
+        found.append(ids[len(prompt) :])
+    return found
+
+
+@pytest.mark.parametrize("model_type", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_its_tokens_are_those_of_transformers(model_type: str, tmp_path: Path) -> None:
+    assert model_type not in FAMILIES
+    model = save(model_type, (FAST | SLOW)[model_type], tmp_path)
+    small_steps = llm(tmp_path, max_num_batched_tokens=4)  # the prompts are computed in chunks, and together
+    assert tokens(small_steps) == expected(model)
+
+
+def test_it_says_what_it_is_and_what_is_not_promised(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save("olmo2", {}, tmp_path)
+    with caplog.at_level(logging.INFO, "freight"):
+        llm(tmp_path)
+    lines = [record.message for record in caplog.records if "Olmo2ForCausalLM of transformers" in record.message]
+    assert len(lines) == 1
+    assert "Not promised: the same bits" in lines[0]
+    assert describe(str(tmp_path))["runs"] == "through transformers"
+    assert describe("demo")["runs"] == "natively"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_sixteen_bits_pass_the_check(dtype: str, tmp_path: Path) -> None:
+    save("olmo2", {}, tmp_path, getattr(torch, dtype))
+    assert len(tokens(llm(tmp_path))[0]) == 12
+
+
+def test_an_fp8_cache_is_used(tmp_path: Path) -> None:
+    model = save("exaone4", HEAD | WINDOW, tmp_path)
+    engine = llm(tmp_path, kv_cache_dtype="fp8", kv_scales="dynamic").engine
+    assert engine.runner.pool.spec.layers[0].format.is_fp8
+    assert [layer.window for layer in engine.runner.pool.spec.layers] == [
+        8 if kind == "sliding_attention" else None for kind in model.config.layer_types
+    ]
+
+
+def test_linears_become_fp8_and_routers_do_not(tmp_path: Path) -> None:
+    save("granitemoeshared", LOCAL | {"shared_intermediate_size": 32}, tmp_path)
+    causal: Any = llm(tmp_path, quantization="fp8").engine.runner.model
+    kinds = {name: type(module).__name__ for name, module in causal.causal.named_modules()}
+    assert kinds["model.layers.0.self_attn.q_proj"] == "FreightLinear"
+    assert kinds["lm_head"] == "Linear"
+    assert not [name for name, kind in kinds.items() if kind == "FreightLinear" and "router" in name]
+
+
+def logits(folder: Path) -> torch.Tensor:
+    runner = llm(folder).engine.runner
+    return runner.logits(PROMPTS[0], 0, runner.pool.whole)
+
+
+def test_a_stored_fp8_scale_is_used(tmp_path: Path) -> None:
+    """The logits are those of the model in 32 bits up to rounding, and others when one scale changes."""
+    save("olmo2", {}, tmp_path)
+    plain = logits(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        scale = tensors[name].abs().amax(1, keepdim=True) / 448
+        tensors[name] = (tensors[name] / scale).to(torch.float8_e4m3fn)
+        tensors[name + "_scale"] = scale
+    save_file(tensors, file, {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    declared = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"},
+                "input_activations": {
+                    "num_bits": 8,
+                    "type": "float",
+                    "symmetric": True,
+                    "strategy": "token",
+                    "dynamic": True,
+                },
+            }
+        },
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": declared}))
+    stored = logits(tmp_path)
+    assert (stored - plain).norm() < 0.2 * plain.norm()
+    tensors["model.layers.1.mlp.down_proj.weight_scale"] *= torch.linspace(0.1, 3, 64)[:, None]
+    save_file(tensors, file, {"format": "pt"})
+    assert (logits(tmp_path) - stored).norm() > 0.25 * plain.norm()
+
+
+def test_what_attends_otherwise_is_refused_with_the_difference(tmp_path: Path) -> None:
+    save("olmo2", {}, tmp_path)
+    opened = open_model(EngineArgs(str(tmp_path), skip_tokenizer_init=True, max_model_len=64))
+    layers = tuple(replace(layer, mixer=replace(layer.mixer, window=4)) for layer in opened.model.layers)
+    wrong = replace(opened, model=replace(opened.model, layers=layers))
+    with pytest.raises(
+        CheckpointError, match=r"logits differ by \d.* of their spread, and 0.001 is allowed in float32"
+    ):
+        wrong.load(wrong.resolve(wrong.args))
+
+
+def test_quantizing_it_is_refused(tmp_path: Path) -> None:
+    save("olmo2", {}, tmp_path)
+    with pytest.raises(CheckpointError, match="'olmo2', which runs through transformers' modules; quantizing is"):
+        open_unquantized(str(tmp_path))
+
+
+def test_its_weights_are_counted(tmp_path: Path) -> None:
+    save("olmo2", {}, tmp_path)
+    args = EngineArgs(str(tmp_path), skip_tokenizer_init=True)
+    opened = open_model(args)
+    loaded = opened.load(opened.resolve(args))
+    size = weight_bytes(loaded)
+    assert size.embeddings == 2 * 128 * 64 * 4
+    stored = sum(t.nbytes for t in load_file(tmp_path / "model.safetensors").values())
+    assert size.layers + size.embeddings == stored
