@@ -81,13 +81,13 @@ class CacheRun:
         self.count += len(targets)
 
     def score(self) -> CacheScore:
-        kv, pool = self.config.kv, self.runner.pool
+        names, pool = self.config.kv.names(), self.runner.pool
         spec = pool.spec
         _, clipped = pool.counters()
         return CacheScore(
-            dtype=str(kv.format),
-            granularity=str(kv.granularity) if kv.granularity else None,
-            scale_source=str(kv.scale_source) if kv.scale_source else None,
+            dtype=str(names["dtype"]),
+            granularity=names["granularity"],
+            scale_source=names["scale_source"],
             perplexity=perplexity(self.logprob_sum, self.count),
             mean_kl=self.kl_sum / self.count,
             same_top_share=self.same_top / self.count,
