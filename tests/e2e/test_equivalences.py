@@ -1,8 +1,9 @@
 """How a request is computed changes no bit of it: cache bytes, scales, log-probabilities, tokens.
 
 Alone or batched, whole or chunked prefill down to token by token, prefix hit or miss, preempted or not; for a 16-bit
-cache, E4M3 with static and with per-token scales, E5M2, INT8, and one whose layers differ in that; greedy and seeded; on the kernels that run by default,
-and for one cache on each other set that runs here, and for one cache in models whose layers differ.
+cache, E4M3 with static and with per-token scales, E5M2, INT8, and one whose layers differ; greedy
+and seeded; on the kernels that run by default, and for one cache on each other set that runs here, and for one cache
+in models whose layers differ.
 """
 
 from __future__ import annotations

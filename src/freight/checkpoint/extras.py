@@ -108,7 +108,8 @@ def _parse(path: Path, data: bytes, model: ModelConfig) -> KVScales:
         raise CheckpointError(f"{path} holds no KV scales: {type(error).__name__}: {error}") from error
     if not format.is_e4m3 or granularity is Granularity.TOKEN or len(layers) != model.num_layers:
         raise CheckpointError(
-            f"{path} has {MIXED if mixed else granularity} scales for {format} and {len(layers)} layers; the model has {model.num_layers}"
+            f"{path} has {MIXED if mixed else granularity} scales for {format} and {len(layers)} layers; the model has "
+            f"{model.num_layers}"
         )
     scales: list[LayerScales | None] = []
     for index, layer in enumerate(layers):

@@ -16,6 +16,7 @@ from freight.errors import ConfigError
 
 # Measured unless one is asked for. E5M2 needs no scales, and cannot use those that a checkpoint has for E4M3.
 CACHES = [("fp8_e4m3", "auto"), ("fp8_e5m2", "unit")]
+LAYER_TOKENS = 16384  # of the text, for --per-layer, which runs the model (layers + 1) / 2 times
 LEGEND = "KL (nats) and top token are against the first row."
 HELD_OUT = Path(__file__).parent.parent / "demo" / "heldout.txt"
 
@@ -27,6 +28,7 @@ def evaluate(
         Path | None, typer.Option(metavar="FILE", help="Text to judge by; for 'demo', its held-out text if not given.")
     ] = None,
     window: Annotated[int | None, typer.Option(metavar="TOKENS", min=2, help="Tokens judged together.")] = None,
+    per_layer: Annotated[bool, typer.Option("--per-layer", help="Each layer's share of what the cache costs.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Measure what FP8 caches cost and save.
@@ -35,6 +37,9 @@ def evaluate(
     memory of the weights.
     """
     text = read_text(args.model, data)
+    if per_layer:
+        show_layers(args, text, window, as_json)
+        return
     chosen = args.quantization_param_path or args.kv_scales != "auto" or args.kv_cache_dtype != "auto"
     caches = [(args.kv_cache_dtype, args.kv_scales)] if chosen else CACHES
 
@@ -52,6 +57,24 @@ def evaluate(
         typer.echo(as_table(scores))
         typer.echo(f"weights: {size.layers:,} bytes in {format}, embedding and head {size.embeddings:,} bytes")
         typer.echo(f"{scores[0].num_tokens:,} tokens of {data or HELD_OUT.name}. {LEGEND}")
+
+
+def show_layers(args: EngineArgs, text: str, window: int | None, as_json: bool) -> None:
+    """`--per-layer`: each layer quantized alone, as a table or as JSON."""
+    from freight.evaluate import sensitivity
+    from freight.evaluate.report import text_windows
+
+    with progress("measuring layers") as on_progress:
+        found = sensitivity.per_layer(
+            args,
+            lambda opened, longest: text_windows(opened, text, min(window or 1024, longest), LAYER_TOKENS),
+            on_progress,
+        )
+    if as_json:
+        print(json.dumps({"model": args.model, **sensitivity.as_json(found)}))
+        return
+    typer.echo(sensitivity.as_table(found))
+    typer.echo(f"KL in nats against a 16-bit cache, over the first {found.num_tokens:,} tokens; one layer at a time")
 
 
 def read_text(model: str, data: Path | None) -> str:

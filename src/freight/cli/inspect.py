@@ -66,7 +66,8 @@ def describe(model: str, revision: str | None = None) -> dict[str, Any]:
     {scales_format, scales_format_assumed, scales}. scales_format_assumed says that nothing declares the format; scales
     has an entry per layer, {layer, k, v}, and is empty when there are none. k and v are null, or {granularity, min,
     max, value, centered, names}; where a checkpoint chooses by layer (`freight quantize --kv-budget`), an entry also
-    has `dtype` (scales_format or '16 bits') and `granularity`; `value` is there for granularity 'tensor', and `centered`, whether a mean was
+    has `dtype` (scales_format or '16 bits') and `granularity`;
+    `value` is there for granularity 'tensor', and `centered`, whether a mean was
     subtracted, for k. An export of AMMO or ModelOpt for TensorRT-LLM has the same keys; num_parameters is null there,
     because ranks share some of them.
     """

@@ -142,7 +142,7 @@ def run_caches(
             if config.kv.format is not configs[0].kv.format:  # that one is the first row
                 configs.append(config)
     length = min(window or 1024, configs[0].max_model_len)
-    windows = _windows(opened, text, length, max_tokens)
+    windows = text_windows(opened, text, length, max_tokens)
     # FP8 products apply to E4M3 caches only, so they do not change attention over the first cache
     with opened.threads(configs[0]):
         decoder = opened.load(replace(configs[0], fp8_attention=any(config.fp8_attention for config in configs)))
@@ -172,7 +172,8 @@ def _score_chunk(runs: list[CacheRun], window: Window, start: int, stop: int) ->
         run.add(reference, own, targets)
 
 
-def _windows(opened: OpenModel, text: str | Sequence[int], length: int, max_tokens: int | None) -> list[Window]:
+def text_windows(opened: OpenModel, text: str | Sequence[int], length: int, max_tokens: int | None) -> list[Window]:
+    """The windows of a text, or of token ids. Raises ConfigError for fewer than two tokens."""
     token_ids, bos = text, opened.model.bos_token_id
     if isinstance(text, str):
         tokenizer = opened.load_tokenizer()

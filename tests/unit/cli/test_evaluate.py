@@ -47,3 +47,10 @@ def test_the_16_bit_cache_is_one_row(freight: Run, text: str):
     rows = freight("evaluate", "--data", text, "--kv-cache-dtype", "bfloat16").out.splitlines()
     assert len([row for row in rows if row.startswith("| bfloat16")]) == 1
     assert len([row for row in rows if row.startswith("|")]) == 3
+
+
+def test_layers_are_measured_one_at_a_time(freight: Run, text: str):
+    said = json.loads(freight("evaluate", "--data", text, "--per-layer", "--json").out)
+    assert [layer["layer"] for layer in said["layers"]] == list(range(6))
+    assert said["kl_whole"] > 0
+    assert "all at once" in freight("evaluate", "--data", text, "--per-layer").out
