@@ -127,11 +127,7 @@ def quantize(
 
     FP8 weights, activations and KV cache; what is static is calibrated on the unquantized model.
     """
-    if output_dir is None:
-        name, folder = model_and_others(ctx, model_id, ("MODEL", "OUT"), (model, out))
-    else:
-        folder = either("OUT", out, "--output-dir", output_dir)
-        [name] = model_and_others(ctx, model_id, ("MODEL",), (model,))
+    name, folder = _names(ctx, model, out, model_id, output_dir)
     options = {
         "weights": _weights(weights, qformat, format),
         "activations": activations,
@@ -158,6 +154,18 @@ def quantize(
     with stages() as on_progress:
         result = run(name, Path(folder), revision=revision, overwrite=overwrite, on_progress=on_progress, **options)
     _show(result, as_json)
+
+
+def _names(
+    ctx: typer.Context, model: str | None, out: Path | None, model_id: str | None, output_dir: Path | None
+) -> tuple[str, str]:
+    """MODEL and OUT, in either of their forms."""
+    if output_dir is None:
+        name, folder = model_and_others(ctx, model_id, ("MODEL", "OUT"), (model, out))
+        return name, folder
+    folder = either("OUT", out, "--output-dir", output_dir)
+    [name] = model_and_others(ctx, model_id, ("MODEL",), (model,))
+    return name, folder
 
 
 def _show(result: QuantizeResult, as_json: bool) -> None:

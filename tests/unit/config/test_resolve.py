@@ -386,26 +386,3 @@ def test_attention_in_fp8_is_refused_where_it_cannot_run(facts, said, problem, w
 def test_an_unknown_attention_compute_is_refused():
     with pytest.raises(ConfigError, match=r"--attention-compute 'fp16' is unknown.*choose auto or fp8"):
         check(EngineArgs(attention_compute="fp16"))
-
-
-MIXED = KVScales((LAYER, None), mixed=(Granularity.TENSOR, None))
-
-
-def test_a_choice_by_layer_is_taken_where_nothing_else_is_asked_for():
-    for source in ("auto", "checkpoint"):
-        cache = decide(NOTHING, MIXED, kv_scales=source).kv
-        assert [str(cache.of_layer(index)) for index in range(2)] == ["fp8_e4m3fn, tensor", "bfloat16"]
-        assert "layer 0 per tensor, layer 1 in 16 bits" in cache.note
-    assert decide(NOTHING, MIXED, FNUZ).kv.of_layer(0).format is FNUZ
-    assert decide(NOTHING, MIXED, FNUZ).kv.scales.layers[0].k == (0.5,)
-    nothing = KVScales((None, None), mixed=(None, None))
-    assert decide(NOTHING, nothing).kv.names() == {"dtype": "bfloat16", "granularity": None, "scale_source": None}
-
-
-def test_a_choice_by_layer_gives_way_to_what_is_asked_for():
-    assert kv("bfloat16", scales=MIXED) == (BF16, *SIXTEEN)
-    assert kv("fp8", "dynamic", scales=MIXED) == (FN, *DYNAMIC)
-    assert kv("int8", scales=MIXED) == (INT8, *DYNAMIC)
-    refused(
-        ConfigError, "layer 1 in 16 bits", "--kv-cache-dtype auto", "--kv-scales dynamic", dtype="fp8", scales=MIXED
-    )
