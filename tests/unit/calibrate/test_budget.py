@@ -18,15 +18,17 @@ from safetensors.torch import load_file, save_file
 
 from freight import LLM, SamplingParams
 from freight.calibrate.budget import CANDIDATES, KVChoice, Option, as_chosen, cheapest, choose, frontier, split
+from freight.calibrate.carried import open_scales
 from freight.calibrate.quantize import QuantizeResult, load_samples, open_unquantized, quantize
 from freight.calibrate.run import Calibration
 from freight.checkpoint.reader import resolve_model
+from freight.cli.inspect import describe
 from freight.cli.quantize import facts, sentences
 from freight.config.budget import BudgetKind, KVBudget, parse_budget
 from freight.config.engine import EngineArgs
 from freight.config.plan import QuantizeArgs, plan
 from freight.config.resolve import mixed_cache
-from freight.errors import ConfigError
+from freight.errors import CheckpointError, ConfigError
 from freight.evaluate.report import run_caches
 from freight.fp8.formats import Format, Granularity, ScaleSource
 
@@ -215,3 +217,12 @@ def test_one_sample_cannot_verify(tmp_path):
         quantize("demo", tmp_path / "out", weights="none", kv_budget="kl=1", num_samples=1)
     assert not (tmp_path / "out").exists()
     assert CANDIDATES[-1] is None
+
+
+def test_a_mixed_checkpoint_is_inspected_and_its_choice_goes_nowhere_else(written):
+    chosen = written.kv_choice.granularities
+    described = describe(str(written.path))["kv_cache"]["scales"]
+    assert [entry["granularity"] for entry in described] == list(chosen)
+    assert [entry["k"] is not None for entry in described] == [g not in (None, Granularity.TOKEN) for g in chosen]
+    with pytest.raises(CheckpointError, match="a choice of its own by layer"):
+        open_scales(str(written.path))
