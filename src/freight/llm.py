@@ -138,8 +138,11 @@ class LLM:
         """The token ids of a conversation. Raises ConfigError for a model without a chat template."""
         return require_chat_template(self.engine.tokenizer).apply_chat_template(messages, **template_options)
 
-    def kv_cache_info(self) -> dict[str, str | int | None]:
-        """The cache in use, by the names every JSON of Freight uses; bytes_per_token includes `token` scales."""
+    def kv_cache_info(self) -> dict[str, Any]:
+        """The cache in use, by the names every JSON of Freight uses; bytes_per_token includes `token` scales.
+
+        A cache whose layers differ also has `layers`, a list of {dtype, granularity}.
+        """
         return cache_facts(self.engine.runner.pool, self.config)
 
     def _accept_all(

@@ -1,8 +1,9 @@
 """How a request is computed changes no bit of it: cache bytes, scales, log-probabilities, tokens.
 
 Alone or batched, whole or chunked prefill down to token by token, prefix hit or miss, preempted or not; for a 16-bit
-cache, E4M3 with static and with per-token scales, E5M2 and INT8; greedy and seeded; on the kernels that run by default,
-and for one cache on each other set that runs here, and for one cache in models whose layers differ.
+cache, E4M3 with static and with per-token scales, E5M2, INT8, and one whose layers differ; greedy
+and seeded; on the kernels that run by default, and for one cache on each other set that runs here, and for one cache
+in models whose layers differ.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ from safetensors.torch import load_file, save_file
 from tests.parity.variants import CASES, VARIANTS, save_random
 
 from freight import LLM, SamplingParams
+from freight.checkpoint.extras import write_extras
 from freight.checkpoint.reader import resolve_model
+from freight.fp8.formats import Format, Granularity
+from freight.fp8.scheme import KVScales, LayerScales
 from freight.kernels.cpu import library
 from freight.kernels.select import select_kernels
 from freight.models import open as opening
@@ -33,7 +37,9 @@ CACHES: dict[str, dict[str, Any]] = {
     "e4m3-token": {"kv_cache_dtype": "fp8_e4m3", "kv_scales": "dynamic"},
     "e5m2": {"kv_cache_dtype": "fp8_e5m2"},
     "int8": {"kv_cache_dtype": "int8"},
+    "mixed": {"kv_cache_dtype": "auto"},
 }
+MIXED = (Granularity.CHANNEL, None, Granularity.TOKEN, Granularity.HEAD, Granularity.TENSOR, None)
 OTHER_KERNELS = ["reference", *(f"cpu-{build}" for build in library.runnable()[1:])]
 FAMILIES = [(variant, kernels) for variant, kernels in CASES if variant in ("gemma2", "gemma3", "opt", "opt-350m")]
 SETUPS = [
@@ -123,6 +129,26 @@ def model_with_scales(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def mixed_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model with another granularity, or 16 bits, in each layer."""
+    folder = tmp_path_factory.mktemp("mixed") / "demo"
+    shutil.copytree(resolve_model("demo", None), folder)
+    counts = [granularity and granularity not in (None, Granularity.TOKEN) and granularity.num_scales(2, 64)
+              for granularity in MIXED]  # fmt: skip
+    layers = [
+        LayerScales(tuple(0.03 + i / 2**12 for i in range(n)), tuple(0.02 + i / 2**12 for i in range(n)), granularity)
+        if n else None
+        for granularity, n in zip(MIXED, counts, strict=True)
+    ]  # fmt: skip
+    declared, files = write_extras(KVScales(tuple(layers), mixed=MIXED))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | declared))
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
+@pytest.fixture(scope="module")
 def families(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of random models that read the demo model's tokens."""
     folder, demo = tmp_path_factory.mktemp("families"), resolve_model("demo", None)
@@ -136,9 +162,12 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=SETUPS, ids="-".join)
-def open_llm(request: pytest.FixtureRequest, model_with_scales: Path, families: Path) -> Callable[..., LLM]:
+def open_llm(
+    request: pytest.FixtureRequest, model_with_scales: Path, mixed_model: Path, families: Path
+) -> Callable[..., LLM]:
     name, cache, kernels = request.param
-    model = str(families / name) if name != "demo" else str(model_with_scales) if cache == "e4m3-tensor" else name
+    of_cache = {"e4m3-tensor": str(model_with_scales), "mixed": str(mixed_model)}
+    model = str(families / name) if name != "demo" else of_cache.get(cache, name)
 
     def build(**options: Any) -> LLM:
         with pytest.MonkeyPatch.context() as patch:
@@ -195,6 +224,20 @@ def test_preempted_and_recomputed(open_llm, expected, prefix_caching):
     result = trace(llm, SAMPLING["seeded"], OTHERS[:4], others_grow=60)
     assert result.num_preemptions > 0
     assert result == expected["seeded"]
+
+
+def test_a_mixed_cache_has_each_layer_as_the_checkpoint_says(mixed_model):
+    llm = LLM(str(mixed_model), max_model_len=64, kv_cache_memory="4MiB")
+    info = llm.kv_cache_info()
+    assert (info["dtype"], info["granularity"], info["scale_source"]) == ("mixed", "mixed", "checkpoint")
+    assert [layer["granularity"] for layer in info["layers"]] == [g and str(g) for g in MIXED]
+    assert [layer["dtype"] for layer in info["layers"]] == ["fp8_e4m3fn" if g else "bfloat16" for g in MIXED]
+    pages = [layer.pages for layer in llm.engine.runner.pool.layers]
+    assert [page.format for page in pages] == [Format.E4M3FN if g else Format.BFLOAT16 for g in MIXED]
+    assert [page.dynamic for page in pages] == [g is Granularity.TOKEN for g in MIXED]
+    values = 2 * 2 * 64  # K and V, 2 heads of 64
+    assert info["bytes_per_token"] == 4 * values + 2 * 2 * 2 + 2 * 2 * values
+    assert len(llm.engine.runner.pool.spec.groups) == 1
 
 
 def test_prompt_logprobs_do_not_depend_on_chunks(open_llm):

@@ -125,9 +125,7 @@ def describe_run(engine: Engine, config: EngineConfig, name: str) -> dict[str, A
         "dtype": str(config.compute_format),
         "weight_dtype": str(config.weight_format),
         "kv_cache": {
-            "dtype": str(kv.format),
-            "granularity": str(kv.granularity) if kv.granularity else None,
-            "scale_source": str(kv.scale_source) if kv.scale_source else None,
+            **kv.names(),
             "bytes_per_token": engine.runner.pool.spec.bytes_per_token,
         },
     }

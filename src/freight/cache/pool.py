@@ -98,8 +98,10 @@ class KVPool:
 
 
 def cache_spec(kv: KVCacheConfig, model: ModelConfig, block_size: int) -> KVCacheSpec:
-    mixers = [layer.mixer for layer in model.layers]
-    layers = [LayerKVSpec(kv.format, kv.granularity, m.num_kv_heads, m.k_dim, m.v_dim, m.window) for m in mixers]
+    layers = []
+    for index, layer in enumerate(model.layers):
+        kind, m = kv.of_layer(index), layer.mixer
+        layers.append(LayerKVSpec(kind.format, kind.granularity, m.num_kv_heads, m.k_dim, m.v_dim, m.window))
     return KVCacheSpec(tuple(layers), block_size)
 
 

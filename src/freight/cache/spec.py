@@ -2,8 +2,9 @@
 
 Format and granularity belong to each layer, so mixed caches need no new concept; the pool sums bytes, scales included.
 
-A group is the layers whose kind of cache, window and bytes per token are equal. A group has its own blocks and its own
-block tables: a window's layers give back blocks that no later token sees, while other layers keep theirs.
+A group is the layers whose kind of cache and window are equal, however many bytes a token has in each of them. A group
+has its own blocks and its own block tables: a window's layers give back blocks that no later token sees, while other
+layers keep theirs.
 """
 
 from __future__ import annotations
@@ -107,12 +108,12 @@ class KVCacheSpec:
     @cached_property
     def groups(self) -> tuple[Pages, ...]:
         """In the order of their first layers."""
-        members: dict[tuple[int | None, int], list[int]] = {}
+        members: dict[int | None, list[int]] = {}
         for index, layer in enumerate(self.layers):
-            members.setdefault((layer.window, layer.bytes_per_token), []).append(index)
+            members.setdefault(layer.window, []).append(index)
         return tuple(
-            Pages(tuple(layers), len(layers) * size, window, self.block_size)
-            for (window, size), layers in members.items()
+            Pages(tuple(layers), sum(self.layers[index].bytes_per_token for index in layers), window, self.block_size)
+            for window, layers in members.items()
         )
 
     @property

@@ -100,6 +100,11 @@ def _facts(source: ModelConfig | RankExport, model: ModelConfig) -> dict[str, ob
 
 
 def _require_complete(scales: KVScales, name: str) -> None:
+    if scales.mixed:
+        raise CheckpointError(
+            f"{name} has a choice of its own by layer ({scales.by_granularity}), which only its own file expresses; "
+            "quantize the 16-bit model that it was made from"
+        )
     if scales.missing:
         which = "no KV scales" if scales.empty else f"no KV scales for layers {', '.join(map(str, scales.missing))}"
         raise CheckpointError(f"{name} has {which}; make them with freight quantize --kv-cache fp8")

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from freight.calibrate.budget import KVChoice, as_chosen, choose, split
 from freight.calibrate.carried import Carried, carried_by
 from freight.calibrate.centers import WORTH, LayerCenters
 from freight.calibrate.data import Samples, read_samples
@@ -41,6 +42,7 @@ class QuantizeResult:
 
     centers    by layer, with their gains; empty unless requested
     warnings   sentences: scales that had not settled, values that were always zero, partly ignored merged groups
+    kv_choice  with a budget: the KV cache by layer, and what it costs
     """
 
     path: Path
@@ -51,6 +53,7 @@ class QuantizeResult:
     bytes_after: int
     centers: tuple[LayerCenters, ...] = ()
     warnings: tuple[str, ...] = field(default=())
+    kv_choice: KVChoice | None = None
 
 
 @dataclass(frozen=True)
@@ -158,13 +161,21 @@ def quantize(
     if opened.carried is not None:
         measured = replace(decided, kv_granularity=None)
         decided = replace(decided, kv_granularity=opened.carried.granularity)
+    choice = None
     if measured.needs_data:
         samples = load_samples(opened, measured, args.calibration_data)
+        halves = split(samples) if measured.kv_budget else (samples, samples)
+        samples = halves[0]
         calibration = opened.calibrate(measured, samples, ignored, on_progress, args.device or "auto")
         require_gain(measured, calibration)
+        if measured.kv_budget is not None:
+            folder, device = str(opened.checkpoint.path), args.device or "auto"
+            choice = choose(folder, measured.kv_budget, calibration, halves, device, on_progress)
+            calibration, decided = as_chosen(calibration, choice), replace(decided, kv_granularity=choice.uniform)
     if opened.carried is not None:
         calibration = replace(calibration, kv=opened.carried.coarse, kv_finer=opened.carried.finer)
-    return write(opened, decided, ignored, torn, calibration, Path(out), on_progress, overwrite)
+    result = write(opened, decided, ignored, torn, calibration, Path(out), on_progress, overwrite)
+    return replace(result, kv_choice=choice)
 
 
 def require_other(checkpoint: Checkpoint, out: Path) -> None:
@@ -184,7 +195,7 @@ def _require_dtype(dtype: str | None, opened: Unquantized) -> None:
 
 def _keeps_kv(args: QuantizeArgs) -> bool:
     """Whether nothing is asked of the KV cache, so that scales which are there may stay."""
-    return args.kv_cache is None and args.kv_granularity is None and not args.center
+    return args.kv_cache is None and args.kv_granularity is None and not args.center and args.kv_budget is None
 
 
 def require_gain(plan: QuantizePlan, calibration: Calibration) -> None:

@@ -10,7 +10,7 @@ scales, so it stores values unchanged.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from freight.calibrate.observers import Observer, by_group, make_observer
 from freight.config.engine import KVCacheConfig
 from freight.config.layer import AttentionConfig
 from freight.config.model import ModelConfig
-from freight.config.plan import ActivationScheme, QuantizePlan
+from freight.config.plan import KV_GRANULARITIES, ActivationScheme, QuantizePlan
 from freight.errors import CheckpointError
 from freight.fp8.cast import SMALLEST_SCALE, scale_from_amax
 from freight.fp8.formats import Format, Granularity
@@ -59,6 +59,7 @@ class Calibration:
     input_scales  by Linear module; empty if activations were not observed
     moving        name -> growth of scales that had not settled: more data would change them
     zeros         names of what was always zero; its scale is 1.0
+    by_granularity  scales of every granularity that was observed; all static ones for a budget
     """
 
     kv: KVScales | None
@@ -69,6 +70,7 @@ class Calibration:
     moving: Mapping[str, float]
     zeros: tuple[str, ...]
     centers: tuple[LayerCenters, ...] = ()
+    by_granularity: Mapping[Granularity, KVScales] = field(default_factory=dict)
 
 
 class _Watch:
@@ -184,6 +186,13 @@ class _LayerWatch:
         return tuple(scales.tolist())
 
 
+def _observed(plan: QuantizePlan) -> tuple[Granularity, ...]:
+    """The granularities whose scales are measured; a budget chooses among all of them."""
+    if plan.kv_granularity is None:
+        return ()
+    return KV_GRANULARITIES if plan.kv_budget else tuple(dict.fromkeys((Granularity.TENSOR, plan.kv_granularity)))
+
+
 def _watch_layer(
     plan: QuantizePlan, mixer: AttentionConfig, modules: LayerModules, ignored: frozenset[str], device: str
 ) -> _LayerWatch:
@@ -193,7 +202,7 @@ def _watch_layer(
     kv, inputs = {}, {}
     if plan.kv_granularity is not None:
         for side, what in (("k", "keys"), ("v", "values")):
-            for granularity in dict.fromkeys((Granularity.TENSOR, plan.kv_granularity)):
+            for granularity in _observed(plan):
                 groups = granularity.num_scales(mixer.num_kv_heads, mixer.k_dim if side == "k" else mixer.v_dim)
                 kv[side, granularity] = watch(f"{modules.attention}: {what}", groups)
     if plan.activations is ActivationScheme.STATIC:
@@ -352,4 +361,5 @@ def _summary(
         moving={watch.name: watch.growth for watch in everything if watch.growth > MOVING},
         zeros=tuple(dict.fromkeys(watch.name for watch in everything if watch.zero)),
         centers=tuple(centers for centers, _ in centered),
+        by_granularity={one: KVScales(tuple(layer.layer_scales(one) for layer in watched)) for one in _observed(plan)},
     )

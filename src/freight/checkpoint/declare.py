@@ -45,7 +45,7 @@ def declare(config: Mapping[str, Any], plan: QuantizePlan, ignored: Sequence[str
         declared["kv_cache_torch_dtype"] = Format.E4M3FN.torch_name
     elif plan.layout is Layout.FP8:
         declared["quantization_config"] = _fp8(plan, ignored)
-    else:
+    elif plan.weights is not WeightScheme.NONE or plan.kv_granularity is not None:  # else a mixed cache alone
         declared["quantization_config"] = _compressed_tensors(plan, ignored)
     return declared
 

@@ -8,6 +8,11 @@ file that is missing, or belongs to another run, is an error, and there is no fa
 The file is JSON: {"format": "fp8_e4m3fn", "granularity": "channel", "layers": [{"k": […], "v": […]}, …]}; scales are
 float32, row-major over [num_kv_heads, head_dim]. A layer that subtracts a constant from its keys before it stores
 them has that as `k_center`, one number per channel; its scales of keys are for the differences.
+
+Where layers are stored in different ways (`freight quantize --kv-budget`), the file's granularity is "mixed", and each
+layer has its own: {"granularity": "head", "k": […], "v": […]}, {"granularity": "token"}, which is measured as it is
+stored, or {"granularity": null} for 16 bits. There are no tensors and no declared KV scheme beside it then: another
+engine would take 1.0 for the layers without scales.
 """
 
 from __future__ import annotations
@@ -26,22 +31,26 @@ from freight.fp8.formats import Format, Granularity
 from freight.fp8.scheme import KVScales, LayerScales
 
 FILE = "freight_kv_scales.json"
+MIXED = "mixed"
 WRITTEN = {"checkpoint": 1}  # `freight` in the config.json of whatever Freight writes: its folders may be overwritten
 _REQUIRED = dict.fromkeys(("k", "v"))  # fields of LayerScales
 _OPTIONAL = dict.fromkeys(("k_center",))
 
 
 def write_extras(scales: KVScales) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """(entries for config.json, {file name: content}). Every layer must have scales."""
-    layers = [layer for layer in scales.layers if layer is not None]
-    assert len(layers) == len(scales.layers) > 0
-    content = {
-        "format": str(scales.format),
-        "granularity": str(layers[0].granularity),
-        "layers": [
-            {key: list(value) for key in _REQUIRED | _OPTIONAL if (value := getattr(layer, key))} for layer in layers
-        ],
-    }
+    """(entries for config.json, {file name: content}). Every layer must have scales, or a choice in `mixed`."""
+    if scales.mixed:
+        assert len(scales.mixed) == len(scales.layers)
+        granularity = MIXED
+        layers = [
+            {"granularity": chosen and str(chosen)} | _layer_content(layer)
+            for chosen, layer in zip(scales.mixed, scales.layers, strict=True)
+        ]
+    else:
+        assert not scales.missing
+        granularity = next(str(layer.granularity) for layer in scales.layers if layer is not None)
+        layers = [_layer_content(layer) for layer in scales.layers]
+    content = {"format": str(scales.format), "granularity": granularity, "layers": layers}
     data = json.dumps(content).encode()
     named = {"file": FILE, "sha256": hashlib.sha256(data).hexdigest()}
     return {"freight": {"kv_scales": named}}, {FILE: data}
@@ -74,6 +83,12 @@ def read_extras(checkpoint: Checkpoint, model: ModelConfig) -> KVScales | None:
     return _parse(path, data, model)
 
 
+def _layer_content(layer: LayerScales | None) -> dict[str, Any]:
+    if layer is None:
+        return {}
+    return {key: list(value) for key in _REQUIRED | _OPTIONAL if (value := getattr(layer, key))}
+
+
 def _is_str(value: object) -> bool:
     return isinstance(value, str)
 
@@ -82,26 +97,33 @@ def _parse(path: Path, data: bytes, model: ModelConfig) -> KVScales:
     """The hash shows that the file is unchanged; its content must still fit the model."""
     try:
         content = json.loads(data)
-        format, granularity = Format(content["format"]), Granularity(content["granularity"])
-        layers = [{key: tuple(map(float, values)) for key, values in layer.items()} for layer in content["layers"]]
+        format, by_layer = Format(content["format"]), content["layers"]
+        mixed: tuple[Granularity | None, ...] = ()
+        if content["granularity"] == MIXED:
+            mixed = tuple(one["granularity"] and Granularity(one["granularity"]) for one in by_layer)
+            by_layer = [{key: values for key, values in one.items() if key != "granularity"} for one in by_layer]
+        granularity = Granularity.TENSOR if mixed else Granularity(content["granularity"])
+        layers = [{key: tuple(map(float, values)) for key, values in layer.items()} for layer in by_layer]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} holds no KV scales: {type(error).__name__}: {error}") from error
     if not format.is_e4m3 or granularity is Granularity.TOKEN or len(layers) != model.num_layers:
         raise CheckpointError(
-            f"{path} has {granularity} scales for {format} and {len(layers)} layers; the model has {model.num_layers}"
+            f"{path} has {MIXED if mixed else granularity} scales for {format} and {len(layers)} layers; the model has "
+            f"{model.num_layers}"
         )
+    scales: list[LayerScales | None] = []
     for index, layer in enumerate(layers):
-        mixer = model.layers[index].mixer
-        _check_layer(f"{path}: layer {index}", layer, granularity, mixer)
+        where, mixer, own = f"{path}: layer {index}", model.layers[index].mixer, mixed[index] if mixed else granularity
+        if own in (None, Granularity.TOKEN):
+            if layer:
+                raise CheckpointError(f"{where} has {sorted(layer)}, but it is stored without static scales")
+            scales.append(None)
+            continue
+        _check_layer(where, layer, own, mixer)
         rotary_dim = 0 if mixer.rope is None else model.ropes[mixer.rope].rotary_dim
-        _check_rotated(f"{path}: layer {index}", layer.get("k_center", ()), mixer.k_dim, rotary_dim)
-    return KVScales(
-        tuple(
-            LayerScales(**layer, granularity=granularity, names=(f"{path.name}:layers[{index}]",))
-            for index, layer in enumerate(layers)
-        ),
-        format,
-    )
+        _check_rotated(where, layer.get("k_center", ()), mixer.k_dim, rotary_dim)
+        scales.append(LayerScales(**layer, granularity=own, names=(f"{path.name}:layers[{index}]",)))
+    return KVScales(tuple(scales), format, mixed=mixed)
 
 
 def _check_layer(

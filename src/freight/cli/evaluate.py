@@ -18,6 +18,7 @@ from freight.start_log import log_to_stderr
 
 # What `freight demo` shows. E5M2 needs no scales, and cannot use those that a checkpoint has for E4M3.
 CACHES = [("fp8_e4m3", "auto"), ("fp8_e5m2", "unit")]
+LAYER_TOKENS = 16384  # of the text, for --per-layer, which runs the model (layers + 1) / 2 times
 LEGEND = "KL (nats) and top token are against the first row."
 HELD_OUT = Path(__file__).parent.parent / "demo" / "heldout.txt"
 
@@ -44,6 +45,7 @@ def evaluate(
     report: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write report.html, report.md and report.json.")
     ] = None,
+    per_layer: Annotated[bool, typer.Option("--per-layer", help="Each layer's share of what the cache costs.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Measure what FP8 costs and saves, and say which setting to take.
@@ -51,6 +53,9 @@ def evaluate(
     Perplexity, divergence from a 16-bit cache, memory and speed, of all FP8 caches or of the one asked for.
     """
     path = data_path(args.model, data)
+    if per_layer:
+        show_layers(args, path, field, window, as_json)
+        return
     if report is not None:
         require_writable(report)
 
@@ -98,6 +103,28 @@ def data_path(model: str, data: Path | None) -> Path:
             return path
     except OSError as error:
         raise ConfigError(f"--data {data} cannot be read as text: {error}") from None
+
+
+def show_layers(args: EngineArgs, path: Path, field: str, window: int | None, as_json: bool) -> None:
+    """`--per-layer`: each layer quantized alone, as a table or as JSON."""
+    from freight.evaluate import sensitivity
+    from freight.evaluate.documents import cut_documents, read_documents, window_length
+    from freight.evaluate.perplexity import Window
+    from freight.models.open import OpenModel
+
+    documents = read_documents(path, field)
+
+    def windows(opened: OpenModel, longest: int) -> list[Window]:
+        parts = cut_documents(opened, documents, window_length(window, longest), LAYER_TOKENS)
+        return [part.window for part in parts]
+
+    with progress("measuring layers") as on_progress:
+        found = sensitivity.per_layer(args, windows, on_progress)
+    if as_json:
+        print(json.dumps({"model": args.model, **sensitivity.as_json(found)}))
+        return
+    typer.echo(sensitivity.as_table(found))
+    typer.echo(f"KL in nats against a 16-bit cache, over the first {found.num_tokens:,} tokens; one layer at a time")
 
 
 def read_text(model: str, data: Path | None) -> str:

@@ -66,7 +66,9 @@ def describe(model: str, revision: str | None = None) -> dict[str, Any]:
     matrices stored in FP8 by what is declared of them, {"scales per tensor, activations static": 14}; kv_cache:
     {scales_format, scales_format_assumed, scales}. scales_format_assumed says that nothing declares the format; scales
     has an entry per layer, {layer, k, v}, and is empty when there are none. k and v are null, or {granularity, min,
-    max, value, centered, names}; `value` is there for granularity 'tensor', and `centered`, whether a mean was
+    max, value, centered, names}; where a checkpoint chooses by layer (`freight quantize --kv-budget`), an entry also
+    has `dtype` (scales_format or '16 bits') and `granularity`;
+    `value` is there for granularity 'tensor', and `centered`, whether a mean was
     subtracted, for k. An export of AMMO or ModelOpt for TensorRT-LLM has the same keys; num_parameters is null there,
     because ranks share some of them.
     """
@@ -166,7 +168,11 @@ def _fp8_weights(checkpoint: Checkpoint, scheme: Scheme) -> dict[str, int]:
 
 
 def _scales(scales: KVScales) -> list[dict[str, Any]]:
-    return [{"layer": i, "k": _side(layer, "k"), "v": _side(layer, "v")} for i, layer in enumerate(scales.layers)]
+    entries: list[dict[str, Any]]
+    entries = [{"layer": i, "k": _side(layer, "k"), "v": _side(layer, "v")} for i, layer in enumerate(scales.layers)]
+    for entry, granularity in zip(entries, scales.mixed, strict=False):  # empty unless layers differ
+        entry["dtype"], entry["granularity"] = scales.format if granularity else "16 bits", granularity
+    return entries
 
 
 def _side(layer: LayerScales | None, side: str) -> dict[str, Any] | None:
@@ -216,6 +222,10 @@ def _or_unknown(value: int | None, write: Callable[[int], str]) -> str:
 def _made_for(kv_cache: dict[str, Any]) -> str:
     if not kv_cache["scales"]:
         return "none"
+    chosen = [entry for entry in kv_cache["scales"] if "granularity" in entry]
+    if chosen:
+        fp8 = sum(entry["granularity"] is not None for entry in chosen)
+        return f"made for {kv_cache['scales_format']}, by layer: {fp8} in FP8, {len(chosen) - fp8} in 16 bits"
     assumed = ", assumed: config.json has no kv_cache_torch_dtype to declare it"
     return f"made for {kv_cache['scales_format']}{assumed if kv_cache['scales_format_assumed'] else ''}"
 
@@ -232,7 +242,9 @@ def _scale_table(layers: list[dict[str, Any]]) -> Any:
     for entry in layers:
         k, v = entry["k"], entry["v"]
         if k is None:
-            table.add_row(str(entry["layer"]), "", "missing", "missing", "")
+            chosen = entry.get("granularity")
+            what = "missing" if "granularity" not in entry else "measured as stored" if chosen else "16 bits"
+            table.add_row(str(entry["layer"]), chosen or "", what, what, "")
             continue
         names = "\n".join(name.rpartition(f".{entry['layer']}.")[2] for name in dict.fromkeys(k["names"] + v["names"]))
         table.add_row(str(entry["layer"]), k["granularity"], _range(k), _range(v), names)

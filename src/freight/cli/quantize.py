@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from freight.calibrate.stages import stages
+from freight.cli.kv_choice import choice_facts, choice_sentences
 from freight.cli.options import model_and_others
 from freight.config.plan import (
     KV_CACHES,
@@ -71,6 +72,10 @@ KVCache = Annotated[
     ),
 ]
 KVGranularity = Annotated[str | None, _option(KV_GRANULARITIES, "What shares a KV scale; default: tensor.")]
+KVBudget = Annotated[
+    str | None,
+    _option("kl=NATS|bits=BITS", "Choose by layer among FP8 and 16 bits, so that the KV cache costs at most this."),
+]
 Center = Annotated[
     bool | None,
     typer.Option("--center", help="Subtract the means of keys before they are stored, where that pays."),
@@ -101,6 +106,7 @@ def quantize(
     activations: Activations = None,
     kv_cache: KVCache = None,
     kv_granularity: KVGranularity = None,
+    kv_budget: KVBudget = None,
     center: Center = None,
     lm_head: LmHead = None,
     ignore: Ignore = None,
@@ -121,16 +127,13 @@ def quantize(
 
     FP8 weights, activations and KV cache; what is static is calibrated on the unquantized model.
     """
-    if output_dir is None:
-        name, folder = model_and_others(ctx, model_id, ("MODEL", "OUT"), (model, out))
-    else:
-        folder = either("OUT", out, "--output-dir", output_dir)
-        [name] = model_and_others(ctx, model_id, ("MODEL",), (model,))
+    name, folder = _names(ctx, model, out, model_id, output_dir)
     options = {
         "weights": _weights(weights, qformat, format),
         "activations": activations,
         "kv_cache": kv_cache,
         "kv_granularity": kv_granularity,
+        "kv_budget": kv_budget,
         "center": bool(center),
         "lm_head": bool(lm_head),
         "ignore": tuple(ignore or ()),
@@ -151,6 +154,18 @@ def quantize(
     with stages() as on_progress:
         result = run(name, Path(folder), revision=revision, overwrite=overwrite, on_progress=on_progress, **options)
     _show(result, as_json)
+
+
+def _names(
+    ctx: typer.Context, model: str | None, out: Path | None, model_id: str | None, output_dir: Path | None
+) -> tuple[str, str]:
+    """MODEL and OUT, in either of their forms."""
+    if output_dir is None:
+        name, folder = model_and_others(ctx, model_id, ("MODEL", "OUT"), (model, out))
+        return name, folder
+    folder = either("OUT", out, "--output-dir", output_dir)
+    [name] = model_and_others(ctx, model_id, ("MODEL",), (model,))
+    return name, folder
 
 
 def _show(result: QuantizeResult, as_json: bool) -> None:
@@ -191,6 +206,7 @@ def facts(result: QuantizeResult) -> dict[str, Any]:
         "weights": plan.weights,
         "activations": plan.activations,
         "kv_cache": "none" if plan.kv_granularity is None else "fp8",
+        **({} if result.kv_choice is None else {"kv_budget": choice_facts(result.kv_choice)}),
         "granularity": plan.kv_granularity,
         "centers": [
             {"layer": index, "k": one.k_gain if one.k is not None else None} for index, one in enumerate(result.centers)
@@ -207,6 +223,8 @@ def sentences(result: QuantizeResult) -> Iterator[str]:
     """The same for people."""
     plan = result.plan
     kv = "16 bits" if plan.kv_granularity is None else f"fp8, a scale per {plan.kv_granularity}"
+    if result.kv_choice is not None and plan.kv_granularity is None:
+        kv = "chosen by layer"
     yield f"{result.path}: {plan.layout}; weights {plan.weights}, activations {plan.activations}, KV cache {kv}"
     yield f"tensors: {result.bytes_before / 2**20:,.2f} MiB before, {result.bytes_after / 2**20:,.2f} MiB after"
     if result.num_tokens:
@@ -217,3 +235,5 @@ def sentences(result: QuantizeResult) -> Iterator[str]:
             yield f"{where}: squared error of rounding divided by {span}"
         samples = "1 sample" if result.num_samples == 1 else f"{result.num_samples:,} samples"
         yield f"calibrated on {result.num_tokens:,} tokens in {samples}"
+    if result.kv_choice is not None:
+        yield from choice_sentences(result.kv_choice)

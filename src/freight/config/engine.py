@@ -60,10 +60,26 @@ class EngineArgs:
 
 
 @dataclass(frozen=True)
+class LayerKVFormat:
+    """How one layer's keys and values are stored. `granularity` is None for 16 bits."""
+
+    format: Format
+    granularity: Granularity | None
+
+    def __str__(self) -> str:
+        return f"{self.format}, {self.granularity}" if self.granularity else str(self.format)
+
+
+MIXED = "mixed"  # for `dtype` or `granularity` in a JSON of a cache whose layers differ
+
+
+@dataclass(frozen=True)
 class KVCacheConfig:
     """The resolved KV cache. `scales` holds static scales; it is None for `token` granularity, `unit` and 16 bits.
 
     `granularity` and `scale_source` are None for a 16-bit cache. `note` explains the choice in the log at start-up.
+    `layers`, if not None, is how each layer is stored where they differ; `format` and `granularity` are then those of
+    the quantized layers, the finest of the granularities, and `scales` has None for layers that need no static ones.
     """
 
     format: Format
@@ -71,6 +87,22 @@ class KVCacheConfig:
     scale_source: ScaleSource | None
     scales: KVScales | None
     note: str = ""
+    layers: tuple[LayerKVFormat, ...] | None = None
+
+    def of_layer(self, index: int) -> LayerKVFormat:
+        """How layer `index` is stored."""
+        return LayerKVFormat(self.format, self.granularity) if self.layers is None else self.layers[index]
+
+    def names(self) -> dict[str, str | None]:
+        """`dtype`, `granularity` and `scale_source`, as every JSON has them; `mixed` where layers differ."""
+        kinds = self.layers or (self.of_layer(0),)
+        dtypes = {str(kind.format) for kind in kinds}
+        granularities = {str(kind.granularity) for kind in kinds if kind.granularity is not None}
+        return {
+            "dtype": dtypes.pop() if len(dtypes) == 1 else MIXED,
+            "granularity": (granularities.pop() if len(granularities) == 1 else MIXED) if granularities else None,
+            "scale_source": None if self.scale_source is None else str(self.scale_source),
+        }
 
 
 @dataclass(frozen=True)

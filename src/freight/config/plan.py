@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any
 
+from freight.config.budget import KVBudget, parse_budget
 from freight.config.options import choose, require_known
 from freight.errors import ConfigError
 from freight.fp8.formats import Format, Granularity
@@ -53,7 +54,8 @@ class ObserverKind(StrEnum):
 class QuantizePlan:
     """A resolved quantizer run. `kv_granularity` is None if the KV cache is not quantized; `center` requires one.
 
-    `lm_head`: the output head is quantized like the other Linear modules.
+    `lm_head`: the output head is quantized like the other Linear modules. With `kv_budget` the granularity is chosen by
+    layer (`calibrate.budget`), and `kv_granularity` is the finest of those to choose from.
     """
 
     weights: WeightScheme
@@ -66,6 +68,7 @@ class QuantizePlan:
     layout: Layout
     center: bool = False
     lm_head: bool = False
+    kv_budget: KVBudget | None = None
 
     @property
     def needs_data(self) -> bool:
@@ -76,7 +79,8 @@ class QuantizePlan:
     def needed_by(self) -> str:
         """The settings that need calibration data, for messages."""
         static = ["--activations static"] * (self.activations is ActivationScheme.STATIC)
-        return " and ".join(static + ["--kv-cache fp8"] * (self.kv_granularity is not None))
+        cache = "--kv-budget" if self.kv_budget else "--kv-cache fp8"
+        return " and ".join(static + [cache] * (self.kv_granularity is not None))
 
 
 KV_CACHES = ("fp8", "none")
@@ -106,6 +110,7 @@ class QuantizeArgs:
     activations: str | None = None
     kv_cache: str | None = None
     kv_granularity: str | None = None
+    kv_budget: str | None = None  # 'kl=0.002' or 'bits=9'
     center: bool = False
     lm_head: bool = False
     ignore: tuple[str, ...] = ()
@@ -137,9 +142,12 @@ def plan(args: QuantizeArgs) -> QuantizePlan:
     no_weights = weights is WeightScheme.NONE
     requested = args.activations or (ActivationScheme.NONE if no_weights else ActivationScheme.DYNAMIC)
     activations = ActivationScheme(choose("--activations", requested, tuple(ActivationScheme)))
-    kv_cache = choose("--kv-cache", args.kv_cache or ("fp8" if layout is Layout.TGI else "none"), KV_CACHES)
+    budget = None if args.kv_budget is None else _budget(args, args.kv_budget, layout)
+    default_cache = "fp8" if layout is Layout.TGI or budget else "none"
+    kv_cache = choose("--kv-cache", args.kv_cache or default_cache, KV_CACHES)
+    coarsest = Granularity.CHANNEL if budget else Granularity.TENSOR
     granularity = Granularity(
-        choose("--kv-granularity", args.kv_granularity or Granularity.TENSOR, tuple(map(str, KV_GRANULARITIES)))
+        choose("--kv-granularity", args.kv_granularity or coarsest, tuple(map(str, KV_GRANULARITIES)))
     )
     decided = QuantizePlan(
         weights=weights,
@@ -152,11 +160,31 @@ def plan(args: QuantizeArgs) -> QuantizePlan:
         layout=layout,
         center=args.center,
         lm_head=args.lm_head,
+        kv_budget=budget,
     )
     _check_scheme(decided)
     _check_layout(decided)
     _check_nothing_is_idle(args, decided)
     return decided
+
+
+def _budget(args: QuantizeArgs, text: str, layout: Layout) -> KVBudget:
+    """Raises ConfigError for a budget beside a choice that it would make itself."""
+    budget = parse_budget(text)
+    given = {
+        "--kv-cache none": args.kv_cache == "none",
+        f"--kv-granularity {args.kv_granularity}": args.kv_granularity is not None,
+        "--center": args.center,
+    }
+    for option, is_given in given.items():
+        if is_given:
+            raise ConfigError(f"--kv-budget {budget} with {option}: the budget chooses the cache by layer; omit one")
+    if layout is Layout.TGI:
+        raise ConfigError(
+            f"--kv-budget {budget} with --format tgi: that format has one KV scale in every layer; "
+            "choose --format compressed-tensors"
+        )
+    return budget
 
 
 def _check_scheme(plan: QuantizePlan) -> None:

@@ -10,7 +10,7 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from freight.config.engine import EngineArgs, EngineConfig, KVCacheConfig
+from freight.config.engine import EngineArgs, EngineConfig, KVCacheConfig, LayerKVFormat
 from freight.config.foreign import OTHER_QUANTIZATIONS
 from freight.config.kv_source import KV_DTYPES, kv_source, require_fit
 from freight.config.options import choose
@@ -139,7 +139,7 @@ def for_variant(scales: KVScales, format: Format) -> KVScales:
             return None
         return replace(layer, k=tuple(x * factor for x in layer.k), v=tuple(x * factor for x in layer.v))
 
-    return KVScales(tuple(map(converted, scales.layers)), format)
+    return KVScales(tuple(map(converted, scales.layers)), format, mixed=scales.mixed)
 
 
 def _max_model_len(args: EngineArgs, model: ModelConfig) -> int:
@@ -227,8 +227,16 @@ def resolve_kv_cache(
     Part of `resolve`, which has checked the settings. `compute` is the format of an unquantized cache, `native` the
     E4M3 of the device. Raises ConfigError, and CheckpointError where the checkpoint is at fault.
     """
-    format, cache = _kv_format(args, compute, scheme, native)
     source = kv_source(args)
+    asked = scales.mixed and source.word in ("auto", "checkpoint")
+    if asked and args.kv_cache_dtype == "auto":
+        return mixed_cache(scales, compute, native, ScaleSource.CHECKPOINT)
+    format, cache = _kv_format(args, compute, scheme, native)
+    if asked and format.is_e4m3:
+        raise ConfigError(
+            f"{cache}, but the checkpoint was made for a cache of its own ({scales.by_granularity}): use "
+            "--kv-cache-dtype auto for that, or --kv-scales dynamic for FP8 in every layer"
+        )
     require_fit(format, cache, source)
     if not format.is_quantized:
         return KVCacheConfig(format, None, None, None, "" if scales.empty else _skipped(args))
@@ -283,6 +291,18 @@ def _skipped(args: EngineArgs) -> str:
     if args.kv_cache_dtype == "auto":
         return "the checkpoint's KV scales are skipped, as it declares no FP8 cache; --kv-cache-dtype fp8 uses them"
     return "the checkpoint's KV scales are skipped: 16 bits were asked for"
+
+
+def mixed_cache(scales: KVScales, compute: Format, native: Format, source: ScaleSource) -> KVCacheConfig:
+    """The cache of `scales.mixed`: `compute`, the format of an unquantized cache, in the layers of 16 bits."""
+    kinds = tuple(LayerKVFormat(native if chosen else compute, chosen) for chosen in scales.mixed)
+    chosen = {granularity for granularity in scales.mixed if granularity is not None}
+    if not chosen:
+        return KVCacheConfig(compute, None, None, None, "the checkpoint's choice for every layer")
+    finest = max(chosen, key=list(Granularity).index)
+    if chosen == {Granularity.TOKEN}:
+        source = ScaleSource.DYNAMIC
+    return KVCacheConfig(native, finest, source, for_variant(scales, native), scales.by_granularity, kinds)
 
 
 def _static(format: Format, scales: KVScales, source: ScaleSource, note: str = "") -> KVCacheConfig:

@@ -9,6 +9,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from freight.cache.manager import CacheManager
 from freight.cache.pool import KVPool, allocate_pool, same_cache_at_16_bits
@@ -153,9 +154,10 @@ def describe_cache(pool: KVPool, config: EngineConfig) -> str:
     That is 16 bits where every layer sees every token, else windows that give no block back.
     """
     kv, spec, memory = config.kv, pool.spec, pool.num_bytes
-    scales = f"{kv.granularity}, {kv.scale_source}" if kv.granularity else "none"
+    names = kv.names()
+    scales = f"{names['granularity']}, {kv.scale_source}" if kv.granularity else "none"
     note = f" ({kv.note})" if kv.note else ""
-    line = f"KV cache: {kv.format}; scales: {scales}{note}; "
+    line = f"KV cache: {names['dtype']}; scales: {scales}{note}; "
     if any(group.window is not None for group in spec.groups):
         return line + _describe_groups(pool, config)
     line += f"{pool.capacity_tokens:,} tokens fit in {_size(memory)}"
@@ -165,21 +167,25 @@ def describe_cache(pool: KVPool, config: EngineConfig) -> str:
     return line
 
 
-def cache_facts(pool: KVPool, config: EngineConfig) -> dict[str, str | int | None]:
+def cache_facts(pool: KVPool, config: EngineConfig) -> dict[str, Any]:
     """The cache in use, by the names every JSON of Freight uses.
 
     bytes_per_token includes `token` scales; tokens_at_16_bits is what a 16-bit cache would hold in the same memory.
+    A cache whose layers differ also has `layers`, a list of {dtype, granularity}; where they differ in one of these,
+    that is 'mixed' for the whole.
     """
-    kv = config.kv
+    kv, mixed = config.kv, {}
+    if kv.layers is not None:
+        kinds = [(str(kind.format), kind.granularity and str(kind.granularity)) for kind in kv.layers]
+        mixed = {"layers": [{"dtype": dtype, "granularity": granularity} for dtype, granularity in kinds]}
     return {
-        "dtype": str(kv.format),
-        "granularity": str(kv.granularity) if kv.granularity else None,
-        "scale_source": str(kv.scale_source) if kv.scale_source else None,
+        **kv.names(),
         "bytes_per_token": pool.spec.bytes_per_token,
         "num_blocks": pool.capacity_blocks,
         "block_size": pool.spec.block_size,
         "capacity_tokens": pool.capacity_tokens,
         "tokens_at_16_bits": same_cache_at_16_bits(pool.spec, _sixteen_bits(config)).tokens_in(pool.num_bytes),
+        **mixed,
     }
 
 

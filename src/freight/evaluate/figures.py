@@ -173,7 +173,7 @@ def _figures(
     faster: int | None,
     layer_kl: list[float] | None,
 ) -> Figures:
-    kv, spec = run.config.kv, run.runner.pool.spec
+    kv, names, spec = run.config.kv, run.config.kv.names(), run.runner.pool.spec
     kl, loss = _array(run.token_kl), -_array(run.token_logprobs).astype(np.float64)
     own, first, divergence = unit_sums(tokens.units, loss, tokens.reference, kl)
     draws = bootstrap_means([own, first, divergence], np.bincount(tokens.units).astype(np.float64))
@@ -184,9 +184,9 @@ def _figures(
     return Figures(
         name=label[0],
         weights=label[1],
-        kv_cache_dtype=str(kv.format),
-        granularity=str(kv.granularity) if kv.granularity else None,
-        scale_source=str(kv.scale_source) if kv.scale_source else None,
+        kv_cache_dtype=str(names["dtype"]),
+        granularity=names["granularity"],
+        scale_source=names["scale_source"],
         centered=kv.scales is not None and any(layer is not None and layer.k_center for layer in kv.scales.layers),
         perplexity=mean_perplexity(run.token_logprobs),
         perplexity_interval=interval(np.exp(draws[0])) if draws else None,

@@ -46,11 +46,11 @@ class CacheRun(SettingRun):
     """A setting that differs from the others in its cache only."""
 
     def score(self) -> CacheScore:
-        kv, spec = self.config.kv, self.runner.pool.spec
+        names, spec = self.config.kv.names(), self.runner.pool.spec
         return CacheScore(
-            dtype=str(kv.format),
-            granularity=str(kv.granularity) if kv.granularity else None,
-            scale_source=str(kv.scale_source) if kv.scale_source else None,
+            dtype=str(names["dtype"]),
+            granularity=names["granularity"],
+            scale_source=names["scale_source"],
             perplexity=mean_perplexity(self.token_logprobs),
             mean_kl=float(self.token_kl.double().mean()),
             same_top_share=float(self.token_same.double().mean()),

@@ -80,11 +80,15 @@ class KVScales:
     """KV scales by layer, `None` where a layer has none, and the format they were made for.
 
     `format_assumed`: nothing declares the format, and E4M3FN, which every producer writes, is assumed.
+
+    `mixed`, if not empty, is a choice by layer, which only `checkpoint.extras` expresses: the granularity of an FP8
+    layer, None for a layer of 16 bits. Layers with a static granularity then have scales in `layers`, and no others.
     """
 
     layers: tuple[LayerScales | None, ...]
     format: Format = Format.E4M3FN
     format_assumed: bool = False
+    mixed: tuple[Granularity | None, ...] = ()
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -92,8 +96,21 @@ class KVScales:
         return tuple(i for i, layer in enumerate(self.layers) if layer is None)
 
     @property
+    def by_granularity(self) -> str:
+        """For messages about a mixed choice: 'layers 0, 2 per channel, layer 1 in 16 bits'."""
+        members: dict[Granularity | None, list[int]] = {}
+        for index, granularity in enumerate(self.mixed):
+            members.setdefault(granularity, []).append(index)
+        return ", ".join(
+            f"{'layer' if len(layers) == 1 else 'layers'} {', '.join(map(str, layers))} "
+            + ("in 16 bits" if granularity is None else f"per {granularity}")
+            for granularity, layers in members.items()
+        )
+
+    @property
     def empty(self) -> bool:
-        return len(self.missing) == len(self.layers)
+        """Whether nothing is said of any layer."""
+        return not self.mixed and len(self.missing) == len(self.layers)
 
 
 @dataclass(frozen=True)

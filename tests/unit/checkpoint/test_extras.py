@@ -67,6 +67,19 @@ def test_centers_come_back_to_the_bit(write_model, shape, granularity: Granulari
     assert [(layer.k, layer.v, layer.k_center) for layer in alone.layers if layer] == [((0.5,), (0.5,), ())] * 2
 
 
+def test_a_choice_by_layer_comes_back(write_model, shape):
+    head = scales(Granularity.HEAD, 3).layers[1]
+    for mixed, layers in (
+        ((None, Granularity.HEAD), (None, head)),
+        ((Granularity.TOKEN, Granularity.HEAD), (None, head)),
+        ((None, None), (None, None)),
+    ):
+        got = read_kv_scales(write_model(KVScales(layers, mixed=mixed)), shape, Scheme())
+        assert got.mixed == mixed
+        assert tuple(layer and replace(layer, names=()) for layer in got.layers) == layers
+        assert not got.empty
+
+
 def test_without_a_name_in_config_the_file_is_not_looked_at(write_model, shape):
     opened = write_model(scales(Granularity.HEAD, 3), content=b"nonsense", said={})
     assert read_extras(opened, shape) is None
@@ -108,6 +121,10 @@ def test_what_config_says_is_checked(write_model, shape, said: dict[str, Any], s
         ({"layers": [{"k": [1.0, 0.0, 1.0], "v": [1.0] * 3}] * 2}, "a scale of k is not finite and above 0"),
         ({"format": "fp8_e5m2"}, "for fp8_e5m2"),
         ({"granularity": "token"}, "token scales"),
+        ({"granularity": "mixed"}, "holds no KV scales: KeyError: 'granularity'"),
+        ({"granularity": "mixed", "layers": [{"granularity": None, "k": [1.0]}] * 2}, "stored without static scales"),
+        ({"granularity": "mixed", "layers": [{"granularity": "head"}] * 2}, "does not understand"),
+        ({"granularity": "mixed", "layers": [{"granularity": "row"}] * 2}, "holds no KV scales"),
         ({"granularity": "row"}, "holds no KV scales"),
         ({"layers": 3}, "holds no KV scales"),
         ({"layers": [3, 4]}, "holds no KV scales"),

@@ -78,3 +78,10 @@ def test_bad_files_are_one_line(freight: Run, tmp_path: Path):
     assert "line 1" in answer.err
     path.with_suffix(".txt").write_text("")
     assert "is empty" in freight("evaluate", "--data", str(path.with_suffix(".txt"))).err
+
+
+def test_layers_are_measured_one_at_a_time(freight: Run, text: str):
+    said = json.loads(freight("evaluate", "--data", text, "--per-layer", "--json").out)
+    assert [layer["layer"] for layer in said["layers"]] == list(range(6))
+    assert said["kl_whole"] > 0
+    assert "all at once" in freight("evaluate", "--data", text, "--per-layer").out

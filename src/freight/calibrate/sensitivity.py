@@ -1,0 +1,148 @@
+"""What one layer's cache costs: the divergence of next-token distributions with that layer alone quantized.
+
+The model runs once with an unquantized cache, and its stream before every layer is kept. With layer l quantized only
+the layers from l on compute anything else, so they alone run again: N layers take (N + 1) / 2 passes a candidate.
+The kernels are the engine's, so on a CPU these are the bits that it computes.
+
+KL is KL(unquantized || quantized) in nats, the mean over all tokens of all samples. It is 0 where nothing is quantized.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from freight.cache.pool import KVPool, PagedKV, allocate_pool
+from freight.config.engine import EngineConfig, KVCacheConfig
+from freight.errors import ConfigError
+from freight.models.decoder import Decoder, Residual
+from freight.models.open import OpenModel, require_native
+from freight.operands.batch import ForwardBatch
+
+ROWS = 256  # of logits at a time, so that memory is bounded for any vocabulary
+Samples = Sequence[Sequence[int]]
+OnPass = Callable[[int, int], None]  # (samples done, of how many)
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """KL of each layer quantized alone, by candidate, over `num_tokens` tokens: `kl[layer][candidate]`."""
+
+    kl: tuple[tuple[float, ...], ...]
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Meter:
+    """A loaded model with an unquantized cache (`plain`) and others for the same layers, all of one sample's length."""
+
+    decoder: Decoder
+    plain: KVPool
+    caches: tuple[KVPool, ...]
+    device: str
+
+    @staticmethod
+    def open(opened: OpenModel, config: EngineConfig, caches: Sequence[KVCacheConfig], length: int) -> Meter:
+        """`config` has the unquantized cache; `caches` are measured against it, on samples of at most `length`."""
+        require_native(opened.model, opened.args.model, "measuring its layers one at a time")
+        decoder, kernels = opened.load(config), opened.kernels(config)
+        assert isinstance(decoder, Decoder)
+
+        def pool(kv: KVCacheConfig) -> KVPool:
+            spec = opened.cache_spec(replace(config, kv=kv))
+            blocks = [-(-length // config.block_size)] * len(spec.groups)
+            return allocate_pool(spec, kv, blocks, kernels, config.device, decoder.rotaries)
+
+        return Meter(decoder, pool(config.kv), tuple(map(pool, caches)), config.device)
+
+    @torch.inference_mode()
+    def by_layer(self, samples: Samples, on_pass: OnPass = lambda done, total: None) -> Sensitivity:
+        """Each cache in each layer alone."""
+        num_layers = len(self.decoder.layers)
+        sums = [[0.0] * len(self.caches) for _ in range(num_layers)]
+        for done, ids in enumerate(samples):
+            on_pass(done, len(samples))
+            batch, plain = self._batch(ids), list(self.plain.layers)
+            streams = [Residual(self.decoder.embedding(batch.token_ids, batch.positions))]
+            for layer, kv in zip(self.decoder.layers, plain, strict=True):
+                streams.append(layer(streams[-1], batch, kv))
+            reference = self._normed(streams[-1])
+            for index in reversed(range(num_layers)):
+                for candidate, cache in enumerate(self.caches):
+                    # layers behind `index` overwrite their unquantized pages, which nothing reads again
+                    layers = [cache.layers[index], *plain[index + 1 :]]
+                    own = self._normed(self._through(index, streams[index], batch, layers))
+                    sums[index][candidate] += self._kl(reference, own)
+        on_pass(len(samples), len(samples))
+        total = sum(map(len, samples))
+        return Sensitivity(tuple(tuple(value / total for value in of_layer) for of_layer in sums), total)
+
+    @torch.inference_mode()
+    def whole(self, choice: Sequence[int | None], samples: Samples) -> float:
+        """KL with cache `choice[layer]` in every layer at once; None: unquantized."""
+        plain = list(self.plain.layers)
+        chosen = [
+            plain[layer] if index is None else self.caches[index].layers[layer] for layer, index in enumerate(choice)
+        ]
+        total = 0.0
+        for ids in samples:
+            batch = self._batch(ids)
+            embedded = Residual(self.decoder.embedding(batch.token_ids, batch.positions))
+            reference, own = (self._normed(self._through(0, embedded, batch, kv)) for kv in (plain, chosen))
+            total += self._kl(reference, own)
+        return total / sum(map(len, samples))
+
+    def _through(self, first: int, stream: Residual, batch: ForwardBatch, caches: Sequence[PagedKV]) -> Residual:
+        for layer, kv in zip(self.decoder.layers[first:], caches, strict=True):
+            stream = layer(stream, batch, kv)
+        return stream
+
+    def _normed(self, stream: Residual) -> Tensor:
+        if self.decoder.norm is None:
+            return stream.x if stream.delta is None else stream.x + stream.delta
+        normed = stream.normed(self.decoder.norm)[1]
+        assert isinstance(normed, Tensor)  # this norm has no consumer
+        return normed
+
+    def _kl(self, reference: Tensor, other: Tensor) -> float:
+        """Sum over the rows of two final states [rows, hidden_size], in nats."""
+        total = 0.0
+        for start in range(0, len(reference), ROWS):
+            p, q = (
+                torch.log_softmax(self.decoder.logits(states[start : start + ROWS]).float(), -1)
+                for states in (reference, other)
+            )
+            rows = torch.nn.functional.kl_div(q, p, log_target=True, reduction="none").sum(-1)
+            total += float(rows.double().sum())
+        return total
+
+    def _batch(self, ids: Sequence[int]) -> ForwardBatch:
+        """One sequence from its beginning."""
+        spec, length = self.plain.spec, len(ids)
+        position = torch.arange(length, dtype=torch.int64, device=self.device)
+        blocks = torch.arange(-(-length // spec.block_size), dtype=torch.int32, device=self.device)
+        return ForwardBatch(
+            token_ids=torch.tensor(list(ids), dtype=torch.int64, device=self.device),
+            positions=position,
+            query_starts=torch.tensor([0, length], dtype=torch.int32, device=self.device),
+            context_lens=torch.tensor([length], dtype=torch.int32, device=self.device),
+            slots=(position,) * len(spec.groups),
+            block_tables=(blocks[None],) * len(spec.groups),
+            logit_rows=position,
+        )
+
+
+def at_most(samples: Samples, num_tokens: int) -> Samples:
+    """The first samples, at least one, until they have `num_tokens` tokens."""
+    kept, total = [], 0
+    for ids in samples:
+        if total >= num_tokens:
+            break
+        kept.append(ids[: num_tokens - total])
+        total += len(kept[-1])
+    if not total:
+        raise ConfigError("there is no token to measure with; give text")
+    return kept

@@ -1,0 +1,54 @@
+"""What `freight quantize --kv-budget` chose, for people and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from freight.calibrate.budget import KVChoice
+
+NOT_DECLARED = (
+    "config.json declares no KV scheme, because other engines would take 1.0 for the layers without scales: they run "
+    "this checkpoint with a 16-bit cache, and Freight runs the choice with --kv-cache-dtype auto"
+)
+
+
+def choice_facts(choice: KVChoice) -> dict[str, Any]:
+    """The `kv_budget` of `freight quantize --json`. A layer's `granularity` is null for 16 bits; KL in nats per token.
+
+    `kl` of a layer is what each granularity costs there alone.
+    """
+    return {
+        "kind": choice.budget.kind,
+        "limit": choice.budget.limit,
+        "layers": [
+            {"layer": index, "granularity": chosen, "kl": alone}
+            for index, (chosen, alone) in enumerate(zip(choice.granularities, choice.kl_by_layer, strict=True))
+        ],
+        "bytes_per_token": choice.bytes_per_token,
+        "bytes_per_token_at_16_bits": choice.bytes_unquantized,
+        "bits": choice.bits,
+        "predicted_kl": choice.predicted_kl,
+        "kl_chosen": choice.kl_chosen,
+        "kl_verified": choice.kl_verified,
+        "num_tokens_chosen": choice.num_chosen,
+        "num_tokens_verified": choice.num_verified,
+        "declared": choice.uniform is not None,
+    }
+
+
+def choice_sentences(choice: KVChoice) -> Iterator[str]:
+    """A line a layer, then the whole."""
+    for index, (chosen, alone) in enumerate(zip(choice.granularities, choice.kl_by_layer, strict=True)):
+        costs = ", ".join(f"{granularity} {kl:.2g}" for granularity, kl in alone.items())
+        what = "16 bits" if chosen is None else f"fp8 per {chosen}"
+        yield f"layer {index}: {what} (KL of this layer alone: {costs})"
+    yield (
+        f"KV cache within {choice.budget}: {choice.bytes_per_token:,} bytes per token of {choice.bytes_unquantized:,}, "
+        f"{choice.bits:.2f} bits per value; KL {choice.predicted_kl:.3g} predicted, {choice.kl_chosen:.3g} measured on "
+        f"the {choice.num_chosen:,} tokens that it was chosen by, {choice.kl_verified:.3g} on {choice.num_verified:,} "
+        "others"
+    )
+    if choice.uniform is None:
+        yield NOT_DECLARED
