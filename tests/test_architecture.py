@@ -35,6 +35,7 @@ ORDER = [
     {"engine", "calibrate"},
     {"llm"},
     {FACADE},
+    {"lm_eval"},
     {"evaluate", "bench", "server", "auto_fp8", "llm_compressor", "transformers"},
     {"cli"},
     {"__main__"},
@@ -67,6 +68,7 @@ TORCH_FREE = [
 ONLY_IN = {  # third-party package -> the modules that may import it
     "transformers": {"freight.tokenizer", "freight.transformers"},
     "llguidance": {"freight.engine.grammar"},
+    "lm_eval": {"freight.lm_eval", "freight.evaluate.tasks"},
 }
 ONLY_BELOW = {  # third-party package -> the one package whose modules may import it
     "pydantic": "server",

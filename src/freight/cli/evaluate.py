@@ -27,6 +27,21 @@ def evaluate(
         Path | None, typer.Option(metavar="FILE", help="Text to judge by; for 'demo', its held-out text if not given.")
     ] = None,
     window: Annotated[int | None, typer.Option(metavar="TOKENS", min=2, help="Tokens judged together.")] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(metavar="NAME,…", help="Run these tasks of lm-eval instead, with an FP8 cache and without."),
+    ] = None,
+    include_path: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Task files of your own, for --tasks.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(metavar="COUNT", min=1, help="Documents of each task.")] = None,
+    num_fewshot: Annotated[
+        int | None, typer.Option(metavar="COUNT", min=0, help="Examples before each document.")
+    ] = None,
+    long: Annotated[
+        bool, typer.Option("--long", help="Measure retrieval and perplexity by depth in a long context instead.")
+    ] = False,
+    contexts: Annotated[int, typer.Option(metavar="COUNT", min=2, help="Contexts of --long.")] = 16,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Measure what FP8 caches cost and save.
@@ -34,9 +49,25 @@ def evaluate(
     Perplexity, divergence from a 16-bit cache, and memory: of all FP8 caches, or of the one asked for; and the
     memory of the weights.
     """
-    text = read_text(args.model, data)
     chosen = args.quantization_param_path or args.kv_scales != "auto" or args.kv_cache_dtype != "auto"
     caches = [(args.kv_cache_dtype, args.kv_scales)] if chosen else CACHES
+    if tasks is not None and long:
+        raise ConfigError("--tasks and --long are two measurements: give one of them")
+    if tasks is not None:
+        from freight.cli.evaluate_tasks import evaluate_tasks
+
+        evaluate_tasks(args, tasks, caches[0], include_path, limit, num_fewshot, as_json)
+        return
+    for name, value in (("--include-path", include_path), ("--limit", limit), ("--num-fewshot", num_fewshot)):
+        if value is not None:
+            raise ConfigError(f"{name} {value} belongs to --tasks NAME,…, which is not given")
+    if long:
+        from freight.cli.evaluate_long import LONG_CACHES, evaluate_long
+
+        told = read_text(args.model, data) if data is not None or args.model == "demo" else None
+        evaluate_long(args, caches if chosen else LONG_CACHES, told, window, contexts, as_json)
+        return
+    text = read_text(args.model, data)
 
     from freight.evaluate.report import as_json as rows
     from freight.evaluate.report import as_table, run_caches, weight_bytes
