@@ -14,7 +14,6 @@ digit, given the same `add_bos_token` and prefix token.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -207,4 +206,4 @@ def main() -> None:
 model_registry.register("freight", target="freight.lm_eval:FreightLM")
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

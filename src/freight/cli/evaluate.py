@@ -67,6 +67,12 @@ def evaluate(
         told = read_text(args.model, data) if data is not None or args.model == "demo" else None
         evaluate_long(args, caches if chosen else LONG_CACHES, told, window, contexts, as_json)
         return
+    _evaluate_caches(args, caches, data, window, as_json)
+
+
+def _evaluate_caches(
+    args: EngineArgs, caches: list[tuple[str, str]], data: Path | None, window: int | None, as_json: bool
+) -> None:
     text = read_text(args.model, data)
 
     from freight.evaluate.report import as_json as rows

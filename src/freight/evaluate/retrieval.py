@@ -2,8 +2,8 @@
 
 A context is records "key = value" one after another, up to its end; keys and values are words drawn at random, so
 nothing but the cache can tell the value of a key. A question is a key again, with " =" after it: its answer is the
-value's tokens. Keys differ over all contexts of a task, so a key of one context can also be asked after another context,
-where its value is not known: that is what a model says of these tokens without the record.
+value's tokens. Keys differ over all contexts of a task, so a key of one context can also be asked after another
+context, where its value is not known: that is what a model says of these tokens without the record.
 
 The same seed, vocabulary and lengths give the same task. No torch.
 """

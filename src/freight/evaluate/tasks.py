@@ -113,15 +113,20 @@ class _Harness:
     freight: Callable[..., Any]
 
 
-def _harness() -> _Harness:
-    from freight.lm_eval import FreightLM  # says what to install where lm-eval is not
+def _adapter() -> Callable[..., Any]:
+    from freight.lm_eval import FreightLM  # raises ConfigError where lm-eval is not installed
 
+    return FreightLM
+
+
+def _harness() -> _Harness:
+    adapter = _adapter()  # first: it says what to install
     import lm_eval
     import lm_eval.tasks
 
     for name in ("lm_eval", "lm_eval.evaluator", "lm_eval.tasks"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    return _Harness(lm_eval.tasks, lm_eval.simple_evaluate, FreightLM)
+    return _Harness(lm_eval.tasks, lm_eval.simple_evaluate, adapter)
 
 
 def _find(manager_of: Callable[..., Any], tasks: Sequence[str], include_path: str | None) -> tuple[Any, list[str]]:
