@@ -105,6 +105,8 @@ def compare_long(
         raise ConfigError(f"--contexts is {num_contexts}; an interval, and a context without the record, need 2")
     tokenizer = opened.load_tokenizer()
     bos = opened.model.bos_token_id
+    if tokenizer is not None and tokenizer.encode("a")[:1] != [bos]:  # the model wants none before a text
+        bos = None
     words = vocabulary(tokenizer, opened.model.vocab_size, bos)
     contexts = make_contexts(words, length, num_contexts, num_questions, args.seed)
     windows: list[Window] = []
