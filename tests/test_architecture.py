@@ -35,6 +35,7 @@ ORDER = [
     {"engine", "calibrate"},
     {"llm"},
     {FACADE},
+    {"lm_eval"},
     {"evaluate", "bench", "server", "auto_fp8", "llm_compressor", "transformers"},
     {"audit"},
     {"cli"},
@@ -80,6 +81,7 @@ ONLY_IN = {  # third-party package -> the modules that may import it
         "freight.models.fallback_probe",
     },
     "llguidance": {"freight.engine.grammar"},
+    "lm_eval": {"freight.lm_eval", "freight.evaluate.tasks"},
 }
 ONLY_BELOW = {  # third-party package -> the one package whose modules may import it
     "pydantic": "server",

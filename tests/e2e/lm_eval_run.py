@@ -1,7 +1,8 @@
-"""lm-eval's `local-completions` on three tasks, in a process of its own: python lm_eval_run.py FOLDER URL MODEL KEY.
+"""lm-eval on three tasks, in a process of its own: python lm_eval_run.py FOLDER MODEL MODEL_ARGS.
 
-FOLDER has docs.jsonl with `context` and `rest`. FOLDER/found.json becomes: task -> what the server answered for each
-document. lm-eval has neither a tokenizer nor anything else of the model: it asks the server.
+FOLDER has docs.jsonl with `context` and `rest`; MODEL_ARGS is a JSON object. FOLDER/found.json becomes: task -> what
+the model answered for each document. As `local-completions`, lm-eval has neither a tokenizer nor anything else of the
+model: it asks the server.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from pathlib import Path
 import lm_eval
 from lm_eval.tasks import TaskManager
 
+import freight.lm_eval  # noqa: F401  # registers "freight"
 
-def main(folder: Path, url: str, model: str, key: str) -> None:
+
+def main(folder: Path, model: str, model_args: dict[str, object]) -> None:
     data = {"data_files": {"test": str(folder / "docs.jsonl")}, "cache_dir": str(folder / "cache")}
     common = {"dataset_path": "json", "dataset_kwargs": data, "test_split": "test", "target_delimiter": ""}
     pair = {"doc_to_text": "{{context}}", "doc_to_target": "{{rest}}"}
@@ -25,10 +28,9 @@ def main(folder: Path, url: str, model: str, key: str) -> None:
         "loglikelihood": pair | {"metric_list": [{"metric": "acc"}]},
         "generate_until": pair | {"metric_list": [{"metric": "exact_match"}], "generation_kwargs": until},
     }
-    options = {"tokenizer_backend": "auto", "auth_token": key, "max_length": 1024, "batch_size": 2}
     results = lm_eval.simple_evaluate(
-        model="local-completions",
-        model_args={"model": model, "base_url": f"{url}/v1/completions", **options},
+        model=model,
+        model_args=model_args,
         tasks=[{**common, "task": name, "output_type": name, **form} for name, form in forms.items()],
         task_manager=TaskManager(include_defaults=False),
         bootstrap_iters=0,
@@ -42,4 +44,4 @@ def main(folder: Path, url: str, model: str, key: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:])
+    main(Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]))

@@ -1,4 +1,7 @@
-"""lm-eval's `local-completions` against `freight serve`: its log-probabilities are those of `LLM`."""
+"""lm-eval's `local-completions` against `freight serve`: its log-probabilities are those of `LLM`.
+
+And lm-eval with Freight in its process: what it finds is what the server answers, to the last digit.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.demo_chat import DEMO
@@ -43,21 +47,33 @@ def score(llm: LLM, prompt: list[int], start: int) -> tuple[float, bool]:
     return sum(entry.logprob for entry in entries), all(entry.rank == 1 for entry in entries)
 
 
-def test_lm_eval_finds_the_log_probabilities_of_llm(demo_server: DemoServer, served_llm: LLM, tmp_path: Path) -> None:
-    docs = documents(served_llm)
-    (tmp_path / "docs.jsonl").write_text("".join(json.dumps(doc) + "\n" for doc in docs))
-    environ = os.environ | {"OPENAI_API_KEY": demo_server.key, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    script = Path(__file__).with_name("lm_eval_run.py")
+def found_by(model: str, options: dict[str, object], docs: list[dict[str, str]], folder: Path) -> dict[str, list[Any]]:
+    """What lm-eval finds with `model` and these model_args: task -> an answer for each of `docs`."""
+    folder.mkdir()
+    (folder / "docs.jsonl").write_text("".join(json.dumps(doc) + "\n" for doc in docs))
+    environ = os.environ | {"OPENAI_API_KEY": str(options.get("auth_token")), "HF_HUB_OFFLINE": "1"}
     run = subprocess.run(
-        [sys.executable, str(script), str(tmp_path), demo_server.url, demo_server.name, demo_server.key],
-        env=environ,
+        [sys.executable, str(Path(__file__).with_name("lm_eval_run.py")), str(folder), model, json.dumps(options)],
+        env=environ | {"HF_HOME": str(folder)},
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
     )
     assert run.returncode == 0, run.stderr[-3000:]
-    found = json.loads((tmp_path / "found.json").read_text())
+    answers: dict[str, list[Any]] = json.loads((folder / "found.json").read_text())
+    return answers
+
+
+def test_lm_eval_finds_the_log_probabilities_of_llm(demo_server: DemoServer, served_llm: LLM, tmp_path: Path) -> None:
+    docs = documents(served_llm)
+    url = f"{demo_server.url}/v1/completions"
+    served = {"model": demo_server.name, "base_url": url, "auth_token": demo_server.key, "tokenizer_backend": "auto"}
+    found = found_by("local-completions", served | {"max_length": 1024, "batch_size": 2}, docs, tmp_path / "served")
+
+    own = {"pretrained": str(demo_server.folder), "kv_cache_dtype": "fp8", "kv_cache_memory": "64MiB"}
+    alike = {"add_bos_token": False, "prefix_token_id": ids(served_llm, "<|end_of_text|>")[0]}  # see `begin`
+    assert found_by("freight", own | alike, docs, tmp_path / "own") == found
 
     greedy = []
     for doc, (logprob, is_greedy) in zip(docs, found["loglikelihood"], strict=True):

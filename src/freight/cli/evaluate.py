@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -23,42 +23,95 @@ LEGEND = "KL (nats) and top token are against the first row."
 HELD_OUT = Path(__file__).parent.parent / "demo" / "heldout.txt"
 
 
+Data = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Text or JSONL to judge by; for 'demo', its held-out text.")
+]
+Field = Annotated[str, typer.Option(metavar="NAME", help="The field of a JSONL line that has its text.")]
+Tokens = Annotated[int | None, typer.Option(metavar="TOKENS", min=2, help="Tokens judged together.")]
+MaxTokens = Annotated[int | None, typer.Option(metavar="COUNT", min=2, help="Judge the first tokens only.")]
+Caches = Annotated[
+    str | None, typer.Option(metavar="LIST", help="Of unit,tensor,head,channel,token,e5m2,centered,int8.")
+]
+Weights = Annotated[
+    str | None, typer.Option(metavar="LIST", help="Weights to measure as well: fp8,fp8-channel,fp8-block.")
+]
+CalibrationData = Annotated[
+    str | None, typer.Option(metavar="FILE", help="Text for static scales that the checkpoint does not have.")
+]
+Speed = Annotated[bool, typer.Option(help="Time prefill and decoding.")]
+Report = Annotated[Path | None, typer.Option(metavar="DIR", help="Write report.html, report.md and report.json.")]
+PerLayer = Annotated[bool, typer.Option("--per-layer", help="Each layer's share of what the cache costs, instead.")]
+Tasks = Annotated[
+    str | None,
+    typer.Option(metavar="NAME,…", help="Run these tasks of lm-eval instead, with an FP8 cache and without."),
+]
+IncludePath = Annotated[Path | None, typer.Option(metavar="DIR", help="Task files of your own, for --tasks.")]
+Limit = Annotated[int | None, typer.Option(metavar="COUNT", min=1, help="Documents of each task.")]
+NumFewshot = Annotated[int | None, typer.Option(metavar="COUNT", min=0, help="Examples before each document.")]
+Long = Annotated[
+    bool, typer.Option("--long", help="Measure retrieval and perplexity by depth in a long context instead.")
+]
+Contexts = Annotated[int, typer.Option(metavar="COUNT", min=2, help="Contexts of --long.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
 @takes_engine_options
 def evaluate(
     args: EngineArgs,
-    data: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Text or JSONL to judge by; for 'demo', its held-out text.")
-    ] = None,
-    field: Annotated[str, typer.Option(metavar="NAME", help="The field of a JSONL line that has its text.")] = "text",
-    window: Annotated[int | None, typer.Option(metavar="TOKENS", min=2, help="Tokens judged together.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(metavar="COUNT", min=2, help="Judge the first tokens only.")] = None,
-    caches: Annotated[
-        str | None, typer.Option(metavar="LIST", help="Of unit,tensor,head,channel,token,e5m2,centered,int8.")
-    ] = None,
-    weights: Annotated[
-        str | None, typer.Option(metavar="LIST", help="Weights to measure as well: fp8,fp8-channel,fp8-block.")
-    ] = None,
-    calibration_data: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Text for static scales that the checkpoint does not have.")
-    ] = None,
-    speed: Annotated[bool, typer.Option(help="Time prefill and decoding.")] = True,
-    report: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write report.html, report.md and report.json.")
-    ] = None,
-    per_layer: Annotated[bool, typer.Option("--per-layer", help="Each layer's share of what the cache costs.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    data: Data = None,
+    field: Field = "text",
+    window: Tokens = None,
+    max_tokens: MaxTokens = None,
+    caches: Caches = None,
+    weights: Weights = None,
+    calibration_data: CalibrationData = None,
+    speed: Speed = True,
+    report: Report = None,
+    per_layer: PerLayer = False,
+    tasks: Tasks = None,
+    include_path: IncludePath = None,
+    limit: Limit = None,
+    num_fewshot: NumFewshot = None,
+    long: Long = False,
+    contexts: Contexts = 16,
+    as_json: Json = False,
 ) -> None:
     """Measure what FP8 costs and saves, and say which setting to take.
 
     Perplexity, divergence from a 16-bit cache, memory and speed, of all FP8 caches or of the one asked for.
     """
+    if (tasks is not None) + long + per_layer > 1:
+        raise ConfigError("--tasks, --long and --per-layer are different measurements: give one of them")
+    named = args.quantization_param_path or args.kv_scales != "auto" or args.kv_cache_dtype != "auto"
+    asked = (args.kv_cache_dtype, args.kv_scales) if named else None
+    if tasks is not None:
+        from freight.cli.evaluate_tasks import evaluate_tasks
+
+        evaluate_tasks(args, tasks, asked or CACHES[0], include_path, limit, num_fewshot, as_json)
+        return
+    for name, value in (("--include-path", include_path), ("--limit", limit), ("--num-fewshot", num_fewshot)):
+        if value is not None:
+            raise ConfigError(f"{name} {value} belongs to --tasks NAME,…, which is not given")
+    if long:
+        from freight.cli.evaluate_long import LONG_CACHES, evaluate_long
+
+        told = read_text(args.model, data) if data is not None or args.model == "demo" else None
+        evaluate_long(args, [asked] if asked else LONG_CACHES, told, window, contexts, as_json)
+        return
     path = data_path(args.model, data)
     if per_layer:
         show_layers(args, path, field, window, as_json)
         return
+    lists = _list(caches), _list(weights) or ()
+    _evaluate_grid(args, path, field, (*lists, calibration_data, window, max_tokens, speed), report, as_json)
+
+
+def _evaluate_grid(
+    args: EngineArgs, path: Path, field: str, options: tuple[Any, ...], report: Path | None, as_json: bool
+) -> None:
+    """Every cache over the text. `options`: the fields of GridArgs but `per_layer`."""
     if report is not None:
         require_writable(report)
-
     log_to_stderr()
     from freight.evaluate.advice import advice
     from freight.evaluate.documents import read_documents
@@ -66,9 +119,7 @@ def evaluate(
     from freight.evaluate.report_page import write_report
     from freight.evaluate.table import legend, speed_table, table
 
-    grid = GridArgs(
-        _list(caches), _list(weights) or (), calibration_data, window, max_tokens, speed, per_layer=report is not None
-    )
+    grid = GridArgs(*options, report is not None)
     with progress("evaluating") as on_progress:
         evaluation = evaluate_grid(args, read_documents(path, field), grid, on_progress, path.name)
     if report is not None:
@@ -77,7 +128,7 @@ def evaluate(
         print(json.dumps(evaluation.as_json()))
         return
     typer.echo(table(evaluation))
-    if speed:
+    if grid.speed:
         typer.echo(f"\nTokens per second of one sequence:\n\n{speed_table(evaluation)}\n")
     over = evaluation.overview
     size = f"weights: {over.weight_bytes:,} bytes in {over.weight_dtype}"

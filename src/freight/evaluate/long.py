@@ -1,0 +1,265 @@
+"""Long contexts: every FP8 cache beside the 16-bit one, by how far back the wanted tokens lie.
+
+Two measurements, at the full context of the model:
+
+- retrieval (`retrieval.py`): after a context of records, the value of a key that is asked again, teacher-forced.
+  `found` is the share of questions whose value tokens are all the most likely ones; `logprob` is nats per value token;
+  `gain` is that minus the log-probability of the same tokens, after the same question, behind a context without the
+  record. A model that was not trained for this finds little, but the gain shows what it reads from the cache.
+- perplexity by position: of a text in windows of the context's length.
+
+Both also as changes against the 16-bit cache, on the same questions or tokens. Intervals are 95 % percentile bootstraps
+over contexts or windows, which are what is independent.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from freight.cache.pool import allocate_pool
+from freight.config.engine import EngineArgs, EngineConfig, KVCacheConfig
+from freight.engine.prepare import Logits, SequenceSlice
+from freight.engine.runner import ModelRunner
+from freight.errors import ConfigError
+from freight.evaluate.perplexity import Window, cut_windows, target_logprobs
+from freight.evaluate.retrieval import Question, RetrievalContext, depths, make_contexts, vocabulary
+from freight.models.open import OpenModel, open_model
+
+RESAMPLES = 1000
+Cache = tuple[str, str] | KVCacheConfig
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over contexts or windows, and its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class DepthScore:
+    """Retrieval from `depth` tokens back. `*_change` is against the 16-bit cache, on the same questions."""
+
+    depth: int
+    num_questions: int
+    found: Estimate
+    logprob: Estimate
+    gain: Estimate
+    found_change: Estimate
+    gain_change: Estimate
+
+
+@dataclass(frozen=True)
+class PositionScore:
+    """Tokens at positions `start` … `stop` - 1 of the windows. `nll_change` in nats per token, against 16 bits."""
+
+    start: int
+    stop: int
+    num_tokens: int
+    perplexity: float
+    nll_change: Estimate
+
+
+@dataclass(frozen=True)
+class LongScore:
+    """One cache. `positions` is empty without a text, or where the text has no whole window."""
+
+    kv_cache_dtype: str
+    granularity: str | None
+    scale_source: str | None
+    depths: list[DepthScore]
+    positions: list[PositionScore]
+
+
+def compare_long(
+    args: EngineArgs,
+    caches: Sequence[Cache],
+    text: str | None,
+    context: int | None = None,
+    num_contexts: int = 16,
+    num_questions: int = 4,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[LongScore]:
+    """The 16-bit cache, and every one of `caches` that differs from it, each (kv_cache_dtype, kv_scales) or resolved.
+
+    context: tokens, default the model's. num_contexts: contexts to retrieve from, and at most as many windows of
+    `text`. num_questions: at each depth of each context. `args.seed` chooses the task. `on_progress(done, total)`
+    counts contexts and windows. Raises ConfigError for a context that is longer than the model's or too short, for
+    fewer than two contexts, and what `resolve` raises, before weights are read.
+    """
+    opened = open_model(args)
+    configs = resolve_caches(opened, args, caches)
+    length = context or configs[0].max_model_len
+    if length > configs[0].max_model_len:
+        raise ConfigError(f"--window is {length}, and the context {configs[0].max_model_len} tokens")
+    if num_contexts < 2:
+        raise ConfigError(f"--contexts is {num_contexts}; an interval, and a context without the record, need 2")
+    tokenizer = opened.load_tokenizer()
+    bos = opened.model.bos_token_id
+    if tokenizer is not None and tokenizer.encode("a")[:1] != [bos]:  # the model wants none before a text
+        bos = None
+    words = vocabulary(tokenizer, opened.model.vocab_size, bos)
+    contexts = make_contexts(words, length, num_contexts, num_questions, args.seed)
+    windows: list[Window] = []
+    if text is not None and tokenizer is not None:
+        cut = cut_windows(tokenizer.encode(text, add_special_tokens=False), length, bos)
+        windows = [window for window in cut if len(window.targets) >= length - 1][:num_contexts]
+    total = len(contexts) + len(windows)
+    with opened.threads(configs[0]):
+        runners = _runners(opened, configs, length)
+        asked: list[list[list[Answer]]] = [[] for _ in runners]
+        for done, (own, other) in enumerate(zip(contexts, [*contexts[1:], contexts[0]], strict=True)):
+            on_progress(done, total)
+            for index, runner in enumerate(runners):
+                asked[index].append(_ask(runner, own, other, configs[0].max_num_batched_tokens))
+        nats: list[list[list[float]]] = [[] for _ in runners]
+        for done, window in enumerate(windows):
+            on_progress(len(contexts) + done, total)
+            for index, runner in enumerate(runners):
+                nats[index].append(_nll(runner, window, configs[0].max_num_batched_tokens))
+        on_progress(total, total)
+    return [
+        _score(config, length, contexts, (asked[index], asked[0]), (nats[index], nats[0]))
+        for index, config in enumerate(configs)
+    ]
+
+
+def resolve_caches(opened: OpenModel, args: EngineArgs, caches: Sequence[Cache]) -> list[EngineConfig]:
+    """The 16-bit cache first, then every one of `caches` with another format."""
+    plain = replace(
+        args, kv_cache_dtype="float32", kv_scales="auto", quantization_param_path=None, attention_compute="auto"
+    )
+    configs = [opened.resolve(replace(plain, kv_cache_dtype=str(opened.resolve(plain).compute_format)))]
+    for cache in caches:
+        if isinstance(cache, KVCacheConfig):
+            configs.append(replace(configs[0], kv=cache))
+        else:
+            config = opened.resolve(replace(args, kv_cache_dtype=cache[0], kv_scales=cache[1]))
+            if config.kv.format is not configs[0].kv.format:
+                configs.append(config)
+    return configs
+
+
+def _runners(opened: OpenModel, configs: Sequence[EngineConfig], length: int) -> list[ModelRunner]:
+    """The model, loaded once, behind a pool of each cache that holds one sequence."""
+    decoder = opened.load(replace(configs[0], fp8_attention=any(config.fp8_attention for config in configs)))
+    num_blocks, device = -(-length // configs[0].block_size), configs[0].device
+    runners = []
+    for config in configs:
+        spec = opened.cache_spec(config)
+        blocks = [num_blocks] * len(spec.groups)
+        pool = allocate_pool(spec, config.kv, blocks, opened.kernels(config), device, decoder.rotaries)
+        runners.append(ModelRunner(decoder, pool, device))
+    return runners
+
+
+@dataclass(frozen=True)
+class Answer:
+    """To one question, in nats per value token: with the record in the context, and in another context without it."""
+
+    found: bool
+    logprob: float
+
+
+def _ask(runner: ModelRunner, own: RetrievalContext, other: RetrievalContext, chunk: int) -> list[Answer]:
+    """Answers to `own`'s questions after `own`, then to `other`'s, which `own` does not know."""
+    ids = own.token_ids
+    for start in range(0, len(ids), chunk):
+        part = ids[start : start + chunk]
+        runner.run([SequenceSlice(part, start, runner.pool.whole, Logits.NONE)])
+    return [_answer(runner, question, len(ids)) for question in (*own.questions, *other.questions)]
+
+
+def _answer(runner: ModelRunner, question: Question, start: int) -> Answer:
+    """The question goes behind the `start` tokens that are stored, over the last question's."""
+    ids = [*question.key, *question.value[:-1]]
+    logits = runner.logits(ids, start, runner.pool.whole)[-len(question.value) :]
+    value = torch.tensor(question.value, dtype=torch.int64, device=logits.device)
+    logprobs = target_logprobs(torch.log_softmax(logits, -1), value)
+    return Answer(bool((logits.argmax(-1) == value).all()), float(logprobs.double().mean()))
+
+
+def _nll(runner: ModelRunner, window: Window, chunk: int) -> list[float]:
+    """Negative log-likelihood in nats of each token of the window."""
+    found: list[float] = []
+    for start in range(0, len(window.token_ids), chunk):
+        stop = min(start + chunk, len(window.token_ids))
+        logits = runner.logits(window.token_ids[start:stop], start, runner.pool.whole)
+        targets = torch.tensor(window.targets[start:stop], dtype=torch.int64, device=logits.device)
+        found += (-target_logprobs(torch.log_softmax(logits, -1), targets)).tolist()
+    return found
+
+
+def _score(
+    config: EngineConfig,
+    length: int,
+    contexts: Sequence[RetrievalContext],
+    asked: tuple[list[list[Answer]], list[list[Answer]]],
+    nats: tuple[list[list[float]], list[list[float]]],
+) -> LongScore:
+    """`asked` and `nats` are this cache's and the 16-bit one's, by context and window."""
+    kv = config.kv
+    positions = []
+    edges = [0, *depths(length)]
+    for start, stop in itertools.pairwise(edges):
+        own, plain = ([statistics.fmean(window[start:stop]) for window in windows] for windows in nats)
+        if own:
+            tokens = [value for window in nats[0] for value in window[start:stop]]
+            change = estimate([after - before for after, before in zip(own, plain, strict=True)])
+            perplexity = math.exp(statistics.fmean(tokens))
+            positions.append(PositionScore(start, stop, len(tokens), perplexity, change))
+    return LongScore(
+        str(kv.format),
+        str(kv.granularity) if kv.granularity else None,
+        str(kv.scale_source) if kv.scale_source else None,
+        [_depth(depth, contexts, *asked) for depth in depths(length)],
+        positions,
+    )
+
+
+def _depth(
+    depth: int, contexts: Sequence[RetrievalContext], own: list[list[Answer]], plain: list[list[Answer]]
+) -> DepthScore:
+    """Means by context first: the questions of one context share its cache."""
+    columns: dict[str, list[list[float]]] = {"found": [], "logprob": [], "gain": []}
+    count = 0
+    for run in (own, plain):
+        found, logprob, gain = [], [], []
+        for index, context in enumerate(contexts):
+            at = [i for i, question in enumerate(context.questions) if question.depth == depth]
+            with_it = [run[index][i] for i in at]
+            without = [run[index - 1][len(contexts[index - 1].questions) + i] for i in at]
+            found.append(statistics.fmean(answer.found for answer in with_it))
+            logprob.append(statistics.fmean(answer.logprob for answer in with_it))
+            gain.append(logprob[-1] - statistics.fmean(answer.logprob for answer in without))
+            count += len(at)
+        for name, values in (("found", found), ("logprob", logprob), ("gain", gain)):
+            columns[name].append(values)
+    change = {
+        name: [after - before for after, before in zip(*columns[name], strict=True)] for name in ("found", "gain")
+    }
+    return DepthScore(
+        depth,
+        count // 2,
+        estimate(columns["found"][0]),
+        estimate(columns["logprob"][0]),
+        estimate(columns["gain"][0]),
+        estimate(change["found"]),
+        estimate(change["gain"]),
+    )
+
+
+def estimate(values: Sequence[float], seed: int = 0) -> Estimate:
+    """The mean of `values`, and the 2.5th and 97.5th percentile of means of as many of them, drawn with replacement."""
+    draw = random.Random(seed)
+    means = sorted(statistics.fmean(draw.choices(values, k=len(values))) for _ in range(RESAMPLES))
+    return Estimate(statistics.fmean(values), means[RESAMPLES // 40], means[-1 - RESAMPLES // 40])

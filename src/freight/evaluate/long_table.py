@@ -1,0 +1,47 @@
+"""The tables of `freight evaluate --long`: retrieval by depth and perplexity by position, a row a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from freight.evaluate.long import Estimate, LongScore
+
+RETRIEVAL = (
+    "Retrieval: log-probability of a value's tokens after its key, in nats a token, gained from having the record that "
+    "many tokens back; and the share of values found."
+)
+POSITIONS = "Perplexity by position in the text."
+CHANGES = "In brackets: the change against the first row, with its 95 % interval."
+
+
+def retrieval_rows(scores: Sequence[LongScore]) -> list[Sequence[str]]:
+    """A row for each cache, the first with the headings; a column for each depth."""
+    rows: list[Sequence[str]] = [("KV cache", "scales", *(f"{part.depth:,} back" for part in scores[0].depths))]
+    for index, score in enumerate(scores):
+        cells = []
+        for part in score.depths:
+            plain = f"{part.gain.mean:+.3f}, {part.found.mean:.1%}"
+            cells.append(plain if index == 0 else f"{plain} ({_change(part.gain_change)})")
+        rows.append((score.kv_cache_dtype, _scales(score), *cells))
+    return rows
+
+
+def position_rows(scores: Sequence[LongScore]) -> list[Sequence[str]]:
+    """The same of perplexity; the change is in nats a token."""
+    heads = (f"{part.start:,} … {part.stop - 1:,}" for part in scores[0].positions)
+    rows: list[Sequence[str]] = [("KV cache", "scales", *heads)]
+    for index, score in enumerate(scores):
+        cells = []
+        for part in score.positions:
+            plain = f"{part.perplexity:.3f}"
+            cells.append(plain if index == 0 else f"{plain} ({_change(part.nll_change)} nats)")
+        rows.append((score.kv_cache_dtype, _scales(score), *cells))
+    return rows
+
+
+def _scales(score: LongScore) -> str:
+    return f"{score.granularity}, {score.scale_source}" if score.granularity else "none"
+
+
+def _change(change: Estimate) -> str:
+    return f"{change.mean:+.4f}, {change.low:+.4f} to {change.high:+.4f}"
