@@ -6,6 +6,7 @@ import json
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -119,7 +120,7 @@ def _evaluate_grid(
     from freight.evaluate.report_page import write_report
     from freight.evaluate.table import legend, speed_table, table
 
-    grid = GridArgs(*options, report is not None)
+    grid = replace(GridArgs(*options), per_layer=report is not None)
     with progress("evaluating") as on_progress:
         evaluation = evaluate_grid(args, read_documents(path, field), grid, on_progress, path.name)
     if report is not None:
