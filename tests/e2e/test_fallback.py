@@ -20,8 +20,8 @@ from freight.cli.inspect import describe
 from freight.config.engine import EngineArgs
 from freight.config.families import FAMILIES
 from freight.errors import CheckpointError
-from freight.evaluate.report import weight_bytes
 from freight.models.open import open_model
+from freight.models.weight_bytes import weight_bytes
 
 SMALL: dict[str, Any] = {
     "vocab_size": 128,
