@@ -19,18 +19,18 @@ import math
 import random
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from freight.cache.pool import allocate_pool
 from freight.config.engine import EngineArgs, EngineConfig, KVCacheConfig
 from freight.engine.prepare import Logits, SequenceSlice
 from freight.engine.runner import ModelRunner
 from freight.errors import ConfigError
 from freight.evaluate.perplexity import Window, cut_windows, target_logprobs
+from freight.evaluate.report import cache_run, load_for, resolve_caches
 from freight.evaluate.retrieval import Question, RetrievalContext, depths, make_contexts, vocabulary
-from freight.models.open import OpenModel, open_model
+from freight.models.open import open_model
 
 RESAMPLES = 1000
 Cache = tuple[str, str] | KVCacheConfig
@@ -97,7 +97,7 @@ def compare_long(
     fewer than two contexts, and what `resolve` raises, before weights are read.
     """
     opened = open_model(args)
-    configs = resolve_caches(opened, args, caches)
+    configs = resolve_caches(opened, caches)
     length = context or configs[0].max_model_len
     if length > configs[0].max_model_len:
         raise ConfigError(f"--window is {length}, and the context {configs[0].max_model_len} tokens")
@@ -115,7 +115,8 @@ def compare_long(
         windows = [window for window in cut if len(window.targets) >= length - 1][:num_contexts]
     total = len(contexts) + len(windows)
     with opened.threads(configs[0]):
-        runners = _runners(opened, configs, length)
+        decoder = load_for(opened, configs)
+        runners = [cache_run(opened, decoder, config, length).runner for config in configs]
         asked: list[list[list[Answer]]] = [[] for _ in runners]
         for done, (own, other) in enumerate(zip(contexts, [*contexts[1:], contexts[0]], strict=True)):
             on_progress(done, total)
@@ -131,35 +132,6 @@ def compare_long(
         _score(config, length, contexts, (asked[index], asked[0]), (nats[index], nats[0]))
         for index, config in enumerate(configs)
     ]
-
-
-def resolve_caches(opened: OpenModel, args: EngineArgs, caches: Sequence[Cache]) -> list[EngineConfig]:
-    """The 16-bit cache first, then every one of `caches` with another format."""
-    plain = replace(
-        args, kv_cache_dtype="float32", kv_scales="auto", quantization_param_path=None, attention_compute="auto"
-    )
-    configs = [opened.resolve(replace(plain, kv_cache_dtype=str(opened.resolve(plain).compute_format)))]
-    for cache in caches:
-        if isinstance(cache, KVCacheConfig):
-            configs.append(replace(configs[0], kv=cache))
-        else:
-            config = opened.resolve(replace(args, kv_cache_dtype=cache[0], kv_scales=cache[1]))
-            if config.kv.format is not configs[0].kv.format:
-                configs.append(config)
-    return configs
-
-
-def _runners(opened: OpenModel, configs: Sequence[EngineConfig], length: int) -> list[ModelRunner]:
-    """The model, loaded once, behind a pool of each cache that holds one sequence."""
-    decoder = opened.load(replace(configs[0], fp8_attention=any(config.fp8_attention for config in configs)))
-    num_blocks, device = -(-length // configs[0].block_size), configs[0].device
-    runners = []
-    for config in configs:
-        spec = opened.cache_spec(config)
-        blocks = [num_blocks] * len(spec.groups)
-        pool = allocate_pool(spec, config.kv, blocks, opened.kernels(config), device, decoder.rotaries)
-        runners.append(ModelRunner(decoder, pool, device))
-    return runners
 
 
 @dataclass(frozen=True)

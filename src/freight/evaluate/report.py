@@ -92,14 +92,7 @@ def run_caches(
 ) -> list[CacheRun]:
     """`compare_caches`, but returns the runs, with the log-probability of each token."""
     opened = open_model(args)
-    configs = [plain_config(opened)]
-    for cache in caches:
-        if isinstance(cache, KVCacheConfig):
-            configs.append(replace(configs[0], kv=cache))
-        else:
-            config = opened.resolve(replace(args, kv_cache_dtype=cache[0], kv_scales=cache[1]))
-            if config.kv.format is not configs[0].kv.format:  # that one is the first row
-                configs.append(config)
+    configs = resolve_caches(opened, caches)
     length = window_length(window, configs[0].max_model_len)
     windows = [part.window for part in cut_documents(opened, [text], length, max_tokens)]
     with opened.threads(configs[0]):
@@ -107,6 +100,19 @@ def run_caches(
         runs = [cache_run(opened, decoder, config, length) for config in configs]
         measure(runs, windows, on_progress)
     return runs
+
+
+def resolve_caches(opened: OpenModel, caches: Sequence[tuple[str, str] | KVCacheConfig]) -> list[EngineConfig]:
+    """The 16-bit cache first, then every one of `caches` with another format, or resolved."""
+    configs = [plain_config(opened)]
+    for cache in caches:
+        if isinstance(cache, KVCacheConfig):
+            configs.append(replace(configs[0], kv=cache))
+        else:
+            config = opened.resolve(replace(opened.args, kv_cache_dtype=cache[0], kv_scales=cache[1]))
+            if config.kv.format is not configs[0].kv.format:  # that one is the first row
+                configs.append(config)
+    return configs
 
 
 def plain_config(opened: OpenModel) -> EngineConfig:
