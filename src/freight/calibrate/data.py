@@ -157,7 +157,7 @@ def _sample(where: str, entry: object, tokenizer: _Lazy) -> list[int]:
 
 
 def _contents(where: str, messages: object) -> str:
-    """What is said in a conversation, a message a line, for a base model."""
+    """The texts of a conversation, a message a line, for a base model."""
     contents = [one.get("content") if isinstance(one, dict) else None for one in _as_list(messages)]
     if not contents or not all(isinstance(content, str) for content in contents):
         raise ConfigError(f"{where}: `messages` is not a list of objects with a text as `content`")

@@ -1,4 +1,4 @@
-"""What is said of each setting: sums over tokens become figures, with their intervals. JSON has the fields' names."""
+"""The figures of each setting: sums over tokens become means, with their intervals. JSON has the fields' names."""
 
 from __future__ import annotations
 

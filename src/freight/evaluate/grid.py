@@ -1,4 +1,4 @@
-"""The grid: which caches and weights are measured, and what is said of each, against the 16-bit run of the model.
+"""The grid: which caches and weights are measured, and their figures against the 16-bit run of the model.
 
 Without options: a 16-bit cache, E4M3 with every source of scales, E5M2, and centered keys where a layer gains from
 them. Static scales are those of the checkpoint, or else measured on calibration text before the pass (`static_scales`).
