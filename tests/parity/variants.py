@@ -12,11 +12,14 @@ from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     OPTConfig,
     Phi3Config,
     PretrainedConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from freight.cache.pool import allocate_pool
@@ -42,6 +45,7 @@ MSCALE = {**YARN, "rope_theta": 1e6, "mscale": 1.0, "mscale_all_dim": 0.8, "beta
 LONG = {"rope_type": "longrope", "short_factor": [1.0 + i / 8 for i in range(8)],
         "long_factor": [2.0 + i for i in range(8)], "rope_theta": 10000.0}  # fmt: skip
 GEMMA: dict[str, Any] = {**SHAPE, "num_hidden_layers": 4, "head_dim": 32, "sliding_window": 24}
+MOE: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 OPT: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 64,
@@ -89,6 +93,13 @@ VARIANTS: dict[str, PretrainedConfig] = {
     ),
     "phi3-long": Phi3Config(**SHAPE, pad_token_id=0, original_max_position_embeddings=128, rope_parameters=LONG),
     "phi3-short": Phi3Config(**SHAPE, pad_token_id=0, original_max_position_embeddings=256, rope_parameters=LONG),
+    "mixtral": MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
+    "qwen2-moe": Qwen2MoeConfig(**SHAPE, **MOE, shared_expert_intermediate_size=48),
+    "qwen2-moe-sparse": Qwen2MoeConfig(
+        **SHAPE, **MOE, shared_expert_intermediate_size=48, norm_topk_prob=True, qkv_bias=False, decoder_sparse_step=2
+    ),
+    "qwen3-moe": Qwen3MoeConfig(**SHAPE, **MOE, norm_topk_prob=True),
+    "qwen3-moe-dense-layer": Qwen3MoeConfig(**SHAPE, **MOE, mlp_only_layers=[1]),
     "opt": OPTConfig(**OPT),
     "opt-untied": OPTConfig(**OPT, tie_word_embeddings=False, enable_bias=False),
     "opt-350m": OPTConfig(**OPT, do_layer_norm_before=False, word_embed_proj_dim=48),  # its norms and projections

@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from freight.config.layer import MoEConfig
 from freight.config.model import ModelConfig
 from freight.errors import ConfigError, nearest
 from freight.models.architectures import tensor_names
@@ -32,6 +33,8 @@ class LayerModules:
 
 def layer_modules(config: ModelConfig) -> tuple[LayerModules, ...]:
     names = tensor_names(config)
+    if any(isinstance(layer.feed_forward, MoEConfig) for layer in config.layers):
+        raise ConfigError(f"models with experts ({config.model_type}) cannot be quantized or calibrated yet")
 
     def of(index: int) -> LayerModules:
         prefix = names.layer.format(index)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from freight.operands.activation import Activation, GatedActivation
+from freight.operands.routing import Routing
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,42 @@ class DenseConfig:
         return (self.intermediate_size,) * (2 if isinstance(self.activation, GatedActivation) else 1)
 
 
+@dataclass(frozen=True)
+class MoEConfig:
+    """A mixture of experts: each token goes through the experts that its router chooses, and through `shared`.
+
+    routing            how experts are chosen
+    intermediate_size  of each expert
+    router_bias, choice_bias   whether the router has these (`KernelSet.route`)
+    bias               whether the projections of experts have biases
+    shared             a feed-forward that every token goes through
+    shared_gate        whether a sigmoid of one more projection multiplies its result
+    """
+
+    routing: Routing
+    intermediate_size: int
+    activation: GatedActivation = GatedActivation.SILU
+    router_bias: bool = False
+    choice_bias: bool = False
+    bias: bool = False
+    shared: DenseConfig | None = None
+    shared_gate: bool = False
+
+    @property
+    def num_experts(self) -> int:
+        return self.routing.num_experts
+
+    @property
+    def expert(self) -> DenseConfig:
+        """One expert alone."""
+        return DenseConfig(self.intermediate_size, self.activation, self.bias)
+
+    @property
+    def up_sizes(self) -> tuple[int, ...]:
+        """As `DenseConfig.up_sizes`, of each expert."""
+        return self.expert.up_sizes
+
+
 class NormKind(StrEnum):
     """What a norm computes."""
 
@@ -84,5 +121,5 @@ class LayerConfig:
     """One layer: x += mixer(norm(x)); x += feed_forward(norm(x)), with norms where `norms` says."""
 
     mixer: AttentionConfig
-    feed_forward: DenseConfig
+    feed_forward: DenseConfig | MoEConfig
     norms: NormPlacement = NormPlacement.PRE

@@ -11,9 +11,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from freight.config.families import FAMILIES, Family, decoder_config, find_family, with_defaults
+from freight.config.experts import layers_with_experts, parse_moe
+from freight.config.families import FAMILIES
+from freight.config.family import Family
 from freight.config.fields import flag, integer, number, token_ids
-from freight.config.layer import AttentionConfig, DenseConfig, LayerConfig, NormKind, NormPlacement
+from freight.config.keys import decoder_config, find_family, with_defaults
+from freight.config.layer import AttentionConfig, DenseConfig, LayerConfig, MoEConfig, NormKind, NormPlacement
 from freight.config.rope import RopeConfig as RopeConfig
 from freight.config.rope import parse_ropes
 from freight.errors import CheckpointError, choices
@@ -114,18 +117,16 @@ def parse_model_config(config: Mapping[str, Any], tensors: Collection[str] = ())
     config = with_defaults(config, family)
     hidden_size = integer(config, "hidden_size")
     limit = integer(config, "max_position_embeddings")
-    feed_forward = DenseConfig(
-        integer(config, family.width_key), _activation(config, family), flag(config, family.bias_keys[1])
-    )
     mixer = _mixer(config, family, hidden_size)
     norms, final_norm = _norms(config, family)
     rotary = family.position_offset is None
     local = 0 if family.local_theta is None else 1  # the rope of layers with a window
-    rest = feed_forward, norms
-    layers = [
-        LayerConfig(replace(mixer, window=window, rope=(0 if window is None else local) if rotary else None), *rest)
-        for window in _windows(config, family, integer(config, "num_hidden_layers"))
+    windows = _windows(config, family, integer(config, "num_hidden_layers"))
+    mixers = [
+        replace(mixer, window=window, rope=(0 if window is None else local) if rotary else None) for window in windows
     ]
+    feed_forwards = _feed_forwards(config, family, len(windows))
+    layers = [LayerConfig(*parts, norms) for parts in zip(mixers, feed_forwards, strict=True)]
     return ModelConfig(
         model_type=model_type,
         architecture=family.architecture,
@@ -204,7 +205,7 @@ def _mixer(config: Mapping[str, Any], family: Family, hidden_size: int) -> Atten
             f"config.json contradicts itself: num_attention_heads = {heads} is not a multiple of "
             f"num_key_value_heads = {kv_heads}"
         )
-    attention_bias = family.bias_keys[0] in family.keys and flag(config, family.bias_keys[0])
+    qkv_bias, o_bias = (key in family.keys and flag(config, key) for key in family.bias_keys[:2])
     head_dim = _head_dim(config, hidden_size, heads)
     scaled_by = number(config, "query_pre_attn_scalar", head_dim)
     return AttentionConfig(
@@ -214,8 +215,8 @@ def _mixer(config: Mapping[str, Any], family: Family, hidden_size: int) -> Atten
         v_dim=head_dim,
         softmax_scale=scaled_by**-0.5,
         qk_norm=family.qk_norm,
-        qkv_bias=family.qkv_bias or attention_bias,
-        o_bias=attention_bias,
+        qkv_bias=family.qkv_bias or qkv_bias,
+        o_bias=o_bias,
         soft_cap=_soft_cap(config, "attn_logit_softcapping"),
     )
 
@@ -287,6 +288,21 @@ def _windows(config: Mapping[str, Any], family: Family, num_layers: int) -> tupl
             f"in {family.architecture} all layers have the same window"
         )
     return tuple(window if slide else None for slide in slides)
+
+
+def _feed_forwards(config: Mapping[str, Any], family: Family, num_layers: int) -> list[DenseConfig | MoEConfig]:
+    """The feed-forward of each layer."""
+    activation = _activation(config, family)
+    experts = [False] * num_layers if family.moe is None else layers_with_experts(config, num_layers)
+    dense: DenseConfig | MoEConfig | None = None
+    if not all(experts):
+        dense = DenseConfig(integer(config, family.width_key), activation, flag(config, family.bias_keys[2]))
+    if family.moe is None:
+        assert dense is not None
+        return [dense] * num_layers
+    assert isinstance(activation, GatedActivation)
+    moe = parse_moe(config, family.moe, activation)
+    return [moe if sparse else dense or moe for sparse in experts]
 
 
 def _soft_cap(config: Mapping[str, Any], key: str) -> float | None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from freight.config.families import Family
+from freight.config.family import Family
 from freight.config.fields import number
 from freight.errors import CheckpointError, choices
 

@@ -7,6 +7,7 @@ the source: rows are tokens, laid end to end over all sequences of a step.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -15,6 +16,7 @@ from freight.operands.activation import Activation, GatedActivation
 from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KVPages
 from freight.operands.rotary import Rotary
+from freight.operands.routing import Routing
 from freight.operands.weight import Weight
 
 
@@ -79,6 +81,42 @@ class KernelSet(Protocol):
 
     def gated(self, gate_up: Tensor, activation: GatedActivation, consumer: Any = None) -> Any:
         """activation(gate) * up, [rows, size], for `consumer`. gate_up: [rows, 2 * size], gate first."""
+        ...
+
+    def pack_experts(self, weights: Sequence[Weight], bias: Tensor | None = None) -> Any:
+        """One matrix of each expert as this set's `experts` takes them; called once, at load.
+
+        weights: of one shape, format and way of quantizing; bias: [num_experts, out_features] in the dtype of the rows.
+        """
+        ...
+
+    def route(
+        self, x: Tensor, gate: Any, routing: Routing, bias: Tensor | None = None, choice_bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The experts of each row: ids [rows, top_k] int32, ascending in a row, and their weights, float32.
+
+        x: [rows, hidden_size]; gate: what `pack` returned for [num_experts, hidden_size] in float32. The logits are
+        x @ gate.T + bias in float32, and a row's do not depend on the other rows. bias, choice_bias: [num_experts]
+        float32; `choice_bias` is added to the scores for the choice alone, not to the weights.
+        """
+        ...
+
+    def experts(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        gate_up: Any,
+        down: Any,
+        activation: GatedActivation,
+        base: Tensor | None = None,
+    ) -> Tensor:
+        """base + the sum over a row's experts e of weight * down_e(activation(gate_e(x)) * up_e(x)), in x's dtype.
+
+        x, base: [rows, hidden_size]; ids, weights: as `route` returns them; gate_up, down: what `pack_experts` returned
+        for [2 * intermediate_size, hidden_size], gate first, and [hidden_size, intermediate_size]. Each expert's result
+        is rounded to x's dtype. The sum is in float32 in the order of ids, beginning with base, and rounded once.
+        """
         ...
 
     def rotate_store(self, qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor, pages: KVPages) -> Tensor:

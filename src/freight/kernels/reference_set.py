@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from freight.kernels import reference
+from freight.kernels import experts, reference
+from freight.kernels.experts import ExpertList
 from freight.kernels.reference import Fp8Products
 from freight.operands.activation import Activation, GatedActivation
 from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KVPages
 from freight.operands.rotary import Rotary
+from freight.operands.routing import Routing
 from freight.operands.weight import Weight
 
 
@@ -50,6 +53,26 @@ class ReferenceKernels:
 
     def gated(self, gate_up: Tensor, activation: GatedActivation, consumer: object = None) -> Tensor:
         return reference.gated(gate_up, activation)
+
+    def pack_experts(self, weights: Sequence[Weight], bias: Tensor | None = None) -> ExpertList:
+        return experts.pack(self, weights, bias)
+
+    def route(
+        self, x: Tensor, gate: Weight, routing: Routing, bias: Tensor | None = None, choice_bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return experts.choose(self.linear(x.float(), gate, bias), routing, choice_bias)
+
+    def experts(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        gate_up: ExpertList,
+        down: ExpertList,
+        activation: GatedActivation,
+        base: Tensor | None = None,
+    ) -> Tensor:
+        return experts.experts(self, x, ids, weights, gate_up, down, activation, base)
 
     def rotate_store(self, qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor, pages: KVPages) -> Tensor:
         return reference.rotate_store(qkv, rotary, positions, slots, pages)

@@ -19,6 +19,8 @@ class TensorNames:
     embedding, norm, layer, head, positions, project_in, project_out   follow `ModelConfig.prefixes`
     positions                      learned embedding of positions, in models that have it
     project_in, project_out        Linear modules behind the embedding and before the head, in models that have them
+    router, choice_bias            of a mixture of experts; `expert` is followed by the expert's index, and by the names
+                                   of its projections, and `shared` by those of `gate_up` and `down`
     attention_post, mlp_post       norms of the outputs, in layers that have them (`NormPlacement.SANDWICH`)
     unused                         patterns of tensors that the decoder does not need, with the reason
     """
@@ -36,6 +38,13 @@ class TensorNames:
     k_norm: str = "self_attn.k_norm.weight"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
+    router: str = "mlp.gate"
+    choice_bias: str = "mlp.gate.e_score_correction_bias"
+    expert: str = "mlp.experts.{}."
+    expert_gate_up: tuple[str, str] = ("gate_proj", "up_proj")
+    expert_down: str = "down_proj"
+    shared: str = "mlp.shared_expert."
+    shared_gate: str = "mlp.shared_expert_gate"
     attention_norm: str = "input_layernorm.weight"
     mlp_norm: str = "post_attention_layernorm.weight"
     attention_post: str = ""
@@ -44,7 +53,7 @@ class TensorNames:
 
     @property
     def outer(self) -> frozenset[str]:
-        """Matrices outside of the layers, which are not quantized at load."""
+        """Matrices outside of the layers."""
         projections = (f"{self.project_in}.weight", f"{self.project_out}.weight")
         return frozenset((self.embedding, self.positions, self.head, *projections))
 
@@ -64,6 +73,14 @@ ARCHITECTURES = {
     "MistralForCausalLM": TensorNames(),
     "Qwen2ForCausalLM": TensorNames(),
     "Qwen3ForCausalLM": TensorNames(),
+    "Qwen2MoeForCausalLM": TensorNames(),
+    "Qwen3MoeForCausalLM": TensorNames(),
+    "MixtralForCausalLM": TensorNames(
+        router="block_sparse_moe.gate",
+        expert="block_sparse_moe.experts.{}.",
+        expert_gate_up=("w1", "w3"),
+        expert_down="w2",
+    ),
     "Gemma2ForCausalLM": _SANDWICH,
     "Gemma3ForCausalLM": _SANDWICH,
     "Gemma3ForConditionalGeneration": replace(_SANDWICH, unused=_VISION),

@@ -14,6 +14,7 @@ from freight.kernels.interface import KernelSet
 from freight.layers.attention import Attention
 from freight.layers.embedding import Embedding, LogitsHead
 from freight.layers.linear import Projection
+from freight.layers.moe import MoE
 from freight.layers.norm import Norm
 from freight.operands.activation import Activation, GatedActivation
 from freight.operands.batch import ForwardBatch
@@ -32,8 +33,13 @@ class MLP:
     activation: GatedActivation | Activation
     kernels: KernelSet
 
+    @property
+    def consumer(self) -> Any:
+        """As `Linear.consumer`."""
+        return self.gate_up.consumer
+
     def __call__(self, x: Any) -> Tensor:
-        """x: [num_tokens, hidden_size], a tensor or what the norm returned for `gate_up.consumer`."""
+        """x: [num_tokens, hidden_size], a tensor or what the norm returned for `consumer`."""
         if isinstance(self.activation, Activation):
             return self.down(self.kernels.activated(self.gate_up(x), self.activation, self.down.consumer))
         return self.down(self.kernels.gated(self.gate_up(x), self.activation, self.down.consumer))
@@ -69,7 +75,7 @@ class DecoderLayer:
     attention: Attention
     attention_post: Tensor | None
     mlp_norm: Norm
-    mlp: MLP
+    mlp: MLP | MoE
     mlp_post: Tensor | None
     post: bool = False
 
@@ -80,7 +86,7 @@ class DecoderLayer:
             return Residual(x)
         x, normed = stream.normed(self.attention_norm, self.attention.qkv.consumer)
         stream = Residual(x, self.attention(normed, batch, kv), self.attention_post)
-        x, normed = stream.normed(self.mlp_norm, self.mlp.gate_up.consumer)
+        x, normed = stream.normed(self.mlp_norm, self.mlp.consumer)
         return Residual(x, self.mlp(normed), self.mlp_post)
 
     def whole(self, x: Tensor, batch: ForwardBatch, kv: LayerKV) -> Tensor:

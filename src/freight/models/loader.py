@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from freight.checkpoint.linears import StoredLinear, find_linears
 from freight.checkpoint.reader import Checkpoint
-from freight.config.layer import NormKind, NormPlacement
+from freight.config.layer import DenseConfig, MoEConfig, NormKind, NormPlacement
 from freight.config.model import ModelConfig
+from freight.errors import CheckpointError
 from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
 from freight.fp8.scheme import Scheme
@@ -26,11 +27,12 @@ from freight.kernels.interface import KernelSet
 from freight.layers.attention import Attention
 from freight.layers.embedding import Embedding, LogitsHead
 from freight.layers.linear import Linear, Projection, UnmergedLinear
+from freight.layers.moe import MoE
 from freight.layers.norm import LayerNorm, Norm, RMSNorm
 from freight.layers.rope import build_ropes
 from freight.models.architectures import TensorNames, tensor_names
 from freight.models.decoder import MLP, Decoder, DecoderLayer
-from freight.models.shapes import bias_of
+from freight.models.shapes import bias_of, kept_in_16_bits, shared_names
 from freight.models.shapes import tensor_shapes as tensor_shapes
 from freight.operands.rotary import Rotary
 from freight.operands.weight import Activations, Weight
@@ -153,16 +155,56 @@ class _Builder:
             window=mixer.window,
             soft_cap=mixer.soft_cap,
         )
-        gate_up, down = self.linear(prefix, *names.gate_up), self.linear(prefix, names.down)
         return DecoderLayer(
             attention_norm=self.norm(prefix + names.attention_norm),
             attention=attention,
             attention_post=self.norm_weight(prefix + names.attention_post) if sandwich else None,
             mlp_norm=self.norm(prefix + names.mlp_norm),
-            mlp=MLP(gate_up, down, layer.feed_forward.activation, self.kernels),
+            mlp=self.feed_forward(layer.feed_forward, prefix),
             mlp_post=self.norm_weight(prefix + names.mlp_post) if sandwich else None,
             post=layer.norms is NormPlacement.POST,
         )
+
+    def feed_forward(self, mlp: DenseConfig | MoEConfig, prefix: str) -> MLP | MoE:
+        names = self.names
+        if isinstance(mlp, DenseConfig):
+            return self.dense(mlp, prefix, names.gate_up, names.down)
+        router, biased = prefix + names.router, prefix + names.choice_bias
+        gate = Weight(self.tensor(f"{router}.weight").float())
+        return MoE(
+            gate=self.kernels.pack(gate),
+            routing=mlp.routing,
+            gate_up=self.experts(mlp, prefix, *names.expert_gate_up),
+            down=self.experts(mlp, prefix, names.expert_down),
+            activation=mlp.activation,
+            kernels=self.kernels,
+            bias=self.tensor(f"{router}.bias").float() if mlp.router_bias else None,
+            choice_bias=self.tensor(biased).float() if mlp.choice_bias else None,
+            shared=None if mlp.shared is None else self.dense(mlp.shared, prefix, *shared_names(names)),
+            shared_gate=self.outer(prefix + names.shared_gate) if mlp.shared_gate else None,
+        )
+
+    def dense(self, mlp: DenseConfig, prefix: str, gate_up: tuple[str, ...], down: str) -> MLP:
+        return MLP(self.linear(prefix, *gate_up), self.linear(prefix, down), mlp.activation, self.kernels)
+
+    def experts(self, mlp: MoEConfig, prefix: str, *parts: str) -> Any:
+        """The projections `parts` of each expert, merged. A static input scale is the largest of all experts', as the
+        rows are quantized once for all of them."""
+        modules = [[f"{prefix}{self.names.expert.format(i)}{part}" for part in parts] for i in range(mlp.num_experts)]
+        names = [[f"{module}.weight" for module in group] for group in modules]
+        weights = [[self.source.weight(name, self.shapes[name]) for name in group] for group in names]
+        scales = [one.input_scale for group in weights for one in group if one.input_scale is not None]
+        largest = max(scales, default=None)
+        weights = [[replace(one, input_scale=largest) for one in group] for group in weights]
+        if not all(map(Weight.mergeable, weights)) or not Weight.alike([group[0] for group in weights]):
+            raise CheckpointError(
+                f"{names[0][0]} and the other experts of this layer are not quantized alike, or blocks of scales span "
+                f"gate and up ({mlp.intermediate_size} rows each): they cannot be computed together; quantize all of "
+                "them in the same way, with a scale per row if their rows are no multiple of 128"
+            )
+        biases = [torch.cat([self.tensor(f"{m}.bias") for m in group]) for group in modules] if mlp.bias else []
+        merged = [Weight.concat(group) for group in weights]
+        return self.kernels.pack_experts(merged, torch.stack(biases) if biases else None)
 
 
 def _builder(config: ModelConfig, source: WeightSource, kernels: KernelSet) -> _Builder:
@@ -214,7 +256,7 @@ def load_model(
     contradictions between declaration and tensors, and for invalid scales.
     """
     names, shapes = tensor_names(config), tensor_shapes(config)
-    stored = find_linears(checkpoint, scheme, shapes, names.outer)
+    stored = find_linears(checkpoint, scheme, shapes, kept_in_16_bits(config))
     needed = {stored[name].weight if name in stored else name: shape for name, shape in shapes.items()}
     checkpoint.check(needed)
     if config.tie_word_embeddings:

@@ -5,7 +5,7 @@ The loader, the quantizer and the planner agree on these; a checkpoint that cont
 
 from __future__ import annotations
 
-from freight.config.layer import LayerConfig, NormKind, NormPlacement
+from freight.config.layer import DenseConfig, LayerConfig, MoEConfig, NormKind, NormPlacement
 from freight.config.model import ModelConfig
 from freight.models.architectures import TensorNames, tensor_names
 
@@ -32,6 +32,14 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def kept_in_16_bits(config: ModelConfig) -> frozenset[str]:
+    """Matrices that are not quantized at load: outside of the layers, and what chooses and weighs experts."""
+    names = tensor_names(config)
+    inner = (f"{prefix}{module}.weight" for prefix in map(names.layer.format, range(config.num_layers))
+             for module in (names.router, names.shared_gate))  # fmt: skip
+    return names.outer.union(inner)
+
+
 def _norm_tensors(weight: str, config: ModelConfig) -> tuple[str, ...]:
     """The names of a norm's tensors: its weight, and its bias where it has one."""
     return (weight, bias_of(weight)) if config.norm_kind is NormKind.LAYER else (weight,)
@@ -44,12 +52,11 @@ def bias_of(weight: str) -> str:
 
 def _layer_shapes(layer: LayerConfig, config: ModelConfig, names: TensorNames) -> dict[str, tuple[int, ...]]:
     """Every tensor of one layer, by its name within the layer."""
-    mixer, mlp, hidden = layer.mixer, layer.feed_forward, config.hidden_size
+    mixer, hidden = layer.mixer, config.hidden_size
     projections = {  # name -> outputs, inputs, whether it has a bias
         **{name: (size, hidden, mixer.qkv_bias) for name, size in _stored(names.qkv, mixer.qkv_sizes)},
         names.o: (hidden, mixer.num_heads * mixer.v_dim, mixer.o_bias),
-        **{name: (size, hidden, mlp.bias) for name, size in _stored(names.gate_up, mlp.up_sizes)},
-        names.down: (hidden, mlp.intermediate_size, mlp.bias),
+        **_feed_forward(layer.feed_forward, hidden, names),
     }
     shapes: dict[str, tuple[int, ...]] = {}
     for name, (rows, columns, bias) in projections.items():
@@ -62,7 +69,35 @@ def _layer_shapes(layer: LayerConfig, config: ModelConfig, names: TensorNames) -
     shapes |= dict.fromkeys([tensor for norm in norms for tensor in _norm_tensors(norm, config)], (hidden,))
     if mixer.qk_norm:
         shapes |= {names.q_norm: (mixer.k_dim,), names.k_norm: (mixer.k_dim,)}
+    if isinstance(layer.feed_forward, MoEConfig) and layer.feed_forward.choice_bias:
+        shapes[names.choice_bias] = (layer.feed_forward.num_experts,)
     return shapes
+
+
+def _feed_forward(mlp: DenseConfig | MoEConfig, hidden: int, names: TensorNames) -> dict[str, tuple[int, int, bool]]:
+    """The projections of a feed-forward: name -> outputs, inputs, whether it has a bias."""
+    if isinstance(mlp, DenseConfig):
+        return _dense(mlp, hidden, names.gate_up, names.down)
+    experts = {names.router: (mlp.num_experts, hidden, mlp.router_bias)}
+    one = _dense(mlp.expert, hidden, names.expert_gate_up, names.expert_down)
+    for index in range(mlp.num_experts):
+        experts |= {names.expert.format(index) + name: shape for name, shape in one.items()}
+    if mlp.shared is not None:
+        experts |= _dense(mlp.shared, hidden, *shared_names(names))
+        if mlp.shared_gate:
+            experts[names.shared_gate] = (1, hidden, False)
+    return experts
+
+
+def shared_names(names: TensorNames) -> tuple[tuple[str, ...], str]:
+    """`gate_up` and `down` of a shared expert."""
+    gate_up = tuple(names.shared + name.rpartition(".")[2] for name in names.gate_up)
+    return gate_up, names.shared + names.down.rpartition(".")[2]
+
+
+def _dense(mlp: DenseConfig, hidden: int, gate_up: tuple[str, ...], down: str) -> dict[str, tuple[int, int, bool]]:
+    projections = {name: (size, hidden, mlp.bias) for name, size in _stored(gate_up, mlp.up_sizes)}
+    return projections | {down: (hidden, mlp.intermediate_size, mlp.bias)}
 
 
 def _stored(names: tuple[str, ...], sizes: tuple[int, ...]) -> list[tuple[str, int]]:

@@ -11,11 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from freight.config.layer import LayerConfig, NormKind, NormPlacement
+from freight.config.layer import DenseConfig, LayerConfig, MoEConfig, NormKind, NormPlacement
 from freight.config.model import ModelConfig
 from freight.fp8.formats import Format
 from freight.fp8.scheme import Activations, LinearScheme, WeightScales
 from freight.models.architectures import TensorNames, tensor_names
+from freight.models.shapes import shared_names
 
 LinearOf = Callable[[str], LinearScheme | None]  # how the matrix of a module is quantized; None: it is not
 
@@ -89,27 +90,41 @@ class _Count:
     names: TensorNames
 
     def layer(self, index: int, layer: LayerConfig) -> int:
-        mixer, mlp, hidden, names = layer.mixer, layer.feed_forward, self.model.hidden_size, self.names
+        mixer, hidden, names = layer.mixer, self.model.hidden_size, self.names
         prefix = names.layer.format(index)
         norms = 2 * self.norm(hidden)
         if layer.norms is NormPlacement.SANDWICH:
             norms += 2 * self.norm_weight(hidden)
         if mixer.qk_norm:
             norms += 2 * self.norm_weight(mixer.k_dim)
-        return norms + sum(
-            self.projections([prefix + part for part in parts], sizes, columns, bias)
-            for parts, sizes, columns, bias in (
-                (names.qkv, mixer.qkv_sizes, hidden, mixer.qkv_bias),
-                ((names.o,), (hidden,), mixer.num_heads * mixer.v_dim, mixer.o_bias),
-                (names.gate_up, mlp.up_sizes, hidden, mlp.bias),
-                ((names.down,), (hidden,), mlp.intermediate_size, mlp.bias),
-            )
-        )
+        qkv = self.projections(prefix, names.qkv, mixer.qkv_sizes, hidden, mixer.qkv_bias)
+        o = self.projections(prefix, (names.o,), (hidden,), mixer.num_heads * mixer.v_dim, mixer.o_bias)
+        return norms + qkv + o + self.feed_forward(prefix, layer.feed_forward)
 
-    def projections(self, modules: Sequence[str], sizes: Sequence[int], columns: int, bias: bool) -> int:
+    def feed_forward(self, prefix: str, mlp: DenseConfig | MoEConfig) -> int:
+        names, hidden = self.names, self.model.hidden_size
+        if isinstance(mlp, DenseConfig):
+            return self.dense(prefix, mlp, names.gate_up, names.down)
+        size = matrix_bytes(mlp.num_experts, hidden, Format.FLOAT32, None, self.layout)  # the router
+        size += mlp.num_experts * 4 * (mlp.router_bias + mlp.choice_bias)
+        size += sum(
+            self.dense(prefix + names.expert.format(index), mlp.expert, names.expert_gate_up, names.expert_down)
+            for index in range(mlp.num_experts)
+        )
+        if mlp.shared is not None:
+            size += self.dense(prefix, mlp.shared, *shared_names(names))
+            size += self.matrix(1, hidden) if mlp.shared_gate else 0
+        return size
+
+    def dense(self, prefix: str, mlp: DenseConfig, gate_up: tuple[str, ...], down: str) -> int:
+        hidden = self.model.hidden_size
+        size = self.projections(prefix, gate_up, mlp.up_sizes, hidden, mlp.bias)
+        return size + self.projections(prefix, (down,), (hidden,), mlp.intermediate_size, mlp.bias)
+
+    def projections(self, prefix: str, parts: Sequence[str], sizes: Sequence[int], columns: int, bias: bool) -> int:
         """Those of one input, merged where `Weight.mergeable`; one module for several has the rows of all."""
-        rows = list(sizes) if len(modules) > 1 else [sum(sizes)]
-        schemes = [self.linear_of(module) for module in modules]
+        rows = list(sizes) if len(parts) > 1 else [sum(sizes)]
+        schemes = [self.linear_of(prefix + part) for part in parts]
         kinds = [
             None if one is None else (_held(one, (count, columns)), one.activations, one.input_limit)
             for one, count in zip(schemes, rows, strict=True)

@@ -45,9 +45,12 @@ class Weight:
     def mergeable(parts: Sequence[Weight]) -> bool:
         """Whether `concat` is exact: schemes and input scales agree, and no block of 128 rows spans two parts."""
         blocks = any(part.scale is not None and part.scale.ndim == 2 for part in parts)
-        return len({part._kind for part in parts}) == 1 and not (
-            blocks and any(len(part.data) % BLOCK for part in parts[:-1])
-        )
+        return Weight.alike(parts) and not (blocks and any(len(part.data) % BLOCK for part in parts[:-1]))
+
+    @staticmethod
+    def alike(weights: Sequence[Weight]) -> bool:
+        """Whether format, scales and inputs are of one kind."""
+        return len({weight._kind for weight in weights}) == 1
 
     @property
     def _kind(self) -> tuple[object, ...]:

@@ -6,11 +6,14 @@ divisors of its arguments. Arguments that change from step to step are therefore
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
+from freight.kernels import experts
+from freight.kernels.experts import ExpertList
 from freight.kernels.triton import elementwise, linear, paged, store
 from freight.kernels.triton.formats import Target
 from freight.kernels.triton.rows import Quantized
@@ -18,6 +21,7 @@ from freight.operands.activation import Activation, GatedActivation
 from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KVPages
 from freight.operands.rotary import Rotary
+from freight.operands.routing import Routing
 from freight.operands.weight import Weight
 
 
@@ -58,6 +62,26 @@ class TritonKernels:
 
     def gated(self, gate_up: Tensor, activation: GatedActivation, consumer: Weight | None = None) -> Tensor | Quantized:
         return elementwise.gated(self.target, gate_up, activation, consumer)
+
+    def pack_experts(self, weights: Sequence[Weight], bias: Tensor | None = None) -> ExpertList:
+        return experts.pack(self, weights, bias)
+
+    def route(
+        self, x: Tensor, gate: Weight, routing: Routing, bias: Tensor | None = None, choice_bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return experts.choose(self.linear(x.float(), gate, bias), routing, choice_bias)
+
+    def experts(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        gate_up: ExpertList,
+        down: ExpertList,
+        activation: GatedActivation,
+        base: Tensor | None = None,
+    ) -> Tensor:
+        return experts.experts(self, x, ids, weights, gate_up, down, activation, base)
 
     def rotate_store(self, qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor, pages: KVPages) -> Tensor:
         return store.rotate_store(self.target, qkv, rotary, positions, slots, pages)

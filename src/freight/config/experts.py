@@ -1,0 +1,111 @@
+"""Mixtures of experts: what a config.json says of them -> MoEConfig. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from freight.config.fields import flag, integer, number
+from freight.config.layer import DenseConfig, MoEConfig
+from freight.errors import CheckpointError
+from freight.operands.activation import GatedActivation
+from freight.operands.routing import Routing, Scoring
+
+
+@dataclass(frozen=True)
+class MoEFamily:
+    """How the experts of one model_type are described. A `..._key` is the key of config.json that has the value.
+
+    count            number of experts, where none of `count_keys` is there
+    count_keys       number of experts; transformers writes other names than the hub's files have, so any of them
+    width_key        `intermediate_size` of an expert
+    norm_key         whether a token's weights are divided by their sum; None: they are
+    factor_key       multiplies the weights
+    group_keys       number of groups, and of those that a token chooses among
+    choice_bias      whether the router has a bias for the choice
+    shared_width_key `intermediate_size` of the shared experts together; shared_count_key: how many there are, each as
+                     wide as an expert
+    shared_gate      whether a projection to one number weighs the shared experts
+    dense_keys       what tells the layers without experts: `decoder_sparse_step`, `mlp_only_layers`,
+                     `first_k_dense_replace`
+    """
+
+    count: int | None = None
+    count_keys: tuple[str, ...] = ("num_experts", "num_local_experts", "n_routed_experts")
+    width_key: str = "moe_intermediate_size"
+    scoring: Scoring = Scoring.SOFTMAX
+    norm_key: str | None = "norm_topk_prob"
+    factor_key: str | None = None
+    group_keys: tuple[str, str] | None = None
+    choice_bias: bool = False
+    shared_width_key: str | None = None
+    shared_count_key: str | None = None
+    shared_gate: bool = False
+    dense_keys: frozenset[str] = frozenset()
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """The keys of config.json that are read here."""
+        named = (self.width_key, self.norm_key, self.factor_key, self.shared_width_key, self.shared_count_key)
+        own = {"num_experts_per_tok", *self.count_keys, *(self.group_keys or ()), *self.dense_keys}
+        return frozenset(own | {key for key in named if key is not None})
+
+
+def parse_moe(config: Mapping[str, Any], family: MoEFamily, activation: GatedActivation) -> MoEConfig:
+    """The experts of every layer that has them. Raises CheckpointError for what is missing or contradictory."""
+    width = integer(config, family.width_key)
+    return MoEConfig(
+        routing=_routing(config, family),
+        intermediate_size=width,
+        activation=activation,
+        choice_bias=family.choice_bias,
+        shared=_shared(config, family, width, activation),
+        shared_gate=family.shared_gate,
+    )
+
+
+def _routing(config: Mapping[str, Any], family: MoEFamily) -> Routing:
+    named = {key: config[key] for key in family.count_keys if config.get(key) is not None}
+    if len(set(map(str, named.values()))) > 1:
+        raise CheckpointError(
+            f"config.json contradicts itself: {', '.join(f'{key} = {value!r}' for key, value in named.items())}"
+        )
+    count = integer(config, next(iter(named), family.count_keys[0]), family.count)
+    top_k = integer(config, "num_experts_per_tok")
+    groups, top_groups = (integer(config, key, 1) for key in family.group_keys or ("", ""))
+    if count % groups or top_groups > groups or top_k > count // groups * top_groups:
+        raise CheckpointError(
+            f"config.json contradicts itself: num_experts_per_tok = {top_k} of {count} experts in {groups} groups, of "
+            f"which {top_groups} are chosen"
+        )
+    return Routing(
+        num_experts=count,
+        top_k=top_k,
+        scoring=family.scoring,
+        normed=True if family.norm_key is None else flag(config, family.norm_key),
+        factor=1.0 if family.factor_key is None else number(config, family.factor_key, 1.0),
+        num_groups=groups,
+        top_groups=top_groups,
+    )
+
+
+def _shared(
+    config: Mapping[str, Any], family: MoEFamily, width: int, activation: GatedActivation
+) -> DenseConfig | None:
+    if family.shared_width_key is not None:
+        size = integer(config, family.shared_width_key, 0, least=0)
+    elif family.shared_count_key is not None:
+        size = width * integer(config, family.shared_count_key, 0, least=0)
+    else:
+        size = 0
+    return DenseConfig(size, activation) if size else None
+
+
+def layers_with_experts(config: Mapping[str, Any], num_layers: int) -> list[bool]:
+    """Which layers have experts; the others have one feed-forward."""
+    step, first = integer(config, "decoder_sparse_step", 1), integer(config, "first_k_dense_replace", 0, least=0)
+    dense = config.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or any(not isinstance(index, int) for index in dense):
+        raise CheckpointError(f"config.json: mlp_only_layers = {dense!r} must be a list of layers")
+    return [index >= first and (index + 1) % step == 0 and index not in dense for index in range(num_layers)]

@@ -1,0 +1,87 @@
+"""Mixture of experts out of a set's own operations, expert after expert: the definition of `KernelSet.experts`.
+
+A set without a kernel of its own for experts runs this one, and one with is tested against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from freight.operands.activation import GatedActivation
+from freight.operands.routing import Routing, Scoring
+from freight.operands.weight import Weight
+
+
+class _Products(Protocol):
+    """The operations of a `KernelSet` that experts are made of."""
+
+    def pack(self, weight: Weight) -> Any: ...
+
+    def linear(self, x: Any, weight: Any, bias: Tensor | None = None) -> Tensor: ...
+
+    def gated(self, gate_up: Tensor, activation: GatedActivation, consumer: Any = None) -> Any: ...
+
+
+@dataclass(frozen=True)
+class ExpertList:
+    """One packed matrix of each expert, by id. bias: [num_experts, out_features], in the dtype of the rows."""
+
+    matrices: tuple[Any, ...]
+    bias: Tensor | None = None
+
+    def of(self, expert: int) -> tuple[Any, Tensor | None]:
+        return self.matrices[expert], None if self.bias is None else self.bias[expert]
+
+
+def pack(products: _Products, weights: Sequence[Weight], bias: Tensor | None) -> ExpertList:
+    return ExpertList(tuple(map(products.pack, weights)), bias)
+
+
+def choose(logits: Tensor, routing: Routing, choice_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`KernelSet.route` behind the product. logits: float32 [rows, num_experts]."""
+    scores = logits
+    if routing.scoring is Scoring.SOFTMAX:
+        scores = torch.softmax(logits, -1)
+    elif routing.scoring is Scoring.SIGMOID:
+        scores = torch.sigmoid(logits)
+    wanted = scores if choice_bias is None else scores + choice_bias
+    if routing.num_groups > 1:
+        groups = wanted.unflatten(1, (routing.num_groups, -1))
+        best = groups.topk(min(2, groups.shape[2]), -1).values.sum(-1)
+        left_out = torch.sort(best, dim=-1, descending=True, stable=True).indices[:, routing.top_groups :]
+        wanted = groups.scatter(1, left_out[..., None].expand(-1, -1, groups.shape[2]), -torch.inf).flatten(1)
+    ids = torch.sort(wanted, dim=-1, descending=True, stable=True).indices[:, : routing.top_k].sort(-1).values
+    weights = scores.gather(1, ids)
+    if routing.scoring is Scoring.CHOSEN:
+        weights = torch.softmax(weights, -1)
+    if routing.normed:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # the sum of sigmoids may be 0
+    return ids.to(torch.int32), weights * routing.factor
+
+
+def experts(
+    products: _Products,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: ExpertList,
+    down: ExpertList,
+    activation: GatedActivation,
+    base: Tensor | None = None,
+) -> Tensor:
+    """`KernelSet.experts`: the products of each expert as this set rounds them, weighed and summed by id in float32."""
+    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device) if base is None else base.float()
+    for expert in range(len(gate_up.matrices)):
+        rows, slots = (ids == expert).nonzero(as_tuple=True)
+        if len(rows):
+            inner, inner_bias = gate_up.of(expert)
+            outer, outer_bias = down.of(expert)
+            hidden = products.gated(products.linear(x[rows], inner, inner_bias), activation, outer)
+            out = products.linear(hidden, outer, outer_bias).float()
+            total[rows] += weights[rows, slots][:, None] * out
+    return total.to(x.dtype)

@@ -1,0 +1,34 @@
+"""Routing: how the logits of a router choose the experts of a token, and weigh them. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Scoring(StrEnum):
+    """What makes scores of a router's logits."""
+
+    SOFTMAX = "softmax"  # over all experts (Fedus et al. 2021)
+    SIGMOID = "sigmoid"  # of each alone (DeepSeek-V3, arXiv 2412.19437)
+    CHOSEN = "chosen"  # over the chosen experts alone (gpt-oss; Mixtral's renormed softmax is the same)
+
+
+@dataclass(frozen=True)
+class Routing:
+    """A token goes to the `top_k` experts with the largest scores; of equal ones, to those with lower ids.
+
+    scoring        makes scores of the float32 logits, and these are the weights of the experts
+    normed         the weights of a token are divided by their sum
+    factor         multiplies the weights after that
+    num_groups, top_groups   experts are in groups of equal size, and a token chooses among the `top_groups` with the
+                   largest sums of their two best scores (DeepSeek-V3)
+    """
+
+    num_experts: int
+    top_k: int
+    scoring: Scoring = Scoring.SOFTMAX
+    normed: bool = True
+    factor: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
