@@ -13,6 +13,8 @@ TORCH ?= cpu
 TORCH_VERSION = 2.13.0
 BIN = .venv/bin
 STAMP = .venv/ready-$(TORCH)
+# the tests start hundreds of interpreters: each would compile the source again
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup demo test test-all test-defaults soak wheel sanitize sanitize-threads check format clean
 

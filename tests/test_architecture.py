@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,9 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+parsed = cache(ast.parse)  # many tests read the same files
+
+
 def package_of(module: str) -> str:
     """The name that ORDER knows: 'fp8' of 'freight.fp8.formats'."""
     return module.split(".")[1] if "." in module else FACADE
@@ -122,7 +126,7 @@ def imported(tree: ast.AST) -> Iterator[str]:
 def import_faults(module: str, source: str) -> list[str]:
     """What `source`, as the text of `module`, imports that it may not."""
     package, faults = package_of(module), []
-    for name in imported(ast.parse(source)):
+    for name in imported(parsed(source)):
         third_party = name.split(".")[0]
         if name.startswith("."):
             faults.append(f"{module} imports {name}: write the full name")
@@ -140,7 +144,7 @@ def import_faults(module: str, source: str) -> list[str]:
 def fp8_casts(source: str) -> list[int]:
     """Lines that name a torch float8 dtype, or cast to a dtype that is made from a format's name."""
     lines = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         named = isinstance(node, ast.Attribute) and node.attr.startswith("float8")
         cast = isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("to", "type")
         built = cast and any("float8" in ast.dump(arg) or "torch_name" in ast.dump(arg) for arg in ast.walk(node))
@@ -227,7 +231,7 @@ def test_the_check_sees_a_cast(source: str) -> None:
 @pytest.mark.parametrize("path", SOURCES + TESTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_file_is_short_and_says_what_it_is(path: Path) -> None:
     source = path.read_text()
-    tree = ast.parse(source)
+    tree = parsed(source)
     num_lines = source.count("\n")
     assert num_lines <= 400
     if path.name == "__init__.py" and path.parent != SRC / "freight":
@@ -239,7 +243,7 @@ def test_a_file_is_short_and_says_what_it_is(path: Path) -> None:
 
 @pytest.mark.parametrize("path", SOURCES, ids=module_name)
 def test_a_function_is_at_most_60_lines(path: Path) -> None:
-    functions = (n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.FunctionDef))
+    functions = (n for n in ast.walk(parsed(path.read_text())) if isinstance(n, ast.FunctionDef))
     assert [f.name for f in functions if (f.end_lineno or f.lineno) - f.lineno >= 60] == []
 
 
@@ -255,7 +259,7 @@ FACTORIES = {
 
 def open_factories(source: str) -> list[str]:
     """Calls of a torch factory that leave the dtype or the device to the defaults of the process."""
-    calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
+    calls = (node for node in ast.walk(parsed(source)) if isinstance(node, ast.Call))
     return [
         f"line {call.lineno}: {ast.unparse(call)}"
         for call in calls

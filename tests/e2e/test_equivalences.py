@@ -41,13 +41,15 @@ CACHES: dict[str, dict[str, Any]] = {
 }
 MIXED = (Granularity.CHANNEL, None, Granularity.TOKEN, Granularity.HEAD, Granularity.TENSOR, None)
 OTHER_KERNELS = ["reference", *(f"cpu-{build}" for build in library.runnable()[1:])]
-FAMILIES = [(variant, kernels) for variant, kernels in CASES if variant in ("gemma2", "gemma3", "opt", "opt-350m", "qwen3-moe")]
+SLOW_KERNELS = ("reference", "cpu-portable")
+FAMILIES = [
+    (variant, kernels) for variant, kernels in CASES if variant in ("gemma2", "gemma3", "opt", "opt-350m", "qwen3-moe")
+]
 SETUPS = [
     *(("demo", cache, "auto") for cache in CACHES),
-    *(("demo", "e4m3-token", kernels) for kernels in OTHER_KERNELS),
     *(
-        pytest.param((variant, "e4m3-token", kernels), marks=[pytest.mark.slow] if kernels == "reference" else [])
-        for variant, kernels in FAMILIES
+        pytest.param((model, "e4m3-token", kernels), marks=[pytest.mark.slow] if kernels in SLOW_KERNELS else [])
+        for model, kernels in (*(("demo", kernels) for kernels in OTHER_KERNELS), *FAMILIES)
     ),
 ]
 SAMPLING = {

@@ -187,7 +187,7 @@ def add_random_group(rig: Any, rng: Random) -> None:
         )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     rng=st.randoms(use_true_random=False),
     block_size=st.sampled_from([1, 2, 4]),

@@ -161,8 +161,8 @@ print(peak() - before)
 
 
 def test_memory_peaks_near_the_fp8_size(tmp_path):
-    """A checkpoint of 340 MB in 16 bits, 180 MB in FP8, in a process of its own."""
-    large = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 10, "num_attention_heads": 16}
+    """A checkpoint of 170 MB in 16 bits, 90 MB in FP8, in a process of its own."""
+    large = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 5, "num_attention_heads": 16}
     (tmp_path / "config.json").write_text(json.dumps(PRESETS["llama-1b"] | large | {"vocab_size": 512}))
 
     def python(code: str) -> str:
@@ -171,5 +171,5 @@ def test_memory_peaks_near_the_fp8_size(tmp_path):
 
     python(WRITE)
     sixteen = (tmp_path / "model.safetensors").stat().st_size
-    assert sixteen > 300e6
+    assert sixteen > 150e6
     assert int(python(PEAK)) < 0.75 * sixteen  # 0.53 is the model; the rest are copies of one layer
