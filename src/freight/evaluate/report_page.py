@@ -1,4 +1,4 @@
-"""The report of an evaluation: report.json, report.md and report.html, for readers who have not met FP8.
+"""The report of an evaluation: report.json, report.md with its charts, and report.html, for readers new to FP8.
 
 report.html needs no other file: its charts are inline SVG. It follows the reader's light or dark setting.
 """
@@ -22,11 +22,11 @@ _WHAT = (
     "numbers are rounded, and a scale moves them into the range where rounding hurts least. This report measures what "
     "the rounding changes on a text, for each way to choose the scales."
 )
-_STYLE = """
-:root{color-scheme:light dark;--paper:#fff;--ink:#1d2329;--soft:#59626c;--grid:#e6eaed;--line:#8b949e;--box:#f3f6f8;
---c0:#1d2329;--c1:#1668b8;--c2:#c2410c;--c3:#0f7a5a;--c4:#8a3ffc;--c5:#9a6700;--c6:#b0307a;--c7:#3d6470}
-@media(prefers-color-scheme:dark){:root{--paper:#14181d;--ink:#e8ebee;--soft:#a3adb7;--grid:#29313a;--line:#6b7681;
---box:#1d232a;--c0:#e8ebee;--c1:#6bb3f5;--c2:#f59a5d;--c3:#4fcf9f;--c4:#c4a0ff;--c5:#e3b341;--c6:#f58ac5;--c7:#9fc3cf}}
+_LIGHT = """--paper:#fff;--ink:#1d2329;--soft:#59626c;--grid:#e6eaed;--line:#8b949e;--box:#f3f6f8;
+--c0:#1d2329;--c1:#1668b8;--c2:#c2410c;--c3:#0f7a5a;--c4:#8a3ffc;--c5:#9a6700;--c6:#b0307a;--c7:#3d6470"""
+_DARK = """--paper:#14181d;--ink:#e8ebee;--soft:#a3adb7;--grid:#29313a;--line:#6b7681;--box:#1d232a;
+--c0:#e8ebee;--c1:#6bb3f5;--c2:#f59a5d;--c3:#4fcf9f;--c4:#c4a0ff;--c5:#e3b341;--c6:#f58ac5;--c7:#9fc3cf"""
+_PAGE = """
 body{background:var(--paper);color:var(--ink);font:16px/1.5 system-ui,-apple-system,"Segoe UI",sans-serif;
 max-width:920px;margin:2rem auto;padding:0 1rem}
 h1{font-size:1.6rem;line-height:1.2}h2{font-size:1.15rem;margin:2.2rem 0 .3rem}.soft{color:var(--soft)}
@@ -34,15 +34,23 @@ h1{font-size:1.6rem;line-height:1.2}h2{font-size:1.15rem;margin:2.2rem 0 .3rem}.
 .wide{overflow-x:auto}table{border-collapse:collapse;font-size:.85rem;font-variant-numeric:tabular-nums}
 th,td{padding:.25rem .6rem;text-align:right;border-bottom:1px solid var(--grid);white-space:nowrap}
 th:first-child,td:first-child{text-align:left}
-svg{width:100%;height:auto;display:block}svg text{font-size:13px;fill:var(--ink)}
+svg{width:100%;height:auto;display:block}
+"""
+_CHARTS = """
+svg text{font-size:13px;fill:var(--ink)}
 svg .soft{fill:var(--soft)}svg .grid{stroke:var(--grid)}svg .base{stroke:var(--line)}
 svg line,svg polyline{stroke-width:1.8}.full{stroke:none}
-"""
-_STYLE += "".join(
+""" + "".join(
     f"svg .s{i}{{stroke:var(--c{i})}}svg .s{i}.full{{fill:var(--c{i});stroke:none}}"
     f"svg .s{i}.hollow{{fill:var(--paper);stroke-width:2}}\n"
     for i in range(8)
 )
+
+
+def _style(rules: str) -> str:
+    """Colours for readers with a light and with a dark setting, and `rules`."""
+    dark = f"@media(prefers-color-scheme:dark){{:root{{{_DARK}}}}}"
+    return f"<style>:root{{color-scheme:light dark;{_LIGHT}}}\n{dark}{rules}</style>"
 
 
 @dataclass(frozen=True)
@@ -53,12 +61,30 @@ class Section:
     says: str
     svg: str
 
+    @property
+    def drawn(self) -> bool:
+        """Whether there is a chart, and not a sentence that there is nothing to show."""
+        return self.svg.startswith("<svg")
+
+    @property
+    def file(self) -> str:
+        return f"{self.title.lower().replace(' ', '-')}.svg"
+
+    @property
+    def picture(self) -> str:
+        """The chart as a file of its own."""
+        look = _style(_CHARTS + 'svg{background:var(--paper);font-family:system-ui,"Segoe UI",sans-serif}')
+        return self.svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1).replace(">", f">{look}", 1)
+
 
 def write_report(evaluation: Evaluation, folder: Path) -> None:
-    """Write report.json, report.md and report.html into `folder`, which is there."""
+    """Write report.json, report.html, and report.md with its charts into `folder`, which is there."""
     (folder / "report.json").write_text(json.dumps(evaluation.as_json(), indent=1) + "\n", encoding="utf-8")
     (folder / "report.md").write_text(_markdown(evaluation), encoding="utf-8")
     (folder / "report.html").write_text(_html(evaluation), encoding="utf-8")
+    for section in sections(evaluation):
+        if section.drawn:
+            (folder / section.file).write_text(section.picture + "\n", encoding="utf-8")
 
 
 def sections(evaluation: Evaluation) -> list[Section]:
@@ -170,6 +196,9 @@ def _title(evaluation: Evaluation) -> str:
 
 def _markdown(evaluation: Evaluation) -> str:
     parts = [f"# {_title(evaluation)}", advice(evaluation), _WHAT, table(evaluation), legend(evaluation)]
+    for section in sections(evaluation):
+        if section.drawn:
+            parts += [f"## {section.title}", section.says, f"![{section.title}]({section.file})"]
     if evaluation.contexts:
         parts += ["## Speed", "Tokens per second of one sequence, by tokens in its cache.", speed_table(evaluation)]
     layers = [f"| layer | {' | '.join(_name(run, evaluation) for run in evaluation.runs[1:])} |"]
@@ -177,7 +206,11 @@ def _markdown(evaluation: Evaluation) -> str:
     for index in range(len(evaluation.runs[0].layer_errors)):
         cells = [f"{run.layer_errors[index]['attention']:.4f}" for run in evaluation.runs[1:]]
         layers.append(f"| {index} | {' | '.join(cells)} |")
-    parts += ["## Error by layer", "Relative error of attention's output, against 16 bits.", "\n".join(layers)]
+    parts += [
+        "## Error of attention by layer",
+        "Relative error of attention's output, against 16 bits.",
+        "\n".join(layers),
+    ]
     return "\n\n".join(parts) + "\n"
 
 
@@ -203,7 +236,7 @@ def _html(evaluation: Evaluation) -> str:
     size = f"{over.weight_bytes:,} bytes in {over.weight_dtype}, embedding and head {over.embedding_bytes:,} bytes"
     body.append(f'<p class="soft">Weights: {escape(size)}.</p>')
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>'
-    lines = ['<!doctype html><html lang="en"><head>', head, f"<style>{_STYLE}</style></head><body>", *body]
+    lines = ['<!doctype html><html lang="en"><head>', head, f"{_style(_PAGE + _CHARTS)}</head><body>", *body]
     return "\n".join([*lines, "</body></html>"]) + "\n"
 
 

@@ -27,9 +27,16 @@ def evaluation() -> Evaluation:
     return evaluate_grid(EngineArgs("demo"), [TEXT[:1500]], grid)
 
 
-def test_it_is_three_files_and_no_other_is_needed(evaluation: Evaluation, tmp_path: Path):
+def test_the_page_is_one_file_and_the_text_has_its_pictures_beside_it(evaluation: Evaluation, tmp_path: Path):
     write_report(evaluation, tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "report.json", "report.md"]
+    pictures = re.findall(r"!\[[^]]+\]\((.+\.svg)\)", (tmp_path / "report.md").read_text())
+    assert len(pictures) == 4
+    found = {path.name for path in tmp_path.iterdir()}
+    assert found == {"report.html", "report.json", "report.md", *pictures}
+    for name in pictures:
+        picture = ElementTree.fromstring((tmp_path / name).read_text())
+        assert picture.tag == "{http://www.w3.org/2000/svg}svg"
+        assert "prefers-color-scheme:dark" in (picture[0].text or "")
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert not re.findall(r"""(?:src|href)=|url\(|@import|<script""", page)
     assert "prefers-color-scheme:dark" in page
