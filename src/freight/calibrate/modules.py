@@ -84,7 +84,8 @@ def layer_modules(config: ModelConfig) -> tuple[LayerModules, ...]:
             down=tuple(one + names.expert_down for one in every),
         )
         kept = (prefix + names.router, *((prefix + names.shared_gate,) if mlp.shared_gate else ()))
-        gate_up, down = (gate_up, down) if mlp.shared else ((), ())
+        if mlp.shared is None:
+            return LayerModules(attention, qkv, o, (), (), experts, kept)
         return LayerModules(attention, qkv, o, gate_up, down, experts, kept)
 
     return tuple(of(index, layer.feed_forward) for index, layer in enumerate(config.layers))
