@@ -97,6 +97,7 @@ _MIXTRAL_8X7B = {
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
+    "head_dim": 128,
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
     "max_position_embeddings": 32768,
