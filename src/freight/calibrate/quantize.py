@@ -9,6 +9,7 @@ writing. Everything that can be refused is refused before the first computation.
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,16 +18,18 @@ from freight.calibrate.budget import KVChoice, as_chosen, choose, split
 from freight.calibrate.carried import Carried, carried_by
 from freight.calibrate.centers import WORTH, LayerCenters
 from freight.calibrate.data import Samples, read_samples
-from freight.calibrate.modules import ignored_modules
+from freight.calibrate.modules import ignored_modules, layer_modules
 from freight.calibrate.run import Calibration, Progress, calibrate
 from freight.calibrate.write import check_disk_space, write_quantized
 from freight.checkpoint.reader import Checkpoint
 from freight.checkpoint.writer import require_new
 from freight.config.families import FAMILIES
+from freight.config.layer import MoEConfig
 from freight.config.model import ModelConfig
-from freight.config.plan import DTYPES, QuantizeArgs, QuantizePlan, plan
+from freight.config.plan import DTYPES, QuantizeArgs, QuantizePlan, WeightScheme, plan
 from freight.device import choose_threads, probe
 from freight.errors import CheckpointError, ConfigError
+from freight.fp8.weights import BLOCK
 from freight.kernels.select import select_kernels
 from freight.models.architectures import tensor_names
 from freight.models.loader import CheckpointSource, tensor_shapes
@@ -41,7 +44,8 @@ class QuantizeResult:
     """What was written, with figures and warnings.
 
     centers    by layer, with their gains; empty unless requested
-    warnings   sentences: scales that had not settled, values that were always zero, partly ignored merged groups
+    warnings   sentences: scales that had not settled, values that were always zero, experts that no token reached,
+               partly ignored merged groups
     kv_choice  with a budget: the KV cache by layer, and what it costs
     """
 
@@ -156,6 +160,7 @@ def quantize(
     require_other(opened.checkpoint, Path(out))
     _require_dtype(args.dtype, opened)
     ignored, torn = ignored_modules(opened.model, decided.ignore, decided.lm_head)
+    require_blocks(opened.model, decided, ignored)
     check_disk_space(opened.checkpoint, Path(out))
     calibration, measured = NOTHING_CALIBRATED, decided
     if opened.carried is not None:
@@ -196,6 +201,24 @@ def _require_dtype(dtype: str | None, opened: Unquantized) -> None:
 def _keeps_kv(args: QuantizeArgs) -> bool:
     """Whether nothing is asked of the KV cache, so that scales which are there may stay."""
     return args.kv_cache is None and args.kv_granularity is None and not args.center and args.kv_budget is None
+
+
+def require_blocks(model: ModelConfig, plan: QuantizePlan, ignored: Collection[str]) -> None:
+    """Raises ConfigError for blocks of scales that would span gate and up of an expert: engines compute these as one
+    matrix, and have one scale for a block of it.
+    """
+    if plan.weights is not WeightScheme.BLOCK:
+        return
+    left_out = frozenset(ignored)
+    for layer, modules in zip(model.layers, layer_modules(model), strict=True):
+        mlp, experts = layer.feed_forward, modules.experts
+        if not isinstance(mlp, MoEConfig) or experts is None or left_out.issuperset(experts.gate_up):
+            continue
+        if mlp.intermediate_size % BLOCK:
+            raise ConfigError(
+                f"--weights fp8-block: {experts.named(0)} has an intermediate size of {mlp.intermediate_size}, no "
+                f"multiple of {BLOCK}, so that a block would span gate and up; use --weights fp8-channel"
+            )
 
 
 def require_gain(plan: QuantizePlan, calibration: Calibration) -> None:
@@ -239,6 +262,7 @@ def write(
         for name, growth in calibration.moving.items()
     ]
     warnings += [f"{name}: only zeros were seen, so its scale is 1.0" for name in calibration.zeros]
+    warnings += _unseen(calibration.unseen)
     if torn:
         warnings.append(
             f"{torn[0]} is quantized although --ignore leaves out a module that engines merge it with; those that do "
@@ -246,3 +270,15 @@ def write(
         )
     counts = (calibration.num_samples, calibration.num_tokens)
     return QuantizeResult(out, plan, *counts, before, after, calibration.centers, tuple(warnings))
+
+
+def _unseen(names: Sequence[str]) -> list[str]:
+    """A sentence for each layer about its experts that no token of the calibration data reached, by name."""
+    layers: dict[str, list[str]] = {}
+    for name in names:
+        layers.setdefault(name.rpartition(".")[0], []).append(name)
+    return [
+        f"no token of the calibration data reached {', '.join(experts)}: input scales are those of the layer's other "
+        "experts; use more data, or more like what the model will be used for"
+        for experts in layers.values()
+    ]

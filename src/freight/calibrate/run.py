@@ -18,6 +18,7 @@ from torch import Tensor
 from freight.cache.pool import AngleTables, PagedKV, allocate_pool
 from freight.cache.spec import KVCacheSpec, LayerKVSpec
 from freight.calibrate.centers import CenterWatch, LayerCenters
+from freight.calibrate.experts import ExpertWatch, one_by_one
 from freight.calibrate.modules import LayerModules, layer_modules
 from freight.calibrate.observers import Observer, by_group, make_observer
 from freight.config.engine import KVCacheConfig
@@ -34,7 +35,7 @@ from freight.kernels.reference_set import REFERENCE
 from freight.layers.linear import Projection, UnmergedLinear
 from freight.layers.rope import build_ropes
 from freight.models.architectures import tensor_names
-from freight.models.decoder import DecoderLayer
+from freight.models.decoder import MLP, DecoderLayer
 from freight.models.loader import WeightSource, build_embedding, build_layer
 from freight.operands.batch import ForwardBatch
 from freight.operands.kv_pages import KeyCenter
@@ -60,6 +61,7 @@ class Calibration:
     moving        name -> growth of scales that had not settled: more data would change them
     zeros         names of what was always zero; its scale is 1.0
     by_granularity  scales of every granularity that was observed; all static ones for a budget
+    unseen          names of experts that no token reached, where inputs were observed; they have the scales of the rest
     """
 
     kv: KVScales | None
@@ -71,6 +73,7 @@ class Calibration:
     zeros: tuple[str, ...]
     centers: tuple[LayerCenters, ...] = ()
     by_granularity: Mapping[Granularity, KVScales] = field(default_factory=dict)
+    unseen: tuple[str, ...] = ()
 
 
 class _Watch:
@@ -151,6 +154,7 @@ class _LayerWatch:
     modules: LayerModules
     kv: Mapping[tuple[str, Granularity], _Watch]  # by ('k' or 'v', granularity)
     inputs: Mapping[tuple[str, ...], _Watch]  # by the modules that share the input
+    experts: ExpertWatch | None = None
 
     @property
     def all(self) -> list[_Watch]:
@@ -171,9 +175,24 @@ class _LayerWatch:
             parts = projection.parts if isinstance(projection, UnmergedLinear) else (projection,)
             return _Watched(parts, watch.observe)
 
+        def dense(mlp: MLP) -> MLP:
+            return replace(mlp, gate_up=watched(mlp.gate_up, modules.gate_up), down=watched(mlp.down, modules.down))
+
         attention = replace(attention, qkv=watched(attention.qkv, modules.qkv), o=watched(attention.o, modules.o))
-        mlp = replace(mlp, gate_up=watched(mlp.gate_up, modules.gate_up), down=watched(mlp.down, modules.down))
+        if isinstance(mlp, MLP):
+            mlp = dense(mlp)
+        else:
+            if isinstance(mlp.shared, MLP):
+                mlp = replace(mlp, shared=dense(mlp.shared))
+            if self.experts is not None:
+                mlp = self.experts.around(mlp)
         return replace(layer, attention=attention, mlp=mlp)
+
+    def unseen(self) -> list[str]:
+        """Names of the experts that no token reached."""
+        if self.experts is None or self.modules.experts is None:
+            return []
+        return [self.modules.experts.named(expert) for expert in self.experts.unseen()]
 
     def layer_scales(self, granularity: Granularity, centers: LayerCenters | None = None) -> LayerScales:
         k, v = (self._side(side, granularity) for side in "kv")
@@ -208,8 +227,13 @@ def _watch_layer(
     if plan.activations is ActivationScheme.STATIC:
         for group in modules.groups:
             if not ignored.issuperset(group):
-                inputs[group] = watch(f"{group[0]}: input")
-    return _LayerWatch(modules, kv, inputs)
+                inputs[group] = watch(modules.input_of(group))
+    experts = None
+    if modules.experts is not None and modules.experts.gate_up in inputs:
+        gate_up, down = inputs[modules.experts.gate_up], inputs[modules.experts.down]
+        num_tokens = torch.zeros(modules.experts.count, dtype=torch.int64, device=device)
+        experts = ExpertWatch(gate_up.observe, down.observe, num_tokens)
+    return _LayerWatch(modules, kv, inputs, experts)
 
 
 @torch.inference_mode()
@@ -240,7 +264,7 @@ def calibrate(
     hidden = build_embedding(config, source, kernels)(tokens, positions)
     watched, centered = [], []
     for index, modules in enumerate(layer_modules(config)):
-        layer, mixer = build_layer(config, source, kernels, index, ropes), config.layers[index].mixer
+        layer, mixer = build_layer(config, source, one_by_one(kernels), index, ropes), config.layers[index].mixer
         watch = _watch_layer(plan, mixer, modules, left_out, device)
         if plan.center:
             finder, before = CenterWatch(layer.attention.rotary.rotary_dim), hidden.clone()
@@ -362,4 +386,5 @@ def _summary(
         zeros=tuple(dict.fromkeys(watch.name for watch in everything if watch.zero)),
         centers=tuple(centers for centers, _ in centered),
         by_granularity={one: KVScales(tuple(layer.layer_scales(one) for layer in watched)) for one in _observed(plan)},
+        unseen=tuple(name for layer in watched for name in layer.unseen()),
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from freight.calibrate.carried import Carried, open_scales, require_fit
-from freight.calibrate.modules import head_module, layer_modules
+from freight.calibrate.modules import head_module, kept_modules, linear_modules
 from freight.calibrate.quantize import NOTHING_CALIBRATED, Unquantized, open_unquantized
 from freight.calibrate.run import Progress
 from freight.calibrate.write import check_disk_space, write_quantized
@@ -104,8 +104,8 @@ def _write(opened: Unquantized, carried: Carried, out: Path, layout: Layout, on_
         observer=ObserverKind.ABSMAX,
         layout=layout,
     )
-    every = [name for layer in layer_modules(opened.model) for group in layer.groups for name in group]
-    ignored = [*every, head_module(opened.model)] if layout is Layout.FP8 else []
+    every = (*linear_modules(opened.model), *kept_modules(opened.model), head_module(opened.model))
+    ignored = every if layout is Layout.FP8 else ()
     measured = replace(NOTHING_CALIBRATED, kv=carried.coarse, kv_finer=carried.finer)
     write_quantized(opened.checkpoint, opened.model, plan, ignored, measured, out, on_progress, Format.FLOAT32)
     return carried.scales

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from freight.calibrate.modules import head_module, layer_modules
+from freight.calibrate.modules import head_module, layer_modules, linear_modules
 from freight.checkpoint.reader import Checkpoint
 from freight.config.model import ModelConfig
 from freight.config.plan import QuantizePlan, WeightScheme
@@ -20,14 +20,22 @@ def model_tree(checkpoint: Checkpoint, config: ModelConfig, plan: QuantizePlan |
     """
     prefix = tensor_names(config).layer
     prefixes = [prefix.format(index) for index in range(config.num_layers)]
-    linear = {name for layer in layer_modules(config) for group in layer.groups for name in group}
-    linear |= {head_module(config)}
+    linear = {*linear_modules(config), head_module(config)}
+    experts = [layer.experts for layer in layer_modules(config) if layer.experts is not None]
+    every = {name for one in experts for name in (*one.gate_up, *one.down)}
+    spans = {one.named(0): f"{one.named(0)}-{one.count - 1}" for one in experts}
     outside: list[str] = []
     layers: list[list[str]] = [[] for _ in prefixes]
     for name, shape in tensor_shapes(config).items():
         module, _, kind = name.rpartition(".")
         index = next((index for index, start in enumerate(prefixes) if name.startswith(start)), None)
-        where = (module if kind == "weight" else name).removeprefix(prefixes[index] if index is not None else "")
+        expert = module.rpartition(".")[0]
+        if module in every and expert not in spans:
+            continue  # like the first of the layer
+        where = module if kind == "weight" else name
+        if module in every:
+            where = where.replace(expert, spans[expert], 1)
+        where = where.removeprefix(prefixes[index] if index is not None else "")
         what, format = str(list(shape)), checkpoint.entry(name).dtype_name
         if module in linear and kind == "weight":
             what = f"Linear({shape[1]} -> {shape[0]})"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from freight.calibrate.modules import head_module, layer_modules
+from freight.calibrate.modules import head_module, layer_modules, linear_modules
 from freight.calibrate.run import Calibration, Progress
 from freight.checkpoint.declare import declare, kv_tensors, scale_format, weight_tensors
 from freight.checkpoint.extras import write_extras
@@ -50,8 +50,7 @@ def write_quantized(
     Raises what CheckpointWriter raises, and CheckpointError for a weight that is NaN or infinite.
     """
     scales_in = scale_format(plan.layout, model.checkpoint_format)
-    linear = {name for layer in layer_modules(model) for group in layer.groups for name in group}
-    linear = (linear | {head_module(model)}) - set(ignored)
+    linear = {*linear_modules(model), head_module(model)} - set(ignored)
     shapes = tensor_shapes(model)
     before = after = 0
     with CheckpointWriter(out, overwrite=overwrite) as writer:

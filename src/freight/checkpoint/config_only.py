@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from freight.config.presets import PRESETS
+from freight.config.presets import PRESETS, is_preset, preset
 from freight.errors import CheckpointError, ConfigError, nearest
 
 Json = Mapping[str, Any]
@@ -16,15 +16,16 @@ Json = Mapping[str, Any]
 def read_config_only(model: str, revision: str | None = None) -> tuple[Json, Json | None]:
     """(config.json, ModelOpt's hf_quant_config.json if it lies beside it) of `model`.
 
-    That is a preset's name ('llama-8b'), 'demo', a folder, the path of a config.json, or a hub id, of which config.json
-    alone is fetched. Raises CheckpointError where there is none, ConfigError for a revision of what has none.
+    That is a preset ('llama-8b', 'llama-8b:4'), 'demo', a folder, the path of a config.json, or a hub id, of which
+    config.json alone is fetched. Raises CheckpointError where there is none, ConfigError for a revision of what has
+    none.
     """
     path = Path(__file__).resolve().parent.parent / "demo" if model == "demo" else Path(model).expanduser()
-    is_local = model in PRESETS or (bool(model) and path.exists())
+    is_local = is_preset(model) or (bool(model) and path.exists())
     if is_local and revision is not None:
         raise ConfigError(f"--revision {revision}: {model} is not on the hub, only a hub id has revisions; omit it")
-    if model in PRESETS:
-        return PRESETS[model], None
+    if is_preset(model):
+        return preset(model), None
     if not is_local:
         return _object(_fetched(model, revision)), None
     file = path / "config.json" if path.is_dir() else path

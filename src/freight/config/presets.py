@@ -68,6 +68,43 @@ _PHI_3_MINI = {
     "head_dim": 96,
     "sliding_window": 2047,
 }
+_QWEN3_30B_A3B = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "torch_dtype": "bfloat16",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
+}
+_MIXTRAL_8X7B = {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "torch_dtype": "bfloat16",
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 32768,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+}
 _OPT_125M = {"architectures": ["OPTForCausalLM"], "model_type": "opt", "torch_dtype": "float16"}  # the defaults
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
@@ -79,16 +116,47 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "gemma-3-27b": _GEMMA_3_27B,
     "phi-3-mini": _PHI_3_MINI,
     "opt-125m": _OPT_125M,
+    "qwen3-30b-a3b": _QWEN3_30B_A3B,
+    "qwen3-coder-30b-a3b": {**_QWEN3_30B_A3B, "max_position_embeddings": 262144, "rope_theta": 10000000.0},
+    "mixtral-8x7b": _MIXTRAL_8X7B,
 }
 
 
+_SMALL_VOCABULARY = 8192  # of a preset with fewer layers: what is measured are its layers
+
+
+def is_preset(shape: str) -> bool:
+    """Whether `shape` is the name of a preset, alone or with a number of layers."""
+    return shape.partition(":")[0] in PRESETS
+
+
+def preset(shape: str) -> Mapping[str, Any]:
+    """The config.json content of NAME, NAME:LAYERS or NAME:LAYERS:VOCABULARY.
+
+    With LAYERS it is a model of that many layers alone, and its vocabulary is VOCABULARY, by default the smaller of
+    8192 and its own, so that nearly all of it is layers. Raises ConfigError for numbers that are none above 0.
+    """
+    name, *numbers = shape.split(":")
+    if not numbers:
+        return PRESETS[name]
+    if len(numbers) > 2 or not all(number.isascii() and number.isdigit() and int(number) > 0 for number in numbers):
+        raise ConfigError(
+            f"the shape {shape!r} is not of the form NAME:LAYERS or NAME:LAYERS:VOCABULARY, as in {name}:8 and "
+            f"{name}:8:8192"
+        )
+    layers, *vocabulary = map(int, numbers)
+    own = PRESETS[name].get("vocab_size")
+    small = _SMALL_VOCABULARY if own is None else min(own, _SMALL_VOCABULARY)
+    return {**PRESETS[name], "num_hidden_layers": layers, "vocab_size": vocabulary[0] if vocabulary else small}
+
+
 def shape_config(shape: str) -> Mapping[str, Any]:
-    """config.json content for `--random-weights SHAPE`: a preset's name, or the path of a config.json or its folder.
+    """config.json content for `--random-weights SHAPE`: a preset, or the path of a config.json or its folder.
 
     Raises ConfigError for anything else.
     """
-    if shape in PRESETS:
-        return PRESETS[shape]
+    if is_preset(shape):
+        return preset(shape)
     path = Path(shape)
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 
+from freight.checkpoint.config_only import read_config_only
 from freight.config.model import parse_model_config
 from freight.config.presets import PRESETS, shape_config
 from freight.errors import ConfigError
 from freight.fp8.formats import Format
+from freight.models.shapes import tensor_shapes
 
 
 @pytest.mark.parametrize(
@@ -40,6 +43,45 @@ def test_a_shape_from_a_file_or_a_folder(tmp_path):
     file = tmp_path / "config.json"
     file.write_text(json.dumps(PRESETS["llama-8b"]))
     assert shape_config(str(file)) == shape_config(str(tmp_path)) == PRESETS["llama-8b"]
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "active", "context"),
+    [
+        ("qwen3-30b-a3b", 30.53e9, 3.35e9, 40960),
+        ("qwen3-coder-30b-a3b", 30.53e9, 3.35e9, 262144),
+        ("mixtral-8x7b", 46.70e9, 12.88e9, 32768),
+    ],
+)
+def test_presets_with_experts_have_the_published_number_of_parameters(name, parameters, active, context):
+    config = parse_model_config(shape_config(name))
+    shapes = tensor_shapes(config)
+    assert sum(map(math.prod, shapes.values())) == pytest.approx(parameters, rel=0.002)
+    routing = config.layers[0].feed_forward.routing
+    share = {tensor: routing.top_k / routing.num_experts if ".experts." in tensor else 1 for tensor in shapes}
+    assert sum(math.prod(shape) * share[tensor] for tensor, shape in shapes.items()) == pytest.approx(active, rel=0.01)
+    assert config.max_position_embeddings == context
+
+
+@pytest.mark.parametrize(
+    ("shape", "layers", "vocabulary"),
+    [
+        ("qwen3-30b-a3b:8", 8, 8192),
+        ("qwen3-30b-a3b:8:151936", 8, 151936),
+        ("llama-8b:1:500", 1, 500),
+        ("opt-125m:2", 2, 8192),
+    ],
+)
+def test_a_preset_with_fewer_layers_is_the_same_but_for_these_and_the_vocabulary(shape, layers, vocabulary):
+    whole = PRESETS[shape.partition(":")[0]]
+    assert shape_config(shape) == {**whole, "num_hidden_layers": layers, "vocab_size": vocabulary}
+    assert read_config_only(shape) == (shape_config(shape), None)
+
+
+@pytest.mark.parametrize("numbers", ["", "0", "x", "-1", "1:2:3", "²", "1:"])
+def test_a_number_of_layers_that_is_none_is_refused(numbers):
+    with pytest.raises(ConfigError, match=r"NAME:LAYERS.*llama-8b:8"):
+        shape_config(f"llama-8b:{numbers}")
 
 
 def test_what_is_no_shape_is_refused(tmp_path):

@@ -50,8 +50,10 @@ def require_equal(opened: OpenModel, kernels: str, linear_of: LinearOf) -> None:
 def shape_file(variant: str, folder: Path) -> Path:
     """The config.json of a tiny model of some family, whose odd sizes leave gaps where matrices are packed."""
     content = VARIANTS[variant].to_dict()
-    model = next(name for name in ARCHITECTURES if name.lower().startswith(content["model_type"].split("_")[0] + "for"))
-    content |= {"architectures": [model], "dtype": "bfloat16", "intermediate_size": 90, "ffn_dim": 90}
+    kind = content["model_type"].removesuffix("_text").replace("_", "")
+    model = next(name for name in ARCHITECTURES if name.lower().startswith(kind + "for"))
+    odd = dict.fromkeys(("intermediate_size", "ffn_dim", "moe_intermediate_size"), 90)
+    content |= {"architectures": [model], "dtype": "bfloat16", **odd, "shared_expert_intermediate_size": 70}
     own = VARIANTS[variant].to_dict().keys() | {"architectures", "dtype"}
     file = folder / "config.json"
     file.write_text(json.dumps({key: value for key, value in content.items() if key in own}))
@@ -61,6 +63,7 @@ def shape_file(variant: str, folder: Path) -> Path:
 FAMILIES = (
     *("llama", "llama-tied", "llama-biases", "mistral-window", "qwen2", "qwen3", "gemma2", "gemma2-untied"),
     *("gemma3-two-ropes", "phi3-partial", "opt", "opt-untied", "opt-350m", "opt-without-final-norm"),
+    *("mixtral", "qwen2-moe", "qwen2-moe-sparse", "qwen3-moe", "qwen3-moe-dense-layer"),
 )
 
 

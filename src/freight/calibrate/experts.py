@@ -1,0 +1,83 @@
+"""Experts in calibration: computed one after the other, so that what each side of them takes as input can be observed.
+
+Kernels for experts keep what lies between the two products to themselves, and may pack all experts of a layer as one.
+Here every expert is packed alone and computed by the set's own products, as `kernels.experts` defines the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from freight.kernels import experts
+from freight.kernels.experts import ExpertList
+from freight.kernels.interface import KernelSet
+from freight.layers.moe import MoE
+from freight.operands.activation import GatedActivation
+from freight.operands.weight import Weight
+
+
+@dataclass(frozen=True)
+class ExpertWatch:
+    """Observes the experts of one layer; the inputs of one side are those of all experts together.
+
+    gate_up, down   take inputs as [1, count]: those of each token once, and what is between for each of its experts
+    num_tokens      int64 [num_experts], counted up: the tokens that reached each expert
+    """
+
+    gate_up: Callable[[Tensor], None]
+    down: Callable[[Tensor], None]
+    num_tokens: Tensor
+
+    def around(self, moe: MoE) -> MoE:
+        """`moe` observed. It was built with kernels of `one_by_one`."""
+        return replace(moe, kernels=cast(KernelSet, _OneByOne(moe.kernels, self)))
+
+    def unseen(self) -> list[int]:
+        """The experts that no token reached."""
+        return (self.num_tokens == 0).nonzero()[:, 0].tolist()
+
+
+def one_by_one(kernels: KernelSet) -> KernelSet:
+    """`kernels`, with experts that `ExpertWatch` can observe."""
+    return cast(KernelSet, _OneByOne(kernels))  # mypy does not see what `__getattr__` provides
+
+
+@dataclass(frozen=True)
+class _OneByOne:
+    """A kernel set that has the operations of another, but for experts."""
+
+    inner: KernelSet
+    watch: ExpertWatch | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def gated(self, gate_up: Tensor, activation: GatedActivation, consumer: Any = None) -> Any:
+        hidden = self.inner.gated(gate_up, activation, consumer)
+        if self.watch is not None:
+            self.watch.down(hidden.reshape(1, -1))  # a tensor: weights in calibration are not quantized
+        return hidden
+
+    def pack_experts(self, weights: Sequence[Weight], bias: Tensor | None = None) -> ExpertList:
+        return experts.pack(self.inner, weights, bias)
+
+    def experts(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        gate_up: ExpertList,
+        down: ExpertList,
+        activation: GatedActivation,
+        base: Tensor | None = None,
+    ) -> Tensor:
+        """`KernelSet.experts`"""
+        if self.watch is not None:
+            self.watch.gate_up(x.reshape(1, -1))
+            self.watch.num_tokens.add_(torch.bincount(ids.flatten(), minlength=len(self.watch.num_tokens)))
+        return experts.experts(cast(KernelSet, self), x, ids, weights, gate_up, down, activation, base)

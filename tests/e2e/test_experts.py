@@ -1,0 +1,142 @@
+"""Quantized mixtures of experts: what is written loads here and in transformers, and every scale of it is used."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.parity.variants import VARIANTS, freight_logits, save_random, tokens
+from tests.unit.models.test_sizes import require_equal
+from transformers import AutoModelForCausalLM
+
+import freight
+from freight.config.engine import EngineArgs
+from freight.models.open import open_model
+
+IDS = tokens(80)
+WIDE = {"intermediate_size": 128, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
+KEPT = {"mixtral": ["block_sparse_moe.gate"], "qwen2-moe": ["mlp.gate", "mlp.shared_expert_gate"],
+        "qwen3-moe": ["mlp.gate"]}  # fmt: skip
+
+
+def make(variant: str, folder: Path, **changes: Any) -> Path:
+    """A float32 model whose experts have whole blocks."""
+    own = VARIANTS[variant].to_dict()
+    config = type(VARIANTS[variant])(**own | {key: value for key, value in WIDE.items() if key in own} | changes)
+    save_random(config, folder, torch.float32)
+    return folder
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def dequantized(folder: Path, plain: Path, out: Path) -> Path:
+    """The checkpoint in `folder` with weights times their scales, as a float32 model, with the config of `plain`."""
+    stored = tensors(folder)
+    values = {}
+    for name, tensor in stored.items():
+        scale = stored.get(f"{name}_scale", stored.get(f"{name}_scale_inv"))
+        if name.endswith(("_scale", "_scale_inv")):
+            continue
+        if scale is not None and scale.ndim == 2 and scale.shape != (len(tensor), 1):
+            scale = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: len(tensor), : tensor.shape[1]]
+        values[name] = tensor if scale is None else tensor.float() * scale
+    out.mkdir()
+    save_file(values, out / "model.safetensors", metadata={"format": "pt"})
+    shutil.copy(plain / "config.json", out)
+    return out
+
+
+@pytest.mark.parametrize("weights", ["fp8", "fp8-channel", "fp8-block"])
+@pytest.mark.parametrize("variant", KEPT)
+def test_transformers_computes_the_same_from_what_is_written(variant: str, weights: str, tmp_path: Path) -> None:
+    """With inputs in 32 bits, the only error is that of the stored weights."""
+    plain, out = make(variant, tmp_path / "plain"), tmp_path / "out"
+    freight.quantize(plain, out, weights=weights, activations="none")
+    ours = freight_logits(out, IDS, "float32")
+    model = AutoModelForCausalLM.from_pretrained(dequantized(out, plain, tmp_path / "dequantized"))
+    with torch.inference_mode():
+        theirs = model(torch.tensor([IDS])).logits[0]
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    ignored = json.loads((out / "config.json").read_text())["quantization_config"]["ignore"]
+    kept = [f"model.layers.{index}.{module}" for index in range(3) for module in KEPT[variant]]
+    assert ignored == [*kept, "lm_head"]
+    assert all(torch.equal(tensors(out)[f"{name}.weight"], tensors(plain)[f"{name}.weight"]) for name in kept)
+
+
+@pytest.mark.parametrize("weights", ["fp8", "fp8-block"])
+def test_autofp8s_form_has_the_same_weights_and_leaves_out_the_same(weights: str, tmp_path: Path) -> None:
+    plain = make("qwen2-moe", tmp_path / "plain")
+    forms = {form: tmp_path / form for form in ("compressed-tensors", "fp8")}
+    for form, out in forms.items():
+        freight.quantize(plain, out, weights=weights, format=form)
+    ours, theirs = (tensors(out) for out in forms.values())
+    assert {name.removesuffix("_inv") for name in theirs} == ours.keys()
+    for name, tensor in theirs.items():
+        assert torch.equal(tensor.float().flatten(), ours[name.removesuffix("_inv")].float().flatten())
+    said = [json.loads((out / "config.json").read_text())["quantization_config"] for out in forms.values()]
+    assert said[0]["ignore"] == said[1]["ignored_layers"]
+    assert torch.equal(*(freight_logits(out, IDS, "float32") for out in forms.values()))
+
+
+@pytest.mark.parametrize(("variant", "form"), [("mixtral", "fp8"), ("qwen2-moe", "compressed-tensors")])
+def test_every_scale_is_used(variant: str, form: str, tmp_path: Path) -> None:
+    few: dict[str, Any] = {"num_experts": 4, "layer_types": ["full_attention"]} if variant == "qwen2-moe" else {}
+    plain, out = make(variant, tmp_path / "plain", num_hidden_layers=1, **few), tmp_path / "out"
+    freight.quantize(
+        plain, out, weights="fp8", activations="static", kv_cache="fp8", calibration_data=[IDS], format=form
+    )
+    stored = tensors(out)
+    before = freight_logits(out, IDS, "float32", kv_cache_dtype="fp8")
+    scales = [name for name in stored if name.endswith("scale")]
+    assert len(scales) == 2 * (4 + 4 * 3 + (3 if few else 0)) + 2
+    for name in scales:
+        save_file(stored | {name: stored[name] * 3}, out / "model.safetensors", metadata={"format": "pt"})
+        assert not torch.equal(freight_logits(out, IDS, "float32", kv_cache_dtype="fp8"), before), name
+
+
+@pytest.mark.parametrize("weights", ["fp8", "fp8-channel", "fp8-block"])
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+def test_what_is_loaded_occupies_what_is_counted(weights: str, kernels: str, tmp_path: Path) -> None:
+    plain, out = make("qwen2-moe", tmp_path / "plain"), tmp_path / "out"
+    freight.quantize(plain, out, weights=weights)
+    opened = open_model(EngineArgs(str(out), kernels=kernels, device="cpu", skip_tokenizer_init=True))
+    require_equal(opened, kernels, opened.scheme.linear)
+
+
+@pytest.mark.parametrize(("ignore", "says"), [(["lm_head", "re:.*mlp.gate$"], 0), (["lm_head"], 1)])
+def test_a_recipe_may_name_routers_which_stay_in_16_bits_anyway(
+    ignore: list[str], says: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from freight.llm_compressor import QuantizationModifier, oneshot
+
+    plain = make("qwen3-moe", tmp_path / "plain", num_hidden_layers=1)
+    recipe = QuantizationModifier(targets="Linear", scheme="FP8_DYNAMIC", ignore=ignore)
+    oneshot(model=str(plain), recipe=recipe, output_dir=str(tmp_path / "out"))
+    assert len([line for line in caplog.messages if "model.layers.0.mlp.gate" in line and "16 bits" in line]) == says
+    assert not [line for line in caplog.messages if "matches no Linear module" in line]
+    stored = tensors(tmp_path / "out")
+    assert stored["model.layers.0.mlp.gate.weight"].dtype is torch.float32
+    assert stored["model.layers.0.mlp.experts.7.down_proj.weight"].dtype is torch.float8_e4m3fn
+
+
+def test_kv_scales_move_into_a_model_with_experts(tmp_path: Path) -> None:
+    """AutoFP8's form lists every module as left out, the routers too: readers take no list for 'all quantized'."""
+    from freight.calibrate.transfer import extract_scales
+
+    plain = make("qwen2-moe", tmp_path / "plain")
+    freight.quantize(plain, tmp_path / "scales", weights="none", kv_cache="fp8", calibration_data=[IDS])
+    extract_scales(str(tmp_path / "scales"), str(plain), tmp_path / "out", format="fp8")
+    left_out = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignored_layers"]
+    assert {name.removesuffix(".weight") for name, tensor in tensors(plain).items() if tensor.ndim == 2} == {
+        *left_out,
+        "model.embed_tokens",
+    }
+    one, other = (freight_logits(tmp_path / name, IDS, "float32", kv_cache_dtype="fp8") for name in ("scales", "out"))
+    assert torch.equal(one, other)

@@ -1,0 +1,173 @@
+"""Experts in calibration: one input scale for each side of a layer, that of all tokens that reached any expert."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.parity.variants import VARIANTS, save_random, tokens
+from tests.unit.calibrate.test_run import Ledger
+
+import freight
+import freight.calibrate.quantize
+from freight.calibrate.modules import ignored_modules, kept_modules, layer_modules, linear_modules
+from freight.calibrate.quantize import open_unquantized
+from freight.calibrate.run import Calibration, calibrate
+from freight.calibrate.tree import model_tree
+from freight.config.plan import QuantizeArgs, plan
+from freight.errors import CheckpointError, ConfigError
+from freight.kernels.reference_set import REFERENCE
+from freight.models.loader import CheckpointSource
+
+IDS = tokens(60)
+EXPERTS = {  # names of one expert's modules within a layer
+    "mixtral": ("block_sparse_moe.experts.{}.", ("w1", "w3"), "w2"),
+    "qwen2-moe": ("mlp.experts.{}.", ("gate_proj", "up_proj"), "down_proj"),
+    "qwen3-moe": ("mlp.experts.{}.", ("gate_proj", "up_proj"), "down_proj"),
+}
+
+
+@pytest.fixture(autouse=True)
+def reference_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(freight.calibrate.quantize, "select_kernels", lambda *_: REFERENCE)
+
+
+def measure(folder: Path, ids: list[int] = IDS, ignored: tuple[str, ...] = (), **options: str) -> Calibration:
+    decided = plan(QuantizeArgs(**{"activations": "static", **options}))
+    return open_unquantized(str(folder)).calibrate(decided, [ids], (*ignored, "lm_head"))
+
+
+def seen_by_transformers(model: Any, ids: list[int]) -> list[tuple[float, float, set[int]]]:
+    """Of each layer: the largest input of all experts, the largest of what is between, and the experts reached."""
+    found = []
+
+    def hook(module: Any, args: tuple[torch.Tensor, ...]) -> None:
+        x, chosen, _ = args
+        x, hidden = x.flatten(0, -2), 0.0
+        for row, experts in zip(x, chosen, strict=True):
+            for expert in experts.tolist():
+                gate, up = (module.gate_up_proj[expert] @ row).chunk(2)
+                hidden = max(hidden, float((torch.nn.functional.silu(gate) * up).abs().max()))
+        found.append((float(x.abs().max()), hidden, set(chosen.flatten().tolist())))
+
+    for layer in model.model.layers:
+        layer.mlp.experts.register_forward_pre_hook(hook)
+    with torch.inference_mode():
+        model(torch.tensor([ids]))
+    return found
+
+
+@pytest.mark.parametrize("count", [3, 60])
+@pytest.mark.parametrize("variant", EXPERTS)
+def test_one_scale_for_each_side_is_that_of_all_tokens_and_experts(variant: str, count: int, tmp_path: Path) -> None:
+    """With 3 tokens some experts see none: these have the scale too, and are named."""
+    model = save_random(VARIANTS[variant], tmp_path, torch.float32)
+    got, seen = measure(tmp_path, IDS[:count]), seen_by_transformers(model, IDS[:count])
+    expert, gate_up, down = EXPERTS[variant]
+    num_experts, unseen = len(model.model.layers[0].mlp.experts.gate_up_proj), []
+    for index, (largest_input, largest_hidden, reached) in enumerate(seen):
+        prefix = f"model.layers.{index}.{expert}"
+        for one in range(num_experts):
+            for part in gate_up:
+                assert got.input_scales[prefix.format(one) + part] == pytest.approx(largest_input / 448, rel=1e-4)
+            assert got.input_scales[prefix.format(one) + down] == pytest.approx(largest_hidden / 448, rel=1e-4)
+        unseen += [prefix.format(one).rstrip(".") for one in range(num_experts) if one not in reached]
+    assert got.unseen == tuple(unseen)
+    assert unseen or count == 60
+
+
+@pytest.mark.parametrize("observer", ["percentile", "mse"])
+def test_the_other_observers_see_experts_too(observer: str, tmp_path: Path) -> None:
+    save_random(VARIANTS["qwen3-moe"], tmp_path, torch.float32)
+    most, other = measure(tmp_path).input_scales, measure(tmp_path, observer=observer).input_scales
+    assert other.keys() == most.keys()
+    assert all(most[name] / 2 <= other[name] <= most[name] for name in most)
+
+
+def test_experts_without_tokens_are_listed_and_a_cache_alone_lists_none(tmp_path: Path) -> None:
+    save_random(VARIANTS["qwen3-moe"], tmp_path / "model", torch.float32)
+    options: dict[str, Any] = {"calibration_data": [IDS[:3]], "kv_cache": "fp8"}
+    result = freight.quantize(tmp_path / "model", tmp_path / "out", weights="fp8", activations="static", **options)
+    said = [warning for warning in result.warnings if "no token of the calibration data reached" in warning]
+    for name in measure(tmp_path / "model", IDS[:3]).unseen:
+        assert any(f"{name}," in warning or f"{name}:" in warning for warning in said)
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    scales = [scale for name, scale in stored.items() if name.endswith("scale")]
+    assert all(bool((scale.isfinite() & (scale > 0) & (scale != 1)).all()) for scale in scales)
+    dynamic = freight.quantize(tmp_path / "model", tmp_path / "dynamic", weights="fp8", **options)
+    assert not [warning for warning in dynamic.warnings if "no token" in warning]
+
+
+def test_nan_from_one_expert_is_refused(tmp_path: Path) -> None:
+    save_random(VARIANTS["qwen3-moe"], tmp_path, torch.float32)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.layers.1.mlp.experts.2.up_proj.weight"][:] = float("nan")
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.experts\.\*\.down_proj: input: NaN"):
+        measure(tmp_path)
+
+
+def test_one_layer_with_its_experts_is_in_memory_at_a_time(tmp_path: Path) -> None:
+    save_random(VARIANTS["qwen3-moe"], tmp_path, torch.float32)
+    opened = open_unquantized(str(tmp_path))
+    format = opened.model.checkpoint_format
+    ledger = Ledger(CheckpointSource(opened.checkpoint, format, format, "cpu"))
+    decided = plan(QuantizeArgs(activations="static", kv_cache="fp8"))
+    calibrate(opened.model, ledger, REFERENCE, decided, [IDS], ("lm_head",))
+    assert ledger.most == 1
+    assert not ledger.alive.total()
+
+
+def test_routers_and_gates_of_shared_experts_are_never_quantized(tmp_path: Path) -> None:
+    save_random(VARIANTS["qwen2-moe-sparse"], tmp_path, torch.float32)  # layer 1 alone has experts
+    config = open_unquantized(str(tmp_path)).model
+    kept = ("model.layers.1.mlp.gate", "model.layers.1.mlp.shared_expert_gate")
+    assert kept_modules(config) == kept
+    assert not {*kept} & {*linear_modules(config)}
+    assert ignored_modules(config, []) == ((*kept, "lm_head"), ())
+    assert ignored_modules(config, ["re:mlp.gate$"]) == ((*kept, "lm_head"), ())
+    dense, sparse, _ = layer_modules(config)
+    assert dense.gate_up == ("model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj")
+    assert sparse.gate_up == ("model.layers.1.mlp.shared_expert.gate_proj", "model.layers.1.mlp.shared_expert.up_proj")
+
+
+def test_experts_are_ignored_together_or_not_at_all(tmp_path: Path) -> None:
+    save_random(VARIANTS["qwen3-moe"], tmp_path, torch.float32)
+    config = open_unquantized(str(tmp_path)).model
+    for pattern in ("model.layers.1.mlp.experts.3.down_proj", r"re:layers\.1.*experts\.3", r"re:experts.*down_proj"):
+        with pytest.raises(ConfigError, match=r"layers\.[01]\.mlp\.experts.*engines compute together"):
+            ignored_modules(config, [pattern])
+    ignored, torn = ignored_modules(config, [r"re:model\.layers\.1\.mlp\.experts\."])
+    assert len(ignored) == 8 * 3 + 3 + 1  # the experts, the routers, the head
+    assert torn == ()
+    scales = measure(tmp_path, ignored=ignored).input_scales
+    assert not {*ignored} & scales.keys()
+    assert len(scales) == 3 * 4 + 2 * 8 * 3
+
+
+@pytest.mark.parametrize(("width", "fits"), [(32, False), (128, True)])
+def test_blocks_that_would_span_gate_and_up_are_refused(width: int, fits: bool, tmp_path: Path) -> None:
+    shape = VARIANTS["qwen3-moe"].to_dict() | {"moe_intermediate_size": width}
+    save_random(type(VARIANTS["qwen3-moe"])(**shape), tmp_path / "model", torch.float32)
+    if fits:
+        freight.quantize(tmp_path / "model", tmp_path / "out", weights="fp8-block")
+        return
+    with pytest.raises(ConfigError, match=r"experts\.0 has an intermediate size of 32.*fp8-channel"):
+        freight.quantize(tmp_path / "model", tmp_path / "out", weights="fp8-block")
+    experts_in_16_bits = ["re:experts"]
+    freight.quantize(tmp_path / "model", tmp_path / "out", weights="fp8-block", ignore=experts_in_16_bits)
+
+
+def test_a_tree_shows_all_experts_of_a_layer_as_one(tmp_path: Path) -> None:
+    save_random(VARIANTS["qwen3-moe-dense-layer"], tmp_path, torch.float32)
+    opened = open_unquantized(str(tmp_path))
+    decided = plan(QuantizeArgs(weights="fp8"))
+    shown = model_tree(opened.checkpoint, opened.model, decided, ignored_modules(opened.model, [])[0])
+    lines = [line.strip() for line in shown.splitlines()]
+    assert lines.count("(mlp.experts.0-7.up_proj): Linear(64 -> 32), fp8_e4m3fn, inputs dynamic") == 2
+    assert lines.count("(mlp.up_proj): Linear(64 -> 96), fp8_e4m3fn, inputs dynamic") == 1
+    assert lines.count("(mlp.gate): [8, 64], float32") == 2
+    assert not [line for line in lines if "experts.1" in line]
