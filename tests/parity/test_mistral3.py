@@ -26,7 +26,9 @@ def save_wrapped(text: str, folder: Path, **more: Any) -> Any:
         hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
     )
     config = Mistral3Config(
-        text_config=VARIANTS[text].to_dict(), vision_config=vision, tie_word_embeddings=VARIANTS[text].tie_word_embeddings
+        text_config=VARIANTS[text].to_dict(),
+        vision_config=vision,
+        tie_word_embeddings=VARIANTS[text].tie_word_embeddings,
     )
     torch.manual_seed(0)
     model = Mistral3ForConditionalGeneration._from_config(config, attn_implementation="eager").eval()
@@ -80,8 +82,8 @@ def test_a_stored_head_is_used_and_none_means_a_tied_one_where_the_key_outside_i
         assert (freight_logits(tmp_path / text, IDS, "auto", "reference") - expected).abs().max() <= 1e-4
 
 
-def quantized(folder: Path, change: str = "", by: float = 1.0) -> Path:
-    """A plain float32 Ministral 3 as Mistral's FP8 files have it, with KV scales; `change` names scales to multiply."""
+def quantized(folder: Path) -> dict[str, torch.Tensor]:
+    """A plain float32 Ministral 3 as Mistral's FP8 files have it, with KV scales. Returns its tensors."""
     save_random(VARIANTS["ministral3"], folder, torch.float32)
     file, path = folder / "model.safetensors", folder / "config.json"
     stored = load_file(file)
@@ -94,8 +96,6 @@ def quantized(folder: Path, change: str = "", by: float = 1.0) -> Path:
             stored[f"{prefix}{module}.weight_scale_inv"] = scale
             stored[f"{prefix}{module}.activation_scale"] = torch.tensor(0.01)
         stored |= {f"{prefix}self_attn.{side}_scale": torch.tensor(0.02) for side in "kv"}
-    for name in [name for name in stored if change and name.endswith(change)]:
-        stored[name] = stored[name] * by
     save_file(stored, file, {"format": "pt"})
     declared = {
         "quant_method": "fp8",
@@ -105,7 +105,7 @@ def quantized(folder: Path, change: str = "", by: float = 1.0) -> Path:
         "modules_to_not_convert": ["model.vision_tower", "model.multi_modal_projector", "lm_head"],
     }
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": declared}))
-    return folder
+    return stored
 
 
 def logits(folder: Path) -> torch.Tensor:
@@ -114,27 +114,29 @@ def logits(folder: Path) -> torch.Tensor:
 
 def test_fp8_as_mistral_publishes_it_with_every_scale_used(tmp_path: Path):
     save_random(VARIANTS["ministral3"], tmp_path / "plain", torch.float32)
-    plain, fp8 = freight_logits(tmp_path / "plain", IDS, "float32", "reference"), logits(quantized(tmp_path / "fp8"))
+    plain = freight_logits(tmp_path / "plain", IDS, "float32", "reference")
+    stored = quantized(tmp_path / "fp8")
+    fp8 = logits(tmp_path / "fp8")
     assert (fp8 - plain).norm() < 0.25 * plain.norm()
-    for index, name in enumerate(
-        (*(f"1.{module}.weight_scale_inv" for module in PROJECTIONS), "1.mlp.down_proj.activation_scale", "1.self_attn.k_scale",
-         "1.self_attn.v_scale", "0.self_attn.q_proj.activation_scale")
-    ):  # fmt: skip
-        changed = logits(quantized(tmp_path / str(index), name, 1.5))
-        assert (changed - fp8).abs().max() > 1e-3, name
+    inputs = [f"{module}.activation_scale" for module in ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj")]
+    weights = [f"{module}.weight_scale_inv" for module in PROJECTIONS]
+    for name in (*weights, *inputs, "self_attn.k_scale", "self_attn.v_scale"):
+        name = f"model.layers.1.{name}"
+        save_file(stored | {name: stored[name] * 1.5}, tmp_path / "fp8" / "model.safetensors", {"format": "pt"})
+        assert (logits(tmp_path / "fp8") - fp8).abs().max() > 1e-3, name
 
 
 @pytest.mark.parametrize("under", NAMES)
 def test_fp8_beside_a_vision_model_in_16_bits(under: str, tmp_path: Path):
-    expected = logits(quantized(tmp_path))
-    path = tmp_path / "config.json"
+    tensors = quantized(tmp_path)
+    expected, path = logits(tmp_path), tmp_path / "config.json"
     text = json.loads(path.read_text())
     wrapped = {"model_type": "mistral3", "architectures": ["Mistral3ForConditionalGeneration"], "dtype": "float32",
-               "quantization_config": text.pop("quantization_config"), "image_token_index": 10, "vision_config": {"a": 1},
+               "quantization_config": text.pop("quantization_config"), "image_token_index": 10,
+               "vision_config": {"a": 1},
                "projector_hidden_act": "gelu", "spatial_merge_size": 2, "multimodal_projector_bias": False,
                "vision_feature_layer": -1, "tie_word_embeddings": False}  # fmt: skip
     path.write_text(json.dumps(wrapped | {"text_config": text}))
-    tensors = load_file(tmp_path / "model.safetensors")
     save_file({f"language_model.{name}": tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
     vision = {"vision_tower.patch_conv.weight": torch.ones(3), "multi_modal_projector.norm.weight": torch.ones(3)}
     outer = "model." if under == NAMES[0] else ""

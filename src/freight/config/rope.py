@@ -17,9 +17,10 @@ class RopeConfig:
 
     linear: factor. llama3: factor, low_freq_factor, high_freq_factor, original_max_position_embeddings.
     yarn: factor, original_max_position_embeddings and, where the checkpoint has them, attention_factor, beta_fast,
-    beta_slow, mscale, mscale_all_dim, truncate, llama_4_scaling_beta (of queries: `layers.rope`). longrope: factor, original_max_position_embeddings, perhaps
-    attention_factor, and what divides each frequency, [rotary_dim / 2]: `short_factors` where no position lies beyond
-    the original length, else `long_factors`. The first `rotary_dim` channels of a head are rotated.
+    beta_slow, mscale, mscale_all_dim, truncate, llama_4_scaling_beta (of queries: `layers.rope`).
+    longrope: factor, original_max_position_embeddings, perhaps attention_factor, and what divides each frequency,
+    [rotary_dim / 2]: `short_factors` where no position lies beyond the original length, else `long_factors`.
+    The first `rotary_dim` channels of a head are rotated.
     """
 
     rotary_dim: int
@@ -113,7 +114,12 @@ def _rotary_dim(config: Mapping[str, Any], rope: Mapping[str, Any], family: Fami
 
 
 def _parse(
-    where: str, rope: Mapping[str, Any], config: Mapping[str, Any], family: Family, plain: RopeConfig, max_positions: int
+    where: str,
+    rope: Mapping[str, Any],
+    config: Mapping[str, Any],
+    family: Family,
+    plain: RopeConfig,
+    max_positions: int,
 ) -> RopeConfig:
     kinds = {rope[key] for key in ("type", "rope_type") if rope.get(key) is not None} or {"default"}
     kind = kinds.pop()
@@ -156,8 +162,8 @@ def _with_query_scaling(where: str, rope: Mapping[str, Any], kind: str) -> Mappi
     """`rope` of a family with `query_scaling`, without the model's length, which it repeats."""
     if kind != "yarn" or rope.get(QUERY_SCALING) is None:
         raise CheckpointError(
-            f"config.json: {where} = {dict(rope)!r} must be of type 'yarn' and have {QUERY_SCALING}, 0 for queries that "
-            "are not scaled by their position"
+            f"config.json: {where} = {dict(rope)!r} must be of type 'yarn' and have {QUERY_SCALING}, 0 for queries "
+            "that are not scaled by their position"
         )
     return {key: value for key, value in rope.items() if key != "max_position_embeddings"}
 
