@@ -38,7 +38,8 @@ def require_equal(opened: OpenModel, kernels: str, linear_of: LinearOf) -> None:
     config = opened.resolve(opened.args)
     decoder = opened.load(config)
     held = weight_bytes(decoder)
-    rope = {table.data_ptr(): table.nbytes for rotary in decoder.rotaries for table in (rotary.cos, rotary.sin)}
+    tables = (table for rotary in decoder.rotaries for table in (rotary.cos, rotary.sin, rotary.q_factor))
+    rope = {table.data_ptr(): table.nbytes for table in tables if table is not None}
     counted = loaded_bytes(
         *(opened.model, config.compute_format, config.weight_format, linear_of, layout_of(kernels)),
         config.max_model_len,
