@@ -42,11 +42,12 @@ FREIGHT_API FreightStatus freight_attention(const FreightAttention* arguments);
 
 struct FreightStore {
   const void* qkv;  // [rows, num_heads * k_dim + num_kv_heads * (k_dim + v_dim)] of type, contiguous: q, then k, then v
-  void* q;          // [rows, num_heads, k_dim] of type: normed and rotated
+  void* q;          // [rows, num_heads, k_dim] of type: normed, rotated, times q_factor
   void *k_pages, *v_pages;
   void *k_scale, *v_scale;              // read if static, written if per token
   const int64_t *positions, *slots;     // [rows]; a negative slot stores nothing
   const float *cos, *sin;               // [max_positions, rotary_dim / 2]
+  const float* q_factor;                // [max_positions], rounded to type: multiplies rotated queries; null: nothing
   const void *q_norm, *k_norm;          // [k_dim]: RMSNorm of each head before all else; null: none
   const float* k_center;                // [num_kv_heads, k_dim]: subtracted from keys before rotation; null: none
   int64_t* counters;                    // [2], added to: NaNs, and values beyond their scale's range

@@ -4,6 +4,7 @@
 // the scale in float32, clamped, rounded to nearest, ties to even; NaN stays NaN. A `token` scale is amax / max of the
 // finite values, rounded to bfloat16. NaNs are counted, and values clipped to the range of their scale.
 #include <atomic>
+#include <utility>
 
 #include "attention.h"
 #include "attention_tile.h"
@@ -40,6 +41,12 @@ void rotate(const float* x, const float* cos, const float* sin, int half, int n,
   std::copy(x + 2 * half, x + n, out + 2 * half);
 }
 
+// x [n], padded, times `factor` rounded to `type`.
+void multiply(float* x, float factor, int n, int32_t type) {
+  const V16 rounded = rounded_to(set16(factor), type);
+  for (int i = 0; i < n; i += kLanes) store(x + i, load16(x + i) * rounded);
+}
+
 // x, one head of one row, as it is stored or attended with; `other` is room for as much. Returns where it is.
 float* finished(const FreightStore& a, Kind kind, int head, int64_t position, float* x, float* other) {
   const int n = kind == kValue ? a.v_dim : a.k_dim, half = a.rotary_dim / 2;
@@ -49,10 +56,17 @@ float* finished(const FreightStore& a, Kind kind, int head, int64_t position, fl
     for (int i = 0; i < n; i++) x[i] -= a.k_center[static_cast<int64_t>(head) * n + i];
     round_to(x, n, a.type);
   }
-  if (kind == kValue || half == 0) return x;
-  rotate(x, a.cos + position * half, a.sin + position * half, half, n, other);
-  round_to(other, n, a.type);
-  return other;
+  if (kind == kValue) return x;
+  if (half != 0) {
+    rotate(x, a.cos + position * half, a.sin + position * half, half, n, other);
+    round_to(other, n, a.type);
+    std::swap(x, other);
+  }
+  if (kind == kQuery && a.q_factor) {
+    multiply(x, a.q_factor[position], n, a.type);
+    round_to(x, n, a.type);
+  }
+  return x;
 }
 
 // Encode x[i] / scale(i).

@@ -83,7 +83,6 @@ SLOW: dict[str, dict[str, Any]] = {
     "laguna": HEAD,
     "mellum": HEAD,
     "ministral": HEAD | WINDOW,
-    "ministral3": HEAD,
     "minimax_m2": HEAD | LOCAL | {"rotary_dim": 8},
     "mixtral": HEAD | LOCAL,
     "nanochat": {},

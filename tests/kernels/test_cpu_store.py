@@ -248,3 +248,22 @@ def test_heads_too_wide_are_refused(kernels):
     pages = make_pages(Format.E4M3FN, None, 1, 1026, 1)
     with pytest.raises(KernelError, match="at most 1024, not 1026"):
         store_values(kernels, torch.zeros(1, 1, 1026), torch.zeros(1, dtype=torch.int64), pages)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rotary_dim", [0, 18, 38])
+def test_the_factor_of_queries_multiplies_them_once_they_are_rotated(kernels, rotary_dim, dtype):
+    """Queries are the rotated ones times the factor of their position, in the dtype; what is stored is the same."""
+    rows, kv_heads, dim = 40, 2, 38
+    qkv = make_qkv(rows, 3, kv_heads, dim, dtype).flatten(1)
+    positions, slots = torch.randint(0, POSITIONS, (rows,)), torch.randperm(12 * BLOCK)[:rows]
+    plain = make_rotary(rotary_dim)
+    scaled = replace(plain, q_factor=1 + 0.3 * torch.log1p(torch.arange(POSITIONS) // 64))
+    pages, expected, without = (make_pages(Format.E4M3FN, "token", kv_heads, dim, 12) for _ in range(3))
+    q = kernels.rotate_store(qkv, scaled, positions, slots, pages)
+    assert_equal(q, reference.rotate_store(qkv, scaled, positions, slots, expected))
+    assert_same(pages, expected)
+    rotated = kernels.rotate_store(qkv, plain, positions, slots, without)
+    assert_equal(q, rotated * scaled.q_factor[positions].to(dtype)[:, None, None])
+    assert not torch.equal(q.nan_to_num(), rotated.nan_to_num())
+    assert_same(without, expected)

@@ -11,6 +11,7 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     LlamaConfig,
+    Ministral3Config,
     MistralConfig,
     MixtralConfig,
     OPTConfig,
@@ -44,6 +45,8 @@ MSCALE = {**YARN, "rope_theta": 1e6, "mscale": 1.0, "mscale_all_dim": 0.8, "beta
 
 LONG = {"rope_type": "longrope", "short_factor": [1.0 + i / 8 for i in range(8)],
         "long_factor": [2.0 + i for i in range(8)], "rope_theta": 10000.0}  # fmt: skip
+# queries at positions 40, 80 and 120 of the tests are multiplied by another factor than those before
+SCALED = {**YARN, "rope_theta": 1e4, "original_max_position_embeddings": 40, "llama_4_scaling_beta": 0.5}
 GEMMA: dict[str, Any] = {**SHAPE, "num_hidden_layers": 4, "head_dim": 32, "sliding_window": 24}
 MOE: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 OPT: dict[str, Any] = {
@@ -67,6 +70,11 @@ VARIANTS: dict[str, PretrainedConfig] = {
     "llama-yarn-mscale": LlamaConfig(**SHAPE, rope_parameters=MSCALE),
     "mistral": MistralConfig(**SHAPE, sliding_window=None),
     "mistral-window": MistralConfig(**SHAPE, sliding_window=24),
+    "ministral3": Ministral3Config(**SHAPE, head_dim=32, rope_parameters=SCALED),
+    "ministral3-tied": Ministral3Config(
+        **SHAPE, head_dim=16, tie_word_embeddings=True, sliding_window=24,
+        rope_parameters={**SCALED, "mscale": 1.0, "mscale_all_dim": 1.0, "max_position_embeddings": 256},
+    ),
     "qwen2": Qwen2Config(**SHAPE),
     "qwen2-window-off": Qwen2Config(**SHAPE, use_sliding_window=False, sliding_window=24),
     "qwen2-window": Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=24, max_window_layers=1),

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from freight.fp8.formats import Format
-from freight.kernels.reference import rotate, split_heads, store_kv
+from freight.kernels.reference import rotate, rotate_queries, split_heads, store_kv
 from freight.kernels.reference_set import ReferenceKernels
 from freight.operands.kv_pages import KVPages
 from freight.operands.rotary import Rotary
@@ -30,12 +30,11 @@ class VllmCpuKernels(ReferenceKernels):
 
     def rotate_store(self, qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor, pages: KVPages) -> Tensor:
         q, k, v = split_heads(qkv, rotary, pages)
-        cos, sin = rotary.cos[positions], rotary.sin[positions]
-        k = rotate(k, cos, sin)
+        k = rotate(k, rotary.cos[positions], rotary.sin[positions])
         if pages.format is Format.E4M3FN and not pages.dynamic:
             k, v = _stored_value(k, pages.k_scale), _stored_value(v, pages.v_scale)
         store_kv(k, v, slots, pages)
-        return rotate(q, cos, sin)
+        return rotate_queries(q, rotary, positions)
 
 
 def truncated(x: Tensor) -> Tensor:

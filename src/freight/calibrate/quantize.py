@@ -106,9 +106,10 @@ def open_unquantized(model: str, revision: str | None = None, keep_kv: bool = Fa
     checkpoint, config, scheme = stored.checkpoint, stored.model, stored.scheme
     unused = [name for pattern, _ in tensor_names(config).unused for name in fnmatch.filter(checkpoint.names, pattern)]
     if unused:
+        text_type = checkpoint.config["text_config"].get("model_type", FAMILIES[config.model_type].text_type)
         raise CheckpointError(
             f"{model} has parts beside its text model ({min(unused)}), which would be lost; quantizing is implemented "
-            f"for the text model alone, of model_type {FAMILIES[config.model_type].text_type!r}"
+            f"for the text model alone, of model_type {text_type!r}"
         )
     way_out = "quantize the 16-bit model that it was made from"
     keeps = keep_kv and not stored.kv_scales.empty and not _has_fp8_matrix(stored)

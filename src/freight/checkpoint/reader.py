@@ -78,6 +78,7 @@ class Checkpoint:
         self.path = path
         config = read_json(path / "config.json")
         if config is None:
+            _refuse_consolidated(path)
             raise CheckpointError(f"{path} has no config.json, so it is not a model folder")
         self.config: Mapping[str, Any] = config
         self.generation_config = read_json(path / "generation_config.json")
@@ -260,6 +261,7 @@ def _read_entries(path: Path) -> dict[str, TensorEntry]:
         return read_header(single)
     if _is_there(index):
         return _read_shards(path, index)
+    _refuse_consolidated(path)
     files = sorted(path.glob("*.safetensors"))
     if len(files) == 1:
         return read_header(files[0])
@@ -274,6 +276,18 @@ def _read_entries(path: Path) -> dict[str, TensorEntry]:
     raise CheckpointError(
         f"{path} has no *.safetensors file; if the model has pytorch_model.bin instead: freight convert MODEL OUT"
     )
+
+
+def _refuse_consolidated(path: Path) -> None:
+    """Raises CheckpointError for a folder in Mistral's own format alone; it is called where the usual files are absent.
+    Repositories that have both forms pass."""
+    found = sorted(file.name for pattern in ("params.json", "consolidated*.safetensors") for file in path.glob(pattern))
+    if found:
+        raise CheckpointError(
+            f"{path} is in Mistral's own format ({_listed(found, ', ')}), which is not read; give the folder with "
+            "config.json and model*.safetensors, which most of its repositories have as well, or make one with "
+            "transformers' convert_ministral3_weights_to_hf.py or convert_mistral3_weights_to_hf.py"
+        )
 
 
 def _read_shards(path: Path, index: Path) -> dict[str, TensorEntry]:

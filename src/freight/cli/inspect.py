@@ -1,6 +1,7 @@
 """freight inspect MODEL: what a checkpoint is, from its headers and its KV scales; no weight is read.
 
-Also works on checkpoints that Freight cannot load, exports for TensorRT-LLM among them.
+Also works on checkpoints that Freight cannot load, exports for TensorRT-LLM among them, and on a config.json alone: it
+says whether the model runs natively, through transformers, or which key stands in the way.
 """
 
 from __future__ import annotations
@@ -8,11 +9,11 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from freight.errors import ConfigError
+from freight.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from freight.checkpoint.reader import Checkpoint
@@ -61,7 +62,8 @@ def describe(model: str, revision: str | None = None) -> dict[str, Any]:
     """The JSON object of `freight inspect --json`. `revision` is a hub model's branch, tag or commit.
 
     model, path, architecture, model_type, num_layers, num_parameters, max_position_embeddings; runs: 'natively',
-    'through transformers' (docs/add-a-model.md), or null for what Freight cannot run; bytes: {dtype: count};
+    'through transformers' (docs/add-a-model.md), or null for what Freight cannot run; obstacle: why it cannot, or null;
+    bytes: {dtype: count};
     scheme: {method, weight_format, kv_format, kv_static, description, fp8_weights}, where fp8_weights has the number of
     matrices stored in FP8 by what is declared of them, {"scales per tensor, activations static": 14}; kv_cache:
     {scales_format, scales_format_assumed, scales}. scales_format_assumed says that nothing declares the format; scales
@@ -70,35 +72,92 @@ def describe(model: str, revision: str | None = None) -> dict[str, Any]:
     has `dtype` (scales_format or '16 bits') and `granularity`;
     `value` is there for granularity 'tensor', and `centered`, whether a mean was
     subtracted, for k. An export of AMMO or ModelOpt for TensorRT-LLM has the same keys; num_parameters is null there,
-    because ranks share some of them.
+    because ranks share some of them. So has a config.json, or a folder with nothing beside it, where num_parameters is
+    null and bytes is empty; and a model that cannot be run, where what config.json does not say is null and KV scales
+    are not read.
     """
+    from freight.checkpoint.config_only import read_config_only
+    from freight.checkpoint.kv_scales import read_kv_scales
     from freight.checkpoint.rank_export import is_rank_export
-    from freight.checkpoint.reader import resolve_model
-    from freight.models.open import open_folder
+    from freight.checkpoint.reader import Checkpoint, resolve_model
 
-    path = resolve_model(model, revision)
-    if is_rank_export(path):
-        return _describe_rank_export(model, path)
-    stored = open_folder(path, model)
-    checkpoint, config, scheme, scales = stored.checkpoint, stored.model, stored.scheme, stored.kv_scales
+    if _is_config_alone(Path(model).expanduser()):
+        config, hf_quant_config = read_config_only(model, revision)
+        architecture, _, scheme = _read(config, hf_quant_config)
+        sizes: dict[str, Any] = {"num_parameters": None, "bytes": {}}
+        path = str(Path(model).expanduser())
+        return {"model": model, "path": path, **architecture, **sizes, "scheme": _scheme(scheme), **_kv_cache(None)}
+    folder = resolve_model(model, revision)
+    if is_rank_export(folder):
+        return _describe_rank_export(model, folder)
+    checkpoint = Checkpoint(folder)
+    architecture, found, scheme = _read(checkpoint.config, checkpoint.hf_quant_config, checkpoint.names)
+    scales = None if found is None else read_kv_scales(checkpoint, found, scheme)
     return {
         "model": model,
-        "path": str(checkpoint.path),
-        **_architecture(config),
+        "path": str(folder),
+        **architecture,
         **_sizes(checkpoint),
-        "scheme": {
-            "method": scheme.method,
-            "weight_format": scheme.weight_format,
-            "kv_format": scheme.kv_format,
-            "kv_static": scheme.kv_static,
-            "description": scheme.description,
-            "fp8_weights": _fp8_weights(checkpoint, scheme),
-        },
+        "scheme": _scheme(scheme) | {"fp8_weights": _fp8_weights(checkpoint, scheme)},
+        **_kv_cache(scales),
+    }
+
+
+def _is_config_alone(path: Path) -> bool:
+    if path.is_dir():
+        weights = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".npz")
+        return (path / "config.json").is_file() and not any(file.name.endswith(weights) for file in path.iterdir())
+    return path.is_file()
+
+
+def _read(
+    config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | None, tensors: Collection[str] = ()
+) -> tuple[dict[str, Any], ModelConfig | None, Scheme]:
+    """What a config.json describes: (its facts, the model that runs or None, the declared scheme or an empty one)."""
+    from freight.checkpoint.layouts import read_scheme
+    from freight.fp8.scheme import Scheme
+    from freight.models.open import read_model_config
+
+    try:
+        scheme, model = read_scheme(config, hf_quant_config), read_model_config(config, tensors)
+    except CheckpointError as error:
+        return _blocked(config, str(error)), None, Scheme()
+    return _architecture(model), model, scheme
+
+
+def _blocked(config: Mapping[str, Any], obstacle: str) -> dict[str, Any]:
+    text = config.get("text_config")
+    inner = {**config, **text} if isinstance(text, dict) else config
+    architectures = config.get("architectures")
+    return {
+        "architecture": architectures[0] if isinstance(architectures, list) and architectures else None,
+        "model_type": config.get("model_type"),
+        "num_layers": inner.get("num_hidden_layers"),
+        "max_position_embeddings": inner.get("max_position_embeddings"),
+        "runs": None,
+        "obstacle": " ".join(obstacle.split()),
+    }
+
+
+def _scheme(scheme: Scheme) -> dict[str, Any]:
+    return {
+        "method": scheme.method,
+        "weight_format": scheme.weight_format,
+        "kv_format": scheme.kv_format,
+        "kv_static": scheme.kv_static,
+        "description": scheme.description,
+        "fp8_weights": {},
+    }
+
+
+def _kv_cache(scales: KVScales | None) -> dict[str, Any]:
+    empty = scales is None or scales.empty
+    return {
         "kv_cache": {
-            "scales_format": None if scales.empty else scales.format,
-            "scales_format_assumed": scales.format_assumed,
-            "scales": [] if scales.empty else _scales(scales),
-        },
+            "scales_format": None if scales is None or empty else scales.format,
+            "scales_format_assumed": scales is not None and scales.format_assumed,
+            "scales": [] if scales is None or empty else _scales(scales),
+        }
     }
 
 
@@ -116,6 +175,7 @@ def _describe_rank_export(model: str, path: Path) -> dict[str, Any]:
         "num_layers": export.num_layers,
         "max_position_embeddings": export.max_position_embeddings,
         "runs": None,
+        "obstacle": "an export for TensorRT-LLM: its KV scales can be read",
         "num_parameters": None,
         "bytes": sizes(export),
         "scheme": {
@@ -126,11 +186,7 @@ def _describe_rank_export(model: str, path: Path) -> dict[str, Any]:
             "description": export.description,
             "fp8_weights": {},
         },
-        "kv_cache": {
-            "scales_format": None if scales.empty else scales.format,
-            "scales_format_assumed": scales.format_assumed,
-            "scales": [] if scales.empty else _scales(scales),
-        },
+        **_kv_cache(scales),
     }
 
 
@@ -141,6 +197,7 @@ def _architecture(config: ModelConfig) -> dict[str, Any]:
         "num_layers": config.num_layers,
         "max_position_embeddings": config.max_position_embeddings,
         "runs": "natively" if config.foreign is None else "through transformers",
+        "obstacle": None,
     }
 
 
@@ -200,11 +257,11 @@ def _print_table(facts: dict[str, Any]) -> None:
     sizes = ", ".join(f"{_size(count)} {dtype}" for dtype, count in facts["bytes"].items())
     for label, value in (
         ("model", facts["path"]),
-        ("architecture", f"{facts['architecture']}, {facts['num_layers']} layers"),
-        ("runs", facts["runs"] or "no; its KV scales can be read"),
+        ("architecture", f"{facts['architecture'] or 'unknown'}, {facts['num_layers'] or 'unknown'} layers"),
+        ("runs", facts["runs"] or f"no: {facts['obstacle']}"),
         ("parameters", _or_unknown(facts["num_parameters"], lambda n: f"{n / 1e6:,.1f} M")),
         ("context", _or_unknown(facts["max_position_embeddings"], lambda n: f"{n:,} tokens")),
-        ("weights", sizes),
+        ("weights", sizes or "none: a config.json alone"),
         ("declared scheme", facts["scheme"]["description"]),
         ("FP8 matrices", "; ".join(f"{n}: {kind}" for kind, n in facts["scheme"]["fp8_weights"].items()) or "none"),
         ("KV scales", _made_for(facts["kv_cache"])),

@@ -36,24 +36,62 @@ _GEMMA3 = Family(
     local_theta=1e4,
 )
 
+_MISTRAL = Family(
+    "MistralForCausalLM",
+    {
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "sliding_window": 4096,
+        "use_sliding_window": True,
+    },
+    _WINDOW_KEYS,
+    mixed_windows=False,
+)
+
 FAMILIES = {
     "llama": Family(
         "LlamaForCausalLM",
         {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
         words("attention_bias mlp_bias layer_types"),
     ),
-    "mistral": Family(
-        "MistralForCausalLM",
+    "mistral": _MISTRAL,
+    "ministral3": Family(
+        "Ministral3ForCausalLM",
         {
-            "max_position_embeddings": 131072,
+            "vocab_size": 131072,
+            "max_position_embeddings": 262144,
             "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
             "bos_token_id": 1,
             "eos_token_id": 2,
-            "sliding_window": 4096,
             "use_sliding_window": True,
         },
         _WINDOW_KEYS,
         mixed_windows=False,
+        query_scaling=True,
+        default_rope={
+            "rope_type": "yarn",
+            "rope_theta": 1e6,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16384,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    ),
+    "mistral3": replace(
+        _MISTRAL,
+        architecture="Mistral3ForConditionalGeneration",
+        bodies=(("model.language_model.", ""), ("language_model.model.", "language_model.")),
+        text_type="mistral",
+        other_texts=("ministral3",),
+        wrapper_keys=words("vision_config image_token_index image_token_id projector_hidden_act spatial_merge_size")
+        | words("vision_feature_layer multimodal_projector_bias"),
     ),
     "qwen2": Family(
         "Qwen2ForCausalLM",

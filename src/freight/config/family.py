@@ -38,7 +38,10 @@ class Family:
     partial_rotary     whether `partial_rotary_factor` may leave channels unrotated
     bodies             what may precede the names of the decoder's tensors, and that of its head; the first is usual
     moe                what its config.json says of experts; None: it has none
+    default_rope       `rope_parameters` where config.json has neither these nor `rope_scaling`; None: a plain rope
+    query_scaling      whether yarn has `llama_4_scaling_beta`: queries are multiplied by a factor of their position
     text_type          the model_type in `text_config`, where the decoder is described, if it is one part of the model
+    other_texts        further model_types that `text_config` may have; their own rows describe the decoder then
     wrapper_keys       keys outside of `text_config`; they describe the other parts
     """
 
@@ -64,5 +67,8 @@ class Family:
     partial_rotary: bool = False
     bodies: tuple[tuple[str, str], ...] = (("model.", ""),)
     moe: MoEFamily | None = None
+    default_rope: Mapping[str, Any] | None = None
+    query_scaling: bool = False
     text_type: str | None = None
+    other_texts: tuple[str, ...] = ()
     wrapper_keys: frozenset[str] = frozenset()

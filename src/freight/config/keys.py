@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from freight.config.families import FAMILIES
@@ -90,21 +91,38 @@ def decoder_config(config: Mapping[str, Any]) -> tuple[str, Family, Mapping[str,
     Raises CheckpointError for keys that are neither read, nor harmless, nor switched off (null, false, empty).
     """
     model_type, family = find_family(config)
+    family, text_type, text = _decoder_row(config, family)
     own = (READ - family.lacks) | family.keys | ({"attention_bias"} if family.qkv_bias else set())
     own |= family.moe.keys if family.moe is not None else set()
-    if family.text_type is None:
+    if text_type is None:
         _refuse_unknown_keys(config, own, model_type)
         return model_type, family, config
-    text = config.get("text_config")
-    if not isinstance(text, Mapping) or text.get("model_type", family.text_type) != family.text_type:
-        raise CheckpointError(
-            f"config.json: text_config = {text!r} with model_type {model_type!r} is not implemented; an object of "
-            f"model_type {family.text_type!r} is"
-        )
-    _refuse_unknown_keys(text, own, family.text_type)
+    _refuse_unknown_keys(text, own, text_type)
     outside = _SHARED | family.wrapper_keys | {"model_type", "architectures", "text_config"}
     _refuse_unknown_keys(config, outside, model_type)
     return model_type, family, {**text, **{key: config[key] for key in sorted(_SHARED) if config.get(key) is not None}}
+
+
+def _decoder_row(
+    config: Mapping[str, Any], family: Family
+) -> tuple[Family, str, Mapping[str, Any]] | tuple[Family, None, Mapping[str, Any]]:
+    """(the row of the decoder, the model_type in `text_config`, `text_config`), or (family, None, config) without one.
+
+    The decoder's row has the wrapper's architecture, names of tensors and keys outside.
+    """
+    if family.text_type is None:
+        return family, None, config
+    text, types = config.get("text_config"), (family.text_type, *family.other_texts)
+    text_type = text.get("model_type", family.text_type) if isinstance(text, Mapping) else None
+    if not isinstance(text, Mapping) or text_type not in types:
+        raise CheckpointError(
+            f"config.json: text_config = {text!r} with model_type {config.get('model_type')!r} is not implemented; an "
+            f"object of model_type {choices(map(repr, types))} is"
+        )
+    if text_type == family.text_type:
+        return family, text_type, text
+    outer = {name: getattr(family, name) for name in ("architecture", "bodies", "text_type", "wrapper_keys")}
+    return replace(FAMILIES[text_type], **outer), text_type, text
 
 
 def _refuse_unknown_keys(config: Mapping[str, Any], known: frozenset[str], model_type: str) -> None:

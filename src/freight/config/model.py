@@ -113,8 +113,10 @@ def parse_model_config(config: Mapping[str, Any], tensors: Collection[str] = ())
     `tensors` are the names of the checkpoint's tensors: where the decoder is one part of a model, they show where.
     A config.json that names no dtype means float32, as it did before transformers wrote one.
     """
+    outer = config
     model_type, family, config = decoder_config(config)
     config = with_defaults(config, family)
+    prefixes = _prefixes(family, tensors)
     hidden_size = integer(config, "hidden_size")
     limit = integer(config, "max_position_embeddings")
     mixer = _mixer(config, family, hidden_size)
@@ -138,12 +140,12 @@ def parse_model_config(config: Mapping[str, Any], tensors: Collection[str] = ())
         norm_eps=number(config, "rms_norm_eps", 1e-6) if family.norm_eps is None else family.norm_eps,
         norm_offset=family.norm_offset,
         embedding_multiplier=hidden_size**0.5 if family.scales_embedding else None,
-        tie_word_embeddings=flag(config, "tie_word_embeddings"),
+        tie_word_embeddings=_tied(outer, config, family, prefixes[1], tensors),
         logit_soft_cap=_soft_cap(config, "final_logit_softcapping"),
         checkpoint_format=declared_format(config),
         bos_token_id=next(iter(token_ids(config, "bos_token_id", None)), None),
         eos_token_ids=token_ids(config, "eos_token_id", None),
-        prefixes=_prefixes(family, tensors),
+        prefixes=prefixes,
         norm_kind=family.norm_kind,
         final_norm=final_norm,
         position_offset=family.position_offset,
@@ -177,6 +179,16 @@ def sampling_defaults(generation_config: Mapping[str, Any] | None) -> dict[str, 
 def _prefixes(family: Family, tensors: Collection[str]) -> tuple[str, str]:
     found = (body for body in family.bodies if any(name.startswith(body[0]) for name in tensors))
     return next(found, family.bodies[0])
+
+
+def _tied(
+    outer: Mapping[str, Any], config: Mapping[str, Any], family: Family, prefix: str, tensors: Collection[str]
+) -> bool:
+    """Of a decoder that is one part of a model, transformers reads the key outside, which ties without being there; but
+    a head that is stored is used."""
+    if family.text_type is not None and outer.get("tie_word_embeddings") is None and tensors:
+        return f"{prefix}lm_head.weight" not in tensors
+    return flag(config, "tie_word_embeddings")
 
 
 def _norms(config: Mapping[str, Any], family: Family) -> tuple[NormPlacement, bool]:

@@ -17,9 +17,10 @@ class RopeConfig:
 
     linear: factor. llama3: factor, low_freq_factor, high_freq_factor, original_max_position_embeddings.
     yarn: factor, original_max_position_embeddings and, where the checkpoint has them, attention_factor, beta_fast,
-    beta_slow, mscale, mscale_all_dim, truncate. longrope: factor, original_max_position_embeddings, perhaps
-    attention_factor, and what divides each frequency, [rotary_dim / 2]: `short_factors` where no position lies beyond
-    the original length, else `long_factors`. The first `rotary_dim` channels of a head are rotated.
+    beta_slow, mscale, mscale_all_dim, truncate, llama_4_scaling_beta (of queries: `layers.rope`).
+    longrope: factor, original_max_position_embeddings, perhaps attention_factor, and what divides each frequency,
+    [rotary_dim / 2]: `short_factors` where no position lies beyond the original length, else `long_factors`.
+    The first `rotary_dim` channels of a head are rotated.
     """
 
     rotary_dim: int
@@ -41,6 +42,7 @@ _OPTIONAL = {
     "yarn": frozenset({"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}),
     "longrope": frozenset({"attention_factor"}),
 }
+QUERY_SCALING = "llama_4_scaling_beta"
 _OTHER = frozenset({"type", "rope_type", "rope_theta", "partial_rotary_factor", "finetuned"})
 _LAYER_KINDS = ("full_attention", "sliding_attention")
 
@@ -75,10 +77,14 @@ def _parse_rope(
     for key, value in declared.items():
         if not isinstance(value, Mapping):
             raise CheckpointError(f"config.json: {key} = {value!r} is not a JSON object")
+    if not declared and family.default_rope is not None:
+        declared = {"rope_parameters": family.default_rope}
     plain = RopeConfig(_rotary_dim(config, {}, family, head_dim), number(config, "rope_theta", theta))
     parsed = {
         key: _parse(
-            key, value, config, replace(plain, rotary_dim=_rotary_dim(config, value, family, head_dim)), max_positions
+            *(key, value, config, family),
+            replace(plain, rotary_dim=_rotary_dim(config, value, family, head_dim)),
+            max_positions,
         )
         for key, value in declared.items()
     }
@@ -108,7 +114,12 @@ def _rotary_dim(config: Mapping[str, Any], rope: Mapping[str, Any], family: Fami
 
 
 def _parse(
-    where: str, rope: Mapping[str, Any], config: Mapping[str, Any], plain: RopeConfig, max_positions: int
+    where: str,
+    rope: Mapping[str, Any],
+    config: Mapping[str, Any],
+    family: Family,
+    plain: RopeConfig,
+    max_positions: int,
 ) -> RopeConfig:
     kinds = {rope[key] for key in ("type", "rope_type") if rope.get(key) is not None} or {"default"}
     kind = kinds.pop()
@@ -116,6 +127,9 @@ def _parse(
     if kinds or kind not in _REQUIRED:
         named = repr(kind) if not kinds else f"type {rope['type']!r} and rope_type {rope['rope_type']!r}"
         raise CheckpointError(f"config.json: {where} of {named} is not implemented; {choices(_REQUIRED)} are")
+    allowed = _REQUIRED[kind] | _OPTIONAL.get(kind, frozenset())
+    if family.query_scaling:
+        rope, allowed = _with_query_scaling(where, rope, kind), allowed | {QUERY_SCALING}
     thetas = {number(source, "rope_theta") for source in (rope, config) if source.get("rope_theta") is not None}
     if len(thetas) > 1:
         raise CheckpointError(
@@ -131,7 +145,6 @@ def _parse(
         values["original_max_position_embeddings"] = original
     if kind in ("yarn", "longrope") and "factor" not in values:
         values["factor"] = max_positions / number(values, "original_max_position_embeddings")
-    allowed = _REQUIRED[kind] | _OPTIONAL.get(kind, frozenset())
     for key in sorted(_REQUIRED[kind] - set(values)):
         raise CheckpointError(f"config.json: {where} of kind {kind!r} lacks {key}")
     for key in sorted(set(values) - allowed):
@@ -143,6 +156,16 @@ def _parse(
         raise CheckpointError(f"config.json: {where} needs high_freq_factor > low_freq_factor, and has {dict(rope)}")
     theta = thetas.pop() if thetas else plain.theta
     return RopeConfig(plain.rotary_dim, theta, kind, parameters, *factors)
+
+
+def _with_query_scaling(where: str, rope: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
+    """`rope` of a family with `query_scaling`, without the model's length, which it repeats."""
+    if kind != "yarn" or rope.get(QUERY_SCALING) is None:
+        raise CheckpointError(
+            f"config.json: {where} = {dict(rope)!r} must be of type 'yarn' and have {QUERY_SCALING}, 0 for queries "
+            "that are not scaled by their position"
+        )
+    return {key: value for key, value in rope.items() if key != "max_position_embeddings"}
 
 
 _FACTORS = ("short_factor", "long_factor")
@@ -162,4 +185,4 @@ def _value(where: str, values: Mapping[str, Any], key: str) -> float | bool:
         if not isinstance(value, bool):
             raise CheckpointError(f"config.json: truncate = {value!r} in {where} must be true or false")
         return value
-    return number(values, key, least=0.0 if key.startswith("mscale") else None)
+    return number(values, key, least=0.0 if key.startswith("mscale") or key == QUERY_SCALING else None)

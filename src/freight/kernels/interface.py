@@ -120,7 +120,8 @@ class KernelSet(Protocol):
         ...
 
     def rotate_store(self, qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor, pages: KVPages) -> Tensor:
-        """Norm q and k, subtract the center of keys, rotate q and k, quantize k and v into `slots`; returns q.
+        """Norm q and k, subtract the center of keys, rotate q and k, multiply q by its factor, quantize k and v into
+        `slots`; returns q.
 
         qkv: [rows, num_heads * k_dim + num_kv_heads * (k_dim + v_dim)], the heads of q, then of k, then of v; positions
         and slots: [rows] int64, slot -1 stores nothing. Returns [rows, num_heads, k_dim].

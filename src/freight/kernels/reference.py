@@ -169,6 +169,15 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1).to(x.dtype)
 
 
+def rotate_queries(q: Tensor, rotary: Rotary, positions: Tensor) -> Tensor:
+    """`rotate` at `positions`, then times `rotary.q_factor`: each step rounds to q's dtype.
+
+    q: [rows, num_heads, k_dim]; positions: [rows]
+    """
+    q = rotate(q, rotary.cos[positions], rotary.sin[positions])
+    return q if rotary.q_factor is None else q * rotary.q_factor[positions].to(q.dtype)[:, None, None]
+
+
 def split_heads(qkv: Tensor, rotary: Rotary, pages: KVPages) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v before rotary embedding: q and k normed, the center of keys subtracted.
 
@@ -186,14 +195,14 @@ def split_heads(qkv: Tensor, rotary: Rotary, pages: KVPages) -> tuple[Tensor, Te
 
 
 def rotate_store(qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor, pages: KVPages) -> Tensor:
-    """The steps between projection and attention: `split_heads`, `rotate` q and k at `positions`, `store_kv`.
+    """The steps between projection and attention: `split_heads`, `rotate` k at `positions` and `store_kv`;
+    `rotate_queries`.
 
     Returns q, [rows, num_heads, k_dim].
     """
     q, k, v = split_heads(qkv, rotary, pages)
-    cos, sin = rotary.cos[positions], rotary.sin[positions]
-    store_kv(rotate(k, cos, sin), v, slots, pages)
-    return rotate(q, cos, sin)
+    store_kv(rotate(k, rotary.cos[positions], rotary.sin[positions]), v, slots, pages)
+    return rotate_queries(q, rotary, positions)
 
 
 def store_kv(k: Tensor, v: Tensor, slots: Tensor, pages: KVPages) -> None:

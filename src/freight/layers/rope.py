@@ -9,6 +9,9 @@ llama3    long wavelengths divided by `factor`, short ones kept, a linear ramp b
 yarn      the same idea with bounds in rotations, and attention scaled by `attention_factor` (Peng et al. 2023)
 longrope  every frequency divided by a factor of its own, from the short list or the long one (Ding et al. 2024). The
           longest context that the tables are built for decides which list, so that keys in the cache stay valid
+
+Where yarn has `llama_4_scaling_beta`, queries are multiplied by 1 + beta * ln(1 + floor(position / original length)),
+which keeps attention as sharp in long contexts as in short ones (Llama 4, Ministral 3).
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import torch
 from torch import Tensor
 
 from freight.config.model import RopeConfig
+from freight.config.rope import QUERY_SCALING
 from freight.operands.rotary import Rotary
 
 
@@ -37,7 +41,22 @@ def build_rope(config: RopeConfig, max_positions: int, device: str) -> Rotary:
     """The tables for positions below `max_positions`, without norms."""
     inverse, factor = inverse_frequencies(config, max_positions)
     angles = torch.outer(torch.arange(max_positions, dtype=torch.float32, device="cpu"), inverse)
-    return Rotary((angles.cos() * factor).to(device), (angles.sin() * factor).to(device))
+    q_factor = _query_factor(config, max_positions)
+    return Rotary(
+        (angles.cos() * factor).to(device),
+        (angles.sin() * factor).to(device),
+        q_factor=None if q_factor is None else q_factor.to(device),
+    )
+
+
+def _query_factor(config: RopeConfig, max_positions: int) -> Tensor | None:
+    """[max_positions] float32, computed as transformers does."""
+    beta = config.parameters.get(QUERY_SCALING)
+    if not beta:
+        return None
+    positions = torch.arange(max_positions, dtype=torch.int64, device="cpu")
+    spans = torch.floor(positions.float() / config.parameters["original_max_position_embeddings"])
+    return 1 + beta * torch.log(1 + spans)
 
 
 def inverse_frequencies(config: RopeConfig, max_positions: int) -> tuple[Tensor, float]:

@@ -71,6 +71,8 @@ _VISION = tuple(
 ARCHITECTURES = {
     "LlamaForCausalLM": TensorNames(),
     "MistralForCausalLM": TensorNames(),
+    "Ministral3ForCausalLM": TensorNames(),
+    "Mistral3ForConditionalGeneration": TensorNames(unused=_VISION),
     "Qwen2ForCausalLM": TensorNames(),
     "Qwen3ForCausalLM": TensorNames(),
     "Qwen2MoeForCausalLM": TensorNames(),

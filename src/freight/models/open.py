@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from freight.cache.pool import cache_spec
 from freight.cache.spec import KVCacheSpec
@@ -59,22 +61,23 @@ def open_folder(path: Path, name: str) -> OpenCheckpoint:
     """Open the checkpoint in `path`, which the user named `name`."""
     refuse_to_run(path, name)
     checkpoint = Checkpoint(path)
-    config = read_model_config(checkpoint)
+    config = read_model_config(checkpoint.config, checkpoint.names)
     scheme = read_scheme(checkpoint.config, checkpoint.hf_quant_config)
     return OpenCheckpoint(checkpoint, config, scheme, read_kv_scales(checkpoint, config, scheme))
 
 
-def read_model_config(checkpoint: Checkpoint) -> ModelConfig:
-    """What the checkpoint's config.json describes: a row of Freight's, else a model of transformers that can be run.
+def read_model_config(config: Mapping[str, Any], tensors: Collection[str] = ()) -> ModelConfig:
+    """What a config.json describes: a row of Freight's, else a model of transformers that can be run. `tensors` are the
+    names of the checkpoint's tensors.
 
     Raises CheckpointError for a key of a row's that stands in the way, and for what is neither.
     """
-    model_type = checkpoint.config.get("model_type")
+    model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type in FAMILIES:
-        return parse_model_config(checkpoint.config, checkpoint.names)
+        return parse_model_config(config, tensors)
     from freight.models.fallback_probe import foreign_config  # transformers' modeling code takes seconds to import
 
-    return foreign_config(checkpoint.config)
+    return foreign_config(config)
 
 
 def require_native(model: ModelConfig, name: str, what: str) -> None:

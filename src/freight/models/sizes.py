@@ -13,6 +13,7 @@ from enum import StrEnum
 
 from freight.config.layer import DenseConfig, LayerConfig, MoEConfig, NormKind, NormPlacement
 from freight.config.model import ModelConfig
+from freight.config.rope import QUERY_SCALING
 from freight.fp8.formats import Format
 from freight.fp8.scheme import Activations, LinearScheme, WeightScales
 from freight.models.architectures import TensorNames, tensor_names
@@ -36,7 +37,7 @@ class Layout(StrEnum):
 @dataclass(frozen=True)
 class LoadedBytes:
     """Bytes of a loaded model. `embeddings`: embedding, head and their projections; `layers`: layers and norms, with
-    scales and biases; `tables`: cos and sin of every position.
+    scales and biases; `tables`: cos, sin and the factor of queries of every position.
     """
 
     layers: int
@@ -74,6 +75,7 @@ def loaded_bytes(
     count = _Count(model, compute, weights, linear_of, layout, tensor_names(model))
     layers = sum(count.layer(index, layer) for index, layer in enumerate(model.layers))
     tables = sum(2 * _SCALE * max_len * (rope.rotary_dim // 2) for rope in model.ropes)
+    tables += sum(_SCALE * max_len for rope in model.ropes if rope.parameters.get(QUERY_SCALING))
     final = count.norm(model.hidden_size) if model.final_norm else 0
     return LoadedBytes(layers + final, count.embeddings(), tables)
 

@@ -31,7 +31,7 @@ def weight_bytes(model: LanguageModel) -> WeightBytes:
         return WeightBytes(*model.num_bytes)
     outer = _tensors((model.embedding, model.head))
     inner = _tensors((model.layers, model.norm))
-    rope = _tensors(tuple((rotary.cos, rotary.sin) for rotary in model.rotaries))
+    rope = _tensors(tuple((rotary.cos, rotary.sin, rotary.q_factor) for rotary in model.rotaries))
     return WeightBytes(
         layers=sum(size for at, size in inner.items() if at not in outer and at not in rope),
         embeddings=sum(outer.values()),

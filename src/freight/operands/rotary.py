@@ -16,12 +16,15 @@ class Rotary:
     norms      weights of RMSNorm over each head of q, and of k: [head_dim], in the compute dtype or float32
                (`KernelSet.add_rms_norm`)
     eps        of these norms
+    q_factor   [max_positions] float32, contiguous: multiplies queries by position once they are rotated, all their
+               channels, both rounded to the compute dtype (Ministral 3); None: nothing does
     """
 
     cos: Tensor
     sin: Tensor
     norms: tuple[Tensor, Tensor] | None = None
     eps: float = 0.0
+    q_factor: Tensor | None = None
 
     @property
     def rotary_dim(self) -> int:

@@ -72,13 +72,14 @@ def keep(
     format: Format, scales: str, dim: int, rows: int, target: Target, more: bool = False,
     rotary_dim: int | None = None, v_dim: int | None = None,
 ) -> None:  # fmt: skip
-    """`more`: norms of heads, and a center of keys."""
+    """`more`: norms of heads, a factor of queries, and a center of keys."""
     v_dim = v_dim or dim
     cache, row = pages(format, scales, 8, dim, v_dim), empty(rows, dtype=torch.int64)
     norms = (empty(dim), empty(dim)) if more else None
     half = (dim if rotary_dim is None else rotary_dim) // 2
     rotary = Rotary(*(empty(8192, half, dtype=torch.float32) for _ in ("cos", "sin")), norms, 1e-6)
     if more:
+        rotary = replace(rotary, q_factor=empty(8192, dtype=torch.float32))
         b, none = empty(8, dim, dtype=torch.float32), empty(0)
         cache = replace(cache, k_center=KeyCenter(b, none, none, none, none))
     store.rotate_store(target, empty(rows, 40 * dim + 8 * v_dim), rotary, row, row, cache)

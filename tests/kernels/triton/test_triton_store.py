@@ -170,3 +170,24 @@ def test_many_rows_are_stored_as_few_are(scales, monkeypatch, device):
     monkeypatch.setattr(store, "FEW_ROWS", 0)
     assert torch.equal(rotate_store(qkv, make_rotary(16, device), positions, slots, many), q)
     assert_same(many, few)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rotary_dim", [0, 8, 24])
+def test_the_factor_of_queries(rotary_dim, dtype, device):
+    """It multiplies queries, unrotated channels too, once they are rounded; what is stored does not depend on it."""
+    torch.manual_seed(4)
+    rows, heads, kv_heads, k_dim, v_dim = 6, 3, 2, 24, 16
+    qkv = (torch.randn(rows, heads * k_dim + kv_heads * (k_dim + v_dim)) * 3).to(dtype).to(device)
+    slots, positions = torch.arange(rows, device=device) + 5, (torch.arange(rows) * 9).to(device)
+    rotary = replace(make_rotary(rotary_dim, device), q_factor=torch.linspace(1, 2, POSITIONS, device=device))
+    if device != "cpu":
+        rotary = replace(rotary, cos=torch.ones_like(rotary.cos), sin=torch.zeros_like(rotary.sin))
+    expected, got = (make_pages(Format.E4M3FN, "token", kv_heads, k_dim, device, v_dim) for _ in range(2))
+    wanted = reference.rotate_store(qkv, rotary, positions, slots, expected)
+    q = store.rotate_store(current_target(), qkv, rotary, positions, slots, got)
+    assert torch.equal(q, wanted)
+    assert_same(got, expected)
+    plain = reference.rotate_store(qkv, replace(rotary, q_factor=None), positions, slots, expected)
+    assert (q[1:] != plain[1:]).float().mean() > 0.9
+    assert_same(got, expected)

@@ -15,10 +15,13 @@ from freight.audit.effects import view
 from freight.audit.facts import read_facts
 from freight.audit.measure import engine_scales, logprobs_as_vllm_cpu
 from freight.audit.rules import Engine
-from freight.audit.vllm_cpu import truncated
+from freight.audit.vllm_cpu import VllmCpuKernels, truncated
 from freight.config.engine import EngineArgs
 from freight.fp8.cast import decode, encode
 from freight.fp8.formats import Format
+from freight.kernels import reference
+from freight.operands.kv_pages import KVPages
+from freight.operands.rotary import Rotary
 
 SAME_LOGPROBS = ("kv_scale_pairs", "modelopt_names", "kv_scale_alone")
 
@@ -66,3 +69,15 @@ def test_the_awq_checkpoint_loses_its_scales_in_silence(write: Write, recorded: 
     said = view(Engine.VLLM, "0.33", read_facts(write(*RECORDED["awq_method"]))[1])
     assert recorded["checkpoints"]["awq_method"]["scales"] == [[1.0, 1.0]] * 6
     assert said.lost == said.unit == tuple(range(6))
+
+
+def test_queries_are_the_reference_s_with_their_factor():
+    """Only what is stored is truncated."""
+    torch.manual_seed(0)
+    angles = torch.rand(8, 4)
+    rotary = Rotary(angles.cos(), angles.sin(), q_factor=torch.linspace(1, 2, 8))
+    qkv, positions, slots = torch.randn(3, 4 * 8), torch.tensor([2, 5, 7]), torch.arange(3)
+    pages = [KVPages(*torch.zeros(2, 1, 4, 1, 8), None, None, torch.zeros(2, dtype=torch.int64)) for _ in range(2)]
+    wanted = reference.rotate_store(qkv, rotary, positions, slots, pages[0])
+    assert torch.equal(VllmCpuKernels().rotate_store(qkv, rotary, positions, slots, pages[1]), wanted)
+    assert not torch.equal(wanted, reference.rotate_queries(qkv.view(3, 4, 8)[:, :2], rotary, positions - 1))

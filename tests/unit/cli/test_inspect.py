@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from freight.cli.inspect import inspect
+from freight.errors import CheckpointError
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 
@@ -91,3 +93,68 @@ def test_an_assumed_format_of_scales_is_said(as_json, partial, capsys):
     assert "made for fp8_e4m3fn, assumed: config.json has no kv_cache_torch_dtype" in said
     inspect(str(FIXTURES / "ct_docs"), False)
     assert "assumed" not in capsys.readouterr().out
+
+
+LLAMA = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 99}  # fmt: skip
+WRAPPED: dict[str, Any] = {
+    "model_type": "mistral3",
+    "text_config": {**LLAMA, "model_type": "ministral3"},
+    "vision_config": {"a": 1},
+}
+CONFIGS: dict[str, tuple[dict[str, Any], str | None, str | None]] = {
+    "native": (LLAMA, "natively", None),
+    "wrapped": (WRAPPED, "natively", None),
+    "by the fallback": ({**LLAMA, "model_type": "arcee"}, "through transformers", None),
+    "unknown key": ({**LLAMA, "new_kind": 7}, None, "new_kind = 7 is unknown to Freight for model_type llama"),
+    "unknown key inside": (
+        {**WRAPPED, "text_config": {**WRAPPED["text_config"], "new_kind": 7}}, None, "new_kind = 7 is unknown"
+    ),
+    "unknown text model": ({**WRAPPED, "text_config": LLAMA}, None, "'mistral' or 'ministral3' is"),
+    "unknown model": ({**LLAMA, "model_type": "none_such"}, None, "model_type 'none_such' is not implemented"),
+    "no fallback": ({**LLAMA, "model_type": "mamba", "ssm_cfg": 1}, None, "ssm_cfg = 1 means recurrent layers"),
+    "quantization": ({**LLAMA, "quantization_config": {"quant_method": "awq"}}, None, "awq"),
+    "nothing": ({}, None, "model_type None is not implemented"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("said", CONFIGS)
+def test_any_config_json_says_whether_it_runs_or_what_stands_in_the_way(as_json, capsys, monkeypatch, tmp_path, said):
+    """Alone as a file, alone in a folder, and beside weights, in one line each."""
+    config, runs, obstacle = CONFIGS[said]
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    facts = as_json(path)
+    assert (facts["runs"], facts["model_type"]) == (runs, config.get("model_type"))
+    assert facts["obstacle"] is None if obstacle is None else obstacle in facts["obstacle"]
+    assert "\n" not in str(facts["obstacle"])
+    assert (facts["num_parameters"], facts["bytes"]) == (None, {})
+    assert as_json(tmp_path) == facts | {"model": str(tmp_path), "path": str(tmp_path)}
+    save_file({"norm.weight": torch.ones(64)}, tmp_path / "model.safetensors")
+    beside = as_json(tmp_path)
+    assert [beside[key] for key in ("runs", "obstacle", "num_parameters")] == [runs, facts["obstacle"], 64]
+    monkeypatch.setenv("COLUMNS", "2000")
+    inspect(str(tmp_path), False)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("runs ")]
+    assert [line.split(maxsplit=1)[1].strip() for line in lines] == [runs or f"no: {facts['obstacle']}"]
+
+
+def test_what_is_known_of_a_model_that_cannot_run(as_json, capsys, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(
+        json.dumps(CONFIGS["unknown key inside"][0] | {"architectures": ["Mistral3ForConditionalGeneration"]})
+    )
+    facts = as_json(path)
+    assert (facts["architecture"], facts["num_layers"]) == ("Mistral3ForConditionalGeneration", 2)
+    inspect(str(path), False)
+    assert "none: a config.json alone" in " ".join(capsys.readouterr().out.split())
+
+
+def test_damage_is_an_error_still(tmp_path):
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(CheckpointError, match="list, not a JSON object"):
+        inspect(str(tmp_path), True)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(CheckpointError, match="freight convert"):
+        inspect(str(tmp_path), True)

@@ -75,6 +75,56 @@ def test_what_a_wrapper_must_not_have_is_named(said, named):
         parse_model_config(said)
 
 
+MISTRAL_3 = {  # as Ministral-3-8B has it
+    "architectures": ["Mistral3ForConditionalGeneration"],
+    "dtype": "bfloat16",
+    "image_token_index": 10,
+    "model_type": "mistral3",
+    "multimodal_projector_bias": False,
+    "projector_hidden_act": "gelu",
+    "spatial_merge_size": 2,
+    "transformers_version": "5.0.0.dev0",
+    "vision_config": {"model_type": "pixtral"},
+    "vision_feature_layer": -1,
+}
+
+
+@pytest.mark.parametrize("text_type", ["mistral", "ministral3"])
+def test_the_text_model_in_mistral_3_is_of_either_kind(text_type):
+    text = {**SHAPE, "model_type": text_type, "sliding_window": None}
+    model = parse_model_config({**MISTRAL_3, "text_config": text})
+    alone = parse_model_config({**text, "dtype": "bfloat16"})
+    assert model == replace(
+        alone, model_type="mistral3", architecture="Mistral3ForConditionalGeneration",
+        prefixes=("model.language_model.", ""),
+    )  # fmt: skip
+    assert (alone.layers[0].mixer.k_dim, alone.ropes[0].kind) == {
+        "mistral": (64, "default"), "ministral3": (128, "yarn")
+    }[text_type]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ({"model_type": "mistral4"}, "'mistral4'.*'mistral' or 'ministral3' is"),
+        ({"model_type": "ministral3", "something_new": 7}, "something_new = 7 is unknown .* ministral3"),
+        ({"model_type": "mistral", "rope_parameters": {"rope_type": "yarn", "llama_4_scaling_beta": 1}}, "llama_4_sc"),
+    ],
+)
+def test_what_the_text_model_in_mistral_3_must_not_have_is_named(text, named):
+    with pytest.raises(CheckpointError, match=named):
+        parse_model_config({**MISTRAL_3, "text_config": {**SHAPE, **text}})
+
+
+@pytest.mark.parametrize(("names", "tied"), [(["language_model.lm_head.weight"], False), ([], True)])
+def test_a_head_that_is_stored_beside_a_vision_model_is_used(names, tied):
+    """Where the key outside is absent, transformers ties unless a head is stored, whatever text_config says."""
+    said = {**MISTRAL_3, "text_config": {**SHAPE, "model_type": "mistral", "tie_word_embeddings": not tied}}
+    tensors = ["language_model.model.norm.weight", *names]
+    assert parse_model_config(said, tensors).tie_word_embeddings == tied
+    assert parse_model_config({**said, "tie_word_embeddings": True}, tensors).tie_word_embeddings
+
+
 def test_partial_rotation_of_phi_3():
     def rotary_dim(**more):
         return parse_model_config(config("phi3", **more)).ropes[0].rotary_dim

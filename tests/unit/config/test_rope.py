@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from tests.unit.config.test_model import config, refused
+from transformers import Ministral3Config
+from transformers.models.ministral3 import modeling_ministral3
 
 from freight.config.model import parse_model_config
+from freight.layers.rope import build_rope
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 LINEAR = {"type": "linear", "factor": 4.0}
@@ -84,3 +88,44 @@ def test_bad_rope_is_named(scaling, named):
 def test_rope_contradictions():
     refused("rope_theta", "500", "10000", rope_theta=1e4, rope_parameters={"rope_type": "default", "rope_theta": 500.0})
     refused("contradicts", rope_scaling=LINEAR, rope_parameters={"rope_type": "default"})
+
+
+SCALED = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024, "llama_4_scaling_beta": 0.1}
+
+
+def test_queries_of_ministral_3_are_scaled_by_their_position():
+    """`type` beside `rope_type`, and the length inside, as Mistral writes them; without any, the class's own."""
+    whole = {**SCALED, "type": "yarn", "max_position_embeddings": 4096, "rope_theta": 1e6}
+    for said in ({"rope_parameters": whole}, {"rope_scaling": SCALED, "rope_theta": 1e6}):
+        rope = parse_model_config(config("ministral3", **said)).ropes[0]
+        assert rope.parameters == {key: value for key, value in SCALED.items() if key != "rope_type"}
+        assert (rope.kind, rope.theta) == ("yarn", 1e6)
+    default = parse_model_config(config("ministral3")).ropes[0]
+    theirs = Ministral3Config().rope_parameters
+    assert dict(default.parameters) | {"rope_theta": default.theta, "rope_type": default.kind} == {
+        key: value for key, value in theirs.items() if key not in ("max_position_embeddings", "type")
+    }
+
+
+@pytest.mark.parametrize("rope", [{**SCALED, "llama_4_scaling_beta": None}, {"rope_type": "default"}])
+def test_a_rope_of_ministral_3_says_how_queries_are_scaled(rope):
+    refused("llama_4_scaling_beta", "yarn", model_type="ministral3", rope_parameters=rope)
+
+
+def test_queries_of_other_families_are_not_scaled():
+    refused("llama_4_scaling_beta", "0.1", model_type="mistral", rope_parameters=SCALED)
+    refused(
+        "llama_4_scaling_beta", "-1", model_type="ministral3", rope_parameters=SCALED | {"llama_4_scaling_beta": -1}
+    )
+
+
+def test_the_factor_of_queries_is_that_of_transformers():
+    """The table's bits, in spans of the original length; a beta of 0 needs no table."""
+    table = build_rope(parse_model_config(config("ministral3", rope_parameters=SCALED)).ropes[0], 5000, "cpu").q_factor
+    theirs = modeling_ministral3.get_llama_4_attn_scale(torch.arange(5000)[None], 0.1, 1024)
+    assert table is not None
+    assert torch.equal(table, theirs[0, 0, :, 0])
+    assert (table[:1024] == 1).all()
+    assert table[1024] == pytest.approx(1.0693, abs=1e-4)
+    for said in (config("ministral3", rope_parameters=SCALED | {"llama_4_scaling_beta": 0}), config()):
+        assert build_rope(parse_model_config(said).ropes[0], 10, "cpu").q_factor is None

@@ -38,7 +38,8 @@ def require_equal(opened: OpenModel, kernels: str, linear_of: LinearOf) -> None:
     config = opened.resolve(opened.args)
     decoder = opened.load(config)
     held = weight_bytes(decoder)
-    rope = {table.data_ptr(): table.nbytes for rotary in decoder.rotaries for table in (rotary.cos, rotary.sin)}
+    tables = (table for rotary in decoder.rotaries for table in (rotary.cos, rotary.sin, rotary.q_factor))
+    rope = {table.data_ptr(): table.nbytes for table in tables if table is not None}
     counted = loaded_bytes(
         *(opened.model, config.compute_format, config.weight_format, linear_of, layout_of(kernels)),
         config.max_model_len,
@@ -62,7 +63,7 @@ def shape_file(variant: str, folder: Path) -> Path:
 
 FAMILIES = (
     *("llama", "llama-tied", "llama-biases", "mistral-window", "qwen2", "qwen3", "gemma2", "gemma2-untied"),
-    *("gemma3-two-ropes", "phi3-partial", "opt", "opt-untied", "opt-350m", "opt-without-final-norm"),
+    *("gemma3-two-ropes", "phi3-partial", "opt", "opt-untied", "opt-350m", "opt-without-final-norm", "ministral3"),
     *("mixtral", "qwen2-moe", "qwen2-moe-sparse", "qwen3-moe", "qwen3-moe-dense-layer"),
 )
 

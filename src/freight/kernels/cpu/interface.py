@@ -15,7 +15,7 @@ from freight.fp8.formats import Format
 from freight.operands.activation import GatedActivation
 from freight.operands.weight import Activations
 
-ABI = 13
+ABI = 14
 LANES, CACHE_LINE, MAX_HEAD_DIM = 16, 64, 1024
 
 FORMAT_CODES = {
@@ -97,8 +97,8 @@ class FreightAttention(ctypes.Structure):
 class FreightStore(ctypes.Structure):
     _fields_ = (
         *((name, _POINTER) for name in ("qkv", "q", "k_pages", "v_pages", "k_scale", "v_scale")),
-        *((name, _POINTER) for name in ("positions", "slots", "cos", "sin", "q_norm", "k_norm")),
-        *((name, _POINTER) for name in ("k_center", "counters")),
+        *((name, _POINTER) for name in ("positions", "slots", "cos", "sin", "q_factor", "q_norm")),
+        *((name, _POINTER) for name in ("k_norm", "k_center", "counters")),
         ("rows", _LONG),
         *((name, _INT) for name in ("num_heads", "num_kv_heads", "k_dim", "v_dim", "rotary_dim")),
         *((name, _INT) for name in ("type", "kv_format", "scales", "q_norm_type", "k_norm_type")),

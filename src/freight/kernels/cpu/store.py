@@ -42,6 +42,7 @@ def rotate_store(
             slots=address(slots),
             cos=address(rotary.cos),
             sin=address(rotary.sin),
+            q_factor=address(rotary.q_factor),
             q_norm=address(q_norm),
             k_norm=address(k_norm),
             k_center=address(pages.k_center.b) if pages.k_center else None,

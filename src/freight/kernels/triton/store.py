@@ -108,7 +108,7 @@ def _store(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def rotate_store_kernel(
-    qkv_ptr, q_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, eps, k_center_ptr,
+    qkv_ptr, q_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, q_factor_ptr, q_norm_ptr, k_norm_ptr, eps, k_center_ptr,
     k_page_ptr, v_page_ptr, k_scale_ptr, v_scale_ptr, counters_ptr, num_rows, HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr, K_DIM: tl.constexpr, K_BLOCK: tl.constexpr, V_DIM: tl.constexpr, V_BLOCK: tl.constexpr,
     HALF: tl.constexpr, ROWS: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr,
@@ -128,6 +128,9 @@ def rotate_store_kernel(
         source = row_ptr + head * K_DIM
         if head < HEADS:
             x = _rotated(source, positions, cos_ptr, sin_ptr, q_norm_ptr, eps, None, live, index, K_DIM, HALF)
+            if q_factor_ptr is not None:
+                factor = tl.load(q_factor_ptr + positions, mask=live, other=1.0).to(x.dtype)
+                x = (x.to(tl.float32) * factor.to(tl.float32)[:, None]).to(x.dtype)
             target = q_ptr + (rows.to(tl.int64) * HEADS + head)[:, None] * K_DIM + index[None, :]
             tl.store(target, x, mask=live[:, None] & (index < K_DIM)[None, :])
         else:
@@ -163,7 +166,7 @@ def rotate_store(
     tile = 1 if rows <= FEW_ROWS else 16
     k_block, v_block = triton.next_power_of_2(k_dim), triton.next_power_of_2(v_dim)
     rotate_store_kernel[(triton.cdiv(rows, tile), q.shape[1] + 2 * kv_heads)](
-        *(qkv, q, positions, slots, rotary.cos, rotary.sin, q_norm, k_norm, rotary.eps, k_center),
+        *(qkv, q, positions, slots, rotary.cos, rotary.sin, rotary.q_factor, q_norm, k_norm, rotary.eps, k_center),
         *(carrier(pages.k, target), carrier(pages.v, target), pages.k_scale, pages.v_scale, pages.counters, rows),
         HEADS=q.shape[1],
         KV_HEADS=kv_heads,
