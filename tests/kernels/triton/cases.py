@@ -11,12 +11,13 @@ from torch import Tensor
 
 from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
-from freight.kernels.triton import elementwise, linear, paged, store
+from freight.kernels.triton import elementwise, experts, linear, paged, route, store
 from freight.kernels.triton.formats import Target
 from freight.operands.activation import GatedActivation
 from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KeyCenter, KVPages
 from freight.operands.rotary import Rotary
+from freight.operands.routing import Routing, Scoring
 from freight.operands.weight import Activations, Weight
 
 BF16 = torch.bfloat16
@@ -117,6 +118,27 @@ def activate(
     elementwise.gated(target, empty(64, 2 * size), function, consumer(blocks, activations, size))
 
 
+def mix(format: Format, blocks: bool, activations: Activations, rows: int, target: Target) -> None:
+    """Experts of the size of Qwen3-30B-A3B's; in 16 bits without scales."""
+
+    def stack(outputs: int, inputs: int) -> experts.ExpertStack:
+        shape = (outputs // 128, inputs // 128) if blocks else (outputs,)
+        scale = empty(128, *shape, dtype=torch.float32) if format.is_fp8 else None
+        data = empty(128, outputs, inputs, dtype=torch_dtype(format))
+        one = Weight(data[0], None if scale is None else scale[0], activations)
+        return experts.ExpertStack(data, scale, None, one)
+
+    ids, weights = empty(rows, 8, dtype=torch.int32), empty(rows, 8, dtype=torch.float32)
+    experts.experts(target, empty(rows, 2048), ids, weights, stack(1536, 2048), stack(2048, 768), GatedActivation.SILU)
+
+
+def choose(rows: int, routing: Routing, target: Target) -> None:
+    gate, bias = Weight(empty(routing.num_experts, 2048, dtype=torch.float32)), None
+    if routing.scoring is Scoring.SIGMOID:
+        bias = empty(routing.num_experts, dtype=torch.float32)
+    route.route(empty(rows, 2048), gate, routing, None, bias)
+
+
 # compiled whenever the tests run
 CASES: dict[str, Callable[[Target], object]] = {
     "attention fp8 static": partial(attend, Format.E4M3FN, "static", 8, 4, 128, 8192, None),
@@ -131,6 +153,9 @@ CASES: dict[str, Callable[[Target], object]] = {
     "linear fp8 blocks": partial(multiply, Format.E4M3FN, True, Activations.DYNAMIC, 8192),
     "linear fnuz": partial(multiply, Format.E4M3FNUZ, False, Activations.DYNAMIC, 8192),
     "linear plain one row": partial(multiply, Format.E4M3FN, False, Activations.PLAIN, 1),
+    "experts fp8": partial(mix, Format.E4M3FN, False, Activations.DYNAMIC, 64),
+    "experts fp8 blocks": partial(mix, Format.E4M3FN, True, Activations.DYNAMIC, 64),
+    "route": partial(choose, 64, Routing(128, 8)),
     "norm by row": partial(norm, False, Activations.DYNAMIC, 4096),
     "gated": lambda target: elementwise.gated(target, empty(64, 28672), GatedActivation.SILU),
     "gated by row": partial(activate, False, Activations.DYNAMIC, 14336),
@@ -170,6 +195,10 @@ MORE_CASES: dict[str, Callable[[Target], object]] = {
     "linear fnuz, one row": partial(multiply, Format.E4M3FNUZ, False, Activations.DYNAMIC, 1),
     "linear plain": partial(multiply, Format.E4M3FN, False, Activations.PLAIN, 8192),
     "linear e5m2 plain blocks": partial(multiply, Format.E5M2, True, Activations.PLAIN, 8192),
+    "experts plain": partial(mix, Format.E4M3FN, False, Activations.PLAIN, 64),
+    "experts bf16": partial(mix, Format.BFLOAT16, False, Activations.PLAIN, 64),
+    "experts fnuz": partial(mix, Format.E4M3FNUZ, False, Activations.DYNAMIC, 64),
+    "route groups": partial(choose, 64, Routing(256, 8, Scoring.SIGMOID, num_groups=8, top_groups=4)),
     "norm": lambda target: elementwise.add_rms_norm(target, empty(64, 4096), None, empty(4096), 1e-5),
     "norm by group, wide": partial(norm, True, Activations.DYNAMIC, 16384),
     "norm by row, sandwich": partial(norm, False, Activations.DYNAMIC, 4096, sandwich=True),

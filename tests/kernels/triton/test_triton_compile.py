@@ -55,6 +55,7 @@ def test_registers(reports, target):
     assert names == {
         *("rotate_store_kernel", "prefill_kernel", "decode_kernel", "merge_kernel", "quantize_kernel", "matmul_kernel"),
         *("add_rms_norm_kernel", "gated_kernel", "gated_row_kernel"),
+        *("sort_kernel", "experts_kernel", "weigh_kernel", "choose_kernel"),
     }
     for report in reports[target]:
         assert report["spills"] == 0, report
@@ -67,7 +68,8 @@ def test_registers(reports, target):
 def test_matrix_units(reports, target):
     """Tiles of prefill and of large products go to the widest unit there is; FP8 is multiplied as FP8 where it can."""
     for report in reports[target]:
-        if report["kernel"] in ("prefill_kernel", "decode_kernel", "matmul_kernel"):
+        products = report["kernel"] in ("prefill_kernel", "decode_kernel", "matmul_kernel", "experts_kernel")
+        if products and report["case"] != "route":  # a router multiplies float32
             assert report["products"], report
         if report["kernel"] == "prefill_kernel":
             assert all(PREFILL_PRODUCT[target] in product for product in report["products"]), report
@@ -75,6 +77,8 @@ def test_matrix_units(reports, target):
     if target in FP8_PRODUCT:
         assert FP8_PRODUCT[target] in matmul["linear fp8"]
         assert FP8_PRODUCT[target] in matmul["linear fp8 blocks"]
+        experts = [r["products"] for r in reports[target] if r["kernel"] == "experts_kernel"]
+        assert all("e4m3" in " ".join(found) or "f8f6f4" in " ".join(found) for found in experts)
     assert ("fp8_fp8" in matmul["linear fnuz"]) == (target == "gfx942")
 
 

@@ -25,23 +25,20 @@ from freight.operands.weight import Weight
 FEW_ROWS = 64  # up to here reading the weights takes longer than multiplying with them
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def matmul_kernel(
-    x_ptr, weight_ptr, x_scale_ptr, weight_scale_ptr, bias_ptr, out_ptr, num_rows, num_outputs, x_stride,
-    SIZE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, X_FORMAT: tl.constexpr,
+@triton.jit
+def product(
+    x_ptr, weight_ptr, x_scale_ptr, weight_scale_ptr, bias_ptr, row, output, num_outputs, x_stride, SIZE: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, X_FORMAT: tl.constexpr,
     WEIGHT_FORMAT: tl.constexpr, BLOCKS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """A program: ROWS rows by OUTPUTS outputs of x @ weight.T, [num_rows, SIZE] by [num_outputs, SIZE].
+    """x @ weight.T + bias for the rows `row` of x, all of which exist, and the outputs `output`, in float32.
 
     Without BLOCKS scales belong to rows of x and of the weight, and multiply the finished sum. With it they belong to
-    128 inputs of x and to 128 x 128 blocks of the weight, and INPUTS is 128. x_scale_ptr is None for plain x.
+    128 inputs of x and to 128 x 128 blocks of the weight, and INPUTS is 128. Scales of plain operands are None.
     """
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    live_row = row < num_rows
     live_output = output < num_outputs
-    # indices beyond the last row or output repeat the last, and are not stored
-    x_row = x_ptr + tl.minimum(row, num_rows - 1).to(tl.int64)[:, None] * x_stride
+    x_row = x_ptr + row.to(tl.int64)[:, None] * x_stride
+    # an index beyond the last output repeats the last
     weight_row = weight_ptr + tl.minimum(output, num_outputs - 1).to(tl.int64)[None, :] * SIZE
     GROUPS: tl.constexpr = (SIZE + 127) // 128
     acc = tl.zeros((ROWS, OUTPUTS), tl.float32)
@@ -62,7 +59,7 @@ def matmul_kernel(
             place = output // 128 * GROUPS + group
             part *= tl.load(weight_scale_ptr + place, mask=live_output, other=0.0)[None, :]
             if x_scale_ptr is not None:
-                part *= tl.load(x_scale_ptr + row * GROUPS + group, mask=live_row, other=0.0)[:, None]
+                part *= tl.load(x_scale_ptr + row * GROUPS + group)[:, None]
             acc += part
         else:
             # FP8 sums on Hopper keep 14 bits, so they are added to a float32 sum every 128 inputs
@@ -70,12 +67,30 @@ def matmul_kernel(
             acc = tl.dot(x, weight, acc, input_precision="ieee", max_num_imprecise_acc=PIECE)
     if not BLOCKS:
         if x_scale_ptr is not None:
-            acc *= tl.load(x_scale_ptr + row, mask=live_row, other=0.0)[:, None]
-        acc *= tl.load(weight_scale_ptr + output, mask=live_output, other=0.0)[None, :]
+            acc *= tl.load(x_scale_ptr + row)[:, None]
+        if weight_scale_ptr is not None:
+            acc *= tl.load(weight_scale_ptr + output, mask=live_output, other=0.0)[None, :]
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + output, mask=live_output, other=0.0).to(tl.float32)[None, :]
+    return acc
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def matmul_kernel(
+    x_ptr, weight_ptr, x_scale_ptr, weight_scale_ptr, bias_ptr, out_ptr, num_rows, num_outputs, x_stride,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, X_FORMAT: tl.constexpr,
+    WEIGHT_FORMAT: tl.constexpr, BLOCKS: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """A program: ROWS rows by OUTPUTS outputs of `product`, [num_rows, SIZE] by [num_outputs, SIZE]."""
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    acc = product(
+        x_ptr, weight_ptr, x_scale_ptr, weight_scale_ptr, bias_ptr, tl.minimum(row, num_rows - 1), output, num_outputs,
+        x_stride, SIZE, ROWS, OUTPUTS, INPUTS, X_FORMAT, WEIGHT_FORMAT, BLOCKS, DOT,
+    )  # fmt: skip
     target = out_ptr + row.to(tl.int64)[:, None] * num_outputs + output[None, :]
-    tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=live_row[:, None] & live_output[None, :])
+    live = (row < num_rows)[:, None] & (output < num_outputs)[None, :]
+    tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=live)
 
 
 @dataclass(frozen=True)
@@ -87,6 +102,12 @@ class Tile:
     inputs: int
     warps: int
     stages: int
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """As a kernel over `product` takes them."""
+        sizes = {"ROWS": self.rows, "OUTPUTS": self.outputs, "INPUTS": self.inputs}
+        return sizes | {"num_warps": self.warps, "num_stages": self.stages}
 
 
 def matmul_tile(target: Target, rows: int, blocks: bool, dot: tl.dtype) -> Tile:
@@ -119,15 +140,11 @@ def matmul(
         *(carrier(x, target), carrier(weight.data, target), x_scale, weight.scale, bias, out),
         *(rows, outputs, x.stride(0)),
         SIZE=size,
-        ROWS=tile.rows,
-        OUTPUTS=tile.outputs,
-        INPUTS=tile.inputs,
         X_FORMAT=str(format_of(x)) if x_scale is not None else "",
         WEIGHT_FORMAT=str(format_of(weight.data)),
         BLOCKS=blocks,
         DOT=dot,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+        **tile.constants,
     )
     return out
 

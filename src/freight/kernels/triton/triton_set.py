@@ -12,9 +12,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from freight.kernels import experts
-from freight.kernels.experts import ExpertList
-from freight.kernels.triton import elementwise, linear, paged, store
+from freight.kernels.triton import elementwise, experts, linear, paged, route, store
+from freight.kernels.triton.experts import ExpertStack
 from freight.kernels.triton.formats import Target
 from freight.kernels.triton.rows import Quantized
 from freight.operands.activation import Activation, GatedActivation
@@ -63,25 +62,25 @@ class TritonKernels:
     def gated(self, gate_up: Tensor, activation: GatedActivation, consumer: Weight | None = None) -> Tensor | Quantized:
         return elementwise.gated(self.target, gate_up, activation, consumer)
 
-    def pack_experts(self, weights: Sequence[Weight], bias: Tensor | None = None) -> ExpertList:
-        return experts.pack(self, weights, bias)
+    def pack_experts(self, weights: Sequence[Weight], bias: Tensor | None = None) -> ExpertStack:
+        return experts.pack(weights, bias)
 
     def route(
         self, x: Tensor, gate: Weight, routing: Routing, bias: Tensor | None = None, choice_bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        return experts.choose(self.linear(x.float(), gate, bias), routing, choice_bias)
+        return route.route(x, gate, routing, bias, choice_bias)
 
     def experts(
         self,
         x: Tensor,
         ids: Tensor,
         weights: Tensor,
-        gate_up: ExpertList,
-        down: ExpertList,
+        gate_up: ExpertStack,
+        down: ExpertStack,
         activation: GatedActivation,
         base: Tensor | None = None,
     ) -> Tensor:
-        return experts.experts(self, x, ids, weights, gate_up, down, activation, base)
+        return experts.experts(self.target, x, ids, weights, gate_up, down, activation, base)
 
     def rotate_store(self, qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor, pages: KVPages) -> Tensor:
         return store.rotate_store(self.target, qkv, rotary, positions, slots, pages)

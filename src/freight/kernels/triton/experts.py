@@ -1,0 +1,241 @@
+"""Experts of all rows in two grouped products; see `KernelSet.experts`.
+
+A slot is one expert of one row: row * top_k + its place among the row's ids. `sort_kernel` lists slots by expert and
+cuts the list into tiles of one expert each; `experts_kernel` multiplies a tile's rows with its expert's matrix by
+linear.py's `product`. Grids follow from shapes alone: the number of tiles is the most that there can be, and programs
+without a tile return at once. So the host never waits for the device, and a CUDA graph can hold all of it.
+
+Tiles are of one size for any number of rows, so a row's bits do not depend on the rows beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from freight.fp8.cast import format_of
+from freight.kernels.triton import elementwise
+from freight.kernels.triton.formats import Target, carrier
+from freight.kernels.triton.linear import FEW_ROWS, Tile, dot_type, matmul_tile, product
+from freight.kernels.triton.rows import Quantized, quantize, quantizes
+from freight.operands.activation import GatedActivation
+from freight.operands.weight import Weight
+
+SORTED = 1024  # slots that `sort_kernel` looks at together
+
+
+@dataclass(frozen=True)
+class ExpertStack:
+    """One matrix of every expert.
+
+    data     [num_experts, out_features, in_features]
+    scale    None, or as `Weight.scale` with num_experts in front
+    bias     [num_experts, out_features], in the dtype of the rows
+    one      the first expert's matrix, a view: format, kind of scales and treatment of activations, which are of all
+    """
+
+    data: Tensor
+    scale: Tensor | None
+    bias: Tensor | None
+    one: Weight
+
+
+def pack(weights: Sequence[Weight], bias: Tensor | None) -> ExpertStack:
+    """Copies `weights`. bias: [num_experts, out_features]."""
+    assert Weight.alike(weights)
+    data = torch.stack([weight.data.view(torch.uint8) for weight in weights]).view(weights[0].data.dtype)
+    scales = [weight.scale for weight in weights if weight.scale is not None]
+    scale = torch.stack(scales) if scales else None
+    one = replace(weights[0], data=data[0], scale=None if scale is None else scale[0])
+    return ExpertStack(data, scale, None if bias is None else bias.contiguous(), one)
+
+
+@triton.jit(do_not_specialize=["num_slots", "num_tiles"])
+def sort_kernel(
+    ids_ptr, slot_ptr, tile_ptr, num_slots, num_tiles, NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """A program: one expert. Writes its slots, ascending, behind those of the experts before it, and its tiles.
+
+    slot_ptr: [num_slots]; tile_ptr: [num_tiles, 3], the tile's expert and its first place in slot_ptr and the one
+    behind its last; -1 where no tile is left, which the last expert's program writes.
+    """
+    expert = tl.program_id(0)
+    every = tl.arange(0, BINS)
+    count = tl.zeros((BINS,), tl.int32)
+    for start in range(0, num_slots, BLOCK):
+        slot = start + tl.arange(0, BLOCK)
+        count += tl.histogram(tl.load(ids_ptr + slot, mask=slot < num_slots, other=NUM_EXPERTS), BINS)
+    own = tl.sum(tl.where(every == expert, count, 0), 0)
+    first = tl.sum(tl.where(every < expert, count, 0), 0)
+    tile = tl.sum(tl.where(every < expert, (count + ROWS - 1) // ROWS, 0), 0)
+    for begin in range(first, first + own, ROWS):
+        tl.store(tile_ptr + tile * 3, expert)
+        tl.store(tile_ptr + tile * 3 + 1, begin)
+        tl.store(tile_ptr + tile * 3 + 2, tl.minimum(begin + ROWS, first + own))
+        tile += 1
+    if expert == NUM_EXPERTS - 1:
+        for free in range(tile, num_tiles):
+            tl.store(tile_ptr + free * 3, -1)
+    place = first
+    for start in range(0, num_slots, BLOCK):
+        slot = start + tl.arange(0, BLOCK)
+        mine = (tl.load(ids_ptr + slot, mask=slot < num_slots, other=NUM_EXPERTS) == expert).to(tl.int32)
+        tl.store(slot_ptr + place + tl.cumsum(mine, 0) - 1, slot, mask=mine != 0)
+        place += tl.sum(mine, 0)
+
+
+@triton.jit
+def experts_kernel(
+    x_ptr, weight_ptr, x_scale_ptr, weight_scale_ptr, bias_ptr, out_ptr, slot_ptr, tile_ptr, num_outputs, x_stride,
+    num_scales, SLOTS_OF_ROW: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr, X_FORMAT: tl.constexpr, WEIGHT_FORMAT: tl.constexpr, BLOCKS: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """A program: the slots of a tile by OUTPUTS outputs of its expert, into out_ptr, [num_slots, num_outputs].
+
+    A row of x belongs to SLOTS_OF_ROW slots one after the other. num_scales: of one expert's matrix.
+    """
+    tile = tile_ptr + tl.program_id(1) * 3
+    expert = tl.load(tile).to(tl.int64)
+    if expert < 0:
+        return
+    end = tl.load(tile + 2)
+    place = tl.load(tile + 1) + tl.arange(0, ROWS)
+    slot = tl.load(slot_ptr + tl.minimum(place, end - 1))  # places behind the last repeat it, and are not stored
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    matrix_ptr = weight_ptr + expert * num_outputs * SIZE
+    if weight_scale_ptr is not None:
+        weight_scale_ptr += expert * num_scales
+    if bias_ptr is not None:
+        bias_ptr += expert * num_outputs
+    acc = product(
+        x_ptr, matrix_ptr, x_scale_ptr, weight_scale_ptr, bias_ptr, slot // SLOTS_OF_ROW, output, num_outputs, x_stride,
+        SIZE, ROWS, OUTPUTS, INPUTS, X_FORMAT, WEIGHT_FORMAT, BLOCKS, DOT,
+    )  # fmt: skip
+    target = out_ptr + slot.to(tl.int64)[:, None] * num_outputs + output[None, :]
+    live = (place < end)[:, None] & (output < num_outputs)[None, :]
+    tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def weigh_kernel(
+    out_ptr, weight_ptr, base_ptr, total_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr
+):
+    """A program: BLOCK values of one row: base + the sum of its slots, weighed, in order; rounded once."""
+    row = tl.program_id(0).to(tl.int64)
+    index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = index < SIZE
+    total = tl.zeros((BLOCK,), tl.float32)
+    if base_ptr is not None:
+        total = tl.load(base_ptr + row * SIZE + index, mask=mask, other=0.0).to(tl.float32)
+    for place in tl.static_range(TOP_K):
+        slot = row * TOP_K + place
+        out = tl.load(out_ptr + slot * SIZE + index, mask=mask, other=0.0).to(tl.float32)
+        total += tl.load(weight_ptr + slot) * out
+    tl.store(total_ptr + row * SIZE + index, total.to(total_ptr.dtype.element_ty), mask=mask)
+
+
+@dataclass(frozen=True)
+class Sorted:
+    """What `sort_kernel` writes, for tiles of `rows` rows. slots: [num_slots] int32; tiles: [num_tiles, 3] int32."""
+
+    slots: Tensor
+    tiles: Tensor
+    rows: int
+
+
+def sort_slots(ids: Tensor, num_experts: int, rows: int) -> Sorted:
+    """The slots of ids [num_rows, top_k] int32 by expert, in tiles of `rows`."""
+    num_slots = ids.numel()
+    used = min(num_experts, num_slots)  # every expert in use has a tile that may hold 1 slot; the others are full
+    num_tiles = used + (num_slots - used) // rows
+    slots, tiles = ids.new_empty(num_slots), ids.new_empty(num_tiles, 3)
+    sort_kernel[(num_experts,)](
+        *(ids, slots, tiles, num_slots, num_tiles),
+        NUM_EXPERTS=num_experts,
+        BINS=triton.next_power_of_2(num_experts + 1),  # one at least for places behind the last slot
+        BLOCK=SORTED,
+        ROWS=rows,
+        num_warps=4,
+    )
+    return Sorted(slots, tiles, rows)
+
+
+def experts_tile(target: Target, stack: ExpertStack, dot: tl.dtype) -> Tile:
+    """Of 64 rows, which cost a few rows nothing: with 64, too, reading the weights takes longer than multiplying."""
+    tile = matmul_tile(target, FEW_ROWS, stack.scale is not None and stack.scale.ndim == 3, dot)
+    wide = stack.data.element_size() > 1 and tile.rows == FEW_ROWS
+    return replace(tile, inputs=64) if wide else tile  # the same bytes of shared memory as with FP8
+
+
+def multiply(
+    target: Target, x: Tensor | Quantized, stack: ExpertStack, order: Sorted, tile: Tile, like: Tensor
+) -> Tensor:
+    """Each slot's row of x times its expert's matrix, [num_slots, out_features] in the dtype of `like`.
+
+    x: [num_slots / n, in_features], plain or quantized for `stack.one`: each row is that of n slots.
+    """
+    codes, x_scale = (x.codes, x.scale) if isinstance(x, Quantized) else (x, None)
+    _, outputs, size = stack.data.shape
+    num_slots = len(order.slots)
+    out = like.new_empty(num_slots, outputs)
+    experts_kernel[(triton.cdiv(outputs, tile.outputs), len(order.tiles))](
+        *(carrier(codes, target), carrier(stack.data, target), x_scale, stack.scale, stack.bias, out),
+        *(order.slots, order.tiles, outputs, codes.stride(0), 0 if stack.scale is None else stack.scale[0].numel()),
+        SLOTS_OF_ROW=num_slots // len(codes),
+        SIZE=size,
+        X_FORMAT="" if x_scale is None else str(format_of(codes)),
+        WEIGHT_FORMAT=str(format_of(stack.data)),
+        BLOCKS=stack.scale is not None and stack.scale.ndim == 3,
+        DOT=dot_type(target, codes, stack.one),
+        **tile.constants,
+    )
+    return out
+
+
+def weigh(out: Tensor, weights: Tensor, base: Tensor | None) -> Tensor:
+    """base + the sum over a row's slots of weight * out, in float32, rounded once.
+
+    out: [num_rows * top_k, size]; weights: float32 [num_rows, top_k]; base: [num_rows, size].
+    """
+    (rows, top_k), size = weights.shape, out.shape[1]
+    total = out.new_empty(rows, size)
+    block = min(1024, triton.next_power_of_2(size))
+    constants: dict[str, Any] = {"SIZE": size, "BLOCK": block, "TOP_K": top_k, "num_warps": 4}
+    # products are rounded before they are added, as the definition does
+    weigh_kernel[(rows, triton.cdiv(size, block))](out, weights, base, total, **constants, enable_fp_fusion=False)
+    return total
+
+
+def experts(
+    target: Target,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: ExpertStack,
+    down: ExpertStack,
+    activation: GatedActivation,
+    base: Tensor | None = None,
+) -> Tensor:
+    """`KernelSet.experts`: five launches, or six if x is quantized. x: its last dimension is contiguous."""
+    assert ids.is_contiguous()
+    assert weights.is_contiguous()
+    assert base is None or base.is_contiguous()
+    rows = quantize(target, x, gate_up.one) if quantizes(gate_up.one) else x
+    order, hidden = None, rows
+    for stack in (gate_up, down):
+        codes = hidden.codes if isinstance(hidden, Quantized) else hidden
+        tile = experts_tile(target, stack, dot_type(target, codes, stack.one))
+        if order is None or order.rows != tile.rows:
+            order = sort_slots(ids, len(stack.data), tile.rows)
+        hidden = multiply(target, hidden, stack, order, tile, x)
+        if stack is gate_up:
+            hidden = elementwise.gated(target, hidden, activation, down.one)
+    assert isinstance(hidden, Tensor)
+    return weigh(hidden, weights, base)

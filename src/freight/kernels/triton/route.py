@@ -1,0 +1,139 @@
+"""Routing: the experts of each row, in two launches; see `KernelSet.route`.
+
+The logits are `linear.matmul_kernel`'s in float32, in tiles of one size: a row's bits do not depend on the others.
+`choose_kernel` is `kernels.experts.choose`. Nothing waits for the device, so a CUDA graph can hold both.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from freight.kernels.triton.linear import Tile, matmul_kernel
+from freight.operands.routing import Routing
+from freight.operands.weight import Weight
+
+LOGITS = Tile(16, 16, 64, 4, 3)  # small: one row by 128 experts are 8 programs
+
+
+@triton.jit
+def _softmax(logits):
+    """Softmax of one row. logits: -inf where there is none."""
+    largest = tl.maximum(tl.max(logits, 0), -3.0e38)  # a number for a row of NaN, too, whose padding stays -inf
+    power = tl.exp(logits - largest)
+    return power / tl.sum(power, 0)
+
+
+@triton.jit
+def _first_largest(value, free, index, END: tl.constexpr):
+    """The index of the largest value that is free; of equal ones, the first. END: behind every index."""
+    largest = tl.max(tl.where(free, value, float("-inf")), 0)
+    return tl.min(tl.where(free & (value == largest), index, END), 0)
+
+
+@triton.jit
+def _leave_out_groups(
+    wanted, expert, NUM_EXPERTS: tl.constexpr, NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`wanted`, -inf but in the TOP_GROUPS groups with the largest sums of their two best."""
+    PER_GROUP: tl.constexpr = NUM_EXPERTS // NUM_GROUPS
+    group_index = tl.arange(0, GROUP_BLOCK)
+    group_of = expert // PER_GROUP
+    best = tl.zeros((GROUP_BLOCK,), tl.float32)
+    for group in tl.static_range(NUM_GROUPS):
+        member = group_of == group
+        first = _first_largest(wanted, member, expert, NUM_EXPERTS)
+        both = tl.sum(tl.where(expert == first, wanted, 0.0), 0)
+        if PER_GROUP > 1:
+            others = member & (expert != first)
+            both += tl.max(tl.where(others, wanted, float("-inf")), 0)
+        best = tl.where(group_index == group, both, best)
+    free = group_index < NUM_GROUPS
+    kept = expert < 0
+    for _ in tl.static_range(TOP_GROUPS):
+        group = _first_largest(best, free, group_index, NUM_GROUPS)
+        free = free & (group_index != group)
+        kept = kept | (group_of == group)
+    return tl.where(kept, wanted, float("-inf"))
+
+
+@triton.jit
+def choose_kernel(
+    logits_ptr, choice_bias_ptr, ids_ptr, weights_ptr, factor, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
+    SCORING: tl.constexpr, NORMED: tl.constexpr, NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr, GROUP_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A program: one row. SCORING: a `Scoring`'s name."""
+    row = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, BLOCK)
+    live = expert < NUM_EXPERTS
+    logits = tl.load(logits_ptr + row * NUM_EXPERTS + expert, mask=live, other=float("-inf"))
+    scores = logits
+    if SCORING == "softmax":
+        scores = _softmax(logits)
+    if SCORING == "sigmoid":
+        scores = 1.0 / (1.0 + tl.exp(-logits))
+    wanted = scores
+    if choice_bias_ptr is not None:
+        wanted += tl.load(choice_bias_ptr + expert, mask=live, other=0.0)
+    wanted = tl.where(wanted != wanted, float("inf"), wanted)  # so that ids exist for a row of NaN, too
+    if NUM_GROUPS > 1:
+        wanted = _leave_out_groups(wanted, expert, NUM_EXPERTS, NUM_GROUPS, TOP_GROUPS, GROUP_BLOCK)
+    free = live
+    for _ in tl.static_range(TOP_K):
+        free = free & (expert != _first_largest(wanted, free, expert, NUM_EXPERTS))
+    chosen = live & ~free
+    weights = tl.where(chosen, scores, 0.0)
+    if SCORING == "chosen":
+        weights = _softmax(tl.where(chosen, logits, float("-inf")))
+    if NORMED:
+        weights /= tl.sum(weights, 0) + 1e-20
+    place = row * TOP_K + tl.cumsum(chosen.to(tl.int32), 0) - 1
+    tl.store(ids_ptr + place, expert, mask=chosen)
+    tl.store(weights_ptr + place, weights * factor, mask=chosen)
+
+
+def logits(x: Tensor, gate: Weight, bias: Tensor | None) -> Tensor:
+    """x @ gate.T + bias in float32, [rows, num_experts]. x: its last dimension contiguous; gate: float32."""
+    (rows, size), experts = x.shape, len(gate.data)
+    out = torch.empty(rows, experts, dtype=torch.float32, device=x.device)
+    matmul_kernel[(triton.cdiv(experts, LOGITS.outputs), triton.cdiv(rows, LOGITS.rows))](
+        *(x, gate.data, None, None, bias, out, rows, experts, x.stride(0)),
+        SIZE=size,
+        X_FORMAT="",
+        WEIGHT_FORMAT="",
+        BLOCKS=False,
+        DOT=tl.float32,
+        **LOGITS.constants,
+    )
+    return out
+
+
+def choose(scores: Tensor, routing: Routing, choice_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`kernels.experts.choose` of logits, float32 [rows, num_experts]."""
+    rows, num_experts = scores.shape
+    ids = torch.empty(rows, routing.top_k, dtype=torch.int32, device=scores.device)
+    weights = torch.empty_like(ids, dtype=torch.float32)
+    choose_kernel[(rows,)](
+        *(scores, choice_bias, ids, weights, routing.factor),
+        NUM_EXPERTS=num_experts,
+        TOP_K=routing.top_k,
+        SCORING=str(routing.scoring),
+        NORMED=routing.normed,
+        NUM_GROUPS=routing.num_groups,
+        TOP_GROUPS=routing.top_groups,
+        BLOCK=triton.next_power_of_2(num_experts),
+        GROUP_BLOCK=triton.next_power_of_2(routing.num_groups),
+        num_warps=1,
+    )
+    return ids, weights
+
+
+def route(
+    x: Tensor, gate: Weight, routing: Routing, bias: Tensor | None = None, choice_bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """`KernelSet.route`. x: [rows, hidden_size]."""
+    return choose(logits(x, gate, bias), routing, choice_bias)
