@@ -26,7 +26,8 @@ def test_float32_logits_equal_transformers(variant: str, kernels: str, tmp_path:
     assert (freight_logits(tmp_path, ids, "auto", kernels) - expected).abs().max() <= 1e-4
 
 
-BFLOAT16 = ("llama-llama3", "mistral-window", "qwen2", "qwen3", "gemma2", "gemma3", "phi3-window", "opt", "opt-350m")
+BFLOAT16 = ("llama-llama3", "mistral-window", "qwen2", "qwen3", "gemma2", "gemma3", "phi3-window", "opt", "opt-350m",
+            "granite", "glm", "glm4")  # fmt: skip
 
 
 @pytest.mark.parametrize(("variant", "kernels"), [case for case in CASES if case[0] in BFLOAT16])

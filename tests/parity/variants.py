@@ -10,6 +10,9 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
+    Glm4Config,
+    GlmConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -46,6 +49,8 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0 + i / 8 for i in range(8)]
         "long_factor": [2.0 + i for i in range(8)], "rope_theta": 10000.0}  # fmt: skip
 GEMMA: dict[str, Any] = {**SHAPE, "num_hidden_layers": 4, "head_dim": 32, "sliding_window": 24}
 MOE: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+GRANITE: dict[str, Any] = {"embedding_multiplier": 12.7, "attention_multiplier": 0.1, "residual_multiplier": 0.22,
+                           "logits_scaling": 3.0}  # fmt: skip
 OPT: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 64,
@@ -100,6 +105,14 @@ VARIANTS: dict[str, PretrainedConfig] = {
     ),
     "qwen3-moe": Qwen3MoeConfig(**SHAPE, **MOE, norm_topk_prob=True),
     "qwen3-moe-dense-layer": Qwen3MoeConfig(**SHAPE, **MOE, mlp_only_layers=[1]),
+    "granite": GraniteConfig(**SHAPE, **GRANITE),
+    "granite-biases": GraniteConfig(**SHAPE, residual_multiplier=3.0, attention_bias=True, mlp_bias=True),
+    "glm": GlmConfig(**SHAPE, head_dim=16, pad_token_id=0),
+    "glm-whole": GlmConfig(
+        **SHAPE, head_dim=16, pad_token_id=0, attention_bias=False,
+        rope_parameters={"rope_type": "default", "partial_rotary_factor": 1.0, "rope_theta": 500.0},
+    ),
+    "glm4": Glm4Config(**SHAPE, head_dim=32, pad_token_id=0),
     "opt": OPTConfig(**OPT),
     "opt-untied": OPTConfig(**OPT, tie_word_embeddings=False, enable_bias=False),
     "opt-350m": OPTConfig(**OPT, do_layer_norm_before=False, word_embed_proj_dim=48),  # its norms and projections

@@ -35,6 +35,23 @@ _GEMMA3 = Family(
     theta=1e6,
     local_theta=1e4,
 )
+_MULTIPLIERS = words("embedding_multiplier attention_multiplier residual_multiplier logits_scaling")
+_GLM = Family(
+    "GlmForCausalLM",
+    {
+        "vocab_size": 151552,
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "rms_norm_eps": 1.5625e-7,
+        "attention_bias": True,
+        "eos_token_id": [151329, 151336, 151338],
+    },
+    words("attention_bias"),
+    bias_keys=("attention_bias", "", ""),
+    rotary_factor=0.5,
+    interleaved=True,
+)
 
 FAMILIES = {
     "llama": Family(
@@ -156,8 +173,22 @@ FAMILIES = {
         },
         words("sliding_window attention_bias mlp_bias lm_head_bias"),
         mixed_windows=False,
-        partial_rotary=True,
+        rotary_factor=1.0,
     ),
+    "granite": Family(
+        "GraniteForCausalLM",
+        {
+            "vocab_size": 32000,
+            "max_position_embeddings": 2048,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            **dict.fromkeys(_MULTIPLIERS, 1.0),
+        },
+        words("attention_bias mlp_bias") | _MULTIPLIERS,
+        multipliers=True,
+    ),
+    "glm": _GLM,
+    "glm4": replace(_GLM, architecture="Glm4ForCausalLM", norms=NormPlacement.SANDWICH),
     "opt": Family(
         "OPTForCausalLM",
         {

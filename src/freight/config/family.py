@@ -26,6 +26,8 @@ class Family:
     norm_kind, norm_eps  of every norm; an eps of None is read from `rms_norm_eps`
     norm_offset        what is added to a stored norm weight
     scales_embedding   whether the embedding's rows are multiplied by the square root of `hidden_size`
+    multipliers        whether `embedding_multiplier`, `attention_multiplier`, `residual_multiplier` and
+                       `logits_scaling` are read (Granite)
     mixed_windows      whether layers may differ in their window
     gated              whether the feed-forward has a gate
     activation_key     names the activation; the other one is not read
@@ -35,7 +37,9 @@ class Family:
     position_offset    row of the learned embedding of position 0; None: positions are rotary
     theta              of rotary embedding, where config.json names none
     local_theta        the same of layers with a window, if these have a rope of their own (`rope_local_base_freq`)
-    partial_rotary     whether `partial_rotary_factor` may leave channels unrotated
+    rotary_factor      share of a head's channels that are rotated, where no `partial_rotary_factor` says it; None: all
+                       are, and no key may say otherwise
+    interleaved        whether the rope's pairs are neighbours (`RopeConfig.interleaved`)
     bodies             what may precede the names of the decoder's tensors, and that of its head; the first is usual
     moe                what its config.json says of experts; None: it has none
     text_type          the model_type in `text_config`, where the decoder is described, if it is one part of the model
@@ -53,6 +57,7 @@ class Family:
     norm_eps: float | None = None
     norm_offset: float = 0.0
     scales_embedding: bool = False
+    multipliers: bool = False
     mixed_windows: bool = True
     gated: bool = True
     activation_key: str = "hidden_act"
@@ -61,7 +66,8 @@ class Family:
     position_offset: int | None = None
     theta: float = 10000.0
     local_theta: float | None = None
-    partial_rotary: bool = False
+    rotary_factor: float | None = None
+    interleaved: bool = False
     bodies: tuple[tuple[str, str], ...] = (("model.", ""),)
     moe: MoEFamily | None = None
     text_type: str | None = None

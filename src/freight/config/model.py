@@ -48,6 +48,9 @@ class ModelConfig:
     norm_eps               of every norm
     norm_offset            what is added to a stored norm weight; if not 0, norms multiply in float32
     embedding_multiplier   multiplies the embedding's rows; None: nothing does
+    rounds_multiplier      whether that is rounded to the compute dtype first
+    residual_multiplier    multiplies what a layer adds to the residual stream
+    logit_divisor          divides the logits; None: nothing does
     logit_soft_cap         a logit x becomes logit_soft_cap * tanh(x / logit_soft_cap); None: unbounded
     checkpoint_format      the dtype that config.json names for the weights
     prefixes               what precedes the names of the decoder's tensors in the checkpoint, and the name of its head
@@ -80,6 +83,9 @@ class ModelConfig:
     position_offset: int | None = None
     embedding_size: int | None = None
     foreign: ForeignModel | None = None
+    rounds_multiplier: bool = False
+    residual_multiplier: float = 1.0
+    logit_divisor: float | None = None
 
     @property
     def position_limit(self) -> int:
@@ -137,7 +143,7 @@ def parse_model_config(config: Mapping[str, Any], tensors: Collection[str] = ())
         max_position_embeddings=limit,
         norm_eps=number(config, "rms_norm_eps", 1e-6) if family.norm_eps is None else family.norm_eps,
         norm_offset=family.norm_offset,
-        embedding_multiplier=hidden_size**0.5 if family.scales_embedding else None,
+        embedding_multiplier=_embedding_multiplier(config, family, hidden_size),
         tie_word_embeddings=flag(config, "tie_word_embeddings"),
         logit_soft_cap=_soft_cap(config, "final_logit_softcapping"),
         checkpoint_format=declared_format(config),
@@ -148,6 +154,9 @@ def parse_model_config(config: Mapping[str, Any], tensors: Collection[str] = ())
         final_norm=final_norm,
         position_offset=family.position_offset,
         embedding_size=_embedding_size(config, hidden_size),
+        rounds_multiplier=family.scales_embedding,
+        residual_multiplier=number(config, "residual_multiplier") if family.multipliers else 1.0,
+        logit_divisor=_unless_1(config, "logits_scaling") if family.multipliers else None,
     )
 
 
@@ -195,6 +204,17 @@ def _embedding_size(config: Mapping[str, Any], hidden_size: int) -> int | None:
     return None if size == hidden_size else size
 
 
+def _embedding_multiplier(config: Mapping[str, Any], family: Family, hidden_size: int) -> float | None:
+    if family.scales_embedding:
+        return float(hidden_size**0.5)
+    return _unless_1(config, "embedding_multiplier") if family.multipliers else None
+
+
+def _unless_1(config: Mapping[str, Any], key: str) -> float | None:
+    value = number(config, key)
+    return None if value == 1 else value
+
+
 def _mixer(config: Mapping[str, Any], family: Family, hidden_size: int) -> AttentionConfig:
     """The attention of every layer, without window."""
     heads = integer(config, "num_attention_heads")
@@ -213,7 +233,7 @@ def _mixer(config: Mapping[str, Any], family: Family, hidden_size: int) -> Atten
         num_kv_heads=kv_heads,
         k_dim=head_dim,
         v_dim=head_dim,
-        softmax_scale=scaled_by**-0.5,
+        softmax_scale=number(config, "attention_multiplier") if family.multipliers else scaled_by**-0.5,
         qk_norm=family.qk_norm,
         qkv_bias=family.qkv_bias or qkv_bias,
         o_bias=o_bias,

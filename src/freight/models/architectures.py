@@ -85,6 +85,13 @@ ARCHITECTURES = {
     "Gemma3ForCausalLM": _SANDWICH,
     "Gemma3ForConditionalGeneration": replace(_SANDWICH, unused=_VISION),
     "Phi3ForCausalLM": TensorNames(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)),
+    "GraniteForCausalLM": TensorNames(),
+    "GlmForCausalLM": TensorNames(gate_up=("mlp.gate_up_proj",)),
+    "Glm4ForCausalLM": TensorNames(
+        gate_up=("mlp.gate_up_proj",),
+        attention_post="post_self_attn_layernorm.weight",
+        mlp_post="post_mlp_layernorm.weight",
+    ),
     "OPTForCausalLM": TensorNames(
         norm="final_layer_norm.weight",
         o="self_attn.out_proj",

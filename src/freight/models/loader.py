@@ -3,11 +3,14 @@
 What a model needs follows from ModelConfig alone (`tensor_shapes`), so a config that contradicts the tensors is an
 error that names both, before a weight is read. q, k, v and gate, up are merged along the output where that is exact.
 A 16-bit weight that becomes FP8 is released before the next one is read, so memory peaks near the FP8 size.
+
+A multiplier m of what layers add costs nothing: the residual stream is kept divided by m. It begins with the embedding
+divided by m, layers add to it as they are, and a norm with eps / m² of the stream / m is that with eps of the stream.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -16,7 +19,7 @@ from torch import Tensor
 
 from freight.checkpoint.linears import StoredLinear, find_linears
 from freight.checkpoint.reader import Checkpoint
-from freight.config.layer import DenseConfig, MoEConfig, NormKind, NormPlacement
+from freight.config.layer import AttentionConfig, DenseConfig, MoEConfig, NormKind, NormPlacement
 from freight.config.model import ModelConfig
 from freight.errors import CheckpointError
 from freight.fp8.cast import torch_dtype
@@ -29,7 +32,7 @@ from freight.layers.embedding import Embedding, LogitsHead
 from freight.layers.linear import Linear, Projection, UnmergedLinear
 from freight.layers.moe import MoE
 from freight.layers.norm import LayerNorm, Norm, RMSNorm
-from freight.layers.rope import build_ropes
+from freight.layers.rope import build_ropes, half_pairs
 from freight.models.architectures import TensorNames, tensor_names
 from freight.models.decoder import MLP, Decoder, DecoderLayer
 from freight.models.shapes import bias_of, kept_in_16_bits, shared_names
@@ -106,11 +109,15 @@ class _Builder:
     def tensor(self, name: str) -> Tensor:
         return self.source.tensor(name, self.shapes[name])
 
-    def linear(self, prefix: str, *parts: str) -> Projection:
-        """The projections `parts`, merged into one matrix if they can be."""
+    def linear(self, prefix: str, *parts: str, rows: Sequence[Tensor | None] = ()) -> Projection:
+        """The projections `parts`, merged into one matrix if they can be. `rows`: the order of each one's outputs."""
         names = [f"{prefix}{part}.weight" for part in parts]
         weights = [self.source.weight(name, self.shapes[name]) for name in names]
         biases = [self.tensor(name) for part in parts if (name := f"{prefix}{part}.bias") in self.shapes]
+        for i, order in enumerate(rows):
+            if order is not None:
+                weights[i] = weights[i].reordered(order, names[i])
+                biases[i : i + 1] = [bias[order] for bias in biases[i : i + 1]]
         if Weight.mergeable(weights):
             return self.packed(Weight.concat(weights), torch.cat(biases) if biases else None)
         return UnmergedLinear(tuple(map(self.packed, weights, biases or (None,) * len(weights))))
@@ -124,15 +131,17 @@ class _Builder:
         return weight if offset == 0 else weight.float() + offset
 
     def norm(self, name: str) -> Norm:
-        eps = self.config.norm_eps
+        eps = self.config.norm_eps / self.config.residual_multiplier**2  # the stream is divided by the multiplier
         if self.config.norm_kind is NormKind.LAYER:
             return LayerNorm(self.tensor(name), self.tensor(bias_of(name)), eps, self.kernels)
         return RMSNorm(self.norm_weight(name), eps, self.kernels)
 
     def embedding(self) -> Embedding:
         weight, multiplier = self.tensor(self.names.embedding), self.config.embedding_multiplier
-        if multiplier is not None:
+        if multiplier is not None and self.config.rounds_multiplier:
             multiplier = torch.tensor(multiplier, dtype=torch.float32, device="cpu").to(weight.dtype).item()
+        if self.config.residual_multiplier != 1:
+            multiplier = (1.0 if multiplier is None else multiplier) / self.config.residual_multiplier
         offset = self.config.position_offset
         positions = None if offset is None else self.tensor(self.names.positions)[offset:]
         return Embedding(weight, multiplier, self.outer(self.names.project_in), positions)
@@ -148,7 +157,7 @@ class _Builder:
         qk = (prefix + names.q_norm, prefix + names.k_norm)
         norms = (self.norm_weight(qk[0]), self.norm_weight(qk[1])) if mixer.qk_norm else None
         attention = Attention(
-            qkv=self.linear(prefix, *names.qkv),
+            qkv=self.linear(prefix, *names.qkv, rows=self.qkv_rows(mixer)),
             o=self.linear(prefix, names.o),
             rotary=replace(ropes[mixer.rope], norms=norms, eps=self.config.norm_eps),
             softmax_scale=mixer.softmax_scale,
@@ -164,6 +173,18 @@ class _Builder:
             mlp_post=self.norm_weight(prefix + names.mlp_post) if sandwich else None,
             post=layer.norms is NormPlacement.POST,
         )
+
+    def qkv_rows(self, mixer: AttentionConfig) -> tuple[Tensor | None, ...]:
+        """The order of the rows of each matrix that q, k and v are stored in; None: as they are (`RopeConfig`)."""
+        if mixer.rope is None or not self.config.ropes[mixer.rope].interleaved:
+            return ()
+        assert not mixer.qk_norm, "the weights of these norms would need the same order"
+        rotary_dim = self.config.ropes[mixer.rope].rotary_dim
+        q, k = (half_pairs(heads, mixer.k_dim, rotary_dim) for heads in (mixer.num_heads, mixer.num_kv_heads))
+        if len(self.names.qkv) > 1:
+            return q, k, None
+        v = torch.arange(sum(mixer.qkv_sizes), dtype=torch.int64, device="cpu")[len(q) + len(k) :]
+        return (torch.cat((q, k + len(q), v)),)
 
     def feed_forward(self, mlp: DenseConfig | MoEConfig, prefix: str) -> MLP | MoE:
         names = self.names
@@ -221,7 +242,8 @@ def build_decoder(config: ModelConfig, source: WeightSource, kernels: KernelSet,
     tied = config.tie_word_embeddings
     head = Weight(embedding.weight) if tied else source.head(names.head, builder.shapes[names.head])
     projection = builder.outer(names.project_out)
-    logits = LogitsHead(kernels.pack(head), kernels, head.input_limit, config.logit_soft_cap, projection)
+    cap, divisor = config.logit_soft_cap, config.logit_divisor
+    logits = LogitsHead(kernels.pack(head), kernels, head.input_limit, cap, projection, divisor)
     return Decoder(config, embedding, layers, norm, logits)
 
 

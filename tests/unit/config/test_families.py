@@ -87,6 +87,33 @@ def test_partial_rotation_of_phi_3():
     refused("0.3", "19", model_type="phi3", partial_rotary_factor=0.3)
 
 
+def test_multipliers_of_granite():
+    said = {"embedding_multiplier": 12.0, "attention_multiplier": 0.015625, "residual_multiplier": 0.22}
+    model = parse_model_config(config("granite", **said, logits_scaling=8))
+    assert (model.embedding_multiplier, model.rounds_multiplier, model.residual_multiplier) == (12.0, False, 0.22)
+    assert (model.layers[0].mixer.softmax_scale, model.logit_divisor) == (0.015625, 8.0)
+    plain = parse_model_config(config("granite"))
+    assert (plain.embedding_multiplier, plain.residual_multiplier, plain.logit_divisor) == (None, 1.0, None)
+    assert plain.layers[0].mixer.softmax_scale == 1.0
+    for key in said:
+        refused(key, "0", "finite number > 0", model_type="granite", **{key: 0})
+
+
+def test_glm_rotates_neighbouring_channels_of_half_a_head():
+    def rope(model_type="glm4", **more):
+        return parse_model_config(config(model_type, **more)).ropes[0]
+
+    assert (rope().interleaved, rope().rotary_dim, rope("glm").rotary_dim) == (True, 64, 64)
+    assert rope(partial_rotary_factor=0.25).rotary_dim == 32
+    inside = {"rope_type": "default", "partial_rotary_factor": 0.75, "rope_theta": 500.0}
+    assert (rope(rope_parameters=inside).rotary_dim, rope(rope_parameters=inside).interleaved) == (96, True)
+    assert not rope("phi3").interleaved
+    assert parse_model_config(config("glm4")).layers[0].norms is NormPlacement.SANDWICH
+    assert parse_model_config(config("glm")).layers[0].norms is NormPlacement.PRE
+    plain = parse_model_config(config("glm", attention_bias=False)).layers[0].mixer
+    assert (plain.qkv_bias, plain.o_bias) == (False, False)
+
+
 def test_longrope():
     scaling = {"type": "su", "short_factor": [1] * 32, "long_factor": [2.0] * 32}
     more = {"max_position_embeddings": 16384, "original_max_position_embeddings": 4096}

@@ -61,6 +61,7 @@ def shape_file(variant: str, folder: Path) -> Path:
 FAMILIES = (
     *("llama", "llama-tied", "llama-biases", "mistral-window", "qwen2", "qwen3", "gemma2", "gemma2-untied"),
     *("gemma3-two-ropes", "phi3-partial", "opt", "opt-untied", "opt-350m", "opt-without-final-norm"),
+    *("granite-biases", "glm", "glm4"),
 )
 
 
