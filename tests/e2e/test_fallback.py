@@ -36,7 +36,6 @@ SMALL: dict[str, Any] = {
     "eos_token_id": 2,
 }
 HEAD = {"head_dim": 16}
-EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 ROUTED = {
     "n_routed_experts": 8,
@@ -65,22 +64,17 @@ SLOW: dict[str, dict[str, Any]] = {
     "cohere": {},
     "cohere2": HEAD | WINDOW,
     "cwm": HEAD | WINDOW,
-    "ernie4_5": HEAD,
-    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32},
     "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
     "gemma": HEAD,
-    "glm4_moe": HEAD | ROUTED | {"use_qk_norm": True, "partial_rotary_factor": 0.5},
     "gpt_bigcode": {},
     "granitemoe": LOCAL,
     "granitemoeshared": LOCAL | {"shared_intermediate_size": 32},
     "hunyuan_v1_dense": HEAD,
-    "hy_v3": HEAD | EXPERTS,
     "jais2": HEAD,
     "laguna": HEAD,
     "mellum": HEAD,
     "ministral": HEAD | WINDOW,
     "ministral3": HEAD,
-    "minimax_m2": HEAD | LOCAL | {"rotary_dim": 8},
     "nanochat": {},
     "olmo": {},
     "olmo3": WINDOW,
@@ -88,8 +82,6 @@ SLOW: dict[str, dict[str, Any]] = {
     "persimmon": {},
     "phi": {},
     "phimoe": LOCAL,
-    "seed_oss": HEAD,
-    "smollm3": {},
     "solar_open": HEAD | ROUTED,
     "vaultgemma": HEAD | WINDOW | {"query_pre_attn_scalar": 16},
 }

@@ -29,6 +29,8 @@ MODULES = {
     "phi3-partial": FUSED,
     "granite": SEPARATE,
     "glm4": HALF_FUSED,
+    "seed-oss": SEPARATE,
+    "smollm3": SEPARATE,
     "opt": UNGATED,
     "opt-350m": UNGATED,
 }

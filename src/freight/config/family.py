@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from freight.config.experts import MoEFamily
@@ -21,8 +21,11 @@ class Family:
     architecture       the only value of `architectures`
     defaults           of keys that a config.json lacks, as transformers' configuration class has them
     keys               keys that this family has and others do not
+    fixed              keys that it has, with the only values that are computed; of a list, those of its entries
     lacks              keys that every other family has and this one does not
     qkv_bias           whether q, k and v have biases whatever the value of `attention_bias`
+    qk_norm            whether q and k are normed, head by head; qk_norm_key: has the answer, in families that differ
+    qk_norm_whole      whether that norm is over all heads of q together, and of k
     norm_kind, norm_eps  of every norm; an eps of None is read from `rms_norm_eps`
     norm_offset        what is added to a stored norm weight
     scales_embedding   whether the embedding's rows are multiplied by the square root of `hidden_size`
@@ -37,12 +40,14 @@ class Family:
     position_offset    row of the learned embedding of position 0; None: positions are rotary
     theta              of rotary embedding, where config.json names none
     local_theta        the same of layers with a window, if these have a rope of their own (`rope_local_base_freq`)
-    rotary_factor      share of a head's channels that are rotated, where no `partial_rotary_factor` says it; None: all
+    rotary_factor      share of a head's channels that are rotated, where no `partial_rotary_factor` (or `rotary_dim`,
+                       their number) says it; None: all
                        are, and no key may say otherwise
     interleaved        whether the rope's pairs are neighbours (`RopeConfig.interleaved`)
     bodies             what may precede the names of the decoder's tensors, and that of its head; the first is usual
     moe                what its config.json says of experts; None: it has none
     text_type          the model_type in `text_config`, where the decoder is described, if it is one part of the model
+    next_token_keys    number of layers behind the decoder's own, which predict further tokens and do not run
     wrapper_keys       keys outside of `text_config`; they describe the other parts
     """
 
@@ -50,8 +55,11 @@ class Family:
     defaults: Mapping[str, Any]
     keys: frozenset[str] = frozenset()
     lacks: frozenset[str] = frozenset()
+    fixed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     qkv_bias: bool = False
     qk_norm: bool = False
+    qk_norm_key: str | None = None
+    qk_norm_whole: bool = False
     norms: NormPlacement = NormPlacement.PRE
     norm_kind: NormKind = NormKind.RMS
     norm_eps: float | None = None
@@ -72,3 +80,4 @@ class Family:
     moe: MoEFamily | None = None
     text_type: str | None = None
     wrapper_keys: frozenset[str] = frozenset()
+    next_token_keys: frozenset[str] = frozenset()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from freight.config.family import Family
-from freight.config.fields import number
+from freight.config.fields import integer, number
 from freight.errors import CheckpointError, choices
 
 
@@ -99,6 +99,8 @@ def _parse_rope(
 def _rotary_dim(config: Mapping[str, Any], rope: Mapping[str, Any], family: Family, head_dim: int) -> int:
     """Channels that are rotated: all, or as many as `partial_rotary_factor` says, here or there."""
     factors = [source["partial_rotary_factor"] for source in (rope, config) if source.get("partial_rotary_factor")]
+    if "rotary_dim" in family.keys and config.get("rotary_dim") is not None:
+        factors.append(integer(config, "rotary_dim") / head_dim)
     factors = factors or [1.0 if family.rotary_factor is None else family.rotary_factor]
     if set(factors) == {1}:
         return head_dim

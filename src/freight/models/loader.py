@@ -27,7 +27,7 @@ from freight.fp8.formats import Format
 from freight.fp8.scheme import Scheme
 from freight.fp8.weights import fit_rows
 from freight.kernels.interface import KernelSet
-from freight.layers.attention import Attention
+from freight.layers.attention import Attention, QKNorm
 from freight.layers.embedding import Embedding, LogitsHead
 from freight.layers.linear import Linear, Projection, UnmergedLinear
 from freight.layers.moe import MoE
@@ -48,6 +48,10 @@ class WeightSource(Protocol):
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """An embedding, a norm or a bias, in the compute dtype."""
+        ...
+
+    def exact(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """What chooses experts, in float32: rounding it would choose others."""
         ...
 
     def weight(self, name: str, shape: tuple[int, ...]) -> Weight:
@@ -81,6 +85,9 @@ class CheckpointSource:
         stored = self.checkpoint.take(name, shape)
         return stored.to(device=self.device, dtype=torch_dtype(self.compute_format)).contiguous()
 
+    def exact(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        return self.checkpoint.take(name, shape).to(device=self.device, dtype=torch.float32).contiguous()
+
     def weight(self, name: str, shape: tuple[int, ...]) -> Weight:
         if name in self.stored:
             return self.stored[name].read(self.checkpoint, self.weight_format, self.device)
@@ -108,6 +115,9 @@ class _Builder:
 
     def tensor(self, name: str) -> Tensor:
         return self.source.tensor(name, self.shapes[name])
+
+    def exact(self, name: str) -> Tensor:
+        return self.source.exact(name, self.shapes[name])
 
     def linear(self, prefix: str, *parts: str, rows: Sequence[Tensor | None] = ()) -> Projection:
         """The projections `parts`, merged into one matrix if they can be. `rows`: the order of each one's outputs."""
@@ -156,13 +166,15 @@ class _Builder:
         mixer, sandwich = layer.mixer, layer.norms is NormPlacement.SANDWICH
         qk = (prefix + names.q_norm, prefix + names.k_norm)
         norms = (self.norm_weight(qk[0]), self.norm_weight(qk[1])) if mixer.qk_norm else None
+        rotary = replace(ropes[mixer.rope], eps=self.config.norm_eps)
         attention = Attention(
             qkv=self.linear(prefix, *names.qkv, rows=self.qkv_rows(mixer)),
             o=self.linear(prefix, names.o),
-            rotary=replace(ropes[mixer.rope], norms=norms, eps=self.config.norm_eps),
+            rotary=rotary if norms is None or mixer.qk_norm_whole else replace(rotary, norms=norms),
             softmax_scale=mixer.softmax_scale,
             window=mixer.window,
             soft_cap=mixer.soft_cap,
+            norm=QKNorm(*norms, self.config.norm_eps, self.kernels) if norms and mixer.qk_norm_whole else None,
         )
         return DecoderLayer(
             attention_norm=self.norm(prefix + names.attention_norm),
@@ -191,7 +203,7 @@ class _Builder:
         if isinstance(mlp, DenseConfig):
             return self.dense(mlp, prefix, names.gate_up, names.down)
         router, biased = prefix + names.router, prefix + names.choice_bias
-        gate = Weight(self.tensor(f"{router}.weight").float())
+        gate = Weight(self.exact(f"{router}.weight"))
         return MoE(
             gate=self.kernels.pack(gate),
             routing=mlp.routing,
@@ -199,8 +211,8 @@ class _Builder:
             down=self.experts(mlp, prefix, names.expert_down),
             activation=mlp.activation,
             kernels=self.kernels,
-            bias=self.tensor(f"{router}.bias").float() if mlp.router_bias else None,
-            choice_bias=self.tensor(biased).float() if mlp.choice_bias else None,
+            bias=self.exact(f"{router}.bias") if mlp.router_bias else None,
+            choice_bias=self.exact(biased).flatten() if mlp.choice_bias else None,
             shared=None if mlp.shared is None else self.dense(mlp.shared, prefix, *shared_names(names)),
             shared_gate=self.outer(prefix + names.shared_gate) if mlp.shared_gate else None,
         )

@@ -47,7 +47,18 @@ def stored(folder: Path) -> list[tuple[float, float]]:
 
 @pytest.mark.parametrize(
     "variant",
-    ["llama-llama3", "qwen3", "gemma2", "gemma3-two-ropes", "phi3-partial", "opt", "opt-350m", "granite", "glm4"],
+    [
+        "llama-llama3",
+        "qwen3",
+        "gemma2",
+        "gemma3-two-ropes",
+        "phi3-partial",
+        "opt",
+        "opt-350m",
+        "granite",
+        "glm4",
+        "smollm3",
+    ],
 )
 def test_scales_are_those_of_the_keys_and_values_that_the_engine_stores(variant: str, tmp_path: Path):
     save_random(VARIANTS[variant], tmp_path, torch.float32)
