@@ -30,13 +30,15 @@ from freight.cache.pool import expand_scale
 from freight.checkpoint.kv_scales import read_scale_json
 from freight.config.engine import EngineArgs, KVCacheConfig
 from freight.config.kv_source import kv_source, uniform_scales
-from freight.config.model import parse_model_config
+from freight.config.layer import AttentionConfig
+from freight.config.model import RopeConfig, parse_model_config
 from freight.config.options import choose
 from freight.config.resolve import resolve_kv_cache
 from freight.device import probe
 from freight.errors import CheckpointError, ConfigError
 from freight.fp8.formats import COMPUTE_FORMATS, Format, Granularity
 from freight.fp8.scheme import KVScales, Scheme
+from freight.layers.rope import half_pairs
 from freight.models.open import OpenCheckpoint, open_checkpoint
 
 logger = logging.getLogger("freight")
@@ -229,12 +231,20 @@ def _decide(
         )
     return kv, [
         (
-            Storage(kv.format, False, expand_scale(layer.k, of.mixer.num_kv_heads, of.mixer.k_dim)),
+            Storage(kv.format, False, _key_scale(layer.k, of.mixer, shape.ropes)),
             Storage(kv.format, False, expand_scale(layer.v, of.mixer.num_kv_heads, of.mixer.v_dim)),
         )
         for layer, of in zip(kv.scales.layers, shape.layers, strict=True)
         if layer is not None  # `resolve_kv_cache` refuses scales of some layers only
     ]
+
+
+def _key_scale(scales: tuple[float, ...], mixer: AttentionConfig, ropes: Sequence[RopeConfig]) -> Tensor:
+    """In the order of the checkpoint's channels, where Freight has another one (`RopeConfig.interleaved`)."""
+    found = expand_scale(scales, mixer.num_kv_heads, mixer.k_dim)
+    if mixer.rope is None or not ropes[mixer.rope].interleaved:
+        return found
+    return found[:, half_pairs(1, mixer.k_dim, ropes[mixer.rope].rotary_dim).argsort()]
 
 
 def _open(config: PreTrainedConfig, source: str, model: str | PathLike[str] | None) -> OpenCheckpoint | None:

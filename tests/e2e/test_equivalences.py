@@ -43,9 +43,7 @@ MIXED = (Granularity.CHANNEL, None, Granularity.TOKEN, Granularity.HEAD, Granula
 OTHER_KERNELS = ["reference", *(f"cpu-{build}" for build in library.runnable()[1:])]
 SLOW_KERNELS = ("reference", "cpu-portable")
 IN_TURN = ("ministral3", "gemma2", "gemma3", "opt", "opt-350m", "qwen3-moe")
-FAMILIES = [
-    (variant, kernels) for variant, kernels in CASES if variant in IN_TURN
-]
+FAMILIES = [(variant, kernels) for variant, kernels in CASES if variant in IN_TURN]
 SETUPS = [
     *(("demo", cache, "auto") for cache in CACHES),
     *(

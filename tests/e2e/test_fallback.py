@@ -36,7 +36,6 @@ SMALL: dict[str, Any] = {
     "eos_token_id": 2,
 }
 HEAD = {"head_dim": 16}
-EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 ROUTED = {
     "n_routed_experts": 8,
@@ -54,7 +53,6 @@ FAST: dict[str, dict[str, Any]] = {
     "exaone4": HEAD | WINDOW,
     "gpt_neox": {},
     "gpt2": {},
-    "qwen3_moe": HEAD | EXPERTS,
     "starcoder2": {"sliding_window": 8},
 }
 SLOW: dict[str, dict[str, Any]] = {
@@ -66,25 +64,16 @@ SLOW: dict[str, dict[str, Any]] = {
     "cohere": {},
     "cohere2": HEAD | WINDOW,
     "cwm": HEAD | WINDOW,
-    "ernie4_5": HEAD,
-    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32},
     "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
     "gemma": HEAD,
-    "glm": HEAD,
-    "glm4": HEAD,
-    "glm4_moe": HEAD | ROUTED | {"use_qk_norm": True, "partial_rotary_factor": 0.5},
     "gpt_bigcode": {},
-    "granite": {},
     "granitemoe": LOCAL,
     "granitemoeshared": LOCAL | {"shared_intermediate_size": 32},
     "hunyuan_v1_dense": HEAD,
-    "hy_v3": HEAD | EXPERTS,
     "jais2": HEAD,
     "laguna": HEAD,
     "mellum": HEAD,
     "ministral": HEAD | WINDOW,
-    "minimax_m2": HEAD | LOCAL | {"rotary_dim": 8},
-    "mixtral": HEAD | LOCAL,
     "nanochat": {},
     "olmo": {},
     "olmo3": WINDOW,
@@ -92,9 +81,6 @@ SLOW: dict[str, dict[str, Any]] = {
     "persimmon": {},
     "phi": {},
     "phimoe": LOCAL,
-    "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 32},
-    "seed_oss": HEAD,
-    "smollm3": {},
     "solar_open": HEAD | ROUTED,
     "vaultgemma": HEAD | WINDOW | {"query_pre_attn_scalar": 16},
 }

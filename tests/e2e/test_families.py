@@ -15,10 +15,12 @@ import freight
 import freight.calibrate.quantize
 from freight import CheckpointError
 from freight.kernels.reference_set import REFERENCE
+from freight.transformers import FP8Cache
 
 IDS = tokens(100)
 STATIC: dict[str, Any] = {"weights": "fp8", "activations": "static", "kv_cache": "fp8", "calibration_data": [IDS]}
 SEPARATE = [*(f"self_attn.{part}_proj" for part in "qkvo"), "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+HALF_FUSED = [*(f"self_attn.{part}_proj" for part in "qkvo"), "mlp.gate_up_proj", "mlp.down_proj"]
 FUSED = ["self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"]
 UNGATED = [*(f"self_attn.{part}" for part in ("q_proj", "k_proj", "v_proj", "out_proj")), "fc1", "fc2"]
 ATTENTION = SEPARATE[:4]
@@ -35,6 +37,10 @@ MODULES = {
     "gemma2": SEPARATE,
     "gemma3-two-ropes": SEPARATE,
     "phi3-partial": FUSED,
+    "granite": SEPARATE,
+    "glm4": HALF_FUSED,
+    "seed-oss": SEPARATE,
+    "smollm3": SEPARATE,
     "opt": UNGATED,
     "opt-350m": UNGATED,
     **EXPERTS,
@@ -78,6 +84,28 @@ def test_a_quantized_model_has_the_names_that_engines_read_and_runs(variant: str
 def test_one_tensor_for_several_projections_in_every_granularity(weights: str, tmp_path: Path):
     save_random(VARIANTS["phi3"], tmp_path / "model", torch.float32)
     freight.quantize(tmp_path / "model", tmp_path / "out", weights=weights, ignore=["model.layers.1.mlp.gate_up_proj"])
+    assert likeness(logits(tmp_path / "out"), logits(tmp_path / "model")) > 0.9
+
+
+def test_scales_of_channels_are_those_of_the_checkpoints_channels_in_a_cache_of_transformers(tmp_path: Path):
+    """The engine turns pairs of other channels than GLM does, and has its keys in another order."""
+    model = save_random(VARIANTS["glm4"], tmp_path / "model", torch.float32)
+    options: dict[str, Any] = {"weights": "none", "kv_cache": "fp8", "kv_granularity": "channel"}
+    freight.quantize(tmp_path / "model", tmp_path / "out", **options, calibration_data=[IDS])
+    with torch.no_grad():
+        keys = [layer.keys[0] for layer in model(torch.tensor([IDS])).past_key_values.layers]
+    cache = FP8Cache(model.config, model=tmp_path / "out")
+    for layer, k in zip(cache.layers, keys, strict=True):
+        amax = k.abs().amax(1)
+        expected = torch.maximum(amax, amax.max() / 256) / 448
+        assert torch.allclose(layer.storage[0].scale, expected, rtol=1e-4)
+    assert likeness(logits(tmp_path / "out", kv_cache_dtype="fp8"), logits(tmp_path / "model")) > 0.99
+
+
+@pytest.mark.parametrize("weights", ["fp8-channel", "fp8-block"])
+def test_scales_go_with_rows_that_are_brought_into_another_order(weights: str, tmp_path: Path):
+    save_random(VARIANTS["glm4"], tmp_path / "model", torch.float32)
+    freight.quantize(tmp_path / "model", tmp_path / "out", weights=weights)
     assert likeness(logits(tmp_path / "out"), logits(tmp_path / "model")) > 0.9
 
 

@@ -27,16 +27,8 @@ def test_float32_logits_equal_transformers(variant: str, kernels: str, tmp_path:
 
 
 BFLOAT16 = (
-    "llama-llama3",
-    "mistral-window",
-    "ministral3",
-    "qwen2",
-    "qwen3",
-    "gemma2",
-    "gemma3",
-    "phi3-window",
-    "opt",
-    "opt-350m",
+    *("llama-llama3", "mistral-window", "ministral3", "qwen2", "qwen3", "gemma2", "gemma3", "phi3-window", "opt"),
+    *("opt-350m", "granite", "glm", "glm4", "smollm3"),
 )
 
 

@@ -8,9 +8,17 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Ernie4_5_MoeConfig,
+    Ernie4_5Config,
     Gemma2Config,
     Gemma3TextConfig,
+    Glm4Config,
+    Glm4MoeConfig,
+    GlmConfig,
+    GraniteConfig,
+    HYV3Config,
     LlamaConfig,
+    MiniMaxM2Config,
     Ministral3Config,
     MistralConfig,
     MixtralConfig,
@@ -21,6 +29,8 @@ from transformers import (
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    SeedOssConfig,
+    SmolLM3Config,
 )
 
 from freight.cache.pool import allocate_pool
@@ -49,6 +59,10 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0 + i / 8 for i in range(8)]
 SCALED = {**YARN, "rope_theta": 1e4, "original_max_position_embeddings": 40, "llama_4_scaling_beta": 0.5}
 GEMMA: dict[str, Any] = {**SHAPE, "num_hidden_layers": 4, "head_dim": 32, "sliding_window": 24}
 MOE: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+GLM_MOE: dict[str, Any] = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 16,
+                           "routed_scaling_factor": 1.7}  # fmt: skip
+GRANITE: dict[str, Any] = {"embedding_multiplier": 12.7, "attention_multiplier": 0.1, "residual_multiplier": 0.22,
+                           "logits_scaling": 3.0}  # fmt: skip
 OPT: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 64,
@@ -108,6 +122,32 @@ VARIANTS: dict[str, PretrainedConfig] = {
     ),
     "qwen3-moe": Qwen3MoeConfig(**SHAPE, **MOE, norm_topk_prob=True),
     "qwen3-moe-dense-layer": Qwen3MoeConfig(**SHAPE, **MOE, mlp_only_layers=[1]),
+    "glm4-moe": Glm4MoeConfig(**SHAPE, **GLM_MOE, n_group=4, topk_group=2, use_qk_norm=True, attention_bias=True),
+    "glm4-moe-plain": Glm4MoeConfig(**SHAPE, **GLM_MOE, norm_topk_prob=False, n_shared_experts=2),
+    "minimax-m2": MiniMaxM2Config(
+        **SHAPE, num_local_experts=8, num_experts_per_tok=3, head_dim=32, rotary_dim=16, bos_token_id=1, eos_token_id=2
+    ),
+    "hy-v3": HYV3Config(**SHAPE, **MOE, head_dim=16),
+    "ernie4-5-moe": Ernie4_5_MoeConfig(**SHAPE, moe_num_experts=8, moe_k=3, moe_intermediate_size=32),
+    "ernie4-5-moe-few": Ernie4_5_MoeConfig(
+        **SHAPE, moe_num_experts=8, moe_k=3, moe_intermediate_size=32, moe_layer_end_index=1, moe_num_shared_experts=0
+    ),
+    "ernie4-5": Ernie4_5Config(**SHAPE, head_dim=32, use_bias=True),
+    "seed-oss": SeedOssConfig(**SHAPE, head_dim=32),
+    "seed-oss-biases": SeedOssConfig(
+        **SHAPE, head_dim=16, attention_bias=False, attention_out_bias=True, mlp_bias=True
+    ),
+    "smollm3": SmolLM3Config(
+        **SHAPE, no_rope_layer_interval=2, pad_token_id=0, bos_token_id=1, eos_token_id=2, attention_bias=True
+    ),
+    "granite": GraniteConfig(**SHAPE, **GRANITE),
+    "granite-biases": GraniteConfig(**SHAPE, residual_multiplier=3.0, attention_bias=True, mlp_bias=True),
+    "glm": GlmConfig(**SHAPE, head_dim=16, pad_token_id=0),
+    "glm-whole": GlmConfig(
+        **SHAPE, head_dim=16, pad_token_id=0, attention_bias=False,
+        rope_parameters={"rope_type": "default", "partial_rotary_factor": 1.0, "rope_theta": 500.0},
+    ),
+    "glm4": Glm4Config(**SHAPE, head_dim=32, pad_token_id=0),
     "opt": OPTConfig(**OPT),
     "opt-untied": OPTConfig(**OPT, tie_word_embeddings=False, enable_bias=False),
     "opt-350m": OPTConfig(**OPT, do_layer_norm_before=False, word_embed_proj_dim=48),  # its norms and projections
@@ -123,8 +163,13 @@ def save_random(config: PretrainedConfig, folder: Path, dtype: torch.dtype) -> A
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape)
+            if name.endswith("e_score_correction_bias"):
+                continue
             one = 0 if config.model_type.startswith("gemma") else 1  # of norms; Gemma stores the difference from 1
             parameter.copy_(one + 0.1 * noise if "norm" in name else noise * (0.1 if parameter.ndim == 1 else 0.12))
+        for name, bias in model.state_dict().items():  # buffers in most families
+            if name.endswith("e_score_correction_bias"):
+                bias.copy_(0.1 * torch.randn(bias.shape))
     model.save_pretrained(folder)
     return model
 

@@ -40,7 +40,9 @@ CalibrationData = Annotated[
     str | None, typer.Option(metavar="FILE", help="Text for static scales that the checkpoint does not have.")
 ]
 Speed = Annotated[bool, typer.Option(help="Time prefill and decoding.")]
-Report = Annotated[Path | None, typer.Option(metavar="DIR", help="Write report.html, report.md with its charts, and report.json.")]
+Report = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Write report.html, report.md with its charts, and report.json.")
+]
 PerLayer = Annotated[bool, typer.Option("--per-layer", help="Each layer's share of what the cache costs, instead.")]
 Tasks = Annotated[
     str | None,

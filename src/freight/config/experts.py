@@ -20,6 +20,7 @@ class MoEFamily:
     count            number of experts, where none of `count_keys` is there
     count_keys       number of experts; transformers writes other names than the hub's files have, so any of them
     width_key        `intermediate_size` of an expert
+    top_k_key        number of experts of a token
     norm_key         whether a token's weights are divided by their sum; None: they are
     factor_key       multiplies the weights
     group_keys       number of groups, and of those that a token chooses among
@@ -28,13 +29,15 @@ class MoEFamily:
                      wide as an expert
     shared_gate      whether a projection to one number weighs the shared experts
     dense_keys       what tells the layers without experts: `decoder_sparse_step`, `mlp_only_layers`,
-                     `first_k_dense_replace`
+                     `first_k_dense_replace`, `mlp_layer_types`, `moe_layer_start_index`, `moe_layer_end_index`,
+                     `moe_layer_interval`
     """
 
     count: int | None = None
     count_keys: tuple[str, ...] = ("num_experts", "num_local_experts", "n_routed_experts")
     width_key: str = "moe_intermediate_size"
     scoring: Scoring = Scoring.SOFTMAX
+    top_k_key: str = "num_experts_per_tok"
     norm_key: str | None = "norm_topk_prob"
     factor_key: str | None = None
     group_keys: tuple[str, str] | None = None
@@ -48,7 +51,7 @@ class MoEFamily:
     def keys(self) -> frozenset[str]:
         """The keys of config.json that are read here."""
         named = (self.width_key, self.norm_key, self.factor_key, self.shared_width_key, self.shared_count_key)
-        own = {"num_experts_per_tok", *self.count_keys, *(self.group_keys or ()), *self.dense_keys}
+        own = {self.top_k_key, *self.count_keys, *(self.group_keys or ()), *self.dense_keys}
         return frozenset(own | {key for key in named if key is not None})
 
 
@@ -72,11 +75,11 @@ def _routing(config: Mapping[str, Any], family: MoEFamily) -> Routing:
             f"config.json contradicts itself: {', '.join(f'{key} = {value!r}' for key, value in named.items())}"
         )
     count = integer(config, next(iter(named), family.count_keys[0]), family.count)
-    top_k = integer(config, "num_experts_per_tok")
+    top_k = integer(config, family.top_k_key)
     groups, top_groups = (integer(config, key, 1) for key in family.group_keys or ("", ""))
     if count % groups or top_groups > groups or top_k > count // groups * top_groups:
         raise CheckpointError(
-            f"config.json contradicts itself: num_experts_per_tok = {top_k} of {count} experts in {groups} groups, of "
+            f"config.json contradicts itself: {family.top_k_key} = {top_k} of {count} experts in {groups} groups, of "
             f"which {top_groups} are chosen"
         )
     return Routing(
@@ -104,8 +107,22 @@ def _shared(
 
 def layers_with_experts(config: Mapping[str, Any], num_layers: int) -> list[bool]:
     """Which layers have experts; the others have one feed-forward."""
-    step, first = integer(config, "decoder_sparse_step", 1), integer(config, "first_k_dense_replace", 0, least=0)
+    if config.get("mlp_layer_types"):
+        return _sparse_types(config["mlp_layer_types"], num_layers)
+    step = integer(config, "decoder_sparse_step", integer(config, "moe_layer_interval", 1))
+    first = integer(config, "first_k_dense_replace", integer(config, "moe_layer_start_index", 0, least=0), least=0)
+    last = integer(config, "moe_layer_end_index", -1, least=-1)
+    end = num_layers if last == -1 else last + 1
     dense = config.get("mlp_only_layers") or []
     if not isinstance(dense, list) or any(not isinstance(index, int) for index in dense):
         raise CheckpointError(f"config.json: mlp_only_layers = {dense!r} must be a list of layers")
-    return [index >= first and (index + 1) % step == 0 and index not in dense for index in range(num_layers)]
+    return [first <= index < end and (index + 1) % step == 0 and index not in dense for index in range(num_layers)]
+
+
+def _sparse_types(types: object, num_layers: int) -> list[bool]:
+    if not isinstance(types, list) or len(types) != num_layers or not set(types) <= {"dense", "sparse"}:
+        raise CheckpointError(
+            f"config.json: mlp_layer_types = {types!r} must be a list of num_hidden_layers = {num_layers} entries, "
+            "each 'dense' or 'sparse'"
+        )
+    return [kind == "sparse" for kind in types]

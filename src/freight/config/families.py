@@ -7,6 +7,7 @@ from dataclasses import replace
 from freight.config.experts import MoEFamily
 from freight.config.family import Family, words
 from freight.config.layer import NormKind, NormPlacement
+from freight.config.mixtures import MIXTURES
 
 _SPARSE = words("decoder_sparse_step mlp_only_layers")
 _WINDOW_KEYS = words("sliding_window use_sliding_window layer_types")
@@ -34,6 +35,23 @@ _GEMMA3 = Family(
     activation_key="hidden_activation",
     theta=1e6,
     local_theta=1e4,
+)
+_MULTIPLIERS = words("embedding_multiplier attention_multiplier residual_multiplier logits_scaling")
+_GLM = Family(
+    "GlmForCausalLM",
+    {
+        "vocab_size": 151552,
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "rms_norm_eps": 1.5625e-7,
+        "attention_bias": True,
+        "eos_token_id": [151329, 151336, 151338],
+    },
+    words("attention_bias"),
+    bias_keys=("attention_bias", "", ""),
+    rotary_factor=0.5,
+    interleaved=True,
 )
 
 _MISTRAL = Family(
@@ -194,8 +212,68 @@ FAMILIES = {
         },
         words("sliding_window attention_bias mlp_bias lm_head_bias"),
         mixed_windows=False,
-        partial_rotary=True,
+        rotary_factor=1.0,
     ),
+    "ernie4_5": Family(
+        "Ernie4_5ForCausalLM",
+        {
+            "vocab_size": 103424,
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "tie_word_embeddings": True,
+        },
+        words("use_bias"),
+        bias_keys=("use_bias",) * 3,
+        theta=5e5,
+        interleaved=True,
+    ),
+    "seed_oss": Family(
+        "SeedOssForCausalLM",
+        {
+            "vocab_size": 155136,
+            "max_position_embeddings": 524288,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "bos_token_id": 0,
+            "eos_token_id": 2,
+            "attention_bias": True,
+        },
+        words("attention_bias attention_out_bias mlp_bias"),
+        bias_keys=("attention_bias", "attention_out_bias", "mlp_bias"),
+    ),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM",
+        {
+            "vocab_size": 128256,
+            "max_position_embeddings": 32768,
+            "num_key_value_heads": 4,
+            "bos_token_id": 128000,
+            "eos_token_id": 128001,
+            "tie_word_embeddings": True,
+            "no_rope_layer_interval": 4,
+        },
+        words("attention_bias mlp_bias layer_types sliding_window use_sliding_window no_rope_layers")
+        | words("no_rope_layer_interval"),
+        theta=2e6,
+    ),
+    "granite": Family(
+        "GraniteForCausalLM",
+        {
+            "vocab_size": 32000,
+            "max_position_embeddings": 2048,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            **dict.fromkeys(_MULTIPLIERS, 1.0),
+        },
+        words("attention_bias mlp_bias") | _MULTIPLIERS,
+        multipliers=True,
+    ),
+    "glm": _GLM,
+    "glm4": replace(_GLM, architecture="Glm4ForCausalLM", norms=NormPlacement.SANDWICH),
     "opt": Family(
         "OPTForCausalLM",
         {
@@ -227,4 +305,5 @@ FAMILIES = {
         position_offset=2,
         bodies=(("model.decoder.", ""), ("decoder.", "")),  # facebook's own files have the second
     ),
+    **MIXTURES,
 }

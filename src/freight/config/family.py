@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from freight.config.experts import MoEFamily
@@ -21,11 +21,16 @@ class Family:
     architecture       the only value of `architectures`
     defaults           of keys that a config.json lacks, as transformers' configuration class has them
     keys               keys that this family has and others do not
+    fixed              keys that it has, with the only values that are computed; of a list, those of its entries
     lacks              keys that every other family has and this one does not
     qkv_bias           whether q, k and v have biases whatever the value of `attention_bias`
+    qk_norm            whether q and k are normed, head by head; qk_norm_key: has the answer, in families that differ
+    qk_norm_whole      whether that norm is over all heads of q together, and of k
     norm_kind, norm_eps  of every norm; an eps of None is read from `rms_norm_eps`
     norm_offset        what is added to a stored norm weight
     scales_embedding   whether the embedding's rows are multiplied by the square root of `hidden_size`
+    multipliers        whether `embedding_multiplier`, `attention_multiplier`, `residual_multiplier` and
+                       `logits_scaling` are read (Granite)
     mixed_windows      whether layers may differ in their window
     gated              whether the feed-forward has a gate
     activation_key     names the activation; the other one is not read
@@ -35,13 +40,17 @@ class Family:
     position_offset    row of the learned embedding of position 0; None: positions are rotary
     theta              of rotary embedding, where config.json names none
     local_theta        the same of layers with a window, if these have a rope of their own (`rope_local_base_freq`)
-    partial_rotary     whether `partial_rotary_factor` may leave channels unrotated
+    rotary_factor      share of a head's channels that are rotated, where no `partial_rotary_factor` (or `rotary_dim`,
+                       their number) says it; None: all
+                       are, and no key may say otherwise
+    interleaved        whether the rope's pairs are neighbours (`RopeConfig.interleaved`)
     bodies             what may precede the names of the decoder's tensors, and that of its head; the first is usual
     moe                what its config.json says of experts; None: it has none
     default_rope       `rope_parameters` where config.json has neither these nor `rope_scaling`; None: a plain rope
     query_scaling      whether yarn has `llama_4_scaling_beta`: queries are multiplied by a factor of their position
     text_type          the model_type in `text_config`, where the decoder is described, if it is one part of the model
     other_texts        further model_types that `text_config` may have; their own rows describe the decoder then
+    next_token_keys    number of layers behind the decoder's own, which predict further tokens and do not run
     wrapper_keys       keys outside of `text_config`; they describe the other parts
     """
 
@@ -49,13 +58,17 @@ class Family:
     defaults: Mapping[str, Any]
     keys: frozenset[str] = frozenset()
     lacks: frozenset[str] = frozenset()
+    fixed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     qkv_bias: bool = False
     qk_norm: bool = False
+    qk_norm_key: str | None = None
+    qk_norm_whole: bool = False
     norms: NormPlacement = NormPlacement.PRE
     norm_kind: NormKind = NormKind.RMS
     norm_eps: float | None = None
     norm_offset: float = 0.0
     scales_embedding: bool = False
+    multipliers: bool = False
     mixed_windows: bool = True
     gated: bool = True
     activation_key: str = "hidden_act"
@@ -64,7 +77,8 @@ class Family:
     position_offset: int | None = None
     theta: float = 10000.0
     local_theta: float | None = None
-    partial_rotary: bool = False
+    rotary_factor: float | None = None
+    interleaved: bool = False
     bodies: tuple[tuple[str, str], ...] = (("model.", ""),)
     moe: MoEFamily | None = None
     default_rope: Mapping[str, Any] | None = None
@@ -72,3 +86,4 @@ class Family:
     text_type: str | None = None
     other_texts: tuple[str, ...] = ()
     wrapper_keys: frozenset[str] = frozenset()
+    next_token_keys: frozenset[str] = frozenset()

@@ -39,7 +39,7 @@ HARMLESS = words(
     temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
     encoder_no_repeat_ngram_size num_return_sequences exponential_decay_length_penalty begin_suppress_tokens
     output_router_logits router_aux_loss_coef router_jitter_noise activation_dropout dropout layerdrop init_std prefix
-    attn_implementation unsloth_version unsloth_fixed is_llama_config transformers.js_config is_decoder
+    attn_implementation residual_dropout unsloth_version unsloth_fixed is_llama_config transformers.js_config is_decoder
     """
 )
 NEUTRAL: Mapping[str, tuple[object, ...]] = {  # keys that change the computation, and the values that do not
@@ -60,6 +60,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {  # keys that change the computatio
     "is_encoder_decoder": (),
     "add_cross_attention": (),
 }
+_NONE: Mapping[str, tuple[object, ...]] = {}
 # an explicit null of these is a value of its own; of any other key it means the default
 _NULLABLE = words(
     """
@@ -92,12 +93,13 @@ def decoder_config(config: Mapping[str, Any]) -> tuple[str, Family, Mapping[str,
     """
     model_type, family = find_family(config)
     family, text_type, text = _decoder_row(config, family)
-    own = (READ - family.lacks) | family.keys | ({"attention_bias"} if family.qkv_bias else set())
+    own = (READ - family.lacks) | family.keys | family.next_token_keys
+    own |= {"attention_bias"} if family.qkv_bias else set()
     own |= family.moe.keys if family.moe is not None else set()
     if text_type is None:
-        _refuse_unknown_keys(config, own, model_type)
+        _refuse_unknown_keys(config, own, model_type, family.fixed)
         return model_type, family, config
-    _refuse_unknown_keys(text, own, text_type)
+    _refuse_unknown_keys(text, own, text_type, family.fixed)
     outside = _SHARED | family.wrapper_keys | {"model_type", "architectures", "text_config"}
     _refuse_unknown_keys(config, outside, model_type)
     return model_type, family, {**text, **{key: config[key] for key in sorted(_SHARED) if config.get(key) is not None}}
@@ -125,18 +127,21 @@ def _decoder_row(
     return replace(FAMILIES[text_type], **outer), text_type, text
 
 
-def _refuse_unknown_keys(config: Mapping[str, Any], known: frozenset[str], model_type: str) -> None:
+def _refuse_unknown_keys(
+    config: Mapping[str, Any], known: frozenset[str], model_type: str, fixed: Mapping[str, tuple[object, ...]] = _NONE
+) -> None:
+    neutral = {**NEUTRAL, **fixed}
     for key, value in config.items():
         off = value is None or value is False or value in ({}, [], "")
         if off or key in known or key in HARMLESS or key.startswith("_"):
             continue
-        if key not in NEUTRAL:
+        if key not in neutral:
             raise CheckpointError(
                 f"config.json: {key} = {value!r} is unknown to Freight for model_type {model_type}; it may change what "
                 "the model computes. If it does not, remove it from config.json"
             )
-        if value not in NEUTRAL[key]:
-            only = f"only {choices(map(repr, NEUTRAL[key]))} is" if NEUTRAL[key] else "only null is"
+        if any(one not in neutral[key] for one in (value if isinstance(value, list) else [value])):
+            only = f"only {choices(map(repr, neutral[key]))} is" if neutral[key] else "only null is"
             raise CheckpointError(f"config.json: {key} = {value!r} is not implemented; {only}")
 
 

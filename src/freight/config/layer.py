@@ -22,6 +22,7 @@ class AttentionConfig:
     window           sliding window in tokens: a key at distance < window is seen; None: every key is
     rope             index into `ModelConfig.ropes`; None: queries and keys are not rotated
     qk_norm          RMSNorm over each head of q and of k, before the rotation
+    qk_norm_whole    whether that norm is over all heads of q together, and of k, instead
     qkv_bias, o_bias whether the projections have biases
     soft_cap         a score s becomes soft_cap * tanh(s / soft_cap); None: unbounded
     """
@@ -34,6 +35,7 @@ class AttentionConfig:
     window: int | None = None
     rope: int | None = 0
     qk_norm: bool = False
+    qk_norm_whole: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
     soft_cap: float | None = None
@@ -42,6 +44,11 @@ class AttentionConfig:
     def qkv_sizes(self) -> tuple[int, int, int]:
         """Rows of the projections of q, k and v."""
         return self.num_heads * self.k_dim, self.num_kv_heads * self.k_dim, self.num_kv_heads * self.v_dim
+
+    @property
+    def qk_norm_sizes(self) -> tuple[int, int]:
+        """Channels of the norm of q, and of k."""
+        return self.qkv_sizes[:2] if self.qk_norm_whole else (self.k_dim, self.k_dim)
 
     @property
     def values_per_token(self) -> int:

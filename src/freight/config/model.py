@@ -48,6 +48,10 @@ class ModelConfig:
     norm_eps               of every norm
     norm_offset            what is added to a stored norm weight; if not 0, norms multiply in float32
     embedding_multiplier   multiplies the embedding's rows; None: nothing does
+    prediction_layers      layers of the checkpoint behind these, which predict further tokens; they do not run
+    rounds_multiplier      whether that is rounded to the compute dtype first
+    residual_multiplier    multiplies what a layer adds to the residual stream
+    logit_divisor          divides the logits; None: nothing does
     logit_soft_cap         a logit x becomes logit_soft_cap * tanh(x / logit_soft_cap); None: unbounded
     checkpoint_format      the dtype that config.json names for the weights
     prefixes               what precedes the names of the decoder's tensors in the checkpoint, and the name of its head
@@ -80,6 +84,10 @@ class ModelConfig:
     position_offset: int | None = None
     embedding_size: int | None = None
     foreign: ForeignModel | None = None
+    prediction_layers: int = 0
+    rounds_multiplier: bool = False
+    residual_multiplier: float = 1.0
+    logit_divisor: float | None = None
 
     @property
     def position_limit(self) -> int:
@@ -124,8 +132,10 @@ def parse_model_config(config: Mapping[str, Any], tensors: Collection[str] = ())
     rotary = family.position_offset is None
     local = 0 if family.local_theta is None else 1  # the rope of layers with a window
     windows = _windows(config, family, integer(config, "num_hidden_layers"))
+    rotated = _rotated(config, family, len(windows))
     mixers = [
-        replace(mixer, window=window, rope=(0 if window is None else local) if rotary else None) for window in windows
+        replace(mixer, window=window, rope=(0 if window is None else local) if rotates else None)
+        for window, rotates in zip(windows, rotated, strict=True)
     ]
     feed_forwards = _feed_forwards(config, family, len(windows))
     layers = [LayerConfig(*parts, norms) for parts in zip(mixers, feed_forwards, strict=True)]
@@ -139,7 +149,7 @@ def parse_model_config(config: Mapping[str, Any], tensors: Collection[str] = ())
         max_position_embeddings=limit,
         norm_eps=number(config, "rms_norm_eps", 1e-6) if family.norm_eps is None else family.norm_eps,
         norm_offset=family.norm_offset,
-        embedding_multiplier=hidden_size**0.5 if family.scales_embedding else None,
+        embedding_multiplier=_embedding_multiplier(config, family, hidden_size),
         tie_word_embeddings=_tied(outer, config, family, prefixes[1], tensors),
         logit_soft_cap=_soft_cap(config, "final_logit_softcapping"),
         checkpoint_format=declared_format(config),
@@ -150,6 +160,10 @@ def parse_model_config(config: Mapping[str, Any], tensors: Collection[str] = ())
         final_norm=final_norm,
         position_offset=family.position_offset,
         embedding_size=_embedding_size(config, hidden_size),
+        prediction_layers=max([integer(config, key, 0, least=0) for key in family.next_token_keys], default=0),
+        rounds_multiplier=family.scales_embedding,
+        residual_multiplier=number(config, "residual_multiplier") if family.multipliers else 1.0,
+        logit_divisor=_unless_1(config, "logits_scaling") if family.multipliers else None,
     )
 
 
@@ -207,6 +221,17 @@ def _embedding_size(config: Mapping[str, Any], hidden_size: int) -> int | None:
     return None if size == hidden_size else size
 
 
+def _embedding_multiplier(config: Mapping[str, Any], family: Family, hidden_size: int) -> float | None:
+    if family.scales_embedding:
+        return float(hidden_size**0.5)
+    return _unless_1(config, "embedding_multiplier") if family.multipliers else None
+
+
+def _unless_1(config: Mapping[str, Any], key: str) -> float | None:
+    value = number(config, key)
+    return None if value == 1 else value
+
+
 def _mixer(config: Mapping[str, Any], family: Family, hidden_size: int) -> AttentionConfig:
     """The attention of every layer, without window."""
     heads = integer(config, "num_attention_heads")
@@ -225,8 +250,9 @@ def _mixer(config: Mapping[str, Any], family: Family, hidden_size: int) -> Atten
         num_kv_heads=kv_heads,
         k_dim=head_dim,
         v_dim=head_dim,
-        softmax_scale=scaled_by**-0.5,
-        qk_norm=family.qk_norm,
+        softmax_scale=number(config, "attention_multiplier") if family.multipliers else scaled_by**-0.5,
+        qk_norm=family.qk_norm if family.qk_norm_key is None else flag(config, family.qk_norm_key),
+        qk_norm_whole=family.qk_norm_whole,
         qkv_bias=family.qkv_bias or qkv_bias,
         o_bias=o_bias,
         soft_cap=_soft_cap(config, "attn_logit_softcapping"),
@@ -274,6 +300,9 @@ def _windows(config: Mapping[str, Any], family: Family, num_layers: int) -> tupl
     first = integer(config, "max_window_layers", 0, least=0)
     pattern = integer(config, "sliding_window_pattern", num_layers + 1)
     default = [window is not None and i >= first and (i + 1) % pattern != 0 for i in range(num_layers)]
+    if "no_rope_layers" in family.keys:  # layers that rotate see everything
+        rotated = _rotated(config, family, num_layers)
+        default = [window is not None and not rotates for rotates in rotated]
     layer_types = config.get("layer_types")
     if not layer_types:
         return tuple(window if slides else None for slides in default)
@@ -300,6 +329,20 @@ def _windows(config: Mapping[str, Any], family: Family, num_layers: int) -> tupl
             f"in {family.architecture} all layers have the same window"
         )
     return tuple(window if slide else None for slide in slides)
+
+
+def _rotated(config: Mapping[str, Any], family: Family, num_layers: int) -> list[bool]:
+    """Which layers rotate queries and keys: those with a 1 in `no_rope_layers`, else all but every n-th (SmolLM3)."""
+    if "no_rope_layers" not in family.keys:
+        return [family.position_offset is None] * num_layers
+    interval = integer(config, "no_rope_layer_interval")
+    found = config.get("no_rope_layers") or [int((i + 1) % interval != 0) for i in range(num_layers)]
+    if not isinstance(found, list) or len(found) != num_layers or not set(found) <= {0, 1}:
+        raise CheckpointError(
+            f"config.json: no_rope_layers = {found!r} must be a list of num_hidden_layers = {num_layers} entries, each "
+            "0 or 1"
+        )
+    return [one == 1 for one in found]
 
 
 def _feed_forwards(config: Mapping[str, Any], family: Family, num_layers: int) -> list[DenseConfig | MoEConfig]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from freight.config.family import Family
-from freight.config.fields import number
+from freight.config.fields import integer, number
 from freight.errors import CheckpointError, choices
 
 
@@ -21,6 +21,9 @@ class RopeConfig:
     longrope: factor, original_max_position_embeddings, perhaps attention_factor, and what divides each frequency,
     [rotary_dim / 2]: `short_factors` where no position lies beyond the original length, else `long_factors`.
     The first `rotary_dim` channels of a head are rotated.
+
+    interleaved   a checkpoint's pairs of channels are (2i, 2i + 1), and not (i, i + rotary_dim / 2) as those of every
+                  kernel. The loader brings the rows of q and k into the kernels' order, in which the cache has them too
     """
 
     rotary_dim: int
@@ -29,6 +32,7 @@ class RopeConfig:
     parameters: Mapping[str, float | bool] = field(default_factory=dict)
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
+    interleaved: bool = False
 
 
 _REQUIRED = {
@@ -79,7 +83,11 @@ def _parse_rope(
             raise CheckpointError(f"config.json: {key} = {value!r} is not a JSON object")
     if not declared and family.default_rope is not None:
         declared = {"rope_parameters": family.default_rope}
-    plain = RopeConfig(_rotary_dim(config, {}, family, head_dim), number(config, "rope_theta", theta))
+    plain = RopeConfig(
+        _rotary_dim(config, {}, family, head_dim),
+        number(config, "rope_theta", theta),
+        interleaved=family.interleaved,
+    )
     parsed = {
         key: _parse(
             *(key, value, config, family),
@@ -97,12 +105,15 @@ def _parse_rope(
 def _rotary_dim(config: Mapping[str, Any], rope: Mapping[str, Any], family: Family, head_dim: int) -> int:
     """Channels that are rotated: all, or as many as `partial_rotary_factor` says, here or there."""
     factors = [source["partial_rotary_factor"] for source in (rope, config) if source.get("partial_rotary_factor")]
-    if not factors or set(factors) == {1}:
+    if "rotary_dim" in family.keys and config.get("rotary_dim") is not None:
+        factors.append(integer(config, "rotary_dim") / head_dim)
+    factors = factors or [1.0 if family.rotary_factor is None else family.rotary_factor]
+    if set(factors) == {1}:
         return head_dim
-    if len(set(factors)) > 1 or not family.partial_rotary:
+    if len(set(factors)) > 1 or family.rotary_factor is None:
         raise CheckpointError(
             f"config.json: partial_rotary_factor = {' and '.join(map(repr, factors))} is not implemented for "
-            f"{family.architecture}; {'one value between 0 and 1' if family.partial_rotary else 'only 1'} is"
+            f"{family.architecture}; {'only 1' if family.rotary_factor is None else 'one value between 0 and 1'} is"
         )
     rotary_dim = int(head_dim * number({"partial_rotary_factor": factors[0]}, "partial_rotary_factor"))
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
@@ -155,7 +166,9 @@ def _parse(
     if kind == "llama3" and parameters["high_freq_factor"] <= parameters["low_freq_factor"]:
         raise CheckpointError(f"config.json: {where} needs high_freq_factor > low_freq_factor, and has {dict(rope)}")
     theta = thetas.pop() if thetas else plain.theta
-    return RopeConfig(plain.rotary_dim, theta, kind, parameters, *factors)
+    return replace(
+        plain, theta=theta, kind=kind, parameters=parameters, short_factors=factors[0], long_factors=factors[1]
+    )
 
 
 def _with_query_scaling(where: str, rope: Mapping[str, Any], kind: str) -> Mapping[str, Any]:

@@ -32,6 +32,9 @@ class RoundedSource:
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         return self.plain.tensor(name, shape)
 
+    def exact(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        return self.plain.exact(name, shape)
+
     def head(self, name: str, shape: tuple[int, ...]) -> Weight:
         return self.plain.head(name, shape)
 

@@ -9,17 +9,40 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from freight.cache.pool import LayerKV
+from freight.kernels.interface import KernelSet
 from freight.layers.linear import Projection
 from freight.operands.batch import ForwardBatch
 from freight.operands.rotary import Rotary
 
 
 @dataclass(frozen=True)
+class QKNorm:
+    """RMSNorm over all heads of q together, and over those of k (OLMo 2, MiniMax-M2)."""
+
+    q: Tensor
+    k: Tensor
+    eps: float
+    kernels: KernelSet
+
+    def __call__(self, qkv: Tensor) -> Tensor:
+        """[num_tokens, q's size + k's size + v's size], before and after."""
+        q, k, v = qkv.tensor_split((len(self.q), len(self.q) + len(self.k)), 1)
+        normed = (
+            self.kernels.add_rms_norm(x.contiguous(), None, w, self.eps)[1] for x, w in ((q, self.q), (k, self.k))
+        )
+        return torch.cat((*normed, v), 1)
+
+
+@dataclass(frozen=True)
 class Attention:
-    """Grouped-query self-attention (Ainslie et al. 2023). `qkv` computes q, k and v, concatenated along the output."""
+    """Grouped-query self-attention (Ainslie et al. 2023). `qkv` computes q, k and v, concatenated along the output.
+
+    norm   of q and k over all their heads; norms of single heads are in `rotary`
+    """
 
     qkv: Projection
     o: Projection
@@ -27,9 +50,11 @@ class Attention:
     softmax_scale: float
     window: int | None
     soft_cap: float | None
+    norm: QKNorm | None = None
 
     def __call__(self, x: Any, batch: ForwardBatch, kv: LayerKV) -> Tensor:
         """x: [num_tokens, hidden_size], a tensor or what the norm returned for `qkv.consumer`; returns x's shape."""
-        q = kv.store(self.qkv(x), self.rotary, batch)
+        qkv = self.qkv(x) if self.norm is None else self.norm(self.qkv(x))
+        q = kv.store(qkv, self.rotary, batch)
         attended = kv.attend(q, batch, self.softmax_scale, self.window, self.soft_cap)
         return self.o(attended.flatten(1))

@@ -14,7 +14,7 @@ from freight.layers.linear import Projection
 
 @dataclass(frozen=True)
 class Embedding:
-    """Rows of `weight` [vocab_size, embedding_size], times `multiplier`, a number of the weight's dtype.
+    """Rows of `weight` [vocab_size, embedding_size], times `multiplier`, rounded once.
 
     projection   to hidden_size, where the rows have another size
     positions    [max_positions, hidden_size], learned; the row of each token's position is added
@@ -41,7 +41,7 @@ class LogitsHead:
 
     `weight` is what `kernels.pack` returned; `input_limit` is that of `Linear`. With a soft cap a logit x becomes
     soft_cap * tanh(x / soft_cap) (Gemma 2, Riviere et al. 2024). `projection` comes before `weight`, if its rows are
-    of another size than hidden_size.
+    of another size than hidden_size. `divisor` divides the logits.
     """
 
     weight: Any
@@ -49,6 +49,7 @@ class LogitsHead:
     input_limit: float | None = None
     soft_cap: float | None = None
     projection: Projection | None = None
+    divisor: float | None = None
 
     def __call__(self, hidden: Tensor) -> Tensor:
         if self.projection is not None:
@@ -56,4 +57,6 @@ class LogitsHead:
         if self.input_limit is not None:
             hidden = hidden.clamp(-self.input_limit, self.input_limit)
         logits = self.kernels.linear(hidden, self.weight, None).float()
+        if self.divisor is not None:
+            logits = logits / self.divisor
         return logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)

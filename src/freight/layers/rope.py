@@ -59,6 +59,14 @@ def _query_factor(config: RopeConfig, max_positions: int) -> Tensor | None:
     return 1 + beta * torch.log(1 + spans)
 
 
+def half_pairs(num_heads: int, head_dim: int, rotary_dim: int) -> Tensor:
+    """[num_heads * head_dim]: the channels of heads whose rope pairs (2i, 2i + 1), in the order of the kernels, which
+    pair (i, i + rotary_dim / 2)."""
+    channels = torch.arange(head_dim, dtype=torch.int64, device="cpu")
+    head = torch.cat((channels[0:rotary_dim:2], channels[1:rotary_dim:2], channels[rotary_dim:]))
+    return (torch.arange(num_heads, dtype=torch.int64, device="cpu")[:, None] * head_dim + head).flatten()
+
+
 def inverse_frequencies(config: RopeConfig, max_positions: int) -> tuple[Tensor, float]:
     """[rotary_dim / 2] float32 inverse frequencies, and the factor that multiplies cos and sin."""
     rotary_dim = config.rotary_dim

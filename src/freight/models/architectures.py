@@ -22,6 +22,7 @@ class TensorNames:
     router, choice_bias            of a mixture of experts; `expert` is followed by the expert's index, and by the names
                                    of its projections, and `shared` by those of `gate_up` and `down`
     attention_post, mlp_post       norms of the outputs, in layers that have them (`NormPlacement.SANDWICH`)
+    choice_bias_outer              dimensions of `choice_bias` before that of experts
     unused                         patterns of tensors that the decoder does not need, with the reason
     """
 
@@ -40,6 +41,7 @@ class TensorNames:
     down: str = "mlp.down_proj"
     router: str = "mlp.gate"
     choice_bias: str = "mlp.gate.e_score_correction_bias"
+    choice_bias_outer: tuple[int, ...] = ()
     expert: str = "mlp.experts.{}."
     expert_gate_up: tuple[str, str] = ("gate_proj", "up_proj")
     expert_down: str = "down_proj"
@@ -68,6 +70,12 @@ _VISION = tuple(
     (pattern, "of the vision model: Freight runs the text model alone")
     for pattern in ("*vision_tower.*", "*multi_modal_projector.*")
 )
+_MIXTRAL = TensorNames(
+    router="block_sparse_moe.gate",
+    expert="block_sparse_moe.experts.{}.",
+    expert_gate_up=("w1", "w3"),
+    expert_down="w2",
+)
 ARCHITECTURES = {
     "LlamaForCausalLM": TensorNames(),
     "MistralForCausalLM": TensorNames(),
@@ -77,16 +85,29 @@ ARCHITECTURES = {
     "Qwen3ForCausalLM": TensorNames(),
     "Qwen2MoeForCausalLM": TensorNames(),
     "Qwen3MoeForCausalLM": TensorNames(),
-    "MixtralForCausalLM": TensorNames(
-        router="block_sparse_moe.gate",
-        expert="block_sparse_moe.experts.{}.",
-        expert_gate_up=("w1", "w3"),
-        expert_down="w2",
-    ),
+    "MixtralForCausalLM": _MIXTRAL,
     "Gemma2ForCausalLM": _SANDWICH,
     "Gemma3ForCausalLM": _SANDWICH,
     "Gemma3ForConditionalGeneration": replace(_SANDWICH, unused=_VISION),
     "Phi3ForCausalLM": TensorNames(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)),
+    "Glm4MoeForCausalLM": TensorNames(shared="mlp.shared_experts."),
+    "MiniMaxM2ForCausalLM": replace(_MIXTRAL, choice_bias="block_sparse_moe.e_score_correction_bias"),
+    "HYV3ForCausalLM": TensorNames(router="mlp.router.gate", choice_bias="mlp.expert_bias", shared="mlp.shared_mlp."),
+    "Ernie4_5_MoeForCausalLM": TensorNames(
+        choice_bias="mlp.moe_statics.e_score_correction_bias",
+        choice_bias_outer=(1,),
+        shared="mlp.shared_experts.",
+    ),
+    "Ernie4_5ForCausalLM": TensorNames(),
+    "SeedOssForCausalLM": TensorNames(),
+    "SmolLM3ForCausalLM": TensorNames(),
+    "GraniteForCausalLM": TensorNames(),
+    "GlmForCausalLM": TensorNames(gate_up=("mlp.gate_up_proj",)),
+    "Glm4ForCausalLM": TensorNames(
+        gate_up=("mlp.gate_up_proj",),
+        attention_post="post_self_attn_layernorm.weight",
+        mlp_post="post_mlp_layernorm.weight",
+    ),
     "OPTForCausalLM": TensorNames(
         norm="final_layer_norm.weight",
         o="self_attn.out_proj",
@@ -103,8 +124,11 @@ def tensor_names(config: ModelConfig) -> TensorNames:
     if config.foreign is not None:
         return TensorNames(embedding=config.foreign.embedding, head=config.foreign.head)
     names, (body, head) = ARCHITECTURES[config.architecture], config.prefixes
+    behind = range(config.num_layers, config.num_layers + config.prediction_layers)
+    unused = [(f"{body}{names.layer.format(index)}*", "of a layer that predicts further tokens") for index in behind]
     return replace(
         names,
+        unused=(*names.unused, *unused),
         embedding=body + names.embedding,
         norm=body + names.norm,
         layer=body + names.layer,

@@ -3,11 +3,14 @@
 What a model needs follows from ModelConfig alone (`tensor_shapes`), so a config that contradicts the tensors is an
 error that names both, before a weight is read. q, k, v and gate, up are merged along the output where that is exact.
 A 16-bit weight that becomes FP8 is released before the next one is read, so memory peaks near the FP8 size.
+
+A multiplier m of what layers add costs nothing: the residual stream is kept divided by m. It begins with the embedding
+divided by m, layers add to it as they are, and a norm with eps / m² of the stream / m is that with eps of the stream.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -16,7 +19,7 @@ from torch import Tensor
 
 from freight.checkpoint.linears import StoredLinear, find_linears
 from freight.checkpoint.reader import Checkpoint
-from freight.config.layer import DenseConfig, MoEConfig, NormKind, NormPlacement
+from freight.config.layer import AttentionConfig, DenseConfig, MoEConfig, NormKind, NormPlacement
 from freight.config.model import ModelConfig
 from freight.errors import CheckpointError
 from freight.fp8.cast import torch_dtype
@@ -24,12 +27,12 @@ from freight.fp8.formats import Format
 from freight.fp8.scheme import Scheme
 from freight.fp8.weights import fit_rows
 from freight.kernels.interface import KernelSet
-from freight.layers.attention import Attention
+from freight.layers.attention import Attention, QKNorm
 from freight.layers.embedding import Embedding, LogitsHead
 from freight.layers.linear import Linear, Projection, UnmergedLinear
 from freight.layers.moe import MoE
 from freight.layers.norm import LayerNorm, Norm, RMSNorm
-from freight.layers.rope import build_ropes
+from freight.layers.rope import build_ropes, half_pairs
 from freight.models.architectures import TensorNames, tensor_names
 from freight.models.decoder import MLP, Decoder, DecoderLayer
 from freight.models.shapes import bias_of, kept_in_16_bits, shared_names
@@ -45,6 +48,10 @@ class WeightSource(Protocol):
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """An embedding, a norm or a bias, in the compute dtype."""
+        ...
+
+    def exact(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """What chooses experts, in float32: rounding it would choose others."""
         ...
 
     def weight(self, name: str, shape: tuple[int, ...]) -> Weight:
@@ -78,6 +85,9 @@ class CheckpointSource:
         stored = self.checkpoint.take(name, shape)
         return stored.to(device=self.device, dtype=torch_dtype(self.compute_format)).contiguous()
 
+    def exact(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        return self.checkpoint.take(name, shape).to(device=self.device, dtype=torch.float32).contiguous()
+
     def weight(self, name: str, shape: tuple[int, ...]) -> Weight:
         if name in self.stored:
             return self.stored[name].read(self.checkpoint, self.weight_format, self.device)
@@ -106,11 +116,18 @@ class _Builder:
     def tensor(self, name: str) -> Tensor:
         return self.source.tensor(name, self.shapes[name])
 
-    def linear(self, prefix: str, *parts: str) -> Projection:
-        """The projections `parts`, merged into one matrix if they can be."""
+    def exact(self, name: str) -> Tensor:
+        return self.source.exact(name, self.shapes[name])
+
+    def linear(self, prefix: str, *parts: str, rows: Sequence[Tensor | None] = ()) -> Projection:
+        """The projections `parts`, merged into one matrix if they can be. `rows`: the order of each one's outputs."""
         names = [f"{prefix}{part}.weight" for part in parts]
         weights = [self.source.weight(name, self.shapes[name]) for name in names]
         biases = [self.tensor(name) for part in parts if (name := f"{prefix}{part}.bias") in self.shapes]
+        for i, order in enumerate(rows):
+            if order is not None:
+                weights[i] = weights[i].reordered(order, names[i])
+                biases[i : i + 1] = [bias[order] for bias in biases[i : i + 1]]
         if Weight.mergeable(weights):
             return self.packed(Weight.concat(weights), torch.cat(biases) if biases else None)
         return UnmergedLinear(tuple(map(self.packed, weights, biases or (None,) * len(weights))))
@@ -124,15 +141,17 @@ class _Builder:
         return weight if offset == 0 else weight.float() + offset
 
     def norm(self, name: str) -> Norm:
-        eps = self.config.norm_eps
+        eps = self.config.norm_eps / self.config.residual_multiplier**2  # the stream is divided by the multiplier
         if self.config.norm_kind is NormKind.LAYER:
             return LayerNorm(self.tensor(name), self.tensor(bias_of(name)), eps, self.kernels)
         return RMSNorm(self.norm_weight(name), eps, self.kernels)
 
     def embedding(self) -> Embedding:
         weight, multiplier = self.tensor(self.names.embedding), self.config.embedding_multiplier
-        if multiplier is not None:
+        if multiplier is not None and self.config.rounds_multiplier:
             multiplier = torch.tensor(multiplier, dtype=torch.float32, device="cpu").to(weight.dtype).item()
+        if self.config.residual_multiplier != 1:
+            multiplier = (1.0 if multiplier is None else multiplier) / self.config.residual_multiplier
         offset = self.config.position_offset
         positions = None if offset is None else self.tensor(self.names.positions)[offset:]
         return Embedding(weight, multiplier, self.outer(self.names.project_in), positions)
@@ -147,13 +166,15 @@ class _Builder:
         mixer, sandwich = layer.mixer, layer.norms is NormPlacement.SANDWICH
         qk = (prefix + names.q_norm, prefix + names.k_norm)
         norms = (self.norm_weight(qk[0]), self.norm_weight(qk[1])) if mixer.qk_norm else None
+        rotary = replace(ropes[mixer.rope], eps=self.config.norm_eps)
         attention = Attention(
-            qkv=self.linear(prefix, *names.qkv),
+            qkv=self.linear(prefix, *names.qkv, rows=self.qkv_rows(mixer)),
             o=self.linear(prefix, names.o),
-            rotary=replace(ropes[mixer.rope], norms=norms, eps=self.config.norm_eps),
+            rotary=rotary if norms is None or mixer.qk_norm_whole else replace(rotary, norms=norms),
             softmax_scale=mixer.softmax_scale,
             window=mixer.window,
             soft_cap=mixer.soft_cap,
+            norm=QKNorm(*norms, self.config.norm_eps, self.kernels) if norms and mixer.qk_norm_whole else None,
         )
         return DecoderLayer(
             attention_norm=self.norm(prefix + names.attention_norm),
@@ -165,12 +186,24 @@ class _Builder:
             post=layer.norms is NormPlacement.POST,
         )
 
+    def qkv_rows(self, mixer: AttentionConfig) -> tuple[Tensor | None, ...]:
+        """The order of the rows of each matrix that q, k and v are stored in; None: as they are (`RopeConfig`)."""
+        if mixer.rope is None or not self.config.ropes[mixer.rope].interleaved:
+            return ()
+        assert not mixer.qk_norm, "the weights of these norms would need the same order"
+        rotary_dim = self.config.ropes[mixer.rope].rotary_dim
+        q, k = (half_pairs(heads, mixer.k_dim, rotary_dim) for heads in (mixer.num_heads, mixer.num_kv_heads))
+        if len(self.names.qkv) > 1:
+            return q, k, None
+        v = torch.arange(sum(mixer.qkv_sizes), dtype=torch.int64, device="cpu")[len(q) + len(k) :]
+        return (torch.cat((q, k + len(q), v)),)
+
     def feed_forward(self, mlp: DenseConfig | MoEConfig, prefix: str) -> MLP | MoE:
         names = self.names
         if isinstance(mlp, DenseConfig):
             return self.dense(mlp, prefix, names.gate_up, names.down)
         router, biased = prefix + names.router, prefix + names.choice_bias
-        gate = Weight(self.tensor(f"{router}.weight").float())
+        gate = Weight(self.exact(f"{router}.weight"))
         return MoE(
             gate=self.kernels.pack(gate),
             routing=mlp.routing,
@@ -178,8 +211,8 @@ class _Builder:
             down=self.experts(mlp, prefix, names.expert_down),
             activation=mlp.activation,
             kernels=self.kernels,
-            bias=self.tensor(f"{router}.bias").float() if mlp.router_bias else None,
-            choice_bias=self.tensor(biased).float() if mlp.choice_bias else None,
+            bias=self.exact(f"{router}.bias") if mlp.router_bias else None,
+            choice_bias=self.exact(biased).flatten() if mlp.choice_bias else None,
             shared=None if mlp.shared is None else self.dense(mlp.shared, prefix, *shared_names(names)),
             shared_gate=self.outer(prefix + names.shared_gate) if mlp.shared_gate else None,
         )
@@ -221,7 +254,8 @@ def build_decoder(config: ModelConfig, source: WeightSource, kernels: KernelSet,
     tied = config.tie_word_embeddings
     head = Weight(embedding.weight) if tied else source.head(names.head, builder.shapes[names.head])
     projection = builder.outer(names.project_out)
-    logits = LogitsHead(kernels.pack(head), kernels, head.input_limit, config.logit_soft_cap, projection)
+    cap, divisor = config.logit_soft_cap, config.logit_divisor
+    logits = LogitsHead(kernels.pack(head), kernels, head.input_limit, cap, projection, divisor)
     return Decoder(config, embedding, layers, norm, logits)
 
 

@@ -46,6 +46,9 @@ class RandomSource:
         bound = math.sqrt(3.0 / shape[1])
         return values.uniform_(-bound, bound, generator=self.generator)
 
+    def exact(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        return self.tensor(name, shape).float()
+
     def weight(self, name: str, shape: tuple[int, ...]) -> Weight:
         if not self.weight_format.is_fp8:
             return Weight(self.tensor(name, shape))

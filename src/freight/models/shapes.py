@@ -68,9 +68,10 @@ def _layer_shapes(layer: LayerConfig, config: ModelConfig, names: TensorNames) -
         norms += [names.attention_post, names.mlp_post]
     shapes |= dict.fromkeys([tensor for norm in norms for tensor in _norm_tensors(norm, config)], (hidden,))
     if mixer.qk_norm:
-        shapes |= {names.q_norm: (mixer.k_dim,), names.k_norm: (mixer.k_dim,)}
+        q, k = mixer.qk_norm_sizes
+        shapes |= {names.q_norm: (q,), names.k_norm: (k,)}
     if isinstance(layer.feed_forward, MoEConfig) and layer.feed_forward.choice_bias:
-        shapes[names.choice_bias] = (layer.feed_forward.num_experts,)
+        shapes[names.choice_bias] = (*names.choice_bias_outer, layer.feed_forward.num_experts)
     return shapes
 
 

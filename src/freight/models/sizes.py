@@ -98,7 +98,7 @@ class _Count:
         if layer.norms is NormPlacement.SANDWICH:
             norms += 2 * self.norm_weight(hidden)
         if mixer.qk_norm:
-            norms += 2 * self.norm_weight(mixer.k_dim)
+            norms += sum(map(self.norm_weight, mixer.qk_norm_sizes))
         qkv = self.projections(prefix, names.qkv, mixer.qkv_sizes, hidden, mixer.qkv_bias)
         o = self.projections(prefix, (names.o,), (hidden,), mixer.num_heads * mixer.v_dim, mixer.o_bias)
         return norms + qkv + o + self.feed_forward(prefix, layer.feed_forward)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from freight.errors import CheckpointError
 from freight.fp8.cast import decode
 from freight.fp8.scheme import Activations as Activations
 from freight.fp8.weights import BLOCK, expand_blocks
@@ -40,6 +41,23 @@ class Weight:
             return self.data.float()
         scale = self.scale[:, None] if self.scale.ndim == 1 else expand_blocks(self.scale, self.data.shape)
         return decode(self.data, scale)
+
+    def reordered(self, rows: Tensor, name: str) -> Weight:
+        """The matrix with output rows `rows`, a permutation [out_features] int64: exact, every row keeps its bits.
+
+        Raises CheckpointError, which calls the matrix `name`, for a row that would leave its block of 128 x 128 scales.
+        """
+        rows = rows.to(self.data.device)
+        data, scale = self.data.view(torch.uint8) if self.data.itemsize == 1 else self.data, self.scale
+        if scale is not None and scale.ndim == 2:
+            if not torch.equal(rows // BLOCK, rows.sort().values // BLOCK):
+                raise CheckpointError(
+                    f"{name}: its rope turns neighbouring channels, so its rows are brought into another order, and "
+                    "heads that span blocks of 128 x 128 scales do not allow it; quantize it with a scale per row"
+                )
+        elif scale is not None:
+            scale = scale[rows]
+        return replace(self, data=data[rows].view(self.data.dtype), scale=scale)
 
     @staticmethod
     def mergeable(parts: Sequence[Weight]) -> bool:

@@ -182,6 +182,9 @@ class Ledger:
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         return self.source.tensor(name, shape)
 
+    def exact(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        raise AssertionError("this model has no experts")
+
     def weight(self, name: str, shape: tuple[int, ...]) -> Weight:
         weight, layer = Weight(self.source.weight(name, shape).data.clone()), name.split(".")[2]
         self.alive[layer] += 1

@@ -67,7 +67,8 @@ def test_a_report_is_written_and_named(freight: Run, text: str, tmp_path: Path):
     answer = freight("evaluate", "--data", text, "--caches", "unit", "--no-speed", "--report", str(folder))
     assert answer.code == 0, answer.err
     assert str(folder / "report.html") in answer.out
-    assert {path.name for path in folder.iterdir()} >= {"report.html", "report.md", "report.json", "error-against-memory.svg"}
+    found = {path.name for path in folder.iterdir()}
+    assert found >= {"report.html", "report.md", "report.json", "error-against-memory.svg"}
 
 
 def test_bad_files_are_one_line(freight: Run, tmp_path: Path):

@@ -31,6 +31,16 @@ FAMILIES = {
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "glm": "GlmForCausalLM",
+    "glm4": "Glm4ForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "minimax_m2": "MiniMaxM2ForCausalLM",
+    "hy_v3": "HYV3ForCausalLM",
+    "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
+    "ernie4_5": "Ernie4_5ForCausalLM",
+    "seed_oss": "SeedOssForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
 }
 ALL_WINDOWS = ("mistral", "phi3")  # families whose configuration has no layer_types
 
@@ -68,12 +78,19 @@ def test_absent_keys_mean_what_transformers_takes(model_type):
     assert [(r.theta, r.kind) for r in ours.ropes] == [(r["rope_theta"], r["rope_type"]) for r in ropes]
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
     assert mixer.k_dim == getattr(theirs, "head_dim", 64)
-    assert mixer.softmax_scale == getattr(theirs, "query_pre_attn_scalar", mixer.k_dim) ** -0.5
+    scale = getattr(theirs, "query_pre_attn_scalar", mixer.k_dim) ** -0.5
+    assert mixer.softmax_scale == getattr(theirs, "attention_multiplier", scale)
+    factor = ropes[0].get("partial_rotary_factor") or 1.0
+    assert (ours.ropes[0].rotary_dim, mixer.qkv_bias) == (
+        factor * mixer.k_dim,
+        getattr(theirs, "attention_bias", model_type == "qwen2"),
+    )
     assert mixer.soft_cap == getattr(theirs, "attn_logit_softcapping", None)
     assert ours.logit_soft_cap == getattr(theirs, "final_logit_softcapping", None)
     assert ours.layers[0].feed_forward.activation == ACTIVATIONS[acts(theirs)]
     assert ours.bos_token_id == theirs.bos_token_id
-    assert list(ours.eos_token_ids) == ([] if theirs.eos_token_id is None else [theirs.eos_token_id])
+    stops = theirs.eos_token_id
+    assert list(ours.eos_token_ids) == ([] if stops is None else stops if isinstance(stops, list) else [stops])
     slides = getattr(theirs, "layer_types", None) or ["sliding_attention" if model_type in ALL_WINDOWS else None] * 4
     assert windows_of(ours) == tuple(theirs.sliding_window if kind == "sliding_attention" else None for kind in slides)
 

@@ -15,12 +15,12 @@ import freight
 from freight.checkpoint.config_only import read_config_only
 from freight.checkpoint.layouts import read_scheme
 from freight.config.engine import EngineArgs
+from freight.config.families import FAMILIES
 from freight.config.model import parse_model_config
 from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
 from freight.kernels.cpu.interface import FORMATS
 from freight.kernels.cpu.library import load, runnable
-from freight.models.architectures import ARCHITECTURES
 from freight.models.open import OpenModel, open_model, open_random
 from freight.models.sizes import ONLINE, Layout, LinearOf, loaded_bytes, matrix_bytes
 from freight.models.weight_bytes import weight_bytes
@@ -51,8 +51,7 @@ def require_equal(opened: OpenModel, kernels: str, linear_of: LinearOf) -> None:
 def shape_file(variant: str, folder: Path) -> Path:
     """The config.json of a tiny model of some family, whose odd sizes leave gaps where matrices are packed."""
     content = VARIANTS[variant].to_dict()
-    kind = content["model_type"].removesuffix("_text").replace("_", "")
-    model = next(name for name in ARCHITECTURES if name.lower().startswith(kind + "for"))
+    model = FAMILIES[content["model_type"]].architecture
     odd = dict.fromkeys(("intermediate_size", "ffn_dim", "moe_intermediate_size"), 90)
     content |= {"architectures": [model], "dtype": "bfloat16", **odd, "shared_expert_intermediate_size": 70}
     own = VARIANTS[variant].to_dict().keys() | {"architectures", "dtype"}
@@ -61,16 +60,17 @@ def shape_file(variant: str, folder: Path) -> Path:
     return file
 
 
-FAMILIES = (
+OF_FAMILIES = (
     *("llama", "llama-tied", "llama-biases", "mistral-window", "qwen2", "qwen3", "gemma2", "gemma2-untied"),
     *("gemma3-two-ropes", "phi3-partial", "opt", "opt-untied", "opt-350m", "opt-without-final-norm", "ministral3"),
     *("mixtral", "qwen2-moe", "qwen2-moe-sparse", "qwen3-moe", "qwen3-moe-dense-layer"),
+    *("granite-biases", "glm", "glm4", "glm4-moe", "minimax-m2", "ernie4-5-moe", "smollm3"),
 )
 
 
 @pytest.mark.parametrize("quantization", [None, "fp8"])
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
-@pytest.mark.parametrize("variant", FAMILIES)
+@pytest.mark.parametrize("variant", OF_FAMILIES)
 def test_every_family_occupies_what_is_counted(
     variant: str, kernels: str, quantization: str | None, tmp_path: Path
 ) -> None:
