@@ -43,10 +43,13 @@ SHAPE: dict[str, Any] = {
     "rope_theta": 10000.0,
 }
 GEMMA = {**SHAPE, "sliding_window": 16, "query_pre_attn_scalar": 16, "hidden_activation": "gelu_pytorch_tanh"}
+MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True}
 MODELS = {
     "llama": SHAPE,
     "mistral": {**SHAPE, "model_type": "mistral", "sliding_window": 16},
     "qwen3": {**SHAPE, "model_type": "qwen3"},
+    "qwen3_moe": {**SHAPE, "model_type": "qwen3_moe", **MOE},
+    "qwen2_moe": {**SHAPE, "model_type": "qwen2_moe", **MOE, "shared_expert_intermediate_size": 48},
     "gemma2": {**GEMMA, "model_type": "gemma2", "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
     "gemma3": {**GEMMA, "model_type": "gemma3_text", "rope_local_base_freq": 20.0, "num_hidden_layers": 7},
 }
