@@ -37,7 +37,7 @@ def routings(draw: st.DrawFn) -> Routing:
     )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(routings(), st.sampled_from(BUILDS), st.booleans(), st.integers(0, 2**16))
 def test_experts_and_weights_are_those_of_the_definition(routing, build, biased, seed):
     """Logits on a coarse grid: many are equal, the others well apart."""
