@@ -4,7 +4,9 @@
 #include <algorithm>
 #include <cstring>
 
+#include "memory.h"
 #include "parallel.h"
+#include "product.h"
 #include "rows.h"
 #include "tiles.h"
 
@@ -53,17 +55,21 @@ struct Stager {
   bool pair;
   int64_t steps, groups;
   float *row_scale, *group_scale;
+  const int32_t* index = nullptr;  // of Product
+
+  // Where column `first` of a row is in x.
+  int64_t at(int64_t row, int64_t first) const { return (index ? index[row] : row) * weight.in_features + first; }
 
   void scale_row(int64_t row) const {
     const int64_t in = weight.in_features;
     row_scale[row] = weight.activations == FREIGHT_STATIC ? weight.input_scale
-                                                  : scale_from(largest_of(x, format, row * in, in), kLargest);
+                                                  : scale_from(largest_of(x, format, at(row, 0), in), kLargest);
   }
 
   // Columns `first` .. `first` + `count` of a row, as float32, rounded to FP8 where the weight asks for it, and zeros up
   // to a multiple of 16.
   void values_of(int64_t row, int64_t first, int64_t count, float* values) const {
-    read_row(element(x, row * weight.in_features + first, format), format, count, values);
+    read_row(element(x, at(row, first), format), format, count, values);
     if (row_scale) return round_by(values, count, row_scale[row]);
     if (!group_scale) return;
     for (int64_t done = 0; done < count; done += kGroup) {
@@ -78,7 +84,7 @@ struct Stager {
   void words_of(int64_t row, int64_t first, uint32_t* words) const {
     const int64_t count = std::max<int64_t>(0, std::min(kColumns, weight.in_features - first));
     if (pair && weight.activations == FREIGHT_PLAIN) {
-      const uint16_t* from = static_cast<const uint16_t*>(x) + row * weight.in_features + first;
+      const uint16_t* from = static_cast<const uint16_t*>(x) + at(row, first);
       std::memset(words, 0, kColumns * 2);
       std::memcpy(words, from, static_cast<size_t>(count) * 2);
       return;
@@ -118,7 +124,7 @@ struct Stager {
   // The inputs of a panel of a row, as bfloat16 and with zeros beyond the last, into a line of its tiles.
   void panel_line(int64_t row, int64_t panel, uint8_t* line) const {
     const int64_t first = panel * kGroupInputs, count = std::min<int64_t>(kGroupInputs, weight.in_features - first);
-    const char* from = element(static_cast<const char*>(x), row * weight.in_features + first, format);
+    const char* from = element(static_cast<const char*>(x), at(row, first), format);
     alignas(64) uint16_t halves[kGroupInputs];
     if (weight.activations != FREIGHT_PLAIN || count < kGroupInputs) {
       from = reinterpret_cast<const char*>(halves);
@@ -131,7 +137,7 @@ struct Stager {
   void bfloat16_of(int64_t row, int64_t first, int64_t count, uint16_t* halves) const {
     std::memset(halves, 0, kGroupInputs * 2);
     if (weight.activations == FREIGHT_PLAIN) {
-      std::memcpy(halves, element(x, row * weight.in_features + first, format), static_cast<size_t>(count) * 2);
+      std::memcpy(halves, element(x, at(row, first), format), static_cast<size_t>(count) * 2);
       return;
     }
     alignas(64) float values[kGroupInputs];
@@ -159,25 +165,30 @@ struct Stager {
 #endif
 };
 
-}  // namespace
+int64_t groups_of(const FreightWeight& weight) { return (weight.in_features + kGroup - 1) / kGroup; }
+bool by_group(const FreightWeight& weight) { return weight.activations == FREIGHT_DYNAMIC && weight.block_scale; }
+bool by_row(const FreightWeight& weight) { return weight.activations != FREIGHT_PLAIN && !by_group(weight); }
 
+int useful_threads(int64_t values, int threads) {
+  return static_cast<int>(std::min<int64_t>(threads, values / kShareOfStaging + 1));
+}
+
+// Stage `rows` rows; `pair`: as pairs of bfloat16 (values that are not bfloat16 must have been rounded to FP8), else float32.
 Staged stage(const FreightWeight& weight, const void* x, int32_t format, int64_t rows, bool pair, int64_t steps,
              int threads) {
   thread_local std::vector<uint32_t> staged;
   thread_local std::vector<float> row_scale, group_scale;
-  const int64_t groups = (weight.in_features + kGroup - 1) / kGroup, tiles = (rows + kTileRows - 1) / kTileRows;
-  const bool by_group = weight.activations == FREIGHT_DYNAMIC && weight.block_scale;
-  const bool by_row = weight.activations == FREIGHT_STATIC || (weight.activations == FREIGHT_DYNAMIC && !by_group);
+  const int64_t groups = groups_of(weight), tiles = (rows + kTileRows - 1) / kTileRows;
   const size_t words = static_cast<size_t>(tiles * kTileRows * steps);
   if (staged.size() < words) staged = std::vector<uint32_t>(words);
-  if (by_row) row_scale.resize(static_cast<size_t>(rows));
-  if (by_group) group_scale.assign(static_cast<size_t>(tiles * kTileRows * groups), 1.f);
+  if (by_row(weight)) row_scale.resize(static_cast<size_t>(rows));
+  if (by_group(weight)) group_scale.assign(static_cast<size_t>(tiles * kTileRows * groups), 1.f);
   uint32_t* to = staged.data();
-  const Stager stager{weight, x, format, pair, steps, groups, by_row ? row_scale.data() : nullptr,
-                      by_group ? group_scale.data() : nullptr};
+  const Stager stager{weight, x, format, pair, steps, groups, by_row(weight) ? row_scale.data() : nullptr,
+                      by_group(weight) ? group_scale.data() : nullptr};
   const int64_t parts = (steps * (pair ? 2 : 1) + kColumns - 1) / kColumns;
-  const int useful = static_cast<int>(std::min<int64_t>(threads, rows * weight.in_features / kShareOfStaging + 1));
-  if (by_row) parallel_for(rows, rows > kTileRows ? useful : 1, [&](int64_t row) { stager.scale_row(row); });
+  const int useful = useful_threads(rows * weight.in_features, threads);
+  if (by_row(weight)) parallel_for(rows, rows > kTileRows ? useful : 1, [&](int64_t row) { stager.scale_row(row); });
   parallel_for(tiles * parts, useful, [&](int64_t task) {
     const int64_t tile = task / parts, there = std::min<int64_t>(kTileRows, rows - tile * kTileRows);
     with_height(height_of(there), [&](auto height) { stager.part<height>(tile, task % parts * kColumns, there, to); });
@@ -187,25 +198,25 @@ Staged stage(const FreightWeight& weight, const void* x, int32_t format, int64_t
 
 #if FREIGHT_AMX
 
+// The same, bfloat16, for tiles of AMX: `x` of the result is [panels][tiles of 16 rows][4 steps][16 rows][32 inputs], where a
+// panel has 128 inputs. The last tile's rows are padded with zeros unless it is the only one.
 Staged stage_tiles(const FreightWeight& weight, const void* x, int32_t format, int64_t rows, int threads) {
   constexpr int64_t kGroupBytes = kGroupSteps * kTileBytes;
-  thread_local TileMemory memory;
+  thread_local WorkingMemory memory;
   thread_local std::vector<float> row_scale, group_scale;
-  const int64_t groups = (weight.in_features + kGroup - 1) / kGroup, tiles = (rows + kTileLines - 1) / kTileLines;
-  const bool by_group = weight.activations == FREIGHT_DYNAMIC && weight.block_scale;
-  const bool by_row = weight.activations == FREIGHT_STATIC || (weight.activations == FREIGHT_DYNAMIC && !by_group);
-  if (by_row) row_scale.resize(static_cast<size_t>(rows));
-  if (by_group) group_scale.resize(static_cast<size_t>(rows * groups));
+  const int64_t groups = groups_of(weight), tiles = (rows + kTileLines - 1) / kTileLines;
+  if (by_row(weight)) row_scale.resize(static_cast<size_t>(rows));
+  if (by_group(weight)) group_scale.resize(static_cast<size_t>(rows * groups));
   uint8_t* to = memory.of(tiles * groups * kGroupBytes);
-  const Stager stager{weight, x, format, true, 0, groups, by_row ? row_scale.data() : nullptr,
-                      by_group ? group_scale.data() : nullptr};
-  const int useful = static_cast<int>(std::min<int64_t>(threads, rows * weight.in_features / kShareOfStaging + 1));
+  const Stager stager{weight, x, format, true, 0, groups, by_row(weight) ? row_scale.data() : nullptr,
+                      by_group(weight) ? group_scale.data() : nullptr};
+  const int useful = useful_threads(rows * weight.in_features, threads);
   const int64_t parts = tiles < 2 * useful ? std::max<int64_t>(1, (groups + kPartPanels - 1) / kPartPanels) : 1;
   const int64_t part = (groups + parts - 1) / parts;
-  if (by_row && parts > 1) parallel_for(rows, useful, [&](int64_t row) { stager.scale_row(row); });
+  if (by_row(weight) && parts > 1) parallel_for(rows, useful, [&](int64_t row) { stager.scale_row(row); });
   parallel_for(tiles * parts, useful, [&](int64_t task) {
     const int64_t tile = task / parts, there = std::min<int64_t>(kTileLines, rows - tile * kTileLines);
-    if (by_row && parts == 1)
+    if (by_row(weight) && parts == 1)
       for (int64_t row = 0; row < there; row++) stager.scale_row(tile * kTileLines + row);
     const int64_t first = task % parts * part, end = std::min(first + part, groups);
     stager.tile_part(tile, tiles, first, end, there, tiles == 1 ? there : kTileLines, to);
@@ -214,5 +225,105 @@ Staged stage_tiles(const FreightWeight& weight, const void* x, int32_t format, i
 }
 
 #endif
+
+// What staged rows of a product take, in bytes.
+struct Sizes {
+  int64_t x, row_scale, group_scale;
+
+  Sizes(const Product& product, Layout layout, int64_t steps) {
+    const int64_t rows = product.rows, groups = groups_of(*product.weight);
+    int64_t lines = (rows - 1) / kTileRows * kTileRows;  // with those that fill the last tile
+    lines += height_of(rows - lines);
+    x = lines * steps * 4;
+#if FREIGHT_AMX
+    if (layout == Layout::kTiles) x = (rows + kTileLines - 1) / kTileLines * groups * kGroupSteps * kTileBytes;
+#else
+    (void)layout;
+#endif
+    row_scale = by_row(*product.weight) ? rows * 4 : 0;
+    group_scale = by_group(*product.weight) ? lines * groups * 4 : 0;
+  }
+};
+
+int64_t aligned(int64_t bytes) { return (bytes + kUnit - 1) / kUnit * kUnit; }
+
+int64_t steps_of(const FreightWeight& weight, Layout layout) {
+  const int64_t inputs = units_of(weight.format, weight.in_features) * inputs_per_unit(weight.format);
+  return layout == Layout::kPairs ? inputs / 2 : inputs;
+}
+
+int64_t tile_rows(Layout layout) { return layout == Layout::kTiles ? 16 : kTileRows; }
+
+// A tile of a product: all its inputs.
+void stage_tile(const Product& product, int32_t format, Layout layout, int64_t tile, int64_t steps) {
+  const FreightWeight& weight = *product.weight;
+  const Staged& staged = product.staged;
+  float* row_scale = const_cast<float*>(staged.row_scale);  // of the memory of stage_all
+  float* group_scale = const_cast<float*>(staged.group_scale);
+  void* x = const_cast<void*>(staged.x);
+  const Stager stager{weight, product.x, format, layout != Layout::kFloats, steps, staged.groups, row_scale, group_scale,
+                      product.index};
+  const int64_t first = tile * tile_rows(layout), there = std::min(tile_rows(layout), product.rows - first);
+  if (row_scale)
+    for (int64_t row = first; row < first + there; row++) stager.scale_row(row);
+#if FREIGHT_AMX
+  if (layout == Layout::kTiles) {
+    const int64_t tiles = (product.rows + kTileLines - 1) / kTileLines;
+    const int64_t lines = tiles == 1 ? there : kTileLines;
+    return stager.tile_part(tile, tiles, 0, staged.groups, there, lines, static_cast<uint8_t*>(x));
+  }
+#endif
+  with_height(height_of(there), [&](auto height) {
+    if (group_scale)
+      std::fill(group_scale + (first + there) * staged.groups, group_scale + (first + height) * staged.groups, 1.f);
+    const int64_t columns = layout == Layout::kPairs ? 2 * steps : steps;
+    for (int64_t column = 0; column < columns; column += kColumns)
+      stager.part<height>(tile, column, there, static_cast<uint32_t*>(x));
+  });
+}
+
+}  // namespace
+
+void stage_one(Product& product, int32_t format, int threads) {
+  const FreightWeight& weight = *product.weight;
+  const Layout layout = layout_of(weight, format, product.rows);
+#if FREIGHT_AMX
+  if (layout == Layout::kTiles) {
+    product.staged = stage_tiles(weight, product.x, format, product.rows, threads);
+    return;
+  }
+#endif
+  const int64_t steps = steps_of(weight, layout);
+  product.staged = stage(weight, product.x, format, product.rows, layout == Layout::kPairs, steps, threads);
+}
+
+void stage_all(Product* products, int64_t count, int32_t format, int threads) {
+  thread_local WorkingMemory memory;
+  int64_t bytes = 0, values = 0;
+  for (int64_t i = 0; i < count; i++) {
+    const Layout layout = layout_of(*products[i].weight, format, products[i].rows);
+    const Sizes sizes(products[i], layout, steps_of(*products[i].weight, layout));
+    bytes += aligned(sizes.x) + aligned(sizes.row_scale) + aligned(sizes.group_scale);
+    values += products[i].rows * products[i].weight->in_features;
+  }
+  uint8_t* at = memory.of(bytes);
+  for (int64_t i = 0; i < count; i++) {
+    const Layout layout = layout_of(*products[i].weight, format, products[i].rows);
+    const int64_t steps = steps_of(*products[i].weight, layout);
+    const Sizes sizes(products[i], layout, steps);
+    Staged& staged = products[i].staged;
+    staged = {at, steps, groups_of(*products[i].weight), nullptr, nullptr};
+    at += aligned(sizes.x);
+    if (sizes.row_scale) staged.row_scale = reinterpret_cast<float*>(at);
+    at += aligned(sizes.row_scale);
+    if (sizes.group_scale) staged.group_scale = reinterpret_cast<float*>(at);
+    at += aligned(sizes.group_scale);
+  }
+  const auto layout = [&](int64_t i) { return layout_of(*products[i].weight, format, products[i].rows); };
+  for_each_task(
+      count, useful_threads(values, threads),
+      [&](int64_t i) { return (products[i].rows + tile_rows(layout(i)) - 1) / tile_rows(layout(i)); },
+      [&](int64_t i, int64_t tile) { stage_tile(products[i], format, layout(i), tile, products[i].staged.steps); });
+}
 
 }  // namespace freight

@@ -1,7 +1,7 @@
 // Staging: rows of x as the matrix product reads them, converted, rounded to FP8 where the weight asks for it, padded.
 //
 // Rows come in tiles of up to kTileRows; within a tile values lie as [step][rows of the tile], so that one tile is one
-// stream of memory. A row is staged from its own values alone.
+// stream of memory. A row is staged from its own values alone. The functions that stage are those of product.h.
 #pragma once
 #include <type_traits>
 #include <vector>
@@ -48,15 +48,5 @@ struct Staged {
   const float* row_scale;    // [rows]: multiplies a row's result; null when 1
   const float* group_scale;  // [rows padded to tiles][groups]: multiplies a group's sum; null when 1
 };
-
-// Stage `rows` rows; `pair`: as pairs of bfloat16 (values that are not bfloat16 must have been rounded to FP8), else float32.
-Staged stage(const FreightWeight& weight, const void* x, int32_t format, int64_t rows, bool pair, int64_t steps,
-             int threads);
-
-#if FREIGHT_AMX
-// The same, bfloat16, for tiles of AMX: `x` of the result is [panels][tiles of 16 rows][4 steps][16 rows][32 inputs], where a
-// panel has 128 inputs. The last tile's rows are padded with zeros unless it is the only one.
-Staged stage_tiles(const FreightWeight& weight, const void* x, int32_t format, int64_t rows, int threads);
-#endif
 
 }  // namespace freight

@@ -117,6 +117,48 @@ struct FreightGated {
 // out = activation(gate) * up.
 FREIGHT_API FreightStatus freight_gated(const FreightGated* arguments);
 
+// A mixture of experts.
+
+enum FreightScoring : int32_t {
+  FREIGHT_SOFTMAX = 0,  // over all experts
+  FREIGHT_SIGMOID = 1,  // of each alone
+  FREIGHT_CHOSEN = 2,   // softmax over the chosen ones
+};
+
+struct FreightRoute {
+  const void *gate, *x;             // FreightWeight [num_experts, hidden_size]; [rows, hidden_size] in `format`
+  const float *bias, *choice_bias;  // [num_experts], or null: added to the logits; added to the scores for the choice
+  int32_t* ids;                     // [rows, top_k], ascending in a row
+  float* weights;                   // [rows, top_k]
+  int64_t rows;
+  int32_t format, top_k, scoring, normed;  // scoring: FreightScoring; normed: 0 or 1
+  int32_t num_groups, top_groups;          // of experts; experts are chosen among those of the top_groups best groups
+  float factor;                            // multiplies the weights
+  int32_t threads;
+};
+
+// The top_k experts of each row with the largest scores, of equal ones those with the lower ids, and their weights. The
+// logits are those of freight_linear for the row in float32. A score that is NaN is larger than all others.
+FREIGHT_API FreightStatus freight_route(const FreightRoute* arguments);
+
+struct FreightExperts {
+  const void *gate_up, *down;            // FreightWeight[num_experts]; all alike but for their data and scales
+  const void *gate_up_bias, *down_bias;  // [num_experts, out_features], or null
+  const void *x, *base;                  // [rows, hidden_size]; base may be null
+  const int32_t* ids;                    // [rows, top_k], ascending in a row; one that is no expert's counts for nothing
+  const float* weights;                  // [rows, top_k]
+  void* out;                             // [rows, hidden_size]
+  int64_t rows;
+  int32_t num_experts, top_k;
+  int32_t format;      // of x, base, the biases and out
+  int32_t activation;  // FreightGatedActivation
+  int32_t threads;
+};
+
+// out = base + the sum over a row's experts of weight * down(activation(gate) * up); each product and the activation are
+// rounded as those of freight_linear and freight_gated. The sum is float32, in the order of ids; one rounding, at the end.
+FREIGHT_API FreightStatus freight_experts(const FreightExperts* arguments);
+
 // Several calls at once.
 
 enum FreightFunction : int32_t {
@@ -125,6 +167,8 @@ enum FreightFunction : int32_t {
   FREIGHT_GATED = 2,
   FREIGHT_ATTENTION = 3,
   FREIGHT_ROTATE_STORE = 4,
+  FREIGHT_EXPERTS = 5,
+  FREIGHT_ROUTE = 6,
 };
 
 struct FreightCall {

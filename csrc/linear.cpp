@@ -15,9 +15,9 @@
 #include <emmintrin.h>
 #endif
 
-#include "activations.h"
 #include "packed.h"
 #include "parallel.h"
+#include "product.h"
 #include "rows.h"
 #include "status.h"
 #include "tile_dot.h"
@@ -27,24 +27,13 @@ namespace freight {
 namespace {
 
 constexpr int64_t kStageRows = 516;  // rows staged at once: what all cores read over and over, from L3
+constexpr int64_t kTileAlign = 16;   // rows of a tile of AMX
 constexpr int64_t kPrefetch = 8192;  // bytes ahead in the streams of weights together, and so into the next task's
 
 // Weights are read once, so prefetching them past the caches evicts nothing: 3 % faster on an AMD EPYC (Zen 4). Other
 // processors wait for such lines: decoding FP8 takes 1.2 to 1.9 times as long on an Intel Xeon. kernels/cpu/tuning.py
 // measures which this one is.
 std::atomic<bool> non_temporal{false};
-
-struct Call {
-  const FreightWeight& weight;
-  Staged staged;
-  const float* bias;  // [out_features padded to 16], or null
-  int32_t format;     // of y
-  int64_t rows;
-  void* y;
-  int threads;
-
-  int64_t blocks() const { return (weight.out_features + kLanes - 1) / kLanes; }
-};
 
 // Blocks of a tile, and how many of them are decoded before they are multiplied: what registers hold.
 #if FREIGHT_AVX512
@@ -125,116 +114,121 @@ inline void tile(const D& decoder, const uint8_t* const* w, const typename D::Ma
 }
 
 // Scales, bias and the one rounding of 16 outputs of `rows` rows; sums: [rows][16].
-void finish(const Call& call, const float* sums, int64_t row, int64_t rows, int64_t block, float factor) {
+void finish(const Product& call, int32_t format, const float* sums, int64_t row, int64_t rows, int64_t block,
+            float factor) {
+  const FreightWeight& weight = *call.weight;
   const int64_t first = block * kLanes;
-  const int count = static_cast<int>(std::min<int64_t>(kLanes, call.weight.out_features - first));
-  const bool scaled = call.weight.scale != nullptr;
-  const V16 scale = scaled ? load16(call.weight.scale + first) * set16(factor) : set16(factor);
+  const int count = static_cast<int>(std::min<int64_t>(kLanes, weight.out_features - first));
+  const bool scaled = weight.scale != nullptr;
+  const V16 scale = scaled ? load16(weight.scale + first) * set16(factor) : set16(factor);
   const V16 bias = call.bias ? load16(call.bias + first) : V16{};
   for (int64_t m = 0; m < rows; m++) {
     V16 value = load16(sums + m * kLanes);
     if (call.staged.row_scale) value = value * set16(call.staged.row_scale[row + m]);
     if (scaled || factor != 1.f) value = value * scale;
     if (call.bias) value = value + bias;
-    const int64_t at = (row + m) * call.weight.out_features + first;
-    store_as(element(call.y, at, call.format), value, call.format, count);
+    store_as(element(call.y, (row + m) * weight.out_features + first, format), value, format, count);
   }
 }
 
+int64_t blocks_of(const FreightWeight& weight) { return (weight.out_features + kLanes - 1) / kLanes; }
+
+// Some blocks of a product, for all its rows: one task.
 template <class D>
-struct Product {
+struct VectorTask {
   using Math = typename D::Math;
   using X = typename Math::X;
-  const Call call;
-  D decoder;
+  const Product& call;
+  const int32_t format;
+  const D& decoder;
+  const FreightWeight& weight = *call.weight;
   int64_t units = call.staged.steps / D::steps;
-  float factor = call.weight.block_scale ? 1.f : D::factor;  // left for the end
+  float factor = weight.block_scale ? 1.f : D::factor;  // left for the end
 
   const uint8_t* block_data(int64_t block) const {
-    return static_cast<const uint8_t*>(call.weight.data) + block_offset(block, units);
+    return static_cast<const uint8_t*>(weight.data) + block_offset(block, units);
   }
 
   // Group scales of a tile: `blocks` blocks from `block` on (beyond the last: the last), rows from `row` on.
   Groups groups(int64_t block, int blocks, int64_t row) const {
     Groups out;
-    if (!call.weight.block_scale) return out;
+    if (!weight.block_scale) return out;
     const Staged& staged = call.staged;
     out.units = kGroup / (D::steps * Math::inputs), out.stride = staged.groups, out.factor = D::factor;
     for (int j = 0; j < blocks; j++)
-      out.weight[j] = call.weight.block_scale + std::min(block + j, call.blocks() - 1) * kLanes / kGroup * out.stride;
+      out.weight[j] = weight.block_scale + std::min(block + j, blocks_of(weight) - 1) * kLanes / kGroup * out.stride;
     if (staged.group_scale) out.x = staged.group_scale + row * out.stride;
     return out;
   }
 
-  void compute() const {
+  static int64_t tasks(const Product& call) {
+    int64_t tasks = 0;
+    with_height(height_of(call.rows), [&](auto height) {
+      tasks = (blocks_of(*call.weight) + blocks_for(height) - 1) / blocks_for(height);
+    });
+    return tasks;
+  }
+
+  void compute(int64_t task) const {
     with_height(height_of(call.rows), [&](auto height) {
       constexpr int NB = blocks_for(height);
-      parallel_for((call.blocks() + NB - 1) / NB, call.threads, [&](int64_t task) {
-        for (int64_t row = 0; row < call.rows; row += kTileRows)
-          with_height(height_of(call.rows - row), [&](auto own) {
-            if constexpr (own <= height) one_tile<own, NB>(row, task * NB);
-          });
-      });
+      for (int64_t row = 0; row < call.rows; row += kTileRows)
+        with_height(height_of(call.rows - row), [&](auto own) {
+          if constexpr (own <= height) one_tile<own, NB>(row, task * NB);
+        });
     });
   }
 
   template <int M, int NB>
   void one_tile(int64_t row, int64_t block) const {
-    const int64_t rows = std::min<int64_t>(kTileRows, call.rows - row);
+    const int64_t rows = std::min<int64_t>(kTileRows, call.rows - row), blocks = blocks_of(weight);
     const uint8_t* w[NB];
-    for (int j = 0; j < NB; j++) w[j] = block_data(std::min(block + j, call.blocks() - 1));
+    for (int j = 0; j < NB; j++) w[j] = block_data(std::min(block + j, blocks - 1));
     alignas(64) float sums[NB * M * kLanes] = {};
     const X* x = static_cast<const X*>(call.staged.x) + row * call.staged.steps;
     tile<D, M, NB>(decoder, w, x, units, groups(block, NB, row), sums);
-    for (int j = 0; j < NB && block + j < call.blocks(); j++)
-      finish(call, sums + j * M * kLanes, row, rows, block + j, factor);
+    for (int j = 0; j < NB && block + j < blocks; j++)
+      finish(call, format, sums + j * M * kLanes, row, rows, block + j, factor);
   }
 };
 
 template <class D>
-void run(const FreightWeight& weight, const void* x, int32_t format, int64_t rows, const float* bias, void* y,
-         int threads) {
-  const int64_t units = units_of(weight.format, weight.in_features);
-  for (int64_t first = 0; first < rows; first += kStageRows) {
-    const int64_t count = std::min(kStageRows, rows - first);
-    const Staged staged = stage(weight, element(x, first * weight.in_features, format), format, count,
-                                D::Math::inputs == 2, units * D::steps, threads);
-    void* to = element(y, first * weight.out_features, format);
-    Product<D>{{weight, staged, bias, format, count, to, threads}, {}}.compute();
-  }
+void by_vectors(const Product* products, int64_t count, int32_t format, int threads) {
+  const D decoder{};
+  for_each_task(
+      count, threads, [&](int64_t i) { return VectorTask<D>::tasks(products[i]); },
+      [&](int64_t i, int64_t task) { VectorTask<D>{products[i], format, decoder}.compute(task); });
 }
 
 #if FREIGHT_AMX
 
 // The same on tiles, or for few rows by vectors with the tiles' bits.
 template <bool FP8>
-void run_tiles(const FreightWeight& weight, const void* x, int32_t format, int64_t rows, const float* bias, void* y,
-               int threads) {
-  constexpr int64_t kMostRows = 512;  // at once: their sums, and a panel of theirs, stay in L2
-  const int64_t parts = (rows + kMostRows - 1) / kMostRows;
-  const int64_t part = parts ? ((rows + parts - 1) / parts + kTileLines - 1) / kTileLines * kTileLines : 0;
-  for (int64_t first = 0; first < rows; first += part) {
-    const int64_t count = std::min(part, rows - first);
-    const void* from = element(x, first * weight.in_features, format);
-    void* to = element(y, first * weight.out_features, format);
-    if (count <= kDotRows) {
-      const int64_t steps = (weight.in_features + kTileInputs - 1) / kTileInputs * kTileInputs;
-      const Call call{weight, stage(weight, from, format, count, false, steps, threads), bias, format, count, to, threads};
-      const float* values = static_cast<const float*>(call.staged.x);
-      const auto finish_block = [&](const float* sums, int64_t block) { finish(call, sums, 0, count, block, 1.f); };
-      using Decoder = std::conditional_t<FP8, DotE4M3, DotBFloat16>;
-      with_height(height_of(count), [&](auto height) {
-        if constexpr (height <= kDotRows)
-          dot_product<Decoder, height>(weight, values, call.staged.group_scale, threads, finish_block);
+void by_tiles(const Product* products, int64_t count, int32_t format, int threads) {
+  using Decoder = std::conditional_t<FP8, DotE4M3, DotBFloat16>;
+  const Decoder decoder;  // made while subnormals count, as are those of tiles
+  const E4M3Pair tile_decoder;
+  const int share = std::max(1, static_cast<int>(threads / count));  // threads for one product
+  const auto job_of = [&](const Product& call) {
+    return TileJob(*call.weight, call.staged.x, call.staged.group_scale, call.rows, share);
+  };
+  for_each_task(
+      count, threads,
+      [&](int64_t i) { return products[i].rows <= kDotRows ? dot_tasks(*products[i].weight) : job_of(products[i]).tasks(); },
+      [&](int64_t i, int64_t task) {
+        const Product& call = products[i];
+        if (call.rows > kDotRows)
+          return tile_task<FP8>(job_of(call), tile_decoder, task,
+                                [&](const float* sums, int64_t row, int64_t there, int64_t block) {
+                                  finish(call, format, sums, row, there, block, 1.f);
+                                });
+        with_height(height_of(call.rows), [&](auto height) {
+          if constexpr (height <= kDotRows)
+            dot_task<Decoder, height>(
+                decoder, *call.weight, static_cast<const float*>(call.staged.x), call.staged.group_scale, task,
+                [&](const float* sums, int64_t block) { finish(call, format, sums, 0, call.rows, block, 1.f); });
+        });
       });
-      continue;
-    }
-    const Call call{weight, stage_tiles(weight, from, format, count, threads), bias, format, count, to, threads};
-    const TileJob job(weight, call.staged.x, call.staged.group_scale, count, threads);
-    tile_product<FP8>(job, threads, [&](const float* sums, int64_t row, int64_t there, int64_t block) {
-      finish(call, sums, row, there, block, 1.f);
-    });
-  }
 }
 
 #endif
@@ -247,27 +241,44 @@ void linear(const FreightLinear& a) {
     bias_values.resize(static_cast<size_t>(padded(out)));
     read_row(a.bias, a.format, out, bias_values.data());
   }
-  const float* b = a.bias ? bias_values.data() : nullptr;
-#if FREIGHT_AMX
-  if (weight.activations != FREIGHT_PLAIN || a.format == FREIGHT_BFLOAT16) {  // bfloat16 without rounding
-    if (weight.format == FREIGHT_E4M3FN) return run_tiles<true>(weight, a.x, a.format, a.rows, b, a.y, a.threads);
-    if (weight.format == FREIGHT_BFLOAT16) return run_tiles<false>(weight, a.x, a.format, a.rows, b, a.y, a.threads);
+  int64_t most = kStageRows;
+  if (layout_of(weight, a.format, a.rows) == Layout::kTiles) {  // in parts of one size
+    const int64_t parts = (a.rows + kMostTileRows - 1) / kMostTileRows;
+    most = ((a.rows + parts - 1) / parts + kTileAlign - 1) / kTileAlign * kTileAlign;
   }
-#elif FREIGHT_AVX512 || FREIGHT_NEON_BF16
-  if (weight.activations != FREIGHT_PLAIN || a.format == FREIGHT_BFLOAT16) {  // bfloat16 without rounding
-    if (weight.format == FREIGHT_E4M3FN) return run<E4M3Pair>(weight, a.x, a.format, a.rows, b, a.y, a.threads);
-    if (weight.format == FREIGHT_BFLOAT16) return run<BFloat16Pair>(weight, a.x, a.format, a.rows, b, a.y, a.threads);
-  }
-#endif
-  switch (weight.format) {
-    case FREIGHT_E4M3FN: return run<E4M3>(weight, a.x, a.format, a.rows, b, a.y, a.threads);
-    case FREIGHT_BFLOAT16: return run<BFloat16>(weight, a.x, a.format, a.rows, b, a.y, a.threads);
-    case FREIGHT_FLOAT16: return run<Float16>(weight, a.x, a.format, a.rows, b, a.y, a.threads);
-    default: return run<Float32>(weight, a.x, a.format, a.rows, b, a.y, a.threads);
+  for (int64_t first = 0; first < a.rows; first += most) {
+    Product call{&weight, element(a.x, first * weight.in_features, a.format), nullptr, std::min(most, a.rows - first)};
+    call.bias = a.bias ? bias_values.data() : nullptr;
+    call.y = element(a.y, first * weight.out_features, a.format);
+    stage_one(call, a.format, a.threads);
+    multiply(&call, 1, a.format, a.threads);
   }
 }
 
 }  // namespace
+
+void multiply(const Product* products, int64_t count, int32_t format, int threads) {
+  if (count == 0) return;
+  const FreightWeight& weight = *products->weight;
+#if FREIGHT_AMX
+  if (exact_in_bfloat16(weight, format)) {
+    if (weight.format == FREIGHT_E4M3FN) return by_tiles<true>(products, count, format, threads);
+    return by_tiles<false>(products, count, format, threads);
+  }
+#elif FREIGHT_AVX512 || FREIGHT_NEON_BF16
+  if (exact_in_bfloat16(weight, format)) {
+    if (weight.format == FREIGHT_E4M3FN) return by_vectors<E4M3Pair>(products, count, format, threads);
+    return by_vectors<BFloat16Pair>(products, count, format, threads);
+  }
+#endif
+  switch (weight.format) {
+    case FREIGHT_E4M3FN: return by_vectors<E4M3>(products, count, format, threads);
+    case FREIGHT_BFLOAT16: return by_vectors<BFloat16>(products, count, format, threads);
+    case FREIGHT_FLOAT16: return by_vectors<Float16>(products, count, format, threads);
+    default: return by_vectors<Float32>(products, count, format, threads);
+  }
+}
+
 }  // namespace freight
 
 FREIGHT_API FreightStatus freight_linear(const FreightLinear* arguments) {

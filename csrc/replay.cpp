@@ -10,6 +10,8 @@ FreightStatus run(const FreightCall& call) {
     case FREIGHT_GATED: return freight_gated(static_cast<const FreightGated*>(call.arguments));
     case FREIGHT_ATTENTION: return freight_attention(static_cast<const FreightAttention*>(call.arguments));
     case FREIGHT_ROTATE_STORE: return freight_rotate_store(static_cast<const FreightStore*>(call.arguments));
+    case FREIGHT_EXPERTS: return freight_experts(static_cast<const FreightExperts*>(call.arguments));
+    case FREIGHT_ROUTE: return freight_route(static_cast<const FreightRoute*>(call.arguments));
     default: return FREIGHT_FAILED;
   }
 }

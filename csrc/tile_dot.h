@@ -5,14 +5,13 @@
 #include <algorithm>
 
 #include "packed.h"
-#include "parallel.h"
+#include "product.h"
 #include "tiles.h"
 
 #if FREIGHT_AMX
 
 namespace freight {
 
-constexpr int kDotRows = 4;  // at most
 constexpr int64_t kDotAhead = 8192;  // bytes between what is read and what is prefetched
 
 // Decoders of a unit into float32: inputs 0, 1, 2, ... of 16 outputs.
@@ -87,26 +86,25 @@ __attribute__((noinline)) void dot_band(const D& tables, const uint8_t* w, const
     for (int m = 0; m < M; m++) store(out + (j * M + m) * kLanes, scales.weight ? total[j][m] : sums[j][m]);
 }
 
-// x: [steps * 32][M]. Calls finish(sums[M][16], block) for every block of 16 outputs.
+inline int64_t dot_tasks(const FreightWeight& weight) {
+  return (weight.out_features + kBand * kLanes - 1) / (kBand * kLanes);
+}
+
+// One band. x: [steps * 32][M]. Calls finish(sums[M][16], block) for its blocks of 16 outputs.
 template <class D, int M, class Finish>
-void dot_product(const FreightWeight& weight, const float* x, const float* x_scale, int threads, const Finish& finish) {
+void dot_task(const D& decoder, const FreightWeight& weight, const float* x, const float* x_scale, int64_t band,
+              const Finish& finish) {
   const int64_t steps = (weight.in_features + kTileInputs - 1) / kTileInputs;
   const int64_t groups = (weight.in_features + kGroup - 1) / kGroup;
-  const int64_t bands = (weight.out_features + kBand * kLanes - 1) / (kBand * kLanes);
   const int64_t blocks = (weight.out_features + kLanes - 1) / kLanes;
-  const D decoder;  // made while subnormals count
-  parallel_for(bands, threads, [&](int64_t band) {
-    alignas(64) float sums[kBand * M * kLanes];
-    const uint8_t* w =
-        static_cast<const uint8_t*>(weight.data) + band * kBand * steps * (kTileInputs / D::inputs) * kUnit;
-    const float* of_group = weight.block_scale ? weight.block_scale + band * kBand * kLanes / kGroup * groups : nullptr;
-    {
-      const SubnormalsAreZero scope;
-      dot_band<D, M>(decoder, w, x, steps, {of_group, x_scale, groups}, sums);
-    }
-    for (int64_t j = 0; j < kBand && band * kBand + j < blocks; j++)
-      finish(sums + j * M * kLanes, band * kBand + j);
-  });
+  alignas(64) float sums[kBand * M * kLanes];
+  const uint8_t* w = static_cast<const uint8_t*>(weight.data) + band * kBand * steps * (kTileInputs / D::inputs) * kUnit;
+  const float* of_group = weight.block_scale ? weight.block_scale + band * kBand * kLanes / kGroup * groups : nullptr;
+  {
+    const SubnormalsAreZero scope;
+    dot_band<D, M>(decoder, w, x, steps, {of_group, x_scale, groups}, sums);
+  }
+  for (int64_t j = 0; j < kBand && band * kBand + j < blocks; j++) finish(sums + j * M * kLanes, band * kBand + j);
 }
 
 }  // namespace freight

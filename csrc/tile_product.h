@@ -6,8 +6,8 @@
 #pragma once
 #include <algorithm>
 
+#include "memory.h"
 #include "packed.h"
-#include "parallel.h"
 #include "tiles.h"
 
 #if FREIGHT_AMX
@@ -40,6 +40,7 @@ struct TileJob {
   int64_t row_tiles() const { return (rows + kTileLines - 1) / kTileLines; }
   int64_t row_pairs() const { return (row_tiles() + 1) / 2; }
   int64_t all_bands() const { return (weight.out_features + kBand * kLanes - 1) / (kBand * kLanes); }
+  int64_t tasks() const { return (all_bands() + bands - 1) / bands; }
 };
 
 // The next panel of some bands, in pieces of 128 bytes of bfloat16. E4M3: decoded into `to`; bfloat16: prefetched.
@@ -195,32 +196,29 @@ struct TileTask {
   }
 };
 
-// Calls finish(sums[rows][16], row, rows, block) for all rows and blocks of 16 outputs.
+// Some bands. Calls finish(sums[rows][16], row, rows, block) for all rows and their blocks of 16 outputs.
 template <bool FP8, class Finish>
-void tile_product(const TileJob& job, int threads, const Finish& finish) {
+void tile_task(const TileJob& job, const E4M3Pair& decoder, int64_t task, const Finish& finish) {
+  thread_local WorkingMemory memory;
   const int64_t all = job.all_bands(), blocks = (job.weight.out_features + kLanes - 1) / kLanes;
-  const E4M3Pair decoder;  // made while subnormals count
-  parallel_for((all + job.bands - 1) / job.bands, threads, [&](int64_t task) {
-    thread_local TileMemory memory;
-    const int64_t first = task * job.bands, squares = job.row_pairs() * job.bands;
-    const int bands = static_cast<int>(std::min<int64_t>(job.bands, all - first));
-    const int64_t scratch = FP8 ? 2 * job.bands * job.band_panel() : 0;
-    uint8_t* at = memory.of(scratch + squares * kSquare * 4);
-    float* sums = reinterpret_cast<float*>(at + scratch);
-    {
-      const SubnormalsAreZero subnormals;
-      TileRegisters tiles;
-      tiles.set_rows(static_cast<int>(std::min<int64_t>(job.rows, kTileLines)));
-      TileTask<FP8>{job, first, bands, at, sums, decoder}.compute();
+  const int64_t first = task * job.bands, squares = job.row_pairs() * job.bands;
+  const int bands = static_cast<int>(std::min<int64_t>(job.bands, all - first));
+  const int64_t scratch = FP8 ? 2 * job.bands * job.band_panel() : 0;
+  uint8_t* at = memory.of(scratch + squares * kSquare * 4);
+  float* sums = reinterpret_cast<float*>(at + scratch);
+  {
+    const SubnormalsAreZero subnormals;
+    TileRegisters tiles;
+    tiles.set_rows(static_cast<int>(std::min<int64_t>(job.rows, kTileLines)));
+    TileTask<FP8>{job, first, bands, at, sums, decoder}.compute();
+  }
+  for (int64_t row = 0; row < job.rows; row += kTileLines)
+    for (int64_t block = first * kBand; block < std::min((first + bands) * kBand, blocks); block++) {
+      const int64_t pair = row / (2 * kTileLines), band = block / kBand - first;
+      const int64_t tile = row / kTileLines % 2 * 2 + block % kBand;
+      finish(sums + (pair * bands + band) * kSquare + tile * kTileLines * kLanes, row,
+             std::min<int64_t>(kTileLines, job.rows - row), block);
     }
-    for (int64_t row = 0; row < job.rows; row += kTileLines)
-      for (int64_t block = first * kBand; block < std::min((first + bands) * kBand, blocks); block++) {
-        const int64_t pair = row / (2 * kTileLines), band = block / kBand - first;
-        const int64_t tile = row / kTileLines % 2 * 2 + block % kBand;
-        finish(sums + (pair * bands + band) * kSquare + tile * kTileLines * kLanes, row,
-               std::min<int64_t>(kTileLines, job.rows - row), block);
-      }
-  });
 }
 
 }  // namespace freight

@@ -7,10 +7,6 @@
 #include "vec.h"
 
 #if FREIGHT_AMX
-#include <sys/mman.h>
-
-#include <cstdlib>
-#include <new>
 
 namespace freight {
 
@@ -72,32 +68,6 @@ class SubnormalsAreZero {
 
  private:
   uint32_t before_;
-};
-
-// Working memory of a thread; it grows and is kept. Large sizes lie on large pages.
-class TileMemory {
- public:
-  uint8_t* of(int64_t bytes) {
-    constexpr size_t kLine = 64, kPage = 1 << 21;
-    const size_t wanted = static_cast<size_t>(bytes), unit = wanted < kPage / 2 ? kLine : kPage;
-    const size_t size = (wanted + unit - 1) / unit * unit;
-    if (size <= size_) return memory_;
-    std::free(memory_);
-    size_ = 0;
-    memory_ = static_cast<uint8_t*>(std::aligned_alloc(unit, size));
-    if (!memory_) throw std::bad_alloc();
-    size_ = size;
-    if (unit == kPage) madvise(memory_, size, MADV_HUGEPAGE);
-    return memory_;
-  }
-  TileMemory() = default;
-  ~TileMemory() { std::free(memory_); }
-  TileMemory(const TileMemory&) = delete;
-  TileMemory& operator=(const TileMemory&) = delete;
-
- private:
-  uint8_t* memory_ = nullptr;
-  size_t size_ = 0;
 };
 
 }  // namespace freight

@@ -25,6 +25,7 @@ NUMBERS = {
     "FreightFormat": {format.name: code for format, code in interface.FORMAT_CODES.items()},
     "FreightActivations": {kind.name: code for kind, code in interface.ACTIVATIONS.items()},
     "FreightGatedActivation": {kind.name: code for kind, code in interface.GATED_ACTIVATIONS.items()},
+    "FreightScoring": {kind.name: code for kind, code in interface.SCORINGS.items()},
     "FreightFunction": {name.upper(): code for code, name in enumerate(interface.FUNCTIONS)},
     "FreightStatus": {name: getattr(interface, name) for name in STATUSES},
     "FreightKvScales": {f"{'NO' if kind is ScaleKind.NONE else kind.name}_SCALES": int(kind) for kind in ScaleKind},

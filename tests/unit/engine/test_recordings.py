@@ -43,10 +43,12 @@ SHAPE: dict[str, Any] = {
     "rope_theta": 10000.0,
 }
 GEMMA = {**SHAPE, "sliding_window": 16, "query_pre_attn_scalar": 16, "hidden_activation": "gelu_pytorch_tanh"}
+MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True}
 MODELS = {
     "llama": SHAPE,
     "mistral": {**SHAPE, "model_type": "mistral", "sliding_window": 16},
     "qwen3": {**SHAPE, "model_type": "qwen3"},
+    "qwen3_moe": {**SHAPE, "model_type": "qwen3_moe", **MOE},
     "gemma2": {**GEMMA, "model_type": "gemma2", "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
     "gemma3": {**GEMMA, "model_type": "gemma3_text", "rope_local_base_freq": 20.0, "num_hidden_layers": 7},
 }
@@ -207,6 +209,13 @@ def test_a_model_with_other_operations_runs_as_written():
     recorded = recording_runner(model, recorded.pool)
     compare(recorded, replace(plain, model=model))
     assert "aten.cat" in recordings_of(recorded).obstacle
+
+
+def test_experts_with_a_gate_on_a_shared_one_run_as_written():
+    shape = {**SHAPE, "model_type": "qwen2_moe", **MOE, "shared_expert_intermediate_size": 48}
+    recorded, plain = build(shape, "bfloat16")
+    compare(recorded, plain)
+    assert "aten." in recordings_of(recorded).obstacle
 
 
 @pytest.mark.parametrize("steps_before", [0, 1, 3])

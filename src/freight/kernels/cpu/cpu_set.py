@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from freight.kernels import experts, reference
-from freight.kernels.cpu import attention, elementwise, linear, store, tuning
+from freight.kernels import reference
+from freight.kernels.cpu import attention, elementwise, experts, linear, store, tuning
+from freight.kernels.cpu.experts import PackedExperts
 from freight.kernels.cpu.library import Library
 from freight.kernels.cpu.linear import PackedWeight
-from freight.kernels.experts import ExpertList
 from freight.operands.activation import Activation, GatedActivation
 from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KVPages
@@ -66,8 +66,11 @@ class CpuKernels:
     def gated(self, gate_up: Tensor, activation: GatedActivation, consumer: object = None) -> Tensor:
         return elementwise.gated(self.library, gate_up, activation)
 
-    def pack_experts(self, weights: Sequence[Weight], bias: Tensor | None = None) -> ExpertList:
-        return experts.pack(self, weights, bias)
+    def pack_experts(self, weights: Sequence[Weight], bias: Tensor | None = None) -> PackedExperts:
+        packed = experts.pack(self.library, weights, bias)
+        if packed.num_bytes >= tuning.LARGE:
+            tuning.tune(self.library)
+        return packed
 
     def route(
         self,
@@ -77,19 +80,19 @@ class CpuKernels:
         bias: Tensor | None = None,
         choice_bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        return experts.choose(self.linear(x.float(), gate, bias), routing, choice_bias)
+        return experts.route(self.library, x, gate, routing, bias, choice_bias)
 
     def experts(
         self,
         x: Tensor,
         ids: Tensor,
         weights: Tensor,
-        gate_up: ExpertList,
-        down: ExpertList,
+        gate_up: PackedExperts,
+        down: PackedExperts,
         activation: GatedActivation,
         base: Tensor | None = None,
     ) -> Tensor:
-        return experts.experts(self, x, ids, weights, gate_up, down, activation, base)
+        return experts.experts(self.library, x, ids, weights, gate_up, down, activation, base)
 
     def rotate_store(self, qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor, pages: KVPages) -> Tensor:
         return store.rotate_store(self.library, qkv, rotary, positions, slots, pages)

@@ -13,6 +13,7 @@ from freight.errors import CapacityError, FreightError, KernelError
 from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
 from freight.operands.activation import GatedActivation
+from freight.operands.routing import Scoring
 from freight.operands.weight import Activations
 
 ABI = 14
@@ -30,8 +31,10 @@ FORMAT_CODES = {
 FORMATS = {torch_dtype(format): code for format, code in FORMAT_CODES.items()}  # by dtype
 ACTIVATIONS = {Activations.PLAIN: 0, Activations.DYNAMIC: 1, Activations.STATIC: 2}
 GATED_ACTIVATIONS = {GatedActivation.SILU: 0, GatedActivation.GELU_TANH: 1}
+SCORINGS = {Scoring.SOFTMAX: 0, Scoring.SIGMOID: 1, Scoring.CHOSEN: 2}
 OK, OUT_OF_MEMORY, FAILED, SHORT_CONTEXT = range(4)  # FreightStatus
-FUNCTIONS = ("linear", "add_rms_norm", "gated", "attention", "rotate_store")  # by FreightFunction; they can be replayed
+# By FreightFunction: those that can be replayed.
+FUNCTIONS = ("linear", "add_rms_norm", "gated", "attention", "rotate_store", "experts", "route")
 
 _ERRORS: dict[int, tuple[type[FreightError], str]] = {
     OUT_OF_MEMORY: (CapacityError, "there is no memory left for its working space; lower --max-num-batched-tokens"),
@@ -80,6 +83,25 @@ class FreightGated(ctypes.Structure):
     )
 
 
+class FreightRoute(ctypes.Structure):
+    _fields_ = (
+        *((name, _POINTER) for name in ("gate", "x", "bias", "choice_bias", "ids", "weights")),
+        ("rows", _LONG),
+        *((name, _INT) for name in ("format", "top_k", "scoring", "normed", "num_groups", "top_groups")),
+        ("factor", _FLOAT),
+        ("threads", _INT),
+    )
+
+
+class FreightExperts(ctypes.Structure):
+    _fields_ = (
+        *((name, _POINTER) for name in ("gate_up", "down", "gate_up_bias", "down_bias")),
+        *((name, _POINTER) for name in ("x", "base", "ids", "weights", "out")),
+        ("rows", _LONG),
+        *((name, _INT) for name in ("num_experts", "top_k", "format", "activation", "threads")),
+    )
+
+
 class FreightAttention(ctypes.Structure):
     _fields_ = (
         *((name, _POINTER) for name in ("q", "out", "k", "v", "k_scale", "v_scale")),
@@ -117,6 +139,8 @@ COMPUTE: dict[str, tuple[Any, ...]] = {
     "freight_linear": (ctypes.POINTER(FreightLinear),),
     "freight_add_rms_norm": (ctypes.POINTER(FreightNorm),),
     "freight_gated": (ctypes.POINTER(FreightGated),),
+    "freight_route": (ctypes.POINTER(FreightRoute),),
+    "freight_experts": (ctypes.POINTER(FreightExperts),),
     "freight_attention": (ctypes.POINTER(FreightAttention),),
     "freight_rotate_store": (ctypes.POINTER(FreightStore),),
     "freight_replay": (ctypes.POINTER(FreightCall), _LONG, ctypes.POINTER(_LONG)),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +21,7 @@ from freight.kernels.cpu.library import Library
 from freight.operands.weight import Weight
 
 _WEIGHTS = tuple(torch_dtype(format) for format in (*COMPUTE_FORMATS, Format.E4M3FN))
-_LARGE_PAGE = 2**21  # bytes; packing requests such pages where whole ones fit
+_LARGE_PAGE = 2**21  # bytes; such pages are requested where whole ones fit
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +41,7 @@ class PackedWeight:
         return sum(t.numel() * t.element_size() for t in (self.data, self.scale, self.block_scale) if t is not None)
 
 
-def _aligned(num_bytes: int) -> Tensor:
+def aligned(num_bytes: int) -> Tensor:
     """Memory that begins at a large page, or at a cache line. Large sizes get a mapping of their own: on the heap they
     would lie on small pages, and keep freed blocks around them resident."""
     if num_bytes < _LARGE_PAGE:
@@ -48,26 +49,45 @@ def _aligned(num_bytes: int) -> Tensor:
         start = -memory.data_ptr() % CACHE_LINE
     else:
         private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        memory = torch.frombuffer(mmap.mmap(-1, num_bytes + _LARGE_PAGE, flags=private), dtype=torch.uint8)
+        pages = mmap.mmap(-1, num_bytes + _LARGE_PAGE, flags=private)
+        memory = torch.frombuffer(pages, dtype=torch.uint8)
         start = -memory.data_ptr() % _LARGE_PAGE  # what comes before is never touched
+        if hasattr(mmap, "MADV_HUGEPAGE"):  # at once: what requests it part by part splits the mapping
+            with suppress(OSError):  # refusal does no harm
+                pages.madvise(mmap.MADV_HUGEPAGE, start, num_bytes // _LARGE_PAGE * _LARGE_PAGE)
     return memory[start : start + num_bytes]
 
 
 def pack(library: Library, weight: Weight) -> PackedWeight:
     """`weight` in the layout of this build. Raises KernelError for a weight that it does not compute with."""
-    out_features, in_features = weight.data.shape
-    data = weight.data.contiguous()
-    if data.dtype not in _WEIGHTS or data.device.type != "cpu":
+    check(weight)
+    return pack_into(library, weight, aligned(packed_bytes(library, weight)))
+
+
+def check(weight: Weight) -> None:
+    """Raises KernelError for a weight that no build computes with."""
+    if weight.data.dtype not in _WEIGHTS or weight.data.device.type != "cpu":
         raise KernelError(
             f"the CPU kernels compute with weights in float32, float16, bfloat16 and float8_e4m3fn in main memory, "
             f"not {weight.data.dtype} on {weight.data.device}; --kernels reference takes the others"
         )
+
+
+def packed_bytes(library: Library, weight: Weight) -> int:
+    """Bytes of the packed data, a multiple of CACHE_LINE."""
+    check(weight)
+    return int(library.functions.freight_packed_bytes(FORMATS[weight.data.dtype], *weight.data.shape))
+
+
+def pack_into(library: Library, weight: Weight, packed: Tensor) -> PackedWeight:
+    """`pack`, into memory of `packed_bytes` that begins at a cache line."""
+    out_features, in_features = weight.data.shape
+    data = weight.data.contiguous()
     format = FORMATS[data.dtype]
     scale = torch.ones(-(-out_features // LANES) * LANES, dtype=torch.float32, device="cpu")
     if weight.scale is not None and weight.scale.ndim == 1:
         scale[:out_features] = weight.scale
     blocks = weight.scale.float().contiguous() if weight.scale is not None and weight.scale.ndim == 2 else None
-    packed = _aligned(library.functions.freight_packed_bytes(format, out_features, in_features))
     library.functions.freight_pack(
         *(data.data_ptr(), format, out_features, in_features),
         *(packed.data_ptr(), scale.data_ptr(), torch.get_num_threads()),

@@ -1,0 +1,163 @@
+// A mixture of experts: the rows of each expert through its two products, weighed and summed.
+//
+// Rows are sorted by expert. The tasks of all experts' products are distributed over the threads at once, so that every
+// thread reads weights all the time, however few the rows of an expert are. A row's bits are those that freight_linear
+// and freight_gated give it for that expert.
+#include <algorithm>
+#include <vector>
+
+#include "memory.h"
+#include "parallel.h"
+#include "product.h"
+#include "rows.h"
+#include "status.h"
+
+namespace freight {
+namespace {
+
+constexpr int64_t kMostPairs = 16384;  // of a row and an expert, at once: what working memory is for
+constexpr int64_t kSumColumns = 1024;  // of a task
+
+// Pairs of a row and one of its experts, sorted by expert.
+struct Pairs {
+  std::vector<int32_t> row;    // by pair
+  std::vector<int64_t> place;  // [rows, top_k]: the pair; -1: none
+  std::vector<int64_t> end;    // by expert: of its pairs
+
+  void sort(const int32_t* ids, int64_t rows, int64_t top_k, int64_t num_experts) {
+    const auto there = [&](int32_t id) { return id >= 0 && id < num_experts; };
+    end.assign(static_cast<size_t>(num_experts), 0);
+    for (int64_t i = 0; i < rows * top_k; i++)
+      if (there(ids[i])) end[static_cast<size_t>(ids[i])]++;
+    int64_t all = 0;
+    for (int64_t& count : end) {  // where an expert's pairs begin; each pair moves it on
+      const int64_t first = all;
+      all += count;
+      count = first;
+    }
+    row.resize(static_cast<size_t>(all));
+    place.resize(static_cast<size_t>(rows * top_k));
+    for (int64_t i = 0; i < rows * top_k; i++) {
+      const int64_t pair = there(ids[i]) ? end[static_cast<size_t>(ids[i])]++ : -1;
+      place[static_cast<size_t>(i)] = pair;
+      if (pair >= 0) row[static_cast<size_t>(pair)] = static_cast<int32_t>(i / top_k);
+    }
+  }
+
+  int64_t count() const { return static_cast<int64_t>(row.size()); }
+};
+
+// One of the two products of an expert.
+struct Side {
+  const FreightWeight* weights;
+  const void* bias;  // [num_experts, out_features], or null
+  int32_t format;
+
+  // For the pairs of each expert, with rows of x by index or one of each pair. `biases` owns what they point to.
+  void products(const Pairs& pairs, const void* x, bool by_index, void* y, std::vector<float>& biases,
+                std::vector<Product>& out) const {
+    const int64_t in = weights->in_features, width = weights->out_features;
+    out.clear();
+    int64_t first = 0, used = 0;
+    for (size_t expert = 0; expert < pairs.end.size(); first = pairs.end[expert++]) {
+      for (int64_t at = first, end = pairs.end[expert]; at < end; at += kMostTileRows) {
+        Product one{weights + expert};
+        one.x = by_index ? x : element(x, at * in, format);
+        one.index = by_index ? pairs.row.data() + at : nullptr;
+        one.rows = std::min(kMostTileRows, end - at);
+        one.y = element(y, at * width, format);
+        out.push_back(one);
+      }
+      if (first < pairs.end[expert]) used++;
+    }
+    if (bias) set_biases(used, biases, out);
+  }
+
+  void set_biases(int64_t used, std::vector<float>& biases, std::vector<Product>& out) const {
+    const int64_t width = weights->out_features;
+    biases.resize(static_cast<size_t>(used * padded(width)));
+    float* to = biases.data();
+    for (size_t i = 0; i < out.size(); i++) {
+      if (i && out[i].weight == out[i - 1].weight) {
+        out[i].bias = out[i - 1].bias;
+        continue;
+      }
+      read_row(element(bias, (out[i].weight - weights) * width, format), format, width, to);
+      out[i].bias = to;
+      to += padded(width);
+    }
+  }
+};
+
+// Whether all products stage the same values: a single row for experts that quantize it alike.
+bool stage_alike(const std::vector<Product>& products, int64_t rows) {
+  return rows == 1 && std::all_of(products.begin(), products.end(), [&](const Product& one) {
+           const FreightWeight &weight = *one.weight, &first = *products[0].weight;
+           return one.rows == 1 && (weight.activations != FREIGHT_STATIC || weight.input_scale == first.input_scale);
+         });
+}
+
+struct Mixture {
+  const FreightExperts& a;
+  const FreightWeight* gate_up = static_cast<const FreightWeight*>(a.gate_up);
+  const FreightWeight* down = static_cast<const FreightWeight*>(a.down);
+  int64_t hidden = gate_up->in_features, inner = down->in_features;
+
+  void compute(int64_t first, int64_t rows) const {
+    thread_local Pairs pairs;
+    thread_local WorkingMemory memory;
+    thread_local std::vector<Product> products;
+    thread_local std::vector<float> biases;
+    pairs.sort(a.ids + first * a.top_k, rows, a.top_k, a.num_experts);
+    const int64_t wide = pairs.count() * std::max(2 * inner, hidden) * bytes_of(a.format) + kUnit;
+    uint8_t* results = memory.of(wide + pairs.count() * inner * bytes_of(a.format));  // of both products in turn
+    uint8_t* between = results + wide;
+    const Side outer{gate_up, a.gate_up_bias, a.format}, last{down, a.down_bias, a.format};
+    outer.products(pairs, element(a.x, first * hidden, a.format), true, results, biases, products);
+    int64_t count = static_cast<int64_t>(products.size());
+    const bool alike = stage_alike(products, rows);
+    stage_all(products.data(), alike ? std::min<int64_t>(count, 1) : count, a.format, a.threads);
+    if (alike)
+      for (Product& one : products) one.staged = products[0].staged;
+    multiply(products.data(), count, a.format, a.threads);
+    const FreightGated gated{results, between, pairs.count(), inner, a.format, a.activation, a.threads};
+    if (freight_gated(&gated) != FREIGHT_OK) throw std::bad_alloc();
+    last.products(pairs, between, false, results, biases, products);
+    count = static_cast<int64_t>(products.size());
+    stage_all(products.data(), count, a.format, a.threads);
+    multiply(products.data(), count, a.format, a.threads);
+    sum(pairs.place.data(), results, first, rows);
+  }
+
+  // place: [rows, top_k], where each result is.
+  void sum(const int64_t* place, const void* results, int64_t first, int64_t rows) const {
+    const int64_t chunks = (hidden + kSumColumns - 1) / kSumColumns;
+    parallel_for(rows * chunks, threads_for(rows * hidden * a.top_k, a.threads), [&](int64_t task) {
+      const int64_t row = task / chunks, begin = task % chunks * kSumColumns;
+      const int64_t end = std::min(hidden, begin + kSumColumns), at = (first + row) * hidden;
+      const float* weights = a.weights + (first + row) * a.top_k;
+      for (int64_t i = begin; i < end; i += kLanes) {
+        const int lanes = lanes_at(i, end);
+        V16 total = a.base ? load_as(element(a.base, at + i, a.format), a.format, lanes) : V16{};
+        for (int64_t slot = 0; slot < a.top_k; slot++) {
+          const int64_t pair = place[row * a.top_k + slot];
+          if (pair < 0) continue;
+          total = total + set16(weights[slot]) * load_as(element(results, pair * hidden + i, a.format), a.format, lanes);
+        }
+        store_as(element(a.out, at + i, a.format), total, a.format, lanes);
+      }
+    });
+  }
+};
+
+}  // namespace
+}  // namespace freight
+
+FREIGHT_API FreightStatus freight_experts(const FreightExperts* arguments) {
+  return freight::status_of([&] {
+    const int64_t most = std::max<int64_t>(1, freight::kMostPairs / std::max(1, arguments->top_k));
+    const freight::Mixture mixture{*arguments};
+    for (int64_t first = 0; first < arguments->rows; first += most)
+      mixture.compute(first, std::min(most, arguments->rows - first));
+  });
+}

@@ -1,0 +1,71 @@
+// Products over packed weights: one of freight_linear, or one of each expert, whose tasks all threads share.
+#pragma once
+#include <algorithm>
+#include <vector>
+
+#include "activations.h"
+#include "parallel.h"
+
+namespace freight {
+
+constexpr int kDotRows = 4;              // with AMX: more rows go through tiles
+constexpr int64_t kMostTileRows = 512;  // of a product on tiles: their sums, and a panel of theirs, stay in L2
+
+// y = x @ weight.T + bias, for some rows.
+struct Product {
+  const FreightWeight* weight = nullptr;
+  const void* x = nullptr;         // [.., in_features]
+  const int32_t* index = nullptr;  // [rows]: which rows of x; null: the first
+  int64_t rows = 0;
+  const float* bias = nullptr;  // [out_features padded to 16], or null
+  void* y = nullptr;            // [rows, out_features]
+  Staged staged = {};
+
+  int64_t row_of(int64_t row) const { return index ? index[row] : row; }
+};
+
+// Whether the inputs of the product are values of bfloat16, and so are the weights: pairs and tiles then lose nothing.
+inline bool exact_in_bfloat16(const FreightWeight& weight, int32_t format) {
+  const bool inputs = weight.activations != FREIGHT_PLAIN || format == FREIGHT_BFLOAT16;
+  return inputs && (weight.format == FREIGHT_E4M3FN || weight.format == FREIGHT_BFLOAT16);
+}
+
+// How `rows` rows in `format` are staged for a weight.
+enum class Layout { kFloats, kPairs, kTiles };
+
+inline Layout layout_of(const FreightWeight& weight, int32_t format, int64_t rows) {
+#if FREIGHT_AMX
+  return exact_in_bfloat16(weight, format) && rows > kDotRows ? Layout::kTiles : Layout::kFloats;
+#elif FREIGHT_AVX512 || FREIGHT_NEON_BF16
+  (void)rows;
+  return exact_in_bfloat16(weight, format) ? Layout::kPairs : Layout::kFloats;
+#else
+  (void)weight, (void)format, (void)rows;
+  return Layout::kFloats;
+#endif
+}
+
+// Stage the rows of one product, each of them by all threads; or of many, a tile on one thread. The memory is the
+// calling thread's, until its next call of the same function.
+void stage_one(Product& product, int32_t format, int threads);
+void stage_all(Product* products, int64_t count, int32_t format, int threads);
+
+// The products of staged rows. All weights have one shape, format and way to take activations. The tasks of all products
+// are distributed at once, those of a product next to each other.
+void multiply(const Product* products, int64_t count, int32_t format, int threads);
+
+// Calls body(i, task) for task 0 .. tasks(i) - 1 of every i below `count`.
+template <class Tasks, class Body>
+void for_each_task(int64_t count, int threads, const Tasks& tasks, const Body& body) {
+  thread_local std::vector<int64_t> ends;  // by i: of its tasks among all
+  ends.resize(static_cast<size_t>(count));
+  int64_t all = 0;
+  for (int64_t i = 0; i < count; i++) ends[static_cast<size_t>(i)] = all += tasks(i);
+  const int64_t* end = ends.data();
+  parallel_for(all, threads, [=, &body](int64_t task) {
+    const int64_t i = std::upper_bound(end, end + count, task) - end;
+    body(i, i ? task - end[i - 1] : task);
+  });
+}
+
+}  // namespace freight

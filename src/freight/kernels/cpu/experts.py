@@ -1,0 +1,142 @@
+"""Mixtures of experts (csrc/experts.cpp, csrc/route.cpp): the packing at load, and the calls.
+
+Results have the bits of `kernels/experts.py` over this set's own products, which is their definition: a row's depend on
+that row and its experts alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from freight.kernels.cpu.arguments import address
+from freight.kernels.cpu.interface import (
+    FORMATS,
+    GATED_ACTIVATIONS,
+    SCORINGS,
+    FreightExperts,
+    FreightRoute,
+    FreightWeight,
+)
+from freight.kernels.cpu.library import Library
+from freight.kernels.cpu.linear import PackedWeight, aligned, check, pack_into, packed_bytes
+from freight.operands.activation import GatedActivation
+from freight.operands.routing import Routing
+from freight.operands.weight import Weight
+
+
+@dataclass(frozen=True, eq=False)
+class PackedExperts:
+    """One matrix of each expert in the layout of one build, in one piece of memory, which the other fields own.
+
+    Thousands of mappings, one of each expert, would come close to what Linux allows a process.
+    """
+
+    out_features: int
+    in_features: int
+    data: Tensor  # uint8 [num_experts, bytes of one]
+    scale: Tensor
+    block_scale: Tensor | None
+    bias: Tensor | None  # [num_experts, out_features], in the dtype of the rows
+    descriptors: ctypes.Array[FreightWeight]
+    address: int  # of the descriptors
+
+    @property
+    def num_experts(self) -> int:
+        return len(self.descriptors)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (self.data, self.scale, self.block_scale) if t is not None)
+
+
+def pack(library: Library, weights: Sequence[Weight], bias: Tensor | None = None) -> PackedExperts:
+    """`weights`, one of each expert, of one shape and format. Raises KernelError for what `linear.pack` refuses."""
+    first = weights[0]
+    out_features, in_features = first.data.shape
+    num_bytes = packed_bytes(library, first)
+    data = aligned(len(weights) * num_bytes).view(len(weights), num_bytes)
+    packed: list[PackedWeight] = []
+    for weight, memory in zip(weights, data, strict=True):
+        assert weight.data.shape == first.data.shape
+        assert (weight.data.dtype, weight.activations) == (first.data.dtype, first.activations)
+        check(weight)
+        packed.append(pack_into(library, weight, memory))
+    scale = torch.stack([one.scale for one in packed])
+    blocks = [one.block_scale for one in packed if one.block_scale is not None]
+    assert len(blocks) in (0, len(packed))
+    block_scale = torch.stack(blocks) if blocks else None
+    descriptors = (FreightWeight * len(packed))(*(one.descriptor for one in packed))
+    for expert, descriptor in enumerate(descriptors):
+        descriptor.scale = scale[expert].data_ptr()
+        descriptor.block_scale = None if block_scale is None else block_scale[expert].data_ptr()
+    bias = None if bias is None else bias.contiguous()
+    at = ctypes.addressof(descriptors)
+    return PackedExperts(out_features, in_features, data, scale, block_scale, bias, descriptors, at)
+
+
+def route(
+    library: Library,
+    x: Tensor,
+    gate: PackedWeight,
+    routing: Routing,
+    bias: Tensor | None = None,
+    choice_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`KernelSet.route`. The logits have the bits of `linear` over x in float32; a NaN counts as the largest score."""
+    rows, hidden_size = x.shape
+    num_experts, top_k = gate.out_features, routing.top_k
+    assert hidden_size == gate.in_features
+    assert num_experts == routing.num_experts >= top_k
+    assert num_experts % routing.num_groups == 0
+    assert all(
+        one is None or (one.dtype == torch.float32 and one.shape == (num_experts,)) for one in (bias, choice_bias)
+    )
+    x = x.contiguous()
+    ids, weights = library.empty((rows, top_k), torch.int32), library.empty((rows, top_k), torch.float32)
+    library.functions.freight_route(
+        FreightRoute(
+            *(gate.address, x.data_ptr(), address(bias), address(choice_bias), ids.data_ptr(), weights.data_ptr()),
+            *(rows, FORMATS[x.dtype], top_k, SCORINGS[routing.scoring], routing.normed),
+            *(routing.num_groups, routing.top_groups, routing.factor, torch.get_num_threads()),
+        )
+    )
+    return ids, weights
+
+
+def experts(
+    library: Library,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: PackedExperts,
+    down: PackedExperts,
+    activation: GatedActivation,
+    base: Tensor | None = None,
+) -> Tensor:
+    """`KernelSet.experts`. ids: int32, weights: float32, both [rows, top_k]."""
+    rows, hidden_size = x.shape
+    assert hidden_size == gate_up.in_features == down.out_features
+    assert gate_up.out_features == 2 * down.in_features
+    assert gate_up.num_experts == down.num_experts
+    assert ids.dtype == torch.int32
+    assert weights.dtype == torch.float32
+    assert ids.shape == weights.shape == (rows, ids.shape[1])
+    assert base is None or (base.shape == x.shape and base.dtype == x.dtype)
+    assert all(side.bias is None or side.bias.dtype == x.dtype for side in (gate_up, down))
+    x = x.contiguous()
+    base = None if base is None else base.contiguous()
+    out = library.empty((rows, hidden_size), x.dtype)
+    library.functions.freight_experts(
+        FreightExperts(
+            *(gate_up.address, down.address, address(gate_up.bias), address(down.bias)),
+            *(x.data_ptr(), address(base), address(ids), address(weights), out.data_ptr(), rows),
+            *(gate_up.num_experts, ids.shape[1], FORMATS[x.dtype], GATED_ACTIVATIONS[activation]),
+            torch.get_num_threads(),
+        )
+    )
+    return out
