@@ -41,7 +41,8 @@ CACHES: dict[str, dict[str, Any]] = {
 }
 MIXED = (Granularity.CHANNEL, None, Granularity.TOKEN, Granularity.HEAD, Granularity.TENSOR, None)
 OTHER_KERNELS = ["reference", *(f"cpu-{build}" for build in library.runnable()[1:])]
-FAMILIES = [(variant, kernels) for variant, kernels in CASES if variant in ("gemma2", "gemma3", "opt", "opt-350m", "qwen3-moe")]
+DIFFERENT = ("gemma2", "gemma3", "opt", "opt-350m", "qwen3-moe", "gpt-oss")
+FAMILIES = [(variant, kernels) for variant, kernels in CASES if variant in DIFFERENT]
 SETUPS = [
     *(("demo", cache, "auto") for cache in CACHES),
     *(("demo", "e4m3-token", kernels) for kernels in OTHER_KERNELS),

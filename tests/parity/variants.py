@@ -10,6 +10,7 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -46,6 +47,12 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0 + i / 8 for i in range(8)]
         "long_factor": [2.0 + i for i in range(8)], "rope_theta": 10000.0}  # fmt: skip
 GEMMA: dict[str, Any] = {**SHAPE, "num_hidden_layers": 4, "head_dim": 32, "sliding_window": 24}
 MOE: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+GPT_OSS: dict[str, Any] = {
+    "head_dim": 16,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "rope_parameters": {**YARN, "rope_theta": 150000.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+}
 OPT: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 64,
@@ -100,6 +107,11 @@ VARIANTS: dict[str, PretrainedConfig] = {
     ),
     "qwen3-moe": Qwen3MoeConfig(**SHAPE, **MOE, norm_topk_prob=True),
     "qwen3-moe-dense-layer": Qwen3MoeConfig(**SHAPE, **MOE, mlp_only_layers=[1]),
+    "gpt-oss": GptOssConfig(**SHAPE, **GPT_OSS, sliding_window=24),
+    "gpt-oss-one-window": GptOssConfig(
+        **SHAPE, **GPT_OSS, sliding_window=24, attention_bias=False,
+        layer_types=["full_attention", "full_attention", "sliding_attention"],
+    ),
     "opt": OPTConfig(**OPT),
     "opt-untied": OPTConfig(**OPT, tie_word_embeddings=False, enable_bias=False),
     "opt-350m": OPTConfig(**OPT, do_layer_norm_before=False, word_embed_proj_dim=48),  # its norms and projections
@@ -116,7 +128,8 @@ def save_random(config: PretrainedConfig, folder: Path, dtype: torch.dtype) -> A
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape)
             one = 0 if config.model_type.startswith("gemma") else 1  # of norms; Gemma stores the difference from 1
-            parameter.copy_(one + 0.1 * noise if "norm" in name else noise * (0.1 if parameter.ndim == 1 else 0.12))
+            small = 1.0 if name.endswith("sinks") else 0.1 if parameter.ndim == 1 else 0.12
+            parameter.copy_(one + 0.1 * noise if "norm" in name else noise * small)
     model.save_pretrained(folder)
     return model
 

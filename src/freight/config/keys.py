@@ -92,6 +92,10 @@ def decoder_config(config: Mapping[str, Any]) -> tuple[str, Family, Mapping[str,
     model_type, family = find_family(config)
     own = (READ - family.lacks) | family.keys | ({"attention_bias"} if family.qkv_bias else set())
     own |= family.moe.keys if family.moe is not None else set()
+    for key, value in family.constants.items():
+        if config.get(key, value) != value:
+            raise CheckpointError(f"config.json: {key} = {config[key]!r} is not implemented; only {value!r} is")
+    own |= set(family.constants)
     if family.text_type is None:
         _refuse_unknown_keys(config, own, model_type)
         return model_type, family, config

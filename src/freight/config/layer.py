@@ -24,6 +24,7 @@ class AttentionConfig:
     qk_norm          RMSNorm over each head of q and of k, before the rotation
     qkv_bias, o_bias whether the projections have biases
     soft_cap         a score s becomes soft_cap * tanh(s / soft_cap); None: unbounded
+    sinks            whether each query head has a sink (`KernelSet.attention`)
     """
 
     num_heads: int
@@ -37,6 +38,7 @@ class AttentionConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     soft_cap: float | None = None
+    sinks: bool = False
 
     @property
     def qkv_sizes(self) -> tuple[int, int, int]:

@@ -46,7 +46,8 @@ class ModelConfig:
     layers                 from the first to the last
     ropes                  the rotary embeddings that layers name by index
     norm_eps               of every norm
-    norm_offset            what is added to a stored norm weight; if not 0, norms multiply in float32
+    norm_offset            what is added to a stored norm weight
+    wide_norms             whether norm weights are float32 numbers (`KernelSet.add_rms_norm`)
     embedding_multiplier   multiplies the embedding's rows; None: nothing does
     logit_soft_cap         a logit x becomes logit_soft_cap * tanh(x / logit_soft_cap); None: unbounded
     checkpoint_format      the dtype that config.json names for the weights
@@ -80,6 +81,7 @@ class ModelConfig:
     position_offset: int | None = None
     embedding_size: int | None = None
     foreign: ForeignModel | None = None
+    wide_norms: bool = False
 
     @property
     def position_limit(self) -> int:
@@ -148,6 +150,7 @@ def parse_model_config(config: Mapping[str, Any], tensors: Collection[str] = ())
         final_norm=final_norm,
         position_offset=family.position_offset,
         embedding_size=_embedding_size(config, hidden_size),
+        wide_norms=family.wide_norms or family.norm_offset != 0,
     )
 
 
@@ -218,6 +221,7 @@ def _mixer(config: Mapping[str, Any], family: Family, hidden_size: int) -> Atten
         qkv_bias=family.qkv_bias or qkv_bias,
         o_bias=o_bias,
         soft_cap=_soft_cap(config, "attn_logit_softcapping"),
+        sinks=family.sinks,
     )
 
 

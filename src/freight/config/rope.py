@@ -72,6 +72,8 @@ def _parse_rope(
     config: Mapping[str, Any], family: Family, theta: float, max_positions: int, head_dim: int
 ) -> RopeConfig:
     declared = {key: config[key] for key in ("rope_parameters", "rope_scaling") if config.get(key)}
+    if family.rope and not declared:
+        declared = {"rope_parameters": family.rope}
     for key, value in declared.items():
         if not isinstance(value, Mapping):
             raise CheckpointError(f"config.json: {key} = {value!r} is not a JSON object")

@@ -69,8 +69,12 @@ def _layer_shapes(layer: LayerConfig, config: ModelConfig, names: TensorNames) -
     shapes |= dict.fromkeys([tensor for norm in norms for tensor in _norm_tensors(norm, config)], (hidden,))
     if mixer.qk_norm:
         shapes |= {names.q_norm: (mixer.k_dim,), names.k_norm: (mixer.k_dim,)}
+    if mixer.sinks:
+        shapes[names.sinks] = (mixer.num_heads,)
     if isinstance(layer.feed_forward, MoEConfig) and layer.feed_forward.choice_bias:
         shapes[names.choice_bias] = (layer.feed_forward.num_experts,)
+    if isinstance(layer.feed_forward, MoEConfig) and names.interleaved:
+        shapes |= _interleaved(layer.feed_forward, hidden, names)
     return shapes
 
 
@@ -80,13 +84,23 @@ def _feed_forward(mlp: DenseConfig | MoEConfig, hidden: int, names: TensorNames)
         return _dense(mlp, hidden, names.gate_up, names.down)
     experts = {names.router: (mlp.num_experts, hidden, mlp.router_bias)}
     one = _dense(mlp.expert, hidden, names.expert_gate_up, names.expert_down)
-    for index in range(mlp.num_experts):
+    for index in range(0 if names.interleaved else mlp.num_experts):
         experts |= {names.expert.format(index) + name: shape for name, shape in one.items()}
     if mlp.shared is not None:
         experts |= _dense(mlp.shared, hidden, *shared_names(names))
         if mlp.shared_gate:
             experts[names.shared_gate] = (1, hidden, False)
     return experts
+
+
+def _interleaved(mlp: MoEConfig, hidden: int, names: TensorNames) -> dict[str, tuple[int, ...]]:
+    """The tensors of all experts of a layer, where `TensorNames.interleaved`."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, (rows, columns, bias) in _dense(mlp.expert, hidden, names.expert_gate_up, names.expert_down).items():
+        shapes[names.expert + name] = (mlp.num_experts, columns, rows)
+        if bias:
+            shapes[f"{names.expert}{name}_bias"] = (mlp.num_experts, rows)
+    return shapes
 
 
 def shared_names(names: TensorNames) -> tuple[tuple[str, ...], str]:

@@ -30,6 +30,7 @@ FAMILIES = {
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
 }
 ALL_WINDOWS = ("mistral", "phi3")  # families whose configuration has no layer_types
 
@@ -70,7 +71,8 @@ def test_absent_keys_mean_what_transformers_takes(model_type):
     assert mixer.softmax_scale == getattr(theirs, "query_pre_attn_scalar", mixer.k_dim) ** -0.5
     assert mixer.soft_cap == getattr(theirs, "attn_logit_softcapping", None)
     assert ours.logit_soft_cap == getattr(theirs, "final_logit_softcapping", None)
-    assert ours.layers[0].feed_forward.activation == ACTIVATIONS[acts(theirs)]
+    clamped = GatedActivation.CLAMPED_SWIGLU if model_type == "gpt_oss" else None
+    assert ours.layers[0].feed_forward.activation == (clamped or ACTIVATIONS[acts(theirs)])
     assert ours.bos_token_id == theirs.bos_token_id
     assert list(ours.eos_token_ids) == ([] if theirs.eos_token_id is None else [theirs.eos_token_id])
     slides = getattr(theirs, "layer_types", None) or ["sliding_attention" if model_type in ALL_WINDOWS else None] * 4

@@ -50,7 +50,8 @@ def require_equal(opened: OpenModel, kernels: str, linear_of: LinearOf) -> None:
 def shape_file(variant: str, folder: Path) -> Path:
     """The config.json of a tiny model of some family, whose odd sizes leave gaps where matrices are packed."""
     content = VARIANTS[variant].to_dict()
-    model = next(name for name in ARCHITECTURES if name.lower().startswith(content["model_type"].split("_")[0] + "for"))
+    kind = content["model_type"].removesuffix("_text").replace("_", "")
+    model = next(name for name in ARCHITECTURES if name.lower().startswith(kind + "for"))
     content |= {"architectures": [model], "dtype": "bfloat16", "intermediate_size": 90, "ffn_dim": 90}
     own = VARIANTS[variant].to_dict().keys() | {"architectures", "dtype"}
     file = folder / "config.json"
@@ -61,6 +62,7 @@ def shape_file(variant: str, folder: Path) -> Path:
 FAMILIES = (
     *("llama", "llama-tied", "llama-biases", "mistral-window", "qwen2", "qwen3", "gemma2", "gemma2-untied"),
     *("gemma3-two-ropes", "phi3-partial", "opt", "opt-untied", "opt-350m", "opt-without-final-norm"),
+    "gpt-oss",
 )
 
 
