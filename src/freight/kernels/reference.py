@@ -342,13 +342,10 @@ def _attend(
     if products is not Fp8Products.NONE:
         scale = scale_from_amax(amax(queries, -1), pages.format)[..., None]
         queries = decode(encode(queries, scale, pages.format), scale)
-    position = torch.arange(first, first + QUERY_TILE, dtype=torch.int64, device=q.device)
-    position = position.repeat_interleave(group)[:, None]
-    best = torch.full((num_kv_heads, QUERY_TILE * group, 1), -torch.inf, dtype=torch.float32, device=q.device)
-    total = torch.zeros_like(best)
-    if sinks is not None:
-        best = sinks.view(num_kv_heads, group, 1).repeat(1, QUERY_TILE, 1)
-        total += 1.0
+    position = first + torch.arange(QUERY_TILE * group, dtype=torch.int64, device=q.device)[:, None] // group
+    start = sinks if sinks is not None else q.new_full((num_heads,), -torch.inf, dtype=torch.float32)
+    best = start.view(num_kv_heads, group, 1).repeat(1, QUERY_TILE, 1)
+    total = torch.full_like(best, 0.0 if sinks is None else 1.0)
     output = queries.new_zeros(*queries.shape[:2], v.shape[-1])
     begin = 0 if window is None else max(0, first - window + 1) // KEY_TILE
     for tile in range(begin, (first + rows - 1) // KEY_TILE + 1):

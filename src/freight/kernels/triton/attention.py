@@ -36,6 +36,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from freight.kernels.triton import formats
 from freight.kernels.triton.formats import STATIC, TOKEN, decode, encode, encode_bits, finite_amax, scale_from_amax
 
 
@@ -114,18 +115,8 @@ def _start(sinks_ptr, query_head, live, V_DOT: tl.constexpr, FORMAT: tl.constexp
     total = tl.zeros(query_head.shape, tl.float32)
     if sinks_ptr is not None:
         best = tl.load(sinks_ptr + query_head, mask=live, other=0.0) * 1.44269504088896341
-        total += _unit(V_DOT, FORMAT)
+        total += 1.0 if V_DOT != tl.uint8 else 128.0 if FORMAT == "fp8_e4m3fnuz" else 256.0  # as in `_walk`
     return best, total
-
-
-@triton.jit
-def _unit(V_DOT: tl.constexpr, FORMAT: tl.constexpr):
-    """What the score `best` adds to `total` (`_walk`)."""
-    if V_DOT == tl.uint8:
-        unit = 128.0 if FORMAT == "fp8_e4m3fnuz" else 256.0
-    else:
-        unit = 1.0
-    return unit
 
 
 @triton.jit
@@ -163,16 +154,6 @@ def _soften(scores, cap):
 
 
 @triton.jit
-def _token_scale(scale_ptr, place, stored, MASKED: tl.constexpr):
-    """The `token` scales of a tile's keys or values, float32 [N]."""
-    if MASKED:
-        scale = tl.load(scale_ptr + place, mask=stored, other=0.0)
-    else:
-        scale = tl.load(scale_ptr + place)
-    return scale.to(tl.float32)
-
-
-@triton.jit
 def _walk(
     acc, best, total, q, factor, position, begin, end, length, window, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
     table_ptr, head, center_ptr, center_place, live, cos_ptr, sin_ptr, pairs_ptr, num_pairs, cap, HEADS: tl.constexpr,
@@ -202,7 +183,7 @@ def _walk(
             k = tl.load(k_ptr + source, mask=(k_dims < K_DIM)[:, None], other=0.0)
         scores = _scores(q, k, FORMAT, K_DOT) * factor[:, None]
         if SCALES == TOKEN:
-            scores *= _token_scale(k_scale_ptr, place, stored, MASKED)[None, :]
+            scores *= formats.token_scale(k_scale_ptr, place, stored, MASKED)[None, :]
         if CENTERED:
             scores = _add_center(
                 scores, center_ptr, center_place, live, cos_ptr, sin_ptr, pairs_ptr, num_pairs, head, key, HALF,
@@ -229,7 +210,7 @@ def _walk(
         else:
             v = tl.load(v_ptr + source, mask=inside, other=0.0)
         if SCALES == TOKEN:
-            probability *= _token_scale(v_scale_ptr, place, stored, MASKED)[None, :]
+            probability *= formats.token_scale(v_scale_ptr, place, stored, MASKED)[None, :]
         acc = _add_values(acc, decay, probability, v, FORMAT, V_DOT)
         best = new_best
     return acc, best, total
