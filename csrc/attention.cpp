@@ -117,7 +117,7 @@ void merge_splits(const Call<Tiles>& call, const Task& task) {
       const int64_t part = task.partial + static_cast<int64_t>(split) * states + i;
       merge(sum, out, call.partials[part], call.partial_outs + part * dim, static_cast<int>(dim));
     }
-    finish(call.a, task.row + i % rows / group, (task.head + i / rows) * group + i % group, sum.total, out);
+    finish(call.a, task.row + i % rows / group, (task.head + i / rows) * group + i % group, sum, out);
   }
 }
 

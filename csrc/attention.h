@@ -25,6 +25,7 @@ struct FreightAttention {
   const int32_t* center_pairs;          // [num_kv_heads, center_size]: channels i, with i + rotary_dim / 2
   const float* center_parts;            // [2, num_kv_heads, center_size]
   const float *center_cos, *center_sin;  // [positions / 64, rotary_dim / 2, 64]
+  const float* sinks;           // [num_heads]: a score that each row's softmax sums besides those of its keys; null: none
   int64_t q_stride;
   int32_t q_type, kv_format, scales;
   int32_t num_seqs, max_blocks, num_heads, num_kv_heads, k_dim, v_dim, block_size;

@@ -29,10 +29,24 @@ inline void merge(Partial& into, float* into_out, const Partial& part, const flo
     store(into_out + d, load(into_out + d) * set1(kept) + load(part_out + d) * set1(added));
 }
 
+// What the sink of a query head makes of its row's merged result: returns the new sum of the softmax, and changes the
+// factor of `out`. It comes last, so that it is the same however the keys were cut.
+inline float add_sink(const FreightAttention& a, int head, const Partial& merged, float& factor) {
+  const float sink = a.sinks[head] * 1.44269504088896341f;
+  const float best = sink > merged.best ? sink : merged.best;
+  factor = exp2_of(merged.best - best);
+  return merged.total * factor + exp2_of(sink - best);
+}
+
 // The output row of one query head <- its merged result. Adding 0 makes every zero +0.
-inline void finish(const FreightAttention& a, int64_t row, int head, float total, const float* out) {
-  float values[kMaxHeadDim];
+inline void finish(const FreightAttention& a, int64_t row, int head, const Partial& merged, float* out) {
+  float values[kMaxHeadDim], total = merged.total;
   const int dim = a.v_dim;
+  if (a.sinks) {
+    float factor;
+    total = add_sink(a, head, merged, factor);
+    for (int d = 0; d < dim; d++) out[d] *= factor;
+  }
   for (int d = 0; d < dim; d++) values[d] = out[d] / total + 0.0f;
   if (a.scales == FREIGHT_STATIC_SCALES) {
     const int64_t kv_head = head / (a.num_heads / a.num_kv_heads);

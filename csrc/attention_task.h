@@ -92,7 +92,7 @@ class Worker {
     if (task.partial >= 0) return;
     for (int i = 0; i < states; i++) {
       const int head = (task.head + i / rows) * group + i % group;
-      finish(a, task.row + i % rows / group, head, merged[i].total, merged_out + static_cast<size_t>(i) * dim);
+      finish(a, task.row + i % rows / group, head, merged[i], merged_out + static_cast<size_t>(i) * dim);
     }
   }
 

@@ -12,17 +12,31 @@ namespace {
 
 constexpr int64_t kChunk = 2048;  // elements of a task
 
-// Both activations are gate / (1 + e^-z), z = gate for SiLU and 2 sqrt(2 / pi) (gate + 0.044715
-// gate^3) for GELU: (1 + tanh(z / 2)) / 2 is 1 / (1 + e^-z). The exponential of -|z| cannot overflow.
+// All activations are gate / (1 + e^-z), z = gate for SiLU, 1.702 gate for the clamped SwiGLU, and 2 sqrt(2 / pi)
+// (gate + 0.044715 gate^3) for GELU: (1 + tanh(z / 2)) / 2 is 1 / (1 + e^-z). The exponential of -|z| cannot overflow.
 template <FreightGatedActivation A>
 inline VF activated(VF gate) {
   const VF magnitude = (VF)((VI)gate & 0x7FFFFFFF);
   VF e;
   if constexpr (A == FREIGHT_SILU)
     e = exp2(magnitude * set1(-1.44269504088896f));
+  else if constexpr (A == FREIGHT_CLAMPED_SWIGLU)
+    e = exp2(magnitude * set1(-2.455466959593f));  // 1.702 log2(e)
   else
     e = exp2(magnitude * fma(gate * gate, set1(0.044715f), set1(1.f)) * set1(-2.3022082f));  // 2 sqrt(2 / pi) log2(e)
   return (gate < VF{} ? gate * e : gate) / (e + set1(1.f));
+}
+
+// activation(gate) * up; a NaN stays NaN.
+template <FreightGatedActivation A>
+inline VF product_of(VF gate, VF up) {
+  if constexpr (A == FREIGHT_CLAMPED_SWIGLU) {
+    const VF limit = set1(7.f), least = set1(-7.f);
+    gate = gate > limit ? limit : gate;
+    up = up > limit ? limit : up;
+    up = (up < least ? least : up) + set1(1.f);
+  }
+  return activated<A>(gate) * up;
 }
 
 void add_rms_norm(const FreightNorm& a) {
@@ -64,7 +78,7 @@ void gated(const FreightGated& a) {
       const int count = lanes_at(i, end);
       const V16 gate = load_as(element(a.gate_up, row * 2 * size + i, format), format, count);
       const V16 up = load_as(element(a.gate_up, row * 2 * size + size + i, format), format, count);
-      const V16 product = each([&](int lanes) { return activated<A>(gate.v[lanes]) * up.v[lanes]; });
+      const V16 product = each([&](int lanes) { return product_of<A>(gate.v[lanes], up.v[lanes]); });
       store_as(element(a.out, row * size + i, format), product, format, count);
     }
   });
@@ -79,9 +93,10 @@ FREIGHT_API FreightStatus freight_add_rms_norm(const FreightNorm* arguments) {
 
 FREIGHT_API FreightStatus freight_gated(const FreightGated* arguments) {
   return freight::status_of([&] {
-    if (arguments->activation == FREIGHT_SILU)
-      freight::gated<FREIGHT_SILU>(*arguments);
-    else
-      freight::gated<FREIGHT_GELU_TANH>(*arguments);
+    switch (arguments->activation) {
+      case FREIGHT_SILU: return freight::gated<FREIGHT_SILU>(*arguments);
+      case FREIGHT_GELU_TANH: return freight::gated<FREIGHT_GELU_TANH>(*arguments);
+      default: return freight::gated<FREIGHT_CLAMPED_SWIGLU>(*arguments);
+    }
   });
 }

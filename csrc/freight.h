@@ -10,7 +10,7 @@
 #define FREIGHT_API extern "C" __attribute__((visibility("default")))
 
 // Changes when any declaration changes, so that a library from an older build is refused instead of called wrongly.
-constexpr int32_t FREIGHT_ABI = 14;
+constexpr int32_t FREIGHT_ABI = 16;
 FREIGHT_API int32_t freight_abi();
 
 constexpr int32_t FREIGHT_LANES = 16;      // outputs that are computed together: arrays by output are padded to it
@@ -103,6 +103,8 @@ FREIGHT_API FreightStatus freight_add_rms_norm(const FreightNorm* arguments);
 enum FreightGatedActivation : int32_t {
   FREIGHT_SILU = 0,       // gate / (1 + e^-gate)
   FREIGHT_GELU_TANH = 1,  // gate / 2 * (1 + tanh(sqrt(2 / pi) * (gate + 0.044715 * gate^3)))
+  // g / (1 + e^(-1.702 g)) with g = min(gate, 7); it multiplies up, bounded to [-7, 7], plus 1
+  FREIGHT_CLAMPED_SWIGLU = 2,
 };
 
 struct FreightGated {

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MistralConfig, PretrainedConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, GptOssConfig, MistralConfig, PretrainedConfig, Qwen2Config
 
 from freight import LLM, SamplingParams
 from freight.cache.sizing import bytes_of_request
@@ -34,12 +34,18 @@ SHAPE: dict[str, Any] = {
 MODELS: dict[str, PretrainedConfig] = {
     "mistral": MistralConfig(**SHAPE, sliding_window=WINDOW),
     "qwen2": Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
-}
+    "gpt_oss": GptOssConfig(
+        **SHAPE, sliding_window=WINDOW, head_dim=16, num_local_experts=4, num_experts_per_tok=2,
+        rope_parameters={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256,
+                         "truncate": False, "rope_theta": 150000.0},
+    ),
+}  # fmt: skip
 CACHES = {"float32": {}, "e4m3-token": {"kv_cache_dtype": "fp8", "kv_scales": "dynamic"}}
 SETUPS = [
     ("mistral", "float32", "reference"),
     ("qwen2", "float32", "auto"),
     ("qwen2", "e4m3-token", "auto"),
+    ("gpt_oss", "e4m3-token", "auto"),
 ]
 LONG = SamplingParams(temperature=0.9, seed=3, max_tokens=24, ignore_eos=True, logprobs=2, detokenize=False)
 GROWING = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True, logprobs=1, detokenize=False)

@@ -6,6 +6,7 @@ Pages start as NaN and NaN stands beside every token, so whatever is read beyond
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -93,7 +94,12 @@ def make_cache(
 
 
 def exact(
-    q: torch.Tensor, cache: Cache, batch: Sequences, window: int | None, soft_cap: float | None = None
+    q: torch.Tensor,
+    cache: Cache,
+    batch: Sequences,
+    window: int | None,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """float64 attention over the stored values, and sum of p * |v|: what errors are measured against."""
     outs, sizes = [], []
@@ -114,7 +120,10 @@ def exact(
         scores = q[begin:end].double().transpose(0, 1) @ k.transpose(1, 2) * q.shape[2] ** -0.5
         if soft_cap is not None:
             scores = soft_cap * torch.tanh(scores / soft_cap)
-        p = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, len(i), 1)), -1)
+        p = scores.softmax(-1)[..., :length]
         outs.append((p @ v).transpose(0, 1))
         sizes.append((p @ v.abs()).transpose(0, 1))
     return torch.cat(outs), torch.cat(sizes)
@@ -129,12 +138,13 @@ def check(
     dtype: torch.dtype,
     soft_cap: float | None = None,
     size_of_q: float = 1.0,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     batch = cache.batch(rows).sequences(0)
     _, _, heads, dim = cache.pages.k.shape
     q = (torch.randn(sum(rows), heads * group, dim) * size_of_q).to(dtype)
-    out = attention(q, cache.pages, batch, dim**-0.5, window, soft_cap)
-    want, size = exact(q, cache, batch, window, soft_cap)
+    out = attention(q, cache.pages, batch, dim**-0.5, window, soft_cap, sinks=sinks)
+    want, size = exact(q, cache, batch, window, soft_cap, sinks)
     assert out.dtype == dtype
     assert out.shape == want.shape == (*q.shape[:2], cache.pages.v.shape[3])
     tolerance = 4e-3 if dtype == torch.bfloat16 else 1e-5
@@ -157,6 +167,27 @@ def test_soft_caps(attention, format, scales, dtype, soft_cap, size_of_q):
     """Scores far below the cap, about it, and far beyond it."""
     cache = make_cache(format, scales, [200, 64, 1], 2, 64)
     check(attention, cache, [40, 1, 1], 4, 70, dtype, soft_cap, size_of_q)
+
+
+@pytest.mark.parametrize(("format", "scales"), CACHES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (70, None), (None, 2.0)])
+def test_sinks(attention, format, scales, dtype, window, soft_cap):
+    """Far below the scores, about them, and so far above them that keys hardly count; over one split and over two."""
+    cache = make_cache(format, scales, [1030, 64, 1], 2, 64)
+    sinks = torch.tensor([-30.0, -1.0, 0.0, 1.0, 3.0, 30.0])
+    check(attention, cache, [40, 1, 1], 3, window, dtype, soft_cap, sinks=sinks)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sink_of_minus_infinity_changes_no_bit(attention, dtype):
+    cache = make_cache(Format.E4M3FN, "token", [1100], 2, 40)
+    q, batch = torch.randn(80, 4, 40).to(dtype), cache.batch([80]).sequences(0)
+    want = attention(q, cache.pages, batch, 0.15, None)
+    sinks = torch.tensor([-torch.inf, 8.0, -torch.inf, -torch.inf])
+    out = attention(q, cache.pages, batch, 0.15, None, sinks=sinks)
+    same = (out == want).flatten(2).all(-1)
+    assert same.tolist() == [[True, False, True, True]] * 80
 
 
 @pytest.mark.parametrize("dim", [32, 33, 40, 64, 80, 96, 100, 128, 192, 255, 256])
@@ -253,10 +284,12 @@ def test_one_key_tells_which_value(attention):
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     soft_cap=st.sampled_from([None, 1.0]),
     v_dim=st.sampled_from([40, 24, 72]),
+    sink=st.sampled_from([None, -1.0, 8.0]),
 )
 @pytest.mark.parametrize("build", BUILDS)
-def test_chunks_batches_and_threads_change_no_bit(build, stored, cuts, window, dtype, soft_cap, v_dim):
-    attention = CpuKernels(library.load(build)).attention
+def test_chunks_batches_and_threads_change_no_bit(build, stored, cuts, window, dtype, soft_cap, v_dim, sink):
+    sinks = None if sink is None else torch.arange(6) / 3 + sink
+    attention = partial(CpuKernels(library.load(build)).attention, sinks=sinks)
     cache = make_cache(*stored, [1300, 200, 7], 2, 40, v_dim=v_dim)
     q = torch.randn(1300, 6, 40).to(dtype)
     others = torch.randn(207, 6, 40).to(dtype)

@@ -17,9 +17,10 @@ from torch import Tensor
 from freight.kernels import reference
 from freight.kernels.cpu import library
 from freight.kernels.cpu.cpu_set import CpuKernels
+from freight.kernels.reference_set import REFERENCE
 from freight.operands.activation import GatedActivation
 
-SILU, GELU = GatedActivation.SILU, GatedActivation.GELU_TANH
+SILU, GELU, CLAMPED = GatedActivation.SILU, GatedActivation.GELU_TANH, GatedActivation.CLAMPED_SWIGLU
 
 BUILDS = library.runnable()
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -118,6 +119,24 @@ def test_gelu_of_every_value(build, dtype):
     assert not wrong[want.isfinite()].any()
 
 
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("build", BUILDS)
+def test_clamped_swiglu(build, size, dtype):
+    """Gates beyond 7 count as 7, those far below 0 as they are; ups beyond 7 or below -7 count as these."""
+    torch.manual_seed(size)
+    x = (torch.randn(7, 2 * size) * 6).to(dtype)
+    x[0, 0], x[1, 0], x[2, 0], x[3, 0], x[4, 0], x[5, 0] = torch.inf, -torch.inf, torch.nan, -80.0, 0.0, 9.0
+    x[:, size] = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, torch.inf, torch.nan])
+    gate, up = x.double().chunk(2, -1)
+    gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+    want = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+    for kernels in (CpuKernels(library.load(build)), REFERENCE):
+        out = kernels.gated(x, CLAMPED)
+        assert agrees(out, want.to(dtype), 1)
+        assert out[:, 0].isnan().tolist() == [False, True, True, False, False, False, True]
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("size", [31, 300, 2048])
 @pytest.mark.parametrize("build", BUILDS)
@@ -168,7 +187,7 @@ def test_rows_do_not_see_each_other_nor_the_threads(build):
             *kernels.add_rms_norm(x[rows], delta[rows], weight, 1e-5),
             *kernels.add_rms_norm(x[rows], delta[rows], wide, 1e-5, delta_weight=wide),
         ]
-        return norms + [kernels.gated(x[rows], activation) for activation in (SILU, GELU)]
+        return norms + [kernels.gated(x[rows], activation) for activation in (SILU, GELU, CLAMPED)]
 
     torch.set_num_threads(1)
     whole = every(slice(0, 40))

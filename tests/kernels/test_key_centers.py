@@ -71,7 +71,12 @@ def batch_of(*rows: tuple[int, int]) -> Sequences:
 
 
 def exact(
-    q: torch.Tensor, pages: KVPages, begin: int, window: int | None, soft_cap: float | None = None
+    q: torch.Tensor,
+    pages: KVPages,
+    begin: int,
+    window: int | None,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """float64 attention of rows at `begin`, …; and sum of p * |v|."""
     length, dim = begin + len(q), q.shape[2]
@@ -95,7 +100,10 @@ def exact(
     scores = q.double().transpose(0, 1) @ k.transpose(1, 2) * dim**-0.5
     if soft_cap is not None:
         scores = soft_cap * torch.tanh(scores / soft_cap)
-    p = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, len(q), 1)), -1)
+    p = scores.softmax(-1)[..., :length]
     return (p @ v).transpose(0, 1), (p @ v.abs()).transpose(0, 1)
 
 
@@ -122,6 +130,23 @@ def test_scores_are_those_of_the_whole_keys(attention, format, scales, dtype, wi
     assert ((out.double() - want).abs() <= tolerance * size + torch.finfo(dtype).eps * want.abs()).all()
     without = attention(q, replace(pages, k_center=None), batch_of((50, 200)), dim**-0.5, window, soft_cap)
     assert (without.double() - want).abs().max() > 0.1
+
+
+@pytest.mark.parametrize(("format", "scales"), [(Format.E4M3FN, "channel"), (Format.E4M3FN, "token")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 70])
+def test_sinks_count_as_they_do_beside_whole_keys(attention, format, scales, dtype, window):
+    """A center moves all scores of a row alike where its pairs hardly turn, which a softmax without sinks forgives."""
+    length, dim = 200, 64
+    pages = make_pages(format, scales, length, dim)
+    q = (torch.randn(150, HEADS * GROUP, dim) * 0.05).to(dtype)
+    sinks = torch.tensor([5.0, 6.0, 5.0, 8.0, 5.0, 4.0])
+    out = attention(q, pages, batch_of((50, 200)), dim**-0.5, window, sinks=sinks)
+    want, size = exact(q, pages, 50, window, sinks=sinks)
+    tolerance = 4e-3 if dtype == torch.bfloat16 else 2e-5
+    assert ((out.double() - want).abs() <= tolerance * size + torch.finfo(dtype).eps * want.abs()).all()
+    without = exact(q, pages, 50, window)[0]
+    assert (without - want).abs().amax((0, 2)).min() > 0.1
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,8 @@ def make_pages(format: Format, granularity: str | None, heads: int, dim: int, nu
 
 def run(pages: KVPages, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, chunks: list[int], window: int | None = None,
         blocks: list[int] | None = None, soft_cap: float | None = None,
-        products: Fp8Products = Fp8Products.NONE) -> torch.Tensor:  # fmt: skip
+        products: Fp8Products = Fp8Products.NONE,
+        sinks: torch.Tensor | None = None) -> torch.Tensor:  # fmt: skip
     """Attention output of one sequence stored and read in `chunks`."""
     blocks = blocks or list(range(-(-len(k) // BLOCK)))
     outputs, start = [], 0
@@ -95,7 +96,9 @@ def run(pages: KVPages, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, chunk
         batch = prepare([SequenceSlice([0] * count, start, (blocks,), Logits.NONE)], BLOCK)
         reference.store_kv(k[rows], v[rows], batch.slots[0], pages)
         outputs.append(
-            reference.attention(q[rows], pages, batch.sequences(0), q.shape[-1] ** -0.5, window, soft_cap, products)
+            reference.attention(
+                q[rows], pages, batch.sequences(0), q.shape[-1] ** -0.5, window, soft_cap, products, sinks
+            )
         )
         start += count
     return torch.cat(outputs)
@@ -134,6 +137,26 @@ def test_attention_is_attention_over_what_is_stored(format, granularity, window,
     out = run(pages, k, v, q, [length], window, blocks)
     expected = sdpa(q, *stored_values(pages, blocks, length), window)
     assert torch.allclose(out.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_sinks_are_scores_of_keys_whose_value_is_zero(window):
+    """As a key of its own whose score is the sink; a row's bits are the same in any chunks."""
+    torch.manual_seed(0)
+    heads, group, dim, length = 2, 3, 40, 130
+    k, v, q = (torch.randn(length, n, dim) for n in (heads, heads, heads * group))
+    sinks = torch.tensor([-20.0, -1.0, 0.0, 1.0, 3.0, 20.0])
+    blocks = torch.randperm(40)[: -(-length // BLOCK)].tolist()
+    pages = make_pages(Format.FLOAT32, None, heads, dim, 40)
+    whole = run(pages, k, v, q, [length], window, blocks, sinks=sinks)
+    i, j = torch.arange(length)[:, None], torch.arange(length)
+    seen = (j <= i) if window is None else (j <= i) & (i - j < window)
+    keys, values = (x.double().repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
+    scores = q.double().transpose(0, 1) @ keys.transpose(1, 2) * dim**-0.5
+    beside = sinks.double()[:, None, None].expand(-1, length, 1)
+    p = torch.cat((scores.masked_fill(~seen, -torch.inf), beside), -1).softmax(-1)[..., :length]
+    assert torch.allclose(whole.double(), (p @ values).transpose(0, 1), rtol=1e-5, atol=1e-6)
+    assert torch.equal(run(pages, k, v, q, [1, 70, 59], window, blocks, sinks=sinks), whole)
 
 
 @pytest.mark.parametrize("granularity", ["static", "token"])

@@ -13,7 +13,12 @@ from tests.parity.variants import CASES, VARIANTS, freight_logits, save_random, 
 from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.llama import modeling_llama
 
+from freight.config.engine import EngineArgs
 from freight.errors import CheckpointError
+from freight.fp8.formats import Format
+from freight.fp8.weights import fit_rows
+from freight.models.open import open_model
+from freight.operands.weight import Activations, Weight
 
 
 @pytest.mark.parametrize(("variant", "kernels"), CASES)
@@ -28,7 +33,7 @@ def test_float32_logits_equal_transformers(variant: str, kernels: str, tmp_path:
 
 BFLOAT16 = (
     *("llama-llama3", "mistral-window", "ministral3", "qwen2", "qwen3", "gemma2", "gemma3", "phi3-window", "opt"),
-    *("opt-350m", "granite", "glm", "glm4", "smollm3"),
+    *("opt-350m", "granite", "glm", "glm4", "smollm3", "gpt-oss"),
 )
 
 
@@ -118,3 +123,23 @@ def test_soft_caps_are_those_of_gemma_2(tmp_path: Path, monkeypatch: pytest.Monk
     assert (freight_logits(tmp_path, ids, "auto") - expected).abs().max() <= 1e-4
     path.write_text(json.dumps(config | {"final_logit_softcapping": 3.0}))
     assert (freight_logits(tmp_path, ids, "auto") - 3 * torch.tanh(expected / 3)).abs().max() <= 1e-4
+
+
+def test_experts_of_gpt_oss_are_rounded_by_output_row(tmp_path: Path):
+    """`--quantization fp8`: from [inputs, outputs of gate and up in turn] to rows of gate, then of up."""
+    save_random(VARIANTS["gpt-oss"], tmp_path, torch.float32)
+    stored = load_file(tmp_path / "model.safetensors")
+    opened = open_model(EngineArgs(str(tmp_path), quantization="fp8", kernels="reference", skip_tokenizer_init=True))
+    experts = opened.load(opened.resolve(opened.args)).layers[1].mlp
+    for expert in (0, 7):
+        matrix = stored["model.layers.1.mlp.experts.gate_up_proj"][expert].t()
+        data, scale = fit_rows(torch.cat((matrix[::2], matrix[1::2])), Format.E4M3FN)
+        weight, bias = experts.gate_up.of(expert)
+        assert torch.equal(weight.data.view(torch.uint8), data.view(torch.uint8))
+        assert torch.equal(weight.scale, scale)
+        in_turn = stored["model.layers.1.mlp.experts.gate_up_proj_bias"][expert]
+        assert torch.equal(bias, torch.cat((in_turn[::2], in_turn[1::2])))
+        weight, bias = experts.down.of(expert)
+        data, scale = fit_rows(stored["model.layers.1.mlp.experts.down_proj"][expert].t(), Format.E4M3FN)
+        assert torch.equal(weight.dequantized(), Weight(data, scale, Activations.DYNAMIC).dequantized())
+        assert torch.equal(bias, stored["model.layers.1.mlp.experts.down_proj_bias"][expert])

@@ -15,6 +15,7 @@ from transformers import (
     Glm4Config,
     Glm4MoeConfig,
     GlmConfig,
+    GptOssConfig,
     GraniteConfig,
     HYV3Config,
     LlamaConfig,
@@ -63,6 +64,12 @@ GLM_MOE: dict[str, Any] = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe
                            "routed_scaling_factor": 1.7}  # fmt: skip
 GRANITE: dict[str, Any] = {"embedding_multiplier": 12.7, "attention_multiplier": 0.1, "residual_multiplier": 0.22,
                            "logits_scaling": 3.0}  # fmt: skip
+GPT_OSS: dict[str, Any] = {
+    "head_dim": 16,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "rope_parameters": {**YARN, "rope_theta": 150000.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+}
 OPT: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 64,
@@ -148,6 +155,11 @@ VARIANTS: dict[str, PretrainedConfig] = {
         rope_parameters={"rope_type": "default", "partial_rotary_factor": 1.0, "rope_theta": 500.0},
     ),
     "glm4": Glm4Config(**SHAPE, head_dim=32, pad_token_id=0),
+    "gpt-oss": GptOssConfig(**SHAPE, **GPT_OSS, sliding_window=24),
+    "gpt-oss-one-window": GptOssConfig(
+        **SHAPE, **GPT_OSS, sliding_window=24, attention_bias=False,
+        layer_types=["full_attention", "full_attention", "sliding_attention"],
+    ),
     "opt": OPTConfig(**OPT),
     "opt-untied": OPTConfig(**OPT, tie_word_embeddings=False, enable_bias=False),
     "opt-350m": OPTConfig(**OPT, do_layer_norm_before=False, word_embed_proj_dim=48),  # its norms and projections
@@ -166,7 +178,8 @@ def save_random(config: PretrainedConfig, folder: Path, dtype: torch.dtype) -> A
             if name.endswith("e_score_correction_bias"):
                 continue
             one = 0 if config.model_type.startswith("gemma") else 1  # of norms; Gemma stores the difference from 1
-            parameter.copy_(one + 0.1 * noise if "norm" in name else noise * (0.1 if parameter.ndim == 1 else 0.12))
+            small = 1.0 if name.endswith("sinks") else 0.1 if parameter.ndim == 1 else 0.12
+            parameter.copy_(one + 0.1 * noise if "norm" in name else noise * small)
         for name, bias in model.state_dict().items():  # buffers in most families
             if name.endswith("e_score_correction_bias"):
                 bias.copy_(0.1 * torch.randn(bias.shape))

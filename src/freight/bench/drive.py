@@ -107,10 +107,11 @@ def weight_bytes(model: ModelConfig, compute_format: Format, weight_format: Form
     for name, shape in tensor_shapes(model).items():
         if name == names.positions or (name == names.embedding and not model.tie_word_embeddings):
             continue
-        linear = len(shape) == 2 and name not in names.outer
+        linear = len(shape) > 1 and not name.endswith("bias") and name not in names.outer
         total += math.prod(shape) * (weight_format if linear else compute_format).bytes
         if linear and weight_format.is_fp8:
-            total += shape[0] * Format.FLOAT32.bytes
+            outputs = shape[0] if len(shape) == 2 else shape[0] * shape[2]  # of all experts
+            total += outputs * Format.FLOAT32.bytes
     return total
 
 

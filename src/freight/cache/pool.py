@@ -33,7 +33,13 @@ class LayerKV(Protocol):
         ...
 
     def attend(
-        self, q: Tensor, batch: ForwardBatch, softmax_scale: float, window: int | None, soft_cap: float | None
+        self,
+        q: Tensor,
+        batch: ForwardBatch,
+        softmax_scale: float,
+        window: int | None,
+        soft_cap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attention of q over what is stored: [num_tokens, num_heads, v_dim] (`KernelSet.attention`)."""
         ...
@@ -54,10 +60,16 @@ class PagedKV:
         return self.kernels.rotate_store(qkv, rotary, batch.positions, batch.slots[self.group], self.pages)
 
     def attend(
-        self, q: Tensor, batch: ForwardBatch, softmax_scale: float, window: int | None, soft_cap: float | None
+        self,
+        q: Tensor,
+        batch: ForwardBatch,
+        softmax_scale: float,
+        window: int | None,
+        soft_cap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         sequences = batch.sequences(self.group)
-        return self.kernels.attention(q, self.pages, sequences, softmax_scale, window, soft_cap)
+        return self.kernels.attention(q, self.pages, sequences, softmax_scale, window, soft_cap, sinks)
 
 
 @dataclass(frozen=True)

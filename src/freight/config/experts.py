@@ -19,15 +19,17 @@ class MoEFamily:
 
     count            number of experts, where none of `count_keys` is there
     count_keys       number of experts; transformers writes other names than the hub's files have, so any of them
+    top_k_keys       how many of them a token goes through
     width_key        `intermediate_size` of an expert
-    top_k_key        number of experts of a token
-    norm_key         whether a token's weights are divided by their sum; None: they are
+    norm_key         whether a token's weights are divided by their sum; None: they are, unless they sum up to 1 anyway
     factor_key       multiplies the weights
     group_keys       number of groups, and of those that a token chooses among
     choice_bias      whether the router has a bias for the choice
     shared_width_key `intermediate_size` of the shared experts together; shared_count_key: how many there are, each as
                      wide as an expert
     shared_gate      whether a projection to one number weighs the shared experts
+    router_bias      whether the router adds a bias to its logits; bias: whether the projections of experts have one
+    activation       of experts, where `hidden_act` does not name it
     dense_keys       what tells the layers without experts: `decoder_sparse_step`, `mlp_only_layers`,
                      `first_k_dense_replace`, `mlp_layer_types`, `moe_layer_start_index`, `moe_layer_end_index`,
                      `moe_layer_interval`
@@ -35,9 +37,9 @@ class MoEFamily:
 
     count: int | None = None
     count_keys: tuple[str, ...] = ("num_experts", "num_local_experts", "n_routed_experts")
+    top_k_keys: tuple[str, ...] = ("num_experts_per_tok",)
     width_key: str = "moe_intermediate_size"
     scoring: Scoring = Scoring.SOFTMAX
-    top_k_key: str = "num_experts_per_tok"
     norm_key: str | None = "norm_topk_prob"
     factor_key: str | None = None
     group_keys: tuple[str, str] | None = None
@@ -45,52 +47,63 @@ class MoEFamily:
     shared_width_key: str | None = None
     shared_count_key: str | None = None
     shared_gate: bool = False
+    router_bias: bool = False
+    bias: bool = False
+    activation: GatedActivation | None = None
     dense_keys: frozenset[str] = frozenset()
 
     @property
     def keys(self) -> frozenset[str]:
         """The keys of config.json that are read here."""
         named = (self.width_key, self.norm_key, self.factor_key, self.shared_width_key, self.shared_count_key)
-        own = {self.top_k_key, *self.count_keys, *(self.group_keys or ()), *self.dense_keys}
+        own = {*self.top_k_keys, *self.count_keys, *(self.group_keys or ()), *self.dense_keys}
         return frozenset(own | {key for key in named if key is not None})
 
 
 def parse_moe(config: Mapping[str, Any], family: MoEFamily, activation: GatedActivation) -> MoEConfig:
     """The experts of every layer that has them. Raises CheckpointError for what is missing or contradictory."""
     width = integer(config, family.width_key)
+    activation = family.activation or activation
     return MoEConfig(
         routing=_routing(config, family),
         intermediate_size=width,
         activation=activation,
+        router_bias=family.router_bias,
         choice_bias=family.choice_bias,
+        bias=family.bias,
         shared=_shared(config, family, width, activation),
         shared_gate=family.shared_gate,
     )
 
 
 def _routing(config: Mapping[str, Any], family: MoEFamily) -> Routing:
-    named = {key: config[key] for key in family.count_keys if config.get(key) is not None}
-    if len(set(map(str, named.values()))) > 1:
-        raise CheckpointError(
-            f"config.json contradicts itself: {', '.join(f'{key} = {value!r}' for key, value in named.items())}"
-        )
-    count = integer(config, next(iter(named), family.count_keys[0]), family.count)
-    top_k = integer(config, family.top_k_key)
+    count = integer(config, _one_of(config, family.count_keys), family.count)
+    top_k = integer(config, _one_of(config, family.top_k_keys))
     groups, top_groups = (integer(config, key, 1) for key in family.group_keys or ("", ""))
     if count % groups or top_groups > groups or top_k > count // groups * top_groups:
         raise CheckpointError(
-            f"config.json contradicts itself: {family.top_k_key} = {top_k} of {count} experts in {groups} groups, of "
-            f"which {top_groups} are chosen"
+            f"config.json contradicts itself: {family.top_k_keys[0]} = {top_k} of {count} experts in {groups} groups, "
+            f"of which {top_groups} are chosen"
         )
     return Routing(
         num_experts=count,
         top_k=top_k,
         scoring=family.scoring,
-        normed=True if family.norm_key is None else flag(config, family.norm_key),
+        normed=family.scoring is not Scoring.CHOSEN if family.norm_key is None else flag(config, family.norm_key),
         factor=1.0 if family.factor_key is None else number(config, family.factor_key, 1.0),
         num_groups=groups,
         top_groups=top_groups,
     )
+
+
+def _one_of(config: Mapping[str, Any], keys: tuple[str, ...]) -> str:
+    """A key that is there, or the first. Raises CheckpointError for values that differ."""
+    named = {key: config[key] for key in keys if config.get(key) is not None}
+    if len(set(map(str, named.values()))) > 1:
+        raise CheckpointError(
+            f"config.json contradicts itself: {', '.join(f'{key} = {value!r}' for key, value in named.items())}"
+        )
+    return next(iter(named), keys[0])
 
 
 def _shared(

@@ -8,6 +8,8 @@ from freight.config.experts import MoEFamily
 from freight.config.family import Family, words
 from freight.config.layer import NormKind, NormPlacement
 from freight.config.mixtures import MIXTURES
+from freight.operands.activation import GatedActivation
+from freight.operands.routing import Scoring
 
 _SPARSE = words("decoder_sparse_step mlp_only_layers")
 _WINDOW_KEYS = words("sliding_window use_sliding_window layer_types")
@@ -174,6 +176,49 @@ FAMILIES = {
         mixed_windows=False,
         theta=1e6,
         moe=MoEFamily(8, width_key="intermediate_size", norm_key=None),
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        {
+            "vocab_size": 201088,
+            "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "attention_bias": True,
+            "sliding_window": 128,
+            "use_sliding_window": True,
+            "sliding_window_pattern": 2,
+            "num_experts_per_tok": 4,
+        },
+        # initial_context_length is original_max_position_embeddings again, for OpenAI's own code
+        words("attention_bias sliding_window layer_types initial_context_length"),
+        fixed={"swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
+        sinks=True,
+        wide_norms=True,
+        theta=150000.0,
+        default_rope={
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        moe=MoEFamily(
+            128,
+            top_k_keys=("num_experts_per_tok", "experts_per_token"),
+            width_key="intermediate_size",
+            scoring=Scoring.CHOSEN,
+            norm_key=None,
+            router_bias=True,
+            bias=True,
+            activation=GatedActivation.CLAMPED_SWIGLU,
+        ),
     ),
     "gemma2": Family(
         "Gemma2ForCausalLM",

@@ -24,10 +24,12 @@ class Family:
     fixed              keys that it has, with the only values that are computed; of a list, those of its entries
     lacks              keys that every other family has and this one does not
     qkv_bias           whether q, k and v have biases whatever the value of `attention_bias`
+    sinks              whether each query head has a sink (`KernelSet.attention`)
     qk_norm            whether q and k are normed, head by head; qk_norm_key: has the answer, in families that differ
     qk_norm_whole      whether that norm is over all heads of q together, and of k
     norm_kind, norm_eps  of every norm; an eps of None is read from `rms_norm_eps`
     norm_offset        what is added to a stored norm weight
+    wide_norms         whether norms multiply by their weight in float32, before they round; with an offset they do
     scales_embedding   whether the embedding's rows are multiplied by the square root of `hidden_size`
     multipliers        whether `embedding_multiplier`, `attention_multiplier`, `residual_multiplier` and
                        `logits_scaling` are read (Granite)
@@ -60,6 +62,7 @@ class Family:
     lacks: frozenset[str] = frozenset()
     fixed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     qkv_bias: bool = False
+    sinks: bool = False
     qk_norm: bool = False
     qk_norm_key: str | None = None
     qk_norm_whole: bool = False
@@ -67,6 +70,7 @@ class Family:
     norm_kind: NormKind = NormKind.RMS
     norm_eps: float | None = None
     norm_offset: float = 0.0
+    wide_norms: bool = False
     scales_embedding: bool = False
     multipliers: bool = False
     mixed_windows: bool = True

@@ -25,6 +25,7 @@ class AttentionConfig:
     qk_norm_whole    whether that norm is over all heads of q together, and of k, instead
     qkv_bias, o_bias whether the projections have biases
     soft_cap         a score s becomes soft_cap * tanh(s / soft_cap); None: unbounded
+    sinks            whether each query head has a sink (`KernelSet.attention`)
     """
 
     num_heads: int
@@ -39,6 +40,7 @@ class AttentionConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     soft_cap: float | None = None
+    sinks: bool = False
 
     @property
     def qkv_sizes(self) -> tuple[int, int, int]:

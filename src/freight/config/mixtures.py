@@ -125,7 +125,7 @@ MIXTURES = {
         moe=MoEFamily(
             64,
             count_keys=("moe_num_experts", "num_experts", "num_local_experts"),
-            top_k_key="moe_k",
+            top_k_keys=("moe_k",),
             norm_key=None,
             choice_bias=True,
             shared_count_key="moe_num_shared_experts",

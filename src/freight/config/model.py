@@ -46,7 +46,8 @@ class ModelConfig:
     layers                 from the first to the last
     ropes                  the rotary embeddings that layers name by index
     norm_eps               of every norm
-    norm_offset            what is added to a stored norm weight; if not 0, norms multiply in float32
+    norm_offset            what is added to a stored norm weight
+    wide_norms             whether norm weights are float32 numbers (`KernelSet.add_rms_norm`)
     embedding_multiplier   multiplies the embedding's rows; None: nothing does
     prediction_layers      layers of the checkpoint behind these, which predict further tokens; they do not run
     rounds_multiplier      whether that is rounded to the compute dtype first
@@ -88,6 +89,7 @@ class ModelConfig:
     rounds_multiplier: bool = False
     residual_multiplier: float = 1.0
     logit_divisor: float | None = None
+    wide_norms: bool = False
 
     @property
     def position_limit(self) -> int:
@@ -164,6 +166,7 @@ def parse_model_config(config: Mapping[str, Any], tensors: Collection[str] = ())
         rounds_multiplier=family.scales_embedding,
         residual_multiplier=number(config, "residual_multiplier") if family.multipliers else 1.0,
         logit_divisor=_unless_1(config, "logits_scaling") if family.multipliers else None,
+        wide_norms=family.wide_norms or family.norm_offset != 0,
     )
 
 
@@ -256,6 +259,7 @@ def _mixer(config: Mapping[str, Any], family: Family, hidden_size: int) -> Atten
         qkv_bias=family.qkv_bias or qkv_bias,
         o_bias=o_bias,
         soft_cap=_soft_cap(config, "attn_logit_softcapping"),
+        sinks=family.sinks,
     )
 
 

@@ -126,10 +126,9 @@ def _weight_bytes(model: ModelConfig, config: EngineConfig) -> int:
     """Bytes that the weights occupy at least: layers' matrices in the format they are kept in, the rest as computed."""
     names = tensor_names(model)
     matrix, other = min(config.weight_format.bytes, config.compute_format.bytes), config.compute_format.bytes
-    return sum(
-        math.prod(shape) * (matrix if len(shape) == 2 and name not in names.outer else other)
-        for name, shape in tensor_shapes(model).items()
-    )
+    shapes = tensor_shapes(model)
+    inner = {name for name, shape in shapes.items() if len(shape) > 1 and not name.endswith("bias")} - names.outer
+    return sum(math.prod(shape) * (matrix if name in inner else other) for name, shape in shapes.items())
 
 
 def _check_memory(asked: int, weights: int, device: DeviceFacts) -> None:

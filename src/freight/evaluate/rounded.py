@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -39,7 +40,12 @@ class RoundedSource:
         return self.plain.head(name, shape)
 
     def weight(self, name: str, shape: tuple[int, ...]) -> Weight:
-        data = self.plain.weight(name, shape).data
+        return self._rounded(self.plain.weight(name, shape).data)
+
+    def experts(self, name: str, shape: tuple[int, ...], pairs: bool) -> Iterator[Weight]:
+        return (self._rounded(weight.data) for weight in self.plain.experts(name, shape, pairs))
+
+    def _rounded(self, data: Tensor) -> Weight:
         rounded = {"fp8": quantize_tensor, "fp8-channel": quantize_rows, "fp8-block": quantize_blocks}[self.scheme]
         stored, scale = rounded(data, self.format, self.scale_format)
         if scale.ndim == 0:

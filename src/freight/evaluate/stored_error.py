@@ -120,9 +120,15 @@ class ProbedKV(PagedKV):
         return q
 
     def attend(
-        self, q: Tensor, batch: ForwardBatch, softmax_scale: float, window: int | None, soft_cap: float | None
+        self,
+        q: Tensor,
+        batch: ForwardBatch,
+        softmax_scale: float,
+        window: int | None,
+        soft_cap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        attended = super().attend(q, batch, softmax_scale, window, soft_cap)
+        attended = super().attend(q, batch, softmax_scale, window, soft_cap, sinks)
         if self.probe.rows is not None:
             self.probe.attended(attended)
         return attended

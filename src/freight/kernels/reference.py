@@ -152,6 +152,9 @@ def activated(x: Tensor, activation: Activation) -> Tensor:
 def gated(gate_up: Tensor, activation: GatedActivation) -> Tensor:
     """activation(gate) * up of a merged [rows, 2 * intermediate]."""
     gate, up = gate_up.float().chunk(2, dim=-1)
+    if activation is GatedActivation.CLAMPED_SWIGLU:
+        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+        return (gate / (1.0 + torch.exp(-1.702 * gate)) * (up + 1.0)).to(gate_up.dtype)
     if activation is GatedActivation.SILU:
         return (gate / (1.0 + torch.exp(-gate)) * up).to(gate_up.dtype)
     return (F.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
@@ -264,12 +267,15 @@ def attention(
     window: int | None,
     soft_cap: float | None = None,
     products: Fp8Products = Fp8Products.NONE,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal grouped-query attention of each row over its own sequence, read back from the pages.
 
     q: [num_tokens, num_heads, k_dim]; the sequences' keys, this step's included, are stored already. A key at
     position j is seen from position i if j <= i and, with a sliding window, i - j < window. With a soft cap (Gemma 2,
-    Riviere et al. 2024) a score s = softmax_scale * q . k becomes soft_cap * tanh(s / soft_cap). Returns
+    Riviere et al. 2024) a score s = softmax_scale * q . k becomes soft_cap * tanh(s / soft_cap). sinks: [num_heads]
+    float32, one more score of each row of that head, whose value is 0: it takes part in the sum of the softmax alone
+    (Xiao et al. 2024; learned in gpt-oss, arXiv 2508.10925). Neither window, soft cap nor center changes it. Returns
     [num_tokens, num_heads, v_dim] in q's dtype; computes in float32. Raises KernelError for a context shorter than its
     queries: a row before the first key would have no key to attend to.
     """
@@ -293,7 +299,7 @@ def attention(
         for row in range(begin, end, QUERY_TILE):
             rows = slice(row, min(row + QUERY_TILE, end))
             first = length - (end - row)  # position of the tile's first row
-            out[rows] = _attend(q[rows], k, v, first, skipped, pages, softmax_scale, window, soft_cap, products)
+            out[rows] = _attend(q[rows], k, v, first, skipped, pages, softmax_scale, window, soft_cap, products, sinks)
     return out
 
 
@@ -325,6 +331,7 @@ def _attend(
     window: int | None,
     soft_cap: float | None,
     products: Fp8Products,
+    sinks: Tensor | None,
 ) -> Tensor:
     """One query tile at positions first, … over a sequence's key tiles k (transposed) and v, from tile `skipped` on."""
     rows, num_heads, dim = q.shape
@@ -344,10 +351,10 @@ def _attend(
     if products is not Fp8Products.NONE:
         scale = scale_from_amax(amax(queries, -1), pages.format)[..., None]
         queries = decode(encode(queries, scale, pages.format), scale)
-    position = torch.arange(first, first + QUERY_TILE, dtype=torch.int64, device=q.device)
-    position = position.repeat_interleave(group)[:, None]
-    best = torch.full((num_kv_heads, QUERY_TILE * group, 1), -torch.inf, dtype=torch.float32, device=q.device)
-    total = torch.zeros_like(best)
+    position = first + torch.arange(QUERY_TILE * group, dtype=torch.int64, device=q.device)[:, None] // group
+    start = sinks if sinks is not None else q.new_full((num_heads,), -torch.inf, dtype=torch.float32)
+    best = start.view(num_kv_heads, group, 1).repeat(1, QUERY_TILE, 1)
+    total = torch.full_like(best, 0.0 if sinks is None else 1.0)
     output = queries.new_zeros(*queries.shape[:2], v.shape[-1])
     begin = 0 if window is None else max(0, first - window + 1) // KEY_TILE
     for tile in range(begin, (first + rows - 1) // KEY_TILE + 1):

@@ -85,8 +85,9 @@ class ReferenceKernels:
         softmax_scale: float,
         window: int | None = None,
         soft_cap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        return reference.attention(q, pages, sequences, softmax_scale, window, soft_cap, self.products)
+        return reference.attention(q, pages, sequences, softmax_scale, window, soft_cap, self.products, sinks)
 
 
 REFERENCE = ReferenceKernels()

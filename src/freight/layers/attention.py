@@ -41,7 +41,8 @@ class QKNorm:
 class Attention:
     """Grouped-query self-attention (Ainslie et al. 2023). `qkv` computes q, k and v, concatenated along the output.
 
-    norm   of q and k over all their heads; norms of single heads are in `rotary`
+    norm    of q and k over all their heads; norms of single heads are in `rotary`
+    sinks   [num_heads] float32, or None (`KernelSet.attention`)
     """
 
     qkv: Projection
@@ -51,10 +52,11 @@ class Attention:
     window: int | None
     soft_cap: float | None
     norm: QKNorm | None = None
+    sinks: Tensor | None = None
 
     def __call__(self, x: Any, batch: ForwardBatch, kv: LayerKV) -> Tensor:
         """x: [num_tokens, hidden_size], a tensor or what the norm returned for `qkv.consumer`; returns x's shape."""
         qkv = self.qkv(x) if self.norm is None else self.norm(self.qkv(x))
         q = kv.store(qkv, self.rotary, batch)
-        attended = kv.attend(q, batch, self.softmax_scale, self.window, self.soft_cap)
+        attended = kv.attend(q, batch, self.softmax_scale, self.window, self.soft_cap, self.sinks)
         return self.o(attended.flatten(1))

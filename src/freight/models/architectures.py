@@ -21,6 +21,9 @@ class TensorNames:
     project_in, project_out        Linear modules behind the embedding and before the head, in models that have them
     router, choice_bias            of a mixture of experts; `expert` is followed by the expert's index, and by the names
                                    of its projections, and `shared` by those of `gate_up` and `down`
+    interleaved                    the experts of a layer are one tensor [experts, inputs, outputs] for each projection,
+                                   with its bias [experts, outputs]; of gate and up, one output of each in turn
+    sinks                          of attention, in models that have them
     attention_post, mlp_post       norms of the outputs, in layers that have them (`NormPlacement.SANDWICH`)
     choice_bias_outer              dimensions of `choice_bias` before that of experts
     unused                         patterns of tensors that the decoder does not need, with the reason
@@ -37,14 +40,16 @@ class TensorNames:
     o: str = "self_attn.o_proj"
     q_norm: str = "self_attn.q_norm.weight"
     k_norm: str = "self_attn.k_norm.weight"
+    sinks: str = "self_attn.sinks"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
     router: str = "mlp.gate"
     choice_bias: str = "mlp.gate.e_score_correction_bias"
     choice_bias_outer: tuple[int, ...] = ()
     expert: str = "mlp.experts.{}."
-    expert_gate_up: tuple[str, str] = ("gate_proj", "up_proj")
+    expert_gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     expert_down: str = "down_proj"
+    interleaved: bool = False
     shared: str = "mlp.shared_expert."
     shared_gate: str = "mlp.shared_expert_gate"
     attention_norm: str = "input_layernorm.weight"
@@ -86,6 +91,9 @@ ARCHITECTURES = {
     "Qwen2MoeForCausalLM": TensorNames(),
     "Qwen3MoeForCausalLM": TensorNames(),
     "MixtralForCausalLM": _MIXTRAL,
+    "GptOssForCausalLM": TensorNames(
+        router="mlp.router", expert="mlp.experts.", expert_gate_up=("gate_up_proj",), interleaved=True
+    ),
     "Gemma2ForCausalLM": _SANDWICH,
     "Gemma3ForCausalLM": _SANDWICH,
     "Gemma3ForConditionalGeneration": replace(_SANDWICH, unused=_VISION),

@@ -10,7 +10,7 @@ divided by m, layers add to it as they are, and a norm with eps / m² of the str
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -58,9 +58,23 @@ class WeightSource(Protocol):
         """The matrix of a Linear, in its final format."""
         ...
 
+    def experts(self, name: str, shape: tuple[int, ...], pairs: bool) -> Iterable[Weight]:
+        """The matrices [outputs, inputs] of a tensor [experts, inputs, outputs], as `weight` makes them.
+
+        `pairs`: the outputs are those of gate and up in turn, and become those of gate, then of up.
+        """
+        ...
+
     def head(self, name: str, shape: tuple[int, ...]) -> Weight:
         """The matrix of the output head, or of a projection beside it; neither is quantized at load."""
         ...
+
+
+def in_halves(x: Tensor, dim: int) -> Tensor:
+    """x with its even places along `dim` first, then its odd ones: rows of gate and up, stored in turn, as a merged
+    projection has them."""
+    even = torch.arange(0, x.shape[dim], 2, dtype=torch.int64, device=x.device)
+    return x.index_select(dim, torch.cat((even, even + 1)))
 
 
 @dataclass(frozen=True)
@@ -93,9 +107,20 @@ class CheckpointSource:
             return self.stored[name].read(self.checkpoint, self.weight_format, self.device)
         if not (self.rounds and self.weight_format.is_fp8):
             return Weight(self.tensor(name, shape))
-        stored = self.checkpoint.take(name, shape).to(self.device)
+        return self._rounded(self.checkpoint.take(name, shape).to(self.device))
+
+    def _rounded(self, stored: Tensor) -> Weight:
         data, scale = fit_rows(stored, self.weight_format)
         return Weight(data, scale, Activations.DYNAMIC)
+
+    def experts(self, name: str, shape: tuple[int, ...], pairs: bool) -> Iterator[Weight]:
+        for stored in self.checkpoint.take(name, shape):
+            matrix = stored.to(self.device).t()
+            matrix = in_halves(matrix, 0) if pairs else matrix
+            if self.rounds and self.weight_format.is_fp8:
+                yield self._rounded(matrix.contiguous())
+            else:
+                yield Weight(matrix.to(torch_dtype(self.compute_format)).contiguous())
 
     def head(self, name: str, shape: tuple[int, ...]) -> Weight:
         if name in self.stored:
@@ -136,9 +161,9 @@ class _Builder:
         return Linear(self.kernels.pack(weight), bias, self.kernels, weight.input_limit)
 
     def norm_weight(self, name: str) -> Tensor:
-        """With an offset in float32: 1 + w would be rounded in 16 bits."""
-        weight, offset = self.tensor(name), self.config.norm_offset
-        return weight if offset == 0 else weight.float() + offset
+        """In float32 with an offset, too: 1 + w would be rounded in 16 bits."""
+        weight = self.tensor(name)
+        return weight.float() + self.config.norm_offset if self.config.wide_norms else weight
 
     def norm(self, name: str) -> Norm:
         eps = self.config.norm_eps / self.config.residual_multiplier**2  # the stream is divided by the multiplier
@@ -175,6 +200,7 @@ class _Builder:
             window=mixer.window,
             soft_cap=mixer.soft_cap,
             norm=QKNorm(*norms, self.config.norm_eps, self.kernels) if norms and mixer.qk_norm_whole else None,
+            sinks=self.tensor(prefix + names.sinks).float() if mixer.sinks else None,
         )
         return DecoderLayer(
             attention_norm=self.norm(prefix + names.attention_norm),
@@ -223,6 +249,8 @@ class _Builder:
     def experts(self, mlp: MoEConfig, prefix: str, *parts: str) -> Any:
         """The projections `parts` of each expert, merged. A static input scale is the largest of all experts', as the
         rows are quantized once for all of them."""
+        if self.names.interleaved:
+            return self.interleaved(prefix + self.names.expert + parts[0], pairs=parts == self.names.expert_gate_up)
         modules = [[f"{prefix}{self.names.expert.format(i)}{part}" for part in parts] for i in range(mlp.num_experts)]
         names = [[f"{module}.weight" for module in group] for group in modules]
         weights = [[self.source.weight(name, self.shapes[name]) for name in group] for group in names]
@@ -238,6 +266,12 @@ class _Builder:
         biases = [torch.cat([self.tensor(f"{m}.bias") for m in group]) for group in modules] if mlp.bias else []
         merged = [Weight.concat(group) for group in weights]
         return self.kernels.pack_experts(merged, torch.stack(biases) if biases else None)
+
+    def interleaved(self, name: str, pairs: bool) -> Any:
+        """The experts of one tensor (`TensorNames.interleaved`); `pairs`: rows of gate and up in turn."""
+        weights = tuple(self.source.experts(name, self.shapes[name], pairs))
+        bias = self.tensor(f"{name}_bias")
+        return self.kernels.pack_experts(weights, in_halves(bias, 1) if pairs else bias)
 
 
 def _builder(config: ModelConfig, source: WeightSource, kernels: KernelSet) -> _Builder:

@@ -7,6 +7,7 @@ and have the variance that keeps activations near 1; the generated text is meani
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -41,8 +42,10 @@ class RandomSource:
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Norm weights are `norm` and biases 0; matrices are uniform."""
         values = torch.empty(shape, dtype=torch_dtype(self.compute_format), device=self.device)
+        if name.endswith("bias"):
+            return values.zero_()
         if len(shape) == 1:
-            return values.zero_() if name.endswith("bias") else values.fill_(self.norm)
+            return values.fill_(self.norm)
         bound = math.sqrt(3.0 / shape[1])
         return values.uniform_(-bound, bound, generator=self.generator)
 
@@ -60,6 +63,10 @@ class RandomSource:
         mean_square = decode(every.view(torch_dtype(self.weight_format))).square().mean()
         scale = (mean_square * columns).rsqrt().expand(rows).contiguous()
         return Weight(codes, scale, Activations.DYNAMIC)
+
+    def experts(self, name: str, shape: tuple[int, ...], pairs: bool) -> Iterator[Weight]:
+        num_experts, columns, rows = shape
+        return (self.weight(name, (rows, columns)) for _ in range(num_experts))
 
     def head(self, name: str, shape: tuple[int, ...]) -> Weight:
         return Weight(self.tensor(name, shape))

@@ -70,8 +70,12 @@ def _layer_shapes(layer: LayerConfig, config: ModelConfig, names: TensorNames) -
     if mixer.qk_norm:
         q, k = mixer.qk_norm_sizes
         shapes |= {names.q_norm: (q,), names.k_norm: (k,)}
+    if mixer.sinks:
+        shapes[names.sinks] = (mixer.num_heads,)
     if isinstance(layer.feed_forward, MoEConfig) and layer.feed_forward.choice_bias:
         shapes[names.choice_bias] = (*names.choice_bias_outer, layer.feed_forward.num_experts)
+    if isinstance(layer.feed_forward, MoEConfig) and names.interleaved:
+        shapes |= _interleaved(layer.feed_forward, hidden, names)
     return shapes
 
 
@@ -81,13 +85,23 @@ def _feed_forward(mlp: DenseConfig | MoEConfig, hidden: int, names: TensorNames)
         return _dense(mlp, hidden, names.gate_up, names.down)
     experts = {names.router: (mlp.num_experts, hidden, mlp.router_bias)}
     one = _dense(mlp.expert, hidden, names.expert_gate_up, names.expert_down)
-    for index in range(mlp.num_experts):
+    for index in range(0 if names.interleaved else mlp.num_experts):
         experts |= {names.expert.format(index) + name: shape for name, shape in one.items()}
     if mlp.shared is not None:
         experts |= _dense(mlp.shared, hidden, *shared_names(names))
         if mlp.shared_gate:
             experts[names.shared_gate] = (1, hidden, False)
     return experts
+
+
+def _interleaved(mlp: MoEConfig, hidden: int, names: TensorNames) -> dict[str, tuple[int, ...]]:
+    """The tensors of all experts of a layer, where `TensorNames.interleaved`."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, (rows, columns, bias) in _dense(mlp.expert, hidden, names.expert_gate_up, names.expert_down).items():
+        shapes[names.expert + name] = (mlp.num_experts, columns, rows)
+        if bias:
+            shapes[f"{names.expert}{name}_bias"] = (mlp.num_experts, rows)
+    return shapes
 
 
 def shared_names(names: TensorNames) -> tuple[tuple[str, ...], str]:

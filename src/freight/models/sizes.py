@@ -99,6 +99,8 @@ class _Count:
             norms += 2 * self.norm_weight(hidden)
         if mixer.qk_norm:
             norms += sum(map(self.norm_weight, mixer.qk_norm_sizes))
+        if mixer.sinks:
+            norms += 4 * mixer.num_heads
         qkv = self.projections(prefix, names.qkv, mixer.qkv_sizes, hidden, mixer.qkv_bias)
         o = self.projections(prefix, (names.o,), (hidden,), mixer.num_heads * mixer.v_dim, mixer.o_bias)
         return norms + qkv + o + self.feed_forward(prefix, layer.feed_forward)
@@ -142,8 +144,7 @@ class _Count:
         return matrix_bytes(rows, columns, self.compute if scales is None else self.weights, scales, self.layout)
 
     def norm_weight(self, size: int) -> int:
-        """With an offset in float32."""
-        return size * (4 if self.model.norm_offset else self.compute.bytes)
+        return size * (4 if self.model.wide_norms else self.compute.bytes)
 
     def norm(self, size: int) -> int:
         if self.model.norm_kind is NormKind.LAYER:

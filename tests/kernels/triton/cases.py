@@ -58,6 +58,7 @@ def attend(
     soft_cap: float | None = None,
     fp8: bool = False,
     v_dim: int | None = None,
+    sinks: bool = False,
 ) -> None:
     q = empty(rows, heads * group, dim)
     cache = pages(format, scales, heads, dim, v_dim)
@@ -66,7 +67,8 @@ def attend(
         pairs = empty(heads, num_pairs, dtype=torch.int32)
         center = KeyCenter(empty(heads, dim, dtype=torch.float32), pairs, parts, angles, angles)
         cache = replace(cache, k_center=center)
-    paged.attention(target, q, cache, sequences(64), 0.1, window, soft_cap, fp8)
+    of_heads = empty(heads * group, dtype=torch.float32) if sinks else None
+    paged.attention(target, q, cache, sequences(64), 0.1, window, soft_cap, fp8, of_heads)
 
 
 def keep(
@@ -146,6 +148,7 @@ CASES: dict[str, Callable[[Target], object]] = {
     "attention fp8 centered": partial(attend, Format.E4M3FN, "static", 8, 4, 128, 8192, None, num_pairs=20),
     "attention fp8 soft cap": partial(attend, Format.E4M3FN, "static", 8, 4, 128, 8192, None, soft_cap=50.0),
     "attention fp8 compute": lambda target: attend(native(target), "static", 8, 4, 128, 8192, None, target, fp8=True),
+    "attention fp8 sinks, window": partial(attend, Format.E4M3FN, "static", 8, 8, 64, 8192, 128, sinks=True),
     "attention bf16 window": partial(attend, Format.BFLOAT16, "unit", 8, 4, 128, 8192, 4096),
     "store token, norms, centers": partial(keep, Format.E4M3FN, "token", 128, 8192, more=True),
     "store token": partial(keep, Format.E4M3FN, "token", 128, 8192),
@@ -158,6 +161,7 @@ CASES: dict[str, Callable[[Target], object]] = {
     "route": partial(choose, 64, Routing(128, 8)),
     "norm by row": partial(norm, False, Activations.DYNAMIC, 4096),
     "gated": lambda target: elementwise.gated(target, empty(64, 28672), GatedActivation.SILU),
+    "gated clamped": lambda target: elementwise.gated(target, empty(64, 5760), GatedActivation.CLAMPED_SWIGLU),
     "gated by row": partial(activate, False, Activations.DYNAMIC, 14336),
 }
 # compiled with `aot.py TARGET all`
@@ -177,6 +181,9 @@ MORE_CASES: dict[str, Callable[[Target], object]] = {
     ),
     "attention fp8 compute token": lambda target: attend(
         native(target), "token", 8, 4, 128, 8192, None, target, fp8=True
+    ),
+    "attention fp8 compute, sinks": lambda target: attend(
+        native(target), "static", 8, 8, 64, 8192, None, target, fp8=True, sinks=True
     ),
     "attention fp8 compute, dim 256": lambda target: attend(
         native(target), "static", 4, 2, 256, 8192, None, target, fp8=True

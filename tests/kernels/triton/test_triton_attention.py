@@ -81,15 +81,16 @@ class Case:
         ]
         return prepare(slices, BLOCK, self.device)
 
-    def run(self, which, window=None, dtype=None, soft_cap=None, products=Fp8Products.NONE) -> Tensor:
+    def run(self, which, window=None, dtype=None, soft_cap=None, products=Fp8Products.NONE, sinks=None) -> Tensor:
         """Triton's output for the sequences numbered `which`; with `dtype` the reference's, computed in it."""
         sequences = [self.sequences[i] for i in which]
         q = torch.cat([self.q[i][before : before + rows] for i, (rows, before) in zip(which, sequences, strict=True)])
         batch = self.batch(sequences, [self.blocks[i] for i in which]).sequences(0)
         if dtype is not None:
-            return reference.attention(q.to(dtype), self.pages, batch, self.dim**-0.5, window, soft_cap, products)
+            scale = self.dim**-0.5
+            return reference.attention(q.to(dtype), self.pages, batch, scale, window, soft_cap, products, sinks)
         fp8 = products is not Fp8Products.NONE
-        return paged.attention(current_target(), q, self.pages, batch, self.dim**-0.5, window, soft_cap, fp8)
+        return paged.attention(current_target(), q, self.pages, batch, self.dim**-0.5, window, soft_cap, fp8, sinks)
 
 
 def assert_close(got: Tensor, expected: Tensor) -> None:
@@ -302,3 +303,36 @@ def test_centers_change_no_bit_with_other_sequences(device):
     together = case.run(range(len(MIXED))).split([rows for rows, _ in MIXED])
     for i, expected in enumerate(together):
         assert torch.equal(case.run([i]), expected)
+
+
+@pytest.mark.parametrize(
+    ("format", "scales", "window", "with_center"),
+    [
+        (Format.E4M3FN, "static", None, False),
+        (Format.E4M3FN, "token", 20, True),
+        (Format.BFLOAT16, "unit", 20, False),
+    ],
+)
+def test_sinks(format, scales, window, with_center, device):
+    """In chunks of prefill and in decoding over several splits; far below the scores, about them and above them."""
+    case = Case(MIXED, format, scales, torch.bfloat16, 2, 3, 32, device)
+    if with_center:
+        case = centered(case, 100)
+    which, sinks = range(len(MIXED)), torch.tensor([-30.0, -1.0, 0.0, 1.0, 3.0, 30.0], device=device)
+    expected = case.run(which, window, torch.float32, sinks=sinks)
+    together = case.run(which, window, sinks=sinks)
+    assert_close(together, expected)
+    changed = (case.run(which, window, torch.float32) - expected).abs().amax((0, 2))
+    assert changed[1:].min() > 0.1
+    for i, alone in enumerate(together.split([rows for rows, _ in MIXED])):
+        assert torch.equal(case.run([i], window, sinks=sinks), alone)
+
+
+@pytest.mark.parametrize("format", [Format.E4M3FN, Format.E4M3FNUZ])
+def test_sinks_beside_fp8_products(format, device):
+    """Probabilities are multiplied by a power of two there, and so is what a sink adds to their sum."""
+    case = Case(MIXED, format, "static", torch.bfloat16, 2, 3, 32, device)
+    which, sinks = range(len(MIXED)), torch.tensor([-1.0, 0.0, 1.0, 2.0, 3.0, 4.0], device=device)
+    expected = case.run(which, None, torch.float32, sinks=sinks)
+    got = case.run(which, products=Fp8Products.BOTH, sinks=sinks)
+    assert (got - expected).norm() < 0.1 * expected.norm()

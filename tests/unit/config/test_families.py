@@ -347,3 +347,72 @@ def test_variants_of_opt():
 def test_what_opt_does_not_have_is_refused_by_name(key, value):
     with pytest.raises(CheckpointError, match=rf"{key}.*{value!r}"):
         parse_model_config({**OPT_125M, key: value})
+
+
+GPT_OSS_20B = {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "eos_token_id": 200002,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "output_router_logits": False,
+    "pad_token_id": 199999,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "router_aux_loss_coef": 0.9,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "use_cache": True,
+    "vocab_size": 201088,
+}
+
+
+def test_what_openai_writes_of_gpt_oss():
+    model = parse_model_config(GPT_OSS_20B)
+    assert windows_of(model) == (128, None) * 12
+    rope = model.ropes[0]
+    assert (rope.kind, rope.theta, rope.parameters["truncate"], model.position_limit) == ("yarn", 150000, False, 131072)
+    layer = model.layers[0]
+    assert (layer.mixer.sinks, layer.mixer.qkv_bias, layer.mixer.o_bias, model.wide_norms) == (True,) * 4
+    moe = layer.feed_forward
+    assert moe.routing == Routing(32, 4, Scoring.CHOSEN, normed=False)
+    assert (moe.intermediate_size, moe.activation) == (2880, GatedActivation.CLAMPED_SWIGLU)
+    assert (moe.router_bias, moe.bias, moe.choice_bias, moe.shared) == (True, True, False, None)
+    without = {key: value for key, value in GPT_OSS_20B.items() if key not in ("rope_scaling", "layer_types")}
+    assert parse_model_config(without) == model  # transformers' defaults
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "named"),
+    [
+        ("swiglu_limit", 5.0, "swiglu_limit = 5.0 is not implemented; only 7.0 is"),
+        ("swiglu_alpha", 1.0, "swiglu_alpha = 1.0 is not implemented; only 1.702 is"),
+        ("experts_per_token", 2, "num_experts_per_tok = 4, experts_per_token = 2"),
+    ],
+)
+def test_what_is_not_computed_of_gpt_oss_is_refused(key, value, named):
+    with pytest.raises(CheckpointError, match=named):
+        parse_model_config(GPT_OSS_20B | {key: value})

@@ -23,6 +23,7 @@ def attention(
     softmax_scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """As `reference.attention`. q: [num_tokens, num_heads, k_dim]; returns [num_tokens, num_heads, v_dim].
 
@@ -35,6 +36,7 @@ def attention(
     q = q.contiguous()
     num_tokens, num_heads, k_dim = q.shape
     num_kv_heads, v_dim = pages.v.shape[2:]
+    assert sinks is None or (sinks.dtype is torch.float32 and sinks.shape == (num_heads,))
     out = library.empty((num_tokens, num_heads, v_dim), q.dtype)
     center = pages.k_center
     library.functions.freight_attention(
@@ -52,6 +54,7 @@ def attention(
             center_parts=address(center.parts) if center else None,
             center_cos=address(center.cos) if center else None,
             center_sin=address(center.sin) if center else None,
+            sinks=address(sinks),
             q_stride=q.stride(0),
             q_type=FORMATS[q.dtype],
             kv_format=FORMATS[pages.k.dtype],

@@ -16,7 +16,7 @@ from freight.operands.activation import GatedActivation
 from freight.operands.routing import Scoring
 from freight.operands.weight import Activations
 
-ABI = 14
+ABI = 16
 LANES, CACHE_LINE, MAX_HEAD_DIM = 16, 64, 1024
 
 FORMAT_CODES = {
@@ -30,7 +30,7 @@ FORMAT_CODES = {
 }
 FORMATS = {torch_dtype(format): code for format, code in FORMAT_CODES.items()}  # by dtype
 ACTIVATIONS = {Activations.PLAIN: 0, Activations.DYNAMIC: 1, Activations.STATIC: 2}
-GATED_ACTIVATIONS = {GatedActivation.SILU: 0, GatedActivation.GELU_TANH: 1}
+GATED_ACTIVATIONS = {GatedActivation.SILU: 0, GatedActivation.GELU_TANH: 1, GatedActivation.CLAMPED_SWIGLU: 2}
 SCORINGS = {Scoring.SOFTMAX: 0, Scoring.SIGMOID: 1, Scoring.CHOSEN: 2}
 OK, OUT_OF_MEMORY, FAILED, SHORT_CONTEXT = range(4)  # FreightStatus
 # By FreightFunction: those that can be replayed.
@@ -106,7 +106,7 @@ class FreightAttention(ctypes.Structure):
     _fields_ = (
         *((name, _POINTER) for name in ("q", "out", "k", "v", "k_scale", "v_scale")),
         *((name, _POINTER) for name in ("query_starts", "context_lens", "block_tables")),
-        *((name, _POINTER) for name in ("center_pairs", "center_parts", "center_cos", "center_sin")),
+        *((name, _POINTER) for name in ("center_pairs", "center_parts", "center_cos", "center_sin", "sinks")),
         ("q_stride", _LONG),
         *((name, _INT) for name in ("q_type", "kv_format", "scales")),
         *((name, _INT) for name in ("num_seqs", "max_blocks", "num_heads", "num_kv_heads")),

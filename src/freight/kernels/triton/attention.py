@@ -10,7 +10,8 @@ K_DOT and V_DOT are the types that the two products multiply; uint8 stands for F
 FP8 is decoded in registers, between the load and the product. Static scales cost nothing there: the K scale is in q
 and the V scale multiplies the output. A `token` scale is one multiplication per score and one per probability.
 The constant subtracted from keys (`KVPages.k_center`) is added back to the scores in float32, one pair of channels at a
-time. Last comes a soft cap, compiled only with CAPPED.
+time. Last comes a soft cap, compiled only with CAPPED. A sink is where the softmax of a row starts: in prefill its own,
+in decoding that of the merge.
 Products of FP8 values run in float16, in which every FP8 value is exact; q is divided by a power of two per row
 beforehand, so that it is near 1, and the scores are multiplied by it in float32. Probabilities times `token` scales
 need bfloat16's range.
@@ -35,6 +36,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from freight.kernels.triton import formats
 from freight.kernels.triton.formats import STATIC, TOKEN, decode, encode, encode_bits, finite_amax, scale_from_amax
 
 
@@ -107,6 +109,17 @@ def _add_values(acc, decay, probability, v, FORMAT: tl.constexpr, V_DOT: tl.cons
 
 
 @triton.jit
+def _start(sinks_ptr, query_head, live, V_DOT: tl.constexpr, FORMAT: tl.constexpr):
+    """(best [M], total [M]) of rows that have seen no key: their heads' sinks in base 2, or nothing."""
+    best = tl.full(query_head.shape, float("-inf"), tl.float32)
+    total = tl.zeros(query_head.shape, tl.float32)
+    if sinks_ptr is not None:
+        best = tl.load(sinks_ptr + query_head, mask=live, other=0.0) * 1.44269504088896341
+        total += 1.0 if V_DOT != tl.uint8 else 128.0 if FORMAT == "fp8_e4m3fnuz" else 256.0  # as in `_walk`
+    return best, total
+
+
+@triton.jit
 def _hide(scores, key, position, window, WINDOWED: tl.constexpr):
     """Scores [M, N], -infinity where the row at `position` [M] does not see `key` [N]."""
     seen = key[None, :] <= position[:, None]
@@ -141,16 +154,6 @@ def _soften(scores, cap):
 
 
 @triton.jit
-def _token_scale(scale_ptr, place, stored, MASKED: tl.constexpr):
-    """The `token` scales of a tile's keys or values, float32 [N]."""
-    if MASKED:
-        scale = tl.load(scale_ptr + place, mask=stored, other=0.0)
-    else:
-        scale = tl.load(scale_ptr + place)
-    return scale.to(tl.float32)
-
-
-@triton.jit
 def _walk(
     acc, best, total, q, factor, position, begin, end, length, window, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
     table_ptr, head, center_ptr, center_place, live, cos_ptr, sin_ptr, pairs_ptr, num_pairs, cap, HEADS: tl.constexpr,
@@ -180,7 +183,7 @@ def _walk(
             k = tl.load(k_ptr + source, mask=(k_dims < K_DIM)[:, None], other=0.0)
         scores = _scores(q, k, FORMAT, K_DOT) * factor[:, None]
         if SCALES == TOKEN:
-            scores *= _token_scale(k_scale_ptr, place, stored, MASKED)[None, :]
+            scores *= formats.token_scale(k_scale_ptr, place, stored, MASKED)[None, :]
         if CENTERED:
             scores = _add_center(
                 scores, center_ptr, center_place, live, cos_ptr, sin_ptr, pairs_ptr, num_pairs, head, key, HALF,
@@ -207,7 +210,7 @@ def _walk(
         else:
             v = tl.load(v_ptr + source, mask=inside, other=0.0)
         if SCALES == TOKEN:
-            probability *= _token_scale(v_scale_ptr, place, stored, MASKED)[None, :]
+            probability *= formats.token_scale(v_scale_ptr, place, stored, MASKED)[None, :]
         acc = _add_values(acc, decay, probability, v, FORMAT, V_DOT)
         best = new_best
     return acc, best, total
@@ -242,8 +245,8 @@ def _sequence_of(starts_ptr, tile, num_seqs, QUERIES: tl.constexpr):
 def prefill_kernel(
     q_ptr, out_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, starts_ptr, lengths_ptr, tables_ptr, num_seqs,
     table_stride, q_row_stride, q_head_stride, softmax_scale, window, center_ptr, cos_ptr, sin_ptr,
-    pairs_ptr, num_pairs, cap, GROUP: tl.constexpr, HEADS: tl.constexpr, K_DIM: tl.constexpr, K_BLOCK: tl.constexpr,
-    V_DIM: tl.constexpr, V_BLOCK: tl.constexpr, HALF: tl.constexpr,
+    pairs_ptr, num_pairs, cap, sinks_ptr, GROUP: tl.constexpr, HEADS: tl.constexpr, K_DIM: tl.constexpr,
+    K_BLOCK: tl.constexpr, V_DIM: tl.constexpr, V_BLOCK: tl.constexpr, HALF: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, FORMAT: tl.constexpr,
     SCALES: tl.constexpr, WINDOWED: tl.constexpr, K_DOT: tl.constexpr, V_DOT: tl.constexpr, CENTERED: tl.constexpr,
     CAPPED: tl.constexpr,
@@ -271,8 +274,7 @@ def prefill_kernel(
     factor *= softmax_scale
     center_place = ((row.to(tl.int64) * HEADS + head) * GROUP + m % GROUP) * num_pairs * 2
     acc = tl.zeros((ROWS, V_BLOCK), tl.float32)
-    best = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
+    best, total = _start(sinks_ptr, head * GROUP + m % GROUP, live, V_DOT, FORMAT)
     table_ptr = tables_ptr + seq.to(tl.int64) * table_stride
     if WINDOWED:
         edge = tl.maximum(first - window + 1, 0) // KEYS * KEYS
@@ -352,9 +354,10 @@ def decode_kernel(
 
 @triton.jit(do_not_specialize=["max_splits", "window"])
 def merge_kernel(
-    partial_ptr, stats_ptr, out_ptr, v_scale_ptr, starts_ptr, lengths_ptr, max_splits, window,
+    partial_ptr, stats_ptr, out_ptr, v_scale_ptr, starts_ptr, lengths_ptr, max_splits, window, sinks_ptr,
     GROUP: tl.constexpr, HEADS: tl.constexpr, V_DIM: tl.constexpr, V_BLOCK: tl.constexpr, KEYS: tl.constexpr,
-    SPLIT: tl.constexpr, TILE: tl.constexpr, SCALES: tl.constexpr, WINDOWED: tl.constexpr,
+    SPLIT: tl.constexpr, TILE: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr, WINDOWED: tl.constexpr,
+    V_DOT: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of one sequence and head, in tiles of TILE splits at fixed places, in order."""
     query_head = tl.program_id(0)
@@ -368,8 +371,8 @@ def merge_kernel(
         first = tl.maximum(length - window, 0) // KEYS * KEYS // SPLIT
     num_splits = tl.cdiv(length, SPLIT)
     dims = tl.arange(0, V_BLOCK)
-    best = tl.full((1,), float("-inf"), tl.float32)
-    total = tl.zeros((1,), tl.float32)
+    one = tl.zeros((1,), tl.int32)
+    best, total = _start(sinks_ptr, query_head + one, one == 0, V_DOT, FORMAT)
     acc = tl.zeros((V_BLOCK,), tl.float32)
     base = (seq.to(tl.int64) * HEADS + query_head // GROUP) * max_splits * GROUP + query_head % GROUP
     for start in range(first // TILE * TILE, num_splits, TILE):

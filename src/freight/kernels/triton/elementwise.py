@@ -76,10 +76,16 @@ def add_layer_norm_kernel(
 def _gated(gate, up, ACTIVATION: tl.constexpr):
     """The activation of the gate times up, in their type. ACTIVATION: a `GatedActivation`'s name."""
     value = gate.to(tl.float32)
+    factor = up.to(tl.float32)
     exponent = value
+    if ACTIVATION == "clamped_swiglu":
+        value = tl.minimum(value, 7.0, propagate_nan=tl.PropagateNan.ALL)
+        factor = tl.minimum(factor, 7.0, propagate_nan=tl.PropagateNan.ALL)
+        factor = tl.maximum(factor, -7.0, propagate_nan=tl.PropagateNan.ALL) + 1.0
+        exponent = 1.702 * value
     if ACTIVATION == "gelu_tanh":  # (1 + tanh(u)) / 2 = 1 / (1 + e ** -2u)
         exponent = 1.5957691216057308 * (value + 0.044715 * value * value * value)  # 2 * sqrt(2 / pi)
-    return (value / (1.0 + tl.exp(-exponent)) * up.to(tl.float32)).to(gate.dtype)
+    return (value / (1.0 + tl.exp(-exponent)) * factor).to(gate.dtype)
 
 
 @triton.jit

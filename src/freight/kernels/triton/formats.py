@@ -175,3 +175,13 @@ def scale_from_amax(amax, FORMAT: tl.constexpr):
     """amax / the largest value of FORMAT, at least 2 ** -126."""
     LARGEST: tl.constexpr = largest(FORMAT)
     return tl.maximum(tl.div_rn(amax, tl.full(amax.shape, LARGEST, tl.float32)), 1.1754943508222875e-38)
+
+
+@triton.jit
+def token_scale(scale_ptr, place, stored, MASKED: tl.constexpr):
+    """The `token` scales of a tile's keys or values, float32 [N]."""
+    if MASKED:
+        scale = tl.load(scale_ptr + place, mask=stored, other=0.0)
+    else:
+        scale = tl.load(scale_ptr + place)
+    return scale.to(tl.float32)

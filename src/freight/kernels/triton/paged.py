@@ -117,12 +117,14 @@ def attention(
     window: int | None,
     soft_cap: float | None = None,
     fp8: bool = False,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """`reference.attention`. q: [num_tokens, num_heads, k_dim], its last dimension contiguous.
 
     With `fp8`, the products that `Target.fp8_products` names multiply FP8.
     """
     assert q.stride(2) == 1
+    assert sinks is None or (sinks.dtype is torch.float32 and sinks.shape == q.shape[1:2] and sinks.is_contiguous())
     out = torch.empty(*q.shape[:2], pages.v.shape[3], dtype=q.dtype, device=q.device)
     shared = constants(q, pages, window, soft_cap)
     k, v = carrier(pages.k, target), carrier(pages.v, target)
@@ -142,6 +144,7 @@ def attention(
             *(q, out, k, v, pages.k_scale, pages.v_scale, *lengths, sequences.block_tables, num_seqs),
             *(sequences.block_tables.stride(0), q.stride(0), q.stride(1), scale, window or 0),
             *extras,
+            sinks,
             **(shared | types),
             ROWS=max(tile.rows, triton.next_power_of_2(shared["GROUP"])),
             QUERIES=queries,
@@ -150,7 +153,7 @@ def attention(
             num_stages=tile.stages,
         )
     shared |= dot_types(target, q.dtype, pages, fp8, decoding=True)
-    _decode(target, q, out, k, v, pages, sequences, scale, window, extras, shared)
+    _decode(target, q, out, k, v, pages, sequences, scale, window, extras, sinks, shared)
     return out
 
 
@@ -165,6 +168,7 @@ def _decode(
     scale: float,
     window: int | None,
     extras: tuple[Tensor | int | float | None, ...],
+    sinks: Tensor | None,
     shared: dict[str, Any],
 ) -> None:
     """Compute the rows of sequences that have one row in this step, into `out`."""
@@ -195,10 +199,10 @@ def _decode(
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    kept = ("GROUP", "HEADS", "V_DIM", "V_BLOCK", "SCALES", "WINDOWED")
+    kept = ("GROUP", "HEADS", "V_DIM", "V_BLOCK", "FORMAT", "SCALES", "WINDOWED", "V_DOT")
     merge_kernel[(q.shape[1], num_seqs)](
         *(partial, stats, out, pages.v_scale, sequences.query_starts, sequences.context_lens),
-        *(max_splits, window or 0),
+        *(max_splits, window or 0, sinks),
         **{name: shared[name] for name in kept},
         KEYS=tile.keys,
         SPLIT=SPLIT,

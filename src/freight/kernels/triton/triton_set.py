@@ -93,7 +93,8 @@ class TritonKernels:
         softmax_scale: float,
         window: int | None = None,
         soft_cap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         return paged.attention(
-            self.target, q, pages, sequences, softmax_scale, window, soft_cap, fp8=self.fp8_attention
+            self.target, q, pages, sequences, softmax_scale, window, soft_cap, self.fp8_attention, sinks
         )
