@@ -21,6 +21,7 @@ class TensorNames:
     project_in, project_out        Linear modules behind the embedding and before the head, in models that have them
     router, choice_bias            of a mixture of experts; `expert` is followed by the expert's index, and by the names
                                    of its projections, and `shared` by those of `gate_up` and `down`
+    stacked                        `gate_up` and `down` of all experts, where a checkpoint has a 3-D tensor of each
     attention_post, mlp_post       norms of the outputs, in layers that have them (`NormPlacement.SANDWICH`)
     unused                         patterns of tensors that the decoder does not need, with the reason
     """
@@ -43,6 +44,7 @@ class TensorNames:
     expert: str = "mlp.experts.{}."
     expert_gate_up: tuple[str, str] = ("gate_proj", "up_proj")
     expert_down: str = "down_proj"
+    stacked: tuple[str, str] = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
     shared: str = "mlp.shared_expert."
     shared_gate: str = "mlp.shared_expert_gate"
     attention_norm: str = "input_layernorm.weight"
