@@ -319,8 +319,7 @@ def _exact(rounded: Tensors) -> Tensor:
 
 
 def one_of_each_kind(made: Made) -> list[str]:
-    """Scales: of weights and inputs of v (norms of q and k undo theirs), of the experts' and the shared expert's gate, up
-    and down, and the cache's."""
+    """Scales of weights and inputs of v (norms of q and k undo theirs) and of the feed-forwards, and the cache's."""
     kinds = {}
     for name in made.tensors:
         if re.search(r"scale(_inv)?$", name) and not re.search(r"[qko]_proj\.(weight|input)_scale", name):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from tests.formats.experts import CASES, FORMS, LAYER, TOKENS, expert_modules, make, one_of_each_kind
+from tests.formats.forms import algo
 from torch import Tensor
 
 from freight import LLM, SamplingParams
@@ -85,6 +87,17 @@ def test_clipped_inputs_of_experts_are_refused(tmp_path: Path):
         made.tensors[name] = made.tensors[name].reshape(1, 1).repeat(rows, 1)
     with pytest.raises(CheckpointError, match=r"experts.0.gate_proj.weight .* clips .* 1.5 .*activation_scale_ub"):
         LLM(model=made.save(tmp_path), skip_tokenizer_init=True)
+
+
+def test_modelopt_s_mixed_files_with_4_bits_are_refused(tmp_path: Path):
+    """NVFP4 in the feed-forwards, FP8 in attention and cache: the module and the way out are named."""
+    made = make("modelopt own file", "qwen3_moe")
+    down = expert_modules("qwen3_moe")[0][2]
+    layers = {f"{LAYER}self_attn.q_proj": {"quant_algo": "FP8"}, down: {"quant_algo": "NVFP4", "group_size": 16}}
+    declared = algo("MIXED_PRECISION", kv_cache_quant_algo="FP8", quantized_layers=layers)
+    made.form = replace(made.form, files={"hf_quant_config.json": declared})
+    with pytest.raises(CheckpointError, match=rf"'NVFP4' of {down} is not .*FP8.* export the model .* 16 bits"):
+        open_checkpoint(made.save(tmp_path))
 
 
 def test_experts_that_are_not_quantized_alike_are_refused(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""Experts in 3-D tensors, as transformers writes them, and modules under its names, are the model of the hub's names."""
+"""Experts in 3-D tensors, and modules under transformers' names, are the same model as under the hub's names."""
 
 from __future__ import annotations
 
