@@ -74,7 +74,7 @@ def find_linears(
         weight = next((module + dot + s for s in WEIGHTS if module + dot + s in checkpoint.names), None)
         if weight is None:
             continue  # `Checkpoint.check` reports missing tensors
-        stored, declared = checkpoint.format_of(weight), scheme.linear(module)
+        stored, declared = checkpoint.format_of(weight), scheme.linear(checkpoint.declared_module(weight))
         if stored.is_fp8:
             found[name] = _stored_linear(
                 checkpoint, module, weight, shape, _declared(checkpoint, weight, scheme, module)
@@ -85,7 +85,7 @@ def find_linears(
 
 
 def _declared(checkpoint: Checkpoint, weight: str, scheme: Scheme, module: str) -> LinearScheme:
-    declared, stored = scheme.linear(module), checkpoint.format_of(weight)
+    declared, stored = scheme.linear(checkpoint.declared_module(weight)), checkpoint.format_of(weight)
     if stored not in (Format.E4M3FN, Format.E4M3FNUZ):
         raise CheckpointError(f"{checkpoint.path}: {weight} is stored in {stored}; weights in E4M3 are implemented")
     if declared is None and scheme.weight_format is None:

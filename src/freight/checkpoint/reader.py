@@ -55,14 +55,24 @@ _ZERO_POINTS = (
 )
 
 
+Index = tuple[int | slice, ...]  # of a part within a stored tensor, from its first dimension on
+
+
 @dataclass(frozen=True)
 class TensorEntry:
-    """The header entry of one tensor. `dtype` is safetensors' name, e.g. 'BF16'; `size` in bytes."""
+    """The header entry of one tensor. `dtype` is safetensors' name, e.g. 'BF16'; `size` in bytes.
+
+    A tensor that `Checkpoint.divide` presents lies at `index` in the tensor that the file has as `stored`, and the
+    declaration knows its module as `module`; these are empty for all others.
+    """
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
     size: int
+    stored: str = ""
+    index: Index = ()
+    module: str = ""
 
     @property
     def dtype_name(self) -> str:
@@ -89,6 +99,7 @@ class Checkpoint:
 
     @cached_property
     def names(self) -> frozenset[str]:
+        """The tensors' names, with the parts that `divide` made of one."""
         return frozenset(self._entries)
 
     @property
@@ -111,6 +122,30 @@ class Checkpoint:
         if dtype not in FORMAT_NAMES:
             raise CheckpointError(f"{self.path}: tensor {name} is stored as {dtype}, which is not implemented")
         return FORMAT_NAMES[dtype]
+
+    def declared_module(self, name: str) -> str:
+        """The name by which the quantization_config knows the module of the tensor `name`."""
+        return self.entry(name).module or name.rpartition(".")[0]
+
+    def divide(self, stored: str, parts: Mapping[str, tuple[Index, str]]) -> None:
+        """Present the tensor `stored` as `parts`: name -> (its index in `stored`, its module in the declaration).
+
+        An empty index is the whole tensor under another name. A part is read alone. `stored` itself is gone. Raises
+        CheckpointError for a part whose name another tensor has.
+        """
+        whole = self.entry(stored)
+        twice = min((name for name in parts if name in self._entries and name != stored), default=None)
+        if twice is not None:
+            raise CheckpointError(f"{self.path}: {stored} and {twice} are the same tensor twice")
+        del self._entries[stored]
+        for name, (index, module) in parts.items():
+            picked = [
+                len(range(size)[at]) for size, at in zip(whole.shape, index, strict=False) if isinstance(at, slice)
+            ]
+            shape = (*picked, *whole.shape[len(index) :])
+            size = whole.size * math.prod(shape) // max(1, math.prod(whole.shape))
+            self._entries[name] = TensorEntry(whole.file, whole.dtype, shape, size, stored, index, module)
+        self.__dict__.pop("names", None)
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Compare with the shapes that a model needs; reads no tensor. Raises CheckpointError with all mismatches."""
@@ -188,10 +223,11 @@ class Checkpoint:
 
     def _read(self, name: str) -> Tensor:
         """The tensor in a mapping of its own, so that its memory is released with the tensor."""
-        file = self._entries[name].file
+        entry = self._entries[name]
+        file, stored = entry.file, entry.stored or name
         try:
             with safe_open(file, framework="pt") as handle:
-                tensor: Tensor = handle.get_tensor(name)
+                tensor: Tensor = handle.get_slice(stored)[entry.index] if entry.index else handle.get_tensor(stored)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file}: tensor {name} cannot be read: {error}") from error
         return tensor

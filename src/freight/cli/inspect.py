@@ -218,9 +218,8 @@ def _fp8_weights(checkpoint: Checkpoint, scheme: Scheme) -> dict[str, int]:
 
     kinds = Counter[str]()
     for name in checkpoint.names:
-        module, _, suffix = name.rpartition(".")
-        if suffix in WEIGHTS and checkpoint.entry(name).dtype_name.startswith("fp8"):
-            kinds[str(scheme.linear(module) or "not declared")] += 1
+        if name.rpartition(".")[2] in WEIGHTS and checkpoint.entry(name).dtype_name.startswith("fp8"):
+            kinds[str(scheme.linear(checkpoint.declared_module(name)) or "not declared")] += 1
     return dict(kinds.most_common())
 
 

@@ -24,6 +24,7 @@ class TensorNames:
     interleaved                    the experts of a layer are one tensor [experts, inputs, outputs] for each projection,
                                    with its bias [experts, outputs]; of gate and up, one output of each in turn
     sinks                          of attention, in models that have them
+    stacked                        `gate_up` and `down` of all experts, where a checkpoint has a 3-D tensor of each
     attention_post, mlp_post       norms of the outputs, in layers that have them (`NormPlacement.SANDWICH`)
     choice_bias_outer              dimensions of `choice_bias` before that of experts
     unused                         patterns of tensors that the decoder does not need, with the reason
@@ -50,6 +51,7 @@ class TensorNames:
     expert_gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     expert_down: str = "down_proj"
     interleaved: bool = False
+    stacked: tuple[str, str] = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
     shared: str = "mlp.shared_expert."
     shared_gate: str = "mlp.shared_expert_gate"
     attention_norm: str = "input_layernorm.weight"

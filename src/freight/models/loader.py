@@ -263,6 +263,12 @@ class _Builder:
                 f"gate and up ({mlp.intermediate_size} rows each): they cannot be computed together; quantize all of "
                 "them in the same way, with a scale per row if their rows are no multiple of 128"
             )
+        if weights[0][0].input_limit is not None:
+            raise CheckpointError(
+                f"{names[0][0]} and the other experts of this layer: config.json clips their inputs to "
+                f"{weights[0][0].input_limit:g} (activation_scale_ub, activation_value_ub), which is not implemented "
+                "for experts; quantize them without a limit"
+            )
         biases = [torch.cat([self.tensor(f"{m}.bias") for m in group]) for group in modules] if mlp.bias else []
         merged = [Weight.concat(group) for group in weights]
         return self.kernels.pack_experts(merged, torch.stack(biases) if biases else None)

@@ -30,6 +30,7 @@ from freight.fp8.scheme import KVScales, Scheme
 from freight.kernels.interface import KernelSet
 from freight.kernels.select import select_kernels
 from freight.models.decoder import LanguageModel
+from freight.models.expert_names import present_experts
 from freight.models.loader import load_model
 from freight.models.random_weights import random_model
 from freight.models.weight_bytes import weight_bytes
@@ -63,6 +64,7 @@ def open_folder(path: Path, name: str) -> OpenCheckpoint:
     checkpoint = Checkpoint(path)
     config = read_model_config(checkpoint.config, checkpoint.names)
     scheme = read_scheme(checkpoint.config, checkpoint.hf_quant_config)
+    present_experts(checkpoint, config, scheme)
     return OpenCheckpoint(checkpoint, config, scheme, read_kv_scales(checkpoint, config, scheme))
 
 

@@ -47,12 +47,15 @@ def _rules(declared: Mapping[str, Any]) -> list[Rule]:
 
     def linear(name: str) -> LinearScheme | None:
         own = mapping(layers[name], f"quantized_layers[{name!r}]").get("quant_algo")
-        return None if own is None else _linear(own)
+        return None if own is None else _linear(own, f" of {name}")
 
     return [*left_out, *patterns.rules(declared, "quantized_layers", patterns.wildcard_or_part, linear)]
 
 
-def _linear(algo: Any) -> LinearScheme:
+def _linear(algo: Any, where: str = "") -> LinearScheme:
     if str(algo).upper() not in _ALGOS:
-        raise CheckpointError(f"modelopt with quant_algo {algo!r} is not implemented; {choices(sorted(_ALGOS))} are")
+        raise CheckpointError(
+            f"modelopt with quant_algo {algo!r}{where} is not implemented; {choices(sorted(_ALGOS))} are: export the "
+            "model with one of these for every quantized module, or use the model in 16 bits"
+        )
     return _ALGOS[str(algo).upper()]

@@ -1,0 +1,151 @@
+"""Experts as a checkpoint may store them otherwise, presented under the hub's names.
+
+transformers keeps all experts of a layer in two 3-D tensors, `mlp.experts.gate_up_proj` [experts, 2 * width, hidden]
+and `mlp.experts.down_proj` [experts, hidden, width], and writes them so when it is asked not to restore a model's first
+format. The scales of its FP8 models lie beside them (`gate_up_proj_scale_inv`). It also names the modules of Mixtral as
+those of its other families. Loading, quantizing and inspecting see the separate matrices of `shapes.py`, whatever is
+stored: each is read as a part, and no tensor of all experts is copied.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from freight.checkpoint.reader import Checkpoint, Index
+from freight.config.layer import MoEConfig
+from freight.config.model import ModelConfig
+from freight.errors import CheckpointError
+from freight.fp8.scheme import LinearScheme, Scheme
+from freight.models.architectures import TensorNames, tensor_names
+
+_COMMON = TensorNames()
+# What follows the name of a 3-D weight -> the tensor of one expert's module
+_SUFFIXES = {
+    "": "weight",
+    "_scale_inv": "weight_scale_inv",
+    "_scale": "weight_scale",
+    "_weight_scale": "weight_scale",
+    "_activation_scale": "activation_scale",
+    "_input_scale": "input_scale",
+}
+_INPUTS = ("activation_scale", "input_scale")
+
+
+def present_experts(checkpoint: Checkpoint, config: ModelConfig, scheme: Scheme) -> None:
+    """Give the tensors of a mixture of experts the names that `tensor_shapes` has.
+
+    Raises CheckpointError for a 3-D tensor of another shape than config.json asks for, for scales that cannot be
+    divided by expert and by gate and up, and for a matrix that is there in both forms.
+    """
+    names = tensor_names(config)
+    for index, layer in enumerate(config.layers):
+        if isinstance(layer.feed_forward, MoEConfig):
+            prefix = names.layer.format(index)
+            _rename(checkpoint, prefix, layer.feed_forward, names)
+            for stacked in _stacked(prefix, layer.feed_forward, config.hidden_size, names):
+                _divide(checkpoint, stacked, scheme)
+
+
+def _rename(checkpoint: Checkpoint, prefix: str, moe: MoEConfig, names: TensorNames) -> None:
+    """Modules that transformers names alike in all families, where this family's names are others.
+
+    llm-compressor restores the name of Mixtral's block and not those of its projections.
+    """
+    halfway = replace(_COMMON, expert=names.expert)
+    modules = {_COMMON.router: names.router}
+    for expert in range(moe.num_experts):
+        for others in (_COMMON, halfway):
+            modules |= dict(zip(_modules(others, expert), _modules(names, expert), strict=True))
+    other = {prefix + common: prefix + own for common, own in modules.items() if common != own}
+    for stored in sorted(checkpoint.names) if other else ():
+        module, _, suffix = stored.rpartition(".")
+        if module in other:
+            checkpoint.divide(stored, {f"{other[module]}.{suffix}": ((), module)})
+
+
+def _modules(names: TensorNames, expert: int) -> list[str]:
+    """Gate, up and down of one expert."""
+    return [names.expert.format(expert) + part for part in (*names.expert_gate_up, names.expert_down)]
+
+
+@dataclass(frozen=True)
+class _Stacked:
+    """One 3-D tensor: `modules` are those of each expert, in the order of their `rows`, by (own name, common name)."""
+
+    name: str
+    rows: int
+    columns: int
+    modules: tuple[tuple[tuple[str, str], ...], ...]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return len(self.modules), len(self.modules[0]) * self.rows, self.columns
+
+
+def _stacked(prefix: str, moe: MoEConfig, hidden: int, names: TensorNames) -> tuple[_Stacked, _Stacked]:
+    """gate_up and down of a layer; `rows` of one module."""
+    modules = [
+        [(prefix + own, prefix + common) for own, common in zip(_modules(names, i), _modules(_COMMON, i), strict=True)]
+        for i in range(moe.num_experts)
+    ]
+    gate_up, down = (prefix + name for name in names.stacked)
+    width = moe.intermediate_size
+    return (
+        _Stacked(gate_up, width, hidden, tuple((gate, up) for gate, up, _ in modules)),
+        _Stacked(down, hidden, width, tuple((own,) for _, _, own in modules)),
+    )
+
+
+def _divide(checkpoint: Checkpoint, stacked: _Stacked, scheme: Scheme) -> None:
+    """The weight and the scales beside it, expert by expert."""
+    declared = scheme.linear(stacked.modules[0][0][1])
+    for suffix, kind in _SUFFIXES.items():
+        name = stacked.name + suffix
+        if name not in checkpoint.names:
+            continue
+        shape = checkpoint.shape_of(name)
+        if kind == "weight" and shape != stacked.shape:
+            raise CheckpointError(
+                f"{checkpoint.path}: {name} has shape {list(shape)}, config.json asks for {list(stacked.shape)}: "
+                "experts, outputs (of gate, then of up), inputs"
+            )
+        if kind != "weight" and math.prod(shape) > 1 and shape[0] != len(stacked.modules):
+            raise CheckpointError(
+                f"{checkpoint.path}: {name} has shape {list(shape)}; one scale, or scales of {len(stacked.modules)} "
+                "experts, can be read"
+            )
+        bands = _bands(checkpoint, name, shape, kind, stacked, declared)
+        parts: dict[str, tuple[Index, str]] = {}
+        for expert, modules in enumerate(stacked.modules):
+            for number, (own, common) in enumerate(modules):
+                index: Index = () if len(shape) == 0 or shape == (1,) else (expert,)
+                if index and bands:
+                    index = (expert, slice(number * bands, (number + 1) * bands))
+                parts[f"{own}.{kind}"] = index, common
+        checkpoint.divide(name, parts)
+
+
+def _bands(
+    checkpoint: Checkpoint,
+    name: str,
+    shape: tuple[int, ...],
+    kind: str,
+    stacked: _Stacked,
+    declared: LinearScheme | None,
+) -> int:
+    """How many entries of the second dimension belong to one module; 0: all of them, to each.
+
+    Raises CheckpointError for scales of which one is for rows of gate and of up.
+    """
+    modules = len(stacked.modules[0])
+    if kind in _INPUTS or len(shape) < 2 or (modules > 1 and shape[1] == 1):
+        return 0
+    block = declared.block if declared is not None and kind != "weight" else None
+    spans = block is not None and stacked.rows % block[0] and modules * stacked.rows > block[0]
+    if shape[1] % modules or (modules > 1 and spans):
+        raise CheckpointError(
+            f"{checkpoint.path}: {name} has shape {list(shape)}: blocks of scales span gate and up ({stacked.rows} "
+            "rows each); quantize with a scale per row, or store each expert's matrices by themselves"
+        )
+    return shape[1] // modules
