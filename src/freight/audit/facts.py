@@ -12,8 +12,9 @@ from typing import Any
 
 from freight.audit.effects import Facts, StoredScale
 from freight.audit.rules import NONE
+from freight.checkpoint.headers import FORMAT_NAMES
 from freight.checkpoint.kv_scales import parse_scale_name
-from freight.checkpoint.reader import FORMAT_NAMES, Checkpoint
+from freight.checkpoint.reader import Checkpoint
 from freight.errors import CheckpointError
 from freight.fp8.cast import torch_dtype
 

@@ -18,7 +18,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from freight.checkpoint.reader import PICKLED, TensorEntry, read_header, read_json, resolve_model
+from freight.checkpoint.headers import TensorEntry, read_header
+from freight.checkpoint.reader import PICKLED, read_json, resolve_model
 from freight.checkpoint.writer import CheckpointWriter, require_new, require_space
 from freight.config.model import parse_model_config
 from freight.errors import CapacityError, CheckpointError, ConfigError

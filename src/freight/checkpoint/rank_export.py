@@ -22,7 +22,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from freight.checkpoint.reader import TensorEntry, read_header, read_json
+from freight.checkpoint.headers import TensorEntry, read_header
+from freight.checkpoint.reader import read_json
 from freight.errors import CheckpointError
 from freight.fp8.formats import Format, Granularity
 from freight.fp8.scheme import KVScales, LayerScales

@@ -26,7 +26,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from freight.checkpoint.reader import FORMAT_NAMES
+from freight.checkpoint.headers import FORMAT_NAMES
 from freight.fp8.cast import torch_dtype
 
 MEMORY_FACTOR = 2  # times the file's size: the file, mapped or read, and a copy of its largest tensor

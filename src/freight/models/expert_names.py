@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from freight.checkpoint.reader import Checkpoint, Index
+from freight.checkpoint.headers import Index
+from freight.checkpoint.reader import Checkpoint
 from freight.config.layer import MoEConfig
 from freight.config.model import ModelConfig
 from freight.errors import CheckpointError
@@ -39,6 +40,8 @@ def present_experts(checkpoint: Checkpoint, config: ModelConfig, scheme: Scheme)
     divided by expert and by gate and up, and for a matrix that is there in both forms.
     """
     names = tensor_names(config)
+    if names.interleaved:
+        return
     for index, layer in enumerate(config.layers):
         if isinstance(layer.feed_forward, MoEConfig):
             prefix = names.layer.format(index)

@@ -9,7 +9,8 @@ import huggingface_hub
 import pytest
 import torch
 
-from freight.checkpoint.reader import Checkpoint, read_header, resolve_model
+from freight.checkpoint.headers import read_header
+from freight.checkpoint.reader import Checkpoint, resolve_model
 from freight.errors import CheckpointError, ConfigError
 from freight.fp8.formats import Format
 

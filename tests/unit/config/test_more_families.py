@@ -1,0 +1,125 @@
+"""What Granite, GLM, SmolLM and the mixtures of experts have in their config.json beside the keys of all."""
+
+from __future__ import annotations
+
+import pytest
+from tests.unit.config.test_model import config, refused, windows
+
+from freight.config.layer import DenseConfig, MoEConfig, NormPlacement
+from freight.config.model import parse_model_config
+from freight.models.architectures import tensor_names
+from freight.operands.routing import Routing, Scoring
+
+
+def test_multipliers_of_granite():
+    said = {"embedding_multiplier": 12.0, "attention_multiplier": 0.015625, "residual_multiplier": 0.22}
+    model = parse_model_config(config("granite", **said, logits_scaling=8))
+    assert (model.embedding_multiplier, model.rounds_multiplier, model.residual_multiplier) == (12.0, False, 0.22)
+    assert (model.layers[0].mixer.softmax_scale, model.logit_divisor) == (0.015625, 8.0)
+    plain = parse_model_config(config("granite"))
+    assert (plain.embedding_multiplier, plain.residual_multiplier, plain.logit_divisor) == (None, 1.0, None)
+    assert plain.layers[0].mixer.softmax_scale == 1.0
+    for key in said:
+        refused(key, "0", "finite number > 0", model_type="granite", **{key: 0})
+
+
+def test_glm_rotates_neighbouring_channels_of_half_a_head():
+    def rope(model_type="glm4", **more):
+        return parse_model_config(config(model_type, **more)).ropes[0]
+
+    assert (rope().interleaved, rope().rotary_dim, rope("glm").rotary_dim) == (True, 64, 64)
+    assert rope(partial_rotary_factor=0.25).rotary_dim == 32
+    inside = {"rope_type": "default", "partial_rotary_factor": 0.75, "rope_theta": 500.0}
+    assert (rope(rope_parameters=inside).rotary_dim, rope(rope_parameters=inside).interleaved) == (96, True)
+    assert not rope("phi3").interleaved
+    assert parse_model_config(config("glm4")).layers[0].norms is NormPlacement.SANDWICH
+    assert parse_model_config(config("glm")).layers[0].norms is NormPlacement.PRE
+    plain = parse_model_config(config("glm", attention_bias=False)).layers[0].mixer
+    assert (plain.qkv_bias, plain.o_bias) == (False, False)
+
+
+def test_routers_with_a_bias_for_the_choice():
+    def moe(model_type, layer=1, **more):
+        feed_forward = parse_model_config(config(model_type, **more)).layers[layer].feed_forward
+        assert isinstance(feed_forward, MoEConfig)
+        assert feed_forward.choice_bias
+        return feed_forward
+
+    glm = moe("glm4_moe", routed_scaling_factor=2.5, n_group=4, topk_group=2, n_shared_experts=2)
+    assert glm.routing == Routing(128, 8, Scoring.SIGMOID, True, 2.5, 4, 2)
+    assert glm.shared == DenseConfig(2 * 1408)
+    assert not moe("glm4_moe", norm_topk_prob=False).routing.normed
+    minimax = moe("minimax_m2", 0)
+    assert (minimax.routing, minimax.intermediate_size) == (Routing(256, 8, Scoring.SIGMOID), 384)
+    assert (moe("hy_v3").routing, moe("hy_v3").shared) == (
+        Routing(192, 8, Scoring.SIGMOID, True, 2.826),
+        DenseConfig(1536),
+    )
+    ernie = moe("ernie4_5_moe")
+    assert (ernie.routing, ernie.shared) == (Routing(64, 6, Scoring.SOFTMAX), DenseConfig(3072))
+
+
+def test_layers_without_experts():
+    def sparse(model_type, **more):
+        layers = parse_model_config(config(model_type, **more)).layers
+        return [isinstance(layer.feed_forward, MoEConfig) for layer in layers]
+
+    assert sparse("glm4_moe") == sparse("hy_v3") == sparse("ernie4_5_moe") == [False, True, True, True]
+    assert sparse("glm4_moe", first_k_dense_replace=3) == [False, False, False, True]
+    assert sparse("hy_v3", mlp_layer_types=["sparse", "dense"] * 2) == [True, False, True, False]
+    assert sparse("ernie4_5_moe", moe_layer_end_index=2, moe_layer_interval=2) == [False, True, False, False]
+    for bad in (["sparse"] * 3, ["sparse"] * 3 + ["other"]):
+        refused("mlp_layer_types", model_type="hy_v3", mlp_layer_types=bad)
+
+
+def test_norms_of_q_and_k():
+    def sizes(model_type, **more):
+        mixer = parse_model_config(config(model_type, **more)).layers[0].mixer
+        return mixer.qk_norm_sizes if mixer.qk_norm else None
+
+    assert sizes("glm4_moe") is None
+    assert sizes("glm4_moe", use_qk_norm=True) == (64, 64)
+    assert sizes("minimax_m2") == (4 * 128, 2 * 128)
+    assert sizes("hy_v3") == (128, 128)
+
+
+def test_minimax_says_how_many_channels_it_rotates():
+    assert parse_model_config(config("minimax_m2", rotary_dim=64)).ropes[0].rotary_dim == 64
+    refused("0.25", "0.5", model_type="minimax_m2", rotary_dim=64, partial_rotary_factor=0.25)
+    refused("rotary_dim", rotary_dim=64)  # of a Llama
+
+
+@pytest.mark.parametrize(
+    ("model_type", "key", "value"),
+    [
+        ("minimax_m2", "scoring_func", "softmax"),
+        ("minimax_m2", "attn_type_list", [1, 0, 1, 1]),
+        ("minimax_m2", "shared_intermediate_size", 64),
+        ("hy_v3", "num_key_value_heads", 3),
+        ("ernie4_5_moe", "use_bias", True),
+        ("glm4_moe", "scoring_func", "softmax"),
+    ],
+)
+def test_what_these_mixtures_do_not_compute_is_refused(model_type, key, value):
+    refused(key, str(value), model_type=model_type, **{key: value})
+    if model_type == "minimax_m2":
+        good = {"scoring_func": "sigmoid", "attn_type_list": [1] * 4, "shared_intermediate_size": 0}
+        assert parse_model_config(config(model_type, **good)) == parse_model_config(config(model_type))
+
+
+def test_layers_that_predict_further_tokens_are_skipped_by_name():
+    model = parse_model_config(config("glm4_moe", num_nextn_predict_layers=2))
+    assert [pattern for pattern, _ in tensor_names(model).unused] == ["model.layers.4.*", "model.layers.5.*"]
+    assert not tensor_names(parse_model_config(config("glm4_moe"))).unused
+
+
+def test_layers_of_smollm_3_without_a_rope():
+    def ropes(**more):
+        return [layer.mixer.rope for layer in parse_model_config(config("smollm3", **more)).layers]
+
+    assert ropes() == [0, 0, 0, None]
+    assert ropes(no_rope_layer_interval=2) == [0, None, 0, None]
+    assert ropes(no_rope_layers=[0, 1, 1, 0]) == [None, 0, 0, None]
+    assert windows("smollm3", use_sliding_window=True, sliding_window=8) == (None, None, None, 8)
+    for bad in ([1, 1, 1], [1, 1, 1, 2]):
+        refused("no_rope_layers", model_type="smollm3", no_rope_layers=bad)
