@@ -1,4 +1,4 @@
-"""Write a Llama checkpoint folder as a GGUF file with Q8_0 or Q4_K_M weights, for llama.cpp.
+"""Write a Llama or Qwen3-MoE checkpoint folder as a GGUF file with Q8_0 or Q4_K_M weights, for llama.cpp.
 
 With Q8_0 every matrix is 32 values of int8 with one float16 scale, as llama.cpp's own `quantize` does for this type.
 Q4_K_M is made by llama.cpp itself from a BF16 file: mostly 4 bits, some matrices 6, about 5 bits a weight in all. Norms
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +30,14 @@ NAMES = {
     "mlp.down_proj": "ffn_down",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
 }
+IN_FLOAT32 = ("_norm", "ffn_gate_inp")
 OTHERS = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
@@ -44,8 +52,23 @@ def gguf_name(name: str) -> str:
     return f"blk.{layer}.{NAMES[part.removesuffix('.weight')]}.weight"
 
 
-def bfloat16_tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """Name and float32 values of every tensor of a safetensors file, in the file's order."""
+def bfloat16_tensors(checkpoint: Path) -> Iterator[tuple[str, np.ndarray]]:
+    """Name and float32 values of every tensor; those of the experts of a layer as one [experts, outputs, inputs]."""
+    for path in sorted(checkpoint.glob("*.safetensors")):
+        stored = dict(file_tensors(path))
+        experts: dict[str, list[np.ndarray]] = {}
+        for name, bits in stored.items():
+            module, number, part = re.fullmatch(r"(?:(.*\.experts\.)(\d+)\.)?(.*)", name).groups()  # type: ignore[union-attr]
+            if number is None:
+                yield name, values(bits)
+            else:
+                experts.setdefault(module + part, []).append(bits)
+        for name, parts in experts.items():
+            yield name, np.stack([values(bits) for bits in parts])
+
+
+def file_tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
+    """The bits of the tensors of one file, mapped."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
@@ -55,8 +78,12 @@ def bfloat16_tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
         if tensor["dtype"] != "BF16":
             sys.exit(f"{path}: {name} is {tensor['dtype']}, only BF16 is read")
         begin, end = tensor["data_offsets"]
-        bits = data[begin:end].view("<u2").astype(np.uint32) << 16  # the upper half of a float32
-        yield name, bits.view(np.float32).reshape(tensor["shape"])
+        yield name, data[begin:end].view("<u2").reshape(tensor["shape"])
+
+
+def values(bits: np.ndarray) -> np.ndarray:
+    """BF16 as float32, of which it is the upper half."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def pair_neighbours(matrix: np.ndarray, heads: int) -> np.ndarray:
@@ -90,7 +117,12 @@ def add_vocabulary(writer: gguf.GGUFWriter, path: Path, config: dict[str, Any]) 
 def write(checkpoint: Path, file: Path, kind: gguf.GGMLQuantizationType, file_type: gguf.LlamaFileType) -> None:
     """The checkpoint as `file`, its matrices of type `kind`."""
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
-    writer = gguf.GGUFWriter(file, "llama")
+    mixture = config["model_type"] == "qwen3_moe"
+    writer = gguf.GGUFWriter(file, "qwen3moe" if mixture else "llama", use_temp_file=True)
+    if mixture:
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
@@ -105,12 +137,13 @@ def write(checkpoint: Path, file: Path, kind: gguf.GGMLQuantizationType, file_ty
     writer.add_vocab_size(config["vocab_size"])
     add_vocabulary(writer, checkpoint / "tokenizer.json", config)
     writer.add_file_type(file_type)
-    for name, values in bfloat16_tensors(checkpoint / "model.safetensors"):
-        if "q_proj" in name or "k_proj" in name:
+    for name, tensor in bfloat16_tensors(checkpoint):
+        if ("q_proj" in name or "k_proj" in name) and not mixture:  # it turns Qwen's halves as they are
             heads = "num_attention_heads" if "q_proj" in name else "num_key_value_heads"
-            values = pair_neighbours(values, config[heads])
-        as_type = kind if values.ndim == 2 else gguf.GGMLQuantizationType.F32
-        writer.add_tensor(gguf_name(name), gguf.quantize(values, as_type), raw_dtype=as_type)
+            tensor = pair_neighbours(tensor, config[heads])
+        stored = gguf_name(name)
+        as_type = gguf.GGMLQuantizationType.F32 if any(part in stored for part in IN_FLOAT32) else kind
+        writer.add_tensor(stored, gguf.quantize(tensor, as_type), raw_dtype=as_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

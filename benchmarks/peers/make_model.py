@@ -14,13 +14,14 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
 import freight
+from freight.config.model import parse_model_config
 from freight.config.presets import shape_config
+from freight.models.shapes import tensor_shapes
 
 SPREAD = 0.02  # standard deviation of every matrix; norms are 1
 
@@ -40,29 +41,13 @@ W8A8 = {
 }
 
 
-def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor, [output, input] features for matrices."""
-    hidden, between = config["hidden_size"], config["intermediate_size"]
-    q_size = config["num_attention_heads"] * config["head_dim"]
-    kv_size = config["num_key_value_heads"] * config["head_dim"]
-    layer = {
-        "self_attn.q_proj": (q_size, hidden),
-        "self_attn.k_proj": (kv_size, hidden),
-        "self_attn.v_proj": (kv_size, hidden),
-        "self_attn.o_proj": (hidden, q_size),
-        "mlp.gate_proj": (between, hidden),
-        "mlp.up_proj": (between, hidden),
-        "mlp.down_proj": (hidden, between),
-        "input_layernorm": (hidden,),
-        "post_attention_layernorm": (hidden,),
-    }
-    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
-    for index in range(config["num_hidden_layers"]):
-        found |= {f"model.layers.{index}.{name}.weight": shape for name, shape in layer.items()}
-    found["model.norm.weight"] = (hidden,)
-    if not config["tie_word_embeddings"]:
-        found["lm_head.weight"] = (config["vocab_size"], hidden)
-    return found
+def by_layer(shapes: dict[str, tuple[int, ...]]) -> dict[str, dict[str, tuple[int, ...]]]:
+    """The tensors of each layer, and of all that is no layer."""
+    parts: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, shape in shapes.items():
+        layer = name.split(".")[2] if name.startswith("model.layers.") else "outer"
+        parts.setdefault(layer, {})[name] = shape
+    return parts
 
 
 def to_int8(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -97,26 +82,29 @@ def main() -> None:
     )
     made.add_argument("--seed", type=int, default=0)
     args = made.parse_args()
-    config = {
-        **shape_config(args.shape),
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-    }
+    config = {"hidden_act": "silu", "attention_bias": False, "bos_token_id": 0, "eos_token_id": 1}
+    config = {**shape_config(args.shape), **config}
+    if config["model_type"] == "llama":
+        config["mlp_bias"] = False
+    model = parse_model_config(config)
     generator = torch.Generator().manual_seed(args.seed)
-    tensors = {}
-    for name, shape in shapes(config).items():
-        values = torch.ones(shape)
-        if len(shape) == 2:
-            values.normal_(0, SPREAD, generator=generator)
-        tensors[name] = values.bfloat16()
-    parameters = sum(t.numel() for t in tensors.values())
-    if args.weights == "int8":
-        tensors, config["quantization_config"] = to_int8(tensors), W8A8
     args.folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, args.folder / "model.safetensors", metadata={"format": "pt"})
+    files: dict[str, str] = {}
+    parameters = 0
+    for part, shapes in by_layer(tensor_shapes(model)).items():  # a file each: memory holds one layer
+        tensors = {}
+        for name, shape in shapes.items():
+            values = torch.ones(shape)
+            if len(shape) == 2:
+                values.normal_(0, SPREAD, generator=generator)
+            tensors[name] = values.bfloat16()
+            parameters += values.numel()
+        if args.weights == "int8":
+            tensors, config["quantization_config"] = to_int8(tensors), W8A8
+        files |= dict.fromkeys(tensors, f"model-{part}.safetensors")
+        save_file(tensors, args.folder / f"model-{part}.safetensors", metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": files}
+    (args.folder / "model.safetensors.index.json").write_text(json.dumps(index) + "\n", encoding="utf-8")
     (args.folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
     generation = {"bos_token_id": 0, "eos_token_id": 1, "do_sample": False}
     (args.folder / "generation_config.json").write_text(json.dumps(generation) + "\n", encoding="utf-8")
