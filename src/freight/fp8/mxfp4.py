@@ -22,6 +22,7 @@ NAN = 255  # the scale that is NaN
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the codes 0 to 7; 8 to 15 are negative
 _LEAST, _MOST = -8, 6  # k, for E4M3
 SPAN = _MOST - _LEAST
+_MAGNITUDES = 0x7777777777777777  # of sixteen codes
 
 
 def exact_rows(blocks: Tensor, scales: Tensor) -> Tensor:
@@ -57,20 +58,24 @@ def to_e4m3(blocks: Tensor, scales: Tensor, format: Format) -> tuple[Tensor, Ten
     most, _ = _exponents(blocks, scales)
     base = (most - _MOST).clamp(min=1)  # a scale is no subnormal
     k = (scales.int() - base[:, None]).clamp(_LEAST, _MOST)  # groups of zeros may have any
-    pairs = _e4m3_pairs(blocks.device)[blocks.int() | (k - _LEAST)[..., None] << 8]
-    data = pairs.view(torch_dtype(Format.E4M3FN)).flatten(1)
+    data = _looked_up(_e4m3_pairs(blocks.device), blocks, k - _LEAST).view(torch_dtype(Format.E4M3FN))
     return convert_e4m3(data, torch.exp2((base - BIAS).double()).float(), format)
 
 
 def to_bfloat16(blocks: Tensor, scales: Tensor) -> Tensor:
     """Finite rows -> bfloat16 [rows, inputs]. Arguments as in `to_e4m3`."""
-    pairs = _bfloat16_pairs(blocks.device)[blocks.int() | scales.int()[..., None] << 8]
-    return pairs.view(torch.bfloat16).flatten(1)
+    return _looked_up(_bfloat16_pairs(blocks.device), blocks, scales.int()).view(torch.bfloat16)
+
+
+def _looked_up(pairs: Tensor, blocks: Tensor, exponents: Tensor) -> Tensor:
+    """[rows, inputs / 2]: the entry of `pairs` for each byte and its group's exponent, int32 [rows, groups]."""
+    index = blocks.int().bitwise_or_(exponents[..., None] << 8)
+    return pairs.index_select(0, index.flatten()).view(blocks.shape).flatten(1)  # several times as fast as pairs[index]
 
 
 def _exponents(blocks: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     """int32 [rows]: the largest and the smallest byte of the groups that are not all zeros; without any: 0 and 255."""
-    zeros = (blocks & 0x77).amax(-1) == 0
+    zeros = ((blocks.contiguous().view(torch.int64) & _MAGNITUDES) == 0).all(-1)
     return scales.masked_fill(zeros, 0).amax(-1).int(), scales.masked_fill(zeros, NAN).amin(-1).int()
 
 

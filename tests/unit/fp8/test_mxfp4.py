@@ -19,7 +19,7 @@ EVERY_BYTE = torch.arange(256, dtype=torch.uint8).view(1, 16, 16)  # in a row of
 
 def defined(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """float64 [rows, inputs], as ml_dtypes has E2M1 and E8M0."""
-    codes = np.stack((blocks.numpy() & 15, blocks.numpy() >> 4), -1).reshape(len(blocks), -1)
+    codes = np.stack((blocks.numpy() & 15, blocks.numpy() >> 4), -1).reshape(len(blocks), blocks.shape[1] * 32)
     values = codes.view(ml_dtypes.float4_e2m1fn).astype(np.float64)
     powers = scales.numpy().view(ml_dtypes.float8_e8m0fnu).astype(np.float64)
     return torch.from_numpy(values * powers.repeat(32, 1))
