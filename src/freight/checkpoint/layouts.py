@@ -1,8 +1,8 @@
 """read_scheme: what a checkpoint declares about its quantization. Declarations only, no tensors; imports no torch.
 
 Supported are `quant_method` fp8 (AutoFP8, Quark's vLLM export, DeepSeek's blocks, transformers), compressed-tensors
-(llm-compressor), modelopt (NVIDIA), quark (AMD), fbgemm_fp8 and torchao, each read in `producers/`, and the keys that
-Text Generation Inference reads. A declared scheme that is not implemented, such as an INT8 cache, raises
+(llm-compressor), modelopt (NVIDIA), quark (AMD), fbgemm_fp8, torchao and mxfp4, each read in `producers/`, and the
+keys that Text Generation Inference reads. A declared scheme that is not implemented, such as an INT8 cache, raises
 CheckpointError; there is no fallback.
 """
 
@@ -15,6 +15,7 @@ from typing import Any
 from freight.checkpoint.producers.compressed_tensors import read_compressed_tensors
 from freight.checkpoint.producers.fp8 import read_fbgemm, read_fp8
 from freight.checkpoint.producers.modelopt import read_modelopt
+from freight.checkpoint.producers.mxfp4 import read_mxfp4
 from freight.checkpoint.producers.quark import read_quark
 from freight.checkpoint.producers.torchao import read_torchao
 from freight.errors import CheckpointError, choices
@@ -51,8 +52,11 @@ def read_scheme(config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | 
     method = declared.get("quant_method")
     if method is None and "config_groups" in declared:
         method = "compressed-tensors"  # files of 2024 have no quant_method
+    if method == "mxfp4":
+        return _described(read_mxfp4(declared, config.get("model_type")))
     if not isinstance(method, str) or method not in _READERS:
-        raise CheckpointError(f"quantization method {method!r} is not implemented; {choices(_READERS)} are")
+        known = choices((*_READERS, "mxfp4"))
+        raise CheckpointError(f"quantization method {method!r} is not implemented; {known} are")
     if method.startswith("modelopt"):  # config.json wins where both files have a key
         declared = {**((hf_quant_config or {}).get("quantization") or {}), **declared}
     return _described(_in_named_format(_READERS[method](declared), {**declared, **config}))

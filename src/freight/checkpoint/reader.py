@@ -138,6 +138,16 @@ class Checkpoint:
         self._taken.add(name)
         return self._read(name)
 
+    def take_bytes(self, name: str, shape: Iterable[int]) -> Tensor:
+        """A tensor of codes in uint8, as `take`."""
+        entry, shape = self.entry(name), tuple(shape)
+        if entry.dtype not in ("U8", "F8_E8M0") or entry.shape != shape:
+            raise CheckpointError(
+                f"{self.path}: {name} is {entry.dtype} of shape {list(entry.shape)}, expected is U8 of {list(shape)}"
+            )
+        self._taken.add(name)
+        return self._read(name).view(torch.uint8)
+
     def take_scale(self, name: str) -> Tensor:
         """Scales as float32, in a copy. Raises CheckpointError unless every one is finite and above 0.
 

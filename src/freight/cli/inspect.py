@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from freight.config.model import ModelConfig
     from freight.fp8.scheme import KVScales, LayerScales, Scheme
 
-_NOT_PARAMETERS = ("scale", "scale_inv", "scale_ub", "zero_point", "inv_freq", "qscale_act", "qscale_weight")
+_NOT_PARAMETERS = ("scale", "scale_inv", "scale_ub", "zero_point", "inv_freq", "qscale_act", "qscale_weight", "_scales")
 
 
 def inspect(model: str, as_json: bool, picture: Path | None = None, revision: str | None = None) -> None:
@@ -208,7 +208,7 @@ def _sizes(checkpoint: Checkpoint) -> dict[str, Any]:
         entry = checkpoint.entry(name)
         sizes[entry.dtype_name] += entry.size
         if not name.endswith(_NOT_PARAMETERS):
-            parameters += math.prod(entry.shape)
+            parameters += math.prod(entry.shape) * (2 if name.endswith("_blocks") else 1)  # of MXFP4: two in a byte
     return {"num_parameters": parameters, "bytes": dict(sizes.most_common())}
 
 

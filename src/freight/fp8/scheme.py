@@ -35,6 +35,7 @@ class LinearScheme:
     block          rows and columns that share a scale; only with BLOCK
     input_limit    with DYNAMIC: inputs are clipped to this magnitude before their scale is measured
     or_plain       whether the producer may leave a matrix in 16 or 32 bits without listing it as unquantized
+    bits           of a stored number: 8 are FP8, 4 are E2M1 with powers of two as scales (`fp8.mxfp4`)
     """
 
     scales: WeightScales
@@ -42,6 +43,7 @@ class LinearScheme:
     block: tuple[int, int] | None = None
     input_limit: float | None = None
     or_plain: bool = False
+    bits: int = 8
 
     def __str__(self) -> str:
         shared = f"{self.block[0]}x{self.block[1]} block" if self.block else str(self.scales)
@@ -135,7 +137,10 @@ class Scheme:
     @property
     def weights(self) -> str:
         """One line about the matrices that are declared quantized; '' when none are."""
-        kinds = dict.fromkeys(str(rule.linear) for rule in self.rules if rule.linear is not None)
+        linears = [rule.linear for rule in self.rules if rule.linear is not None]
+        kinds = dict.fromkeys(map(str, linears))
+        if any(linear.bits == 4 for linear in linears):
+            return f"experts in MXFP4, {' or '.join(kinds)}"
         return f"weights {self.weight_format}, {' or '.join(kinds)}" if kinds else ""
 
     def linear(self, module: str) -> LinearScheme | None:

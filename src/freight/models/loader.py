@@ -10,6 +10,7 @@ divided by m, layers add to it as they are, and a norm with eps / m² of the str
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from freight.checkpoint.linears import StoredLinear, find_linears
+from freight.checkpoint.mxfp4 import StoredExperts, describe, find_experts
 from freight.checkpoint.reader import Checkpoint
 from freight.config.layer import AttentionConfig, DenseConfig, MoEConfig, NormKind, NormPlacement
 from freight.config.model import ModelConfig
@@ -41,6 +43,7 @@ from freight.operands.rotary import Rotary
 from freight.operands.weight import Activations, Weight
 
 UNQUANTIZED = Scheme()
+logger = logging.getLogger("freight")
 
 
 class WeightSource(Protocol):
@@ -82,7 +85,7 @@ class CheckpointSource:
     """Takes tensors from a checkpoint.
 
     Matrices in `stored` are in FP8 already and become `weight_format`; the others are quantized to it if it is FP8, or
-    keep 16 or 32 bits if `rounds` is False.
+    keep 16 or 32 bits if `rounds` is False. Experts in `packed` are in MXFP4.
     """
 
     checkpoint: Checkpoint
@@ -91,6 +94,7 @@ class CheckpointSource:
     device: str
     stored: Mapping[str, StoredLinear] = field(default_factory=dict)
     rounds: bool = True
+    packed: Mapping[str, StoredExperts] = field(default_factory=dict)
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if name in self.stored:
@@ -114,6 +118,12 @@ class CheckpointSource:
         return Weight(data, scale, Activations.DYNAMIC)
 
     def experts(self, name: str, shape: tuple[int, ...], pairs: bool) -> Iterator[Weight]:
+        if name in self.packed:
+            order = torch.arange(shape[2], dtype=torch.int64, device="cpu")
+            order = in_halves(order, 0) if pairs else order
+            formats = self.compute_format, self.weight_format
+            yield from self.packed[name].read(self.checkpoint, *formats, self.device, order)
+            return
         for stored in self.checkpoint.take(name, shape):
             matrix = stored.to(self.device).t()
             matrix = in_halves(matrix, 0) if pairs else matrix
@@ -331,7 +341,11 @@ def load_model(
     """
     names, shapes = tensor_names(config), tensor_shapes(config)
     stored = find_linears(checkpoint, scheme, shapes, kept_in_16_bits(config))
+    packed = find_experts(checkpoint, scheme, shapes)
     needed = {stored[name].weight if name in stored else name: shape for name, shape in shapes.items()}
+    for name, experts in packed.items():
+        del needed[name]
+        needed |= experts.tensors
     checkpoint.check(needed)
     if config.tie_word_embeddings:
         checkpoint.skip(names.head.removesuffix("weight") + "*", "tied to the embedding")
@@ -339,5 +353,7 @@ def load_model(
         checkpoint.skip(pattern, reason)
     checkpoint.finish(pending=needed)
     rounds = scheme.weight_format is None
-    source = CheckpointSource(checkpoint, compute_format, weight_format, device, stored, rounds)
+    source = CheckpointSource(checkpoint, compute_format, weight_format, device, stored, rounds, packed)
+    if packed:
+        logger.info("%s", describe(packed, compute_format))
     return build_decoder(config, source, kernels, max_len, device)

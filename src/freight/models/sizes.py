@@ -166,8 +166,9 @@ class _Count:
 
 
 def _held(scheme: LinearScheme, shape: tuple[int, int]) -> WeightScales:
-    """How scales are held: those of other blocks than 128 x 128 become scales of rows (`fp8.weights.regroup`)."""
-    if scheme.scales is not WeightScales.BLOCK or scheme.block is None:
+    """How scales are held: those of other blocks than 128 x 128, and of experts in MXFP4, which become E4M3, become
+    scales of rows (`fp8.weights.regroup`)."""
+    if scheme.scales is not WeightScales.BLOCK or scheme.block is None or scheme.bits == 4:
         return WeightScales.ROW
     tall, wide = scheme.block
     whole = tall % _BLOCK == 0 and wide % _BLOCK == 0

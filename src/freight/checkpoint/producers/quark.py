@@ -103,6 +103,11 @@ def _quantizes_kv(declared: Mapping[str, Any]) -> bool:
 def _require_fp8(spec: Any, where: str) -> str:
     """The qscheme of a specification of FP8 tensors."""
     declared = spec if isinstance(spec, Mapping) else {}
+    if str(declared.get("dtype")).startswith(("fp4", "mxfp4")):
+        raise CheckpointError(
+            f"quark {where} of dtype {declared['dtype']!r} (MXFP4 or NVFP4 of amd-quark) is not implemented; "
+            "MXFP4 is read from OpenAI's own files of gpt-oss (quant_method mxfp4)"
+        )
     if declared.get("dtype") != "fp8_e4m3" or declared.get("qscheme") is None or declared.get("symmetric") is False:
         raise CheckpointError(
             f"quark {where} of dtype {declared.get('dtype')!r}, qscheme {declared.get('qscheme')!r}, symmetric "

@@ -1,0 +1,130 @@
+"""Experts in MXFP4: where their tensors are, in what they can be computed exactly, and the Weight of each.
+
+A matrix of all experts, `X` [experts, inputs, outputs] in 16 bits, is stored as `X_blocks` [experts, outputs,
+inputs / 32, 16], two codes a byte, and `X_scales` [experts, outputs, inputs / 32], both uint8. Its experts become E4M3
+with a power of two per row where every row allows it exactly, and 16 bits otherwise: they are computed together, so
+they have one format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from freight.checkpoint.reader import Checkpoint
+from freight.errors import CheckpointError
+from freight.fp8 import mxfp4
+from freight.fp8.cast import torch_dtype
+from freight.fp8.formats import Format
+from freight.fp8.scheme import Scheme
+from freight.operands.weight import Weight
+
+_BLOCKS, _SCALES = "_blocks", "_scales"
+
+
+@dataclass(frozen=True)
+class StoredExperts:
+    """One tensor `name` of all experts, its scales checked. `exact_rows` of its `rows` are exactly E4M3."""
+
+    name: str
+    shape: tuple[int, int, int]  # experts, inputs, outputs
+    exact_rows: int
+
+    @property
+    def rows(self) -> int:
+        return self.shape[0] * self.shape[2]
+
+    @property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """The names and shapes of what is stored."""
+        experts, inputs, outputs = self.shape
+        groups = inputs // mxfp4.GROUP
+        return {self.name + _BLOCKS: (experts, outputs, groups, 16), self.name + _SCALES: (experts, outputs, groups)}
+
+    def take(self, checkpoint: Checkpoint) -> tuple[Tensor, Tensor]:
+        """Blocks and scales, mapped from their file."""
+        blocks, scales = (checkpoint.take_bytes(name, shape) for name, shape in self.tensors.items())
+        return blocks, scales
+
+    def read(
+        self, checkpoint: Checkpoint, compute: Format, format: Format, device: str, order: Tensor
+    ) -> Iterator[Weight]:
+        """The matrix [outputs, inputs] of each expert: in `format`, an E4M3 variant, if all rows can be, else in
+        `compute`.
+
+        order: int64 [outputs], which stored output is each of them.
+
+        Raises CheckpointError for float16 that does not have the values.
+        """
+        for blocks, scales in zip(*self.take(checkpoint), strict=True):
+            parts = blocks[order].to(device), scales[order].to(device)
+            if self.exact_rows == self.rows:
+                yield Weight(*mxfp4.to_e4m3(*parts, format))
+                continue
+            exact = mxfp4.to_bfloat16(*parts)
+            matrix = exact.to(torch_dtype(compute))
+            if not torch.equal(matrix.float(), exact.float()):
+                raise CheckpointError(
+                    f"{checkpoint.path}: {self.name} has values in MXFP4 that {compute} does not have; use --dtype "
+                    "bfloat16"
+                )
+            yield Weight(matrix)
+
+
+def find_experts(
+    checkpoint: Checkpoint, scheme: Scheme, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, StoredExperts]:
+    """The tensors of experts that are stored in MXFP4, by the names in `shapes`, which are all tensors of the model.
+
+    Raises CheckpointError for what is stored so and not declared, or declared and stored in 16 bits, for other modules
+    than experts, and for scales of NaN and values that are not finite.
+    """
+    experts = {name: shape for name, shape in shapes.items() if len(shape) == 3}
+    for name in sorted(checkpoint.names):
+        if name.endswith((_BLOCKS, _SCALES)) and name.rpartition("_")[0] not in experts and scheme.method == "mxfp4":
+            raise CheckpointError(f"{checkpoint.path}: {name} is not of an expert; MXFP4 is read for experts alone")
+    found = {}
+    for name, (count, inputs, outputs) in experts.items():
+        declared = scheme.linear(name)
+        stored, wanted = name + _BLOCKS in checkpoint.names, declared is not None and declared.bits == 4
+        if stored and not wanted:
+            raise CheckpointError(
+                f"{checkpoint.path}: {name}{_BLOCKS} is there, but config.json does not declare that module to be in "
+                "MXFP4; correct its quantization_config (quant_method, modules_to_not_convert)"
+            )
+        if wanted and not stored:
+            raise CheckpointError(
+                f"{checkpoint.path}: config.json declares {name} to be in MXFP4, and {name}{_BLOCKS} is missing; if it "
+                "is in 16 bits, list its module in modules_to_not_convert"
+            )
+        if stored:
+            found[name] = _stored(checkpoint, StoredExperts(name, (count, inputs, outputs), 0))
+    return found
+
+
+def _stored(checkpoint: Checkpoint, experts: StoredExperts) -> StoredExperts:
+    if experts.shape[1] % mxfp4.GROUP:
+        raise CheckpointError(
+            f"{checkpoint.path}: {experts.name} has {experts.shape[1]} inputs, which are no groups of {mxfp4.GROUP}"
+        )
+    checkpoint.check(experts.tensors)
+    blocks, scales = experts.take(checkpoint)
+    for expert in range(len(blocks)):
+        if not mxfp4.finite(blocks[expert], scales[expert]):
+            raise CheckpointError(
+                f"{checkpoint.path}: expert {expert} of {experts.name} has values that are not finite: a scale in "
+                f"{experts.name}{_SCALES} is NaN (255) or too large; quantize the model again"
+            )
+    exact = sum(int(mxfp4.exact_rows(*one).sum()) for one in zip(blocks, scales, strict=True))
+    return StoredExperts(experts.name, experts.shape, exact)
+
+
+def describe(experts: Mapping[str, StoredExperts], compute: Format) -> str:
+    """The line at start: what they are computed in."""
+    rows, exact = (sum(getattr(one, what) for one in experts.values()) for what in ("rows", "exact_rows"))
+    line = f"experts in MXFP4: {exact:,} of {rows:,} rows exactly in E4M3"
+    wide = sum(one.exact_rows < one.rows for one in experts.values())
+    return line + (f"; {wide} of {len(experts)} tensors have rows that are not, and are in {compute}" if wide else "")

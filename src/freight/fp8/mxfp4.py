@@ -1,0 +1,101 @@
+"""MXFP4: numbers of 4 bits, E2M1, with a power of two for every 32 inputs of a row (OCP MX 1.0, section 5.2 and 5.3).
+
+A byte holds two codes, the earlier input in its low half. A scale is a byte, E8M0: 2 ** (byte - 127); 255 is NaN.
+
+Both conversions here are exact. Every E2M1 value times 2 ** k is an E4M3 value for k from -8 to 6, so a row whose
+exponents lie within 14 of each other is E4M3 with one power of two; any finite row is bfloat16.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from freight.fp8.cast import convert_e4m3, encode, torch_dtype
+from freight.fp8.formats import Format
+
+GROUP = 32  # inputs that share a scale
+BIAS = 127  # of a scale's exponent
+NAN = 255  # the scale that is NaN
+VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the codes 0 to 7; 8 to 15 are negative
+_LEAST, _MOST = -8, 6  # k, for E4M3
+SPAN = _MOST - _LEAST
+_MAGNITUDES = 0x7777777777777777  # of sixteen codes
+
+
+def exact_rows(blocks: Tensor, scales: Tensor) -> Tensor:
+    """bool [..]: which rows are exactly E4M3 with a scale. Groups of zeros have no exponent.
+
+    blocks: uint8 [.., groups, 16]; scales: uint8 [.., groups].
+    """
+    shape, blocks, scales = scales.shape[:-1], blocks.flatten(0, -3), scales.flatten(0, -2)
+    exact = scales.amax(-1).int() - scales.amin(-1) <= SPAN
+    rest = (~exact).nonzero()[:, 0]  # where groups of zeros may be what is far from the others
+    if len(rest):
+        most, least = _exponents(blocks[rest], scales[rest])
+        exact[rest] = most - least <= SPAN
+    return exact.view(shape)
+
+
+def finite(blocks: Tensor, scales: Tensor) -> bool:
+    """Whether no value is NaN, or 2 ** 128 or more. Arguments as in `exact_rows`."""
+    large = scales >= 2 * BIAS - 1
+    if not large.any():
+        return True
+    scales, magnitude = scales[large].int()[:, None], blocks[large] & 0x77
+    value = torch.maximum(magnitude & 7, magnitude >> 4)
+    power = torch.where(value >= 6, 2, torch.where(value >= 4, 1, 0))  # of the largest power of two in the value
+    return not ((scales == NAN) | (scales - BIAS + power > BIAS)).any()
+
+
+def to_e4m3(blocks: Tensor, scales: Tensor, format: Format) -> tuple[Tensor, Tensor]:
+    """`exact_rows` -> (E4M3 [rows, inputs] in the variant `format`, float32 [rows]: a power of two each).
+
+    blocks: uint8 [rows, groups, 16]; scales: uint8 [rows, groups].
+    """
+    most, _ = _exponents(blocks, scales)
+    base = (most - _MOST).clamp(min=1)  # a scale is no subnormal
+    k = (scales.int() - base[:, None]).clamp(_LEAST, _MOST)  # groups of zeros may have any
+    data = _looked_up(_e4m3_pairs(blocks.device), blocks, k - _LEAST).view(torch_dtype(Format.E4M3FN))
+    return convert_e4m3(data, torch.exp2((base - BIAS).double()).float(), format)
+
+
+def to_bfloat16(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Finite rows -> bfloat16 [rows, inputs]. Arguments as in `to_e4m3`."""
+    return _looked_up(_bfloat16_pairs(blocks.device), blocks, scales.int()).view(torch.bfloat16)
+
+
+def _looked_up(pairs: Tensor, blocks: Tensor, exponents: Tensor) -> Tensor:
+    """[rows, inputs / 2]: the entry of `pairs` for each byte and its group's exponent, int32 [rows, groups]."""
+    index = blocks.int().bitwise_or_(exponents[..., None] << 8)
+    return pairs.index_select(0, index.flatten()).view(blocks.shape).flatten(1)  # several times as fast as pairs[index]
+
+
+def _exponents(blocks: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """int32 [rows]: the largest and the smallest byte of the groups that are not all zeros; without any: 0 and 255."""
+    zeros = ((blocks.contiguous().view(torch.int64) & _MAGNITUDES) == 0).all(-1)
+    return scales.masked_fill(zeros, 0).amax(-1).int(), scales.masked_fill(zeros, NAN).amin(-1).int()
+
+
+def _pairs(exponents: range) -> Tensor:
+    """float64 [exponents, 256, 2]: the two values of a byte times 2 ** exponent."""
+    codes = torch.tensor([*VALUES, *(-value for value in VALUES)], dtype=torch.float64, device="cpu")
+    byte = torch.arange(256, dtype=torch.int64, device="cpu")
+    values = torch.stack((codes[byte & 15], codes[byte >> 4]), 1)
+    scale = torch.exp2(torch.tensor(list(exponents), dtype=torch.float64, device="cpu"))
+    return values * scale[:, None, None]
+
+
+@cache
+def _e4m3_pairs(device: torch.device) -> Tensor:
+    """int16 by byte | (k - _LEAST) << 8"""
+    values = _pairs(range(_LEAST, _MOST + 1)).float()
+    return encode(values, torch.ones_like(values), Format.E4M3FN).view(torch.int16).flatten().to(device)
+
+
+@cache
+def _bfloat16_pairs(device: torch.device) -> Tensor:
+    """int32 by byte | scale << 8"""
+    return _pairs(range(-BIAS, NAN + 1 - BIAS)).to(torch.bfloat16).view(torch.int32).flatten().to(device)
