@@ -181,6 +181,7 @@ def test_chunks_change_nothing(words: list[str], seed: int, complete: bool, prom
         ("", [content("x")]),
         (FINAL, [content("x")]),
         (FINAL + "Well,", [content("x")]),
+        (FINAL + "3 <", [content("x")]),  # which could begin a control token
         (ANALYSIS, [reasoning("x")]),
         (ANALYSIS + "Well", [reasoning("x")]),
         (f"{ANALYSIS}Well{NEXT}{FINAL}", [content("x")]),
