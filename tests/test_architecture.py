@@ -27,7 +27,7 @@ ORDER = [
     {"errors"},
     {"structured"},
     {"sampling", "outputs", "fp8"},
-    {"operands", "device", "messages", "start_log", "token_pieces", "tokenizer_files"},
+    {"operands", "device", "messages", "harmony", "start_log", "token_pieces", "tokenizer_files"},
     {"chat_text", "config"},
     {"checkpoint", "kernels", "tokenizer"},
     {"cache", "detokenizer"},

@@ -29,6 +29,7 @@ from tokenizers import Tokenizer as Backend
 
 from freight.chat_text import ChatText, ControlTokens, encode_marked, read_marked
 from freight.errors import CheckpointError, ConfigError, RequestError
+from freight.harmony import is_harmony, to_harmony_messages
 from freight.messages import check_unicode, to_template_messages
 from freight.token_pieces import Pieces, read_decoder
 from freight.tokenizer_files import TokenizerParts, read_files
@@ -231,6 +232,8 @@ class Tokenizer:
         """
         require_chat_template(self)
         conversation = to_template_messages(messages)
+        if is_harmony(self.chat_template_source):
+            conversation = to_harmony_messages(conversation)
         for name in _OURS:
             if name in template_values:
                 raise RequestError(f"{name} is not an option of the chat template; the result is always token ids")

@@ -16,10 +16,8 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import uvicorn
 
@@ -29,6 +27,7 @@ from freight.server.auth import Keys, check_binding
 from freight.server.call import Served
 from freight.server.client import EngineClient, EngineState, WorkerOptions, describe_exit
 from freight.server.errors import ApiError
+from freight.server.harmony_format import answer_format
 from freight.server.http import HttpLimits, loop_factory, server_config
 from freight.server.limits import ServingLimits
 from freight.server.log import set_up_logging
@@ -37,7 +36,6 @@ from freight.server.monitor import Monitor
 from freight.server.renderer import Renderer
 from freight.server.service import Service
 from freight.server.settings import ServerSettings
-from freight.server.tools import MessageFormat, parser_for
 from freight.server.wire import EngineFacts
 from freight.tokenizer import Tokenizer
 
@@ -146,7 +144,7 @@ class Lifecycle:
         return tokenizer if self._template is None else tokenizer.with_chat_template(self._template)
 
     def _served(self, facts: EngineFacts, tokenizer: Tokenizer | None) -> Served:
-        form = None if tokenizer is None else parser_for(tokenizer)
+        form = None if tokenizer is None else answer_format(tokenizer)
         return Served(
             names=self._names,
             tokenizer=tokenizer,
@@ -158,8 +156,8 @@ class Lifecycle:
             unknown_fields=self._settings.unknown_fields,
             created=int(time.time()),
             parser_of=None if form is None else form.parser,
-            forced_call=None if form is None else partial(_forced_call, form),
-            after_reasoning=None if form is None or not form.reads_reasoning else partial(_after_reasoning, form),
+            forced_call=None if form is None else form.call_to,
+            after_reasoning=None if form is None or not form.reads_reasoning else form.form_to,
         )
 
     def _on_engine_end(self) -> None:
@@ -218,17 +216,6 @@ class Lifecycle:
         for renderer in (self._service.renderer, self._service.grammars):
             if renderer is not None:
                 await renderer.close()
-
-
-def _forced_call(
-    form: MessageFormat, tools: Sequence[Mapping[str, Any]], names: Sequence[str], parallel: bool, prompt: str | None
-) -> Mapping[str, Any]:
-    in_reasoning = prompt is not None and form.ends_in_reasoning(prompt)
-    return form.forced_call(tools, names, parallel, in_reasoning=in_reasoning)
-
-
-def _after_reasoning(form: MessageFormat, outputs: Mapping[str, Any], prompt: str) -> Mapping[str, Any]:
-    return form.after_reasoning(outputs, form.ends_in_reasoning(prompt))
 
 
 class _Server(uvicorn.Server):

@@ -47,10 +47,10 @@ class Pieces:
         self._end()
         self._ready += calls
 
-    def verbatim(self, text: str) -> None:
-        """Content of which every character counts."""
+    def verbatim(self, text: str, kind: PieceKind = PieceKind.CONTENT) -> None:
+        """Content, or reasoning, of which every character counts."""
         if text:
-            self._begin(PieceKind.CONTENT)
+            self._begin(kind)
             self._texts += [*self._blanks, text]
             self._blanks.clear()
             self._after_mark = False

@@ -69,14 +69,8 @@ class MessageFormat:
                 "a call cannot be forced",
                 param="tool_choice",
             )
-        functions = {function.get("name"): function for function in map(_function, tools)}
-        for name in names:
-            if name not in functions:
-                raise ApiError(400, f"tool_choice names {name!r:.80}, which is not in tools", param="tool_choice")
-        if not names:
-            raise ApiError(400, "tool_choice forces a call, and tools is empty", param="tool_choice")
-        chosen = [functions[name] for name in dict.fromkeys(names)]
-        schemas = {f"arguments_{index}": {"json": _arguments_schema(one)} for index, one in enumerate(chosen)}
+        chosen = forced_functions(tools, names)
+        schemas = {f"arguments_{index}": {"json": arguments_schema(one)} for index, one in enumerate(chosen)}
         return {"grammar": self._grammar(self._form, chosen, parallel, in_reasoning), "parts": schemas}
 
     def after_reasoning(self, form: Mapping[str, Any], in_reasoning: bool) -> Mapping[str, Any]:
@@ -89,6 +83,17 @@ class MessageFormat:
             return form
         think, rules = self._think(self._reasoning, in_reasoning)
         return {"grammar": "\n".join([f"start: {think} @answer", *rules]), "parts": {"answer": form}}
+
+    def call_to(
+        self, tools: Sequence[Mapping[str, Any]], names: Sequence[str], parallel: bool, prompt_text: str | None
+    ) -> Mapping[str, Any]:
+        """A `ForcedCall`: `forced_call` for an answer to this prompt."""
+        in_reasoning = prompt_text is not None and self.ends_in_reasoning(prompt_text)
+        return self.forced_call(tools, names, parallel, in_reasoning=in_reasoning)
+
+    def form_to(self, form: Mapping[str, Any], prompt_text: str) -> Mapping[str, Any]:
+        """An `AfterReasoning`: `after_reasoning` for an answer to this prompt."""
+        return self.after_reasoning(form, self.ends_in_reasoning(prompt_text))
 
     def _think(self, tags: tuple[str, str], in_reasoning: bool) -> tuple[str, tuple[str, str]]:
         """The reasoning at the beginning of an answer, and the rules that it needs."""
@@ -181,12 +186,26 @@ def _reads(markup: Markup, form: CallForm | None) -> bool:
     return [(piece.name, piece.text) for piece in pieces] == [("f", '{"a": 1}')]
 
 
+def forced_functions(tools: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[Mapping[str, Any]]:
+    """The functions in `tools`, as OpenAI's API has them, of which one has to be called: `names`, each once.
+
+    Raises ApiError 400 for a name that is none of `tools`, and for no names.
+    """
+    functions = {function.get("name"): function for function in map(_function, tools)}
+    for name in names:
+        if name not in functions:
+            raise ApiError(400, f"tool_choice names {name!r:.80}, which is not in tools", param="tool_choice")
+    if not names:
+        raise ApiError(400, "tool_choice forces a call, and tools is empty", param="tool_choice")
+    return [functions[name] for name in dict.fromkeys(names)]
+
+
 def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
     function = tool.get("function")
     return function if isinstance(function, Mapping) else tool
 
 
-def _arguments_schema(function: Mapping[str, Any]) -> dict[str, Any]:
+def arguments_schema(function: Mapping[str, Any]) -> dict[str, Any]:
     """The schema of a function's arguments. Only the named properties are forced where others are not mentioned."""
     schema = dict(function.get("parameters") or {})
     schema.setdefault("type", "object")

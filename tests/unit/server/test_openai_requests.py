@@ -240,6 +240,7 @@ def test_fields_reach_the_sampler():
 def test_a_parser_gets_special_tokens():
     assert chat().work[0].params.skip_special_tokens
     assert not chat(WITH_PARSER).work[0].params.skip_special_tokens
+    assert not chat(WITH_PARSER, skip_special_tokens=True).work[0].params.skip_special_tokens
     assert completion(WITH_PARSER).work[0].params.skip_special_tokens
 
 

@@ -206,8 +206,8 @@ def _own_values(request: ChatRequest, served: Served) -> tuple[dict[str, str], d
         "max_tokens": request.max_completion_tokens or request.max_tokens,
         "logprobs": (request.top_logprobs or 0) if request.logprobs else None,
     }
-    if served.parser_of is not None and request.skip_special_tokens is None:
-        own["skip_special_tokens"] = False  # the parser reads them, and gives none out
+    if served.parser_of is not None:
+        own["skip_special_tokens"] = False  # the parser reads them, and gives none out, whatever was asked for
     return renamed, own
 
 

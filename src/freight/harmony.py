@@ -1,0 +1,79 @@
+"""Harmony, the chat format of gpt-oss: its control tokens, and conversations as its chat template reads them.
+
+A message is `<|start|>`, a header, `<|message|>`, its text, and one of `<|end|>`, `<|call|>` and `<|return|>`. A header
+has a role, a channel (`analysis`, `commentary`, `final`), the recipient of a call (`to=functions.NAME`) and a type.
+
+`to_harmony_messages` changes what gpt-oss's template would leave out or refuse: it reads reasoning under the name
+`thinking`, refuses a call beside both content and reasoning, and writes the first call of a message only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
+END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
+MARKERS = (START, CHANNEL, MESSAGE, CONSTRAIN, END, CALL, RETURN)
+
+
+def is_harmony(chat_template: str) -> bool:
+    """Whether a chat template, in Jinja, writes harmony."""
+    return all(marker in chat_template for marker in (START, CHANNEL, MESSAGE))
+
+
+def to_harmony_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """`messages`, of `to_template_messages`, for a template that writes harmony. No text is lost.
+
+    Reasoning is also given as `thinking`. Beside a call, content follows the reasoning in it. A message with several
+    calls becomes one message a call, each before its results: those with its `tool_call_id`, else the next one.
+    """
+    result: list[dict[str, Any]] = []
+    at = 0
+    while at < len(messages):
+        message = _with_thinking(messages[at])
+        at += 1
+        calls = message.get("tool_calls") or ()
+        if len(calls) < 2:
+            result.append(message)
+            continue
+        end = at
+        while end < len(messages) and messages[end]["role"] == "tool":
+            end += 1
+        result += _one_call_each(message, messages[at:end])
+        at = end
+    return result
+
+
+def _with_thinking(message: Mapping[str, Any]) -> dict[str, Any]:
+    result = dict(message)
+    if result["role"] != "assistant":
+        return result
+    thinking = result.get("thinking") or result.get("reasoning_content")
+    if thinking:
+        result["thinking"] = thinking
+        if result.get("tool_calls") and result.get("content"):
+            result["thinking"] = f"{thinking}\n\n{result.pop('content')}"
+    return result
+
+
+def _one_call_each(message: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """`message` as one message for each of its calls, with the tool messages that follow it in between."""
+    calls = message["tool_calls"]
+    known = {call.get("id") for call in calls} - {None}
+    of_call: list[list[Mapping[str, Any]]] = [[] for _ in calls]
+    unnamed = []
+    for one in results:
+        owner = one.get("tool_call_id")
+        if owner in known:
+            of_call[next(index for index, call in enumerate(calls) if call.get("id") == owner)].append(one)
+        else:
+            unnamed.append(one)
+    for one in unnamed:  # the first call that has no result yet
+        of_call[next((index for index, found in enumerate(of_call) if not found), len(calls) - 1)].append(one)
+    said = {name: value for name, value in message.items() if name != "tool_calls"}
+    written: list[dict[str, Any]] = []
+    for index, (call, found) in enumerate(zip(calls, of_call, strict=True)):
+        before = said if index == 0 else {"role": message["role"]}
+        written += [{**before, "tool_calls": [call]}, *map(dict, found)]
+    return written
