@@ -43,8 +43,9 @@ tests and what the code says when it refuses. `freight inspect MODEL` says of an
 
 vLLM's recipes ({source}, commit `{commit}` of {date}) name {num_published} models that generate text. Speech,
 transcription, text in pictures and diffusion are left out; of models of text and pictures, the text is meant.
-`tools/recipes.json` has them, with their model types. A model counts as native if its model type is, and a checkpoint
-of it is in a form that is read. Whether the memory of one machine holds it is another question.
+`tools/recipes.json` has them, with the model types of the classes that run them in transformers or vLLM; their
+config.json files were not read. A model counts as native if its model type is, and a checkpoint of it is in a form
+that is read. Whether the memory of one machine holds it is another question.
 
 {counts}
 
