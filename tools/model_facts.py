@@ -1,0 +1,324 @@
+"""What docs/models.md is made of (`models_table.py`): what the code and the tests say of model types.
+
+Nothing of a family is typed here. Its layers come from the configurations of tests/parity/variants.py, as Freight reads
+them; what was compared, from the tables of the tests; reasons, from the errors of the code that refuses.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from freight.checkpoint.layouts import read_scheme
+from freight.config.families import FAMILIES
+from freight.config.keys import find_family
+from freight.config.layer import AttentionConfig, DenseConfig, MoEConfig, NormKind, NormPlacement
+from freight.config.model import ModelConfig, parse_model_config
+from freight.config.rope import QUERY_SCALING
+from freight.errors import CheckpointError, ConfigError
+from freight.models.fallback_probe import hf_config
+from freight.models.open import read_model_config
+from freight.operands.activation import GatedActivation
+from freight.operands.routing import Scoring
+
+ROOT = Path(__file__).resolve().parent.parent
+RECIPES = ROOT / "tools/recipes.json"
+
+_ATTENTION = {
+    "qk_norm": "norms of q and k",
+    "qk_norm_whole": "over whole rows",
+    "qkv_bias": "biases of q, k, v",
+    "o_bias": "bias of the output",
+    "soft_cap": "soft cap",
+    "sinks": "sinks",
+}
+_SHAPE = frozenset({"num_heads", "num_kv_heads", "k_dim", "v_dim", "softmax_scale", "window", "rope"})
+_EXPERTS = {"choice_bias": "bias for the choice", "router_bias": "bias of the router", "bias": "biases of experts"}
+_ROUTED = frozenset({"routing", "intermediate_size", "activation", "shared", "shared_gate"})
+_SCORING = {
+    Scoring.SOFTMAX: "softmax over all",
+    Scoring.SIGMOID: "sigmoid",
+    Scoring.CHOSEN: "softmax over the chosen",
+}
+_NORMS = {
+    NormPlacement.PRE: "of inputs",
+    NormPlacement.SANDWICH: "of inputs and outputs",
+    NormPlacement.POST: "of sums",
+}
+_UNKNOWN = "transformers does not know it"
+_NOT_THERE = "it is no causal language model there"
+_DECLARED: Mapping[str, Mapping[str, Any]] = {  # precision of a recipe -> what such a checkpoint declares
+    "bf16": {},
+    "fp8": {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}},
+    "mxfp4": {
+        "quantization_config": {
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": [
+                *("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head")
+            ],
+        }
+    },
+}
+
+
+@dataclass(frozen=True)
+class Tables:
+    """The tables of the tests, by which a family counts as compared."""
+
+    variants: Mapping[str, Any]
+    bfloat16: frozenset[str]
+    equivalences: frozenset[str]
+    triton: frozenset[str]
+    quantized: frozenset[str]
+    calibrated: frozenset[str]
+    expert_forms: Mapping[str, list[str]]
+    num_forms: int
+    fast: frozenset[str]
+    slow: frozenset[str]
+
+    @cached_property
+    def models(self) -> dict[str, ModelConfig]:
+        """Each variant, as Freight reads its config.json."""
+        return {name: parse_model_config(config.to_dict()) for name, config in self.variants.items()}
+
+    def of(self, model_type: str) -> list[str]:
+        """The variants of a model type."""
+        return [name for name, config in self.variants.items() if config.model_type == model_type]
+
+
+def read_tests() -> Tables:
+    """The tables, out of the modules of tests/."""
+    if str(ROOT) not in sys.path:
+        sys.path.insert(0, str(ROOT))
+
+    def module(name: str) -> Any:
+        return importlib.import_module(f"tests.{name}")
+
+    forms, experts = module("formats.forms"), module("formats.experts")
+    families, equivalences = module("e2e.test_families"), module("e2e.test_equivalences")
+    fallback, calibrate = module("e2e.test_fallback"), module("unit.calibrate.test_families")
+    stored = calibrate.test_scales_are_those_of_the_keys_and_values_that_the_engine_stores
+    triton = module("kernels.triton.test_triton_families").FAMILIES.values()
+    return Tables(
+        variants=module("parity.variants").VARIANTS,
+        bfloat16=frozenset(module("parity.test_transformers").BFLOAT16),
+        equivalences=frozenset(equivalences.DIFFERENT),
+        triton=frozenset(config.model_type for config in triton),
+        quantized=frozenset((*families.MODULES, *module("e2e.test_experts").KEPT)),
+        calibrated=frozenset(name for mark in stored.pytestmark for name in mark.args[1]),
+        expert_forms=_by_family(experts.FORMS),
+        num_forms=len(forms.FORMS),
+        fast=frozenset(fallback.FAST),
+        slow=frozenset(fallback.SLOW),
+    )
+
+
+def _by_family(forms: Mapping[str, Any]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name, form in forms.items():
+        for family in form.families:
+            found.setdefault(family, []).append(re.sub(r"^ct ", "compressed-tensors ", name))
+    return found
+
+
+def united(found: Sequence[Sequence[str]]) -> str:
+    """Words of several models: first those that all have, then those that depend on the config.json."""
+    every = list(dict.fromkeys(word for words in found for word in words))
+    always = [word for word in every if all(word in words for words in found)]
+    some = [word for word in every if word not in always]
+    parts = [", ".join(always), f"by config: {', '.join(some)}" if some else ""]
+    return "; ".join(part for part in parts if part)
+
+
+def flags(config: object, known: Mapping[str, str], other: frozenset[str]) -> list[str]:
+    """The fields of `config` that are set, in words; for a field that `known` lacks, its name."""
+    names = [field.name for field in fields(config) if field.name not in other]  # type: ignore[arg-type]
+    chosen = [name for name in names if not any(getattr(config, name) is unset for unset in (None, False))]
+    return [known.get(name, name.replace("_", " ")) for name in chosen]
+
+
+def of_attention(model: ModelConfig) -> list[str]:
+    mixers = [layer.mixer for layer in model.layers]
+    found = []
+    windows = [mixer.window is not None for mixer in mixers]
+    if any(windows):
+        found.append("window" if all(windows) else "windows in some layers")
+    ropes = {mixer.rope for mixer in mixers}
+    if model.position_offset is None and None in ropes:
+        found.append("layers without rope")
+    if model.position_offset is not None:
+        found.append("learned positions")
+    if len(ropes - {None}) > 1:
+        found.append("two ropes")
+    for mixer in mixers:
+        if mixer.rope is not None and model.position_offset is None:
+            found += of_rope(model, mixer)
+        found += flags(mixer, _ATTENTION, _SHAPE)
+        if mixer.softmax_scale != mixer.k_dim**-0.5:
+            found.append("own softmax scale")
+    if len({(mixer.num_kv_heads, mixer.k_dim, mixer.v_dim) for mixer in mixers}) > 1:
+        found.append("heads differ by layer")
+    return list(dict.fromkeys(found))
+
+
+def of_rope(model: ModelConfig, mixer: AttentionConfig) -> list[str]:
+    assert mixer.rope is not None
+    rope = model.ropes[mixer.rope]
+    found = [] if rope.kind == "default" else [f"{rope.kind} rope"]
+    if rope.rotary_dim < mixer.k_dim:
+        found.append("partial rope")
+    if rope.interleaved:
+        found.append("interleaved rope")
+    if QUERY_SCALING in rope.parameters:
+        found.append("query factor by position")
+    return found
+
+
+def of_feed_forward(model: ModelConfig) -> list[str]:
+    parts = [layer.feed_forward for layer in model.layers]
+    experts = [part for part in parts if isinstance(part, MoEConfig)]
+    if not experts:
+        return list(dict.fromkeys(word for part in parts for word in of_dense(part)))
+    found = ["dense layers"] if len(experts) < len(parts) else []
+    for part in experts:
+        routing = part.routing
+        found.append(_SCORING[routing.scoring])
+        if routing.scoring is not Scoring.CHOSEN and routing.normed:
+            found.append("normed weights")
+        found += ["factor"] * (routing.factor != 1) + ["groups"] * (routing.num_groups > 1)
+        found += flags(part, _EXPERTS, _ROUTED)
+        if part.shared is not None:
+            found.append("gated shared expert" if part.shared_gate else "shared expert")
+        if part.activation is not GatedActivation.SILU:
+            found.append(str(part.activation).replace("_", " "))
+    return list(dict.fromkeys(found))
+
+
+def of_dense(part: object) -> list[str]:
+    if not isinstance(part, DenseConfig):
+        return [type(part).__name__]
+    gate = "" if isinstance(part.activation, GatedActivation) else ", no gate"
+    return [f"{str(part.activation).replace('_', ' ')}{gate}", *(["biases"] if part.bias else [])]
+
+
+def of_norms(model: ModelConfig) -> list[str]:
+    norm = "LayerNorm" if model.norm_kind is NormKind.LAYER else "RMSNorm"
+    found = [f"{norm} {_NORMS.get(kind, str(kind))}" for kind in dict.fromkeys(layer.norms for layer in model.layers)]
+    if model.norm_offset:
+        found.append(f"{model.norm_offset:g} + weight")
+    multiplied = {
+        "embedding": model.embedding_multiplier is not None,
+        "residual": model.residual_multiplier != 1,
+        "logit": model.logit_divisor is not None,
+    }
+    found += [f"{name} multiplier" for name, there in multiplied.items() if there]
+    found += ["logit cap"] * (model.logit_soft_cap is not None) + ["projected embedding"] * bool(model.embedding_size)
+    return found
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a model of a config.json runs: 'natively', 'through transformers' or 'refused', with the reason."""
+
+    runs: str
+    reason: str = ""
+
+
+def ask(model_type: str, tests: Tables, text_type: str | None = None, keys: Mapping[str, Any] | None = None) -> Verdict:
+    """What the code says of a model type. Where its row, or the tests of the fallback, do not settle it, the default
+    configuration of transformers is read, with `keys`."""
+    try:
+        if keys is None and model_type in FAMILIES:
+            _, family = find_family({"model_type": model_type})
+            if text_type is not None and text_type not in (family.text_type, *family.other_texts):
+                parse_model_config({"model_type": model_type, "text_config": {"model_type": text_type}})
+            return Verdict("natively")
+        if model_type in tests.fast | tests.slow:
+            return Verdict("through transformers")
+        said = {"model_type": model_type, **(keys or {})}
+        config = hf_config(said).to_dict() | {"architectures": None}
+        found = read_model_config({key: value for key, value in config.items() if value is not None})
+        return Verdict("natively" if found.foreign is None else "through transformers")
+    except (CheckpointError, ConfigError) as error:
+        of_wrapper = Verdict("refused", in_short(str(error)))
+    if text_type is not None and text_type not in FAMILIES:
+        of_text = ask(text_type, tests)
+        if of_text.runs == "refused" and of_text.reason not in (_NOT_THERE, _UNKNOWN):
+            return Verdict("refused", f"{text_type}: {of_text.reason}")
+    return of_wrapper
+
+
+def in_short(message: str) -> str:
+    """The reason alone, out of an error that also names the way out."""
+    message = " ".join(message.split())
+    if "does not know it" in message:
+        return _UNKNOWN
+    reason = message.partition("cannot be used: ")[2] or message.removeprefix("config.json: ")
+    reason = reason.partition(". Model types that need")[0]
+    return re.sub(r" = \{.*?\.\.\. means", " means", reason).replace("|", "\\|")
+
+
+@dataclass(frozen=True)
+class Published:
+    """One model of the list, and how it runs."""
+
+    name: str
+    model_type: str
+    text_type: str | None
+    moe: bool
+    precisions: tuple[str, ...]
+    verdict: Verdict
+
+    @property
+    def short_name(self) -> str:
+        return self.name.partition("/")[2]
+
+    @property
+    def is_fp8(self) -> bool:
+        return bool({"fp8", "mxfp8"} & set(self.precisions))
+
+
+def read_published(tests: Tables) -> tuple[dict[str, Any], list[Published]]:
+    """(the content of recipes.json, its models with verdicts). A model of which no checkpoint is in a form that is read
+    counts as refused."""
+    file = json.loads(RECIPES.read_text(encoding="utf-8"))
+    asked: dict[str, Verdict] = {}
+    found = []
+    for entry in file["models"]:
+        question = json.dumps([entry["model_type"], entry.get("text_type"), entry.get("keys")])
+        if question not in asked:
+            asked[question] = ask(entry["model_type"], tests, entry.get("text_type"), entry.get("keys"))
+        precisions, verdict = tuple(entry["precisions"]), asked[question]
+        unread = [why for why in map(unreadable, precisions) if why]
+        if verdict.runs != "refused" and len(unread) == len(precisions):
+            verdict = Verdict("refused", unread[0])
+        names = (entry["name"], entry["model_type"], entry.get("text_type"))
+        found.append(Published(*names, entry["moe"], precisions, verdict))
+    return file, found
+
+
+def unreadable(precision: str) -> str | None:
+    """Why a checkpoint in this precision is not read, None if it is."""
+    if precision not in _DECLARED:
+        return f"{precision} is not read"
+    try:
+        read_scheme(_DECLARED[precision], None)
+    except CheckpointError as error:
+        return in_short(str(error))
+    return None
+
+
+def native_types() -> dict[str, list[str]]:
+    """model types with a decoder of their own -> those whose text model they are."""
+    own = {name: [] for name, family in FAMILIES.items() if family.text_type is None}  # type: dict[str, list[str]]
+    for name, family in FAMILIES.items():
+        for text in (family.text_type, *family.other_texts) if family.text_type else ():
+            own[text].append(name)
+    return own
