@@ -101,7 +101,11 @@ class _Count:
             norms += sum(map(self.norm_weight, mixer.qk_norm_sizes))
         if mixer.sinks:
             norms += 4 * mixer.num_heads
-        qkv = self.projections(prefix, names.qkv, mixer.qkv_sizes, hidden, mixer.qkv_bias)
+        if mixer.v_norm:
+            norms += 4 * mixer.v_dim
+        if layer.scalar:
+            norms += self.compute.bytes
+        qkv = self.projections(prefix, names.qkv_of(mixer), mixer.projected_sizes, hidden, mixer.qkv_bias)
         o = self.projections(prefix, (names.o,), (hidden,), mixer.num_heads * mixer.v_dim, mixer.o_bias)
         return norms + qkv + o + self.feed_forward(prefix, layer.feed_forward)
 
