@@ -129,6 +129,11 @@ VARIANTS: dict[str, PretrainedConfig] = {
             "sliding_attention": {"rope_type": "linear", "factor": 3.0, "rope_theta": 20.0},
         },
     ),
+    "gemma4-shared": Gemma4TextConfig(
+        **{**GEMMA4, "num_hidden_layers": 6}, num_kv_shared_layers=3, use_double_wide_mlp=True,
+        output_hidden_states=True,  # or transformers would look for embeddings of each layer, which are not there
+        layer_types=["sliding_attention", "full_attention"] * 3,
+    ),
     "phi3": Phi3Config(**SHAPE, pad_token_id=0),
     "phi3-window": Phi3Config(**SHAPE, pad_token_id=0, sliding_window=24, tie_word_embeddings=True),
     "phi3-partial": Phi3Config(

@@ -24,7 +24,23 @@ def parse_mixers(config: Mapping[str, Any], family: Family, hidden_size: int) ->
         replace(mixer, window=window, rope=(0 if window is None else local) if rotates else None)
         for window, rotates in zip(windows, rotated, strict=True)
     ]
-    return tuple(_with_own_heads(config, mixers) if family.own_heads else mixers)
+    return tuple(_with_shared(config, _with_own_heads(config, mixers)) if family.own_heads else mixers)
+
+
+def _with_shared(config: Mapping[str, Any], mixers: Sequence[AttentionConfig]) -> list[AttentionConfig]:
+    """`mixers` whose last `num_kv_shared_layers` read the keys and values of the last layer before them of their kind,
+    with a window or without."""
+    first = len(mixers) - integer(config, "num_kv_shared_layers", 0, least=0)
+    found = list(mixers[: max(first, 0)])
+    for index, mixer in list(enumerate(mixers))[len(found) :]:
+        sources = [at for at in range(len(found)) if at < first and mixers[at].window == mixer.window]
+        if not sources or mixers[sources[-1]].qkv_sizes[1:] != mixer.qkv_sizes[1:]:
+            raise CheckpointError(
+                f"config.json: num_kv_shared_layers = {config['num_kv_shared_layers']}: no layer before layer {index} "
+                "has keys and values of the same window and heads, which it could read"
+            )
+        found.append(replace(mixer, kv_from=sources[-1], v_norm=False, k_eq_v=False))
+    return found
 
 
 def _with_own_heads(config: Mapping[str, Any], mixers: Sequence[AttentionConfig]) -> list[AttentionConfig]:

@@ -59,9 +59,10 @@ _GEMMA4 = Family(
         },
     },
     words("attention_bias sliding_window layer_types global_head_dim num_global_key_value_heads attention_k_eq_v")
-    | words("per_layer_config hidden_size_per_layer_input vocab_size_per_layer_input"),
+    | words("per_layer_config hidden_size_per_layer_input vocab_size_per_layer_input")
+    | words("num_kv_shared_layers use_double_wide_mlp"),
     # sees tokens of one image in both directions, and those of text as other models do
-    fixed={"use_bidirectional_attention": ("vision",), "num_kv_shared_layers": (0,)},
+    fixed={"use_bidirectional_attention": ("vision",)},
     qk_norm=True,
     v_norm=True,
     own_heads=True,

@@ -25,6 +25,8 @@ class AttentionConfig:
     qk_norm_whole    whether that norm is over all heads of q together, and of k, instead
     v_norm           whether each head of v is divided by its root mean square; there is no weight
     k_eq_v           whether v is k as it is projected, before its norm and rotation: there is no projection of v
+    kv_from          the layer whose keys and values this one reads; it has neither its own projections of them nor
+                     pages. None: it has its own
     qkv_bias, o_bias whether the projections have biases
     soft_cap         a score s becomes soft_cap * tanh(s / soft_cap); None: unbounded
     sinks            whether each query head has a sink (`KernelSet.attention`)
@@ -41,6 +43,7 @@ class AttentionConfig:
     qk_norm_whole: bool = False
     v_norm: bool = False
     k_eq_v: bool = False
+    kv_from: int | None = None
     qkv_bias: bool = False
     o_bias: bool = False
     soft_cap: float | None = None
@@ -53,7 +56,9 @@ class AttentionConfig:
 
     @property
     def projected_sizes(self) -> tuple[int, ...]:
-        """Rows of the projections of q, k and, if it has one, v."""
+        """Rows of the projections of q and, if it has them, k and v."""
+        if self.kv_from is not None:
+            return self.qkv_sizes[:1]
         return self.qkv_sizes[:2] if self.k_eq_v else self.qkv_sizes
 
     @property

@@ -8,7 +8,7 @@ change the output. An absent key has the default of transformers' configuration 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from freight.config.attention import parse_mixers, soft_cap
@@ -133,6 +133,8 @@ def parse_model_config(config: Mapping[str, Any], tensors: Collection[str] = ())
     mixers = parse_mixers(config, family, hidden_size)
     norms, final_norm = _norms(config, family)
     feed_forwards = _feed_forwards(config, family, len(mixers))
+    if flag(config, "use_double_wide_mlp"):
+        feed_forwards = [_wider(mlp, mixer.kv_from) for mlp, mixer in zip(feed_forwards, mixers, strict=True)]
     if integer(config, "hidden_size_per_layer_input", 0, least=0):
         raise CheckpointError(
             f"config.json: hidden_size_per_layer_input = {config['hidden_size_per_layer_input']} (where it is absent, "
@@ -241,6 +243,11 @@ def _embedding_multiplier(config: Mapping[str, Any], family: Family, hidden_size
 def _unless_1(config: Mapping[str, Any], key: str) -> float | None:
     value = number(config, key)
     return None if value == 1 else value
+
+
+def _wider(mlp: DenseConfig | MoEConfig, kv_from: int | None) -> DenseConfig | MoEConfig:
+    """Twice as wide in layers that read the keys and values of another."""
+    return mlp if kv_from is None else replace(mlp, intermediate_size=2 * mlp.intermediate_size)
 
 
 def _activation(config: Mapping[str, Any], family: Family) -> GatedActivation | Activation:

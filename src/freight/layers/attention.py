@@ -65,6 +65,7 @@ class Attention:
 
     norm    of q and k over all their heads; norms of single heads are in `rotary`
     v_norm  of each head of v, which may be k too; None: v is as it is projected
+    shares  whether keys and values are those of another layer, which has stored them: `qkv` computes q alone
     sinks   [num_heads] float32, or None (`KernelSet.attention`)
     """
 
@@ -77,12 +78,13 @@ class Attention:
     norm: QKNorm | None = None
     v_norm: ValueNorm | None = None
     sinks: Tensor | None = None
+    shares: bool = False
 
     def __call__(self, x: Any, batch: ForwardBatch, kv: LayerKV) -> Tensor:
         """x: [num_tokens, hidden_size], a tensor or what the norm returned for `qkv.consumer`; returns x's shape."""
         qkv = self.qkv(x) if self.norm is None else self.norm(self.qkv(x))
         if self.v_norm is not None:
             qkv = self.v_norm(qkv)
-        q = kv.store(qkv, self.rotary, batch)
+        q = kv.rotate(qkv, self.rotary, batch) if self.shares else kv.store(qkv, self.rotary, batch)
         attended = kv.attend(q, batch, self.softmax_scale, self.window, self.soft_cap, self.sinks)
         return self.o(attended.flatten(1))

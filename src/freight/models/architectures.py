@@ -150,6 +150,11 @@ def tensor_names(config: ModelConfig) -> TensorNames:
     names, (body, head) = ARCHITECTURES[config.architecture], config.prefixes
     behind = range(config.num_layers, config.num_layers + config.prediction_layers)
     unused = [(f"{body}{names.layer.format(index)}*", "of a layer that predicts further tokens") for index in behind]
+    for index, layer in enumerate(config.layers):
+        if layer.mixer.kv_from is not None:
+            own = (*names.qkv[1:], names.k_norm.removesuffix("weight"))
+            reason = f"the layer reads the keys and values of layer {layer.mixer.kv_from}"
+            unused += [(f"{body}{names.layer.format(index)}{name.rstrip('.')}.*", reason) for name in own]
     return replace(
         names,
         unused=(*names.unused, *unused),

@@ -189,8 +189,7 @@ class _Builder:
     def layer(self, index: int, ropes: Mapping[int | None, Rotary]) -> DecoderLayer:
         layer, names, prefix = self.config.layers[index], self.names, self.names.layer.format(index)
         mixer, sandwich = layer.mixer, layer.norms is NormPlacement.SANDWICH
-        qk = (prefix + names.q_norm, prefix + names.k_norm)
-        norms = (self.norm_weight(qk[0]), self.norm_weight(qk[1])) if mixer.qk_norm else None
+        norms = self.qk_norms(mixer, prefix) if mixer.qk_norm else None
         rotary = replace(ropes[mixer.rope], eps=self.config.norm_eps)
         attention = Attention(
             qkv=self.linear(prefix, *names.qkv_of(mixer), rows=self.qkv_rows(mixer)),
@@ -199,6 +198,7 @@ class _Builder:
             softmax_scale=mixer.softmax_scale,
             window=mixer.window,
             soft_cap=mixer.soft_cap,
+            shares=mixer.kv_from is not None,
             norm=QKNorm(*norms, self.config.norm_eps, self.kernels) if norms and mixer.qk_norm_whole else None,
             v_norm=self.value_norm(mixer, rotary) if mixer.v_norm else None,
             sinks=self.tensor(prefix + names.sinks).float() if mixer.sinks else None,
@@ -216,6 +216,11 @@ class _Builder:
             post=layer.norms is NormPlacement.POST,
             scalar=scalar,
         )
+
+    def qk_norms(self, mixer: AttentionConfig, prefix: str) -> tuple[Tensor, Tensor]:
+        """Of a layer that reads the keys of another, that of q stands for both: no key meets it."""
+        q = self.norm_weight(prefix + self.names.q_norm)
+        return q, q if mixer.kv_from is not None else self.norm_weight(prefix + self.names.k_norm)
 
     def value_norm(self, mixer: AttentionConfig, rotary: Rotary) -> ValueNorm:
         ones = torch.ones(mixer.v_dim, dtype=torch.float32, device=rotary.cos.device)

@@ -69,7 +69,7 @@ def _layer_shapes(layer: LayerConfig, config: ModelConfig, names: TensorNames) -
     shapes |= dict.fromkeys([tensor for norm in norms for tensor in _norm_tensors(norm, config)], (hidden,))
     if mixer.qk_norm:
         q, k = mixer.qk_norm_sizes
-        shapes |= {names.q_norm: (q,), names.k_norm: (k,)}
+        shapes |= {names.q_norm: (q,)} if mixer.kv_from is not None else {names.q_norm: (q,), names.k_norm: (k,)}
     if layer.scalar:
         shapes[names.scalar] = (1,)
     if mixer.sinks:

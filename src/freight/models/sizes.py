@@ -98,7 +98,7 @@ class _Count:
         if layer.norms is NormPlacement.SANDWICH:
             norms += 2 * self.norm_weight(hidden)
         if mixer.qk_norm:
-            norms += sum(map(self.norm_weight, mixer.qk_norm_sizes))
+            norms += sum(map(self.norm_weight, mixer.qk_norm_sizes[: len(mixer.projected_sizes)]))
         if mixer.sinks:
             norms += 4 * mixer.num_heads
         if mixer.v_norm:

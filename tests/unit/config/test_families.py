@@ -77,6 +77,25 @@ def test_what_gemma_4_must_not_have_is_named(said, named):
         parse_model_config(config("gemma4_text", **said))
 
 
+def test_the_last_layers_of_gemma_4_read_the_keys_and_values_of_others():
+    kinds = ["sliding_attention", "full_attention"] * 3
+    said = {"num_hidden_layers": 6, "layer_types": kinds, "num_kv_shared_layers": 3, "attention_k_eq_v": True}
+    model = parse_model_config(config("gemma4_text", **said, use_double_wide_mlp=True))
+    mixers = [layer.mixer for layer in model.layers]
+    assert [mixer.kv_from for mixer in mixers] == [None, None, None, 1, 2, 1]
+    assert [len(mixer.projected_sizes) for mixer in mixers] == [3, 2, 3, 1, 1, 1]
+    assert [layer.feed_forward.intermediate_size for layer in model.layers] == [384] * 3 + [768] * 3
+    for count in (5, 6, 7):
+        with pytest.raises(CheckpointError, match=f"num_kv_shared_layers = {count}"):
+            parse_model_config(config("gemma4_text", **said | {"num_kv_shared_layers": count}))
+
+
+def test_embeddings_of_each_layer_are_refused_by_name():
+    for said in ({"hidden_size_per_layer_input": 8}, {"hidden_size_per_layer_input": None}):
+        with pytest.raises(CheckpointError, match="hidden_size_per_layer_input"):
+            parse_model_config(config("gemma4_text", **said))
+
+
 def test_a_proportional_rope_is_gemma_4s():
     refused("proportional", rope_parameters={"rope_type": "proportional", "rope_theta": 1e4})
 

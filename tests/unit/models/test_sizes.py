@@ -67,6 +67,7 @@ OF_FAMILIES = (
         "gemma3-two-ropes",
         "gemma4",
         "gemma4-plain",
+        "gemma4-shared",
         "phi3-partial",
         "opt",
         "opt-untied",
