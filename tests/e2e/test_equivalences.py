@@ -42,7 +42,18 @@ CACHES: dict[str, dict[str, Any]] = {
 MIXED = (Granularity.CHANNEL, None, Granularity.TOKEN, Granularity.HEAD, Granularity.TENSOR, None)
 OTHER_KERNELS = ["reference", *(f"cpu-{build}" for build in library.runnable()[1:])]
 SLOW_KERNELS = ("reference", "cpu-portable")
-DIFFERENT = ("ministral3", "gemma2", "gemma3", "opt", "opt-350m", "qwen3-moe", "minimax-m2", "gpt-oss")
+DIFFERENT = (
+    "ministral3",
+    "gemma2",
+    "gemma3",
+    "gemma4",
+    "gemma4-shared",
+    "opt",
+    "opt-350m",
+    "qwen3-moe",
+    "minimax-m2",
+    "gpt-oss",
+)
 FAMILIES = [(variant, kernels) for variant, kernels in CASES if variant in DIFFERENT]
 SETUPS = [
     *(("demo", cache, "auto") for cache in CACHES),

@@ -32,7 +32,18 @@ def test_float32_logits_equal_transformers(variant: str, kernels: str, tmp_path:
 
 
 BFLOAT16 = (
-    *("llama-llama3", "mistral-window", "ministral3", "qwen2", "qwen3", "gemma2", "gemma3", "phi3-window", "opt"),
+    *(
+        "llama-llama3",
+        "mistral-window",
+        "ministral3",
+        "qwen2",
+        "qwen3",
+        "gemma2",
+        "gemma3",
+        "gemma4",
+        "phi3-window",
+        "opt",
+    ),
     *("opt-350m", "granite", "glm", "glm4", "smollm3", "gpt-oss"),
 )
 
@@ -91,6 +102,28 @@ def test_the_text_model_of_gemma_3_beside_a_vision_model(under: str, tmp_path: P
     assert torch.equal(freight_logits(tmp_path, ids, "auto", "reference"), expected)
     save_file(tensors | {"audio_tower.weight": torch.ones(3)}, file)
     with pytest.raises(CheckpointError, match=r"audio_tower\.weight"):
+        freight_logits(tmp_path, ids, "auto", "reference")
+
+
+def test_the_text_model_of_gemma_4_beside_models_of_images_and_sound(tmp_path: Path):
+    """As the hub has it: head sizes in keys of their own, and tensors of other models, which are skipped by name."""
+    save_random(VARIANTS["gemma4"], tmp_path, torch.float32)
+    ids = tokens(40)
+    expected = freight_logits(tmp_path, ids, "auto", "reference")
+    path, file = tmp_path / "config.json", tmp_path / "model.safetensors"
+    text = json.loads(path.read_text())
+    assert text.pop("per_layer_config") == {"3": {"head_dim": 64, "num_key_value_heads": 1}}
+    text |= {"global_head_dim": 64, "num_global_key_value_heads": 1, "use_bidirectional_attention": "vision"}
+    outside = {"vision_config": {"hidden_size": 8}, "audio_config": {"hidden_size": 8}, "image_token_id": 9}
+    wrapped = {"model_type": "gemma4", "architectures": ["Gemma4ForConditionalGeneration"], **outside}
+    path.write_text(json.dumps({**wrapped, "text_config": text, "dtype": "float32"}))
+    tensors = {name.replace("model.", "model.language_model.", 1): x for name, x in load_file(file).items()}
+    for name in ("vision_tower.a.weight", "audio_tower.b.weight", "embed_vision.c.weight", "embed_audio.d.weight"):
+        tensors["model." + name] = torch.ones(3)
+    save_file(tensors, file)
+    assert torch.equal(freight_logits(tmp_path, ids, "auto", "reference"), expected)
+    save_file(tensors | {"model.touch_tower.weight": torch.ones(3)}, file)
+    with pytest.raises(CheckpointError, match=r"touch_tower\.weight"):
         freight_logits(tmp_path, ids, "auto", "reference")
 
 

@@ -12,6 +12,7 @@ from transformers import (
     Ernie4_5Config,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     Glm4Config,
     Glm4MoeConfig,
     GlmConfig,
@@ -59,6 +60,8 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0 + i / 8 for i in range(8)]
 # queries at positions 40, 80 and 120 of the tests are multiplied by another factor than those before
 SCALED = {**YARN, "rope_theta": 1e4, "original_max_position_embeddings": 40, "llama_4_scaling_beta": 0.5}
 GEMMA: dict[str, Any] = {**SHAPE, "num_hidden_layers": 4, "head_dim": 32, "sliding_window": 24}
+GEMMA4: dict[str, Any] = {**GEMMA, "global_head_dim": 64, "hidden_size_per_layer_input": 0,
+                          "final_logit_softcapping": 3.0}  # fmt: skip
 MOE: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 GLM_MOE: dict[str, Any] = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 16,
                            "routed_scaling_factor": 1.7}  # fmt: skip
@@ -114,6 +117,22 @@ VARIANTS: dict[str, PretrainedConfig] = {
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 500.0},
             "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
         },
+    ),
+    "gemma4": Gemma4TextConfig(**GEMMA4, attention_k_eq_v=True, num_global_key_value_heads=1),
+    "gemma4-plain": Gemma4TextConfig(
+        **GEMMA4, attention_bias=True, tie_word_embeddings=False,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        rope_parameters={
+            "full_attention": {
+                "rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 500.0, "factor": 2.0
+            },
+            "sliding_attention": {"rope_type": "linear", "factor": 3.0, "rope_theta": 20.0},
+        },
+    ),
+    "gemma4-shared": Gemma4TextConfig(
+        **{**GEMMA4, "num_hidden_layers": 6}, num_kv_shared_layers=3, use_double_wide_mlp=True,
+        output_hidden_states=True,  # or transformers would look for embeddings of each layer, which are not there
+        layer_types=["sliding_attention", "full_attention"] * 3,
     ),
     "phi3": Phi3Config(**SHAPE, pad_token_id=0),
     "phi3-window": Phi3Config(**SHAPE, pad_token_id=0, sliding_window=24, tie_word_embeddings=True),
@@ -177,12 +196,18 @@ def save_random(config: PretrainedConfig, folder: Path, dtype: torch.dtype) -> A
             noise = torch.randn(parameter.shape)
             if name.endswith("e_score_correction_bias"):
                 continue
-            one = 0 if config.model_type.startswith("gemma") else 1  # of norms; Gemma stores the difference from 1
+            one = (
+                0 if config.model_type in ("gemma2", "gemma3_text") else 1
+            )  # of norms; Gemma 2 and 3 store the difference from 1
+            if config.model_type == "gemma4_text" and name.endswith(("q_norm.weight", "k_norm.weight")):
+                one = 0.4  # nothing else keeps scores small: the softmax has no scale
             small = 1.0 if name.endswith("sinks") else 0.1 if parameter.ndim == 1 else 0.12
             parameter.copy_(one + 0.1 * noise if "norm" in name else noise * small)
         for name, bias in model.state_dict().items():  # buffers in most families
             if name.endswith("e_score_correction_bias"):
                 bias.copy_(0.1 * torch.randn(bias.shape))
+            if name.endswith("layer_scalar"):
+                bias.copy_(0.5 + torch.rand(bias.shape))
     model.save_pretrained(folder)
     return model
 

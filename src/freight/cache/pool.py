@@ -32,6 +32,13 @@ class LayerKV(Protocol):
         """
         ...
 
+    def rotate(self, q: Tensor, rotary: Rotary, batch: ForwardBatch) -> Tensor:
+        """In place of `store` where another layer has stored keys and values: norm and rotate the queries.
+
+        q: [num_tokens, num_heads * k_dim], as projected; returns [num_tokens, num_heads, k_dim].
+        """
+        ...
+
     def attend(
         self,
         q: Tensor,
@@ -49,15 +56,24 @@ class LayerKV(Protocol):
 class PagedKV:
     """A `LayerKV` over pages, with the kernels that write and read them.
 
-    `group` is the cache group whose slots and block tables the layer follows.
+    `group` is the cache group whose slots and block tables the layer follows. The pages are those of another layer if
+    it is `shared`.
     """
 
     pages: KVPages
     kernels: KernelSet
     group: int = 0
+    shared: bool = False
 
     def store(self, qkv: Tensor, rotary: Rotary, batch: ForwardBatch) -> Tensor:
+        assert not self.shared, "its pages are another layer's"
         return self.kernels.rotate_store(qkv, rotary, batch.positions, batch.slots[self.group], self.pages)
+
+    def rotate(self, q: Tensor, rotary: Rotary, batch: ForwardBatch) -> Tensor:
+        heads, k_dim, v_dim = *self.pages.k.shape[2:], self.pages.v.shape[3]
+        qkv = torch.cat((q, q.new_zeros(len(q), heads * (k_dim + v_dim))), 1)
+        nowhere = torch.full_like(batch.slots[self.group], -1)
+        return self.kernels.rotate_store(qkv, rotary, batch.positions, nowhere, self.pages)
 
     def attend(
         self,
@@ -105,7 +121,7 @@ class KVPool:
 
     def counters(self) -> tuple[int, int]:
         """(NaNs stored since the start, values clipped to their scale's range); a working model stores no NaN."""
-        nans, clipped = torch.stack([layer.pages.counters for layer in self.layers]).sum(0).tolist()
+        nans, clipped = torch.stack([layer.pages.counters for layer in self.layers if not layer.shared]).sum(0).tolist()
         return nans, clipped
 
 
@@ -113,7 +129,7 @@ def cache_spec(kv: KVCacheConfig, model: ModelConfig, block_size: int) -> KVCach
     layers = []
     for index, layer in enumerate(model.layers):
         kind, m = kv.of_layer(index), layer.mixer
-        layers.append(LayerKVSpec(kind.format, kind.granularity, m.num_kv_heads, m.k_dim, m.v_dim, m.window))
+        layers.append(LayerKVSpec(kind.format, kind.granularity, m.num_kv_heads, m.k_dim, m.v_dim, m.window, m.kv_from))
     return KVCacheSpec(tuple(layers), block_size)
 
 
@@ -134,9 +150,12 @@ def allocate_pool(
     """
     of_layers = kv.scales.layers if kv.scales is not None else (None,) * len(spec.layers)
     tables = AngleTables()
-    layers = []
+    layers: list[PagedKV] = []
     groups = {layer: index for index, group in enumerate(spec.groups) for layer in group.layers}
     for index, (layer, scales) in enumerate(zip(spec.layers, of_layers, strict=True)):
+        if layer.source is not None:
+            layers.append(replace(layers[layer.source], shared=True))
+            continue
         group = groups[index]
         pages = _allocate_layer(layer, scales, num_blocks[group], spec.block_size, device)
         if scales is not None and scales.k_center:

@@ -19,7 +19,10 @@ from freight.operands.tiles import KEY_TILE
 
 @dataclass(frozen=True)
 class LayerKVSpec:
-    """One layer's K and V pages. `granularity` is None for 16 bits, `window` for a layer that sees every token."""
+    """One layer's K and V pages. `granularity` is None for 16 bits, `window` for a layer that sees every token.
+
+    `source` is the layer whose pages this one reads; it has none of its own then.
+    """
 
     format: Format
     granularity: Granularity | None
@@ -27,14 +30,19 @@ class LayerKVSpec:
     k_dim: int
     v_dim: int
     window: int | None = None
+    source: int | None = None
 
     @property
     def values_per_token(self) -> int:
+        if self.source is not None:
+            return 0
         return self.num_kv_heads * (self.k_dim + self.v_dim)
 
     @property
     def bytes_per_token(self) -> int:
         """K and V of one token, with its `token` scales (one bfloat16 per KV head, K and V apart)."""
+        if self.source is not None:
+            return 0
         values = self.values_per_token * self.format.bytes
         return values + (2 * 2 * self.num_kv_heads if self.granularity is Granularity.TOKEN else 0)
 
@@ -110,7 +118,8 @@ class KVCacheSpec:
         """In the order of their first layers."""
         members: dict[int | None, list[int]] = {}
         for index, layer in enumerate(self.layers):
-            members.setdefault(layer.window, []).append(index)
+            if layer.source is None:
+                members.setdefault(layer.window, []).append(index)
         return tuple(
             Pages(tuple(layers), sum(self.layers[index].bytes_per_token for index in layers), window, self.block_size)
             for window, layers in members.items()

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
-from freight.config.layer import DenseConfig, MoEConfig
+from freight.config.layer import DenseConfig, LayerConfig
 from freight.config.model import ModelConfig
 from freight.errors import ConfigError, nearest
 from freight.models.architectures import tensor_names
@@ -67,9 +67,9 @@ class LayerModules:
 def layer_modules(config: ModelConfig) -> tuple[LayerModules, ...]:
     names = tensor_names(config)
 
-    def of(index: int, mlp: DenseConfig | MoEConfig) -> LayerModules:
-        prefix = names.layer.format(index)
-        qkv = tuple(prefix + part for part in names.qkv)
+    def of(index: int, layer: LayerConfig) -> LayerModules:
+        mlp, prefix = layer.feed_forward, names.layer.format(index)
+        qkv = tuple(prefix + part for part in names.qkv_of(layer.mixer))
         dense = (names.gate_up, names.down) if isinstance(mlp, DenseConfig) else shared_names(names)
         gate_up, down = tuple(prefix + part for part in dense[0]), (prefix + dense[1],)
         attention, o = qkv[0].rpartition(".")[0], (prefix + names.o,)
@@ -88,7 +88,7 @@ def layer_modules(config: ModelConfig) -> tuple[LayerModules, ...]:
             return LayerModules(attention, qkv, o, (), (), experts, kept)
         return LayerModules(attention, qkv, o, gate_up, down, experts, kept)
 
-    return tuple(of(index, layer.feed_forward) for index, layer in enumerate(config.layers))
+    return tuple(of(index, layer) for index, layer in enumerate(config.layers))
 
 
 def linear_modules(config: ModelConfig) -> tuple[str, ...]:

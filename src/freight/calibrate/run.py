@@ -252,9 +252,17 @@ def calibrate(
     Keys and values are stored and read by the reference, in float32: the rounding of faster kernels depends on the
     machine, and would become part of the scales. Centers need a second pass through each layer, because scales are for
     the centered keys, and the hidden states twice; everything else is measured as without them.
-    Raises CheckpointError that names the layer and what in it is NaN or infinite.
+    Raises CheckpointError that names the layer and what in it is NaN or infinite, and for layers that read the keys and
+    values of another.
     """
     names, left_out = tensor_names(config), frozenset(ignored)
+    sharing = [index for index, layer in enumerate(config.layers) if layer.mixer.kv_from is not None]
+    if sharing:
+        raise CheckpointError(
+            f"layer {sharing[0]} reads the keys and values of layer {config.layers[sharing[0]].mixer.kv_from} "
+            "(num_kv_shared_layers): calibration, which goes layer by layer, is not implemented for it; quantize "
+            "without (dynamic activations, and a KV cache whose scales are measured per token)"
+        )
     lengths = [len(ids) for ids in samples]
     ropes = build_ropes(config.ropes, max(lengths), device)
     total = config.num_layers * sum(lengths) * (2 if plan.center else 1)

@@ -90,6 +90,14 @@ def read_kv_scales(checkpoint: Checkpoint, model: ModelConfig, scheme: Scheme, e
     finer = read_extras(checkpoint, model)
     if finer is not None and extras:
         return finer
+    for index, one in enumerate(model.layers):
+        source = one.mixer.kv_from
+        if source is not None and found[index]:
+            raise CheckpointError(
+                f"{next(iter(found[index].values()))[0]} is a KV scale of layer {index}, which reads the keys and "
+                f"values of layer {source} and stores none; remove it from the checkpoint"
+            )
+        found[index] = found[index] if source is None else found[source]
     layers = tuple(_layer(sides, layer.mixer) for sides, layer in zip(found, model.layers, strict=True))
     return KVScales(layers, scheme.kv_format or Format.E4M3FN, scheme.kv_format is None and any(found))
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from freight.config.experts import MoEFamily
 from freight.config.family import Family, words
+from freight.config.gemma import GEMMAS
 from freight.config.layer import NormKind, NormPlacement
 from freight.config.mixtures import MIXTURES
 from freight.operands.activation import GatedActivation
@@ -13,31 +14,6 @@ from freight.operands.routing import Scoring
 
 _SPARSE = words("decoder_sparse_step mlp_only_layers")
 _WINDOW_KEYS = words("sliding_window use_sliding_window layer_types")
-_GEMMA = {
-    "hidden_activation": "gelu_pytorch_tanh",
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "query_pre_attn_scalar": 256,
-    "bos_token_id": 2,
-    "eos_token_id": 1,
-    "tie_word_embeddings": True,
-    "sliding_window": 4096,
-    "use_sliding_window": True,
-}
-_GEMMA_KEYS = words("query_pre_attn_scalar attention_bias sliding_window layer_types cache_implementation")
-_GEMMA3 = Family(
-    "Gemma3ForCausalLM",
-    {**_GEMMA, "vocab_size": 262208, "max_position_embeddings": 131072, "sliding_window_pattern": 6},
-    _GEMMA_KEYS | words("sliding_window_pattern rope_local_base_freq"),
-    qk_norm=True,
-    norms=NormPlacement.SANDWICH,
-    norm_offset=1.0,
-    scales_embedding=True,
-    activation_key="hidden_activation",
-    theta=1e6,
-    local_theta=1e4,
-)
 _MULTIPLIERS = words("embedding_multiplier attention_multiplier residual_multiplier logits_scaling")
 _GLM = Family(
     "GlmForCausalLM",
@@ -220,30 +196,6 @@ FAMILIES = {
             activation=GatedActivation.CLAMPED_SWIGLU,
         ),
     ),
-    "gemma2": Family(
-        "Gemma2ForCausalLM",
-        {
-            **_GEMMA,
-            "vocab_size": 256000,
-            "max_position_embeddings": 8192,
-            "sliding_window_pattern": 2,
-            "attn_logit_softcapping": 50.0,
-            "final_logit_softcapping": 30.0,
-        },
-        _GEMMA_KEYS,
-        norms=NormPlacement.SANDWICH,
-        norm_offset=1.0,
-        scales_embedding=True,
-        activation_key="hidden_activation",
-    ),
-    "gemma3_text": _GEMMA3,
-    "gemma3": replace(
-        _GEMMA3,
-        architecture="Gemma3ForConditionalGeneration",
-        bodies=(("model.language_model.", ""), ("language_model.model.", "language_model.")),
-        text_type="gemma3_text",
-        wrapper_keys=words("vision_config mm_tokens_per_image boi_token_index eoi_token_index image_token_index"),
-    ),
     "phi3": Family(
         "Phi3ForCausalLM",
         {
@@ -350,5 +302,6 @@ FAMILIES = {
         position_offset=2,
         bodies=(("model.decoder.", ""), ("decoder.", "")),  # facebook's own files have the second
     ),
+    **GEMMAS,
     **MIXTURES,
 }

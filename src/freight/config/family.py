@@ -27,10 +27,15 @@ class Family:
     sinks              whether each query head has a sink (`KernelSet.attention`)
     qk_norm            whether q and k are normed, head by head; qk_norm_key: has the answer, in families that differ
     qk_norm_whole      whether that norm is over all heads of q together, and of k
+    v_norm             whether the values of each head are divided by their root mean square
+    own_heads          whether layers without a window have a head size and KV heads of their own (`global_head_dim`,
+                       `num_global_key_value_heads`), and perhaps no projection of values (`attention_k_eq_v`)
+    softmax_scale      of every layer; None: one over the square root of the head size, if no key says otherwise
     norm_kind, norm_eps  of every norm; an eps of None is read from `rms_norm_eps`
     norm_offset        what is added to a stored norm weight
     wide_norms         whether norms multiply by their weight in float32, before they round; with an offset they do
     scales_embedding   whether the embedding's rows are multiplied by the square root of `hidden_size`
+    layer_scalar       whether the output of each layer is multiplied by a number that it stores
     multipliers        whether `embedding_multiplier`, `attention_multiplier`, `residual_multiplier` and
                        `logits_scaling` are read (Granite)
     mixed_windows      whether layers may differ in their window
@@ -45,6 +50,7 @@ class Family:
     rotary_factor      share of a head's channels that are rotated, where no `partial_rotary_factor` (or `rotary_dim`,
                        their number) says it; None: all
                        are, and no key may say otherwise
+    proportional       whether a rope may be of type proportional, which only this family has
     interleaved        whether the rope's pairs are neighbours (`RopeConfig.interleaved`)
     bodies             what may precede the names of the decoder's tensors, and that of its head; the first is usual
     moe                what its config.json says of experts; None: it has none
@@ -66,12 +72,16 @@ class Family:
     qk_norm: bool = False
     qk_norm_key: str | None = None
     qk_norm_whole: bool = False
+    v_norm: bool = False
+    own_heads: bool = False
+    softmax_scale: float | None = None
     norms: NormPlacement = NormPlacement.PRE
     norm_kind: NormKind = NormKind.RMS
     norm_eps: float | None = None
     norm_offset: float = 0.0
     wide_norms: bool = False
     scales_embedding: bool = False
+    layer_scalar: bool = False
     multipliers: bool = False
     mixed_windows: bool = True
     gated: bool = True
@@ -82,6 +92,7 @@ class Family:
     theta: float = 10000.0
     local_theta: float | None = None
     rotary_factor: float | None = None
+    proportional: bool = False
     interleaved: bool = False
     bodies: tuple[tuple[str, str], ...] = (("model.", ""),)
     moe: MoEFamily | None = None

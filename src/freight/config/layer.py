@@ -23,6 +23,10 @@ class AttentionConfig:
     rope             index into `ModelConfig.ropes`; None: queries and keys are not rotated
     qk_norm          RMSNorm over each head of q and of k, before the rotation
     qk_norm_whole    whether that norm is over all heads of q together, and of k, instead
+    v_norm           whether each head of v is divided by its root mean square; there is no weight
+    k_eq_v           whether v is k as it is projected, before its norm and rotation: there is no projection of v
+    kv_from          the layer whose keys and values this one reads; it has neither its own projections of them nor
+                     pages. None: it has its own
     qkv_bias, o_bias whether the projections have biases
     soft_cap         a score s becomes soft_cap * tanh(s / soft_cap); None: unbounded
     sinks            whether each query head has a sink (`KernelSet.attention`)
@@ -37,6 +41,9 @@ class AttentionConfig:
     rope: int | None = 0
     qk_norm: bool = False
     qk_norm_whole: bool = False
+    v_norm: bool = False
+    k_eq_v: bool = False
+    kv_from: int | None = None
     qkv_bias: bool = False
     o_bias: bool = False
     soft_cap: float | None = None
@@ -44,8 +51,15 @@ class AttentionConfig:
 
     @property
     def qkv_sizes(self) -> tuple[int, int, int]:
-        """Rows of the projections of q, k and v."""
+        """Values of q, k and v that a token has."""
         return self.num_heads * self.k_dim, self.num_kv_heads * self.k_dim, self.num_kv_heads * self.v_dim
+
+    @property
+    def projected_sizes(self) -> tuple[int, ...]:
+        """Rows of the projections of q and, if it has them, k and v."""
+        if self.kv_from is not None:
+            return self.qkv_sizes[:1]
+        return self.qkv_sizes[:2] if self.k_eq_v else self.qkv_sizes
 
     @property
     def qk_norm_sizes(self) -> tuple[int, int]:
@@ -127,8 +141,12 @@ class NormPlacement(StrEnum):
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """One layer: x += mixer(norm(x)); x += feed_forward(norm(x)), with norms where `norms` says."""
+    """One layer: x += mixer(norm(x)); x += feed_forward(norm(x)), with norms where `norms` says.
+
+    scalar   whether the sum is multiplied by a number that the checkpoint has for this layer (Gemma 4)
+    """
 
     mixer: AttentionConfig
     feed_forward: DenseConfig | MoEConfig
     norms: NormPlacement = NormPlacement.PRE
+    scalar: bool = False

@@ -7,10 +7,11 @@ change the output. An absent key has the default of transformers' configuration 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from freight.config.attention import parse_mixers, soft_cap
 from freight.config.experts import layers_with_experts, parse_moe
 from freight.config.families import FAMILIES
 from freight.config.family import Family
@@ -129,31 +130,30 @@ def parse_model_config(config: Mapping[str, Any], tensors: Collection[str] = ())
     prefixes = _prefixes(family, tensors)
     hidden_size = integer(config, "hidden_size")
     limit = integer(config, "max_position_embeddings")
-    mixer = _mixer(config, family, hidden_size)
+    mixers = parse_mixers(config, family, hidden_size)
     norms, final_norm = _norms(config, family)
-    rotary = family.position_offset is None
-    local = 0 if family.local_theta is None else 1  # the rope of layers with a window
-    windows = _windows(config, family, integer(config, "num_hidden_layers"))
-    rotated = _rotated(config, family, len(windows))
-    mixers = [
-        replace(mixer, window=window, rope=(0 if window is None else local) if rotates else None)
-        for window, rotates in zip(windows, rotated, strict=True)
-    ]
-    feed_forwards = _feed_forwards(config, family, len(windows))
-    layers = [LayerConfig(*parts, norms) for parts in zip(mixers, feed_forwards, strict=True)]
+    feed_forwards = _feed_forwards(config, family, len(mixers))
+    if flag(config, "use_double_wide_mlp"):
+        feed_forwards = [_wider(mlp, mixer.kv_from) for mlp, mixer in zip(feed_forwards, mixers, strict=True)]
+    if integer(config, "hidden_size_per_layer_input", 0, least=0):
+        raise CheckpointError(
+            f"config.json: hidden_size_per_layer_input = {config['hidden_size_per_layer_input']} (where it is absent, "
+            "256) means embeddings of each layer, which are not implemented; only 0 is"
+        )
+    layers = [LayerConfig(*parts, norms, family.layer_scalar) for parts in zip(mixers, feed_forwards, strict=True)]
     return ModelConfig(
         model_type=model_type,
         architecture=family.architecture,
         vocab_size=integer(config, "vocab_size"),
         hidden_size=hidden_size,
         layers=tuple(layers),
-        ropes=parse_ropes(config, family, limit, mixer.k_dim) if rotary else (),
+        ropes=_ropes(config, family, limit, mixers),
         max_position_embeddings=limit,
         norm_eps=number(config, "rms_norm_eps", 1e-6) if family.norm_eps is None else family.norm_eps,
         norm_offset=family.norm_offset,
         embedding_multiplier=_embedding_multiplier(config, family, hidden_size),
         tie_word_embeddings=_tied(outer, config, family, prefixes[1], tensors),
-        logit_soft_cap=_soft_cap(config, "final_logit_softcapping"),
+        logit_soft_cap=soft_cap(config, "final_logit_softcapping"),
         checkpoint_format=declared_format(config),
         bos_token_id=next(iter(token_ids(config, "bos_token_id", None)), None),
         eos_token_ids=token_ids(config, "eos_token_id", None),
@@ -208,6 +208,16 @@ def _tied(
     return flag(config, "tie_word_embeddings")
 
 
+def _ropes(
+    config: Mapping[str, Any], family: Family, limit: int, mixers: Sequence[AttentionConfig]
+) -> tuple[RopeConfig, ...]:
+    """By `AttentionConfig.rope`; a rope that no layer has is made for heads like the others."""
+    if family.position_offset is not None:
+        return ()
+    sizes = {mixer.rope: mixer.k_dim for mixer in mixers}
+    return parse_ropes(config, family, limit, tuple(sizes.get(rope, mixers[0].k_dim) for rope in (0, 1)))
+
+
 def _norms(config: Mapping[str, Any], family: Family) -> tuple[NormPlacement, bool]:
     """What is normed in each layer, and whether the output of the last layer is. Only OPT has keys for it."""
     if "do_layer_norm_before" not in family.keys:
@@ -235,47 +245,9 @@ def _unless_1(config: Mapping[str, Any], key: str) -> float | None:
     return None if value == 1 else value
 
 
-def _mixer(config: Mapping[str, Any], family: Family, hidden_size: int) -> AttentionConfig:
-    """The attention of every layer, without window."""
-    heads = integer(config, "num_attention_heads")
-    # null means one KV head per attention head, as does absence where the family has no default
-    kv_heads = heads if config.get("num_key_value_heads") is None else integer(config, "num_key_value_heads")
-    if heads % kv_heads:
-        raise CheckpointError(
-            f"config.json contradicts itself: num_attention_heads = {heads} is not a multiple of "
-            f"num_key_value_heads = {kv_heads}"
-        )
-    qkv_bias, o_bias = (key in family.keys and flag(config, key) for key in family.bias_keys[:2])
-    head_dim = _head_dim(config, hidden_size, heads)
-    scaled_by = number(config, "query_pre_attn_scalar", head_dim)
-    return AttentionConfig(
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        k_dim=head_dim,
-        v_dim=head_dim,
-        softmax_scale=number(config, "attention_multiplier") if family.multipliers else scaled_by**-0.5,
-        qk_norm=family.qk_norm if family.qk_norm_key is None else flag(config, family.qk_norm_key),
-        qk_norm_whole=family.qk_norm_whole,
-        qkv_bias=family.qkv_bias or qkv_bias,
-        o_bias=o_bias,
-        soft_cap=_soft_cap(config, "attn_logit_softcapping"),
-        sinks=family.sinks,
-    )
-
-
-def _head_dim(config: Mapping[str, Any], hidden_size: int, heads: int) -> int:
-    if config.get("head_dim") is not None:
-        head_dim = integer(config, "head_dim")
-    elif hidden_size % heads:
-        raise CheckpointError(
-            f"config.json contradicts itself: hidden_size = {hidden_size} is not a multiple of "
-            f"num_attention_heads = {heads}, and there is no head_dim"
-        )
-    else:
-        head_dim = hidden_size // heads
-    if head_dim % 2:
-        raise CheckpointError(f"config.json: head_dim = {head_dim} is odd; rotary embedding rotates pairs of channels")
-    return head_dim
+def _wider(mlp: DenseConfig | MoEConfig, kv_from: int | None) -> DenseConfig | MoEConfig:
+    """Twice as wide in layers that read the keys and values of another."""
+    return mlp if kv_from is None else replace(mlp, intermediate_size=2 * mlp.intermediate_size)
 
 
 def _activation(config: Mapping[str, Any], family: Family) -> GatedActivation | Activation:
@@ -293,62 +265,6 @@ def _activation(config: Mapping[str, Any], family: Family) -> GatedActivation | 
     return known[own]
 
 
-def _windows(config: Mapping[str, Any], family: Family, num_layers: int) -> tuple[int | None, ...]:
-    """The window of each layer: `layer_types` decides, else `sliding_window_pattern` (every n-th layer has none), else
-    `max_window_layers` (the layers before have none), else all layers have it."""
-    window = config.get("sliding_window")
-    if not flag(config, "use_sliding_window"):
-        window = None
-    elif window is not None:
-        window = integer(config, "sliding_window")
-    first = integer(config, "max_window_layers", 0, least=0)
-    pattern = integer(config, "sliding_window_pattern", num_layers + 1)
-    default = [window is not None and i >= first and (i + 1) % pattern != 0 for i in range(num_layers)]
-    if "no_rope_layers" in family.keys:  # layers that rotate see everything
-        rotated = _rotated(config, family, num_layers)
-        default = [window is not None and not rotates for rotates in rotated]
-    layer_types = config.get("layer_types")
-    if not layer_types:
-        return tuple(window if slides else None for slides in default)
-    kinds = {"full_attention": False, "attention": False, "sliding_attention": True}
-    if not isinstance(layer_types, list) or len(layer_types) != num_layers:
-        raise CheckpointError(
-            f"config.json contradicts itself: layer_types = {layer_types!r} is not a list of "
-            f"num_hidden_layers = {num_layers} entries"
-        )
-    for kind in layer_types:
-        if kind not in kinds:
-            raise CheckpointError(
-                f"config.json: layer_types has {kind!r}, which is not implemented; {choices(kinds)} are"
-            )
-    slides = [kinds[kind] for kind in layer_types]
-    if window is None and any(slides):
-        raise CheckpointError(
-            "config.json contradicts itself: layer_types has 'sliding_attention', but sliding_window = "
-            f"{config.get('sliding_window')!r} with use_sliding_window = {config.get('use_sliding_window')!r}"
-        )
-    if not family.mixed_windows and slides != default:
-        raise CheckpointError(
-            f"config.json: layer_types = {layer_types!r} with sliding_window = {window}: "
-            f"in {family.architecture} all layers have the same window"
-        )
-    return tuple(window if slide else None for slide in slides)
-
-
-def _rotated(config: Mapping[str, Any], family: Family, num_layers: int) -> list[bool]:
-    """Which layers rotate queries and keys: those with a 1 in `no_rope_layers`, else all but every n-th (SmolLM3)."""
-    if "no_rope_layers" not in family.keys:
-        return [family.position_offset is None] * num_layers
-    interval = integer(config, "no_rope_layer_interval")
-    found = config.get("no_rope_layers") or [int((i + 1) % interval != 0) for i in range(num_layers)]
-    if not isinstance(found, list) or len(found) != num_layers or not set(found) <= {0, 1}:
-        raise CheckpointError(
-            f"config.json: no_rope_layers = {found!r} must be a list of num_hidden_layers = {num_layers} entries, each "
-            "0 or 1"
-        )
-    return [one == 1 for one in found]
-
-
 def _feed_forwards(config: Mapping[str, Any], family: Family, num_layers: int) -> list[DenseConfig | MoEConfig]:
     """The feed-forward of each layer."""
     activation = _activation(config, family)
@@ -362,10 +278,6 @@ def _feed_forwards(config: Mapping[str, Any], family: Family, num_layers: int) -
     assert isinstance(activation, GatedActivation)
     moe = parse_moe(config, family.moe, activation)
     return [moe if sparse else dense or moe for sparse in experts]
-
-
-def _soft_cap(config: Mapping[str, Any], key: str) -> float | None:
-    return None if config.get(key) is None else number(config, key)
 
 
 def declared_format(config: Mapping[str, Any]) -> Format:

@@ -13,13 +13,16 @@ from freight.errors import CheckpointError, choices
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding. `kind` is default, linear, llama3, yarn or longrope; `parameters` are that kind's numbers.
+    """Rotary embedding. `kind` is default, linear, llama3, yarn, longrope or proportional; `parameters` are that kind's
+    numbers.
 
     linear: factor. llama3: factor, low_freq_factor, high_freq_factor, original_max_position_embeddings.
     yarn: factor, original_max_position_embeddings and, where the checkpoint has them, attention_factor, beta_fast,
     beta_slow, mscale, mscale_all_dim, truncate, llama_4_scaling_beta (of queries: `layers.rope`).
     longrope: factor, original_max_position_embeddings, perhaps attention_factor, and what divides each frequency,
     [rotary_dim / 2]: `short_factors` where no position lies beyond the original length, else `long_factors`.
+    proportional: perhaps factor, and partial_rotary_factor: the share of pairs that are rotated, those of the highest
+    frequencies; the others have frequency 0, and `rotary_dim` counts both.
     The first `rotary_dim` channels of a head are rotated.
 
     interleaved   a checkpoint's pairs of channels are (2i, 2i + 1), and not (i, i + rotary_dim / 2) as those of every
@@ -42,23 +45,28 @@ _REQUIRED = {
     "yarn": frozenset({"factor", "original_max_position_embeddings"}),
     "longrope": frozenset({"factor", "original_max_position_embeddings"}),
 }
+PROPORTIONAL = "proportional"
+QUERY_SCALING = "llama_4_scaling_beta"
+_SHARE = "partial_rotary_factor"
 _OPTIONAL = {
     "yarn": frozenset({"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}),
     "longrope": frozenset({"attention_factor"}),
+    PROPORTIONAL: frozenset({"factor", _SHARE}),
 }
-QUERY_SCALING = "llama_4_scaling_beta"
 _OTHER = frozenset({"type", "rope_type", "rope_theta", "partial_rotary_factor", "finetuned"})
 _LAYER_KINDS = ("full_attention", "sliding_attention")
 
 
-def parse_ropes(config: Mapping[str, Any], family: Family, max_positions: int, head_dim: int) -> tuple[RopeConfig, ...]:
+def parse_ropes(
+    config: Mapping[str, Any], family: Family, max_positions: int, head_dims: tuple[int, ...]
+) -> tuple[RopeConfig, ...]:
     """The rope of all layers; or, where layers with a window have their own, that of the others and then theirs.
 
     Both spellings: `rope_theta`, `rope_local_base_freq` and `rope_scaling`, or `rope_parameters` with the theta inside,
-    for each kind of layer where there are two ropes.
+    for each kind of layer where there are two ropes. `head_dims` has the head size of each of the two kinds.
     """
     if family.local_theta is None:
-        return (_parse_rope(config, family, family.theta, max_positions, head_dim),)
+        return (_parse_rope(config, family, family.theta, max_positions, head_dims[0]),)
     by_kind = config.get("rope_parameters") or {}
     if not isinstance(by_kind, Mapping) or not set(by_kind) <= set(_LAYER_KINDS):
         raise CheckpointError(
@@ -69,8 +77,8 @@ def parse_ropes(config: Mapping[str, Any], family: Family, max_positions: int, h
     shared = {**config, "rope_parameters": whole}
     local = {"rope_parameters": windowed, "rope_theta": config.get("rope_local_base_freq")}
     return (
-        _parse_rope(shared, family, family.theta, max_positions, head_dim),
-        _parse_rope(local, family, family.local_theta, max_positions, head_dim),
+        _parse_rope(shared, family, family.theta, max_positions, head_dims[0]),
+        _parse_rope(local, family, family.local_theta, max_positions, head_dims[1]),
     )
 
 
@@ -91,7 +99,7 @@ def _parse_rope(
     parsed = {
         key: _parse(
             *(key, value, config, family),
-            replace(plain, rotary_dim=_rotary_dim(config, value, family, head_dim)),
+            replace(plain, rotary_dim=_rotary_dim(config, _of_heads(value, family), family, head_dim)),
             max_positions,
         )
         for key, value in declared.items()
@@ -100,6 +108,12 @@ def _parse_rope(
         spellings = " but ".join(f"{key} = {value}" for key, value in declared.items())
         raise CheckpointError(f"config.json contradicts itself: {spellings}")
     return next(iter(parsed.values()), plain)
+
+
+def _of_heads(rope: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
+    """`rope` without a share of the rotated channels that is a number of its kind (`RopeConfig`)."""
+    own = family.proportional and PROPORTIONAL in (rope.get("rope_type"), rope.get("type"))
+    return {key: value for key, value in rope.items() if not (own and key == _SHARE)}
 
 
 def _rotary_dim(config: Mapping[str, Any], rope: Mapping[str, Any], family: Family, head_dim: int) -> int:
@@ -135,10 +149,11 @@ def _parse(
     kinds = {rope[key] for key in ("type", "rope_type") if rope.get(key) is not None} or {"default"}
     kind = kinds.pop()
     kind = "longrope" if kind == "su" else kind
-    if kinds or kind not in _REQUIRED:
+    required = _REQUIRED | ({PROPORTIONAL: frozenset[str]()} if family.proportional else {})
+    if kinds or kind not in required:
         named = repr(kind) if not kinds else f"type {rope['type']!r} and rope_type {rope['rope_type']!r}"
-        raise CheckpointError(f"config.json: {where} of {named} is not implemented; {choices(_REQUIRED)} are")
-    allowed = _REQUIRED[kind] | _OPTIONAL.get(kind, frozenset())
+        raise CheckpointError(f"config.json: {where} of {named} is not implemented; {choices(required)} are")
+    allowed = required[kind] | _OPTIONAL.get(kind, frozenset())
     if family.query_scaling:
         rope, allowed = _with_query_scaling(where, rope, kind), allowed | {QUERY_SCALING}
     thetas = {number(source, "rope_theta") for source in (rope, config) if source.get("rope_theta") is not None}
@@ -146,17 +161,18 @@ def _parse(
         raise CheckpointError(
             f"config.json contradicts itself: rope_theta = {config['rope_theta']}, and in {where} {rope['rope_theta']}"
         )
-    values = {key: value for key, value in rope.items() if key not in _OTHER and value is not None}
+    other = _OTHER - ({_SHARE} if kind == PROPORTIONAL else set())
+    values = {key: value for key, value in rope.items() if key not in other and value is not None}
     factors = [_factors(where, values, key, plain.rotary_dim) if kind == "longrope" else () for key in _FACTORS]
     # a pretrained length outside of this object takes precedence; without either, it is max_position_embeddings
     outside = config.get("original_max_position_embeddings")
     original = outside if outside is not None else values.pop("original_max_position_embeddings", max_positions)
     values.pop("original_max_position_embeddings", None)
-    if "original_max_position_embeddings" in _REQUIRED[kind]:
+    if "original_max_position_embeddings" in required[kind]:
         values["original_max_position_embeddings"] = original
     if kind in ("yarn", "longrope") and "factor" not in values:
         values["factor"] = max_positions / number(values, "original_max_position_embeddings")
-    for key in sorted(_REQUIRED[kind] - set(values)):
+    for key in sorted(required[kind] - set(values)):
         raise CheckpointError(f"config.json: {where} of kind {kind!r} lacks {key}")
     for key in sorted(set(values) - allowed):
         raise CheckpointError(
@@ -198,4 +214,6 @@ def _value(where: str, values: Mapping[str, Any], key: str) -> float | bool:
         if not isinstance(value, bool):
             raise CheckpointError(f"config.json: truncate = {value!r} in {where} must be true or false")
         return value
+    if key == _SHARE and number(values, key) > 1:
+        raise CheckpointError(f"config.json: {key} = {value!r} in {where} must be a share of the channels, at most 1")
     return number(values, key, least=0.0 if key.startswith("mscale") or key == QUERY_SCALING else None)

@@ -165,7 +165,9 @@ def _settings(model: ModelConfig, scheme: Scheme, compute: Format, wish: Wish, c
         loaded = loaded_bytes(model, compute, weights, linear_of, wish.layout, context)
         for format, granularity, source, flags in caches:
             mixers = (layer.mixer for layer in model.layers)
-            layers = (LayerKVSpec(format, granularity, m.num_kv_heads, m.k_dim, m.v_dim, m.window) for m in mixers)
+            layers = (
+                LayerKVSpec(format, granularity, m.num_kv_heads, m.k_dim, m.v_dim, m.window, m.kv_from) for m in mixers
+            )
             spec = KVCacheSpec(tuple(layers), EngineArgs.block_size)
             yield _setting((weights, format, granularity, source, (*options, *flags)), loaded, spec, wish, context)
 

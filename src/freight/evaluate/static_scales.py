@@ -48,12 +48,13 @@ def channel_amax(
             seen[index] = [torch.maximum(old, new) for old, new in zip(before, largest, strict=True)]
 
         kv = pool.layers[index]
-        return WatchedKV(kv.pages, kv.kernels, kv.group, stored, watches[index].see if watches else None)
+        see = watches[index].see if watches else None
+        return WatchedKV(kv.pages, kv.kernels, kv.group, kv.shared, stored=stored, projected=see)
 
     runner = ModelRunner(decoder, replace(pool, layers=tuple(map(watched, range(len(pool.layers))))), _device(pool))
     for sample in samples:
         runner.run([SequenceSlice(sample, 0, pool.whole, Logits.NONE)])
-    return seen
+    return [seen[index if layer.source is None else layer.source] for index, layer in enumerate(pool.spec.layers)]
 
 
 def scales_of(amax: Amax, granularity: Granularity, centers: Sequence[Tensor | None] = ()) -> KVScales:
@@ -79,9 +80,11 @@ def measure_scales(
     decoder: Decoder, pool: KVPool, samples: Sequence[Sequence[int]], names: Sequence[str]
 ) -> dict[str, KVScales | None]:
     """Scales for each of `names`: a static granularity, or 'centered', which is None where no layer gains from it."""
-    watches = [CenterWatch(rotary.rotary_dim) for rotary in decoder.rotaries] if "centered" in names else []
+    sharing = any(kv.shared for kv in pool.layers)  # centers are for layers that all have keys of their own
+    centering = "centered" in names and not sharing
+    watches = [CenterWatch(rotary.rotary_dim) for rotary in decoder.rotaries] if centering else []
     amax = channel_amax(decoder, pool, samples, watches)
-    found: dict[str, KVScales | None] = {}
+    found: dict[str, KVScales | None] = {"centered": None} if "centered" in names and sharing else {}
     for name in names:
         if name != "centered":
             found[name] = scales_of(amax, Granularity(name))

@@ -136,5 +136,9 @@ class ProbedKV(PagedKV):
 
 def probed(pool: KVPool, probe: Probe) -> KVPool:
     """`pool` with its layers shown to `probe`."""
+
+    def own(index: int, kv: PagedKV) -> PagedKV:
+        return kv if kv.shared else ProbedKV(kv.pages, kv.kernels, kv.group, probe=probe, layer=index)
+
     layers = enumerate(pool.layers)
-    return replace(pool, layers=tuple(ProbedKV(kv.pages, kv.kernels, kv.group, probe, index) for index, kv in layers))
+    return replace(pool, layers=tuple(own(index, kv) for index, kv in layers))

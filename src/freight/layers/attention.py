@@ -38,10 +38,34 @@ class QKNorm:
 
 
 @dataclass(frozen=True)
+class ValueNorm:
+    """Values of each head divided by their root mean square (Gemma 4).
+
+    ones     [v_dim] float32: the weight of an RMSNorm that has none
+    size     values of all heads of v
+    k_eq_v   whether v is k as it is projected, and not a projection of its own
+    """
+
+    ones: Tensor
+    size: int
+    k_eq_v: bool
+    eps: float
+    kernels: KernelSet
+
+    def __call__(self, qkv: Tensor) -> Tensor:
+        """[num_tokens, q's size + k's size + v's size]; of `qkv`, v's size is 0 with `k_eq_v`."""
+        heads = qkv[:, -self.size :].reshape(-1, len(self.ones)).contiguous()  # one row's slice stays a view
+        v = self.kernels.add_rms_norm(heads, None, self.ones, self.eps)[1].view(len(qkv), self.size)
+        return torch.cat((qkv if self.k_eq_v else qkv[:, : -self.size], v), 1)
+
+
+@dataclass(frozen=True)
 class Attention:
     """Grouped-query self-attention (Ainslie et al. 2023). `qkv` computes q, k and v, concatenated along the output.
 
     norm    of q and k over all their heads; norms of single heads are in `rotary`
+    v_norm  of each head of v, which may be k too; None: v is as it is projected
+    shares  whether keys and values are those of another layer, which has stored them: `qkv` computes q alone
     sinks   [num_heads] float32, or None (`KernelSet.attention`)
     """
 
@@ -52,11 +76,15 @@ class Attention:
     window: int | None
     soft_cap: float | None
     norm: QKNorm | None = None
+    v_norm: ValueNorm | None = None
     sinks: Tensor | None = None
+    shares: bool = False
 
     def __call__(self, x: Any, batch: ForwardBatch, kv: LayerKV) -> Tensor:
         """x: [num_tokens, hidden_size], a tensor or what the norm returned for `qkv.consumer`; returns x's shape."""
         qkv = self.qkv(x) if self.norm is None else self.norm(self.qkv(x))
-        q = kv.store(qkv, self.rotary, batch)
+        if self.v_norm is not None:
+            qkv = self.v_norm(qkv)
+        q = kv.rotate(qkv, self.rotary, batch) if self.shares else kv.store(qkv, self.rotary, batch)
         attended = kv.attend(q, batch, self.softmax_scale, self.window, self.soft_cap, self.sinks)
         return self.o(attended.flatten(1))

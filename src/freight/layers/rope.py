@@ -9,6 +9,7 @@ llama3    long wavelengths divided by `factor`, short ones kept, a linear ramp b
 yarn      the same idea with bounds in rotations, and attention scaled by `attention_factor` (Peng et al. 2023)
 longrope  every frequency divided by a factor of its own, from the short list or the long one (Ding et al. 2024). The
           longest context that the tables are built for decides which list, so that keys in the cache stay valid
+proportional  as default, divided by `factor`, for the pairs of the highest frequencies; the others are not rotated
 
 Where yarn has `llama_4_scaling_beta`, queries are multiplied by 1 + beta * ln(1 + floor(position / original length)),
 which keeps attention as sharp in long contexts as in short ones (Llama 4, Ministral 3).
@@ -81,6 +82,10 @@ def inverse_frequencies(config: RopeConfig, max_positions: int) -> tuple[Tensor,
             return _llama3(inverse, config), 1.0
         case "yarn":
             return _yarn(inverse, config, rotary_dim)
+        case "proportional":
+            turning = int(config.parameters.get("partial_rotary_factor", 1.0) * rotary_dim // 2)
+            inverse[turning:] = 0  # cos is 1 and sin 0: these channels stay what they are, to the bit
+            return inverse / config.parameters.get("factor", 1.0), 1.0
         case "longrope":
             return _longrope(config, config.theta**exponents, max_positions)
     raise AssertionError(f"rope kind {config.kind} passed parse_model_config but is not implemented")

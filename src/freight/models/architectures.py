@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from freight.config.layer import AttentionConfig
 from freight.config.model import ModelConfig
 
 
@@ -27,6 +28,7 @@ class TensorNames:
     stacked                        `gate_up` and `down` of all experts, where a checkpoint has a 3-D tensor of each
     attention_post, mlp_post       norms of the outputs, in layers that have them (`NormPlacement.SANDWICH`)
     choice_bias_outer              dimensions of `choice_bias` before that of experts
+    scalar                         what the output of a layer is multiplied by, in models that have it
     unused                         patterns of tensors that the decoder does not need, with the reason
     """
 
@@ -58,7 +60,12 @@ class TensorNames:
     mlp_norm: str = "post_attention_layernorm.weight"
     attention_post: str = ""
     mlp_post: str = ""
+    scalar: str = "layer_scalar"
     unused: tuple[tuple[str, str], ...] = ()
+
+    def qkv_of(self, mixer: AttentionConfig) -> tuple[str, ...]:
+        """The modules of q, k and v that a layer has: those of `AttentionConfig.projected_sizes`, or one for all."""
+        return self.qkv if len(self.qkv) == 1 else self.qkv[: len(mixer.projected_sizes)]
 
     @property
     def outer(self) -> frozenset[str]:
@@ -77,6 +84,11 @@ _VISION = tuple(
     (pattern, "of the vision model: Freight runs the text model alone")
     for pattern in ("*vision_tower.*", "*multi_modal_projector.*")
 )
+_AUDIO = tuple(
+    (pattern, "of the audio model: Freight runs the text model alone")
+    for pattern in ("*audio_tower.*", "*embed_audio.*")
+)
+_EMBED_VISION = (("*embed_vision.*", _VISION[0][1]),)
 _MIXTRAL = TensorNames(
     router="block_sparse_moe.gate",
     expert="block_sparse_moe.experts.{}.",
@@ -99,6 +111,8 @@ ARCHITECTURES = {
     "Gemma2ForCausalLM": _SANDWICH,
     "Gemma3ForCausalLM": _SANDWICH,
     "Gemma3ForConditionalGeneration": replace(_SANDWICH, unused=_VISION),
+    "Gemma4ForCausalLM": _SANDWICH,
+    "Gemma4ForConditionalGeneration": replace(_SANDWICH, unused=_VISION + _EMBED_VISION + _AUDIO),
     "Phi3ForCausalLM": TensorNames(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)),
     "Glm4MoeForCausalLM": TensorNames(shared="mlp.shared_experts."),
     "MiniMaxM2ForCausalLM": replace(_MIXTRAL, choice_bias="block_sparse_moe.e_score_correction_bias"),
@@ -136,6 +150,11 @@ def tensor_names(config: ModelConfig) -> TensorNames:
     names, (body, head) = ARCHITECTURES[config.architecture], config.prefixes
     behind = range(config.num_layers, config.num_layers + config.prediction_layers)
     unused = [(f"{body}{names.layer.format(index)}*", "of a layer that predicts further tokens") for index in behind]
+    for index, layer in enumerate(config.layers):
+        if layer.mixer.kv_from is not None:
+            own = (*names.qkv[1:], names.k_norm.removesuffix("weight"))
+            reason = f"the layer reads the keys and values of layer {layer.mixer.kv_from}"
+            unused += [(f"{body}{names.layer.format(index)}{name.rstrip('.')}.*", reason) for name in own]
     return replace(
         names,
         unused=(*names.unused, *unused),

@@ -69,6 +69,8 @@ class DecoderLayer:
     """x += attention(norm(x)); x += mlp(norm(x)); where `attention_post` and `mlp_post` are not None, they are the
     weights of a norm of what is added. With `post` the norms are of the sums instead: x = norm(x + attention(x));
     x = norm(x + mlp(x)).
+
+    `scalar`, [1] in the compute dtype, multiplies the result; `mlp_post` then has it already.
     """
 
     attention_norm: Norm
@@ -78,6 +80,7 @@ class DecoderLayer:
     mlp: MLP | MoE
     mlp_post: Tensor | None
     post: bool = False
+    scalar: Tensor | None = None
 
     def __call__(self, stream: Residual, batch: ForwardBatch, kv: LayerKV) -> Residual:
         if self.post:
@@ -87,7 +90,7 @@ class DecoderLayer:
         x, normed = stream.normed(self.attention_norm, self.attention.qkv.consumer)
         stream = Residual(x, self.attention(normed, batch, kv), self.attention_post)
         x, normed = stream.normed(self.mlp_norm, self.mlp.consumer)
-        return Residual(x, self.mlp(normed), self.mlp_post)
+        return Residual(x if self.scalar is None else x * self.scalar, self.mlp(normed), self.mlp_post)
 
     def whole(self, x: Tensor, batch: ForwardBatch, kv: LayerKV) -> Tensor:
         """The layer alone, for work that goes through a model layer by layer: x and the result are added up."""

@@ -29,7 +29,7 @@ from freight.fp8.formats import Format
 from freight.fp8.scheme import Scheme
 from freight.fp8.weights import fit_rows
 from freight.kernels.interface import KernelSet
-from freight.layers.attention import Attention, QKNorm
+from freight.layers.attention import Attention, QKNorm, ValueNorm
 from freight.layers.embedding import Embedding, LogitsHead
 from freight.layers.linear import Linear, Projection, UnmergedLinear
 from freight.layers.moe import MoE
@@ -199,28 +199,42 @@ class _Builder:
     def layer(self, index: int, ropes: Mapping[int | None, Rotary]) -> DecoderLayer:
         layer, names, prefix = self.config.layers[index], self.names, self.names.layer.format(index)
         mixer, sandwich = layer.mixer, layer.norms is NormPlacement.SANDWICH
-        qk = (prefix + names.q_norm, prefix + names.k_norm)
-        norms = (self.norm_weight(qk[0]), self.norm_weight(qk[1])) if mixer.qk_norm else None
+        norms = self.qk_norms(mixer, prefix) if mixer.qk_norm else None
         rotary = replace(ropes[mixer.rope], eps=self.config.norm_eps)
         attention = Attention(
-            qkv=self.linear(prefix, *names.qkv, rows=self.qkv_rows(mixer)),
+            qkv=self.linear(prefix, *names.qkv_of(mixer), rows=self.qkv_rows(mixer)),
             o=self.linear(prefix, names.o),
             rotary=rotary if norms is None or mixer.qk_norm_whole else replace(rotary, norms=norms),
             softmax_scale=mixer.softmax_scale,
             window=mixer.window,
             soft_cap=mixer.soft_cap,
+            shares=mixer.kv_from is not None,
             norm=QKNorm(*norms, self.config.norm_eps, self.kernels) if norms and mixer.qk_norm_whole else None,
+            v_norm=self.value_norm(mixer, rotary) if mixer.v_norm else None,
             sinks=self.tensor(prefix + names.sinks).float() if mixer.sinks else None,
         )
+        mlp_post = self.norm_weight(prefix + names.mlp_post) if sandwich else None
+        scalar = self.tensor(prefix + names.scalar) if layer.scalar else None
+        assert scalar is None or (sandwich and self.config.wide_norms), "the norm of what is added takes the scalar in"
         return DecoderLayer(
             attention_norm=self.norm(prefix + names.attention_norm),
             attention=attention,
             attention_post=self.norm_weight(prefix + names.attention_post) if sandwich else None,
             mlp_norm=self.norm(prefix + names.mlp_norm),
             mlp=self.feed_forward(layer.feed_forward, prefix),
-            mlp_post=self.norm_weight(prefix + names.mlp_post) if sandwich else None,
+            mlp_post=mlp_post if scalar is None or mlp_post is None else mlp_post * scalar.float(),
             post=layer.norms is NormPlacement.POST,
+            scalar=scalar,
         )
+
+    def qk_norms(self, mixer: AttentionConfig, prefix: str) -> tuple[Tensor, Tensor]:
+        """Of a layer that reads the keys of another, that of q stands for both: no key meets it."""
+        q = self.norm_weight(prefix + self.names.q_norm)
+        return q, q if mixer.kv_from is not None else self.norm_weight(prefix + self.names.k_norm)
+
+    def value_norm(self, mixer: AttentionConfig, rotary: Rotary) -> ValueNorm:
+        ones = torch.ones(mixer.v_dim, dtype=torch.float32, device=rotary.cos.device)
+        return ValueNorm(ones, mixer.qkv_sizes[2], mixer.k_eq_v, self.config.norm_eps, self.kernels)
 
     def qkv_rows(self, mixer: AttentionConfig) -> tuple[Tensor | None, ...]:
         """The order of the rows of each matrix that q, k and v are stored in; None: as they are (`RopeConfig`)."""

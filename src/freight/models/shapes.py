@@ -54,7 +54,7 @@ def _layer_shapes(layer: LayerConfig, config: ModelConfig, names: TensorNames) -
     """Every tensor of one layer, by its name within the layer."""
     mixer, hidden = layer.mixer, config.hidden_size
     projections = {  # name -> outputs, inputs, whether it has a bias
-        **{name: (size, hidden, mixer.qkv_bias) for name, size in _stored(names.qkv, mixer.qkv_sizes)},
+        **{name: (size, hidden, mixer.qkv_bias) for name, size in _stored(names.qkv_of(mixer), mixer.projected_sizes)},
         names.o: (hidden, mixer.num_heads * mixer.v_dim, mixer.o_bias),
         **_feed_forward(layer.feed_forward, hidden, names),
     }
@@ -69,7 +69,9 @@ def _layer_shapes(layer: LayerConfig, config: ModelConfig, names: TensorNames) -
     shapes |= dict.fromkeys([tensor for norm in norms for tensor in _norm_tensors(norm, config)], (hidden,))
     if mixer.qk_norm:
         q, k = mixer.qk_norm_sizes
-        shapes |= {names.q_norm: (q,), names.k_norm: (k,)}
+        shapes |= {names.q_norm: (q,)} if mixer.kv_from is not None else {names.q_norm: (q,), names.k_norm: (k,)}
+    if layer.scalar:
+        shapes[names.scalar] = (1,)
     if mixer.sinks:
         shapes[names.sinks] = (mixer.num_heads,)
     if isinstance(layer.feed_forward, MoEConfig) and layer.feed_forward.choice_bias:

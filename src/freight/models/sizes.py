@@ -98,10 +98,14 @@ class _Count:
         if layer.norms is NormPlacement.SANDWICH:
             norms += 2 * self.norm_weight(hidden)
         if mixer.qk_norm:
-            norms += sum(map(self.norm_weight, mixer.qk_norm_sizes))
+            norms += sum(map(self.norm_weight, mixer.qk_norm_sizes[: len(mixer.projected_sizes)]))
         if mixer.sinks:
             norms += 4 * mixer.num_heads
-        qkv = self.projections(prefix, names.qkv, mixer.qkv_sizes, hidden, mixer.qkv_bias)
+        if mixer.v_norm:
+            norms += 4 * mixer.v_dim
+        if layer.scalar:
+            norms += self.compute.bytes
+        qkv = self.projections(prefix, names.qkv_of(mixer), mixer.projected_sizes, hidden, mixer.qkv_bias)
         o = self.projections(prefix, (names.o,), (hidden,), mixer.num_heads * mixer.v_dim, mixer.o_bias)
         return norms + qkv + o + self.feed_forward(prefix, layer.feed_forward)
 

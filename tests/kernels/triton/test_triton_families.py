@@ -1,7 +1,8 @@
 """The families whose layers differ most from Llama's on the Triton kernel set, beside transformers and the reference.
 
-Gemma 2 and 3 have sandwich norms, GELU, windows and soft caps or norms of heads; Phi-3 rotates a part of each head; OPT
-has learned positions, LayerNorm and a feed-forward without a gate; gpt-oss has sinks, windows and experts with biases.
+Gemma 2 and 3 have sandwich norms, GELU, windows and soft caps or norms of heads; Gemma 4 has two head sizes, keys that
+are values, and a norm of values; Phi-3 rotates a part of each head; OPT has learned positions, LayerNorm and a
+feed-forward without a gate; gpt-oss has sinks, windows and experts with biases.
 A layer with a window has a cache group of its own: its block table is another, and loses what the window has left.
 """
 
@@ -14,7 +15,15 @@ from typing import Any
 import pytest
 import torch
 from tests.parity.variants import save_random, tokens
-from transformers import Gemma2Config, Gemma3TextConfig, GptOssConfig, OPTConfig, Phi3Config, PretrainedConfig
+from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
+    Gemma4TextConfig,
+    GptOssConfig,
+    OPTConfig,
+    Phi3Config,
+    PretrainedConfig,
+)
 
 from freight.cache.manager import CacheManager, Held
 from freight.cache.pool import allocate_pool, cache_spec
@@ -52,6 +61,9 @@ FAMILIES: dict[str, PretrainedConfig] = {
         **GEMMA, query_pre_attn_scalar=24, attn_logit_softcapping=5.0, final_logit_softcapping=3.0
     ),
     "gemma3": Gemma3TextConfig(**GEMMA, query_pre_attn_scalar=24, rope_parameters=ROPES),
+    "gemma4": Gemma4TextConfig(
+        **GEMMA, global_head_dim=32, num_global_key_value_heads=1, attention_k_eq_v=True, hidden_size_per_layer_input=0
+    ),
     "phi3": Phi3Config(**SHAPE, pad_token_id=0, rope_parameters=PARTIAL),
     "gpt-oss": GptOssConfig(**SHAPE, head_dim=16, num_local_experts=4, num_experts_per_tok=2),
     "opt": OPTConfig(

@@ -43,6 +43,63 @@ def test_layers_of_gemma_3_with_a_window_have_their_own_rope():
     refused("sliding_window_pattern", "2", model_type="gemma2", sliding_window_pattern=2)
 
 
+def test_layers_of_gemma_4_without_a_window_have_their_own_heads():
+    model = parse_model_config(config("gemma4_text", num_hidden_layers=7, attention_k_eq_v=True))
+    assert windows_of(model) == (512,) * 5 + (None,) * 2  # the last has no window, whatever the pattern
+    shapes = [(m.k_dim, m.v_dim, m.num_kv_heads, m.k_eq_v) for m in (layer.mixer for layer in model.layers)]
+    assert shapes == [(256, 256, 2, False)] * 5 + [(512, 512, 2, True)] * 2
+    assert model.layers[6].mixer.projected_sizes == (2048, 1024)
+    assert [(rope.kind, rope.rotary_dim) for rope in model.ropes] == [("proportional", 512), ("default", 256)]
+    more = {"global_head_dim": 64, "num_global_key_value_heads": 1}
+    for said, kv_heads in (({"attention_k_eq_v": True}, 1), ({}, 2)):
+        last = parse_model_config(config("gemma4_text", **more, **said)).layers[-1].mixer
+        assert (last.k_dim, last.num_kv_heads) == (64, kv_heads)
+
+
+@pytest.mark.parametrize(
+    ("said", "named"),
+    [
+        ({"per_layer_config": {"0": {"intermediate_size": 7}}}, "intermediate_size"),
+        ({"per_layer_config": {"9": {"head_dim": 64}}}, "per_layer_config"),
+        ({"per_layer_config": {"0": {"head_dim": 64}}}, "heads of 64 or 256 values"),
+        ({"per_layer_config": {"3": {"head_dim": 63}}}, "head_dim = 63 is odd"),
+        ({"attention_k_eq_v": True, "num_global_key_value_heads": 3}, "num_key_value_heads of layer 3 = 3"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
+        ({"enable_moe_block": True}, "enable_moe_block"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 2.0}}},
+            "most 1",
+        ),
+    ],
+)
+def test_what_gemma_4_must_not_have_is_named(said, named):
+    with pytest.raises(CheckpointError, match=named):
+        parse_model_config(config("gemma4_text", **said))
+
+
+def test_the_last_layers_of_gemma_4_read_the_keys_and_values_of_others():
+    kinds = ["sliding_attention", "full_attention"] * 3
+    said = {"num_hidden_layers": 6, "layer_types": kinds, "num_kv_shared_layers": 3, "attention_k_eq_v": True}
+    model = parse_model_config(config("gemma4_text", **said, use_double_wide_mlp=True))
+    mixers = [layer.mixer for layer in model.layers]
+    assert [mixer.kv_from for mixer in mixers] == [None, None, None, 1, 2, 1]
+    assert [len(mixer.projected_sizes) for mixer in mixers] == [3, 2, 3, 1, 1, 1]
+    assert [layer.feed_forward.intermediate_size for layer in model.layers] == [384] * 3 + [768] * 3
+    for count in (5, 6, 7):
+        with pytest.raises(CheckpointError, match=f"num_kv_shared_layers = {count}"):
+            parse_model_config(config("gemma4_text", **said | {"num_kv_shared_layers": count}))
+
+
+def test_embeddings_of_each_layer_are_refused_by_name():
+    for said in ({"hidden_size_per_layer_input": 8}, {"hidden_size_per_layer_input": None}):
+        with pytest.raises(CheckpointError, match="hidden_size_per_layer_input"):
+            parse_model_config(config("gemma4_text", **said))
+
+
+def test_a_proportional_rope_is_gemma_4s():
+    refused("proportional", rope_parameters={"rope_type": "proportional", "rope_theta": 1e4})
+
+
 def wrapped(text=None, **more):
     text = {**SHAPE, "model_type": "gemma3_text"} if text is None else text
     outside = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "vision_config": {"a": 1}}

@@ -30,6 +30,7 @@ FAMILIES = {
     "qwen3": "Qwen3ForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "granite": "GraniteForCausalLM",
     "glm": "GlmForCausalLM",
@@ -43,6 +44,8 @@ FAMILIES = {
     "smollm3": "SmolLM3ForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
 }
+TWO_ROPES = ("gemma3_text", "gemma4_text")
+NOT_ALWAYS = {"gemma4_text": {"hidden_size_per_layer_input": 0}}
 ALL_WINDOWS = ("mistral", "phi3")  # families whose configuration has no layer_types
 
 
@@ -54,7 +57,13 @@ def windows_of(model: ModelConfig) -> tuple[int | None, ...]:
 
 
 def config(model_type="llama", **more):
-    return {"model_type": model_type, "architectures": [FAMILIES[model_type]], **SHAPE, **more}
+    return {
+        "model_type": model_type,
+        "architectures": [FAMILIES[model_type]],
+        **SHAPE,
+        **NOT_ALWAYS.get(model_type, {}),
+        **more,
+    }
 
 
 def refused(*named, **more):
@@ -68,22 +77,23 @@ def refused(*named, **more):
 def test_absent_keys_mean_what_transformers_takes(model_type):
     said = config(model_type)
     ours, theirs = parse_model_config(said), AutoConfig.for_model(**said)
+    theirs.allow_global_per_layer_attribute_access = True
     mixer = ours.layers[0].mixer
     assert ours.architecture == FAMILIES[model_type]
     assert ours.max_position_embeddings == theirs.max_position_embeddings
     assert ours.norm_eps == theirs.rms_norm_eps
-    if model_type == "gemma3_text":
+    if model_type in TWO_ROPES:
         ropes = [theirs.rope_parameters[kind] for kind in ("full_attention", "sliding_attention")]
     else:
         ropes = [theirs.rope_parameters]
     assert [(r.theta, r.kind) for r in ours.ropes] == [(r["rope_theta"], r["rope_type"]) for r in ropes]
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
     assert mixer.k_dim == getattr(theirs, "head_dim", 64)
-    scale = getattr(theirs, "query_pre_attn_scalar", mixer.k_dim) ** -0.5
+    scale = 1.0 if model_type == "gemma4_text" else getattr(theirs, "query_pre_attn_scalar", mixer.k_dim) ** -0.5
     assert mixer.softmax_scale == getattr(theirs, "attention_multiplier", scale)
-    factor = ropes[0].get("partial_rotary_factor") or 1.0
+    factor = (ropes[0]["rope_type"] == "default" and ropes[0].get("partial_rotary_factor")) or 1.0
     assert (ours.ropes[0].rotary_dim, mixer.qkv_bias) == (
-        factor * mixer.k_dim,
+        factor * ours.layers[-1].mixer.k_dim,
         getattr(theirs, "attention_bias", model_type == "qwen2"),
     )
     assert mixer.soft_cap == getattr(theirs, "attn_logit_softcapping", None)
@@ -104,7 +114,7 @@ def acts(theirs):
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_what_transformers_writes_is_read(model_type, tmp_path):
     more = {"rope_theta": 5e5, "dtype": "float16", "bos_token_id": 3, "eos_token_id": [4, 5]}
-    if model_type == "gemma3_text":  # has a theta for each kind of layer
+    if model_type in TWO_ROPES:  # has a theta for each kind of layer
         ropes = {kind: {"rope_type": "default", "rope_theta": 5e5} for kind in ("full_attention", "sliding_attention")}
         more["rope_parameters"] = ropes
         del more["rope_theta"]

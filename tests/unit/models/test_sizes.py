@@ -52,7 +52,8 @@ def shape_file(variant: str, folder: Path) -> Path:
     """The config.json of a tiny model of some family, whose odd sizes leave gaps where matrices are packed."""
     content = VARIANTS[variant].to_dict()
     model = FAMILIES[content["model_type"]].architecture
-    odd = dict.fromkeys(("intermediate_size", "ffn_dim", "moe_intermediate_size"), 90)
+    widths = [name for name in ("intermediate_size", "ffn_dim", "moe_intermediate_size") if content.get(name)]
+    odd = dict.fromkeys(widths, 90)
     content |= {"architectures": [model], "dtype": "bfloat16", **odd, "shared_expert_intermediate_size": 70}
     own = VARIANTS[variant].to_dict().keys() | {"architectures", "dtype"}
     file = folder / "config.json"
@@ -62,7 +63,18 @@ def shape_file(variant: str, folder: Path) -> Path:
 
 OF_FAMILIES = (
     *("llama", "llama-tied", "llama-biases", "mistral-window", "qwen2", "qwen3", "gemma2", "gemma2-untied"),
-    *("gemma3-two-ropes", "phi3-partial", "opt", "opt-untied", "opt-350m", "opt-without-final-norm", "ministral3"),
+    *(
+        "gemma3-two-ropes",
+        "gemma4",
+        "gemma4-plain",
+        "gemma4-shared",
+        "phi3-partial",
+        "opt",
+        "opt-untied",
+        "opt-350m",
+        "opt-without-final-norm",
+        "ministral3",
+    ),
     *("mixtral", "qwen2-moe", "qwen2-moe-sparse", "qwen3-moe", "qwen3-moe-dense-layer", "gpt-oss"),
     *("granite-biases", "glm", "glm4", "glm4-moe", "minimax-m2", "ernie4-5-moe", "smollm3"),
 )
