@@ -5,6 +5,7 @@
 #   make test-defaults   the end-to-end tests under other torch defaults, and under python -O
 #   make wheel       dist/freight-….whl with the kernels of every instruction set, for machines without a compiler
 #   make soak        64 clients of a server for five minutes (make test: one)
+#   make real MODEL=OWNER/NAME   README's tables for a model of the hub, or a folder; OPTIONS='--data FILE --tokens 8192'
 # PYTHON=python3.12 picks another interpreter; TORCH=cuda takes torch's default build instead of the CPU one.
 # Written for GNU make 3.81, which macOS ships.
 
@@ -16,7 +17,7 @@ STAMP = .venv/ready-$(TORCH)
 # the tests start hundreds of interpreters: each would compile the source again
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-all test-defaults soak wheel sanitize sanitize-threads check format clean
+.PHONY: setup demo test test-all test-defaults soak real wheel sanitize sanitize-threads check format clean
 
 setup: $(STAMP)
 
@@ -68,6 +69,9 @@ test-defaults: setup
 
 soak: setup
 	@FREIGHT_SOAK_SECONDS=300 $(BIN)/pytest -s -m soak tests/e2e/test_soak.py
+
+real: setup
+	@$(BIN)/python tools/real_tables.py "$(MODEL)" $(OPTIONS)
 
 wheel: setup
 	@command -v cmake >/dev/null || test -x $(BIN)/cmake || $(BIN)/pip install -q cmake

@@ -1,6 +1,7 @@
 """Train the model that ships with Freight: a small Llama that writes Python.
 
     python tools/train_demo_model.py OUT [--tokens 16e6] [--seed 0] [--threads 2] [--family qwen2]
+    python tools/train_demo_model.py OUT --start src/freight/demo --context 2048 --theta 2e4 --rate 0.5 --records 0.5
 
 Data: the source of the running Python's standard library, without its tests and without files that are tables
 rather than code. `HELD_OUT` is never trained on and becomes `heldout.txt`; `CALIBRATION` is ordinary training
@@ -16,6 +17,12 @@ inside the layers, AdamW for embeddings and norms, linear decay to zero; sequenc
 `--family qwen2` trains a model that does not ship, for measurements (tools/measure_centers.py): the same size, with
 what Qwen2.5 has beside Llama, which is biases of q, k and v, theta 1e6 and epsilon 1e-6. The biases start at 0 and have
 `BIAS_RATE` as their rate in AdamW, without weight decay.
+
+`--context` and `--theta` train another one that does not ship, for `freight evaluate --long`: a longer context, and
+the slower rotation that it needs. With `--start` it goes on from a trained model, whose tokenizer it keeps, at a share
+`--rate` of the usual rates. `--records` is the share of steps that train on records to look up, of which each names an
+earlier key again every other time (`freight.evaluate.retrieval` asks for such records), so that there is retrieval to
+measure. `--layers` makes a smaller model.
 """
 
 from __future__ import annotations
@@ -28,7 +35,7 @@ import random
 import sysconfig
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -36,6 +43,9 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
+
+from freight.evaluate.retrieval import KEY, VALUE, Vocabulary, vocabulary
+from freight.tokenizer import Tokenizer as FreightTokenizer
 
 HELD_OUT = ["dataclasses.py", "heapq.py", "textwrap.py", "shlex.py", "http/cookies.py", "statistics.py", "queue.py"]
 CALIBRATION = ["asyncio/queues.py", "bisect.py", "configparser.py", "fractions.py", "zipapp.py", "json/decoder.py"]
@@ -46,8 +56,7 @@ BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
 # Words with their leading space, numbers of up to three digits, punctuation, and runs of white space such as an indent.
 PIECES = r"""[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
 
-VOCAB, HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE = 4096, 256, 6, 4, 2, 64, 768
-CONTEXT = 1024
+VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE = 4096, 256, 4, 2, 64, 768
 # Adam moves a parameter by about its rate a step. Qwen2.5 made far more steps than this script; a run of a thousand
 # needs a rate far above its own for its biases to come as far from 0.
 BIAS_RATE = 0.02
@@ -59,6 +68,8 @@ class Family:
     theta: float
     eps: float
     biases: bool  # of q_proj, k_proj and v_proj
+    layers: int = 6
+    context: int = 1024  # tokens
 
 
 FAMILIES = {
@@ -141,7 +152,7 @@ class Model(nn.Module):
     def __init__(self, family: Family) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, HIDDEN)
-        blocks = [Block(family) for _ in range(LAYERS)]
+        blocks = [Block(family) for _ in range(family.layers)]
         self.layers = nn.ModuleList(blocks)
         self.norm = nn.RMSNorm(HIDDEN, family.eps)
         for name, parameter in self.named_parameters():
@@ -153,7 +164,7 @@ class Model(nn.Module):
             for projection in (block.o_proj, block.down_proj):
                 nn.init.zeros_(projection.weight)
         inverse = family.theta ** (-torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
-        angles = torch.outer(torch.arange(CONTEXT).float(), inverse)
+        angles = torch.outer(torch.arange(family.context).float(), inverse)
         self.cos: Tensor
         self.sin: Tensor
         self.register_buffer("cos", angles.cos(), persistent=False)
@@ -199,12 +210,31 @@ def batches(stream: Tensor, length: int, rows: int, generator: torch.Generator) 
             yield windows[order[at : at + rows]]
 
 
+def record_batches(words: Vocabulary, length: int, rows: int, draw: random.Random) -> Iterator[Tensor]:
+    """Endless [rows, length + 1] windows of records; every other one is an earlier record again, at any distance."""
+    while True:
+        windows = []
+        for _ in range(rows):
+            told: list[list[int]] = []
+            ids = [*words.begin]
+            while len(ids) <= length:
+                if told and draw.random() < 0.5:
+                    record = draw.choice(told)
+                else:
+                    key, value = draw.choices(words.words, k=KEY), draw.choices(words.words, k=VALUE)
+                    record = [*key, *words.equals, *value, *words.end]
+                    told.append(record)
+                ids += record
+            windows.append(ids[: length + 1])
+        yield torch.tensor(windows)
+
+
 @torch.no_grad()
-def evaluate(model: Model, stream: Tensor, device: str) -> float:
-    """Mean nats per token over windows of 1024."""
-    windows = stream[: (len(stream) - 1) // CONTEXT * CONTEXT + 1].unfold(0, CONTEXT + 1, CONTEXT).to(device)
+def evaluate(model: Model, stream: Tensor, context: int, device: str) -> float:
+    """Mean nats per token over windows of `context` tokens."""
+    windows = stream[: (len(stream) - 1) // context * context + 1].unfold(0, context + 1, context).to(device)
     losses = []
-    for window in windows.split(8):
+    for window in windows.split(max(1, 8192 // context)):
         with torch.autocast(device, dtype=torch.bfloat16):
             losses.append(float(model(window[:, :-1], window[:, 1:])) * len(window))
     return sum(losses) / len(windows)
@@ -240,11 +270,18 @@ def main() -> None:
     parser.add_argument("--tokens", type=float, default=16e6, help="tokens to train on (default 16e6)")
     parser.add_argument("--batch-tokens", type=int, default=4096)
     parser.add_argument("--family", default="llama", choices=FAMILIES)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--context", type=int, default=1024, help="tokens; at most --batch-tokens (default 1024)")
+    parser.add_argument("--theta", type=float, help="of rotary embedding (default: the family's)")
+    parser.add_argument("--rate", type=float, default=1.0, help="factor of the learning rates (default 1)")
+    parser.add_argument("--records", type=float, default=0.0, help="share of steps on records to look up (default 0)")
     parser.add_argument("--start", type=Path, help="a checkpoint of this script to go on from, with a new optimizer")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     args = parser.parse_args()
+    if not 2 <= args.context <= args.batch_tokens:
+        parser.error(f"--context {args.context} is not among 2 to --batch-tokens, {args.batch_tokens}")
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     generator = torch.Generator().manual_seed(args.seed)
@@ -252,7 +289,10 @@ def main() -> None:
     files = source_files()
     trained = [name for name in files if name not in HELD_OUT]
     random.Random(args.seed).shuffle(trained)
-    tokenizer = train_tokenizer([files[name] for name in trained])
+    if args.start:
+        tokenizer = Tokenizer.from_file(str(args.start / "tokenizer.json"))
+    else:
+        tokenizer = train_tokenizer([files[name] for name in trained])
     eos = tokenizer.token_to_id(EOS)
 
     def stream(names: list[str]) -> Tensor:
@@ -261,15 +301,20 @@ def main() -> None:
     train, held_out = stream(trained), stream(HELD_OUT)
     held_out_text = "".join(files[name] for name in HELD_OUT)
     family = FAMILIES[args.family]
+    family = replace(family, theta=args.theta or family.theta, layers=args.layers, context=args.context)
     write_data(args.out, files, tokenizer, held_out_text, family)
 
     model = Model(family).to(args.device)
     if args.start:
         model.load(args.start)
     optimizers = optimizers_of(model)
-    base = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
+    base = [args.rate * group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
     steps = int(args.tokens) // args.batch_tokens
-    short, long = (batches(train, length, args.batch_tokens // length, generator) for length in (CONTEXT // 2, CONTEXT))
+    lengths = (args.context // 2, args.context)
+    short, long = (batches(train, length, args.batch_tokens // length, generator) for length in lengths)
+    draw = random.Random(args.seed)
+    words = vocabulary(FreightTokenizer.load(args.out), VOCAB, tokenizer.token_to_id(BOS))
+    records = record_batches(words, args.context, args.batch_tokens // args.context, draw)
     log = open(args.out / "training.log", "w")  # noqa: SIM115 - closed at exit
 
     def say(line: str) -> None:
@@ -283,7 +328,8 @@ def main() -> None:
     say(f"{trained_on}; {len(HELD_OUT)} files, {len(held_out)} tokens held out; {count} parameters")
     begin = time.monotonic()
     for step in range(steps):
-        window = next(short if step < steps * 3 // 4 else long).to(args.device)
+        text = short if step < steps * 3 // 4 else long
+        window = next(records if draw.random() < args.records else text).to(args.device)
         rate = min((step + 1) / 50, (steps - step) / (steps * 0.6), 1.0)
         for optimizer, lr in zip(optimizers, base, strict=True):
             optimizer.param_groups[0]["lr"] = lr * rate
@@ -299,7 +345,7 @@ def main() -> None:
             rates = f"{done / 1e6:.2f} M tokens, {done / seconds:.0f} tokens/s"
             say(f"step {step} of {steps}, loss {float(loss.detach()):.4f}, {rates}")
         if step % 250 == 249 or step == steps - 1:
-            nats = evaluate(model, held_out, args.device)
+            nats = evaluate(model, held_out, args.context, args.device)
             bits = nats * len(held_out) / math.log(2) / len(held_out_text.encode())
             say(f"held out: loss {nats:.4f}, perplexity {math.exp(nats):.3f}, {bits:.4f} bits per byte")
             for line in bias_lines(model):
@@ -318,9 +364,10 @@ def write_data(out: Path, files: dict[str, str], tokenizer: Tokenizer, held_out_
     model_type = family.architecture.removesuffix("ForCausalLM").lower()
     config = {
         "architectures": [family.architecture], "model_type": model_type, "torch_dtype": "bfloat16",
-        "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "num_hidden_layers": LAYERS,
+        "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE,
+        "num_hidden_layers": family.layers,
         "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "hidden_act": "silu",
-        "max_position_embeddings": CONTEXT, "rope_theta": family.theta, "rms_norm_eps": family.eps,
+        "max_position_embeddings": family.context, "rope_theta": family.theta, "rms_norm_eps": family.eps,
         "tie_word_embeddings": True, "attention_bias": False, "mlp_bias": False,
         "bos_token_id": bos, "eos_token_id": eos,
     }  # fmt: skip
@@ -328,7 +375,7 @@ def write_data(out: Path, files: dict[str, str], tokenizer: Tokenizer, held_out_
         config = {key: value for key, value in config.items() if key not in ("attention_bias", "mlp_bias")}
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS,
-        "model_max_length": CONTEXT, "clean_up_tokenization_spaces": False,
+        "model_max_length": family.context, "clean_up_tokenization_spaces": False,
     }  # fmt: skip
     for name, value in [
         ("config.json", config),

@@ -90,3 +90,29 @@ def test_centers_are_for_keys_that_are_rotated(model: Path, tmp_path: Path):
     """Without rotation a mean of keys adds the same to all scores of a query."""
     with pytest.raises(ConfigError, match="--center gains nothing"):
         freight.quantize(model, tmp_path / "out", weights="none", kv_cache="fp8", center=True, calibration_data=[IDS])
+
+
+def test_fp8_weights_are_evaluated(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Stored in FP8, rounded at load, and as schemes of --weights."""
+
+    def command(*argv: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["freight", *argv])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert not ended.value.code
+        return capsys.readouterr().out
+
+    out, file = str(tmp_path / "out"), tmp_path / "text"
+    file.write_text("def main():\n    return 1\n")
+    command("quantize", str(model), out)
+    options = ("--data", str(file), "--no-speed", "--json", "--caches", "token")
+    for argv in ((out,), (str(model), "--quantization", "fp8")):
+        said = json.loads(command("evaluate", *argv, *options))
+        assert said["weights"]["dtype"] == "fp8_e4m3fn"
+        assert [run["kv_cache_dtype"] for run in said["runs"]] == ["float32", "fp8_e4m3fn"]
+        assert all(0 < run["perplexity"] < 1e6 for run in said["runs"])
+    said = json.loads(command("evaluate", str(model), *options, "--weights", "fp8,fp8-channel,fp8-block"))
+    assert len(said["runs"]) == 2 + 2 * 3
+    assert all(run["kl_mean"] > 0 for run in said["runs"][1:])

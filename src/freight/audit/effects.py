@@ -95,6 +95,11 @@ class EngineView:
         return f"{_NAMES[self.engine]} {self.version}"
 
     @property
+    def truncates_on_cpus(self) -> bool:
+        """Whether its CPU kernels round towards zero (`vllm_cpu`); older ones have no cache in E4M3."""
+        return self.engine is Engine.VLLM and _number(self.version) >= _number("0.32")
+
+    @property
     def sides(self) -> tuple[Side, ...]:
         return tuple(side for layer in self.layers for side in (layer.k, layer.v))
 

@@ -1,7 +1,7 @@
 """What an engine's choice of scales costs on this checkpoint: perplexity and KL against a 16-bit cache.
 
 An engine's view becomes the `KVCacheConfig` that Freight would have for the same scales, so every row is computed by
-the same kernels and differs in scales alone.
+the same kernels and differs in scales alone; but for the rows of vLLM's CPU kernels, which round in their own way.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from freight.config.engine import EngineArgs, EngineConfig, KVCacheConfig
 from freight.config.resolve import for_variant
 from freight.device import probe
 from freight.engine.runner import ModelRunner
-from freight.evaluate.report import CacheScore, compare_caches
+from freight.evaluate.documents import cut_documents, window_length
+from freight.evaluate.measure import measure as measure_runs
+from freight.evaluate.report import CacheScore, cache_run, load_for, resolve_caches
 from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.fp8.scheme import KVScales, LayerScales
 from freight.models.decoder import LanguageModel
@@ -65,15 +67,28 @@ def measure(
     window: int | None = None,
     max_tokens: int | None = None,
     on_progress: Progress = _SILENT,
+    truncated: Sequence[KVScales] = (),
 ) -> list[CacheScore]:
     """Scores of a 16-bit cache, of one scaled per token, and of each of `scales`, in this order.
 
-    The one place where auditing calls the evaluation. Raises what `compare_caches` raises.
+    After them those of `truncated`, which are stored as vLLM's CPU kernels store them. The one place where auditing
+    calls the evaluation. Raises ConfigError for a text of fewer than two tokens, and for a window beyond the context.
     """
     native = probe(args.device).native_e4m3
-    plain = replace(args, kv_cache_dtype="auto", kv_scales="auto", quantization_param_path=None)
+    opened = open_model(replace(args, kv_cache_dtype="auto", kv_scales="auto", quantization_param_path=None))
     caches = [replace(DYNAMIC, format=native), *(static(one, native) for one in scales)]
-    return compare_caches(plain, caches, text, window, max_tokens, on_progress)
+    configs = resolve_caches(opened, [*caches, *(static(one, Format.E4M3FN) for one in truncated)])
+    length = window_length(window, configs[0].max_model_len)
+    windows = [part.window for part in cut_documents(opened, [text], length, max_tokens)]
+    with opened.threads(configs[0]):
+        decoder = load_for(opened, configs)
+        kernels = [None] * (1 + len(caches)) + [VllmCpuKernels()] * len(truncated)
+        runs = [
+            cache_run(opened, decoder, config, length, kernels=own)
+            for config, own in zip(configs, kernels, strict=True)
+        ]
+        measure_runs(runs, windows, on_progress)
+    return [run.score() for run in runs]
 
 
 def worst_layers(

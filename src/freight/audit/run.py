@@ -32,10 +32,14 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class EngineReport:
-    """One engine: what it does, what that costs (None where not measured), its worst layers, and the verdict."""
+    """One engine: what it does, what that costs (None where not measured), its worst layers, and the verdict.
+
+    `cost` rounds to nearest, as GPU kernels do; `cpu_cost` as the engine's CPU kernels do, None where that is the same.
+    """
 
     view: EngineView
     cost: Cost | None
+    cpu_cost: Cost | None
     worst: tuple[LayerCost, ...]
     verdict: str
 
@@ -61,6 +65,7 @@ class _Costs:
     plain: Cost
     dynamic: Cost
     of: dict[KVScales, Cost]
+    truncated: dict[KVScales, Cost]
     num_tokens: int
 
 
@@ -100,15 +105,17 @@ def audit(
         write_mended(checkpoint, one_each, form, fix)
     scales = [engine_scales(one) for one in views]
     if measured is None or mended is None:
-        silent = tuple(EngineReport(one, None, (), sentence(one, None, None, None)) for one in views)
+        silent = tuple(EngineReport(one, None, None, (), sentence(one, None, None, None)) for one in views)
         return AuditReport(facts, silent, None, None, None, 0, unmeasured, form)
-    costs = _measure(args, (*scales, stored), measured, window, max_tokens, on_progress)
+    cpu = [own if one.truncates_on_cpus else None for one, own in zip(views, scales, strict=True)]
+    costs = _measure(args, (*scales, stored), cpu, measured, window, max_tokens, on_progress)
     reports = []
-    for one, own in zip(views, scales, strict=True):
+    for one, own, truncated in zip(views, scales, cpu, strict=True):
         cost = costs.of[own] if own is not None else None
+        cpu_cost = costs.truncated[truncated] if truncated is not None else None
         shown = partial(on_progress, "layers")
         worst = worst_layers(args, own, mended, measured, window, layer_tokens, shown) if own is not None else ()
-        reports.append(EngineReport(one, cost, worst, sentence(one, cost, costs.plain, costs.dynamic)))
+        reports.append(EngineReport(one, cost, cpu_cost, worst, sentence(one, cost, costs.plain, costs.dynamic)))
     of_stored = costs.of[stored] if stored is not None else None
     return AuditReport(facts, tuple(reports), costs.plain, costs.dynamic, of_stored, costs.num_tokens, "", form)
 
@@ -116,16 +123,19 @@ def audit(
 def _measure(
     args: EngineArgs,
     scales: Sequence[KVScales | None],
+    cpu: Sequence[KVScales | None],
     text: str,
     window: int | None,
     max_tokens: int,
     on_progress: Progress,
 ) -> _Costs:
-    """The cost of each of `scales`; equal ones are measured once."""
-    distinct = list(dict.fromkeys(one for one in scales if one is not None))
-    scored = measure(args, distinct, text, window, max_tokens, partial(on_progress, "measuring"))
+    """The cost of each of `scales`, and of each of `cpu` as vLLM's CPU kernels round; equal ones are measured once."""
+    distinct, truncated = (list(dict.fromkeys(one for one in some if one is not None)) for some in (scales, cpu))
+    scored = measure(args, distinct, text, window, max_tokens, partial(on_progress, "measuring"), truncated)
     plain, dynamic, *others = map(_cost, scored)
-    return _Costs(plain, dynamic, dict(zip(distinct, others, strict=True)), scored[0].num_tokens)
+    count = len(distinct)
+    nearest, towards_zero = dict(zip(distinct, others[:count], strict=True)), others[count:]
+    return _Costs(plain, dynamic, nearest, dict(zip(truncated, towards_zero, strict=True)), scored[0].num_tokens)
 
 
 def _per_tensor(scales: KVScales) -> KVScales:
@@ -193,6 +203,7 @@ def _engine(report: EngineReport) -> dict[str, Any]:
         "scales": one.counts,
         "input_scales": [{"name": name, "count": count, "effect": effect} for name, count, effect in one.input_scales],
         "cost": _figures(report.cost),
+        "cost_on_cpus": _figures(report.cpu_cost),
         "worst_layers": [{"layer": cost.layer, "added_kl": cost.added_kl} for cost in report.worst],
         "layers": [_layer(layer) for layer in one.layers],
     }

@@ -93,12 +93,15 @@ def _print(report: AuditReport) -> None:
         ("16 bits", report.plain),
         ("a scale per token", report.dynamic),
         ("as stored", report.stored),
-        *((f"as {one.view.title}", one.cost) for one in report.engines),
     ]
+    for one in report.engines:
+        rows += [(f"as {one.view.title}", one.cost), (f"as {one.view.title} on a CPU", one.cpu_cost)]
     cells = [(name, f"{c.perplexity:.3f}", f"{c.kl_mean:.5f}", f"{c.same_top:.2%}") for name, c in rows if c]
     if cells:
         typer.echo(markdown([("KV cache", "perplexity", "mean KL", "same top"), *cells], num_left=1))
         typer.echo(f"{report.num_tokens:,} tokens. KL (nats) and top token are against the first row.")
+        if any(one.cpu_cost for one in report.engines):
+            typer.echo("Values are rounded to nearest, as GPU kernels do; on a CPU vLLM rounds them towards zero.")
     else:
         typer.echo(f"Not measured: {report.unmeasured}.")
 

@@ -85,6 +85,10 @@ def evaluate(
     """
     if (tasks is not None) + long + per_layer > 1:
         raise ConfigError("--tasks, --long and --per-layer are different measurements: give one of them")
+    if report is not None and (tasks is not None or long or per_layer):
+        raise ConfigError(
+            f"--report {report} is of the caches over a text: give it without --tasks, --long, --per-layer"
+        )
     named = args.quantization_param_path or args.kv_scales != "auto" or args.kv_cache_dtype != "auto"
     asked = (args.kv_cache_dtype, args.kv_scales) if named else None
     if tasks is not None:
@@ -97,8 +101,11 @@ def evaluate(
             raise ConfigError(f"{name} {value} belongs to --tasks NAME,…, which is not given")
     if long:
         from freight.cli.evaluate_long import LONG_CACHES, evaluate_long
+        from freight.evaluate.documents import read_documents
 
-        told = read_text(args.model, data) if data is not None or args.model == "demo" else None
+        told = None
+        if data is not None or args.model == "demo":
+            told = "\n\n".join(read_documents(data_path(args.model, data), field))
         evaluate_long(args, [asked] if asked else LONG_CACHES, told, window, contexts, as_json)
         return
     path = data_path(args.model, data)

@@ -16,6 +16,7 @@ from freight.engine.runner import ModelRunner
 from freight.evaluate.documents import cut_documents, window_length
 from freight.evaluate.measure import SettingRun, mean_perplexity, measure
 from freight.evaluate.stored_error import Probe, probed
+from freight.kernels.interface import KernelSet
 from freight.models.decoder import LanguageModel
 from freight.models.open import OpenModel, open_model
 
@@ -129,12 +130,21 @@ def load_for(opened: OpenModel, configs: Sequence[EngineConfig]) -> LanguageMode
 
 
 def cache_run(
-    opened: OpenModel, decoder: LanguageModel, config: EngineConfig, length: int, probe: Probe | None = None
+    opened: OpenModel,
+    decoder: LanguageModel,
+    config: EngineConfig,
+    length: int,
+    probe: Probe | None = None,
+    kernels: KernelSet | None = None,
 ) -> CacheRun:
-    """A run of `config` with a cache for `length` tokens, shown to `probe` if there is one."""
+    """A run of `config` with a cache for `length` tokens, shown to `probe` if there is one.
+
+    `kernels` store and read the cache, if not those of `config`.
+    """
     spec = opened.cache_spec(config)
     blocks = [-(-length // config.block_size)] * len(spec.groups)
-    pool = allocate_pool(spec, config.kv, blocks, opened.kernels(config), config.device, decoder.rotaries)
+    chosen = kernels or opened.kernels(config)
+    pool = allocate_pool(spec, config.kv, blocks, chosen, config.device, decoder.rotaries)
     return CacheRun(config, ModelRunner(decoder, pool if probe is None else probed(pool, probe), config.device), probe)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.audit.conftest import RECORDED, Write
+from tests.unit.audit.conftest import DEMO, RECORDED, Write, freight
 
 from freight.audit.effects import view
 from freight.audit.facts import read_facts
@@ -22,6 +25,9 @@ from freight.fp8.formats import Format
 from freight.kernels import reference
 from freight.operands.kv_pages import KVPages
 from freight.operands.rotary import Rotary
+from freight.tokenizer import Tokenizer
+
+__all__ = ["freight"]  # the fixture is used by tests here
 
 SAME_LOGPROBS = ("kv_scale_pairs", "modelopt_names", "kv_scale_alone")
 
@@ -52,6 +58,29 @@ def test_log_probabilities_are_vllm_s(name: str, write: Write, recorded: dict[st
         differences.append((ours - torch.tensor(theirs)).abs())
     assert max(float(one.max()) for one in differences) < 0.02
     assert max(float(one.mean()) for one in differences) < 1e-3
+
+
+def test_the_command_has_a_row_that_rounds_as_vllm_does_on_a_cpu(
+    freight: Callable[..., Any], write: Write, tmp_path: Path
+):
+    """Its perplexity is that of the log-probabilities above, and not that of the row which rounds to nearest."""
+    path = write(*RECORDED["kv_scale_pairs"])
+    text = (DEMO / "heldout.txt").read_text()[:200]
+    (tmp_path / "text").write_text(text)
+    argv = ["audit", str(path), "--engine", "vllm", "--data", str(tmp_path / "text"), "--dtype", "float32"]
+    (said,) = json.loads(freight(*argv, "--json").out)["engines"]
+    scales = engine_scales(view(Engine.VLLM, "0.33", read_facts(path)[1]))
+    assert scales is not None
+    token_ids = Tokenizer.load(path).encode(text)
+    logprobs = logprobs_as_vllm_cpu(EngineArgs(model=str(path), dtype="float32"), scales, token_ids)
+    wanted = math.exp(-float(logprobs.double().mean()))
+    assert said["cost_on_cpus"]["perplexity"] == pytest.approx(wanted, rel=2e-4)
+    assert said["cost"]["perplexity"] != pytest.approx(wanted, rel=2e-3)
+    out = freight(*argv).out
+    assert "| as vLLM 0.33 on a CPU |" in out
+    assert "rounds them towards zero" in out
+    (older,) = json.loads(freight(*argv[:3], "vllm=0.6.3", *argv[4:], "--json").out)["engines"]
+    assert older["cost_on_cpus"] is None
 
 
 @given(st.floats(-600, 600, width=32))

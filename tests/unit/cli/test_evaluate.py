@@ -86,3 +86,29 @@ def test_layers_are_measured_one_at_a_time(freight: Run, text: str):
     assert [layer["layer"] for layer in said["layers"]] == list(range(6))
     assert said["kl_whole"] > 0
     assert "all at once" in freight("evaluate", "--data", text, "--per-layer").out
+
+
+@pytest.mark.parametrize("measured", [(), ("--long",), ("--per-layer",)])
+def test_bad_documents_and_windows_are_one_line_in_every_measurement(
+    freight: Run, text: str, tmp_path: Path, measured: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("freight.models.open.OpenModel.load", lambda *_: pytest.fail("weights were read"))
+    (tmp_path / "empty").write_text("")
+    (tmp_path / "other.jsonl").write_text('{"body": "x"}')
+    for argv, said in (
+        (("--data", str(tmp_path / "empty")), "is empty"),
+        (("--data", str(tmp_path / "other.jsonl")), "has ['body']"),
+        (("--data", str(tmp_path / "missing")), "cannot be read as text"),
+        (("--data", text, "--window", "2048"), "1024 tokens"),
+    ):
+        answer = freight("evaluate", *argv, *measured)
+        assert answer.code == 2, answer
+        assert said in answer.err
+        assert answer.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("measured", [("--long",), ("--per-layer",), ("--tasks", "x")])
+def test_a_report_of_another_measurement_is_refused(freight: Run, tmp_path: Path, measured: tuple[str, ...]):
+    answer = freight("evaluate", *measured, "--report", str(tmp_path))
+    assert answer.code == 2
+    assert "give it without" in answer.err

@@ -1,0 +1,109 @@
+"""README's tables for any model: what FP8 costs, what the cache alone gains, how fast it is. What `make real` runs.
+
+    python tools/real_tables.py MODEL [--data FILE] [--tokens 8192] [--requests 64] [--repeats 3] [--out real]
+
+MODEL is a folder or the name of a model on the Hugging Face hub, which is downloaded. Each table is printed behind the
+`freight` command that makes it, and both go into OUT/tables.md, beside OUT/report and OUT/cache-gain.svg. A command
+that fails leaves its error there, the others run, and the exit status is 1. The sizes of cache memory are the model's
+own: room for two requests, where memory binds, and for all of them, where it does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from freight.config.engine import EngineArgs
+from freight.errors import FreightError
+from freight.evaluate.report import plain_config
+from freight.models.open import open_model
+
+HELD_OUT = Path(__file__).parent.parent / "src" / "freight" / "demo" / "heldout.txt"
+INPUT, OUTPUT = 256, 64  # tokens of a request, as in README
+FREIGHT = [sys.executable, "-m", "freight"]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured: tokens of text; requests of the throughput and how often each setting runs."""
+
+    tokens: int
+    requests: int
+    repeats: int
+
+
+def cache_memories(bytes_per_token: int, block_size: int, requests: int) -> tuple[int, int]:
+    """Bytes of a 16-bit cache: for two requests and no third one, and for all of them."""
+    request = (-(-(INPUT + OUTPUT) // block_size) + 1) * block_size * bytes_per_token
+    return 2 * request, max(requests, 3) * request
+
+
+def commands(
+    model: str, data: Path, out: Path, sizes: Sizes, memories: Sequence[int], on_cpu: bool
+) -> list[tuple[str, list[str]]]:
+    """(heading, arguments of `freight`) of each table."""
+    text = ["--data", str(data), "--max-tokens", str(sizes.tokens)]
+    cost = ["evaluate", model, *text, "--no-speed"]
+    gain = ["bench", "throughput", model, "--num-requests", str(sizes.requests), "--repeats", str(sizes.repeats)]
+    gain += ["--input-len", str(INPUT), "--output-len", str(OUTPUT), "--compare", "auto", "--compare", "fp8"]
+    gain += [part for memory in memories for part in ("--compare-memory", str(memory))]
+    speed = ["bench", "latency", model, "--repeats", str(sizes.repeats)]
+    return [
+        ("What the FP8 cache costs", [*cost, "--report", str(out / "report")]),
+        *([("What an INT8 cache costs", [*cost, "--kv-cache-dtype", "int8"])] if on_cpu else []),
+        ("What the cache alone gains", [*gain, "--picture", str(out / "cache-gain.svg")]),
+        ("Latency, 16-bit weights and cache", speed),
+        ("Latency, FP8 weights and cache", [*speed, "--quantization", "fp8", "--kv-cache-dtype", "fp8"]),
+    ]
+
+
+def run(arguments: Sequence[str]) -> tuple[bool, str]:
+    """Whether `freight ARGUMENTS` succeeded, and its output, with the error where it did not."""
+    wide = {**os.environ, "COLUMNS": "120"}  # of a terminal, for tables that fit themselves to it
+    done = subprocess.run([*FREIGHT, *arguments], capture_output=True, text=True, env=wide)
+    return done.returncode == 0, done.stdout if done.returncode == 0 else done.stdout + done.stderr
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("model", help="a folder, or OWNER/NAME on the hub")
+    parser.add_argument("--data", type=Path, default=HELD_OUT, help="text to judge by (default: the demo's)")
+    parser.add_argument("--tokens", type=int, default=8192, help="of the text (default 8192)")
+    parser.add_argument("--requests", type=int, default=64, help="of the throughput (default 64)")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each setting (default 3)")
+    parser.add_argument("--out", type=Path, default=Path("real"), help="folder of the results (default real)")
+    args = parser.parse_args(argv)
+    if not args.model:
+        parser.error("no model is named: make real MODEL=OWNER/NAME, or a folder")
+    if not args.data.is_file():
+        parser.error(f"--data {args.data} is no file; give a text that the model was not trained on")
+    try:
+        opened = open_model(EngineArgs(model=args.model))
+        config = plain_config(opened)
+    except FreightError as error:
+        raise SystemExit(f"real_tables.py: {error}") from None
+    memories = cache_memories(opened.cache_spec(config).bytes_per_token, config.block_size, args.requests)
+    sizes = Sizes(args.tokens, args.requests, args.repeats)
+    args.out.mkdir(parents=True, exist_ok=True)
+    failed = 0
+    with (args.out / "tables.md").open("w", encoding="utf-8") as tables:
+        for heading, arguments in commands(args.model, args.data, args.out, sizes, memories, config.device == "cpu"):
+            begin = f"## {heading}\n\n    freight {shlex.join(arguments)}\n"
+            print(begin, flush=True)
+            succeeded, said = run(arguments)
+            print(said, flush=True)
+            tables.write(f"{begin}\n{said.strip()}\n\n")
+            failed += not succeeded
+    print(f"{args.out / 'tables.md'}: the tables above")
+    if failed:
+        raise SystemExit(f"real_tables.py: {failed} of the commands failed; their errors are above")
+
+
+if __name__ == "__main__":
+    main()
