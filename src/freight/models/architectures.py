@@ -134,8 +134,7 @@ def tensor_names(config: ModelConfig) -> TensorNames:
     if config.foreign is not None:
         return TensorNames(embedding=config.foreign.embedding, head=config.foreign.head)
     names, (body, head) = ARCHITECTURES[config.architecture], config.prefixes
-    behind = range(config.num_layers, config.num_layers + config.prediction_layers)
-    unused = [(f"{body}{names.layer.format(index)}*", "of a layer that predicts further tokens") for index in behind]
+    unused = [(pattern, "of a layer that predicts further tokens") for pattern in prediction_patterns(config)]
     return replace(
         names,
         unused=(*names.unused, *unused),
@@ -147,3 +146,10 @@ def tensor_names(config: ModelConfig) -> TensorNames:
         project_in=body + names.project_in,
         project_out=body + names.project_out,
     )
+
+
+def prediction_patterns(config: ModelConfig) -> tuple[str, ...]:
+    """Patterns of the tensors of layers that predict further tokens."""
+    layer = config.prefixes[0] + ARCHITECTURES[config.architecture].layer
+    behind = range(config.num_layers, config.num_layers + config.prediction_layers)
+    return tuple(f"{layer.format(index)}*" for index in behind)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,10 @@ EXPERTS = {  # names of one expert's modules within a layer
     "mixtral": ("block_sparse_moe.experts.{}.", ("w1", "w3"), "w2"),
     "qwen2-moe": ("mlp.experts.{}.", ("gate_proj", "up_proj"), "down_proj"),
     "qwen3-moe": ("mlp.experts.{}.", ("gate_proj", "up_proj"), "down_proj"),
+    "glm4-moe": ("mlp.experts.{}.", ("gate_proj", "up_proj"), "down_proj"),
+    "minimax-m2": ("block_sparse_moe.experts.{}.", ("w1", "w3"), "w2"),
+    "hy-v3": ("mlp.experts.{}.", ("gate_proj", "up_proj"), "down_proj"),
+    "ernie4-5-moe": ("mlp.experts.{}.", ("gate_proj", "up_proj"), "down_proj"),
 }
 
 
@@ -40,21 +45,23 @@ def measure(folder: Path, ids: list[int] = IDS, ignored: tuple[str, ...] = (), *
     return open_unquantized(str(folder)).calibrate(decided, [ids], (*ignored, "lm_head"))
 
 
-def seen_by_transformers(model: Any, ids: list[int]) -> list[tuple[float, float, set[int]]]:
-    """Of each layer: the largest input of all experts, the largest of what is between, and the experts reached."""
-    found = []
+def seen_by_transformers(model: Any, ids: list[int]) -> dict[int, tuple[float, float, set[int]]]:
+    """Of each layer with experts: the largest input of all of these, the largest of what is between, and the experts
+    reached."""
+    found = {}
 
-    def hook(module: Any, args: tuple[torch.Tensor, ...]) -> None:
+    def see(index: int, module: Any, args: tuple[torch.Tensor, ...]) -> None:
         x, chosen, _ = args
         x, hidden = x.flatten(0, -2), 0.0
         for row, experts in zip(x, chosen, strict=True):
             for expert in experts.tolist():
                 gate, up = (module.gate_up_proj[expert] @ row).chunk(2)
                 hidden = max(hidden, float((torch.nn.functional.silu(gate) * up).abs().max()))
-        found.append((float(x.abs().max()), hidden, set(chosen.flatten().tolist())))
+        found[index] = (float(x.abs().max()), hidden, set(chosen.flatten().tolist()))
 
-    for layer in model.model.layers:
-        layer.mlp.experts.register_forward_pre_hook(hook)
+    for index, layer in enumerate(model.model.layers):
+        if hasattr(layer.mlp, "experts"):
+            layer.mlp.experts.register_forward_pre_hook(partial(see, index))
     with torch.inference_mode():
         model(torch.tensor([ids]))
     return found
@@ -67,8 +74,8 @@ def test_one_scale_for_each_side_is_that_of_all_tokens_and_experts(variant: str,
     model = save_random(VARIANTS[variant], tmp_path, torch.float32)
     got, seen = measure(tmp_path, IDS[:count]), seen_by_transformers(model, IDS[:count])
     expert, gate_up, down = EXPERTS[variant]
-    num_experts, unseen = len(model.model.layers[0].mlp.experts.gate_up_proj), []
-    for index, (largest_input, largest_hidden, reached) in enumerate(seen):
+    num_experts, unseen = len(model.model.layers[2].mlp.experts.gate_up_proj), []
+    for index, (largest_input, largest_hidden, reached) in seen.items():
         prefix = f"model.layers.{index}.{expert}"
         for one in range(num_experts):
             for part in gate_up:
