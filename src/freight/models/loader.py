@@ -293,9 +293,11 @@ def build_decoder(config: ModelConfig, source: WeightSource, kernels: KernelSet,
     embedding, names = builder.embedding(), builder.names
     tied = config.tie_word_embeddings
     head = Weight(embedding.weight) if tied else source.head(names.head, builder.shapes[names.head])
+    if config.float32_head and head.scale is None:
+        head = Weight(head.data.float())
     projection = builder.outer(names.project_out)
     cap, divisor = config.logit_soft_cap, config.logit_divisor
-    logits = LogitsHead(kernels.pack(head), kernels, head.input_limit, cap, projection, divisor)
+    logits = LogitsHead(kernels.pack(head), kernels, head.input_limit, cap, projection, divisor, config.float32_head)
     return Decoder(config, embedding, layers, norm, logits)
 
 

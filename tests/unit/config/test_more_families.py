@@ -123,3 +123,9 @@ def test_layers_of_smollm_3_without_a_rope():
     assert windows("smollm3", use_sliding_window=True, sliding_window=8) == (None, None, None, 8)
     for bad in ([1, 1, 1], [1, 1, 1, 2]):
         refused("no_rope_layers", model_type="smollm3", no_rope_layers=bad)
+
+
+def test_a_head_in_float32():
+    assert not parse_model_config(config("hy_v3")).float32_head
+    assert parse_model_config(config("hy_v3", enable_lm_head_fp32=True)).float32_head
+    refused("enable_lm_head_fp32", enable_lm_head_fp32=True)  # of a Llama
