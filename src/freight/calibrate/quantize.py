@@ -219,8 +219,8 @@ def require_blocks(model: ModelConfig, plan: QuantizePlan, ignored: Collection[s
             continue
         if interleaved:
             raise ConfigError(
-                f"--weights {plan.weights}: {experts.gate_up[0]} is one tensor of all experts with gate and up in turn, "
-                "of which engines read no FP8 form; leave the experts in 16 bits (--ignore 're:mlp.experts'), or let "
+                f"--weights {plan.weights}: {experts.gate_up[0]} is one tensor of all experts, gate and up in turn, of "
+                "which engines read no FP8 form; leave the experts in 16 bits (--ignore 're:mlp.experts'), or let "
                 "the engine round them when it loads the model (--quantization fp8)"
             )
         if plan.weights is WeightScheme.BLOCK and mlp.intermediate_size % BLOCK:

@@ -42,6 +42,9 @@ class RoundedSource:
     def weight(self, name: str, shape: tuple[int, ...]) -> Weight:
         return self._rounded(self.plain.weight(name, shape).data)
 
+    def input_scale(self, name: str) -> float | None:
+        return None  # activations are dynamic
+
     def experts(self, name: str, shape: tuple[int, ...], pairs: bool) -> Iterator[Weight]:
         return (self._rounded(weight.data) for weight in self.plain.experts(name, shape, pairs))
 

@@ -10,7 +10,7 @@ divided by m, layers add to it as they are, and a norm with eps / m² of the str
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -56,6 +56,10 @@ class WeightSource(Protocol):
 
     def weight(self, name: str, shape: tuple[int, ...]) -> Weight:
         """The matrix of a Linear, in its final format."""
+        ...
+
+    def input_scale(self, name: str) -> float | None:
+        """That of `weight`, without reading the matrix."""
         ...
 
     def experts(self, name: str, shape: tuple[int, ...], pairs: bool) -> Iterable[Weight]:
@@ -109,6 +113,9 @@ class CheckpointSource:
             return Weight(self.tensor(name, shape))
         return self._rounded(self.checkpoint.take(name, shape).to(self.device))
 
+    def input_scale(self, name: str) -> float | None:
+        return self.stored[name].input_scale_in(self.weight_format) if name in self.stored else None
+
     def _rounded(self, stored: Tensor) -> Weight:
         data, scale = fit_rows(stored, self.weight_format)
         return Weight(data, scale, Activations.DYNAMIC)
@@ -126,6 +133,20 @@ class CheckpointSource:
         if name in self.stored:
             return self.stored[name].read(self.checkpoint, self.weight_format, self.device)
         return Weight(self.tensor(name, shape))
+
+
+@dataclass(frozen=True)
+class _Read:
+    """`Weights` that are read as they are asked for."""
+
+    count: int
+    read: Callable[[], Iterator[Weight]]
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[Weight]:
+        return self.read()
 
 
 @dataclass(frozen=True)
@@ -253,29 +274,38 @@ class _Builder:
             return self.interleaved(prefix + self.names.expert + parts[0], pairs=parts == self.names.expert_gate_up)
         modules = [[f"{prefix}{self.names.expert.format(i)}{part}" for part in parts] for i in range(mlp.num_experts)]
         names = [[f"{module}.weight" for module in group] for group in modules]
-        weights = [[self.source.weight(name, self.shapes[name]) for name in group] for group in names]
-        scales = [one.input_scale for group in weights for one in group if one.input_scale is not None]
-        largest = max(scales, default=None)
-        weights = [[replace(one, input_scale=largest) for one in group] for group in weights]
-        if not all(map(Weight.mergeable, weights)) or not Weight.alike([group[0] for group in weights]):
-            raise CheckpointError(
-                f"{names[0][0]} and the other experts of this layer are not quantized alike, or blocks of scales span "
-                f"gate and up ({mlp.intermediate_size} rows each): they cannot be computed together; quantize all of "
-                "them in the same way, with a scale per row if their rows are no multiple of 128"
-            )
-        if weights[0][0].input_limit is not None:
-            raise CheckpointError(
-                f"{names[0][0]} and the other experts of this layer: config.json clips their inputs to "
-                f"{weights[0][0].input_limit:g} (activation_scale_ub, activation_value_ub), which is not implemented "
-                "for experts; quantize them without a limit"
-            )
         biases = [torch.cat([self.tensor(f"{m}.bias") for m in group]) for group in modules] if mlp.bias else []
-        merged = [Weight.concat(group) for group in weights]
-        return self.kernels.pack_experts(merged, torch.stack(biases) if biases else None)
+        weights = _Read(mlp.num_experts, lambda: self.merged(names))
+        return self.kernels.pack_experts(weights, torch.stack(biases) if biases else None)
+
+    def merged(self, names: list[list[str]]) -> Iterator[Weight]:
+        """The matrix of each expert, of the tensors `names`. Raises CheckpointError where they are not of one kind."""
+        scales = [scale for group in names for name in group if (scale := self.source.input_scale(name)) is not None]
+        largest, first = max(scales, default=None), None
+        for group in names:
+            weights = [replace(self.source.weight(name, self.shapes[name]), input_scale=largest) for name in group]
+            first = first or replace(weights[0], data=weights[0].data[:0])
+            if not Weight.mergeable(weights) or not Weight.alike([first, weights[0]]):
+                raise CheckpointError(
+                    f"{names[0][0]} and the other experts of this layer are not quantized alike, or blocks of scales "
+                    f"span gate and up ({len(weights[0].data)} rows each): they cannot be computed together; quantize "
+                    "all of them in the same way, with a scale per row if their rows are no multiple of 128"
+                )
+            if weights[0].input_limit is not None:
+                raise CheckpointError(
+                    f"{names[0][0]} and the other experts of this layer: config.json clips their inputs to "
+                    f"{weights[0].input_limit:g} (activation_scale_ub, activation_value_ub), which is not implemented "
+                    "for experts; quantize them without a limit"
+                )
+            merged = Weight.concat(weights)
+            del weights
+            yield merged
+            del merged
 
     def interleaved(self, name: str, pairs: bool) -> Any:
         """The experts of one tensor (`TensorNames.interleaved`); `pairs`: rows of gate and up in turn."""
-        weights = tuple(self.source.experts(name, self.shapes[name], pairs))
+        shape = self.shapes[name]
+        weights = _Read(shape[0], lambda: iter(self.source.experts(name, shape, pairs)))
         bias = self.tensor(f"{name}_bias")
         return self.kernels.pack_experts(weights, in_halves(bias, 1) if pairs else bias)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from freight.config.plan import QuantizeArgs, plan
 from freight.errors import CheckpointError, ConfigError
 from freight.kernels.reference_set import REFERENCE
 from freight.models.loader import CheckpointSource
+from freight.operands.weight import Weight
 
 IDS = tokens(60)
 EXPERTS = {  # names of one expert's modules within a layer
@@ -178,3 +181,30 @@ def test_a_tree_shows_all_experts_of_a_layer_as_one(tmp_path: Path) -> None:
     assert lines.count("(mlp.up_proj): Linear(64 -> 96), fp8_e4m3fn, inputs dynamic") == 1
     assert lines.count("(mlp.gate): [8, 64], float32") == 2
     assert not [line for line in lines if "experts.1" in line]
+
+
+def test_experts_are_read_one_after_the_other_as_they_are_packed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loading needs memory for the packed model and for one expert; that is so with static inputs, too."""
+    from freight.config.engine import EngineArgs
+    from freight.models.open import open_model
+
+    save_random(VARIANTS["qwen3-moe"], tmp_path / "plain", torch.float32)
+    freight.quantize(tmp_path / "plain", tmp_path / "out", weights="fp8", activations="static", calibration_data=[IDS])
+    opened = open_model(EngineArgs(str(tmp_path / "out"), skip_tokenizer_init=True, device="cpu"))
+    alive, most, read = Counter[str](), Counter[str](), CheckpointSource.weight
+
+    def seen(source: CheckpointSource, name: str, shape: tuple[int, ...]) -> Weight:
+        weight, kind = read(source, name, shape), "experts" if ".experts." in name else "others"
+        alive[kind] += 1
+        most[kind] = max(most[kind], alive[kind])
+        weakref.finalize(weight.data, alive.subtract, [kind])
+        return weight
+
+    monkeypatch.setattr(CheckpointSource, "weight", seen)
+    model = opened.load(opened.resolve(opened.args))
+    assert most["experts"] <= 4  # gate and up, and those of the expert before while it is replaced
+    inputs = {descriptor.input_scale for descriptor in model.layers[0].mlp.gate_up.descriptors}
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert inputs == {stored["model.layers.0.mlp.experts.0.up_proj.input_scale"].item()}

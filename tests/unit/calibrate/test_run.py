@@ -192,6 +192,9 @@ class Ledger:
         weakref.finalize(weight.data, self.let_go, layer)
         return weight
 
+    def input_scale(self, name: str) -> float | None:
+        return None
+
     def let_go(self, layer: str) -> None:
         self.alive[layer] -= 1
 
