@@ -35,7 +35,7 @@ def test_float32_logits_equal_transformers(variant: str, kernels: str, tmp_path:
 BFLOAT16 = (
     *("llama-llama3", "mistral-window", "ministral3", "qwen2", "qwen3", "gemma2", "gemma3", "phi3-window", "opt"),
     *("opt-350m", "granite", "glm", "glm4", "smollm3", "ernie4-5", "seed-oss", "gpt-oss", "mixtral", "qwen2-moe"),
-    *("qwen3-moe", "glm4-moe", "minimax-m2", "hy-v3", "ernie4-5-moe"),
+    *("qwen3-moe", "glm4-moe", "minimax-m2", "hy-v3", "ernie4-5-moe", "granite-moe"),
 )
 
 

@@ -17,6 +17,7 @@ from transformers import (
     GlmConfig,
     GptOssConfig,
     GraniteConfig,
+    GraniteMoeConfig,
     HYV3Config,
     LlamaConfig,
     MiniMaxM2Config,
@@ -150,6 +151,8 @@ VARIANTS: dict[str, PretrainedConfig] = {
     ),
     "granite": GraniteConfig(**SHAPE, **GRANITE),
     "granite-biases": GraniteConfig(**SHAPE, residual_multiplier=3.0, attention_bias=True, mlp_bias=True),
+    "granite-moe": GraniteMoeConfig(**SHAPE, **GRANITE, num_local_experts=8, num_experts_per_tok=3),
+    "granite-moe-biases": GraniteMoeConfig(**SHAPE, num_local_experts=4, attention_bias=True, tie_word_embeddings=True),
     "glm": GlmConfig(**SHAPE, head_dim=16, pad_token_id=0),
     "glm-whole": GlmConfig(
         **SHAPE, head_dim=16, pad_token_id=0, attention_bias=False,

@@ -112,6 +112,11 @@ ARCHITECTURES = {
     "SeedOssForCausalLM": TensorNames(),
     "SmolLM3ForCausalLM": TensorNames(),
     "GraniteForCausalLM": TensorNames(),
+    "GraniteMoeForCausalLM": replace(
+        _MIXTRAL,
+        router="block_sparse_moe.router.layer",
+        stacked=("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
+    ),
     "GlmForCausalLM": TensorNames(gate_up=("mlp.gate_up_proj",)),
     "Glm4ForCausalLM": TensorNames(
         gate_up=("mlp.gate_up_proj",),

@@ -33,6 +33,7 @@ EXPERTS = {  # names of one expert's modules within a layer
     "qwen3-moe": ("mlp.experts.{}.", ("gate_proj", "up_proj"), "down_proj"),
     "glm4-moe": ("mlp.experts.{}.", ("gate_proj", "up_proj"), "down_proj"),
     "minimax-m2": ("block_sparse_moe.experts.{}.", ("w1", "w3"), "w2"),
+    "granite-moe": ("block_sparse_moe.experts.{}.", ("w1", "w3"), "w2"),
     "hy-v3": ("mlp.experts.{}.", ("gate_proj", "up_proj"), "down_proj"),
     "ernie4-5-moe": ("mlp.experts.{}.", ("gate_proj", "up_proj"), "down_proj"),
 }
@@ -63,8 +64,9 @@ def seen_by_transformers(model: Any, ids: list[int]) -> dict[int, tuple[float, f
         found[index] = (float(x.abs().max()), hidden, set(chosen.flatten().tolist()))
 
     for index, layer in enumerate(model.model.layers):
-        if hasattr(layer.mlp, "experts"):
-            layer.mlp.experts.register_forward_pre_hook(partial(see, index))
+        mlp = getattr(layer, "block_sparse_moe", None) or layer.mlp  # the first is Granite's
+        if hasattr(mlp, "experts"):
+            mlp.experts.register_forward_pre_hook(partial(see, index))
     with torch.inference_mode():
         model(torch.tensor([ids]))
     return found
@@ -77,7 +79,7 @@ def test_one_scale_for_each_side_is_that_of_all_tokens_and_experts(variant: str,
     model = save_random(VARIANTS[variant], tmp_path, torch.float32)
     got, seen = measure(tmp_path, IDS[:count]), seen_by_transformers(model, IDS[:count])
     expert, gate_up, down = EXPERTS[variant]
-    num_experts, unseen = len(model.model.layers[2].mlp.experts.gate_up_proj), []
+    num_experts, unseen = 4 if variant == "mixtral" else 8, []
     for index, (largest_input, largest_hidden, reached) in seen.items():
         prefix = f"model.layers.{index}.{expert}"
         for one in range(num_experts):

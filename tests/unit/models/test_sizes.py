@@ -64,7 +64,17 @@ OF_FAMILIES = (
     *("llama", "llama-tied", "llama-biases", "mistral-window", "qwen2", "qwen3", "gemma2", "gemma2-untied"),
     *("gemma3-two-ropes", "phi3-partial", "opt", "opt-untied", "opt-350m", "opt-without-final-norm", "ministral3"),
     *("mixtral", "qwen2-moe", "qwen2-moe-sparse", "qwen3-moe", "qwen3-moe-dense-layer", "gpt-oss"),
-    *("granite-biases", "glm", "glm4", "glm4-moe", "minimax-m2", "ernie4-5-moe", "smollm3", "hy-v3-float32-head"),
+    *(
+        "granite-biases",
+        "glm",
+        "glm4",
+        "glm4-moe",
+        "minimax-m2",
+        "ernie4-5-moe",
+        "smollm3",
+        "hy-v3-float32-head",
+        "granite-moe",
+    ),
 )
 
 
