@@ -218,18 +218,18 @@ def test_oneshot_refuses_blocks_that_would_span_gate_and_up(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("weights", ["fp8", "fp8-channel", "fp8-block"])
-def test_granites_3d_experts_become_matrices_under_the_names_of_mixtral(weights: str, tmp_path: Path) -> None:
-    """vLLM takes them under these, as it divides the 3-D tensors into them; transformers reads 3-D tensors alone."""
+def test_granites_3d_experts_become_separate_matrices(weights: str, tmp_path: Path) -> None:
+    """Under the names that vLLM 0.33 has for them; transformers reads the 3-D tensors alone."""
     plain, out = make("granite-moe", tmp_path / "plain"), tmp_path / "out"
     freight.quantize(plain, out, weights=weights, activations="none")
     stored, before = tensors(out), tensors(plain)
     inner = before["model.layers.1.block_sparse_moe.input_linear.weight"]
     prefix = "model.layers.1.block_sparse_moe.experts.3."
     assert {name.removeprefix(prefix) for name in stored if name.startswith(prefix)} == {
-        f"w{index}.{kind}" for index in (1, 2, 3) for kind in ("weight", "weight_scale")
+        f"{part}_proj.{kind}" for part in ("gate", "up", "down") for kind in ("weight", "weight_scale")
     }
-    for name, part in (("w1", inner[3, :128]), ("w3", inner[3, 128:])):
-        scale = stored[f"{prefix}{name}.weight_scale"]
+    for name, part in (("gate_proj", inner[3, :128]), ("up_proj", inner[3, 128:])):
+        scale = stored[f"{prefix}{name}.weight_scale"]  # of its one block, with fp8-block
         assert (stored[f"{prefix}{name}.weight"].float() * scale - part).norm() < 0.05 * part.norm()
     router = "model.layers.1.block_sparse_moe.router.layer.weight"
     assert torch.equal(stored[router], before[router])

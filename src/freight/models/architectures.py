@@ -112,9 +112,9 @@ ARCHITECTURES = {
     "SeedOssForCausalLM": TensorNames(),
     "SmolLM3ForCausalLM": TensorNames(),
     "GraniteForCausalLM": TensorNames(),
-    "GraniteMoeForCausalLM": replace(
-        _MIXTRAL,
+    "GraniteMoeForCausalLM": TensorNames(
         router="block_sparse_moe.router.layer",
+        expert="block_sparse_moe.experts.{}.",
         stacked=("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
     ),
     "GlmForCausalLM": TensorNames(gate_up=("mlp.gate_up_proj",)),

@@ -33,7 +33,7 @@ EXPERTS = {  # names of one expert's modules within a layer
     "qwen3-moe": ("mlp.experts.{}.", ("gate_proj", "up_proj"), "down_proj"),
     "glm4-moe": ("mlp.experts.{}.", ("gate_proj", "up_proj"), "down_proj"),
     "minimax-m2": ("block_sparse_moe.experts.{}.", ("w1", "w3"), "w2"),
-    "granite-moe": ("block_sparse_moe.experts.{}.", ("w1", "w3"), "w2"),
+    "granite-moe": ("block_sparse_moe.experts.{}.", ("gate_proj", "up_proj"), "down_proj"),
     "hy-v3": ("mlp.experts.{}.", ("gate_proj", "up_proj"), "down_proj"),
     "ernie4-5-moe": ("mlp.experts.{}.", ("gate_proj", "up_proj"), "down_proj"),
 }
