@@ -3,9 +3,6 @@
 
 #include <algorithm>
 #include <cstring>
-#ifdef __GLIBC__
-#include <malloc.h>
-#endif
 
 #include "packed.h"
 #include "parallel.h"
@@ -23,13 +20,6 @@ void ask_for_large_pages(void* memory, int64_t bytes) {
   if (from < to) madvise(reinterpret_cast<void*>(from), to - from, MADV_HUGEPAGE);
 #else
   (void)memory, (void)bytes;
-#endif
-}
-
-// The unpacked weights have been freed, but the heap would keep their pages.
-void give_back_freed_memory() {
-#ifdef __GLIBC__
-  malloc_trim(0);
 #endif
 }
 
@@ -76,8 +66,6 @@ int64_t packed_bytes(int32_t format, int64_t out, int64_t in) {
 }
 
 void pack(const void* data, int32_t format, int64_t out, int64_t in, void* packed, float* scale, int threads) {
-  constexpr int64_t kLarge = 1 << 20;
-  if (out * in >= kLarge) give_back_freed_memory();
   ask_for_large_pages(packed, packed_bytes(format, out, in));
   if (format == FREIGHT_FLOAT32)
     pack<uint32_t>(data, format, out, in, packed, scale, threads);

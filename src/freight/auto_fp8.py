@@ -32,6 +32,7 @@ from freight.calibrate.quantize import (
     Unquantized,
     load_samples,
     open_unquantized,
+    require_blocks,
     require_other,
     write,
 )
@@ -101,6 +102,7 @@ class AutoFP8ForCausalLM:
             )
         )
         self._ignored, self._torn = ignored_modules(self.config, self._plan.ignore)
+        require_blocks(self.config, self._plan, self._ignored)
         quantize_config.ignored_layers = list(self._ignored)
         quantize_config.kv_cache_quant_layers = self._kv_layers(quantize_config.kv_cache_quant_targets or ())
         self._quantized = False

@@ -31,6 +31,7 @@ from freight.calibrate.quantize import (
     Unquantized,
     load_samples,
     open_unquantized,
+    require_blocks,
     require_other,
 )
 from freight.calibrate.quantize import write as write_checkpoint
@@ -159,6 +160,7 @@ def oneshot(
     if output_dir is not None:
         require_other(opened.checkpoint, Path(output_dir).expanduser())
     decided, ignored, torn = _decide(wanted, opened)
+    require_blocks(opened.model, decided, ignored)
     length = max_seq_length or opened.model.max_position_embeddings
     decided = replace(decided, num_samples=num_calibration_samples, max_seq_len=length)
     samples = load_samples(opened, decided, rows) if calibrated else []

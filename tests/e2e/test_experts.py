@@ -16,12 +16,26 @@ from transformers import AutoModelForCausalLM
 
 import freight
 from freight.config.engine import EngineArgs
+from freight.errors import ConfigError
 from freight.models.open import open_model
 
 IDS = tokens(80)
 WIDE = {"intermediate_size": 128, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
-KEPT = {"mixtral": ["block_sparse_moe.gate"], "qwen2-moe": ["mlp.gate", "mlp.shared_expert_gate"],
-        "qwen3-moe": ["mlp.gate"]}  # fmt: skip
+KEPT = {  # modules that stay in 16 bits, and the first layer that has them
+    "mixtral": (["block_sparse_moe.gate"], 0),
+    "qwen2-moe": (["mlp.gate", "mlp.shared_expert_gate"], 0),
+    "qwen3-moe": (["mlp.gate"], 0),
+    "glm4-moe": (["mlp.gate"], 1),
+    "minimax-m2": (["block_sparse_moe.gate"], 0),
+    "hy-v3": (["mlp.router.gate"], 1),
+    "ernie4-5-moe": (["mlp.gate"], 1),
+}
+CHOICE_BIAS = {
+    "glm4-moe": "mlp.gate.e_score_correction_bias",
+    "minimax-m2": "block_sparse_moe.e_score_correction_bias",
+    "hy-v3": "mlp.expert_bias",
+    "ernie4-5-moe": "mlp.moe_statics.e_score_correction_bias",
+}
 
 
 def make(variant: str, folder: Path, **changes: Any) -> Path:
@@ -65,9 +79,12 @@ def test_transformers_computes_the_same_from_what_is_written(variant: str, weigh
         theirs = model(torch.tensor([IDS])).logits[0]
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
     ignored = json.loads((out / "config.json").read_text())["quantization_config"]["ignore"]
-    kept = [f"model.layers.{index}.{module}" for index in range(3) for module in KEPT[variant]]
+    modules, first = KEPT[variant]
+    kept = [f"model.layers.{index}.{module}" for index in range(first, 3) for module in modules]
     assert ignored == [*kept, "lm_head"]
-    assert all(torch.equal(tensors(out)[f"{name}.weight"], tensors(plain)[f"{name}.weight"]) for name in kept)
+    exact = [f"{name}.weight" for name in kept]
+    exact += [f"model.layers.2.{CHOICE_BIAS[variant]}"] if variant in CHOICE_BIAS else []
+    assert all(torch.equal(tensors(out)[name], tensors(plain)[name]) for name in exact)
 
 
 @pytest.mark.parametrize("weights", ["fp8", "fp8-block"])
@@ -140,3 +157,81 @@ def test_kv_scales_move_into_a_model_with_experts(tmp_path: Path) -> None:
     }
     one, other = (freight_logits(tmp_path / name, IDS, "float32", kv_cache_dtype="fp8") for name in ("scales", "out"))
     assert torch.equal(one, other)
+
+
+def with_prediction_layer(folder: Path) -> dict[str, torch.Tensor]:
+    """A GLM-4.5 as its hub files are: behind the last layer is one that predicts a further token."""
+    save_random(VARIANTS["glm4-moe"], folder, torch.float32)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_nextn_predict_layers": 1}))
+    stored = tensors(folder)
+    names = ("self_attn.q_proj.weight", "input_layernorm.weight", "eh_proj.weight", "enorm.weight")
+    further = {f"model.layers.3.{name}": torch.randn((64, 64) if "proj" in name else (64,)) for name in names}
+    save_file(stored | further, folder / "model.safetensors", metadata={"format": "pt"})
+    return further
+
+
+@pytest.mark.parametrize("form", ["compressed-tensors", "fp8"])
+def test_layers_that_predict_further_tokens_are_carried_in_16_bits(form: str, tmp_path: Path) -> None:
+    further = with_prediction_layer(tmp_path / "plain")
+    freight.quantize(tmp_path / "plain", tmp_path / "out", weights="fp8", format=form)
+    stored = tensors(tmp_path / "out")
+    assert all(torch.equal(stored[name], tensor) for name, tensor in further.items())
+    said = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    left_out = said["ignored_layers" if form == "fp8" else "ignore"]
+    assert left_out[-3:] == ["lm_head", "model.layers.3.eh_proj", "model.layers.3.self_attn.q_proj"]
+    assert freight_logits(tmp_path / "out", IDS, "float32").isfinite().all()
+
+
+def test_experts_of_gpt_oss_are_refused_unless_they_stay_in_16_bits(tmp_path: Path) -> None:
+    """No FP8 form of its one tensor of all experts is read by engines; attention and cache are quantized as usual."""
+    from freight.auto_fp8 import AutoFP8ForCausalLM, BaseQuantizeConfig
+    from freight.llm_compressor import QuantizationModifier, oneshot
+
+    plain, out = make("gpt-oss", tmp_path / "plain"), tmp_path / "out"
+    refusal = r"model\.layers\.0\.mlp\.experts\.gate_up_proj is one tensor of all experts.*--ignore 're:mlp.experts'"
+    with pytest.raises(ConfigError, match=refusal):
+        freight.quantize(plain, out, weights="fp8")
+    with pytest.raises(ConfigError, match=refusal):
+        oneshot(model=str(plain), recipe=QuantizationModifier(scheme="FP8_DYNAMIC", ignore=["lm_head"]))
+    with pytest.raises(ConfigError, match=refusal):
+        AutoFP8ForCausalLM.from_pretrained(plain, BaseQuantizeConfig(activation_scheme="dynamic"))
+    options: dict[str, Any] = {"activations": "static", "kv_cache": "fp8", "calibration_data": [IDS]}
+    freight.quantize(plain, out, weights="fp8", ignore=["re:mlp.experts"], **options)
+    stored, before = tensors(out), tensors(plain)
+    assert {name for name, tensor in stored.items() if tensor.dtype is torch.float8_e4m3fn} == {
+        f"model.layers.{index}.self_attn.{part}_proj.weight" for index in range(3) for part in "qkvo"
+    }
+    assert all(torch.equal(stored[name], tensor) for name, tensor in before.items() if ".mlp." in name)
+    ours = freight_logits(out, IDS, "float32", kv_cache_dtype="fp8")
+    exact = freight_logits(plain, IDS, "float32")
+    assert 0 < (ours - exact).norm() < 0.4 * exact.norm()  # other experts are chosen for some tokens
+
+
+def test_oneshot_refuses_blocks_that_would_span_gate_and_up(tmp_path: Path) -> None:
+    from freight.llm_compressor import QuantizationModifier, oneshot
+
+    plain = make("qwen3-moe", tmp_path / "plain", moe_intermediate_size=32)
+    recipe = QuantizationModifier(targets="Linear", scheme="FP8_BLOCK", ignore=["lm_head"])
+    with pytest.raises(ConfigError, match=r"experts\.0 has an intermediate size of 32"):
+        oneshot(model=str(plain), recipe=recipe)
+
+
+@pytest.mark.parametrize("weights", ["fp8", "fp8-channel", "fp8-block"])
+def test_granites_3d_experts_become_separate_matrices(weights: str, tmp_path: Path) -> None:
+    """Under the names that vLLM 0.33 has for them; transformers reads the 3-D tensors alone."""
+    plain, out = make("granite-moe", tmp_path / "plain"), tmp_path / "out"
+    freight.quantize(plain, out, weights=weights, activations="none")
+    stored, before = tensors(out), tensors(plain)
+    inner = before["model.layers.1.block_sparse_moe.input_linear.weight"]
+    prefix = "model.layers.1.block_sparse_moe.experts.3."
+    assert {name.removeprefix(prefix) for name in stored if name.startswith(prefix)} == {
+        f"{part}_proj.{kind}" for part in ("gate", "up", "down") for kind in ("weight", "weight_scale")
+    }
+    for name, part in (("gate_proj", inner[3, :128]), ("up_proj", inner[3, 128:])):
+        scale = stored[f"{prefix}{name}.weight_scale"]  # of its one block, with fp8-block
+        assert (stored[f"{prefix}{name}.weight"].float() * scale - part).norm() < 0.05 * part.norm()
+    router = "model.layers.1.block_sparse_moe.router.layer.weight"
+    assert torch.equal(stored[router], before[router])
+    ours, exact = (freight_logits(folder, IDS, "float32") for folder in (out, plain))
+    assert 0 < (ours - exact).norm() < 0.4 * exact.norm()  # other experts are chosen for some tokens

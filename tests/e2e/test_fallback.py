@@ -67,7 +67,6 @@ SLOW: dict[str, dict[str, Any]] = {
     "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
     "gemma": HEAD,
     "gpt_bigcode": {},
-    "granitemoe": LOCAL,
     "granitemoeshared": LOCAL | {"shared_intermediate_size": 32},
     "hunyuan_v1_dense": HEAD,
     "jais2": HEAD,

@@ -194,3 +194,15 @@ def test_all_experts_lie_in_one_piece_of_memory():
     lines = Path("/proc/self/maps").read_text().splitlines()
     ranges = [[int(part, 16) for part in re.match(r"(\w+)-(\w+)", line).groups()] for line in lines]
     assert sum(low < end and high > first for low, high in ranges) <= 2
+
+
+def test_packing_walks_the_heap_once_for_all_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes long beside packing one expert, of which a layer may have hundreds."""
+    from freight.kernels.cpu import experts
+
+    calls: list[int] = []
+    monkeypatch.setattr(experts, "give_back_freed_memory", lambda: calls.append(1))
+    experts.pack(library.load(library.runnable()[0]), [Weight(torch.ones(512, 1024))] * 4)
+    assert calls == [1]
+    experts.pack(library.load(library.runnable()[0]), [Weight(torch.ones(16, 32))] * 4)
+    assert calls == [1]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.parity.variants import CASES, VARIANTS, freight_logits, save_random, tokens
+from transformers import PretrainedConfig
 from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.llama import modeling_llama
 
@@ -32,20 +33,20 @@ def test_float32_logits_equal_transformers(variant: str, kernels: str, tmp_path:
 
 
 BFLOAT16 = (
-    *(
-        "llama-llama3",
-        "mistral-window",
-        "ministral3",
-        "qwen2",
-        "qwen3",
-        "gemma2",
-        "gemma3",
-        "gemma4",
-        "phi3-window",
-        "opt",
-    ),
-    *("opt-350m", "granite", "glm", "glm4", "smollm3", "gpt-oss"),
+    *("llama-llama3", "mistral-window", "ministral3", "qwen2", "qwen3", "gemma2", "gemma3", "phi3-window", "opt"),
+    *("opt-350m", "granite", "glm", "glm4", "smollm3", "ernie4-5", "seed-oss", "gpt-oss", "mixtral", "qwen2-moe"),
+    *("qwen3-moe", "glm4-moe", "minimax-m2", "hy-v3", "ernie4-5-moe", "granite-moe", "gemma4"),
 )
+
+
+def every_expert(config: PretrainedConfig) -> PretrainedConfig:
+    """The model with all experts chosen for each token: where logits of a router nearly tie, two roundings choose other
+    experts, whose difference says nothing of the roundings. Which are chosen is compared in float32."""
+    said = config.to_dict()
+    count = next((said[key] for key in ("num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts")
+                  if key in said), None)  # fmt: skip
+    everything = {"num_experts_per_tok": count, "moe_k": count, "topk_group": said.get("n_group")}
+    return type(config)(**said | {key: value for key, value in everything.items() if key in said})
 
 
 @pytest.mark.parametrize(("variant", "kernels"), [case for case in CASES if case[0] in BFLOAT16])
@@ -53,7 +54,7 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(variant: str, kernels
     """Roundings to bfloat16 fall differently in any two programs; transformers' own move top-5 log-probabilities by
     0.05 to 0.06 at most. So: on average no farther from the truth, and 99 of 100 lie within 0.05 of transformers', or
     within what two roundings as large as its own differ by."""
-    model = save_random(VARIANTS[variant], tmp_path, torch.bfloat16)
+    model = save_random(every_expert(VARIANTS[variant]), tmp_path, torch.bfloat16)
     ids = tokens()
     with torch.no_grad():
         theirs = model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
@@ -64,6 +65,17 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(variant: str, kernels
     rounding = (theirs - exact).abs().quantile(0.99)
     assert (ours - theirs).abs().quantile(0.99) <= max(0.05, 2**0.5 * rounding)
     assert (ours - exact).abs().mean() <= 1.05 * (theirs - exact).abs().mean()
+
+
+def test_a_head_in_float32_does_not_round_its_logits(tmp_path: Path):
+    """transformers has the key and does not read it, so its last product is repeated here."""
+    model = save_random(VARIANTS["hy-v3-float32-head"], tmp_path, torch.bfloat16)
+    opened = open_model(EngineArgs(str(tmp_path), kernels="reference", skip_tokenizer_init=True))
+    head = opened.load(opened.resolve(opened.args)).head
+    hidden = torch.randn(3, 64).bfloat16()
+    expected = hidden.float() @ model.lm_head.weight.float().T
+    assert (head(hidden) - expected).abs().max() <= 1e-5
+    assert (expected.bfloat16() - expected).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("variant", ["llama-llama3", "llama-linear", "llama-yarn-mscale", "qwen3-tied-theta"])

@@ -18,6 +18,7 @@ from transformers import (
     GlmConfig,
     GptOssConfig,
     GraniteConfig,
+    GraniteMoeConfig,
     HYV3Config,
     LlamaConfig,
     MiniMaxM2Config,
@@ -154,6 +155,7 @@ VARIANTS: dict[str, PretrainedConfig] = {
         **SHAPE, num_local_experts=8, num_experts_per_tok=3, head_dim=32, rotary_dim=16, bos_token_id=1, eos_token_id=2
     ),
     "hy-v3": HYV3Config(**SHAPE, **MOE, head_dim=16),
+    "hy-v3-float32-head": HYV3Config(**SHAPE, **MOE, enable_lm_head_fp32=True, tie_word_embeddings=True),
     "ernie4-5-moe": Ernie4_5_MoeConfig(**SHAPE, moe_num_experts=8, moe_k=3, moe_intermediate_size=32),
     "ernie4-5-moe-few": Ernie4_5_MoeConfig(
         **SHAPE, moe_num_experts=8, moe_k=3, moe_intermediate_size=32, moe_layer_end_index=1, moe_num_shared_experts=0
@@ -168,6 +170,8 @@ VARIANTS: dict[str, PretrainedConfig] = {
     ),
     "granite": GraniteConfig(**SHAPE, **GRANITE),
     "granite-biases": GraniteConfig(**SHAPE, residual_multiplier=3.0, attention_bias=True, mlp_bias=True),
+    "granite-moe": GraniteMoeConfig(**SHAPE, **GRANITE, num_local_experts=8, num_experts_per_tok=3),
+    "granite-moe-biases": GraniteMoeConfig(**SHAPE, num_local_experts=4, attention_bias=True, tie_word_embeddings=True),
     "glm": GlmConfig(**SHAPE, head_dim=16, pad_token_id=0),
     "glm-whole": GlmConfig(
         **SHAPE, head_dim=16, pad_token_id=0, attention_bias=False,
@@ -190,7 +194,12 @@ CASES = [(variant, kernels) for variant in VARIANTS for kernels in ("auto", "ref
 def save_random(config: PretrainedConfig, folder: Path, dtype: torch.dtype) -> Any:
     """A model with every parameter random, biases and norms too, saved as its users save theirs."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype).eval()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    frequencies = {name: buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq")}
+    model = model.to(dtype)
+    for name, buffer in frequencies.items():  # from_pretrained keeps them in float32
+        module, _, own = name.rpartition(".")
+        setattr(model.get_submodule(module), own, buffer)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape)

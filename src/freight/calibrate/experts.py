@@ -6,7 +6,7 @@ Here every expert is packed alone and computed by the set's own products, as `ke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -18,7 +18,7 @@ from freight.kernels.experts import ExpertList
 from freight.kernels.interface import KernelSet
 from freight.layers.moe import MoE
 from freight.operands.activation import GatedActivation
-from freight.operands.weight import Weight
+from freight.operands.weight import Weights
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class _OneByOne:
             self.watch.down(hidden.reshape(1, -1))  # a tensor: weights in calibration are not quantized
         return hidden
 
-    def pack_experts(self, weights: Sequence[Weight], bias: Tensor | None = None) -> ExpertList:
+    def pack_experts(self, weights: Weights, bias: Tensor | None = None) -> ExpertList:
         return experts.pack(self.inner, weights, bias)
 
     def experts(

@@ -22,6 +22,7 @@ class ExpertModules:
     """The experts of one layer, full names; `gate_up` and `down` have those of all experts, by id.
 
     An expert's module is `prefix` with its id: 'model.layers.0.mlp.experts.{}.' -> 'model.layers.0.mlp.experts.3'.
+    Where all of them are one tensor (`TensorNames.interleaved`), so is its name, and each side has one.
     """
 
     prefix: str
@@ -76,7 +77,7 @@ def layer_modules(config: ModelConfig) -> tuple[LayerModules, ...]:
         if isinstance(mlp, DenseConfig):
             return LayerModules(attention, qkv, o, gate_up, down)
         expert = prefix + names.expert
-        every = [expert.format(i) for i in range(mlp.num_experts)]
+        every = [expert.format(i) for i in range(1 if names.interleaved else mlp.num_experts)]
         experts = ExpertModules(
             prefix=expert,
             count=mlp.num_experts,

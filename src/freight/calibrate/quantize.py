@@ -20,7 +20,7 @@ from freight.calibrate.centers import WORTH, LayerCenters
 from freight.calibrate.data import Samples, read_samples
 from freight.calibrate.modules import ignored_modules, layer_modules
 from freight.calibrate.run import Calibration, Progress, calibrate
-from freight.calibrate.write import check_disk_space, write_quantized
+from freight.calibrate.write import check_disk_space, prediction_tensors, write_quantized
 from freight.checkpoint.reader import Checkpoint
 from freight.checkpoint.writer import require_new
 from freight.config.families import FAMILIES
@@ -32,8 +32,9 @@ from freight.errors import CheckpointError, ConfigError
 from freight.fp8.weights import BLOCK
 from freight.kernels.select import select_kernels
 from freight.models.architectures import tensor_names
-from freight.models.loader import CheckpointSource, tensor_shapes
 from freight.models.open import OpenCheckpoint, open_checkpoint, require_native
+from freight.models.shapes import tensor_shapes
+from freight.models.sources import CheckpointSource
 from freight.tokenizer import Tokenizer
 
 NOTHING_CALIBRATED = Calibration(None, None, {}, 0, 0, {}, ())
@@ -104,7 +105,9 @@ def open_unquantized(model: str, revision: str | None = None, keep_kv: bool = Fa
     stored = open_checkpoint(model, revision)
     require_native(stored.model, model, "quantizing")
     checkpoint, config, scheme = stored.checkpoint, stored.model, stored.scheme
+    predicting = prediction_tensors(checkpoint, config)
     unused = [name for pattern, _ in tensor_names(config).unused for name in fnmatch.filter(checkpoint.names, pattern)]
+    unused = [name for name in unused if name not in predicting]
     if unused:
         text_type = checkpoint.config["text_config"].get("model_type", FAMILIES[config.model_type].text_type)
         raise CheckpointError(
@@ -122,7 +125,7 @@ def open_unquantized(model: str, revision: str | None = None, keep_kv: bool = Fa
     checkpoint.check(tensor_shapes(config))
     for name, shape in tensor_shapes(config).items():
         checkpoint.take(name, shape)  # mapped, not read
-    checkpoint.finish()
+    checkpoint.finish(pending=predicting)
     return Unquantized(checkpoint, config, model, carried_by(stored, model) if keeps else None)
 
 
@@ -205,17 +208,23 @@ def _keeps_kv(args: QuantizeArgs) -> bool:
 
 
 def require_blocks(model: ModelConfig, plan: QuantizePlan, ignored: Collection[str]) -> None:
-    """Raises ConfigError for blocks of scales that would span gate and up of an expert: engines compute these as one
-    matrix, and have one scale for a block of it.
+    """Raises ConfigError for experts that have no FP8 form which engines read: those of one tensor for a layer, and
+    blocks of scales that would span gate and up, which engines compute as one matrix with one scale for a block.
     """
-    if plan.weights is not WeightScheme.BLOCK:
+    if plan.weights is WeightScheme.NONE:
         return
-    left_out = frozenset(ignored)
+    left_out, interleaved = frozenset(ignored), tensor_names(model).interleaved
     for layer, modules in zip(model.layers, layer_modules(model), strict=True):
         mlp, experts = layer.feed_forward, modules.experts
         if not isinstance(mlp, MoEConfig) or experts is None or left_out.issuperset(experts.gate_up):
             continue
-        if mlp.intermediate_size % BLOCK:
+        if interleaved:
+            raise ConfigError(
+                f"--weights {plan.weights}: {experts.gate_up[0]} is one tensor of all experts, gate and up in turn, of "
+                "which engines read no FP8 form; leave the experts in 16 bits (--ignore 're:mlp.experts'), or let "
+                "the engine round them when it loads the model (--quantization fp8)"
+            )
+        if plan.weights is WeightScheme.BLOCK and mlp.intermediate_size % BLOCK:
             raise ConfigError(
                 f"--weights fp8-block: {experts.named(0)} has an intermediate size of {mlp.intermediate_size}, no "
                 f"multiple of {BLOCK}, so that a block would span gate and up; use --weights fp8-channel"

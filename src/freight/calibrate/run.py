@@ -36,7 +36,8 @@ from freight.layers.linear import Projection, UnmergedLinear
 from freight.layers.rope import build_ropes
 from freight.models.architectures import tensor_names
 from freight.models.decoder import MLP, DecoderLayer
-from freight.models.loader import WeightSource, build_embedding, build_layer
+from freight.models.loader import build_embedding, build_layer
+from freight.models.sources import WeightSource
 from freight.operands.batch import ForwardBatch
 from freight.operands.kv_pages import KeyCenter
 from freight.operands.rotary import Rotary

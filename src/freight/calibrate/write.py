@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from freight.config.plan import QuantizePlan, WeightScheme
 from freight.errors import CheckpointError
 from freight.fp8.formats import Format
 from freight.fp8.weights import quantize_blocks, quantize_rows, quantize_tensor
+from freight.models.architectures import prediction_patterns
 from freight.models.loader import tensor_shapes
 
 _ROUND = {
@@ -30,6 +32,13 @@ _ROUND = {
 def check_disk_space(checkpoint: Checkpoint, out: Path) -> None:
     """Raises CapacityError unless the disk of `out` has room for a copy of the checkpoint; the output is no larger."""
     require_space(out, sum(checkpoint.entry(name).size for name in checkpoint.names))
+
+
+def prediction_tensors(checkpoint: Checkpoint, model: ModelConfig) -> list[str]:
+    """Tensors of layers that predict further tokens (`ModelConfig.prediction_layers`). They are never calibrated, as
+    they do not run; a quantized checkpoint has them as they are, and names their modules among those in 16 bits.
+    """
+    return sorted(name for at in prediction_patterns(model) for name in fnmatch.filter(checkpoint.names, at))
 
 
 def write_quantized(
@@ -51,7 +60,9 @@ def write_quantized(
     """
     scales_in = scale_format(plan.layout, model.checkpoint_format)
     linear = {*linear_modules(model), head_module(model)} - set(ignored)
-    shapes = tensor_shapes(model)
+    carried = {name: checkpoint.shape_of(name) for name in prediction_tensors(checkpoint, model)}
+    ignored = [*ignored, *(name.removesuffix(".weight") for name, shape in carried.items() if len(shape) > 1)]
+    shapes = tensor_shapes(model) | carried
     before = after = 0
     with CheckpointWriter(out, overwrite=overwrite) as writer:
         for done, (name, shape) in enumerate(shapes.items(), 1):

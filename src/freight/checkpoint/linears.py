@@ -51,10 +51,13 @@ class StoredLinear:
                     f"have no counterpart in {format}, this device's format; quantize the model to {format}"
                 )
         data, scale = convert_e4m3(stored.to(device), self.scale.to(device), format)
-        input_scale = self.input_scale
-        if input_scale is not None and format is not self.format:
-            input_scale *= 2.0 if format is Format.E4M3FNUZ else 0.5
-        return Weight(data.contiguous(), scale, self.activations, input_scale, self.input_limit)
+        return Weight(data.contiguous(), scale, self.activations, self.input_scale_in(format), self.input_limit)
+
+    def input_scale_in(self, format: Format) -> float | None:
+        """The input scale of `read`."""
+        if self.input_scale is None or format is self.format:
+            return self.input_scale
+        return self.input_scale * (2.0 if format is Format.E4M3FNUZ else 0.5)
 
 
 def find_linears(

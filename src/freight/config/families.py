@@ -15,6 +15,18 @@ from freight.operands.routing import Scoring
 _SPARSE = words("decoder_sparse_step mlp_only_layers")
 _WINDOW_KEYS = words("sliding_window use_sliding_window layer_types")
 _MULTIPLIERS = words("embedding_multiplier attention_multiplier residual_multiplier logits_scaling")
+_GRANITE = Family(
+    "GraniteForCausalLM",
+    {
+        "vocab_size": 32000,
+        "max_position_embeddings": 2048,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        **dict.fromkeys(_MULTIPLIERS, 1.0),
+    },
+    words("attention_bias mlp_bias") | _MULTIPLIERS,
+    multipliers=True,
+)
 _GLM = Family(
     "GlmForCausalLM",
     {
@@ -257,17 +269,13 @@ FAMILIES = {
         | words("no_rope_layer_interval"),
         theta=2e6,
     ),
-    "granite": Family(
-        "GraniteForCausalLM",
-        {
-            "vocab_size": 32000,
-            "max_position_embeddings": 2048,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-            **dict.fromkeys(_MULTIPLIERS, 1.0),
-        },
-        words("attention_bias mlp_bias") | _MULTIPLIERS,
-        multipliers=True,
+    "granite": _GRANITE,
+    "granitemoe": replace(
+        _GRANITE,
+        architecture="GraniteMoeForCausalLM",
+        defaults={**_GRANITE.defaults, "num_experts_per_tok": 2},
+        keys=words("attention_bias") | _MULTIPLIERS,
+        moe=MoEFamily(8, width_key="intermediate_size", scoring=Scoring.CHOSEN, norm_key=None),
     ),
     "glm": _GLM,
     "glm4": replace(_GLM, architecture="Glm4ForCausalLM", norms=NormPlacement.SANDWICH),

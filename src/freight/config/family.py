@@ -59,6 +59,7 @@ class Family:
     text_type          the model_type in `text_config`, where the decoder is described, if it is one part of the model
     other_texts        further model_types that `text_config` may have; their own rows describe the decoder then
     next_token_keys    number of layers behind the decoder's own, which predict further tokens and do not run
+    float32_head_key   whether the head multiplies in float32 (`ModelConfig.float32_head`)
     wrapper_keys       keys outside of `text_config`; they describe the other parts
     """
 
@@ -101,4 +102,5 @@ class Family:
     text_type: str | None = None
     other_texts: tuple[str, ...] = ()
     wrapper_keys: frozenset[str] = frozenset()
+    float32_head_key: str | None = None
     next_token_keys: frozenset[str] = frozenset()

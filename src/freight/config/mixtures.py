@@ -79,8 +79,9 @@ MIXTURES = {
             "router_scaling_factor": 2.826,
             "first_k_dense_replace": 1,
         },
-        # sums and attention scores are in float32 here whatever these say; so are the logits
+        # sums and the softmax of attention are in float32 here whatever these say
         words("attention_bias enable_moe_fp32_combine enable_lm_head_fp32 enable_attention_fp32_softmax"),
+        float32_head_key="enable_lm_head_fp32",
         fixed={
             "qk_norm": (True,),
             "route_norm": (True,),

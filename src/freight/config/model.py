@@ -49,6 +49,7 @@ class ModelConfig:
     norm_eps               of every norm
     norm_offset            what is added to a stored norm weight
     wide_norms             whether norm weights are float32 numbers (`KernelSet.add_rms_norm`)
+    float32_head           whether final states and head are multiplied in float32, so that logits are not rounded
     embedding_multiplier   multiplies the embedding's rows; None: nothing does
     prediction_layers      layers of the checkpoint behind these, which predict further tokens; they do not run
     rounds_multiplier      whether that is rounded to the compute dtype first
@@ -91,6 +92,7 @@ class ModelConfig:
     residual_multiplier: float = 1.0
     logit_divisor: float | None = None
     wide_norms: bool = False
+    float32_head: bool = False
 
     @property
     def position_limit(self) -> int:
@@ -167,6 +169,7 @@ def parse_model_config(config: Mapping[str, Any], tensors: Collection[str] = ())
         residual_multiplier=number(config, "residual_multiplier") if family.multipliers else 1.0,
         logit_divisor=_unless_1(config, "logits_scaling") if family.multipliers else None,
         wide_norms=family.wide_norms or family.norm_offset != 0,
+        float32_head=family.float32_head_key is not None and flag(config, family.float32_head_key),
     )
 
 

@@ -14,8 +14,9 @@ from freight.errors import ConfigError, choices
 from freight.fp8.formats import Format
 from freight.fp8.weights import quantize_blocks, quantize_rows, quantize_tensor
 from freight.models.decoder import Decoder
-from freight.models.loader import CheckpointSource, WeightSource, build_decoder
+from freight.models.loader import build_decoder
 from freight.models.open import OpenModel
+from freight.models.sources import CheckpointSource, WeightSource
 from freight.operands.weight import Activations, Weight
 
 SCHEMES = ("fp8", "fp8-channel", "fp8-block")
@@ -41,6 +42,9 @@ class RoundedSource:
 
     def weight(self, name: str, shape: tuple[int, ...]) -> Weight:
         return self._rounded(self.plain.weight(name, shape).data)
+
+    def input_scale(self, name: str) -> float | None:
+        return None  # activations are dynamic
 
     def experts(self, name: str, shape: tuple[int, ...], pairs: bool) -> Iterator[Weight]:
         return (self._rounded(weight.data) for weight in self.plain.experts(name, shape, pairs))

@@ -5,7 +5,6 @@ A set without a kernel of its own for experts runs this one, and one with is tes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from freight.operands.activation import GatedActivation
 from freight.operands.routing import Routing, Scoring
-from freight.operands.weight import Weight
+from freight.operands.weight import Weight, Weights
 
 
 class _Products(Protocol):
@@ -38,7 +37,7 @@ class ExpertList:
         return self.matrices[expert], None if self.bias is None else self.bias[expert]
 
 
-def pack(products: _Products, weights: Sequence[Weight], bias: Tensor | None) -> ExpertList:
+def pack(products: _Products, weights: Weights, bias: Tensor | None) -> ExpertList:
     return ExpertList(tuple(map(products.pack, weights)), bias)
 
 

@@ -7,7 +7,6 @@ the source: rows are tokens, laid end to end over all sequences of a step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -17,7 +16,7 @@ from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KVPages
 from freight.operands.rotary import Rotary
 from freight.operands.routing import Routing
-from freight.operands.weight import Weight
+from freight.operands.weight import Weight, Weights
 
 
 class KernelSet(Protocol):
@@ -83,10 +82,11 @@ class KernelSet(Protocol):
         """activation(gate) * up, [rows, size], for `consumer`. gate_up: [rows, 2 * size], gate first."""
         ...
 
-    def pack_experts(self, weights: Sequence[Weight], bias: Tensor | None = None) -> Any:
+    def pack_experts(self, weights: Weights, bias: Tensor | None = None) -> Any:
         """One matrix of each expert as this set's `experts` takes them; called once, at load.
 
-        weights: of one shape, format and way of quantizing; bias: [num_experts, out_features] in the dtype of the rows.
+        weights: of one shape, format and way of quantizing, read once
+        bias: [num_experts, out_features] in the dtype of the rows
         """
         ...
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -15,7 +14,7 @@ from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KVPages
 from freight.operands.rotary import Rotary
 from freight.operands.routing import Routing
-from freight.operands.weight import Weight
+from freight.operands.weight import Weight, Weights
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class ReferenceKernels:
     def gated(self, gate_up: Tensor, activation: GatedActivation, consumer: object = None) -> Tensor:
         return reference.gated(gate_up, activation)
 
-    def pack_experts(self, weights: Sequence[Weight], bias: Tensor | None = None) -> ExpertList:
+    def pack_experts(self, weights: Weights, bias: Tensor | None = None) -> ExpertList:
         return experts.pack(self, weights, bias)
 
     def route(

@@ -41,7 +41,8 @@ class LogitsHead:
 
     `weight` is what `kernels.pack` returned; `input_limit` is that of `Linear`. With a soft cap a logit x becomes
     soft_cap * tanh(x / soft_cap) (Gemma 2, Riviere et al. 2024). `projection` comes before `weight`, if its rows are
-    of another size than hidden_size. `divisor` divides the logits.
+    of another size than hidden_size. `divisor` divides the logits. `float32`: they are not rounded to
+    the dtype of the hidden states; a weight without scales is in float32 then.
     """
 
     weight: Any
@@ -50,10 +51,13 @@ class LogitsHead:
     soft_cap: float | None = None
     projection: Projection | None = None
     divisor: float | None = None
+    float32: bool = False
 
     def __call__(self, hidden: Tensor) -> Tensor:
         if self.projection is not None:
             hidden = self.projection(hidden)
+        if self.float32:
+            hidden = hidden.float()
         if self.input_limit is not None:
             hidden = hidden.clamp(-self.input_limit, self.input_limit)
         logits = self.kernels.linear(hidden, self.weight, None).float()

@@ -126,6 +126,11 @@ ARCHITECTURES = {
     "SeedOssForCausalLM": TensorNames(),
     "SmolLM3ForCausalLM": TensorNames(),
     "GraniteForCausalLM": TensorNames(),
+    "GraniteMoeForCausalLM": TensorNames(
+        router="block_sparse_moe.router.layer",
+        expert="block_sparse_moe.experts.{}.",
+        stacked=("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
+    ),
     "GlmForCausalLM": TensorNames(gate_up=("mlp.gate_up_proj",)),
     "Glm4ForCausalLM": TensorNames(
         gate_up=("mlp.gate_up_proj",),
@@ -148,8 +153,7 @@ def tensor_names(config: ModelConfig) -> TensorNames:
     if config.foreign is not None:
         return TensorNames(embedding=config.foreign.embedding, head=config.foreign.head)
     names, (body, head) = ARCHITECTURES[config.architecture], config.prefixes
-    behind = range(config.num_layers, config.num_layers + config.prediction_layers)
-    unused = [(f"{body}{names.layer.format(index)}*", "of a layer that predicts further tokens") for index in behind]
+    unused = [(pattern, "of a layer that predicts further tokens") for pattern in prediction_patterns(config)]
     for index, layer in enumerate(config.layers):
         if layer.mixer.kv_from is not None:
             own = (*names.qkv[1:], names.k_norm.removesuffix("weight"))
@@ -166,3 +170,10 @@ def tensor_names(config: ModelConfig) -> TensorNames:
         project_in=body + names.project_in,
         project_out=body + names.project_out,
     )
+
+
+def prediction_patterns(config: ModelConfig) -> tuple[str, ...]:
+    """Patterns of the tensors of layers that predict further tokens."""
+    layer = config.prefixes[0] + ARCHITECTURES[config.architecture].layer
+    behind = range(config.num_layers, config.num_layers + config.prediction_layers)
+    return tuple(f"{layer.format(index)}*" for index in behind)

@@ -11,23 +11,21 @@ divided by m, layers add to it as they are, and a norm with eps / m² of the str
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from freight.checkpoint.linears import StoredLinear, find_linears
-from freight.checkpoint.mxfp4 import StoredExperts, describe, find_experts
+from freight.checkpoint.linears import find_linears
+from freight.checkpoint.mxfp4 import describe, find_experts
 from freight.checkpoint.reader import Checkpoint
 from freight.config.layer import AttentionConfig, DenseConfig, MoEConfig, NormKind, NormPlacement
 from freight.config.model import ModelConfig
 from freight.errors import CheckpointError
-from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
 from freight.fp8.scheme import Scheme
-from freight.fp8.weights import fit_rows
 from freight.kernels.interface import KernelSet
 from freight.layers.attention import Attention, QKNorm, ValueNorm
 from freight.layers.embedding import Embedding, LogitsHead
@@ -39,103 +37,26 @@ from freight.models.architectures import TensorNames, tensor_names
 from freight.models.decoder import MLP, Decoder, DecoderLayer
 from freight.models.shapes import bias_of, kept_in_16_bits, shared_names
 from freight.models.shapes import tensor_shapes as tensor_shapes
+from freight.models.sources import CheckpointSource, WeightSource, in_halves
 from freight.operands.rotary import Rotary
-from freight.operands.weight import Activations, Weight
+from freight.operands.weight import Weight
 
 UNQUANTIZED = Scheme()
 logger = logging.getLogger("freight")
 
 
-class WeightSource(Protocol):
-    """Where the tensors of a model come from, on the device that it will run on."""
-
-    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """An embedding, a norm or a bias, in the compute dtype."""
-        ...
-
-    def exact(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """What chooses experts, in float32: rounding it would choose others."""
-        ...
-
-    def weight(self, name: str, shape: tuple[int, ...]) -> Weight:
-        """The matrix of a Linear, in its final format."""
-        ...
-
-    def experts(self, name: str, shape: tuple[int, ...], pairs: bool) -> Iterable[Weight]:
-        """The matrices [outputs, inputs] of a tensor [experts, inputs, outputs], as `weight` makes them.
-
-        `pairs`: the outputs are those of gate and up in turn, and become those of gate, then of up.
-        """
-        ...
-
-    def head(self, name: str, shape: tuple[int, ...]) -> Weight:
-        """The matrix of the output head, or of a projection beside it; neither is quantized at load."""
-        ...
-
-
-def in_halves(x: Tensor, dim: int) -> Tensor:
-    """x with its even places along `dim` first, then its odd ones: rows of gate and up, stored in turn, as a merged
-    projection has them."""
-    even = torch.arange(0, x.shape[dim], 2, dtype=torch.int64, device=x.device)
-    return x.index_select(dim, torch.cat((even, even + 1)))
-
-
 @dataclass(frozen=True)
-class CheckpointSource:
-    """Takes tensors from a checkpoint.
+class _Read:
+    """`Weights` that are read as they are asked for."""
 
-    Matrices in `stored` are in FP8 already and become `weight_format`; the others are quantized to it if it is FP8, or
-    keep 16 or 32 bits if `rounds` is False. Experts in `packed` are in MXFP4.
-    """
+    count: int
+    read: Callable[[], Iterator[Weight]]
 
-    checkpoint: Checkpoint
-    compute_format: Format
-    weight_format: Format
-    device: str
-    stored: Mapping[str, StoredLinear] = field(default_factory=dict)
-    rounds: bool = True
-    packed: Mapping[str, StoredExperts] = field(default_factory=dict)
+    def __len__(self) -> int:
+        return self.count
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        if name in self.stored:
-            weight = self.stored[name].read(self.checkpoint, self.weight_format, self.device)
-            return weight.dequantized().to(torch_dtype(self.compute_format))
-        stored = self.checkpoint.take(name, shape)
-        return stored.to(device=self.device, dtype=torch_dtype(self.compute_format)).contiguous()
-
-    def exact(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        return self.checkpoint.take(name, shape).to(device=self.device, dtype=torch.float32).contiguous()
-
-    def weight(self, name: str, shape: tuple[int, ...]) -> Weight:
-        if name in self.stored:
-            return self.stored[name].read(self.checkpoint, self.weight_format, self.device)
-        if not (self.rounds and self.weight_format.is_fp8):
-            return Weight(self.tensor(name, shape))
-        return self._rounded(self.checkpoint.take(name, shape).to(self.device))
-
-    def _rounded(self, stored: Tensor) -> Weight:
-        data, scale = fit_rows(stored, self.weight_format)
-        return Weight(data, scale, Activations.DYNAMIC)
-
-    def experts(self, name: str, shape: tuple[int, ...], pairs: bool) -> Iterator[Weight]:
-        if name in self.packed:
-            order = torch.arange(shape[2], dtype=torch.int64, device="cpu")
-            order = in_halves(order, 0) if pairs else order
-            formats = self.compute_format, self.weight_format
-            yield from self.packed[name].read(self.checkpoint, *formats, self.device, order)
-            return
-        for stored in self.checkpoint.take(name, shape):
-            matrix = stored.to(self.device).t()
-            matrix = in_halves(matrix, 0) if pairs else matrix
-            if self.rounds and self.weight_format.is_fp8:
-                yield self._rounded(matrix.contiguous())
-            else:
-                yield Weight(matrix.to(torch_dtype(self.compute_format)).contiguous())
-
-    def head(self, name: str, shape: tuple[int, ...]) -> Weight:
-        if name in self.stored:
-            return self.stored[name].read(self.checkpoint, self.weight_format, self.device)
-        return Weight(self.tensor(name, shape))
+    def __iter__(self) -> Iterator[Weight]:
+        return self.read()
 
 
 @dataclass(frozen=True)
@@ -277,29 +198,38 @@ class _Builder:
             return self.interleaved(prefix + self.names.expert + parts[0], pairs=parts == self.names.expert_gate_up)
         modules = [[f"{prefix}{self.names.expert.format(i)}{part}" for part in parts] for i in range(mlp.num_experts)]
         names = [[f"{module}.weight" for module in group] for group in modules]
-        weights = [[self.source.weight(name, self.shapes[name]) for name in group] for group in names]
-        scales = [one.input_scale for group in weights for one in group if one.input_scale is not None]
-        largest = max(scales, default=None)
-        weights = [[replace(one, input_scale=largest) for one in group] for group in weights]
-        if not all(map(Weight.mergeable, weights)) or not Weight.alike([group[0] for group in weights]):
-            raise CheckpointError(
-                f"{names[0][0]} and the other experts of this layer are not quantized alike, or blocks of scales span "
-                f"gate and up ({mlp.intermediate_size} rows each): they cannot be computed together; quantize all of "
-                "them in the same way, with a scale per row if their rows are no multiple of 128"
-            )
-        if weights[0][0].input_limit is not None:
-            raise CheckpointError(
-                f"{names[0][0]} and the other experts of this layer: config.json clips their inputs to "
-                f"{weights[0][0].input_limit:g} (activation_scale_ub, activation_value_ub), which is not implemented "
-                "for experts; quantize them without a limit"
-            )
         biases = [torch.cat([self.tensor(f"{m}.bias") for m in group]) for group in modules] if mlp.bias else []
-        merged = [Weight.concat(group) for group in weights]
-        return self.kernels.pack_experts(merged, torch.stack(biases) if biases else None)
+        weights = _Read(mlp.num_experts, lambda: self.merged(names))
+        return self.kernels.pack_experts(weights, torch.stack(biases) if biases else None)
+
+    def merged(self, names: list[list[str]]) -> Iterator[Weight]:
+        """The matrix of each expert, of the tensors `names`. Raises CheckpointError where they are not of one kind."""
+        scales = [scale for group in names for name in group if (scale := self.source.input_scale(name)) is not None]
+        largest, first = max(scales, default=None), None
+        for group in names:
+            weights = [replace(self.source.weight(name, self.shapes[name]), input_scale=largest) for name in group]
+            first = first or replace(weights[0], data=weights[0].data[:0])
+            if not Weight.mergeable(weights) or not Weight.alike([first, weights[0]]):
+                raise CheckpointError(
+                    f"{names[0][0]} and the other experts of this layer are not quantized alike, or blocks of scales "
+                    f"span gate and up ({len(weights[0].data)} rows each): they cannot be computed together; quantize "
+                    "all of them in the same way, with a scale per row if their rows are no multiple of 128"
+                )
+            if weights[0].input_limit is not None:
+                raise CheckpointError(
+                    f"{names[0][0]} and the other experts of this layer: config.json clips their inputs to "
+                    f"{weights[0].input_limit:g} (activation_scale_ub, activation_value_ub), which is not implemented "
+                    "for experts; quantize them without a limit"
+                )
+            merged = Weight.concat(weights)
+            del weights
+            yield merged
+            del merged
 
     def interleaved(self, name: str, pairs: bool) -> Any:
         """The experts of one tensor (`TensorNames.interleaved`); `pairs`: rows of gate and up in turn."""
-        weights = tuple(self.source.experts(name, self.shapes[name], pairs))
+        shape = self.shapes[name]
+        weights = _Read(shape[0], lambda: iter(self.source.experts(name, shape, pairs)))
         bias = self.tensor(f"{name}_bias")
         return self.kernels.pack_experts(weights, in_halves(bias, 1) if pairs else bias)
 
@@ -317,9 +247,11 @@ def build_decoder(config: ModelConfig, source: WeightSource, kernels: KernelSet,
     embedding, names = builder.embedding(), builder.names
     tied = config.tie_word_embeddings
     head = Weight(embedding.weight) if tied else source.head(names.head, builder.shapes[names.head])
+    if config.float32_head and head.scale is None:
+        head = Weight(head.data.float())
     projection = builder.outer(names.project_out)
     cap, divisor = config.logit_soft_cap, config.logit_divisor
-    logits = LogitsHead(kernels.pack(head), kernels, head.input_limit, cap, projection, divisor)
+    logits = LogitsHead(kernels.pack(head), kernels, head.input_limit, cap, projection, divisor, config.float32_head)
     return Decoder(config, embedding, layers, norm, logits)
 
 

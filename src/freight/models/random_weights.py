@@ -64,6 +64,9 @@ class RandomSource:
         scale = (mean_square * columns).rsqrt().expand(rows).contiguous()
         return Weight(codes, scale, Activations.DYNAMIC)
 
+    def input_scale(self, name: str) -> float | None:
+        return None  # activations are dynamic
+
     def experts(self, name: str, shape: tuple[int, ...], pairs: bool) -> Iterator[Weight]:
         num_experts, columns, rows = shape
         return (self.weight(name, (rows, columns)) for _ in range(num_experts))

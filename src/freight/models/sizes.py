@@ -160,8 +160,10 @@ class _Count:
         c = self.model
         width = c.embedding_size or c.hidden_size
         size = c.vocab_size * width * self.compute.bytes
-        if not c.tie_word_embeddings or self.layout is not Layout.PLAIN:
-            size += self.matrix(c.vocab_size, width)
+        wider = c.float32_head and self.compute is not Format.FLOAT32
+        if not c.tie_word_embeddings or self.layout is not Layout.PLAIN or wider:
+            head = Format.FLOAT32 if wider else self.compute
+            size += matrix_bytes(c.vocab_size, width, head, None, self.layout)
         if c.embedding_size is not None:
             size += self.matrix(c.hidden_size, width) + self.matrix(width, c.hidden_size)
         if c.position_offset is not None:

@@ -5,8 +5,9 @@ The format follows from the tensor's dtype and is never passed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -84,3 +85,12 @@ class Weight:
         assert Weight.mergeable(parts)
         scales = [part.scale for part in parts if part.scale is not None]
         return replace(first, data=torch.cat([p.data for p in parts]), scale=torch.cat(scales) if scales else None)
+
+
+class Weights(Protocol):
+    """The matrices of all experts, by id. Iterated over once: they may be read as they are asked for, so what needs one
+    at a time has one in memory at a time."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Weight]: ...

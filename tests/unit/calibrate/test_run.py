@@ -21,7 +21,7 @@ from freight.errors import CheckpointError
 from freight.fp8.formats import Format, Granularity
 from freight.fp8.scheme import LayerScales
 from freight.kernels.reference_set import REFERENCE
-from freight.models.loader import CheckpointSource
+from freight.models.sources import CheckpointSource
 from freight.operands.weight import Weight
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -191,6 +191,9 @@ class Ledger:
         self.most = max(self.most, sum(count > 0 for count in self.alive.values()))
         weakref.finalize(weight.data, self.let_go, layer)
         return weight
+
+    def input_scale(self, name: str) -> float | None:
+        return None
 
     def let_go(self, layer: str) -> None:
         self.alive[layer] -= 1

@@ -123,3 +123,20 @@ def test_layers_of_smollm_3_without_a_rope():
     assert windows("smollm3", use_sliding_window=True, sliding_window=8) == (None, None, None, 8)
     for bad in ([1, 1, 1], [1, 1, 1, 2]):
         refused("no_rope_layers", model_type="smollm3", no_rope_layers=bad)
+
+
+def test_a_head_in_float32():
+    assert not parse_model_config(config("hy_v3")).float32_head
+    assert parse_model_config(config("hy_v3", enable_lm_head_fp32=True)).float32_head
+    refused("enable_lm_head_fp32", enable_lm_head_fp32=True)  # of a Llama
+
+
+def test_granite_with_experts():
+    model = parse_model_config(
+        config("granitemoe", num_local_experts=40, num_experts_per_tok=8, residual_multiplier=0.22)
+    )
+    moe = model.layers[0].feed_forward
+    assert isinstance(moe, MoEConfig)
+    assert (moe.routing, moe.intermediate_size) == (Routing(40, 8, Scoring.CHOSEN, False), 384)
+    assert (model.residual_multiplier, moe.shared) == (0.22, None)
+    refused("shared_intermediate_size", model_type="granitemoe", shared_intermediate_size=64)

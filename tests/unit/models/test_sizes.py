@@ -76,7 +76,17 @@ OF_FAMILIES = (
         "ministral3",
     ),
     *("mixtral", "qwen2-moe", "qwen2-moe-sparse", "qwen3-moe", "qwen3-moe-dense-layer", "gpt-oss"),
-    *("granite-biases", "glm", "glm4", "glm4-moe", "minimax-m2", "ernie4-5-moe", "smollm3"),
+    *(
+        "granite-biases",
+        "glm",
+        "glm4",
+        "glm4-moe",
+        "minimax-m2",
+        "ernie4-5-moe",
+        "smollm3",
+        "hy-v3-float32-head",
+        "granite-moe",
+    ),
 )
 
 

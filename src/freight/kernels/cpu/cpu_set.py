@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -17,7 +16,7 @@ from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KVPages
 from freight.operands.rotary import Rotary
 from freight.operands.routing import Routing
-from freight.operands.weight import Weight
+from freight.operands.weight import Weight, Weights
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class CpuKernels:
     def gated(self, gate_up: Tensor, activation: GatedActivation, consumer: object = None) -> Tensor:
         return elementwise.gated(self.library, gate_up, activation)
 
-    def pack_experts(self, weights: Sequence[Weight], bias: Tensor | None = None) -> PackedExperts:
+    def pack_experts(self, weights: Weights, bias: Tensor | None = None) -> PackedExperts:
         packed = experts.pack(self.library, weights, bias)
         if packed.num_bytes >= tuning.LARGE:
             tuning.tune(self.library)

@@ -7,7 +7,6 @@ that row and its experts alone.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,10 +22,18 @@ from freight.kernels.cpu.interface import (
     FreightWeight,
 )
 from freight.kernels.cpu.library import Library
-from freight.kernels.cpu.linear import PackedWeight, aligned, check, pack_into, packed_bytes
+from freight.kernels.cpu.linear import (
+    LARGE,
+    PackedWeight,
+    aligned,
+    check,
+    give_back_freed_memory,
+    pack_into,
+    packed_bytes,
+)
 from freight.operands.activation import GatedActivation
 from freight.operands.routing import Routing
-from freight.operands.weight import Weight
+from freight.operands.weight import Weights
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,18 +61,27 @@ class PackedExperts:
         return sum(t.numel() * t.element_size() for t in (self.data, self.scale, self.block_scale) if t is not None)
 
 
-def pack(library: Library, weights: Sequence[Weight], bias: Tensor | None = None) -> PackedExperts:
-    """`weights`, one of each expert, of one shape and format. Raises KernelError for what `linear.pack` refuses."""
-    first = weights[0]
-    out_features, in_features = first.data.shape
-    num_bytes = packed_bytes(library, first)
-    data = aligned(len(weights) * num_bytes).view(len(weights), num_bytes)
+def pack(library: Library, weights: Weights, bias: Tensor | None = None) -> PackedExperts:
+    """`weights`, one of each expert, of one shape and format. Each is released before the next one is read.
+
+    Raises KernelError for what `linear.pack` refuses.
+    """
     packed: list[PackedWeight] = []
-    for weight, memory in zip(weights, data, strict=True):
-        assert weight.data.shape == first.data.shape
-        assert (weight.data.dtype, weight.activations) == (first.data.dtype, first.activations)
+    data: Tensor | None = None
+    for weight in weights:
         check(weight)
-        packed.append(pack_into(library, weight, memory))
+        if data is None:
+            (out_features, in_features), kind = weight.data.shape, (weight.data.dtype, weight.activations)
+            num_bytes = packed_bytes(library, weight)
+            data = aligned(len(weights) * num_bytes).view(len(weights), num_bytes)
+        assert weight.data.shape == (out_features, in_features)
+        assert (weight.data.dtype, weight.activations) == kind
+        packed.append(pack_into(library, weight, data[len(packed)]))
+        del weight
+    assert data is not None
+    assert len(packed) == len(weights)
+    if data.numel() >= LARGE:
+        give_back_freed_memory()
     scale = torch.stack([one.scale for one in packed])
     blocks = [one.block_scale for one in packed if one.block_scale is not None]
     assert len(blocks) in (0, len(packed))

@@ -21,6 +21,7 @@ from freight.kernels.cpu.library import Library
 from freight.operands.weight import Weight
 
 _WEIGHTS = tuple(torch_dtype(format) for format in (*COMPUTE_FORMATS, Format.E4M3FN))
+LARGE = 2**20  # values: packing fewer gives back no memory
 _LARGE_PAGE = 2**21  # bytes; such pages are requested where whole ones fit
 
 
@@ -61,7 +62,16 @@ def aligned(num_bytes: int) -> Tensor:
 def pack(library: Library, weight: Weight) -> PackedWeight:
     """`weight` in the layout of this build. Raises KernelError for a weight that it does not compute with."""
     check(weight)
+    if weight.data.numel() >= LARGE:
+        give_back_freed_memory()
     return pack_into(library, weight, aligned(packed_bytes(library, weight)))
+
+
+def give_back_freed_memory() -> None:
+    """Returns to the system what matrices read before have left on the heap, which would keep its pages. Walking the
+    heap takes long beside packing a small matrix."""
+    with suppress(AttributeError):  # of C libraries other than glibc, which return it by themselves
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def check(weight: Weight) -> None:

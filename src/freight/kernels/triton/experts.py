@@ -10,7 +10,6 @@ Tiles are of one size for any number of rows, so a row's bits do not depend on t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +24,7 @@ from freight.kernels.triton.formats import Target, carrier
 from freight.kernels.triton.linear import FEW_ROWS, Tile, dot_type, matmul_tile, product
 from freight.kernels.triton.rows import Quantized, quantize, quantizes
 from freight.operands.activation import GatedActivation
-from freight.operands.weight import Weight
+from freight.operands.weight import Weight, Weights
 
 SORTED = 1024  # slots that `sort_kernel` looks at together
 
@@ -46,8 +45,9 @@ class ExpertStack:
     one: Weight
 
 
-def pack(weights: Sequence[Weight], bias: Tensor | None) -> ExpertStack:
-    """Copies `weights`. bias: [num_experts, out_features]."""
+def pack(every: Weights, bias: Tensor | None) -> ExpertStack:
+    """Copies all weights. bias: [num_experts, out_features]."""
+    weights = tuple(every)
     assert Weight.alike(weights)
     data = torch.stack([weight.data.view(torch.uint8) for weight in weights]).view(weights[0].data.dtype)
     scales = [weight.scale for weight in weights if weight.scale is not None]

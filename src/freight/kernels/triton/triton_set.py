@@ -6,7 +6,6 @@ divisors of its arguments. Arguments that change from step to step are therefore
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -21,7 +20,7 @@ from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KVPages
 from freight.operands.rotary import Rotary
 from freight.operands.routing import Routing
-from freight.operands.weight import Weight
+from freight.operands.weight import Weight, Weights
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class TritonKernels:
     def gated(self, gate_up: Tensor, activation: GatedActivation, consumer: Weight | None = None) -> Tensor | Quantized:
         return elementwise.gated(self.target, gate_up, activation, consumer)
 
-    def pack_experts(self, weights: Sequence[Weight], bias: Tensor | None = None) -> ExpertStack:
+    def pack_experts(self, weights: Weights, bias: Tensor | None = None) -> ExpertStack:
         return experts.pack(weights, bias)
 
     def route(

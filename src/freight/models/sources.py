@@ -1,0 +1,120 @@
+"""Where the tensors of a model come from: what the loader asks for, and a checkpoint as the answer.
+
+A 16-bit weight that becomes FP8 is released before the next one is read, so memory peaks near the FP8 size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from freight.checkpoint.linears import StoredLinear
+from freight.checkpoint.mxfp4 import StoredExperts
+from freight.checkpoint.reader import Checkpoint
+from freight.fp8.cast import torch_dtype
+from freight.fp8.formats import Format
+from freight.fp8.weights import fit_rows
+from freight.operands.weight import Activations, Weight
+
+
+class WeightSource(Protocol):
+    """Where the tensors of a model come from, on the device that it will run on."""
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """An embedding, a norm or a bias, in the compute dtype."""
+        ...
+
+    def exact(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """What chooses experts, in float32: rounding it would choose others."""
+        ...
+
+    def weight(self, name: str, shape: tuple[int, ...]) -> Weight:
+        """The matrix of a Linear, in its final format."""
+        ...
+
+    def input_scale(self, name: str) -> float | None:
+        """That of `weight`, without reading the matrix."""
+        ...
+
+    def experts(self, name: str, shape: tuple[int, ...], pairs: bool) -> Iterable[Weight]:
+        """The matrices [outputs, inputs] of a tensor [experts, inputs, outputs], as `weight` makes them.
+
+        `pairs`: the outputs are those of gate and up in turn, and become those of gate, then of up.
+        """
+        ...
+
+    def head(self, name: str, shape: tuple[int, ...]) -> Weight:
+        """The matrix of the output head, or of a projection beside it; neither is quantized at load."""
+        ...
+
+
+def in_halves(x: Tensor, dim: int) -> Tensor:
+    """x with its even places along `dim` first, then its odd ones: rows of gate and up, stored in turn, as a merged
+    projection has them."""
+    even = torch.arange(0, x.shape[dim], 2, dtype=torch.int64, device=x.device)
+    return x.index_select(dim, torch.cat((even, even + 1)))
+
+
+@dataclass(frozen=True)
+class CheckpointSource:
+    """Takes tensors from a checkpoint.
+
+    Matrices in `stored` are in FP8 already and become `weight_format`; the others are quantized to it if it is FP8, or
+    keep 16 or 32 bits if `rounds` is False. Experts in `packed` are in MXFP4.
+    """
+
+    checkpoint: Checkpoint
+    compute_format: Format
+    weight_format: Format
+    device: str
+    stored: Mapping[str, StoredLinear] = field(default_factory=dict)
+    rounds: bool = True
+    packed: Mapping[str, StoredExperts] = field(default_factory=dict)
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        if name in self.stored:
+            weight = self.stored[name].read(self.checkpoint, self.weight_format, self.device)
+            return weight.dequantized().to(torch_dtype(self.compute_format))
+        stored = self.checkpoint.take(name, shape)
+        return stored.to(device=self.device, dtype=torch_dtype(self.compute_format)).contiguous()
+
+    def exact(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        return self.checkpoint.take(name, shape).to(device=self.device, dtype=torch.float32).contiguous()
+
+    def weight(self, name: str, shape: tuple[int, ...]) -> Weight:
+        if name in self.stored:
+            return self.stored[name].read(self.checkpoint, self.weight_format, self.device)
+        if not (self.rounds and self.weight_format.is_fp8):
+            return Weight(self.tensor(name, shape))
+        return self._rounded(self.checkpoint.take(name, shape).to(self.device))
+
+    def input_scale(self, name: str) -> float | None:
+        return self.stored[name].input_scale_in(self.weight_format) if name in self.stored else None
+
+    def _rounded(self, stored: Tensor) -> Weight:
+        data, scale = fit_rows(stored, self.weight_format)
+        return Weight(data, scale, Activations.DYNAMIC)
+
+    def experts(self, name: str, shape: tuple[int, ...], pairs: bool) -> Iterator[Weight]:
+        if name in self.packed:
+            order = torch.arange(shape[2], dtype=torch.int64, device="cpu")
+            order = in_halves(order, 0) if pairs else order
+            formats = self.compute_format, self.weight_format
+            yield from self.packed[name].read(self.checkpoint, *formats, self.device, order)
+            return
+        for stored in self.checkpoint.take(name, shape):
+            matrix = stored.to(self.device).t()
+            matrix = in_halves(matrix, 0) if pairs else matrix
+            if self.rounds and self.weight_format.is_fp8:
+                yield self._rounded(matrix.contiguous())
+            else:
+                yield Weight(matrix.to(torch_dtype(self.compute_format)).contiguous())
+
+    def head(self, name: str, shape: tuple[int, ...]) -> Weight:
+        if name in self.stored:
+            return self.stored[name].read(self.checkpoint, self.weight_format, self.device)
+        return Weight(self.tensor(name, shape))
