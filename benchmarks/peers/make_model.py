@@ -87,6 +87,7 @@ def main() -> None:
     if config["model_type"] == "llama":
         config["mlp_bias"] = False
     model = parse_model_config(config)
+    config["rms_norm_eps"] = model.norm_eps
     generator = torch.Generator().manual_seed(args.seed)
     args.folder.mkdir(parents=True, exist_ok=True)
     files: dict[str, str] = {}

@@ -41,7 +41,7 @@ CACHES: dict[str, dict[str, Any]] = {
 }
 MIXED = (Granularity.CHANNEL, None, Granularity.TOKEN, Granularity.HEAD, Granularity.TENSOR, None)
 OTHER_KERNELS = ["reference", *(f"cpu-{build}" for build in library.runnable()[1:])]
-SLOW_KERNELS = ("reference", "cpu-portable")
+SLOW_KERNELS = ("reference", *OTHER_KERNELS[2:])
 DIFFERENT = (
     "ministral3",
     "gemma2",

@@ -67,7 +67,10 @@ def dequantized(folder: Path, plain: Path, out: Path) -> Path:
     return out
 
 
-@pytest.mark.parametrize("weights", ["fp8", "fp8-channel", "fp8-block"])
+@pytest.mark.parametrize(
+    "weights",
+    [pytest.param("fp8", marks=pytest.mark.slow), "fp8-channel", pytest.param("fp8-block", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("variant", KEPT)
 def test_transformers_computes_the_same_from_what_is_written(variant: str, weights: str, tmp_path: Path) -> None:
     """With inputs in 32 bits, the only error is that of the stored weights."""

@@ -71,6 +71,7 @@ def byte_perplexity(dtype: str) -> float:
     return math.exp(-total / len("".join(parts).encode()))
 
 
+@pytest.mark.slow
 def test_lm_eval_s_command_runs_freight(folder: Path, tmp_path: Path) -> None:
     options = "pretrained=demo,kv_cache_dtype=fp8,kv_cache_memory=64MiB"
     argv = ["--model", "freight", "--model_args", options, "--tasks", "local_text", "--include_path", str(folder)]

@@ -245,6 +245,7 @@ def test_the_demo_needs_no_data_and_loses_little(out: Path):
     assert quantized.perplexity == pytest.approx(plain.perplexity, rel=0.01)
 
 
+@pytest.mark.slow
 def test_weights_quantized_at_load_lose_little():
     text = (resolve_model("demo") / "heldout.txt").read_text(encoding="utf-8")
     plain, quantized = (
@@ -334,6 +335,7 @@ def test_a_full_disk_is_seen_before_the_work(out: Path, monkeypatch: pytest.Monk
 CENTERED: dict[str, Any] = {"weights": "none", "kv_cache": "fp8", "center": True, "num_samples": 8, "max_seq_len": 512}
 
 
+@pytest.mark.slow
 def test_centers_lie_beside_scales_that_hold_without_them(tmp_path: Path):
     plain, centered = tmp_path / "plain", tmp_path / "centered"
     options = CENTERED | {"kv_granularity": "channel"}
@@ -353,6 +355,7 @@ def test_centers_lie_beside_scales_that_hold_without_them(tmp_path: Path):
     assert scores[1].bytes_per_token == scores[0].bytes_per_token
 
 
+@pytest.mark.slow
 def test_centers_change_with_chunks_and_batches_no_more_than_anything_else(tmp_path: Path):
     freight.quantize("demo", tmp_path / "out", **CENTERED)
     prompts = [list(range(10 + i, 60 + 7 * i)) for i in range(4)]
@@ -379,6 +382,7 @@ def test_centers_that_gain_nothing_are_refused(tmp_path: Path, out: Path):
     assert not out.exists()
 
 
+@pytest.mark.slow
 def test_scales_that_move_take_centers_along_or_hold_without(tmp_path: Path):
     from freight.calibrate.transfer import export_scales, extract_scales
 

@@ -42,7 +42,7 @@ MODELS: dict[str, PretrainedConfig] = {
 }  # fmt: skip
 CACHES = {"float32": {}, "e4m3-token": {"kv_cache_dtype": "fp8", "kv_scales": "dynamic"}}
 SETUPS = [
-    ("mistral", "float32", "reference"),
+    pytest.param(("mistral", "float32", "reference"), marks=pytest.mark.slow),
     ("qwen2", "float32", "auto"),
     ("qwen2", "e4m3-token", "auto"),
     ("gpt_oss", "e4m3-token", "auto"),

@@ -122,6 +122,7 @@ def refused(folder: Path, *named: str) -> None:
     assert list(folder.parent.iterdir()) == [folder]
 
 
+@pytest.mark.slow
 def test_an_index_that_contradicts_the_files(folder: Path):
     weight_map = sharded(folder, {"a": WEIGHT}, {"b": WEIGHT})
     index = folder / "pytorch_model.bin.index.json"
@@ -205,6 +206,7 @@ def test_a_deadline_ends_the_process(folder: Path, monkeypatch: pytest.MonkeyPat
     assert time.monotonic() - started < 5
 
 
+@pytest.mark.slow
 def test_memory_is_limited_to_a_multiple_of_the_file():
     script = (
         "from freight.checkpoint.unpickle import limit_memory\n"

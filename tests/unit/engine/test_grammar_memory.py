@@ -66,7 +66,9 @@ def grown(way: str, first: int, last: int) -> int:
     return int(after - before)
 
 
-@pytest.mark.parametrize("way", [COMPILED, GENERATED], ids=["compiled", "generated"])
+@pytest.mark.parametrize(
+    "way", [COMPILED, pytest.param(GENERATED, marks=pytest.mark.slow)], ids=["compiled", "generated"]
+)
 def test_memory_stays_flat_after_the_grammars_that_are_kept(way: str) -> None:
     assert grown(way, 300, 600) < 12 << 20 < 300 * KEPT_BYTES
 
