@@ -296,7 +296,7 @@ def read_published(tests: Tables) -> tuple[dict[str, Any], list[Published]]:
         if question not in asked:
             asked[question] = ask(entry["model_type"], tests, entry.get("text_type"), entry.get("keys"))
         precisions, verdict = tuple(entry["precisions"]), asked[question]
-        unread = [why for why in map(unreadable, precisions) if why]
+        unread = [why for why in (unreadable(one, entry["model_type"]) for one in precisions) if why]
         if verdict.runs != "refused" and len(unread) == len(precisions):
             verdict = Verdict("refused", unread[0])
         names = (entry["name"], entry["model_type"], entry.get("text_type"))
@@ -304,12 +304,12 @@ def read_published(tests: Tables) -> tuple[dict[str, Any], list[Published]]:
     return file, found
 
 
-def unreadable(precision: str) -> str | None:
-    """Why a checkpoint in this precision is not read, None if it is."""
+def unreadable(precision: str, model_type: str) -> str | None:
+    """Why a checkpoint of this precision and model type is not read, None if it is."""
     if precision not in _DECLARED:
         return f"{precision} is not read"
     try:
-        read_scheme(_DECLARED[precision], None)
+        read_scheme({"model_type": model_type, **_DECLARED[precision]}, None)
     except CheckpointError as error:
         return in_short(str(error))
     return None

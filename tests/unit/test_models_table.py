@@ -62,7 +62,9 @@ def test_a_model_without_a_readable_checkpoint_is_not_counted(
     _, (both, neither) = read_published(tests)
     assert both.verdict == Verdict("natively")
     assert neither.verdict == Verdict("refused", "nvfp4 is not read")
-    assert unreadable("bf16") is None
+    assert unreadable("bf16", "qwen3") is None
+    assert unreadable("mxfp4", "gpt_oss") is None
+    assert "mxfp4" in (unreadable("mxfp4", "qwen3") or "")
     assert (both.is_fp8, neither.is_fp8) == (True, False)
 
 

@@ -63,9 +63,10 @@ def _with_own_heads(config: Mapping[str, Any], mixers: Sequence[AttentionConfig]
             f"config.json: per_layer_config = {by_layer!r} must have, by index of a layer, objects with "
             f"{' or '.join(_OWN)} and no other key"
         )
+    by_index = {int(key): own for key, own in by_layer.items()}  # transformers writes "05"
     found = []
     for index, mixer in enumerate(mixers):
-        own = by_layer.get(str(index), {})
+        own = by_index.get(index, {})
         head_dim = _even_head_dim(own, mixer.k_dim)
         kv_heads = integer(own, "num_key_value_heads", mixer.num_kv_heads)
         _require_multiple(mixer.num_heads, kv_heads, f"num_key_value_heads of layer {index}")

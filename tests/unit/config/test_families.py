@@ -50,6 +50,9 @@ def test_layers_of_gemma_4_without_a_window_have_their_own_heads():
     assert shapes == [(256, 256, 2, False)] * 5 + [(512, 512, 2, True)] * 2
     assert model.layers[6].mixer.projected_sizes == (2048, 1024)
     assert [(rope.kind, rope.rotary_dim) for rope in model.ropes] == [("proportional", 512), ("default", 256)]
+    for index in ("3", "03"):  # transformers writes the second, in models of more than ten layers
+        own = parse_model_config(config("gemma4_text", per_layer_config={index: {"head_dim": 64}}))
+        assert [layer.mixer.k_dim for layer in own.layers] == [256, 256, 256, 64]
     more = {"global_head_dim": 64, "num_global_key_value_heads": 1}
     for said, kv_heads in (({"attention_k_eq_v": True}, 1), ({}, 2)):
         last = parse_model_config(config("gemma4_text", **more, **said)).layers[-1].mixer
