@@ -149,7 +149,7 @@ class _Builder:
         )
 
     def qk_norms(self, mixer: AttentionConfig, prefix: str) -> tuple[Tensor, Tensor]:
-        """Of a layer that reads the keys of another, that of q stands for both: no key meets it."""
+        """The weights for q and k. A layer that reads another's keys has none for k: q's stands there, unused."""
         q = self.norm_weight(prefix + self.names.q_norm)
         return q, q if mixer.kv_from is not None else self.norm_weight(prefix + self.names.k_norm)
 

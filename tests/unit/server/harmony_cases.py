@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tests.unit.server.joined_pieces import joined
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from freight.harmony import MARKERS
 from freight.server.harmony_format import AnswerFormat, answer_format
-from freight.server.pieces import Piece, PieceKind
+from freight.server.pieces import Piece
 from freight.tokenizer import Tokenizer
 
 # Reads, leaves out and refuses what gpt-oss's own template does.
@@ -91,24 +92,7 @@ def pieces(
 ) -> list[Piece]:
     """The joined pieces of an answer."""
     parser = FORMAT.parser(prompt, tools)
-    joined: list[Piece] = []
-    for piece in [piece for chunk in chunks for piece in parser.feed(chunk)] + parser.finish(complete):
-        if joined and joined[-1].kind == piece.kind != PieceKind.TOOL_CALL:
-            piece = Piece(piece.kind, joined.pop().text + piece.text)
-        joined.append(piece)
-    return joined
-
-
-def content(text: str) -> Piece:
-    return Piece(PieceKind.CONTENT, text)
-
-
-def reasoning(text: str) -> Piece:
-    return Piece(PieceKind.REASONING, text)
-
-
-def call(name: str, arguments: str) -> Piece:
-    return Piece(PieceKind.TOOL_CALL, arguments, name)
+    return joined(parser, chunks, complete)
 
 
 CALL = " to=functions.get_weather <|constrain|>json<|message|>"

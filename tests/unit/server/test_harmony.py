@@ -20,11 +20,9 @@ from tests.unit.server.harmony_cases import (
     NEXT,
     PROMPT,
     TOOLS,
-    call,
-    content,
     pieces,
-    reasoning,
 )
+from tests.unit.server.joined_pieces import call, content, reasoning
 
 from freight.harmony import MARKERS
 from freight.server.pieces import Piece, PieceKind

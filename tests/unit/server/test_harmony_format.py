@@ -26,10 +26,9 @@ from tests.unit.server.harmony_cases import (
     TOKENIZER,
     TOOLS,
     backend,
-    content,
     pieces,
-    reasoning,
 )
+from tests.unit.server.joined_pieces import content, reasoning
 
 from freight.engine.grammar import Grammars, _source
 from freight.harmony import MARKERS

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.unit.server.joined_pieces import call, content, joined, reasoning
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -119,24 +120,7 @@ def pieces(
 ) -> list[Piece]:
     """The joined pieces of an answer."""
     parser = (FORMATS[kind.split()[0]] if isinstance(kind, str) else kind).parser(prompt, tools)
-    joined: list[Piece] = []
-    for piece in [piece for chunk in chunks for piece in parser.feed(chunk)] + parser.finish(complete):
-        if joined and joined[-1].kind == piece.kind != PieceKind.TOOL_CALL:
-            piece = Piece(piece.kind, joined.pop().text + piece.text)
-        joined.append(piece)
-    return joined
-
-
-def content(text: str) -> Piece:
-    return Piece(PieceKind.CONTENT, text)
-
-
-def reasoning(text: str) -> Piece:
-    return Piece(PieceKind.REASONING, text)
-
-
-def call(name: str, arguments: str) -> Piece:
-    return Piece(PieceKind.TOOL_CALL, arguments, name)
+    return joined(parser, chunks, complete)
 
 
 def content_of(found: Sequence[Piece]) -> str:
