@@ -282,8 +282,10 @@ class Connection(HttpToolsProtocol):
         """Called by uvicorn when the server ends."""
         if self.running:
             self.cycle.keep_alive = False
+        elif self.ending:
+            self.transport.close()  # the event loop ends before the time to linger does
         else:
-            self.end()
+            self.end(linger=False)
 
     def timeout_keep_alive_handler(self) -> None:
         self.end()

@@ -119,6 +119,9 @@ def running(app: Any, limits: HttpLimits | None = None, loop: str | None = None)
             await asyncio.sleep(0.01)
         ready.set()
         await task
+        for connection in list(server.server_state.connections):  # accepted while the server ended
+            connection.transport.abort()
+        await asyncio.sleep(0)
 
     def run() -> None:
         with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:

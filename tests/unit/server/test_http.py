@@ -205,6 +205,19 @@ def test_a_thousand_half_requests_harm_nobody(begun: bytes) -> None:
             client.__exit__()
 
 
+@pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
+def test_an_end_closes_the_connections_that_linger(loop: str) -> None:
+    with running(Echo(), HttpLimits(linger_seconds=60), loop) as server, server.client() as client:
+        assert client.ask(FAULTS["header of 64 KB without end"][0]).status == 431
+        (lingers,) = server.server.server_state.connections
+        assert not lingers.transport.is_closing()
+        server.server.should_exit = True
+        deadline = time.monotonic() + 5
+        while not lingers.transport.is_closing() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert lingers.transport.is_closing()
+
+
 def test_when_every_connection_works_the_next_is_refused() -> None:
     ends = asyncio.Event()
 
