@@ -57,8 +57,16 @@ def advice(evaluation: Evaluation) -> str:
     return (
         f"Take “{chosen.name}”: the same memory holds {ratio:.2f} times as many tokens as with 16 bits, {loss}, and "
         f"the most likely next token stays the same {chosen.same_top:.1%} of the time. Among the smallest caches whose "
-        f"loss is small (at most {SAFE - 1:.1%}) it changes the model's answers least. {_speed(chosen, first)}"
-        f"Command: {how_to(chosen, model)}"
+        f"loss is small (at most {SAFE - 1:.1%}) it changes the model's answers least. {_certainty(evaluation)}"
+        f"{_speed(chosen, first)}Command: {how_to(chosen, model)}"
+    )
+
+
+def _certainty(evaluation: Evaluation) -> str:
+    if evaluation.units is not None:
+        return ""
+    return (
+        f"{evaluation.num_tokens:,} tokens are too few for an interval: measure a longer text before you rely on it. "
     )
 
 

@@ -126,6 +126,8 @@ def test_the_advice_is_the_least_error_among_the_small_and_safe(evaluation: Eval
     assert recommended(replace(judged, runs=(first, safe[0], bad))).name == "unit"
     assert recommended(replace(judged, runs=(first, bad))) is first
     assert advice(replace(judged, runs=(first, bad))).startswith("Keep the 16-bit cache")
+    assert "too few for an interval" not in advice(replace(judged, units="documents"))
+    assert "too few for an interval" in advice(replace(judged, units=None))
     assert "--kv-cache-dtype fp8 --kv-scales dynamic" in how_to(token, "demo")
     assert "--kv-granularity channel --center" in how_to(
         replace(token, scale_source="calibrated", granularity="channel", centered=True), "demo"
