@@ -55,12 +55,10 @@ DIFFERENT = (
     "gpt-oss",
 )
 FAMILIES = [(variant, kernels) for variant, kernels in CASES if variant in DIFFERENT]
-SETUPS = [
+SETUPS = [  # (model, cache, kernels)
     *(("demo", cache, "auto") for cache in CACHES),
-    *(
-        pytest.param((model, "e4m3-token", kernels), marks=[pytest.mark.slow] if kernels in SLOW_KERNELS else [])
-        for model, kernels in (*(("demo", kernels) for kernels in OTHER_KERNELS), *FAMILIES)
-    ),
+    *(("demo", "e4m3-token", kernels) for kernels in OTHER_KERNELS),
+    *((variant, "e4m3-token", kernels) for variant, kernels in FAMILIES),
 ]
 SAMPLING = {
     "greedy": SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=3),
@@ -173,7 +171,22 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=SETUPS, ids="-".join)
+def in_setups(name: str, *values: Any) -> pytest.MarkDecorator:
+    """Every setup with every value of the argument; models other than demo take the first, and more as slow tests."""
+    cases = [
+        pytest.param(
+            setup,
+            value,
+            id="-".join((*setup, str(value))),
+            marks=[pytest.mark.slow] if setup[2] in SLOW_KERNELS or (setup[0] != "demo" and value != values[0]) else [],
+        )
+        for setup in SETUPS
+        for value in values
+    ]
+    return pytest.mark.parametrize(("open_llm", name), cases, indirect=["open_llm"], scope="module")
+
+
+@pytest.fixture(scope="module")
 def open_llm(
     request: pytest.FixtureRequest, model_with_scales: Path, mixed_model: Path, families: Path
 ) -> Callable[..., LLM]:
@@ -198,23 +211,23 @@ def expected(open_llm: Callable[..., LLM]) -> dict[str, Trace]:
     return {name: trace(llm, params) for name, params in SAMPLING.items()}
 
 
-@pytest.mark.parametrize("sampling", SAMPLING)
+@in_setups("sampling", *SAMPLING)
 def test_batched_with_16_others(open_llm, expected, sampling):
     assert trace(open_llm(enable_prefix_caching=False), SAMPLING[sampling], others=OTHERS) == expected[sampling]
 
 
-@pytest.mark.parametrize("budget", [1, 7, 64])
+@in_setups("budget", 7, 1, 64)
 def test_chunked_prefill_down_to_token_by_token(open_llm, expected, budget):
     llm = open_llm(enable_prefix_caching=False, max_num_batched_tokens=budget)
     assert trace(llm, SAMPLING["seeded"]) == expected["seeded"]
 
 
-@pytest.mark.parametrize("block_size", [8, 64])
+@in_setups("block_size", 8, 64)
 def test_block_size(open_llm, expected, block_size):
     assert trace(open_llm(block_size=block_size), SAMPLING["seeded"]) == expected["seeded"]
 
 
-@pytest.mark.parametrize("sampling", SAMPLING)
+@in_setups("sampling", *SAMPLING)
 def test_prefix_hit_or_miss(open_llm, expected, sampling):
     llm = open_llm()
     miss, hit = (trace(llm, SAMPLING[sampling]) for _ in range(2))
@@ -224,7 +237,7 @@ def test_prefix_hit_or_miss(open_llm, expected, sampling):
     assert hit == expected[sampling]
 
 
-@pytest.mark.parametrize("prefix_caching", [True, False])
+@in_setups("prefix_caching", True, False)
 def test_preempted_and_recomputed(open_llm, expected, prefix_caching):
     """Layers without a window have blocks for all at first, and not for what they grow to: the last to come gives way
     and starts again."""
@@ -252,9 +265,10 @@ def test_a_mixed_cache_has_each_layer_as_the_checkpoint_says(mixed_model):
     assert len(llm.engine.runner.pool.spec.groups) == 1
 
 
-def test_prompt_logprobs_do_not_depend_on_chunks(open_llm):
+@in_setups("budget", 5)
+def test_prompt_logprobs_do_not_depend_on_chunks(open_llm, budget):
     params = SamplingParams(max_tokens=1, prompt_logprobs=2, temperature=0.0)
-    outputs = [open_llm(max_num_batched_tokens=budget).generate(PROMPT, params)[0] for budget in (512, 5)]
+    outputs = [open_llm(max_num_batched_tokens=tokens).generate(PROMPT, params)[0] for tokens in (512, budget)]
     assert outputs[0].prompt_logprobs == outputs[1].prompt_logprobs
     assert outputs[0].prompt_logprobs[0] is None
     assert len(outputs[0].prompt_logprobs) == len(outputs[0].prompt_token_ids)
