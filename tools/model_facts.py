@@ -316,9 +316,22 @@ def unreadable(precision: str, model_type: str) -> str | None:
 
 
 def native_types() -> dict[str, list[str]]:
-    """model types with a decoder of their own -> those whose text model they are."""
-    own = {name: [] for name, family in FAMILIES.items() if family.text_type is None}  # type: dict[str, list[str]]
-    for name, family in FAMILIES.items():
-        for text in (family.text_type, *family.other_texts) if family.text_type else ():
-            own[text].append(name)
+    """model types with a decoder of their own -> those whose text model they are. A text model that is published only
+    within others is known by the first of these."""
+    own: dict[str, list[str]] = {}
+    for name in FAMILIES:
+        texts = text_types(name)
+        for text in texts:
+            own.setdefault(text, [])
+        if name not in texts:
+            for text in texts:
+                own[text].append(name)
     return own
+
+
+def text_types(model_type: str) -> list[str]:
+    """The names in `native_types` of a row's text model, and of the others that it may have."""
+    family = FAMILIES[model_type]
+    first = {one.text_type: name for name, one in reversed(FAMILIES.items())}
+    texts = (family.text_type, *family.other_texts) if family.text_type is not None else (model_type,)
+    return [text if text in FAMILIES else first[text] for text in texts]

@@ -22,6 +22,7 @@ from model_facts import (
     of_norms,
     read_published,
     read_tests,
+    text_types,
     united,
     unreadable,
 )
@@ -63,7 +64,8 @@ What was compared:
 
 - *logits compared*: the variants of `tests/parity/variants.py`. Their float32 logits are within 1e-4 of
   transformers', with the compiled CPU kernels and with the reference; those with a * are compared in bfloat16 too.
-  `mistral3` and `gemma3` are compared with their text models in `tests/parity/`.
+  `mistral3` and `gemma3` are compared with their text models in `tests/parity/`; so are `glm46v`, `glmga`,
+  `internvl`, `internvl_chat`, `interns1` and `phi4mm` in `tests/parity/test_wrapped.py`.
 - *same bits*: the variants for which `tests/e2e/test_equivalences.py` compares chunks, batches, prefix hits and
   preemption to the bit. All families share the operations that this depends on.
 - *kernels*: both sets have every operation. Those of Triton run in its interpreter and are compiled for four GPUs. "A
@@ -122,7 +124,7 @@ def compared_table(tests: Tables, published: Sequence[Published]) -> str:
     for model_type in native_types():
         variants = tests.of(model_type)
         native = [one for one in published if one.verdict.runs == "natively"]
-        types = {one.name: one.text_type or FAMILIES[one.model_type].text_type or one.model_type for one in native}
+        types = {one.name: one.text_type or text_types(one.model_type)[0] for one in native}
         kernels = "CPU, Triton" + (" (a whole model)" if model_type in tests.triton else "")
         rows.append(
             (

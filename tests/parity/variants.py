@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Gemma2Config,
@@ -15,6 +16,8 @@ from transformers import (
     Gemma4TextConfig,
     Glm4Config,
     Glm4MoeConfig,
+    Glm4vConfig,
+    Glm4vMoeConfig,
     GlmConfig,
     GptOssConfig,
     GraniteConfig,
@@ -28,10 +31,13 @@ from transformers import (
     OPTConfig,
     Phi3Config,
     PretrainedConfig,
+    Qwen2_5_VLConfig,
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3VLConfig,
+    Qwen3VLMoeConfig,
     SeedOssConfig,
     SmolLM3Config,
 )
@@ -74,6 +80,11 @@ GPT_OSS: dict[str, Any] = {
     "num_experts_per_tok": 3,
     "rope_parameters": {**YARN, "rope_theta": 150000.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
 }
+# models of text and pictures; ropes have sections for time, height and width
+VISION: dict[str, Any] = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 64}
+SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+HALF = {**SECTIONS, "mrope_section": [1, 1, 2]}
+QWEN3_VISION = {**VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
 OPT: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 64,
@@ -183,6 +194,36 @@ VARIANTS: dict[str, PretrainedConfig] = {
         **SHAPE, **GPT_OSS, sliding_window=24, attention_bias=False,
         layer_types=["full_attention", "full_attention", "sliding_attention"],
     ),
+    "qwen2-5-vl": Qwen2_5_VLConfig(
+        text_config={**SHAPE, "rope_parameters": SECTIONS}, vision_config={**VISION, "fullatt_block_indexes": [0]}
+    ),
+    "qwen2-5-vl-window": Qwen2_5_VLConfig(
+        text_config={**SHAPE, "rope_parameters": {**SECTIONS, **YARN}, "use_sliding_window": True, "sliding_window": 24,
+                     "max_window_layers": 1},
+        vision_config={**VISION, "fullatt_block_indexes": [0]}, tie_word_embeddings=True,
+    ),
+    "qwen3-vl": Qwen3VLConfig(
+        text_config={**SHAPE, "head_dim": 16, "rope_parameters": {**SECTIONS, "mrope_interleaved": True}},
+        vision_config=QWEN3_VISION,
+    ),
+    "qwen3-vl-moe": Qwen3VLMoeConfig(
+        text_config={**SHAPE, **MOE, "rope_parameters": {**SECTIONS, "mrope_interleaved": True}},
+        vision_config=QWEN3_VISION,
+    ),
+    "qwen3-vl-moe-dense-layer": Qwen3VLMoeConfig(
+        text_config={**SHAPE, **MOE, "mlp_only_layers": [1], "attention_bias": True, "rope_parameters": SECTIONS},
+        vision_config=QWEN3_VISION, tie_word_embeddings=True,
+    ),
+    "glm4v": Glm4vConfig(
+        text_config={**SHAPE, "rope_parameters": {**HALF, "partial_rotary_factor": 0.5}},
+        vision_config=VISION,
+    ),
+    "glm4v-whole": Glm4vConfig(text_config={**SHAPE, "rope_parameters": SECTIONS}, vision_config=VISION),
+    "glm4v-moe": Glm4vMoeConfig(
+        text_config={**SHAPE, **GLM_MOE, "n_group": 4, "topk_group": 2,
+                     "rope_parameters": HALF},
+        vision_config=VISION,
+    ),
     "opt": OPTConfig(**OPT),
     "opt-untied": OPTConfig(**OPT, tie_word_embeddings=False, enable_bias=False),
     "opt-350m": OPTConfig(**OPT, do_layer_norm_before=False, word_embed_proj_dim=48),  # its norms and projections
@@ -194,7 +235,8 @@ CASES = [(variant, kernels) for variant in VARIANTS for kernels in ("auto", "ref
 def save_random(config: PretrainedConfig, folder: Path, dtype: torch.dtype) -> Any:
     """A model with every parameter random, biases and norms too, saved as its users save theirs."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    model = auto.from_config(config, attn_implementation="eager").eval()
     frequencies = {name: buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq")}
     model = model.to(dtype)
     for name, buffer in frequencies.items():  # from_pretrained keeps them in float32

@@ -26,7 +26,7 @@ def read_facts(path: Path) -> tuple[Checkpoint, Facts]:
     """The checkpoint in `path`, and its facts. Raises CheckpointError for a damaged folder, or one without a config."""
     checkpoint = Checkpoint(path)
     config = checkpoint.config
-    text = config.get("text_config")
+    text = config.get("text_config", config.get("llm_config"))
     inner: Mapping[str, Any] = text if isinstance(text, Mapping) else config
     layers = inner.get("num_hidden_layers")
     if not isinstance(layers, int) or layers < 1:

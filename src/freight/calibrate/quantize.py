@@ -109,7 +109,8 @@ def open_unquantized(model: str, revision: str | None = None, keep_kv: bool = Fa
     unused = [name for pattern, _ in tensor_names(config).unused for name in fnmatch.filter(checkpoint.names, pattern)]
     unused = [name for name in unused if name not in predicting]
     if unused:
-        text_type = checkpoint.config["text_config"].get("model_type", FAMILIES[config.model_type].text_type)
+        family = FAMILIES[config.model_type]
+        text_type = (checkpoint.config.get(family.text_key) or {}).get("model_type", family.text_type)
         raise CheckpointError(
             f"{model} has parts beside its text model ({min(unused)}), which would be lost; quantizing is implemented "
             f"for the text model alone, of model_type {text_type!r}"

@@ -35,7 +35,8 @@ class TensorEntry:
     """The header entry of one tensor. `dtype` is safetensors' name, e.g. 'BF16'; `size` in bytes.
 
     A tensor that `Checkpoint.divide` presents lies at `index` in the tensor that the file has as `stored`, and the
-    declaration knows its module as `module`; these are empty for all others.
+    declaration knows its module as `module`; these are empty for all others. With `turned` the file has its two
+    dimensions in the other order.
     """
 
     file: Path
@@ -45,6 +46,7 @@ class TensorEntry:
     stored: str = ""
     index: Index = ()
     module: str = ""
+    turned: bool = False
 
     @property
     def dtype_name(self) -> str:

@@ -90,11 +90,12 @@ class Checkpoint:
         """The name by which the quantization_config knows the module of the tensor `name`."""
         return self.entry(name).module or name.rpartition(".")[0]
 
-    def divide(self, stored: str, parts: Mapping[str, tuple[Index, str]]) -> None:
+    def divide(self, stored: str, parts: Mapping[str, tuple[Index, str]], turned: bool = False) -> None:
         """Present the tensor `stored` as `parts`: name -> (its index in `stored`, its module in the declaration).
 
-        An empty index is the whole tensor under another name. A part is read alone. `stored` itself is gone. Raises
-        CheckpointError for a part whose name another tensor has.
+        An empty index is the whole tensor under another name. A part is read alone. `stored` itself is gone. With
+        `turned` the last two dimensions of a part are exchanged; its index is that in the file. Raises CheckpointError
+        for a part whose name another tensor has.
         """
         whole = self.entry(stored)
         twice = min((name for name in parts if name in self._entries and name != stored), default=None)
@@ -106,8 +107,9 @@ class Checkpoint:
                 len(range(size)[at]) for size, at in zip(whole.shape, index, strict=False) if isinstance(at, slice)
             ]
             shape = (*picked, *whole.shape[len(index) :])
+            shape = (*shape[:-2], *reversed(shape[-2:])) if turned else shape
             size = whole.size * math.prod(shape) // max(1, math.prod(whole.shape))
-            self._entries[name] = TensorEntry(whole.file, whole.dtype, shape, size, stored, index, module)
+            self._entries[name] = TensorEntry(whole.file, whole.dtype, shape, size, stored, index, module, turned)
         self.__dict__.pop("names", None)
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -203,7 +205,7 @@ class Checkpoint:
                 tensor: Tensor = handle.get_slice(stored)[entry.index] if entry.index else handle.get_tensor(stored)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file}: tensor {name} cannot be read: {error}") from error
-        return tensor
+        return tensor.mT.contiguous() if entry.turned else tensor
 
 
 def resolve_model(name: str, revision: str | None = None, fetched: Sequence[str] = _FETCHED) -> Path:

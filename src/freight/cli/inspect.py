@@ -63,7 +63,7 @@ def describe(model: str, revision: str | None = None) -> dict[str, Any]:
 
     model, path, architecture, model_type, num_layers, num_parameters, max_position_embeddings; runs: 'natively',
     'through transformers' (docs/add-a-model.md), or null for what Freight cannot run; obstacle: why it cannot, or null;
-    bytes: {dtype: count};
+    bytes: {dtype: count}; skipped: {reason: number of tensors that the text model does not need};
     scheme: {method, weight_format, kv_format, kv_static, description, fp8_weights}, where fp8_weights has the number of
     matrices stored in FP8 by what is declared of them, {"scales per tensor, activations static": 14}; kv_cache:
     {scales_format, scales_format_assumed, scales}. scales_format_assumed says that nothing declares the format; scales
@@ -80,11 +80,12 @@ def describe(model: str, revision: str | None = None) -> dict[str, Any]:
     from freight.checkpoint.kv_scales import read_kv_scales
     from freight.checkpoint.rank_export import is_rank_export
     from freight.checkpoint.reader import Checkpoint, resolve_model
+    from freight.models.architectures import skipped_parts
 
     if _is_config_alone(Path(model).expanduser()):
         config, hf_quant_config = read_config_only(model, revision)
         architecture, _, scheme = _read(config, hf_quant_config)
-        sizes: dict[str, Any] = {"num_parameters": None, "bytes": {}}
+        sizes: dict[str, Any] = {"num_parameters": None, "bytes": {}, "skipped": {}}
         path = str(Path(model).expanduser())
         return {"model": model, "path": path, **architecture, **sizes, "scheme": _scheme(scheme), **_kv_cache(None)}
     folder = resolve_model(model, revision)
@@ -98,6 +99,7 @@ def describe(model: str, revision: str | None = None) -> dict[str, Any]:
         "path": str(folder),
         **architecture,
         **_sizes(checkpoint),
+        "skipped": {} if found is None else skipped_parts(found, checkpoint.names),
         "scheme": _scheme(scheme) | {"fp8_weights": _fp8_weights(checkpoint, scheme)},
         **_kv_cache(scales),
     }
@@ -126,7 +128,7 @@ def _read(
 
 
 def _blocked(config: Mapping[str, Any], obstacle: str) -> dict[str, Any]:
-    text = config.get("text_config")
+    text = config.get("text_config", config.get("llm_config"))
     inner = {**config, **text} if isinstance(text, dict) else config
     architectures = config.get("architectures")
     return {
@@ -178,6 +180,7 @@ def _describe_rank_export(model: str, path: Path) -> dict[str, Any]:
         "obstacle": "an export for TensorRT-LLM: its KV scales can be read",
         "num_parameters": None,
         "bytes": sizes(export),
+        "skipped": {},
         "scheme": {
             "method": export.producer,
             "weight_format": Format.E4M3FN if export.weights == "fp8" else None,
@@ -264,6 +267,7 @@ def _print_table(facts: dict[str, Any]) -> None:
         ("declared scheme", facts["scheme"]["description"]),
         ("FP8 matrices", "; ".join(f"{n}: {kind}" for kind, n in facts["scheme"]["fp8_weights"].items()) or "none"),
         ("KV scales", _made_for(facts["kv_cache"])),
+        *(("skipped", f"{n} tensors {reason}") for reason, n in facts["skipped"].items()),
     ):
         table.add_row(label, value)
     console.print(table)

@@ -9,6 +9,7 @@ from freight.config.family import Family, words
 from freight.config.gemma import GEMMAS
 from freight.config.layer import NormKind, NormPlacement
 from freight.config.mixtures import MIXTURES
+from freight.config.wrapped import wrapped
 from freight.operands.activation import GatedActivation
 from freight.operands.routing import Scoring
 
@@ -58,7 +59,7 @@ _MISTRAL = Family(
     mixed_windows=False,
 )
 
-FAMILIES = {
+_ROWS = {
     "llama": Family(
         "LlamaForCausalLM",
         {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
@@ -313,3 +314,4 @@ FAMILIES = {
     **GEMMAS,
     **MIXTURES,
 }
+FAMILIES = {**_ROWS, **wrapped(_ROWS)}

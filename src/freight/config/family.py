@@ -56,7 +56,10 @@ class Family:
     moe                what its config.json says of experts; None: it has none
     default_rope       `rope_parameters` where config.json has neither these nor `rope_scaling`; None: a plain rope
     query_scaling      whether yarn has `llama_4_scaling_beta`: queries are multiplied by a factor of their position
+    sections           whether a rope may have sections for time, height and width, which text does not tell apart
     text_type          the model_type in `text_config`, where the decoder is described, if it is one part of the model
+    text_key           that key, where it has another name
+    flat               whether the decoder may be described by the keys outside, without a `text_config`
     other_texts        further model_types that `text_config` may have; their own rows describe the decoder then
     next_token_keys    number of layers behind the decoder's own, which predict further tokens and do not run
     float32_head_key   whether the head multiplies in float32 (`ModelConfig.float32_head`)
@@ -99,7 +102,10 @@ class Family:
     moe: MoEFamily | None = None
     default_rope: Mapping[str, Any] | None = None
     query_scaling: bool = False
+    sections: bool = False
     text_type: str | None = None
+    text_key: str = "text_config"
+    flat: bool = False
     other_texts: tuple[str, ...] = ()
     wrapper_keys: frozenset[str] = frozenset()
     float32_head_key: str | None = None

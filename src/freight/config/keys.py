@@ -47,6 +47,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {  # keys that change the computatio
     "full_attn_mod": (1,),
     "interpolate_factor": (1,),
     "pretraining_tp": (1,),
+    "ep_size": (1,),
     "logit_scale": (1,),
     "logits_scaling": (1,),
     "residual_multiplier": (1,),
@@ -70,6 +71,10 @@ _NULLABLE = words(
 )
 
 
+# what the row of a decoder takes from that of the model around it
+_OF_WRAPPER = ("architecture", "bodies", "text_type", "text_key", "flat", "wrapper_keys")
+
+
 def find_family(config: Mapping[str, Any]) -> tuple[str, Family]:
     """(model_type, its row). Raises CheckpointError for a model_type, or an architecture of it, that is not here."""
     model_type = config.get("model_type")
@@ -87,7 +92,7 @@ def find_family(config: Mapping[str, Any]) -> tuple[str, Family]:
 
 
 def decoder_config(config: Mapping[str, Any]) -> tuple[str, Family, Mapping[str, Any]]:
-    """(model_type, its row, the keys that describe the decoder), out of `text_config` if that is where they are.
+    """(model_type, its row, the keys that describe the decoder), out of `Family.text_key` if that is where they are.
 
     Raises CheckpointError for keys that are neither read, nor harmless, nor switched off (null, false, empty).
     """
@@ -96,11 +101,13 @@ def decoder_config(config: Mapping[str, Any]) -> tuple[str, Family, Mapping[str,
     own = (READ - family.lacks) | family.keys | family.next_token_keys
     own |= {"attention_bias"} if family.qkv_bias else set()
     own |= family.moe.keys if family.moe is not None else set()
+    own |= family.wrapper_keys  # transformers repeats them in `text_config`
     if text_type is None:
         _refuse_unknown_keys(config, own, model_type, family.fixed)
         return model_type, family, config
     _refuse_unknown_keys(text, own, text_type, family.fixed)
-    outside = _SHARED | family.wrapper_keys | {"model_type", "architectures", "text_config"}
+    outside = _SHARED | family.wrapper_keys | {"model_type", "architectures", family.text_key}
+    outside |= own if family.flat else set()  # `text_config` has them again, and decides
     _refuse_unknown_keys(config, outside, model_type)
     return model_type, family, {**text, **{key: config[key] for key in sorted(_SHARED) if config.get(key) is not None}}
 
@@ -108,22 +115,24 @@ def decoder_config(config: Mapping[str, Any]) -> tuple[str, Family, Mapping[str,
 def _decoder_row(
     config: Mapping[str, Any], family: Family
 ) -> tuple[Family, str, Mapping[str, Any]] | tuple[Family, None, Mapping[str, Any]]:
-    """(the row of the decoder, the model_type in `text_config`, `text_config`), or (family, None, config) without one.
+    """(the row of the decoder, the model_type in `text_config`, that object), or (family, None, config) without one.
 
     The decoder's row has the wrapper's architecture, names of tensors and keys outside.
     """
     if family.text_type is None:
         return family, None, config
-    text, types = config.get("text_config"), (family.text_type, *family.other_texts)
+    text, types = config.get(family.text_key), (family.text_type, *family.other_texts)
+    if text is None and family.flat:
+        return family, None, config
     text_type = text.get("model_type", family.text_type) if isinstance(text, Mapping) else None
     if not isinstance(text, Mapping) or text_type not in types:
         raise CheckpointError(
-            f"config.json: text_config = {text!r} with model_type {config.get('model_type')!r} is not implemented; an "
-            f"object of model_type {choices(map(repr, types))} is"
+            f"config.json: {family.text_key} = {text!r} with model_type {config.get('model_type')!r} is not "
+            f"implemented; an object of model_type {choices(map(repr, types))} is"
         )
     if text_type == family.text_type:
         return family, text_type, text
-    outer = {name: getattr(family, name) for name in ("architecture", "bodies", "text_type", "wrapper_keys")}
+    outer = {name: getattr(family, name) for name in _OF_WRAPPER}
     return replace(FAMILIES[text_type], **outer), text_type, text
 
 

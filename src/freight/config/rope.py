@@ -48,6 +48,7 @@ _REQUIRED = {
 PROPORTIONAL = "proportional"
 QUERY_SCALING = "llama_4_scaling_beta"
 _SHARE = "partial_rotary_factor"
+_SECTIONS = "mrope_section"
 _OPTIONAL = {
     "yarn": frozenset({"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}),
     "longrope": frozenset({"attention_factor"}),
@@ -89,6 +90,8 @@ def _parse_rope(
     for key, value in declared.items():
         if not isinstance(value, Mapping):
             raise CheckpointError(f"config.json: {key} = {value!r} is not a JSON object")
+    if family.sections:
+        declared = {key: _of_text(key, value) for key, value in declared.items()}
     if not declared and family.default_rope is not None:
         declared = {"rope_parameters": family.default_rope}
     plain = RopeConfig(
@@ -108,6 +111,15 @@ def _parse_rope(
         spellings = " but ".join(f"{key} = {value}" for key, value in declared.items())
         raise CheckpointError(f"config.json contradicts itself: {spellings}")
     return next(iter(parsed.values()), plain)
+
+
+def _of_text(where: str, rope: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`rope` without the sections for time, height and width: a text token has one position in all of them."""
+    sections = rope.get(_SECTIONS)
+    if sections is not None and not (isinstance(sections, list) and all(type(size) is int for size in sections)):
+        raise CheckpointError(f"config.json: {_SECTIONS} = {sections!r} in {where} must be a list of numbers of pairs")
+    found = {key: value for key, value in rope.items() if key not in (_SECTIONS, "mrope_interleaved")}
+    return found | {key: "default" for key in ("type", "rope_type") if found.get(key) == "mrope"}
 
 
 def _of_heads(rope: Mapping[str, Any], family: Family) -> Mapping[str, Any]:

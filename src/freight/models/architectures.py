@@ -6,6 +6,9 @@ for a new block.
 
 from __future__ import annotations
 
+import fnmatch
+from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from freight.config.layer import AttentionConfig
@@ -26,6 +29,7 @@ class TensorNames:
                                    with its bias [experts, outputs]; of gate and up, one output of each in turn
     sinks                          of attention, in models that have them
     stacked                        `gate_up` and `down` of all experts, where a checkpoint has a 3-D tensor of each
+    stacked_turned                 whether these may be [experts, inputs, outputs]
     attention_post, mlp_post       norms of the outputs, in layers that have them (`NormPlacement.SANDWICH`)
     choice_bias_outer              dimensions of `choice_bias` before that of experts
     scalar                         what the output of a layer is multiplied by, in models that have it
@@ -54,6 +58,7 @@ class TensorNames:
     expert_down: str = "down_proj"
     interleaved: bool = False
     stacked: tuple[str, str] = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+    stacked_turned: bool = False
     shared: str = "mlp.shared_expert."
     shared_gate: str = "mlp.shared_expert_gate"
     attention_norm: str = "input_layernorm.weight"
@@ -84,6 +89,8 @@ _VISION = tuple(
     (pattern, "of the vision model: Freight runs the text model alone")
     for pattern in ("*vision_tower.*", "*multi_modal_projector.*")
 )
+_VISUAL = (("*visual.*", _VISION[0][1]),)
+_CHAT_VISION = tuple((pattern, _VISION[0][1]) for pattern in ("vision_model.*", "mlp1.*"))
 _AUDIO = tuple(
     (pattern, "of the audio model: Freight runs the text model alone")
     for pattern in ("*audio_tower.*", "*embed_audio.*")
@@ -94,6 +101,21 @@ _MIXTRAL = TensorNames(
     expert="block_sparse_moe.experts.{}.",
     expert_gate_up=("w1", "w3"),
     expert_down="w2",
+)
+_GLM4 = TensorNames(
+    gate_up=("mlp.gate_up_proj",),
+    attention_post="post_self_attn_layernorm.weight",
+    mlp_post="post_mlp_layernorm.weight",
+)
+_PHI4MM = TensorNames(  # text goes through the matrices alone, without their adapters
+    qkv=("self_attn.qkv_proj.base_layer",),
+    o="self_attn.o_proj.base_layer",
+    gate_up=("mlp.gate_up_proj.base_layer",),
+    down="mlp.down_proj.base_layer",
+    unused=(
+        ("model.embed_tokens_extend.*", "of the models of pictures and sound: Freight runs the text model alone"),
+        ("*.lora_[AB].*", "of an adapter for pictures or sound: Freight runs the text model alone"),
+    ),
 )
 ARCHITECTURES = {
     "LlamaForCausalLM": TensorNames(),
@@ -132,11 +154,17 @@ ARCHITECTURES = {
         stacked=("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
     ),
     "GlmForCausalLM": TensorNames(gate_up=("mlp.gate_up_proj",)),
-    "Glm4ForCausalLM": TensorNames(
-        gate_up=("mlp.gate_up_proj",),
-        attention_post="post_self_attn_layernorm.weight",
-        mlp_post="post_mlp_layernorm.weight",
-    ),
+    "Glm4ForCausalLM": _GLM4,
+    "Glm4vForConditionalGeneration": replace(_GLM4, unused=_VISUAL),
+    "Glm46VForConditionalGeneration": replace(_GLM4, unused=_VISUAL),
+    "Glm4vMoeForConditionalGeneration": TensorNames(shared="mlp.shared_experts.", unused=_VISUAL),
+    "Qwen2_5_VLForConditionalGeneration": TensorNames(unused=_VISUAL),
+    "Qwen3VLForConditionalGeneration": TensorNames(unused=_VISUAL),
+    "Qwen3VLMoeForConditionalGeneration": TensorNames(stacked_turned=True, unused=_VISUAL),
+    "InternVLForConditionalGeneration": TensorNames(unused=_VISION),
+    "InternS1ForConditionalGeneration": TensorNames(unused=_VISION),
+    "InternVLChatModel": TensorNames(unused=_CHAT_VISION),
+    "Phi4MMForCausalLM": _PHI4MM,
     "OPTForCausalLM": TensorNames(
         norm="final_layer_norm.weight",
         o="self_attn.out_proj",
@@ -170,6 +198,13 @@ def tensor_names(config: ModelConfig) -> TensorNames:
         project_in=body + names.project_in,
         project_out=body + names.project_out,
     )
+
+
+def skipped_parts(config: ModelConfig, tensors: Collection[str]) -> dict[str, int]:
+    """The number of `tensors` that the decoder does not need, by the reason that `TensorNames.unused` gives."""
+    unused = () if config.foreign is not None else tensor_names(config).unused
+    reasons = {name: reason for pattern, reason in unused for name in fnmatch.filter(tensors, pattern)}
+    return dict(Counter(reasons.values()))
 
 
 def prediction_patterns(config: ModelConfig) -> tuple[str, ...]:

@@ -1,10 +1,11 @@
 """Experts as a checkpoint may store them otherwise, presented under the hub's names.
 
 transformers keeps all experts of a layer in two 3-D tensors, `mlp.experts.gate_up_proj` [experts, 2 * width, hidden]
-and `mlp.experts.down_proj` [experts, hidden, width], and writes them so when it is asked not to restore a model's first
-format. The scales of its FP8 models lie beside them (`gate_up_proj_scale_inv`). It also names the modules of Mixtral as
-those of its other families. Loading, quantizing and inspecting see the separate matrices of `shapes.py`, whatever is
-stored: each is read as a part, and no tensor of all experts is copied.
+and `mlp.experts.down_proj` [experts, hidden, width], and writes them so when it is asked not to restore a model's
+first format. The scales of its FP8 models lie beside them (`gate_up_proj_scale_inv`). Qwen3-VL's files have them as
+[experts, hidden, 2 * width] and [experts, width, hidden]. It also names the modules of Mixtral as those of its other
+families. Loading, quantizing and inspecting see the separate matrices of `shapes.py`, whatever is stored: each is read
+as a part, and no tensor of all experts is copied.
 """
 
 from __future__ import annotations
@@ -46,8 +47,10 @@ def present_experts(checkpoint: Checkpoint, config: ModelConfig, scheme: Scheme)
         if isinstance(layer.feed_forward, MoEConfig):
             prefix = names.layer.format(index)
             _rename(checkpoint, prefix, layer.feed_forward, names)
-            for stacked in _stacked(prefix, layer.feed_forward, config.hidden_size, names):
-                _divide(checkpoint, stacked, scheme)
+            both = _stacked(prefix, layer.feed_forward, config.hidden_size, names)
+            turned = names.stacked_turned and any(_is_turned(checkpoint, stacked) for stacked in both)
+            for stacked in both:
+                _divide(checkpoint, stacked, scheme, turned)
 
 
 def _rename(checkpoint: Checkpoint, prefix: str, moe: MoEConfig, names: TensorNames) -> None:
@@ -100,14 +103,24 @@ def _stacked(prefix: str, moe: MoEConfig, hidden: int, names: TensorNames) -> tu
     )
 
 
-def _divide(checkpoint: Checkpoint, stacked: _Stacked, scheme: Scheme) -> None:
-    """The weight and the scales beside it, expert by expert."""
+def _is_turned(checkpoint: Checkpoint, stacked: _Stacked) -> bool:
+    """Whether it is stored as [experts, inputs, outputs], by its shape. Of the two tensors of a layer, at most one has
+    the same shape in both orders."""
+    experts, outputs, inputs = stacked.shape
+    turned = (experts, inputs, outputs)
+    return stacked.name in checkpoint.names and checkpoint.shape_of(stacked.name) == turned != stacked.shape
+
+
+def _divide(checkpoint: Checkpoint, stacked: _Stacked, scheme: Scheme, turned: bool) -> None:
+    """The weight and the scales beside it, expert by expert; `turned`: inputs come before outputs in all of them."""
     declared = scheme.linear(stacked.modules[0][0][1])
     for suffix, kind in _SUFFIXES.items():
         name = stacked.name + suffix
         if name not in checkpoint.names:
             continue
         shape = checkpoint.shape_of(name)
+        exchanged = turned and len(shape) == 3
+        shape = (shape[0], shape[2], shape[1]) if exchanged else shape
         if kind == "weight" and shape != stacked.shape:
             raise CheckpointError(
                 f"{checkpoint.path}: {name} has shape {list(shape)}, config.json asks for {list(stacked.shape)}: "
@@ -124,9 +137,10 @@ def _divide(checkpoint: Checkpoint, stacked: _Stacked, scheme: Scheme) -> None:
             for number, (own, common) in enumerate(modules):
                 index: Index = () if len(shape) == 0 or shape == (1,) else (expert,)
                 if index and bands:
-                    index = (expert, slice(number * bands, (number + 1) * bands))
+                    rows = slice(number * bands, (number + 1) * bands)
+                    index = (expert, slice(None), rows) if exchanged else (expert, rows)
                 parts[f"{own}.{kind}"] = index, common
-        checkpoint.divide(name, parts)
+        checkpoint.divide(name, parts, exchanged)
 
 
 def _bands(

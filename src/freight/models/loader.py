@@ -33,7 +33,7 @@ from freight.layers.linear import Linear, Projection, UnmergedLinear
 from freight.layers.moe import MoE
 from freight.layers.norm import LayerNorm, Norm, RMSNorm
 from freight.layers.rope import build_ropes, half_pairs
-from freight.models.architectures import TensorNames, tensor_names
+from freight.models.architectures import TensorNames, skipped_parts, tensor_names
 from freight.models.decoder import MLP, Decoder, DecoderLayer
 from freight.models.shapes import bias_of, kept_in_16_bits, shared_names
 from freight.models.shapes import tensor_shapes as tensor_shapes
@@ -297,6 +297,8 @@ def load_model(
         checkpoint.skip(names.head.removesuffix("weight") + "*", "tied to the embedding")
     for pattern, reason in (*names.unused, *scheme.unused):
         checkpoint.skip(pattern, reason)
+    for reason, count in skipped_parts(config, checkpoint.names).items():
+        logger.info("skipping %d tensors %s", count, reason)
     checkpoint.finish(pending=needed)
     rounds = scheme.weight_format is None
     source = CheckpointSource(checkpoint, compute_format, weight_format, device, stored, rounds, packed)

@@ -1,0 +1,67 @@
+"""FP8 files of a text model within a model of text and pictures: names, lists of modules, and scales of the cache."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tests.formats.experts import Made, make, one_of_each_kind
+from tests.formats.test_experts import logprobs
+
+from freight import quantize
+from freight.cli.inspect import describe
+from freight.errors import CheckpointError
+
+UNDER = "model.language_model."
+_OUTSIDE = ("quantization_config", "dtype")
+
+
+def wrapped(made: Made, folder: Path, tensors: dict[str, Any] | None = None) -> str:
+    """A Qwen3-MoE as the text model of Qwen3-VL-MoE, as Qwen publishes it in FP8."""
+    folder.mkdir(exist_ok=True)
+    outside = {key: made.config[key] for key in _OUTSIDE if key in made.config}
+    if "quantization_config" in outside:
+        left_out = ["lm_head", "model.visual.blocks.0.attn.qkv", f"{UNDER}layers.0.mlp.gate"]
+        outside["quantization_config"] = made.config["quantization_config"] | {"modules_to_not_convert": left_out}
+    text = {key: value for key, value in made.config.items() if key not in (*_OUTSIDE, "architectures")}
+    text |= {"model_type": "qwen3_vl_moe_text", "rope_theta": 10000.0}
+    whole = {"model_type": "qwen3_vl_moe", "architectures": ["Qwen3VLMoeForConditionalGeneration"], **outside,
+             "vision_config": {"depth": 1}, "tie_word_embeddings": False, "text_config": text}  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(whole))
+    stored = {name.replace("model.", UNDER, 1): x for name, x in (tensors or made.tensors).items()}
+    stored["model.visual.blocks.0.attn.qkv.weight"] = torch.ones(2, 2, dtype=torch.bfloat16)
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    return str(folder)
+
+
+def test_every_scale_of_a_wrapped_mixture_is_used(tmp_path: Path) -> None:
+    made = make("qwen's own blocks", "qwen3_moe")
+    for side in "kv":
+        made.tensors[f"model.layers.0.self_attn.{side}_scale"] = torch.tensor(0.05)
+    expected = logprobs(made.save(tmp_path / "plain"), kv_cache_dtype="fp8")
+    assert torch.equal(logprobs(wrapped(made, tmp_path / "whole"), kv_cache_dtype="fp8"), expected)
+    for name in one_of_each_kind(made):
+        changed = made.tensors | {name: made.tensors[name] * 1.5}
+        assert not torch.equal(logprobs(wrapped(made, tmp_path / "whole", changed), kv_cache_dtype="fp8"), expected), (
+            name
+        )
+    facts = describe(str(tmp_path / "whole"))
+    assert (facts["runs"], facts["skipped"]) == (
+        "natively",
+        {"of the vision model: Freight runs the text model alone": 1},
+    )
+    assert facts["kv_cache"]["scales"][0]["k"]["names"] == [f"{UNDER}layers.0.self_attn.k_scale"]
+
+
+def test_quantizing_would_lose_the_vision_model(tmp_path: Path) -> None:
+    made = make("qwen's own blocks", "qwen3_moe")
+    for module, matrix in made.dequantized.items():
+        made.tensors[f"{module}.weight"] = matrix.to(torch.bfloat16)
+        made.tensors.pop(f"{module}.weight_scale_inv")
+    made.config.pop("quantization_config")
+    with pytest.raises(CheckpointError, match=r"model\.visual.*would be lost.*'qwen3_vl_moe_text'"):
+        quantize(wrapped(made, tmp_path / "whole"), tmp_path / "out", kv_cache="none")
