@@ -137,3 +137,15 @@ def test_products_of_few_rows_fill_the_gpu():
             assert triton.cdiv(outputs, tile.outputs) >= 128
             assert tile.chains == (tile.warps if rows <= 16 else 1)
     assert linear.matmul_tile(hopper, 64, 28672, False, tl.float8e4nv).outputs == 64
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_one_constant_chooses_the_sums_of_torch_s_product(fast, monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *operands, **options: calls.append(options) or operands[0])
+    assert linear.FAST_SUMS is False
+    monkeypatch.setattr(linear, "FAST_SUMS", fast)
+    weight = make(Format.E4M3FN, False, Activations.DYNAMIC, 32, 16, "cpu")
+    x = Quantized(weight.data.repeat(5, 1), torch.ones(80, 1), torch.bfloat16)
+    linear.linear(Target("cuda", 90, 132), x, weight)
+    assert calls == [{"out_dtype": torch.bfloat16, "use_fast_accum": fast}]
