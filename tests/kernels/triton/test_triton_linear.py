@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from freight.fp8.cast import decode
@@ -11,7 +15,7 @@ from freight.fp8.formats import Format
 from freight.fp8.weights import quantize_blocks, quantize_rows
 from freight.kernels import reference
 from freight.kernels.triton import elementwise, linear
-from freight.kernels.triton.formats import current_target
+from freight.kernels.triton.formats import Target, current_target
 from freight.kernels.triton.rows import Quantized, quantize
 from freight.operands.activation import GatedActivation
 from freight.operands.weight import Activations, Weight
@@ -106,3 +110,42 @@ def test_what_is_quantized_where_it_is_made_is_what_linear_quantizes(dtype, bloc
     for one, other in pairs:
         assert isinstance(one, Quantized) == (activations is not Activations.PLAIN)
         assert torch.equal(linear.linear(target, one, weight), linear.linear(target, other, weight))
+
+
+@pytest.mark.parametrize("activations", [Activations.DYNAMIC, Activations.PLAIN])
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("columns", [96, 300, 512, 640])
+def test_rows_beside_it_change_no_bit_of_a_row(columns, blocks, activations, device):
+    """Within 1 to 16 rows, and within 17 to 64; sums whose chains have equal numbers of inputs, or none, or a part."""
+    torch.manual_seed(4)
+    weight = make(Format.E4M3FN, blocks, activations, columns, 70, device)
+    x = torch.randn(40, columns).bfloat16().to(device)
+    product = partial(linear.linear, current_target(), weight=weight)
+    few, more = product(x[:16]), product(x)
+    assert_close(few, x[:16], weight, None)
+    for first, rows in ((0, 1), (7, 2), (3, 13)):
+        assert torch.equal(product(x[first : first + rows]), few[first : first + rows])
+    assert torch.equal(product(x[5:25]), more[5:25])
+
+
+def test_products_of_few_rows_fill_the_gpu():
+    """The shapes of an 8B model on 132 units: a program for almost every unit, and a chain for each of its warps."""
+    hopper = Target("cuda", 90, 132)
+    for rows in (1, 16, 17, 64):
+        for outputs in (6144, 4096, 28672):
+            tile = linear.matmul_tile(hopper, rows, outputs, False, tl.float8e4nv)
+            assert triton.cdiv(outputs, tile.outputs) >= 128
+            assert tile.chains == (tile.warps if rows <= 16 else 1)
+    assert linear.matmul_tile(hopper, 64, 28672, False, tl.float8e4nv).outputs == 64
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_one_constant_chooses_the_sums_of_torch_s_product(fast, monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *operands, **options: calls.append(options) or operands[0])
+    assert linear.FAST_SUMS is False
+    monkeypatch.setattr(linear, "FAST_SUMS", fast)
+    weight = make(Format.E4M3FN, False, Activations.DYNAMIC, 32, 16, "cpu")
+    x = Quantized(weight.data.repeat(5, 1), torch.ones(80, 1), torch.bfloat16)
+    linear.linear(Target("cuda", 90, 132), x, weight)
+    assert calls == [{"out_dtype": torch.bfloat16, "use_fast_accum": fast}]

@@ -160,9 +160,11 @@ def test_float32_weights_of_head_norms_and_a_center_with_partial_rotary(device):
     assert torch.equal(got.v, expected.v)
 
 
-@pytest.mark.parametrize("scales", ["static", "token"])
-def test_many_rows_are_stored_as_few_are(scales, monkeypatch, device):
+@pytest.mark.parametrize(("scales", "turns"), [("static", 2), ("token", 3), ("token", 4), ("static", 8)])
+def test_many_rows_are_stored_as_few_are(scales, turns, monkeypatch, device):
+    """By programs of one head, and of several: the last may have fewer, and one may have heads of q, k and v."""
     torch.manual_seed(1)
+    monkeypatch.setattr(store, "TURNS", turns)
     qkv, positions = torch.randn(17, 5, 16).bfloat16().to(device), torch.arange(17, device=device)
     slots = torch.randperm(BLOCK * NUM_BLOCKS)[:17].to(device)
     few, many = (make_pages(Format.E4M3FN, scales, 2, 16, device) for _ in range(2))

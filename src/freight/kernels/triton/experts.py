@@ -95,7 +95,8 @@ def sort_kernel(
 def experts_kernel(
     x_ptr, weight_ptr, x_scale_ptr, weight_scale_ptr, bias_ptr, out_ptr, slot_ptr, tile_ptr, num_outputs, x_stride,
     num_scales, SLOTS_OF_ROW: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
-    INPUTS: tl.constexpr, X_FORMAT: tl.constexpr, WEIGHT_FORMAT: tl.constexpr, BLOCKS: tl.constexpr, DOT: tl.constexpr,
+    INPUTS: tl.constexpr, CHAINS: tl.constexpr, X_FORMAT: tl.constexpr, WEIGHT_FORMAT: tl.constexpr,
+    BLOCKS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """A program: the slots of a tile by OUTPUTS outputs of its expert, into out_ptr, [num_slots, num_outputs].
 
@@ -116,7 +117,7 @@ def experts_kernel(
         bias_ptr += expert * num_outputs
     acc = product(
         x_ptr, matrix_ptr, x_scale_ptr, weight_scale_ptr, bias_ptr, slot // SLOTS_OF_ROW, output, num_outputs, x_stride,
-        SIZE, ROWS, OUTPUTS, INPUTS, X_FORMAT, WEIGHT_FORMAT, BLOCKS, DOT,
+        SIZE, ROWS, OUTPUTS, INPUTS, CHAINS, X_FORMAT, WEIGHT_FORMAT, BLOCKS, DOT,
     )  # fmt: skip
     target = out_ptr + slot.to(tl.int64)[:, None] * num_outputs + output[None, :]
     live = (place < end)[:, None] & (output < num_outputs)[None, :]
@@ -169,7 +170,8 @@ def sort_slots(ids: Tensor, num_experts: int, rows: int) -> Sorted:
 
 def experts_tile(target: Target, stack: ExpertStack, dot: tl.dtype) -> Tile:
     """Of 64 rows, which cost a few rows nothing: with 64, too, reading the weights takes longer than multiplying."""
-    tile = matmul_tile(target, FEW_ROWS, stack.scale is not None and stack.scale.ndim == 3, dot)
+    outputs = stack.data.shape[0] * stack.data.shape[1]  # of all experts
+    tile = matmul_tile(target, FEW_ROWS, outputs, stack.scale is not None and stack.scale.ndim == 3, dot)
     wide = stack.data.element_size() > 1 and tile.rows == FEW_ROWS
     return replace(tile, inputs=64) if wide else tile  # the same bytes of shared memory as with FP8
 

@@ -3,7 +3,9 @@
 `torch._scaled_mm` takes many rows with a scale per row against weights with a scale per output row, on NVIDIA GPUs
 that multiply FP8. `matmul_kernel` takes the rest: few rows, where reading the weights takes most of the time;
 128 x 128 block scales; weight-only quantization; every GPU and format without FP8 multiplication, where both
-operands are decoded to float16, exactly. It sums over the input features in order, in float32.
+operands are decoded to float16, exactly. It sums over the input features in float32: in order, or, for up to 16 rows,
+in four sums that are added at the end. A row's bits are the same in all batches of up to 16 rows, of 17 to `FEW_ROWS`,
+and of more; between these kinds they may differ, because the matrix instructions do.
 """
 
 from __future__ import annotations
@@ -23,23 +25,61 @@ from freight.kernels.triton.rows import Quantized, quantize, quantizes
 from freight.operands.weight import Weight
 
 FEW_ROWS = 64  # up to here reading the weights takes longer than multiplying with them
+# Whether `torch._scaled_mm` leaves the sums of a product to Hopper's matrix units, which keep about 14 bits of them,
+# instead of adding them up in float32 every 128 inputs. It is faster; `freight bench kernels --device cuda` times both.
+FAST_SUMS = False
 
 
 @triton.jit
-def product(
-    x_ptr, weight_ptr, x_scale_ptr, weight_scale_ptr, bias_ptr, row, output, num_outputs, x_stride, SIZE: tl.constexpr,
+def _chains(
+    x_ptr, weight_ptr, x_scale_ptr, weight_scale_ptr, row, output, live_output, x_stride, SIZE: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, CHAINS: tl.constexpr, X_FORMAT: tl.constexpr,
+    WEIGHT_FORMAT: tl.constexpr, BLOCKS: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """The sums of `product` in CHAINS parts, added up: chain c takes tiles of inputs c, c + CHAINS, c + 2 CHAINS, …
+
+    Each warp multiplies another chain: over few rows and outputs the matrix instructions of one sum wait for one
+    another, and those of CHAINS sums do not.
+    """
+    GROUPS: tl.constexpr = (SIZE + 127) // 128
+    EVEN: tl.constexpr = SIZE % (INPUTS * CHAINS) == 0
+    chain = tl.arange(0, CHAINS)
+    index = chain[:, None] * INPUTS + tl.arange(0, INPUTS)[None, :]  # [CHAINS, INPUTS]
+    x_row = x_ptr + row.to(tl.int64)[None, :, None] * x_stride + index[:, None, :]
+    weight_row = weight_ptr + output.to(tl.int64)[None, None, :] * SIZE + index[:, :, None]
+    acc = tl.zeros((CHAINS, ROWS, OUTPUTS), tl.float32)
+    for start in range(0, SIZE, INPUTS * CHAINS):
+        if EVEN:
+            x = tl.load(x_row + start)
+            weight = tl.load(weight_row + start)
+        else:
+            x = tl.load(x_row + start, mask=(start + index < SIZE)[:, None, :], other=0.0)
+            weight = tl.load(weight_row + start, mask=(start + index < SIZE)[:, :, None], other=0.0)
+        if not DOT.is_fp8():
+            x = decode(x, X_FORMAT).to(DOT)
+            weight = decode(weight, WEIGHT_FORMAT).to(DOT)
+        if BLOCKS:
+            part = tl.dot(x, weight, input_precision="ieee")
+            group = tl.minimum(start // 128 + chain, GROUPS - 1)  # behind the last group everything is 0
+            place = (output // 128 * GROUPS)[None, :] + group[:, None]
+            part *= tl.load(weight_scale_ptr + place, mask=live_output[None, :], other=0.0)[:, None, :]
+            if x_scale_ptr is not None:
+                part *= tl.load(x_scale_ptr + (row * GROUPS)[None, :] + group[:, None])[:, :, None]
+            acc += part
+        else:
+            acc = tl.dot(x, weight, acc, input_precision="ieee")
+    return tl.sum(acc, 0)
+
+
+@triton.jit
+def _one_chain(
+    x_ptr, weight_ptr, x_scale_ptr, weight_scale_ptr, row, output, live_output, x_stride, SIZE: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, X_FORMAT: tl.constexpr,
     WEIGHT_FORMAT: tl.constexpr, BLOCKS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """x @ weight.T + bias for the rows `row` of x, all of which exist, and the outputs `output`, in float32.
-
-    Without BLOCKS scales belong to rows of x and of the weight, and multiply the finished sum. With it they belong to
-    128 inputs of x and to 128 x 128 blocks of the weight, and INPUTS is 128. Scales of plain operands are None.
-    """
-    live_output = output < num_outputs
+    """The sums of `product` over the inputs in order."""
     x_row = x_ptr + row.to(tl.int64)[:, None] * x_stride
-    # an index beyond the last output repeats the last
-    weight_row = weight_ptr + tl.minimum(output, num_outputs - 1).to(tl.int64)[None, :] * SIZE
+    weight_row = weight_ptr + output.to(tl.int64)[None, :] * SIZE
     GROUPS: tl.constexpr = (SIZE + 127) // 128
     acc = tl.zeros((ROWS, OUTPUTS), tl.float32)
     for start in range(0, SIZE, INPUTS):
@@ -65,6 +105,32 @@ def product(
             # FP8 sums on Hopper keep 14 bits, so they are added to a float32 sum every 128 inputs
             PIECE: tl.constexpr = INPUTS if INPUTS < 128 else 128
             acc = tl.dot(x, weight, acc, input_precision="ieee", max_num_imprecise_acc=PIECE)
+    return acc
+
+
+@triton.jit
+def product(
+    x_ptr, weight_ptr, x_scale_ptr, weight_scale_ptr, bias_ptr, row, output, num_outputs, x_stride, SIZE: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, CHAINS: tl.constexpr, X_FORMAT: tl.constexpr,
+    WEIGHT_FORMAT: tl.constexpr, BLOCKS: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """x @ weight.T + bias for the rows `row` of x, all of which exist, and the outputs `output`, in float32.
+
+    Without BLOCKS scales belong to rows of x and of the weight, and multiply the finished sum. With it they belong to
+    128 inputs of x and to 128 x 128 blocks of the weight, and INPUTS is 128. Scales of plain operands are None.
+    """
+    live_output = output < num_outputs
+    read = tl.minimum(output, num_outputs - 1)  # an index beyond the last output repeats the last
+    if CHAINS == 1:
+        acc = _one_chain(
+            x_ptr, weight_ptr, x_scale_ptr, weight_scale_ptr, row, read, live_output, x_stride, SIZE, ROWS, OUTPUTS,
+            INPUTS, X_FORMAT, WEIGHT_FORMAT, BLOCKS, DOT,
+        )  # fmt: skip
+    else:
+        acc = _chains(
+            x_ptr, weight_ptr, x_scale_ptr, weight_scale_ptr, row, read, live_output, x_stride, SIZE, ROWS, OUTPUTS,
+            INPUTS, CHAINS, X_FORMAT, WEIGHT_FORMAT, BLOCKS, DOT,
+        )  # fmt: skip
     if not BLOCKS:
         if x_scale_ptr is not None:
             acc *= tl.load(x_scale_ptr + row)[:, None]
@@ -78,15 +144,15 @@ def product(
 @triton.jit(do_not_specialize=["num_rows"])
 def matmul_kernel(
     x_ptr, weight_ptr, x_scale_ptr, weight_scale_ptr, bias_ptr, out_ptr, num_rows, num_outputs, x_stride,
-    SIZE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, X_FORMAT: tl.constexpr,
-    WEIGHT_FORMAT: tl.constexpr, BLOCKS: tl.constexpr, DOT: tl.constexpr,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, CHAINS: tl.constexpr,
+    X_FORMAT: tl.constexpr, WEIGHT_FORMAT: tl.constexpr, BLOCKS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """A program: ROWS rows by OUTPUTS outputs of `product`, [num_rows, SIZE] by [num_outputs, SIZE]."""
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     acc = product(
         x_ptr, weight_ptr, x_scale_ptr, weight_scale_ptr, bias_ptr, tl.minimum(row, num_rows - 1), output, num_outputs,
-        x_stride, SIZE, ROWS, OUTPUTS, INPUTS, X_FORMAT, WEIGHT_FORMAT, BLOCKS, DOT,
+        x_stride, SIZE, ROWS, OUTPUTS, INPUTS, CHAINS, X_FORMAT, WEIGHT_FORMAT, BLOCKS, DOT,
     )  # fmt: skip
     target = out_ptr + row.to(tl.int64)[:, None] * num_outputs + output[None, :]
     live = (row < num_rows)[:, None] & (output < num_outputs)[None, :]
@@ -95,29 +161,38 @@ def matmul_kernel(
 
 @dataclass(frozen=True)
 class Tile:
-    """Tile sizes of a program."""
+    """Tile sizes of a program, and its numbers of warps, of pipeline stages, and of sums that it keeps of an output.
+
+    With more than one of `chains`, `inputs` are those of each.
+    """
 
     rows: int
     outputs: int
     inputs: int
     warps: int
     stages: int
+    chains: int = 1
 
     @property
     def constants(self) -> dict[str, int]:
         """As a kernel over `product` takes them."""
-        sizes = {"ROWS": self.rows, "OUTPUTS": self.outputs, "INPUTS": self.inputs}
+        sizes = {"ROWS": self.rows, "OUTPUTS": self.outputs, "INPUTS": self.inputs, "CHAINS": self.chains}
         return sizes | {"num_warps": self.warps, "num_stages": self.stages}
 
 
-def matmul_tile(target: Target, rows: int, blocks: bool, dot: tl.dtype) -> Tile:
+def matmul_tile(target: Target, rows: int, outputs: int, blocks: bool, dot: tl.dtype) -> Tile:
+    """By the class of `rows` (to 16, to FEW_ROWS, more), so that within one a row's bits do not depend on the others.
+
+    `outputs` of the weight change how many a program computes, and never the order of a sum.
+    """
     if dot == tl.float32:
         return Tile(16, 32, 32 if not blocks else 128, 4, 1)
     stages = 2 if target.backend == "hip" else 4
     if rows <= 16:
-        return Tile(16, 32, 128 if blocks else 256, 4, stages + 2)
+        return Tile(16, 32, 128 if blocks else 64, 4, stages if blocks else stages + 2, chains=4)
     if rows <= FEW_ROWS:
-        return Tile(64, 64, 128, 4, stages)
+        idle = triton.cdiv(outputs, 64) < target.units
+        return Tile(64, 32, 128, 4, stages + 2) if idle and target.hopper_or_newer else Tile(64, 64, 128, 4, stages)
     if dot.primitive_bitwidth == 8 and target.hopper_or_newer:
         return Tile(128, 128, 128, 8, stages)
     if blocks:
@@ -134,7 +209,7 @@ def matmul(
     outputs = len(weight.data)
     blocks = weight.scale.ndim == 2
     dot = dot_type(target, x, weight)
-    tile = matmul_tile(target, rows, blocks, dot)
+    tile = matmul_tile(target, rows, outputs, blocks, dot)
     out = torch.empty(rows, outputs, dtype=dtype, device=x.device)
     matmul_kernel[(triton.cdiv(outputs, tile.outputs), triton.cdiv(rows, tile.rows))](
         *(carrier(x, target), carrier(weight.data, target), x_scale, weight.scale, bias, out),
@@ -172,9 +247,8 @@ def linear(target: Target, x: Tensor | Quantized, weight: Weight, bias: Tensor |
         x = quantize(target, x, weight)
     if len(x.codes) > FEW_ROWS and scaled_mm_takes(target, x.dtype, weight):
         assert weight.scale is not None
-        # without `use_fast_accum` Hopper adds up in float32
         product: Tensor = torch._scaled_mm(
-            x.codes, weight.data.t(), scale_a=x.scale, scale_b=weight.scale[None, :], out_dtype=x.dtype
+            *(x.codes, weight.data.t(), x.scale, weight.scale[None, :]), out_dtype=x.dtype, use_fast_accum=FAST_SUMS
         )
         return product if bias is None else product.add_(bias)
     return matmul(target, x.codes, x.scale, weight, bias, x.dtype)

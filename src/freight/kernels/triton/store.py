@@ -41,10 +41,19 @@ def _prepared(source, index, mask, root, norm_ptr, center_ptr):
 
 
 @triton.jit
+def _angles(cos_ptr, sin_ptr, positions, mask, index, HALF: tl.constexpr):
+    """What turns channels `index` at `positions`: their cosines, and sines with the sign that the partner takes."""
+    angle = positions[:, None] * HALF + (index % HALF)[None, :]
+    cos = tl.load(cos_ptr + angle, mask=mask, other=0.0)
+    sin = tl.load(sin_ptr + angle, mask=mask, other=0.0)
+    return cos, tl.where((index < HALF)[None, :], -sin, sin)
+
+
+@triton.jit
 def _rotated(
-    source, positions, cos_ptr, sin_ptr, norm_ptr, eps, center_ptr, live, index, DIM: tl.constexpr, HALF: tl.constexpr,
+    source, cos, sin, norm_ptr, eps, center_ptr, live, index, DIM: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """A head of each row, normed, less the center, rotated at `positions`: [ROWS, channels `index`].
+    """A head of each row, normed, less the center, turned by `_angles`: [ROWS, channels `index`].
 
     The first 2 * HALF channels turn; each loads the channel that it is paired with as well.
     """
@@ -59,10 +68,6 @@ def _rotated(
         mask &= turns
         partner = tl.where(index < HALF, index + HALF, index - HALF)
         other = _prepared(source, partner, mask, root, norm_ptr, center_ptr).to(tl.float32)
-        angle = positions[:, None] * HALF + (index % HALF)[None, :]
-        cos = tl.load(cos_ptr + angle, mask=mask, other=0.0)
-        sin = tl.load(sin_ptr + angle, mask=mask, other=0.0)
-        sin = tl.where((index < HALF)[None, :], -sin, sin)
         x = tl.where(turns, (x.to(tl.float32) * cos + other * sin).to(x.dtype), x)
     return x
 
@@ -111,45 +116,55 @@ def rotate_store_kernel(
     qkv_ptr, q_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, q_factor_ptr, q_norm_ptr, k_norm_ptr, eps, k_center_ptr,
     k_page_ptr, v_page_ptr, k_scale_ptr, v_scale_ptr, counters_ptr, num_rows, HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr, K_DIM: tl.constexpr, K_BLOCK: tl.constexpr, V_DIM: tl.constexpr, V_BLOCK: tl.constexpr,
-    HALF: tl.constexpr, ROWS: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr,
+    HALF: tl.constexpr, ROWS: tl.constexpr, TURNS: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
-    """A program: ROWS rows of one head of q, of k or of v. FORMAT '' is 16 or 32 bits; SCALES is a `ScaleKind`.
+    """A program: ROWS rows of TURNS heads, one after the other, of q, k and v. FORMAT '' is 16 or 32 bits; SCALES is
+    a `ScaleKind`.
 
     K_BLOCK and V_BLOCK are K_DIM and V_DIM padded to powers of two; HALF is rotary_dim / 2.
     """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    head = tl.program_id(1)
     live = rows < num_rows
     slots = tl.load(slots_ptr + rows, mask=live, other=-1)
     row_ptr = qkv_ptr + rows.to(tl.int64)[:, None] * ((HEADS + KV_HEADS) * K_DIM + KV_HEADS * V_DIM)
-    if head < HEADS + KV_HEADS:
-        index = tl.arange(0, K_BLOCK)
-        positions = tl.load(positions_ptr + rows, mask=live, other=0)
-        source = row_ptr + head * K_DIM
-        if head < HEADS:
-            x = _rotated(source, positions, cos_ptr, sin_ptr, q_norm_ptr, eps, None, live, index, K_DIM, HALF)
-            if q_factor_ptr is not None:
-                factor = tl.load(q_factor_ptr + positions, mask=live, other=1.0).to(x.dtype)
-                x = (x.to(tl.float32) * factor.to(tl.float32)[:, None]).to(x.dtype)
-            target = q_ptr + (rows.to(tl.int64) * HEADS + head)[:, None] * K_DIM + index[None, :]
-            tl.store(target, x, mask=live[:, None] & (index < K_DIM)[None, :])
-        else:
-            kv_head = head - HEADS
-            center = k_center_ptr
-            if k_center_ptr is not None:
-                center += kv_head * K_DIM
-            x = _rotated(source, positions, cos_ptr, sin_ptr, k_norm_ptr, eps, center, live, index, K_DIM, HALF)
-            _store(x, k_page_ptr, k_scale_ptr, counters_ptr, slots, kv_head, index, KV_HEADS, K_DIM, FORMAT, SCALES)
-    else:  # no name of the other branch that would have another shape here
-        v_head = head - HEADS - KV_HEADS
-        channel = tl.arange(0, V_BLOCK)
-        values = row_ptr + (HEADS + KV_HEADS) * K_DIM + v_head * V_DIM
-        mask = live[:, None] & (channel < V_DIM)[None, :]
-        value = tl.load(values + channel[None, :], mask=mask, other=0.0)
-        _store(value, v_page_ptr, v_scale_ptr, counters_ptr, slots, v_head, channel, KV_HEADS, V_DIM, FORMAT, SCALES)
+    index = tl.arange(0, K_BLOCK)
+    positions = tl.load(positions_ptr + rows, mask=live, other=0)
+    first = tl.program_id(1) * TURNS
+    cos = None
+    sin = None
+    if HALF > 0:  # the same for all heads
+        turned = live[:, None] & (index < 2 * HALF)[None, :]
+        cos, sin = _angles(cos_ptr, sin_ptr, positions, turned, index, HALF)
+    for head in range(first, tl.minimum(first + TURNS, HEADS + 2 * KV_HEADS)):
+        if head < HEADS + KV_HEADS:
+            source = row_ptr + head * K_DIM
+            if head < HEADS:
+                x = _rotated(source, cos, sin, q_norm_ptr, eps, None, live, index, K_DIM, HALF)
+                if q_factor_ptr is not None:
+                    factor = tl.load(q_factor_ptr + positions, mask=live, other=1.0).to(x.dtype)
+                    x = (x.to(tl.float32) * factor.to(tl.float32)[:, None]).to(x.dtype)
+                target = q_ptr + (rows.to(tl.int64) * HEADS + head)[:, None] * K_DIM + index[None, :]
+                tl.store(target, x, mask=live[:, None] & (index < K_DIM)[None, :])
+            else:
+                kv_head = head - HEADS
+                center = k_center_ptr
+                if k_center_ptr is not None:
+                    center += kv_head * K_DIM
+                x = _rotated(source, cos, sin, k_norm_ptr, eps, center, live, index, K_DIM, HALF)
+                _store(x, k_page_ptr, k_scale_ptr, counters_ptr, slots, kv_head, index, KV_HEADS, K_DIM, FORMAT, SCALES)
+        else:  # no name of the other branch that would have another shape here
+            v_head = head - HEADS - KV_HEADS
+            channel = tl.arange(0, V_BLOCK)
+            values = row_ptr + (HEADS + KV_HEADS) * K_DIM + v_head * V_DIM
+            mask = live[:, None] & (channel < V_DIM)[None, :]
+            value = tl.load(values + channel[None, :], mask=mask, other=0.0)
+            _store(
+                value, v_page_ptr, v_scale_ptr, counters_ptr, slots, v_head, channel, KV_HEADS, V_DIM, FORMAT, SCALES
+            )
 
 
-FEW_ROWS = 512  # up to here a program takes one row, so that there are enough programs
+TURNS = 4  # heads of a program over many rows, for which it loads its angles once
+FEW_ROWS = 512  # up to here a program takes one row and one head, so that there are enough programs
 
 
 def rotate_store(
@@ -163,9 +178,9 @@ def rotate_store(
     q = torch.empty(rows, (width - kv_heads * (k_dim + v_dim)) // k_dim, k_dim, dtype=qkv.dtype, device=qkv.device)
     q_norm, k_norm = rotary.norms or (None, None)
     k_center = None if pages.k_center is None else pages.k_center.b
-    tile = 1 if rows <= FEW_ROWS else 16
+    tile, turns = (1, 1) if rows <= FEW_ROWS else (16, TURNS)
     k_block, v_block = triton.next_power_of_2(k_dim), triton.next_power_of_2(v_dim)
-    rotate_store_kernel[(triton.cdiv(rows, tile), q.shape[1] + 2 * kv_heads)](
+    rotate_store_kernel[(triton.cdiv(rows, tile), triton.cdiv(q.shape[1] + 2 * kv_heads, turns))](
         *(qkv, q, positions, slots, rotary.cos, rotary.sin, rotary.q_factor, q_norm, k_norm, rotary.eps, k_center),
         *(carrier(pages.k, target), carrier(pages.v, target), pages.k_scale, pages.v_scale, pages.counters, rows),
         HEADS=q.shape[1],
@@ -176,8 +191,9 @@ def rotate_store(
         V_BLOCK=v_block,
         HALF=rotary.rotary_dim // 2,
         ROWS=tile,
+        TURNS=turns,
         FORMAT=str(pages.format) if pages.format.is_fp8 else "",
         SCALES=int(pages.scale_kind),
-        num_warps=warps_for(tile * max(k_block, v_block)),
+        num_warps=warps_for(tile * max(k_block, v_block) * (2 if turns > 1 else 1)),  # angles take registers, too
     )
     return q
