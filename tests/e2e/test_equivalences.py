@@ -47,7 +47,7 @@ DIFFERENT = (
     "gemma2",
     "gemma3",
     "gemma4",
-    "gemma4-shared",
+    "gemma4-own-inputs",
     "opt",
     "opt-350m",
     "qwen3-moe",

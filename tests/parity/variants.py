@@ -63,6 +63,9 @@ SCALED = {**YARN, "rope_theta": 1e4, "original_max_position_embeddings": 40, "ll
 GEMMA: dict[str, Any] = {**SHAPE, "num_hidden_layers": 4, "head_dim": 32, "sliding_window": 24}
 GEMMA4: dict[str, Any] = {**GEMMA, "global_head_dim": 64, "hidden_size_per_layer_input": 0,
                           "final_logit_softcapping": 3.0}  # fmt: skip
+E4B: dict[str, Any] = {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 4096, "num_kv_shared_layers": 3,
+                       "use_double_wide_mlp": True,
+                       "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2}  # fmt: skip
 MOE: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 GLM_MOE: dict[str, Any] = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 16,
                            "routed_scaling_factor": 1.7}  # fmt: skip
@@ -134,6 +137,10 @@ VARIANTS: dict[str, PretrainedConfig] = {
         **{**GEMMA4, "num_hidden_layers": 6}, num_kv_shared_layers=3, use_double_wide_mlp=True,
         output_hidden_states=True,  # or transformers would look for embeddings of each layer, which are not there
         layer_types=["sliding_attention", "full_attention"] * 3,
+    ),
+    "gemma4-own-inputs": Gemma4TextConfig(**{**GEMMA4, **E4B, "num_hidden_layers": 6}),
+    "gemma4-own-inputs-alone": Gemma4TextConfig(
+        **GEMMA4 | {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 330}, attention_k_eq_v=True
     ),
     "phi3": Phi3Config(**SHAPE, pad_token_id=0),
     "phi3-window": Phi3Config(**SHAPE, pad_token_id=0, sliding_window=24, tie_word_embeddings=True),

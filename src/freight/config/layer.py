@@ -124,6 +124,18 @@ class MoEConfig:
         return self.expert.up_sizes
 
 
+@dataclass(frozen=True)
+class LayerInputConfig:
+    """A vector that each token has for this layer alone (per-layer embeddings of Gemma 4): behind the feed-forward,
+    x += norm(projection(activation(gate(x)) * vector)).
+
+    size   channels of the vector
+    """
+
+    size: int
+    activation: GatedActivation
+
+
 class NormKind(StrEnum):
     """What a norm computes."""
 
@@ -144,9 +156,11 @@ class LayerConfig:
     """One layer: x += mixer(norm(x)); x += feed_forward(norm(x)), with norms where `norms` says.
 
     scalar   whether the sum is multiplied by a number that the checkpoint has for this layer (Gemma 4)
+    input    what each token has for this layer alone; None: nothing
     """
 
     mixer: AttentionConfig
     feed_forward: DenseConfig | MoEConfig
     norms: NormPlacement = NormPlacement.PRE
     scalar: bool = False
+    input: LayerInputConfig | None = None

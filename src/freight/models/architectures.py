@@ -29,6 +29,9 @@ class TensorNames:
     attention_post, mlp_post       norms of the outputs, in layers that have them (`NormPlacement.SANDWICH`)
     choice_bias_outer              dimensions of `choice_bias` before that of experts
     scalar                         what the output of a layer is multiplied by, in models that have it
+    own_table, own_projection, own_norm   of what each token has for each layer, in models that have it
+                                   (`LayerConfig.input`); they follow `ModelConfig.prefixes`
+    own_gate, own_down, own_post   the same within a layer
     unused                         patterns of tensors that the decoder does not need, with the reason
     """
 
@@ -61,6 +64,12 @@ class TensorNames:
     attention_post: str = ""
     mlp_post: str = ""
     scalar: str = "layer_scalar"
+    own_table: str = "embed_tokens_per_layer.weight"
+    own_projection: str = "per_layer_model_projection"
+    own_norm: str = "per_layer_projection_norm.weight"
+    own_gate: str = "per_layer_input_gate"
+    own_down: str = "per_layer_projection"
+    own_post: str = "post_per_layer_input_norm.weight"
     unused: tuple[tuple[str, str], ...] = ()
 
     def qkv_of(self, mixer: AttentionConfig) -> tuple[str, ...]:
@@ -70,8 +79,8 @@ class TensorNames:
     @property
     def outer(self) -> frozenset[str]:
         """Matrices outside of the layers."""
-        projections = (f"{self.project_in}.weight", f"{self.project_out}.weight")
-        return frozenset((self.embedding, self.positions, self.head, *projections))
+        projections = (f"{name}.weight" for name in (self.project_in, self.project_out, self.own_projection))
+        return frozenset((self.embedding, self.positions, self.head, self.own_table, *projections))
 
 
 _SANDWICH = TensorNames(
@@ -169,6 +178,9 @@ def tensor_names(config: ModelConfig) -> TensorNames:
         positions=body + names.positions,
         project_in=body + names.project_in,
         project_out=body + names.project_out,
+        own_table=body + names.own_table,
+        own_projection=body + names.own_projection,
+        own_norm=body + names.own_norm,
     )
 
 

@@ -93,10 +93,14 @@ def test_the_last_layers_of_gemma_4_read_the_keys_and_values_of_others():
             parse_model_config(config("gemma4_text", **said | {"num_kv_shared_layers": count}))
 
 
-def test_embeddings_of_each_layer_are_refused_by_name():
-    for said in ({"hidden_size_per_layer_input": 8}, {"hidden_size_per_layer_input": None}):
-        with pytest.raises(CheckpointError, match="hidden_size_per_layer_input"):
-            parse_model_config(config("gemma4_text", **said))
+def test_what_tokens_have_for_each_layer_of_gemma_4():
+    for said, size in (({"hidden_size_per_layer_input": 8}, 8), ({"hidden_size_per_layer_input": None}, 256)):
+        model = parse_model_config(config("gemma4_text", **said))
+        assert [layer.input.size for layer in model.layers] == [size] * 4
+        assert (model.input_vocab_size, model.input_size) == (262144, 4 * size)
+    assert parse_model_config(config("gemma4_text")).input_vocab_size is None
+    with pytest.raises(CheckpointError, match="vocab_size_per_layer_input = 7, but vocab_size = "):
+        parse_model_config(config("gemma4_text", hidden_size_per_layer_input=8, vocab_size_per_layer_input=7))
 
 
 def test_a_proportional_rope_is_gemma_4s():

@@ -68,6 +68,8 @@ OF_FAMILIES = (
         "gemma4",
         "gemma4-plain",
         "gemma4-shared",
+        "gemma4-own-inputs",
+        "gemma4-own-inputs-alone",
         "phi3-partial",
         "opt",
         "opt-untied",
