@@ -48,6 +48,7 @@ DIFFERENT = (
     "gemma3",
     "gemma4",
     "gemma4-own-inputs",
+    "gemma4-moe",
     "opt",
     "opt-350m",
     "qwen3-moe",

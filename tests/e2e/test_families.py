@@ -30,6 +30,7 @@ EXPERTS = {  # routers flip between experts that are nearly as good, so a positi
         *(*ATTENTION, *(f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down"))),
         *(f"mlp.experts.{i}.{part}_proj" for i in range(8) for part in ("gate", "up", "down")),
     ],
+    "gemma4-moe": [*SEPARATE, *(f"experts.{i}.{part}_proj" for i in range(8) for part in ("gate", "up", "down"))],
     "qwen3-moe": [*ATTENTION, *(f"mlp.experts.{i}.{part}_proj" for i in range(8) for part in ("gate", "up", "down"))],
 }
 MODULES = {
@@ -46,7 +47,7 @@ MODULES = {
     "opt-350m": UNGATED,
     **EXPERTS,
 }
-KEYS_ARE_VALUES = {"gemma4": (3,)}  # layers without a projection of values
+KEYS_ARE_VALUES = {"gemma4": (3,), "gemma4-moe": (3,)}  # layers without a projection of values
 
 
 @pytest.fixture(autouse=True)

@@ -36,7 +36,7 @@ BFLOAT16 = (
     *("llama-llama3", "mistral-window", "ministral3", "qwen2", "qwen3", "gemma2", "gemma3", "phi3-window", "opt"),
     *("opt-350m", "granite", "glm", "glm4", "smollm3", "ernie4-5", "seed-oss", "gpt-oss", "mixtral", "qwen2-moe"),
     *("qwen3-moe", "glm4-moe", "minimax-m2", "hy-v3", "ernie4-5-moe", "granite-moe", "gemma4"),
-    *("gemma4-own-inputs",),
+    *("gemma4-own-inputs", "gemma4-moe"),
 )
 
 
@@ -46,7 +46,7 @@ def every_expert(config: PretrainedConfig) -> PretrainedConfig:
     said = config.to_dict()
     count = next((said[key] for key in ("num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts")
                   if key in said), None)  # fmt: skip
-    everything = {"num_experts_per_tok": count, "moe_k": count, "topk_group": said.get("n_group")}
+    everything = {"num_experts_per_tok": count, "moe_k": count, "top_k_experts": count, "topk_group": said.get("n_group")}
     return type(config)(**said | {key: value for key, value in everything.items() if key in said})
 
 

@@ -142,6 +142,9 @@ VARIANTS: dict[str, PretrainedConfig] = {
     "gemma4-own-inputs-alone": Gemma4TextConfig(
         **GEMMA4 | {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 330}, attention_k_eq_v=True
     ),
+    "gemma4-moe": Gemma4TextConfig(
+        **GEMMA4, enable_moe_block=True, num_experts=8, top_k_experts=3, moe_intermediate_size=32, attention_k_eq_v=True
+    ),
     "phi3": Phi3Config(**SHAPE, pad_token_id=0),
     "phi3-window": Phi3Config(**SHAPE, pad_token_id=0, sliding_window=24, tie_word_embeddings=True),
     "phi3-partial": Phi3Config(
@@ -218,6 +221,9 @@ def save_random(config: PretrainedConfig, folder: Path, dtype: torch.dtype) -> A
             if config.model_type == "gemma4_text" and name.endswith(("q_norm.weight", "k_norm.weight")):
                 one = 0.4  # nothing else keeps scores small: the softmax has no scale
             small = 1.0 if name.endswith("sinks") else 0.1 if parameter.ndim == 1 else 0.12
+            if name.endswith(("router.scale", "per_expert_scale")):
+                parameter.copy_(4 + noise if name.endswith("router.scale") else 1 + 0.3 * noise)
+                continue
             parameter.copy_(one + 0.1 * noise if "norm" in name else noise * small)
         for name, bias in model.state_dict().items():  # buffers in most families
             if name.endswith("e_score_correction_bias"):

@@ -138,10 +138,13 @@ class LayerWatch:
                 mlp = replace(mlp, shared=dense(mlp.shared))
             if self.experts is not None:
                 mlp = self.experts.around(mlp)
+        beside = layer.beside
+        if beside is not None and self.experts is not None:
+            beside = replace(beside, moe=self.experts.around(beside.moe))
         own = layer.input
         if own is not None:
             own = replace(own, gate=watched(own.gate, modules.own_gate), down=watched(own.down, modules.own_down))
-        return replace(layer, attention=attention, mlp=mlp, input=own)
+        return replace(layer, attention=attention, mlp=mlp, input=own, beside=beside)
 
     def unseen(self) -> list[str]:
         """Names of the experts that no token reached."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from freight.config.experts import MoEFamily
 from freight.config.family import Family, words
 from freight.config.layer import NormPlacement
 
@@ -61,6 +62,13 @@ _GEMMA4 = Family(
     words("attention_bias sliding_window layer_types global_head_dim num_global_key_value_heads attention_k_eq_v")
     | words("per_layer_config hidden_size_per_layer_input vocab_size_per_layer_input")
     | words("num_kv_shared_layers use_double_wide_mlp"),
+    moe=MoEFamily(
+        count_keys=("num_experts",),
+        top_k_keys=("top_k_experts",),
+        norm_key=None,
+        switch_key="enable_moe_block",
+        beside=True,
+    ),
     # sees tokens of one image in both directions, and those of text as other models do
     fixed={"use_bidirectional_attention": ("vision",)},
     qk_norm=True,

@@ -98,6 +98,9 @@ class MoEConfig:
     bias               whether the projections of experts have biases
     shared             a feed-forward that every token goes through
     shared_gate        whether a sigmoid of one more projection multiplies its result
+    beside             whether router and experts take the residual stream, as `shared` does, each with a norm of its
+                       own, and both results are normed before they are added; `expert_scale` of the router multiplies
+                       the weight of each expert (Gemma 4)
     """
 
     routing: Routing
@@ -108,6 +111,7 @@ class MoEConfig:
     bias: bool = False
     shared: DenseConfig | None = None
     shared_gate: bool = False
+    beside: bool = False
 
     @property
     def num_experts(self) -> int:

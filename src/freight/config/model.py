@@ -278,7 +278,12 @@ def _unless_1(config: Mapping[str, Any], key: str) -> float | None:
 
 def _wider(mlp: DenseConfig | MoEConfig, kv_from: int | None) -> DenseConfig | MoEConfig:
     """Twice as wide in layers that read the keys and values of another."""
-    return mlp if kv_from is None else replace(mlp, intermediate_size=2 * mlp.intermediate_size)
+    if kv_from is None:
+        return mlp
+    if isinstance(mlp, MoEConfig):
+        assert mlp.shared is not None
+        return replace(mlp, shared=replace(mlp.shared, intermediate_size=2 * mlp.shared.intermediate_size))
+    return replace(mlp, intermediate_size=2 * mlp.intermediate_size)
 
 
 def _activation(config: Mapping[str, Any], family: Family) -> GatedActivation | Activation:
@@ -299,15 +304,18 @@ def _activation(config: Mapping[str, Any], family: Family) -> GatedActivation | 
 def _feed_forwards(config: Mapping[str, Any], family: Family, num_layers: int) -> list[DenseConfig | MoEConfig]:
     """The feed-forward of each layer."""
     activation = _activation(config, family)
-    experts = [False] * num_layers if family.moe is None else layers_with_experts(config, num_layers)
+    described = family.moe
+    if described is not None and described.switch_key is not None and not flag(config, described.switch_key):
+        described = None
+    experts = [False] * num_layers if described is None else layers_with_experts(config, num_layers)
     dense: DenseConfig | MoEConfig | None = None
     if not all(experts):
         dense = DenseConfig(integer(config, family.width_key), activation, flag(config, family.bias_keys[2]))
-    if family.moe is None:
+    if described is None:
         assert dense is not None
         return [dense] * num_layers
     assert isinstance(activation, GatedActivation)
-    moe = parse_moe(config, family.moe, activation)
+    moe = parse_moe(config, described, activation)
     return [moe if sparse else dense or moe for sparse in experts]
 
 

@@ -26,6 +26,9 @@ class TensorNames:
                                    with its bias [experts, outputs]; of gate and up, one output of each in turn
     sinks                          of attention, in models that have them
     stacked                        `gate_up` and `down` of all experts, where a checkpoint has a 3-D tensor of each
+    router_scale, expert_scale, experts_norm, shared_post, experts_post   where `MoEConfig.beside`: what the input of the
+                                   router and the weights of experts are multiplied by; the norm before the experts,
+                                   and those behind the shared feed-forward and the experts
     attention_post, mlp_post       norms of the outputs, in layers that have them (`NormPlacement.SANDWICH`)
     choice_bias_outer              dimensions of `choice_bias` before that of experts
     scalar                         what the output of a layer is multiplied by, in models that have it
@@ -59,6 +62,11 @@ class TensorNames:
     stacked: tuple[str, str] = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
     shared: str = "mlp.shared_expert."
     shared_gate: str = "mlp.shared_expert_gate"
+    router_scale: str = "router.scale"
+    expert_scale: str = "router.per_expert_scale"
+    experts_norm: str = "pre_feedforward_layernorm_2.weight"
+    shared_post: str = "post_feedforward_layernorm_1.weight"
+    experts_post: str = "post_feedforward_layernorm_2.weight"
     attention_norm: str = "input_layernorm.weight"
     mlp_norm: str = "post_attention_layernorm.weight"
     attention_post: str = ""
@@ -87,6 +95,13 @@ _SANDWICH = TensorNames(
     mlp_norm="pre_feedforward_layernorm.weight",
     attention_post="post_attention_layernorm.weight",
     mlp_post="post_feedforward_layernorm.weight",
+)
+_GEMMA4 = replace(
+    _SANDWICH,
+    router="router.proj",
+    expert="experts.{}.",
+    stacked=("experts.gate_up_proj", "experts.down_proj"),
+    shared="mlp.",
 )
 
 _VISION = tuple(
@@ -120,8 +135,8 @@ ARCHITECTURES = {
     "Gemma2ForCausalLM": _SANDWICH,
     "Gemma3ForCausalLM": _SANDWICH,
     "Gemma3ForConditionalGeneration": replace(_SANDWICH, unused=_VISION),
-    "Gemma4ForCausalLM": _SANDWICH,
-    "Gemma4ForConditionalGeneration": replace(_SANDWICH, unused=_VISION + _EMBED_VISION + _AUDIO),
+    "Gemma4ForCausalLM": _GEMMA4,
+    "Gemma4ForConditionalGeneration": replace(_GEMMA4, unused=_VISION + _EMBED_VISION + _AUDIO),
     "Phi3ForCausalLM": TensorNames(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)),
     "Glm4MoeForCausalLM": TensorNames(shared="mlp.shared_experts."),
     "MiniMaxM2ForCausalLM": replace(_MIXTRAL, choice_bias="block_sparse_moe.e_score_correction_bias"),

@@ -15,7 +15,7 @@ from freight.layers.attention import Attention
 from freight.layers.embedding import Embedding, LogitsHead
 from freight.layers.layer_inputs import LayerInput, LayerInputs
 from freight.layers.linear import Projection
-from freight.layers.moe import MoE
+from freight.layers.moe import ExpertsBeside, MoE
 from freight.layers.norm import Norm
 from freight.operands.activation import Activation, GatedActivation
 from freight.operands.batch import ForwardBatch
@@ -73,6 +73,7 @@ class DecoderLayer:
     weights of a norm of what is added. With `post` the norms are of the sums instead: x = norm(x + attention(x));
     x = norm(x + mlp(x)).
 
+    The norms of what `mlp` and the experts of `beside` compute are added, where there are such experts.
     `input` adds what the tokens have for this layer alone, as x += input(x). `scalar`, [1] in the compute dtype,
     multiplies the result; the weight of the norm of what is added last then has it already.
     """
@@ -86,6 +87,7 @@ class DecoderLayer:
     post: bool = False
     scalar: Tensor | None = None
     input: LayerInput | None = None
+    beside: ExpertsBeside | None = None
 
     def __call__(self, stream: Residual, batch: ForwardBatch, kv: LayerKV) -> Residual:
         if self.post:
@@ -97,6 +99,8 @@ class DecoderLayer:
             self.mlp_norm, self.mlp.consumer
         )
         delta, weight, inputs = self.mlp(normed), self.mlp_post, stream.inputs
+        if self.beside is not None:
+            delta = self.beside(x, delta)
         if self.input is not None:
             assert inputs is not None
             x, _ = Residual(x, delta, weight).normed(self.mlp_norm)

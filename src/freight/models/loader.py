@@ -31,7 +31,7 @@ from freight.layers.attention import Attention, QKNorm, ValueNorm
 from freight.layers.embedding import Embedding, LogitsHead
 from freight.layers.layer_inputs import LayerInput, LayerInputs
 from freight.layers.linear import Linear, Projection, UnmergedLinear
-from freight.layers.moe import MoE
+from freight.layers.moe import ExpertsBeside, MoE
 from freight.layers.norm import LayerNorm, Norm, RMSNorm
 from freight.layers.rope import build_ropes, half_pairs
 from freight.models.architectures import TensorNames, tensor_names
@@ -145,6 +145,7 @@ class _Builder:
             attention_post=self.norm_weight(prefix + names.attention_post) if sandwich else None,
             mlp_norm=self.norm(prefix + names.mlp_norm),
             mlp=self.feed_forward(layer.feed_forward, prefix),
+            beside=self.beside(layer.feed_forward, prefix),
             mlp_post=mlp_post if scalar is None or mlp_post is None or own is not None else mlp_post * scalar.float(),
             post=layer.norms is NormPlacement.POST,
             scalar=scalar,
@@ -202,6 +203,27 @@ class _Builder:
         names = self.names
         if isinstance(mlp, DenseConfig):
             return self.dense(mlp, prefix, names.gate_up, names.down)
+        if mlp.beside:
+            assert mlp.shared is not None
+            return self.dense(mlp.shared, prefix, *shared_names(names))
+        return self.mixture(mlp, prefix)
+
+    def beside(self, mlp: DenseConfig | MoEConfig, prefix: str) -> ExpertsBeside | None:
+        """The experts beside a feed-forward (`MoEConfig.beside`), if the layer has such."""
+        if not isinstance(mlp, MoEConfig) or not mlp.beside:
+            return None
+        names, c = self.names, self.config
+        scale = self.exact(prefix + names.router_scale) * c.hidden_size**-0.5
+        return ExpertsBeside(
+            router_norm=RMSNorm(scale, c.norm_eps, self.kernels),
+            norm=RMSNorm(self.norm_weight(prefix + names.experts_norm), c.norm_eps, self.kernels),
+            moe=self.mixture(replace(mlp, shared=None), prefix),
+            shared_norm=RMSNorm(self.norm_weight(prefix + names.shared_post), c.norm_eps, self.kernels),
+            post=self.norm_weight(prefix + names.experts_post),
+        )
+
+    def mixture(self, mlp: MoEConfig, prefix: str) -> MoE:
+        names = self.names
         router, biased = prefix + names.router, prefix + names.choice_bias
         gate = Weight(self.exact(f"{router}.weight"))
         return MoE(
@@ -215,6 +237,7 @@ class _Builder:
             choice_bias=self.exact(biased).flatten() if mlp.choice_bias else None,
             shared=None if mlp.shared is None else self.dense(mlp.shared, prefix, *shared_names(names)),
             shared_gate=self.outer(prefix + names.shared_gate) if mlp.shared_gate else None,
+            expert_scale=self.exact(prefix + names.expert_scale) if mlp.beside else None,
         )
 
     def dense(self, mlp: DenseConfig, prefix: str, gate_up: tuple[str, ...], down: str) -> MLP:

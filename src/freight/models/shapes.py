@@ -75,6 +75,10 @@ def _layer_shapes(layer: LayerConfig, config: ModelConfig, names: TensorNames) -
         norms += [names.attention_post, names.mlp_post]
     if layer.input is not None:
         norms += [names.own_post]
+    if isinstance(layer.feed_forward, MoEConfig) and layer.feed_forward.beside:
+        norms += [names.experts_norm, names.shared_post, names.experts_post]
+        shapes[names.router_scale] = (hidden,)
+        shapes[names.expert_scale] = (layer.feed_forward.num_experts,)
     shapes |= dict.fromkeys([tensor for norm in norms for tensor in _norm_tensors(norm, config)], (hidden,))
     if mixer.qk_norm:
         q, k = mixer.qk_norm_sizes

@@ -122,7 +122,8 @@ class _Count:
         if isinstance(mlp, DenseConfig):
             return self.dense(prefix, mlp, names.gate_up, names.down)
         size = matrix_bytes(mlp.num_experts, hidden, Format.FLOAT32, None, self.layout)  # the router
-        size += mlp.num_experts * 4 * (mlp.router_bias + mlp.choice_bias)
+        size += mlp.num_experts * 4 * (mlp.router_bias + mlp.choice_bias + mlp.beside)
+        size += 4 * hidden + 3 * self.norm_weight(hidden) if mlp.beside else 0
         size += sum(
             self.dense(prefix + names.expert.format(index), mlp.expert, names.expert_gate_up, names.expert_down)
             for index in range(mlp.num_experts)

@@ -70,6 +70,7 @@ OF_FAMILIES = (
         "gemma4-shared",
         "gemma4-own-inputs",
         "gemma4-own-inputs-alone",
+        "gemma4-moe",
         "phi3-partial",
         "opt",
         "opt-untied",
