@@ -13,6 +13,7 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
+    Gemma4UnifiedTextConfig,
     Glm4Config,
     Glm4MoeConfig,
     GlmConfig,
@@ -145,6 +146,9 @@ VARIANTS: dict[str, PretrainedConfig] = {
     "gemma4-moe": Gemma4TextConfig(
         **GEMMA4, enable_moe_block=True, num_experts=8, top_k_experts=3, moe_intermediate_size=32, attention_k_eq_v=True
     ),
+    "gemma4-unified": Gemma4UnifiedTextConfig(
+        **GEMMA, global_head_dim=64, attention_k_eq_v=True, num_global_key_value_heads=1, final_logit_softcapping=3.0
+    ),
     "phi3": Phi3Config(**SHAPE, pad_token_id=0),
     "phi3-window": Phi3Config(**SHAPE, pad_token_id=0, sliding_window=24, tie_word_embeddings=True),
     "phi3-partial": Phi3Config(
@@ -218,7 +222,7 @@ def save_random(config: PretrainedConfig, folder: Path, dtype: torch.dtype) -> A
             one = (
                 0 if config.model_type in ("gemma2", "gemma3_text") else 1
             )  # of norms; Gemma 2 and 3 store the difference from 1
-            if config.model_type == "gemma4_text" and name.endswith(("q_norm.weight", "k_norm.weight")):
+            if config.model_type.startswith("gemma4") and name.endswith(("q_norm.weight", "k_norm.weight")):
                 one = 0.4  # nothing else keeps scores small: the softmax has no scale
             small = 1.0 if name.endswith("sinks") else 0.1 if parameter.ndim == 1 else 0.12
             if name.endswith(("router.scale", "per_expert_scale")):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -30,10 +31,11 @@ from freight.fp8.formats import Format, Granularity
 from freight.fp8.scheme import KVScales
 from freight.kernels.interface import KernelSet
 from freight.kernels.reference_set import REFERENCE
+from freight.layers.layer_inputs import LayerInputs
 from freight.layers.rope import build_ropes
 from freight.models.architectures import tensor_names
 from freight.models.decoder import DecoderLayer
-from freight.models.loader import build_embedding, build_layer
+from freight.models.loader import build_embedding, build_layer, build_layer_inputs
 from freight.models.sources import WeightSource
 from freight.operands.batch import ForwardBatch
 from freight.operands.kv_pages import KeyCenter
@@ -87,47 +89,63 @@ def calibrate(
     Keys and values are stored and read by the reference, in float32: the rounding of faster kernels depends on the
     machine, and would become part of the scales. Centers need a second pass through each layer, because scales are for
     the centered keys, and the hidden states twice; everything else is measured as without them.
-    Raises CheckpointError that names the layer and what in it is NaN or infinite, and for layers that read the keys and
-    values of another.
+    Layers that read the keys and values of another have its scales; what it stores of all samples is kept for them.
+    Raises CheckpointError that names the layer and what in it is NaN or infinite, and for a budget of a model with
+    such layers.
     """
     names, left_out = tensor_names(config), frozenset(ignored)
-    sharing = [index for index, layer in enumerate(config.layers) if layer.mixer.kv_from is not None]
-    if sharing:
+    sources = [
+        index if layer.mixer.kv_from is None else layer.mixer.kv_from for index, layer in enumerate(config.layers)
+    ]
+    sharing = [index for index, source_layer in enumerate(sources) if source_layer != index]
+    if sharing and plan.kv_budget:
         raise CheckpointError(
-            f"layer {sharing[0]} reads the keys and values of layer {config.layers[sharing[0]].mixer.kv_from} "
-            "(num_kv_shared_layers): calibration, which goes layer by layer, is not implemented for it; quantize "
-            "without (dynamic activations, and a KV cache whose scales are measured per token)"
+            f"layer {sharing[0]} reads the keys and values of layer {sources[sharing[0]]} (num_kv_shared_layers): a "
+            "budget chooses how each layer is stored by itself, which is not implemented for it; omit --kv-budget"
         )
     lengths = [len(ids) for ids in samples]
     ropes = build_ropes(config.ropes, max(lengths), device)
-    total = config.num_layers * sum(lengths) * (2 if plan.center else 1)
+    passes = config.num_layers + (config.num_layers - len(sharing) if plan.center else 0)
+    total = passes * sum(lengths)
     run = _Run(config.checkpoint_format, lengths, device, lambda done: on_progress("calibrating", done, total))
     tokens = torch.tensor([token for ids in samples for token in ids], dtype=torch.int64, device=device)
     positions = torch.cat([torch.arange(length, dtype=torch.int64, device=device) for length in lengths])
     hidden = build_embedding(config, source, kernels)(tokens, positions)
+    embedded = None if config.input_vocab_size is None else hidden.clone()
     watched, centered = [], []
     for index, modules in enumerate(layer_modules(config)):
         layer, mixer = build_layer(config, source, one_by_one(kernels), index, ropes), config.layers[index].mixer
         watch = watch_layer(plan, mixer, modules, left_out, device)
-        if plan.center:
+        own = build_layer_inputs(config, source, kernels, index)
+        inputs = None if own is None or embedded is None else partial(_inputs_of, own, embedded, tokens)
+        through = partial(run.through, mixer, inputs=inputs)
+        keep = sources[index] if any(sources[other] == sources[index] for other in sharing) else None
+        if mixer.kv_from is not None:
+            through(watch.around(layer), hidden, watch, keep=keep)
+            centered += centered[mixer.kv_from : mixer.kv_from + 1]
+        elif plan.center:
             finder, before = CenterWatch(layer.attention.rotary.rotary_dim), hidden.clone()
-            run.through(mixer, watch.around(layer), hidden, watch, projected=finder.see)
+            through(watch.around(layer), hidden, watch, projected=finder.see, keep=keep)
             centers = finder.centers()
             only_kv = replace(plan, activations=ActivationScheme.NONE)
             rest = watch_layer(only_kv, mixer, modules, left_out, device)
-            run.through(mixer, layer, before, rest, centers=centers)
+            through(layer, before, rest, centers=centers)
             centered.append((centers, rest))
             del before
         else:
-            run.through(mixer, watch.around(layer), hidden, watch)
+            through(watch.around(layer), hidden, watch, keep=keep)
         if not hidden.isfinite().all():
             raise CheckpointError(
                 f"layer {index} ({names.layer.format(index).rstrip('.')}) computes NaN or infinity during calibration, "
                 "without quantization: no scales can be measured beyond it"
             )
         watched.append(watch)
-        del layer  # before the next one is read
-    return _summary(plan, watched, centered, lengths)
+        del layer, own, inputs, through  # before the next one is read
+    return _summary(plan, watched, [watched[at] for at in sources], centered, lengths)
+
+
+def _inputs_of(own: LayerInputs, embedded: Tensor, tokens: Tensor, rows: slice) -> Tensor:
+    return own(embedded[rows], tokens[rows])
 
 
 class _Run:
@@ -142,18 +160,19 @@ class _Run:
     ) -> None:
         self._format, self._lengths, self._total, self._done = format, lengths, sum(lengths), 0
         self._device, self._on_progress = device, on_progress
-        self._caches: dict[tuple[int, int, int], PagedKV] = {}
+        self._blocks = [-(-length // BLOCK_SIZE) for length in lengths]
+        self._caches: dict[tuple[int, int, int, int | None], PagedKV] = {}
         self._angles = AngleTables()
 
-    def _cache(self, mixer: AttentionConfig) -> PagedKV:
-        """A cache for one sample, the same for all layers of one shape."""
+    def _cache(self, mixer: AttentionConfig, keep: int | None) -> PagedKV:
+        """A cache for one sample, the same for all layers of one shape; or that of layer `keep`, for all samples."""
         shape = (mixer.num_kv_heads, mixer.k_dim, mixer.v_dim)
-        if shape not in self._caches:
+        if (*shape, keep) not in self._caches:
             spec = KVCacheSpec((LayerKVSpec(self._format, None, *shape),), BLOCK_SIZE)
-            num_blocks = -(-max(self._lengths) // BLOCK_SIZE)
+            num_blocks = max(self._blocks) if keep is None else sum(self._blocks)
             config = KVCacheConfig(self._format, None, None, None)
-            self._caches[shape] = allocate_pool(spec, config, (num_blocks,), REFERENCE, self._device).layers[0]
-        return self._caches[shape]
+            self._caches[*shape, keep] = allocate_pool(spec, config, (num_blocks,), REFERENCE, self._device).layers[0]
+        return self._caches[*shape, keep]
 
     def through(
         self,
@@ -163,40 +182,48 @@ class _Run:
         watch: LayerWatch,
         centers: LayerCenters | None = None,
         projected: Callable[[Tensor, Tensor], None] | None = None,
+        keep: int | None = None,
+        inputs: Callable[[slice], Tensor] | None = None,
     ) -> None:
         """hidden: [total, hidden_size], samples end to end; overwritten with the layer's output.
 
+        keep: the layer whose keys and values, of all samples, this one stores or reads; None: nothing reads them later
+        inputs: what the tokens of some rows have for this layer, in models that have it (`layers/layer_inputs.py`)
+
         `watch` observes keys and values as they are stored, the keys less `centers` if given, and is then finished.
         """
-        cache = self._cache(mixer)
+        cache = self._cache(mixer, keep)
         pages = cache.pages
         if centers is not None and centers.k is not None:
             pages = replace(pages, k_center=KeyCenter.of(centers.k, *self._angles.of(layer.attention.rotary)))
         kv = WatchedKV(pages, cache.kernels, stored=watch.see_kv, projected=projected)
         begin, late = 0, min(LATE * self._total, self._total - self._lengths[-1])
-        for length in self._lengths:
+        first = 0
+        for length, blocks in zip(self._lengths, self._blocks, strict=True):
             if begin > 0 and begin >= late:
                 late = self._total
                 for one in watch.all:
                     one.mark()
             rows = slice(begin, begin + length)
-            hidden[rows] = layer.whole(hidden[rows], self._batch(length), kv)
+            own = None if inputs is None else inputs(rows)
+            hidden[rows] = layer.whole(hidden[rows], self._batch(length, first), kv, own)
             begin += length
+            first += 0 if keep is None else blocks
             self._done += length
             self._on_progress(self._done)
         for one in watch.all:
             one.finish()
 
-    def _batch(self, length: int) -> ForwardBatch:
-        """One sequence from its beginning. Layers do not use token ids."""
+    def _batch(self, length: int, first: int) -> ForwardBatch:
+        """One sequence from its beginning, in the blocks from `first` on. Layers do not use token ids."""
         position = torch.arange(length, dtype=torch.int64, device=self._device)
-        blocks = torch.arange(-(-length // BLOCK_SIZE), dtype=torch.int32, device=self._device)
+        blocks = first + torch.arange(-(-length // BLOCK_SIZE), dtype=torch.int32, device=self._device)
         return ForwardBatch(
             token_ids=position,
             positions=position,
             query_starts=torch.tensor([0, length], dtype=torch.int32, device=self._device),
             context_lens=torch.tensor([length], dtype=torch.int32, device=self._device),
-            slots=(position,),
+            slots=(position + first * BLOCK_SIZE,),
             block_tables=(blocks[None],),
             logit_rows=position[:0],
         )
@@ -205,18 +232,20 @@ class _Run:
 def _summary(
     plan: QuantizePlan,
     watched: Sequence[LayerWatch],
+    stored: Sequence[LayerWatch],
     centered: Sequence[tuple[LayerCenters, LayerWatch]],
     lengths: Sequence[int],
 ) -> Calibration:
+    """`stored` has, by layer, the watch of the layer whose keys and values it reads: its own in most models."""
     everything = [watch for layer in (*watched, *(rest for _, rest in centered)) for watch in layer.all]
     coarse, finer = Granularity.TENSOR, plan.kv_granularity
     kv = kv_finer = None
     if finer is not None:
-        kv = KVScales(tuple(layer.layer_scales(coarse) for layer in watched))
+        kv = KVScales(tuple(layer.layer_scales(coarse) for layer in stored))
         if centered:
             kv_finer = KVScales(tuple(rest.layer_scales(finer, centers) for centers, rest in centered))
         elif finer is not coarse:
-            kv_finer = KVScales(tuple(layer.layer_scales(finer) for layer in watched))
+            kv_finer = KVScales(tuple(layer.layer_scales(finer) for layer in stored))
     return Calibration(
         kv=kv,
         kv_finer=kv_finer,
@@ -228,6 +257,6 @@ def _summary(
         moving={watch.name: watch.growth for watch in everything if watch.growth > MOVING},
         zeros=tuple(dict.fromkeys(watch.name for watch in everything if watch.zero)),
         centers=tuple(centers for centers, _ in centered),
-        by_granularity={one: KVScales(tuple(layer.layer_scales(one) for layer in watched)) for one in observed(plan)},
+        by_granularity={one: KVScales(tuple(layer.layer_scales(one) for layer in stored)) for one in observed(plan)},
         unseen=tuple(name for layer in watched for name in layer.unseen()),
     )

@@ -177,7 +177,7 @@ def watch_layer(
         return Watch(make_observer(plan.observer, name, groups, device), name)
 
     kv, inputs = {}, {}
-    if plan.kv_granularity is not None:
+    if plan.kv_granularity is not None and mixer.kv_from is None:
         for side, what in (("k", "keys"), ("v", "values")):
             for granularity in observed(plan):
                 groups = granularity.num_scales(mixer.num_kv_heads, mixer.k_dim if side == "k" else mixer.v_dim)

@@ -26,9 +26,9 @@ class TensorNames:
                                    with its bias [experts, outputs]; of gate and up, one output of each in turn
     sinks                          of attention, in models that have them
     stacked                        `gate_up` and `down` of all experts, where a checkpoint has a 3-D tensor of each
-    router_scale, expert_scale, experts_norm, shared_post, experts_post   where `MoEConfig.beside`: what the input of the
-                                   router and the weights of experts are multiplied by; the norm before the experts,
-                                   and those behind the shared feed-forward and the experts
+    router_scale, expert_scale     where `MoEConfig.beside`: they multiply the router's input and experts' weights
+    experts_norm, shared_post, experts_post   the norm before the experts then, and those behind the shared
+                                   feed-forward and the experts
     attention_post, mlp_post       norms of the outputs, in layers that have them (`NormPlacement.SANDWICH`)
     choice_bias_outer              dimensions of `choice_bias` before that of experts
     scalar                         what the output of a layer is multiplied by, in models that have it
@@ -137,6 +137,8 @@ ARCHITECTURES = {
     "Gemma3ForConditionalGeneration": replace(_SANDWICH, unused=_VISION),
     "Gemma4ForCausalLM": _GEMMA4,
     "Gemma4ForConditionalGeneration": replace(_GEMMA4, unused=_VISION + _EMBED_VISION + _AUDIO),
+    "Gemma4UnifiedForCausalLM": _SANDWICH,
+    "Gemma4UnifiedForConditionalGeneration": replace(_SANDWICH, unused=_EMBED_VISION + _AUDIO),
     "Phi3ForCausalLM": TensorNames(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)),
     "Glm4MoeForCausalLM": TensorNames(shared="mlp.shared_experts."),
     "MiniMaxM2ForCausalLM": replace(_MIXTRAL, choice_bias="block_sparse_moe.e_score_correction_bias"),
