@@ -59,8 +59,14 @@ class MoEFamily:
     @property
     def keys(self) -> frozenset[str]:
         """The keys of config.json that are read here."""
-        named = (self.width_key, self.norm_key, self.factor_key, self.shared_width_key, self.shared_count_key)
-        named = (*named, self.switch_key)
+        named = (
+            self.width_key,
+            self.norm_key,
+            self.factor_key,
+            self.shared_width_key,
+            self.shared_count_key,
+            self.switch_key,
+        )
         own = {*self.top_k_keys, *self.count_keys, *(self.group_keys or ()), *self.dense_keys}
         return frozenset(own | {key for key in named if key is not None})
 
