@@ -112,7 +112,8 @@ def calibrate(
     positions = torch.cat([torch.arange(length, dtype=torch.int64, device=device) for length in lengths])
     hidden = build_embedding(config, source, kernels)(tokens, positions)
     embedded = None if config.input_vocab_size is None else hidden.clone()
-    watched, centered = [], []
+    watched: list[LayerWatch] = []
+    centered: list[tuple[LayerCenters, LayerWatch]] = []
     for index, modules in enumerate(layer_modules(config)):
         layer, mixer = build_layer(config, source, one_by_one(kernels), index, ropes), config.layers[index].mixer
         watch = watch_layer(plan, mixer, modules, left_out, device)
