@@ -107,7 +107,7 @@ def layers_table(tests: Tables) -> str:
         if moe is not None:
             defaults = FAMILIES[model_type].defaults
             chosen = next((defaults[key] for key in moe.top_k_keys if key in defaults), "?")
-            experts = f"{chosen} of {moe.count} experts: "
+            experts = "" if moe.count is None else f"{chosen} of {moe.count} experts: "
         rows.append(
             (
                 ", ".join(f"`{name}`" for name in (model_type, *wrappers)),

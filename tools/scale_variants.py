@@ -20,7 +20,7 @@ from torch import Tensor
 
 from freight.cache.pool import allocate_pool
 from freight.calibrate.centers import CenterWatch
-from freight.calibrate.run import WatchedKV
+from freight.calibrate.watch import WatchedKV
 from freight.config.engine import EngineArgs
 from freight.config.model import ModelConfig
 from freight.engine.runner import ModelRunner

@@ -30,6 +30,7 @@ EXPERTS = {  # routers flip between experts that are nearly as good, so a positi
         *(*ATTENTION, *(f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down"))),
         *(f"mlp.experts.{i}.{part}_proj" for i in range(8) for part in ("gate", "up", "down")),
     ],
+    "gemma4-moe": [*SEPARATE, *(f"experts.{i}.{part}_proj" for i in range(8) for part in ("gate", "up", "down"))],
     "qwen3-moe": [*ATTENTION, *(f"mlp.experts.{i}.{part}_proj" for i in range(8) for part in ("gate", "up", "down"))],
 }
 MODULES = {
@@ -46,7 +47,7 @@ MODULES = {
     "opt-350m": UNGATED,
     **EXPERTS,
 }
-KEYS_ARE_VALUES = {"gemma4": (3,)}  # layers without a projection of values
+KEYS_ARE_VALUES = {"gemma4": (3,), "gemma4-moe": (3,)}  # layers without a projection of values
 
 
 @pytest.fixture(autouse=True)
@@ -77,6 +78,7 @@ def test_a_quantized_model_has_the_names_that_engines_read_and_runs(variant: str
         absent = ["self_attn.v_proj"] * (index in KEYS_ARE_VALUES.get(variant, ()))
         modules = [module for module in MODULES[variant] if module not in absent]
         scales = {name.removeprefix(prefix) for name in stored if name.startswith(prefix) and "_scale" in name}
+        scales.discard("router.per_expert_scale")  # of the model, not of a format
         of_modules = {f"{module}.{kind}_scale" for module in modules for kind in ("weight", "input")}
         assert scales == of_modules | {"self_attn.k_scale", "self_attn.v_scale"}
         assert all(stored[f"{prefix}{module}.weight"].dtype is torch.float8_e4m3fn for module in modules)

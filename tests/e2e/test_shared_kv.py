@@ -11,6 +11,7 @@ from tests.parity.variants import VARIANTS, freight_logits, save_random, tokens
 
 import freight
 from freight.cache.pool import allocate_pool, cache_spec
+from freight.calibrate.centers import CenterWatch
 from freight.config.engine import KVCacheConfig
 from freight.errors import CheckpointError
 from freight.fp8.formats import Format
@@ -70,9 +71,45 @@ def test_an_fp8_cache_with_scales_of_the_layers_that_store(folder: Path) -> None
         logits(folder, kv_cache_dtype="fp8")
 
 
-def test_weights_are_quantized_and_calibration_is_refused(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{}, {"kv_granularity": "channel"}, {"center": True}], ids=str)
+def test_calibrated_scales_are_those_of_the_layers_that_store(
+    folder: Path, tmp_path: Path, options: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two samples: what a layer stored of the first must not be read for the second."""
+    monkeypatch.setattr(CenterWatch.centers, "__defaults__", (0.0, 0.0))  # every pair, whatever it gains
+    static = {"weights": "fp8", "activations": "static", "kv_cache": "fp8"}
+    data = [IDS, tokens(90)[20:]]
+    freight.quantize(folder, tmp_path / "out", **static, **options, calibration_data=data)
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    of_kv = {name for name in stored if name.endswith((".k_scale", ".v_scale"))}
+    assert of_kv == {f"model.layers.{i}.self_attn.{side}_scale" for i in range(3) for side in "kv"}
+    assert "model.layers.3.self_attn.q_proj.input_scale" in stored
+    centered = [x - x.mean(1, keepdim=True) for x in (logits(folder), logits(tmp_path / "out", kv_cache_dtype="fp8"))]
+    assert torch.cosine_similarity(*centered, dim=1).min() > 0.9
+
+
+def test_inputs_of_layers_that_read_others_are_those_of_the_model(folder: Path, tmp_path: Path) -> None:
+    """Observed layer by layer, they must be what the whole model computes of each sample."""
+    from transformers import AutoModelForCausalLM
+
+    static = {"weights": "fp8", "activations": "static"}
+    data = [tokens(90)[40:], IDS]
+    freight.quantize(folder, tmp_path / "out", **static, calibration_data=data)
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    model, seen = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager"), []
+    module = model.model.layers[5].mlp.down_proj
+    module.register_forward_hook(lambda _, inputs, output: seen.append(float(inputs[0].abs().max())))
+    with torch.no_grad():
+        for ids in data:
+            model(torch.tensor([ids]))
+    assert float(stored["model.layers.5.mlp.down_proj.input_scale"]) == pytest.approx(max(seen) / 448, rel=1e-3)
+
+
+def test_weights_are_quantized_and_a_budget_is_refused(folder: Path, tmp_path: Path) -> None:
     freight.quantize(folder, tmp_path / "out", weights="fp8")
     centered = [x - x.mean(1, keepdim=True) for x in (logits(folder), logits(tmp_path / "out"))]
     assert torch.cosine_similarity(*centered, dim=1).min() > 0.9
     with pytest.raises(CheckpointError, match="layer 3 reads the keys and values of layer 1"):
-        freight.quantize(folder, tmp_path / "static", weights="fp8", activations="static", calibration_data=[IDS])
+        freight.quantize(
+            folder, tmp_path / "mixed", weights="none", kv_cache="fp8", kv_budget="bits=9", calibration_data=[IDS, IDS]
+        )

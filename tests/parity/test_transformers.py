@@ -36,6 +36,7 @@ BFLOAT16 = (
     *("llama-llama3", "mistral-window", "ministral3", "qwen2", "qwen3", "gemma2", "gemma3", "phi3-window", "opt"),
     *("opt-350m", "granite", "glm", "glm4", "smollm3", "ernie4-5", "seed-oss", "gpt-oss", "mixtral", "qwen2-moe"),
     *("qwen3-moe", "glm4-moe", "minimax-m2", "hy-v3", "ernie4-5-moe", "granite-moe", "gemma4"),
+    *("gemma4-own-inputs", "gemma4-moe", "gemma4-unified"),
 )
 
 
@@ -45,7 +46,12 @@ def every_expert(config: PretrainedConfig) -> PretrainedConfig:
     said = config.to_dict()
     count = next((said[key] for key in ("num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts")
                   if key in said), None)  # fmt: skip
-    everything = {"num_experts_per_tok": count, "moe_k": count, "topk_group": said.get("n_group")}
+    everything = {
+        "num_experts_per_tok": count,
+        "moe_k": count,
+        "top_k_experts": count,
+        "topk_group": said.get("n_group"),
+    }
     return type(config)(**said | {key: value for key, value in everything.items() if key in said})
 
 
@@ -117,9 +123,10 @@ def test_the_text_model_of_gemma_3_beside_a_vision_model(under: str, tmp_path: P
         freight_logits(tmp_path, ids, "auto", "reference")
 
 
-def test_the_text_model_of_gemma_4_beside_models_of_images_and_sound(tmp_path: Path):
+@pytest.mark.parametrize("kind", ["gemma4", "gemma4-unified"])
+def test_the_text_model_of_gemma_4_beside_models_of_images_and_sound(kind: str, tmp_path: Path):
     """As the hub has it: head sizes in keys of their own, and tensors of other models, which are skipped by name."""
-    save_random(VARIANTS["gemma4"], tmp_path, torch.float32)
+    save_random(VARIANTS[kind], tmp_path, torch.float32)
     ids = tokens(40)
     expected = freight_logits(tmp_path, ids, "auto", "reference")
     path, file = tmp_path / "config.json", tmp_path / "model.safetensors"
@@ -127,10 +134,13 @@ def test_the_text_model_of_gemma_4_beside_models_of_images_and_sound(tmp_path: P
     assert text.pop("per_layer_config") == {"3": {"head_dim": 64, "num_key_value_heads": 1}}
     text |= {"global_head_dim": 64, "num_global_key_value_heads": 1, "use_bidirectional_attention": "vision"}
     outside = {"vision_config": {"hidden_size": 8}, "audio_config": {"hidden_size": 8}, "image_token_id": 9}
-    wrapped = {"model_type": "gemma4", "architectures": ["Gemma4ForConditionalGeneration"], **outside}
+    name = "Gemma4ForConditionalGeneration" if kind == "gemma4" else "Gemma4UnifiedForConditionalGeneration"
+    wrapped = {"model_type": kind.replace("-", "_"), "architectures": [name], **outside}
     path.write_text(json.dumps({**wrapped, "text_config": text, "dtype": "float32"}))
     tensors = {name.replace("model.", "model.language_model.", 1): x for name, x in load_file(file).items()}
-    for name in ("vision_tower.a.weight", "audio_tower.b.weight", "embed_vision.c.weight", "embed_audio.d.weight"):
+    for name in ("vision_tower.a.weight", "audio_tower.b.weight", "embed_vision.c.weight", "embed_audio.d.weight")[
+        2 * (kind != "gemma4") :  # the unified model embeds patches and waves without models of their own
+    ]:
         tensors["model." + name] = torch.ones(3)
     save_file(tensors, file)
     assert torch.equal(freight_logits(tmp_path, ids, "auto", "reference"), expected)

@@ -14,6 +14,7 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
+    Gemma4UnifiedTextConfig,
     Glm4Config,
     Glm4MoeConfig,
     Glm4vConfig,
@@ -69,6 +70,9 @@ SCALED = {**YARN, "rope_theta": 1e4, "original_max_position_embeddings": 40, "ll
 GEMMA: dict[str, Any] = {**SHAPE, "num_hidden_layers": 4, "head_dim": 32, "sliding_window": 24}
 GEMMA4: dict[str, Any] = {**GEMMA, "global_head_dim": 64, "hidden_size_per_layer_input": 0,
                           "final_logit_softcapping": 3.0}  # fmt: skip
+E4B: dict[str, Any] = {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 4096, "num_kv_shared_layers": 3,
+                       "use_double_wide_mlp": True,
+                       "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2}  # fmt: skip
 MOE: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 GLM_MOE: dict[str, Any] = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 16,
                            "routed_scaling_factor": 1.7}  # fmt: skip
@@ -145,6 +149,16 @@ VARIANTS: dict[str, PretrainedConfig] = {
         **{**GEMMA4, "num_hidden_layers": 6}, num_kv_shared_layers=3, use_double_wide_mlp=True,
         output_hidden_states=True,  # or transformers would look for embeddings of each layer, which are not there
         layer_types=["sliding_attention", "full_attention"] * 3,
+    ),
+    "gemma4-own-inputs": Gemma4TextConfig(**{**GEMMA4, **E4B, "num_hidden_layers": 6}),
+    "gemma4-own-inputs-alone": Gemma4TextConfig(
+        **GEMMA4 | {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 330}, attention_k_eq_v=True
+    ),
+    "gemma4-moe": Gemma4TextConfig(
+        **GEMMA4, enable_moe_block=True, num_experts=8, top_k_experts=3, moe_intermediate_size=32, attention_k_eq_v=True
+    ),
+    "gemma4-unified": Gemma4UnifiedTextConfig(
+        **GEMMA, global_head_dim=64, attention_k_eq_v=True, num_global_key_value_heads=1, final_logit_softcapping=3.0
     ),
     "phi3": Phi3Config(**SHAPE, pad_token_id=0),
     "phi3-window": Phi3Config(**SHAPE, pad_token_id=0, sliding_window=24, tie_word_embeddings=True),
@@ -250,9 +264,12 @@ def save_random(config: PretrainedConfig, folder: Path, dtype: torch.dtype) -> A
             one = (
                 0 if config.model_type in ("gemma2", "gemma3_text") else 1
             )  # of norms; Gemma 2 and 3 store the difference from 1
-            if config.model_type == "gemma4_text" and name.endswith(("q_norm.weight", "k_norm.weight")):
+            if config.model_type.startswith("gemma4") and name.endswith(("q_norm.weight", "k_norm.weight")):
                 one = 0.4  # nothing else keeps scores small: the softmax has no scale
             small = 1.0 if name.endswith("sinks") else 0.1 if parameter.ndim == 1 else 0.12
+            if name.endswith(("router.scale", "per_expert_scale")):
+                parameter.copy_(4 + noise if name.endswith("router.scale") else 1 + 0.3 * noise)
+                continue
             parameter.copy_(one + 0.1 * noise if "norm" in name else noise * small)
         for name, bias in model.state_dict().items():  # buffers in most families
             if name.endswith("e_score_correction_bias"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from freight.config.layer import DenseConfig, LayerConfig
 from freight.config.model import ModelConfig
@@ -40,6 +40,7 @@ class LayerModules:
 
     gate_up, down   of the feed-forward, or of the shared experts; empty in a layer without these
     experts         None in a layer without experts
+    own_gate, own_down   of what each token has for this layer alone (`LayerConfig.input`); empty without it
     kept            a router and what weighs shared experts: they stay in 16 bits
     """
 
@@ -50,12 +51,15 @@ class LayerModules:
     down: tuple[str, ...]
     experts: ExpertModules | None = None
     kept: tuple[str, ...] = ()
+    own_gate: tuple[str, ...] = ()
+    own_down: tuple[str, ...] = ()
 
     @property
     def groups(self) -> tuple[tuple[str, ...], ...]:
         """Those that share an input scale: all experts of a layer do, on each side."""
         experts = () if self.experts is None else (self.experts.gate_up, self.experts.down)
-        return tuple(group for group in (self.qkv, self.o, self.gate_up, self.down, *experts) if group)
+        own = (self.own_gate, self.own_down)
+        return tuple(group for group in (self.qkv, self.o, self.gate_up, self.down, *experts, *own) if group)
 
     def input_of(self, group: tuple[str, ...]) -> str:
         """What the input that the modules of `group` share is called in messages."""
@@ -89,7 +93,13 @@ def layer_modules(config: ModelConfig) -> tuple[LayerModules, ...]:
             return LayerModules(attention, qkv, o, (), (), experts, kept)
         return LayerModules(attention, qkv, o, gate_up, down, experts, kept)
 
-    return tuple(of(index, layer) for index, layer in enumerate(config.layers))
+    def with_own(index: int, layer: LayerConfig) -> LayerModules:
+        if layer.input is None:
+            return of(index, layer)
+        gate, down = (names.layer.format(index) + name for name in (names.own_gate, names.own_down))
+        return replace(of(index, layer), own_gate=(gate,), own_down=(down,))
+
+    return tuple(with_own(index, layer) for index, layer in enumerate(config.layers))
 
 
 def linear_modules(config: ModelConfig) -> tuple[str, ...]:
@@ -108,7 +118,8 @@ def kept_modules(config: ModelConfig) -> tuple[str, ...]:
     """
     names = tensor_names(config)
     outer = () if config.embedding_size is None else (names.project_in, names.project_out)
-    return (*(name for layer in layer_modules(config) for name in layer.kept), *outer)
+    own = () if config.input_vocab_size is None else (names.own_projection,)
+    return (*(name for layer in layer_modules(config) for name in layer.kept), *outer, *own)
 
 
 def ignored_modules(

@@ -66,7 +66,7 @@ class Meter:
         for done, ids in enumerate(samples):
             on_pass(done, len(samples))
             batch, plain = self._batch(ids), list(self.plain.layers)
-            streams = [Residual(self.decoder.embedding(batch.token_ids, batch.positions))]
+            streams = [self._begin(batch)]
             for layer, kv in zip(self.decoder.layers, plain, strict=True):
                 streams.append(layer(streams[-1], batch, kv))
             reference = self._normed(streams[-1])
@@ -90,10 +90,13 @@ class Meter:
         total = 0.0
         for ids in samples:
             batch = self._batch(ids)
-            embedded = Residual(self.decoder.embedding(batch.token_ids, batch.positions))
+            embedded = self._begin(batch)
             reference, own = (self._normed(self._through(0, embedded, batch, kv)) for kv in (plain, chosen))
             total += self._kl(reference, own)
         return total / sum(map(len, samples))
+
+    def _begin(self, batch: ForwardBatch) -> Residual:
+        return self.decoder.begin(self.decoder.embedding(batch.token_ids, batch.positions), batch.token_ids)
 
     def _through(self, first: int, stream: Residual, batch: ForwardBatch, caches: Sequence[PagedKV]) -> Residual:
         for layer, kv in zip(self.decoder.layers[first:], caches, strict=True):

@@ -80,8 +80,11 @@ def write_quantized(
         declared = declare(checkpoint.config, plan, ignored)
         files: dict[str, bytes] = {}
         if calibration.kv is not None:
-            for modules, layer in zip(layer_modules(model), calibration.kv.layers, strict=True):
+            of_layers = zip(layer_modules(model), model.layers, calibration.kv.layers, strict=True)
+            for modules, described, layer in of_layers:
                 assert layer is not None
+                if described.mixer.kv_from is not None:
+                    continue  # it stores none
                 writer.add(kv_tensors(plan, modules.attention, layer, kv_scale_format or scales_in))
         if calibration.kv_finer is not None:
             named, files = write_extras(calibration.kv_finer)

@@ -30,6 +30,8 @@ class MoEFamily:
     shared_gate      whether a projection to one number weighs the shared experts
     router_bias      whether the router adds a bias to its logits; bias: whether the projections of experts have one
     activation       of experts, where `hidden_act` does not name it
+    switch_key       whether there are experts at all; None: there are
+    beside           `MoEConfig.beside`; the shared feed-forward is as wide as `intermediate_size` says
     dense_keys       what tells the layers without experts: `decoder_sparse_step`, `mlp_only_layers`,
                      `first_k_dense_replace`, `mlp_layer_types`, `moe_layer_start_index`, `moe_layer_end_index`,
                      `moe_layer_interval`
@@ -51,11 +53,20 @@ class MoEFamily:
     bias: bool = False
     activation: GatedActivation | None = None
     dense_keys: frozenset[str] = frozenset()
+    switch_key: str | None = None
+    beside: bool = False
 
     @property
     def keys(self) -> frozenset[str]:
         """The keys of config.json that are read here."""
-        named = (self.width_key, self.norm_key, self.factor_key, self.shared_width_key, self.shared_count_key)
+        named = (
+            self.width_key,
+            self.norm_key,
+            self.factor_key,
+            self.shared_width_key,
+            self.shared_count_key,
+            self.switch_key,
+        )
         own = {*self.top_k_keys, *self.count_keys, *(self.group_keys or ()), *self.dense_keys}
         return frozenset(own | {key for key in named if key is not None})
 
@@ -73,6 +84,7 @@ def parse_moe(config: Mapping[str, Any], family: MoEFamily, activation: GatedAct
         bias=family.bias,
         shared=_shared(config, family, width, activation),
         shared_gate=family.shared_gate,
+        beside=family.beside,
     )
 
 
@@ -113,6 +125,8 @@ def _shared(
         size = integer(config, family.shared_width_key, 0, least=0)
     elif family.shared_count_key is not None:
         size = width * integer(config, family.shared_count_key, 0, least=0)
+    elif family.beside:
+        size = integer(config, "intermediate_size")
     else:
         size = 0
     return DenseConfig(size, activation) if size else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from freight.config.experts import MoEFamily
 from freight.config.family import Family, words
 from freight.config.layer import NormPlacement
 
@@ -61,6 +62,13 @@ _GEMMA4 = Family(
     words("attention_bias sliding_window layer_types global_head_dim num_global_key_value_heads attention_k_eq_v")
     | words("per_layer_config hidden_size_per_layer_input vocab_size_per_layer_input")
     | words("num_kv_shared_layers use_double_wide_mlp"),
+    moe=MoEFamily(
+        count_keys=("num_experts",),
+        top_k_keys=("top_k_experts",),
+        norm_key=None,
+        switch_key="enable_moe_block",
+        beside=True,
+    ),
     # sees tokens of one image in both directions, and those of text as other models do
     fixed={"use_bidirectional_attention": ("vision",)},
     qk_norm=True,
@@ -75,6 +83,17 @@ _GEMMA4 = Family(
     theta=1e6,
     local_theta=1e4,
     proportional=True,
+)
+_UNIFIED = replace(
+    _GEMMA4,
+    architecture="Gemma4UnifiedForCausalLM",
+    defaults={key: value for key, value in _GEMMA4.defaults.items() if "per_layer_input" not in key}
+    | {"max_position_embeddings": 262144, "sliding_window": 1024},
+    keys=_GEMMA4.keys - words("hidden_size_per_layer_input vocab_size_per_layer_input"),
+    moe=None,
+)
+_GEMMA4_OUTSIDE = words("vision_config audio_config boi_token_id eoi_token_id image_token_id video_token_id") | words(
+    "boa_token_id eoa_token_index eoa_token_id audio_token_id vision_soft_tokens_per_image"
 )
 
 GEMMAS = {
@@ -108,7 +127,14 @@ GEMMAS = {
         architecture="Gemma4ForConditionalGeneration",
         bodies=(("model.language_model.", ""), ("language_model.model.", "language_model.")),
         text_type="gemma4_text",
-        wrapper_keys=words("vision_config audio_config boi_token_id eoi_token_id image_token_id video_token_id")
-        | words("boa_token_id eoa_token_index eoa_token_id audio_token_id vision_soft_tokens_per_image"),
+        wrapper_keys=_GEMMA4_OUTSIDE,
+    ),
+    "gemma4_unified_text": _UNIFIED,
+    "gemma4_unified": replace(
+        _UNIFIED,
+        architecture="Gemma4UnifiedForConditionalGeneration",
+        bodies=(("model.language_model.", ""), ("language_model.model.", "language_model.")),
+        text_type="gemma4_unified_text",
+        wrapper_keys=_GEMMA4_OUTSIDE,
     ),
 }

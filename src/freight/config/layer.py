@@ -98,6 +98,9 @@ class MoEConfig:
     bias               whether the projections of experts have biases
     shared             a feed-forward that every token goes through
     shared_gate        whether a sigmoid of one more projection multiplies its result
+    beside             whether router and experts take the residual stream, as `shared` does, each with a norm of its
+                       own, and both results are normed before they are added; `expert_scale` of the router multiplies
+                       the weight of each expert (Gemma 4)
     """
 
     routing: Routing
@@ -108,6 +111,7 @@ class MoEConfig:
     bias: bool = False
     shared: DenseConfig | None = None
     shared_gate: bool = False
+    beside: bool = False
 
     @property
     def num_experts(self) -> int:
@@ -122,6 +126,18 @@ class MoEConfig:
     def up_sizes(self) -> tuple[int, ...]:
         """As `DenseConfig.up_sizes`, of each expert."""
         return self.expert.up_sizes
+
+
+@dataclass(frozen=True)
+class LayerInputConfig:
+    """A vector that each token has for this layer alone (per-layer embeddings of Gemma 4): behind the feed-forward,
+    x += norm(projection(activation(gate(x)) * vector)).
+
+    size   channels of the vector
+    """
+
+    size: int
+    activation: GatedActivation
 
 
 class NormKind(StrEnum):
@@ -144,9 +160,11 @@ class LayerConfig:
     """One layer: x += mixer(norm(x)); x += feed_forward(norm(x)), with norms where `norms` says.
 
     scalar   whether the sum is multiplied by a number that the checkpoint has for this layer (Gemma 4)
+    input    what each token has for this layer alone; None: nothing
     """
 
     mixer: AttentionConfig
     feed_forward: DenseConfig | MoEConfig
     norms: NormPlacement = NormPlacement.PRE
     scalar: bool = False
+    input: LayerInputConfig | None = None

@@ -17,7 +17,15 @@ from freight.config.families import FAMILIES
 from freight.config.family import Family
 from freight.config.fields import flag, integer, number, token_ids
 from freight.config.keys import decoder_config, find_family, with_defaults
-from freight.config.layer import AttentionConfig, DenseConfig, LayerConfig, MoEConfig, NormKind, NormPlacement
+from freight.config.layer import (
+    AttentionConfig,
+    DenseConfig,
+    LayerConfig,
+    LayerInputConfig,
+    MoEConfig,
+    NormKind,
+    NormPlacement,
+)
 from freight.config.rope import RopeConfig as RopeConfig
 from freight.config.rope import parse_ropes
 from freight.errors import CheckpointError, choices
@@ -51,6 +59,7 @@ class ModelConfig:
     wide_norms             whether norm weights are float32 numbers (`KernelSet.add_rms_norm`)
     float32_head           whether final states and head are multiplied in float32, so that logits are not rounded
     embedding_multiplier   multiplies the embedding's rows; None: nothing does
+    input_vocab_size       rows of the table of `LayerConfig.input`, of all layers side by side; None: there is none
     prediction_layers      layers of the checkpoint behind these, which predict further tokens; they do not run
     rounds_multiplier      whether that is rounded to the compute dtype first
     residual_multiplier    multiplies what a layer adds to the residual stream
@@ -93,6 +102,7 @@ class ModelConfig:
     logit_divisor: float | None = None
     wide_norms: bool = False
     float32_head: bool = False
+    input_vocab_size: int | None = None
 
     @property
     def position_limit(self) -> int:
@@ -110,6 +120,11 @@ class ModelConfig:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def input_size(self) -> int:
+        """Columns of the table of `LayerConfig.input`: those of each layer in turn, all alike; 0: there is none."""
+        return sum(layer.input.size for layer in self.layers if layer.input is not None)
 
 
 _ACTIVATIONS: Mapping[str, GatedActivation] = {
@@ -137,12 +152,8 @@ def parse_model_config(config: Mapping[str, Any], tensors: Collection[str] = ())
     feed_forwards = _feed_forwards(config, family, len(mixers))
     if flag(config, "use_double_wide_mlp"):
         feed_forwards = [_wider(mlp, mixer.kv_from) for mlp, mixer in zip(feed_forwards, mixers, strict=True)]
-    if integer(config, "hidden_size_per_layer_input", 0, least=0):
-        raise CheckpointError(
-            f"config.json: hidden_size_per_layer_input = {config['hidden_size_per_layer_input']} (where it is absent, "
-            "256) means embeddings of each layer, which are not implemented; only 0 is"
-        )
-    layers = [LayerConfig(*parts, norms, family.layer_scalar) for parts in zip(mixers, feed_forwards, strict=True)]
+    own, own_vocab = _layer_input(config, family)
+    layers = [LayerConfig(*parts, norms, family.layer_scalar, own) for parts in zip(mixers, feed_forwards, strict=True)]
     return ModelConfig(
         model_type=model_type,
         architecture=family.architecture,
@@ -170,6 +181,7 @@ def parse_model_config(config: Mapping[str, Any], tensors: Collection[str] = ())
         logit_divisor=_unless_1(config, "logits_scaling") if family.multipliers else None,
         wide_norms=family.wide_norms or family.norm_offset != 0,
         float32_head=family.float32_head_key is not None and flag(config, family.float32_head_key),
+        input_vocab_size=own_vocab,
     )
 
 
@@ -237,6 +249,22 @@ def _embedding_size(config: Mapping[str, Any], hidden_size: int) -> int | None:
     return None if size == hidden_size else size
 
 
+def _layer_input(config: Mapping[str, Any], family: Family) -> tuple[LayerInputConfig | None, int | None]:
+    """What each layer has of a token for itself, and the rows of its table."""
+    size = integer(config, "hidden_size_per_layer_input", 0, least=0)
+    if not size:
+        return None, None
+    rows, vocab_size = integer(config, "vocab_size_per_layer_input"), integer(config, "vocab_size")
+    if rows < vocab_size:
+        raise CheckpointError(
+            f"config.json contradicts itself: vocab_size_per_layer_input = {rows}, but vocab_size = {vocab_size}: "
+            "tokens would have no embedding of each layer"
+        )
+    activation = _activation(config, family)
+    assert isinstance(activation, GatedActivation)
+    return LayerInputConfig(size, activation), rows
+
+
 def _embedding_multiplier(config: Mapping[str, Any], family: Family, hidden_size: int) -> float | None:
     if family.scales_embedding:
         return float(hidden_size**0.5)
@@ -250,7 +278,12 @@ def _unless_1(config: Mapping[str, Any], key: str) -> float | None:
 
 def _wider(mlp: DenseConfig | MoEConfig, kv_from: int | None) -> DenseConfig | MoEConfig:
     """Twice as wide in layers that read the keys and values of another."""
-    return mlp if kv_from is None else replace(mlp, intermediate_size=2 * mlp.intermediate_size)
+    if kv_from is None:
+        return mlp
+    if isinstance(mlp, MoEConfig):
+        assert mlp.shared is not None
+        return replace(mlp, shared=replace(mlp.shared, intermediate_size=2 * mlp.shared.intermediate_size))
+    return replace(mlp, intermediate_size=2 * mlp.intermediate_size)
 
 
 def _activation(config: Mapping[str, Any], family: Family) -> GatedActivation | Activation:
@@ -271,15 +304,18 @@ def _activation(config: Mapping[str, Any], family: Family) -> GatedActivation | 
 def _feed_forwards(config: Mapping[str, Any], family: Family, num_layers: int) -> list[DenseConfig | MoEConfig]:
     """The feed-forward of each layer."""
     activation = _activation(config, family)
-    experts = [False] * num_layers if family.moe is None else layers_with_experts(config, num_layers)
+    described = family.moe
+    if described is not None and described.switch_key is not None and not flag(config, described.switch_key):
+        described = None
+    experts = [False] * num_layers if described is None else layers_with_experts(config, num_layers)
     dense: DenseConfig | MoEConfig | None = None
     if not all(experts):
         dense = DenseConfig(integer(config, family.width_key), activation, flag(config, family.bias_keys[2]))
-    if family.moe is None:
+    if described is None:
         assert dense is not None
         return [dense] * num_layers
     assert isinstance(activation, GatedActivation)
-    moe = parse_moe(config, family.moe, activation)
+    moe = parse_moe(config, described, activation)
     return [moe if sparse else dense or moe for sparse in experts]
 
 

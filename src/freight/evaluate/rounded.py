@@ -34,6 +34,9 @@ class RoundedSource:
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         return self.plain.tensor(name, shape)
 
+    def table(self, name: str, shape: tuple[int, ...], format: Format) -> Tensor:
+        return self.plain.table(name, shape, format)
+
     def exact(self, name: str, shape: tuple[int, ...]) -> Tensor:
         return self.plain.exact(name, shape)
 

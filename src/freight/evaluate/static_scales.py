@@ -16,7 +16,7 @@ from torch import Tensor
 
 from freight.cache.pool import AngleTables, KVPool
 from freight.calibrate.centers import CenterWatch
-from freight.calibrate.run import FLOOR, WatchedKV
+from freight.calibrate.watch import FLOOR, WatchedKV
 from freight.engine.prepare import Logits, SequenceSlice
 from freight.engine.runner import ModelRunner
 from freight.errors import CheckpointError

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from freight.kernels.interface import KernelSet
 from freight.layers.linear import Linear
+from freight.layers.norm import RMSNorm
 from freight.operands.activation import GatedActivation
 from freight.operands.routing import Routing
 
@@ -21,6 +22,7 @@ class MoE:
 
     gate            the router's matrix in float32, as `kernels.pack` returned it, with `bias` and `choice_bias`
     gate_up, down   the matrices of all experts, as `kernels.pack_experts` returned them
+    expert_scale    [num_experts] float32, or None: multiplies the weights that the router gives
     shared          the experts that every row goes through, as one feed-forward; times a sigmoid of `shared_gate`
     """
 
@@ -34,13 +36,37 @@ class MoE:
     choice_bias: Tensor | None = None
     shared: Callable[[Tensor], Tensor] | None = None
     shared_gate: Linear | None = None
+    expert_scale: Tensor | None = None
 
     consumer: ClassVar[None] = None  # the router and every expert take the input
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x: [num_tokens, hidden_size], and so is the result."""
-        ids, weights = self.kernels.route(x, self.gate, self.routing, self.bias, self.choice_bias)
+    def __call__(self, x: Tensor, routed: Tensor | None = None) -> Tensor:
+        """x: [num_tokens, hidden_size], and so are the result and `routed`, what the router takes if that is not x."""
+        chosen_by = x if routed is None else routed
+        ids, weights = self.kernels.route(chosen_by, self.gate, self.routing, self.bias, self.choice_bias)
+        if self.expert_scale is not None:
+            weights = weights * self.expert_scale[ids.long()]
         base = None if self.shared is None else self.shared(x)
         if base is not None and self.shared_gate is not None:
             base = (torch.sigmoid(self.shared_gate(x).float()) * base.float()).to(x.dtype)
         return self.kernels.experts(x, ids, weights, self.gate_up, self.down, self.activation, base)
+
+
+@dataclass(frozen=True)
+class ExpertsBeside:
+    """Experts beside a feed-forward: each takes the residual stream with a norm of its own, and the norms of both
+    results are added (Gemma 4 26B-A4B). `post` is the weight of the experts' norm.
+    """
+
+    router_norm: RMSNorm
+    norm: RMSNorm
+    moe: MoE
+    shared_norm: RMSNorm
+    post: Tensor
+
+    def __call__(self, x: Tensor, shared: Tensor) -> Tensor:
+        """x: the stream, shared: what the feed-forward made of it; both [num_tokens, hidden_size], and the result."""
+        (_, routed), (_, normed) = self.router_norm(x, None), self.norm(x, None)
+        _, first = self.shared_norm(shared, None)
+        total, _ = self.shared_norm(first, self.moe(normed, routed), None, self.post)
+        return total

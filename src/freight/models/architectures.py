@@ -30,9 +30,15 @@ class TensorNames:
     sinks                          of attention, in models that have them
     stacked                        `gate_up` and `down` of all experts, where a checkpoint has a 3-D tensor of each
     stacked_turned                 whether these may be [experts, inputs, outputs]
+    router_scale, expert_scale     where `MoEConfig.beside`: they multiply the router's input and experts' weights
+    experts_norm, shared_post, experts_post   the norm before the experts then, and those behind the shared
+                                   feed-forward and the experts
     attention_post, mlp_post       norms of the outputs, in layers that have them (`NormPlacement.SANDWICH`)
     choice_bias_outer              dimensions of `choice_bias` before that of experts
     scalar                         what the output of a layer is multiplied by, in models that have it
+    own_table, own_projection, own_norm   of what each token has for each layer, in models that have it
+                                   (`LayerConfig.input`); they follow `ModelConfig.prefixes`
+    own_gate, own_down, own_post   the same within a layer
     unused                         patterns of tensors that the decoder does not need, with the reason
     """
 
@@ -61,11 +67,22 @@ class TensorNames:
     stacked_turned: bool = False
     shared: str = "mlp.shared_expert."
     shared_gate: str = "mlp.shared_expert_gate"
+    router_scale: str = "router.scale"
+    expert_scale: str = "router.per_expert_scale"
+    experts_norm: str = "pre_feedforward_layernorm_2.weight"
+    shared_post: str = "post_feedforward_layernorm_1.weight"
+    experts_post: str = "post_feedforward_layernorm_2.weight"
     attention_norm: str = "input_layernorm.weight"
     mlp_norm: str = "post_attention_layernorm.weight"
     attention_post: str = ""
     mlp_post: str = ""
     scalar: str = "layer_scalar"
+    own_table: str = "embed_tokens_per_layer.weight"
+    own_projection: str = "per_layer_model_projection"
+    own_norm: str = "per_layer_projection_norm.weight"
+    own_gate: str = "per_layer_input_gate"
+    own_down: str = "per_layer_projection"
+    own_post: str = "post_per_layer_input_norm.weight"
     unused: tuple[tuple[str, str], ...] = ()
 
     def qkv_of(self, mixer: AttentionConfig) -> tuple[str, ...]:
@@ -75,14 +92,21 @@ class TensorNames:
     @property
     def outer(self) -> frozenset[str]:
         """Matrices outside of the layers."""
-        projections = (f"{self.project_in}.weight", f"{self.project_out}.weight")
-        return frozenset((self.embedding, self.positions, self.head, *projections))
+        projections = (f"{name}.weight" for name in (self.project_in, self.project_out, self.own_projection))
+        return frozenset((self.embedding, self.positions, self.head, self.own_table, *projections))
 
 
 _SANDWICH = TensorNames(
     mlp_norm="pre_feedforward_layernorm.weight",
     attention_post="post_attention_layernorm.weight",
     mlp_post="post_feedforward_layernorm.weight",
+)
+_GEMMA4 = replace(
+    _SANDWICH,
+    router="router.proj",
+    expert="experts.{}.",
+    stacked=("experts.gate_up_proj", "experts.down_proj"),
+    shared="mlp.",
 )
 
 _VISION = tuple(
@@ -133,8 +157,10 @@ ARCHITECTURES = {
     "Gemma2ForCausalLM": _SANDWICH,
     "Gemma3ForCausalLM": _SANDWICH,
     "Gemma3ForConditionalGeneration": replace(_SANDWICH, unused=_VISION),
-    "Gemma4ForCausalLM": _SANDWICH,
-    "Gemma4ForConditionalGeneration": replace(_SANDWICH, unused=_VISION + _EMBED_VISION + _AUDIO),
+    "Gemma4ForCausalLM": _GEMMA4,
+    "Gemma4ForConditionalGeneration": replace(_GEMMA4, unused=_VISION + _EMBED_VISION + _AUDIO),
+    "Gemma4UnifiedForCausalLM": _SANDWICH,
+    "Gemma4UnifiedForConditionalGeneration": replace(_SANDWICH, unused=_EMBED_VISION + _AUDIO),
     "Phi3ForCausalLM": TensorNames(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)),
     "Glm4MoeForCausalLM": TensorNames(shared="mlp.shared_experts."),
     "MiniMaxM2ForCausalLM": replace(_MIXTRAL, choice_bias="block_sparse_moe.e_score_correction_bias"),
@@ -197,6 +223,9 @@ def tensor_names(config: ModelConfig) -> TensorNames:
         positions=body + names.positions,
         project_in=body + names.project_in,
         project_out=body + names.project_out,
+        own_table=body + names.own_table,
+        own_projection=body + names.own_projection,
+        own_norm=body + names.own_norm,
     )
 
 

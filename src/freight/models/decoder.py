@@ -13,8 +13,9 @@ from freight.config.model import ModelConfig
 from freight.kernels.interface import KernelSet
 from freight.layers.attention import Attention
 from freight.layers.embedding import Embedding, LogitsHead
+from freight.layers.layer_inputs import LayerInput, LayerInputs
 from freight.layers.linear import Projection
-from freight.layers.moe import MoE
+from freight.layers.moe import ExpertsBeside, MoE
 from freight.layers.norm import Norm
 from freight.operands.activation import Activation, GatedActivation
 from freight.operands.batch import ForwardBatch
@@ -49,19 +50,21 @@ class Residual(NamedTuple):
     """The residual stream, [num_tokens, hidden_size], with its last addition still to come.
 
     It is x + delta (x if delta is None), or with `delta_weight` x + the RMSNorm of delta: the next norm adds, so that
-    both are one pass over the rows.
+    both are one pass over the rows. `inputs`, [num_tokens, layers, size], is what the next layer and those behind it
+    have of each token (`layers/layer_inputs.py`), in models that have it.
     """
 
     x: Tensor
     delta: Tensor | None = None
     delta_weight: Tensor | None = None
+    inputs: Tensor | None = None
 
     def normed(self, norm: Norm, consumer: Any = None) -> tuple[Tensor, Any]:
         """The stream, added up, and its norm for `consumer` (`KernelSet`)."""
         return norm(self.x, self.delta, consumer, self.delta_weight)
 
     def rows(self, index: Tensor) -> Residual:
-        return self._replace(x=self.x[index], delta=None if self.delta is None else self.delta[index])
+        return self._replace(x=self.x[index], delta=None if self.delta is None else self.delta[index], inputs=None)
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,9 @@ class DecoderLayer:
     weights of a norm of what is added. With `post` the norms are of the sums instead: x = norm(x + attention(x));
     x = norm(x + mlp(x)).
 
-    `scalar`, [1] in the compute dtype, multiplies the result; `mlp_post` then has it already.
+    The norms of what `mlp` and the experts of `beside` compute are added, where there are such experts.
+    `input` adds what the tokens have for this layer alone, as x += input(x). `scalar`, [1] in the compute dtype,
+    multiplies the result; the weight of the norm of what is added last then has it already.
     """
 
     attention_norm: Norm
@@ -81,6 +86,8 @@ class DecoderLayer:
     mlp_post: Tensor | None
     post: bool = False
     scalar: Tensor | None = None
+    input: LayerInput | None = None
+    beside: ExpertsBeside | None = None
 
     def __call__(self, stream: Residual, batch: ForwardBatch, kv: LayerKV) -> Residual:
         if self.post:
@@ -88,13 +95,24 @@ class DecoderLayer:
             _, x = Residual(x, self.mlp(x)).normed(self.mlp_norm)
             return Residual(x)
         x, normed = stream.normed(self.attention_norm, self.attention.qkv.consumer)
-        stream = Residual(x, self.attention(normed, batch, kv), self.attention_post)
-        x, normed = stream.normed(self.mlp_norm, self.mlp.consumer)
-        return Residual(x if self.scalar is None else x * self.scalar, self.mlp(normed), self.mlp_post)
+        x, normed = Residual(x, self.attention(normed, batch, kv), self.attention_post).normed(
+            self.mlp_norm, self.mlp.consumer
+        )
+        delta, weight, inputs = self.mlp(normed), self.mlp_post, stream.inputs
+        if self.beside is not None:
+            delta = self.beside(x, delta)
+        if self.input is not None:
+            assert inputs is not None
+            x, _ = Residual(x, delta, weight).normed(self.mlp_norm)
+            delta, weight, inputs = self.input(x, inputs[:, 0]), self.input.post, inputs[:, 1:]
+        return Residual(x if self.scalar is None else x * self.scalar, delta, weight, inputs)
 
-    def whole(self, x: Tensor, batch: ForwardBatch, kv: LayerKV) -> Tensor:
-        """The layer alone, for work that goes through a model layer by layer: x and the result are added up."""
-        x, _ = self(Residual(x), batch, kv).normed(self.mlp_norm)
+    def whole(self, x: Tensor, batch: ForwardBatch, kv: LayerKV, inputs: Tensor | None = None) -> Tensor:
+        """The layer alone, for work that goes through a model layer by layer: x and the result are added up.
+
+        inputs: [num_tokens, 1, size], this layer's, in models that have them.
+        """
+        x, _ = self(Residual(x, inputs=inputs), batch, kv).normed(self.mlp_norm)
         return x
 
 
@@ -132,6 +150,7 @@ class Decoder:
     layers: tuple[DecoderLayer, ...]
     norm: Norm | None
     head: LogitsHead
+    layer_inputs: LayerInputs | None = None
 
     @property
     def kernels(self) -> KernelSet:
@@ -158,9 +177,13 @@ class Decoder:
         """
         return self.layers_over(self.embedding(batch.token_ids, batch.positions), batch, kv_cache)
 
+    def begin(self, embedded: Tensor, token_ids: Tensor) -> Residual:
+        """The stream that the first layer takes, of the rows of the embedding."""
+        return Residual(embedded, inputs=None if self.layer_inputs is None else self.layer_inputs(embedded, token_ids))
+
     def layers_over(self, embedded: Tensor, batch: ForwardBatch, kv_cache: Sequence[LayerKV]) -> Tensor:
         """`hidden` behind the embedding: the layers and the last norm. embedded: [num_tokens, hidden_size]."""
-        stream = Residual(embedded)
+        stream = self.begin(embedded, batch.token_ids)
         for layer, kv in zip(self.layers, kv_cache, strict=True):
             stream = layer(stream, batch, kv)
         if len(batch.logit_rows) < len(stream.x):

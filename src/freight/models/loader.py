@@ -21,7 +21,7 @@ from torch import Tensor
 from freight.checkpoint.linears import find_linears
 from freight.checkpoint.mxfp4 import describe, find_experts
 from freight.checkpoint.reader import Checkpoint
-from freight.config.layer import AttentionConfig, DenseConfig, MoEConfig, NormKind, NormPlacement
+from freight.config.layer import AttentionConfig, DenseConfig, LayerInputConfig, MoEConfig, NormKind, NormPlacement
 from freight.config.model import ModelConfig
 from freight.errors import CheckpointError
 from freight.fp8.formats import Format
@@ -29,8 +29,9 @@ from freight.fp8.scheme import Scheme
 from freight.kernels.interface import KernelSet
 from freight.layers.attention import Attention, QKNorm, ValueNorm
 from freight.layers.embedding import Embedding, LogitsHead
+from freight.layers.layer_inputs import LayerInput, LayerInputs
 from freight.layers.linear import Linear, Projection, UnmergedLinear
-from freight.layers.moe import MoE
+from freight.layers.moe import ExpertsBeside, MoE
 from freight.layers.norm import LayerNorm, Norm, RMSNorm
 from freight.layers.rope import build_ropes, half_pairs
 from freight.models.architectures import TensorNames, skipped_parts, tensor_names
@@ -137,16 +138,45 @@ class _Builder:
         mlp_post = self.norm_weight(prefix + names.mlp_post) if sandwich else None
         scalar = self.tensor(prefix + names.scalar) if layer.scalar else None
         assert scalar is None or (sandwich and self.config.wide_norms), "the norm of what is added takes the scalar in"
+        own = None if layer.input is None else self.layer_input(layer.input, prefix, scalar)
         return DecoderLayer(
             attention_norm=self.norm(prefix + names.attention_norm),
             attention=attention,
             attention_post=self.norm_weight(prefix + names.attention_post) if sandwich else None,
             mlp_norm=self.norm(prefix + names.mlp_norm),
             mlp=self.feed_forward(layer.feed_forward, prefix),
-            mlp_post=mlp_post if scalar is None or mlp_post is None else mlp_post * scalar.float(),
+            beside=self.beside(layer.feed_forward, prefix),
+            mlp_post=mlp_post if scalar is None or mlp_post is None or own is not None else mlp_post * scalar.float(),
             post=layer.norms is NormPlacement.POST,
             scalar=scalar,
+            input=own,
         )
+
+    def layer_input(self, own: LayerInputConfig, prefix: str, scalar: Tensor | None) -> LayerInput:
+        names, post = self.names, self.norm_weight(prefix + self.names.own_post)
+        return LayerInput(
+            gate=self.linear(prefix, names.own_gate),
+            down=self.linear(prefix, names.own_down),
+            post=post if scalar is None else post * scalar.float(),
+            activation=own.activation,
+            kernels=self.kernels,
+        )
+
+    def layer_inputs(self, only: int | None = None) -> LayerInputs | None:
+        """Those of all layers, or of one."""
+        c, names = self.config, self.names
+        if c.input_vocab_size is None:
+            return None
+        table = self.source.table(names.own_table, self.shapes[names.own_table], c.checkpoint_format)
+        name, size = f"{names.own_projection}.weight", c.input_size // c.num_layers
+        weight = self.source.head(name, self.shapes[name])
+        if only is not None:
+            assert weight.scale is None, "calibration reads weights that are not quantized"
+            columns = slice(only * size, (only + 1) * size)
+            table, weight = table[:, columns], Weight(weight.data[columns].contiguous())
+        # Gemma 4 divides what the norm takes by the root of hidden_size, which a larger eps does as well
+        norm = RMSNorm(self.norm_weight(names.own_norm), c.norm_eps * c.hidden_size, self.kernels)
+        return LayerInputs(table, size**0.5, self.packed(weight, None), norm)
 
     def qk_norms(self, mixer: AttentionConfig, prefix: str) -> tuple[Tensor, Tensor]:
         """The weights for q and k. A layer that reads another's keys has none for k: q's stands there, unused."""
@@ -173,6 +203,27 @@ class _Builder:
         names = self.names
         if isinstance(mlp, DenseConfig):
             return self.dense(mlp, prefix, names.gate_up, names.down)
+        if mlp.beside:
+            assert mlp.shared is not None
+            return self.dense(mlp.shared, prefix, *shared_names(names))
+        return self.mixture(mlp, prefix)
+
+    def beside(self, mlp: DenseConfig | MoEConfig, prefix: str) -> ExpertsBeside | None:
+        """The experts beside a feed-forward (`MoEConfig.beside`), if the layer has such."""
+        if not isinstance(mlp, MoEConfig) or not mlp.beside:
+            return None
+        names, c = self.names, self.config
+        scale = self.exact(prefix + names.router_scale) * c.hidden_size**-0.5
+        return ExpertsBeside(
+            router_norm=RMSNorm(scale, c.norm_eps, self.kernels),
+            norm=RMSNorm(self.norm_weight(prefix + names.experts_norm), c.norm_eps, self.kernels),
+            moe=self.mixture(replace(mlp, shared=None), prefix),
+            shared_norm=RMSNorm(self.norm_weight(prefix + names.shared_post), c.norm_eps, self.kernels),
+            post=self.norm_weight(prefix + names.experts_post),
+        )
+
+    def mixture(self, mlp: MoEConfig, prefix: str) -> MoE:
+        names = self.names
         router, biased = prefix + names.router, prefix + names.choice_bias
         gate = Weight(self.exact(f"{router}.weight"))
         return MoE(
@@ -186,6 +237,7 @@ class _Builder:
             choice_bias=self.exact(biased).flatten() if mlp.choice_bias else None,
             shared=None if mlp.shared is None else self.dense(mlp.shared, prefix, *shared_names(names)),
             shared_gate=self.outer(prefix + names.shared_gate) if mlp.shared_gate else None,
+            expert_scale=self.exact(prefix + names.expert_scale) if mlp.beside else None,
         )
 
     def dense(self, mlp: DenseConfig, prefix: str, gate_up: tuple[str, ...], down: str) -> MLP:
@@ -252,12 +304,17 @@ def build_decoder(config: ModelConfig, source: WeightSource, kernels: KernelSet,
     projection = builder.outer(names.project_out)
     cap, divisor = config.logit_soft_cap, config.logit_divisor
     logits = LogitsHead(kernels.pack(head), kernels, head.input_limit, cap, projection, divisor, config.float32_head)
-    return Decoder(config, embedding, layers, norm, logits)
+    return Decoder(config, embedding, layers, norm, logits, builder.layer_inputs())
 
 
 def build_embedding(config: ModelConfig, source: WeightSource, kernels: KernelSet) -> Embedding:
     """The embedding alone, for work that goes through a model layer by layer and never holds all of it."""
     return _builder(config, source, kernels).embedding()
+
+
+def build_layer_inputs(config: ModelConfig, source: WeightSource, kernels: KernelSet, index: int) -> LayerInputs | None:
+    """What each token has for one layer (`build_embedding`); None in models that have no such thing."""
+    return _builder(config, source, kernels).layer_inputs(index)
 
 
 def build_layer(

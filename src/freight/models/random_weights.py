@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from freight.fp8.formats import Format
 from freight.kernels.interface import KernelSet
 from freight.models.decoder import Decoder
 from freight.models.loader import build_decoder
+from freight.models.sources import narrower
 from freight.operands.weight import Activations, Weight
 
 # In every byte of 8: the top bit of the exponent cleared and the last bit of the mantissa set. No such code is a NaN
@@ -48,6 +49,9 @@ class RandomSource:
             return values.fill_(self.norm)
         bound = math.sqrt(3.0 / shape[1])
         return values.uniform_(-bound, bound, generator=self.generator)
+
+    def table(self, name: str, shape: tuple[int, ...], format: Format) -> Tensor:
+        return replace(self, compute_format=narrower(self.compute_format, format)).tensor(name, shape)
 
     def exact(self, name: str, shape: tuple[int, ...]) -> Tensor:
         return self.tensor(name, shape).float()

@@ -26,6 +26,10 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes |= {f"{names.project_out}.weight": (width, c.hidden_size)}
     if not c.tie_word_embeddings:
         shapes[names.head] = (c.vocab_size, width)
+    if c.input_vocab_size is not None:
+        shapes[names.own_table] = (c.input_vocab_size, c.input_size)
+        shapes[f"{names.own_projection}.weight"] = (c.input_size, c.hidden_size)
+        shapes[names.own_norm] = (c.input_size // c.num_layers,)
     for index, layer in enumerate(c.layers):
         prefix = names.layer.format(index)
         shapes |= {prefix + name: shape for name, shape in _layer_shapes(layer, c, names).items()}
@@ -58,6 +62,9 @@ def _layer_shapes(layer: LayerConfig, config: ModelConfig, names: TensorNames) -
         names.o: (hidden, mixer.num_heads * mixer.v_dim, mixer.o_bias),
         **_feed_forward(layer.feed_forward, hidden, names),
     }
+    if layer.input is not None:
+        projections[names.own_gate] = (layer.input.size, hidden, False)
+        projections[names.own_down] = (hidden, layer.input.size, False)
     shapes: dict[str, tuple[int, ...]] = {}
     for name, (rows, columns, bias) in projections.items():
         shapes[f"{name}.weight"] = (rows, columns)
@@ -66,6 +73,12 @@ def _layer_shapes(layer: LayerConfig, config: ModelConfig, names: TensorNames) -
     norms = [names.attention_norm, names.mlp_norm]
     if layer.norms is NormPlacement.SANDWICH:
         norms += [names.attention_post, names.mlp_post]
+    if layer.input is not None:
+        norms += [names.own_post]
+    if isinstance(layer.feed_forward, MoEConfig) and layer.feed_forward.beside:
+        norms += [names.experts_norm, names.shared_post, names.experts_post]
+        shapes[names.router_scale] = (hidden,)
+        shapes[names.expert_scale] = (layer.feed_forward.num_experts,)
     shapes |= dict.fromkeys([tensor for norm in norms for tensor in _norm_tensors(norm, config)], (hidden,))
     if mixer.qk_norm:
         q, k = mixer.qk_norm_sizes

@@ -107,14 +107,23 @@ class _Count:
             norms += self.compute.bytes
         qkv = self.projections(prefix, names.qkv_of(mixer), mixer.projected_sizes, hidden, mixer.qkv_bias)
         o = self.projections(prefix, (names.o,), (hidden,), mixer.num_heads * mixer.v_dim, mixer.o_bias)
-        return norms + qkv + o + self.feed_forward(prefix, layer.feed_forward)
+        return norms + qkv + o + self.feed_forward(prefix, layer.feed_forward) + self.layer_input(prefix, layer)
+
+    def layer_input(self, prefix: str, layer: LayerConfig) -> int:
+        """Its projections and the norm behind them."""
+        if layer.input is None:
+            return 0
+        names, hidden, size = self.names, self.model.hidden_size, layer.input.size
+        gate = self.projections(prefix, (names.own_gate,), (size,), hidden, False)
+        return gate + self.projections(prefix, (names.own_down,), (hidden,), size, False) + self.norm_weight(hidden)
 
     def feed_forward(self, prefix: str, mlp: DenseConfig | MoEConfig) -> int:
         names, hidden = self.names, self.model.hidden_size
         if isinstance(mlp, DenseConfig):
             return self.dense(prefix, mlp, names.gate_up, names.down)
         size = matrix_bytes(mlp.num_experts, hidden, Format.FLOAT32, None, self.layout)  # the router
-        size += mlp.num_experts * 4 * (mlp.router_bias + mlp.choice_bias)
+        size += mlp.num_experts * 4 * (mlp.router_bias + mlp.choice_bias + mlp.beside)
+        size += 4 * hidden + 3 * self.norm_weight(hidden) if mlp.beside else 0
         size += sum(
             self.dense(prefix + names.expert.format(index), mlp.expert, names.expert_gate_up, names.expert_down)
             for index in range(mlp.num_experts)
@@ -166,6 +175,10 @@ class _Count:
             size += matrix_bytes(c.vocab_size, width, head, None, self.layout)
         if c.embedding_size is not None:
             size += self.matrix(c.hidden_size, width) + self.matrix(width, c.hidden_size)
+        if c.input_vocab_size is not None:
+            table = min(self.compute, c.checkpoint_format, key=lambda format: format.bytes)
+            size += c.input_vocab_size * c.input_size * table.bytes + self.norm_weight(c.input_size // c.num_layers)
+            size += self.matrix(c.input_size, c.hidden_size)
         if c.position_offset is not None:
             size += c.max_position_embeddings * c.hidden_size * self.compute.bytes
         return size

@@ -6,7 +6,7 @@ A 16-bit weight that becomes FP8 is released before the next one is read, so mem
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -26,6 +26,10 @@ class WeightSource(Protocol):
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """An embedding, a norm or a bias, in the compute dtype."""
+        ...
+
+    def table(self, name: str, shape: tuple[int, ...], format: Format) -> Tensor:
+        """One whose rows are looked up: in `format`, the checkpoint's, or in the compute dtype if that is narrower."""
         ...
 
     def exact(self, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -50,6 +54,11 @@ class WeightSource(Protocol):
     def head(self, name: str, shape: tuple[int, ...]) -> Weight:
         """The matrix of the output head, or of a projection beside it; neither is quantized at load."""
         ...
+
+
+def narrower(compute: Format, stored: Format) -> Format:
+    """What a table is held in (`WeightSource.table`): of two formats of one width, the stored one."""
+    return compute if compute.bytes < stored.bytes else stored
 
 
 def in_halves(x: Tensor, dim: int) -> Tensor:
@@ -81,6 +90,9 @@ class CheckpointSource:
             return weight.dequantized().to(torch_dtype(self.compute_format))
         stored = self.checkpoint.take(name, shape)
         return stored.to(device=self.device, dtype=torch_dtype(self.compute_format)).contiguous()
+
+    def table(self, name: str, shape: tuple[int, ...], format: Format) -> Tensor:
+        return replace(self, compute_format=narrower(self.compute_format, format)).tensor(name, shape)
 
     def exact(self, name: str, shape: tuple[int, ...]) -> Tensor:
         return self.checkpoint.take(name, shape).to(device=self.device, dtype=torch.float32).contiguous()

@@ -29,7 +29,7 @@ def weight_bytes(model: LanguageModel) -> WeightBytes:
 
         assert isinstance(model, TransformersModel)
         return WeightBytes(*model.num_bytes)
-    outer = _tensors((model.embedding, model.head))
+    outer = _tensors((model.embedding, model.head, model.layer_inputs))
     inner = _tensors((model.layers, model.norm))
     rope = _tensors(tuple((rotary.cos, rotary.sin, rotary.q_factor) for rotary in model.rotaries))
     return WeightBytes(

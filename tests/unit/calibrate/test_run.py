@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from freight.calibrate.observers import Observer, make_observer
 from freight.calibrate.quantize import open_unquantized
-from freight.calibrate.run import FLOOR, Calibration, calibrate
+from freight.calibrate.run import Calibration, calibrate
+from freight.calibrate.watch import FLOOR
 from freight.config.plan import ObserverKind, QuantizeArgs, plan
 from freight.errors import CheckpointError
 from freight.fp8.formats import Format, Granularity

@@ -9,7 +9,7 @@ import pytest
 from tests.unit.config.test_model import SHAPE, config, refused, windows, windows_of
 from transformers import OPTConfig
 
-from freight.config.layer import NormKind, NormPlacement
+from freight.config.layer import DenseConfig, NormKind, NormPlacement
 from freight.config.model import parse_model_config, stop_token_ids
 from freight.errors import CheckpointError
 from freight.operands.activation import Activation, GatedActivation
@@ -68,7 +68,7 @@ def test_layers_of_gemma_4_without_a_window_have_their_own_heads():
         ({"per_layer_config": {"3": {"head_dim": 63}}}, "head_dim = 63 is odd"),
         ({"attention_k_eq_v": True, "num_global_key_value_heads": 3}, "num_key_value_heads of layer 3 = 3"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
-        ({"enable_moe_block": True}, "enable_moe_block"),
+        ({"enable_moe_block": True, "moe_intermediate_size": 8, "num_experts": 4}, "top_k_experts"),
         (
             {"rope_parameters": {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 2.0}}},
             "most 1",
@@ -93,10 +93,25 @@ def test_the_last_layers_of_gemma_4_read_the_keys_and_values_of_others():
             parse_model_config(config("gemma4_text", **said | {"num_kv_shared_layers": count}))
 
 
-def test_embeddings_of_each_layer_are_refused_by_name():
-    for said in ({"hidden_size_per_layer_input": 8}, {"hidden_size_per_layer_input": None}):
-        with pytest.raises(CheckpointError, match="hidden_size_per_layer_input"):
-            parse_model_config(config("gemma4_text", **said))
+def test_what_tokens_have_for_each_layer_of_gemma_4():
+    for said, size in (({"hidden_size_per_layer_input": 8}, 8), ({"hidden_size_per_layer_input": None}, 256)):
+        model = parse_model_config(config("gemma4_text", **said))
+        assert [layer.input.size for layer in model.layers] == [size] * 4
+        assert (model.input_vocab_size, model.input_size) == (262144, 4 * size)
+    assert parse_model_config(config("gemma4_text")).input_vocab_size is None
+    with pytest.raises(CheckpointError, match="vocab_size_per_layer_input = 7, but vocab_size = "):
+        parse_model_config(config("gemma4_text", hidden_size_per_layer_input=8, vocab_size_per_layer_input=7))
+
+
+def test_experts_of_gemma_4_are_beside_a_feed_forward():
+    said = {"enable_moe_block": True, "moe_intermediate_size": 8, "num_experts": 4, "top_k_experts": 2}
+    for wide, width in ((False, 384), (True, 768)):
+        more = {"num_kv_shared_layers": 1, "layer_types": ["full_attention"] * 4, "use_double_wide_mlp": wide}
+        experts = parse_model_config(config("gemma4_text", **said, **more)).layers[-1].feed_forward
+        assert (experts.intermediate_size, experts.shared.intermediate_size, experts.beside) == (8, width, True)
+        assert (experts.routing.num_experts, experts.routing.top_k, experts.routing.normed) == (4, 2, True)
+    off = parse_model_config(config("gemma4_text", **said | {"enable_moe_block": False}))
+    assert off.layers[0].feed_forward == DenseConfig(384, GatedActivation.GELU_TANH)
 
 
 def test_a_proportional_rope_is_gemma_4s():

@@ -31,6 +31,7 @@ FAMILIES = {
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "gemma4_text": "Gemma4ForCausalLM",
+    "gemma4_unified_text": "Gemma4UnifiedForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "granite": "GraniteForCausalLM",
     "granitemoe": "GraniteMoeForCausalLM",
@@ -45,7 +46,7 @@ FAMILIES = {
     "smollm3": "SmolLM3ForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
 }
-TWO_ROPES = ("gemma3_text", "gemma4_text")
+TWO_ROPES = ("gemma3_text", "gemma4_text", "gemma4_unified_text")
 NOT_ALWAYS = {"gemma4_text": {"hidden_size_per_layer_input": 0}}
 ALL_WINDOWS = ("mistral", "phi3")  # families whose configuration has no layer_types
 
@@ -90,7 +91,7 @@ def test_absent_keys_mean_what_transformers_takes(model_type):
     assert [(r.theta, r.kind) for r in ours.ropes] == [(r["rope_theta"], r["rope_type"]) for r in ropes]
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
     assert mixer.k_dim == getattr(theirs, "head_dim", 64)
-    scale = 1.0 if model_type == "gemma4_text" else getattr(theirs, "query_pre_attn_scalar", mixer.k_dim) ** -0.5
+    scale = 1.0 if model_type.startswith("gemma4") else getattr(theirs, "query_pre_attn_scalar", mixer.k_dim) ** -0.5
     assert mixer.softmax_scale == getattr(theirs, "attention_multiplier", scale)
     factor = (ropes[0]["rope_type"] == "default" and ropes[0].get("partial_rotary_factor")) or 1.0
     assert (ours.ropes[0].rotary_dim, mixer.qkv_bias) == (

@@ -1,0 +1,57 @@
+"""What each token has for each layer alone: the per-layer embeddings of Gemma 4 (E2B, E4B).
+
+A vector of every layer is a row of a table, of which a step reads the rows of its tokens and nothing else, plus a norm
+of the projected embedding. They are computed once in a step, for all layers, and each layer gates its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from freight.kernels.interface import KernelSet
+from freight.layers.linear import Projection
+from freight.layers.norm import RMSNorm
+from freight.operands.activation import GatedActivation
+
+_HALF = 0.5**0.5  # the sum of two parts keeps the variance of one
+
+
+@dataclass(frozen=True)
+class LayerInputs:
+    """The vectors of all layers: (norm(projection(embedded)) + multiplier * table's row) / sqrt(2).
+
+    table   [vocab_size, layers * size], in a dtype of its own: rows are converted, not the table
+    norm    of the `size` values of one layer
+    """
+
+    table: Tensor
+    multiplier: float
+    projection: Projection
+    norm: RMSNorm
+
+    def __call__(self, embedded: Tensor, token_ids: Tensor) -> Tensor:
+        """[num_tokens, hidden_size] and [num_tokens] -> [num_tokens, layers, size] in the dtype of `embedded`"""
+        shape = (len(token_ids), -1, len(self.norm.weight))
+        rows = self.table[token_ids].to(embedded.dtype) * self.multiplier
+        _, normed = self.norm(self.projection(embedded).view(-1, shape[-1]), None)
+        vectors: Tensor = (normed.view(shape) + rows.view(shape)) * _HALF
+        return vectors
+
+
+@dataclass(frozen=True)
+class LayerInput:
+    """One layer's part: down(activation(gate(x)) * vector), of which the norm with the weight `post` is added to x."""
+
+    gate: Projection
+    down: Projection
+    post: Tensor
+    activation: GatedActivation
+    kernels: KernelSet
+
+    def __call__(self, x: Tensor, vectors: Tensor) -> Tensor:
+        """x: [num_tokens, hidden_size], vectors: [num_tokens, size] -> [num_tokens, hidden_size]"""
+        gated = torch.cat((self.gate(x), vectors), 1)
+        return self.down(self.kernels.gated(gated, self.activation, self.down.consumer))
