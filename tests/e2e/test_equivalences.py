@@ -53,6 +53,7 @@ DIFFERENT = (
     "qwen3-moe",
     "minimax-m2",
     "gpt-oss",
+    "laguna",
 )
 FAMILIES = [(variant, kernels) for variant, kernels in CASES if variant in DIFFERENT]
 SETUPS = [

@@ -70,8 +70,6 @@ SLOW: dict[str, dict[str, Any]] = {
     "granitemoeshared": LOCAL | {"shared_intermediate_size": 32},
     "hunyuan_v1_dense": HEAD,
     "jais2": HEAD,
-    "laguna": HEAD,
-    "mellum": HEAD,
     "ministral": HEAD | WINDOW,
     "nanochat": {},
     "olmo": {},

@@ -20,7 +20,9 @@ from transformers import (
     GraniteConfig,
     GraniteMoeConfig,
     HYV3Config,
+    LagunaConfig,
     LlamaConfig,
+    MellumConfig,
     MiniMaxM2Config,
     Ministral3Config,
     MistralConfig,
@@ -74,6 +76,13 @@ GPT_OSS: dict[str, Any] = {
     "num_experts_per_tok": 3,
     "rope_parameters": {**YARN, "rope_theta": 150000.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
 }
+TWO_ROPES: dict[str, Any] = {
+    "full_attention": {**YARN, "rope_theta": 5e5, "partial_rotary_factor": 0.5},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+}
+WINDOWS: dict[str, Any] = {
+    "head_dim": 16, "sliding_window": 24, "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]
+}  # fmt: skip
 OPT: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 64,
@@ -159,6 +168,22 @@ VARIANTS: dict[str, PretrainedConfig] = {
     "ernie4-5-moe": Ernie4_5_MoeConfig(**SHAPE, moe_num_experts=8, moe_k=3, moe_intermediate_size=32),
     "ernie4-5-moe-few": Ernie4_5_MoeConfig(
         **SHAPE, moe_num_experts=8, moe_k=3, moe_intermediate_size=32, moe_layer_end_index=1, moe_num_shared_experts=0
+    ),
+    "laguna": LagunaConfig(
+        **SHAPE, **MOE, **WINDOWS, shared_expert_intermediate_size=48, num_attention_heads_per_layer=[4, 6, 2],
+        moe_routed_scaling_factor=1.7, rope_parameters=TWO_ROPES,
+    ),
+    "laguna-by-channel": LagunaConfig(
+        **SHAPE, **MOE, **WINDOWS, shared_expert_intermediate_size=48, gating="per-element", attention_bias=True,
+        mlp_layer_types=["sparse", "dense", "sparse"],
+    ),
+    "mellum": MellumConfig(
+        **SHAPE, **MOE, **WINDOWS,
+        rope_parameters={**TWO_ROPES, "full_attention": {**YARN, "rope_theta": 5e5}},
+    ),
+    "mellum-plain": MellumConfig(
+        **SHAPE, **MOE, head_dim=32, norm_topk_prob=False, attention_bias=True, tie_word_embeddings=True,
+        mlp_layer_types=["sparse", "dense", "sparse"],
     ),
     "ernie4-5": Ernie4_5Config(**SHAPE, head_dim=32, use_bias=True),
     "seed-oss": SeedOssConfig(**SHAPE, head_dim=32),

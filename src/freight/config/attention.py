@@ -8,7 +8,7 @@ from typing import Any
 
 from freight.config.family import Family
 from freight.config.fields import flag, integer, number
-from freight.config.layer import AttentionConfig
+from freight.config.layer import AttentionConfig, OutputGate
 from freight.errors import CheckpointError, choices
 
 
@@ -24,7 +24,25 @@ def parse_mixers(config: Mapping[str, Any], family: Family, hidden_size: int) ->
         replace(mixer, window=window, rope=(0 if window is None else local) if rotates else None)
         for window, rotates in zip(windows, rotated, strict=True)
     ]
+    if "num_attention_heads_per_layer" in family.keys:
+        mixers = _with_heads(config, mixers)
     return tuple(_with_shared(config, _with_own_heads(config, mixers)) if family.own_heads else mixers)
+
+
+def _with_heads(config: Mapping[str, Any], mixers: Sequence[AttentionConfig]) -> list[AttentionConfig]:
+    """`mixers` with as many query heads as `num_attention_heads_per_layer` says, if it is there (Laguna)."""
+    key = "num_attention_heads_per_layer"
+    counts = config.get(key)
+    if counts is None:
+        return list(mixers)
+    if not isinstance(counts, list) or len(counts) != len(mixers):
+        raise CheckpointError(
+            f"config.json: {key} = {counts!r} must be a list of num_hidden_layers = {len(mixers)} numbers"
+        )
+    heads = [integer({key: count}, key) for count in counts]
+    for count in heads:
+        _require_multiple(count, mixers[0].num_kv_heads, "num_key_value_heads", key)
+    return [replace(mixer, num_heads=count) for mixer, count in zip(mixers, heads, strict=True)]
 
 
 def _with_shared(config: Mapping[str, Any], mixers: Sequence[AttentionConfig]) -> list[AttentionConfig]:
@@ -93,11 +111,22 @@ def _softmax_scale(config: Mapping[str, Any], family: Family, head_dim: int) -> 
     return float(number(config, "query_pre_attn_scalar", head_dim) ** -0.5)
 
 
-def _require_multiple(heads: int, kv_heads: int, key: str) -> None:
+def _require_multiple(heads: int, kv_heads: int, key: str, heads_key: str = "num_attention_heads") -> None:
     if heads % kv_heads:
         raise CheckpointError(
-            f"config.json contradicts itself: num_attention_heads = {heads} is not a multiple of {key} = {kv_heads}"
+            f"config.json contradicts itself: {heads_key} = {heads} is not a multiple of {key} = {kv_heads}"
         )
+
+
+def _gate(config: Mapping[str, Any], family: Family) -> OutputGate | None:
+    if family.gate is None or family.gate_key is None:
+        return None if family.gate is None else OutputGate(family.gate, by_head=False)
+    said = config.get(family.gate_key)
+    if said is not True and said not in ("per-head", "per-element"):
+        raise CheckpointError(
+            f"config.json: {family.gate_key} = {said!r} is not implemented; true, 'per-head' and 'per-element' are"
+        )
+    return OutputGate(family.gate, by_head=said != "per-element")
 
 
 def _mixer(config: Mapping[str, Any], family: Family, hidden_size: int) -> AttentionConfig:
@@ -121,6 +150,7 @@ def _mixer(config: Mapping[str, Any], family: Family, hidden_size: int) -> Atten
         o_bias=o_bias,
         soft_cap=soft_cap(config, "attn_logit_softcapping"),
         sinks=family.sinks,
+        gate=_gate(config, family),
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from freight.config.experts import MoEFamily
-from freight.config.layer import NormKind, NormPlacement
+from freight.config.layer import GateFunction, NormKind, NormPlacement
 
 
 def words(text: str) -> frozenset[str]:
@@ -27,6 +27,8 @@ class Family:
     sinks              whether each query head has a sink (`KernelSet.attention`)
     qk_norm            whether q and k are normed, head by head; qk_norm_key: has the answer, in families that differ
     qk_norm_whole      whether that norm is over all heads of q together, and of k
+    gate               what weighs the result of each head; None: nothing does. gate_key says whether heads have one
+                       factor each, or one for each channel; without such a key each channel has one
     v_norm             whether the values of each head are divided by their root mean square
     own_heads          whether layers without a window have a head size and KV heads of their own (`global_head_dim`,
                        `num_global_key_value_heads`), and perhaps no projection of values (`attention_k_eq_v`)
@@ -73,6 +75,8 @@ class Family:
     qk_norm: bool = False
     qk_norm_key: str | None = None
     qk_norm_whole: bool = False
+    gate: GateFunction | None = None
+    gate_key: str | None = None
     v_norm: bool = False
     own_heads: bool = False
     softmax_scale: float | None = None

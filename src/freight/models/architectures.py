@@ -24,6 +24,7 @@ class TensorNames:
                                    of its projections, and `shared` by those of `gate_up` and `down`
     interleaved                    the experts of a layer are one tensor [experts, inputs, outputs] for each projection,
                                    with its bias [experts, outputs]; of gate and up, one output of each in turn
+    head_gate                      of what attention returns (`AttentionConfig.gate`)
     sinks                          of attention, in models that have them
     stacked                        `gate_up` and `down` of all experts, where a checkpoint has a 3-D tensor of each
     attention_post, mlp_post       norms of the outputs, in layers that have them (`NormPlacement.SANDWICH`)
@@ -44,6 +45,7 @@ class TensorNames:
     q_norm: str = "self_attn.q_norm.weight"
     k_norm: str = "self_attn.k_norm.weight"
     sinks: str = "self_attn.sinks"
+    head_gate: str = "self_attn.g_proj"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
     router: str = "mlp.gate"
@@ -122,6 +124,8 @@ ARCHITECTURES = {
         choice_bias_outer=(1,),
         shared="mlp.shared_experts.",
     ),
+    "LagunaForCausalLM": TensorNames(choice_bias="mlp.experts.e_score_correction_bias"),
+    "MellumForCausalLM": TensorNames(unused=(("mtp.*", "of a layer that predicts further tokens"),)),
     "Ernie4_5ForCausalLM": TensorNames(),
     "SeedOssForCausalLM": TensorNames(),
     "SmolLM3ForCausalLM": TensorNames(),

@@ -87,7 +87,7 @@ class DecoderLayer:
             _, x = Residual(stream.x, self.attention(stream.x, batch, kv)).normed(self.attention_norm)
             _, x = Residual(x, self.mlp(x)).normed(self.mlp_norm)
             return Residual(x)
-        x, normed = stream.normed(self.attention_norm, self.attention.qkv.consumer)
+        x, normed = stream.normed(self.attention_norm, self.attention.consumer)
         stream = Residual(x, self.attention(normed, batch, kv), self.attention_post)
         x, normed = stream.normed(self.mlp_norm, self.mlp.consumer)
         return Residual(x if self.scalar is None else x * self.scalar, self.mlp(normed), self.mlp_post)

@@ -21,13 +21,13 @@ from torch import Tensor
 from freight.checkpoint.linears import find_linears
 from freight.checkpoint.mxfp4 import describe, find_experts
 from freight.checkpoint.reader import Checkpoint
-from freight.config.layer import AttentionConfig, DenseConfig, MoEConfig, NormKind, NormPlacement
+from freight.config.layer import AttentionConfig, DenseConfig, MoEConfig, NormKind, NormPlacement, OutputGate
 from freight.config.model import ModelConfig
 from freight.errors import CheckpointError
 from freight.fp8.formats import Format
 from freight.fp8.scheme import Scheme
 from freight.kernels.interface import KernelSet
-from freight.layers.attention import Attention, QKNorm, ValueNorm
+from freight.layers.attention import Attention, HeadGate, QKNorm, ValueNorm
 from freight.layers.embedding import Embedding, LogitsHead
 from freight.layers.linear import Linear, Projection, UnmergedLinear
 from freight.layers.moe import MoE
@@ -130,6 +130,7 @@ class _Builder:
             window=mixer.window,
             soft_cap=mixer.soft_cap,
             shares=mixer.kv_from is not None,
+            gate=self.head_gate(mixer.gate, prefix),
             norm=QKNorm(*norms, self.config.norm_eps, self.kernels) if norms and mixer.qk_norm_whole else None,
             v_norm=self.value_norm(mixer, rotary) if mixer.v_norm else None,
             sinks=self.tensor(prefix + names.sinks).float() if mixer.sinks else None,
@@ -152,6 +153,10 @@ class _Builder:
         """The weights for q and k. A layer that reads another's keys has none for k: q's stands there, unused."""
         q = self.norm_weight(prefix + self.names.q_norm)
         return q, q if mixer.kv_from is not None else self.norm_weight(prefix + self.names.k_norm)
+
+    def head_gate(self, gate: OutputGate | None, prefix: str) -> HeadGate | None:
+        projection = None if gate is None else self.outer(prefix + self.names.head_gate)
+        return None if gate is None or projection is None else HeadGate(projection, gate.function)
 
     def value_norm(self, mixer: AttentionConfig, rotary: Rotary) -> ValueNorm:
         ones = torch.ones(mixer.v_dim, dtype=torch.float32, device=rotary.cos.device)

@@ -33,10 +33,12 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def kept_in_16_bits(config: ModelConfig) -> frozenset[str]:
-    """Matrices that are not quantized at load: outside of the layers, and what chooses and weighs experts."""
+    """Matrices that are not quantized at load: outside of the layers, and what chooses and weighs experts
+    or weighs heads.
+    """
     names = tensor_names(config)
     inner = (f"{prefix}{module}.weight" for prefix in map(names.layer.format, range(config.num_layers))
-             for module in (names.router, names.shared_gate))  # fmt: skip
+             for module in (names.router, names.shared_gate, names.head_gate))  # fmt: skip
     return names.outer.union(inner)
 
 
@@ -58,6 +60,8 @@ def _layer_shapes(layer: LayerConfig, config: ModelConfig, names: TensorNames) -
         names.o: (hidden, mixer.num_heads * mixer.v_dim, mixer.o_bias),
         **_feed_forward(layer.feed_forward, hidden, names),
     }
+    if mixer.gate is not None:
+        projections[names.head_gate] = (mixer.gate_size, hidden, False)
     shapes: dict[str, tuple[int, ...]] = {}
     for name, (rows, columns, bias) in projections.items():
         shapes[f"{name}.weight"] = (rows, columns)

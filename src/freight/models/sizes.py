@@ -107,7 +107,8 @@ class _Count:
             norms += self.compute.bytes
         qkv = self.projections(prefix, names.qkv_of(mixer), mixer.projected_sizes, hidden, mixer.qkv_bias)
         o = self.projections(prefix, (names.o,), (hidden,), mixer.num_heads * mixer.v_dim, mixer.o_bias)
-        return norms + qkv + o + self.feed_forward(prefix, layer.feed_forward)
+        gate = 0 if mixer.gate is None else self.matrix(mixer.gate_size, hidden)
+        return norms + qkv + o + gate + self.feed_forward(prefix, layer.feed_forward)
 
     def feed_forward(self, prefix: str, mlp: DenseConfig | MoEConfig) -> int:
         names, hidden = self.names, self.model.hidden_size

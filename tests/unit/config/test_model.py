@@ -44,8 +44,10 @@ FAMILIES = {
     "seed_oss": "SeedOssForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
+    "laguna": "LagunaForCausalLM",
+    "mellum": "MellumForCausalLM",
 }
-TWO_ROPES = ("gemma3_text", "gemma4_text")
+TWO_ROPES = ("gemma3_text", "gemma4_text", "laguna", "mellum")
 NOT_ALWAYS = {"gemma4_text": {"hidden_size_per_layer_input": 0}}
 ALL_WINDOWS = ("mistral", "phi3")  # families whose configuration has no layer_types
 

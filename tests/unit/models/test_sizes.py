@@ -87,6 +87,7 @@ OF_FAMILIES = (
         "hy-v3-float32-head",
         "granite-moe",
     ),
+    *("laguna", "laguna-by-channel", "mellum"),
 )
 
 
