@@ -54,6 +54,7 @@ DIFFERENT = (
     "minimax-m2",
     "gpt-oss",
     "laguna",
+    "olmo3",
 )
 FAMILIES = [(variant, kernels) for variant, kernels in CASES if variant in DIFFERENT]
 SETUPS = [

@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 from transformers import (
+    AfmoeConfig,
     AutoModelForCausalLM,
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
+    Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
@@ -27,6 +29,8 @@ from transformers import (
     Ministral3Config,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
+    Olmo3Config,
     OPTConfig,
     Phi3Config,
     PretrainedConfig,
@@ -168,6 +172,27 @@ VARIANTS: dict[str, PretrainedConfig] = {
     "ernie4-5-moe": Ernie4_5_MoeConfig(**SHAPE, moe_num_experts=8, moe_k=3, moe_intermediate_size=32),
     "ernie4-5-moe-few": Ernie4_5_MoeConfig(
         **SHAPE, moe_num_experts=8, moe_k=3, moe_intermediate_size=32, moe_layer_end_index=1, moe_num_shared_experts=0
+    ),
+    "olmo2": Olmo2Config(**SHAPE),
+    "olmo2-biases": Olmo2Config(**SHAPE, attention_bias=True, tie_word_embeddings=True),
+    "olmo3": Olmo3Config(
+        **{**SHAPE, "num_hidden_layers": 4}, sliding_window=24,
+        rope_parameters={"full_attention": {**YARN, "rope_theta": 5e5}},
+    ),
+    "exaone4": Exaone4Config(
+        **SHAPE, head_dim=32, sliding_window=24, sliding_window_pattern=2,
+        rope_parameters={**LLAMA3, "rope_theta": 1e6},
+    ),
+    "exaone4-without-window": Exaone4Config(
+        **SHAPE, head_dim=16, sliding_window=None, layer_types=["full_attention"] * 3, tie_word_embeddings=True
+    ),
+    "afmoe": AfmoeConfig(
+        **SHAPE, **MOE, head_dim=16, sliding_window=24, global_attn_every_n_layers=2, mup_enabled=True,
+        num_shared_experts=1, route_scale=1.7,
+    ),
+    "afmoe-plain": AfmoeConfig(
+        **SHAPE, **MOE, head_dim=32, sliding_window=24, layer_types=["full_attention"] * 2 + ["sliding_attention"],
+        num_dense_layers=2, tie_word_embeddings=True,
     ),
     "laguna": LagunaConfig(
         **SHAPE, **MOE, **WINDOWS, shared_expert_intermediate_size=48, num_attention_heads_per_layer=[4, 6, 2],

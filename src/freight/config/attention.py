@@ -20,6 +20,8 @@ def parse_mixers(config: Mapping[str, Any], family: Family, hidden_size: int) ->
     if family.own_heads:
         windows = (*windows[:-1], None)  # the last layer has none, whatever the keys say: so transformers reads them
     rotated = _rotated(config, family, len(windows))
+    if family.local_rope and config.get("sliding_window") is not None:
+        rotated = [window is not None for window in windows]
     mixers = [
         replace(mixer, window=window, rope=(0 if window is None else local) if rotates else None)
         for window, rotates in zip(windows, rotated, strict=True)
@@ -183,7 +185,9 @@ def _windows(config: Mapping[str, Any], family: Family, num_layers: int) -> tupl
     elif window is not None:
         window = integer(config, "sliding_window")
     first = integer(config, "max_window_layers", 0, least=0)
-    pattern = integer(config, "sliding_window_pattern", num_layers + 1)
+    pattern = integer(config, "global_attn_every_n_layers", num_layers + 1)
+    if not config.get("layer_types"):  # else EXAONE 4 has 0 there, or a word of letters: 'LLLG'
+        pattern = integer(config, "sliding_window_pattern", pattern)
     default = [window is not None and i >= first and (i + 1) % pattern != 0 for i in range(num_layers)]
     if "no_rope_layers" in family.keys:  # layers that rotate see everything
         rotated = _rotated(config, family, num_layers)

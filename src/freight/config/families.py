@@ -9,6 +9,7 @@ from freight.config.family import Family, words
 from freight.config.gemma import GEMMAS
 from freight.config.layer import NormKind, NormPlacement
 from freight.config.mixtures import MIXTURES
+from freight.config.output_norms import OUTPUT_NORMS
 from freight.operands.activation import GatedActivation
 from freight.operands.routing import Scoring
 
@@ -312,4 +313,5 @@ FAMILIES = {
     ),
     **GEMMAS,
     **MIXTURES,
+    **OUTPUT_NORMS,
 }

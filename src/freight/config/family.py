@@ -36,7 +36,8 @@ class Family:
     norm_kind, norm_eps  of every norm; an eps of None is read from `rms_norm_eps`
     norm_offset        what is added to a stored norm weight
     wide_norms         whether norms multiply by their weight in float32, before they round; with an offset they do
-    scales_embedding   whether the embedding's rows are multiplied by the square root of `hidden_size`
+    scales_embedding   whether the embedding's rows are multiplied by the square root of `hidden_size`, rounded to the
+                       compute dtype; scale_key: has the answer, and the number is not rounded
     layer_scalar       whether the output of each layer is multiplied by a number that it stores
     multipliers        whether `embedding_multiplier`, `attention_multiplier`, `residual_multiplier` and
                        `logits_scaling` are read (Granite)
@@ -49,6 +50,7 @@ class Family:
     position_offset    row of the learned embedding of position 0; None: positions are rotary
     theta              of rotary embedding, where config.json names none
     local_theta        the same of layers with a window, if these have a rope of their own (`rope_local_base_freq`)
+    local_rope         whether layers without a window do not rotate queries and keys, in models that have a window
     rotary_factor      share of a head's channels that are rotated, where no `partial_rotary_factor` (or `rotary_dim`,
                        their number) says it; None: all
                        are, and no key may say otherwise
@@ -86,6 +88,7 @@ class Family:
     norm_offset: float = 0.0
     wide_norms: bool = False
     scales_embedding: bool = False
+    scale_key: str | None = None
     layer_scalar: bool = False
     multipliers: bool = False
     mixed_windows: bool = True
@@ -96,6 +99,7 @@ class Family:
     position_offset: int | None = None
     theta: float = 10000.0
     local_theta: float | None = None
+    local_rope: bool = False
     rotary_factor: float | None = None
     proportional: bool = False
     interleaved: bool = False

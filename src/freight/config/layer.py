@@ -161,8 +161,14 @@ class NormKind(StrEnum):
 class NormPlacement(StrEnum):
     """What is normed in a layer."""
 
+    @property
+    def has_outputs(self) -> bool:
+        """Whether what mixer and feed-forward return is normed before it is added."""
+        return self in (NormPlacement.SANDWICH, NormPlacement.OUTPUT)
+
     PRE = "pre"  # the inputs of mixer and feed-forward
     SANDWICH = "sandwich"  # their inputs, and their outputs before these are added to the residual stream (Gemma 2)
+    OUTPUT = "output"  # the outputs alone, before these are added (OLMo 2, arXiv 2501.00656)
     POST = "post"  # the residual stream after each addition (Vaswani et al. 2017; OPT 350M)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from freight.config.experts import MoEFamily
 from freight.config.family import Family, words
-from freight.config.layer import GateFunction
+from freight.config.layer import GateFunction, NormPlacement
 from freight.operands.routing import Scoring
 
 MIXTURES = {
@@ -208,5 +208,51 @@ MIXTURES = {
         local_theta=1e4,
         moe=MoEFamily(64, dense_keys=words("mlp_layer_types")),
         next_token_keys=words("num_nextn_predict_layers num_mtp_layers"),
+    ),
+    "afmoe": Family(
+        "AfmoeForCausalLM",
+        {
+            "vocab_size": 200192,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 16,
+            "head_dim": 128,
+            "max_position_embeddings": 16384,
+            "rms_norm_eps": 1e-5,
+            "num_experts_per_tok": 6,
+            "moe_intermediate_size": 1408,
+            "num_shared_experts": 2,
+            "num_dense_layers": 1,
+            "sliding_window": 1024,
+            "use_sliding_window": True,
+            "global_attn_every_n_layers": 4,
+        },
+        # how products are computed and how experts were balanced in training
+        words("attention_bias sliding_window layer_types global_attn_every_n_layers mup_enabled use_grouped_mm")
+        | words("load_balance_coeff"),
+        fixed={
+            "score_func": ("sigmoid",),
+            "route_norm": (True,),
+            "n_group": (1,),
+            "topk_group": (1,),
+            "num_expert_groups": (1,),
+            "num_limited_groups": (1,),
+        },
+        qk_norm=True,
+        gate=GateFunction.SIGMOID,
+        norms=NormPlacement.SANDWICH,
+        wide_norms=True,
+        scale_key="mup_enabled",
+        local_rope=True,
+        moe=MoEFamily(
+            64,
+            scoring=Scoring.SIGMOID,
+            norm_key=None,
+            factor_key="route_scale",
+            choice_bias=True,
+            shared_count_key="num_shared_experts",
+            dense_keys=words("num_dense_layers"),
+        ),
     ),
 }

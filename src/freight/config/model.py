@@ -238,7 +238,7 @@ def _embedding_size(config: Mapping[str, Any], hidden_size: int) -> int | None:
 
 
 def _embedding_multiplier(config: Mapping[str, Any], family: Family, hidden_size: int) -> float | None:
-    if family.scales_embedding:
+    if family.scales_embedding or (family.scale_key is not None and flag(config, family.scale_key)):
         return float(hidden_size**0.5)
     return _unless_1(config, "embedding_multiplier") if family.multipliers else None
 

@@ -27,7 +27,7 @@ class TensorNames:
     head_gate                      of what attention returns (`AttentionConfig.gate`)
     sinks                          of attention, in models that have them
     stacked                        `gate_up` and `down` of all experts, where a checkpoint has a 3-D tensor of each
-    attention_post, mlp_post       norms of the outputs, in layers that have them (`NormPlacement.SANDWICH`)
+    attention_post, mlp_post       norms of the outputs, in layers that have them (`NormPlacement.has_outputs`)
     choice_bias_outer              dimensions of `choice_bias` before that of experts
     scalar                         what the output of a layer is multiplied by, in models that have it
     unused                         patterns of tensors that the decoder does not need, with the reason
@@ -82,6 +82,11 @@ _SANDWICH = TensorNames(
     mlp_post="post_feedforward_layernorm.weight",
 )
 
+_OUTPUT = TensorNames(
+    attention_post="post_attention_layernorm.weight",
+    mlp_post="post_feedforward_layernorm.weight",
+)
+
 _VISION = tuple(
     (pattern, "of the vision model: Freight runs the text model alone")
     for pattern in ("*vision_tower.*", "*multi_modal_projector.*")
@@ -123,6 +128,18 @@ ARCHITECTURES = {
         choice_bias="mlp.moe_statics.e_score_correction_bias",
         choice_bias_outer=(1,),
         shared="mlp.shared_experts.",
+    ),
+    "Olmo2ForCausalLM": _OUTPUT,
+    "Olmo3ForCausalLM": _OUTPUT,
+    "Exaone4ForCausalLM": _OUTPUT,
+    "AfmoeForCausalLM": TensorNames(
+        head_gate="self_attn.gate_proj",
+        router="mlp.router.gate",
+        choice_bias="mlp.expert_bias",
+        shared="mlp.shared_experts.",
+        mlp_norm="pre_mlp_layernorm.weight",
+        attention_post="post_attention_layernorm.weight",
+        mlp_post="post_mlp_layernorm.weight",
     ),
     "LagunaForCausalLM": TensorNames(choice_bias="mlp.experts.e_score_correction_bias"),
     "MellumForCausalLM": TensorNames(unused=(("mtp.*", "of a layer that predicts further tokens"),)),

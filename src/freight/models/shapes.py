@@ -67,8 +67,8 @@ def _layer_shapes(layer: LayerConfig, config: ModelConfig, names: TensorNames) -
         shapes[f"{name}.weight"] = (rows, columns)
         if bias:
             shapes[f"{name}.bias"] = (rows,)
-    norms = [names.attention_norm, names.mlp_norm]
-    if layer.norms is NormPlacement.SANDWICH:
+    norms = [] if layer.norms is NormPlacement.OUTPUT else [names.attention_norm, names.mlp_norm]
+    if layer.norms.has_outputs:
         norms += [names.attention_post, names.mlp_post]
     shapes |= dict.fromkeys([tensor for norm in norms for tensor in _norm_tensors(norm, config)], (hidden,))
     if mixer.qk_norm:

@@ -94,8 +94,8 @@ class _Count:
     def layer(self, index: int, layer: LayerConfig) -> int:
         mixer, hidden, names = layer.mixer, self.model.hidden_size, self.names
         prefix = names.layer.format(index)
-        norms = 2 * self.norm(hidden)
-        if layer.norms is NormPlacement.SANDWICH:
+        norms = 0 if layer.norms is NormPlacement.OUTPUT else 2 * self.norm(hidden)
+        if layer.norms.has_outputs:
             norms += 2 * self.norm_weight(hidden)
         if mixer.qk_norm:
             norms += sum(map(self.norm_weight, mixer.qk_norm_sizes[: len(mixer.projected_sizes)]))

@@ -44,10 +44,14 @@ FAMILIES = {
     "seed_oss": "SeedOssForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
+    "exaone4": "Exaone4ForCausalLM",
+    "afmoe": "AfmoeForCausalLM",
     "laguna": "LagunaForCausalLM",
     "mellum": "MellumForCausalLM",
 }
-TWO_ROPES = ("gemma3_text", "gemma4_text", "laguna", "mellum")
+TWO_ROPES = ("gemma3_text", "gemma4_text", "laguna", "mellum", "olmo3")
 NOT_ALWAYS = {"gemma4_text": {"hidden_size_per_layer_input": 0}}
 ALL_WINDOWS = ("mistral", "phi3")  # families whose configuration has no layer_types
 

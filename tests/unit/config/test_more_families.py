@@ -192,3 +192,45 @@ def test_mellum_has_windows_experts_in_every_layer_and_layers_that_do_not_run():
     assert all(isinstance(one, MoEConfig) and one.routing == Routing(64, 8) for one in moe)
     assert "mtp.*" in [pattern for pattern, _ in tensor_names(model).unused]
     refused("partial_rotary_factor", model_type="mellum", partial_rotary_factor=0.5)
+
+
+def test_norms_and_windows_of_olmo():
+    olmo = parse_model_config(config("olmo2"))
+    layer = olmo.layers[0]
+    assert (layer.norms, layer.mixer.qk_norm_sizes, olmo.wide_norms) == (NormPlacement.OUTPUT, (256, 128), True)
+    assert windows("olmo2") == (None,) * 4
+    assert windows("olmo3") == (4096, 4096, 4096, None)
+    yarn = {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+    older = parse_model_config(config("olmo3", rope_theta=5e5, rope_scaling=yarn))  # of layers without a window alone
+    assert [(rope.kind, rope.theta) for rope in older.ropes] == [("yarn", 5e5), ("default", 5e5)]
+    refused("clip_qkv", model_type="olmo2", clip_qkv=8.0)
+
+
+def test_layers_with_a_window_alone_rotate_in_exaone_and_trinity():
+    def ropes(model_type, **more):
+        return [layer.mixer.rope for layer in parse_model_config(config(model_type, **more)).layers]
+
+    assert ropes("exaone4") == ropes("afmoe") == [0, 0, 0, None]
+    kinds = ["full_attention", "sliding_attention"] * 2
+    assert ropes("exaone4", sliding_window_pattern="LLLG", layer_types=kinds) == [None, 0, None, 0]
+    whole = {"sliding_window": None, "sliding_window_pattern": 0, "layer_types": ["full_attention"] * 4}
+    assert ropes("exaone4", **whole) == [0] * 4
+    assert windows("exaone4", **whole) == (None,) * 4
+    refused("sliding_window_pattern", "LLLG", model_type="exaone4", sliding_window_pattern="LLLG")
+    assert ropes("afmoe", global_attn_every_n_layers=2) == [0, None, 0, None]
+
+
+def test_trinity():
+    said = {"route_norm": True, "score_func": "sigmoid", "n_group": 1, "num_limited_groups": 1, "use_grouped_mm": True}
+    model = parse_model_config(config("afmoe", **said, mup_enabled=True, num_dense_layers=2, route_scale=2.8))
+    assert model.embedding_multiplier == 256**0.5
+    assert not model.rounds_multiplier
+    assert parse_model_config(config("afmoe")).embedding_multiplier is None
+    assert model.layers[0].mixer.gate == OutputGate(GateFunction.SIGMOID, by_head=False)
+    assert model.layers[0].mixer.gate_size == 4 * 128
+    assert [isinstance(layer.feed_forward, MoEConfig) for layer in model.layers] == [False, False, True, True]
+    moe = model.layers[2].feed_forward
+    assert isinstance(moe, MoEConfig)
+    assert (moe.routing, moe.shared) == (Routing(64, 6, Scoring.SIGMOID, True, 2.8), DenseConfig(2 * 1408))
+    refused("n_group", "2", model_type="afmoe", n_group=2)
+    refused("score_func", "softmax", model_type="afmoe", score_func="softmax")
