@@ -57,16 +57,28 @@ FAST: dict[str, dict[str, Any]] = {
 }
 SLOW: dict[str, dict[str, Any]] = {
     "apertus": {},
-    "arcee": HEAD,
     "biogpt": {},
     "bitnet": {},
     "cohere": {},
     "cwm": HEAD | WINDOW,
+    "dots1": HEAD | ROUTED,
+    "exaone_moe": HEAD
+    | WINDOW
+    | {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_shared_experts": 1,
+    },
     "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
     "gemma": HEAD,
     "gpt_bigcode": {},
     "granitemoeshared": LOCAL | {"shared_intermediate_size": 32},
+    "helium": HEAD,
     "hunyuan_v1_dense": HEAD,
+    "hyperclovax": HEAD,
     "jais2": HEAD,
     "ministral": HEAD | WINDOW,
     "nanochat": {},

@@ -36,7 +36,7 @@ BFLOAT16 = (
     *("llama-llama3", "mistral-window", "ministral3", "qwen2", "qwen3", "gemma2", "gemma3", "phi3-window", "opt"),
     *("opt-350m", "granite", "glm", "glm4", "smollm3", "ernie4-5", "seed-oss", "gpt-oss", "mixtral", "qwen2-moe"),
     *("qwen3-moe", "glm4-moe", "minimax-m2", "hy-v3", "ernie4-5-moe", "granite-moe", "gemma4"),
-    *("laguna", "mellum", "olmo2", "olmo3", "exaone4", "afmoe"),
+    *("laguna", "mellum", "olmo2", "olmo3", "exaone4", "afmoe", "arcee"),
 )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import (
     AfmoeConfig,
+    ArceeConfig,
     AutoModelForCausalLM,
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
@@ -173,6 +174,8 @@ VARIANTS: dict[str, PretrainedConfig] = {
     "ernie4-5-moe-few": Ernie4_5_MoeConfig(
         **SHAPE, moe_num_experts=8, moe_k=3, moe_intermediate_size=32, moe_layer_end_index=1, moe_num_shared_experts=0
     ),
+    "arcee": ArceeConfig(**SHAPE, rope_parameters={**YARN, "rope_theta": 10000.0}),
+    "arcee-biases": ArceeConfig(**SHAPE, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
     "olmo2": Olmo2Config(**SHAPE),
     "olmo2-biases": Olmo2Config(**SHAPE, attention_bias=True, tie_word_embeddings=True),
     "olmo3": Olmo3Config(

@@ -117,7 +117,7 @@ _ACTIVATIONS: Mapping[str, GatedActivation] = {
     "swish": GatedActivation.SILU,
     "gelu_pytorch_tanh": GatedActivation.GELU_TANH,
 }
-_UNGATED: Mapping[str, Activation] = {"relu": Activation.RELU}
+_UNGATED: Mapping[str, Activation] = {"relu": Activation.RELU, "relu2": Activation.RELU_SQUARED}
 
 
 def parse_model_config(config: Mapping[str, Any], tensors: Collection[str] = ()) -> ModelConfig:

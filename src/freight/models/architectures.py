@@ -129,6 +129,7 @@ ARCHITECTURES = {
         choice_bias_outer=(1,),
         shared="mlp.shared_experts.",
     ),
+    "ArceeForCausalLM": TensorNames(gate_up=("mlp.up_proj",)),
     "Olmo2ForCausalLM": _OUTPUT,
     "Olmo3ForCausalLM": _OUTPUT,
     "Exaone4ForCausalLM": _OUTPUT,

@@ -51,7 +51,7 @@ def stored(folder: Path) -> list[tuple[float, float]]:
         *("llama-llama3", "qwen3", "ministral3", "gemma2", "gemma3-two-ropes", "phi3-partial", "opt", "opt-350m"),
         *("granite", "glm4", "smollm3", "mixtral", "qwen2-moe", "glm4-moe", "minimax-m2", "hy-v3", "ernie4-5-moe"),
         *("ernie4-5", "seed-oss", "gpt-oss", "granite-moe", "gemma4"),
-        *("olmo2", "olmo3", "exaone4", "laguna", "afmoe"),
+        *("olmo2", "olmo3", "exaone4", "laguna", "afmoe", "arcee"),
     ],
 )
 def test_scales_are_those_of_the_keys_and_values_that_the_engine_stores(variant: str, tmp_path: Path):

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from freight.config.model import ModelConfig, parse_model_config, stop_token_ids
 from freight.errors import CheckpointError
 from freight.fp8.formats import Format
-from freight.operands.activation import GatedActivation
+from freight.operands.activation import Activation, GatedActivation
 
 SHAPE = {
     "vocab_size": 512,
@@ -48,6 +48,7 @@ FAMILIES = {
     "olmo3": "Olmo3ForCausalLM",
     "exaone4": "Exaone4ForCausalLM",
     "afmoe": "AfmoeForCausalLM",
+    "arcee": "ArceeForCausalLM",
     "laguna": "LagunaForCausalLM",
     "mellum": "MellumForCausalLM",
 }
@@ -56,7 +57,11 @@ NOT_ALWAYS = {"gemma4_text": {"hidden_size_per_layer_input": 0}}
 ALL_WINDOWS = ("mistral", "phi3")  # families whose configuration has no layer_types
 
 
-ACTIVATIONS = {"silu": GatedActivation.SILU, "gelu_pytorch_tanh": GatedActivation.GELU_TANH}
+ACTIVATIONS = {
+    "relu2": Activation.RELU_SQUARED,
+    "silu": GatedActivation.SILU,
+    "gelu_pytorch_tanh": GatedActivation.GELU_TANH,
+}
 
 
 def windows_of(model: ModelConfig) -> tuple[int | None, ...]:

@@ -8,6 +8,7 @@ from tests.unit.config.test_model import config, refused, windows
 from freight.config.layer import DenseConfig, GateFunction, MoEConfig, NormPlacement, OutputGate
 from freight.config.model import parse_model_config
 from freight.models.architectures import tensor_names
+from freight.operands.activation import Activation
 from freight.operands.routing import Routing, Scoring
 
 
@@ -234,3 +235,10 @@ def test_trinity():
     assert (moe.routing, moe.shared) == (Routing(64, 6, Scoring.SIGMOID, True, 2.8), DenseConfig(2 * 1408))
     refused("n_group", "2", model_type="afmoe", n_group=2)
     refused("score_func", "softmax", model_type="afmoe", score_func="softmax")
+
+
+def test_arcee_has_no_gate():
+    feed_forward = parse_model_config(config("arcee", mlp_bias=True)).layers[0].feed_forward
+    assert feed_forward == DenseConfig(384, Activation.RELU_SQUARED, True)
+    assert feed_forward.up_sizes == (384,)
+    refused("hidden_act", "silu", model_type="arcee", hidden_act="silu")

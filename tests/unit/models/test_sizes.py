@@ -87,7 +87,7 @@ OF_FAMILIES = (
         "hy-v3-float32-head",
         "granite-moe",
     ),
-    *("laguna", "laguna-by-channel", "mellum", "olmo2", "olmo3", "exaone4", "afmoe"),
+    *("laguna", "laguna-by-channel", "mellum", "olmo2", "olmo3", "exaone4", "afmoe", "arcee"),
 )
 
 
