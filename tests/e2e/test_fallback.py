@@ -60,6 +60,7 @@ SLOW: dict[str, dict[str, Any]] = {
     "biogpt": {},
     "bitnet": {},
     "cohere": {},
+    "cohere2_moe": HEAD | WINDOW | {"num_experts": 4, "num_experts_per_tok": 2},
     "cwm": HEAD | WINDOW,
     "dots1": HEAD | ROUTED,
     "exaone_moe": HEAD
@@ -78,7 +79,10 @@ SLOW: dict[str, dict[str, Any]] = {
     "granitemoeshared": LOCAL | {"shared_intermediate_size": 32},
     "helium": HEAD,
     "hunyuan_v1_dense": HEAD,
+    "hunyuan_v1_moe": HEAD | {"num_experts": 4, "moe_topk": 2},
     "hyperclovax": HEAD,
+    "internlm3": HEAD,
+    "iquestcoder": HEAD,
     "jais2": HEAD,
     "ministral": HEAD | WINDOW,
     "nanochat": {},
