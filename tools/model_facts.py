@@ -38,6 +38,7 @@ _ATTENTION = {
     "o_bias": "bias of the output",
     "soft_cap": "soft cap",
     "sinks": "sinks",
+    "gate": "gate of the output",
 }
 _SHAPE = frozenset({"num_heads", "num_kv_heads", "k_dim", "v_dim", "softmax_scale", "window", "rope"})
 _EXPERTS = {"choice_bias": "bias for the choice", "router_bias": "bias of the router", "bias": "biases of experts"}
@@ -50,6 +51,7 @@ _SCORING = {
 _NORMS = {
     NormPlacement.PRE: "of inputs",
     NormPlacement.SANDWICH: "of inputs and outputs",
+    NormPlacement.OUTPUT: "of outputs",
     NormPlacement.POST: "of sums",
 }
 _UNKNOWN = "transformers does not know it"

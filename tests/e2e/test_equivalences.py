@@ -54,6 +54,8 @@ DIFFERENT = (
     "qwen3-moe",
     "minimax-m2",
     "gpt-oss",
+    "laguna",
+    "olmo3",
 )
 FAMILIES = [(variant, kernels) for variant, kernels in CASES if variant in DIFFERENT]
 SETUPS = [  # (model, cache, kernels)

@@ -37,6 +37,7 @@ BFLOAT16 = (
     *("opt-350m", "granite", "glm", "glm4", "smollm3", "ernie4-5", "seed-oss", "gpt-oss", "mixtral", "qwen2-moe"),
     *("qwen3-moe", "glm4-moe", "minimax-m2", "hy-v3", "ernie4-5-moe", "granite-moe", "gemma4"),
     *("gemma4-own-inputs", "gemma4-moe", "gemma4-unified"),
+    *("laguna", "mellum", "olmo2", "olmo3", "exaone4", "afmoe", "arcee"),
 )
 
 

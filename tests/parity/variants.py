@@ -7,10 +7,13 @@ from typing import Any
 
 import torch
 from transformers import (
+    AfmoeConfig,
+    ArceeConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
+    Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
@@ -24,11 +27,15 @@ from transformers import (
     GraniteConfig,
     GraniteMoeConfig,
     HYV3Config,
+    LagunaConfig,
     LlamaConfig,
+    MellumConfig,
     MiniMaxM2Config,
     Ministral3Config,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
+    Olmo3Config,
     OPTConfig,
     Phi3Config,
     PretrainedConfig,
@@ -89,6 +96,13 @@ VISION: dict[str, Any] = {"depth": 1, "hidden_size": 16, "intermediate_size": 24
 SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 HALF = {**SECTIONS, "mrope_section": [1, 1, 2]}
 QWEN3_VISION = {**VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+TWO_ROPES: dict[str, Any] = {
+    "full_attention": {**YARN, "rope_theta": 5e5, "partial_rotary_factor": 0.5},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+}
+WINDOWS: dict[str, Any] = {
+    "head_dim": 16, "sliding_window": 24, "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]
+}  # fmt: skip
 OPT: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 64,
@@ -184,6 +198,45 @@ VARIANTS: dict[str, PretrainedConfig] = {
     "ernie4-5-moe": Ernie4_5_MoeConfig(**SHAPE, moe_num_experts=8, moe_k=3, moe_intermediate_size=32),
     "ernie4-5-moe-few": Ernie4_5_MoeConfig(
         **SHAPE, moe_num_experts=8, moe_k=3, moe_intermediate_size=32, moe_layer_end_index=1, moe_num_shared_experts=0
+    ),
+    "arcee": ArceeConfig(**SHAPE, rope_parameters={**YARN, "rope_theta": 10000.0}),
+    "arcee-biases": ArceeConfig(**SHAPE, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+    "olmo2": Olmo2Config(**SHAPE),
+    "olmo2-biases": Olmo2Config(**SHAPE, attention_bias=True, tie_word_embeddings=True),
+    "olmo3": Olmo3Config(
+        **{**SHAPE, "num_hidden_layers": 4}, sliding_window=24,
+        rope_parameters={"full_attention": {**YARN, "rope_theta": 5e5}},
+    ),
+    "exaone4": Exaone4Config(
+        **SHAPE, head_dim=32, sliding_window=24, sliding_window_pattern=2,
+        rope_parameters={**LLAMA3, "rope_theta": 1e6},
+    ),
+    "exaone4-without-window": Exaone4Config(
+        **SHAPE, head_dim=16, sliding_window=None, layer_types=["full_attention"] * 3, tie_word_embeddings=True
+    ),
+    "afmoe": AfmoeConfig(
+        **SHAPE, **MOE, head_dim=16, sliding_window=24, global_attn_every_n_layers=2, mup_enabled=True,
+        num_shared_experts=1, route_scale=1.7,
+    ),
+    "afmoe-plain": AfmoeConfig(
+        **SHAPE, **MOE, head_dim=32, sliding_window=24, layer_types=["full_attention"] * 2 + ["sliding_attention"],
+        num_dense_layers=2, tie_word_embeddings=True,
+    ),
+    "laguna": LagunaConfig(
+        **SHAPE, **MOE, **WINDOWS, shared_expert_intermediate_size=48, num_attention_heads_per_layer=[4, 6, 2],
+        moe_routed_scaling_factor=1.7, rope_parameters=TWO_ROPES,
+    ),
+    "laguna-by-channel": LagunaConfig(
+        **SHAPE, **MOE, **WINDOWS, shared_expert_intermediate_size=48, gating="per-element", attention_bias=True,
+        mlp_layer_types=["sparse", "dense", "sparse"],
+    ),
+    "mellum": MellumConfig(
+        **SHAPE, **MOE, **WINDOWS,
+        rope_parameters={**TWO_ROPES, "full_attention": {**YARN, "rope_theta": 5e5}},
+    ),
+    "mellum-plain": MellumConfig(
+        **SHAPE, **MOE, head_dim=32, norm_topk_prob=False, attention_bias=True, tie_word_embeddings=True,
+        mlp_layer_types=["sparse", "dense", "sparse"],
     ),
     "ernie4-5": Ernie4_5Config(**SHAPE, head_dim=32, use_bias=True),
     "seed-oss": SeedOssConfig(**SHAPE, head_dim=32),

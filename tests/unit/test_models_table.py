@@ -37,7 +37,7 @@ def test_every_family_has_variants_that_are_compared(tests: Tables) -> None:
         ("qwen3", {}, "natively", ""),
         ("mistral3", {"text_type": "ministral3"}, "natively", ""),
         ("mistral3", {"text_type": "mistral4"}, "refused", "mistral4"),
-        ("laguna", {}, "through transformers", ""),
+        ("cohere2", {}, "through transformers", ""),
         ("deepseek_v3", {}, "refused", "MLA"),
         ("qwen3_5", {"text_type": "qwen3_5_text"}, "refused", "qwen3_5_text: layers of kind 'linear_attention'"),
         ("deepseek_v3", {"keys": {"kv_lora_rank": 64}}, "refused", "kv_lora_rank = 64"),
@@ -45,7 +45,7 @@ def test_every_family_has_variants_that_are_compared(tests: Tables) -> None:
     ],
 )
 def test_the_code_is_asked(model_type: str, more: dict[str, Any], runs: str, reason: str, tests: Tables) -> None:
-    """Also of a model type that is moved to a row: `laguna` is settled by a row or by the tables of the fallback."""
+    """Also of a model type that is moved to a row: `cohere2` is settled by a row or by the tables of the fallback."""
     verdict = ask(model_type, tests, **more)
     assert verdict.runs == ("natively" if model_type in FAMILIES and not reason else runs)
     assert reason in verdict.reason

@@ -41,7 +41,7 @@ class LayerModules:
     gate_up, down   of the feed-forward, or of the shared experts; empty in a layer without these
     experts         None in a layer without experts
     own_gate, own_down   of what each token has for this layer alone (`LayerConfig.input`); empty without it
-    kept            a router and what weighs shared experts: they stay in 16 bits
+    kept            a router, and what weighs shared experts or heads: they stay in 16 bits
     """
 
     attention: str
@@ -78,8 +78,9 @@ def layer_modules(config: ModelConfig) -> tuple[LayerModules, ...]:
         dense = (names.gate_up, names.down) if isinstance(mlp, DenseConfig) else shared_names(names)
         gate_up, down = tuple(prefix + part for part in dense[0]), (prefix + dense[1],)
         attention, o = qkv[0].rpartition(".")[0], (prefix + names.o,)
+        gate = () if layer.mixer.gate is None else (prefix + names.head_gate,)
         if isinstance(mlp, DenseConfig):
-            return LayerModules(attention, qkv, o, gate_up, down)
+            return LayerModules(attention, qkv, o, gate_up, down, kept=gate)
         expert = prefix + names.expert
         every = [expert.format(i) for i in range(1 if names.interleaved else mlp.num_experts)]
         experts = ExpertModules(
@@ -88,7 +89,7 @@ def layer_modules(config: ModelConfig) -> tuple[LayerModules, ...]:
             gate_up=tuple(one + part for one in every for part in names.expert_gate_up),
             down=tuple(one + names.expert_down for one in every),
         )
-        kept = (prefix + names.router, *((prefix + names.shared_gate,) if mlp.shared_gate else ()))
+        kept = (*gate, prefix + names.router, *((prefix + names.shared_gate,) if mlp.shared_gate else ()))
         if mlp.shared is None:
             return LayerModules(attention, qkv, o, (), (), experts, kept)
         return LayerModules(attention, qkv, o, gate_up, down, experts, kept)
@@ -113,8 +114,8 @@ def head_module(config: ModelConfig) -> str:
 
 
 def kept_modules(config: ModelConfig) -> tuple[str, ...]:
-    """Linear modules beside the head that always stay in 16 bits: routers, gates of shared experts, and those outside
-    of the layers.
+    """Linear modules beside the head that always stay in 16 bits: routers, gates of shared experts and of heads, and
+    those outside of the layers.
     """
     names = tensor_names(config)
     outer = () if config.embedding_size is None else (names.project_in, names.project_out)

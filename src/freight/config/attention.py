@@ -8,7 +8,7 @@ from typing import Any
 
 from freight.config.family import Family
 from freight.config.fields import flag, integer, number
-from freight.config.layer import AttentionConfig
+from freight.config.layer import AttentionConfig, OutputGate
 from freight.errors import CheckpointError, choices
 
 
@@ -20,11 +20,31 @@ def parse_mixers(config: Mapping[str, Any], family: Family, hidden_size: int) ->
     if family.own_heads:
         windows = (*windows[:-1], None)  # the last layer has none, whatever the keys say: so transformers reads them
     rotated = _rotated(config, family, len(windows))
+    if family.local_rope and config.get("sliding_window") is not None:
+        rotated = [window is not None for window in windows]
     mixers = [
         replace(mixer, window=window, rope=(0 if window is None else local) if rotates else None)
         for window, rotates in zip(windows, rotated, strict=True)
     ]
+    if "num_attention_heads_per_layer" in family.keys:
+        mixers = _with_heads(config, mixers)
     return tuple(_with_shared(config, _with_own_heads(config, mixers)) if family.own_heads else mixers)
+
+
+def _with_heads(config: Mapping[str, Any], mixers: Sequence[AttentionConfig]) -> list[AttentionConfig]:
+    """`mixers` with as many query heads as `num_attention_heads_per_layer` says, if it is there (Laguna)."""
+    key = "num_attention_heads_per_layer"
+    counts = config.get(key)
+    if counts is None:
+        return list(mixers)
+    if not isinstance(counts, list) or len(counts) != len(mixers):
+        raise CheckpointError(
+            f"config.json: {key} = {counts!r} must be a list of num_hidden_layers = {len(mixers)} numbers"
+        )
+    heads = [integer({key: count}, key) for count in counts]
+    for count in heads:
+        _require_multiple(count, mixers[0].num_kv_heads, "num_key_value_heads", key)
+    return [replace(mixer, num_heads=count) for mixer, count in zip(mixers, heads, strict=True)]
 
 
 def _with_shared(config: Mapping[str, Any], mixers: Sequence[AttentionConfig]) -> list[AttentionConfig]:
@@ -93,11 +113,22 @@ def _softmax_scale(config: Mapping[str, Any], family: Family, head_dim: int) -> 
     return float(number(config, "query_pre_attn_scalar", head_dim) ** -0.5)
 
 
-def _require_multiple(heads: int, kv_heads: int, key: str) -> None:
+def _require_multiple(heads: int, kv_heads: int, key: str, heads_key: str = "num_attention_heads") -> None:
     if heads % kv_heads:
         raise CheckpointError(
-            f"config.json contradicts itself: num_attention_heads = {heads} is not a multiple of {key} = {kv_heads}"
+            f"config.json contradicts itself: {heads_key} = {heads} is not a multiple of {key} = {kv_heads}"
         )
+
+
+def _gate(config: Mapping[str, Any], family: Family) -> OutputGate | None:
+    if family.gate is None or family.gate_key is None:
+        return None if family.gate is None else OutputGate(family.gate, by_head=False)
+    said = config.get(family.gate_key)
+    if said is not True and said not in ("per-head", "per-element"):
+        raise CheckpointError(
+            f"config.json: {family.gate_key} = {said!r} is not implemented; true, 'per-head' and 'per-element' are"
+        )
+    return OutputGate(family.gate, by_head=said != "per-element")
 
 
 def _mixer(config: Mapping[str, Any], family: Family, hidden_size: int) -> AttentionConfig:
@@ -121,6 +152,7 @@ def _mixer(config: Mapping[str, Any], family: Family, hidden_size: int) -> Atten
         o_bias=o_bias,
         soft_cap=soft_cap(config, "attn_logit_softcapping"),
         sinks=family.sinks,
+        gate=_gate(config, family),
     )
 
 
@@ -153,7 +185,9 @@ def _windows(config: Mapping[str, Any], family: Family, num_layers: int) -> tupl
     elif window is not None:
         window = integer(config, "sliding_window")
     first = integer(config, "max_window_layers", 0, least=0)
-    pattern = integer(config, "sliding_window_pattern", num_layers + 1)
+    pattern = integer(config, "global_attn_every_n_layers", num_layers + 1)
+    if not config.get("layer_types"):  # else EXAONE 4 has 0 there, or a word of letters: 'LLLG'
+        pattern = integer(config, "sliding_window_pattern", pattern)
     default = [window is not None and i >= first and (i + 1) % pattern != 0 for i in range(num_layers)]
     if "no_rope_layers" in family.keys:  # layers that rotate see everything
         rotated = _rotated(config, family, num_layers)

@@ -33,8 +33,8 @@ class MoEFamily:
     switch_key       whether there are experts at all; None: there are
     beside           `MoEConfig.beside`; the shared feed-forward is as wide as `intermediate_size` says
     dense_keys       what tells the layers without experts: `decoder_sparse_step`, `mlp_only_layers`,
-                     `first_k_dense_replace`, `mlp_layer_types`, `moe_layer_start_index`, `moe_layer_end_index`,
-                     `moe_layer_interval`
+                     `first_k_dense_replace`, `num_dense_layers`, `mlp_layer_types`, `moe_layer_start_index`,
+                     `moe_layer_end_index`, `moe_layer_interval`
     """
 
     count: int | None = None
@@ -137,7 +137,10 @@ def layers_with_experts(config: Mapping[str, Any], num_layers: int) -> list[bool
     if config.get("mlp_layer_types"):
         return _sparse_types(config["mlp_layer_types"], num_layers)
     step = integer(config, "decoder_sparse_step", integer(config, "moe_layer_interval", 1))
-    first = integer(config, "first_k_dense_replace", integer(config, "moe_layer_start_index", 0, least=0), least=0)
+    first = max(
+        integer(config, key, 0, least=0)
+        for key in ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
+    )
     last = integer(config, "moe_layer_end_index", -1, least=-1)
     end = num_layers if last == -1 else last + 1
     dense = config.get("mlp_only_layers") or []

@@ -9,6 +9,7 @@ from freight.config.family import Family, words
 from freight.config.gemma import GEMMAS
 from freight.config.layer import NormKind, NormPlacement
 from freight.config.mixtures import MIXTURES
+from freight.config.output_norms import OUTPUT_NORMS
 from freight.config.wrapped import wrapped
 from freight.operands.activation import GatedActivation
 from freight.operands.routing import Scoring
@@ -280,6 +281,23 @@ _ROWS = {
     ),
     "glm": _GLM,
     "glm4": replace(_GLM, architecture="Glm4ForCausalLM", norms=NormPlacement.SANDWICH),
+    "arcee": Family(
+        "ArceeForCausalLM",
+        {
+            "vocab_size": 32000,
+            "hidden_size": 2560,
+            "intermediate_size": 18432,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "bos_token_id": 128000,
+            "eos_token_id": 128001,
+            "hidden_act": "relu2",
+        },
+        words("attention_bias mlp_bias"),
+        gated=False,
+    ),
     "opt": Family(
         "OPTForCausalLM",
         {
@@ -313,5 +331,6 @@ _ROWS = {
     ),
     **GEMMAS,
     **MIXTURES,
+    **OUTPUT_NORMS,
 }
 FAMILIES = {**_ROWS, **wrapped(_ROWS)}

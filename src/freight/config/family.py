@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from freight.config.experts import MoEFamily
-from freight.config.layer import NormKind, NormPlacement
+from freight.config.layer import GateFunction, NormKind, NormPlacement
 
 
 def words(text: str) -> frozenset[str]:
@@ -27,6 +27,8 @@ class Family:
     sinks              whether each query head has a sink (`KernelSet.attention`)
     qk_norm            whether q and k are normed, head by head; qk_norm_key: has the answer, in families that differ
     qk_norm_whole      whether that norm is over all heads of q together, and of k
+    gate               what weighs the result of each head; None: nothing does. gate_key says whether heads have one
+                       factor each, or one for each channel; without such a key each channel has one
     v_norm             whether the values of each head are divided by their root mean square
     own_heads          whether layers without a window have a head size and KV heads of their own (`global_head_dim`,
                        `num_global_key_value_heads`), and perhaps no projection of values (`attention_k_eq_v`)
@@ -34,7 +36,8 @@ class Family:
     norm_kind, norm_eps  of every norm; an eps of None is read from `rms_norm_eps`
     norm_offset        what is added to a stored norm weight
     wide_norms         whether norms multiply by their weight in float32, before they round; with an offset they do
-    scales_embedding   whether the embedding's rows are multiplied by the square root of `hidden_size`
+    scales_embedding   whether the embedding's rows are multiplied by the square root of `hidden_size`, rounded to the
+                       compute dtype; scale_key: has the answer, and the number is not rounded
     layer_scalar       whether the output of each layer is multiplied by a number that it stores
     multipliers        whether `embedding_multiplier`, `attention_multiplier`, `residual_multiplier` and
                        `logits_scaling` are read (Granite)
@@ -47,6 +50,7 @@ class Family:
     position_offset    row of the learned embedding of position 0; None: positions are rotary
     theta              of rotary embedding, where config.json names none
     local_theta        the same of layers with a window, if these have a rope of their own (`rope_local_base_freq`)
+    local_rope         whether layers without a window do not rotate queries and keys, in models that have a window
     rotary_factor      share of a head's channels that are rotated, where no `partial_rotary_factor` (or `rotary_dim`,
                        their number) says it; None: all
                        are, and no key may say otherwise
@@ -76,6 +80,8 @@ class Family:
     qk_norm: bool = False
     qk_norm_key: str | None = None
     qk_norm_whole: bool = False
+    gate: GateFunction | None = None
+    gate_key: str | None = None
     v_norm: bool = False
     own_heads: bool = False
     softmax_scale: float | None = None
@@ -85,6 +91,7 @@ class Family:
     norm_offset: float = 0.0
     wide_norms: bool = False
     scales_embedding: bool = False
+    scale_key: str | None = None
     layer_scalar: bool = False
     multipliers: bool = False
     mixed_windows: bool = True
@@ -95,6 +102,7 @@ class Family:
     position_offset: int | None = None
     theta: float = 10000.0
     local_theta: float | None = None
+    local_rope: bool = False
     rotary_factor: float | None = None
     proportional: bool = False
     interleaved: bool = False

@@ -13,6 +13,24 @@ from freight.operands.activation import Activation, GatedActivation
 from freight.operands.routing import Routing
 
 
+class GateFunction(StrEnum):
+    """What makes a factor of the number that a gate projects to."""
+
+    SOFTPLUS = "softplus"  # ln(1 + e^x)
+    SIGMOID = "sigmoid"  # 1 / (1 + e^-x)
+
+
+@dataclass(frozen=True)
+class OutputGate:
+    """A projection of the layer's input, whose `function` multiplies what attention returns, before it is projected.
+
+    by_head   whether all channels of a head have one factor; else each channel has its own
+    """
+
+    function: GateFunction
+    by_head: bool
+
+
 @dataclass(frozen=True)
 class AttentionConfig:
     """Grouped-query attention (Ainslie et al. 2023).
@@ -30,6 +48,7 @@ class AttentionConfig:
     qkv_bias, o_bias whether the projections have biases
     soft_cap         a score s becomes soft_cap * tanh(s / soft_cap); None: unbounded
     sinks            whether each query head has a sink (`KernelSet.attention`)
+    gate             what weighs the result of each head; None: nothing does
     """
 
     num_heads: int
@@ -48,6 +67,14 @@ class AttentionConfig:
     o_bias: bool = False
     soft_cap: float | None = None
     sinks: bool = False
+    gate: OutputGate | None = None
+
+    @property
+    def gate_size(self) -> int:
+        """Rows of the projection of `gate`."""
+        if self.gate is None:
+            return 0
+        return self.num_heads if self.gate.by_head else self.num_heads * self.v_dim
 
     @property
     def qkv_sizes(self) -> tuple[int, int, int]:
@@ -150,8 +177,14 @@ class NormKind(StrEnum):
 class NormPlacement(StrEnum):
     """What is normed in a layer."""
 
+    @property
+    def has_outputs(self) -> bool:
+        """Whether what mixer and feed-forward return is normed before it is added."""
+        return self in (NormPlacement.SANDWICH, NormPlacement.OUTPUT)
+
     PRE = "pre"  # the inputs of mixer and feed-forward
     SANDWICH = "sandwich"  # their inputs, and their outputs before these are added to the residual stream (Gemma 2)
+    OUTPUT = "output"  # the outputs alone, before these are added (OLMo 2, arXiv 2501.00656)
     POST = "post"  # the residual stream after each addition (Vaswani et al. 2017; OPT 350M)
 
 

@@ -1,9 +1,10 @@
-"""Rows of `FAMILIES` for mixtures of experts whose router has a bias for the choice. Imports no torch."""
+"""Rows of `FAMILIES` for mixtures of experts: those with a bias for the choice, and Mellum. Imports no torch."""
 
 from __future__ import annotations
 
 from freight.config.experts import MoEFamily
 from freight.config.family import Family, words
+from freight.config.layer import GateFunction, NormPlacement
 from freight.operands.routing import Scoring
 
 MIXTURES = {
@@ -131,6 +132,127 @@ MIXTURES = {
             choice_bias=True,
             shared_count_key="moe_num_shared_experts",
             dense_keys=words("moe_layer_start_index moe_layer_end_index moe_layer_interval"),
+        ),
+    ),
+    "laguna": Family(
+        "LagunaForCausalLM",
+        {
+            "vocab_size": 100352,
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 48,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 131072,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "sliding_window": 512,
+            "use_sliding_window": True,
+            "sliding_window_pattern": 1,  # without layer_types no layer has a window
+            "gating": True,
+            "first_k_dense_replace": 1,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 500000.0, "partial_rotary_factor": 0.5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+        words("attention_bias sliding_window layer_types gating num_attention_heads_per_layer"),
+        # what a router does, in the words of older files; of these, mlp_layer_types says which layers have experts
+        fixed={
+            "norm_topk_prob": (True,),
+            "moe_router_use_sigmoid": (True,),
+            "moe_router_score_func": ("sigmoid",),
+            "moe_router_logit_softcapping": (0,),
+            "decoder_sparse_step": (1,),
+            "mlp_only_layers": (0,),
+        },
+        qk_norm=True,
+        gate=GateFunction.SOFTPLUS,
+        gate_key="gating",
+        theta=5e5,
+        local_theta=1e4,
+        rotary_factor=1.0,
+        moe=MoEFamily(
+            256,
+            scoring=Scoring.SIGMOID,
+            norm_key=None,
+            factor_key="moe_routed_scaling_factor",
+            choice_bias=True,
+            shared_width_key="shared_expert_intermediate_size",
+            dense_keys=words("mlp_layer_types"),
+        ),
+    ),
+    "mellum": Family(
+        "MellumForCausalLM",
+        {
+            "vocab_size": 98304,
+            "hidden_size": 2304,
+            "intermediate_size": 7168,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "max_position_embeddings": 131072,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 896,
+            "norm_topk_prob": True,
+            "sliding_window": 1024,
+            "use_sliding_window": True,
+            "sliding_window_pattern": 1,
+        },
+        words("attention_bias sliding_window layer_types mtp_layer_types mtp_mlp_layer_types"),
+        qk_norm=True,
+        theta=5e5,
+        local_theta=1e4,
+        moe=MoEFamily(64, dense_keys=words("mlp_layer_types")),
+        next_token_keys=words("num_nextn_predict_layers num_mtp_layers"),
+    ),
+    "afmoe": Family(
+        "AfmoeForCausalLM",
+        {
+            "vocab_size": 200192,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 16,
+            "head_dim": 128,
+            "max_position_embeddings": 16384,
+            "rms_norm_eps": 1e-5,
+            "num_experts_per_tok": 6,
+            "moe_intermediate_size": 1408,
+            "num_shared_experts": 2,
+            "num_dense_layers": 1,
+            "sliding_window": 1024,
+            "use_sliding_window": True,
+            "global_attn_every_n_layers": 4,
+        },
+        # how products are computed and how experts were balanced in training
+        words("attention_bias sliding_window layer_types global_attn_every_n_layers mup_enabled use_grouped_mm")
+        | words("load_balance_coeff"),
+        fixed={
+            "score_func": ("sigmoid",),
+            "route_norm": (True,),
+            "n_group": (1,),
+            "topk_group": (1,),
+            "num_expert_groups": (1,),
+            "num_limited_groups": (1,),
+        },
+        qk_norm=True,
+        gate=GateFunction.SIGMOID,
+        norms=NormPlacement.SANDWICH,
+        wide_norms=True,
+        scale_key="mup_enabled",
+        local_rope=True,
+        moe=MoEFamily(
+            64,
+            scoring=Scoring.SIGMOID,
+            norm_key=None,
+            factor_key="route_scale",
+            choice_bias=True,
+            shared_count_key="num_shared_experts",
+            dense_keys=words("num_dense_layers"),
         ),
     ),
 }

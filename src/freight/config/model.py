@@ -132,7 +132,7 @@ _ACTIVATIONS: Mapping[str, GatedActivation] = {
     "swish": GatedActivation.SILU,
     "gelu_pytorch_tanh": GatedActivation.GELU_TANH,
 }
-_UNGATED: Mapping[str, Activation] = {"relu": Activation.RELU}
+_UNGATED: Mapping[str, Activation] = {"relu": Activation.RELU, "relu2": Activation.RELU_SQUARED}
 
 
 def parse_model_config(config: Mapping[str, Any], tensors: Collection[str] = ()) -> ModelConfig:
@@ -266,7 +266,7 @@ def _layer_input(config: Mapping[str, Any], family: Family) -> tuple[LayerInputC
 
 
 def _embedding_multiplier(config: Mapping[str, Any], family: Family, hidden_size: int) -> float | None:
-    if family.scales_embedding:
+    if family.scales_embedding or (family.scale_key is not None and flag(config, family.scale_key)):
         return float(hidden_size**0.5)
     return _unless_1(config, "embedding_multiplier") if family.multipliers else None
 

@@ -145,8 +145,8 @@ def add_layer_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor
 
 def activated(x: Tensor, activation: Activation) -> Tensor:
     """activation(x), element by element; NaN stays NaN."""
-    assert activation is Activation.RELU
-    return torch.relu(x)
+    positive = torch.relu(x)
+    return positive.square() if activation is Activation.RELU_SQUARED else positive
 
 
 def gated(gate_up: Tensor, activation: GatedActivation) -> Tensor:

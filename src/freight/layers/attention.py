@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from freight.cache.pool import LayerKV
+from freight.config.layer import GateFunction
 from freight.kernels.interface import KernelSet
-from freight.layers.linear import Projection
+from freight.layers.linear import Linear, Projection
 from freight.operands.batch import ForwardBatch
 from freight.operands.rotary import Rotary
 
@@ -60,6 +62,24 @@ class ValueNorm:
 
 
 @dataclass(frozen=True)
+class HeadGate:
+    """Factors of what attention returns, of the layer's input: one for each head, or for each channel of a head.
+
+    They are computed in float64. torch's float32 functions have other bits at the end of a tensor than inside, and a
+    row's must not depend on the rows beside it. Factors, and what they multiply, are rounded to the compute dtype.
+    """
+
+    projection: Linear
+    function: GateFunction
+
+    def __call__(self, x: Tensor, attended: Tensor) -> Tensor:
+        """x: [num_tokens, hidden_size]; attended, and what is returned: [num_tokens, num_heads, v_dim]"""
+        logits = self.projection(x).double()
+        factors = F.softplus(logits) if self.function is GateFunction.SOFTPLUS else torch.sigmoid(logits)
+        return attended * factors.to(attended.dtype).view(*attended.shape[:2], -1)
+
+
+@dataclass(frozen=True)
 class Attention:
     """Grouped-query self-attention (Ainslie et al. 2023). `qkv` computes q, k and v, concatenated along the output.
 
@@ -67,6 +87,7 @@ class Attention:
     v_norm  of each head of v, which may be k too; None: v is as it is projected
     shares  whether keys and values are those of another layer, which has stored them: `qkv` computes q alone
     sinks   [num_heads] float32, or None (`KernelSet.attention`)
+    gate    of the result of each head; None: there is none
     """
 
     qkv: Projection
@@ -79,12 +100,20 @@ class Attention:
     v_norm: ValueNorm | None = None
     sinks: Tensor | None = None
     shares: bool = False
+    gate: HeadGate | None = None
+
+    @property
+    def consumer(self) -> Any:
+        """As `Linear.consumer`."""
+        return self.qkv.consumer if self.gate is None else None
 
     def __call__(self, x: Any, batch: ForwardBatch, kv: LayerKV) -> Tensor:
-        """x: [num_tokens, hidden_size], a tensor or what the norm returned for `qkv.consumer`; returns x's shape."""
+        """x: [num_tokens, hidden_size], a tensor or what the norm returned for `consumer`; returns x's shape."""
         qkv = self.qkv(x) if self.norm is None else self.norm(self.qkv(x))
         if self.v_norm is not None:
             qkv = self.v_norm(qkv)
         q = kv.rotate(qkv, self.rotary, batch) if self.shares else kv.store(qkv, self.rotary, batch)
         attended = kv.attend(q, batch, self.softmax_scale, self.window, self.soft_cap, self.sinks)
+        if self.gate is not None:
+            attended = self.gate(x, attended)
         return self.o(attended.flatten(1))

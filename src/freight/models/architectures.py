@@ -27,13 +27,14 @@ class TensorNames:
                                    of its projections, and `shared` by those of `gate_up` and `down`
     interleaved                    the experts of a layer are one tensor [experts, inputs, outputs] for each projection,
                                    with its bias [experts, outputs]; of gate and up, one output of each in turn
+    head_gate                      of what attention returns (`AttentionConfig.gate`)
     sinks                          of attention, in models that have them
     stacked                        `gate_up` and `down` of all experts, where a checkpoint has a 3-D tensor of each
     stacked_turned                 whether these may be [experts, inputs, outputs]
     router_scale, expert_scale     where `MoEConfig.beside`: they multiply the router's input and experts' weights
     experts_norm, shared_post, experts_post   the norm before the experts then, and those behind the shared
                                    feed-forward and the experts
-    attention_post, mlp_post       norms of the outputs, in layers that have them (`NormPlacement.SANDWICH`)
+    attention_post, mlp_post       norms of the outputs, in layers that have them (`NormPlacement.has_outputs`)
     choice_bias_outer              dimensions of `choice_bias` before that of experts
     scalar                         what the output of a layer is multiplied by, in models that have it
     own_table, own_projection, own_norm   of what each token has for each layer, in models that have it
@@ -54,6 +55,7 @@ class TensorNames:
     q_norm: str = "self_attn.q_norm.weight"
     k_norm: str = "self_attn.k_norm.weight"
     sinks: str = "self_attn.sinks"
+    head_gate: str = "self_attn.g_proj"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
     router: str = "mlp.gate"
@@ -107,6 +109,11 @@ _GEMMA4 = replace(
     expert="experts.{}.",
     stacked=("experts.gate_up_proj", "experts.down_proj"),
     shared="mlp.",
+)
+
+_OUTPUT = TensorNames(
+    attention_post="post_attention_layernorm.weight",
+    mlp_post="post_feedforward_layernorm.weight",
 )
 
 _VISION = tuple(
@@ -170,6 +177,21 @@ ARCHITECTURES = {
         choice_bias_outer=(1,),
         shared="mlp.shared_experts.",
     ),
+    "ArceeForCausalLM": TensorNames(gate_up=("mlp.up_proj",)),
+    "Olmo2ForCausalLM": _OUTPUT,
+    "Olmo3ForCausalLM": _OUTPUT,
+    "Exaone4ForCausalLM": _OUTPUT,
+    "AfmoeForCausalLM": TensorNames(
+        head_gate="self_attn.gate_proj",
+        router="mlp.router.gate",
+        choice_bias="mlp.expert_bias",
+        shared="mlp.shared_experts.",
+        mlp_norm="pre_mlp_layernorm.weight",
+        attention_post="post_attention_layernorm.weight",
+        mlp_post="post_mlp_layernorm.weight",
+    ),
+    "LagunaForCausalLM": TensorNames(choice_bias="mlp.experts.e_score_correction_bias"),
+    "MellumForCausalLM": TensorNames(unused=(("mtp.*", "of a layer that predicts further tokens"),)),
     "Ernie4_5ForCausalLM": TensorNames(),
     "SeedOssForCausalLM": TensorNames(),
     "SmolLM3ForCausalLM": TensorNames(),

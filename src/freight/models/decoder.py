@@ -63,6 +63,10 @@ class Residual(NamedTuple):
         """The stream, added up, and its norm for `consumer` (`KernelSet`)."""
         return norm(self.x, self.delta, consumer, self.delta_weight)
 
+    def summed(self, norm: Norm) -> Tensor:
+        """The stream, added up. `norm` has the eps; what it norms is not used, as kernels add and norm in one pass."""
+        return self.x if self.delta is None else self.normed(norm)[0]
+
     def rows(self, index: Tensor) -> Residual:
         return self._replace(x=self.x[index], delta=None if self.delta is None else self.delta[index], inputs=None)
 
@@ -72,6 +76,8 @@ class DecoderLayer:
     """x += attention(norm(x)); x += mlp(norm(x)); where `attention_post` and `mlp_post` are not None, they are the
     weights of a norm of what is added. With `post` the norms are of the sums instead: x = norm(x + attention(x));
     x = norm(x + mlp(x)).
+
+    With `outputs_only` the inputs are not normed: x += norm(attention(x)); x += norm(mlp(x)).
 
     The norms of what `mlp` and the experts of `beside` compute are added, where there are such experts.
     `input` adds what the tokens have for this layer alone, as x += input(x). `scalar`, [1] in the compute dtype,
@@ -85,6 +91,7 @@ class DecoderLayer:
     mlp: MLP | MoE
     mlp_post: Tensor | None
     post: bool = False
+    outputs_only: bool = False
     scalar: Tensor | None = None
     input: LayerInput | None = None
     beside: ExpertsBeside | None = None
@@ -94,7 +101,11 @@ class DecoderLayer:
             _, x = Residual(stream.x, self.attention(stream.x, batch, kv)).normed(self.attention_norm)
             _, x = Residual(x, self.mlp(x)).normed(self.mlp_norm)
             return Residual(x)
-        x, normed = stream.normed(self.attention_norm, self.attention.qkv.consumer)
+        if self.outputs_only:
+            x = stream.summed(self.attention_norm)
+            x = Residual(x, self.attention(x, batch, kv), self.attention_post).summed(self.mlp_norm)
+            return Residual(x, self.mlp(x), self.mlp_post)
+        x, normed = stream.normed(self.attention_norm, self.attention.consumer)
         x, normed = Residual(x, self.attention(normed, batch, kv), self.attention_post).normed(
             self.mlp_norm, self.mlp.consumer
         )

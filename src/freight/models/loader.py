@@ -21,13 +21,21 @@ from torch import Tensor
 from freight.checkpoint.linears import find_linears
 from freight.checkpoint.mxfp4 import describe, find_experts
 from freight.checkpoint.reader import Checkpoint
-from freight.config.layer import AttentionConfig, DenseConfig, LayerInputConfig, MoEConfig, NormKind, NormPlacement
+from freight.config.layer import (
+    AttentionConfig,
+    DenseConfig,
+    LayerInputConfig,
+    MoEConfig,
+    NormKind,
+    NormPlacement,
+    OutputGate,
+)
 from freight.config.model import ModelConfig
 from freight.errors import CheckpointError
 from freight.fp8.formats import Format
 from freight.fp8.scheme import Scheme
 from freight.kernels.interface import KernelSet
-from freight.layers.attention import Attention, QKNorm, ValueNorm
+from freight.layers.attention import Attention, HeadGate, QKNorm, ValueNorm
 from freight.layers.embedding import Embedding, LogitsHead
 from freight.layers.layer_inputs import LayerInput, LayerInputs
 from freight.layers.linear import Linear, Projection, UnmergedLinear
@@ -97,11 +105,12 @@ class _Builder:
         weight = self.tensor(name)
         return weight.float() + self.config.norm_offset if self.config.wide_norms else weight
 
-    def norm(self, name: str) -> Norm:
+    def norm(self, name: str, weight: Tensor | None = None) -> Norm:
+        """With the weight of that name, or with `weight`, of a layer whose inputs have no norm (`Residual.summed`)."""
         eps = self.config.norm_eps / self.config.residual_multiplier**2  # the stream is divided by the multiplier
         if self.config.norm_kind is NormKind.LAYER:
             return LayerNorm(self.tensor(name), self.tensor(bias_of(name)), eps, self.kernels)
-        return RMSNorm(self.norm_weight(name), eps, self.kernels)
+        return RMSNorm(self.norm_weight(name) if weight is None else weight, eps, self.kernels)
 
     def embedding(self) -> Embedding:
         weight, multiplier = self.tensor(self.names.embedding), self.config.embedding_multiplier
@@ -120,7 +129,7 @@ class _Builder:
 
     def layer(self, index: int, ropes: Mapping[int | None, Rotary]) -> DecoderLayer:
         layer, names, prefix = self.config.layers[index], self.names, self.names.layer.format(index)
-        mixer, sandwich = layer.mixer, layer.norms is NormPlacement.SANDWICH
+        mixer, outputs_only = layer.mixer, layer.norms is NormPlacement.OUTPUT
         norms = self.qk_norms(mixer, prefix) if mixer.qk_norm else None
         rotary = replace(ropes[mixer.rope], eps=self.config.norm_eps)
         attention = Attention(
@@ -131,23 +140,30 @@ class _Builder:
             window=mixer.window,
             soft_cap=mixer.soft_cap,
             shares=mixer.kv_from is not None,
+            gate=self.head_gate(mixer.gate, prefix),
             norm=QKNorm(*norms, self.config.norm_eps, self.kernels) if norms and mixer.qk_norm_whole else None,
             v_norm=self.value_norm(mixer, rotary) if mixer.v_norm else None,
             sinks=self.tensor(prefix + names.sinks).float() if mixer.sinks else None,
         )
-        mlp_post = self.norm_weight(prefix + names.mlp_post) if sandwich else None
+        attention_post, mlp_post = (
+            self.norm_weight(prefix + name) if layer.norms.has_outputs else None
+            for name in (names.attention_post, names.mlp_post)
+        )
         scalar = self.tensor(prefix + names.scalar) if layer.scalar else None
-        assert scalar is None or (sandwich and self.config.wide_norms), "the norm of what is added takes the scalar in"
+        assert scalar is None or (mlp_post is not None and self.config.wide_norms), (
+            "the norm of what is added takes the scalar in"
+        )
         own = None if layer.input is None else self.layer_input(layer.input, prefix, scalar)
         return DecoderLayer(
-            attention_norm=self.norm(prefix + names.attention_norm),
+            attention_norm=self.norm(prefix + names.attention_norm, attention_post if outputs_only else None),
             attention=attention,
-            attention_post=self.norm_weight(prefix + names.attention_post) if sandwich else None,
-            mlp_norm=self.norm(prefix + names.mlp_norm),
+            attention_post=attention_post,
+            mlp_norm=self.norm(prefix + names.mlp_norm, mlp_post if outputs_only else None),
             mlp=self.feed_forward(layer.feed_forward, prefix),
             beside=self.beside(layer.feed_forward, prefix),
             mlp_post=mlp_post if scalar is None or mlp_post is None or own is not None else mlp_post * scalar.float(),
             post=layer.norms is NormPlacement.POST,
+            outputs_only=outputs_only,
             scalar=scalar,
             input=own,
         )
@@ -182,6 +198,10 @@ class _Builder:
         """The weights for q and k. A layer that reads another's keys has none for k: q's stands there, unused."""
         q = self.norm_weight(prefix + self.names.q_norm)
         return q, q if mixer.kv_from is not None else self.norm_weight(prefix + self.names.k_norm)
+
+    def head_gate(self, gate: OutputGate | None, prefix: str) -> HeadGate | None:
+        projection = None if gate is None else self.outer(prefix + self.names.head_gate)
+        return None if gate is None or projection is None else HeadGate(projection, gate.function)
 
     def value_norm(self, mixer: AttentionConfig, rotary: Rotary) -> ValueNorm:
         ones = torch.ones(mixer.v_dim, dtype=torch.float32, device=rotary.cos.device)

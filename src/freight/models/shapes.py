@@ -37,10 +37,12 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def kept_in_16_bits(config: ModelConfig) -> frozenset[str]:
-    """Matrices that are not quantized at load: outside of the layers, and what chooses and weighs experts."""
+    """Matrices that are not quantized at load: outside of the layers, and what chooses and weighs experts
+    or weighs heads.
+    """
     names = tensor_names(config)
     inner = (f"{prefix}{module}.weight" for prefix in map(names.layer.format, range(config.num_layers))
-             for module in (names.router, names.shared_gate))  # fmt: skip
+             for module in (names.router, names.shared_gate, names.head_gate))  # fmt: skip
     return names.outer.union(inner)
 
 
@@ -65,13 +67,15 @@ def _layer_shapes(layer: LayerConfig, config: ModelConfig, names: TensorNames) -
     if layer.input is not None:
         projections[names.own_gate] = (layer.input.size, hidden, False)
         projections[names.own_down] = (hidden, layer.input.size, False)
+    if mixer.gate is not None:
+        projections[names.head_gate] = (mixer.gate_size, hidden, False)
     shapes: dict[str, tuple[int, ...]] = {}
     for name, (rows, columns, bias) in projections.items():
         shapes[f"{name}.weight"] = (rows, columns)
         if bias:
             shapes[f"{name}.bias"] = (rows,)
-    norms = [names.attention_norm, names.mlp_norm]
-    if layer.norms is NormPlacement.SANDWICH:
+    norms = [] if layer.norms is NormPlacement.OUTPUT else [names.attention_norm, names.mlp_norm]
+    if layer.norms.has_outputs:
         norms += [names.attention_post, names.mlp_post]
     if layer.input is not None:
         norms += [names.own_post]

@@ -94,8 +94,8 @@ class _Count:
     def layer(self, index: int, layer: LayerConfig) -> int:
         mixer, hidden, names = layer.mixer, self.model.hidden_size, self.names
         prefix = names.layer.format(index)
-        norms = 2 * self.norm(hidden)
-        if layer.norms is NormPlacement.SANDWICH:
+        norms = 0 if layer.norms is NormPlacement.OUTPUT else 2 * self.norm(hidden)
+        if layer.norms.has_outputs:
             norms += 2 * self.norm_weight(hidden)
         if mixer.qk_norm:
             norms += sum(map(self.norm_weight, mixer.qk_norm_sizes[: len(mixer.projected_sizes)]))
@@ -107,7 +107,9 @@ class _Count:
             norms += self.compute.bytes
         qkv = self.projections(prefix, names.qkv_of(mixer), mixer.projected_sizes, hidden, mixer.qkv_bias)
         o = self.projections(prefix, (names.o,), (hidden,), mixer.num_heads * mixer.v_dim, mixer.o_bias)
-        return norms + qkv + o + self.feed_forward(prefix, layer.feed_forward) + self.layer_input(prefix, layer)
+        gate = 0 if mixer.gate is None else self.matrix(mixer.gate_size, hidden)
+        feed_forward = self.feed_forward(prefix, layer.feed_forward)
+        return norms + qkv + o + gate + feed_forward + self.layer_input(prefix, layer)
 
     def layer_input(self, prefix: str, layer: LayerConfig) -> int:
         """Its projections and the norm behind them."""

@@ -18,3 +18,4 @@ class Activation(StrEnum):
     """activation(x), in a feed-forward without a gate."""
 
     RELU = "relu"  # max(x, 0)
+    RELU_SQUARED = "relu_squared"  # max(x, 0)² (So et al. 2021, "Primer")

@@ -66,6 +66,7 @@ def test_norms_and_activations_are_quantized_for_their_consumer(scale, device):
     for operation in (
         lambda to: elementwise.add_layer_norm(target, x, None, weight, bias, 1e-5, to)[1],
         lambda to: elementwise.activated(target, x, Activation.RELU, to),
+        lambda to: elementwise.activated(target, x, Activation.RELU_SQUARED, to),
     ):
         plain, quantized = operation(None), operation(consumer)
         expected = quantize(target, plain, consumer)

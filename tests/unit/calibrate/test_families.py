@@ -52,6 +52,7 @@ def stored(folder: Path) -> list[tuple[float, float]]:
         *("granite", "glm4", "smollm3", "mixtral", "qwen2-moe", "glm4-moe", "minimax-m2", "hy-v3", "ernie4-5-moe"),
         *("ernie4-5", "seed-oss", "gpt-oss", "granite-moe", "gemma4"),
         *("gemma4-own-inputs", "gemma4-moe"),
+        *("olmo2", "olmo3", "exaone4", "laguna", "afmoe", "arcee"),
     ],
 )
 def test_scales_are_those_of_the_keys_and_values_that_the_engine_stores(variant: str, tmp_path: Path):

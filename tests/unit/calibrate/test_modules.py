@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from freight.calibrate.modules import ignored_modules, layer_modules
+from freight.calibrate.modules import ignored_modules, kept_modules, layer_modules, linear_modules
 from freight.config.model import ModelConfig, parse_model_config
 from freight.errors import ConfigError
+from freight.models.shapes import kept_in_16_bits
 
 BASE = Path(__file__).parents[2] / "fixtures" / "base_bf16"
 
@@ -63,3 +64,21 @@ def test_what_tears_a_merged_group_apart_is_told(config: ModelConfig):
 def test_a_pattern_that_matches_nothing_is_an_error(config: ModelConfig, pattern: str, says: str):
     with pytest.raises(ConfigError, match=says):
         ignored_modules(config, [pattern])
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "gate"),
+    [
+        ("laguna", "LagunaForCausalLM", "g_proj"),
+        ("afmoe", "AfmoeForCausalLM", "gate_proj"),
+    ],
+)
+def test_gates_of_heads_are_never_quantized(config: ModelConfig, model_type: str, architecture: str, gate: str):
+    said = json.loads((BASE / "config.json").read_text()) | {"model_type": model_type, "architectures": [architecture]}
+    gated = parse_model_config(said | {"rope_parameters": None})
+    name = f"model.layers.0.self_attn.{gate}"
+    assert name in kept_modules(gated)
+    assert name not in linear_modules(gated)
+    assert name in ignored_modules(gated, [])[0]
+    assert f"{name}.weight" in kept_in_16_bits(gated)
+    assert not [kept for kept in kept_modules(config) if gate in kept]

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from freight.config.model import ModelConfig, parse_model_config, stop_token_ids
 from freight.errors import CheckpointError
 from freight.fp8.formats import Format
-from freight.operands.activation import GatedActivation
+from freight.operands.activation import Activation, GatedActivation
 
 SHAPE = {
     "vocab_size": 512,
@@ -45,13 +45,24 @@ FAMILIES = {
     "seed_oss": "SeedOssForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
+    "exaone4": "Exaone4ForCausalLM",
+    "afmoe": "AfmoeForCausalLM",
+    "arcee": "ArceeForCausalLM",
+    "laguna": "LagunaForCausalLM",
+    "mellum": "MellumForCausalLM",
 }
-TWO_ROPES = ("gemma3_text", "gemma4_text", "gemma4_unified_text")
+TWO_ROPES = ("gemma3_text", "gemma4_text", "gemma4_unified_text", "laguna", "mellum", "olmo3")
 NOT_ALWAYS = {"gemma4_text": {"hidden_size_per_layer_input": 0}}
 ALL_WINDOWS = ("mistral", "phi3")  # families whose configuration has no layer_types
 
 
-ACTIVATIONS = {"silu": GatedActivation.SILU, "gelu_pytorch_tanh": GatedActivation.GELU_TANH}
+ACTIVATIONS = {
+    "relu2": Activation.RELU_SQUARED,
+    "silu": GatedActivation.SILU,
+    "gelu_pytorch_tanh": GatedActivation.GELU_TANH,
+}
 
 
 def windows_of(model: ModelConfig) -> tuple[int | None, ...]:

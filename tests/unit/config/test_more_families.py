@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from tests.unit.config.test_model import config, refused, windows
 
-from freight.config.layer import DenseConfig, MoEConfig, NormPlacement
+from freight.config.layer import DenseConfig, GateFunction, MoEConfig, NormPlacement, OutputGate
 from freight.config.model import parse_model_config
 from freight.models.architectures import tensor_names
+from freight.operands.activation import Activation
 from freight.operands.routing import Routing, Scoring
 
 
@@ -140,3 +141,104 @@ def test_granite_with_experts():
     assert (moe.routing, moe.intermediate_size) == (Routing(40, 8, Scoring.CHOSEN, False), 384)
     assert (model.residual_multiplier, moe.shared) == (0.22, None)
     refused("shared_intermediate_size", model_type="granitemoe", shared_intermediate_size=64)
+
+
+def test_heads_and_gates_of_laguna():
+    def mixers(**more):
+        return [layer.mixer for layer in parse_model_config(config("laguna", **more)).layers]
+
+    assert {mixer.gate for mixer in mixers()} == {OutputGate(GateFunction.SOFTPLUS, by_head=True)}
+    assert mixers()[0].gate_size == mixers(gating="per-head")[0].gate_size == 4
+    assert mixers(gating="per-element")[0].gate_size == 4 * 128
+    for bad in (False, "none", 1):
+        refused("gating", repr(bad), "per-element", model_type="laguna", gating=bad)
+    assert [mixer.num_heads for mixer in mixers(num_attention_heads_per_layer=[4, 6, 8, 6])] == [4, 6, 8, 6]
+    assert mixers(num_attention_heads_per_layer=[4, 6, 8, 6])[1].gate_size == 6
+    for bad, named in (([4] * 3, "num_hidden_layers = 4"), ([4, 5, 4, 4], "= 5"), (4, "list"), ([4, 0, 4, 4], "0")):
+        refused("num_attention_heads_per_layer", named, model_type="laguna", num_attention_heads_per_layer=bad)
+    refused("num_attention_heads_per_layer", num_attention_heads_per_layer=[4] * 4)  # of a Llama
+
+
+def test_laguna_as_its_hub_files_have_it():
+    full = {"rope_type": "yarn", "rope_theta": 500000.0, "factor": 32.0, "original_max_position_embeddings": 64}
+    ropes = {
+        "full_attention": full | {"partial_rotary_factor": 0.5, "attention_factor": 1.34, "beta_fast": 64.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+    }
+    older = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [0], "qkv_bias": False}
+    said = config(
+        "laguna", **older, rope_parameters=ropes, layer_types=["full_attention", "sliding_attention"] * 2,
+        moe_routed_scaling_factor=2.5, moe_router_logit_softcapping=0.0, moe_router_use_sigmoid=True,
+    )  # fmt: skip
+    model = parse_model_config(said)
+    assert [(rope.kind, rope.rotary_dim, rope.theta) for rope in model.ropes] == [
+        ("yarn", 64, 5e5),
+        ("default", 128, 1e4),
+    ]
+    assert [layer.mixer.window for layer in model.layers] == [None, 512, None, 512]
+    assert [isinstance(layer.feed_forward, MoEConfig) for layer in model.layers] == [False, True, True, True]
+    moe = model.layers[1].feed_forward
+    assert isinstance(moe, MoEConfig)
+    assert (moe.routing, moe.shared) == (Routing(256, 8, Scoring.SIGMOID, True, 2.5), DenseConfig(512))
+    for key, value in (("moe_router_logit_softcapping", 30.0), ("moe_apply_router_weight_on_input", True)):
+        refused(key, str(value), model_type="laguna", **{key: value})
+
+
+def test_mellum_has_windows_experts_in_every_layer_and_layers_that_do_not_run():
+    kinds = ["full_attention", "sliding_attention"] * 2
+    predicts = {"num_nextn_predict_layers": 1, "mtp_layer_types": kinds[1:2], "mtp_mlp_layer_types": ["sparse"]}
+    model = parse_model_config(config("mellum", layer_types=kinds, **predicts))
+    assert [layer.mixer.window for layer in model.layers] == [None, 1024, None, 1024]
+    moe = [layer.feed_forward for layer in model.layers]
+    assert all(isinstance(one, MoEConfig) and one.routing == Routing(64, 8) for one in moe)
+    assert "mtp.*" in [pattern for pattern, _ in tensor_names(model).unused]
+    refused("partial_rotary_factor", model_type="mellum", partial_rotary_factor=0.5)
+
+
+def test_norms_and_windows_of_olmo():
+    olmo = parse_model_config(config("olmo2"))
+    layer = olmo.layers[0]
+    assert (layer.norms, layer.mixer.qk_norm_sizes, olmo.wide_norms) == (NormPlacement.OUTPUT, (256, 128), True)
+    assert windows("olmo2") == (None,) * 4
+    assert windows("olmo3") == (4096, 4096, 4096, None)
+    yarn = {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+    older = parse_model_config(config("olmo3", rope_theta=5e5, rope_scaling=yarn))  # of layers without a window alone
+    assert [(rope.kind, rope.theta) for rope in older.ropes] == [("yarn", 5e5), ("default", 5e5)]
+    refused("clip_qkv", model_type="olmo2", clip_qkv=8.0)
+
+
+def test_layers_with_a_window_alone_rotate_in_exaone_and_trinity():
+    def ropes(model_type, **more):
+        return [layer.mixer.rope for layer in parse_model_config(config(model_type, **more)).layers]
+
+    assert ropes("exaone4") == ropes("afmoe") == [0, 0, 0, None]
+    kinds = ["full_attention", "sliding_attention"] * 2
+    assert ropes("exaone4", sliding_window_pattern="LLLG", layer_types=kinds) == [None, 0, None, 0]
+    whole = {"sliding_window": None, "sliding_window_pattern": 0, "layer_types": ["full_attention"] * 4}
+    assert ropes("exaone4", **whole) == [0] * 4
+    assert windows("exaone4", **whole) == (None,) * 4
+    refused("sliding_window_pattern", "LLLG", model_type="exaone4", sliding_window_pattern="LLLG")
+    assert ropes("afmoe", global_attn_every_n_layers=2) == [0, None, 0, None]
+
+
+def test_trinity():
+    said = {"route_norm": True, "score_func": "sigmoid", "n_group": 1, "num_limited_groups": 1, "use_grouped_mm": True}
+    model = parse_model_config(config("afmoe", **said, mup_enabled=True, num_dense_layers=2, route_scale=2.8))
+    assert model.embedding_multiplier == 256**0.5
+    assert not model.rounds_multiplier
+    assert parse_model_config(config("afmoe")).embedding_multiplier is None
+    assert model.layers[0].mixer.gate == OutputGate(GateFunction.SIGMOID, by_head=False)
+    assert model.layers[0].mixer.gate_size == 4 * 128
+    assert [isinstance(layer.feed_forward, MoEConfig) for layer in model.layers] == [False, False, True, True]
+    moe = model.layers[2].feed_forward
+    assert isinstance(moe, MoEConfig)
+    assert (moe.routing, moe.shared) == (Routing(64, 6, Scoring.SIGMOID, True, 2.8), DenseConfig(2 * 1408))
+    refused("n_group", "2", model_type="afmoe", n_group=2)
+    refused("score_func", "softmax", model_type="afmoe", score_func="softmax")
+
+
+def test_arcee_has_no_gate():
+    feed_forward = parse_model_config(config("arcee", mlp_bias=True)).layers[0].feed_forward
+    assert feed_forward == DenseConfig(384, Activation.RELU_SQUARED, True)
+    assert feed_forward.up_sizes == (384,)
+    refused("hidden_act", "silu", model_type="arcee", hidden_act="silu")
