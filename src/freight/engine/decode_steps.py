@@ -91,7 +91,7 @@ class Buffers:
             slots[:count] = blocks * self.block_size + starts % self.block_size
             slots[count:] = -1
         if self._words is not self._host:
-            self._words.copy_(self._host, non_blocking=True)  # the step's end waits for it: the tokens are read
+            self._words.copy_(self._host, non_blocking=True)  # the next `fill` waits for it
 
 
 class DecodeSteps:
@@ -103,6 +103,7 @@ class DecodeSteps:
         spec = pool.spec
         num_rows, max_blocks = capture.bucket_of(capture.max_num_seqs), -(-max_model_len // spec.block_size)
         self._tables = BlockTables(num_rows, max_blocks, len(spec.groups), device)
+        self._copied = torch.cuda.Event() if device == "cuda" else None
         self._captured: dict[int, tuple[Buffers, Replay]] = {}
 
     def takes(self, slices: Sequence[SequenceSlice]) -> bool:
@@ -111,12 +112,21 @@ class DecodeSteps:
             len(part.token_ids) == 1 and part.logits is not Logits.NONE for part in slices
         )
 
-    def run(self, slices: Sequence[SequenceSlice]) -> Tensor:
-        """float32 logits [len(slices), vocab_size]; the next step may overwrite them."""
+    def run(self, slices: Sequence[SequenceSlice], tokens: Tensor | None = None) -> Tensor:
+        """float32 logits [len(slices), vocab_size]; the next step may overwrite them.
+
+        `tokens`, int64 [len(slices)] on the device, take the place of those in the slices.
+        """
         bucket = self._capture.bucket_of(len(slices))
         if bucket not in self._captured:
             buffers = Buffers(bucket, self._tables, self.pool.spec.block_size, self._device)
             self._captured[bucket] = buffers, self._capture.capture(buffers.batch)
         buffers, replay = self._captured[bucket]
+        if self._copied is not None:
+            self._copied.synchronize()  # the last step may be under way, and its copies still to come
         buffers.fill(slices)
+        if self._copied is not None:
+            self._copied.record()
+        if tokens is not None:
+            buffers.batch.token_ids[: len(slices)].copy_(tokens)
         return replay()[: len(slices)]
