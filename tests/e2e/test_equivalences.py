@@ -250,9 +250,7 @@ def test_launched_before_the_last_tokens_are_known(open_llm, expected, sampling,
     monkeypatch.setattr(ModelRunner, "run", lambda *args: ahead.append(args[2:]) or run(*args))
     params, wanted = replace(SAMPLING[sampling], logprobs=None), replace(expected[sampling], logprobs=[])
     assert trace(llm, params) == wanted
-    assert (
-        len([tokens for (tokens,) in filter(None, ahead) if tokens is not None]) == 22
-    )  # of 24; two are launched after
+    assert len([tokens for (tokens,) in filter(None, ahead) if tokens is not None]) == 22  # the first two of 24 are not
     hit = trace(llm, params, OTHERS[:4], others_grow=12)
     assert hit == wanted
     assert hit.num_cached_tokens >= 16
