@@ -23,6 +23,7 @@ from tests.parity.variants import CASES, VARIANTS, save_random
 from freight import LLM, SamplingParams
 from freight.checkpoint.extras import write_extras
 from freight.checkpoint.reader import resolve_model
+from freight.engine.runner import ModelRunner
 from freight.fp8.formats import Format, Granularity
 from freight.fp8.scheme import KVScales, LayerScales
 from freight.kernels.cpu import library
@@ -102,27 +103,29 @@ def trace(llm: LLM, params: SamplingParams, others: Sequence[str] = (), others_g
     """Run the prompt after `others`, and read its part of the cache right after its last step."""
     engine = llm.engine
     for index, other in enumerate(others):
-        longer = replace(SAMPLING["greedy"], max_tokens=others_grow)
+        longer = replace(SAMPLING["greedy"], max_tokens=others_grow, logprobs=params.logprobs)
         engine.add(f"other {index}", engine.accept(other, longer), longer)
     engine.add("main", engine.accept(PROMPT, params), params)
     request = engine._groups["main"].completions[0].request
     blocks: tuple[tuple[int, ...], ...] = ()
-    schedule = engine.scheduler.schedule
+    scheduler = engine.scheduler
+    schedule, follow = scheduler.schedule, scheduler.follow
 
-    def remember() -> Any:
+    def remember(step: Any) -> Any:
         nonlocal blocks
-        step = schedule()
-        blocks = next((chunk.block_ids for chunk in step.chunks if chunk.request is request), blocks)
+        chunks = () if step is None else step.chunks
+        blocks = next((chunk.block_ids for chunk in chunks if chunk.request is request), blocks)
         return step
 
-    engine.scheduler.schedule = remember  # type: ignore[method-assign]
+    scheduler.schedule = lambda: remember(schedule())  # type: ignore[method-assign]
+    scheduler.follow = lambda step: remember(follow(step))  # type: ignore[method-assign]
     while not request.is_finished:
         engine.step()
-    engine.scheduler.schedule = schedule  # type: ignore[method-assign]
+    scheduler.schedule, scheduler.follow = schedule, follow  # type: ignore[method-assign]
     output = engine.output("main").outputs[0]
     cache = cache_of(llm, blocks, request.num_tokens - 1)
-    assert output.logprobs is not None
-    result = Trace(output.token_ids, output.logprobs, cache, request.num_cached_tokens, request.num_preemptions)
+    logprobs = output.logprobs or []
+    result = Trace(output.token_ids, logprobs, cache, request.num_cached_tokens, request.num_preemptions)
     for name in ["main", *(f"other {index}" for index in range(len(others)))]:
         engine.release(name)
     return result
@@ -252,6 +255,21 @@ def test_preempted_and_recomputed(open_llm, expected, prefix_caching):
     result = trace(llm, SAMPLING["seeded"], OTHERS[:4], others_grow=60)
     assert result.num_preemptions > 0
     assert result == expected["seeded"]
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_launched_before_the_last_tokens_are_known(open_llm, expected, sampling, monkeypatch):
+    """… alone, beside others that end earlier, and over the blocks that such steps filled."""
+    llm, ahead = open_llm(), []
+    llm.engine.overlaps = True
+    run = ModelRunner.run
+    monkeypatch.setattr(ModelRunner, "run", lambda *args: ahead.append(args[2:]) or run(*args))
+    params, wanted = replace(SAMPLING[sampling], logprobs=None), replace(expected[sampling], logprobs=[])
+    assert trace(llm, params) == wanted
+    assert len([tokens for (tokens,) in filter(None, ahead) if tokens is not None]) == 22  # the first two of 24 are not
+    hit = trace(llm, params, OTHERS[:4], others_grow=12)
+    assert hit == wanted
+    assert hit.num_cached_tokens >= 16
 
 
 def test_a_mixed_cache_has_each_layer_as_the_checkpoint_says(mixed_model):

@@ -49,9 +49,9 @@ class TimedRunner(ModelRunner):
     def over(runner: ModelRunner) -> TimedRunner:
         return TimedRunner(**{part.name: getattr(runner, part.name) for part in fields(ModelRunner)})
 
-    def run(self, slices: Sequence[SequenceSlice]) -> StepRows:
+    def run(self, slices: Sequence[SequenceSlice], tokens: Tensor | None = None) -> StepRows:
         begin = time.perf_counter()
-        rows = super().run(slices)
+        rows = super().run(slices, tokens)
         self.seconds.append(time.perf_counter() - begin)
         return TimedRows(**{part.name: getattr(rows, part.name) for part in fields(StepRows)}, seconds=self.seconds)
 

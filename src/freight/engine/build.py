@@ -83,7 +83,8 @@ def start_engine(
     runner = ModelRunner(model, pool, config.device, captured)
     intake = Intake(tokenizer, opened.model.vocab_size, config.max_model_len)
     threads = opened.threads(config)
-    return Engine(runner, cache, scheduler, intake, opened.stop_token_ids(), config.seed, threads), config
+    stops, overlaps = opened.stop_token_ids(), config.device != "cpu"  # there a step runs while the host goes on
+    return Engine(runner, cache, scheduler, intake, stops, config.seed, threads, overlaps=overlaps), config
 
 
 def captured_steps(

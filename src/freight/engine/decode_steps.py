@@ -1,7 +1,8 @@
 """Decode steps that are captured once and then replayed: steps in which every sequence has one token.
 
 A captured step does the same work on the same memory, so it belongs to a number of sequences, its bucket. Its inputs
-lie in `Buffers`, owned for life and filled for each step; the `ForwardBatch` that was captured is a view of them. A
+lie in `Buffers`, owned for life and filled for each step; the `ForwardBatch` that was captured is a view of them. Block
+tables are shared by all buckets, and only what is new in them is written (`block_tables.py`). A
 step of fewer sequences is padded to its bucket with sequences that have no keys and store nothing. Contexts may grow up
 to the buffers' width. Buckets are captured when they are first needed.
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from freight.cache.pool import KVPool
+from freight.engine.block_tables import BlockTables
 from freight.engine.prepare import Logits, SequenceSlice
 from freight.operands.batch import ForwardBatch
 
@@ -43,17 +45,19 @@ class Capture(Protocol):
 
 
 class Buffers:
-    """A decode batch of `bucket` sequences with up to `max_blocks` blocks each, on the host and on `device`.
+    """A decode batch of `bucket` sequences on the host and on `device`, with the first rows of `tables`.
 
-    Each of the cache's `num_groups` groups has block tables and slots.
+    Each of the cache's groups has block tables and slots.
     """
 
-    def __init__(self, bucket: int, max_blocks: int, block_size: int, device: str, num_groups: int = 1) -> None:
+    def __init__(self, bucket: int, tables: BlockTables, block_size: int, device: str) -> None:
         self.block_size = block_size
-        # int32 words: token ids, positions and slots by group as int64, then lengths and tables by group as int32. Each
-        # begins at a multiple of 16 bytes, as what `prepare` makes: Triton compiles a kernel anew for other alignments.
+        self._tables = tables
+        num_groups = len(tables.on_device)
+        # int32 words: token ids, positions and slots by group as int64, then lengths as int32. Each begins at a
+        # multiple of 16 bytes, as what `prepare` makes: Triton compiles a kernel anew for other alignments.
         num_longs = 2 + num_groups
-        counts = (*[2 * bucket] * num_longs, bucket, *[bucket * max_blocks] * num_groups)
+        counts = (*[2 * bucket] * num_longs, bucket)
         edges = np.cumsum([0, *(-(-count // 4) * 4 for count in counts)]).tolist()
         on_cpu = device == "cpu"
         host = torch.zeros(edges[-1], dtype=torch.int32, device="cpu", pin_memory=not on_cpu)
@@ -62,19 +66,15 @@ class Buffers:
 
         def views(buffer: Tensor) -> list[Tensor]:
             parts = [buffer[begin : begin + count] for begin, count in zip(edges[:-1], counts, strict=True)]
-            longs = [part.view(torch.int64) for part in parts[:num_longs]]
-            tables = [part.view(bucket, max_blocks) for part in parts[num_longs + 1 :]]
-            return [*longs, parts[num_longs], *tables]
+            return [*(part.view(torch.int64) for part in parts[:num_longs]), parts[num_longs]]
 
         on_host = [view.numpy() for view in views(host)]
-        self._tokens, self._positions, self._lengths = on_host[0], on_host[1], on_host[num_longs]
-        self._slots, self._tables = on_host[2:num_longs], on_host[num_longs + 1 :]
-        on_device = views(words)
-        slots, tables = tuple(on_device[2:num_longs]), tuple(on_device[num_longs + 1 :])
+        self._tokens, self._positions, *self._slots, self._lengths = on_host
+        tokens, positions, *slots, lengths = views(words)
         starts = torch.arange(bucket + 1, dtype=torch.int32, device=device)
         rows = torch.arange(bucket, dtype=torch.int64, device=device)
-        tokens, positions, lengths = on_device[0], on_device[1], on_device[num_longs]
-        self.batch = ForwardBatch(tokens, positions, starts, lengths, slots, tables, rows)
+        blocks = tuple(table[:bucket] for table in tables.on_device)
+        self.batch = ForwardBatch(tokens, positions, starts, lengths, tuple(slots), blocks, rows)
         self.fill([])
 
     def fill(self, slices: Sequence[SequenceSlice]) -> None:
@@ -85,14 +85,13 @@ class Buffers:
         starts = np.array([part.start for part in slices], dtype=np.int64)
         self._positions[:count] = starts
         self._lengths[:count] = starts + 1
-        for group, (slots, tables) in enumerate(zip(self._slots, self._tables, strict=True)):
-            for i, part in enumerate(slices):
-                tables[i, : len(part.block_ids[group])] = part.block_ids[group]
+        self._tables.update([part.block_ids for part in slices])
+        for slots, tables in zip(self._slots, self._tables.on_host, strict=True):
             blocks = tables[np.arange(count), starts // self.block_size].astype(np.int64)
             slots[:count] = blocks * self.block_size + starts % self.block_size
             slots[count:] = -1
         if self._words is not self._host:
-            self._words.copy_(self._host, non_blocking=True)  # the step's end waits for it: the tokens are read
+            self._words.copy_(self._host, non_blocking=True)  # the next `fill` waits for it
 
 
 class DecodeSteps:
@@ -101,7 +100,10 @@ class DecodeSteps:
     def __init__(self, capture: Capture, pool: KVPool, max_model_len: int, device: str) -> None:
         self.pool = pool
         self._capture, self._device = capture, device
-        self._max_blocks = -(-max_model_len // pool.spec.block_size)
+        spec = pool.spec
+        num_rows, max_blocks = capture.bucket_of(capture.max_num_seqs), -(-max_model_len // spec.block_size)
+        self._tables = BlockTables(num_rows, max_blocks, len(spec.groups), device)
+        self._copied = torch.cuda.Event() if device == "cuda" else None
         self._captured: dict[int, tuple[Buffers, Replay]] = {}
 
     def takes(self, slices: Sequence[SequenceSlice]) -> bool:
@@ -110,13 +112,21 @@ class DecodeSteps:
             len(part.token_ids) == 1 and part.logits is not Logits.NONE for part in slices
         )
 
-    def run(self, slices: Sequence[SequenceSlice]) -> Tensor:
-        """float32 logits [len(slices), vocab_size]; the next step may overwrite them."""
+    def run(self, slices: Sequence[SequenceSlice], tokens: Tensor | None = None) -> Tensor:
+        """float32 logits [len(slices), vocab_size]; the next step may overwrite them.
+
+        `tokens`, int64 [len(slices)] on the device, take the place of those in the slices.
+        """
         bucket = self._capture.bucket_of(len(slices))
         if bucket not in self._captured:
-            spec = self.pool.spec
-            buffers = Buffers(bucket, self._max_blocks, spec.block_size, self._device, len(spec.groups))
+            buffers = Buffers(bucket, self._tables, self.pool.spec.block_size, self._device)
             self._captured[bucket] = buffers, self._capture.capture(buffers.batch)
         buffers, replay = self._captured[bucket]
+        if self._copied is not None:
+            self._copied.synchronize()  # the last step may be under way, and its copies still to come
         buffers.fill(slices)
+        if self._copied is not None:
+            self._copied.record()
+        if tokens is not None:
+            buffers.batch.token_ids[: len(slices)].copy_(tokens)
         return replay()[: len(slices)]

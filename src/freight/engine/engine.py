@@ -22,14 +22,15 @@ from functools import partial
 from freight.cache.manager import CacheManager
 from freight.detokenizer import Detokenizer
 from freight.engine.accounts import Stamps
+from freight.engine.ahead import Launched, can_launch, launch
 from freight.engine.compute import ChunkResult, ChunkWork, compute
 from freight.engine.grammar import Grammars, Matcher
 from freight.engine.intake import AcceptedPrompt, Intake
 from freight.engine.progress import Completion, Group, to_logprobs
 from freight.engine.request import Request
 from freight.engine.runner import ModelRunner
-from freight.engine.sampler import sibling_seed
-from freight.engine.scheduler import Scheduler, Step
+from freight.engine.sampler import Sampled, sibling_seed
+from freight.engine.scheduler import ScheduledChunk, Scheduler, Step
 from freight.errors import RequestError
 from freight.outputs import EngineStats, FinishReason, RequestDelta, RequestOutput, RequestTimes
 from freight.sampling import SamplingParams
@@ -54,7 +55,9 @@ class Engine:
         seed: int,
         threads: AbstractContextManager[object],
         clock: Callable[[], float] = time.monotonic,
+        overlaps: bool = False,
     ) -> None:
+        """`overlaps`: launch a step before the tokens of the last are known, where it can be done (`ahead.py`)."""
         self.runner = runner
         self.cache = cache
         self.scheduler = scheduler
@@ -73,6 +76,8 @@ class Engine:
         self._unreported: dict[str, tuple[Group, dict[Completion, None]]] = {}  # what advanced since its last delta
         self._deadlines: dict[str, float] = {}  # of groups with timeout_s, in seconds of the clock
         self._torn = False
+        self.overlaps = overlaps
+        self._ahead: Launched | None = None  # the step after the one that was applied last
         self._stored: tuple[float, int, int] | None = None  # when the pool's counters were read, NaNs, clipped values
 
     @property
@@ -120,14 +125,17 @@ class Engine:
         self._mend()
         self._torn = True
         expired = self._expire()
-        step = self.scheduler.schedule()
+        launched, self._ahead = self._ahead, None
+        launched = launched if launched is not None and launched.is_wanted else None
+        step = self.scheduler.schedule() if launched is None else launched.step
         if step.admitted:
             self._stamp_scheduled(step)
         self._torn = False
         with self._threads:
-            results = compute(self.runner, [self._to_work(step, index) for index in range(len(step.chunks))])
+            step, results, following = self._compute(step, launched)
         self._torn = True
         advanced = self._apply(step, results)
+        self._ahead = following
         changed = [*expired, *advanced]
         for group, completion in changed:
             self._unreported.setdefault(group.request_id, (group, {}))[1][completion] = None
@@ -254,6 +262,7 @@ class Engine:
                 self._completions[completion.request.request_id] = (group, completion)
                 self._read(completion, completion.rebuild)
             group.stamp(self._clock())
+        self._ahead = None
         self._unreported = {name: one for name, one in self._unreported.items() if name in self._groups}
         self._deadlines = {name: deadline for name, deadline in self._deadlines.items() if name in self._groups}
         self._torn = False
@@ -265,10 +274,30 @@ class Engine:
             if stamps.scheduled is None:
                 stamps.scheduled = now
 
-    def _to_work(self, step: Step, index: int) -> ChunkWork:
-        chunk = step.chunks[index]
+    def _to_work(self, chunk: ScheduledChunk) -> ChunkWork:
         group, completion = self._completions[chunk.request.request_id]
         return ChunkWork(chunk, completion.row, group.num_scored if chunk.request.index == 0 else None)
+
+    def _compute(self, step: Step, launched: Launched | None) -> tuple[Step, list[ChunkResult], Launched | None]:
+        """What is still wanted of `step`, a result for each chunk of it, and the step after it where it was launched.
+
+        `launched` is the step itself, if it was launched ahead.
+        """
+        if launched is None:
+            work = [self._to_work(chunk) for chunk in step.chunks]
+            launched = launch(self.runner, step) if self.overlaps and can_launch(work) else None
+            if launched is None:
+                return step, compute(self.runner, work), None
+        self._torn = True
+        after = self.scheduler.follow(step)
+        self._torn = False
+        following = None if after is None else launch(self.runner, after, launched)
+        tokens = launched.read()
+        rows = [row for row, chunk in enumerate(step.chunks) if not chunk.request.is_finished]
+        step = replace(step, chunks=tuple(step.chunks[row] for row in rows))
+        if tokens is None:  # what follows has had a wrong token, and is scheduled again
+            return step, compute(self.runner, [self._to_work(chunk) for chunk in step.chunks]), None
+        return step, [ChunkResult(Sampled(tokens[row], None)) for row in rows], following
 
     def _expire(self) -> list[tuple[Group, Completion]]:
         """End the requests whose deadline has passed; returns what ended by it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -52,12 +52,17 @@ class ModelRunner:
         assert self.captured is None or self.captured.pool is self.pool  # captured steps write into its pages
 
     @torch.inference_mode()
-    def run(self, slices: Sequence[SequenceSlice]) -> StepRows:
-        """Store the slices' K and V, and give the rows whose logits are wanted. The next step may overwrite them."""
+    def run(self, slices: Sequence[SequenceSlice], tokens: Tensor | None = None) -> StepRows:
+        """Store the slices' K and V, and give the rows whose logits are wanted. The next step may overwrite them.
+
+        `tokens`, int64 [tokens] on the device, take the place of those in the slices, which are as many.
+        """
         num_rows = [part.num_logit_rows for part in slices]
         if self.captured is not None and self.captured.takes(slices):
-            return StepRows(self.model, num_rows, captured=self.captured.run(slices))
+            return StepRows(self.model, num_rows, captured=self.captured.run(slices, tokens))
         batch = prepare(slices, self.pool.spec.block_size, self.device)
+        if tokens is not None:
+            batch = replace(batch, token_ids=tokens)
         return StepRows(self.model, num_rows, hidden=self.model.hidden(batch, self.pool.layers))
 
     @torch.inference_mode()

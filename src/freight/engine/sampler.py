@@ -31,6 +31,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -59,6 +60,36 @@ class Sampled:
     token_id: int
     logprobs: tuple[LogprobEntry, ...] | None
     error: str | None = None
+
+
+class Draw(NamedTuple):
+    """What a draw from a model's own logits depends on. `position` counts the output tokens before it."""
+
+    params: SamplingParams
+    seed: int
+    position: int
+
+
+class _Row(Protocol):
+    """A SamplingRow or a Draw."""
+
+    @property
+    def params(self) -> SamplingParams: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def position(self) -> int: ...
+
+
+def draw(logits: Tensor, rows: Sequence[Draw]) -> tuple[Tensor, Tensor]:
+    """Draw a token for each row as `sample` does, of logits that no parameter changes. The host waits for nothing.
+
+    Returns the tokens, int64 [num_rows], ids of the vocabulary in any case, and int64 [2, num_rows]: the tokens and 1
+    where they are what `sample` gives, 0 where it gives an error or looks at more of the vocabulary.
+    """
+    tokens, reached = _choose(logits, rows, _NUCLEUS)
+    tokens = tokens.clamp(0, logits.shape[1] - 1)  # of a row of NaN it may be anything, and another step looks it up
+    return tokens, torch.stack((tokens, (reached & logits.amax(-1).isfinite()).long()))
 
 
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
@@ -168,7 +199,7 @@ def _column(values: Sequence[float], like: Tensor) -> Tensor:
     return send(values, torch.float64, like.device).unsqueeze(-1)
 
 
-def _choose(x: Tensor, rows: Sequence[SamplingRow], width: int) -> tuple[Tensor, Tensor]:
+def _choose(x: Tensor, rows: Sequence[_Row], width: int) -> tuple[Tensor, Tensor]:
     """Tokens int64 [num_rows] from adjusted logits x; bool [num_rows], whether the `width` most likely were enough."""
     drawn = [i for i, row in enumerate(rows) if not row.params.greedy]
     if len(drawn) == len(rows):
@@ -181,7 +212,7 @@ def _choose(x: Tensor, rows: Sequence[SamplingRow], width: int) -> tuple[Tensor,
     return tokens, reached
 
 
-def _draw(x: Tensor, rows: Sequence[SamplingRow], width: int) -> tuple[Tensor, Tensor]:
+def _draw(x: Tensor, rows: Sequence[_Row], width: int) -> tuple[Tensor, Tensor]:
     """`_choose` for rows with temperature > 0."""
     x = (x - x.amax(-1, keepdim=True)) / _column([row.params.temperature for row in rows], x).float()
     x = _on(x, rows, lambda params: params.min_p > 0, _min_p)
@@ -202,7 +233,7 @@ def _draw(x: Tensor, rows: Sequence[SamplingRow], width: int) -> tuple[Tensor, T
 
 def _on(
     x: Tensor,
-    rows: Sequence[SamplingRow],
+    rows: Sequence[_Row],
     asked: Callable[[SamplingParams], bool],
     keep: Callable[[Tensor, Sequence[SamplingParams]], Tensor],
 ) -> Tensor:

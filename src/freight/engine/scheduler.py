@@ -15,11 +15,12 @@ the rest within a budget of `max_num_batched_tokens`. A chunk that reaches the e
 - Prefix hits leave at least the last known token to compute, so a shared block is never written. The completions of one
   prompt wait for the first of them to compute the prompt, and then share its blocks.
 
-`schedule` and `apply` alternate, in one thread. `abort` and `finish` may come at any time between; what an already
-scheduled step still computes for such a request is dropped. Freed blocks are not handed out before the next `schedule`,
-so a step under way never writes into a block of someone else. A step that is never applied changes nothing: the next
-`schedule` gives its chunks again. When an exception interrupts one of these methods, `rebuild` starts over from the
-tokens of the requests. Imports no torch.
+`schedule` and `apply` alternate, in one thread; `follow` gives one more step before the first is applied, unless a
+request may be admitted, or blocks are short. It trims nothing: a step that is computed again may need it. `abort` and
+`finish` may come at any time between; what an already scheduled step still computes for such a request is dropped.
+Freed blocks are not handed out before the next `schedule` or `follow`, and steps run in their order, so none spoils a
+block of another. A step that is never applied changes nothing: the next `schedule` gives its chunks again. When
+an exception interrupts one of these methods, `rebuild` starts over from the tokens of the requests. Imports no torch.
 """
 
 from __future__ import annotations
@@ -179,6 +180,20 @@ class Scheduler:
         for request in fresh:
             self._count_admitted(request)
         return Step(tuple(chunks), tuple(preempted), tuple(fresh))
+
+    def follow(self, step: Step) -> Step | None:
+        """The step after `step`, which samples for all that run and is not applied yet. None: not before it is."""
+        going = [(one.request, one.start + 1) for one in step.chunks if not one.request.is_finished]
+        going = [(request, start) for request, start in going if start + 1 < request.token_limit]
+        if not going or (self._waiting and len(going) < self._max_num_seqs):
+            return None
+        chunks = []
+        for request, start in going:
+            if (grown := self._cache.grow(request.held, start + 1)) is None:
+                return None
+            request.held = grown
+            chunks.append(ScheduledChunk(request, start, 1, grown.block_ids, samples=True))
+        return Step(tuple(chunks), ())
 
     def apply(self, step: Step, tokens: Mapping[str, Sequence[int]]) -> list[Request]:
         """Take note that `step` was computed, with the new tokens of each chunk that samples, by request id.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from freight import LLM
 from freight.cache.pool import allocate_pool, cache_spec
 from freight.config.engine import KVCacheConfig
 from freight.config.model import parse_model_config
@@ -77,6 +78,18 @@ def test_the_sampler_draws_as_on_a_cpu_and_waits_once():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert len(waits) == 1
+
+
+def test_steps_launched_ahead_generate_the_same():
+    """One request at a time, because another number of rows may be rounded otherwise."""
+    llm = LLM("demo", device="cuda", kv_cache_memory="8MiB", max_model_len=64)
+    assert llm.engine.overlaps
+    found = []
+    for overlaps in (True, False):
+        llm.engine.overlaps = overlaps
+        params = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=9 + 3 * i) for i in range(4)]
+        found.append([llm.generate([[5, 9, 11]], one)[0].outputs[0].token_ids for one in params])
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("rows", [65, 300])

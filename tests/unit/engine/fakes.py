@@ -9,6 +9,7 @@ import hashlib
 import random
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -55,9 +56,14 @@ class FakeRunner:
         self.fails: Callable[[Sequence[SequenceSlice]], None] = lambda slices: None
         self.bad: int | None = None
         self.sizes: list[int] = []
+        self.num_ahead = 0  # steps that took tokens from the device
 
-    def run(self, slices: Sequence[SequenceSlice]) -> FakeRows:
+    def run(self, slices: Sequence[SequenceSlice], tokens: Tensor | None = None) -> FakeRows:
         self.sizes.append(len(slices))
+        if tokens is not None:  # the step was launched ahead
+            self.num_ahead += 1
+            given = tokens.tolist()
+            slices = [replace(part, token_ids=[token]) for part, token in zip(slices, given, strict=True)]
         self.fails(slices)
         rows = []
         for part in slices:
@@ -162,10 +168,12 @@ def essence(outputs: Sequence[RequestOutput]) -> list[Any]:
     return [(one.prompt_token_ids, one.outputs, one.prompt_logprobs, one.finished) for one in outputs]
 
 
-def new_engine(num_blocks: int = 24, max_num_seqs: int = 4, budget: int = 16, max_model_len: int = 64) -> Engine:
+def new_engine(
+    num_blocks: int = 24, max_num_seqs: int = 4, budget: int = 16, max_model_len: int = 64, overlaps: bool = False
+) -> Engine:
     cache = CacheManager((Pages((0,), 1, None, BLOCK),), (num_blocks,), BLOCK, budget)
     scheduler = Scheduler(cache, max_num_seqs, budget, max_model_len)
     intake = Intake(FakeTokenizer(), VOCAB, max_model_len)  # type: ignore[arg-type]
     runner: Any = FakeRunner(num_blocks)
-    stops = frozenset({EOS})
-    return Engine(runner, cache, scheduler, intake, stops, seed=0, threads=nullcontext(), clock=Clock())
+    parts = (runner, cache, scheduler, intake, frozenset({EOS}))
+    return Engine(*parts, seed=0, threads=nullcontext(), clock=Clock(), overlaps=overlaps)

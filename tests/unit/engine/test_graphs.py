@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from freight.engine.block_tables import BlockTables
 from freight.engine.decode_steps import Buffers
 from freight.engine.graphs import bucket_of
 from freight.engine.prepare import Logits, SequenceSlice, prepare
@@ -25,7 +26,7 @@ def test_buckets_waste_little():
 @pytest.mark.parametrize("before", [[], SLICES, SLICES[::-1] + SLICES[:1]])
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_step_is_told_what_prepare_tells_and_padding(before, count):
-    buffers = Buffers(4, 6, 8, "cpu", num_groups=2)
+    buffers = Buffers(4, BlockTables(4, 6, 2, "cpu"), 8, "cpu")
     buffers.fill(before)
     buffers.fill(SLICES[:count])
     told, expected = buffers.batch, prepare(SLICES[:count], 8)

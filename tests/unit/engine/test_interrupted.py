@@ -13,7 +13,10 @@ from tests.unit.engine.fakes import check_clean, essence, params_of, prompt_of
 from freight import LLM, SamplingParams
 from freight.engine import compute
 
-SOURCES = {str(Path(compute.__file__).parent / f"{name}.py") for name in ("engine", "scheduler", "progress", "compute")}
+SOURCES = {
+    str(Path(compute.__file__).parent / f"{name}.py")
+    for name in ("engine", "scheduler", "progress", "compute", "ahead")
+}
 SOURCES.add(str(Path(compute.__file__).parents[1] / "cache" / "blocks.py"))
 
 

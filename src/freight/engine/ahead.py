@@ -1,0 +1,119 @@
+"""The next decode step is launched while this one runs: on a device that works on its own, the host is one step behind.
+
+What is known when. A decode step's work follows from lengths and blocks, and they are known before it has run: each of
+its requests has one token more. Only the tokens' values are missing, and they are where the next step needs them, on
+the device. So `Engine.step`
+
+1. takes the step that was launched ahead, or schedules and launches one;
+2. asks the scheduler for the step that follows (`Scheduler.follow`) and launches it, with the tokens that the step
+   under way draws as its input; requests that are known to end by `max_tokens` are not in it;
+3. waits for the tokens of the first of the two and applies them, while the device computes the second.
+
+A request that turns out to have ended (a stop id, a deadline, an abort, a failure) is dropped from the second when that
+is applied. Its row stored one token behind all that is indexed for prefix hits, in a block that nobody else writes
+before: what is scheduled later also runs later.
+
+Steps that need the host run as without this: chunks of prefill, grammars, penalties, biases, barred stop ids, stop
+strings, log-probabilities. So do all repairs. A step with a row that has no token, or none yet (NaN, a nucleus wider
+than what was looked at), or that raised, is computed again by `compute`, and what was launched on top of it is
+forgotten. It is scheduled again and stores the same slots again. So results and errors are those of `compute`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from freight.engine.compute import ChunkWork
+from freight.engine.prepare import Logits, SequenceSlice
+from freight.engine.runner import ModelRunner
+from freight.engine.sampler import Draw, draw
+from freight.engine.scheduler import ScheduledChunk, Step
+
+logger = logging.getLogger("freight")
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A step under way. `tokens` are those that it draws, int64 [chunks] on the device.
+
+    `facts` [2, chunks] are the tokens and whether each is usable, on the host once `copied` has happened.
+    """
+
+    step: Step
+    tokens: Tensor
+    facts: Tensor
+    copied: torch.cuda.Event | None
+
+    @property
+    def is_wanted(self) -> bool:
+        return any(not chunk.request.is_finished for chunk in self.step.chunks)
+
+    def read(self) -> list[int] | None:
+        """The tokens, for which the host waits; None if some row has none that can be used."""
+        try:
+            if self.copied is not None:
+                self.copied.synchronize()
+        except Exception as error:
+            logger.warning("a step that was launched failed and is computed again: %s", error)
+            return None
+        tokens, usable = self.facts.tolist()
+        return tokens if all(usable) else None
+
+
+def can_launch(work: Sequence[ChunkWork]) -> bool:
+    """Whether every chunk is one token that is followed by a drawn one, which needs nothing of the host."""
+    return bool(work) and all(_draws_alone(one) for one in work)
+
+
+def _draws_alone(work: ChunkWork) -> bool:
+    chunk, params = work.chunk, work.chunk.request.params
+    plain = params.logprobs is None and not params.stop and not work.row.changes_logits
+    return chunk.samples and chunk.num_tokens == 1 and plain and not work.scores
+
+
+def launch(runner: ModelRunner, step: Step, before: Launched | None = None) -> Launched | None:
+    """Queue a step that `can_launch`, or one that follows `before`; None if it cannot be queued."""
+    try:
+        return _launch(runner, step, before)
+    except Exception as error:  # `compute` makes it anew, and says what is wrong with which request
+        logger.debug("a step could not be launched: %s", error)
+        return None
+
+
+@torch.inference_mode()
+def _launch(runner: ModelRunner, step: Step, before: Launched | None) -> Launched:
+    tokens = None if before is None else _inputs(step, before)
+    slices = [_to_slice(chunk, tokens is not None) for chunk in step.chunks]
+    logits = runner.run(slices, tokens).logits(range(len(slices)))
+    drawn, facts = draw(logits, [_to_draw(chunk) for chunk in step.chunks])
+    if facts.device.type != "cuda":
+        return Launched(step, drawn, facts, None)
+    on_host = torch.empty(facts.shape, dtype=facts.dtype, device="cpu", pin_memory=True)
+    on_host.copy_(facts, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+    return Launched(step, drawn, on_host, copied)
+
+
+def _inputs(step: Step, before: Launched) -> Tensor:
+    """int64 [chunks]: what `before` draws for the requests of `step`, which are in the same order."""
+    if len(step.chunks) == len(before.step.chunks):
+        return before.tokens
+    row_of = {id(chunk.request): row for row, chunk in enumerate(before.step.chunks)}
+    rows = [row_of[id(chunk.request)] for chunk in step.chunks]
+    return torch.cat([before.tokens[row : row + 1] for row in rows])
+
+
+def _to_slice(chunk: ScheduledChunk, is_drawn: bool) -> SequenceSlice:
+    tokens = (0,) if is_drawn else chunk.request.tokens(chunk.start, chunk.start + 1)
+    return SequenceSlice(tokens, chunk.start, chunk.block_ids, Logits.LAST)
+
+
+def _to_draw(chunk: ScheduledChunk) -> Draw:
+    request = chunk.request
+    return Draw(request.params, request.seed, chunk.start + 1 - request.num_prompt_tokens)

@@ -1,0 +1,262 @@
+"""An engine that launches the next step before it knows the last one's tokens gives what one that waits gives."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tests.unit.engine.fakes import EOS, FakeRunner, check_clean, essence, params_of, prompt_of
+from tests.unit.engine.test_interrupted import Interrupt, Interrupter
+
+from freight import LLM, SamplingParams
+from freight.engine import sampler
+from freight.engine.ahead import Launched
+from freight.engine.engine import Engine
+from freight.engine.prepare import SequenceSlice
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+
+
+def runner_of(engine: Engine) -> FakeRunner:
+    runner: Any = engine.runner
+    return runner
+
+
+def look_at(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    """Only the `width` most likely tokens are looked at first for top_p, as on a GPU; a CPU sorts all."""
+    monkeypatch.setattr(sampler, "_NUCLEUS", width)
+    monkeypatch.setattr(sampler, "_largest", lambda p, width: p.topk(min(width, p.shape[-1])).values)
+
+
+def plain_params(rng: random.Random) -> SamplingParams:
+    """Mostly what nothing of the host is needed for."""
+    if rng.random() < 0.1:
+        return params_of(rng)
+    return SamplingParams(
+        max_tokens=rng.randint(1, 15),
+        seed=rng.randrange(9),
+        temperature=rng.choice([0.0, 1.0]),
+        top_p=rng.choice([1.0, 0.9]),
+        n=rng.choice([1, 1, 2]),
+    )
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_batch_has_the_same_tokens_and_leaves_nothing_behind(new_llm: Callable[..., LLM], seed: int):
+    """Also where blocks run out, where requests wait, and where a second batch takes up the blocks of the first."""
+    found = []
+    for overlaps in (False, True):
+        rng = random.Random(seed)
+        limits = {"num_blocks": rng.choice([12, 24, 100]), "budget": rng.choice([8, 16]), "max_model_len": 40}
+        llm = new_llm(**limits, overlaps=overlaps)
+        prompts = [prompt_of(rng) for _ in range(9)]
+        params = [plain_params(rng) for _ in prompts]
+        first = llm.generate(prompts, params)
+        longer = [[*one.prompt_token_ids, *one.outputs[0].token_ids][:30] for one in first]
+        found.append([essence(first), essence(llm.generate(longer, params))])
+        check_clean(llm)
+        assert (runner_of(llm.engine).num_ahead > 0) == overlaps
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_requests_that_come_and_go_have_the_tokens_they_have_alone(new_llm: Callable[..., LLM], seed: int):
+    """They are added, aborted and released, and time out, while a step is launched ahead; ids come again."""
+    rng, llm = random.Random(seed), new_llm(num_blocks=20, budget=12, overlaps=True)
+    engine = llm.engine
+    clock: Any = engine._clock
+    live: dict[str, SamplingParams] = {}
+    ended = []
+    for number in range(120):
+        clock.now = float(number)
+        name = str(rng.randrange(7))
+        if number < 60 and name not in live:
+            params = live[name] = replace(plain_params(rng), timeout_s=rng.choice([None, None, 9.0]), n=1)
+            engine.add(name, engine.accept(prompt_of(rng), params), params)
+        if live and rng.random() < 0.1:
+            getattr(engine, rng.choice(["abort", "release"]))(rng.choice(list(live)))
+        engine.step()
+        for name in list(live):
+            if name not in engine._groups or engine.is_finished(name):
+                params = live.pop(name)
+                if name in engine._groups:
+                    ended.append((engine.output(name), params))
+                engine.release(name)
+    assert not live
+    check_clean(llm)
+    assert runner_of(engine).num_ahead > 5
+    alone = new_llm(num_blocks=20)
+    for output, params in ended:
+        (expected,) = alone.generate([output.prompt_token_ids], replace(params, timeout_s=None))
+        (got,), (whole,) = output.outputs, expected.outputs
+        early = got.finish_reason in ("abort", "timeout")
+        assert got.token_ids == whole.token_ids[: len(got.token_ids)] if early else got == whole
+
+
+def steps_of(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Any]:
+    """What each step gives."""
+    for index, prompt in enumerate(prompts):
+        engine.add(str(index), engine.accept(prompt, params), params)
+    found = []
+    while engine.has_unfinished:
+        found.append([(one.request_id, one.outputs, one.finished) for one in engine.step()])
+    return found
+
+
+def test_each_step_gives_the_same_and_a_stop_id_ends_a_stream_at_the_same_token(new_llm: Callable[..., LLM]):
+    prompts = [[index % 3, 1, index] for index in range(4)]
+    params = SamplingParams(max_tokens=40, seed=3, stop_token_ids=(5, 9))
+    plain, ahead = (steps_of(new_llm(overlaps=on).engine, prompts, params) for on in (False, True))
+    assert ahead == plain
+    assert {one.finish_reason for step in plain for _, (one,), _ in step} >= {"stop", None}
+
+
+def test_the_next_step_is_launched_before_tokens_are_read(monkeypatch: pytest.MonkeyPatch, new_llm: Callable[..., LLM]):
+    happened: list[str] = []
+    run, read = FakeRunner.run, Launched.read
+
+    def logged_run(self: FakeRunner, slices: Sequence[SequenceSlice], tokens: torch.Tensor | None = None) -> Any:
+        happened.append("ahead" if tokens is not None else "run")
+        return run(self, slices, tokens)
+
+    def logged_read(self: Launched) -> list[int] | None:
+        happened.append("read")
+        return read(self)
+
+    monkeypatch.setattr(FakeRunner, "run", logged_run)
+    monkeypatch.setattr(Launched, "read", logged_read)
+    new_llm(overlaps=True).generate([[1, 2, 0]], replace(GREEDY, max_tokens=5))
+    # The prompt, the second token and then one ahead of each that is read; the last is known to be the last.
+    assert happened == ["run", "run", "ahead", "read", "ahead", "read", "ahead", "read", "read"]
+
+
+WAITING = [
+    {"logprobs": 0},
+    {"stop": "?"},
+    {"repetition_penalty": 1.1},
+    {"presence_penalty": 0.5},
+    {"frequency_penalty": 0.5},
+    {"logit_bias": {3: 1.0}},
+    {"min_tokens": 8, "ignore_eos": False},
+]
+
+
+@pytest.mark.parametrize("params", WAITING, ids=lambda params: next(iter(params)))
+def test_steps_that_need_the_host_wait_for_it(new_llm: Callable[..., LLM], params: dict[str, Any]):
+    llm = new_llm(overlaps=True)
+    llm.generate([[1, 2, 0], [2, 0]], [GREEDY, replace(GREEDY, **params)])
+    assert runner_of(llm.engine).num_ahead == 0
+    llm.generate([[1, 2, 0], [2, 0]], GREEDY)
+    assert runner_of(llm.engine).num_ahead == 6
+
+
+def test_rows_of_nan_and_wide_nuclei_are_computed_again(new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch):
+    prompts = [[index % 3, index] for index in range(4)]
+    params = [SamplingParams(max_tokens=9, seed=index, ignore_eos=True, top_p=0.9) for index in range(4)]
+    usual = essence(new_llm().generate(prompts, params))
+    middle = usual[2][1][0].token_ids[4]
+    found = []
+    for overlaps, nucleus in [(False, 1024), (True, 1024), (True, 3)]:
+        look_at(monkeypatch, nucleus)
+        llm = new_llm(overlaps=overlaps)
+        assert essence(llm.generate(prompts, params)) == usual
+        runner_of(llm.engine).bad = middle  # it is drawn and read by the step that was launched ahead
+        llm.engine.cache.reset()
+        found.append(essence(llm.generate(prompts, params, on_error="return")))
+        check_clean(llm)
+        assert (runner_of(llm.engine).num_ahead > 0) == overlaps
+    assert found[0] == found[1] == found[2]
+    assert "NaN" in str(found[0][2][1][0].error)
+
+
+@pytest.mark.parametrize("failing", ["once", "always"])
+def test_a_step_that_raises_fails_the_same_requests(new_llm: Callable[..., LLM], failing: str):
+    prompts = [[1, 2, index] for index in range(4)]
+    found = []
+    for overlaps in (False, True):
+        llm = new_llm(overlaps=overlaps)
+        runner = runner_of(llm.engine)
+
+        def fails(slices: Sequence[SequenceSlice], runner: FakeRunner = runner) -> None:
+            if failing == "once":
+                if len(runner.sizes) == 4:
+                    raise RuntimeError("sometimes")
+            elif any(part.start == 7 and part.block_ids[0][0] in (0, 1) for part in slices):
+                raise RuntimeError("always")
+
+        runner.fails = fails
+        found.append(essence(llm.generate(prompts, GREEDY, on_error="return")))
+        check_clean(llm)
+        assert (runner.num_ahead > 0) == overlaps
+    assert found[0] == found[1]
+    errors = [one[1][0].error for one in found[0]]
+    assert any(errors) == (failing == "always")
+
+
+def test_an_exception_at_any_line_leaves_the_engine_as_if_the_call_had_not_been_made(new_llm: Callable[..., LLM]):
+    limits: dict[str, Any] = {"num_blocks": 12, "budget": 12, "max_model_len": 40, "overlaps": True}
+    rng = random.Random(1)
+    prompts = [prompt_of(rng) for _ in range(3)]
+    params = [plain_params(rng) for _ in prompts]
+    of_stream = SamplingParams(max_tokens=12, seed=4)
+    expected = essence(new_llm(**limits).generate(prompts, params))
+    (whole,) = essence(new_llm(**limits).generate([[1, 2, 1, 2, 0]], of_stream))
+    with Interrupter() as counter:
+        new_llm(**limits).generate(prompts, params)
+    for at in random.Random(2).sample(range(1, counter.count + 1), 24):
+        llm = new_llm(**limits)
+        stream = llm.stream([1, 2, 1, 2, 0], of_stream)
+        outputs = [next(stream), next(stream), next(stream)]
+        try:
+            with Interrupter(at):
+                llm.generate(prompts, params)
+        except Interrupt:
+            pass
+        outputs += stream
+        assert essence([outputs[-1]]) == [whole], at
+        assert essence(llm.generate(prompts, params)) == expected, at
+        check_clean(llm)
+
+
+def test_draws_that_are_not_waited_for_are_those_of_sample(monkeypatch: pytest.MonkeyPatch):
+    look_at(monkeypatch, 8)
+    torch.manual_seed(0)
+    logits = torch.randn(6, 3000)
+    logits[4, 7] = torch.nan
+    kinds = [{"temperature": 0.0}, {"top_p": 0.9}, {"top_k": 40, "min_p": 0.01}, {"top_p": 0.9999}, {}, {}]
+    params = [SamplingParams(**kind) for kind in kinds]
+    rows = [sampler.SamplingRow(one, 5 + i, (1,), [3, 4], frozenset({EOS})) for i, one in enumerate(params)]
+    tokens, facts = sampler.draw(logits, [sampler.Draw(row.params, row.seed, 2) for row in rows])
+    expected = sampler.sample(logits, rows)
+    told, usable = facts.tolist()
+    assert usable == [1, 0, 1, 0, 0, 1]
+    assert [token for token, one in zip(told, usable, strict=True) if one] == [
+        sampled.token_id for sampled, one in zip(expected, usable, strict=True) if one
+    ]
+    assert told == tokens.tolist()
+    assert all(0 <= token < 3000 for token in told)
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_the_demo_model_generates_the_same(captured: bool):
+    """Recorded steps and launched ones take their tokens from the device; a request that ends early makes rows move."""
+    params = [
+        SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=6 + 3 * i, ignore_eos=True) for i in range(6)
+    ]
+    found, ahead = [], []
+    for overlaps in (False, True):
+        llm = LLM("demo", kv_cache_dtype="fp8_e4m3", kv_cache_memory="2MiB", max_model_len=64, max_num_seqs=4)
+        assert not llm.engine.overlaps  # the host has nothing to gain on a CPU, which it computes with
+        llm.engine.overlaps = overlaps
+        runner = llm.engine.runner
+        if not captured:
+            llm.engine.runner = runner = replace(runner, captured=None)
+        follow = llm.engine.scheduler.follow
+        llm.engine.scheduler.follow = lambda step, follow=follow: ahead.append(follow(step)) or ahead[-1]  # type: ignore
+        found.append([one.outputs[0].token_ids for one in llm.generate([[5 + i, 9, 11] for i in range(6)], params)])
+    assert found[0] == found[1]
+    assert len([step for step in ahead if step is not None]) > 10
