@@ -298,6 +298,14 @@ def test_fp8_products_change_no_bit_with_other_sequences(device):
         assert torch.equal(case.run([i], products=Fp8Products.BOTH), expected)
 
 
+@pytest.mark.parametrize(("format", "least"), [(Format.E4M3FN, 32), (Format.BFLOAT16, 16)])
+def test_small_heads_are_padded_to_what_matrix_units_take(format, least, device):
+    """FP8 is multiplied in sums of 32 values or more, without which a kernel does not compile."""
+    case = Case([(1, 3)], format, "unit", torch.bfloat16, 1, 2, 8, device)
+    made = paged.constants(case.q[0], case.pages, None, None)
+    assert (made["K_DIM"], made["K_BLOCK"], made["V_BLOCK"]) == (8, least, 16)
+
+
 def test_centers_change_no_bit_with_other_sequences(device):
     case = centered(Case(MIXED, Format.E4M3FN, "static", torch.bfloat16, 1, 2, 16, device), 100)
     together = case.run(range(len(MIXED))).split([rows for rows, _ in MIXED])

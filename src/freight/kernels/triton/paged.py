@@ -86,7 +86,8 @@ def constants(q: Tensor, pages: KVPages, window: int | None, soft_cap: float | N
         "GROUP": q.shape[1] // num_kv_heads,
         "HEADS": num_kv_heads,
         "K_DIM": k_dim,
-        "K_BLOCK": max(16, triton.next_power_of_2(k_dim)),
+        # matrix units sum over 16 values or more at a time, over 32 of FP8
+        "K_BLOCK": max(32 if pages.format.is_fp8 else 16, triton.next_power_of_2(k_dim)),
         "V_DIM": v_dim,
         "V_BLOCK": max(16, triton.next_power_of_2(v_dim)),
         "HALF": 0 if pages.k_center is None else pages.k_center.cos.shape[1],
