@@ -18,7 +18,6 @@ from types import SimpleNamespace
 from typing import Any
 
 os.environ |= {"TRITON_INTERPRET": "0", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # conftest.py leaves the former so
-import freight  # noqa: F401
 import pytest
 import torch
 import triton
