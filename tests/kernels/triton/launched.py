@@ -37,7 +37,8 @@ class Recorder:
         made = self
 
         def record(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-            made.add(kernel, args, kwargs)
+            if not warmup:
+                made.add(kernel, args, kwargs)
 
         JITFunction.run = record
 

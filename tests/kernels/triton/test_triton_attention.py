@@ -144,8 +144,9 @@ def test_neither_programs_nor_the_table_s_width_change_a_bit_of_a_decode(window,
     case = Case(DECODES, Format.E4M3FN, "static", torch.bfloat16, 1, 2, 16, device, extra_blocks=30)
     wide = case.run([0, 1, 2], window)
     case.padding = []
-    monkeypatch.setattr(paged, "PROGRAMS_PER_UNIT", 1000)
-    assert torch.equal(case.run([0, 1, 2], window), wide)
+    for programs in (1, 2, 7):
+        monkeypatch.setattr(paged, "programs_for", lambda *_, programs=programs: programs)
+        assert torch.equal(case.run([0, 1, 2], window), wide)
 
 
 @pytest.mark.parametrize("window", [None, 20])
