@@ -24,6 +24,7 @@ from freight.start_log import log_to_stderr
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from freight.kernels.interface import KernelSet
     from freight.models.open import OpenModel
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure speed, beside the memory's own.")
@@ -184,12 +185,7 @@ def kernels(
         }.items():
             if value is not None:
                 raise ConfigError(f"--{flag} is for --device cpu: the sizes on a GPU are those of docs/benchmarks.md")
-        from freight.bench.goals import KERNEL_GOALS, table
-        from freight.bench.gpu import Sizes, measure_on_gpu
-
-        rows_found = _print_rows(measure_on_gpu(kernel_set, only or [], seconds, Sizes(), after), as_json)
-        if not as_json:
-            typer.echo("\n".join(["", *table({"kernels": rows_found}, KERNEL_GOALS)]))
+        _kernels_on_gpu(kernel_set, only or [], seconds, after, as_json)
         return
     if after:
         raise ConfigError(
@@ -200,6 +196,16 @@ def kernels(
     with used:
         found = measure_kernels(kernel_set, model, size, rows or [1, 8, 512], context or 16384, seconds, only or [])
         _print_rows(found, as_json)
+
+
+def _kernels_on_gpu(kernel_set: KernelSet, only: list[str], seconds: float, after: int, as_json: bool) -> None:
+    """Rows as they are measured; for people, the goals that they bear on below."""
+    from freight.bench.goals import KERNEL_GOALS, table
+    from freight.bench.gpu import Sizes, measure_on_gpu
+
+    rows = _print_rows(measure_on_gpu(kernel_set, only, seconds, Sizes(), after), as_json)
+    if not as_json:
+        typer.echo("\n".join(["", *table({"kernels": rows}, KERNEL_GOALS)]))
 
 
 def _matrix(value: str) -> tuple[int, int]:
