@@ -1,203 +1,258 @@
-"""Fill the GPU table of docs/benchmarks.md: run the benchmarks it stands on, and print aims beside what was found.
+"""Fill the GPU table of docs/benchmarks.md: run the benchmarks it stands on; print aims, what was found, what binds.
 
 From the root of the repository, on a machine with a GPU; the package may run from source:
 
-    PYTHONPATH=src python benchmarks/gpu_table.py --output gpu.json
+    PYTHONPATH=src python benchmarks/gpu_table.py --output FOLDER
 
-Every command runs in a process of its own. Its JSON goes into the output file at once, and a command whose result is
-there already does not run again, so that an interrupted run resumes. Standard library only.
+Every command runs in a process of its own. A row goes into FOLDER/rows.jsonl as soon as it is printed, what else a
+command says into FOLDER/log, and the table into FOLDER/table.md after each command. A row that fails, that ends its
+process or that takes longer than its limit costs itself alone: the command goes on behind it. Run again with the same
+folder, what is there is not measured again. Where `ncu` is installed, it reads counters of the kernels that miss a
+goal. Needs the standard library and `freight.bench.goals`, which loads no torch.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
+import os
+import queue
+import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO
 
-FREIGHT = [sys.executable, "-m", "freight", "bench"]
+from freight.bench.goals import KERNEL_GOALS, Results, Row, table
+
+FREIGHT = (sys.executable, "-m", "freight", "bench")
 FP8 = ("--quantization", "fp8", "--kv-cache-dtype", "fp8")
-STATIC = ("--quantization", "fp8", "--kv-cache-dtype", "fp8", "--kv-scales", "unit")
+STATIC = (*FP8, "--kv-scales", "unit")
 BF16 = ("--dtype", "bfloat16")
 BIG = ("--device", "cuda", "--batch-size", "64", "--input-len", "2048", "--output-len", "256", "--repeats", "1")
 ALONE = ("--device", "cuda", "--batch-size", "1", "--input-len", "128", "--output-len", "65")
 SHORT = ("--device", "cuda", "--batch-size", "1", "--input-len", "512", "--output-len", "17", "--repeats", "1")
-
-COMMANDS: dict[str, tuple[str, ...]] = {
-    "kernels": ("kernels", "--device", "cuda"),
-    "8b batch 64, FP8": ("latency", "--random-weights", "llama-8b", *FP8, *BIG),
-    "8b batch 64, BF16": ("latency", "--random-weights", "llama-8b", *BF16, *BIG),
-    "8b batch 1, FP8": ("latency", "--random-weights", "llama-8b", *FP8, *ALONE),
-    "8b batch 1, BF16": ("latency", "--random-weights", "llama-8b", *BF16, *ALONE),
-    "8b, one scale": ("latency", "--random-weights", "llama-8b", *STATIC, *SHORT),
-    "70b, FP8 cache": ("latency", "--random-weights", "llama-70b", *FP8, *SHORT),
-    "70b, BF16 cache": ("latency", "--random-weights", "llama-70b", "--quantization", "fp8", *SHORT),
-}
-
-Results = dict[str, list[dict[str, Any]]]
+KERNELS = "kernels"
+START_UP = 120.0  # seconds that a process may take until its first row beyond that row's own limit
 
 
 @dataclass(frozen=True)
-class Line:
-    """A line of the table: what was aimed at, and how it is found in the results."""
+class Command:
+    """Words after `freight bench`, and the longest that one of its rows may take, in seconds."""
 
-    what: str
-    aim: str
-    find: Callable[[Results], float | str]
-
-
-def kernel(results: Results, name: str, form: str, shape: tuple[int, ...]) -> dict[str, Any]:
-    """The row of `freight bench kernels` whose format begins with `form` and whose shape begins with `shape`."""
-    for row in results["kernels"]:
-        if row["kernel"] == name and row["format"].startswith(form) and row["shape"][: len(shape)] == list(shape):
-            return row
-    raise KeyError(f"no row of {name}, {form}, {shape}")
+    words: tuple[str, ...]
+    limit: float
 
 
-def share(name: str, form: str, shape: tuple[int, ...]) -> Callable[[Results], float]:
-    return lambda results: float(kernel(results, name, form, shape)["bandwidth_fraction"])
+def latency(shape: str, *options: str, limit: float = 300) -> Command:
+    return Command(("latency", "--random-weights", shape, *options), limit)
 
 
-def faster(name: str, form: str, other: str, other_form: str, shape: tuple[int, ...]) -> Callable[[Results], float]:
-    """How many times as fast the first kernel is as the second, at one shape."""
-
-    def find(results: Results) -> float:
-        slow, fast = kernel(results, other, other_form, shape), kernel(results, name, form, shape)
-        return float(slow["median_us"] / fast["median_us"])
-
-    return find
-
-
-def of_run(command: str, figure: str) -> Callable[[Results], float]:
-    return lambda results: float(results[command][0][figure])
-
-
-def ratio(one: str, other: str, figure: str) -> Callable[[Results], float]:
-    return lambda results: float(results[one][0][figure] / results[other][0][figure])
-
-
-def tokens_for_the_same_bytes(command: str) -> Callable[[Results], float]:
-    def find(results: Results) -> float:
-        sixteen = results["8b batch 1, BF16"][0]["kv_cache"]["bytes_per_token"]
-        return float(sixteen / results[command][0]["kv_cache"]["bytes_per_token"])
-
-    return find
+COMMANDS: dict[str, Command] = {
+    KERNELS: Command(("kernels", "--device", "cuda"), 120),
+    "8b batch 64, FP8": latency("llama-8b", *FP8, *BIG),
+    "8b batch 64, BF16": latency("llama-8b", *BF16, *BIG),
+    "8b batch 1, FP8": latency("llama-8b", *FP8, *ALONE),
+    "8b batch 1, BF16": latency("llama-8b", *BF16, *ALONE),
+    "8b, one scale": latency("llama-8b", *STATIC, *SHORT),
+    "70b, FP8 cache": latency("llama-70b", *FP8, *SHORT, limit=900),
+    "70b, BF16 cache": latency("llama-70b", "--quantization", "fp8", *SHORT, limit=900),
+}
+COUNTERS = {
+    "issue_active": "sm__issue_active.avg.pct_of_peak_sustained_elapsed",
+    "dram": "dram__throughput.avg.pct_of_peak_sustained_elapsed",
+}
+OUR_KERNELS = {"attention": "^(decode|prefill)_kernel", "rotate_store": "^rotate_store", "linear": "^matmul_kernel"}
 
 
-def of_70b(results: Results) -> str:
-    fits = [results[f"70b, {cache} cache"][0]["tokens_that_fit"] for cache in ("FP8", "BF16")]
-    speed = results["70b, FP8 cache"][0]["decode_tokens_per_second"]
-    return f"{fits[0]:,} tokens fit, {fits[1]:,} in BF16; {speed:.1f} tokens/s"
+class Folder:
+    """The results: a line for each row, `{"command", "row"}`, and `{"command", "done"}` for a finished command."""
+
+    def __init__(self, path: Path) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self.results: Results = {}
+        self.done: set[str] = set()
+        rows = path / "rows.jsonl"
+        for line in rows.read_text().splitlines() if rows.exists() else ():
+            try:
+                self._take(json.loads(line))
+            except ValueError:  # the end of a line that an interruption left out
+                continue
+
+    def _take(self, record: Row) -> None:
+        if "done" in record:
+            self.done.add(record["command"])
+        else:
+            self.results.setdefault(record["command"], []).append(record["row"])
+
+    def write(self, command: str, row: Row | None) -> None:
+        """Keep a row; without one, that the command is finished."""
+        record: Row = {"command": command} | ({"done": True} if row is None else {"row": row})
+        self._take(record)
+        with (self.path / "rows.jsonl").open("a") as file:
+            file.write(f"\n{json.dumps(record)}\n")  # on a line of its own, whatever is before it
+        if row is not None and "error" in row:
+            print(f"  failed: {row['error']}", file=sys.stderr, flush=True)
+
+    def write_table(self) -> str:
+        text = "\n".join(table({KERNELS: []} | self.results))
+        (self.path / "table.md").write_text(text + "\n")
+        return text
+
+    def last_case(self) -> int:
+        return max((row["case"] for row in self.results.get(KERNELS, ())), default=0)
 
 
-BATCH, LONG, PREFILL, STORE, PRODUCT = (64, 1, 8192), (1, 1, 131072), (1, 8192, 8192), (8192,), (8192, 8192, 8192)
-STATIC_FP8, TOKEN_FP8 = "fp8_e4m3fn, tensor", "fp8_e4m3fn, token"
-FP8_PRODUCTS = "fp8_e4m3fn, tensor, FP8 products"
-DYNAMIC = "fp8_e4m3fn, activations dynamic"
-TABLE = (
-    Line(
-        "decode attention, 64 x 8 k, static scales: of the copy bandwidth",
-        "0.85",
-        share("attention", STATIC_FP8, BATCH),
-    ),
-    Line("… with a scale per token", "0.85", share("attention", TOKEN_FP8, BATCH)),
-    Line("… against BF16 pages", "1.8 x", faster("attention", STATIC_FP8, "attention", "bfloat16", BATCH)),
-    Line("… against FlashAttention on BF16", "1.5 x", faster("attention", STATIC_FP8, "torch.sdpa", "bfloat16", BATCH)),
-    Line("decode attention, 1 x 128 k: of the copy bandwidth", "0.75", share("attention", STATIC_FP8, LONG)),
-    Line(
-        "prefill attention, 8 k, against FlashAttention",
-        "0.8 x",
-        faster("attention", STATIC_FP8, "torch.sdpa", "bfloat16", PREFILL),
-    ),
-    Line(
-        "… computed in FP8",
-        "1.2 x",
-        faster("attention", "fp8_e4m3fn, tensor, FP8 products", "torch.sdpa", "bfloat16", PREFILL),
-    ),
-    Line(
-        "rotate, quantize and store, 8 k tokens: of the copy bandwidth",
-        "0.7",
-        share("rotate_store", STATIC_FP8, STORE),
-    ),
-    Line(
-        "FP8 product, 8192³, activations quantized, against BF16",
-        "1.6 x",
-        faster("linear", DYNAMIC, "torch.linear", "bfloat16", PRODUCT),
-    ),
-    Line(
-        "torch._scaled_mm alone, full sums",
-        "",
-        faster("torch._scaled_mm", "fp8_e4m3fn", "torch.linear", "bfloat16", PRODUCT),
-    ),
-    Line(
-        "torch._scaled_mm alone, fast sums",
-        "",
-        faster("torch._scaled_mm", "fp8_e4m3fn, fast", "torch.linear", "bfloat16", PRODUCT),
-    ),
-    Line(
-        "llama-8b, batch 64, decode, FP8 against BF16",
-        "1.6 x",
-        ratio("8b batch 64, FP8", "8b batch 64, BF16", "decode_tokens_per_second"),
-    ),
-    Line(
-        "llama-8b, batch 64, prefill, FP8 against BF16",
-        "1.3 x",
-        ratio("8b batch 64, FP8", "8b batch 64, BF16", "prefill_tokens_per_second"),
-    ),
-    Line("tokens for the same bytes, static scales", "2 x", tokens_for_the_same_bytes("8b, one scale")),
-    Line("tokens for the same bytes, a scale per token", "1.96 x", tokens_for_the_same_bytes("8b batch 1, FP8")),
-    Line("llama-8b, batch 1, decode: of the bandwidth", "0.7", of_run("8b batch 1, FP8", "decode_bandwidth_fraction")),
-    Line("llama-70b on one card", "runs", of_70b),
-)
+def lines_of(words: Sequence[str], limit: float, log: Path, ended: list[str]) -> Generator[str]:
+    """The lines that a process prints, as they come; at its end, why it failed goes to `ended`, if it did.
 
-
-def run(words: tuple[str, ...], seconds: float) -> list[dict[str, Any]]:
-    """The JSON lines that a command prints; a line with `error` where it fails."""
+    It is ended, with all that it started, when it prints nothing for `limit` seconds, at the start for START_UP more.
+    """
+    with log.open("a") as errors:
+        print(f"\n$ {' '.join(words)}", file=errors, flush=True)
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True)
+    assert process.stdout is not None
+    lines: queue.Queue[str | None] = queue.Queue()
+    reader = threading.Thread(target=_read, args=(process.stdout, lines), daemon=True)
+    reader.start()
+    patience, finished = limit + START_UP, False
     try:
-        ended = subprocess.run(
-            [*FREIGHT, *words, "--json"], capture_output=True, text=True, timeout=seconds, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return [{"error": f"took more than {seconds:.0f} s"}]
-    if ended.returncode:
-        return [{"error": f"exit status {ended.returncode}: {ended.stderr.strip()[-1000:]}"}]
-    return [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
+        while (line := lines.get(timeout=patience)) is not None:
+            patience = limit
+            yield line
+        status = process.wait(timeout=limit)
+        finished = True
+        if status:
+            ended.append(f"exit status {status}: {_tail(log)}")
+    except (queue.Empty, subprocess.TimeoutExpired):
+        ended.append(f"took more than {patience:.0f} s")
+    finally:
+        if not finished:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        reader.join(timeout=limit)
 
 
-def table(results: Results) -> list[str]:
-    lines = ["| | aim | found |", "|---|---:|---:|"]
-    for line in TABLE:
+def _read(stream: IO[str], lines: queue.Queue[str | None]) -> None:
+    with stream:
+        for line in stream:
+            lines.put(line)
+    lines.put(None)
+
+
+def _tail(log: Path) -> str:
+    return log.read_text(errors="replace").strip()[-600:]
+
+
+def rows_of(lines: Iterator[str]) -> Iterator[Row]:
+    """Of lines, those that are rows: what a library prints in between is none."""
+    for line in lines:
         try:
-            found = line.find(results)
-        except (KeyError, IndexError):  # not measured, or failed
-            found = "not measured"
-        text = f"{found:.2f}" + (" x" if line.aim.endswith("x") else "") if isinstance(found, float) else found
-        lines.append(f"| {line.what} | {line.aim} | {text} |")
-    return lines
-
-
-def main() -> None:
-    made = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    made.add_argument(
-        "--output", type=Path, required=True, metavar="FILE", help="results as JSON; read first if it exists"
-    )
-    made.add_argument("--only", action="append", choices=sorted(COMMANDS), metavar="NAME", help="may be repeated")
-    made.add_argument("--timeout", type=float, default=600, metavar="SECONDS", help="for one command")
-    args = made.parse_args()
-    results: Results = json.loads(args.output.read_text()) if args.output.exists() else {}
-    for name, words in COMMANDS.items():
-        if (args.only and name not in args.only) or (name in results and "error" not in results[name][0]):
+            row = json.loads(line)
+        except ValueError:
             continue
-        print(f"{name}: freight bench {' '.join(words)}", file=sys.stderr, flush=True)
-        results[name] = run(words, args.timeout)
-        if "error" in results[name][0]:
-            print(f"  {results[name][0]['error']}", file=sys.stderr, flush=True)
-        args.output.write_text(json.dumps(results, indent=1))
-    print("\n".join(table(results)))
+        if isinstance(row, dict):
+            yield row
+
+
+def run_once(name: str, command: Command, folder: Folder) -> None:
+    """A command of one row."""
+    ended: list[str] = []
+    rows = list(rows_of(lines_of([*FREIGHT, *command.words, "--json"], command.limit, folder.path / "log", ended)))
+    if rows and not ended:
+        folder.write(name, rows[-1])
+        folder.write(name, None)
+    else:
+        folder.write(name, {"error": ended[0] if ended else "printed no row"})
+
+
+def run_kernels(command: Command, folder: Folder) -> None:
+    """All rows of `freight bench kernels`; it starts again behind a row that ended it, or that took too long."""
+    in_vain = 0
+    while in_vain < 2:
+        ended: list[str] = []
+        before, after = len(folder.results.get(KERNELS, ())), folder.last_case()
+        words = [*FREIGHT, *command.words, "--json", "--after", str(after)]
+        for row in rows_of(lines_of(words, command.limit, folder.path / "log", ended)):
+            if isinstance(row.get("case"), int):
+                folder.write(KERNELS, row)
+        if not ended:
+            folder.write(KERNELS, None)
+            return
+        found = folder.results.get(KERNELS, [])[before:]
+        in_vain = 0 if any("error" not in row for row in found) else in_vain + 1
+        if not found or "error" not in found[-1]:  # the row after the last did it, and could not say so
+            unnamed = {"kernel": "?", "kernels": "?", "what": "unknown", "error": ended[0]}
+            folder.write(KERNELS, {"case": folder.last_case() + 1} | unnamed)
+
+
+def count(folder: Folder, ncu: str, limit: float) -> None:
+    """Read counters of our kernels whose goal is missed, and keep their rows with them."""
+    for goal in KERNEL_GOALS:
+        try:
+            row = goal.row(folder.results) if goal.row else {}
+            found = goal.find(folder.results)
+        except LookupError:
+            continue
+        missed = goal.aim is not None and isinstance(found, float) and found < goal.aim
+        if not missed or "issue_active" in row or row["kernel"] not in OUR_KERNELS:
+            continue
+        log, report, ended = folder.path / "log", folder.path / "counters.csv", list[str]()
+        words = (ncu, "--clock-control", "none", "--csv", "--page", "raw", "--log-file", str(report))
+        words += ("-k", f"regex:{OUR_KERNELS[row['kernel']]}", "-c", "1", "--kill", "yes")
+        words += ("--metrics", ",".join(COUNTERS.values()), *FREIGHT, *COMMANDS[KERNELS].words, "--seconds", "0")
+        report.unlink(missing_ok=True)
+        every = lines_of([*words, "--json", "--after", str(row["case"] - 1)], limit, log, ended)
+        for _ in zip(range(2), every, strict=False):  # ncu ends it after one kernel, or this after a row or two
+            pass
+        every.close()
+        counters = counters_of(report.read_text()) if report.exists() else {}
+        if len(counters) == len(COUNTERS):
+            folder.write(KERNELS, row | counters)
+
+
+def counters_of(report: str) -> dict[str, float]:
+    """The values of COUNTERS in a report of ncu in CSV, of its last kernel; {} where it has none."""
+    lines = [line for line in report.splitlines() if line.startswith('"')]
+    rows = list(csv.DictReader(lines))
+    try:
+        return {name: float(rows[-1][metric].replace(",", "")) for name, metric in COUNTERS.items()}
+    except (IndexError, KeyError, ValueError):
+        return {}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    made = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    made.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="of results; continued if it exists")
+    made.add_argument("--only", action="append", choices=sorted(COMMANDS), metavar="NAME", help="may be repeated")
+    made.add_argument("--stop-after", type=float, metavar="SECONDS", help="begin no command later than this")
+    args = made.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM; run again to go on"))  # with what runs
+    folder, begin = Folder(args.output), time.monotonic()
+    for name, command in COMMANDS.items():
+        if (args.only and name not in args.only) or name in folder.done:
+            continue
+        if args.stop_after is not None and time.monotonic() - begin > args.stop_after:
+            break
+        print(f"{name}: freight bench {' '.join(command.words)}", file=sys.stderr, flush=True)
+        if name == KERNELS:
+            run_kernels(command, folder)
+        else:
+            run_once(name, command, folder)
+        folder.write_table()
+    ncu = shutil.which("ncu")
+    if ncu and not args.only and KERNELS in folder.done:
+        count(folder, ncu, COMMANDS[KERNELS].limit)
+    print(folder.write_table())
 
 
 if __name__ == "__main__":

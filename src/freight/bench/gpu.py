@@ -43,29 +43,77 @@ class Sizes:
     decode_products: tuple[tuple[int, int, int], ...] = ((1, 4096, 14336), (1, 28672, 4096), (64, 28672, 4096))
 
 
-def measure_on_gpu(kernels: KernelSet, only: Sequence[str], seconds: float, sizes: Sizes) -> Iterator[dict[str, Any]]:
-    """Yield what --json prints, a row at a time; `only` names the kernels wanted, none: all."""
-    for make in cases(kernels, sizes, "cuda", only):
-        before = copy_bandwidth()
-        case = make()
-        spread = seconds_in_graph(case.calls[0], seconds)
-        bandwidth = (before + copy_bandwidth()) / 2
-        yield {
-            "kernel": case.kernel,
-            "format": case.format,
-            "shape": list(case.shape),
-            "median_us": spread.median * 1e6,
-            "low_us": spread.low * 1e6,
-            "high_us": spread.high * 1e6,
-            "bytes": case.num_bytes,
-            "bandwidth_fraction": case.num_bytes / spread.median / bandwidth,
-            "tflops": case.num_flops / spread.median / 1e12,
-            "copy_bandwidth_bytes_per_second": bandwidth,
-            "kernels": "torch" if case.kernel.startswith("torch") else kernels.name,
-            "device": torch.cuda.get_device_name(),
-        }
-        del case
+def measure_on_gpu(
+    kernels: KernelSet, only: Sequence[str], seconds: float, sizes: Sizes, after: int = 0
+) -> Iterator[dict[str, Any]]:
+    """Yield what --json prints, a row at a time; `only` names the kernels wanted, none: all.
+
+    Rows are numbered from 1 as `case`, and the first `after` are left out. A case that fails gives a row with `error`.
+    Raises the GPU's error behind that row if the GPU takes no more work from this process.
+    """
+    gap = launch_gap()
+    for number, (kernel, make) in enumerate(cases(kernels, sizes, "cuda", only), 1):
+        if number <= after:
+            continue
+        row = {"case": number, "device": torch.cuda.get_device_name(), "launch_gap_us": gap * 1e6}
+        yield row | _row(kernel, make, kernels.name, partial(_measured, make, seconds))
+        torch.cuda.synchronize()
         torch.cuda.empty_cache()
+
+
+def _row(
+    kernel: str, make: Callable[[], Case], name_of_set: str, measure: Callable[[], dict[str, Any]]
+) -> dict[str, Any]:
+    """What `measure` found; or of a case that failed, which one it was and why."""
+    named = {"kernel": kernel, "kernels": "torch" if kernel.startswith("torch") else name_of_set}
+    try:
+        return named | measure()
+    except Exception as error:  # whatever it is, the other rows can be measured
+        what = make.args if isinstance(make, partial) else ()
+        return named | {"what": ", ".join(map(str, what)), "error": f"{type(error).__name__}: {str(error)[:600]}"}
+
+
+def _measured(make: Callable[[], Case], seconds: float) -> dict[str, Any]:
+    before = copy_bandwidth()
+    case = make()
+    spread = seconds_in_graph(case.calls[0], seconds)
+    bandwidth = (before + copy_bandwidth()) / 2
+    return {
+        "format": case.format,
+        "shape": list(case.shape),
+        "median_us": spread.median * 1e6,
+        "low_us": spread.low * 1e6,
+        "high_us": spread.high * 1e6,
+        "bytes": case.num_bytes,
+        "bandwidth_fraction": case.num_bytes / spread.median / bandwidth,
+        "tflops": case.num_flops / spread.median / 1e12,
+        "launches": launches_of(case.calls[0]),
+        "copy_bandwidth_bytes_per_second": bandwidth,
+    }
+
+
+def launches_of(call: Callable[[], object]) -> int | None:
+    """How many kernels a call launches, as torch's profiler counts them; None where it counts none."""
+    from torch.profiler import ProfilerActivity, profile
+
+    try:
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            call()
+            torch.cuda.synchronize()
+        return sum(event.device_type.name == "CUDA" for event in seen.events() or ()) or None
+    except RuntimeError:  # no counters for this process
+        return None
+
+
+def launch_gap(count: int = 64) -> float:
+    """Seconds from the start of a kernel that does nothing to that of the next, in a graph."""
+    one = torch.zeros(1, device="cuda")
+
+    def many() -> None:
+        for _ in range(count):
+            one.add_(1)
+
+    return seconds_in_graph(many, 0.0, least=5).median / count
 
 
 def seconds_in_graph(call: Callable[[], object], seconds: float, least: int = 10) -> Spread:
@@ -75,10 +123,11 @@ def seconds_in_graph(call: Callable[[], object], seconds: float, least: int = 10
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    flush = torch.empty(2**28, dtype=torch.uint8, device="cuda")  # written before each run: larger than any cache
+    # Larger than any cache, and read before each run: what a write leaves in the cache would drain during the run.
+    flush = torch.zeros(2**26, dtype=torch.float32, device="cuda")
     samples: list[float] = []
     while len(samples) < least or (sum(samples) < seconds and len(samples) < 200):
-        flush.zero_()
+        flush.amax()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         graph.replay()
@@ -94,8 +143,10 @@ def copy_bandwidth(size: int = 2**31) -> float:
     return 2 * size / seconds_in_graph(lambda: target.copy_(source), 0.0, least=5).median
 
 
-def cases(kernels: KernelSet, sizes: Sizes, device: str, only: Sequence[str] = ()) -> Iterator[Callable[[], Case]]:
-    """What makes each case, one at a time, as together they are large."""
+def cases(
+    kernels: KernelSet, sizes: Sizes, device: str, only: Sequence[str] = ()
+) -> Iterator[tuple[str, Callable[[], Case]]]:
+    """Each case's kernel, and what makes it, one at a time, as together they are large."""
     bench = Bench(kernels, device)
     in_fp8 = Bench(select_kernels(kernels.name, device, fp8_attention=True), device)
 
@@ -105,26 +156,29 @@ def cases(kernels: KernelSet, sizes: Sizes, device: str, only: Sequence[str] = (
     for shape in sizes.attention:
         if wanted("attention"):
             for format, granularity in CACHES:
-                yield partial(bench.attention, *shape, sizes.heads, format, granularity)
+                yield "attention", partial(bench.attention, *shape, sizes.heads, format, granularity)
                 if format.is_e4m3:
-                    yield partial(in_fp8.attention, *shape, sizes.heads, format, granularity, ", FP8 products")
+                    yield (
+                        "attention",
+                        partial(in_fp8.attention, *shape, sizes.heads, format, granularity, ", FP8 products"),
+                    )
         if wanted("torch.sdpa"):
-            yield partial(_torch_attention, sizes.heads, shape, device, SDPBackend.FLASH_ATTENTION)
+            yield "torch.sdpa", partial(_torch_attention, sizes.heads, shape, device, SDPBackend.FLASH_ATTENTION)
             if device == "cuda" and shape[1] > 1 and torch.version.hip is None:
-                yield partial(_torch_attention, sizes.heads, shape, device, SDPBackend.CUDNN_ATTENTION)
+                yield "torch.sdpa", partial(_torch_attention, sizes.heads, shape, device, SDPBackend.CUDNN_ATTENTION)
     if wanted("rotate_store"):
         for format, granularity in CACHES:
-            yield partial(bench.rotate_store, sizes.store, sizes.heads, format, granularity)
+            yield "rotate_store", partial(bench.rotate_store, sizes.store, sizes.heads, format, granularity)
     for rows, out_features, in_features in (sizes.product, *sizes.decode_products):
         matrix = out_features, in_features
         if wanted("linear"):
             for activations in (Activations.DYNAMIC, Activations.PLAIN):
-                yield partial(bench.linear, rows, matrix, Format.E4M3FN, activations)
+                yield "linear", partial(bench.linear, rows, matrix, Format.E4M3FN, activations)
         if wanted("torch.linear"):
-            yield partial(bench.torch_linear, rows, matrix)
+            yield "torch.linear", partial(bench.torch_linear, rows, matrix)
     if wanted("torch._scaled_mm") and device == "cuda":
         for fast in (False, True):
-            yield partial(bench.scaled_mm, sizes.product[0], sizes.product[1:], fast)
+            yield "torch._scaled_mm", partial(bench.scaled_mm, sizes.product[0], sizes.product[1:], fast)
 
 
 def _torch_attention(heads: Heads, shape: tuple[int, int, int], device: str, backend: SDPBackend) -> Case:

@@ -24,6 +24,7 @@ from freight.start_log import log_to_stderr
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from freight.kernels.interface import KernelSet
     from freight.models.open import OpenModel
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure speed, beside the memory's own.")
@@ -150,6 +151,9 @@ def kernels(
     ] = None,
     only: Annotated[list[str] | None, typer.Option(metavar="KERNEL", help="May be repeated; default: all.")] = None,
     seconds: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="Time for each row.")] = 0.3,
+    after: Annotated[
+        int, typer.Option(metavar="CASE", min=0, help="On a GPU: begin behind the row of this number.")
+    ] = 0,
     threads: Annotated[int | None, typer.Option(metavar="COUNT", min=1, envvar="FREIGHT_THREADS")] = None,
     device: Annotated[str, typer.Option(metavar="|".join(DEVICES), envvar="FREIGHT_DEVICE")] = "auto",
     kernels: Annotated[str, typer.Option(metavar="|".join(KERNELS), envvar="FREIGHT_KERNELS")] = "auto",
@@ -181,15 +185,27 @@ def kernels(
         }.items():
             if value is not None:
                 raise ConfigError(f"--{flag} is for --device cpu: the sizes on a GPU are those of docs/benchmarks.md")
-        from freight.bench.gpu import Sizes, measure_on_gpu
-
-        _print_rows(measure_on_gpu(kernel_set, only or [], seconds, Sizes()), as_json)
+        _kernels_on_gpu(kernel_set, only or [], seconds, after, as_json)
         return
+    if after:
+        raise ConfigError(
+            "--after is for --device cuda, where a fault of the GPU may end the command before its last row"
+        )
     from freight.bench.kernels import measure_kernels
 
     with used:
         found = measure_kernels(kernel_set, model, size, rows or [1, 8, 512], context or 16384, seconds, only or [])
         _print_rows(found, as_json)
+
+
+def _kernels_on_gpu(kernel_set: KernelSet, only: list[str], seconds: float, after: int, as_json: bool) -> None:
+    """Rows as they are measured; for people, the goals that they bear on below."""
+    from freight.bench.goals import KERNEL_GOALS, table
+    from freight.bench.gpu import Sizes, measure_on_gpu
+
+    rows = _print_rows(measure_on_gpu(kernel_set, only, seconds, Sizes(), after), as_json)
+    if not as_json:
+        typer.echo("\n".join(["", *table({"kernels": rows}, KERNEL_GOALS)]))
 
 
 def _matrix(value: str) -> tuple[int, int]:
@@ -199,13 +215,18 @@ def _matrix(value: str) -> tuple[int, int]:
     return int(shape[1]), int(shape[2])
 
 
-def _print_rows(found: Iterable[dict[str, Any]], as_json: bool) -> None:
-    """One kernel a line, as it is measured."""
+def _print_rows(found: Iterable[dict[str, Any]], as_json: bool) -> list[dict[str, Any]]:
+    """One kernel a line, as it is measured; returns them all."""
     if not as_json:
         typer.echo(f"{'kernel':18}{'format':34}{'shape':28}{'median us':>12}{'spread':>22}{'of bandwidth':>14}")
+    rows = []
     for row in found:
+        rows.append(row)
         if as_json:
             print(json.dumps(row), flush=True)
+            continue
+        if "error" in row:
+            typer.echo(f"{row['kernel']:18}failed: {row['what']}: {row['error']}")
             continue
         extents = "x".join(map(str, row["shape"]))
         spread = f"{row['low_us']:.1f} to {row['high_us']:.1f}"
@@ -214,6 +235,7 @@ def _print_rows(found: Iterable[dict[str, Any]], as_json: bool) -> None:
             f"{row['kernel']:18}{row['format']:34}{extents:28}{row['median_us']:12.1f}{spread:>22}"
             f"{row['bandwidth_fraction']:14.2f}{flops}"
         )
+    return rows
 
 
 def _open(args: EngineArgs, random_weights: str | None) -> tuple[OpenModel, str]:

@@ -148,6 +148,9 @@ CASES: dict[str, Callable[[Target], object]] = {
     "attention fp8 centered": partial(attend, Format.E4M3FN, "static", 8, 4, 128, 8192, None, num_pairs=20),
     "attention fp8 soft cap": partial(attend, Format.E4M3FN, "static", 8, 4, 128, 8192, None, soft_cap=50.0),
     "attention fp8 compute": lambda target: attend(native(target), "static", 8, 4, 128, 8192, None, target, fp8=True),
+    "attention fp8 compute, dim 16": lambda target: attend(
+        native(target), "static", 1, 2, 16, 8192, None, target, fp8=True
+    ),
     "attention fp8 sinks, window": partial(attend, Format.E4M3FN, "static", 8, 8, 64, 8192, 128, sinks=True),
     "attention bf16 window": partial(attend, Format.BFLOAT16, "unit", 8, 4, 128, 8192, 4096),
     "store token, norms, centers": partial(keep, Format.E4M3FN, "token", 128, 8192, more=True),

@@ -144,8 +144,9 @@ def test_neither_programs_nor_the_table_s_width_change_a_bit_of_a_decode(window,
     case = Case(DECODES, Format.E4M3FN, "static", torch.bfloat16, 1, 2, 16, device, extra_blocks=30)
     wide = case.run([0, 1, 2], window)
     case.padding = []
-    monkeypatch.setattr(paged, "PROGRAMS_PER_UNIT", 1000)
-    assert torch.equal(case.run([0, 1, 2], window), wide)
+    for programs in (1, 2, 7):
+        monkeypatch.setattr(paged, "programs_for", lambda *_, programs=programs: programs)
+        assert torch.equal(case.run([0, 1, 2], window), wide)
 
 
 @pytest.mark.parametrize("window", [None, 20])
@@ -296,6 +297,14 @@ def test_fp8_products_change_no_bit_with_other_sequences(device):
     together = case.run(range(len(MIXED)), products=Fp8Products.BOTH).split([rows for rows, _ in MIXED])
     for i, expected in enumerate(together):
         assert torch.equal(case.run([i], products=Fp8Products.BOTH), expected)
+
+
+@pytest.mark.parametrize(("format", "least"), [(Format.E4M3FN, 32), (Format.BFLOAT16, 16)])
+def test_small_heads_are_padded_to_what_matrix_units_take(format, least, device):
+    """FP8 is multiplied in sums of 32 values or more, without which a kernel does not compile."""
+    case = Case([(1, 3)], format, "unit", torch.bfloat16, 1, 2, 8, device)
+    made = paged.constants(case.q[0], case.pages, None, None)
+    assert (made["K_DIM"], made["K_BLOCK"], made["V_BLOCK"]) == (8, least, 16)
 
 
 def test_centers_change_no_bit_with_other_sequences(device):

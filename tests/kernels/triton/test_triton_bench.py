@@ -18,7 +18,7 @@ SMALL = Sizes(
 
 
 def test_every_case_runs(device):
-    found = [make() for make in cases(select_kernels("triton"), SMALL, device)]
+    found = [make() for _, make in cases(select_kernels("triton"), SMALL, device)]
     assert {case.kernel for case in found} >= {"attention", "rotate_store", "linear", "torch.linear"}
     for case in found:
         (call,) = case.calls
@@ -33,5 +33,5 @@ def test_every_case_runs(device):
 
 
 def test_one_kernel_can_be_asked_for(device):
-    found = [make() for make in cases(select_kernels("triton"), SMALL, device, ["rotate_store"])]
+    found = [make() for _, make in cases(select_kernels("triton"), SMALL, device, ["rotate_store"])]
     assert {case.kernel for case in found} == {"rotate_store"}

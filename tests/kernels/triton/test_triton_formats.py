@@ -15,7 +15,7 @@ from freight.kernels.triton import formats
 from freight.kernels.triton.formats import Target
 
 FP8 = [format for format in Format if format.is_fp8]
-WAYS = [True, False] if torch.cuda.is_available() else [True]  # the interpreter has no conversion instructions
+WAYS = [True] if triton.knobs.runtime.interpret else [True, False]  # the interpreter has no conversion instructions
 
 
 @triton.jit

@@ -37,6 +37,7 @@ def tiny(tmp_path: Path) -> str:
         (["throughput", "--random-weights", "llama-1b", "--kv-cache-dtype", "int4"], "int4"),
         (["kernels", "--matrix", "14336"], "--matrix '14336': write it as 14336x4096"),
         (["kernels", "--matrix", "0x4"], "write it as 14336x4096"),
+        (["kernels", "--after", "3", "--device", "cpu"], "--after is for --device cuda"),
         (["kernels", "--only", "softmax"], "--only 'softmax' is unknown"),
         (["kernels", "--only", "torch.sdpa", "--device", "cpu"], "--only 'torch.sdpa' is unknown"),
         (["kernels", "--device", "gpu"], "choose auto, cpu or cuda"),

@@ -10,7 +10,9 @@ FP8 decodes to float16, in which all values of all FP8 formats are exact, subnor
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import triton
@@ -37,6 +39,11 @@ class Target:
     backend: str
     arch: int | str
     units: int = 132
+
+    @cached_property
+    def fits(self) -> dict[Hashable, int]:
+        """What `occupancy.programs_per_unit` found, kept: the driver gives the same answer every time."""
+        return {}
 
     @property
     def native(self) -> frozenset[Format]:

@@ -18,13 +18,13 @@ from torch import Tensor
 from freight.kernels.reference import Fp8Products
 from freight.kernels.triton.attention import decode_kernel, merge_kernel, prefill_kernel
 from freight.kernels.triton.formats import Target, carrier
+from freight.kernels.triton.occupancy import programs_for, programs_per_unit
 from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KVPages
 from freight.operands.tiles import KEY_TILE
 
 SPLIT = 512  # keys of one split in decoding
 MERGE_TILE = 16
-PROGRAMS_PER_UNIT = 4  # decoding programs that a multiprocessor holds at a time
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,8 @@ def constants(q: Tensor, pages: KVPages, window: int | None, soft_cap: float | N
         "GROUP": q.shape[1] // num_kv_heads,
         "HEADS": num_kv_heads,
         "K_DIM": k_dim,
-        "K_BLOCK": max(16, triton.next_power_of_2(k_dim)),
+        # matrix units sum over 16 values or more at a time, over 32 of FP8
+        "K_BLOCK": max(32 if pages.format.is_fp8 else 16, triton.next_power_of_2(k_dim)),
         "V_DIM": v_dim,
         "V_BLOCK": max(16, triton.next_power_of_2(v_dim)),
         "HALF": 0 if pages.k_center is None else pages.k_center.cos.shape[1],
@@ -177,28 +178,18 @@ def _decode(
     heads, num_seqs = shared["HEADS"], sequences.num_seqs
     tables = sequences.block_tables
     max_splits = triton.cdiv(tables.shape[1] * pages.block_size, SPLIT)
-    programs = min(max_splits, triton.cdiv(PROGRAMS_PER_UNIT * target.units, num_seqs * heads))
     partial = q.new_empty(num_seqs, heads, max_splits, shared["GROUP"], shared["V_DIM"], dtype=torch.float32)
     stats = q.new_empty(*partial.shape[:-1], 2, dtype=torch.float32)
-    decode_kernel[(programs, heads, num_seqs)](
+    arguments = (
         *(q, partial, stats, k, v, pages.k_scale, pages.v_scale, sequences.query_starts, sequences.context_lens),
-        *(
-            sequences.block_tables,
-            sequences.block_tables.stride(0),
-            max_splits,
-            q.stride(0),
-            q.stride(1),
-            scale,
-            window or 0,
-        ),
+        *(tables, tables.stride(0), max_splits, q.stride(0), q.stride(1), scale, window or 0),
         *extras,
-        **shared,
-        ROWS=max(tile.rows, triton.next_power_of_2(shared["GROUP"])),
-        KEYS=tile.keys,
-        SPLIT=SPLIT,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
     )
+    rows = max(tile.rows, triton.next_power_of_2(shared["GROUP"]))
+    sizes = {"ROWS": rows, "KEYS": tile.keys, "SPLIT": SPLIT, "num_warps": tile.warps, "num_stages": tile.stages}
+    places = programs_per_unit(target, decode_kernel, arguments, shared | sizes) * target.units
+    programs = programs_for(num_seqs * heads, places, max_splits)
+    decode_kernel[(programs, heads, num_seqs)](*arguments, **shared, **sizes)
     kept = ("GROUP", "HEADS", "V_DIM", "V_BLOCK", "FORMAT", "SCALES", "WINDOWED", "V_DOT")
     merge_kernel[(q.shape[1], num_seqs)](
         *(partial, stats, out, pages.v_scale, sequences.query_starts, sequences.context_lens),
