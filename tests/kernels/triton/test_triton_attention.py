@@ -239,7 +239,7 @@ def test_tiles_of_keys_divide_those_that_the_cache_keeps():
         for dim in (64, 128, 256):
             for size in (1, 2, 4):
                 tiles = [
-                    TILES[1](target, dim, size),
+                    *(TILES[1](target, dim, size, pairs) for pairs in ("", "triton", "ptx")),
                     *(TILES[0](target, dim, size, centered) for centered in (False, True)),
                 ]
                 assert all(reference.KEY_TILE % tile.keys == 0 for tile in tiles)
