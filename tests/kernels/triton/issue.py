@@ -72,7 +72,7 @@ def measure(call: Any) -> dict[str, Any]:
     num_bytes = known["KEYS"] * (known["K_DIM"] + known["V_DIM"]) * (1 if known["FORMAT"] else 2)
     issue = count * known["num_warps"] / SCHEDULERS / (num_bytes / BYTES_PER_CYCLE)
     tile = {name: known[name] for name in ("KEYS", "num_warps", "num_stages")}
-    return tile | usage(compiled, GPU.backend) | {"instructions": count, "issue": round(issue, 2), "sass": sass}
+    return tile | usage(compiled, GPU.backend) | {"instructions": count, "issue": round(issue, 2)}
 
 
 if __name__ == "__main__":
@@ -81,6 +81,5 @@ if __name__ == "__main__":
     print("|---|---|---:|---:|---:|---:|---:|")
     for name in sys.argv[1:] or DECODES:
         found = measure(DECODES[name])
-        found.pop("sass")
         keys, warps, stages, *rest = found.values()
         print(f"| {name} | {keys}, {warps}, {stages} |", " | ".join(map(str, rest)), "|", flush=True)

@@ -91,3 +91,19 @@ def test_attention_in_fp8_multiplies_fp8(reports, target):
         )
         assert len(found) == len(expected)
         assert all(any(kind in product for product in found) for kind in expected), found
+
+
+ISSUE = {"static": 0.55, "token": 0.7}
+
+
+def test_decode_attention_leaves_cycles_to_the_memory(tmp_path):
+    """Instructions of the inner loop against the cycles that its bytes take: `issue.py`."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"}
+    command = [sys.executable, AOT.with_name("issue.py"), *ISSUE]
+    printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    rows = {line.split(" | ")[0].strip("| "): line.strip("| ").split(" | ")[1:] for line in printed.splitlines()}
+    for name, limit in ISSUE.items():
+        _, _, spills, _, _, issue = rows[name]
+        assert int(spills) == 0
+        assert 0.1 < float(issue) <= limit, name

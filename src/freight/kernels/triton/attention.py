@@ -107,15 +107,15 @@ def prefill_kernel(
     else:
         edge = (first + 1) // KEYS * KEYS
         acc, best, total, unit = walk(
-            acc, best, total, unit, q, factor, position, 0, edge, length, window, k_ptr, v_ptr,
-            k_scale_ptr, v_scale_ptr, table_ptr, head, center_ptr, center_place, live, cos_ptr, sin_ptr, pairs_ptr, num_pairs, cap,
-            HEADS, K_DIM, K_BLOCK, V_DIM, V_BLOCK, HALF, BLOCK_SIZE, KEYS, FORMAT, SCALES, WINDOWED, False, K_DOT, V_DOT, CENTERED,
-            CAPPED, "", None,
+            acc, best, total, unit, q, factor, position, 0, edge, length, window, k_ptr, v_ptr, k_scale_ptr,
+            v_scale_ptr, table_ptr, head, center_ptr, center_place, live, cos_ptr, sin_ptr, pairs_ptr, num_pairs, cap,
+            HEADS, K_DIM, K_BLOCK, V_DIM, V_BLOCK, HALF, BLOCK_SIZE, KEYS, FORMAT, SCALES, WINDOWED, False, K_DOT,
+            V_DOT, CENTERED, CAPPED, "", None,
         )  # fmt: skip
     acc, best, total, unit = walk(
-        acc, best, total, unit, q, factor, position, edge, last, length, window, k_ptr, v_ptr,
-        k_scale_ptr, v_scale_ptr, table_ptr, head, center_ptr, center_place, live, cos_ptr, sin_ptr, pairs_ptr, num_pairs, cap,
-        HEADS, K_DIM, K_BLOCK, V_DIM, V_BLOCK, HALF, BLOCK_SIZE, KEYS, FORMAT, SCALES, WINDOWED, True, K_DOT, V_DOT, CENTERED, CAPPED,
+        acc, best, total, unit, q, factor, position, edge, last, length, window, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
+        table_ptr, head, center_ptr, center_place, live, cos_ptr, sin_ptr, pairs_ptr, num_pairs, cap, HEADS, K_DIM,
+        K_BLOCK, V_DIM, V_BLOCK, HALF, BLOCK_SIZE, KEYS, FORMAT, SCALES, WINDOWED, True, K_DOT, V_DOT, CENTERED, CAPPED,
         "", None,
     )  # fmt: skip
     dims = tl.arange(0, V_BLOCK)
@@ -171,16 +171,16 @@ def decode_kernel(
         total = tl.zeros((ROWS,), tl.float32)
         unit = tl.full((), SMALLEST, tl.float32)
         acc, best, total, unit = walk(
-            acc, best, total, unit, q, factor, position, begin, edge, length, window, k_ptr, v_ptr,
-            k_scale_ptr, v_scale_ptr, table_ptr, head, center_ptr, center_place, live, cos_ptr, sin_ptr, pairs_ptr, num_pairs, cap,
-            HEADS, K_DIM, K_BLOCK, V_DIM, V_BLOCK, HALF, BLOCK_SIZE, KEYS, FORMAT, SCALES, WINDOWED, False, K_DOT, V_DOT, CENTERED,
-            CAPPED, PAIRS, None,
+            acc, best, total, unit, q, factor, position, begin, edge, length, window, k_ptr, v_ptr, k_scale_ptr,
+            v_scale_ptr, table_ptr, head, center_ptr, center_place, live, cos_ptr, sin_ptr, pairs_ptr, num_pairs, cap,
+            HEADS, K_DIM, K_BLOCK, V_DIM, V_BLOCK, HALF, BLOCK_SIZE, KEYS, FORMAT, SCALES, WINDOWED, False, K_DOT,
+            V_DOT, CENTERED, CAPPED, PAIRS, None,
         )  # fmt: skip
         acc, best, total, unit = walk(
-            acc, best, total, unit, q, factor, position, edge, end, length, window, k_ptr, v_ptr,
-            k_scale_ptr, v_scale_ptr, table_ptr, head, center_ptr, center_place, live, cos_ptr, sin_ptr, pairs_ptr, num_pairs, cap,
-            HEADS, K_DIM, K_BLOCK, V_DIM, V_BLOCK, HALF, BLOCK_SIZE, KEYS, FORMAT, SCALES, WINDOWED, True, K_DOT, V_DOT, CENTERED,
-            CAPPED, PAIRS, 1,
+            acc, best, total, unit, q, factor, position, edge, end, length, window, k_ptr, v_ptr, k_scale_ptr,
+            v_scale_ptr, table_ptr, head, center_ptr, center_place, live, cos_ptr, sin_ptr, pairs_ptr, num_pairs, cap,
+            HEADS, K_DIM, K_BLOCK, V_DIM, V_BLOCK, HALF, BLOCK_SIZE, KEYS, FORMAT, SCALES, WINDOWED, True, K_DOT, V_DOT,
+            CENTERED, CAPPED, PAIRS, 1,
         )  # fmt: skip
         if PAIRS != "":
             acc = (tl.interleave(acc[0], acc[1]),)
