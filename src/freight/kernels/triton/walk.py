@@ -81,7 +81,7 @@ def no_values(ROWS: tl.constexpr, V_BLOCK: tl.constexpr, PAIRS: tl.constexpr):
     if PAIRS != "":
         acc = (tl.zeros((ROWS, V_BLOCK // 2), tl.float32), tl.zeros((ROWS, V_BLOCK // 2), tl.float32))
     else:
-        acc = (tl.zeros((ROWS, V_BLOCK), tl.float32),)
+        acc = (tl.zeros((ROWS, V_BLOCK), tl.float32),)  # type: ignore[assignment]
     return acc
 
 
