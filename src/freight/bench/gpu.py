@@ -107,7 +107,7 @@ def launches_of(call: Callable[[], object]) -> int | None:
 
 def launch_gap(count: int = 64) -> float:
     """Seconds from the start of a kernel that does nothing to that of the next, in a graph."""
-    one = torch.zeros(1, device="cuda")
+    one = torch.zeros(1, dtype=torch.float32, device="cuda")
 
     def many() -> None:
         for _ in range(count):

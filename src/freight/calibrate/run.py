@@ -94,15 +94,7 @@ def calibrate(
     such layers.
     """
     names, left_out = tensor_names(config), frozenset(ignored)
-    sources = [
-        index if layer.mixer.kv_from is None else layer.mixer.kv_from for index, layer in enumerate(config.layers)
-    ]
-    sharing = [index for index, source_layer in enumerate(sources) if source_layer != index]
-    if sharing and plan.kv_budget:
-        raise CheckpointError(
-            f"layer {sharing[0]} reads the keys and values of layer {sources[sharing[0]]} (num_kv_shared_layers): a "
-            "budget chooses how each layer is stored by itself, which is not implemented for it; omit --kv-budget"
-        )
+    sources, sharing = _sources(config, plan)
     lengths = [len(ids) for ids in samples]
     ropes = build_ropes(config.ropes, max(lengths), device)
     passes = config.num_layers + (config.num_layers - len(sharing) if plan.center else 0)
@@ -127,11 +119,10 @@ def calibrate(
         elif plan.center:
             finder, before = CenterWatch(layer.attention.rotary.rotary_dim), hidden.clone()
             through(watch.around(layer), hidden, watch, projected=finder.see, keep=keep)
-            centers = finder.centers()
             only_kv = replace(plan, activations=ActivationScheme.NONE)
             rest = watch_layer(only_kv, mixer, modules, left_out, device)
-            through(layer, before, rest, centers=centers)
-            centered.append((centers, rest))
+            centered.append((finder.centers(), rest))
+            through(layer, before, rest, centers=centered[-1][0])
             del before
         else:
             through(watch.around(layer), hidden, watch, keep=keep)
@@ -143,6 +134,19 @@ def calibrate(
         watched.append(watch)
         del layer, own, inputs, through  # before the next one is read
     return _summary(plan, watched, [watched[at] for at in sources], centered, lengths)
+
+
+def _sources(config: ModelConfig, plan: QuantizePlan) -> tuple[list[int], list[int]]:
+    """(for each layer the one whose keys and values it reads, the layers that read another's)."""
+    layers = enumerate(config.layers)
+    sources = [index if layer.mixer.kv_from is None else layer.mixer.kv_from for index, layer in layers]
+    sharing = [index for index, read in enumerate(sources) if read != index]
+    if sharing and plan.kv_budget:
+        raise CheckpointError(
+            f"layer {sharing[0]} reads the keys and values of layer {sources[sharing[0]]} (num_kv_shared_layers): a "
+            "budget chooses how each layer is stored by itself, which is not implemented for it; omit --kv-budget"
+        )
+    return sources, sharing
 
 
 def _inputs_of(own: LayerInputs, embedded: Tensor, tokens: Tensor, rows: slice) -> Tensor:

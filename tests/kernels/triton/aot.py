@@ -33,7 +33,7 @@ TARGETS = {
     "sm_100": (Target("cuda", 100), GPUTarget("cuda", 100, 32)),
     "gfx942": (Target("hip", "gfx942"), GPUTarget("hip", "gfx942", 64)),
 }
-OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")
 POINTERS = {
     torch.float32: "*fp32",
     torch.float16: "*fp16",

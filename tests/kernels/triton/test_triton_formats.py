@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ml_dtypes
+import numpy as np
 import pytest
 import torch
 import triton
@@ -99,3 +101,43 @@ def test_attention_multiplies_fp8_where_it_pays():
         assert tuple(target.fp8_products(own, decoding) for decoding in (False, True)) == products, target
         for format in (other, Format.E5M2, Format.BFLOAT16):
             assert target.fp8_products(format, decoding=False) is none
+
+
+@triton.jit
+def decode_pairs_kernel(code_ptr, x_ptr, BLOCK: tl.constexpr, FORMAT: tl.constexpr, PAIRS: tl.constexpr):
+    index = tl.arange(0, BLOCK)
+    words = tl.load(code_ptr.to(tl.pointer_type(tl.int16), bitcast=True) + index)
+    first, second = formats.decode_pairs(words, code_ptr.dtype.element_ty, FORMAT, PAIRS)
+    tl.store(x_ptr + 2 * index, first.to(tl.float32))
+    tl.store(x_ptr + 2 * index + 1, second.to(tl.float32))
+
+
+@pytest.mark.parametrize("format", FP8)
+@pytest.mark.parametrize("by_bits", WAYS)
+def test_pairs_decode_to_what_ml_dtypes_decodes(format, by_bits, device):
+    """Every byte, as the first of two and as the second, beside every other byte."""
+    every = torch.arange(256, dtype=torch.uint8)
+    codes = torch.stack((every.repeat_interleave(256), every.repeat(256)), 1).flatten().to(device)
+    stored = codes if by_bits else formats.carrier(codes.view(torch_dtype(format)), formats.current_target())
+    pairs = "triton" if by_bits else formats.current_target().pairs(format)
+    got = torch.empty(codes.shape, device=device)
+    decode_pairs_kernel[(1,)](stored, got, BLOCK=2**16, FORMAT=str(format), PAIRS=pairs)
+    names = {Format.E4M3FN: "float8_e4m3fn", Format.E4M3FNUZ: "float8_e4m3fnuz", Format.E5M2: "float8_e5m2"}
+    expected = codes.cpu().numpy().view(getattr(ml_dtypes, names[format])).astype(np.float32)
+    np.testing.assert_array_equal(got.cpu().numpy(), expected)  # NaN equals NaN
+    number = ~np.isnan(expected)
+    assert (np.signbit(got.cpu().numpy()) == np.signbit(expected))[number].all()
+
+
+def test_which_targets_decode_pairs_by_ptx():
+    """PTX converts two values at a time from sm_89 on; a format that the target lacks is decoded by bits."""
+    expected = {
+        formats.INTERPRETER: ("triton", "triton", "triton"),
+        Target("cuda", 80): ("triton", "triton", "triton"),
+        Target("cuda", 90): ("ptx", "triton", "ptx"),
+        Target("cuda", 100): ("ptx", "triton", "ptx"),
+        Target("hip", "gfx942"): ("triton", "triton", "triton"),
+    }
+    for target, ways in expected.items():
+        assert tuple(map(target.pairs, (Format.E4M3FN, Format.E4M3FNUZ, Format.E5M2))) == ways, target
+        assert target.pairs(Format.BFLOAT16) == ""

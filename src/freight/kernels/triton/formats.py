@@ -27,6 +27,7 @@ from freight.kernels.reference import Fp8Products
 # what kernels compare their SCALES with
 STATIC = tl.constexpr(int(ScaleKind.STATIC))
 TOKEN = tl.constexpr(int(ScaleKind.TOKEN))
+SMALLEST = tl.constexpr(2.0**-126)  # normal float32
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,15 @@ class Target:
         if 90 <= int(self.arch) < 120 and decoding:
             return Fp8Products.NONE
         return Fp8Products.SCORES if 90 <= int(self.arch) < 100 else Fp8Products.BOTH
+
+    def pairs(self, format: Format) -> str:
+        """How kernels decode two neighbouring values of `format` at a time: '' not at all, it is not FP8.
+
+        'ptx' is by the instructions that convert two at a time, 'triton' by Triton's own conversions or by bits.
+        """
+        if not format.is_fp8:
+            return ""
+        return "ptx" if self.backend == "cuda" and format in self.native else "triton"
 
     @property
     def hopper_or_newer(self) -> bool:
@@ -171,6 +181,34 @@ def decode(stored, FORMAT: tl.constexpr):
 
 
 @triton.jit
+def decode_pairs(words, like: tl.constexpr, FORMAT: tl.constexpr, PAIRS: tl.constexpr):
+    """int16, each two neighbours of type `like` as they are stored -> float16 (first ones, second ones).
+
+    PAIRS is `Target.pairs`. PTX takes two words at a time and brings what belongs together side by side.
+    """
+    if PAIRS == "ptx" and FORMAT == "fp8_e5m2":  # float16's own upper half
+        first, second = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $2, 0, 0x2404; and.b32 $1, $2, 0xFF00FF00;",
+            "=&r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    elif PAIRS == "ptx":
+        first, second = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 t; .reg .b16 a, b;
+            prmt.b32 t, $2, 0, 0x3120;
+            mov.b32 {a, b}, t;
+            cvt.rn.f16x2.e4m3x2 $0, a;
+            cvt.rn.f16x2.e4m3x2 $1, b;
+            }""",
+            "=r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        first = decode((words & 0xFF).to(tl.uint8).to(like, bitcast=True), FORMAT)
+        second = decode((words >> 8).to(tl.uint8).to(like, bitcast=True), FORMAT)
+    return first, second
+
+
+@triton.jit
 def finite_amax(x, axis: tl.constexpr):
     """Largest finite magnitude along `axis`; 0 where there is none."""
     magnitude = tl.abs(x)
@@ -181,7 +219,15 @@ def finite_amax(x, axis: tl.constexpr):
 def scale_from_amax(amax, FORMAT: tl.constexpr):
     """amax / the largest value of FORMAT, at least 2 ** -126."""
     LARGEST: tl.constexpr = largest(FORMAT)
-    return tl.maximum(tl.div_rn(amax, tl.full(amax.shape, LARGEST, tl.float32)), 1.1754943508222875e-38)
+    return tl.maximum(tl.div_rn(amax, tl.full(amax.shape, LARGEST, tl.float32)), SMALLEST)
+
+
+@triton.jit
+def power_of_two(amax):
+    """The power of two at or below amax, 2 ** -126 to 2 ** 126, and its inverse: float32, exact, from exponent bits."""
+    exponent = amax.to(tl.int32, bitcast=True) & 0x7F800000
+    exponent = tl.minimum(tl.maximum(exponent, 1 << 23), 253 << 23)
+    return exponent.to(tl.float32, bitcast=True), ((254 << 23) - exponent).to(tl.float32, bitcast=True)
 
 
 @triton.jit

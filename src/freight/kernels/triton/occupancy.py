@@ -34,7 +34,8 @@ class Unit:
         """Of the GPU that torch uses now."""
         facts = torch.cuda.get_device_properties(torch.cuda.current_device())
         threads = facts.max_threads_per_multi_processor
-        return Unit(facts.regs_per_multiprocessor, facts.shared_memory_per_multiprocessor, threads // 32)
+        registers = getattr(facts, "regs_per_multiprocessor", 65536)  # that many since Kepler, where torch is silent
+        return Unit(registers, facts.shared_memory_per_multiprocessor, threads // 32)
 
     def programs(self, registers: int, shared: int, warps: int) -> int:
         """Programs that fit, 1 at least: of `warps` warps, `registers` a thread and `shared` bytes.

@@ -53,12 +53,14 @@ def prefill_tile(target: Target, block_dim: int, bytes_per_value: int, centered:
     return Tile(64, 32, 8 if centered else 4, 5) if block_dim <= 128 else Tile(64, 32, 8, 3)
 
 
-def decode_tile(target: Target, block_dim: int, bytes_per_value: int) -> Tile:
-    """`rows` is the least that the matrix units take; a KV head's group mostly has fewer."""
+def decode_tile(target: Target, block_dim: int, bytes_per_value: int, pairs: str) -> Tile:
+    """`rows` is the least that the matrix units take; a KV head's group mostly has fewer. `pairs` is `Target.pairs`."""
     if bytes_per_value == 4:
         return Tile(16, 32, 4, 1)
     if target.backend == "hip":
         return Tile(16, 64 if block_dim <= 128 else 32, 4, 2)
+    if pairs and block_dim <= 128 and target.hopper_or_newer:
+        return Tile(16, 64, 4, 5)
     return Tile(16, 32, 4, 7 if block_dim <= 128 and target.hopper_or_newer else 5)
 
 
@@ -70,7 +72,7 @@ def dot_types(target: Target, q: torch.dtype, pages: KVPages, fp8: bool, decodin
     elif pages.k.dtype is torch.bfloat16:
         k_dot = v_dot = tl.bfloat16
     else:
-        k_dot, v_dot = tl.float16, tl.bfloat16 if pages.dynamic else tl.float16
+        k_dot, v_dot = tl.float16, tl.bfloat16 if pages.dynamic and not decoding else tl.float16
     if products is not Fp8Products.NONE:
         k_dot = tl.uint8
         if products is Fp8Products.BOTH and not pages.dynamic:
@@ -89,7 +91,7 @@ def constants(q: Tensor, pages: KVPages, window: int | None, soft_cap: float | N
         # matrix units sum over 16 values or more at a time, over 32 of FP8
         "K_BLOCK": max(32 if pages.format.is_fp8 else 16, triton.next_power_of_2(k_dim)),
         "V_DIM": v_dim,
-        "V_BLOCK": max(16, triton.next_power_of_2(v_dim)),
+        "V_BLOCK": max(32, triton.next_power_of_2(v_dim)),
         "HALF": 0 if pages.k_center is None else pages.k_center.cos.shape[1],
         "BLOCK_SIZE": pages.block_size,
         "FORMAT": str(pages.format) if pages.format.is_fp8 else "",
@@ -125,6 +127,7 @@ def attention(
     With `fp8`, the products that `Target.fp8_products` names multiply FP8.
     """
     assert q.stride(2) == 1
+    assert math.prod(pages.k.shape[:3]) < 2**31  # vectors of a layer; offsets of their values have 64 bits
     assert sinks is None or (sinks.dtype is torch.float32 and sinks.shape == q.shape[1:2] and sinks.is_contiguous())
     out = torch.empty(*q.shape[:2], pages.v.shape[3], dtype=q.dtype, device=q.device)
     shared = constants(q, pages, window, soft_cap)
@@ -154,6 +157,8 @@ def attention(
             num_stages=tile.stages,
         )
     shared |= dot_types(target, q.dtype, pages, fp8, decoding=True)
+    in_pairs = shared["V_DOT"] is not tl.uint8 and shared["V_DIM"] % 2 == 0
+    shared["PAIRS"] = target.pairs(pages.format) if in_pairs else ""
     _decode(target, q, out, k, v, pages, sequences, scale, window, extras, sinks, shared)
     return out
 
@@ -173,7 +178,8 @@ def _decode(
     shared: dict[str, Any],
 ) -> None:
     """Compute the rows of sequences that have one row in this step, into `out`."""
-    tile = decode_tile(target, max(shared["K_BLOCK"], shared["V_BLOCK"]), shared["V_DOT"].primitive_bitwidth // 8)
+    bytes_per_value = shared["V_DOT"].primitive_bitwidth // 8
+    tile = decode_tile(target, max(shared["K_BLOCK"], shared["V_BLOCK"]), bytes_per_value, shared["PAIRS"])
     assert KEY_TILE % tile.keys == SPLIT % tile.keys == 0
     heads, num_seqs = shared["HEADS"], sequences.num_seqs
     tables = sequences.block_tables

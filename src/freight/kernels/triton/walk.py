@@ -1,0 +1,265 @@
+"""Paged attention: the walk over tiles of keys that the kernels of prefill and of decoding share.
+
+It loads queries in the operand type, then takes one tile of keys and values after another into a running softmax:
+scales, a center of keys, soft caps, masks and sinks are compile-time branches. `attention.py` says which types the
+products multiply, and has the names of shapes.
+
+FP8 values are read in pairs in decoding: no GPU of this time transposes bytes on their way from shared memory, which
+made loads of single bytes most of the instructions. Two neighbouring dims are one 16-bit element, a few instructions
+decode both, and even and odd dims are summed by products of their own, interleaved once at the end of a split.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from freight.kernels.triton import formats
+from freight.kernels.triton.formats import (
+    STATIC,
+    TOKEN,
+    decode,
+    decode_pairs,
+    encode,
+    encode_bits,
+    finite_amax,
+    power_of_two,
+    scale_from_amax,
+)
+
+
+@triton.jit
+def load_queries(
+    q_ptr, row, query_head, live, row_stride, head_stride, k_scale_ptr, head, K_DIM: tl.constexpr,
+    K_BLOCK: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr, K_DOT: tl.constexpr,
+    LIKE: tl.constexpr,
+):  # fmt: skip
+    """q [M, D] in the operand type, and the factor [M] that each row's scores must be multiplied with."""
+    dims = tl.arange(0, K_BLOCK)
+    mask = live[:, None] & (dims < K_DIM)[None, :]
+    place = row.to(tl.int64) * row_stride + query_head * head_stride
+    q = tl.load(q_ptr + place[:, None] + dims[None, :], mask=mask, other=0.0)
+    factor = tl.full(row.shape, 1.0, tl.float32)
+    if SCALES == STATIC or K_DOT == tl.float16 or K_DOT == tl.uint8:
+        q = q.to(tl.float32)
+    if SCALES == STATIC:
+        q *= tl.load(k_scale_ptr + head * K_DIM + dims, mask=dims < K_DIM, other=0.0)[None, :]
+    if K_DOT == tl.float16:
+        factor, inverse = power_of_two(finite_amax(q, 1))
+        q *= inverse[:, None]
+    if K_DOT == tl.uint8:
+        factor = scale_from_amax(finite_amax(q, 1), FORMAT)
+        q = encode(tl.div_rn(q, tl.broadcast_to(factor[:, None], q.shape)), LIKE, FORMAT)
+    else:
+        q = q.to(K_DOT)
+    return q, factor
+
+
+@triton.jit
+def _fp8_product(a, b, FORMAT: tl.constexpr):
+    """a @ b of FP8 values as they are stored. Bytes, which occur in the interpreter only, are decoded."""
+    if a.dtype == tl.uint8:
+        product = tl.dot(decode(a, FORMAT), decode(b, FORMAT))
+    else:
+        product = tl.dot(a, b)
+    return product
+
+
+@triton.jit
+def _scores(q, k, FORMAT: tl.constexpr, K_DOT: tl.constexpr):
+    """q [M, D] @ k [D, N], k as it was loaded; float32."""
+    if K_DOT == tl.uint8:
+        scores = _fp8_product(q, k, FORMAT)
+    else:
+        scores = tl.dot(q, decode(k, FORMAT).to(K_DOT), input_precision="ieee")
+    return scores
+
+
+@triton.jit
+def no_values(ROWS: tl.constexpr, V_BLOCK: tl.constexpr, PAIRS: tl.constexpr):
+    """What `walk` starts to add to: one [M, D], or with PAIRS two of [M, D / 2], the even dims' and the odd dims'."""
+    if PAIRS != "":
+        acc = (tl.zeros((ROWS, V_BLOCK // 2), tl.float32), tl.zeros((ROWS, V_BLOCK // 2), tl.float32))
+    else:
+        acc = (tl.zeros((ROWS, V_BLOCK), tl.float32),)  # type: ignore[assignment]
+    return acc
+
+
+@triton.jit
+def summed_values(acc, unit, SCALES: tl.constexpr, V_DOT: tl.constexpr, PAIRS: tl.constexpr):
+    """[M, D] float32: what `walk` added up, its dims in order, in the unit of values and scales."""
+    values = acc[0]
+    if PAIRS != "":
+        values = tl.interleave(acc[0], acc[1])
+    if SCALES == TOKEN and V_DOT == tl.float16:
+        values *= unit
+    return values
+
+
+@triton.jit
+def _add_values(
+    acc, decay, probability, v, FORMAT: tl.constexpr, V_DOT: tl.constexpr, PAIRS: tl.constexpr, LIKE: tl.constexpr,
+):  # fmt: skip
+    """acc (`no_values`) * decay [M] + probability [M, N] @ v as `_load_values` loaded it; float32.
+
+    In FP8 each tile is summed separately, because some GPUs sum such products with less than float32 precision.
+    """
+    if V_DOT == tl.uint8:
+        if v.dtype == tl.uint8:
+            p = encode_bits(probability, FORMAT)
+        else:
+            p = probability.to(v.dtype)
+        acc = (acc[0] * decay[:, None] + _fp8_product(p, v, FORMAT),)
+    elif PAIRS != "":
+        p = probability.to(V_DOT)
+        even, odd = decode_pairs(v, LIKE, FORMAT, PAIRS)
+        even = tl.dot(p, even.to(V_DOT), acc[0] * decay[:, None], input_precision="ieee")
+        odd = tl.dot(p, odd.to(V_DOT), acc[1] * decay[:, None], input_precision="ieee")
+        acc = (even, odd)
+    else:
+        p = probability.to(V_DOT)
+        acc = (tl.dot(p, decode(v, FORMAT).to(V_DOT), acc[0] * decay[:, None], input_precision="ieee"),)
+    return acc
+
+
+@triton.jit
+def initial(sinks_ptr, query_head, live, V_DOT: tl.constexpr, FORMAT: tl.constexpr):
+    """(best [M], total [M]) of rows that have seen no key: their heads' sinks in base 2, or nothing."""
+    best = tl.full(query_head.shape, float("-inf"), tl.float32)
+    total = tl.zeros(query_head.shape, tl.float32)
+    if sinks_ptr is not None:
+        best = tl.load(sinks_ptr + query_head, mask=live, other=0.0) * 1.44269504088896341
+        total += 1.0 if V_DOT != tl.uint8 else 128.0 if FORMAT == "fp8_e4m3fnuz" else 256.0  # as in `walk`
+    return best, total
+
+
+@triton.jit
+def _hide(scores, key, position, window, MASKED: tl.constexpr, WINDOWED: tl.constexpr):
+    """Scores [M, N], -infinity where the row at `position` [M] does not see `key` [N].
+
+    Without MASKED no row is before any key, and only the window hides some.
+    """
+    if MASKED:
+        seen = key[None, :] <= position[:, None]
+        if WINDOWED:
+            seen &= key[None, :] > position[:, None] - window
+    else:
+        seen = key[None, :] > position[:, None] - window
+    return tl.where(seen, scores, float("-inf"))
+
+
+@triton.jit
+def _add_center(
+    scores, center_ptr, place, live, cos_ptr, sin_ptr, pairs_ptr, num_pairs, head, key, HALF: tl.constexpr,
+):  # fmt: skip
+    """scores [M, N] plus that of the keys' center. `place` [M] has each row's first factor, `key` [N] positions.
+
+    Layouts: angles [positions / 64, rotary_dim / 2, 64]; pairs [HEADS, num_pairs]; factors of cosines, then of sines.
+    """
+    angle = key // 64 * (HALF * 64) + key % 64
+    for i in range(num_pairs):
+        pair = tl.load(pairs_ptr + head * num_pairs + i)
+        of_cos = tl.load(center_ptr + place + i, mask=live, other=0.0)
+        of_sin = tl.load(center_ptr + place + num_pairs + i, mask=live, other=0.0)
+        scores += of_cos[:, None] * tl.load(cos_ptr + angle + pair * 64)[None, :]
+        scores += of_sin[:, None] * tl.load(sin_ptr + angle + pair * 64)[None, :]
+    return scores
+
+
+@triton.jit
+def _soften(scores, cap):
+    """Scores times 2 log2(e) / soft cap -> soft-capped, in base 2. `cap` is the soft cap times log2(e)."""
+    power = tl.exp2(tl.minimum(scores, 64.0, propagate_nan=tl.PropagateNan.ALL))  # tanh is 1 long before
+    return cap - 2.0 * cap / (1.0 + power)  # tanh(x) = 1 - 2 / (1 + e ** 2x)
+
+
+@triton.jit
+def _places(
+    table_ptr, key, stored, head, HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Of each `key` [N] the number of its vector, among all vectors of the pages (fewer than 2 ** 31)."""
+    if MASKED:
+        block = tl.load(table_ptr + key // BLOCK_SIZE, mask=stored, other=0)
+    else:
+        block = tl.load(table_ptr + key // BLOCK_SIZE)
+    return (block * BLOCK_SIZE + key % BLOCK_SIZE) * HEADS + head
+
+
+@triton.jit
+def _load_values(
+    v_ptr, place, stored, V_DIM: tl.constexpr, V_BLOCK: tl.constexpr, MASKED: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """V [N, D] as it is stored; with PAIRS int16 [N, D / 2], two neighbouring dims in each."""
+    WIDTH: tl.constexpr = 2 if PAIRS != "" else 1
+    dims = tl.arange(0, V_BLOCK // WIDTH)
+    inside = (dims < V_DIM // WIDTH)[None, :]
+    source = place.to(tl.int64)[:, None] * (V_DIM // WIDTH) + dims[None, :]
+    if PAIRS != "":
+        source = v_ptr.to(tl.pointer_type(tl.int16), bitcast=True) + source
+    else:
+        source = v_ptr + source
+    if MASKED:  # a slot that was never written may hold a NaN
+        v = tl.load(source, mask=stored[:, None] & inside, other=0.0)
+    elif V_DIM == V_BLOCK:
+        v = tl.load(source)
+    else:
+        v = tl.load(source, mask=inside, other=0.0)
+    return v
+
+
+@triton.jit
+def walk(
+    acc, best, total, unit, q, factor, position, begin, end, length, window, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
+    table_ptr, head, center_ptr, center_place, live, cos_ptr, sin_ptr, pairs_ptr, num_pairs, cap, HEADS: tl.constexpr,
+    K_DIM: tl.constexpr, K_BLOCK: tl.constexpr, V_DIM: tl.constexpr, V_BLOCK: tl.constexpr, HALF: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr, WINDOWED: tl.constexpr,
+    MASKED: tl.constexpr, K_DOT: tl.constexpr, V_DOT: tl.constexpr, CENTERED: tl.constexpr, CAPPED: tl.constexpr,
+    PAIRS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Add the keys of [begin, end), begin on a tile's edge, to (acc (`no_values`), best [M], total [M]).
+
+    Without MASKED every key of these tiles is stored, no row is before any, and `end` is on an edge, too.
+    """
+    dims = tl.arange(0, K_BLOCK)
+    for start in tl.range(begin, end, KEYS, num_stages=STAGES):
+        key = start + tl.arange(0, KEYS)
+        stored = key < length
+        place = _places(table_ptr, key, stored, head, HEADS, BLOCK_SIZE, MASKED)
+        source = place.to(tl.int64)[None, :] * K_DIM + dims[:, None]
+        if K_DIM == K_BLOCK:
+            k = tl.load(k_ptr + source)
+        else:
+            k = tl.load(k_ptr + source, mask=(dims < K_DIM)[:, None], other=0.0)
+        scores = _scores(q, k, FORMAT, K_DOT) * factor[:, None]
+        if SCALES == TOKEN:
+            scores *= formats.token_scale(k_scale_ptr, place, stored, MASKED)[None, :]
+        if CENTERED:
+            scores = _add_center(
+                scores, center_ptr, center_place, live, cos_ptr, sin_ptr, pairs_ptr, num_pairs, head, key, HALF,
+            )  # fmt: skip
+        if CAPPED:
+            scores = _soften(scores, cap)
+        if MASKED or WINDOWED:
+            scores = _hide(scores, key, position, window, MASKED, WINDOWED)
+        new_best = tl.maximum(best, tl.max(scores, 1))
+        reference = new_best
+        if WINDOWED:  # a row may have seen no key yet
+            reference = tl.where(new_best == float("-inf"), 0.0, new_best)
+        if V_DOT == tl.uint8:  # times the largest power of two that FORMAT holds, and so is `total`
+            probability = tl.exp2(scores - (reference - (7.0 if FORMAT == "fp8_e4m3fnuz" else 8.0))[:, None])
+        else:
+            probability = tl.exp2(scores - reference[:, None])
+        decay = tl.exp2(best - reference)
+        total = total * decay + tl.sum(probability, 1)
+        v = _load_values(v_ptr, place, stored, V_DIM, V_BLOCK, MASKED, PAIRS)
+        if SCALES == TOKEN:
+            scale = formats.token_scale(v_scale_ptr, place, stored, MASKED)
+            if V_DOT == tl.float16:
+                old = unit
+                unit, inverse = power_of_two(tl.maximum(unit, finite_amax(scale, 0)))
+                scale *= inverse
+                decay *= old * inverse
+            probability *= scale[None, :]
+        acc = _add_values(acc, decay, probability, v, FORMAT, V_DOT, PAIRS, v_ptr.dtype.element_ty)
+        best = new_best
+    return acc, best, total, unit
