@@ -17,7 +17,7 @@ STAMP = .venv/ready-$(TORCH)
 # the tests start hundreds of interpreters: each would compile the source again
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-all test-defaults soak real wheel sanitize sanitize-threads check format clean
+.PHONY: setup demo style test test-all test-defaults soak real wheel sanitize sanitize-threads check format clean
 
 setup: $(STAMP)
 
@@ -40,14 +40,19 @@ endif
 demo: setup
 	@$(BIN)/freight demo
 
-check: setup
+style: setup
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+
+check: style
 	@$(BIN)/mypy
 
-test: check
-	@$(BIN)/pytest -n 2 --dist worksteal --ignore=tests/kernels/triton
-	@$(BIN)/pytest -n 2 --dist worksteal tests/kernels/triton
+# mypy runs beside the tests, on what they leave of the cores
+test: style
+	@$(BIN)/mypy >.venv/mypy.log 2>&1 & types=$$!; failed=0; \
+	  $(BIN)/pytest -n 2 --dist worksteal --ignore=tests/kernels/triton || failed=1; \
+	  $(BIN)/pytest -n 2 --dist worksteal tests/kernels/triton || failed=1; \
+	  wait $$types || failed=1; cat .venv/mypy.log; exit $$failed
 
 # what takes longer as well, and the end-to-end tests under other defaults of the process
 test-all: check

@@ -64,6 +64,7 @@ SETUPS = [  # (model, cache, kernels)
     *(("demo", "e4m3-token", kernels) for kernels in OTHER_KERNELS),
     *((variant, "e4m3-token", kernels) for variant, kernels in FAMILIES),
 ]
+FULL = [("demo", cache, "auto") for cache in ("bfloat16", "e4m3-token", "mixed")]
 SAMPLING = {
     "greedy": SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=3),
     "seeded": SamplingParams(temperature=0.9, top_p=0.95, seed=7, max_tokens=24, ignore_eos=True, logprobs=3),
@@ -178,13 +179,13 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def in_setups(name: str, *values: Any) -> pytest.MarkDecorator:
-    """Every setup with every value of the argument; models other than demo take the first, and more as slow tests."""
+    """Every setup with every value of the argument; of those not in `FULL` all but the first are slow tests."""
     cases = [
         pytest.param(
             setup,
             value,
             id="-".join((*setup, str(value))),
-            marks=[pytest.mark.slow] if setup[2] in SLOW_KERNELS or (setup[0] != "demo" and value != values[0]) else [],
+            marks=[pytest.mark.slow] if setup[2] in SLOW_KERNELS or (setup not in FULL and value != values[0]) else [],
         )
         for setup in SETUPS
         for value in values
@@ -257,7 +258,7 @@ def test_preempted_and_recomputed(open_llm, expected, prefix_caching):
     assert result == expected["seeded"]
 
 
-@pytest.mark.parametrize("sampling", SAMPLING)
+@in_setups("sampling", *SAMPLING)
 def test_launched_before_the_last_tokens_are_known(open_llm, expected, sampling, monkeypatch):
     """… alone, beside others that end earlier, and over the blocks that such steps filled."""
     llm, ahead = open_llm(), []

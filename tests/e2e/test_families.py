@@ -66,7 +66,7 @@ def likeness(one: torch.Tensor, other: torch.Tensor, mean: bool = False) -> floa
     return float(cosines.mean() if mean else cosines.min())
 
 
-@pytest.mark.parametrize("layout", ["compressed-tensors", "fp8"])
+@pytest.mark.parametrize("layout", ["compressed-tensors", pytest.param("fp8", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("variant", MODULES)
 def test_a_quantized_model_has_the_names_that_engines_read_and_runs(variant: str, layout: str, tmp_path: Path):
     save_random(VARIANTS[variant], tmp_path / "model", torch.float32)

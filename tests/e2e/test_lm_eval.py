@@ -65,6 +65,7 @@ def found_by(model: str, options: dict[str, object], docs: list[dict[str, str]],
     return answers
 
 
+@pytest.mark.slow
 def test_lm_eval_finds_the_log_probabilities_of_llm(demo_server: DemoServer, served_llm: LLM, tmp_path: Path) -> None:
     docs = documents(served_llm)
     url = f"{demo_server.url}/v1/completions"

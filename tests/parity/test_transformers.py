@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,17 +23,6 @@ from freight.fp8.weights import fit_rows
 from freight.models.open import open_model
 from freight.operands.weight import Activations, Weight
 
-
-@pytest.mark.parametrize(("variant", "kernels"), CASES)
-def test_float32_logits_equal_transformers(variant: str, kernels: str, tmp_path: Path):
-    model = save_random(VARIANTS[variant], tmp_path, torch.float32)
-    ids = tokens()
-    with torch.no_grad():
-        expected = model(torch.tensor([ids])).logits[0]
-    assert expected.std() > 0.1
-    assert (freight_logits(tmp_path, ids, "auto", kernels) - expected).abs().max() <= 1e-4
-
-
 BFLOAT16 = (
     *("llama-llama3", "mistral-window", "ministral3", "qwen2", "qwen3", "gemma2", "gemma3", "phi3-window", "opt"),
     *("opt-350m", "granite", "glm", "glm4", "smollm3", "ernie4-5", "seed-oss", "gpt-oss", "mixtral", "qwen2-moe"),
@@ -39,6 +30,25 @@ BFLOAT16 = (
     *("gemma4-own-inputs", "gemma4-moe", "gemma4-unified"),
     *("laguna", "mellum", "olmo2", "olmo3", "exaone4", "afmoe", "arcee"),
 )
+
+
+def cases(variants: Iterable[str], with_reference: Iterable[str]) -> list[Any]:
+    """Each with the kernels that run by default, and with the reference, as a slow test unless named."""
+    chosen = [case for case in CASES if case[0] in variants]
+    slow = [kernels == "reference" and variant not in with_reference for variant, kernels in chosen]
+    return [
+        pytest.param(*case, marks=[pytest.mark.slow] if late else []) for case, late in zip(chosen, slow, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(("variant", "kernels"), cases(VARIANTS, BFLOAT16))
+def test_float32_logits_equal_transformers(variant: str, kernels: str, tmp_path: Path):
+    model = save_random(VARIANTS[variant], tmp_path, torch.float32)
+    ids = tokens()
+    with torch.no_grad():
+        expected = model(torch.tensor([ids])).logits[0]
+    assert expected.std() > 0.1
+    assert (freight_logits(tmp_path, ids, "auto", kernels) - expected).abs().max() <= 1e-4
 
 
 def every_expert(config: PretrainedConfig) -> PretrainedConfig:
@@ -56,7 +66,7 @@ def every_expert(config: PretrainedConfig) -> PretrainedConfig:
     return type(config)(**said | {key: value for key, value in everything.items() if key in said})
 
 
-@pytest.mark.parametrize(("variant", "kernels"), [case for case in CASES if case[0] in BFLOAT16])
+@pytest.mark.parametrize(("variant", "kernels"), cases(BFLOAT16, ()))
 def test_bfloat16_is_as_near_to_float32_as_transformers_is(variant: str, kernels: str, tmp_path: Path):
     """Roundings to bfloat16 fall differently in any two programs; transformers' own move top-5 log-probabilities by
     0.05 to 0.06 at most. So: on average no farther from the truth, and 99 of 100 lie within 0.05 of transformers', or

@@ -229,7 +229,7 @@ def test_the_observers_of_one_layer_are_in_memory_at_a_time(
         weakref.finalize(made, lambda: alive.update({layer: -1}))
         return made
 
-    monkeypatch.setattr("freight.calibrate.run.make_observer", noted)
+    monkeypatch.setattr("freight.calibrate.watch.make_observer", noted)
     samples = [list(range(40))] * 2
     decided = plan(
         QuantizeArgs(activations="static", kv_cache="fp8", kv_granularity="channel", observer=observer, **options)

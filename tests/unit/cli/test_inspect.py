@@ -105,7 +105,7 @@ WRAPPED: dict[str, Any] = {
 CONFIGS: dict[str, tuple[dict[str, Any], str | None, str | None]] = {
     "native": (LLAMA, "natively", None),
     "wrapped": (WRAPPED, "natively", None),
-    "by the fallback": ({**LLAMA, "model_type": "arcee"}, "through transformers", None),
+    "by the fallback": ({**LLAMA, "model_type": "cohere2"}, "through transformers", None),
     "unknown key": ({**LLAMA, "new_kind": 7}, None, "new_kind = 7 is unknown to Freight for model_type llama"),
     "unknown key inside": (
         {**WRAPPED, "text_config": {**WRAPPED["text_config"], "new_kind": 7}}, None, "new_kind = 7 is unknown"
