@@ -113,8 +113,11 @@ def test_what_is_quantized_where_it_is_made_is_what_linear_quantizes(dtype, bloc
 
 
 @pytest.mark.parametrize("activations", [Activations.DYNAMIC, Activations.PLAIN])
-@pytest.mark.parametrize("blocks", [False, True])
-@pytest.mark.parametrize("columns", [96, 300, 512, 640])
+@pytest.mark.parametrize(
+    ("columns", "blocks"),
+    [(300, False), (640, True), *(pytest.param(*case, marks=pytest.mark.slow)
+     for case in ((96, False), (96, True), (300, True), (512, False), (512, True), (640, False)))],
+)  # fmt: skip
 def test_rows_beside_it_change_no_bit_of_a_row(columns, blocks, activations, device):
     """Within 1 to 16 rows, and within 17 to 64; sums whose chains have equal numbers of inputs, or none, or a part."""
     torch.manual_seed(4)

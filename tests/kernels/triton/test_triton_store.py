@@ -160,7 +160,9 @@ def test_float32_weights_of_head_norms_and_a_center_with_partial_rotary(device):
     assert torch.equal(got.v, expected.v)
 
 
-@pytest.mark.parametrize(("scales", "turns"), [("static", 2), ("token", 3), ("token", 4), ("static", 8)])
+@pytest.mark.parametrize(
+    ("scales", "turns"), [("static", 2), ("token", 3), pytest.param("token", 4, marks=pytest.mark.slow)]
+)
 def test_many_rows_are_stored_as_few_are(scales, turns, monkeypatch, device):
     """By programs of one head, and of several: the last may have fewer, and one may have heads of q, k and v."""
     torch.manual_seed(1)
