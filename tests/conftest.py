@@ -23,7 +23,12 @@ import tempfile
 
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="freight-tests-")  # what is measured once is not the user's
 
+from hypothesis import settings
+
 import freight  # noqa: F401
+
+settings.register_profile("freight", deadline=None)  # a busy machine is no failure
+settings.load_profile("freight")
 
 
 def pytest_configure() -> None:

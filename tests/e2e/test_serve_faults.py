@@ -170,7 +170,7 @@ def test_a_client_that_does_not_read_holds_up_nobody(server: Server) -> None:
         begun = time.monotonic()
         beside = server.ask("/v1/completions", short)
         assert beside.body["choices"] == alone.body["choices"]
-        assert time.monotonic() - begun < 5
+        assert time.monotonic() - begun < 15
         server.wait_for(0)  # all is computed, and waits for the reader
     finally:
         opened.leave()

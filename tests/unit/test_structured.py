@@ -135,10 +135,10 @@ def test_the_largest_of_each_limit():
     ],
 )
 def test_what_is_refused(given: dict[str, Any], says: str):
-    begun = time.monotonic()
+    begun = time.thread_time()
     with pytest.raises(RequestError, match=says) as caught:
         StructuredOutputs.of(given)
-    assert time.monotonic() - begun < 1
+    assert time.thread_time() - begun < 1
     assert str(caught.value).startswith("structured_outputs")
     assert len(str(caught.value)) < 400
 

@@ -58,9 +58,9 @@ REFUSED = {
 
 @pytest.mark.parametrize(("body", "says"), REFUSED.values(), ids=REFUSED)
 def test_what_is_no_json_object_is_refused(body: bytes, says: str) -> None:
-    begun = time.perf_counter()
+    begun = time.thread_time()
     error = parsed(body)
-    assert time.perf_counter() - begun < 0.5
+    assert time.thread_time() - begun < 0.5
     assert isinstance(error, ApiError)
     assert error.status == 400
     assert says in error.message
@@ -124,9 +124,9 @@ HOSTILE = {
 @pytest.mark.parametrize("body", HOSTILE.values(), ids=HOSTILE)
 def test_four_megabytes_take_little_time(body: bytes) -> None:
     assert len(body) <= LIMITS.body_bytes
-    begun = time.perf_counter()
+    begun = time.thread_time()
     parsed(body)
-    assert time.perf_counter() - begun < 2.5  # what is not linear takes minutes
+    assert time.thread_time() - begun < 2.5  # what is not linear takes minutes
 
 
 def read(body: bytes, limits: HttpLimits = LIMITS, *, piece: int = 1000, **headers: str) -> dict[str, Any]:

@@ -166,7 +166,7 @@ def test_a_body_that_never_ends_has_an_end() -> None:
                 break
             except TimeoutError:
                 continue
-        assert 0.3 < time.monotonic() - begun < 1.2
+        assert 0.3 < time.monotonic() - begun < 5
 
 
 def test_an_idle_connection_is_closed(quick: Any) -> None:
@@ -178,7 +178,7 @@ def test_an_idle_connection_is_closed(quick: Any) -> None:
                 client.send(first)
             begun = time.monotonic()
             assert client.ended()
-            assert 0.2 < time.monotonic() - begun < 2
+            assert 0.2 < time.monotonic() - begun < 5
 
 
 def test_idle_connections_over_the_cap_make_room() -> None:
@@ -186,7 +186,7 @@ def test_idle_connections_over_the_cap_make_room() -> None:
         clients = [server.client() for _ in range(400)]
         begun = time.monotonic()
         assert server.ask(GET).status == 200
-        assert time.monotonic() - begun < 1
+        assert time.monotonic() - begun < 4
         assert len(server.server.server_state.connections) <= 201
         assert clients[0].ended()  # the longest idle ones went
         assert clients[-1].ask(GET).status == 200

@@ -39,7 +39,7 @@ def test_a_client_that_does_not_read_is_dropped_and_costs_no_memory(loop: str) -
             client.send(GET)
             while "gone" not in facts and time.monotonic() - begun < 3:
                 time.sleep(0.02)
-            assert 0.25 < facts["gone"] - begun < 2
+            assert 0.25 < facts["gone"] - begun < 3
             assert facts["sent"] < 200  # what the system's buffers took
         facts.clear()
         with server.client() as slow:  # one that reads, however slowly, is served

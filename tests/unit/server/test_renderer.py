@@ -161,7 +161,7 @@ def test_a_template_that_loops_is_ended_and_the_next_request_is_served(folder):
         waiting = asyncio.create_task(renderer.render(hello()))
         with pytest.raises(ApiError) as caught:
             await looping
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 10
         assert (caught.value.status, caught.value.code) == (500, "template_error")
         assert caught.value.headers["x-should-retry"] == "false"
         assert "<user>hé" in (await waiting).text
