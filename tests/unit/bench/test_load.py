@@ -43,7 +43,7 @@ def test_the_gaps_of_the_server_are_the_gaps_that_are_found():
         (answer,) = load(server, Level(concurrency=1), Amount(requests=1))
     assert answer.counts == (2, 2)
     assert 0.029 < answer.times[0] - answer.start < 3
-    assert 0.02 < answer.times[1] - answer.times[0] < 0.5
+    assert 0.058 < answer.times[1] - answer.start < 3
 
 
 def test_a_rate_is_kept_whether_answers_come_or_not():
