@@ -115,7 +115,7 @@ def read_tests() -> Tables:
         triton=frozenset(config.model_type for config in triton),
         quantized=frozenset((*families.MODULES, *module("e2e.test_experts").KEPT)),
         calibrated=frozenset(name for mark in stored.pytestmark for name in mark.args[1]),
-        expert_forms=_by_family(experts.FORMS),
+        expert_forms=_by_family({**experts.FORMS, **module("formats.mixtures").FORMS}),
         num_forms=len(forms.FORMS),
         fast=frozenset(fallback.FAST),
         slow=frozenset(fallback.SLOW),

@@ -72,7 +72,7 @@ What was compared:
   whole model" means that one was compared with transformers there.
 - *FP8 files*: one code reads Linear modules, whatever the family: all {num_forms} forms of `tests/formats/forms.py`,
   compared on a Llama ([checkpoint-formats.md](checkpoint-formats.md)). Experts are stored in further ways: for
-  mixtures the column has the forms of `tests/formats/experts.py` that were compared with experts.
+  mixtures the column has the forms of `tests/formats/experts.py` and `mixtures.py` that were compared with experts.
 - *calibration*: what `freight quantize` measured of this family in a test.
 
 {compared}

@@ -77,6 +77,8 @@ def read_kv_scales(checkpoint: Checkpoint, model: ModelConfig, scheme: Scheme, e
         if parsed is None:
             continue
         layer, sides = parsed
+        if model.num_layers <= layer < model.num_layers + model.prediction_layers:
+            continue  # it predicts further tokens, and does not run
         if layer >= model.num_layers:
             raise CheckpointError(f"{name} is a KV scale of layer {layer}, but the model has {model.num_layers} layers")
         values = _read(checkpoint, name, sides, model.layers[layer].mixer)

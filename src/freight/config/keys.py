@@ -94,7 +94,8 @@ def find_family(config: Mapping[str, Any]) -> tuple[str, Family]:
 def decoder_config(config: Mapping[str, Any]) -> tuple[str, Family, Mapping[str, Any]]:
     """(model_type, its row, the keys that describe the decoder), out of `Family.text_key` if that is where they are.
 
-    Raises CheckpointError for keys that are neither read, nor harmless, nor switched off (null, false, empty).
+    Raises CheckpointError for keys that are neither read, nor harmless, nor switched off (null, false, empty), and for
+    another value of a key in `Family.fixed`, false too.
     """
     model_type, family = find_family(config)
     family, text_type, text = _decoder_row(config, family)
@@ -141,7 +142,7 @@ def _refuse_unknown_keys(
 ) -> None:
     neutral = {**NEUTRAL, **fixed}
     for key, value in config.items():
-        off = value is None or value is False or value in ({}, [], "")
+        off = value is None or value in ({}, [], "") or (value is False and key not in fixed)
         if off or key in known or key in HARMLESS or key.startswith("_"):
             continue
         if key not in neutral:

@@ -56,6 +56,7 @@ _OPTIONAL = {
 }
 _OTHER = frozenset({"type", "rope_type", "rope_theta", "partial_rotary_factor", "finetuned"})
 _LAYER_KINDS = ("full_attention", "sliding_attention")
+_LENGTH = "original_max_position_embeddings"
 
 
 def parse_ropes(
@@ -69,6 +70,8 @@ def parse_ropes(
     if family.local_theta is None:
         return (_parse_rope(config, family, family.theta, max_positions, head_dims[0]),)
     by_kind = config.get("rope_parameters") or {}
+    if isinstance(by_kind, Mapping) and _LENGTH in by_kind:
+        by_kind = _without_length(by_kind)
     if not isinstance(by_kind, Mapping) or not set(by_kind) <= set(_LAYER_KINDS):
         raise CheckpointError(
             f"config.json: rope_parameters = {by_kind!r}: {family.architecture} needs one entry for each of "
@@ -81,6 +84,22 @@ def parse_ropes(
         _parse_rope(shared, family, family.theta, max_positions, head_dims[0]),
         _parse_rope(local, family, family.local_theta, max_positions, head_dims[1]),
     )
+
+
+def _without_length(by_kind: Mapping[str, Any]) -> dict[str, Any]:
+    """`by_kind` without a pretrained length beside the ropes, which Laguna-XS.2 repeats there.
+
+    transformers does not read it, and others take it for the default of the ropes: each that needs one must name it.
+    """
+    for kind, rope in by_kind.items():
+        own = rope if isinstance(rope, Mapping) else {}
+        needed = _LENGTH in _REQUIRED.get(str(own.get("rope_type") or own.get("type")), ())
+        if needed and own.get(_LENGTH) != by_kind[_LENGTH]:
+            raise CheckpointError(
+                f"config.json contradicts itself: {_LENGTH} = {by_kind[_LENGTH]!r} in rope_parameters, and in its "
+                f"{kind} {own.get(_LENGTH)!r}"
+            )
+    return {kind: rope for kind, rope in by_kind.items() if kind != _LENGTH}
 
 
 def _parse_rope(

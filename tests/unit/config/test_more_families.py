@@ -99,6 +99,14 @@ def test_minimax_says_how_many_channels_it_rotates():
         ("hy_v3", "num_key_value_heads", 3),
         ("ernie4_5_moe", "use_bias", True),
         ("glm4_moe", "scoring_func", "softmax"),
+        ("minimax_m2", "use_qk_norm", False),
+        ("minimax_m2", "use_routing_bias", False),
+        ("hy_v3", "route_norm", False),
+        ("hy_v3", "qk_norm", False),
+        ("ernie4_5_moe", "moe_use_aux_free", False),
+        ("laguna", "norm_topk_prob", False),
+        ("laguna", "moe_router_use_sigmoid", False),
+        ("afmoe", "route_norm", False),
     ],
 )
 def test_what_these_mixtures_do_not_compute_is_refused(model_type, key, value):

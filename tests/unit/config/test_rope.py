@@ -90,6 +90,21 @@ def test_rope_contradictions():
     refused("contradicts", rope_scaling=LINEAR, rope_parameters={"rope_type": "default"})
 
 
+def test_a_length_beside_the_ropes_of_laguna_repeats_that_of_each():
+    """As Laguna-XS.2 has it; transformers reads the one inside. One that differs, or stands alone, is ambiguous."""
+    yarn = {"rope_type": "yarn", "factor": 64.0, "original_max_position_embeddings": 4096, "rope_theta": 5e5}
+    ropes = {"full_attention": yarn, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    both = {**ropes, "original_max_position_embeddings": 4096}
+    assert parse_model_config(config("laguna", rope_parameters=both)) == parse_model_config(
+        config("laguna", rope_parameters=ropes)
+    )
+    refused("contradicts", "8192", "4096", model_type="laguna",
+            rope_parameters={**ropes, "original_max_position_embeddings": 8192})  # fmt: skip
+    alone = {**both, "full_attention": {key: value for key, value in yarn.items() if not key.startswith("original")}}
+    refused("contradicts", "4096", "full_attention None", model_type="laguna", rope_parameters=alone)
+    refused("rope_parameters", model_type="laguna", rope_parameters={**ropes, "factor": 2.0})
+
+
 SCALED = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024, "llama_4_scaling_beta": 0.1}
 
 

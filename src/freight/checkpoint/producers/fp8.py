@@ -17,7 +17,7 @@ from freight.fp8.scheme import Activations, LinearScheme, Rule, Scheme, WeightSc
 
 
 def read_fp8(declared: Mapping[str, Any]) -> Scheme:
-    if declared.get("fmt") not in (None, "e4m3"):
+    if declared.get("fmt") not in (None, "e4m3", "float8_e4m3fn"):  # the last is MiniMax's word
         raise CheckpointError(f"quant_method fp8 with fmt {declared['fmt']!r} is not implemented; e4m3 is")
     size = declared.get("weight_block_size")
     kind = activations(declared.get("activation_scheme", "dynamic"), "quant_method fp8 with activation_scheme")
