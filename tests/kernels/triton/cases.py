@@ -172,7 +172,15 @@ MORE_CASES: dict[str, Callable[[Target], object]] = {
     "attention fnuz static": partial(attend, Format.E4M3FNUZ, "static", 8, 4, 128, 8192, None),
     "attention fnuz token": partial(attend, Format.E4M3FNUZ, "token", 8, 4, 128, 8192, None),
     "attention e5m2": partial(attend, Format.E5M2, "unit", 8, 4, 128, 8192, None),
+    "attention e5m2 token": partial(attend, Format.E5M2, "token", 8, 4, 128, 8192, None),
     "attention bf16": partial(attend, Format.BFLOAT16, "unit", 8, 4, 128, 8192, None),
+    "attention bf16, soft cap, window, dim 256": partial(
+        attend, Format.BFLOAT16, "unit", 4, 2, 256, 8192, 4096, soft_cap=50.0
+    ),
+    "attention fp8 static, dim 80": partial(attend, Format.E4M3FN, "static", 8, 4, 80, 8192, None),
+    "attention fp8 token, dim 96": partial(attend, Format.E4M3FN, "token", 8, 4, 96, 8192, None),
+    "attention fp8 token, sinks, window": partial(attend, Format.E4M3FN, "token", 8, 8, 64, 8192, 128, sinks=True),
+    "attention fp8 token, centered": partial(attend, Format.E4M3FN, "token", 8, 4, 128, 8192, None, num_pairs=20),
     "attention fp8 static, dim 64": partial(attend, Format.E4M3FN, "static", 8, 7, 64, 8192, None),
     "attention fp8 static, dim 256": partial(attend, Format.E4M3FN, "static", 4, 2, 256, 8192, None),
     "attention fp8 token, dim 256": partial(attend, Format.E4M3FN, "token", 4, 2, 256, 8192, None),

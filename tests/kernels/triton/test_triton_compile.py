@@ -18,10 +18,10 @@ import pytest
 pytestmark = pytest.mark.slow
 AOT = Path(__file__).parent / "aot.py"
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
-# Registers a thread may have so that a multiprocessor holds enough programs: 3 decoding programs of 128 threads in
-# 65536 registers, 4 with static scales, and 1 program of 256 threads, or 2 of 128, of the others. Those of the pinned
-# Triton; the launchers ask the compiled kernel (occupancy.py).
-DECODE_REGISTERS = 168
+# Registers a thread may have so that a multiprocessor holds enough programs: 4 decoding programs of 128 threads in
+# 65536 registers, 3 with a scale per token, and 1 program of 256 threads, or 2 of 128, of the others. Those of the
+# pinned Triton; the launchers ask the compiled kernel (occupancy.py).
+DECODE_REGISTERS, DECODE_REGISTERS_TOKEN = 128, 140
 REGISTERS = {"sm_80": 255, "sm_90": 255, "sm_100": 255, "gfx942": 512}
 FP8_PRODUCT = {"sm_90": "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3", "sm_100": "kind::f8f6f4"}
 # What prefill and decoding multiply with under `--attention-compute fp8`.
@@ -62,7 +62,8 @@ def test_registers(reports, target):
         assert report["spills"] == 0, report
         assert report["registers"] <= REGISTERS[target], report
         if report["kernel"] == "decode_kernel" and target != "gfx942":
-            assert report["registers"] <= DECODE_REGISTERS, report
+            token = report["case"] == "attention fp8 token"
+            assert report["registers"] <= (DECODE_REGISTERS_TOKEN if token else DECODE_REGISTERS), report
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -2,7 +2,9 @@
 
 Gemma 2 and 3 have sandwich norms, GELU, windows and soft caps or norms of heads; Gemma 4 has two head sizes, keys that
 are values, and a norm of values; Phi-3 rotates a part of each head; OPT has learned positions, LayerNorm and a
-feed-forward without a gate; gpt-oss has sinks, windows and experts with biases.
+feed-forward without a gate; gpt-oss has sinks, windows and experts with biases. Arcee squares a ReLU; Olmo 3 norms what
+layers add to the residual; Laguna has gates of heads, numbers of heads that differ, and a shared expert. Gemma 4's
+larger models add inputs of their own to layers, share keys between them, or add experts to a feed-forward.
 A layer with a window has a cache group of its own: its block table is another, and loses what the window has left.
 """
 
@@ -16,10 +18,13 @@ import pytest
 import torch
 from tests.parity.variants import save_random, tokens
 from transformers import (
+    ArceeConfig,
     Gemma2Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
     GptOssConfig,
+    LagunaConfig,
+    Olmo3Config,
     OPTConfig,
     Phi3Config,
     PretrainedConfig,
@@ -50,7 +55,10 @@ SHAPE: dict[str, Any] = {
     "max_position_embeddings": 128,
     "sliding_window": WINDOW,
 }
-GEMMA: dict[str, Any] = {**SHAPE, "head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]}
+TYPES: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"]}
+GEMMA: dict[str, Any] = {**SHAPE, **TYPES, "head_dim": 16}
+GEMMA4: dict[str, Any] = {**GEMMA, "global_head_dim": 32, "hidden_size_per_layer_input": 0}
+MOE: dict[str, Any] = {"num_experts": 4, "moe_intermediate_size": 16}
 ROPES = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 500.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
@@ -61,14 +69,24 @@ FAMILIES: dict[str, PretrainedConfig] = {
         **GEMMA, query_pre_attn_scalar=24, attn_logit_softcapping=5.0, final_logit_softcapping=3.0
     ),
     "gemma3": Gemma3TextConfig(**GEMMA, query_pre_attn_scalar=24, rope_parameters=ROPES),
-    "gemma4": Gemma4TextConfig(
-        **GEMMA, global_head_dim=32, num_global_key_value_heads=1, attention_k_eq_v=True, hidden_size_per_layer_input=0
+    "gemma4": Gemma4TextConfig(**GEMMA4, num_global_key_value_heads=1, attention_k_eq_v=True),
+    "gemma4-own-inputs": Gemma4TextConfig(
+        **GEMMA4 | {"num_hidden_layers": 3, "layer_types": [*TYPES["layer_types"], "full_attention"]}
+        | {"hidden_size_per_layer_input": 16}, vocab_size_per_layer_input=320, num_kv_shared_layers=1,
+        use_double_wide_mlp=True,
     ),
+    "gemma4-moe": Gemma4TextConfig(**GEMMA4, **MOE, enable_moe_block=True, top_k_experts=2),
     "phi3": Phi3Config(**SHAPE, pad_token_id=0, rope_parameters=PARTIAL),
     "gpt-oss": GptOssConfig(**SHAPE, head_dim=16, num_local_experts=4, num_experts_per_tok=2),
     "opt": OPTConfig(
         vocab_size=320, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=2,
         max_position_embeddings=128,
+    ),
+    "arcee": ArceeConfig(**{**SHAPE, "sliding_window": None}),
+    "olmo3": Olmo3Config(**SHAPE, **TYPES),
+    "laguna": LagunaConfig(
+        **SHAPE, **TYPES, **MOE, head_dim=16, num_experts_per_tok=2, shared_expert_intermediate_size=16,
+        num_attention_heads_per_layer=[2, 4], mlp_layer_types=["dense", "sparse"], moe_routed_scaling_factor=1.7,
     ),
 }  # fmt: skip
 
