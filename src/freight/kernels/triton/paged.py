@@ -28,9 +28,10 @@ from freight.operands.weight import Weight
 
 SPLIT = 512  # keys of one split in decoding
 MERGE_TILE = 16
-# The same whether rows are quantized or not, as the order of sums may depend on it.
 MERGE_WARPS = 4
-MERGE_CHUNK = 16  # groups of 128: 16 values a thread
+# Groups of 128, 32 values a thread. Not MERGE_TILE: if the tile that is quantized had the shape of the tile that is
+# merged, Triton would give both one layout, and with it the sums of the merge another order than without quantizing.
+MERGE_CHUNK = 32
 
 
 @dataclass(frozen=True)
@@ -180,11 +181,13 @@ def attention(
         fp8=fp8,
         constants=constants(q, pages, window, soft_cap),
     )
-    if len(q) == sequences.num_seqs:
-        return _decode(work, consumer)
-    _prefill(work)
-    _decode(work, None)
-    return quantize(target, work.out.flatten(1), consumer) if quantizes(consumer) else work.out
+    mixed = len(q) > sequences.num_seqs
+    if mixed:
+        _prefill(work)
+    merged = _decode(work, consumer)  # by the same kernel in all steps: a row's bits do not depend on the others
+    if not quantizes(consumer):
+        return work.out
+    return quantize(target, work.out.flatten(1), consumer) if mixed or merged is None else merged
 
 
 def _prefill(work: _Work) -> None:
@@ -209,8 +212,8 @@ def _prefill(work: _Work) -> None:
     )
 
 
-def _decode(work: _Work, consumer: Weight | None) -> Tensor | Quantized:
-    """Compute the rows of sequences that have one row in this step, for `consumer`; without it into `out`.
+def _decode(work: _Work, consumer: Weight | None) -> Quantized | None:
+    """Compute the rows of sequences that have one row in this step, into `out`, and quantized if the merge does that.
 
     The splits are merged by a launch of its own, even where there is only one: the step of a graph has tables as wide
     as the longest sequence allowed, and where that is not longer than a split, a step takes little time anyway.
@@ -252,14 +255,20 @@ def _decode(work: _Work, consumer: Weight | None) -> Tensor | Quantized:
     return result
 
 
-def _merged_output(work: _Work, consumer: Weight | None) -> tuple[Tensor | Quantized, tuple[Any, ...], dict[str, Any]]:
-    """What the merge returns for `consumer`, and its arguments and constants that say so."""
-    if not quantizes(consumer):
-        form: dict[str, Any] = {"OUT_FORMAT": "", "OUT_SCALES": "", "NUM_SCALES": 0, "ALONE": False, "CHUNK": 0}
-        return work.out, (None, None, 1.0), form
-    v_dim = work.out.shape[2]
-    result, written, of_row = allocate_output(work.target, work.out, work.out.shape[1] * v_dim, consumer)
-    scales = of_row["SCALES"]
+def _merged_output(work: _Work, consumer: Weight | None) -> tuple[Quantized | None, tuple[Any, ...], dict[str, Any]]:
+    """What the merge quantizes `out` to for `consumer`, None if it does not, and its arguments and constants for that.
+
+    On AMD GPUs it does not where a program reads what others wrote: Triton's barrier does not wait there until the
+    writes of all waves have arrived, before one of them counts the program.
+    """
+    result, pointers, of_row = allocate_output(work.target, work.out, work.out[0].numel(), consumer)
+    scales, v_dim = of_row["SCALES"], work.out.shape[2]
     alone = scales == "static" or (scales == "group" and v_dim % BLOCK == 0)
+    if isinstance(result, Tensor) or (work.target.backend == "hip" and not alone):
+        return (
+            None,
+            (None, None, 1.0),
+            {"OUT_FORMAT": "", "OUT_SCALES": "", "NUM_SCALES": 0, "ALONE": False, "CHUNK": 0},
+        )
     form = {"OUT_FORMAT": of_row["FORMAT"], "OUT_SCALES": scales, "NUM_SCALES": of_row["NUM_SCALES"], "ALONE": alone}
-    return result, written, form | {"CHUNK": min(MERGE_CHUNK, of_row["BLOCK_GROUPS"])}
+    return result, pointers, form | {"CHUNK": MERGE_CHUNK}
