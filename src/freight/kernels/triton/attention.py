@@ -149,8 +149,7 @@ def decode_kernel(
     length = tl.load(lengths_ptr + seq)
     if tl.load(starts_ptr + seq + 1) - row != 1:
         return
-    if (head == 0) & (tl.program_id(0) == 0):
-        tl.store(arrived_ptr + seq, 0)
+    tl.store(arrived_ptr + seq, 0, mask=(head == 0) & (tl.program_id(0) == 0))
     m = tl.arange(0, ROWS)
     dims = tl.arange(0, V_BLOCK)
     live = m < GROUP
@@ -163,9 +162,7 @@ def decode_kernel(
     center_place = ((rows.to(tl.int64) * HEADS + head) * GROUP + m) * num_pairs * 2
     position = tl.full((ROWS,), 0, tl.int32) + length - 1
     table_ptr = tables_ptr + seq.to(tl.int64) * table_stride
-    first = 0
-    if WINDOWED:
-        first = tl.maximum(length - window, 0) // KEYS * KEYS
+    first = tl.maximum(length - window, 0) // KEYS * KEYS if WINDOWED else 0
     for split in range(first // SPLIT + tl.program_id(0), tl.cdiv(length, SPLIT), tl.num_programs(0)):
         begin = tl.maximum(split * SPLIT, first)
         end = tl.minimum(split * SPLIT + SPLIT, length)
