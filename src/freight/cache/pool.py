@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -47,8 +47,9 @@ class LayerKV(Protocol):
         window: int | None,
         soft_cap: float | None,
         sinks: Tensor | None = None,
-    ) -> Tensor:
-        """Attention of q over what is stored: [num_tokens, num_heads, v_dim] (`KernelSet.attention`)."""
+        consumer: Any = None,
+    ) -> Any:
+        """Attention of q over what is stored, [num_tokens, num_heads, v_dim], for `consumer`: `KernelSet.attention`."""
         ...
 
 
@@ -83,9 +84,10 @@ class PagedKV:
         window: int | None,
         soft_cap: float | None,
         sinks: Tensor | None = None,
-    ) -> Tensor:
+        consumer: Any = None,
+    ) -> Any:
         sequences = batch.sequences(self.group)
-        return self.kernels.attention(q, self.pages, sequences, softmax_scale, window, soft_cap, sinks)
+        return self.kernels.attention(q, self.pages, sequences, softmax_scale, window, soft_cap, sinks, consumer)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -127,10 +128,12 @@ class ProbedKV(PagedKV):
         window: int | None,
         soft_cap: float | None,
         sinks: Tensor | None = None,
-    ) -> Tensor:
-        attended = super().attend(q, batch, softmax_scale, window, soft_cap, sinks)
-        if self.probe.rows is not None:
-            self.probe.attended(attended)
+        consumer: Any = None,
+    ) -> Any:
+        if self.probe.rows is None:
+            return super().attend(q, batch, softmax_scale, window, soft_cap, sinks, consumer)
+        attended = super().attend(q, batch, softmax_scale, window, soft_cap, sinks)  # not quantized yet
+        self.probe.attended(attended)
         return attended
 
 

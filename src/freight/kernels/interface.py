@@ -137,10 +137,12 @@ class KernelSet(Protocol):
         window: int | None = None,
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
-    ) -> Tensor:
+        consumer: Any = None,
+    ) -> Any:
         """Causal grouped-query attention of each row over its own sequence, read back from the pages.
 
-        q: [num_tokens, num_heads, k_dim]; returns [num_tokens, num_heads, v_dim] in q's dtype. A key at distance
+        q: [num_tokens, num_heads, k_dim]; returns [num_tokens, num_heads, v_dim] in q's dtype, or what a set makes of
+        [num_tokens, num_heads * v_dim] for `consumer`. A key at distance
         < window is seen. With a soft cap, scores are bounded by a tanh. The center that `rotate_store` subtracted
         is added back here, to the whole score of every key, so that sinks count as they do without a center.
         sinks: [num_heads] float32, one more score of each row, which takes part in the sum of the softmax alone.

@@ -85,6 +85,7 @@ class ReferenceKernels:
         window: int | None = None,
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
+        consumer: object = None,
     ) -> Tensor:
         return reference.attention(q, pages, sequences, softmax_scale, window, soft_cap, self.products, sinks)
 

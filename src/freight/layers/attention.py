@@ -113,7 +113,8 @@ class Attention:
         if self.v_norm is not None:
             qkv = self.v_norm(qkv)
         q = kv.rotate(qkv, self.rotary, batch) if self.shares else kv.store(qkv, self.rotary, batch)
-        attended = kv.attend(q, batch, self.softmax_scale, self.window, self.soft_cap, self.sinks)
+        consumer = self.o.consumer if self.gate is None else None
+        attended = kv.attend(q, batch, self.softmax_scale, self.window, self.soft_cap, self.sinks, consumer)
         if self.gate is not None:
             attended = self.gate(x, attended)
-        return self.o(attended.flatten(1))
+        return self.o(attended.flatten(1) if isinstance(attended, Tensor) else attended)

@@ -59,7 +59,9 @@ def attend(
     fp8: bool = False,
     v_dim: int | None = None,
     sinks: bool = False,
+    to: tuple[bool, Activations] | None = None,
 ) -> None:
+    """`to`: whether the weight that takes the rows has scales of blocks, and how it takes them."""
     q = empty(rows, heads * group, dim)
     cache = pages(format, scales, heads, dim, v_dim)
     if num_pairs:
@@ -68,7 +70,8 @@ def attend(
         center = KeyCenter(empty(heads, dim, dtype=torch.float32), pairs, parts, angles, angles)
         cache = replace(cache, k_center=center)
     of_heads = empty(heads * group, dtype=torch.float32) if sinks else None
-    paged.attention(target, q, cache, sequences(64), 0.1, window, soft_cap, fp8, of_heads)
+    reader = consumer(*to, heads * group * (v_dim or dim)) if to else None
+    paged.attention(target, q, cache, sequences(64), 0.1, window, soft_cap, fp8, of_heads, reader)
 
 
 def keep(
@@ -152,6 +155,7 @@ CASES: dict[str, Callable[[Target], object]] = {
         native(target), "static", 1, 2, 16, 8192, None, target, fp8=True
     ),
     "attention fp8 sinks, window": partial(attend, Format.E4M3FN, "static", 8, 8, 64, 8192, 128, sinks=True),
+    "merge by row": partial(attend, Format.E4M3FN, "static", 8, 4, 128, 64, None, to=(False, Activations.DYNAMIC)),
     "attention bf16 window": partial(attend, Format.BFLOAT16, "unit", 8, 4, 128, 8192, 4096),
     "store token, norms, centers": partial(keep, Format.E4M3FN, "token", 128, 8192, more=True),
     "store token": partial(keep, Format.E4M3FN, "token", 128, 8192),
@@ -189,6 +193,15 @@ MORE_CASES: dict[str, Callable[[Target], object]] = {
     ),
     "attention fp8 static, dims 192 and 128": partial(
         attend, Format.E4M3FN, "static", 8, 4, 192, 8192, None, v_dim=128
+    ),
+    "merge static": partial(attend, Format.E4M3FN, "static", 8, 4, 128, 64, None, to=(False, Activations.STATIC)),
+    "merge static, blocks": partial(attend, Format.E4M3FN, "token", 8, 7, 64, 64, None, to=(True, Activations.STATIC)),
+    "merge by group": partial(attend, Format.E4M3FN, "static", 8, 4, 128, 64, None, to=(True, Activations.DYNAMIC)),
+    "merge by group, dim 64": partial(
+        attend, Format.E4M3FN, "token", 8, 7, 64, 64, None, to=(True, Activations.DYNAMIC)
+    ),
+    "merge by row, dim 256": partial(
+        attend, Format.E4M3FN, "token", 8, 16, 256, 64, 4096, to=(False, Activations.DYNAMIC)
     ),
     "attention fp8 compute token": lambda target: attend(
         native(target), "token", 8, 4, 128, 8192, None, target, fp8=True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,9 @@ from freight.kernels.reference import Fp8Products
 from freight.kernels.triton import paged
 from freight.kernels.triton.formats import Target, current_target
 from freight.kernels.triton.paged import Tile
+from freight.kernels.triton.rows import quantize
 from freight.operands.kv_pages import KeyCenter, KVPages
+from freight.operands.weight import Activations, Weight
 
 BLOCK = 8
 CACHES = [
@@ -81,7 +84,9 @@ class Case:
         ]
         return prepare(slices, BLOCK, self.device)
 
-    def run(self, which, window=None, dtype=None, soft_cap=None, products=Fp8Products.NONE, sinks=None) -> Tensor:
+    def run(
+        self, which, window=None, dtype=None, soft_cap=None, products=Fp8Products.NONE, sinks=None, consumer=None
+    ) -> Any:
         """Triton's output for the sequences numbered `which`; with `dtype` the reference's, computed in it."""
         sequences = [self.sequences[i] for i in which]
         q = torch.cat([self.q[i][before : before + rows] for i, (rows, before) in zip(which, sequences, strict=True)])
@@ -90,7 +95,8 @@ class Case:
             scale = self.dim**-0.5
             return reference.attention(q.to(dtype), self.pages, batch, scale, window, soft_cap, products, sinks)
         fp8 = products is not Fp8Products.NONE
-        return paged.attention(current_target(), q, self.pages, batch, self.dim**-0.5, window, soft_cap, fp8, sinks)
+        scale = self.dim**-0.5
+        return paged.attention(current_target(), q, self.pages, batch, scale, window, soft_cap, fp8, sinks, consumer)
 
 
 def assert_close(got: Tensor, expected: Tensor) -> None:
@@ -345,3 +351,49 @@ def test_sinks_beside_fp8_products(format, device):
     expected = case.run(which, None, torch.float32, sinks=sinks)
     got = case.run(which, products=Fp8Products.BOTH, sinks=sinks)
     assert (got - expected).norm() < 0.1 * expected.norm()
+
+
+def consumer_of(kind: str, size: int, device: str) -> Weight:
+    """A weight that takes rows of `size` values with scales of this kind."""
+    codes = torch.zeros(8, size, dtype=torch.float8_e4m3fn, device=device)
+    scale = torch.ones((1, -(-size // 128)) if "group" in kind else (8,), device=device)
+    static = (Activations.STATIC, 0.003) if "static" in kind else (Activations.DYNAMIC, None)
+    return Weight(codes, scale, *static)
+
+
+def same(*both: Any) -> bool:
+    return all(torch.equal(*(getattr(x, part).view(torch.uint8) for x in both)) for part in ("codes", "scale"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "heads", "group", "v_dim"),
+    [
+        ("static", 2, 3, 40),
+        ("static, group", 1, 3, 64),
+        ("row", 2, 3, 40),
+        ("row", 1, 3, 128),
+        ("group", 1, 3, 128),
+        ("group", 1, 2, 384),
+        ("group", 2, 3, 64),
+        ("group", 1, 5, 40),
+    ],
+)
+def test_merged_rows_are_quantized_for_their_consumer(kind, heads, group, v_dim, monkeypatch, device):
+    """As `quantize` does it afterwards, in a step of decodes and beside a chunk of prefill."""
+    monkeypatch.setattr(paged, "MERGE_CHUNK", 2)
+    case = Case(MIXED, Format.E4M3FN, "static", torch.bfloat16, heads, group, 16, device, v_dim=v_dim)
+    case.pages.v.view(torch.uint8)[case.blocks[3][0], 0, 0, 5] = 0x7F  # a NaN, which changes no scale
+    consumer = consumer_of(kind, heads * group * v_dim, device)
+    for which in ([1, 3], [2, 1]):
+        got = case.run(which, consumer=consumer)
+        assert same(got, quantize(current_target(), case.run(which).flatten(1), consumer)), which
+    assert len(got.codes.view(torch.uint8).unique()) > 50
+
+
+def test_a_row_for_padding_changes_no_quantized_row(device):
+    case = Case(DECODES, Format.E4M3FN, "static", torch.bfloat16, 1, 2, 16, device)
+    batch = case.batch([*DECODES, (1, -1)], [*case.blocks, [0]])
+    consumer = consumer_of("row", 32, device)
+    q = torch.cat([*(case.q[i][before:] for i, (_, before) in enumerate(DECODES)), case.q[0][:1]])
+    got = paged.attention(current_target(), q, case.pages, batch.sequences(0), 0.25, None, consumer=consumer)
+    assert same(replace(got, codes=got.codes[:3], scale=got.scale[:3]), case.run([0, 1, 2], consumer=consumer))

@@ -105,5 +105,6 @@ class CpuKernels:
         window: int | None = None,
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
+        consumer: object = None,
     ) -> Tensor:
         return attention.attention(self.library, q, pages, sequences, softmax_scale, window, soft_cap, sinks)

@@ -1,9 +1,10 @@
 """Paged attention: the kernels. `paged.py` launches them.
 
 A sequence that has one row in this step is *decoded*: its keys are cut into splits of `SPLIT` at fixed positions,
-several programs take turns over the splits, and `merge_kernel` merges the splits in order. One that has more is a
-chunk of *prefill*: a program takes a tile of its rows and walks the keys. Both walk tiles of keys at absolute
-positions through `walk.py`, so within either kind a row's bits depend on nothing but its own history.
+several programs take turns over the splits, and `merge_kernel` merges the splits in order. It also quantizes the rows,
+with the bits of `rows.quantize`, which is launched if the step has other rows, too. A sequence that has more rows is a
+chunk of *prefill*: a program takes a tile of its rows and walks the keys. Both walk tiles of keys at absolute positions
+through `walk.py`, so within either kind a row's bits depend on nothing but its own history.
 
 K_DOT and V_DOT are the types that the two products multiply; uint8 stands for FP8 as it is stored (below).
 
@@ -38,6 +39,7 @@ import triton
 import triton.language as tl
 
 from freight.kernels.triton.formats import SMALLEST, STATIC
+from freight.kernels.triton.rows import quantize_written_row, write_head
 from freight.kernels.triton.walk import initial, load_queries, no_values, summed_values, walk
 
 
@@ -129,15 +131,15 @@ def prefill_kernel(
 
 @triton.jit(do_not_specialize=["table_stride", "max_splits", "window", "num_pairs", "cap"])
 def decode_kernel(
-    q_ptr, partial_ptr, stats_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, starts_ptr, lengths_ptr, tables_ptr,
-    table_stride, max_splits, q_row_stride, q_head_stride, softmax_scale, window, center_ptr, cos_ptr, sin_ptr,
-    pairs_ptr, num_pairs, cap, GROUP: tl.constexpr, HEADS: tl.constexpr, K_DIM: tl.constexpr, K_BLOCK: tl.constexpr,
-    V_DIM: tl.constexpr, V_BLOCK: tl.constexpr, HALF: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, FORMAT: tl.constexpr,
-    SCALES: tl.constexpr, WINDOWED: tl.constexpr, K_DOT: tl.constexpr, V_DOT: tl.constexpr, CENTERED: tl.constexpr,
-    CAPPED: tl.constexpr, PAIRS: tl.constexpr,
+    q_ptr, partial_ptr, stats_ptr, arrived_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, starts_ptr, lengths_ptr,
+    tables_ptr, table_stride, max_splits, q_row_stride, q_head_stride, softmax_scale, window, center_ptr, cos_ptr,
+    sin_ptr, pairs_ptr, num_pairs, cap, GROUP: tl.constexpr, HEADS: tl.constexpr, K_DIM: tl.constexpr,
+    K_BLOCK: tl.constexpr, V_DIM: tl.constexpr, V_BLOCK: tl.constexpr, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr,
+    WINDOWED: tl.constexpr, K_DOT: tl.constexpr, V_DOT: tl.constexpr, CENTERED: tl.constexpr, CAPPED: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """A program: every num_programs(0)-th split of one sequence and KV head.
+    """A program: every num_programs(0)-th split of one sequence and KV head. Sets arrived [num_seqs] to 0.
 
     Writes acc to partial [num_seqs, HEADS, max_splits, GROUP, V_DIM] and (best, total) to stats [the same, 2].
     """
@@ -147,6 +149,7 @@ def decode_kernel(
     length = tl.load(lengths_ptr + seq)
     if tl.load(starts_ptr + seq + 1) - row != 1:
         return
+    tl.store(arrived_ptr + seq, 0, mask=(head == 0) & (tl.program_id(0) == 0))
     m = tl.arange(0, ROWS)
     dims = tl.arange(0, V_BLOCK)
     live = m < GROUP
@@ -159,9 +162,7 @@ def decode_kernel(
     center_place = ((rows.to(tl.int64) * HEADS + head) * GROUP + m) * num_pairs * 2
     position = tl.full((ROWS,), 0, tl.int32) + length - 1
     table_ptr = tables_ptr + seq.to(tl.int64) * table_stride
-    first = 0
-    if WINDOWED:
-        first = tl.maximum(length - window, 0) // KEYS * KEYS
+    first = tl.maximum(length - window, 0) // KEYS * KEYS if WINDOWED else 0
     for split in range(first // SPLIT + tl.program_id(0), tl.cdiv(length, SPLIT), tl.num_programs(0)):
         begin = tl.maximum(split * SPLIT, first)
         end = tl.minimum(split * SPLIT + SPLIT, length)
@@ -192,12 +193,19 @@ def decode_kernel(
 
 @triton.jit(do_not_specialize=["max_splits", "window"])
 def merge_kernel(
-    partial_ptr, stats_ptr, out_ptr, v_scale_ptr, starts_ptr, lengths_ptr, max_splits, window, sinks_ptr,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, V_DIM: tl.constexpr, V_BLOCK: tl.constexpr, KEYS: tl.constexpr,
-    SPLIT: tl.constexpr, TILE: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr, WINDOWED: tl.constexpr,
-    V_DOT: tl.constexpr,
+    partial_ptr, stats_ptr, arrived_ptr, out_ptr, codes_ptr, scale_ptr, static_scale, v_scale_ptr, starts_ptr,
+    lengths_ptr, max_splits, window, sinks_ptr, GROUP: tl.constexpr, HEADS: tl.constexpr, V_DIM: tl.constexpr,
+    V_BLOCK: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, FORMAT: tl.constexpr,
+    SCALES: tl.constexpr, WINDOWED: tl.constexpr, V_DOT: tl.constexpr, OUT_FORMAT: tl.constexpr,
+    OUT_SCALES: tl.constexpr, NUM_SCALES: tl.constexpr, ALONE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Merge the splits of one sequence and head, in tiles of TILE splits at fixed places, in order."""
+    """Merge the splits of one sequence and head, in tiles of TILE splits at fixed places, in order.
+
+    With OUT_SCALES, which is SCALES of `write_row`, it is also quantized, to codes and scale. If heads have scales of
+    their own, or all the same, each is quantized ALONE. If not, the program that writes the last head of a row
+    quantizes the row, CHUNK groups of 128 at a time.
+    """
+    QUERY_HEADS: tl.constexpr = HEADS * GROUP
     query_head = tl.program_id(0)
     seq = tl.program_id(1)
     row = tl.load(starts_ptr + seq)
@@ -228,5 +236,16 @@ def merge_kernel(
         acc = acc * decay + tl.sum(weight[:, None] * part, 0)
         best = new_best
     output = _finished(acc / total, v_scale_ptr, query_head // GROUP, dims, out_ptr.dtype.element_ty, V_DIM, SCALES)
-    target = out_ptr + (row.to(tl.int64) * HEADS * GROUP + query_head) * V_DIM + dims
-    tl.store(target, output, mask=dims < V_DIM)
+    row = row.to(tl.int64)
+    tl.store(out_ptr + (row * QUERY_HEADS + query_head) * V_DIM + dims, output, mask=dims < V_DIM)
+    if ALONE:
+        write_head(
+            output, codes_ptr, scale_ptr, static_scale, row, query_head, dims, QUERY_HEADS, V_DIM, V_BLOCK, NUM_SCALES,
+            OUT_FORMAT, OUT_SCALES,
+        )  # fmt: skip
+    elif OUT_SCALES != "":
+        tl.debug_barrier()  # all threads of the program have stored before one of them counts it
+        if tl.atomic_add(arrived_ptr + seq, 1, sem="acq_rel", scope="gpu") == QUERY_HEADS - 1:
+            quantize_written_row(
+                out_ptr, codes_ptr, scale_ptr, row, QUERY_HEADS * V_DIM, NUM_SCALES, OUT_FORMAT, OUT_SCALES, CHUNK
+            )

@@ -15,16 +15,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from freight.fp8.weights import BLOCK
 from freight.kernels.reference import Fp8Products
 from freight.kernels.triton.attention import decode_kernel, merge_kernel, prefill_kernel
 from freight.kernels.triton.formats import Target, carrier
 from freight.kernels.triton.occupancy import programs_for, programs_per_unit
+from freight.kernels.triton.rows import Quantized, allocate_output, quantize, quantizes
 from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KVPages
 from freight.operands.tiles import KEY_TILE
+from freight.operands.weight import Weight
 
 SPLIT = 512  # keys of one split in decoding
 MERGE_TILE = 16
+MERGE_WARPS = 4
+# Groups of 128, 32 values a thread. Not MERGE_TILE: if the tile that is quantized had the shape of the tile that is
+# merged, Triton would give both one layout, and with it the sums of the merge another order than without quantizing.
+MERGE_CHUNK = 32
 
 
 @dataclass(frozen=True)
@@ -111,6 +118,34 @@ def center_arguments(q: Tensor, pages: KVPages, scale: float) -> tuple[Tensor | 
     return center.coefficients(by_kv_head), center.cos, center.sin, center.pairs, center.pairs.shape[1]
 
 
+@dataclass(frozen=True)
+class _Work:
+    """What the launches of one call share. `out`: [num_tokens, num_heads, v_dim] in q's dtype.
+
+    k, v      the pages as kernels take them (`carrier`)
+    scale     of the scores, with log2(e) in it; with a soft cap also what is inside its tanh
+    extras    the arguments for a center, and the cap
+    constants  those of `constants`
+    """
+
+    target: Target
+    q: Tensor
+    out: Tensor
+    k: Tensor
+    v: Tensor
+    pages: KVPages
+    sequences: Sequences
+    scale: float
+    window: int | None
+    extras: tuple[Tensor | int | float | None, ...]
+    sinks: Tensor | None
+    fp8: bool
+    constants: dict[str, Any]
+
+    def dot_types(self, decoding: bool) -> dict[str, tl.dtype]:
+        return dot_types(self.target, self.q.dtype, self.pages, self.fp8, decoding)
+
+
 def attention(
     target: Target,
     q: Tensor,
@@ -121,88 +156,119 @@ def attention(
     soft_cap: float | None = None,
     fp8: bool = False,
     sinks: Tensor | None = None,
-) -> Tensor:
-    """`reference.attention`. q: [num_tokens, num_heads, k_dim], its last dimension contiguous.
+    consumer: Weight | None = None,
+) -> Tensor | Quantized:
+    """`reference.attention`, quantized if `consumer` takes quantized rows. q's last dimension is contiguous.
 
-    With `fp8`, the products that `Target.fp8_products` names multiply FP8.
+    q: [num_tokens, num_heads, k_dim]. With `fp8`, the products that `Target.fp8_products` names multiply FP8.
     """
     assert q.stride(2) == 1
     assert math.prod(pages.k.shape[:3]) < 2**31  # vectors of a layer; offsets of their values have 64 bits
     assert sinks is None or (sinks.dtype is torch.float32 and sinks.shape == q.shape[1:2] and sinks.is_contiguous())
-    out = torch.empty(*q.shape[:2], pages.v.shape[3], dtype=q.dtype, device=q.device)
-    shared = constants(q, pages, window, soft_cap)
-    k, v = carrier(pages.k, target), carrier(pages.v, target)
     scale = softmax_scale * math.log2(math.e) * (2 / soft_cap if soft_cap else 1)
-    cap = (soft_cap or 0.0) * math.log2(math.e)
-    lengths = (sequences.query_starts, sequences.context_lens)
-    extras = (*center_arguments(q, pages, scale), cap)
-    num_tokens, num_seqs = len(q), sequences.num_seqs
-    if num_tokens > num_seqs:
-        types = dot_types(target, q.dtype, pages, fp8, decoding=False)
-        bytes_per_value = types["V_DOT"].primitive_bitwidth // 8
-        tile = prefill_tile(target, max(shared["K_BLOCK"], shared["V_BLOCK"]), bytes_per_value, shared["CENTERED"])
-        assert KEY_TILE % tile.keys == 0
-        queries = max(1, tile.rows // shared["GROUP"])
-        grid = (num_tokens // queries + num_seqs, shared["HEADS"])
-        prefill_kernel[grid](
-            *(q, out, k, v, pages.k_scale, pages.v_scale, *lengths, sequences.block_tables, num_seqs),
-            *(sequences.block_tables.stride(0), q.stride(0), q.stride(1), scale, window or 0),
-            *extras,
-            sinks,
-            **(shared | types),
-            ROWS=max(tile.rows, triton.next_power_of_2(shared["GROUP"])),
-            QUERIES=queries,
-            KEYS=tile.keys,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-        )
-    shared |= dot_types(target, q.dtype, pages, fp8, decoding=True)
+    work = _Work(
+        target=target,
+        q=q,
+        out=torch.empty(*q.shape[:2], pages.v.shape[3], dtype=q.dtype, device=q.device),
+        k=carrier(pages.k, target),
+        v=carrier(pages.v, target),
+        pages=pages,
+        sequences=sequences,
+        scale=scale,
+        window=window,
+        extras=(*center_arguments(q, pages, scale), (soft_cap or 0.0) * math.log2(math.e)),
+        sinks=sinks,
+        fp8=fp8,
+        constants=constants(q, pages, window, soft_cap),
+    )
+    mixed = len(q) > sequences.num_seqs
+    if mixed:
+        _prefill(work)
+    merged = _decode(work, consumer)  # by the same kernel in all steps: a row's bits do not depend on the others
+    if not quantizes(consumer):
+        return work.out
+    return quantize(target, work.out.flatten(1), consumer) if mixed or merged is None else merged
+
+
+def _prefill(work: _Work) -> None:
+    """Compute the rows of sequences that have more than one row in this step, into `out`."""
+    q, pages, sequences = work.q, work.pages, work.sequences
+    shared = work.constants | work.dot_types(decoding=False)
+    bytes_per_value = shared["V_DOT"].primitive_bitwidth // 8
+    tile = prefill_tile(work.target, max(shared["K_BLOCK"], shared["V_BLOCK"]), bytes_per_value, shared["CENTERED"])
+    assert KEY_TILE % tile.keys == 0
+    queries = max(1, tile.rows // shared["GROUP"])
+    grid = (len(q) // queries + sequences.num_seqs, shared["HEADS"])
+    prefill_kernel[grid](
+        *(q, work.out, work.k, work.v, pages.k_scale, pages.v_scale, sequences.query_starts, sequences.context_lens),
+        *(sequences.block_tables, sequences.num_seqs, sequences.block_tables.stride(0), q.stride(0), q.stride(1)),
+        *(work.scale, work.window or 0, *work.extras, work.sinks),
+        **shared,
+        ROWS=max(tile.rows, triton.next_power_of_2(shared["GROUP"])),
+        QUERIES=queries,
+        KEYS=tile.keys,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+def _decode(work: _Work, consumer: Weight | None) -> Quantized | None:
+    """Compute the rows of sequences that have one row in this step, into `out`, and quantized if the merge does that.
+
+    The splits are merged by a launch of its own, even where there is only one: the step of a graph has tables as wide
+    as the longest sequence allowed, and where that is not longer than a split, a step takes little time anyway.
+    """
+    target, q, pages, sequences = work.target, work.q, work.pages, work.sequences
+    shared = work.constants | work.dot_types(decoding=True)
     in_pairs = shared["V_DOT"] is not tl.uint8 and shared["V_DIM"] % 2 == 0
     shared["PAIRS"] = target.pairs(pages.format) if in_pairs else ""
-    _decode(target, q, out, k, v, pages, sequences, scale, window, extras, sinks, shared)
-    return out
-
-
-def _decode(
-    target: Target,
-    q: Tensor,
-    out: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pages: KVPages,
-    sequences: Sequences,
-    scale: float,
-    window: int | None,
-    extras: tuple[Tensor | int | float | None, ...],
-    sinks: Tensor | None,
-    shared: dict[str, Any],
-) -> None:
-    """Compute the rows of sequences that have one row in this step, into `out`."""
     bytes_per_value = shared["V_DOT"].primitive_bitwidth // 8
     tile = decode_tile(target, max(shared["K_BLOCK"], shared["V_BLOCK"]), bytes_per_value, shared["PAIRS"])
     assert KEY_TILE % tile.keys == SPLIT % tile.keys == 0
-    heads, num_seqs = shared["HEADS"], sequences.num_seqs
-    tables = sequences.block_tables
+    heads, num_seqs, tables = shared["HEADS"], sequences.num_seqs, sequences.block_tables
     max_splits = triton.cdiv(tables.shape[1] * pages.block_size, SPLIT)
     partial = q.new_empty(num_seqs, heads, max_splits, shared["GROUP"], shared["V_DIM"], dtype=torch.float32)
     stats = q.new_empty(*partial.shape[:-1], 2, dtype=torch.float32)
+    arrived = q.new_empty(num_seqs, dtype=torch.int32)
+    lengths = (sequences.query_starts, sequences.context_lens)
     arguments = (
-        *(q, partial, stats, k, v, pages.k_scale, pages.v_scale, sequences.query_starts, sequences.context_lens),
-        *(tables, tables.stride(0), max_splits, q.stride(0), q.stride(1), scale, window or 0),
-        *extras,
+        *(q, partial, stats, arrived, work.k, work.v, pages.k_scale, pages.v_scale, *lengths, tables, tables.stride(0)),
+        *(max_splits, q.stride(0), q.stride(1), work.scale, work.window or 0, *work.extras),
     )
     rows = max(tile.rows, triton.next_power_of_2(shared["GROUP"]))
     sizes = {"ROWS": rows, "KEYS": tile.keys, "SPLIT": SPLIT, "num_warps": tile.warps, "num_stages": tile.stages}
     places = programs_per_unit(target, decode_kernel, arguments, shared | sizes) * target.units
     programs = programs_for(num_seqs * heads, places, max_splits)
     decode_kernel[(programs, heads, num_seqs)](*arguments, **shared, **sizes)
+    result, written, form = _merged_output(work, consumer)
     kept = ("GROUP", "HEADS", "V_DIM", "V_BLOCK", "FORMAT", "SCALES", "WINDOWED", "V_DOT")
     merge_kernel[(q.shape[1], num_seqs)](
-        *(partial, stats, out, pages.v_scale, sequences.query_starts, sequences.context_lens),
-        *(max_splits, window or 0, sinks),
+        *(partial, stats, arrived, work.out, *written, pages.v_scale, *lengths, max_splits, work.window or 0),
+        work.sinks,
         **{name: shared[name] for name in kept},
+        **form,
         KEYS=tile.keys,
         SPLIT=SPLIT,
         TILE=MERGE_TILE,
-        num_warps=1 if shared["V_DIM"] <= 64 else 4,
+        num_warps=MERGE_WARPS,
     )
+    return result
+
+
+def _merged_output(work: _Work, consumer: Weight | None) -> tuple[Quantized | None, tuple[Any, ...], dict[str, Any]]:
+    """What the merge quantizes `out` to for `consumer`, None if it does not, and its arguments and constants for that.
+
+    On AMD GPUs it does not where a program reads what others wrote: Triton's barrier does not wait there until the
+    writes of all waves have arrived, before one of them counts the program.
+    """
+    result, pointers, of_row = allocate_output(work.target, work.out, work.out[0].numel(), consumer)
+    scales, v_dim = of_row["SCALES"], work.out.shape[2]
+    alone = scales == "static" or (scales == "group" and v_dim % BLOCK == 0)
+    if isinstance(result, Tensor) or (work.target.backend == "hip" and not alone):
+        return (
+            None,
+            (None, None, 1.0),
+            {"OUT_FORMAT": "", "OUT_SCALES": "", "NUM_SCALES": 0, "ALONE": False, "CHUNK": 0},
+        )
+    form = {"OUT_FORMAT": of_row["FORMAT"], "OUT_SCALES": scales, "NUM_SCALES": of_row["NUM_SCALES"], "ALONE": alone}
+    return result, pointers, form | {"CHUNK": MERGE_CHUNK}

@@ -1,7 +1,8 @@
 """Rows in the form that their consumer takes: unchanged, or quantized to FP8 by the kernel that computes them.
 
-Quantizing needs the amax of the whole row, so one program writes a row. Fusing it saves a launch and a pass over the
-activations before a matrix product.
+Quantizing needs the amax of the whole row, so one program writes a row. Attention merges each head of a row in a
+program of its own, which quantizes the head if that needs no other head's values; if not, the last program of a row
+quantizes the row. Fusing it saves a launch and a pass over the activations before a matrix product.
 """
 
 from __future__ import annotations
@@ -65,6 +66,62 @@ def write_row(
             every = tl.zeros(group.shape, tl.float32) + scale
             tl.store(scale_ptr + row * NUM_SCALES + group, every, mask=group < NUM_SCALES)
         tl.store(target, encode(tl.div_rn(x, divisor), out_ptr.dtype.element_ty, FORMAT), mask=mask)
+
+
+@triton.jit
+def write_head(
+    x, out_ptr, scale_ptr, static_scale, row, head, dims, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    NUM_SCALES: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr,
+):  # fmt: skip
+    """Write one head x [BLOCK] of a row of HEADS heads of DIM values, with the bits that `write_row` gives the row.
+
+    SCALES: 'static', or 'group' where a head is whole groups of 128, which are then the groups of HEADS rows of DIM.
+    """
+    place = row * HEADS + head
+    if SCALES == "static":
+        target = out_ptr + place * DIM + dims
+        code = encode(
+            tl.div_rn(x.to(tl.float32), tl.zeros(x.shape, tl.float32) + static_scale),
+            out_ptr.dtype.element_ty, FORMAT,
+        )  # fmt: skip
+        tl.store(target, code, mask=dims < DIM)
+        if head == 0:
+            for group in range(NUM_SCALES):
+                tl.store(scale_ptr + row * NUM_SCALES + group, static_scale)
+    else:
+        group = tl.arange(0, BLOCK // 128)
+        index = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+        x = tl.reshape(x, index.shape)
+        write_row(
+            x, out_ptr, scale_ptr, static_scale, place, group, index, index < DIM, DIM, DIM // 128, FORMAT, SCALES
+        )
+
+
+@triton.jit
+def quantize_written_row(
+    x_ptr, out_ptr, scale_ptr, row, SIZE: tl.constexpr, NUM_SCALES: tl.constexpr, FORMAT: tl.constexpr,
+    SCALES: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """`quantize_kernel`, its bits too, for a row that is not held at once: CHUNK groups at a time, read twice.
+
+    SCALES: 'row' or 'group'.
+    """
+    group = tl.arange(0, CHUNK)
+    index = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    scale = tl.full((), 0.0, tl.float32)
+    if SCALES == "row":
+        amax = tl.zeros((CHUNK,), tl.float32)
+        for start in range(0, SIZE, CHUNK * 128):
+            x = tl.load(x_ptr + row * SIZE + start + index, mask=start + index < SIZE, other=0.0)
+            amax = tl.maximum(amax, finite_amax(x.to(tl.float32), 1))
+        scale = scale_from_amax(tl.max(amax, 0), FORMAT)
+    WITH: tl.constexpr = "static" if SCALES == "row" else SCALES
+    for start in range(0, SIZE, CHUNK * 128):
+        mask = start + index < SIZE
+        x = tl.load(x_ptr + row * SIZE + start + index, mask=mask, other=0.0)
+        write_row(
+            x, out_ptr, scale_ptr, scale, row, start // 128 + group, start + index, mask, SIZE, NUM_SCALES, FORMAT, WITH
+        )
 
 
 @triton.jit

@@ -93,7 +93,8 @@ class TritonKernels:
         window: int | None = None,
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
-    ) -> Tensor:
+        consumer: Weight | None = None,
+    ) -> Tensor | Quantized:
         return paged.attention(
-            self.target, q, pages, sequences, softmax_scale, window, soft_cap, self.fp8_attention, sinks
+            self.target, q, pages, sequences, softmax_scale, window, soft_cap, self.fp8_attention, sinks, consumer
         )

@@ -1,0 +1,80 @@
+"""Attention's output goes to the o projection as the kernels return it for that, unless something stands between."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from freight.config.layer import GateFunction
+from freight.evaluate.stored_error import Probe, ProbedKV
+from freight.kernels.reference_set import REFERENCE
+from freight.layers.attention import Attention, HeadGate
+from freight.layers.linear import Linear
+from freight.operands.weight import Weight
+
+QUANTIZED = object()
+HEADS, DIM = 2, 4
+
+
+class Output:
+    """An o projection, which returns its input."""
+
+    consumer = "o"
+
+    def __call__(self, x: Any) -> Any:
+        return x
+
+
+class Kernels:
+    """A set that quantizes for a consumer, whose attention returns q."""
+
+    def attention(
+        self,
+        q: Tensor,
+        pages: Any,
+        sequences: Any,
+        softmax_scale: float,
+        window: Any,
+        soft_cap: Any,
+        sinks: Any = None,
+        consumer: Any = None,
+    ) -> Any:
+        assert consumer in (None, "o")
+        return q if consumer is None else QUANTIZED
+
+    def rotate_store(self, qkv: Tensor, *_: Any) -> Tensor:
+        return qkv.view(-1, HEADS, DIM)
+
+
+class Batch:
+    positions, slots = None, (None,)
+
+    def sequences(self, group: int) -> None:
+        return None
+
+
+def attend(gate: HeadGate | None, probe: Probe) -> Any:
+    x = torch.arange(3 * HEADS * DIM, dtype=torch.float32).view(3, -1)
+    kv: Any = ProbedKV(None, Kernels(), 0, probe=probe)  # type: ignore[arg-type]
+    layer = Attention(lambda x: x, Output(), None, 1.0, None, None, gate=gate)  # type: ignore[arg-type]
+    return layer(x, Batch(), kv)  # type: ignore[arg-type]
+
+
+def test_kernels_quantize_for_the_projection():
+    assert attend(None, Probe(1)) is QUANTIZED
+
+
+def test_a_gate_of_heads_takes_a_tensor():
+    gate = HeadGate(Linear(Weight(torch.zeros(HEADS, HEADS * DIM)), None, REFERENCE), GateFunction.SIGMOID)
+    expected = torch.arange(3 * HEADS * DIM, dtype=torch.float32).view(3, -1) / 2
+    assert torch.equal(attend(gate, Probe(1)), expected)
+
+
+def test_what_is_compared_with_a_16_bit_run_is_not_quantized(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Probe, "stored", lambda *_: None)
+    probe = Probe(1, rows=torch.tensor([1], dtype=torch.int64))
+    assert attend(None, probe).shape == (3, HEADS * DIM)
+    assert probe.outputs[0].shape == (1, HEADS, DIM)
