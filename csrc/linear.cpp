@@ -21,6 +21,7 @@
 #include "rows.h"
 #include "status.h"
 #include "tile_dot.h"
+#include "tile_few.h"
 #include "tile_product.h"
 
 namespace freight {
@@ -217,11 +218,13 @@ void by_tiles(const Product* products, int64_t count, int32_t format, int thread
       [&](int64_t i) { return products[i].rows <= kDotRows ? dot_tasks(*products[i].weight) : job_of(products[i]).tasks(); },
       [&](int64_t i, int64_t task) {
         const Product& call = products[i];
-        if (call.rows > kDotRows)
-          return tile_task<FP8>(job_of(call), tile_decoder, task,
-                                [&](const float* sums, int64_t row, int64_t there, int64_t block) {
-                                  finish(call, format, sums, row, there, block, 1.f);
-                                });
+        if (call.rows > kDotRows) {
+          const auto finished = [&](const float* sums, int64_t row, int64_t there, int64_t block) {
+            finish(call, format, sums, row, there, block, 1.f);
+          };
+          if (FP8 && call.rows <= kFewRows) return few_task(job_of(call), tile_decoder, task, finished);
+          return tile_task<FP8>(job_of(call), tile_decoder, task, finished);
+        }
         with_height(height_of(call.rows), [&](auto height) {
           if constexpr (height <= kDotRows)
             dot_task<Decoder, height>(

@@ -1,4 +1,4 @@
-// The product on tiles (tiles.h), for 5 rows and more.
+// The product on tiles (tiles.h), for 5 rows and more; of FP8 weights for more than 32 (tile_few.h).
 //
 // A task has a few bands of 32 outputs and goes through their inputs in panels; within a panel all rows meet all
 // its bands, and their sums rest in memory between panels, which changes no bit. FP8 weights are decoded once for all rows:

@@ -31,10 +31,11 @@ class TileRegisters {
     if (rows_) _tile_release();
   }
 
-  // For products of `rows` rows, 1 to 16: A and C have so many.
-  void set_rows(int rows) {
-    if (rows == rows_) return;
-    rows_ = rows;
+  // For products of `rows` rows, 1 to 16: A and C have so many. Tiles 2, 3 and 5, which are for the next rows, have
+  // `second` of them, 0: as many.
+  void set_rows(int rows, int second = 0) {
+    if (rows == rows_ && second == second_) return;
+    rows_ = rows, second_ = second;
     struct alignas(64) Config {  // as LDTILECFG reads it
       uint8_t palette = 1, start_row = 0, reserved[14] = {};
       uint16_t row_bytes[16] = {};
@@ -42,14 +43,15 @@ class TileRegisters {
     } config;
     for (int i = 0; i < 8; i++) {
       config.row_bytes[i] = kTileRowBytes;
-      config.rows[i] = static_cast<uint8_t>(i < 6 ? rows : kTileLines);
+      const bool is_second = second && (i == 2 || i == 3 || i == 5);
+      config.rows[i] = static_cast<uint8_t>(is_second ? second : i < 6 ? rows : kTileLines);
     }
     asm volatile("" ::"r"(&config) : "memory");  // GCC 12 takes ldtilecfg to read 8 of the 64 bytes, and drops the others
     _tile_loadconfig(&config);
   }
 
  private:
-  int rows_ = 0;
+  int rows_ = 0, second_ = 0;
 };
 
 // While it lives, vector instructions of this thread treat subnormals as tiles do. The compiler may move arithmetic across

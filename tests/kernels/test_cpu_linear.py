@@ -168,7 +168,7 @@ def test_rows_do_not_see_each_other_nor_the_threads(build, kind, activations, dt
     whole[17] = 0
     for threads in (1, 3):
         torch.set_num_threads(threads)
-        for first, end in [*((20, 20 + count) for count in range(1, 27)), (15, 20), (500, 529), (0, MANY_ROWS)]:
+        for first, end in [*((20, 20 + count) for count in range(1, 34)), (15, 20), (500, 529), (0, MANY_ROWS)]:
             out = linear(x[first:end], packed, None)
             if first <= 17 < end:
                 out[17 - first] = 0

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from freight.config.engine import EngineArgs, EngineConfig, KVCacheConfig, LayerKVFormat
 from freight.config.foreign import OTHER_QUANTIZATIONS
 from freight.config.kv_source import KV_DTYPES, kv_source, require_fit
+from freight.config.layer import MoEConfig
 from freight.config.options import choose
 from freight.device import DEVICES, check_threads
 from freight.errors import CheckpointError, ConfigError, choices
@@ -28,6 +29,7 @@ QUANTIZATIONS = ("fp8",)
 KERNELS = ("auto", "reference")
 ATTENTION_COMPUTES = ("auto", "fp8")
 STEP_TOKENS = {"cpu": 512, "cuda": 8192}  # per step at most: they keep the device busy, and a step short
+EXPERT_ROWS, MOST_STEP_TOKENS = 64, 2048  # of mixtures of experts on a CPU (`step_tokens`)
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 _UNITS = {"": 1, "B": 1} | {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
 _UNITS |= {f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)}
@@ -87,7 +89,7 @@ def resolve(
         kv=kv,
         max_model_len=_max_model_len(args, model),
         max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=args.max_num_batched_tokens or STEP_TOKENS[device.kind],
+        max_num_batched_tokens=args.max_num_batched_tokens or step_tokens(str(device.kind), model),
         block_size=args.block_size,
         enable_prefix_caching=args.enable_prefix_caching,
         kv_cache_memory=parse_memory(args.kv_cache_memory),
@@ -97,6 +99,20 @@ def resolve(
         threads=args.threads,
         seed=args.seed,
     )
+
+
+def step_tokens(device: str, model: ModelConfig) -> int:
+    """The tokens of a step at most, where --max-num-batched-tokens does not say it.
+
+    On a CPU a step reads all experts of a mixture for few rows each. It takes so many tokens, a multiple of 512 up to
+    2,048, that an expert has 64 rows on average: then products take longer than reading their weights.
+    """
+    least = STEP_TOKENS[device]
+    if device != "cpu":
+        return least
+    mixtures = {one.feed_forward.routing for one in model.layers if isinstance(one.feed_forward, MoEConfig)}
+    wanted = max((EXPERT_ROWS * one.num_experts // one.top_k for one in mixtures), default=0)
+    return min(max(least, -(-wanted // least) * least), MOST_STEP_TOKENS)
 
 
 def parse_memory(

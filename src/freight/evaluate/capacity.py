@@ -18,7 +18,7 @@ from freight.checkpoint.layouts import read_scheme
 from freight.config.engine import EngineArgs
 from freight.config.model import ModelConfig, parse_model_config
 from freight.config.options import choose
-from freight.config.resolve import DTYPES, STEP_TOKENS, parse_memory
+from freight.config.resolve import DTYPES, parse_memory, step_tokens
 from freight.errors import CapacityError, ConfigError
 from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.fp8.scheme import Scheme
@@ -66,6 +66,7 @@ class Setting:
     num_blocks         by group of layers, as the engine allocates them; () where not even one token fits
     capacity_tokens    tokens of whole sequences
     longest            tokens of the longest request, up to the wished context
+    step_tokens        tokens of a step at most
     requests           of the wished context, at once
     needed_bytes       memory that the wish needs with this setting
     """
@@ -82,6 +83,7 @@ class Setting:
     num_blocks: tuple[int, ...]
     capacity_tokens: int
     longest: int
+    step_tokens: int
     requests: int
     needed_bytes: int
 
@@ -169,7 +171,8 @@ def _settings(model: ModelConfig, scheme: Scheme, compute: Format, wish: Wish, c
                 LayerKVSpec(format, granularity, m.num_kv_heads, m.k_dim, m.v_dim, m.window, m.kv_from) for m in mixers
             )
             spec = KVCacheSpec(tuple(layers), EngineArgs.block_size)
-            yield _setting((weights, format, granularity, source, (*options, *flags)), loaded, spec, wish, context)
+            formats = weights, format, granularity, source, (*options, *flags)
+            yield _setting(formats, loaded, spec, wish, context, step_tokens(wish.device, model))
 
 
 Cache = tuple[Format, Granularity | None, ScaleSource | None, tuple[str, ...]]
@@ -197,8 +200,9 @@ def _setting(
     spec: KVCacheSpec,
     wish: Wish,
     context: int,
+    step: int,
 ) -> Setting:
-    share, step = MEMORY_SHARE[wish.device], STEP_TOKENS[wish.device]
+    share = MEMORY_SHARE[wish.device]
     left = max(0, wish.memory - loaded.total)
     cache = int(left * share)
     longest = min(context, longest_request(spec, cache, context, step))
@@ -210,7 +214,7 @@ def _setting(
         num_blocks = split_memory(spec, cache, longest, wish.max_num_seqs, step)
         tokens = spec.block_size * min(_whole(spec, num_blocks))
     needed = loaded.total + needed_for(useful_memory(spec, context, wish.num_requests, step), share)
-    return Setting(*formats, loaded, cache, left - cache, spec, num_blocks, tokens, longest, requests, needed)
+    return Setting(*formats, loaded, cache, left - cache, spec, num_blocks, tokens, longest, step, requests, needed)
 
 
 def _whole(spec: KVCacheSpec, num_blocks: tuple[int, ...]) -> list[int]:
@@ -228,7 +232,7 @@ def requests_in(spec: KVCacheSpec, memory: int, context: int, step_tokens: int) 
 
 def longest_of(plan: Plan, setting: Setting) -> int:
     """Tokens of the longest context of which the wished number of requests fits at once, in whole blocks."""
-    step, block, requests = STEP_TOKENS[plan.wish.device], setting.spec.block_size, plan.wish.num_requests
+    step, block, requests = setting.step_tokens, setting.spec.block_size, plan.wish.num_requests
     lengths = range(block, plan.context + 1, block)
     return block * bisect_right(
         lengths, setting.cache_bytes, key=lambda length: useful_memory(setting.spec, length, requests, step)

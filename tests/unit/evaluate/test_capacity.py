@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from tests.unit.evaluate.published import GEMMA_3_27B, LLAMA_3_1_8B, LLAMA_3_1_70B, SMALL
 
-from freight.cache.sizing import bytes_of_request, split_memory, useful_memory
+from freight.cache.sizing import MEMORY_SHARE, bytes_of_request, split_memory, useful_memory
 from freight.cache.spec import KVCacheSpec, LayerKVSpec
 from freight.config.engine import EngineArgs
 from freight.engine.build import cache_facts, start_engine
@@ -226,3 +226,30 @@ def test_less_memory_than_the_weights_is_refused_with_what_would_be_enough() -> 
 def test_a_model_that_does_not_run_is_refused_by_the_key_in_the_way(key: str, value: object) -> None:
     with pytest.raises(CheckpointError, match=rf"{key}.*{value}"):
         make_plan(LLAMA_3_1_8B | {key: value}, Wish(24 * GIB))
+
+
+SMALL_GPT_OSS = {
+    "model_type": "gpt_oss",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 8192,
+    "sliding_window": 128,
+    "dtype": "bfloat16",
+}
+
+
+def test_the_steps_of_a_mixture_are_those_of_the_engine() -> None:
+    """A window keeps a step's tokens beside its own, so the larger steps of a mixture on a CPU need more cache."""
+    wish = Wish(GIB, context=4096, concurrency=2, device="cpu")
+    few, many = (make_plan(SMALL_GPT_OSS | {"num_local_experts": count}, wish).settings[0] for count in (4, 64))
+    assert (few.step_tokens, many.step_tokens) == (512, 2048)
+    for setting in (few, many):
+        cache = useful_memory(setting.spec, 4096, 2, setting.step_tokens)
+        assert setting.needed_bytes == setting.loaded.total + needed_for(cache, MEMORY_SHARE["cpu"])
+    assert useful_memory(many.spec, 4096, 2, 2048) > useful_memory(few.spec, 4096, 2, 512)
