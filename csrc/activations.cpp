@@ -15,14 +15,15 @@ namespace {
 
 constexpr float kLargest = 448.f;  // E4M3FN
 
-// The E4M3FN value nearest to v, ties to even; saturates. NaN stays NaN. Exact in bfloat16.
-inline float round_e4m3(float v) {
-  v = v > kLargest ? kLargest : v < -kLargest ? -kLargest : v;
-  const uint32_t bits = float_to_bits(v), sign = bits & 0x80000000u, magnitude = bits & 0x7FFFFFFFu;
-  const uint32_t normal = (magnitude + 0x7FFFFu + (magnitude >> 20 & 1)) & 0xFFF00000u;  // three bits of mantissa
-  const float small = (bits_to_float(magnitude) + 0x1p14f) - 0x1p14f;                    // a multiple of 2^-9
-  const uint32_t rounded = magnitude < 0x3C800000u ? float_to_bits(small) : normal;      // below 2^-6
-  return v != v ? v : bits_to_float(rounded | sign);
+// The E4M3FN values nearest to v, ties to even; saturates. NaN stays NaN. Exact in bfloat16.
+inline VF round_e4m3(VF v) {
+  const VF largest = set1(kLargest);
+  const VF bounded = v > largest ? largest : v < -largest ? -largest : v;
+  const VU bits = (VU)bounded, magnitude = bits & 0x7FFFFFFFu;
+  const VU normal = (bits + 0x7FFFFu + (bits >> 20 & 1u)) & 0xFFF00000u;  // three bits of mantissa
+  const VF small = ((VF)magnitude + set1(0x1p14f)) - set1(0x1p14f);        // a multiple of 2^-9
+  const VU subnormal = (VU)small | (bits & 0x80000000u);
+  return v != v ? v : (VF)((VI)magnitude < 0x3C800000 ? subnormal : normal);  // below 2^-6
 }
 
 // The largest finite magnitude of `count` values from `first` on; of halves compared as they are stored.
@@ -40,8 +41,10 @@ float largest_of(const void* x, int32_t format, int64_t first, int64_t count) {
   return format == FREIGHT_BFLOAT16 ? bf16_to_float(half) : f16_to_float(half);
 }
 
+// values [count], padded with zeros to a multiple of 16, divided by `scale` and rounded.
 void round_by(float* values, int64_t count, float scale) {
-  for (int64_t i = 0; i < count; i++) values[i] = round_e4m3(values[i] / scale);
+  const VF by = set1(scale);
+  for (int64_t i = 0; i < count; i += W) store(values + i, round_e4m3(load(values + i) / by));
 }
 
 constexpr int64_t kColumns = 1024;         // of a task; a multiple of kGroup
@@ -62,11 +65,12 @@ struct Stager {
 
   void scale_row(int64_t row) const {
     const int64_t in = weight.in_features;
-    row_scale[row] = weight.activations == FREIGHT_STATIC ? weight.input_scale
-                                                  : scale_from(largest_of(x, format, at(row, 0), in), kLargest);
+    row_scale[row] = weight.activations == FREIGHT_STATIC
+                         ? weight.input_scale
+                         : scale_from(largest_of(x, format, at(row, 0), in), kLargest);
   }
 
-  // Columns `first` .. `first` + `count` of a row, as float32, rounded to FP8 where the weight asks for it, and zeros up
+  // Columns `first` .. `first` + `count` of a row, as float32, rounded to FP8 where the weight asks for it, zeros up
   // to a multiple of 16.
   void values_of(int64_t row, int64_t first, int64_t count, float* values) const {
     read_row(element(x, at(row, first), format), format, count, values);
@@ -124,27 +128,36 @@ struct Stager {
   // The inputs of a panel of a row, as bfloat16 and with zeros beyond the last, into a line of its tiles.
   void panel_line(int64_t row, int64_t panel, uint8_t* line) const {
     const int64_t first = panel * kGroupInputs, count = std::min<int64_t>(kGroupInputs, weight.in_features - first);
-    const char* from = element(static_cast<const char*>(x), at(row, first), format);
+    const char* from = element(x, at(row, first), format);
+    if (weight.activations != FREIGHT_PLAIN) return rounded_line(from, count, scale_of(row, panel, count), line);
     alignas(64) uint16_t halves[kGroupInputs];
-    if (weight.activations != FREIGHT_PLAIN || count < kGroupInputs) {
+    if (count < kGroupInputs) {
+      std::memset(halves, 0, sizeof(halves));
+      std::memcpy(halves, from, static_cast<size_t>(count) * 2);
       from = reinterpret_cast<const char*>(halves);
-      bfloat16_of(row, first, count, halves);
     }
     for (int step = 0; step < kGroupSteps; step++)
       std::memcpy(line + step * kTileBytes, from + step * kTileRowBytes, kTileRowBytes);
   }
 
-  void bfloat16_of(int64_t row, int64_t first, int64_t count, uint16_t* halves) const {
-    std::memset(halves, 0, kGroupInputs * 2);
-    if (weight.activations == FREIGHT_PLAIN) {
-      std::memcpy(halves, element(x, at(row, first), format), static_cast<size_t>(count) * 2);
-      return;
-    }
-    alignas(64) float values[kGroupInputs];
-    values_of(row, first, count, values);
-    for (int64_t i = 0; i < count; i += kLanes) {  // the upper halves: all that values of FP8 have
-      const __m512i bits = _mm512_load_si512(values + i);
-      _mm256_store_si256(reinterpret_cast<__m256i*>(halves + i), _mm512_cvtepi32_epi16(_mm512_srli_epi32(bits, 16)));
+  // The scale of a panel of a row; that of a group is measured.
+  float scale_of(int64_t row, int64_t panel, int64_t count) const {
+    if (row_scale) return row_scale[row];
+    const float largest = largest_of(x, format, at(row, panel * kGroupInputs), count);
+    return group_scale[row * groups + panel] = scale_from(largest, kLargest);
+  }
+
+  // `count` values, rounded to FP8: their upper halves, which are all that such values have.
+  void rounded_line(const char* from, int64_t count, float scale, uint8_t* line) const {
+    const VF by = set1(scale);
+    for (int64_t first = 0; first < kGroupInputs; first += kTileInputs, line += kTileBytes) {
+      __m512i rounded[2];
+      for (int64_t j = 0; j < 2; j++) {
+        const int64_t begin = first + j * kLanes, left = count - begin;
+        const V16 v = left <= 0 ? V16{} : load_as(element(from, begin, format), format, lanes_at(begin, count));
+        rounded[j] = (__m512i)round_e4m3(v.v[0] / by);
+      }
+      _mm512_store_si512(line, upper_halves(rounded[0], rounded[1]));
     }
   }
 
@@ -173,19 +186,27 @@ int useful_threads(int64_t values, int threads) {
   return static_cast<int>(std::min<int64_t>(threads, values / kShareOfStaging + 1));
 }
 
-// Stage `rows` rows; `pair`: as pairs of bfloat16 (values that are not bfloat16 must have been rounded to FP8), else float32.
+// With scales in the calling thread's memory; those of groups, of `lines` rows, begin as 1.
+Stager stager_of(const FreightWeight& weight, const void* x, int32_t format, bool pair, int64_t steps, int64_t rows,
+                 int64_t lines) {
+  thread_local std::vector<float> row_scale, group_scale;
+  const int64_t groups = groups_of(weight);
+  if (by_row(weight)) row_scale.resize(static_cast<size_t>(rows));
+  if (by_group(weight)) group_scale.assign(static_cast<size_t>(lines * groups), 1.f);
+  return {weight, x, format, pair, steps, groups, by_row(weight) ? row_scale.data() : nullptr,
+          by_group(weight) ? group_scale.data() : nullptr};
+}
+
+// Stage `rows` rows; `pair`: as pairs of bfloat16 (values that are not bfloat16 must have been rounded to FP8), else
+// float32.
 Staged stage(const FreightWeight& weight, const void* x, int32_t format, int64_t rows, bool pair, int64_t steps,
              int threads) {
   thread_local std::vector<uint32_t> staged;
-  thread_local std::vector<float> row_scale, group_scale;
-  const int64_t groups = groups_of(weight), tiles = (rows + kTileRows - 1) / kTileRows;
+  const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
   const size_t words = static_cast<size_t>(tiles * kTileRows * steps);
   if (staged.size() < words) staged = std::vector<uint32_t>(words);
-  if (by_row(weight)) row_scale.resize(static_cast<size_t>(rows));
-  if (by_group(weight)) group_scale.assign(static_cast<size_t>(tiles * kTileRows * groups), 1.f);
   uint32_t* to = staged.data();
-  const Stager stager{weight, x, format, pair, steps, groups, by_row(weight) ? row_scale.data() : nullptr,
-                      by_group(weight) ? group_scale.data() : nullptr};
+  const Stager stager = stager_of(weight, x, format, pair, steps, rows, tiles * kTileRows);
   const int64_t parts = (steps * (pair ? 2 : 1) + kColumns - 1) / kColumns;
   const int useful = useful_threads(rows * weight.in_features, threads);
   if (by_row(weight)) parallel_for(rows, rows > kTileRows ? useful : 1, [&](int64_t row) { stager.scale_row(row); });
@@ -193,23 +214,19 @@ Staged stage(const FreightWeight& weight, const void* x, int32_t format, int64_t
     const int64_t tile = task / parts, there = std::min<int64_t>(kTileRows, rows - tile * kTileRows);
     with_height(height_of(there), [&](auto height) { stager.part<height>(tile, task % parts * kColumns, there, to); });
   });
-  return {to, steps, groups, stager.row_scale, stager.group_scale};
+  return {to, steps, stager.groups, stager.row_scale, stager.group_scale};
 }
 
 #if FREIGHT_AMX
 
-// The same, bfloat16, for tiles of AMX: `x` of the result is [panels][tiles of 16 rows][4 steps][16 rows][32 inputs], where a
-// panel has 128 inputs. The last tile's rows are padded with zeros unless it is the only one.
+// The same, bfloat16, for tiles of AMX: `x` of the result is [panels][tiles of 16 rows][4 steps][16 rows][32 inputs],
+// where a panel has 128 inputs. The last tile's rows are padded with zeros unless it is the only one.
 Staged stage_tiles(const FreightWeight& weight, const void* x, int32_t format, int64_t rows, int threads) {
   constexpr int64_t kGroupBytes = kGroupSteps * kTileBytes;
   thread_local WorkingMemory memory;
-  thread_local std::vector<float> row_scale, group_scale;
   const int64_t groups = groups_of(weight), tiles = (rows + kTileLines - 1) / kTileLines;
-  if (by_row(weight)) row_scale.resize(static_cast<size_t>(rows));
-  if (by_group(weight)) group_scale.resize(static_cast<size_t>(rows * groups));
   uint8_t* to = memory.of(tiles * groups * kGroupBytes);
-  const Stager stager{weight, x, format, true, 0, groups, by_row(weight) ? row_scale.data() : nullptr,
-                      by_group(weight) ? group_scale.data() : nullptr};
+  const Stager stager = stager_of(weight, x, format, true, 0, rows, rows);
   const int useful = useful_threads(rows * weight.in_features, threads);
   const int64_t parts = tiles < 2 * useful ? std::max<int64_t>(1, (groups + kPartPanels - 1) / kPartPanels) : 1;
   const int64_t part = (groups + parts - 1) / parts;
@@ -261,8 +278,8 @@ void stage_tile(const Product& product, int32_t format, Layout layout, int64_t t
   float* row_scale = const_cast<float*>(staged.row_scale);  // of the memory of stage_all
   float* group_scale = const_cast<float*>(staged.group_scale);
   void* x = const_cast<void*>(staged.x);
-  const Stager stager{weight, product.x, format, layout != Layout::kFloats, steps, staged.groups, row_scale, group_scale,
-                      product.index};
+  const Stager stager{weight, product.x, format, layout != Layout::kFloats, steps, staged.groups, row_scale,
+                      group_scale, product.index};
   const int64_t first = tile * tile_rows(layout), there = std::min(tile_rows(layout), product.rows - first);
   if (row_scale)
     for (int64_t row = first; row < first + there; row++) stager.scale_row(row);

@@ -13,6 +13,7 @@
 // is exact in its products. A decoder D makes D::steps operands of a unit, for its arithmetic D::Math, D::at_once of them
 // in one call: those from `step` on.
 #pragma once
+#include "tiles.h"
 #include "vec.h"
 
 // GCC 12 calls the larger decoders as functions otherwise, and what they return goes through memory.
@@ -33,8 +34,8 @@ inline int inputs_per_unit(int32_t format) {
 inline int64_t units_of(int32_t format, int64_t in_features) {
   const int inputs = inputs_per_unit(format);
 #if FREIGHT_AMX
-  constexpr int64_t kTile = 32;
-  if (format == FREIGHT_E4M3FN || format == FREIGHT_BFLOAT16) return (in_features + kTile - 1) / kTile * kTile / inputs;
+  if (format == FREIGHT_E4M3FN || format == FREIGHT_BFLOAT16)
+    return (in_features + kTileInputs - 1) / kTileInputs * kTileInputs / inputs;
 #endif
   return (in_features + inputs - 1) / inputs;
 }

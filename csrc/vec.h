@@ -310,6 +310,13 @@ inline void store_as(void* to, const V16& v) {
 
 #if FREIGHT_AVX512
 
+// The upper halves of 32 words, in order.
+inline __m512i upper_halves(__m512i first, __m512i last) {
+  alignas(64) static constexpr uint16_t kOdd[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
+                                                    33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
+  return _mm512_permutex2var_epi16(first, _mm512_load_si512(kOdd), last);
+}
+
 // 64 codes of a quantized format -> BF16, by tables of the low and the high byte: `first` has the first eight of each
 // 16 codes, `last` the last eight.
 template <FreightFormat F>
