@@ -10,7 +10,7 @@
 #define FREIGHT_API extern "C" __attribute__((visibility("default")))
 
 // Changes when any declaration changes, so that a library from an older build is refused instead of called wrongly.
-constexpr int32_t FREIGHT_ABI = 16;
+constexpr int32_t FREIGHT_ABI = 17;
 FREIGHT_API int32_t freight_abi();
 
 constexpr int32_t FREIGHT_LANES = 16;      // outputs that are computed together: arrays by output are padded to it
@@ -32,6 +32,7 @@ enum FreightFormat : int32_t {
   FREIGHT_E5M2 = 4,
   FREIGHT_E4M3FNUZ = 5,
   FREIGHT_INT8 = 6,
+  FREIGHT_MXFP4 = 7,  // weights alone: E2M1, with E8M0 for every 32 inputs of a row
 };
 
 // Take the caller's OpenMP pool: the address of GOMP_parallel of the runtime that the process uses already (torch's),
@@ -59,14 +60,16 @@ struct FreightWeight {
   const float* scale;        // [out_features, padded to FREIGHT_LANES]: multiplies a row's sum; NaN: it holds NaN codes
   const float* block_scale;  // [ceil(out / 128), ceil(in / 128)], or null
   int64_t out_features, in_features;
-  int32_t format;       // FREIGHT_FLOAT32, FREIGHT_FLOAT16, FREIGHT_BFLOAT16 or FREIGHT_E4M3FN
+  int32_t format;       // FREIGHT_FLOAT32, FREIGHT_FLOAT16, FREIGHT_BFLOAT16, FREIGHT_E4M3FN or FREIGHT_MXFP4
   int32_t activations;  // FreightActivations
   float input_scale;
 };
 
 FREIGHT_API int64_t freight_packed_bytes(int32_t format, int64_t out_features, int64_t in_features);
 
-// data: [out_features, in_features]. Rows with a NaN code get the scale NaN, which is written into `scale`.
+// data: [out_features, in_features]. Rows with a NaN code get the scale NaN, which is written into `scale`. MXFP4:
+// [out_features, in_features / 32, 17] bytes, 16 with two codes each, the earlier input in the low half, and the byte of
+// their scale, from 3 to 252 unless all of them are zeros: then every value is a normal bfloat16.
 FREIGHT_API FreightStatus freight_pack(const void* data, int32_t format, int64_t out_features, int64_t in_features,
                                        void* packed, float* scale, int32_t threads);
 

@@ -15,6 +15,7 @@
 #include <emmintrin.h>
 #endif
 
+#include "mxfp4.h"
 #include "packed.h"
 #include "parallel.h"
 #include "product.h"
@@ -60,16 +61,18 @@ inline void accumulate(const D& decoder, const uint8_t* const* w, const typename
   constexpr int blocks = std::min(blocks_at_once(M), NB);
   typename Math::Operand operand[blocks][D::at_once];
   constexpr int64_t ahead = NB > kBand ? kPrefetch * kBand / NB : kPrefetch;
-  const int64_t end = left * kBand * kUnit, skipped = NB > kBand ? (NB / kBand - 1) * band : 0;
+  constexpr int bytes = kUnitOf<D>;
+  const int64_t end = left * kBand * bytes, skipped = NB > kBand ? (NB / kBand - 1) * band : 0;
   for (int64_t unit = 0; unit < units; unit++, x += D::steps * M) {
-    const int64_t at = unit * kBand * kUnit;
+    const int64_t at = unit * kBand * bytes;
     const int64_t distance = at + ahead < end ? ahead : ahead + skipped;
-    for (int j = 0; j < NB; j++) {  // how is a constant of the instruction
-      if (past_caches)
-        __builtin_prefetch(w[j] + at + distance, 0, 0);
-      else
-        __builtin_prefetch(w[j] + at + distance);
-    }
+    for (int j = 0; j < NB; j++)  // how is a constant of the instruction
+      for (int line = 0; line < bytes; line += kUnit) {
+        if (past_caches)
+          __builtin_prefetch(w[j] + at + distance + line, 0, 0);
+        else
+          __builtin_prefetch(w[j] + at + distance + line);
+      }
     for (int first = 0; first < NB; first += blocks)
       for (int step = 0; step < D::steps; step += D::at_once) {
         for (int j = 0; j < blocks; j++) local.decode(w[first + j] + at, step, operand[j]);
@@ -98,13 +101,13 @@ struct Groups {
 template <class D, int M, int NB>
 inline void tile(const D& decoder, const uint8_t* const* w, const typename D::Math::X* x, int64_t units,
                  const Groups& groups, float* sums) {
-  const int64_t band = units * kBand * kUnit;
+  const int64_t band = units * kBand * kUnitOf<D>;
   if (!groups.units) return accumulate<D, M, NB>(decoder, w, x, units, units, band, nullptr, sums);
   for (int64_t group = 0, first = 0; first < units; group++, first += groups.units) {
     float scale[NB * M];
     const uint8_t* from[NB];
     for (int j = 0; j < NB; j++) {
-      from[j] = w[j] + first * kBand * kUnit;
+      from[j] = w[j] + first * kBand * kUnitOf<D>;
       const float of_weight = groups.weight[j][group] * groups.factor;
       for (int m = 0; m < M; m++)
         scale[j * M + m] = groups.x ? of_weight * groups.x[m * groups.stride + group] : of_weight;
@@ -147,7 +150,7 @@ struct VectorTask {
   float factor = weight.block_scale ? 1.f : D::factor;  // left for the end
 
   const uint8_t* block_data(int64_t block) const {
-    return static_cast<const uint8_t*>(weight.data) + block_offset(block, units);
+    return static_cast<const uint8_t*>(weight.data) + block_offset(block, units, kUnitOf<D>);
   }
 
   // Group scales of a tile: `blocks` blocks from `block` on (beyond the last: the last), rows from `row` on.
@@ -204,11 +207,12 @@ void by_vectors(const Product* products, int64_t count, int32_t format, int thre
 #if FREIGHT_AMX
 
 // The same on tiles, or for few rows by vectors with the tiles' bits.
-template <bool FP8>
+template <int32_t FORMAT>
 void by_tiles(const Product* products, int64_t count, int32_t format, int threads) {
-  using Decoder = std::conditional_t<FP8, DotE4M3, DotBFloat16>;
+  using Decoder = std::conditional_t<FORMAT == FREIGHT_E4M3FN, DotE4M3,
+                                     std::conditional_t<FORMAT == FREIGHT_MXFP4, DotMxfp4, DotBFloat16>>;
   const Decoder decoder;  // made while subnormals count, as are those of tiles
-  const E4M3Pair tile_decoder;
+  const TileDecoder<FORMAT> tile_decoder;
   const int share = std::max(1, static_cast<int>(threads / count));  // threads for one product
   const auto job_of = [&](const Product& call) {
     return TileJob(*call.weight, call.staged.x, call.staged.group_scale, call.rows, share);
@@ -222,8 +226,9 @@ void by_tiles(const Product* products, int64_t count, int32_t format, int thread
           const auto finished = [&](const float* sums, int64_t row, int64_t there, int64_t block) {
             finish(call, format, sums, row, there, block, 1.f);
           };
-          if (FP8 && call.rows <= kFewRows) return few_task(job_of(call), tile_decoder, task, finished);
-          return tile_task<FP8>(job_of(call), tile_decoder, task, finished);
+          if constexpr (FORMAT == FREIGHT_E4M3FN)
+            if (call.rows <= kFewRows) return few_task(job_of(call), tile_decoder, task, finished);
+          return tile_task<FORMAT>(job_of(call), tile_decoder, task, finished);
         }
         with_height(height_of(call.rows), [&](auto height) {
           if constexpr (height <= kDotRows)
@@ -265,18 +270,21 @@ void multiply(const Product* products, int64_t count, int32_t format, int thread
   const FreightWeight& weight = *products->weight;
 #if FREIGHT_AMX
   if (exact_in_bfloat16(weight, format)) {
-    if (weight.format == FREIGHT_E4M3FN) return by_tiles<true>(products, count, format, threads);
-    return by_tiles<false>(products, count, format, threads);
+    if (weight.format == FREIGHT_E4M3FN) return by_tiles<FREIGHT_E4M3FN>(products, count, format, threads);
+    if (weight.format == FREIGHT_MXFP4) return by_tiles<FREIGHT_MXFP4>(products, count, format, threads);
+    return by_tiles<FREIGHT_BFLOAT16>(products, count, format, threads);
   }
 #elif FREIGHT_AVX512 || FREIGHT_NEON_BF16
   if (exact_in_bfloat16(weight, format)) {
     if (weight.format == FREIGHT_E4M3FN) return by_vectors<E4M3Pair>(products, count, format, threads);
+    if (weight.format == FREIGHT_MXFP4) return by_vectors<Mxfp4Pair>(products, count, format, threads);
     return by_vectors<BFloat16Pair>(products, count, format, threads);
   }
 #endif
   switch (weight.format) {
     case FREIGHT_E4M3FN: return by_vectors<E4M3>(products, count, format, threads);
     case FREIGHT_BFLOAT16: return by_vectors<BFloat16>(products, count, format, threads);
+    case FREIGHT_MXFP4: return by_vectors<Mxfp4>(products, count, format, threads);
     case FREIGHT_FLOAT16: return by_vectors<Float16>(products, count, format, threads);
     default: return by_vectors<Float32>(products, count, format, threads);
   }

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "packed.h"
+#include "mxfp4.h"
 #include "parallel.h"
 #include "status.h"
 
@@ -60,14 +60,43 @@ void pack(const void* data, int32_t format, int64_t out, int64_t in, void* packe
   });
 }
 
+// The same of MXFP4, as freight_pack takes it. Rows of padding, and groups of zeros, have some scale.
+void pack_mxfp4_block(const uint8_t* from, uint8_t* to, int64_t rows, int64_t groups) {
+  constexpr int kStored = kMxInputs / 2 + 1;  // bytes of a group
+  for (int64_t group = 0; group < groups; group++, from += kStored, to += kBand * kMxUnit) {
+    std::memset(to, 0, kMxCodes);
+    std::memset(to + kMxCodes, 127 - kMxBase, kLanes);
+    for (int64_t lane = 0; lane < rows; lane++) {
+      const uint8_t* stored = from + lane * groups * kStored;
+      uint8_t any = 0;
+      for (int i = 0; i < kMxInputs / 2; i++) {
+        any |= stored[i] & 0x77;
+        to[i / 4 * kUnit + lane * 4 + i % 4] = stored[i];
+      }
+      if (any) to[kMxCodes + lane] = static_cast<uint8_t>(stored[kMxInputs / 2] - kMxBase);
+    }
+  }
+}
+
+void pack_mxfp4(const uint8_t* data, int64_t out, int64_t in, uint8_t* packed, int threads) {
+  const int64_t groups = units_of(FREIGHT_MXFP4, in);
+  parallel_for(bands(out) * kBand, threads, [&](int64_t block) {
+    const int64_t first = std::min(block * kLanes, out), rows = std::min<int64_t>(kLanes, out - first);
+    pack_mxfp4_block(data + first * groups * (kMxInputs / 2 + 1), packed + block_offset(block, groups, kMxUnit), rows,
+                     groups);
+  });
+}
+
 // Bytes of a packed weight.
 int64_t packed_bytes(int32_t format, int64_t out, int64_t in) {
-  return bands(out) * kBand * units_of(format, in) * kUnit;
+  return bands(out) * kBand * units_of(format, in) * unit_bytes(format);
 }
 
 void pack(const void* data, int32_t format, int64_t out, int64_t in, void* packed, float* scale, int threads) {
   ask_for_large_pages(packed, packed_bytes(format, out, in));
-  if (format == FREIGHT_FLOAT32)
+  if (format == FREIGHT_MXFP4)
+    pack_mxfp4(static_cast<const uint8_t*>(data), out, in, static_cast<uint8_t*>(packed), threads);
+  else if (format == FREIGHT_FLOAT32)
     pack<uint32_t>(data, format, out, in, packed, scale, threads);
   else if (format == FREIGHT_E4M3FN)
     pack<uint8_t>(data, format, out, in, packed, scale, threads);

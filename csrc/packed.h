@@ -9,6 +9,8 @@
 // the order that its decoder needs. What AVX-512 takes is also what tiles of AMX take. NEON with BF16 takes pairs too:
 // bfloat16 as [16][2], E4M3 as [2][16][2].
 //
+// MXFP4 has larger units, of 32 inputs: kMxUnit bytes (mxfp4.h).
+//
 // `Single` multiplies float32 by float32, one input a step. `Pair` takes two bfloat16 inputs a step (vdpbf16ps; BFDOT), which
 // is exact in its products. A decoder D makes D::steps operands of a unit, for its arithmetic D::Math, D::at_once of them
 // in one call: those from `step` on.
@@ -25,8 +27,13 @@ namespace freight {
 constexpr int kUnit = FREIGHT_CACHE_LINE;  // bytes
 constexpr int kBand = 2;                   // blocks whose units alternate in memory
 constexpr int kGroup = 128;                // outputs and inputs that share one block scale
+constexpr int kMxInputs = 32;              // of a row of MXFP4 that share a scale
+constexpr int kMxUnit = kMxInputs / 2 * kLanes + kLanes;  // bytes
+
+inline int64_t unit_bytes(int32_t format) { return format == FREIGHT_MXFP4 ? kMxUnit : kUnit; }
 
 inline int inputs_per_unit(int32_t format) {
+  if (format == FREIGHT_MXFP4) return kMxInputs;
   return format == FREIGHT_FLOAT32 ? 1 : format == FREIGHT_E4M3FN ? 4 : 2;
 }
 
@@ -40,10 +47,14 @@ inline int64_t units_of(int32_t format, int64_t in_features) {
   return (in_features + inputs - 1) / inputs;
 }
 
-// Where a block's first unit lies in a packed weight, in bytes; the next ones follow kBand * kUnit apart.
-inline int64_t block_offset(int64_t block, int64_t units) {
-  return block / kBand * kBand * units * kUnit + block % kBand * kUnit;
+// Where a block's first unit lies in a packed weight, in bytes; the next ones follow kBand * `bytes` apart.
+inline int64_t block_offset(int64_t block, int64_t units, int64_t bytes = kUnit) {
+  return block / kBand * kBand * units * bytes + block % kBand * bytes;
 }
+
+// Bytes of a unit, by its decoder.
+template <class D>
+constexpr int kUnitOf = kUnit;
 
 struct Single {
   using X = float;

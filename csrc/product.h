@@ -27,7 +27,8 @@ struct Product {
 // Whether the inputs of the product are values of bfloat16, and so are the weights: pairs and tiles then lose nothing.
 inline bool exact_in_bfloat16(const FreightWeight& weight, int32_t format) {
   const bool inputs = weight.activations != FREIGHT_PLAIN || format == FREIGHT_BFLOAT16;
-  return inputs && (weight.format == FREIGHT_E4M3FN || weight.format == FREIGHT_BFLOAT16);
+  return inputs && (weight.format == FREIGHT_E4M3FN || weight.format == FREIGHT_BFLOAT16 ||
+                    weight.format == FREIGHT_MXFP4);
 }
 
 // How `rows` rows in `format` are staged for a weight.

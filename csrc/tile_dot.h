@@ -4,6 +4,7 @@
 #pragma once
 #include <algorithm>
 
+#include "mxfp4.h"
 #include "packed.h"
 #include "product.h"
 #include "tiles.h"
@@ -14,37 +15,47 @@ namespace freight {
 
 constexpr int64_t kDotAhead = 8192;  // bytes between what is read and what is prefetched
 
-// Decoders of a unit into float32: inputs 0, 1, 2, ... of 16 outputs.
+// Decoders of a piece of a block into float32: inputs 0, 1, 2, ... of 16 outputs. A block begins `block` bytes after the
+// one before; `step`: bytes of 32 inputs of a band.
 struct DotE4M3 {
-  static constexpr int inputs = 4;
+  static constexpr int inputs = 4, piece = kBand * kUnit, block = kUnit, step = kTileInputs / inputs * piece;
   E4M3Pair pairs;
-  void decode(const uint8_t* unit, V16* out) const {
+  void decode(const uint8_t* from, int at, V16* out) const {
     __m512i two[2];
-    pairs.decode(unit, 0, two);
+    pairs.decode(from + at * piece, 0, two);
     for (int i = 0; i < 4; i++) out[i] = half(two[i / 2], i % 2);
   }
 };
 
 struct DotBFloat16 {
-  static constexpr int inputs = 2;
-  void decode(const uint8_t* unit, V16* out) const {
-    const __m512i pairs = _mm512_load_si512(unit);
+  static constexpr int inputs = 2, piece = kBand * kUnit, block = kUnit, step = kTileInputs / inputs * piece;
+  void decode(const uint8_t* from, int at, V16* out) const {
+    const __m512i pairs = _mm512_load_si512(from + at * piece);
     out[0] = half(pairs, 0), out[1] = half(pairs, 1);
   }
 };
 
-// sums[2][M] += 32 inputs of a band: w[32 / inputs][2][64], x[32][M].
+struct DotMxfp4 {
+  static constexpr int inputs = 8, piece = kUnit, block = kMxUnit, step = kBand * kMxUnit;
+  MxFloats floats;
+  void decode(const uint8_t* from, int at, V16* out) const {
+    const __m512i words = floats.words(from, at);
+    const __m512 scales = floats.scales(from);
+    for (int i = 0; i < inputs; i++) out[i] = floats(_mm512_srli_epi32(words, 4 * i), scales);
+  }
+};
+
+// sums[2][M] += 32 inputs of a band: x[32][M].
 template <class D, int M>
 inline void dot_step(const D& decoder, const uint8_t* w, const float* x, V16 (*sums)[M]) {
   V16 even[kBand][M], odd[kBand][M];
   for (int j = 0; j < kBand; j++)
     for (int m = 0; m < M; m++) even[j][m] = odd[j][m] = V16{};
-  for (int unit = 0; unit < kTileInputs / D::inputs; unit++, w += kBand * kUnit, x += D::inputs * M) {
-    __builtin_prefetch(w + kDotAhead);
-    __builtin_prefetch(w + kDotAhead + kUnit);
+  for (int unit = 0; unit < kTileInputs / D::inputs; unit++, x += D::inputs * M) {
+    for (int j = 0; j < kBand; j++) __builtin_prefetch(w + unit * D::piece + j * D::block + kDotAhead);
     for (int j = 0; j < kBand; j++) {
       V16 operand[D::inputs];
-      decoder.decode(w + j * kUnit, operand);
+      decoder.decode(w + j * D::block, unit, operand);
       for (int i = 0; i < D::inputs; i += 2)
         for (int m = 0; m < M; m++) {
           even[j][m] = fma(operand[i], set16(x[i * M + m]), even[j][m]);
@@ -52,6 +63,7 @@ inline void dot_step(const D& decoder, const uint8_t* w, const float* x, V16 (*s
         }
     }
   }
+  if constexpr (D::step % kUnit) __builtin_prefetch(w + D::step - 1 + kDotAhead);  // lines not on those of the cache
   for (int j = 0; j < kBand; j++)
     for (int m = 0; m < M; m++) sums[j][m] = sums[j][m] + (even[j][m] + odd[j][m]);
 }
@@ -67,13 +79,12 @@ template <class D, int M>
 __attribute__((noinline)) void dot_band(const D& tables, const uint8_t* w, const float* x, int64_t steps,
                                         const DotScales& scales, float* out) {
   const D decoder = tables;  // in registers
-  constexpr int64_t bytes = kTileInputs / D::inputs * kBand * kUnit;
   V16 total[kBand][M], sums[kBand][M];
   for (int j = 0; j < kBand; j++)
     for (int m = 0; m < M; m++) total[j][m] = sums[j][m] = V16{};
   for (int64_t group = 0, step = 0; step < steps; group++) {
     const int64_t end = scales.weight ? std::min<int64_t>(step + kGroupSteps, steps) : steps;
-    for (; step < end; step++) dot_step<D, M>(decoder, w + step * bytes, x + step * kTileInputs * M, sums);
+    for (; step < end; step++) dot_step<D, M>(decoder, w + step * D::step, x + step * kTileInputs * M, sums);
     if (!scales.weight) break;
     for (int j = 0; j < kBand; j++)
       for (int m = 0; m < M; m++) {
@@ -98,7 +109,7 @@ void dot_task(const D& decoder, const FreightWeight& weight, const float* x, con
   const int64_t groups = (weight.in_features + kGroup - 1) / kGroup;
   const int64_t blocks = (weight.out_features + kLanes - 1) / kLanes;
   alignas(64) float sums[kBand * M * kLanes];
-  const uint8_t* w = static_cast<const uint8_t*>(weight.data) + band * kBand * steps * (kTileInputs / D::inputs) * kUnit;
+  const uint8_t* w = static_cast<const uint8_t*>(weight.data) + band * steps * D::step;
   const float* of_group = weight.block_scale ? weight.block_scale + band * kBand * kLanes / kGroup * groups : nullptr;
   {
     const SubnormalsAreZero scope;

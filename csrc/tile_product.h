@@ -1,12 +1,13 @@
 // The product on tiles (tiles.h), for 5 rows and more; of FP8 weights for more than 32 (tile_few.h).
 //
 // A task has a few bands of 32 outputs and goes through their inputs in panels; within a panel all rows meet all
-// its bands, and their sums rest in memory between panels, which changes no bit. FP8 weights are decoded once for all rows:
+// its bands, and their sums rest in memory between panels, which changes no bit. FP8 and MXFP4 weights are decoded once for all rows:
 // the next panel, a few registers after every step of this one, so that both the tiles and the vector units work.
 #pragma once
 #include <algorithm>
 
 #include "memory.h"
+#include "mxfp4.h"
 #include "packed.h"
 #include "tiles.h"
 
@@ -43,11 +44,19 @@ struct TileJob {
   int64_t tasks() const { return (all_bands() + bands - 1) / bands; }
 };
 
-// The next panel of some bands, in pieces of 128 bytes of bfloat16. E4M3: decoded into `to`; bfloat16: prefetched.
-template <bool FP8>
+template <int32_t FORMAT>
+using TileDecoder = std::conditional_t<FORMAT == FREIGHT_MXFP4, Mxfp4Pair, E4M3Pair>;
+
+// Bytes of a step as it is stored.
+template <int32_t FORMAT>
+constexpr int kStoredStep = FORMAT == FREIGHT_MXFP4 ? kBand * kMxUnit
+                            : FORMAT == FREIGHT_E4M3FN ? kStepBytes / 2 : kStepBytes;
+
+// The next panel of some bands, in pieces of 128 bytes of bfloat16. bfloat16: prefetched; others: decoded into `to`.
+template <int32_t FORMAT>
 struct Ahead {
-  static constexpr int kStored = FP8 ? kUnit : 2 * kUnit;
-  const E4M3Pair decoder;
+  static constexpr int kPieces = kStepBytes / 128;  // of a step
+  const TileDecoder<FORMAT> decoder;
   const uint8_t* from;
   uint8_t* to;
   int64_t from_skip, to_skip;  // from the end of a band's panel to the next band's
@@ -58,7 +67,9 @@ struct Ahead {
 
   void advance(int count) {
     for (; count > 0 && bands > 0; count--) {
-      if constexpr (FP8) {
+      if constexpr (FORMAT == FREIGHT_MXFP4) {
+        mxfp4_piece(piece % kPieces);
+      } else if constexpr (FORMAT == FREIGHT_E4M3FN) {
         __builtin_prefetch(from + kTileAhead);
         __m512i lines[2];
         decoder.decode(from, 0, lines);
@@ -66,20 +77,31 @@ struct Ahead {
         _mm512_store_si512(line, lines[0]);
         _mm512_store_si512(line + kBand * kUnit, lines[1]);
         to += piece % kBand * 2 * kBand * kUnit;
+        from += kUnit;
       } else {
         _mm_prefetch(reinterpret_cast<const char*>(from), _MM_HINT_T1);  // a panel may be larger than L1
         _mm_prefetch(reinterpret_cast<const char*>(from + kUnit), _MM_HINT_T1);
+        from += 2 * kUnit;
       }
-      from += kStored;
       if (++piece == each) piece = 0, bands--, from += from_skip, to += to_skip;
     }
+  }
+
+  // Four inputs of a block; a step has those of one block, then those of the other.
+  void mxfp4_piece(int at) {
+    const int pair = at % (kPieces / kBand) * 2, block = at / (kPieces / kBand);
+    __builtin_prefetch(from + kTileAhead + at * (kStoredStep<FORMAT> / kPieces));
+    __m512i lines[2];
+    decoder.decode(from + block * kMxUnit, pair, lines);
+    for (int i = 0; i < 2; i++) _mm512_store_si512(to + ((pair + i) * kBand + block) * kUnit, lines[i]);
+    if (at == kPieces - 1) from += kStoredStep<FORMAT>, to += kStepBytes;
   }
 };
 
 // sums += up to 32 rows x a band over a panel, or, where `fresh`, = that. After each step `each` pieces of `ahead`.
-template <int ROW_TILES, bool FP8>
+template <int ROW_TILES, int32_t FORMAT>
 inline void multiply(const uint8_t* a, int64_t a_group, const uint8_t* b, int steps, bool fresh, float* sums,
-                     Ahead<FP8>& ahead, int each) {
+                     Ahead<FORMAT>& ahead, int each) {
   constexpr int kSums = kTileLines * kLanes;
   memory_barrier();
   if (fresh) {
@@ -130,44 +152,45 @@ inline void add_scaled(const float* sums, int64_t rows, float weight_scale, cons
 }
 
 // One task on one thread. `scratch`: two panels of its bands; sums: [row pairs][bands of the task][kSquare].
-template <bool FP8>
+template <int32_t FORMAT>
 struct TileTask {
   const TileJob& job;
   int64_t first_band;
   int bands;
   uint8_t* scratch;
   float* sums;
-  const E4M3Pair& decoder;
+  const TileDecoder<FORMAT>& decoder;
 
-  int64_t step_bytes() const { return FP8 ? kStepBytes / 2 : kStepBytes; }
+  static constexpr int64_t kStored = kStoredStep<FORMAT>;
+  static constexpr bool kDecodes = FORMAT != FREIGHT_BFLOAT16;
   int steps_of(int64_t panel) const {
     return static_cast<int>(std::min<int64_t>(job.panel_steps, job.steps() - panel * job.panel_steps));
   }
   uint8_t* decoded(int64_t panel) const { return scratch + panel % 2 * bands * job.band_panel(); }
   const uint8_t* stored(int64_t panel) const {
     const auto* data = static_cast<const uint8_t*>(job.weight.data);
-    return data + (first_band * job.steps() + panel * job.panel_steps) * step_bytes();
+    return data + (first_band * job.steps() + panel * job.panel_steps) * kStored;
   }
-  Ahead<FP8> ahead_of(int64_t panel) const {
+  Ahead<FORMAT> ahead_of(int64_t panel) const {
     if (panel >= job.panels()) return {decoder, nullptr, nullptr, 0, 0, 0, 0};
     const int64_t steps = steps_of(panel);
-    return {decoder, stored(panel), decoded(panel), (job.steps() - steps) * step_bytes(),
+    return {decoder, stored(panel), decoded(panel), (job.steps() - steps) * kStored,
             job.band_panel() - steps * kStepBytes, static_cast<int>(steps) * kStepBytes / 128, bands};
   }
 
   __attribute__((noinline)) void compute() const {
-    Ahead<FP8> first = ahead_of(0);
+    Ahead<FORMAT> first = ahead_of(0);
     first.advance(first.pieces());
     if (job.weight.block_scale) std::fill(sums, sums + job.row_pairs() * bands * kSquare, 0.f);
     for (int64_t panel = 0; panel < job.panels(); panel++) compute_panel(panel);
   }
 
   void compute_panel(int64_t panel) const {
-    Ahead<FP8> ahead = ahead_of(panel + 1);
+    Ahead<FORMAT> ahead = ahead_of(panel + 1);
     const int steps = steps_of(panel), places = static_cast<int>(job.row_pairs()) * bands * steps;
     const int each = (ahead.pieces() + places - 1) / places;
-    const uint8_t* b = FP8 ? decoded(panel) : stored(panel);
-    const int64_t b_stride = FP8 ? job.band_panel() : job.steps() * kStepBytes;
+    const uint8_t* b = kDecodes ? decoded(panel) : stored(panel);
+    const int64_t b_stride = kDecodes ? job.band_panel() : job.steps() * kStepBytes;
     const uint8_t* a = job.x + panel * job.panel_steps * job.row_tiles() * kTileBytes;
     for (int64_t pair = 0; pair < job.row_pairs(); pair++, a += 2 * kGroupSteps * kTileBytes)
       for (int band = 0; band < bands; band++) {
@@ -186,7 +209,7 @@ struct TileTask {
     ahead.advance(ahead.pieces());
   }
 
-  void rows_of(int64_t pair, const uint8_t* a, const uint8_t* b, int steps, bool fresh, float* to, Ahead<FP8>& ahead,
+  void rows_of(int64_t pair, const uint8_t* a, const uint8_t* b, int steps, bool fresh, float* to, Ahead<FORMAT>& ahead,
                int each) const {
     const int64_t a_group = job.row_tiles() * kGroupSteps * kTileBytes;
     if (2 * pair + 1 < job.row_tiles())
@@ -197,20 +220,20 @@ struct TileTask {
 };
 
 // Some bands. Calls finish(sums[rows][16], row, rows, block) for all rows and their blocks of 16 outputs.
-template <bool FP8, class Finish>
-void tile_task(const TileJob& job, const E4M3Pair& decoder, int64_t task, const Finish& finish) {
+template <int32_t FORMAT, class Finish>
+void tile_task(const TileJob& job, const TileDecoder<FORMAT>& decoder, int64_t task, const Finish& finish) {
   thread_local WorkingMemory memory;
   const int64_t all = job.all_bands(), blocks = (job.weight.out_features + kLanes - 1) / kLanes;
   const int64_t first = task * job.bands, squares = job.row_pairs() * job.bands;
   const int bands = static_cast<int>(std::min<int64_t>(job.bands, all - first));
-  const int64_t scratch = FP8 ? 2 * job.bands * job.band_panel() : 0;
+  const int64_t scratch = FORMAT != FREIGHT_BFLOAT16 ? 2 * job.bands * job.band_panel() : 0;
   uint8_t* at = memory.of(scratch + squares * kSquare * 4);
   float* sums = reinterpret_cast<float*>(at + scratch);
   {
     const SubnormalsAreZero subnormals;
     TileRegisters tiles;
     tiles.set_rows(static_cast<int>(std::min<int64_t>(job.rows, kTileLines)));
-    TileTask<FP8>{job, first, bands, at, sums, decoder}.compute();
+    TileTask<FORMAT>{job, first, bands, at, sums, decoder}.compute();
   }
   for (int64_t row = 0; row < job.rows; row += kTileLines)
     for (int64_t block = first * kBand; block < std::min((first + bands) * kBand, blocks); block++) {

@@ -20,6 +20,7 @@ from freight.checkpoint.layouts import read_scheme
 from freight.cli.inspect import describe
 from freight.config.engine import EngineArgs
 from freight.errors import CheckpointError
+from freight.kernels.cpu.experts import PackedExperts
 from freight.kernels.experts import ExpertList
 from freight.models.decoder import Decoder
 from freight.models.open import OpenModel, open_model
@@ -68,6 +69,31 @@ def test_the_values_are_those_that_transformers_dequantizes(
             assert weight.activations is Activations.PLAIN
             in_16_bits = lowest == 90 or f"{name}_proj" == wide
             assert weight.data.dtype == (torch.bfloat16 if in_16_bits else torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_cpu_kernels_compute_with_them_as_they_are(wide: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """A tensor with values that bfloat16 has as subnormals alone is converted, and the others are not."""
+    packed = save_mxfp4(tmp_path, lowest=90)
+    file, name = packed / "model.safetensors", f"{EXPERTS.format(1)}down_proj"
+    stored = load_file(file)
+    if wide:
+        stored[f"{name}_blocks"][2, 3, 1], stored[f"{name}_scales"][2, 3, 1] = 0x11, 2
+        save_file(stored, file)
+    model = open_model(EngineArgs(str(packed), device="cpu", skip_tokenizer_init=True))
+    with caplog.at_level(logging.INFO, "freight"):
+        decoder = model.load(model.resolve(model.args))
+    assert isinstance(decoder, Decoder)
+    line = next(message for message in caplog.messages if message.startswith("experts in MXFP4: "))
+    expected = f"experts in MXFP4: {6 - wide} of 6 tensors are computed with as they are"
+    assert line.startswith(f"{expected}; scales beyond 3 to 252 in the others: " if wide else expected)
+    for index, layer in enumerate(decoder.layers):
+        for side in ("gate_up", "down"):
+            experts = getattr(layer.mlp, side)
+            assert isinstance(experts, PackedExperts)
+            converted = wide and f"{EXPERTS.format(index)}{side}_proj" == name
+            values = 8 * experts.out_features * experts.in_features
+            assert experts.data.nbytes * 8 == values * (16 if converted else 4.25)
 
 
 @pytest.mark.parametrize("kernels", ["auto", "reference"])

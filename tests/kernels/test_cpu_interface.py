@@ -22,7 +22,8 @@ FUNCTIONS = {name: (result, arguments) for result, name, arguments in re.findall
     r"FREIGHT_API (\w+) (\w+)\(([^)]*)\);", SOURCE)}  # fmt: skip
 STATUSES = ("OK", "OUT_OF_MEMORY", "FAILED", "SHORT_CONTEXT")
 NUMBERS = {
-    "FreightFormat": {format.name: code for format, code in interface.FORMAT_CODES.items()},
+    "FreightFormat": {format.name: code for format, code in interface.FORMAT_CODES.items()}
+    | {"MXFP4": interface.MXFP4},
     "FreightActivations": {kind.name: code for kind, code in interface.ACTIVATIONS.items()},
     "FreightGatedActivation": {kind.name: code for kind, code in interface.GATED_ACTIVATIONS.items()},
     "FreightScoring": {kind.name: code for kind, code in interface.SCORINGS.items()},

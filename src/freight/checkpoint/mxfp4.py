@@ -1,9 +1,10 @@
 """Experts in MXFP4: where their tensors are, in what they can be computed exactly, and the Weight of each.
 
 A matrix of all experts, `X` [experts, inputs, outputs] in 16 bits, is stored as `X_blocks` [experts, outputs,
-inputs / 32, 16], two codes a byte, and `X_scales` [experts, outputs, inputs / 32], both uint8. Its experts become E4M3
-with a power of two per row where every row allows it exactly, and 16 bits otherwise: they are computed together, so
-they have one format.
+inputs / 32, 16], two codes a byte, and `X_scales` [experts, outputs, inputs / 32], both uint8. Its experts stay
+so where the kernels compute with them (`KernelSet.packs_mxfp4`, `mxfp4.normal`). Elsewhere they become E4M3 with a
+power of two per row where every row allows it exactly, and 16 bits otherwise: they are computed together, so they have
+one format.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ _BLOCKS, _SCALES = "_blocks", "_scales"
 
 @dataclass(frozen=True)
 class StoredExperts:
-    """One tensor `name` of all experts, its scales checked. `exact_rows` of its `rows` are exactly E4M3."""
+    """One tensor `name` of all experts, its scales checked. `exact_rows` of its `rows` are exactly E4M3.
+    `normal`: whether kernels may take it as it is."""
 
     name: str
     shape: tuple[int, int, int]  # experts, inputs, outputs
     exact_rows: int
+    normal: bool
 
     @property
     def rows(self) -> int:
@@ -50,10 +53,10 @@ class StoredExperts:
         return blocks, scales
 
     def read(
-        self, checkpoint: Checkpoint, compute: Format, format: Format, device: str, order: Tensor
+        self, checkpoint: Checkpoint, compute: Format, format: Format, device: str, order: Tensor, keeps: bool
     ) -> Iterator[Weight]:
-        """The matrix [outputs, inputs] of each expert: in `format`, an E4M3 variant, if all rows can be, else in
-        `compute`.
+        """The matrix [outputs, inputs] of each expert: as it is if the kernels take it so (`keeps`) and it is `normal`;
+        else in `format`, an E4M3 variant, if all rows can be; else in `compute`.
 
         order: int64 [outputs], which stored output is each of them.
 
@@ -61,6 +64,10 @@ class StoredExperts:
         """
         for blocks, scales in zip(*self.take(checkpoint), strict=True):
             parts = blocks[order].to(device), scales[order].to(device)
+            if keeps and self.normal:
+                codes, powers = parts
+                yield Weight(codes.flatten(1).view(mxfp4.CODES), powers.view(mxfp4.SCALES))
+                continue
             if self.exact_rows == self.rows:
                 yield Weight(*mxfp4.to_e4m3(*parts, format))
                 continue
@@ -101,7 +108,7 @@ def find_experts(
                 "is in 16 bits, list its module in modules_to_not_convert"
             )
         if stored:
-            found[name] = _stored(checkpoint, StoredExperts(name, (count, inputs, outputs), 0))
+            found[name] = _stored(checkpoint, StoredExperts(name, (count, inputs, outputs), 0, False))
     return found
 
 
@@ -119,12 +126,22 @@ def _stored(checkpoint: Checkpoint, experts: StoredExperts) -> StoredExperts:
                 f"{experts.name}{_SCALES} is NaN (255) or too large; quantize the model again"
             )
     exact = sum(int(mxfp4.exact_rows(*one).sum()) for one in zip(blocks, scales, strict=True))
-    return StoredExperts(experts.name, experts.shape, exact)
+    normal = all(mxfp4.normal(*one) for one in zip(blocks, scales, strict=True))
+    return StoredExperts(experts.name, experts.shape, exact, normal)
 
 
-def describe(experts: Mapping[str, StoredExperts], compute: Format) -> str:
-    """The line at start: what they are computed in."""
+def describe(experts: Mapping[str, StoredExperts], compute: Format, keeps: bool) -> str:
+    """The line at start: what they are computed in. keeps: whether the kernels take MXFP4 as it is."""
+    packed = sum(one.normal for one in experts.values()) if keeps else 0
+    if packed:
+        line = f"experts in MXFP4: {packed} of {len(experts)} tensors are computed with as they are"
+        rest = {name: one for name, one in experts.items() if not one.normal}
+        return line + (f"; scales beyond 3 to 252 in the others: {_converted(rest, compute)}" if rest else "")
+    return f"experts in MXFP4: {_converted(experts, compute)}"
+
+
+def _converted(experts: Mapping[str, StoredExperts], compute: Format) -> str:
     rows, exact = (sum(getattr(one, what) for one in experts.values()) for what in ("rows", "exact_rows"))
-    line = f"experts in MXFP4: {exact:,} of {rows:,} rows exactly in E4M3"
+    line = f"{exact:,} of {rows:,} rows exactly in E4M3"
     wide = sum(one.exact_rows < one.rows for one in experts.values())
     return line + (f"; {wide} of {len(experts)} tensors have rows that are not, and are in {compute}" if wide else "")

@@ -17,6 +17,7 @@ from freight.fp8.formats import Format
 _DTYPES: dict[Format, torch.dtype] = {format: getattr(torch, format.torch_name) for format in Format}
 _FORMATS = {dtype: format for format, dtype in _DTYPES.items()}
 _INT8_NAN = -128.0
+E8M0 = torch.float8_e8m0fnu  # powers of two, which are scales (`fp8.mxfp4`); nothing is cast to it
 
 
 def torch_dtype(format: Format) -> torch.dtype:

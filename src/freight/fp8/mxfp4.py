@@ -2,6 +2,8 @@
 
 A byte holds two codes, the earlier input in its low half. A scale is a byte, E8M0: 2 ** (byte - 127); 255 is NaN.
 
+A set of kernels that computes with them takes them as they are, in torch's dtypes (`CODES`, `SCALES`), where `normal`.
+
 Both conversions here are exact. Every E2M1 value times 2 ** k is an E4M3 value for k from -8 to 6, so a row whose
 exponents lie within 14 of each other is E4M3 with one power of two; any finite row is bfloat16.
 """
@@ -13,13 +15,15 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from freight.fp8.cast import convert_e4m3, encode, torch_dtype
+from freight.fp8.cast import E8M0, convert_e4m3, encode, torch_dtype
 from freight.fp8.formats import Format
 
+CODES, SCALES = torch.float4_e2m1fn_x2, E8M0  # [rows, inputs / 2] and [rows, inputs / 32] of a Weight
 GROUP = 32  # inputs that share a scale
 BIAS = 127  # of a scale's exponent
 NAN = 255  # the scale that is NaN
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the codes 0 to 7; 8 to 15 are negative
+_NORMAL = range(3, 253)  # scales with which every value but 0, and 0.25 besides, is a normal bfloat16
 _LEAST, _MOST = -8, 6  # k, for E4M3
 SPAN = _MOST - _LEAST
 _MAGNITUDES = 0x7777777777777777  # of sixteen codes
@@ -48,6 +52,13 @@ def finite(blocks: Tensor, scales: Tensor) -> bool:
     value = torch.maximum(magnitude & 7, magnitude >> 4)
     power = torch.where(value >= 6, 2, torch.where(value >= 4, 1, 0))  # of the largest power of two in the value
     return not ((scales == NAN) | (scales - BIAS + power > BIAS)).any()
+
+
+def normal(blocks: Tensor, scales: Tensor) -> bool:
+    """Whether kernels compute with them as they are: no group but of zeros has a scale outside of 3 to 252, so that a
+    value's exponent is that of its code plus that of its scale. Arguments as in `exact_rows`."""
+    beyond = (scales < _NORMAL.start) | (scales >= _NORMAL.stop)
+    return not bool((blocks[beyond] & 0x77).any())
 
 
 def to_e4m3(blocks: Tensor, scales: Tensor, format: Format) -> tuple[Tensor, Tensor]:

@@ -36,6 +36,12 @@ class KernelSet(Protocol):
         """Why this set was chosen, for the log at start-up; may be ''."""
         ...
 
+    @property
+    def packs_mxfp4(self) -> bool:
+        """Whether `pack` and `pack_experts` take matrices in MXFP4 as they are, and products have the bits of those
+        with the same values in bfloat16."""
+        ...
+
     def pack(self, weight: Weight) -> Any:
         """`weight` as this set's `linear` takes it; called once, at load. Raises KernelError for other formats."""
         ...

@@ -25,6 +25,10 @@ class ReferenceKernels:
     note: str = ""
     name: str = "reference"
 
+    @property
+    def packs_mxfp4(self) -> bool:
+        return False
+
     def pack(self, weight: Weight) -> Weight:
         return weight
 

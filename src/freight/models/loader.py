@@ -378,7 +378,8 @@ def load_model(
         logger.info("skipping %d tensors %s", count, reason)
     checkpoint.finish(pending=needed)
     rounds = scheme.weight_format is None
-    source = CheckpointSource(checkpoint, compute_format, weight_format, device, stored, rounds, packed)
+    keeps = kernels.packs_mxfp4
+    source = CheckpointSource(checkpoint, compute_format, weight_format, device, stored, rounds, packed, keeps)
     if packed:
-        logger.info("%s", describe(packed, compute_format))
+        logger.info("%s", describe(packed, compute_format, keeps))
     return build_decoder(config, source, kernels, max_len, device)

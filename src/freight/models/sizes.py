@@ -24,6 +24,7 @@ LinearOf = Callable[[str], LinearScheme | None]  # how the matrix of a module is
 ONLINE = LinearScheme(WeightScales.ROW, Activations.DYNAMIC)  # what `--quantization fp8` makes of every layer's matrix
 _BLOCK = 128  # outputs and inputs that share a block scale
 _SCALE = 4  # bytes of a scale
+_MXFP4_UNIT = 272  # bytes of 32 inputs of 16 rows: codes of 4 bits, and a byte of each row for their scale
 
 
 class Layout(StrEnum):
@@ -63,13 +64,19 @@ def matrix_bytes(rows: int, columns: int, format: Format, scales: WeightScales |
     return -(-rows // 32) * band + _SCALE * _up(rows, 16) + blocks
 
 
+def mxfp4_bytes(rows: int, columns: int) -> int:
+    """A matrix in MXFP4 as the CPU kernels hold it, in either packed layout."""
+    return -(-rows // 32) * 2 * _MXFP4_UNIT * -(-columns // 32) + _SCALE * _up(rows, 16)
+
+
 def loaded_bytes(
     model: ModelConfig, compute: Format, weights: Format, linear_of: LinearOf, layout: Layout, max_len: int
 ) -> LoadedBytes:
     """A model that computes in `compute`, for positions below `max_len`.
 
-    Matrices of the layers for whose module `linear_of` has a scheme are in `weights`, an E4M3 variant. Embedding and
-    head are in `compute`: whether a checkpoint has its head in FP8 only its tensors show. So do static input scales,
+    Matrices of the layers for whose module `linear_of` has a scheme are in `weights`, an E4M3 variant. Experts in
+    MXFP4 stay so where kernels pack; their tensors may show that some cannot (`fp8.mxfp4.normal`). Embedding and head
+    are in `compute`: whether a checkpoint has its head in FP8 only its tensors show. So do static input scales,
     of which those that differ keep projections apart; here they are merged, which can matter for padding only.
     """
     count = _Count(model, compute, weights, linear_of, layout, tensor_names(model))
@@ -152,6 +159,9 @@ class _Count:
         spanning = WeightScales.BLOCK in scales and any(count % _BLOCK for count in rows[:-1])
         if len(set(kinds)) == 1 and not spanning:
             rows, scales = [sum(rows)], scales[:1]
+        packs = self.layout is not Layout.PLAIN
+        if packs and all(one is not None and one.bits == 4 for one in schemes):
+            return sum(mxfp4_bytes(count, columns) for count in rows) + (sum(rows) * self.compute.bytes if bias else 0)
         matrices = (self.matrix(count, columns, one) for count, one in zip(rows, scales, strict=True))
         return sum(matrices) + (sum(rows) * self.compute.bytes if bias else 0)
 
@@ -187,7 +197,7 @@ class _Count:
 
 
 def _held(scheme: LinearScheme, shape: tuple[int, int]) -> WeightScales:
-    """How scales are held: those of other blocks than 128 x 128, and of experts in MXFP4, which become E4M3, become
+    """How scales are held: those of other blocks than 128 x 128, and of experts in MXFP4 that become E4M3, become
     scales of rows (`fp8.weights.regroup`)."""
     if scheme.scales is not WeightScales.BLOCK or scheme.block is None or scheme.bits == 4:
         return WeightScales.ROW

@@ -73,7 +73,8 @@ class CheckpointSource:
     """Takes tensors from a checkpoint.
 
     Matrices in `stored` are in FP8 already and become `weight_format`; the others are quantized to it if it is FP8, or
-    keep 16 or 32 bits if `rounds` is False. Experts in `packed` are in MXFP4.
+    keep 16 or 32 bits if `rounds` is False. Experts in `packed` are in MXFP4, and stay
+    so with `keeps_mxfp4` where they can.
     """
 
     checkpoint: Checkpoint
@@ -83,6 +84,7 @@ class CheckpointSource:
     stored: Mapping[str, StoredLinear] = field(default_factory=dict)
     rounds: bool = True
     packed: Mapping[str, StoredExperts] = field(default_factory=dict)
+    keeps_mxfp4: bool = False
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if name in self.stored:
@@ -116,7 +118,7 @@ class CheckpointSource:
             order = torch.arange(shape[2], dtype=torch.int64, device="cpu")
             order = in_halves(order, 0) if pairs else order
             formats = self.compute_format, self.weight_format
-            yield from self.packed[name].read(self.checkpoint, *formats, self.device, order)
+            yield from self.packed[name].read(self.checkpoint, *formats, self.device, order, self.keeps_mxfp4)
             return
         for stored in self.checkpoint.take(name, shape):
             matrix = stored.to(self.device).t()

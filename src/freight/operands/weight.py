@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from freight.errors import CheckpointError
+from freight.fp8 import mxfp4
 from freight.fp8.cast import decode
 from freight.fp8.scheme import Activations as Activations
 from freight.fp8.weights import BLOCK, expand_blocks
@@ -22,9 +23,11 @@ from freight.fp8.weights import BLOCK, expand_blocks
 class Weight:
     """The matrix of a Linear.
 
-    data           [out_features, in_features], contiguous; FP8 or 16/32-bit
+    data           [out_features, in_features], contiguous; FP8 or 16/32-bit; or MXFP4: float4_e2m1fn_x2 [out_features,
+                   in_features / 2], for sets of kernels that take it (`KernelSet.packs_mxfp4`)
     scale          None for 16/32 bits; float32 [out_features], one per output row; or float32
-                   [ceil(out_features / 128), ceil(in_features / 128)], one per 128 x 128 block
+                   [ceil(out_features / 128), ceil(in_features / 128)], one per 128 x 128 block; of MXFP4:
+                   float8_e8m0fnu [out_features, in_features / 32], from 3 to 252 but for groups of zeros
     activations    how the input is quantized; PLAIN unless data is FP8
     input_scale    the static activation scale, > 0; only with STATIC
     input_limit    only with DYNAMIC: the Linear layer clips its input to this magnitude; kernels do not see it
@@ -36,8 +39,28 @@ class Weight:
     input_scale: float | None = None
     input_limit: float | None = None
 
+    @property
+    def is_mxfp4(self) -> bool:
+        return self.data.dtype is mxfp4.CODES
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """out_features, in_features."""
+        rows, columns = self.data.shape
+        return rows, 2 * columns if self.is_mxfp4 else columns
+
+    @property
+    def mxfp4_bytes(self) -> tuple[Tensor, Tensor]:
+        """Blocks, uint8 [out_features, in_features / 32, 16], and scales, uint8 [out_features, in_features / 32]."""
+        assert self.is_mxfp4
+        assert self.scale is not None
+        scales = self.scale.view(torch.uint8)
+        return self.data.view(torch.uint8).view(*scales.shape, mxfp4.GROUP // 2), scales
+
     def dequantized(self) -> Tensor:
         """[out_features, in_features] float32: every stored value times its scale, rounded once."""
+        if self.is_mxfp4:
+            return mxfp4.to_bfloat16(*self.mxfp4_bytes).float()
         if self.scale is None:
             return self.data.float()
         scale = self.scale[:, None] if self.scale.ndim == 1 else expand_blocks(self.scale, self.data.shape)

@@ -34,6 +34,10 @@ class CpuKernels:
         """The build is part of the name: 'cpu-avx2'."""
         return f"cpu-{self.library.build}"
 
+    @property
+    def packs_mxfp4(self) -> bool:
+        return True
+
     def pack(self, weight: Weight) -> PackedWeight:
         packed = linear.pack(self.library, weight)
         if packed.num_bytes >= tuning.LARGE:

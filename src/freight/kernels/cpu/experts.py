@@ -71,10 +71,10 @@ def pack(library: Library, weights: Weights, bias: Tensor | None = None) -> Pack
     for weight in weights:
         check(weight)
         if data is None:
-            (out_features, in_features), kind = weight.data.shape, (weight.data.dtype, weight.activations)
+            (out_features, in_features), kind = weight.shape, (weight.data.dtype, weight.activations)
             num_bytes = packed_bytes(library, weight)
             data = aligned(len(weights) * num_bytes).view(len(weights), num_bytes)
-        assert weight.data.shape == (out_features, in_features)
+        assert weight.shape == (out_features, in_features)
         assert (weight.data.dtype, weight.activations) == kind
         packed.append(pack_into(library, weight, data[len(packed)]))
         del weight

@@ -16,7 +16,7 @@ from freight.operands.activation import GatedActivation
 from freight.operands.routing import Scoring
 from freight.operands.weight import Activations
 
-ABI = 16
+ABI = 17
 LANES, CACHE_LINE, MAX_HEAD_DIM = 16, 64, 1024
 
 FORMAT_CODES = {
@@ -28,6 +28,7 @@ FORMAT_CODES = {
     Format.E4M3FNUZ: 5,
     Format.INT8: 6,
 }
+MXFP4 = 7  # of weights alone
 FORMATS = {torch_dtype(format): code for format, code in FORMAT_CODES.items()}  # by dtype
 ACTIVATIONS = {Activations.PLAIN: 0, Activations.DYNAMIC: 1, Activations.STATIC: 2}
 GATED_ACTIVATIONS = {GatedActivation.SILU: 0, GatedActivation.GELU_TANH: 1, GatedActivation.CLAMPED_SWIGLU: 2}

@@ -14,13 +14,24 @@ import torch
 from torch import Tensor
 
 from freight.errors import KernelError
+from freight.fp8 import mxfp4
 from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import COMPUTE_FORMATS, Format
-from freight.kernels.cpu.interface import ACTIVATIONS, CACHE_LINE, FORMATS, LANES, FreightLinear, FreightWeight
+from freight.kernels.cpu.interface import (
+    ACTIVATIONS,
+    CACHE_LINE,
+    FORMATS,
+    LANES,
+    MXFP4,
+    FreightLinear,
+    FreightWeight,
+)
 from freight.kernels.cpu.library import Library
 from freight.operands.weight import Weight
 
-_WEIGHTS = tuple(torch_dtype(format) for format in (*COMPUTE_FORMATS, Format.E4M3FN))
+_WEIGHTS = {torch_dtype(format): FORMATS[torch_dtype(format)] for format in (*COMPUTE_FORMATS, Format.E4M3FN)} | {
+    mxfp4.CODES: MXFP4
+}
 LARGE = 2**20  # values: packing fewer gives back no memory
 _LARGE_PAGE = 2**21  # bytes; such pages are requested where whole ones fit
 
@@ -78,26 +89,27 @@ def check(weight: Weight) -> None:
     """Raises KernelError for a weight that no build computes with."""
     if weight.data.dtype not in _WEIGHTS or weight.data.device.type != "cpu":
         raise KernelError(
-            f"the CPU kernels compute with weights in float32, float16, bfloat16 and float8_e4m3fn in main memory, "
-            f"not {weight.data.dtype} on {weight.data.device}; --kernels reference takes the others"
+            f"the CPU kernels compute with weights in float32, float16, bfloat16, float8_e4m3fn and MXFP4 in main "
+            f"memory, not {weight.data.dtype} on {weight.data.device}; --kernels reference takes the others"
         )
 
 
 def packed_bytes(library: Library, weight: Weight) -> int:
     """Bytes of the packed data, a multiple of CACHE_LINE."""
     check(weight)
-    return int(library.functions.freight_packed_bytes(FORMATS[weight.data.dtype], *weight.data.shape))
+    return int(library.functions.freight_packed_bytes(_WEIGHTS[weight.data.dtype], *weight.shape))
 
 
 def pack_into(library: Library, weight: Weight, packed: Tensor) -> PackedWeight:
     """`pack`, into memory of `packed_bytes` that begins at a cache line."""
-    out_features, in_features = weight.data.shape
-    data = weight.data.contiguous()
-    format = FORMATS[data.dtype]
+    out_features, in_features = weight.shape
+    data = _with_scales(weight) if weight.is_mxfp4 else weight.data.contiguous()
+    format = _WEIGHTS[weight.data.dtype]
     scale = torch.ones(-(-out_features // LANES) * LANES, dtype=torch.float32, device="cpu")
     if weight.scale is not None and weight.scale.ndim == 1:
         scale[:out_features] = weight.scale
-    blocks = weight.scale.float().contiguous() if weight.scale is not None and weight.scale.ndim == 2 else None
+    blocked = weight.scale is not None and weight.scale.ndim == 2 and not weight.is_mxfp4
+    blocks = weight.scale.float().contiguous() if weight.scale is not None and blocked else None
     library.functions.freight_pack(
         *(data.data_ptr(), format, out_features, in_features),
         *(packed.data_ptr(), scale.data_ptr(), torch.get_num_threads()),
@@ -114,6 +126,17 @@ def pack_into(library: Library, weight: Weight, packed: Tensor) -> PackedWeight:
     )
     address = ctypes.addressof(descriptor)
     return PackedWeight(out_features, in_features, packed, scale, blocks, descriptor, address)
+
+
+def _with_scales(weight: Weight) -> Tensor:
+    """Of MXFP4, uint8 [out_features, in_features / 32, 17]: the bytes of each group, then that of its scale."""
+    blocks, scales = weight.mxfp4_bytes
+    if not mxfp4.normal(blocks, scales):
+        raise KernelError(
+            "the CPU kernels compute with MXFP4 whose scales are 3 to 252, but for groups of zeros; convert the matrix "
+            "to bfloat16"
+        )
+    return torch.cat((blocks, scales[..., None]), -1)
 
 
 def linear(library: Library, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:

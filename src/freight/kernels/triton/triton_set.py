@@ -33,6 +33,10 @@ class TritonKernels:
 
     name: ClassVar[str] = "triton"
 
+    @property
+    def packs_mxfp4(self) -> bool:
+        return False
+
     def pack(self, weight: Weight) -> Weight:
         return weight
 
