@@ -195,11 +195,10 @@ def test_the_factor_of_queries(rotary_dim, dtype, device):
     assert_same(got, expected)
 
 
-@pytest.mark.parametrize("rows", [3, 40])
-def test_queries_alone_are_those_beside_keys(rows, device):
+def test_queries_alone_are_those_beside_keys(device):
     """Without slots: the heads of q, for keys that another layer has stored; the pages keep what they hold."""
     torch.manual_seed(0)
-    heads, kv_heads, dim = 3, 2, 32
+    rows, heads, kv_heads, dim = 3, 3, 2, 32
     qkv = torch.randn(rows, heads + 2 * kv_heads, dim).bfloat16().to(device)
     weight = torch.rand(dim).bfloat16().to(device)
     rotary, positions = make_rotary(dim, device, (weight, weight)), torch.arange(rows, device=device) % POSITIONS
