@@ -162,25 +162,14 @@ def gated(gate_up: Tensor, activation: GatedActivation) -> Tensor:
 
 
 def gate(x: Tensor, logits: Tensor, function: GateFunction) -> Tensor:
-    """x * function(logits): [rows, size] and [rows, groups] or [1, groups], a factor for each equal part of a row.
-
-    Computed in float64: torch's float32 functions have other bits at the end of a tensor than inside, and a row's must
-    not depend on the rows beside it.
-    """
-    factors = logits.double()
-    if function is GateFunction.SOFTPLUS:
-        factors = factors.clamp(min=0) + torch.log1p(torch.exp(-factors.abs()))
-    elif function is GateFunction.SIGMOID:
-        factors = torch.sigmoid(factors)
-    parts = x.double().view(len(x), logits.shape[1], -1)
-    return (parts * factors[:, :, None]).flatten(1).to(x.dtype)
+    """x * function(logits) of [rows, size] and [rows or 1, groups], in float64: no factor depends on its neighbours."""
+    functions = {GateFunction.SOFTPLUS: F.softplus, GateFunction.SIGMOID: torch.sigmoid}
+    factors = functions.get(function, torch.Tensor.double)(logits.double())
+    return (x.double().view(len(x), logits.shape[1], -1) * factors[:, :, None]).flatten(1).to(x.dtype)
 
 
 def join(parts: Sequence[tuple[Tensor, Tensor | None]], eps: float = 0.0) -> Tensor:
-    """The columns of all parts side by side. A part: x [rows, size], and the weight of a norm of each `group` columns.
-
-    weight: [group] as in `rms_norm`, or None: x as it is.
-    """
+    """The columns of all parts; a part: x [rows, size], and the weight [group] of an `rms_norm` of its groups, or None."""
     made = (x if w is None else rms_norm(x.unflatten(1, (-1, len(w))), w, eps).flatten(1) for x, w in parts)
     return torch.cat(tuple(made), 1)
 
