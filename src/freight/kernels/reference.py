@@ -163,8 +163,8 @@ def gated(gate_up: Tensor, activation: GatedActivation) -> Tensor:
 
 def gate(x: Tensor, logits: Tensor, function: GateFunction) -> Tensor:
     """x * function(logits) of [rows, size] and [rows or 1, groups], in float64: no factor depends on its neighbours."""
-    functions = {GateFunction.SOFTPLUS: F.softplus, GateFunction.SIGMOID: torch.sigmoid}
-    factors = functions.get(function, torch.Tensor.double)(logits.double())
+    wide, soft = logits.double(), function is GateFunction.SOFTPLUS
+    factors = F.softplus(wide) if soft else torch.sigmoid(wide) if function is GateFunction.SIGMOID else wide
     return (x.double().view(len(x), logits.shape[1], -1) * factors[:, :, None]).flatten(1).to(x.dtype)
 
 
