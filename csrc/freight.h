@@ -122,6 +122,68 @@ struct FreightGated {
 // out = activation(gate) * up.
 FREIGHT_API FreightStatus freight_gated(const FreightGated* arguments);
 
+struct FreightLayerNorm {
+  const void *x, *delta;      // [rows, size]; without delta (null) the sum is x, and not written
+  const void *weight, *bias;  // [size]
+  void *sum, *out;            // [rows, size]
+  int64_t rows, size;
+  int32_t format;
+  float eps;
+  int32_t threads;
+};
+
+// sum = x + delta; out = (sum - mean(sum)) / sqrt(variance(sum) + eps) * weight + bias.
+FREIGHT_API FreightStatus freight_add_layer_norm(const FreightLayerNorm* arguments);
+
+enum FreightUngated : int32_t {
+  FREIGHT_RELU = 0,          // max(x, 0)
+  FREIGHT_RELU_SQUARED = 1,  // max(x, 0)^2
+};
+
+struct FreightActivated {
+  const void* x;  // [rows, size]
+  void* out;      // [rows, size]
+  int64_t rows, size;
+  int32_t format;
+  int32_t activation;  // FreightUngated
+  int32_t threads;
+};
+
+// out = activation(x).
+FREIGHT_API FreightStatus freight_activated(const FreightActivated* arguments);
+
+enum FreightGateFunction : int32_t {
+  FREIGHT_BY_SOFTPLUS = 0,  // ln(1 + e^logit)
+  FREIGHT_BY_SIGMOID = 1,   // 1 / (1 + e^-logit)
+  FREIGHT_BY_IDENTITY = 2,  // the logit itself
+};
+
+struct FreightGate {
+  const void* x;       // [rows, size]
+  const void* logits;  // [rows, groups], rows at multiples of logits_stride; 0: all rows have the same
+  void* out;           // [rows, size]
+  int64_t rows, size, groups, logits_stride;
+  int32_t format;
+  int32_t function;  // FreightGateFunction
+  int32_t threads;
+};
+
+// out = x * function(logits), where each of `groups` equal parts of a row has one factor. One rounding, at the end.
+FREIGHT_API FreightStatus freight_gate(const FreightGate* arguments);
+
+struct FreightPart {
+  const void* x;       // [rows, size], rows at multiples of x_stride
+  const void* weight;  // [group], or null
+  void* out;           // [rows, size], rows at multiples of out_stride
+  int64_t rows, size, x_stride, out_stride, group;
+  int32_t format, weight_format;  // weight_format: `format`, or float32
+  float eps;
+  int32_t threads;
+};
+
+// Columns of a larger matrix: out = x, or with a weight the RMSNorm of each `group` values of a row, as add_rms_norm.
+FREIGHT_API FreightStatus freight_part(const FreightPart* arguments);
+
 // A mixture of experts.
 
 enum FreightScoring : int32_t {
@@ -133,6 +195,7 @@ enum FreightScoring : int32_t {
 struct FreightRoute {
   const void *gate, *x;             // FreightWeight [num_experts, hidden_size]; [rows, hidden_size] in `format`
   const float *bias, *choice_bias;  // [num_experts], or null: added to the logits; added to the scores for the choice
+  const float* expert_scale;        // [num_experts], or null: multiplies the weights
   int32_t* ids;                     // [rows, top_k], ascending in a row
   float* weights;                   // [rows, top_k]
   int64_t rows;
@@ -174,6 +237,10 @@ enum FreightFunction : int32_t {
   FREIGHT_ROTATE_STORE = 4,
   FREIGHT_EXPERTS = 5,
   FREIGHT_ROUTE = 6,
+  FREIGHT_ADD_LAYER_NORM = 7,
+  FREIGHT_ACTIVATED = 8,
+  FREIGHT_GATE = 9,
+  FREIGHT_PART = 10,
 };
 
 struct FreightCall {

@@ -12,6 +12,10 @@ FreightStatus run(const FreightCall& call) {
     case FREIGHT_ROTATE_STORE: return freight_rotate_store(static_cast<const FreightStore*>(call.arguments));
     case FREIGHT_EXPERTS: return freight_experts(static_cast<const FreightExperts*>(call.arguments));
     case FREIGHT_ROUTE: return freight_route(static_cast<const FreightRoute*>(call.arguments));
+    case FREIGHT_ADD_LAYER_NORM: return freight_add_layer_norm(static_cast<const FreightLayerNorm*>(call.arguments));
+    case FREIGHT_ACTIVATED: return freight_activated(static_cast<const FreightActivated*>(call.arguments));
+    case FREIGHT_GATE: return freight_gate(static_cast<const FreightGate*>(call.arguments));
+    case FREIGHT_PART: return freight_part(static_cast<const FreightPart*>(call.arguments));
     default: return FREIGHT_FAILED;
   }
 }

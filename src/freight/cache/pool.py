@@ -71,10 +71,7 @@ class PagedKV:
         return self.kernels.rotate_store(qkv, rotary, batch.positions, batch.slots[self.group], self.pages)
 
     def rotate(self, q: Tensor, rotary: Rotary, batch: ForwardBatch) -> Tensor:
-        heads, k_dim, v_dim = *self.pages.k.shape[2:], self.pages.v.shape[3]
-        qkv = torch.cat((q, q.new_zeros(len(q), heads * (k_dim + v_dim))), 1)
-        nowhere = torch.full_like(batch.slots[self.group], -1)
-        return self.kernels.rotate_store(qkv, rotary, batch.positions, nowhere, self.pages)
+        return self.kernels.rotate_store(q, rotary, batch.positions, None, self.pages)
 
     def attend(
         self,

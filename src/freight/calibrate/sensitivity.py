@@ -96,7 +96,7 @@ class Meter:
         return total / sum(map(len, samples))
 
     def _begin(self, batch: ForwardBatch) -> Residual:
-        return self.decoder.begin(self.decoder.embedding(batch.token_ids, batch.positions), batch.token_ids)
+        return self.decoder.begin(batch)
 
     def _through(self, first: int, stream: Residual, batch: ForwardBatch, caches: Sequence[PagedKV]) -> Residual:
         for layer, kv in zip(self.decoder.layers[first:], caches, strict=True):

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from freight.config.experts import MoEFamily
-from freight.config.layer import GateFunction, NormKind, NormPlacement
+from freight.config.layer import NormKind, NormPlacement
+from freight.operands.activation import GateFunction
 
 
 def words(text: str) -> frozenset[str]:

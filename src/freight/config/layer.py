@@ -9,15 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from freight.operands.activation import Activation, GatedActivation
+from freight.operands.activation import Activation, GatedActivation, GateFunction
 from freight.operands.routing import Routing
-
-
-class GateFunction(StrEnum):
-    """What makes a factor of the number that a gate projects to."""
-
-    SOFTPLUS = "softplus"  # ln(1 + e^x)
-    SIGMOID = "sigmoid"  # 1 / (1 + e^-x)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from freight.config.experts import MoEFamily
 from freight.config.family import Family, words
-from freight.config.layer import GateFunction, NormPlacement
+from freight.config.layer import NormPlacement
+from freight.operands.activation import GateFunction
 from freight.operands.routing import Scoring
 
 MIXTURES = {

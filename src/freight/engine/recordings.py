@@ -1,6 +1,7 @@
 """Decode steps as recorded calls of the CPU kernels: one call of C for all layers, with the bits of an ordinary step.
 
-What stays outside of a recording are the embedding and the head, which torch has a part in. A model with operations of
+What stays outside of a recording are the embeddings, those of single layers too, and the head, which torch has a part
+in. A model with operations of
 torch between its kernels is not recorded: its steps run as they were written (`kernels/cpu/recording.py`).
 """
 
@@ -18,7 +19,7 @@ from freight.engine.decode_steps import Replay
 from freight.kernels.cpu.cpu_set import CpuKernels
 from freight.kernels.cpu.library import Library
 from freight.kernels.cpu.recording import Arena, Recorded, Recording, record
-from freight.models.decoder import Decoder
+from freight.models.decoder import Decoder, Residual
 from freight.operands.batch import ForwardBatch
 
 MAX_NUM_SEQS = 64  # beyond, a step's products take so long that Python between them does not count
@@ -45,12 +46,12 @@ class CpuRecordings:
     def capture(self, batch: ForwardBatch) -> Replay:
         return CpuStep(self, batch)
 
-    def record(self, embedded: Tensor, batch: ForwardBatch) -> Recorded:
+    def record(self, stream: Residual, batch: ForwardBatch) -> Recorded:
         def layers(library: Library) -> Tensor:
             kernels = CpuKernels(library)
             kv_cache = with_kernels(self.pool.layers, kernels)
             model: Decoder = with_kernels(self.model, kernels)
-            return model.layers_over(embedded, batch, kv_cache)
+            return model.layers_over(stream, batch, kv_cache)
 
         recorded = record(self._library, self.arena, layers)
         if recorded.obstacle and not self.obstacle:
@@ -64,7 +65,7 @@ class CpuStep:
 
     def __init__(self, owner: CpuRecordings, batch: ForwardBatch) -> None:
         self._owner, self._batch = owner, batch
-        self._embedded: Tensor | None = None
+        self._stream: Residual | None = None
         self._recordings: dict[int, Recording] = {}
 
     def __call__(self) -> Tensor:
@@ -72,15 +73,24 @@ class CpuStep:
         model = self._owner.model
         if self._owner.obstacle:
             return model.forward(self._batch, self._owner.pool.layers)
-        embedded = model.embedding(self._batch.token_ids, self._batch.positions)
-        self._embedded = embedded if self._embedded is None else self._embedded.copy_(embedded)
+        stream = self._placed(model.begin(self._batch))
         threads = torch.get_num_threads()  # the arguments of each call have it
         if threads in self._recordings:
             return model.logits(self._recordings[threads].replay())
-        recorded = self._owner.record(self._embedded, self._batch)
+        recorded = self._owner.record(stream, self._batch)
         if recorded.recording is not None:
             self._recordings[threads] = recorded.recording
         return model.logits(recorded.output)
+
+    def _placed(self, begun: Residual) -> Residual:
+        """`begun`, where the first one lies: recorded calls have its addresses."""
+        if self._stream is None:
+            self._stream = begun
+            return begun
+        self._stream.x.copy_(begun.x)
+        if self._stream.inputs is not None and begun.inputs is not None:
+            self._stream.inputs.copy_(begun.inputs)
+        return self._stream
 
 
 def with_kernels(part: Any, kernels: CpuKernels) -> Any:

@@ -41,7 +41,9 @@ def pack(products: _Products, weights: Weights, bias: Tensor | None) -> ExpertLi
     return ExpertList(tuple(map(products.pack, weights)), bias)
 
 
-def choose(logits: Tensor, routing: Routing, choice_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def choose(
+    logits: Tensor, routing: Routing, choice_bias: Tensor | None = None, expert_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """`KernelSet.route` behind the product. logits: float32 [rows, num_experts]."""
     scores = logits
     if routing.scoring is Scoring.SOFTMAX:
@@ -60,7 +62,8 @@ def choose(logits: Tensor, routing: Routing, choice_bias: Tensor | None = None) 
         weights = torch.softmax(weights, -1)
     if routing.normed:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # the sum of sigmoids may be 0
-    return ids.to(torch.int32), weights * routing.factor
+    weights = weights * routing.factor
+    return ids.to(torch.int32), weights if expert_scale is None else weights * expert_scale[ids]
 
 
 def experts(

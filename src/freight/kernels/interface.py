@@ -7,11 +7,12 @@ the source: rows are tokens, laid end to end over all sequences of a step.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from freight.operands.activation import Activation, GatedActivation
+from freight.operands.activation import Activation, GatedActivation, GateFunction
 from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KVPages
 from freight.operands.rotary import Rotary
@@ -88,6 +89,22 @@ class KernelSet(Protocol):
         """activation(gate) * up, [rows, size], for `consumer`. gate_up: [rows, 2 * size], gate first."""
         ...
 
+    def gate(self, x: Tensor, logits: Tensor, function: GateFunction) -> Tensor:
+        """x * function(logits), [rows, size], rounded once.
+
+        x: [rows, size]; logits: [rows, groups] in x's dtype, one for each of `groups` equal parts of a row, or
+        [1, groups] for all rows.
+        """
+        ...
+
+    def join(self, parts: Sequence[tuple[Tensor, Tensor | None]], eps: float = 0.0) -> Tensor:
+        """The columns of all parts side by side, [rows, sum of sizes]. A part: x, and the weight of a norm or None.
+
+        x: [rows, size], which may be columns of a larger tensor; weight: [group] as in `add_rms_norm`, of the RMSNorm
+        of each `group` columns.
+        """
+        ...
+
     def pack_experts(self, weights: Weights, bias: Tensor | None = None) -> Any:
         """One matrix of each expert as this set's `experts` takes them; called once, at load.
 
@@ -97,13 +114,20 @@ class KernelSet(Protocol):
         ...
 
     def route(
-        self, x: Tensor, gate: Any, routing: Routing, bias: Tensor | None = None, choice_bias: Tensor | None = None
+        self,
+        x: Tensor,
+        gate: Any,
+        routing: Routing,
+        bias: Tensor | None = None,
+        choice_bias: Tensor | None = None,
+        expert_scale: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The experts of each row: ids [rows, top_k] int32, ascending in a row, and their weights, float32.
 
         x: [rows, hidden_size]; gate: what `pack` returned for [num_experts, hidden_size] in float32. The logits are
-        x @ gate.T + bias in float32, and a row's do not depend on the other rows. bias, choice_bias: [num_experts]
-        float32; `choice_bias` is added to the scores for the choice alone, not to the weights.
+        x @ gate.T + bias in float32, and a row's do not depend on the other rows. bias, choice_bias, expert_scale:
+        [num_experts] float32; `choice_bias` is added to the scores for the choice alone, not to the weights;
+        `expert_scale` multiplies the finished weights.
         """
         ...
 
@@ -125,12 +149,15 @@ class KernelSet(Protocol):
         """
         ...
 
-    def rotate_store(self, qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor, pages: KVPages) -> Tensor:
+    def rotate_store(
+        self, qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor | None, pages: KVPages
+    ) -> Tensor:
         """Norm q and k, subtract the center of keys, rotate q and k, multiply q by its factor, quantize k and v into
         `slots`; returns q.
 
         qkv: [rows, num_heads * k_dim + num_kv_heads * (k_dim + v_dim)], the heads of q, then of k, then of v; positions
-        and slots: [rows] int64, slot -1 stores nothing. Returns [rows, num_heads, k_dim].
+        and slots: [rows] int64, slot -1 stores nothing. Without slots `qkv` has the heads of q alone, for keys that
+        another layer has stored in `pages`. Returns [rows, num_heads, k_dim].
         """
         ...
 

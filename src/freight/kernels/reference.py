@@ -13,6 +13,7 @@ Row-wise operations compute in float32 and round once, to the dtype of their inp
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from enum import StrEnum
 
 import torch
@@ -23,7 +24,7 @@ from freight.errors import KernelError
 from freight.fp8.cast import amax, decode, encode, format_of, num_clipped, scale_from_amax, token_scale
 from freight.fp8.formats import Format, ScaleKind
 from freight.fp8.weights import BLOCK, expand_blocks
-from freight.operands.activation import Activation, GatedActivation
+from freight.operands.activation import Activation, GatedActivation, GateFunction
 from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KeyCenter, KVPages
 from freight.operands.rotary import Rotary
@@ -160,6 +161,19 @@ def gated(gate_up: Tensor, activation: GatedActivation) -> Tensor:
     return (F.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
 
 
+def gate(x: Tensor, logits: Tensor, function: GateFunction) -> Tensor:
+    """x * function(logits) of [rows, size] and [rows or 1, groups], in float64: no factor depends on its neighbours."""
+    wide, soft = logits.double(), function is GateFunction.SOFTPLUS
+    factors = F.softplus(wide) if soft else torch.sigmoid(wide) if function is GateFunction.SIGMOID else wide
+    return (x.double().view(len(x), logits.shape[1], -1) * factors[:, :, None]).flatten(1).to(x.dtype)
+
+
+def join(parts: Sequence[tuple[Tensor, Tensor | None]], eps: float = 0.0) -> Tensor:
+    """The columns of all parts; a part: x [rows, size], and the weight [group] of an `rms_norm` of groups, or None."""
+    made = (x if w is None else rms_norm(x.unflatten(1, (-1, len(w))), w, eps).flatten(1) for x, w in parts)
+    return torch.cat(tuple(made), 1)
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding, "rotate half" pairing (i, i + rotary_dim / 2), of the first rotary_dim channels (Su et al.
     2021).
@@ -197,12 +211,16 @@ def split_heads(qkv: Tensor, rotary: Rotary, pages: KVPages) -> tuple[Tensor, Te
     return q, k, v
 
 
-def rotate_store(qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor, pages: KVPages) -> Tensor:
+def rotate_store(qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor | None, pages: KVPages) -> Tensor:
     """The steps between projection and attention: `split_heads`, `rotate` k at `positions` and `store_kv`;
     `rotate_queries`.
 
-    Returns q, [rows, num_heads, k_dim].
+    Returns q, [rows, num_heads, k_dim]. Without slots `qkv` has the heads of q alone.
     """
+    if slots is None:
+        q = qkv.unflatten(1, (-1, pages.k.shape[3]))
+        normed = q if rotary.norms is None else rms_norm(q, rotary.norms[0], rotary.eps)
+        return rotate_queries(normed, rotary, positions)
     q, k, v = split_heads(qkv, rotary, pages)
     store_kv(rotate(k, rotary.cos[positions], rotary.sin[positions]), v, slots, pages)
     return rotate_queries(q, rotary, positions)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -9,7 +10,7 @@ from torch import Tensor
 from freight.kernels import experts, reference
 from freight.kernels.experts import ExpertList
 from freight.kernels.reference import Fp8Products
-from freight.operands.activation import Activation, GatedActivation
+from freight.operands.activation import Activation, GatedActivation, GateFunction
 from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KVPages
 from freight.operands.rotary import Rotary
@@ -57,13 +58,25 @@ class ReferenceKernels:
     def gated(self, gate_up: Tensor, activation: GatedActivation, consumer: object = None) -> Tensor:
         return reference.gated(gate_up, activation)
 
+    def gate(self, x: Tensor, logits: Tensor, function: GateFunction) -> Tensor:
+        return reference.gate(x, logits, function)
+
+    def join(self, parts: Sequence[tuple[Tensor, Tensor | None]], eps: float = 0.0) -> Tensor:
+        return reference.join(parts, eps)
+
     def pack_experts(self, weights: Weights, bias: Tensor | None = None) -> ExpertList:
         return experts.pack(self, weights, bias)
 
     def route(
-        self, x: Tensor, gate: Weight, routing: Routing, bias: Tensor | None = None, choice_bias: Tensor | None = None
+        self,
+        x: Tensor,
+        gate: Weight,
+        routing: Routing,
+        bias: Tensor | None = None,
+        choice_bias: Tensor | None = None,
+        expert_scale: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        return experts.choose(self.linear(x.float(), gate, bias), routing, choice_bias)
+        return experts.choose(self.linear(x.float(), gate, bias), routing, choice_bias, expert_scale)
 
     def experts(
         self,
@@ -77,7 +90,9 @@ class ReferenceKernels:
     ) -> Tensor:
         return experts.experts(self, x, ids, weights, gate_up, down, activation, base)
 
-    def rotate_store(self, qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor, pages: KVPages) -> Tensor:
+    def rotate_store(
+        self, qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor | None, pages: KVPages
+    ) -> Tensor:
         return reference.rotate_store(qkv, rotary, positions, slots, pages)
 
     def attention(

@@ -9,14 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from freight.cache.pool import LayerKV
-from freight.config.layer import GateFunction
 from freight.kernels.interface import KernelSet
 from freight.layers.linear import Linear, Projection
+from freight.operands.activation import GateFunction
 from freight.operands.batch import ForwardBatch
 from freight.operands.rotary import Rotary
 
@@ -32,11 +30,9 @@ class QKNorm:
 
     def __call__(self, qkv: Tensor) -> Tensor:
         """[num_tokens, q's size + k's size + v's size], before and after."""
-        q, k, v = qkv.tensor_split((len(self.q), len(self.q) + len(self.k)), 1)
-        normed = (
-            self.kernels.add_rms_norm(x.contiguous(), None, w, self.eps)[1] for x, w in ((q, self.q), (k, self.k))
-        )
-        return torch.cat((*normed, v), 1)
+        first, second = len(self.q), len(self.q) + len(self.k)
+        parts = ((qkv[:, :first], self.q), (qkv[:, first:second], self.k), (qkv[:, second:], None))
+        return self.kernels.join(parts, self.eps)
 
 
 @dataclass(frozen=True)
@@ -56,27 +52,20 @@ class ValueNorm:
 
     def __call__(self, qkv: Tensor) -> Tensor:
         """[num_tokens, q's size + k's size + v's size]; of `qkv`, v's size is 0 with `k_eq_v`."""
-        heads = qkv[:, -self.size :].reshape(-1, len(self.ones)).contiguous()  # one row's slice stays a view
-        v = self.kernels.add_rms_norm(heads, None, self.ones, self.eps)[1].view(len(qkv), self.size)
-        return torch.cat((qkv if self.k_eq_v else qkv[:, : -self.size], v), 1)
+        kept = qkv if self.k_eq_v else qkv[:, : -self.size]
+        return self.kernels.join(((kept, None), (qkv[:, -self.size :], self.ones)), self.eps)
 
 
 @dataclass(frozen=True)
 class HeadGate:
-    """Factors of what attention returns, of the layer's input: one for each head, or for each channel of a head.
-
-    They are computed in float64. torch's float32 functions have other bits at the end of a tensor than inside, and a
-    row's must not depend on the rows beside it. Factors, and what they multiply, are rounded to the compute dtype.
-    """
+    """Factors of what attention returns, of the layer's input: one for each head, or for each channel of a head."""
 
     projection: Linear
     function: GateFunction
 
     def __call__(self, x: Tensor, attended: Tensor) -> Tensor:
-        """x: [num_tokens, hidden_size]; attended, and what is returned: [num_tokens, num_heads, v_dim]"""
-        logits = self.projection(x).double()
-        factors = F.softplus(logits) if self.function is GateFunction.SOFTPLUS else torch.sigmoid(logits)
-        return attended * factors.to(attended.dtype).view(*attended.shape[:2], -1)
+        """x: [num_tokens, hidden_size], attended: [num_tokens, num_heads, v_dim] -> [num_tokens, num_heads * v_dim]"""
+        return self.projection.kernels.gate(attended.flatten(1), self.projection(x), self.function)
 
 
 @dataclass(frozen=True)

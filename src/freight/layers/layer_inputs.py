@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from freight.kernels.interface import KernelSet
@@ -53,5 +52,5 @@ class LayerInput:
 
     def __call__(self, x: Tensor, vectors: Tensor) -> Tensor:
         """x: [num_tokens, hidden_size], vectors: [num_tokens, size] -> [num_tokens, hidden_size]"""
-        gated = torch.cat((self.gate(x), vectors), 1)
-        return self.down(self.kernels.gated(gated, self.activation, self.down.consumer))
+        gate_up = self.kernels.join(((self.gate(x), None), (vectors, None)))
+        return self.down(self.kernels.gated(gate_up, self.activation, self.down.consumer))

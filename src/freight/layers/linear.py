@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from freight.kernels.interface import KernelSet
@@ -44,7 +43,7 @@ class UnmergedLinear:
     consumer: ClassVar[None] = None  # several weights take the input
 
     def __call__(self, x: Tensor) -> Tensor:
-        return torch.cat([part(x) for part in self.parts], 1)
+        return self.parts[0].kernels.join([(part(x), None) for part in self.parts])
 
 
 Projection = Linear | UnmergedLinear

@@ -6,13 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from freight.kernels.interface import KernelSet
 from freight.layers.linear import Linear
 from freight.layers.norm import RMSNorm
-from freight.operands.activation import GatedActivation
+from freight.operands.activation import GatedActivation, GateFunction
 from freight.operands.routing import Routing
 
 
@@ -43,12 +42,11 @@ class MoE:
     def __call__(self, x: Tensor, routed: Tensor | None = None) -> Tensor:
         """x: [num_tokens, hidden_size], and so are the result and `routed`, what the router takes if that is not x."""
         chosen_by = x if routed is None else routed
-        ids, weights = self.kernels.route(chosen_by, self.gate, self.routing, self.bias, self.choice_bias)
-        if self.expert_scale is not None:
-            weights = weights * self.expert_scale[ids.long()]
+        by_expert = (self.bias, self.choice_bias, self.expert_scale)
+        ids, weights = self.kernels.route(chosen_by, self.gate, self.routing, *by_expert)
         base = None if self.shared is None else self.shared(x)
         if base is not None and self.shared_gate is not None:
-            base = (torch.sigmoid(self.shared_gate(x).float()) * base.float()).to(x.dtype)
+            base = self.kernels.gate(base, self.shared_gate(x), GateFunction.SIGMOID)
         return self.kernels.experts(x, ids, weights, self.gate_up, self.down, self.activation, base)
 
 

@@ -17,7 +17,7 @@ from freight.layers.layer_inputs import LayerInput, LayerInputs
 from freight.layers.linear import Projection
 from freight.layers.moe import ExpertsBeside, MoE
 from freight.layers.norm import Norm
-from freight.operands.activation import Activation, GatedActivation
+from freight.operands.activation import Activation, GatedActivation, GateFunction
 from freight.operands.batch import ForwardBatch
 from freight.operands.rotary import Rotary
 
@@ -116,7 +116,9 @@ class DecoderLayer:
             assert inputs is not None
             x, _ = Residual(x, delta, weight).normed(self.mlp_norm)
             delta, weight, inputs = self.input(x, inputs[:, 0]), self.input.post, inputs[:, 1:]
-        return Residual(x if self.scalar is None else x * self.scalar, delta, weight, inputs)
+        if self.scalar is not None:
+            x = self.mlp_norm.kernels.gate(x, self.scalar[None], GateFunction.IDENTITY)
+        return Residual(x, delta, weight, inputs)
 
     def whole(self, x: Tensor, batch: ForwardBatch, kv: LayerKV, inputs: Tensor | None = None) -> Tensor:
         """The layer alone, for work that goes through a model layer by layer: x and the result are added up.
@@ -186,21 +188,22 @@ class Decoder:
         They are normed, if the model has a last norm. Logits take far more memory than these, so their rows can be
         computed a few at a time.
         """
-        return self.layers_over(self.embedding(batch.token_ids, batch.positions), batch, kv_cache)
+        return self.layers_over(self.begin(batch), batch, kv_cache)
 
-    def begin(self, embedded: Tensor, token_ids: Tensor) -> Residual:
-        """The stream that the first layer takes, of the rows of the embedding."""
-        return Residual(embedded, inputs=None if self.layer_inputs is None else self.layer_inputs(embedded, token_ids))
+    def begin(self, batch: ForwardBatch) -> Residual:
+        """The stream that the first layer takes: the rows of the embedding, and what tokens have for single layers."""
+        embedded = self.embedding(batch.token_ids, batch.positions)
+        own = None if self.layer_inputs is None else self.layer_inputs(embedded, batch.token_ids)
+        return Residual(embedded, inputs=own)
 
-    def layers_over(self, embedded: Tensor, batch: ForwardBatch, kv_cache: Sequence[LayerKV]) -> Tensor:
-        """`hidden` behind the embedding: the layers and the last norm. embedded: [num_tokens, hidden_size]."""
-        stream = self.begin(embedded, batch.token_ids)
+    def layers_over(self, stream: Residual, batch: ForwardBatch, kv_cache: Sequence[LayerKV]) -> Tensor:
+        """`hidden` behind `begin`: the layers and the last norm."""
         for layer, kv in zip(self.layers, kv_cache, strict=True):
             stream = layer(stream, batch, kv)
         if len(batch.logit_rows) < len(stream.x):
             stream = stream.rows(batch.logit_rows)
         if self.norm is None:
-            return stream.x if stream.delta is None else stream.x + stream.delta
+            return stream.summed(self.layers[-1].mlp_norm)
         _, normed = stream.normed(self.norm)
         assert isinstance(normed, Tensor)  # this norm has no consumer, so it is not quantized
         return normed

@@ -1,4 +1,4 @@
-"""Activations of a feed-forward, with a gate and without. Imports no torch."""
+"""Activations of a feed-forward, with a gate and without, and functions of gates. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,3 +19,11 @@ class Activation(StrEnum):
 
     RELU = "relu"  # max(x, 0)
     RELU_SQUARED = "relu_squared"  # max(x, 0)² (So et al. 2021, "Primer")
+
+
+class GateFunction(StrEnum):
+    """What makes a factor of the number that a gate projects to."""
+
+    SOFTPLUS = "softplus"  # ln(1 + e^x)
+    SIGMOID = "sigmoid"  # 1 / (1 + e^-x)
+    IDENTITY = "identity"  # x

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
-from freight.kernels.triton import elementwise, experts, linear, paged, route, store
+from freight.kernels.triton import elementwise, experts, gates, linear, paged, route, store
 from freight.kernels.triton.formats import Target
-from freight.operands.activation import GatedActivation
+from freight.operands.activation import GatedActivation, GateFunction
 from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KeyCenter, KVPages
 from freight.operands.rotary import Rotary
@@ -231,6 +231,8 @@ MORE_CASES: dict[str, Callable[[Target], object]] = {
     "experts fnuz": partial(mix, Format.E4M3FNUZ, False, Activations.DYNAMIC, 64),
     "route groups": partial(choose, 64, Routing(256, 8, Scoring.SIGMOID, num_groups=8, top_groups=4)),
     "norm": lambda target: elementwise.add_rms_norm(target, empty(64, 4096), None, empty(4096), 1e-5),
+    "gate": lambda target: gates.gate(empty(64, 4096), empty(64, 32), GateFunction.SOFTPLUS),
+    "join": lambda target: gates.join([(empty(64, 6144)[:, :4096], empty(4096)), (empty(64, 1024), None)], 1e-5),
     "norm by group, wide": partial(norm, True, Activations.DYNAMIC, 16384),
     "norm by row, sandwich": partial(norm, False, Activations.DYNAMIC, 4096, sandwich=True),
     "norm static": partial(norm, False, Activations.STATIC, 4096),

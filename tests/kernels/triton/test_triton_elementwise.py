@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from freight.kernels import reference
-from freight.kernels.triton import elementwise
+from freight.kernels.triton import elementwise, gates
 from freight.kernels.triton.formats import current_target
 from freight.kernels.triton.rows import quantize
-from freight.operands.activation import Activation, GatedActivation
+from freight.operands.activation import Activation, GatedActivation, GateFunction
 from freight.operands.weight import Activations, Weight
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -101,3 +101,27 @@ def test_gated(activation, dtype, size, device):
     torch.manual_seed(0)
     x = (torch.randn(3, 2 * size) * 5).to(dtype).to(device)
     assert_close(elementwise.gated(current_target(), x, activation), reference.gated(x, activation))
+
+
+@pytest.mark.parametrize("function", GateFunction)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("groups", "group"), [(1, 1100), (3, 20), (72, 1)])
+def test_gate(groups, group, dtype, function, device):
+    torch.manual_seed(0)
+    x = torch.randn(3, groups * group).to(dtype).to(device)
+    logits = (torch.randn(3, 2 * groups) * 8).to(dtype).to(device)[:, :groups]
+    assert_close(gates.gate(x, logits, function), reference.gate(x, logits, function))
+    same = gates.gate(x, logits[:1], function)  # one row of logits for all rows
+    assert_close(same, reference.gate(x, logits[:1], function))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("wide", [False, True])
+def test_join(wide, dtype, device):
+    torch.manual_seed(0)
+    x, other = torch.randn(3, 200).to(dtype).to(device), torch.randn(3, 2, 33).to(dtype).to(device)
+    whole, of_heads = (torch.rand(size).to(torch.float32 if wide else dtype).to(device) for size in (70, 20))
+    parts = ((x[:, 3:73], whole), (x[:, 100:160], of_heads), (other[:, 1], None))
+    out = gates.join(parts, 1e-5)
+    assert_close(out, reference.join(parts, 1e-5))
+    assert torch.equal(out[:, -33:], other[:, 1])

@@ -195,3 +195,17 @@ def test_the_factor_of_queries(rotary_dim, dtype, device):
     plain = reference.rotate_store(qkv, replace(rotary, q_factor=None), positions, slots, expected)
     assert (q[1:] != plain[1:]).float().mean() > 0.9
     assert_same(got, expected)
+
+
+def test_queries_alone_are_those_beside_keys(device):
+    """Without slots: the heads of q, for keys that another layer has stored; the pages keep what they hold."""
+    torch.manual_seed(0)
+    rows, heads, kv_heads, dim = 3, 3, 2, 32
+    qkv = torch.randn(rows, heads + 2 * kv_heads, dim).bfloat16().to(device)
+    weight = torch.rand(dim).bfloat16().to(device)
+    rotary, positions = make_rotary(dim, device, (weight, weight)), torch.arange(rows, device=device) % POSITIONS
+    pages, untouched = (make_pages(Format.E4M3FN, "token", kv_heads, dim, device) for _ in range(2))
+    nowhere = torch.full_like(positions, -1)
+    q = rotate_store(qkv[:, :heads].contiguous(), rotary, positions, None, pages)
+    assert_same(pages, untouched)
+    assert torch.equal(q, rotate_store(qkv, rotary, positions, nowhere, pages))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from tests.unit.config.test_model import config, refused, windows
 
-from freight.config.layer import DenseConfig, GateFunction, MoEConfig, NormPlacement, OutputGate
+from freight.config.layer import DenseConfig, MoEConfig, NormPlacement, OutputGate
 from freight.config.model import parse_model_config
 from freight.models.architectures import tensor_names
-from freight.operands.activation import Activation
+from freight.operands.activation import Activation, GateFunction
 from freight.operands.routing import Routing, Scoring
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from freight.kernels import reference
-from freight.kernels.cpu import attention, elementwise, experts, linear, store, tuning
+from freight.kernels.cpu import attention, elementwise, experts, linear, rowwise, store, tuning
 from freight.kernels.cpu.experts import PackedExperts
 from freight.kernels.cpu.library import Library
 from freight.kernels.cpu.linear import PackedWeight
-from freight.operands.activation import Activation, GatedActivation
+from freight.operands.activation import Activation, GatedActivation, GateFunction
 from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KVPages
 from freight.operands.rotary import Rotary
@@ -21,10 +21,7 @@ from freight.operands.weight import Weight, Weights
 
 @dataclass(frozen=True)
 class CpuKernels:
-    """The compiled kernels. They take no `consumer`: activations are quantized by the product itself.
-
-    LayerNorm and activations without a gate are torch's, as the reference has them: few models need them.
-    """
+    """The compiled kernels. They take no `consumer`: activations are quantized by the product itself."""
 
     library: Library
     note: str = ""
@@ -61,13 +58,19 @@ class CpuKernels:
     def add_layer_norm(
         self, x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor, eps: float, consumer: object = None
     ) -> tuple[Tensor, Tensor]:
-        return reference.add_layer_norm(x, delta, weight, bias, eps)
+        return rowwise.add_layer_norm(self.library, x, delta, weight, bias, eps)
 
     def activated(self, x: Tensor, activation: Activation, consumer: object = None) -> Tensor:
-        return reference.activated(x, activation)
+        return rowwise.activated(self.library, x, activation)
 
     def gated(self, gate_up: Tensor, activation: GatedActivation, consumer: object = None) -> Tensor:
         return elementwise.gated(self.library, gate_up, activation)
+
+    def gate(self, x: Tensor, logits: Tensor, function: GateFunction) -> Tensor:
+        return rowwise.gate(self.library, x, logits, function)
+
+    def join(self, parts: Sequence[tuple[Tensor, Tensor | None]], eps: float = 0.0) -> Tensor:
+        return rowwise.join(self.library, parts, eps)
 
     def pack_experts(self, weights: Weights, bias: Tensor | None = None) -> PackedExperts:
         packed = experts.pack(self.library, weights, bias)
@@ -82,8 +85,9 @@ class CpuKernels:
         routing: Routing,
         bias: Tensor | None = None,
         choice_bias: Tensor | None = None,
+        expert_scale: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        return experts.route(self.library, x, gate, routing, bias, choice_bias)
+        return experts.route(self.library, x, gate, routing, bias, choice_bias, expert_scale)
 
     def experts(
         self,
@@ -97,7 +101,9 @@ class CpuKernels:
     ) -> Tensor:
         return experts.experts(self.library, x, ids, weights, gate_up, down, activation, base)
 
-    def rotate_store(self, qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor, pages: KVPages) -> Tensor:
+    def rotate_store(
+        self, qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor | None, pages: KVPages
+    ) -> Tensor:
         return store.rotate_store(self.library, qkv, rotary, positions, slots, pages)
 
     def attention(

@@ -102,6 +102,7 @@ def route(
     routing: Routing,
     bias: Tensor | None = None,
     choice_bias: Tensor | None = None,
+    expert_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`KernelSet.route`. The logits have the bits of `linear` over x in float32; a NaN counts as the largest score."""
     rows, hidden_size = x.shape
@@ -109,14 +110,13 @@ def route(
     assert hidden_size == gate.in_features
     assert num_experts == routing.num_experts >= top_k
     assert num_experts % routing.num_groups == 0
-    assert all(
-        one is None or (one.dtype == torch.float32 and one.shape == (num_experts,)) for one in (bias, choice_bias)
-    )
+    by_expert = (bias, choice_bias, expert_scale)
+    assert all(one is None or (one.dtype == torch.float32 and one.shape == (num_experts,)) for one in by_expert)
     x = x.contiguous()
     ids, weights = library.empty((rows, top_k), torch.int32), library.empty((rows, top_k), torch.float32)
     library.functions.freight_route(
         FreightRoute(
-            *(gate.address, x.data_ptr(), address(bias), address(choice_bias), ids.data_ptr(), weights.data_ptr()),
+            *(gate.address, x.data_ptr(), *map(address, by_expert), ids.data_ptr(), weights.data_ptr()),
             *(rows, FORMATS[x.dtype], top_k, SCORINGS[routing.scoring], routing.normed),
             *(routing.num_groups, routing.top_groups, routing.factor, torch.get_num_threads()),
         )

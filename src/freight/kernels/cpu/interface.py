@@ -12,7 +12,7 @@ from typing import Any
 from freight.errors import CapacityError, FreightError, KernelError
 from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
-from freight.operands.activation import GatedActivation
+from freight.operands.activation import Activation, GatedActivation, GateFunction
 from freight.operands.routing import Scoring
 from freight.operands.weight import Activations
 
@@ -32,10 +32,15 @@ MXFP4 = 7  # of weights alone
 FORMATS = {torch_dtype(format): code for format, code in FORMAT_CODES.items()}  # by dtype
 ACTIVATIONS = {Activations.PLAIN: 0, Activations.DYNAMIC: 1, Activations.STATIC: 2}
 GATED_ACTIVATIONS = {GatedActivation.SILU: 0, GatedActivation.GELU_TANH: 1, GatedActivation.CLAMPED_SWIGLU: 2}
+UNGATED_ACTIVATIONS = {Activation.RELU: 0, Activation.RELU_SQUARED: 1}
+GATE_FUNCTIONS = {GateFunction.SOFTPLUS: 0, GateFunction.SIGMOID: 1, GateFunction.IDENTITY: 2}
 SCORINGS = {Scoring.SOFTMAX: 0, Scoring.SIGMOID: 1, Scoring.CHOSEN: 2}
 OK, OUT_OF_MEMORY, FAILED, SHORT_CONTEXT = range(4)  # FreightStatus
 # By FreightFunction: those that can be replayed.
-FUNCTIONS = ("linear", "add_rms_norm", "gated", "attention", "rotate_store", "experts", "route")
+FUNCTIONS = (
+    *("linear", "add_rms_norm", "gated", "attention", "rotate_store", "experts", "route"),
+    *("add_layer_norm", "activated", "gate", "part"),
+)
 
 _ERRORS: dict[int, tuple[type[FreightError], str]] = {
     OUT_OF_MEMORY: (CapacityError, "there is no memory left for its working space; lower --max-num-batched-tokens"),
@@ -84,9 +89,45 @@ class FreightGated(ctypes.Structure):
     )
 
 
+class FreightLayerNorm(ctypes.Structure):
+    _fields_ = (
+        *((name, _POINTER) for name in ("x", "delta", "weight", "bias", "sum", "out")),
+        *((name, _LONG) for name in ("rows", "size")),
+        ("format", _INT),
+        ("eps", _FLOAT),
+        ("threads", _INT),
+    )
+
+
+class FreightActivated(ctypes.Structure):
+    _fields_ = (
+        *((name, _POINTER) for name in ("x", "out")),
+        *((name, _LONG) for name in ("rows", "size")),
+        *((name, _INT) for name in ("format", "activation", "threads")),
+    )
+
+
+class FreightGate(ctypes.Structure):
+    _fields_ = (
+        *((name, _POINTER) for name in ("x", "logits", "out")),
+        *((name, _LONG) for name in ("rows", "size", "groups", "logits_stride")),
+        *((name, _INT) for name in ("format", "function", "threads")),
+    )
+
+
+class FreightPart(ctypes.Structure):
+    _fields_ = (
+        *((name, _POINTER) for name in ("x", "weight", "out")),
+        *((name, _LONG) for name in ("rows", "size", "x_stride", "out_stride", "group")),
+        *((name, _INT) for name in ("format", "weight_format")),
+        ("eps", _FLOAT),
+        ("threads", _INT),
+    )
+
+
 class FreightRoute(ctypes.Structure):
     _fields_ = (
-        *((name, _POINTER) for name in ("gate", "x", "bias", "choice_bias", "ids", "weights")),
+        *((name, _POINTER) for name in ("gate", "x", "bias", "choice_bias", "expert_scale", "ids", "weights")),
         ("rows", _LONG),
         *((name, _INT) for name in ("format", "top_k", "scoring", "normed", "num_groups", "top_groups")),
         ("factor", _FLOAT),
@@ -140,6 +181,10 @@ COMPUTE: dict[str, tuple[Any, ...]] = {
     "freight_linear": (ctypes.POINTER(FreightLinear),),
     "freight_add_rms_norm": (ctypes.POINTER(FreightNorm),),
     "freight_gated": (ctypes.POINTER(FreightGated),),
+    "freight_add_layer_norm": (ctypes.POINTER(FreightLayerNorm),),
+    "freight_activated": (ctypes.POINTER(FreightActivated),),
+    "freight_gate": (ctypes.POINTER(FreightGate),),
+    "freight_part": (ctypes.POINTER(FreightPart),),
     "freight_route": (ctypes.POINTER(FreightRoute),),
     "freight_experts": (ctypes.POINTER(FreightExperts),),
     "freight_attention": (ctypes.POINTER(FreightAttention),),

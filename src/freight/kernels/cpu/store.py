@@ -16,7 +16,7 @@ from freight.operands.rotary import Rotary
 
 
 def rotate_store(
-    library: Library, qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor, pages: KVPages
+    library: Library, qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor | None, pages: KVPages
 ) -> Tensor:
     """`reference.rotate_store`. qkv: contiguous.
 
@@ -25,6 +25,8 @@ def rotate_store(
     check_head_dim(pages)
     rows, width = qkv.shape
     num_kv_heads, k_dim, v_dim = *pages.k.shape[2:], pages.v.shape[3]
+    if slots is None:
+        num_kv_heads = 0
     num_heads = (width - num_kv_heads * (k_dim + v_dim)) // k_dim
     assert width == num_heads * k_dim + num_kv_heads * (k_dim + v_dim)
     assert rotary.rotary_dim <= k_dim
@@ -39,7 +41,7 @@ def rotate_store(
             k_scale=address(pages.k_scale),
             v_scale=address(pages.v_scale),
             positions=address(positions),
-            slots=address(slots),
+            slots=address(positions if slots is None else slots),
             cos=address(rotary.cos),
             sin=address(rotary.sin),
             q_factor=address(rotary.q_factor),

@@ -133,7 +133,13 @@ def choose(scores: Tensor, routing: Routing, choice_bias: Tensor | None = None) 
 
 
 def route(
-    x: Tensor, gate: Weight, routing: Routing, bias: Tensor | None = None, choice_bias: Tensor | None = None
+    x: Tensor,
+    gate: Weight,
+    routing: Routing,
+    bias: Tensor | None = None,
+    choice_bias: Tensor | None = None,
+    expert_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`KernelSet.route`. x: [rows, hidden_size]."""
-    return choose(logits(x, gate, bias), routing, choice_bias)
+    ids, weights = choose(logits(x, gate, bias), routing, choice_bias)
+    return ids, weights if expert_scale is None else weights * expert_scale[ids]

@@ -168,13 +168,15 @@ FEW_ROWS = 512  # up to here a program takes one row and one head, so that there
 
 
 def rotate_store(
-    target: Target, qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor, pages: KVPages
+    target: Target, qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor | None, pages: KVPages
 ) -> Tensor:
     """`reference.rotate_store`. qkv: contiguous."""
     assert qkv.is_contiguous()
     rows, width = qkv.shape
     kv_heads, k_dim = pages.k.shape[2:]
     v_dim = pages.v.shape[3]
+    if slots is None:
+        slots, kv_heads = positions, 0
     q = torch.empty(rows, (width - kv_heads * (k_dim + v_dim)) // k_dim, k_dim, dtype=qkv.dtype, device=qkv.device)
     q_norm, k_norm = rotary.norms or (None, None)
     k_center = None if pages.k_center is None else pages.k_center.b

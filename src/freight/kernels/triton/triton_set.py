@@ -6,16 +6,17 @@ divisors of its arguments. Arguments that change from step to step are therefore
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
-from freight.kernels.triton import elementwise, experts, linear, paged, route, store
+from freight.kernels.triton import elementwise, experts, gates, linear, paged, route, store
 from freight.kernels.triton.experts import ExpertStack
 from freight.kernels.triton.formats import Target
 from freight.kernels.triton.rows import Quantized
-from freight.operands.activation import Activation, GatedActivation
+from freight.operands.activation import Activation, GatedActivation, GateFunction
 from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KVPages
 from freight.operands.rotary import Rotary
@@ -65,13 +66,25 @@ class TritonKernels:
     def gated(self, gate_up: Tensor, activation: GatedActivation, consumer: Weight | None = None) -> Tensor | Quantized:
         return elementwise.gated(self.target, gate_up, activation, consumer)
 
+    def gate(self, x: Tensor, logits: Tensor, function: GateFunction) -> Tensor:
+        return gates.gate(x, logits, function)
+
+    def join(self, parts: Sequence[tuple[Tensor, Tensor | None]], eps: float = 0.0) -> Tensor:
+        return gates.join(parts, eps)
+
     def pack_experts(self, weights: Weights, bias: Tensor | None = None) -> ExpertStack:
         return experts.pack(weights, bias)
 
     def route(
-        self, x: Tensor, gate: Weight, routing: Routing, bias: Tensor | None = None, choice_bias: Tensor | None = None
+        self,
+        x: Tensor,
+        gate: Weight,
+        routing: Routing,
+        bias: Tensor | None = None,
+        choice_bias: Tensor | None = None,
+        expert_scale: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        return route.route(x, gate, routing, bias, choice_bias)
+        return route.route(x, gate, routing, bias, choice_bias, expert_scale)
 
     def experts(
         self,
@@ -85,7 +98,9 @@ class TritonKernels:
     ) -> Tensor:
         return experts.experts(self.target, x, ids, weights, gate_up, down, activation, base)
 
-    def rotate_store(self, qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor, pages: KVPages) -> Tensor:
+    def rotate_store(
+        self, qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor | None, pages: KVPages
+    ) -> Tensor:
         return store.rotate_store(self.target, qkv, rotary, positions, slots, pages)
 
     def attention(

@@ -1,0 +1,153 @@
+// Row-wise operations that some families have: LayerNorm, activations without a gate, gates of results, and columns that
+// are normed on their own.
+//
+// As the reference, they round where it rounds; a row's bits depend on that row alone.
+#include <vector>
+
+#include "parallel.h"
+#include "rows.h"
+#include "status.h"
+
+namespace freight {
+namespace {
+
+float* scratch_of(int64_t size) {
+  thread_local std::vector<float> scratch;
+  if (static_cast<int64_t>(scratch.size()) < padded(size)) scratch.resize(static_cast<size_t>(padded(size)));
+  return scratch.data();
+}
+
+// In lanes, and the lanes in order.
+float sum_of(const float* values, int64_t size) {
+  V16 sums{};
+  for (int64_t i = 0; i < size; i += kLanes) sums = sums + load16(values + i);
+  float lanes[kLanes], sum = 0.f;
+  store(lanes, sums);
+  for (float lane : lanes) sum += lane;
+  return sum;
+}
+
+void add_layer_norm(const FreightLayerNorm& a) {
+  const int32_t format = a.format;
+  const int64_t size = a.size;
+  parallel_for(a.rows, threads_for(a.rows * size, a.threads), [&](int64_t row) {
+    float* values = scratch_of(size);
+    const int64_t begin = row * size;
+    for (int64_t i = 0; i < size; i += kLanes) {
+      const int count = lanes_at(i, size);
+      V16 v = load_as(element(a.x, begin + i, format), format, count);
+      if (a.delta) {
+        v = rounded_to(v + load_as(element(a.delta, begin + i, format), format, count), format);
+        store_as(element(a.sum, begin + i, format), v, format, count);
+      }
+      store(values + i, v);
+    }
+    for (int pass = 0; pass < 2; pass++) {  // the second takes what the first one's rounding left of the mean
+      const V16 mean = set16(sum_of(values, padded(size)) / static_cast<float>(size));
+      for (int64_t i = 0; i < size; i += kLanes) store(values + i, load16(values + i) - mean);
+      std::fill(values + size, values + padded(size), 0.f);
+    }
+    const float variance = sum_of_squares(values, padded(size)) / static_cast<float>(size);
+    const V16 scale = set16(1.f / std::sqrt(variance + a.eps));
+    for (int64_t i = 0; i < size; i += kLanes) {
+      const int count = lanes_at(i, size);
+      const V16 weight = load_as(element(a.weight, i, format), format, count);
+      const V16 bias = load_as(element(a.bias, i, format), format, count);
+      store_as(element(a.out, begin + i, format), load16(values + i) * scale * weight + bias, format, count);
+    }
+  });
+}
+
+void activated(const FreightActivated& a) {
+  constexpr int64_t kChunk = 2048;  // elements of a task
+  const int64_t count = a.rows * a.size;
+  parallel_for((count + kChunk - 1) / kChunk, threads_for(count, a.threads), [&](int64_t task) {
+    const int64_t end = std::min(count, (task + 1) * kChunk);
+    for (int64_t i = task * kChunk; i < end; i += kLanes) {
+      const V16 x = load_as(element(a.x, i, a.format), a.format, lanes_at(i, end));
+      const V16 positive = each([&](int lanes) { return x.v[lanes] < VF{} ? VF{} : x.v[lanes]; });  // NaN stays NaN
+      const V16 result = a.activation == FREIGHT_RELU_SQUARED ? positive * positive : positive;
+      store_as(element(a.out, i, a.format), result, a.format, lanes_at(i, end));
+    }
+  });
+}
+
+// ln(1 + u) for u of 0 .. 1: 2 artanh(u / (2 + u)), whose series has an error below 2 ** -28 after these terms.
+inline VF log1p(VF u) {
+  const VF s = u / (u + set1(2.f)), square = s * s;
+  VF sum = set1(1.f / 15.f);
+  for (const float divisor : {13.f, 11.f, 9.f, 7.f, 5.f, 3.f, 1.f}) sum = fma(sum, square, set1(1.f / divisor));
+  return (s + s) * sum;
+}
+
+inline VF factor_of(VF logit, int32_t function) {
+  if (function == FREIGHT_BY_IDENTITY) return logit;
+  const VF magnitude = (VF)((VI)logit & 0x7FFFFFFF);
+  const VF e = exp2(magnitude * set1(-1.44269504088896f));  // e^-|logit|
+  VF factor;
+  if (function == FREIGHT_BY_SOFTPLUS)
+    factor = (logit < VF{} ? VF{} : logit) + log1p(e);
+  else
+    factor = (logit < VF{} ? e : set1(1.f)) / (e + set1(1.f));
+  return logit == logit ? factor : logit;
+}
+
+void gate(const FreightGate& a) {
+  const int32_t format = a.format;
+  const int64_t group = a.size / a.groups;
+  parallel_for(a.rows, threads_for(a.rows * a.size, a.threads), [&](int64_t row) {
+    float* factors = scratch_of(a.groups);
+    read_row(element(a.logits, row * a.logits_stride, format), format, a.groups, factors);
+    for (int64_t i = 0; i < a.groups; i += kLanes) {
+      const V16 logits = load16(factors + i);
+      store(factors + i, each([&](int lanes) { return factor_of(logits.v[lanes], a.function); }));
+    }
+    const auto multiply = [&](int64_t at, V16 factor, int count) {
+      const V16 x = load_as(element(a.x, row * a.size + at, format), format, count);
+      store_as(element(a.out, row * a.size + at, format), x * factor, format, count);
+    };
+    if (group == 1) {
+      for (int64_t i = 0; i < a.size; i += kLanes) multiply(i, load16(factors + i), lanes_at(i, a.size));
+      return;
+    }
+    for (int64_t g = 0; g < a.groups; g++)
+      for (int64_t i = 0; i < group; i += kLanes) multiply(g * group + i, set16(factors[g]), lanes_at(i, group));
+  });
+}
+
+void part(const FreightPart& a) {
+  const int32_t format = a.format;
+  parallel_for(a.rows, threads_for(a.rows * a.size, a.threads), [&](int64_t row) {
+    const char* from = element(a.x, row * a.x_stride, format);
+    char* to = element(a.out, row * a.out_stride, format);
+    if (!a.weight) {
+      std::memcpy(to, from, static_cast<size_t>(a.size * bytes_of(format)));
+      return;
+    }
+    float* values = scratch_of(a.group);
+    for (int64_t i = 0; i < a.size; i += a.group) {
+      read_row(element(from, i, format), format, a.group, values);
+      rms_norm(values, a.weight, a.weight_format, a.group, format, a.eps);
+      write_row(values, format, a.group, element(to, i, format));
+    }
+  });
+}
+
+}  // namespace
+}  // namespace freight
+
+FREIGHT_API FreightStatus freight_add_layer_norm(const FreightLayerNorm* arguments) {
+  return freight::status_of([&] { freight::add_layer_norm(*arguments); });
+}
+
+FREIGHT_API FreightStatus freight_activated(const FreightActivated* arguments) {
+  return freight::status_of([&] { freight::activated(*arguments); });
+}
+
+FREIGHT_API FreightStatus freight_gate(const FreightGate* arguments) {
+  return freight::status_of([&] { freight::gate(*arguments); });
+}
+
+FREIGHT_API FreightStatus freight_part(const FreightPart* arguments) {
+  return freight::status_of([&] { freight::part(*arguments); });
+}

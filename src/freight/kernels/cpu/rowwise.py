@@ -1,0 +1,100 @@
+"""Row-wise operations that some families have (csrc/rowwise.cpp): LayerNorm, activations without a gate, gates of
+results, and columns that are normed on their own and put side by side.
+
+A row's bits depend on that row alone. They differ from the reference's by the order of a sum or the last bits of an
+exponential, before the same roundings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from freight.kernels.cpu.arguments import address
+from freight.kernels.cpu.interface import (
+    FORMATS,
+    GATE_FUNCTIONS,
+    UNGATED_ACTIVATIONS,
+    FreightActivated,
+    FreightGate,
+    FreightLayerNorm,
+    FreightPart,
+)
+from freight.kernels.cpu.library import Library
+from freight.operands.activation import Activation, GateFunction
+
+
+def add_layer_norm(
+    library: Library, x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """`reference.add_layer_norm`. x, delta: [rows, size]; weight, bias: [size]; one dtype."""
+    assert delta is None or (delta.shape == x.shape and delta.dtype == x.dtype)
+    assert weight.shape == bias.shape == x.shape[1:]
+    assert weight.dtype == bias.dtype == x.dtype
+    x = x.contiguous()
+    delta = None if delta is None else delta.contiguous()
+    rows, size = x.shape
+    total = x if delta is None else library.empty((rows, size), x.dtype)
+    out = library.empty((rows, size), x.dtype)
+    library.functions.freight_add_layer_norm(
+        FreightLayerNorm(
+            *(x.data_ptr(), address(delta), address(weight), address(bias), total.data_ptr(), out.data_ptr()),
+            *(rows, size, FORMATS[x.dtype], eps, torch.get_num_threads()),
+        )
+    )
+    return total, out
+
+
+def activated(library: Library, x: Tensor, activation: Activation) -> Tensor:
+    """`reference.activated`, to the bit. x: [rows, size]."""
+    x = x.contiguous()
+    out = library.empty((x.shape[0], x.shape[1]), x.dtype)
+    code = UNGATED_ACTIVATIONS[activation]
+    library.functions.freight_activated(
+        FreightActivated(x.data_ptr(), out.data_ptr(), *x.shape, FORMATS[x.dtype], code, torch.get_num_threads())
+    )
+    return out
+
+
+def gate(library: Library, x: Tensor, logits: Tensor, function: GateFunction) -> Tensor:
+    """`reference.gate`. x: [rows, size]; logits: [rows, groups] or [1, groups], in x's dtype."""
+    rows, size = x.shape
+    same, groups = len(logits) != rows, logits.shape[1]
+    assert logits.dtype == x.dtype
+    assert len(logits) == 1 or not same
+    assert size % groups == 0
+    x, logits = x.contiguous(), logits.contiguous()
+    out = library.empty((rows, size), x.dtype)
+    library.functions.freight_gate(
+        FreightGate(
+            *(x.data_ptr(), logits.data_ptr(), out.data_ptr(), rows, size, groups, 0 if same else groups),
+            *(FORMATS[x.dtype], GATE_FUNCTIONS[function], torch.get_num_threads()),
+        )
+    )
+    return out
+
+
+def join(library: Library, parts: Sequence[tuple[Tensor, Tensor | None]], eps: float = 0.0) -> Tensor:
+    """`reference.join`. Each x: [rows, size], its columns one after another in memory."""
+    first = parts[0][0]
+    rows, width = len(first), sum(x.shape[1] for x, _ in parts)
+    out = library.empty((rows, width), first.dtype)
+    code, at = FORMATS[first.dtype], out.data_ptr()
+    for x, weight in parts:
+        size = x.shape[1]
+        group = size if weight is None else len(weight)
+        assert len(x) == rows
+        assert x.dtype == first.dtype
+        assert x.stride(1) == 1 or size == 1
+        assert size % group == 0
+        assert weight is None or weight.dtype in (x.dtype, torch.float32)
+        library.functions.freight_part(
+            FreightPart(
+                *(x.data_ptr(), address(weight), at, rows, size, x.stride(0), width, group),
+                *(code, code if weight is None else FORMATS[weight.dtype], eps, torch.get_num_threads()),
+            )
+        )
+        at += size * first.itemsize
+    return out
