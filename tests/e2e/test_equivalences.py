@@ -64,7 +64,7 @@ SETUPS = [  # (model, cache, kernels)
     *(("demo", "e4m3-token", kernels) for kernels in OTHER_KERNELS),
     *((variant, "e4m3-token", kernels) for variant, kernels in FAMILIES),
 ]
-FULL = [("demo", cache, "auto") for cache in ("bfloat16", "e4m3-token", "mixed")]
+FULL = [("demo", cache, "auto") for cache in ("e4m3-token", "mixed")]
 SAMPLING = {
     "greedy": SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=3),
     "seeded": SamplingParams(temperature=0.9, top_p=0.95, seed=7, max_tokens=24, ignore_eos=True, logprobs=3),

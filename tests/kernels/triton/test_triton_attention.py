@@ -369,15 +369,13 @@ def same(*both: Any) -> bool:
     ("kind", "heads", "group", "v_dim"),
     [
         ("static", 2, 3, 40),
-        ("static, group", 1, 3, 64),
-        ("row", 2, 3, 40),
         ("row", 1, 3, 128),
         ("group", 1, 3, 128),
-        ("group", 1, 2, 384),
         ("group", 2, 3, 64),
-        ("group", 1, 5, 40),
+        *(pytest.param(*rare, marks=pytest.mark.slow)
+          for rare in (("static, group", 1, 3, 64), ("row", 2, 3, 40), ("group", 1, 2, 384), ("group", 1, 5, 40))),
     ],
-)
+)  # fmt: skip
 def test_merged_rows_are_quantized_for_their_consumer(kind, heads, group, v_dim, monkeypatch, device):
     """As `quantize` does it afterwards, in a step of decodes and beside a chunk of prefill."""
     monkeypatch.setattr(paged, "MERGE_CHUNK", 2)
