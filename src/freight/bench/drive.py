@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from freight.config.engine import EngineConfig
+from freight.config.layer import MoEConfig
 from freight.config.model import ModelConfig
 from freight.engine.engine import Engine
 from freight.engine.prepare import SequenceSlice
@@ -101,8 +102,9 @@ def drive(engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[Sam
     return records
 
 
-def weight_bytes(model: ModelConfig, compute_format: Format, weight_format: Format) -> int:
-    """Bytes of weights that a step reads, scales included. Of an embedding that is not the head, only rows are read."""
+def weight_bytes(model: ModelConfig, compute_format: Format, weight_format: Format, num_rows: int = 1) -> int:
+    """Bytes of weights that a step of `num_rows` tokens reads, scales included. Of an embedding that is not the head,
+    only rows are read; of experts, as many as are chosen on average if all are equally likely."""
     names, total = tensor_names(model), 0
     for name, shape in tensor_shapes(model).items():
         if name == names.positions or (name == names.embedding and not model.tie_word_embeddings):
@@ -112,6 +114,19 @@ def weight_bytes(model: ModelConfig, compute_format: Format, weight_format: Form
         if linear and weight_format.is_fp8:
             outputs = shape[0] if len(shape) == 2 else shape[0] * shape[2]  # of all experts
             total += outputs * Format.FLOAT32.bytes
+    return total - round(_experts_left_out(model, weight_format, num_rows))
+
+
+def _experts_left_out(model: ModelConfig, weight_format: Format, num_rows: int) -> float:
+    """Bytes of the experts that no row of a step chooses."""
+    total = 0.0
+    for layer in model.layers:
+        moe = layer.feed_forward
+        if isinstance(moe, MoEConfig):
+            outputs = sum(moe.up_sizes) + model.hidden_size
+            values = sum(moe.up_sizes) * model.hidden_size + model.hidden_size * moe.intermediate_size
+            expert = values * weight_format.bytes + (outputs * Format.FLOAT32.bytes if weight_format.is_fp8 else 0)
+            total += moe.num_experts * expert * (1 - moe.routing.top_k / moe.num_experts) ** num_rows
     return total
 
 

@@ -59,7 +59,7 @@ def measure_latency(
         runs.append(run())
         bandwidths.append((before + probe.sample()) / 2)
     on_progress(repeats + 1, repeats + 1)
-    weights = weight_bytes(engine.runner.model.config, config.compute_format, config.weight_format)
+    weights = weight_bytes(engine.runner.model.config, config.compute_format, config.weight_format, batch_size)
     bytes_per_token = engine.runner.pool.spec.bytes_per_token
     cache = round(batch_size * (input_len + output_len / 2) * bytes_per_token)  # half way through decoding
     figures = _figures(runs, batch_size, input_len)

@@ -101,6 +101,15 @@ def test_weight_bytes_by_hand():
     assert weight_bytes(model, Format.BFLOAT16, Format.E4M3FN) == linear + 4 * outputs + 2 * (norms + head)
 
 
+def test_of_experts_only_those_count_that_are_chosen():
+    """All of them are equally likely: of 8, one row of a step reads 2, two rows 3.5 on average, and many rows all."""
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
+    model = parse_model_config({**SHAPE, "model_type": "qwen3_moe", "architectures": None, **experts})
+    one, two, all_ = (weight_bytes(model, Format.BFLOAT16, Format.BFLOAT16, rows) for rows in (1, 2, 1000))
+    expert = 2 * 3 * 48 * 64 * 2  # of each of two layers, in 16 bits
+    assert (all_ - one, all_ - two) == (6 * expert, 4.5 * expert)
+
+
 def test_every_step_is_timed_and_the_model_is_part_of_it(opened: OpenModel):
     engine, _ = start_engine(opened)
     numbers = random.Random(0)
