@@ -199,12 +199,20 @@ def _column(values: Sequence[float], like: Tensor) -> Tensor:
     return send(values, torch.float64, like.device).unsqueeze(-1)
 
 
+def highest(x: Tensor) -> Tensor:
+    """Where each row [rows, tokens], in 32 or 64 bits, is highest: the first, thus the lowest id, of equals.
+
+    On a CPU by numpy, which takes a fifth of torch's time or less. int64 [rows].
+    """
+    return torch.from_numpy(x.numpy().argmax(-1)) if x.device.type == "cpu" else x.argmax(-1)
+
+
 def _choose(x: Tensor, rows: Sequence[_Row], width: int) -> tuple[Tensor, Tensor]:
     """Tokens int64 [num_rows] from adjusted logits x; bool [num_rows], whether the `width` most likely were enough."""
     drawn = [i for i, row in enumerate(rows) if not row.params.greedy]
     if len(drawn) == len(rows):
         return _draw(x, rows, width)
-    tokens = x.argmax(-1)  # the first, thus the lowest id, of equal maxima
+    tokens = highest(x)
     reached = torch.ones_like(tokens, dtype=torch.bool)
     if drawn:
         index = send(drawn, torch.int64, x.device)

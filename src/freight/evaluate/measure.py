@@ -18,6 +18,7 @@ from torch import Tensor
 from freight.config.engine import EngineConfig
 from freight.engine.prepare import Logits, SequenceSlice
 from freight.engine.runner import ModelRunner
+from freight.engine.sampler import highest
 from freight.evaluate.divergence import kl_divergence
 from freight.evaluate.perplexity import Window
 from freight.evaluate.stored_error import Probe
@@ -129,7 +130,7 @@ def measure(runs: Sequence[SettingRun], windows: Sequence[Window], on_progress: 
 def _judge(runs: Sequence[SettingRun], states: Sequence[Tensor], targets: Tensor) -> None:
     """Log-probabilities, KL and top tokens of a few rows."""
     reference = torch.log_softmax(runs[0].head(states[0]), -1)
-    probabilities, top = reference.exp(), reference.argmax(-1)
+    probabilities, top = reference.exp(), highest(reference)
     for run, hidden in zip(runs, states, strict=True):
         if run is runs[0]:
             own, kl, same = reference, torch.zeros_like(targets, dtype=torch.float32), torch.ones_like(targets).bool()
@@ -138,7 +139,7 @@ def _judge(runs: Sequence[SettingRun], states: Sequence[Tensor], targets: Tensor
             kl = torch.linalg.vecdot(probabilities, reference - own)
             if not kl.isfinite().all():  # a token that is impossible for one of both
                 kl = kl_divergence(reference, own)
-            same = own.argmax(-1) == top
+            same = highest(own) == top
         run.logprobs.append(own.gather(-1, targets[:, None])[:, 0].cpu())
         run.kl.append(kl.cpu())
         run.same.append(same.cpu())

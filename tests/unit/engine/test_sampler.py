@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freight.engine.sampler import Sampled, SamplingRow, prompt_logprobs, sample, sibling_seed, uniforms
+from freight.engine.sampler import Sampled, SamplingRow, highest, prompt_logprobs, sample, sibling_seed, uniforms
 from freight.sampling import SamplingParams
 
 DRAWS = 3000
@@ -344,3 +344,10 @@ def test_prompt_logprobs_have_the_same_form_and_bits():
     assert found == [prompt_logprobs(logits[i : i + 1], targets[i : i + 1], 5)[0] for i in range(70)]
     assert [len(entries) for entries in prompt_logprobs(logits, targets, 0)] == [1] * 70
     assert prompt_logprobs(logits[:0], targets[:0], 5) == []
+
+
+def test_the_highest_is_the_first_of_equals():
+    x = torch.tensor([[1.0, 3.0, 3.0], [-torch.inf, -torch.inf, -2.0], [0.0, torch.nan, 5.0]])
+    for dtype in (torch.float32, torch.float64):
+        assert torch.equal(highest(x.to(dtype)), torch.tensor([1, 2, 1]))
+        assert torch.equal(highest(x.to(dtype)), x.argmax(-1))
