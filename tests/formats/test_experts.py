@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.formats.experts import CASES, FORMS, LAYER, TOKENS, expert_modules, make, one_of_each_kind
 from tests.formats.forms import algo
+from tests.shares import one_in
 from torch import Tensor
 
 from freight import LLM, SamplingParams
@@ -38,10 +39,7 @@ def test_logits_are_those_of_the_model_dequantized_by_hand(name: str, family: st
         assert agree.sum() >= len(TOKENS) - 4, kernels
 
 
-@pytest.mark.parametrize(
-    ("name", "family"),
-    [pytest.param(*case, marks=[] if index % 3 == 0 else [pytest.mark.slow]) for index, case in enumerate(CASES)],
-)
+@pytest.mark.parametrize(("name", "family"), one_in(3, CASES))
 def test_every_scale_changes_the_output(name: str, family: str, tmp_path: Path):
     """Three times as large: FP8 rounds alike under a scale that is 2 or 4 times as large."""
     made = make(name, family)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.formats.mixtures import CASES, PROMPTS, make
+from tests.shares import one_in
 from torch import Tensor
 
 from freight import LLM, SamplingParams
@@ -41,10 +42,7 @@ def test_logits_are_those_of_the_dequantized_model(name: str, family: str, tmp_p
         assert difference.max() < 0.3, (kernels, difference)
 
 
-@pytest.mark.parametrize(
-    ("name", "family"),
-    [pytest.param(*case, marks=[] if index % 4 == 0 else [pytest.mark.slow]) for index, case in enumerate(CASES)],
-)
+@pytest.mark.parametrize(("name", "family"), one_in(4, CASES))
 def test_every_scale_changes_the_output(name: str, family: str, tmp_path: Path) -> None:
     """Half of a tensor's scales three times as large: norms behind a product undo what all its rows have in common."""
     made = make(name, family)

@@ -6,6 +6,7 @@ import json
 import random
 
 import pytest
+from tests.shares import one_in
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Built
 
@@ -161,10 +162,7 @@ def oracle(request, tmp_path_factory):
     return folder, (encoded, bare, *decoded)
 
 
-@pytest.mark.parametrize(
-    ("tokenizer_class", "model_type"),
-    [pytest.param(*case, marks=[] if index % 3 == 0 else [pytest.mark.slow]) for index, case in enumerate(CLASSES)],
-)
+@pytest.mark.parametrize(("tokenizer_class", "model_type"), one_in(3, CLASSES))
 def test_ids_and_text_are_those_of_the_file_whatever_the_class(oracle, tokenizer_class, model_type):
     folder, expected = oracle
     config = {"tokenizer_class": tokenizer_class, "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}

@@ -111,7 +111,7 @@ class KVScales:
 
     @property
     def empty(self) -> bool:
-        """Whether nothing is said of any layer."""
+        """Whether no layer has scales, and none is declared to have a format of its own."""
         return not self.mixed and len(self.missing) == len(self.layers)
 
 

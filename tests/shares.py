@@ -1,0 +1,15 @@
+"""A share of similar cases for `make test`; `make test-all` has them all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+
+
+def one_in(count: int, cases: Iterable[Sequence[Any]]) -> list[Any]:
+    """The cases, of which every `count`-th, from the first on, is tested every time and the others are `slow`."""
+    return [
+        pytest.param(*case, marks=[] if index % count == 0 else [pytest.mark.slow]) for index, case in enumerate(cases)
+    ]
