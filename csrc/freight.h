@@ -10,7 +10,7 @@
 #define FREIGHT_API extern "C" __attribute__((visibility("default")))
 
 // Changes when any declaration changes, so that a library from an older build is refused instead of called wrongly.
-constexpr int32_t FREIGHT_ABI = 17;
+constexpr int32_t FREIGHT_ABI = 18;
 FREIGHT_API int32_t freight_abi();
 
 constexpr int32_t FREIGHT_LANES = 16;      // outputs that are computed together: arrays by output are padded to it
@@ -39,6 +39,12 @@ enum FreightFormat : int32_t {
 // so that one pool of threads exists and two never fight for the cores. Null: a pool of our own. Called once.
 typedef void (*FreightGompParallel)(void (*body)(void*), void* data, unsigned threads, unsigned flags);
 FREIGHT_API void freight_init(FreightGompParallel gomp_parallel);
+
+// Bind the threads that will run kernels to the machine's memory nodes in turn, the calling threads excepted: weights lie
+// where the thread that packed them ran, and are read by that thread. node_of[processors]: the node of each logical
+// processor, -1 for those that are not to be used; `nodes` of them, numbered from 0. Called once, before any kernel runs;
+// not called: the operating system places threads. Changes no result. Linux only, elsewhere it does nothing.
+FREIGHT_API void freight_bind(const int32_t* node_of, int32_t processors, int32_t nodes);
 
 // How weights are prefetched: 0, the default: into all caches; 1: past them (non-temporal). Changes no result.
 FREIGHT_API void freight_set_prefetch(int32_t non_temporal);

@@ -4,6 +4,9 @@
 // milliseconds. Calling GOMP_parallel, whose interface is stable, puts kernels on the very threads that torch uses,
 // and needs no OpenMP compiler. The pool here serves processes whose torch has no GOMP (macOS).
 #include <pthread.h>
+#if defined(__linux__)
+#include <sched.h>
+#endif
 
 #include <condition_variable>
 #include <mutex>
@@ -17,6 +20,21 @@ namespace freight {
 namespace {
 
 FreightGompParallel gomp_parallel = nullptr;  // written by freight_init, before any kernel runs
+
+// Processors by memory node; written by freight_bind, before any kernel runs. Where a thread runs is the caller's affair
+// if the caller made it, so `calls_kernels` excepts those.
+#if defined(__linux__)
+std::vector<cpu_set_t> nodes;
+#endif
+thread_local bool calls_kernels = false;
+
+void bind_to_node([[maybe_unused]] int number) {
+#if defined(__linux__)
+  if (nodes.empty() || calls_kernels) return;
+  const cpu_set_t& node = nodes[static_cast<size_t>(number) % nodes.size()];
+  sched_setaffinity(0, sizeof node, &node);  // refused: the thread runs where it did
+#endif
+}
 
 class Pool {
  public:
@@ -83,6 +101,7 @@ Pool& own_pool() {
 }  // namespace
 
 void run_on_threads(void (*body)(void*), void* data, int threads) {
+  calls_kernels = true;
   if (gomp_parallel)
     gomp_parallel(body, data, static_cast<unsigned>(threads), 0);
   else
@@ -91,12 +110,27 @@ void run_on_threads(void (*body)(void*), void* data, int threads) {
 
 int thread_number() {
   static std::atomic<int> count{0};
-  static thread_local const int number = count.fetch_add(1, std::memory_order_relaxed) & 0xFFFFFF;
+  static thread_local const int number = [] {
+    const int own = count.fetch_add(1, std::memory_order_relaxed) & 0xFFFFFF;
+    bind_to_node(own);
+    return own;
+  }();
   return number;
 }
 
 }  // namespace freight
 
 FREIGHT_API void freight_init(FreightGompParallel parallel) { freight::gomp_parallel = parallel; }
+
+FREIGHT_API void freight_bind([[maybe_unused]] const int32_t* node_of, [[maybe_unused]] int32_t processors,
+                              [[maybe_unused]] int32_t nodes) {
+#if defined(__linux__)
+  cpu_set_t none;
+  CPU_ZERO(&none);
+  freight::nodes.assign(static_cast<size_t>(nodes), none);
+  for (int32_t processor = 0; processor < processors && processor < CPU_SETSIZE; processor++)
+    if (node_of[processor] >= 0) CPU_SET(processor, &freight::nodes[static_cast<size_t>(node_of[processor])]);
+#endif
+}
 
 FREIGHT_API int32_t freight_abi() { return FREIGHT_ABI; }

@@ -4,7 +4,7 @@
 // order: what its tasks read is one stream of memory, which lies in that core's caches or on its memory node if an earlier
 // call has read or first written it. A thread that has finished steals from the ends of other ranges. Which thread runs which task is undetermined,
 // so a task must compute the same bits wherever it runs, and may not depend on the number of threads. Threads come from
-// the OpenMP runtime given to freight_init, else from a pool of our own. A task may throw std::bad_alloc.
+// the OpenMP runtime given to freight_init, else from a pool of our own; freight_bind keeps them on memory nodes. A task may throw std::bad_alloc.
 #pragma once
 #include <atomic>
 #include <cstdint>

@@ -31,6 +31,7 @@ _FEATURES = (
     *("amx_tile", "amx_bf16"),
     *("asimd", "asimdhp", "bf16", "sve"),
 )
+_PLACES = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 
 
 class DeviceKind(StrEnum):
@@ -160,6 +161,32 @@ def physical_cores(root: Path = ROOT) -> int | None:
     topology = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
     cores = {_read(root / topology.format(processor)).strip() for processor in os.sched_getaffinity(0)}
     return None if "" in cores else len(cores)
+
+
+def numa_nodes(root: Path = ROOT) -> tuple[frozenset[int], ...]:
+    """The processors that the affinity mask leaves, by memory node (NUMA); () where /sys does not show them."""
+    if not hasattr(os, "sched_getaffinity"):
+        return ()
+    usable = os.sched_getaffinity(0)
+    lists = (_read(path / "cpulist") for path in sorted((root / "sys/devices/system/node").glob("node[0-9]*")))
+    return tuple(node for text in lists if (node := frozenset(_processors(text)) & usable))
+
+
+def _processors(text: str) -> Iterator[int]:
+    """'0-3,8' -> 0, 1, 2, 3, 8."""
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        yield from range(int(first), int(last or first) + 1)
+
+
+def bound_nodes(root: Path = ROOT) -> tuple[frozenset[int], ...]:
+    """The memory nodes to which threads of kernels are bound; () for no binding.
+
+    There is none on one node, or where OMP_PROC_BIND (false: the operating system places threads) or another variable
+    of the OpenMP runtime says where threads run.
+    """
+    nodes = numa_nodes(root)
+    return () if len(nodes) < 2 or any(name in os.environ for name in _PLACES) else nodes
 
 
 def last_level_cache(root: Path = ROOT) -> int | None:

@@ -33,7 +33,7 @@ def collect() -> dict[str, Any]:
     import torch
 
     import freight
-    from freight.device import cpu_features, cpu_name, gpu_present, probe
+    from freight.device import bound_nodes, cpu_features, cpu_name, gpu_present, numa_nodes, probe
     from freight.kernels.cpu import library as cpu_library
     from freight.kernels.select import select_kernels
 
@@ -45,6 +45,8 @@ def collect() -> dict[str, Any]:
         "cpu": cpu_name(),
         "cpu_features": list(cpu_features()),
         "cores": device.cores,
+        "numa_nodes": len(numa_nodes()),
+        "threads_bound": bool(bound_nodes()),
         "device": str(device.kind),
         "device_name": device.name,
         "native_e4m3": str(device.native_e4m3),

@@ -16,7 +16,7 @@ from freight.operands.activation import Activation, GatedActivation, GateFunctio
 from freight.operands.routing import Scoring
 from freight.operands.weight import Activations
 
-ABI = 17
+ABI = 18
 LANES, CACHE_LINE, MAX_HEAD_DIM = 16, 64, 1024
 
 FORMAT_CODES = {
@@ -195,6 +195,7 @@ COMPUTE: dict[str, tuple[Any, ...]] = {
 OTHERS: dict[str, tuple[Any, ...]] = {
     "freight_abi": (_INT,),
     "freight_init": (None, _POINTER),
+    "freight_bind": (None, ctypes.POINTER(ctypes.c_int32), _INT, _INT),
     "freight_set_prefetch": (None, _INT),
     "freight_evict": (_INT, _POINTER, _LONG),
     "freight_packed_bytes": (_LONG, _INT, _LONG, _LONG),

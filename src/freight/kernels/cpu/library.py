@@ -10,7 +10,7 @@ import ctypes
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from freight.device import cpu_features
+from freight.device import bound_nodes, cpu_features
 from freight.errors import KernelError, choices
 from freight.kernels.cpu.interface import ABI, open_library
 
@@ -136,7 +136,18 @@ def load(build: str | None = None) -> Library:
     if abi != ABI:
         raise KernelError(f"{path_of(name)} is of another version (interface {abi}, not {ABI}): reinstall Freight")
     functions.freight_init(_gomp_parallel())
+    bind(functions, bound_nodes())
     return Library(name, functions)
+
+
+def bind(functions: Any, nodes: Sequence[frozenset[int]]) -> None:
+    """Keep the threads of kernels on these memory nodes in turn; without nodes the operating system places them."""
+    if not nodes:
+        return
+    node_of = {processor: index for index, node in enumerate(nodes) for processor in node}
+    count = max(node_of) + 1
+    table = (ctypes.c_int32 * count)(*(node_of.get(processor, -1) for processor in range(count)))
+    functions.freight_bind(table, count, len(nodes))
 
 
 def _gomp_parallel() -> int | None:
