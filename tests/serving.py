@@ -1,4 +1,8 @@
-"""`freight serve` as a process of its own, from the line that says where it listens to its exit status."""
+"""`freight serve` as a process of its own, from the line that says where it listens to its exit status.
+
+Where the start is not what is tested, the server is forked from a process that has imported all it needs
+(`tests/forked_server.py`), which saves seconds.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from tests.forked_server import Forked
+
+CAN_FORK = sys.platform == "linux"  # elsewhere libraries that have been loaded may not survive it
 START_SECONDS = 120.0
 STOP_SECONDS = 60.0
 LISTENING = re.compile(r"listening on (http://127\.0\.0\.1:\d+)")
@@ -23,13 +30,21 @@ LISTENING = re.compile(r"listening on (http://127\.0\.0\.1:\d+)")
 class ServeProcess:
     """A server that was started; `url` once it listens, `said` all that it wrote to stderr."""
 
-    def __init__(self, model: str | Path, options: Sequence[str] = (), flags: Sequence[str] = ()) -> None:
-        """`flags` are of the interpreter: -O."""
-        command = [sys.executable, *flags, "-m", "freight", "serve", str(model), "--port", "0", *options]
+    def __init__(
+        self, model: str | Path, options: Sequence[str] = (), flags: Sequence[str] = (), forked: bool = False
+    ) -> None:
+        """`flags` are of the interpreter (-O), and none of one that is forked."""
+        arguments = ["serve", str(model), "--port", "0", *options]
         environ = {name: value for name, value in os.environ.items() if not name.startswith("FREIGHT_")}
-        self.process = subprocess.Popen(
-            command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environ
-        )
+        self.process: subprocess.Popen[str] | Forked
+        if forked and CAN_FORK:
+            assert not flags
+            self.process = Forked(arguments, environ)
+        else:
+            command = [sys.executable, *flags, "-m", "freight", *arguments]
+            self.process = subprocess.Popen(
+                command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environ
+            )
         self._lines: list[str] = []
         self._listening = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -63,10 +78,12 @@ class ServeProcess:
             try:
                 parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
                 module = (folder / "cmdline").read_bytes().split(b"\0")
+                name = (folder / "comm").read_text().strip()
             except (OSError, IndexError, ValueError):
                 continue
             if parent == self.process.pid and b"-m" in module:
-                found[module[module.index(b"-m") + 1].decode().rpartition(".")[2]] = int(folder.name)
+                started = module[module.index(b"-m") + 1].decode()
+                found[name if isinstance(self.process, Forked) else started.rpartition(".")[2]] = int(folder.name)
         return found
 
     def stop(self) -> int:
@@ -97,9 +114,11 @@ class ServeProcess:
 
 
 @contextmanager
-def freight_serve(model: str | Path, options: Sequence[str] = (), flags: Sequence[str] = ()) -> Iterator[str]:
+def freight_serve(
+    model: str | Path, options: Sequence[str] = (), flags: Sequence[str] = (), forked: bool = True
+) -> Iterator[str]:
     """The URL of a server that is ready. At the end it gets SIGTERM, and must end with status 0."""
-    server = ServeProcess(model, options, flags)
+    server = ServeProcess(model, options, flags, forked)
     try:
         yield server.wait_until_healthy()
         assert server.stop() == 0, server.said[-2000:]

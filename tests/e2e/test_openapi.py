@@ -49,7 +49,7 @@ MODES = [GenerationMode.POSITIVE, GenerationMode.NEGATIVE]
 @pytest.fixture(scope="module")
 def short_server(served_folder: Any) -> Iterator[DemoServer]:
     options = [*OPTIONS, "--api-key", f"tests:{KEY}", "--max-model-len", "256"]
-    with freight_serve(served_folder, options, flags=["-O"]) as url:
+    with freight_serve(served_folder, options, flags=["-O"], forked=False) as url:
         yield DemoServer(url, served_folder.name, served_folder)
 
 

@@ -21,8 +21,8 @@ CACHE = ["--kv-cache-dtype", "fp8", "--kv-cache-memory", "16MiB"]
 
 
 @contextmanager
-def server(*options: str, model: str = "demo") -> Iterator[ServeProcess]:
-    process = ServeProcess(model, [*CACHE, *options])
+def server(*options: str, model: str = "demo", forked: bool = False) -> Iterator[ServeProcess]:
+    process = ServeProcess(model, [*CACHE, *options], forked=forked)
     try:
         yield process
     finally:
@@ -97,7 +97,7 @@ def test_it_answers_while_it_loads_and_drains_at_sigterm() -> None:
 
 
 def test_a_drain_that_takes_too_long_ends_streams_with_an_error() -> None:
-    with server("--drain-timeout", "0.1") as process:
+    with server("--drain-timeout", "0.1", forked=True) as process:
         with stream(process.wait_until_healthy(), 900) as answer:
             assert process.stop() == 0, process.said
             events = events_of(answer)
@@ -106,7 +106,7 @@ def test_a_drain_that_takes_too_long_ends_streams_with_an_error() -> None:
 
 
 def test_a_killed_engine_ends_streams_with_an_error_and_the_server_with_a_status() -> None:
-    with server() as process:
+    with server(forked=True) as process:
         url = process.wait_until_healthy()
         children = process.children()
         with stream(url, 900) as answer:
@@ -120,7 +120,7 @@ def test_a_killed_engine_ends_streams_with_an_error_and_the_server_with_a_status
 
 
 def test_a_killed_engine_is_replaced_where_that_was_asked_for() -> None:
-    with server("--restart-engine") as process:
+    with server("--restart-engine", forked=True) as process:
         url = process.wait_until_healthy()
         first = process.children()["worker"]
         with stream(url, 900) as answer:
@@ -162,7 +162,7 @@ def test_faults_at_start_are_one_line_and_a_status(tmp_path: Path) -> None:
             (["--max-queue", "-1"], 2, "--max-queue is -1"),
             (["--kv-cache-dtype", "bfloat16", "--kv-scales", "dynamic"], 2, "--kv-scales dynamic"),
         ):
-            process = ServeProcess("demo", options)
+            process = ServeProcess("demo", options, forked=options[0] != "--port")
             try:
                 assert process.wait() == status, process.said
                 assert says in process.said
@@ -174,7 +174,7 @@ def test_faults_at_start_are_one_line_and_a_status(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("model", "says"), [("./nowhere", "there is no folder './nowhere'")])
 def test_a_model_that_is_not_there(model: str, says: str) -> None:
-    with server(model=model) as process:
+    with server(model=model, forked=True) as process:
         assert process.wait() == 1
         assert says in process.said
         assert "Traceback" not in process.said

@@ -43,7 +43,7 @@ def test_the_line(freight: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_a_server_says_it_too():
-    server = ServeProcess("demo", SMALL)
+    server = ServeProcess("demo", SMALL, forked=True)
     try:
         server.wait_until_healthy()
         assert server.stop() == 0

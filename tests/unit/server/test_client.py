@@ -9,14 +9,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.forked_server import forked
+from tests.serving import CAN_FORK
 
 from freight import LLM
 from freight.config.engine import EngineArgs
 from freight.outputs import FinishReason
 from freight.sampling import SamplingParams
+from freight.server import client as client_module
 from freight.server.call import TokenizedWork
 from freight.server.client import EngineClient, EngineState, WorkerOptions
 from freight.server.errors import ApiError
@@ -24,6 +28,13 @@ from freight.server.inbox import Inbox
 
 ARGS = vars(EngineArgs(kv_cache_dtype="fp8", kv_cache_memory="8MiB", max_num_seqs=8))
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's process is forked: its start is not what is tested."""
+    if CAN_FORK:
+        monkeypatch.setattr(client_module, "subprocess", SimpleNamespace(Popen=forked, DEVNULL=subprocess.DEVNULL))
 
 
 def with_engine(test: Callable[[EngineClient], Awaitable[None]], **args: Any) -> int:
@@ -83,6 +94,7 @@ def test_an_engine_in_a_process_of_its_own_answers_as_llm_does() -> None:
     assert with_engine(test) == 0
 
 
+@pytest.mark.usefixtures("quickly")
 def test_what_the_engine_refuses_is_refused_alone() -> None:
     async def test(client: EngineClient) -> None:
         facts = await client.ready
@@ -95,6 +107,7 @@ def test_what_the_engine_refuses_is_refused_alone() -> None:
     with_engine(test, kv_cache_memory="48KiB", max_model_len=None)
 
 
+@pytest.mark.usefixtures("quickly")
 def test_an_abort_frees_what_the_request_held() -> None:
     async def test(client: EngineClient) -> None:
         await client.ready
@@ -113,6 +126,7 @@ def test_an_abort_frees_what_the_request_held() -> None:
     with_engine(test)
 
 
+@pytest.mark.usefixtures("quickly")
 def test_a_killed_engine_fails_what_runs() -> None:
     async def test(client: EngineClient) -> None:
         await client.ready
@@ -133,6 +147,7 @@ def test_a_killed_engine_fails_what_runs() -> None:
     assert with_engine(test) == -signal.SIGKILL
 
 
+@pytest.mark.usefixtures("quickly")
 def test_a_model_that_cannot_be_loaded_says_why() -> None:
     async def test(client: EngineClient) -> None:
         assert await client.ended == 1

@@ -9,12 +9,16 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import uvloop
+from tests.forked_server import forked
+from tests.serving import CAN_FORK
 
 import freight
 from freight.chat_text import ChatText
+from freight.server import renderer as renderer_module
 from freight.server.call import Conversation
 from freight.server.errors import ApiError
 from freight.server.renderer import Renderer
@@ -91,6 +95,13 @@ def started(folder):
 
 
 @pytest.fixture
+def quickly(monkeypatch):
+    """Processes are forked: their start is not what is tested."""
+    if CAN_FORK:
+        monkeypatch.setattr(renderer_module, "subprocess", SimpleNamespace(Popen=forked, DEVNULL=subprocess.DEVNULL))
+
+
+@pytest.fixture
 def running(started):
     runner, renderer = started
     return lambda conversation: runner.run(renderer.render(conversation))
@@ -151,6 +162,7 @@ def test_malformed_conversations_are_refused(running):
     assert failure(lambda: running(hello(tools=deep))).status == 400
 
 
+@pytest.mark.usefixtures("quickly")
 def test_a_template_that_loops_is_ended_and_the_next_request_is_served(folder):
     async def scenario():
         renderer = Renderer(folder, 7, deadline_s=0.5)
@@ -173,6 +185,7 @@ def test_a_template_that_loops_is_ended_and_the_next_request_is_served(folder):
     uvloop.run(scenario())
 
 
+@pytest.mark.usefixtures("quickly")
 def test_a_template_cannot_take_the_memory(folder):
     async def scenario():
         renderer = Renderer(folder, 7, memory=1 << 30)
@@ -186,6 +199,7 @@ def test_a_template_cannot_take_the_memory(folder):
     asyncio.run(scenario())
 
 
+@pytest.mark.usefixtures("quickly")
 def test_kill_costs_the_request_within_it_only(folder):
     async def scenario():
         renderer = Renderer(folder, 7)
