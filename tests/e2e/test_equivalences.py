@@ -9,6 +9,7 @@ in models whose layers differ.
 from __future__ import annotations
 
 import json
+import random
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -118,7 +119,7 @@ def trace(llm: LLM, params: SamplingParams, others: Sequence[str] = (), others_g
         blocks = next((chunk.block_ids for chunk in chunks if chunk.request is request), blocks)
         return step
 
-    scheduler.schedule = lambda: remember(schedule())  # type: ignore[method-assign]
+    scheduler.schedule = lambda *most: remember(schedule(*most))  # type: ignore[method-assign]
     scheduler.follow = lambda step: remember(follow(step))  # type: ignore[method-assign]
     while not request.is_finished:
         engine.step()
@@ -178,7 +179,7 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def in_setups(name: str, *values: Any) -> pytest.MarkDecorator:
+def in_setups(name: str, *values: Any, setups: Sequence[tuple[str, str, str]] = SETUPS) -> pytest.MarkDecorator:
     """Every setup with every value of the argument; of those not in `FULL` all but the first are slow tests."""
     cases = [
         pytest.param(
@@ -187,7 +188,7 @@ def in_setups(name: str, *values: Any) -> pytest.MarkDecorator:
             id="-".join((*setup, str(value))),
             marks=[pytest.mark.slow] if setup[2] in SLOW_KERNELS or (setup not in FULL and value != values[0]) else [],
         )
-        for setup in SETUPS
+        for setup in setups
         for value in values
     ]
     return pytest.mark.parametrize(("open_llm", name), cases, indirect=["open_llm"], scope="module")
@@ -227,6 +228,32 @@ def test_batched_with_16_others(open_llm, expected, sampling):
 def test_chunked_prefill_down_to_token_by_token(open_llm, expected, budget):
     llm = open_llm(enable_prefix_caching=False, max_num_batched_tokens=budget)
     assert trace(llm, SAMPLING["seeded"]) == expected["seeded"]
+
+
+@in_setups("seed", 1, setups=FULL)
+def test_chunks_by_a_clock_that_runs_wild(open_llm, expected, seed):
+    """Beside requests that decode, every step has as many tokens of prompts as the times of earlier ones allow."""
+    rng, now, sizes = random.Random(seed), 0.0, set()
+    llm = open_llm(enable_prefix_caching=False, max_step_seconds=0.05)
+
+    def clock() -> float:
+        nonlocal now
+        now += 0.25 * rng.random() ** 4
+        return now
+
+    schedule = llm.engine.scheduler.schedule
+
+    def remember(most: int | None) -> Any:
+        step = schedule(most)
+        sizes.update(chunk.num_tokens for chunk in step.chunks if chunk.request.group == "main")
+        return step
+
+    llm.engine._clock, llm.engine.scheduler.schedule = clock, remember
+    params = replace(SAMPLING["greedy"], max_tokens=48)
+    llm.engine.add("early", llm.engine.accept(OTHERS[0], params), params)
+    llm.engine.step()
+    assert trace(llm, SAMPLING["seeded"], OTHERS[3:7]) == expected["seeded"]
+    assert max(sizes) < len(llm.engine.tokenizer.encode(PROMPT)), "the prompt was computed in one chunk"
 
 
 @in_setups("block_size", 8, 64)

@@ -79,6 +79,7 @@ ENGINE_FLAGS = (
     Flag("max_model_len", int | None, "Longest context in tokens; default: the model's.", "TOKENS"),
     Flag("max_num_seqs", int, "Most requests in one step.", "COUNT"),
     Flag("max_num_batched_tokens", int | None, "Most tokens in one step; longer prompts go in chunks.", "TOKENS"),
+    Flag("max_step_seconds", float | None, "Seconds that prompts may make a step take while others decode.", "SECONDS"),
     Flag("block_size", int, "Tokens per block of the cache."),
     Flag("enable_prefix_caching", bool, "Keep the blocks of earlier prompts for later ones.", negatable=True),
     Flag("kv_cache_memory", str | None, "Memory for the KV cache; default: a share of what is free.", "BYTES|4GiB"),

@@ -33,6 +33,7 @@ class EngineArgs:
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int | None = None
+    max_step_seconds: float | None = None
     block_size: int = 16
     enable_prefix_caching: bool = True
     kv_cache_memory: int | str | None = None
@@ -111,6 +112,7 @@ class EngineConfig:
 
     `weight_format` is the format of Linear weights; weights (the head included) that a quantized checkpoint leaves
     unquantized have `compute_format`. `fp8_attention`: attention multiplies FP8 by FP8 where the hardware can.
+    `max_step_seconds`: prompts leave a step in which a request decodes about so short; 0: as long as they are.
     """
 
     compute_format: Format
@@ -119,6 +121,7 @@ class EngineConfig:
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_step_seconds: float
     block_size: int
     enable_prefix_caching: bool
     kv_cache_memory: int | None

@@ -74,6 +74,11 @@ SENTENCES = {
     "tokenizer_mode": "the tokenizer follows the model's files: omit it",
     "tokenizer_revision": "{revision} is the model's; give {tokenizer} a folder for another one",
     "enable_chunked_prefill": "prompts are always split into chunks, of {max_num_batched_tokens} tokens: omit it",
+    **dict.fromkeys(
+        ("long_prefill_token_threshold", "max_num_partial_prefills", "max_long_partial_prefills"),
+        "{max_step_seconds} bounds how long prompts hold up requests that decode: omit it",
+    ),
+    "enable_mixed_chunk": "prompts and decoding share steps: omit it",
     "disable_radix_cache": "use --no-enable-prefix-caching, or enable_prefix_caching=False in Python",
     "disable_sliding_window": "layers with a window keep what it sees: omit it",
     "use_v2_block_manager": "there is one block manager: omit it",

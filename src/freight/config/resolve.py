@@ -6,6 +6,7 @@ the way out. `KVCacheConfig.note` records choices that the options left open.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -29,6 +30,7 @@ QUANTIZATIONS = ("fp8",)
 KERNELS = ("auto", "reference")
 ATTENTION_COMPUTES = ("auto", "fp8")
 STEP_TOKENS = {"cpu": 512, "cuda": 8192}  # per step at most: they keep the device busy, and a step short
+SERVED_STEP_SECONDS = 0.5  # on a CPU: the time between two tokens that a reader hardly notices
 EXPERT_ROWS, MOST_STEP_TOKENS = 64, 2048  # of mixtures of experts on a CPU (`step_tokens`)
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 _UNITS = {"": 1, "B": 1} | {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
@@ -60,6 +62,7 @@ def check(args: EngineArgs) -> None:
         optional = value is None and name not in ("--max-num-seqs", "--seed")
         if not optional and (not isinstance(value, int) or isinstance(value, bool) or value < least):
             raise ConfigError(f"{name} {value!r} must be an integer ≥ {least}")
+    _check_step_seconds(args.max_step_seconds)
     if isinstance(args.block_size, bool) or args.block_size not in BLOCK_SIZES:
         raise ConfigError(f"--block-size {args.block_size!r}: choose {choices(map(str, BLOCK_SIZES))} tokens")
     parse_memory(args.kv_cache_memory)
@@ -90,6 +93,7 @@ def resolve(
         max_model_len=_max_model_len(args, model),
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens or step_tokens(str(device.kind), model),
+        max_step_seconds=args.max_step_seconds or 0.0,
         block_size=args.block_size,
         enable_prefix_caching=args.enable_prefix_caching,
         kv_cache_memory=parse_memory(args.kv_cache_memory),
@@ -113,6 +117,23 @@ def step_tokens(device: str, model: ModelConfig) -> int:
     mixtures = {one.feed_forward.routing for one in model.layers if isinstance(one.feed_forward, MoEConfig)}
     wanted = max((EXPERT_ROWS * one.num_experts // one.top_k for one in mixtures), default=0)
     return min(max(least, -(-wanted // least) * least), MOST_STEP_TOKENS)
+
+
+def for_serving(args: EngineArgs, device: str) -> EngineArgs:
+    """`args` of a server on 'cpu' or 'cuda': with --max-step-seconds, where it is not given.
+
+    On a CPU a step of prompts takes seconds, in which nobody else gets a token. Offline nobody waits for single tokens,
+    and longer steps have the better rate.
+    """
+    if args.max_step_seconds is not None or device != "cpu":
+        return args
+    return replace(args, max_step_seconds=SERVED_STEP_SECONDS)
+
+
+def _check_step_seconds(value: object) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is not None and not (number and 0 <= value < math.inf):  # type: ignore[operator]
+        raise ConfigError(f"--max-step-seconds {value!r} must be a number of seconds, or 0 for steps of any length")
 
 
 def parse_memory(

@@ -22,6 +22,7 @@ from freight.engine.decode_steps import Capture, DecodeSteps
 from freight.engine.engine import Engine
 from freight.engine.graphs import CudaGraphs
 from freight.engine.intake import Intake
+from freight.engine.pace import Pace
 from freight.engine.recordings import CpuRecordings
 from freight.engine.runner import ModelRunner
 from freight.engine.scheduler import Scheduler
@@ -84,7 +85,8 @@ def start_engine(
     intake = Intake(tokenizer, opened.model.vocab_size, config.max_model_len)
     threads = opened.threads(config)
     stops, overlaps = opened.stop_token_ids(), config.device != "cpu"  # there a step runs while the host goes on
-    return Engine(runner, cache, scheduler, intake, stops, config.seed, threads, overlaps=overlaps), config
+    pace = Pace(config.max_step_seconds, step_tokens) if config.max_step_seconds else None
+    return Engine(runner, cache, scheduler, intake, stops, config.seed, threads, overlaps=overlaps, pace=pace), config
 
 
 def captured_steps(

@@ -26,6 +26,7 @@ from freight.engine.ahead import Launched, can_launch, launch
 from freight.engine.compute import ChunkResult, ChunkWork, compute
 from freight.engine.grammar import Grammars, Matcher
 from freight.engine.intake import AcceptedPrompt, Intake
+from freight.engine.pace import Pace
 from freight.engine.progress import Completion, Group, to_logprobs
 from freight.engine.request import Request
 from freight.engine.runner import ModelRunner
@@ -56,8 +57,10 @@ class Engine:
         threads: AbstractContextManager[object],
         clock: Callable[[], float] = time.monotonic,
         overlaps: bool = False,
+        pace: Pace | None = None,
     ) -> None:
-        """`overlaps`: launch a step before the tokens of the last are known, where it can be done (`ahead.py`)."""
+        """`overlaps`: launch a step before the tokens of the last are known, where it can be done (`ahead.py`). `pace`:
+        how many tokens a step has, by the clock; None: as many as there are."""
         self.runner = runner
         self.cache = cache
         self.scheduler = scheduler
@@ -77,6 +80,7 @@ class Engine:
         self._deadlines: dict[str, float] = {}  # of groups with timeout_s, in seconds of the clock
         self._torn = False
         self.overlaps = overlaps
+        self._pace = pace
         self._ahead: Launched | None = None  # the step after the one that was applied last
         self._stored: tuple[float, int, int] | None = None  # when the pool's counters were read, NaNs, clipped values
 
@@ -123,11 +127,12 @@ class Engine:
         completion has ended; a later delta has it, or `report`.
         """
         self._mend()
+        started = self._clock() if self._pace is not None else 0.0
         self._torn = True
         expired = self._expire()
         launched, self._ahead = self._ahead, None
         launched = launched if launched is not None and launched.is_wanted else None
-        step = self.scheduler.schedule() if launched is None else launched.step
+        step = self._schedule() if launched is None else launched.step
         if step.admitted:
             self._stamp_scheduled(step)
         self._torn = False
@@ -136,6 +141,9 @@ class Engine:
         self._torn = True
         advanced = self._apply(step, results)
         self._ahead = following
+        if self._pace is not None and step.chunks:
+            prompt = sum(chunk.num_tokens for chunk in step.chunks if chunk.num_tokens > 1)
+            self._pace.note(self._clock() - started, prompt)
         changed = [*expired, *advanced]
         for group, completion in changed:
             self._unreported.setdefault(group.request_id, (group, {}))[1][completion] = None
@@ -215,6 +223,11 @@ class Engine:
         self._unreported.pop(request_id, None)
         self._groups.pop(request_id)
         self._torn = False
+
+    def _schedule(self) -> Step:
+        if self._pace is None:
+            return self.scheduler.schedule()
+        return self.scheduler.schedule(self._pace.tokens(self.scheduler.num_decoding))
 
     def _report(self) -> list[RequestDelta]:
         now = self._clock()

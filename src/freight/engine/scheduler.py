@@ -99,9 +99,8 @@ class Scheduler:
         self._cache = cache
         self._block_size, self._caching = cache.block_size, cache.enable_prefix_caching
         self._gives_back = cache.gives_back
-        self._max_num_seqs = max_num_seqs
+        self._max_num_seqs, self._max_model_len = max_num_seqs, max_model_len
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._max_model_len = max_model_len
         self._requests: dict[str, Request] = {}  # every unfinished request
         self._leaders: dict[str, Request] = {}  # group -> its unfinished completion 0
         self._waiting: list[Request] = []  # both queues by arrival
@@ -116,6 +115,11 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         return len(self._running)
+
+    @property
+    def num_decoding(self) -> int:
+        """Running requests of whose known tokens one is left to compute."""
+        return sum(request.num_tokens - request.num_computed_tokens == 1 for request in self._running)
 
     @property
     def has_unfinished(self) -> bool:
@@ -153,26 +157,25 @@ class Scheduler:
             self._leaders[request.group] = request
         self._waiting.append(request)
 
-    def schedule(self) -> Step:
-        """The next step; without chunks only if no request is unfinished. Takes blocks, and preempts for them."""
+    def schedule(self, max_tokens: int | None = None) -> Step:
+        """The next step; without chunks only if no request is unfinished. Takes blocks, and preempts for them.
+
+        With fewer than max_num_batched_tokens, if `max_tokens` is less; but one for each running request in any case.
+        """
         chunks: list[ScheduledChunk] = []
         preempted: list[Request] = []
-        budget = self._max_num_batched_tokens
-        running = self._running
-        position = 0
-        while position < len(running):  # preemption shortens it from the end
-            request = running[position]
+        running, budget = self._running, self._max_num_batched_tokens
+        budget = min(budget, max(max_tokens or budget, len(running)))
+        for position, request in enumerate(running):  # preemption shortens it from the end
             reserved = len(running) - position - 1
             start = request.num_computed_tokens
-            remaining = request.num_tokens - start
-            count = min(remaining, budget - reserved)
+            count = min(request.num_tokens - start, budget - reserved)
             assert count > 0, f"no token of the budget is left for request {request.request_id}"
             changes = self._gives_back or start + count > request.held.room  # in most steps, neither
             if changes and not self._grow(request, start, start + count, preempted):
                 break  # it preempted itself, being the last
             chunks.append(_chunk(request, start, count))
             budget -= count
-            position += 1
         num_continuing = len(chunks)
         if not preempted:
             self._admit_waiting(chunks, budget)
@@ -203,8 +206,7 @@ class Scheduler:
         """
         advanced, num_drawn = [], 0
         for chunk in step.chunks:
-            request = chunk.request
-            if request.state is RequestState.FINISHED:
+            if (request := chunk.request).state is RequestState.FINISHED:
                 continue
             assert request.num_computed_tokens == chunk.start, f"request {request.request_id}: step applied out of turn"
             request.num_computed_tokens += chunk.num_tokens
@@ -284,10 +286,9 @@ class Scheduler:
     def _preempt_latest(self) -> Request:
         victim = self._running.pop()
         self._cache.release(victim.held)
-        victim.held = NOTHING
+        victim.held, victim.state = NOTHING, RequestState.WAITING
         victim.num_computed_tokens, victim.num_preemptions = 0, victim.num_preemptions + 1
         self.totals.preemptions += 1
-        victim.state = RequestState.WAITING
         insort(self._waiting, victim, key=_arrival)
         return victim
 
@@ -317,8 +318,7 @@ class Scheduler:
         count = min(num_tokens - start, budget)
         grown = self._cache.grow(held, start + count)
         assert grown is not None, f"request {request.request_id} was admitted without blocks for its first chunk"
-        request.held = grown
-        request.num_computed_tokens = start
+        request.held, request.num_computed_tokens = grown, start
         if request.num_preemptions == 0:
             request.num_cached_tokens = start
         request.state = RequestState.RUNNING

@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +59,7 @@ def _build(connection: socket.socket, args: dict[str, Any], options: dict[str, A
     """Load the model, saying so on the way; returns the Loop."""
     from freight.config.engine import EngineArgs
     from freight.config.model import sampling_defaults
+    from freight.config.resolve import for_serving
     from freight.engine.build import cache_facts, start_engine
     from freight.engine.fingerprint import fingerprint, is_reproducible
     from freight.engine.loop import Loop
@@ -67,7 +68,8 @@ def _build(connection: socket.socket, args: dict[str, Any], options: dict[str, A
     shape = options["random_weights"]
     engine_args = EngineArgs(**args)
     opened = open_random(engine_args, shape) if shape else open_model(engine_args)
-    config = opened.resolve(engine_args)
+    opened = replace(opened, args=for_serving(engine_args, str(opened.device.kind)))
+    config = opened.resolve(opened.args)
     generation = opened.checkpoint.generation_config if opened.checkpoint else None
     facts = wire.EngineFacts(
         tokenizer=_tokenizer_folder(opened),

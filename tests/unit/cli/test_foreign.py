@@ -30,6 +30,7 @@ ASKED = {  # option -> what the answer must name
     "quantize": "use quantization",
     "num_shard": "one device",
     "enable_chunked_prefill": "max_num_batched_tokens",
+    "long_prefill_token_threshold": "max_step_seconds bounds",
     "model_id": "use model",
 }
 

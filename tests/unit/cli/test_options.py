@@ -28,6 +28,7 @@ GIVEN = {  # field -> (as typed, as understood)
     "max_model_len": ("100", 100),
     "max_num_seqs": ("3", 3),
     "max_num_batched_tokens": ("200", 200),
+    "max_step_seconds": ("0.25", 0.25),
     "block_size": ("32", 32),
     "kv_cache_memory": ("64MiB", "64MiB"),
     "device": ("cpu", "cpu"),

@@ -280,6 +280,11 @@ def test_context_length():
     [
         ("max_num_seqs", 0),
         ("max_num_batched_tokens", 0),
+        ("max_step_seconds", -0.5),
+        ("max_step_seconds", float("nan")),
+        ("max_step_seconds", float("inf")),
+        ("max_step_seconds", True),
+        ("max_step_seconds", "1"),
         ("max_model_len", 0),
         ("max_model_len", "12"),
         ("threads", 0),

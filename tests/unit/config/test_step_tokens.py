@@ -1,9 +1,12 @@
-"""How many tokens a step takes at most where no option says it."""
+"""How many tokens a step takes at most, and how long prompts may make it, where no option says it."""
 
 from __future__ import annotations
 
 import pytest
 from tests.unit.config.test_resolve import CPU, GPU, decide
+
+from freight.config.engine import EngineArgs
+from freight.config.resolve import for_serving
 
 QWEN3_MOE = {"model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 128}
 
@@ -24,3 +27,11 @@ QWEN3_MOE = {"model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok
 def test_a_step_has_enough_tokens_for_the_rows_of_experts(model, facts, tokens):
     assert decide(model=model, facts=facts).max_num_batched_tokens == tokens
     assert decide(model=model, facts=facts, max_num_batched_tokens=96).max_num_batched_tokens == 96
+
+
+@pytest.mark.parametrize(("given", "on_a_cpu", "on_a_gpu"), [(None, 0.5, 0.0), (0.0, 0.0, 0.0), (2.0, 2.0, 2.0)])
+def test_a_server_on_a_cpu_limits_the_time_of_a_step(given, on_a_cpu, on_a_gpu):
+    args = EngineArgs(max_step_seconds=given)
+    assert decide(max_step_seconds=for_serving(args, "cpu").max_step_seconds).max_step_seconds == on_a_cpu
+    assert decide(max_step_seconds=for_serving(args, "cuda").max_step_seconds).max_step_seconds == on_a_gpu
+    assert decide(max_step_seconds=given).max_step_seconds == (given or 0.0)
