@@ -146,7 +146,7 @@ def fp8_forms(model_type: str, tests: Tables) -> str:
     if family.moe is None:
         return "all"
     if ARCHITECTURES[family.architecture].interleaved:
-        return "experts: no FP8 file" + ("" if unreadable("mxfp4", model_type) else ", but MXFP4")
+        return "experts: what `freight quantize` writes" + ("" if unreadable("mxfp4", model_type) else ", MXFP4")
     return "; ".join(tests.expert_forms.get(model_type, ["experts not compared"]))
 
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from freight.calibrate.data import Samples
-from freight.calibrate.modules import ignored_modules, layer_modules
+from freight.calibrate.modules import ignored_modules, layer_modules, matched_modules
 from freight.calibrate.quantize import (
     NOTHING_CALIBRATED,
     Unquantized,
@@ -85,10 +85,8 @@ class AutoFP8ForCausalLM:
     """
 
     def __init__(self, model: Unquantized, quantize_config: BaseQuantizeConfig) -> None:
-        self._opened = model
         self.model = model.checkpoint.path
         self.model_type = model.model.model_type
-        self.config = model.model
         self.quantize_config = quantize_config
         self._samples: Samples | None = None
         self._calibration: Calibration | None = None
@@ -101,6 +99,9 @@ class AutoFP8ForCausalLM:
                 format=Layout.FP8,
             )
         )
+        kept = matched_modules(model.model, self._plan.ignore)
+        self._opened = model.quantized_as(self._plan.weights, self._plan.layout, kept)
+        self.config = self._opened.model
         self._ignored, self._torn = ignored_modules(self.config, self._plan.ignore)
         require_blocks(self.config, self._plan, self._ignored)
         quantize_config.ignored_layers = list(self._ignored)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -39,7 +40,7 @@ from freight.calibrate.run import Calibration
 from freight.calibrate.write import check_disk_space
 from freight.checkpoint.writer import require_new
 from freight.config.modifier import QuantizationArgs, QuantizationModifier, Recipe
-from freight.config.plan import NUM_SAMPLES, ActivationScheme, QuantizePlan, plan
+from freight.config.plan import NUM_SAMPLES, ActivationScheme, Layout, QuantizePlan, plan
 from freight.config.recipe import OTHER_MODIFIERS, read_recipe
 from freight.errors import ConfigError, nearest, shown
 
@@ -156,7 +157,7 @@ def oneshot(
         raise ConfigError("the recipe calibrates static activations or a KV cache: give oneshot a dataset")
     if output_dir is not None and Path(output_dir).expanduser().absolute().parent.is_dir():
         require_new(Path(output_dir).expanduser(), overwrite=True)
-    opened = open_unquantized(name, revision)
+    opened = _open(name, revision, model, wanted)
     if output_dir is not None:
         require_other(opened.checkpoint, Path(output_dir).expanduser())
     decided, ignored, torn = _decide(wanted, opened)
@@ -164,7 +165,6 @@ def oneshot(
     length = max_seq_length or opened.model.max_position_embeddings
     decided = replace(decided, num_samples=num_calibration_samples, max_seq_len=length)
     samples = load_samples(opened, decided, rows) if calibrated else []
-    _require_same_weights(model, opened)
     calibration = opened.calibrate(decided, samples, ignored) if calibrated else NOTHING_CALIBRATED
     quantized = OneshotModel(opened, decided, ignored, torn, calibration)
     if hasattr(model, "save_pretrained"):
@@ -221,6 +221,16 @@ def _source(model: Any, model_revision: str, tokenizer: Any) -> tuple[str, str |
             "before, and give a dataset with input_ids"
         )
     return name, revision
+
+
+def _open(name: str, revision: str | None, model: Any, wanted: Recipe) -> Unquantized:
+    """The model as it is quantized. A loaded `model` is compared with it under the names of the checkpoint."""
+    opened = open_unquantized(name, revision)
+    _require_same_weights(model, opened)
+    kept: list[str] = []
+    with suppress(ConfigError):  # a target by a name that the model has only as it is quantized
+        kept, _ = wanted.unquantized(linear_modules(opened.model))
+    return opened.quantized_as(wanted.weights, Layout.COMPRESSED_TENSORS, kept)
 
 
 def _decide(wanted: Recipe, opened: Unquantized) -> tuple[QuantizePlan, tuple[str, ...], tuple[str, ...]]:

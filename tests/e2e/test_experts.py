@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.formats.mxfp4 import EXPERTS
 from tests.parity.variants import VARIANTS, freight_logits, save_random, tokens
 from tests.unit.models.test_sizes import require_equal
 from transformers import AutoModelForCausalLM
@@ -29,6 +31,7 @@ KEPT = {  # modules that stay in 16 bits, and the first layer that has them
     "minimax-m2": (["block_sparse_moe.gate"], 0),
     "hy-v3": (["mlp.router.gate"], 1),
     "ernie4-5-moe": (["mlp.gate"], 1),
+    "gpt-oss": (["mlp.router"], 0),
 }
 CHOICE_BIAS = {
     "glm4-moe": "mlp.gate.e_score_correction_bias",
@@ -67,6 +70,24 @@ def dequantized(folder: Path, plain: Path, out: Path) -> Path:
     return out
 
 
+def restacked(folder: Path) -> Path:
+    """`folder`, with separate experts of gpt-oss as the 3-D tensors that transformers reads."""
+    stored = tensors(folder)
+
+    def taken(layer: int, part: str, kind: str) -> torch.Tensor:
+        every = [stored.pop(f"{EXPERTS.format(layer)}{expert}.{part}_proj.{kind}").float() for expert in range(8)]
+        return torch.stack(every).mT.contiguous() if kind == "weight" else torch.stack(every)
+
+    stacked = {}
+    for layer, (kind, suffix) in itertools.product(range(3), (("weight", ""), ("bias", "_bias"))):
+        gate, up, down = (taken(layer, part, kind) for part in ("gate", "up", "down"))
+        stacked[f"{EXPERTS.format(layer)}gate_up_proj{suffix}"] = torch.stack((gate, up), -1).flatten(-2)
+        stacked[f"{EXPERTS.format(layer)}down_proj{suffix}"] = down
+    assert not [name for name in stored if ".experts." in name]
+    save_file(stored | stacked, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
 @pytest.mark.parametrize(
     "weights",
     [pytest.param("fp8", marks=pytest.mark.slow), "fp8-channel", pytest.param("fp8-block", marks=pytest.mark.slow)],
@@ -77,7 +98,8 @@ def test_transformers_computes_the_same_from_what_is_written(variant: str, weigh
     plain, out = make(variant, tmp_path / "plain"), tmp_path / "out"
     freight.quantize(plain, out, weights=weights, activations="none")
     ours = freight_logits(out, IDS, "float32")
-    model = AutoModelForCausalLM.from_pretrained(dequantized(out, plain, tmp_path / "dequantized"))
+    values = dequantized(out, plain, tmp_path / "dequantized")
+    model = AutoModelForCausalLM.from_pretrained(restacked(values) if variant == "gpt-oss" else values)
     with torch.inference_mode():
         theirs = model(torch.tensor([IDS])).logits[0]
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
@@ -105,26 +127,33 @@ def test_autofp8s_form_has_the_same_weights_and_leaves_out_the_same(weights: str
     assert torch.equal(*(freight_logits(out, IDS, "float32") for out in forms.values()))
 
 
-@pytest.mark.parametrize(("variant", "form"), [("mixtral", "fp8"), ("qwen2-moe", "compressed-tensors")])
+@pytest.mark.parametrize(
+    ("variant", "form"), [("mixtral", "fp8"), ("qwen2-moe", "compressed-tensors"), ("gpt-oss", "compressed-tensors")]
+)
 def test_every_scale_is_used(variant: str, form: str, tmp_path: Path) -> None:
-    few: dict[str, Any] = {"num_experts": 4, "layer_types": ["full_attention"]} if variant == "qwen2-moe" else {}
-    plain, out = make(variant, tmp_path / "plain", num_hidden_layers=1, **few), tmp_path / "out"
+    one: dict[str, Any] = {"layer_types": ["full_attention"]}
+    few = {"qwen2-moe": one | {"num_experts": 4}, "gpt-oss": one | {"num_local_experts": 2, "num_experts_per_tok": 2}}
+    plain, out = make(variant, tmp_path / "plain", num_hidden_layers=1, **few.get(variant, {})), tmp_path / "out"
     freight.quantize(
         plain, out, weights="fp8", activations="static", kv_cache="fp8", calibration_data=[IDS], format=form
     )
     stored = tensors(out)
     before = freight_logits(out, IDS, "float32", kv_cache_dtype="fp8")
     scales = [name for name in stored if name.endswith("scale")]
-    assert len(scales) == 2 * (4 + 4 * 3 + (3 if few else 0)) + 2
+    feed_forward = {"mixtral": 4 * 3, "qwen2-moe": 4 * 3 + 3, "gpt-oss": 2 * 3}
+    assert len(scales) == 2 * (4 + feed_forward[variant]) + 2
     for name in scales:
         save_file(stored | {name: stored[name] * 3}, out / "model.safetensors", metadata={"format": "pt"})
         assert not torch.equal(freight_logits(out, IDS, "float32", kv_cache_dtype="fp8"), before), name
 
 
-@pytest.mark.parametrize("weights", ["fp8", "fp8-channel", "fp8-block"])
+@pytest.mark.parametrize(
+    ("variant", "weights"),
+    [("qwen2-moe", "fp8"), ("qwen2-moe", "fp8-channel"), ("qwen2-moe", "fp8-block"), ("gpt-oss", "fp8-channel")],
+)
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
-def test_what_is_loaded_occupies_what_is_counted(weights: str, kernels: str, tmp_path: Path) -> None:
-    plain, out = make("qwen2-moe", tmp_path / "plain"), tmp_path / "out"
+def test_what_is_loaded_occupies_what_is_counted(variant: str, weights: str, kernels: str, tmp_path: Path) -> None:
+    plain, out = make(variant, tmp_path / "plain"), tmp_path / "out"
     freight.quantize(plain, out, weights=weights)
     opened = open_model(EngineArgs(str(out), kernels=kernels, device="cpu", skip_tokenizer_init=True))
     require_equal(opened, kernels, opened.scheme.linear)
@@ -186,29 +215,81 @@ def test_layers_that_predict_further_tokens_are_carried_in_16_bits(form: str, tm
     assert freight_logits(tmp_path / "out", IDS, "float32").isfinite().all()
 
 
-def test_experts_of_gpt_oss_are_refused_unless_they_stay_in_16_bits(tmp_path: Path) -> None:
-    """No FP8 form of its one tensor of all experts is read by engines; attention and cache are quantized as usual."""
-    from freight.auto_fp8 import AutoFP8ForCausalLM, BaseQuantizeConfig
-    from freight.llm_compressor import QuantizationModifier, oneshot
-
+def test_experts_of_gpt_oss_become_separate_matrices(tmp_path: Path) -> None:
+    """Biases, routers and sinks stay as they are. Greedy tokens are those of transformers from the same values, and
+    the distributions of tokens close to those of the model."""
     plain, out = make("gpt-oss", tmp_path / "plain"), tmp_path / "out"
-    refusal = r"model\.layers\.0\.mlp\.experts\.gate_up_proj is one tensor of all experts.*--ignore 're:mlp.experts'"
-    with pytest.raises(ConfigError, match=refusal):
-        freight.quantize(plain, out, weights="fp8")
-    with pytest.raises(ConfigError, match=refusal):
-        oneshot(model=str(plain), recipe=QuantizationModifier(scheme="FP8_DYNAMIC", ignore=["lm_head"]))
-    with pytest.raises(ConfigError, match=refusal):
-        AutoFP8ForCausalLM.from_pretrained(plain, BaseQuantizeConfig(activation_scheme="dynamic"))
-    options: dict[str, Any] = {"activations": "static", "kv_cache": "fp8", "calibration_data": [IDS]}
-    freight.quantize(plain, out, weights="fp8", ignore=["re:mlp.experts"], **options)
+    freight.quantize(plain, out, weights="fp8-channel", activations="none")
     stored, before = tensors(out), tensors(plain)
-    assert {name for name, tensor in stored.items() if tensor.dtype is torch.float8_e4m3fn} == {
-        f"model.layers.{index}.self_attn.{part}_proj.weight" for index in range(3) for part in "qkvo"
-    }
-    assert all(torch.equal(stored[name], tensor) for name, tensor in before.items() if ".mlp." in name)
+    kept = ("sinks", "router.weight", "router.bias", "norm.weight", "q_proj.bias")
+    assert all(torch.equal(stored[name], tensor) for name, tensor in before.items() if name.endswith(kept))
+    biases = stored["model.layers.1.mlp.experts.5.gate_proj.bias"], stored["model.layers.1.mlp.experts.5.up_proj.bias"]
+    assert torch.equal(torch.stack(biases, 1).flatten(), before["model.layers.1.mlp.experts.gate_up_proj_bias"][5])
+    ours, exact = (freight_logits(folder, IDS, "float32") for folder in (out, plain))
+    assert 0 < (exact.softmax(-1) * (exact.log_softmax(-1) - ours.log_softmax(-1))).sum(-1).mean() < 0.05
+    model = AutoModelForCausalLM.from_pretrained(restacked(dequantized(out, plain, tmp_path / "dequantized")))
+    with torch.inference_mode():
+        greedy = model.generate(torch.tensor([IDS[:40]]), max_new_tokens=8, do_sample=False)[0, 40:].tolist()
+    llm = freight.LLM(str(out), dtype="float32", kv_cache_dtype="float32", device="cpu", skip_tokenizer_init=True)
+    params = freight.SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+    assert list(llm.generate([IDS[:40]], params)[0].outputs[0].token_ids) == greedy
+
+
+@pytest.mark.parametrize("ignore", ["re:mlp.experts", "re:layers.1.mlp.experts"])
+def test_experts_of_gpt_oss_stay_in_16_bits_where_they_are_ignored(ignore: str, tmp_path: Path) -> None:
+    """All of them in the tensors that the model has; those of some layers as separate matrices, named as left out."""
+    plain, out = make("gpt-oss", tmp_path / "plain"), tmp_path / "out"
+    options: dict[str, Any] = {"activations": "static", "kv_cache": "fp8", "calibration_data": [IDS]}
+    freight.quantize(plain, out, weights="fp8", ignore=[ignore], **options)
+    stored, before = tensors(out), tensors(plain)
+    attention = {f"model.layers.{index}.self_attn.{part}_proj.weight" for index in range(3) for part in "qkvo"}
+    quantized = {name for name, tensor in stored.items() if tensor.dtype is torch.float8_e4m3fn}
+    left_out = json.loads((out / "config.json").read_text())["quantization_config"]["ignore"]
+    if ignore == "re:mlp.experts":
+        assert quantized == attention
+        assert all(torch.equal(stored[name], tensor) for name, tensor in before.items() if ".mlp." in name)
+    else:
+        assert attention < quantized
+        assert not [name for name in quantized if "layers.1.mlp" in name]
+        assert "model.layers.1.mlp.experts.7.up_proj" in left_out
+        up = before["model.layers.1.mlp.experts.gate_up_proj"][7, :, 1::2]
+        assert torch.equal(stored["model.layers.1.mlp.experts.7.up_proj.weight"], up.t())
     ours = freight_logits(out, IDS, "float32", kv_cache_dtype="fp8")
     exact = freight_logits(plain, IDS, "float32")
     assert 0 < (ours - exact).norm() < 0.4 * exact.norm()  # other experts are chosen for some tokens
+
+
+def test_other_tools_interfaces_write_the_same_experts_of_gpt_oss(tmp_path: Path) -> None:
+    from freight.auto_fp8 import AutoFP8ForCausalLM, BaseQuantizeConfig
+    from freight.llm_compressor import QuantizationModifier, oneshot
+
+    plain = make("gpt-oss", tmp_path / "plain", num_hidden_layers=1, layer_types=["full_attention"])
+    recipe = QuantizationModifier(targets="Linear", scheme="FP8_DYNAMIC", ignore=["lm_head", "re:.*router"])
+    oneshot(model=str(plain), recipe=recipe, output_dir=str(tmp_path / "oneshot"))
+    freight.quantize(plain, tmp_path / "rows", weights="fp8-channel")
+    ours = tensors(tmp_path / "rows")
+    theirs = tensors(tmp_path / "oneshot")
+    assert theirs.keys() == ours.keys()
+    assert all(torch.equal(theirs[name].float(), tensor.float()) for name, tensor in ours.items())
+    kept = QuantizationModifier(targets="Linear", scheme="FP8_DYNAMIC", ignore=["lm_head", "re:.*experts.*"])
+    oneshot(model=str(plain), recipe=kept, output_dir=str(tmp_path / "kept"))
+    assert "model.layers.0.mlp.experts.gate_up_proj" in tensors(tmp_path / "kept")
+    quantizer = AutoFP8ForCausalLM.from_pretrained(plain, BaseQuantizeConfig(activation_scheme="dynamic"))
+    assert "(mlp.experts.0-7.gate_proj): Linear(64 -> 128)" in str(quantizer)
+    quantizer.quantize([])
+    quantizer.save_quantized(tmp_path / "autofp8")
+    assert tensors(tmp_path / "autofp8")["model.layers.0.mlp.experts.7.down_proj.weight_scale"].shape == ()
+
+
+def test_oneshot_compares_the_experts_of_a_loaded_gpt_oss_with_those_of_its_folder(tmp_path: Path) -> None:
+    from freight.llm_compressor import QuantizationModifier, oneshot
+
+    plain = make("gpt-oss", tmp_path / "plain", num_hidden_layers=1, layer_types=["full_attention"])
+    model = AutoModelForCausalLM.from_pretrained(plain)
+    with torch.no_grad():
+        model.model.layers[0].mlp.experts.down_proj[3, 0, 0] += 1
+    with pytest.raises(ConfigError, match=r"experts\.down_proj of the loaded model differs"):
+        oneshot(model=model, recipe=QuantizationModifier(scheme="FP8_DYNAMIC", ignore=["lm_head"]))
 
 
 def test_oneshot_refuses_blocks_that_would_span_gate_and_up(tmp_path: Path) -> None:

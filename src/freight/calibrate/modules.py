@@ -7,7 +7,7 @@ are expanded to names here, so a written checkpoint does not depend on the patte
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence, Set
+from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass, replace
 
 from freight.config.layer import DenseConfig, LayerConfig
@@ -154,6 +154,19 @@ def ignored_modules(
     groups = [group for layer in layers for group in layer.groups]
     torn = [name for group in groups if ignored & set(group) for name in group if name not in ignored]
     return tuple(name for name in known if name in ignored), tuple(torn)
+
+
+def keeps_experts(config: ModelConfig, kept: Collection[str]) -> bool:
+    """Whether `kept` has every module of the experts."""
+    experts = (layer.experts for layer in layer_modules(config) if layer.experts is not None)
+    return all(name in kept for one in experts for name in (*one.gate_up, *one.down))
+
+
+def matched_modules(config: ModelConfig, patterns: Sequence[str]) -> frozenset[str]:
+    """The modules of layers that `patterns` mean, which may be none."""
+    known = linear_modules(config)
+    names = frozenset(known)
+    return frozenset(name for pattern in patterns for name in _matches(pattern, known, names))
 
 
 def _require_whole_experts(layers: Sequence[LayerModules], ignored: Set[str]) -> None:

@@ -9,7 +9,7 @@ writing. Everything that can be refused is refused before the first computation.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,20 +18,22 @@ from freight.calibrate.budget import KVChoice, as_chosen, choose, split
 from freight.calibrate.carried import Carried, carried_by
 from freight.calibrate.centers import WORTH, LayerCenters
 from freight.calibrate.data import Samples, read_samples
-from freight.calibrate.modules import ignored_modules, layer_modules
+from freight.calibrate.modules import ignored_modules, keeps_experts, layer_modules, matched_modules
 from freight.calibrate.run import Calibration, Progress, calibrate
 from freight.calibrate.write import check_disk_space, prediction_tensors, write_quantized
+from freight.checkpoint.mxfp4 import StoredExperts, find_experts
 from freight.checkpoint.reader import Checkpoint
 from freight.checkpoint.writer import require_new
 from freight.config.families import FAMILIES
 from freight.config.layer import MoEConfig
 from freight.config.model import ModelConfig
-from freight.config.plan import DTYPES, QuantizeArgs, QuantizePlan, WeightScheme, plan
+from freight.config.plan import DTYPES, Layout, QuantizeArgs, QuantizePlan, WeightScheme, plan
 from freight.device import choose_threads, probe
 from freight.errors import CheckpointError, ConfigError
 from freight.fp8.weights import BLOCK
 from freight.kernels.select import select_kernels
 from freight.models.architectures import tensor_names
+from freight.models.expert_names import separate
 from freight.models.open import OpenCheckpoint, open_checkpoint, require_native
 from freight.models.shapes import tensor_shapes
 from freight.models.sources import CheckpointSource
@@ -48,6 +50,7 @@ class QuantizeResult:
     warnings   sentences: scales that had not settled, values that were always zero, experts that no token reached,
                partly ignored merged groups
     kv_choice  with a budget: the KV cache by layer, and what it costs
+    form       of the checkpoint: a `Layout`, or 'mxfp4' of a model that keeps its experts so
     """
 
     path: Path
@@ -59,19 +62,32 @@ class QuantizeResult:
     centers: tuple[LayerCenters, ...] = ()
     warnings: tuple[str, ...] = field(default=())
     kv_choice: KVChoice | None = None
+    form: str = Layout.COMPRESSED_TENSORS
 
 
 @dataclass(frozen=True)
 class Unquantized:
     """An opened checkpoint with 16- or 32-bit weights, every tensor accounted for.
 
-    `carried` are the KV scales that it has beside them; None if it has none.
+    carried   the KV scales that it has beside them; None if it has none
+    packed    experts in MXFP4, by the names of their tensors in 16 bits
     """
 
     checkpoint: Checkpoint
     model: ModelConfig
     name: str
     carried: Carried | None = None
+    packed: Mapping[str, StoredExperts] = field(default_factory=dict)
+
+    def quantized_as(self, weights: WeightScheme, layout: Layout, kept: Collection[str]) -> Unquantized:
+        """As it is quantized, with the modules `kept` in 16 bits: experts of one tensor for a layer become separate
+        matrices, unless they are kept. Raises ConfigError for what a model with experts in MXFP4 cannot become.
+        """
+        if self.packed:
+            require_own_form(self, weights, layout)
+        if weights is WeightScheme.NONE or keeps_experts(self.model, kept) or not tensor_names(self.model).interleaved:
+            return self
+        return replace(self, model=separate(self.checkpoint, self.model))
 
     def load_tokenizer(self) -> Tokenizer:
         return Tokenizer.load(
@@ -91,6 +107,8 @@ class Unquantized:
         kind = str(facts.kind)
         compute = self.model.checkpoint_format
         source = CheckpointSource(self.checkpoint, compute, compute, kind)
+        if self.packed:  # become E4M3 or 16 bits, exactly
+            source = replace(source, weight_format=facts.native_e4m3, rounds=False, packed=self.packed)
         kernels = select_kernels("auto", kind)
         with choose_threads(None, facts.cores):
             return calibrate(self.model, source, kernels, plan, samples, ignored, kind, on_progress)
@@ -100,7 +118,7 @@ def open_unquantized(model: str, revision: str | None = None, keep_kv: bool = Fa
     """Open `model` ('demo', a folder or a hub id) for quantizing.
 
     Raises CheckpointError for one that is quantized already, or lacks tensors, and for one with KV scales, unless
-    `keep_kv` is True and its weights are not quantized.
+    `keep_kv` is True and its weights are not quantized. Experts in MXFP4 are no obstacle: so gpt-oss is published.
     """
     stored = open_checkpoint(model, revision)
     require_native(stored.model, model, "quantizing")
@@ -117,17 +135,20 @@ def open_unquantized(model: str, revision: str | None = None, keep_kv: bool = Fa
         )
     way_out = "quantize the 16-bit model that it was made from"
     keeps = keep_kv and not stored.kv_scales.empty and not _has_fp8_matrix(stored)
-    if not keeps and (scheme.method is not None or scheme.kv_format is not None):
+    if not keeps and (scheme.method not in (None, "mxfp4") or scheme.kv_format is not None):
         raise CheckpointError(f"{model} is quantized already ({scheme.description}); {way_out}")
     if not keeps and not stored.kv_scales.empty:
         raise CheckpointError(f"{model} has KV scales already; {way_out}")
     if config.tie_word_embeddings:
         checkpoint.skip(tensor_names(config).head, "tied to the embedding")
-    checkpoint.check(tensor_shapes(config))
-    for name, shape in tensor_shapes(config).items():
+    shapes = tensor_shapes(config)
+    packed = find_experts(checkpoint, scheme, shapes)
+    unpacked = {name: shape for name, shape in shapes.items() if name not in packed}
+    checkpoint.check(unpacked)
+    for name, shape in unpacked.items():
         checkpoint.take(name, shape)  # mapped, not read
     checkpoint.finish(pending=predicting)
-    return Unquantized(checkpoint, config, model, carried_by(stored, model) if keeps else None)
+    return Unquantized(checkpoint, config, model, carried_by(stored, model) if keeps else None, packed)
 
 
 def _has_fp8_matrix(stored: OpenCheckpoint) -> bool:
@@ -164,6 +185,7 @@ def quantize(
     opened = open_unquantized(str(model), revision, keep_kv=_keeps_kv(args))
     require_other(opened.checkpoint, Path(out))
     _require_dtype(args.dtype, opened)
+    opened = opened.quantized_as(decided.weights, decided.layout, matched_modules(opened.model, decided.ignore))
     ignored, torn = ignored_modules(opened.model, decided.ignore, decided.lm_head)
     require_blocks(opened.model, decided, ignored)
     check_disk_space(opened.checkpoint, Path(out))
@@ -194,6 +216,24 @@ def require_other(checkpoint: Checkpoint, out: Path) -> None:
         raise ConfigError(f"the output {out} is the model itself; name another")
 
 
+def require_own_form(opened: Unquantized, weights: WeightScheme, layout: Layout) -> None:
+    """Raises ConfigError for anything but KV scales of a model with experts in MXFP4: `quant_method` mxfp4, by which
+    engines know them, says that all else is in 16 bits, and no other declaration has these tensors beside FP8.
+    """
+    if weights is not WeightScheme.NONE:
+        raise ConfigError(
+            f"--weights {weights}: the experts of {opened.name} are in MXFP4, and beside them no declaration has FP8 "
+            "weights; calibrate the KV cache alone (--weights none --kv-cache fp8), or quantize a copy in 16 bits: "
+            "transformers loads it with Mxfp4Config(dequantize=True), and save_pretrained(…, "
+            "save_original_format=False) writes it"
+        )
+    if layout is not Layout.COMPRESSED_TENSORS:
+        raise ConfigError(
+            f"--format {layout}: {opened.name} keeps the form of its experts in MXFP4 (quant_method mxfp4), and KV "
+            "scales are added to it; omit --format"
+        )
+
+
 def _require_dtype(dtype: str | None, opened: Unquantized) -> None:
     """Raises ConfigError for a dtype other than the model's: quantizing converts nothing but what becomes FP8."""
     stored = opened.model.checkpoint_format
@@ -209,22 +249,16 @@ def _keeps_kv(args: QuantizeArgs) -> bool:
 
 
 def require_blocks(model: ModelConfig, plan: QuantizePlan, ignored: Collection[str]) -> None:
-    """Raises ConfigError for experts that have no FP8 form which engines read: those of one tensor for a layer, and
-    blocks of scales that would span gate and up, which engines compute as one matrix with one scale for a block.
+    """Raises ConfigError for experts whose blocks of scales would span gate and up, which engines compute as one matrix
+    with one scale for a block.
     """
     if plan.weights is WeightScheme.NONE:
         return
-    left_out, interleaved = frozenset(ignored), tensor_names(model).interleaved
+    left_out = frozenset(ignored)
     for layer, modules in zip(model.layers, layer_modules(model), strict=True):
         mlp, experts = layer.feed_forward, modules.experts
         if not isinstance(mlp, MoEConfig) or experts is None or left_out.issuperset(experts.gate_up):
             continue
-        if interleaved:
-            raise ConfigError(
-                f"--weights {plan.weights}: {experts.gate_up[0]} is one tensor of all experts, gate and up in turn, of "
-                "which engines read no FP8 form; leave the experts in 16 bits (--ignore 're:mlp.experts'), or let "
-                "the engine round them when it loads the model (--quantization fp8)"
-            )
         if plan.weights is WeightScheme.BLOCK and mlp.intermediate_size % BLOCK:
             raise ConfigError(
                 f"--weights fp8-block: {experts.named(0)} has an intermediate size of {mlp.intermediate_size}, no "
@@ -267,7 +301,9 @@ def write(
 ) -> QuantizeResult:
     """Write the checkpoint, and collect the warnings."""
     source = opened.checkpoint, opened.model
-    before, after = write_quantized(*source, plan, ignored, calibration, out, on_progress, overwrite=overwrite)
+    before, after = write_quantized(
+        *source, plan, ignored, calibration, out, on_progress, overwrite=overwrite, packed=opened.packed
+    )
     warnings = [
         f"{name}: the scale still grew by {growth - 1:.0%} in the last quarter of the data; use more of it"
         for name, growth in calibration.moving.items()
@@ -280,7 +316,8 @@ def write(
             "may refuse the checkpoint: ignore all of q, k, v or gate, up"
         )
     counts = (calibration.num_samples, calibration.num_tokens)
-    return QuantizeResult(out, plan, *counts, before, after, calibration.centers, tuple(warnings))
+    form = "mxfp4" if opened.packed else str(plan.layout)
+    return QuantizeResult(out, plan, *counts, before, after, calibration.centers, tuple(warnings), form=form)
 
 
 def _unseen(names: Sequence[str]) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from freight.calibrate.carried import Carried, open_scales, require_fit
 from freight.calibrate.modules import head_module, kept_modules, linear_modules
-from freight.calibrate.quantize import NOTHING_CALIBRATED, Unquantized, open_unquantized
+from freight.calibrate.quantize import NOTHING_CALIBRATED, Unquantized, open_unquantized, require_own_form
 from freight.calibrate.run import Progress
 from freight.calibrate.write import check_disk_space, write_quantized
 from freight.checkpoint.kv_scales import read_scale_json
@@ -93,6 +93,8 @@ def _write(opened: Unquantized, carried: Carried, out: Path, layout: Layout, on_
 
     AutoFP8's form declares FP8 weights by leaving modules out, so there every module is listed as left out.
     """
+    if opened.packed:
+        require_own_form(opened, WeightScheme.NONE, layout)
     check_disk_space(opened.checkpoint, out)
     plan = QuantizePlan(
         weights=WeightScheme.NONE,
@@ -107,5 +109,6 @@ def _write(opened: Unquantized, carried: Carried, out: Path, layout: Layout, on_
     every = (*linear_modules(opened.model), *kept_modules(opened.model), head_module(opened.model))
     ignored = every if layout is Layout.FP8 else ()
     measured = replace(NOTHING_CALIBRATED, kv=carried.coarse, kv_finer=carried.finer)
-    write_quantized(opened.checkpoint, opened.model, plan, ignored, measured, out, on_progress, Format.FLOAT32)
+    source = opened.checkpoint, opened.model
+    write_quantized(*source, plan, ignored, measured, out, on_progress, Format.FLOAT32, packed=opened.packed)
     return carried.scales

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -12,6 +12,7 @@ from freight.calibrate.modules import head_module, layer_modules, linear_modules
 from freight.calibrate.run import Calibration, Progress
 from freight.checkpoint.declare import declare, kv_tensors, scale_format, weight_tensors
 from freight.checkpoint.extras import write_extras
+from freight.checkpoint.mxfp4 import StoredExperts
 from freight.checkpoint.reader import Checkpoint
 from freight.checkpoint.writer import CheckpointWriter, require_space
 from freight.config.model import ModelConfig
@@ -51,8 +52,11 @@ def write_quantized(
     on_progress: Progress = lambda what, done, total: None,
     kv_scale_format: Format | None = None,
     overwrite: bool = False,
+    packed: Mapping[str, StoredExperts] | None = None,
 ) -> tuple[int, int]:
     """Write `checkpoint`, which is unquantized, into the new folder `out`; (bytes of tensors before, after).
+
+    Experts in MXFP4, `packed` by the names of their tensors in 16 bits, are written as they are.
 
     KV scales are stored in the scale format of `plan.layout`, unless `kv_scale_format` is given. With `overwrite`,
     `out` may be a folder that Freight wrote.
@@ -63,21 +67,21 @@ def write_quantized(
     carried = {name: checkpoint.shape_of(name) for name in prediction_tensors(checkpoint, model)}
     ignored = [*ignored, *(name.removesuffix(".weight") for name, shape in carried.items() if len(shape) > 1)]
     shapes = tensor_shapes(model) | carried
+    packed = packed or {}
     before = after = 0
     with CheckpointWriter(out, overwrite=overwrite) as writer:
         for done, (name, shape) in enumerate(shapes.items(), 1):
-            tensor = checkpoint.take(name, shape)
-            before += tensor.nbytes
+            tensors = packed[name].stored(checkpoint) if name in packed else {name: checkpoint.take(name, shape)}
+            before += sum(one.nbytes for one in tensors.values())
             module, _, kind = name.rpartition(".")
-            tensors = {name: tensor}
             if kind == "weight" and module in linear and plan.weights is not WeightScheme.NONE:
-                _require_finite(name, tensor)
-                data, scale = _ROUND[plan.weights](tensor, Format.E4M3FN, scales_in)
+                _require_finite(name, tensors[name])
+                data, scale = _ROUND[plan.weights](tensors[name], Format.E4M3FN, scales_in)
                 tensors = weight_tensors(plan, module, data, scale, calibration.input_scales.get(module), scales_in)
             after += sum(one.nbytes for one in tensors.values())
             writer.add(tensors)
             on_progress("writing", done, len(shapes))
-        declared = declare(checkpoint.config, plan, ignored)
+        declared = declare(checkpoint.config, plan, ignored, keeps=bool(packed))
         files: dict[str, bytes] = {}
         if calibration.kv is not None:
             of_layers = zip(layer_modules(model), model.layers, calibration.kv.layers, strict=True)

@@ -5,6 +5,8 @@ compressed-tensors  `weight_scale` [1], [rows, 1] or [blocks, blocks], `input_sc
 fp8                 AutoFP8's: `weight_scale`, `input_scale`, `k_scale`, `v_scale` float32 []; with blocks DeepSeek's:
                     `weight_scale_inv` float32 [blocks, blocks], a multiplier as every scale is
 tgi                 `kv_scale` float32 [], for K and V, and `kv_cache_torch_dtype` in config.json
+mxfp4               gpt-oss's own, kept; `k_scale` and `v_scale` as in compressed-tensors, and `kv_cache_format` within
+                    its quantization_config
 
 These tensors hold one KV scale per layer and side. Finer scales go into a file of their own (`checkpoint.extras`), so
 every engine can use the tensors. Only keys that old readers know are written, because some refuse unknown ones.
@@ -35,13 +37,21 @@ def scale_format(layout: Layout, model_format: Format) -> Format:
     return Format.FLOAT32
 
 
-def declare(config: Mapping[str, Any], plan: QuantizePlan, ignored: Sequence[str]) -> dict[str, Any]:
+def declare(
+    config: Mapping[str, Any], plan: QuantizePlan, ignored: Sequence[str], keeps: bool = False
+) -> dict[str, Any]:
     """`config` (the content of config.json of the 16-bit model) with the declaration of what `plan` quantizes.
 
-    What the model declared of KV scales that it already has is replaced.
+    What the model declared of KV scales that it already has is replaced. `keeps`: it declares weights that stay as they
+    are (MXFP4), and the format of its KV scales is added to that.
     """
     declared = {key: value for key, value in config.items() if key not in _REPLACED}
-    if plan.layout is Layout.TGI:
+    if keeps:
+        own = config.get("quantization_config") or config.get("compression_config") or {}
+        kv = {} if plan.kv_granularity is None else {"kv_cache_format": str(Format.E4M3FN)}
+        rest = {key: value for key, value in own.items() if key not in ("kv_cache_format", "kv_cache_scheme")}
+        declared["quantization_config"] = rest | kv
+    elif plan.layout is Layout.TGI:
         declared["kv_cache_torch_dtype"] = Format.E4M3FN.torch_name
     elif plan.layout is Layout.FP8:
         declared["quantization_config"] = _fp8(plan, ignored)

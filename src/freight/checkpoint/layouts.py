@@ -53,7 +53,7 @@ def read_scheme(config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | 
     if method is None and "config_groups" in declared:
         method = "compressed-tensors"  # files of 2024 have no quant_method
     if method == "mxfp4":
-        return _described(read_mxfp4(declared, config.get("model_type")))
+        return _described(_in_named_format(read_mxfp4(declared, config.get("model_type")), {**declared, **config}))
     if not isinstance(method, str) or method not in _READERS:
         known = choices((*_READERS, "mxfp4"))
         raise CheckpointError(f"quantization method {method!r} is not implemented; {known} are")

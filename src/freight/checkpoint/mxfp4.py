@@ -47,9 +47,13 @@ class StoredExperts:
         groups = inputs // mxfp4.GROUP
         return {self.name + _BLOCKS: (experts, outputs, groups, 16), self.name + _SCALES: (experts, outputs, groups)}
 
+    def stored(self, checkpoint: Checkpoint) -> dict[str, Tensor]:
+        """Blocks and scales by their names, mapped from their file."""
+        return {name: checkpoint.take_bytes(name, shape) for name, shape in self.tensors.items()}
+
     def take(self, checkpoint: Checkpoint) -> tuple[Tensor, Tensor]:
         """Blocks and scales, mapped from their file."""
-        blocks, scales = (checkpoint.take_bytes(name, shape) for name, shape in self.tensors.items())
+        blocks, scales = self.stored(checkpoint).values()
         return blocks, scales
 
     def read(

@@ -200,11 +200,17 @@ class Checkpoint:
         """The tensor in a mapping of its own, so that its memory is released with the tensor."""
         entry = self._entries[name]
         file, stored = entry.file, entry.stored or name
+        strided = [isinstance(at, slice) and at.step is not None for at in entry.index]
+        index = tuple(slice(None) if every else at for at, every in zip(entry.index, strided, strict=True))
         try:
             with safe_open(file, framework="pt") as handle:
-                tensor: Tensor = handle.get_slice(stored)[entry.index] if entry.index else handle.get_tensor(stored)
+                tensor: Tensor = handle.get_slice(stored)[index] if index else handle.get_tensor(stored)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file}: tensor {name} cannot be read: {error}") from error
+        if any(strided):  # safetensors reads neighbours alone
+            steps = [at if every else slice(None) for at, every in zip(entry.index, strided, strict=True)
+                     if isinstance(at, slice)]  # fmt: skip
+            tensor = tensor[tuple(steps)].contiguous()
         return tensor.mT.contiguous() if entry.turned else tensor
 
 

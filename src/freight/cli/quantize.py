@@ -202,7 +202,7 @@ def facts(result: QuantizeResult) -> dict[str, Any]:
     plan = result.plan
     return {
         "path": str(result.path),
-        "format": plan.layout,
+        "format": result.form,
         "weights": plan.weights,
         "activations": plan.activations,
         "kv_cache": "none" if plan.kv_granularity is None else "fp8",
@@ -225,7 +225,7 @@ def sentences(result: QuantizeResult) -> Iterator[str]:
     kv = "16 bits" if plan.kv_granularity is None else f"fp8, a scale per {plan.kv_granularity}"
     if result.kv_choice is not None and plan.kv_granularity is None:
         kv = "chosen by layer"
-    yield f"{result.path}: {plan.layout}; weights {plan.weights}, activations {plan.activations}, KV cache {kv}"
+    yield f"{result.path}: {result.form}; weights {plan.weights}, activations {plan.activations}, KV cache {kv}"
     yield f"tensors: {result.bytes_before / 2**20:,.2f} MiB before, {result.bytes_after / 2**20:,.2f} MiB after"
     if result.num_tokens:
         gains = [one.k_gain for one in result.centers if one.k is not None]

@@ -66,6 +66,7 @@ class ModelConfig:
     logit_divisor          divides the logits; None: nothing does
     logit_soft_cap         a logit x becomes logit_soft_cap * tanh(x / logit_soft_cap); None: unbounded
     checkpoint_format      the dtype that config.json names for the weights
+    separate_experts       whether experts that this family has in one tensor for a layer are separate matrices here
     prefixes               what precedes the names of the decoder's tensors in the checkpoint, and the name of its head
     norm_kind              of every norm
     final_norm             whether the output of the last layer is normed
@@ -103,6 +104,7 @@ class ModelConfig:
     wide_norms: bool = False
     float32_head: bool = False
     input_vocab_size: int | None = None
+    separate_experts: bool = False
 
     @property
     def position_limit(self) -> int:

@@ -26,7 +26,8 @@ class TensorNames:
     router, choice_bias            of a mixture of experts; `expert` is followed by the expert's index, and by the names
                                    of its projections, and `shared` by those of `gate_up` and `down`
     interleaved                    the experts of a layer are one tensor [experts, inputs, outputs] for each projection,
-                                   with its bias [experts, outputs]; of gate and up, one output of each in turn
+                                   with its bias [experts, outputs]; of gate and up, one output of each in turn. With
+                                   `ModelConfig.separate_experts` they have the names that other families' experts have
     head_gate                      of what attention returns (`AttentionConfig.gate`)
     sinks                          of attention, in models that have them
     stacked                        `gate_up` and `down` of all experts, where a checkpoint has a 3-D tensor of each
@@ -229,6 +230,9 @@ def tensor_names(config: ModelConfig) -> TensorNames:
     if config.foreign is not None:
         return TensorNames(embedding=config.foreign.embedding, head=config.foreign.head)
     names, (body, head) = ARCHITECTURES[config.architecture], config.prefixes
+    if names.interleaved and config.separate_experts:
+        common = TensorNames()
+        names = replace(names, interleaved=False, expert=common.expert, expert_gate_up=common.expert_gate_up)
     unused = [(pattern, "of a layer that predicts further tokens") for pattern in prediction_patterns(config)]
     for index, layer in enumerate(config.layers):
         if layer.mixer.kv_from is not None:

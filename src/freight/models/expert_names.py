@@ -6,11 +6,15 @@ first format. The scales of its FP8 models lie beside them (`gate_up_proj_scale_
 [experts, hidden, 2 * width] and [experts, width, hidden]. It also names the modules of Mixtral as those of its other
 families. Loading, quantizing and inspecting see the separate matrices of `shapes.py`, whatever is stored: each is read
 as a part, and no tensor of all experts is copied.
+
+gpt-oss has 3-D tensors with gate and up in turn, and loads from them as they are. In FP8 its experts are separate
+matrices, under the names that llm-compressor gives them (`ModelConfig.separate_experts`).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from freight.checkpoint.headers import Index
@@ -51,6 +55,47 @@ def present_experts(checkpoint: Checkpoint, config: ModelConfig, scheme: Scheme)
             turned = names.stacked_turned and any(_is_turned(checkpoint, stacked) for stacked in both)
             for stacked in both:
                 _divide(checkpoint, stacked, scheme, turned)
+
+
+def as_stored(config: ModelConfig, tensors: Collection[str]) -> ModelConfig:
+    """`config` for a checkpoint that has `tensors`: experts in one tensor for a layer, or separate matrices."""
+    apart = replace(config, separate_experts=True)
+    if not tensor_names(config).interleaved:
+        return config
+    names = tensor_names(apart)
+    first = (names.layer.format(index) + names.expert.format(0) for index in range(config.num_layers))
+    found = any(f"{prefix}{names.expert_down}.weight" in tensors for prefix in first)
+    return apart if found else config
+
+
+def separate(checkpoint: Checkpoint, config: ModelConfig) -> ModelConfig:
+    """`config` with experts as separate matrices, and `checkpoint` presented so: gate, up and down of each expert are
+    parts of the tensors [experts, inputs, outputs] and of their biases. Every layer has such tensors in 16 or 32 bits.
+    """
+    assert tensor_names(config).interleaved
+    stored = tensor_names(config)
+    apart = replace(config, separate_experts=True)
+    own = tensor_names(apart)
+    for index, layer in enumerate(config.layers):
+        assert isinstance(layer.feed_forward, MoEConfig)
+        prefix = stored.layer.format(index)
+        for whole, modules in (
+            (stored.expert_gate_up[0], own.expert_gate_up),
+            (stored.expert_down, (own.expert_down,)),
+        ):
+            weights: dict[str, tuple[Index, str]] = {}
+            biases: dict[str, tuple[Index, str]] = {}
+            for expert in range(layer.feed_forward.num_experts):
+                for number, part in enumerate(modules):
+                    module = prefix + own.expert.format(expert) + part
+                    every = slice(number, None, len(modules)) if len(modules) > 1 else slice(None)
+                    weights[f"{module}.weight"] = (expert, slice(None), every), module
+                    biases[f"{module}.bias"] = (expert, every), module
+            name = prefix + stored.expert + whole
+            checkpoint.divide(name, weights, turned=True)
+            if layer.feed_forward.bias:
+                checkpoint.divide(f"{name}_bias", biases)
+    return apart
 
 
 def _rename(checkpoint: Checkpoint, prefix: str, moe: MoEConfig, names: TensorNames) -> None:

@@ -30,7 +30,7 @@ from freight.fp8.scheme import KVScales, Scheme
 from freight.kernels.interface import KernelSet
 from freight.kernels.select import select_kernels
 from freight.models.decoder import LanguageModel
-from freight.models.expert_names import present_experts
+from freight.models.expert_names import as_stored, present_experts
 from freight.models.loader import load_model
 from freight.models.random_weights import random_model
 from freight.models.weight_bytes import weight_bytes
@@ -76,7 +76,7 @@ def read_model_config(config: Mapping[str, Any], tensors: Collection[str] = ()) 
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type in FAMILIES:
-        return parse_model_config(config, tensors)
+        return as_stored(parse_model_config(config, tensors), tensors)
     from freight.models.fallback_probe import foreign_config  # transformers' modeling code takes seconds to import
 
     return foreign_config(config)

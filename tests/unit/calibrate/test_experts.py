@@ -36,6 +36,7 @@ EXPERTS = {  # names of one expert's modules within a layer
     "granite-moe": ("block_sparse_moe.experts.{}.", ("gate_proj", "up_proj"), "down_proj"),
     "hy-v3": ("mlp.experts.{}.", ("gate_proj", "up_proj"), "down_proj"),
     "ernie4-5-moe": ("mlp.experts.{}.", ("gate_proj", "up_proj"), "down_proj"),
+    "gpt-oss": ("mlp.experts.{}.", ("gate_proj", "up_proj"), "down_proj"),
 }
 
 
@@ -46,7 +47,16 @@ def reference_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def measure(folder: Path, ids: list[int] = IDS, ignored: tuple[str, ...] = (), **options: str) -> Calibration:
     decided = plan(QuantizeArgs(**{"activations": "static", **options}))
-    return open_unquantized(str(folder)).calibrate(decided, [ids], (*ignored, "lm_head"))
+    opened = open_unquantized(str(folder)).quantized_as(decided.weights, decided.layout, ignored)
+    return opened.calibrate(decided, [ids], (*ignored, "lm_head"))
+
+
+def between(module: Any, expert: int, row: torch.Tensor) -> torch.Tensor:
+    """What one of transformers' experts computes between its products."""
+    if hasattr(module, "gate_up_proj_bias"):  # gpt-oss
+        return module._apply_gate(row @ module.gate_up_proj[expert] + module.gate_up_proj_bias[expert])
+    gate, up = (module.gate_up_proj[expert] @ row).chunk(2)
+    return torch.nn.functional.silu(gate) * up
 
 
 def seen_by_transformers(model: Any, ids: list[int]) -> dict[int, tuple[float, float, set[int]]]:
@@ -59,8 +69,7 @@ def seen_by_transformers(model: Any, ids: list[int]) -> dict[int, tuple[float, f
         x, hidden = x.flatten(0, -2), 0.0
         for row, experts in zip(x, chosen, strict=True):
             for expert in experts.tolist():
-                gate, up = (module.gate_up_proj[expert] @ row).chunk(2)
-                hidden = max(hidden, float((torch.nn.functional.silu(gate) * up).abs().max()))
+                hidden = max(hidden, float(between(module, expert, row).abs().max()))
         found[index] = (float(x.abs().max()), hidden, set(chosen.flatten().tolist()))
 
     for index, layer in enumerate(model.model.layers):
