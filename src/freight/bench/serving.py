@@ -132,7 +132,8 @@ def describe(args: ServingArgs, targets: Sequence[Target], runs: Sequence[Run]) 
 async def _prepare(args: ServingArgs) -> tuple[list[Target], Prompts]:
     """The servers, each asked once, and the prompts for all of them."""
     text = HELD_OUT.read_text(encoding="utf-8")
-    probe = Ask(text[:PROBE_CHARACTERS], 2)
+    by_ids = args.prompt_kind == "ids" and args.prompts_file is None  # the server may have no tokenizer
+    probe = Ask([0] * 8 if by_ids else text[:PROBE_CHARACTERS], 2)
     targets: list[Target] = []
     per_token = 4.0
     for target in args.targets:

@@ -136,6 +136,7 @@ def test_ids_have_the_lengths_asked_for_and_share_a_prefix():
     server = StandIn(vocab_size=50)
     with running(server):
         _, found = measure_serving(arguments(server, prompt_kind="ids", prompt=Lengths(5, 9), shared_prefix=6))
+    assert server.bodies[0]["prompt"] == [0] * 8  # the question is in ids too: the server may have no tokenizer
     prompts = [body["prompt"] for body in server.bodies[2:]]  # after the question and the one to warm up
     assert len({tuple(prompt[:6]) for prompt in prompts}) == 1
     assert len({tuple(prompt[6:]) for prompt in prompts}) == 4
