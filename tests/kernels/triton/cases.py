@@ -250,6 +250,8 @@ MORE_CASES: dict[str, Callable[[Target], object]] = {
     "norm static": partial(norm, False, Activations.STATIC, 4096),
     "gated by group": partial(activate, True, Activations.DYNAMIC, 14336),
     "gated by row, gelu": partial(activate, False, Activations.DYNAMIC, 14336, function=GatedActivation.GELU_TANH),
+    "gated by row, beyond the widest": partial(activate, False, Activations.DYNAMIC, 53248),  # Llama 3.1 405B
+    "gated by group, beyond the widest": partial(activate, True, Activations.DYNAMIC, 53248),
     "gated by row, widest": partial(activate, False, Activations.DYNAMIC, elementwise.WIDE),
 }
 # compiled whenever the tests run, too: the largest heads, experts and rows of the families in docs/models.md
@@ -307,6 +309,4 @@ LARGE_CASES: dict[str, Callable[[Target], object]] = {
     "gate of heads": lambda target: gates.gate(empty(64, 8192), empty(64, 64), GateFunction.IDENTITY),
     "layer norm": partial(layer_norm, 9216, None),  # OPT-66B
     "layer norm by row": lambda target: layer_norm(9216, consumer(False, Activations.DYNAMIC, 9216), target),
-    "gated by row, beyond the widest": partial(activate, False, Activations.DYNAMIC, 53248),  # Llama 3.1 405B
-    "gated by group, beyond the widest": partial(activate, True, Activations.DYNAMIC, 53248),
 }
