@@ -1,6 +1,7 @@
 """Compile what the kernels' own launchers would launch on a GPU that is not there, down to machine code, and report.
 
-    python tests/kernels/triton/aot.py sm_90 | gfx942 | … [all]     one JSON object a line
+    python tests/kernels/triton/aot.py sm_90 | gfx942 | … [large | all]     one JSON object a line
+    python tests/kernels/triton/aot.py sm_90 launches                        the same, not compiled
 
 A launcher is called with tensors that have shapes and no memory; every launch is recorded instead of run, and compiled
 for the target that the launcher was told. So tiles, warps and element types are those that would run there.
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 import triton
-from cases import CASES, MORE_CASES
+from cases import CASES, LARGE_CASES, MORE_CASES
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -33,6 +34,7 @@ TARGETS = {
     "sm_100": (Target("cuda", 100), GPUTarget("cuda", 100, 32)),
     "gfx942": (Target("hip", "gfx942"), GPUTarget("hip", "gfx942", 64)),
 }
+EXTENTS = {"": CASES, "large": LARGE_CASES} | dict.fromkeys(("all", "launches"), CASES | MORE_CASES | LARGE_CASES)
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")
 POINTERS = {
     torch.float32: "*fp32",
@@ -111,12 +113,20 @@ def products(compiled: Any, backend: str) -> list[str]:
 
 
 def report(target_name: str, extent: str = "") -> Iterator[dict[str, Any]]:
+    """A case that does not compile has an `error`, and the others are reported all the same."""
     target, gpu = TARGETS[target_name]
-    for name, call in (CASES | MORE_CASES if extent == "all" else CASES).items():
+    for name, call in EXTENTS[extent].items():
         for kernel, args, kwargs in launches(lambda call=call: call(target)):
             options = {option: kwargs[option] for option in OPTIONS if option in kwargs}
-            compiled = triton.compile(source_of(kernel, args, kwargs), target=gpu, options=options)
             launched = {"target": target_name, "case": name, "kernel": kernel.fn.__name__} | options
+            if extent == "launches":
+                yield launched | {key: str(value) for key, value in kwargs.items() if key not in options}
+                continue
+            try:
+                compiled = triton.compile(source_of(kernel, args, kwargs), target=gpu, options=options)
+            except Exception as error:
+                yield launched | {"error": str(error)[-400:]}
+                continue
             yield launched | usage(compiled, gpu.backend) | {"products": products(compiled, gpu.backend)}
 
 

@@ -123,25 +123,37 @@ def activate(
     elementwise.gated(target, empty(64, 2 * size), function, consumer(blocks, activations, size))
 
 
-def mix(format: Format, blocks: bool, activations: Activations, rows: int, target: Target) -> None:
-    """Experts of the size of Qwen3-30B-A3B's; in 16 bits without scales."""
+def mix(
+    format: Format, blocks: bool, activations: Activations, rows: int, target: Target,
+    hidden: int = 2048, inner: int = 768, function: GatedActivation = GatedActivation.SILU, biases: bool = False,
+    shared: bool = False,
+) -> None:  # fmt: skip
+    """Experts of the size of Qwen3-30B-A3B's; in 16 bits without scales. `shared`: beside one that takes every row."""
 
     def stack(outputs: int, inputs: int) -> experts.ExpertStack:
-        shape = (outputs // 128, inputs // 128) if blocks else (outputs,)
+        shape = (-(-outputs // 128), -(-inputs // 128)) if blocks else (outputs,)
         scale = empty(128, *shape, dtype=torch.float32) if format.is_fp8 else None
         data = empty(128, outputs, inputs, dtype=torch_dtype(format))
         one = Weight(data[0], None if scale is None else scale[0], activations)
-        return experts.ExpertStack(data, scale, None, one)
+        return experts.ExpertStack(data, scale, empty(128, outputs) if biases else None, one)
 
     ids, weights = empty(rows, 8, dtype=torch.int32), empty(rows, 8, dtype=torch.float32)
-    experts.experts(target, empty(rows, 2048), ids, weights, stack(1536, 2048), stack(2048, 768), GatedActivation.SILU)
+    pair = stack(2 * inner, hidden), stack(hidden, inner)
+    base = empty(rows, hidden) if shared else None
+    experts.experts(target, empty(rows, hidden), ids, weights, *pair, function, base)
 
 
-def choose(rows: int, routing: Routing, target: Target) -> None:
-    gate, bias = Weight(empty(routing.num_experts, 2048, dtype=torch.float32)), None
-    if routing.scoring is Scoring.SIGMOID:
-        bias = empty(routing.num_experts, dtype=torch.float32)
-    route.route(empty(rows, 2048), gate, routing, None, bias)
+def choose(rows: int, routing: Routing, target: Target, hidden: int = 2048) -> None:
+    """A router of logits with a bias where they are chosen first, and with one for the choice where it is sigmoid."""
+    gate, bias = Weight(empty(routing.num_experts, hidden, dtype=torch.float32)), empty(routing.num_experts)
+    of_logits = bias if routing.scoring is Scoring.CHOSEN else None
+    of_choice = bias.float() if routing.scoring is Scoring.SIGMOID else None
+    route.route(empty(rows, hidden), gate, routing, of_logits, of_choice)
+
+
+def layer_norm(size: int, consumer: Weight | None, target: Target) -> None:
+    x, weight = empty(64, size), empty(size)
+    elementwise.add_layer_norm(target, x, x, weight, weight, 1e-5, consumer)
 
 
 # compiled whenever the tests run
@@ -238,5 +250,63 @@ MORE_CASES: dict[str, Callable[[Target], object]] = {
     "norm static": partial(norm, False, Activations.STATIC, 4096),
     "gated by group": partial(activate, True, Activations.DYNAMIC, 14336),
     "gated by row, gelu": partial(activate, False, Activations.DYNAMIC, 14336, function=GatedActivation.GELU_TANH),
+    "gated by row, beyond the widest": partial(activate, False, Activations.DYNAMIC, 53248),  # Llama 3.1 405B
+    "gated by group, beyond the widest": partial(activate, True, Activations.DYNAMIC, 53248),
     "gated by row, widest": partial(activate, False, Activations.DYNAMIC, elementwise.WIDE),
+}
+# compiled whenever the tests run, too: the largest heads, experts and rows of the families in docs/models.md
+LARGE_CASES: dict[str, Callable[[Target], object]] = {
+    "attention bf16, dim 512": partial(attend, Format.BFLOAT16, "unit", 4, 8, 512, 8192, None),  # Gemma 4
+    "attention fp8 static, dim 512": partial(attend, Format.E4M3FN, "static", 4, 8, 512, 8192, None),
+    "attention fp8 token, dim 512": partial(attend, Format.E4M3FN, "token", 1, 16, 512, 8192, None),
+    "attention fnuz token, dim 512": partial(attend, Format.E4M3FNUZ, "token", 1, 16, 512, 8192, None),
+    "attention fp8 static, centered, dim 256": partial(
+        attend, Format.E4M3FN, "static", 4, 2, 256, 8192, None, num_pairs=20
+    ),
+    "attention fp8 token, centered, dim 512": partial(
+        attend, Format.E4M3FN, "token", 4, 8, 512, 8192, None, num_pairs=20
+    ),
+    "attention fp8 compute, dim 512": lambda target: attend(
+        native(target), "static", 4, 8, 512, 8192, None, target, fp8=True
+    ),
+    "attention float32, dim 512": partial(attend, Format.FLOAT32, "unit", 4, 8, 512, 8192, None),
+    "attention float32, dim 256": partial(attend, Format.FLOAT32, "unit", 4, 2, 256, 8192, None),
+    "attention fp8 static, group 48": partial(attend, Format.E4M3FN, "static", 1, 48, 128, 8192, None),
+    "merge by row, dim 512": partial(
+        attend, Format.E4M3FN, "static", 4, 8, 512, 64, None, to=(False, Activations.DYNAMIC)
+    ),
+    "store token, dim 512": partial(keep, Format.E4M3FN, "token", 512, 8192, more=True),
+    "experts plain, biases, 2880": partial(  # gpt-oss
+        mix,
+        Format.E4M3FN,
+        False,
+        Activations.PLAIN,
+        64,
+        hidden=2880,
+        inner=2880,
+        function=GatedActivation.CLAMPED_SWIGLU,
+        biases=True,
+    ),
+    "experts bf16, biases, 2880": partial(
+        mix,
+        Format.BFLOAT16,
+        False,
+        Activations.PLAIN,
+        64,
+        hidden=2880,
+        inner=2880,
+        function=GatedActivation.CLAMPED_SWIGLU,
+        biases=True,
+    ),
+    "experts fp8 blocks, shared": partial(  # Qwen3-Coder-480B, GLM-4.6
+        mix, Format.E4M3FN, True, Activations.DYNAMIC, 64, hidden=6144, inner=2560, shared=True
+    ),
+    "route chosen": partial(choose, 64, Routing(128, 4, Scoring.CHOSEN), hidden=2880),
+    "route sigmoid, 192 experts": partial(choose, 64, Routing(192, 8, Scoring.SIGMOID), hidden=6144),
+    "join, whole rows": lambda target: gates.join([(empty(64, 6144), empty(6144)), (empty(64, 1024), None)], 1e-5),
+    "gate of whole rows": lambda target: gates.gate(empty(64, 8192), empty(64, 8192), GateFunction.SIGMOID),
+    "gated gelu": lambda target: elementwise.gated(target, empty(64, 43008), GatedActivation.GELU_TANH),  # Gemma
+    "gate of heads": lambda target: gates.gate(empty(64, 8192), empty(64, 64), GateFunction.IDENTITY),
+    "layer norm": partial(layer_norm, 9216, None),  # OPT-66B
+    "layer norm by row": lambda target: layer_norm(9216, consumer(False, Activations.DYNAMIC, 9216), target),
 }

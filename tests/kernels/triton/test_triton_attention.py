@@ -243,13 +243,16 @@ def test_blocks_before_a_window_may_be_gone(sequences, scales, keys, monkeypatch
 
 def test_tiles_of_keys_divide_those_that_the_cache_keeps():
     for target in (Target("cuda", 80), Target("cuda", 90), Target("hip", "gfx942")):
-        for dim in (64, 128, 256):
+        for dim in (64, 128, 256, 512):
             for size in (1, 2, 4):
                 tiles = [
                     *(TILES[1](target, dim, size, pairs) for pairs in ("", "triton", "ptx")),
                     *(TILES[0](target, dim, size, centered) for centered in (False, True)),
                 ]
                 assert all(reference.KEY_TILE % tile.keys == 0 for tile in tiles)
+                assert all(tile.keys >= (32 if size == 1 else 16) for tile in tiles)  # products of FP8 sum over 32
+                if dim == 512:  # more rows spill
+                    assert all(tile.rows <= 32 for tile in tiles)
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,16 @@ import pytest
 
 pytestmark = pytest.mark.slow
 AOT = Path(__file__).parent / "aot.py"
-TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
+# Bytes of shared memory that a program may have; a launch with more is refused.
+SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
+TARGETS = tuple(SHARED)
 # Registers a thread may have so that a multiprocessor holds enough programs: 4 decoding programs of 128 threads in
 # 65536 registers, 3 with a scale per token, and 1 program of 256 threads, or 2 of 128, of the others. Those of the
 # pinned Triton; the launchers ask the compiled kernel (occupancy.py).
 DECODE_REGISTERS, DECODE_REGISTERS_TOKEN = 128, 140
 REGISTERS = {"sm_80": 255, "sm_90": 255, "sm_100": 255, "gfx942": 512}
+# Accesses to local memory that a decoding program over heads of 512 dims may have there: ptxas stops at 168 registers.
+FEW_SPILLS = {"sm_80": 8}
 FP8_PRODUCT = {"sm_90": "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3", "sm_100": "kind::f8f6f4"}
 # What prefill and decoding multiply with under `--attention-compute fp8`.
 FP8_ATTENTION = {
@@ -33,21 +37,50 @@ FP8_ATTENTION = {
 PREFILL_PRODUCT = {"sm_80": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05.mma", "gfx942": "v_mfma_f32_32x32"}
 
 
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+def compiled(folder: Path, *extent: str) -> dict[str, list[dict[str, Any]]]:
     """What aot.py reports of every target; as many processes at a time as there are targets."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")), "TRITON_DEFAULT_FP_FUSION": "1"}
+    environment |= {"TRITON_CACHE_DIR": str(folder), "TRITON_DEFAULT_FP_FUSION": "1"}
     running = {
-        target: subprocess.Popen([sys.executable, AOT, target], env=environment, stdout=subprocess.PIPE, text=True)
+        target: subprocess.Popen(
+            [sys.executable, AOT, target, *extent], env=environment, stdout=subprocess.PIPE, text=True
+        )
         for target in TARGETS
     }
     found = {}
     for target, process in running.items():
-        lines, _ = process.communicate(timeout=600)
+        lines, _ = process.communicate(timeout=900)
         assert process.returncode == 0, target
         found[target] = [json.loads(line) for line in lines.splitlines()]
     return found
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    return compiled(tmp_path_factory.mktemp("triton"))
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    return compiled(tmp_path_factory.mktemp("large"), "large")
+
+
+def fits(report: dict[str, Any], target: str) -> bool:
+    """Whether the launch compiles, spills no register, and is not refused for its shared memory or its registers."""
+    decodes_512 = report["kernel"] == "decode_kernel" and "dim 512" in report["case"]
+    return (
+        "error" not in report
+        and report["spills"] <= (FEW_SPILLS.get(target, 0) if decodes_512 else 0)
+        and report["registers"] <= REGISTERS[target]
+        and report["shared"] <= SHARED[target]
+    )
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_largest_shapes_fit(large, target):
+    """Heads of 512 dims, keys with a center, experts of 2880: each may be the only one that does not fit."""
+    assert large[target]
+    assert [report for report in large[target] if not fits(report, target)] == []
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -59,8 +92,7 @@ def test_registers(reports, target):
         *("sort_kernel", "experts_kernel", "weigh_kernel", "choose_kernel"),
     }
     for report in reports[target]:
-        assert report["spills"] == 0, report
-        assert report["registers"] <= REGISTERS[target], report
+        assert fits(report, target), report
         if report["kernel"] == "decode_kernel" and target != "gfx942":
             token = report["case"] == "attention fp8 token"
             assert report["registers"] <= (DECODE_REGISTERS_TOKEN if token else DECODE_REGISTERS), report
