@@ -97,7 +97,8 @@ def _exponentials(logits: Tensor, top: Tensor, scratch: Tensor) -> tuple[Tensor,
 def _dot(first: Tensor, second: Tensor) -> Tensor:
     """Sums of products by row: [rows]. On a CPU by numpy, which takes half of torch's time or less."""
     if first.device.type != "cpu":
-        return torch.linalg.vecdot(first, second)
+        product: Tensor = torch.linalg.vecdot(first, second)
+        return product
     with np.errstate(invalid="ignore"):  # 0 times infinity, where a token is impossible
-        product: np.ndarray = np.matmul(first.numpy()[:, None], second.numpy()[:, :, None])
-    return torch.from_numpy(product[:, 0, 0])
+        sums: np.ndarray = np.matmul(first.numpy()[:, None], second.numpy()[:, :, None])
+    return torch.from_numpy(sums[:, 0, 0])

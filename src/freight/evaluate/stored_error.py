@@ -112,7 +112,8 @@ class Probe:
 
 def _square(x: Tensor) -> Tensor:
     """The sum of the squares of float32 values: []."""
-    return torch.linalg.vector_norm(x).square()
+    norm: Tensor = torch.linalg.vector_norm(x)
+    return norm.square()
 
 
 def _kept(page: Tensor, scale: Tensor | None, slots: Tensor) -> Tensor:
