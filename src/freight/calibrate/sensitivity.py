@@ -2,7 +2,8 @@
 
 The model runs once with an unquantized cache, and its stream before every layer is kept. With layer l quantized only
 the layers from l on compute anything else, so they alone run again: N layers take (N + 1) / 2 passes a candidate.
-The kernels are the engine's, so on a CPU these are the bits that it computes.
+The kernels are the engine's, so on a CPU these are the bits that it computes. Layers that read the keys and values of
+another layer count to that one: quantizing its cache changes what all of them read.
 
 KL is KL(unquantized || quantized) in nats, the mean over all tokens of all samples. It is 0 where nothing is quantized.
 """
@@ -29,9 +30,14 @@ OnPass = Callable[[int, int], None]  # (samples done, of how many)
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """KL of each layer quantized alone, by candidate, over `num_tokens` tokens: `kl[layer][candidate]`."""
+    """KL of each cache quantized alone, over `num_tokens` tokens.
+
+    kl       [cache][candidate], in the order of the layers that have a cache; all do unless some share one
+    shared   of each cache, the layers that attend over it: the one that stores first, then its readers
+    """
 
     kl: tuple[tuple[float, ...], ...]
+    shared: tuple[tuple[int, ...], ...]
     num_tokens: int
 
 
@@ -60,9 +66,9 @@ class Meter:
 
     @torch.inference_mode()
     def by_layer(self, samples: Samples, on_pass: OnPass = lambda done, total: None) -> Sensitivity:
-        """Each cache in each layer alone."""
-        num_layers = len(self.decoder.layers)
-        sums = [[0.0] * len(self.caches) for _ in range(num_layers)]
+        """Each cache in each layer alone, with those that read the layer's."""
+        shared = self._shared()
+        sums = [[0.0] * len(self.caches) for _ in shared]
         for done, ids in enumerate(samples):
             on_pass(done, len(samples))
             batch, plain = self._batch(ids), list(self.plain.layers)
@@ -70,20 +76,25 @@ class Meter:
             for layer, kv in zip(self.decoder.layers, plain, strict=True):
                 streams.append(layer(streams[-1], batch, kv))
             reference = self._normed(streams[-1])
-            for index in reversed(range(num_layers)):
+            for of_layer, sharing in reversed(list(zip(sums, shared, strict=True))):
+                first = sharing[0]
                 for candidate, cache in enumerate(self.caches):
-                    # layers behind `index` overwrite their unquantized pages, which nothing reads again
-                    layers = [cache.layers[index], *plain[index + 1 :]]
-                    own = self._normed(self._through(index, streams[index], batch, layers))
-                    sums[index][candidate] += self._kl(reference, own)
+                    # layers behind `first` overwrite their unquantized pages, which nothing reads again
+                    layers = [cache.layers[i] if i in sharing else plain[i] for i in range(first, len(plain))]
+                    own = self._normed(self._through(first, streams[first], batch, layers))
+                    of_layer[candidate] += self._kl(reference, own)
         on_pass(len(samples), len(samples))
         total = sum(map(len, samples))
-        return Sensitivity(tuple(tuple(value / total for value in of_layer) for of_layer in sums), total)
+        return Sensitivity(tuple(tuple(value / total for value in of_layer) for of_layer in sums), shared, total)
 
     @torch.inference_mode()
     def whole(self, choice: Sequence[int | None], samples: Samples) -> float:
-        """KL with cache `choice[layer]` in every layer at once; None: unquantized."""
+        """KL with cache `choice[layer]` in every layer at once; None: unquantized.
+
+        A layer that reads another's keys and values has to have the same choice.
+        """
         plain = list(self.plain.layers)
+        assert all(len({choice[layer] for layer in sharing}) == 1 for sharing in self._shared())
         chosen = [
             plain[layer] if index is None else self.caches[index].layers[layer] for layer, index in enumerate(choice)
         ]
@@ -94,6 +105,14 @@ class Meter:
             reference, own = (self._normed(self._through(0, embedded, batch, kv)) for kv in (plain, chosen))
             total += self._kl(reference, own)
         return total / sum(map(len, samples))
+
+    def _shared(self) -> tuple[tuple[int, ...], ...]:
+        """As `Sensitivity.shared`."""
+        layers = enumerate(self.plain.spec.layers)
+        sources = [index if layer.source is None else layer.source for index, layer in layers]
+        return tuple(
+            tuple(reader for reader, read in enumerate(sources) if read == layer) for layer in sorted(set(sources))
+        )
 
     def _begin(self, batch: ForwardBatch) -> Residual:
         return self.decoder.begin(batch)

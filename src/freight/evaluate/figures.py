@@ -81,6 +81,7 @@ class Evaluation:
     """All settings over the same documents; the first of `runs` is the one that the others are compared with.
 
     `position_edges` has one entry more than there are buckets; `units` says what intervals draw, None without them.
+    `seconds` are those of the whole, `calibration_seconds` of the forward passes over calibration text.
     """
 
     overview: Overview
@@ -90,7 +91,13 @@ class Evaluation:
     units: str | None
     position_edges: tuple[int, ...]
     contexts: tuple[int, ...]
-    seconds: float
+    seconds: float = 0.0
+    calibration_seconds: float = 0.0
+
+    @property
+    def forward_seconds(self) -> float:
+        """Of all forward passes that the figures need: over the text, and over calibration text."""
+        return self.calibration_seconds + sum(run.forward_seconds for run in self.runs)
 
     def as_json(self) -> dict[str, Any]:
         over = self.overview
@@ -107,7 +114,7 @@ class Evaluation:
             "contexts": list(self.contexts),
             "notes": list(over.notes),
             "seconds": self.seconds,
-            "forward_seconds": sum(run.forward_seconds for run in self.runs),
+            "forward_seconds": self.forward_seconds,
             "runs": [asdict(run) for run in self.runs],
         }
 
@@ -119,9 +126,11 @@ def summarize(
     parts: Sequence[Part],
     speeds: Sequence[Speed] | None,
     layer_kl: Sequence[list[float] | None] | None,
-    seconds: float,
 ) -> Evaluation:
-    """`labels` are the names of caches and weights; `speeds` and `layer_kl` by run, if they were measured."""
+    """`labels` are the names of caches and weights; `speeds` and `layer_kl` by run, if they were measured.
+
+    What is returned has no seconds yet.
+    """
     counts = [len(part.window.targets) for part in parts]
     documents = np.array([part.document for part in parts])
     by_document = len(set(documents.tolist())) > 1
@@ -146,7 +155,6 @@ def summarize(
         units=("documents" if by_document else "windows") if enough else None,
         position_edges=tuple(tokens.edges),
         contexts=speeds[0].contexts if speeds else (),
-        seconds=seconds,
     )
 
 

@@ -24,7 +24,7 @@ from freight.evaluate.measure import Progress, SettingRun, measure
 from freight.evaluate.report import cache_run, load_for, plain_config
 from freight.evaluate.rounded import check_schemes, load_rounded
 from freight.evaluate.speed import Speed, time_settings
-from freight.evaluate.static_scales import measure_scales
+from freight.evaluate.static_scales import Measured, measure_scales
 from freight.evaluate.stored_error import Probe
 from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.fp8.scheme import KVScales
@@ -89,10 +89,11 @@ def evaluate_grid(
     with opened.threads(plain):
         eight = _fp8(opened) if names and names != ("e5m2",) else plain
         decoder = load_for(opened, [plain, chosen or eight])
-        scales: dict[str, KVScales | None] = {}
+        calibrated = Measured()
         if static:
             assert isinstance(decoder, Decoder), "others are refused above"
-            scales = _measure_scales(opened, decoder, plain, samples, static)
+            calibrated = _measure_scales(opened, decoder, plain, samples, static)
+        scales = calibrated.scales
         caches = [("16 bits", plain)]
         if chosen is None:
             caches += _caches(opened, plain, eight, names, scales)
@@ -114,7 +115,8 @@ def evaluate_grid(
     notes = _notes(args, grid, static, scales, samples)
     overview = Overview(args.model, source, str(plain.weight_format), size.layers, size.embeddings, length, notes)
     labels = [(name, weights) for name, weights, _, _ in settings]
-    return summarize(overview, labels, runs, parts, speeds, worst, time.perf_counter() - begin)
+    evaluation = summarize(overview, labels, runs, parts, speeds, worst)
+    return replace(evaluation, seconds=time.perf_counter() - begin, calibration_seconds=calibrated.forward_seconds)
 
 
 _TOKEN = (Granularity.TOKEN, ScaleSource.DYNAMIC)
@@ -186,9 +188,9 @@ def _samples(opened: OpenModel, grid: GridArgs, length: int) -> list[list[int]]:
 
 def _measure_scales(
     opened: OpenModel, decoder: Decoder, plain: EngineConfig, samples: Sequence[Sequence[int]], names: Sequence[str]
-) -> dict[str, KVScales | None]:
+) -> Measured:
     if not names:
-        return {}
+        return Measured()
     spec = opened.cache_spec(plain)
     blocks = [-(-max(map(len, samples)) // plain.block_size)] * len(spec.groups)
     pool = allocate_pool(spec, plain.kv, blocks, opened.kernels(plain), plain.device, decoder.rotaries)

@@ -1,4 +1,7 @@
-"""The KL that each layer's cache costs alone: one layer in the setting's format, all others in 16 bits."""
+"""The KL that each layer's cache costs alone: one layer in the setting's format, all others in 16 bits.
+
+Layers that read the keys and values of another have no cache: what they lose is in the KL of that one, and theirs is 0.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +32,18 @@ def layer_kl(runs: Sequence[SettingRun], parts: Sequence[Part], tokens: int = TO
         if run is first or run.runner.model is not first.runner.model:
             found.append(None)
             continue
-        alone = [_only(first, run, layer) for layer in range(len(run.runner.pool.layers))]
-        measure([_only(first, first, 0), *alone], windows, lambda done, total: None)
-        found.append([float(one.token_kl.double().mean()) for one in alone])
+        pool = run.runner.pool
+        alone = {layer: _only(first, run, layer) for layer, kv in enumerate(pool.layers) if not kv.shared}
+        measure([_only(first, first, 0), *alone.values()], windows, lambda done, total: None)
+        by_layer = {layer: float(one.token_kl.double().mean()) for layer, one in alone.items()}
+        found.append([by_layer.get(layer, 0.0) for layer in range(len(pool.layers))])
     return found
 
 
 def _only(first: SettingRun, run: SettingRun, layer: int) -> SettingRun:
-    """The first setting's run with one layer of `run`'s cache."""
-    pool = first.runner.pool
-    layers = tuple(run.runner.pool.layers[i] if i == layer else kv for i, kv in enumerate(pool.layers))
+    """The first setting's run with one layer of `run`'s cache, and with those that read it."""
+    pool, other = first.runner.pool, run.runner.pool
+    layers = tuple(
+        other.layers[i] if layer in (i, pool.spec.layers[i].source) else kv for i, kv in enumerate(pool.layers)
+    )
     return SettingRun(first.config, replace(first.runner, pool=replace(pool, layers=layers)))

@@ -18,8 +18,7 @@ from torch import Tensor
 from freight.config.engine import EngineConfig
 from freight.engine.prepare import Logits, SequenceSlice
 from freight.engine.runner import ModelRunner
-from freight.engine.sampler import highest
-from freight.evaluate.divergence import kl_divergence
+from freight.evaluate.divergence import Reference
 from freight.evaluate.perplexity import Window
 from freight.evaluate.stored_error import Probe
 
@@ -115,11 +114,7 @@ def measure(runs: Sequence[SettingRun], windows: Sequence[Window], on_progress: 
             targets = torch.tensor(
                 window.targets[start : start + chunk], dtype=torch.int64, device=runs[0].runner.device
             )
-            states = [run.hidden(part, start) for run in runs]
-            if runs[0].probe is not None and runs[0].probe.rows is not None:
-                for run in runs:
-                    assert run.probe is not None
-                    run.probe.compare(runs[0].probe.outputs)
+            states = [_states(run, runs[0], part, start) for run in runs]
             for begin in range(0, len(part), rows):
                 _judge(runs, [state[begin : begin + rows] for state in states], targets[begin : begin + rows])
     for run in runs:
@@ -127,22 +122,27 @@ def measure(runs: Sequence[SettingRun], windows: Sequence[Window], on_progress: 
     on_progress(len(windows), len(windows))
 
 
+def _states(run: SettingRun, first: SettingRun, token_ids: Sequence[int], start: int) -> Tensor:
+    """`hidden` of one setting. What its probe has seen is compared at once, so two settings' outputs are held."""
+    states = run.hidden(token_ids, start)
+    if first.probe is not None and first.probe.rows is not None:
+        assert run.probe is not None
+        run.probe.compare(first.probe.outputs)
+        if run is not first:
+            run.probe.outputs.clear()
+    return states
+
+
 def _judge(runs: Sequence[SettingRun], states: Sequence[Tensor], targets: Tensor) -> None:
     """Log-probabilities, KL and top tokens of a few rows."""
-    reference = torch.log_softmax(runs[0].head(states[0]), -1)
-    probabilities, top = reference.exp(), highest(reference)
+    reference = Reference.of(runs[0].head(states[0]))
     for run, hidden in zip(runs, states, strict=True):
         if run is runs[0]:
-            own, kl, same = reference, torch.zeros_like(targets, dtype=torch.float32), torch.ones_like(targets).bool()
+            judged = reference.itself(targets)
         else:
-            own = torch.log_softmax(run.head(hidden), -1)
-            kl = torch.linalg.vecdot(probabilities, reference - own)
-            if not kl.isfinite().all():  # a token that is impossible for one of both
-                kl = kl_divergence(reference, own)
-            same = highest(own) == top
-        run.logprobs.append(own.gather(-1, targets[:, None])[:, 0].cpu())
-        run.kl.append(kl.cpu())
-        run.same.append(same.cpu())
+            judged = reference.judge(run.head(hidden), targets)
+        for kept, values in zip((run.logprobs, run.kl, run.same), judged, strict=True):
+            kept.append(values.cpu())
 
 
 def mean_perplexity(logprobs: Tensor) -> float:

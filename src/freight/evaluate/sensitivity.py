@@ -21,9 +21,14 @@ from freight.models.open import OpenModel, open_model
 
 @dataclass(frozen=True)
 class LayerCost:
-    """One layer quantized alone: KL in nats per token, its share of the layers' sum, and how it is stored."""
+    """One layer quantized alone: KL in nats per token, its share of the layers' sum, and how it is stored.
+
+    `read_by` are the layers that read its keys and values in the place of their own. They have no row: what their
+    attention loses is in this one.
+    """
 
     layer: int
+    read_by: tuple[int, ...]
     dtype: str
     granularity: str | None
     kl: float
@@ -64,19 +69,19 @@ def per_layer(
     with opened.threads(config):
         meter = Meter.open(opened, unquantized, [config.kv], max(map(len, samples)))
         found = meter.by_layer(samples, on_progress)
-        whole = meter.whole([0] * len(found.kl), samples)
+        whole = meter.whole([0] * opened.model.num_layers, samples)
     total = sum(kl for (kl,) in found.kl)
     layers = []
-    for index, (kl,) in enumerate(found.kl):
+    for (index, *readers), (kl,) in zip(found.shared, found.kl, strict=True):
         kind = config.kv.of_layer(index)
         granularity = None if kind.granularity is None else str(kind.granularity)
-        layers.append(LayerCost(index, str(kind.format), granularity, kl, kl / total if total else 0.0))
+        layers.append(LayerCost(index, tuple(readers), str(kind.format), granularity, kl, kl / total if total else 0.0))
     return PerLayer(tuple(layers), total, whole, found.num_tokens)
 
 
 def as_json(found: PerLayer) -> dict[str, Any]:
     return {
-        "layers": [vars(layer) for layer in found.layers],
+        "layers": [vars(layer) | {"read_by": list(layer.read_by)} for layer in found.layers],
         "kl_sum": found.kl_sum,
         "kl_whole": found.kl_whole,
         "num_tokens": found.num_tokens,
@@ -88,7 +93,8 @@ def as_table(found: PerLayer) -> str:
     rows = [("layer", "cache", "KL alone", "share")]
     for layer in found.layers:
         stored = f"{layer.dtype}, {layer.granularity}" if layer.granularity else layer.dtype
-        rows.append((str(layer.layer), stored, f"{layer.kl:.6f}", f"{layer.share:.1%}"))
+        name = f"{layer.layer}, read by {', '.join(map(str, layer.read_by))}" if layer.read_by else str(layer.layer)
+        rows.append((name, stored, f"{layer.kl:.6f}", f"{layer.share:.1%}"))
     rows.append(("sum", "one at a time", f"{found.kl_sum:.6f}", "100.0%" if found.kl_sum else ""))
     rows.append(("whole", "all at once", f"{found.kl_whole:.6f}", ""))
     return markdown(rows, num_left=2)

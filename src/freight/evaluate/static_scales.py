@@ -9,7 +9,7 @@ are no obstacle. Centers need a second run, as the scales are those of the cente
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from freight.calibrate.watch import FLOOR, WatchedKV
 from freight.engine.prepare import Logits, SequenceSlice
 from freight.engine.runner import ModelRunner
 from freight.errors import CheckpointError
+from freight.evaluate.measure import now
 from freight.fp8.cast import scale_from_amax
 from freight.fp8.formats import Format, Granularity
 from freight.fp8.scheme import KVScales, LayerScales
@@ -29,32 +30,53 @@ from freight.operands.kv_pages import KeyCenter
 Amax = list[list[Tensor]]  # by layer, of k and v: float32 [num_kv_heads, head_dim]
 
 
+@dataclass(frozen=True)
+class Measured:
+    """Scales by name, None where no layer gains from them, and the seconds of the forward passes that they took."""
+
+    scales: dict[str, KVScales | None] = field(default_factory=dict)
+    forward_seconds: float = 0.0
+
+
 def channel_amax(
     decoder: Decoder, pool: KVPool, samples: Sequence[Sequence[int]], watches: Sequence[CenterWatch]
-) -> Amax:
+) -> tuple[Amax, float]:
     """Largest magnitudes of what the 16-bit `pool` stores for `samples`, each no longer than the pool.
 
-    `watches`, one a layer or none, see queries and keys before rotary embedding. Raises CheckpointError for NaN and
-    infinities, which no scale can represent.
+    `watches`, one a layer or none, see queries and keys before rotary embedding. Also returns the seconds of the
+    forward passes, without those of watching. Raises CheckpointError for NaN and infinities, which no scale can
+    represent.
     """
+    device = _device(pool)
     seen: Amax = [[] for _ in pool.layers]
+    watching = [0.0]
 
     def watched(index: int) -> WatchedKV:
         def stored(k: Tensor, v: Tensor) -> None:
+            begin = now(device)
             largest = [side.abs().amax(0).float() for side in (k, v)]
             if not all(bool(side.isfinite().all()) for side in largest):
                 raise CheckpointError(f"layer {index} computes NaN or infinity in 16 bits; no scale can be measured")
             before = seen[index] or largest
             seen[index] = [torch.maximum(old, new) for old, new in zip(before, largest, strict=True)]
+            watching[0] += now(device) - begin
+
+        def projected(q: Tensor, k: Tensor) -> None:
+            begin = now(device)
+            watches[index].see(q, k)
+            watching[0] += now(device) - begin
 
         kv = pool.layers[index]
-        see = watches[index].see if watches else None
+        see = projected if watches else None
         return WatchedKV(kv.pages, kv.kernels, kv.group, kv.shared, stored=stored, projected=see)
 
-    runner = ModelRunner(decoder, replace(pool, layers=tuple(map(watched, range(len(pool.layers))))), _device(pool))
+    runner = ModelRunner(decoder, replace(pool, layers=tuple(map(watched, range(len(pool.layers))))), device)
+    begin = now(device)
     for sample in samples:
         runner.run([SequenceSlice(sample, 0, pool.whole, Logits.NONE)])
-    return [seen[index if layer.source is None else layer.source] for index, layer in enumerate(pool.spec.layers)]
+    forward = now(device) - begin - watching[0]
+    sources = [index if layer.source is None else layer.source for index, layer in enumerate(pool.spec.layers)]
+    return [seen[index] for index in sources], forward
 
 
 def scales_of(amax: Amax, granularity: Granularity, centers: Sequence[Tensor | None] = ()) -> KVScales:
@@ -76,14 +98,12 @@ def _scales(amax: Tensor, granularity: Granularity) -> tuple[float, ...]:
     return tuple(scales.clamp(min=float(scales.max()) * FLOOR).flatten().tolist())
 
 
-def measure_scales(
-    decoder: Decoder, pool: KVPool, samples: Sequence[Sequence[int]], names: Sequence[str]
-) -> dict[str, KVScales | None]:
+def measure_scales(decoder: Decoder, pool: KVPool, samples: Sequence[Sequence[int]], names: Sequence[str]) -> Measured:
     """Scales for each of `names`: a static granularity, or 'centered', which is None where no layer gains from it."""
     sharing = any(kv.shared for kv in pool.layers)  # centers are for layers that all have keys of their own
     centering = "centered" in names and not sharing
     watches = [CenterWatch(rotary.rotary_dim) for rotary in decoder.rotaries] if centering else []
-    amax = channel_amax(decoder, pool, samples, watches)
+    amax, seconds = channel_amax(decoder, pool, samples, watches)
     found: dict[str, KVScales | None] = {"centered": None} if "centered" in names and sharing else {}
     for name in names:
         if name != "centered":
@@ -92,9 +112,10 @@ def measure_scales(
         centers = [watch.centers().k for watch in watches]
         found["centered"] = None
         if any(center is not None for center in centers):
-            amax = channel_amax(decoder, _centered(decoder, pool, centers), samples, ())
+            amax, again = channel_amax(decoder, _centered(decoder, pool, centers), samples, ())
+            seconds += again
             found["centered"] = scales_of(amax, Granularity.CHANNEL, centers)
-    return found
+    return Measured(found, seconds)
 
 
 def _centered(decoder: Decoder, pool: KVPool, centers: Sequence[Tensor | None]) -> KVPool:

@@ -21,6 +21,7 @@ from freight.evaluate.measure import rows_at_once
 from freight.evaluate.report import run_caches
 from freight.evaluate.rounded import SCHEMES
 from freight.evaluate.speed import Speed, contexts_for, faster_from
+from freight.evaluate.stored_error import Probe
 from freight.fp8.formats import Granularity
 from freight.models.decoder import Decoder
 from freight.models.open import open_checkpoint
@@ -137,6 +138,30 @@ def test_every_setting_takes_one_pass_and_little_more(monkeypatch: pytest.Monkey
     assert min(whole / part for whole, part in zip(seconds, forward, strict=True)) <= 2.0, (seconds, forward)
 
 
+def test_calibration_s_forward_passes_are_counted():
+    grid = GridArgs(caches=("tensor", "centered"), speed=False, window=64)
+    evaluation = evaluate_grid(DEMO, [TEXT[:400]], grid)
+    assert evaluation.calibration_seconds > sum(run.forward_seconds for run in evaluation.runs) / 2, "64 times the text"
+    assert evaluation.forward_seconds <= evaluation.seconds
+    assert evaluation.as_json()["forward_seconds"] == evaluation.forward_seconds
+    without = evaluate_grid(DEMO, [TEXT[:400]], GridArgs(caches=("token",), speed=False, window=64))
+    assert without.calibration_seconds == 0
+
+
+def test_rows_of_every_fourth_chunk_are_looked_at_up_to_a_limit():
+    probe, seen = Probe(1), []
+    for _ in range(200):
+        probe.begin(512, "cpu")
+        seen.append(0 if probe.rows is None else len(probe.rows))
+    assert seen == [64, 0, 0, 0] * 32 + [0] * 72
+    probe.begin(5, "cpu")
+    assert probe.rows is None
+    short = Probe(1)
+    short.begin(5, "cpu")
+    assert short.rows is not None
+    assert short.rows.tolist() == [0, 1, 2, 3, 4]
+
+
 def test_rows_of_logits_are_bounded_for_any_vocabulary(monkeypatch: pytest.MonkeyPatch):
     assert [rows_at_once(size) for size in (4096, 32000, 262144, 10**7)] == [4096, 512, 64, 32]
     plain = run_caches(DEMO, [("fp8", "unit")], TEXT[:1000], 128)
@@ -158,7 +183,7 @@ def test_static_scales_are_those_that_quantize_would_write(tmp_path: Path):
     opened = open_model(DEMO)
     samples = _samples(opened, GridArgs(), 128)[:4]
     plain = plain_config(opened)
-    found = _measure_scales(opened, load_for(opened, [plain]), plain, samples, ["tensor", "head", "channel"])
+    found = _measure_scales(opened, load_for(opened, [plain]), plain, samples, ["tensor", "head", "channel"]).scales
     assert found["channel"] is not None
     assert found["head"] is not None
     for own, other in zip(found["channel"].layers, written.layers, strict=True):

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
+from tests.parity.variants import VARIANTS, save_random
 
 from freight.config.engine import EngineArgs, KVCacheConfig
 from freight.config.resolve import mixed_cache
 from freight.errors import ConfigError
+from freight.evaluate.documents import Part
+from freight.evaluate.layer_kl import layer_kl
 from freight.evaluate.perplexity import Window
-from freight.evaluate.report import run_caches
+from freight.evaluate.report import cache_run, load_for, plain_config, run_caches
 from freight.evaluate.sensitivity import PerLayer, as_json, as_table, per_layer
 from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.fp8.scheme import KVScales
+from freight.models.open import open_model
 
 IDS = [0, *range(300, 363)]
 ARGS = EngineArgs(max_model_len=64)
@@ -39,7 +45,8 @@ def test_a_layer_costs_what_the_engine_measures_with_it_alone(found):
     runs = run_caches(ARGS, [one_layer(0), one_layer(4)], [*IDS[1:], 7], window=64)
     assert len(runs[0].token_kl) == len(IDS)
     assert [float(run.token_kl.double().mean()) for run in runs[1:]] == pytest.approx(
-        [found.layers[0].kl, found.layers[4].kl]
+        [found.layers[0].kl, found.layers[4].kl],
+        abs=2e-7,  # float32 log-probabilities on one side, sums of logits on the other
     )
 
 
@@ -58,10 +65,36 @@ def test_it_is_said_as_a_table_and_as_json(found):
     assert len({len(line) for line in lines}) == 1
     said = json.loads(json.dumps(as_json(found)))
     assert said["kl_whole"] == found.kl_whole
-    assert said["layers"][2] == {"layer": 2, "dtype": "fp8_e4m3fn", "granularity": "token"} | {
+    assert said["layers"][2] == {"layer": 2, "read_by": [], "dtype": "fp8_e4m3fn", "granularity": "token"} | {
         "kl": found.layers[2].kl,
         "share": found.layers[2].share,
     }
+
+
+def test_layers_that_share_a_cache_are_one_row(tmp_path: Path):
+    """The last three of six layers read layers 1, 2 and 1. With one cache quantized, every reader reads that cache."""
+    save_random(VARIANTS["gemma4-shared"], tmp_path / "model", torch.float32)
+    args = EngineArgs(str(tmp_path / "model"), max_model_len=64)
+    ids = [0, *range(100, 140)]
+    found = per_layer(args, lambda opened, longest: [Window(ids, [])])
+    assert [(cost.layer, cost.read_by) for cost in found.layers] == [(0, ()), (1, (3, 5)), (2, (4,))]
+    assert [row.split("|")[1].strip() for row in as_table(found).splitlines()[2:5]] == [
+        "0",
+        "1, read by 3, 5",
+        "2, read by 4",
+    ]
+    assert sum(cost.share for cost in found.layers) == pytest.approx(1)
+
+    opened = open_model(args)
+    eight = opened.resolve(replace(args, kv_cache_dtype="fp8"))
+    assert eight.kv.format.is_quantized
+    config = plain_config(opened)
+    decoder = load_for(opened, [config, eight])
+    runs = [cache_run(opened, decoder, each, 64) for each in (config, eight)]
+    parts = [Part(Window(ids, [*ids[1:], 7]), 0)]
+    nothing, by_layer = layer_kl(runs, parts)
+    assert nothing is None
+    assert by_layer == pytest.approx([*(cost.kl for cost in found.layers), 0, 0, 0], rel=1e-2)
 
 
 def test_a_cache_that_quantizes_nothing_is_refused():
