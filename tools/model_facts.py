@@ -77,6 +77,7 @@ class Tables:
     variants: Mapping[str, Any]
     bfloat16: frozenset[str]
     equivalences: frozenset[str]
+    fast_equivalences: frozenset[str]
     triton: frozenset[str]
     quantized: frozenset[str]
     calibrated: frozenset[str]
@@ -111,9 +112,12 @@ def read_tests() -> Tables:
     return Tables(
         variants=module("parity.variants").VARIANTS,
         bfloat16=frozenset(module("parity.test_transformers").BFLOAT16),
-        equivalences=frozenset(equivalences.DIFFERENT),
+        equivalences=frozenset(variant for variant, *_ in (*equivalences.SETUPS, *equivalences.EVERY)),
+        fast_equivalences=frozenset(equivalences.DIFFERENT),
         triton=frozenset(config.model_type for config in triton),
-        quantized=frozenset((*families.MODULES, *module("e2e.test_experts").KEPT)),
+        quantized=frozenset(
+            (*families.MODULES, *module("e2e.test_experts").KEPT, *module("unit.calibrate.test_every_family").EVERY)
+        ),
         calibrated=frozenset(name for mark in stored.pytestmark for name in mark.args[1]),
         expert_forms=_by_family({**experts.FORMS, **module("formats.mixtures").FORMS}),
         num_forms=len(forms.FORMS),

@@ -67,13 +67,16 @@ What was compared:
   `mistral3` and `gemma3` are compared with their text models in `tests/parity/`; so are `glm46v`, `glmga`,
   `internvl`, `internvl_chat`, `interns1` and `phi4mm` in `tests/parity/test_wrapped.py`.
 - *same bits*: the variants for which `tests/e2e/test_equivalences.py` compares chunks, batches, prefix hits and
-  preemption to the bit. All families share the operations that this depends on.
+  preemption to the bit, with a cache in 16 bits and in E4M3. `make test` has those after "always", whose layers differ;
+  `make test-all` has all.
 - *kernels*: both sets have every operation. Those of Triton run in its interpreter and are compiled for four GPUs. "A
   whole model" means that one was compared with transformers there.
 - *FP8 files*: one code reads Linear modules, whatever the family: all {num_forms} forms of `tests/formats/forms.py`,
   compared on a Llama ([checkpoint-formats.md](checkpoint-formats.md)). Experts are stored in further ways: for
   mixtures the column has the forms of `tests/formats/experts.py` and `mixtures.py` that were compared with experts.
-- *calibration*: what `freight quantize` measured of this family in a test.
+- *calibration*: what `freight quantize` measured of this family in a test. Every scale changes what is computed, and
+  routers stay in 16 bits (`tests/unit/calibrate/test_every_family.py`). Of a model of text and pictures it is the text
+  model: a checkpoint with tensors of pictures is refused.
 
 {compared}
 
@@ -130,7 +133,7 @@ def compared_table(tests: Tables, published: Sequence[Published]) -> str:
             (
                 f"`{model_type}`",
                 ", ".join(name + ("*" if name in tests.bfloat16 else "") for name in variants),
-                ", ".join(name for name in variants if name in tests.equivalences),
+                same_bits(variants, tests),
                 kernels,
                 fp8_forms(model_type, tests),
                 ", ".join(calibrations(variants, tests)),
@@ -139,6 +142,14 @@ def compared_table(tests: Tables, published: Sequence[Published]) -> str:
         )
     header = ("model type", "logits compared", "same bits", "kernels", "FP8 files", "calibration", "published models")
     return table(header, rows)
+
+
+def same_bits(variants: Sequence[str], tests: Tables) -> str:
+    """The variants that are compared to the bit; 'all' if that is so of every one."""
+    compared = [name for name in variants if name in tests.equivalences]
+    often = [name for name in variants if name in tests.fast_equivalences]
+    named = "all" if compared == list(variants) else ", ".join(compared) or "not compared"
+    return f"{named}; always: {', '.join(often)}" if often else named
 
 
 def fp8_forms(model_type: str, tests: Tables) -> str:
@@ -153,7 +164,8 @@ def fp8_forms(model_type: str, tests: Tables) -> str:
 def calibrations(variants: Sequence[str], tests: Tables) -> list[str]:
     found = []
     if tests.quantized & set(variants):
-        found.append("weights, inputs, cache")
+        pictures = any(hasattr(tests.variants[name], "vision_config") for name in variants)
+        found.append("weights, inputs, cache" + (" (text alone)" if pictures else ""))
     elif tests.calibrated & set(variants):
         found.append("cache")
     return found or ["not compared"]

@@ -3,7 +3,8 @@
 Alone or batched, whole or chunked prefill down to token by token, prefix hit or miss, preempted or not; for a 16-bit
 cache, E4M3 with static and with per-token scales, E5M2, INT8, and one whose layers differ; greedy
 and seeded; on the kernels that run by default, and for one cache on each other set that runs here, and for one cache
-in models whose layers differ.
+in models whose layers differ. `slow` cases do so for every variant of `tests/parity/variants.py`, with a cache in 16
+bits and in E4M3.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.parity.variants import CASES, VARIANTS, save_random
+from transformers import PretrainedConfig
 
 from freight import LLM, SamplingParams
 from freight.checkpoint.extras import write_extras
@@ -64,6 +66,12 @@ SETUPS = [  # (model, cache, kernels)
     *(("demo", cache, "auto") for cache in CACHES),
     *(("demo", "e4m3-token", kernels) for kernels in OTHER_KERNELS),
     *((variant, "e4m3-token", kernels) for variant, kernels in FAMILIES),
+]
+EVERY = [  # one value of each argument, and slow
+    setup
+    for variant in VARIANTS
+    for cache in ("bfloat16", "e4m3-token")
+    if (setup := (variant, cache, "auto")) not in SETUPS
 ]
 FULL = [("demo", cache, "auto") for cache in ("e4m3-token", "mixed")]
 SAMPLING = {
@@ -166,21 +174,42 @@ def mixed_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def of_size(config: PretrainedConfig, vocab_size: int) -> PretrainedConfig:
+    """The same model for that many tokens, at 512 positions."""
+    size: dict[str, Any] = {"vocab_size": vocab_size, "max_position_embeddings": 512}
+    said = config.to_dict()
+    if "text_config" in said:
+        return type(config)(**said | {"text_config": said["text_config"] | size})
+    if "vocab_size_per_layer_input" in said:
+        size["vocab_size_per_layer_input"] = max(vocab_size, said["vocab_size_per_layer_input"])
+    if said.get("original_max_position_embeddings") == said["max_position_embeddings"]:  # short factors remain in use
+        size["original_max_position_embeddings"] = 512
+        size["rope_parameters"] = said["rope_parameters"] | {"original_max_position_embeddings": 512}
+    return type(config)(**said | size)
+
+
 @pytest.fixture(scope="module")
-def families(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of random models that read the demo model's tokens."""
-    folder, demo = tmp_path_factory.mktemp("families"), resolve_model("demo", None)
+def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Random models that read the demo model's tokens, each made when it is asked for."""
+    parent, demo = tmp_path_factory.mktemp("families"), resolve_model("demo", None)
     vocab_size = json.loads((demo / "config.json").read_text())["vocab_size"]
-    for variant in {variant for variant, _ in FAMILIES}:
-        config = VARIANTS[variant].to_dict() | {"vocab_size": vocab_size, "max_position_embeddings": 512}
-        save_random(type(VARIANTS[variant])(**config), folder / variant, torch.bfloat16)
-        for file in demo.glob("tokenizer*"):
-            shutil.copy(file, folder / variant)
-    return folder
+
+    def make(variant: str) -> Path:
+        folder = parent / variant
+        if not folder.exists():
+            save_random(of_size(VARIANTS[variant], vocab_size), folder, torch.bfloat16)
+            for file in demo.glob("tokenizer*"):
+                shutil.copy(file, folder)
+        return folder
+
+    return make
 
 
-def in_setups(name: str, *values: Any, setups: Sequence[tuple[str, str, str]] = SETUPS) -> pytest.MarkDecorator:
-    """Every setup with every value of the argument; of those not in `FULL` all but the first are slow tests."""
+def in_setups(
+    name: str, *values: Any, setups: Sequence[tuple[str, str, str]] = SETUPS, every_variant: bool = False
+) -> pytest.MarkDecorator:
+    """Every setup with every value of the argument; of those not in `FULL` all but the first are slow tests.
+    `every_variant`: with the first value, those in `EVERY` too, as slow tests."""
     cases = [
         pytest.param(
             setup,
@@ -191,16 +220,20 @@ def in_setups(name: str, *values: Any, setups: Sequence[tuple[str, str, str]] = 
         for setup in setups
         for value in values
     ]
+    cases += [
+        pytest.param(setup, values[0], id="-".join((*setup, str(values[0]))), marks=[pytest.mark.slow])
+        for setup in (EVERY if every_variant else ())
+    ]
     return pytest.mark.parametrize(("open_llm", name), cases, indirect=["open_llm"], scope="module")
 
 
 @pytest.fixture(scope="module")
 def open_llm(
-    request: pytest.FixtureRequest, model_with_scales: Path, mixed_model: Path, families: Path
+    request: pytest.FixtureRequest, model_with_scales: Path, mixed_model: Path, family: Callable[[str], Path]
 ) -> Callable[..., LLM]:
     name, cache, kernels = request.param
     of_cache = {"e4m3-tensor": str(model_with_scales), "mixed": str(mixed_model)}
-    model = str(families / name) if name != "demo" else of_cache.get(cache, name)
+    model = str(family(name)) if name != "demo" else of_cache.get(cache, name)
 
     def build(**options: Any) -> LLM:
         with pytest.MonkeyPatch.context() as patch:
@@ -219,12 +252,12 @@ def expected(open_llm: Callable[..., LLM]) -> dict[str, Trace]:
     return {name: trace(llm, params) for name, params in SAMPLING.items()}
 
 
-@in_setups("sampling", *SAMPLING)
+@in_setups("sampling", *SAMPLING, every_variant=True)
 def test_batched_with_16_others(open_llm, expected, sampling):
     assert trace(open_llm(enable_prefix_caching=False), SAMPLING[sampling], others=OTHERS) == expected[sampling]
 
 
-@in_setups("budget", 7, 1, 64)
+@in_setups("budget", 7, 1, 64, every_variant=True)
 def test_chunked_prefill_down_to_token_by_token(open_llm, expected, budget):
     llm = open_llm(enable_prefix_caching=False, max_num_batched_tokens=budget)
     assert trace(llm, SAMPLING["seeded"]) == expected["seeded"]
@@ -261,7 +294,7 @@ def test_block_size(open_llm, expected, block_size):
     assert trace(open_llm(block_size=block_size), SAMPLING["seeded"]) == expected["seeded"]
 
 
-@in_setups("sampling", *SAMPLING)
+@in_setups("sampling", *SAMPLING, every_variant=True)
 def test_prefix_hit_or_miss(open_llm, expected, sampling):
     llm = open_llm()
     miss, hit = (trace(llm, SAMPLING[sampling]) for _ in range(2))
@@ -271,16 +304,21 @@ def test_prefix_hit_or_miss(open_llm, expected, sampling):
     assert hit == expected[sampling]
 
 
-@in_setups("prefix_caching", True, False)
+@in_setups("prefix_caching", True, False, every_variant=True)
 def test_preempted_and_recomputed(open_llm, expected, prefix_caching):
     """Layers without a window have blocks for all at first, and not for what they grow to: the last to come gives way
     and starts again."""
     llm = open_llm(enable_prefix_caching=prefix_caching, max_model_len=160)
-    blocks = sum(len(llm.engine.tokenizer.encode(text)) // 16 + 2 for text in (PROMPT, *OTHERS[:4]))
-    spec, cache = llm.engine.runner.pool.spec, llm.engine.cache
-    full = next(index for index, group in enumerate(spec.groups) if group.window is None)
-    cache.allocators[full].allocate(cache.allocators[full].num_free - blocks)
-    result = trace(llm, SAMPLING["seeded"], OTHERS[:4], others_grow=60)
+    others = OTHERS[:4]
+    blocks = sum(len(llm.engine.tokenizer.encode(text)) // 16 + 2 for text in (PROMPT, *others))
+    groups = llm.engine.runner.pool.spec.groups
+    full = next((index for index, group in enumerate(groups) if group.window is None), None)
+    if full is None:  # a request that is longer than the window grows no more: those beside start with a block of three
+        llm = open_llm(enable_prefix_caching=prefix_caching, max_model_len=160, max_num_batched_tokens=16)
+        others, full, blocks = OTHERS[:1] * 4, 0, 13
+    allocator = llm.engine.cache.allocators[full]
+    allocator.allocate(allocator.num_free - blocks)
+    result = trace(llm, SAMPLING["seeded"], others, others_grow=60)
     assert result.num_preemptions > 0
     assert result == expected["seeded"]
 

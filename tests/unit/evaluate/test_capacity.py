@@ -10,11 +10,13 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
+from tests.parity.variants import VARIANTS
 from tests.unit.evaluate.published import GEMMA_3_27B, LLAMA_3_1_8B, LLAMA_3_1_70B, SMALL
 
 from freight.cache.sizing import MEMORY_SHARE, bytes_of_request, split_memory, useful_memory
 from freight.cache.spec import KVCacheSpec, LayerKVSpec
 from freight.config.engine import EngineArgs
+from freight.config.model import parse_model_config
 from freight.engine.build import cache_facts, start_engine
 from freight.errors import CapacityError, CheckpointError, ConfigError
 from freight.evaluate.capacity import (
@@ -36,6 +38,21 @@ from freight.models.weight_bytes import weight_bytes
 
 MIB = 2**20
 LAYOUT = Layout.TILES if runnable()[:1] == ("amx",) else Layout.PACKED
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_is_planned(variant: str) -> None:
+    """With bytes for weights and cache in every setting, and the cache's groups cover its layers."""
+    plan = make_plan(VARIANTS[variant].to_dict(), Wish(64 * MIB, 128, 2, "cpu", LAYOUT))
+    assert plan.choice is not None
+    layers = parse_model_config(VARIANTS[variant].to_dict()).layers
+    stored = sum(layer.mixer.kv_from is None for layer in layers)
+    for setting in plan.settings:
+        assert setting.loaded.layers > 0
+        assert setting.loaded.embeddings > 0
+        assert setting.requests >= 2
+        assert len(setting.num_blocks) == len(setting.spec.groups)
+        assert sum(layer.bytes_per_token > 0 for layer in setting.spec.layers) == stored
 
 
 def engine_args(setting: Setting, wish: Wish) -> EngineArgs:
