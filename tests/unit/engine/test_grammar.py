@@ -314,7 +314,6 @@ class Recorder:
         return False
 
 
-@settings(deadline=None)
 @given(steps=st.lists(st.integers(1, 3), max_size=6), at=st.lists(st.tuples(st.integers(0, 17), st.booleans())))
 def test_every_token_is_taken_in_once_whatever_interrupts(steps: list[int], at: list[tuple[int, bool]]):
     matcher, output = Matcher(Recorder(at), 20, frozenset()), list[int]()
