@@ -3,6 +3,9 @@
 FREIGHT_TEST_DEFAULT_DTYPE=float64 runs them in a process whose default dtype is that (`make test-defaults`): what
 Freight computes does not depend on it.
 
+A property is tried on 40 examples, and on 100 where slow tests run too (`make test-all`); `tests/shares.py` says how a
+test has another number. The examples differ from run to run.
+
 FREIGHT_TEST_KERNELS=folder runs them with the compiled kernels of that folder (`make sanitize`), on the pool of
 csrc/parallel.cpp, which is checked with them; without it they use torch's.
 
@@ -23,15 +26,17 @@ import tempfile
 
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="freight-tests-")  # what is measured once is not the user's
 
+import pytest
 from hypothesis import settings
 
 import freight  # noqa: F401
 
-settings.register_profile("freight", deadline=None)  # a busy machine is no failure
-settings.load_profile("freight")
+settings.register_profile("freight", deadline=None, max_examples=40)  # a busy machine is no failure
+settings.register_profile("all", parent=settings.get_profile("freight"), max_examples=100)
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("freight" if config.option.markexpr else "all")
     name = os.environ.get("FREIGHT_TEST_DEFAULT_DTYPE")
     if name:
         import torch

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 
 def one_in(count: int, cases: Iterable[Sequence[Any]]) -> list[Any]:
@@ -13,3 +14,9 @@ def one_in(count: int, cases: Iterable[Sequence[Any]]) -> list[Any]:
     return [
         pytest.param(*case, marks=[] if index % count == 0 else [pytest.mark.slow]) for index, case in enumerate(cases)
     ]
+
+
+def examples(count: int) -> int:
+    """For `settings(max_examples=…)`: `count` where all tests run, else the share of them that `make test` tries."""
+    assert settings.default is not None
+    return max(min(count, 10), count * settings.default.max_examples // 100)

@@ -235,12 +235,13 @@ def test_the_check_sees_a_cast(source: str) -> None:
 
 def faults_of_form(source: str) -> list[str]:
     """What the text of a file lacks or has too much of: length, docstring, functions' lengths."""
-    tree = parsed(source)
     num_lines = source.count("\n")
     faults = [f"{num_lines} lines, at most 400 are allowed"] if num_lines > 400 else []
-    if source and not ast.get_docstring(tree):
+    if source and not source.startswith('"""'):
         faults.append("no docstring: a module opens by saying what it is")
-    faults += [f"line {node.lineno}: a global that changes" for node in ast.walk(tree) if isinstance(node, ast.Global)]
+    if re.search(r"\bglobal\b", source):  # else there is nothing to parse for
+        nodes = ast.walk(parsed(source))
+        faults += [f"line {node.lineno}: a global that changes" for node in nodes if isinstance(node, ast.Global)]
     return faults
 
 
@@ -284,8 +285,8 @@ def open_factories(source: str) -> list[str]:
         f"line {call.lineno}: {ast.unparse(call)}"
         for call in calls
         if isinstance(call.func, ast.Attribute)
-        and ast.unparse(call.func.value) == "torch"
         and call.func.attr in FACTORIES
+        and ast.unparse(call.func.value) == "torch"
         and not {"dtype", "device"} <= {keyword.arg for keyword in call.keywords}
     ]
 

@@ -62,10 +62,11 @@ DIFFERENT = (
     "olmo3",
 )
 FAMILIES = [(variant, kernels) for variant, kernels in CASES if variant in DIFFERENT]
+FROM_FAMILIES = [(variant, "e4m3-token", kernels) for variant, kernels in FAMILIES]
 SETUPS = [  # (model, cache, kernels)
     *(("demo", cache, "auto") for cache in CACHES),
     *(("demo", "e4m3-token", kernels) for kernels in OTHER_KERNELS),
-    *((variant, "e4m3-token", kernels) for variant, kernels in FAMILIES),
+    *FROM_FAMILIES,
 ]
 EVERY = [  # one value of each argument, and slow
     setup
@@ -206,16 +207,26 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def in_setups(
-    name: str, *values: Any, setups: Sequence[tuple[str, str, str]] = SETUPS, every_variant: bool = False
+    name: str,
+    *values: Any,
+    setups: Sequence[tuple[str, str, str]] = SETUPS,
+    third: int | None = None,
+    every_variant: bool = False,
 ) -> pytest.MarkDecorator:
     """Every setup with every value of the argument; of those not in `FULL` all but the first are slow tests.
-    `every_variant`: with the first value, those in `EVERY` too, as slow tests."""
+
+    With `third`, so are all but that third of the families: for what their layers do not compute, but the engine, whose
+    work differs by cache groups alone. Each third has families with windows. `every_variant`: with the first value, those
+    in `EVERY` too, as slow tests.
+    """
+    left_out = [setup for index, setup in enumerate(FROM_FAMILIES) if third is not None and index % 3 != third]
+
+    def is_slow(setup: tuple[str, str, str], value: Any) -> bool:
+        return setup[2] in SLOW_KERNELS or (setup not in FULL and value != values[0]) or setup in left_out
+
     cases = [
         pytest.param(
-            setup,
-            value,
-            id="-".join((*setup, str(value))),
-            marks=[pytest.mark.slow] if setup[2] in SLOW_KERNELS or (setup not in FULL and value != values[0]) else [],
+            setup, value, id="-".join((*setup, str(value))), marks=[pytest.mark.slow] if is_slow(setup, value) else []
         )
         for setup in setups
         for value in values
@@ -289,12 +300,12 @@ def test_chunks_by_a_clock_that_runs_wild(open_llm, expected, seed):
     assert max(sizes) < len(llm.engine.tokenizer.encode(PROMPT)), "the prompt was computed in one chunk"
 
 
-@in_setups("block_size", 8, 64)
+@in_setups("block_size", 8, 64, third=0)
 def test_block_size(open_llm, expected, block_size):
     assert trace(open_llm(block_size=block_size), SAMPLING["seeded"]) == expected["seeded"]
 
 
-@in_setups("sampling", *SAMPLING, every_variant=True)
+@in_setups("sampling", *SAMPLING, third=1, every_variant=True)
 def test_prefix_hit_or_miss(open_llm, expected, sampling):
     llm = open_llm()
     miss, hit = (trace(llm, SAMPLING[sampling]) for _ in range(2))
@@ -304,26 +315,26 @@ def test_prefix_hit_or_miss(open_llm, expected, sampling):
     assert hit == expected[sampling]
 
 
-@in_setups("prefix_caching", True, False, every_variant=True)
+@in_setups("prefix_caching", True, False, third=2, every_variant=True)
 def test_preempted_and_recomputed(open_llm, expected, prefix_caching):
     """Layers without a window have blocks for all at first, and not for what they grow to: the last to come gives way
     and starts again."""
     llm = open_llm(enable_prefix_caching=prefix_caching, max_model_len=160)
-    others = OTHERS[:4]
+    others, grow = OTHERS[:4], 40
     blocks = sum(len(llm.engine.tokenizer.encode(text)) // 16 + 2 for text in (PROMPT, *others))
     groups = llm.engine.runner.pool.spec.groups
     full = next((index for index, group in enumerate(groups) if group.window is None), None)
     if full is None:  # a request that is longer than the window grows no more: those beside start with a block of three
         llm = open_llm(enable_prefix_caching=prefix_caching, max_model_len=160, max_num_batched_tokens=16)
-        others, full, blocks = OTHERS[:1] * 4, 0, 13
+        others, grow, full, blocks = OTHERS[:1] * 4, 60, 0, 13
     allocator = llm.engine.cache.allocators[full]
     allocator.allocate(allocator.num_free - blocks)
-    result = trace(llm, SAMPLING["seeded"], others, others_grow=60)
+    result = trace(llm, SAMPLING["seeded"], others, others_grow=grow)
     assert result.num_preemptions > 0
     assert result == expected["seeded"]
 
 
-@in_setups("sampling", *SAMPLING)
+@in_setups("sampling", *SAMPLING, third=0)
 def test_launched_before_the_last_tokens_are_known(open_llm, expected, sampling, monkeypatch):
     """… alone, beside others that end earlier, and over the blocks that such steps filled."""
     llm, ahead = open_llm(), []
@@ -352,7 +363,7 @@ def test_a_mixed_cache_has_each_layer_as_the_checkpoint_says(mixed_model):
     assert len(llm.engine.runner.pool.spec.groups) == 1
 
 
-@in_setups("budget", 5)
+@in_setups("budget", 5, third=1)
 def test_prompt_logprobs_do_not_depend_on_chunks(open_llm, budget):
     params = SamplingParams(max_tokens=1, prompt_logprobs=2, temperature=0.0)
     outputs = [open_llm(max_num_batched_tokens=tokens).generate(PROMPT, params)[0] for tokens in (512, budget)]

@@ -98,7 +98,6 @@ def hold(server: DemoServer, document: dict[str, Any], path: str, method: str, m
 
     @settings(
         max_examples=examples,
-        deadline=None,
         suppress_health_check=list(HealthCheck),
         phases=[Phase.explicit, Phase.generate],
         derandomize=examples < MANY,

@@ -31,7 +31,7 @@ FORMS: list[dict[str, Any]] = [
     {"temperature": 0.9, "seed": 8, "top_k": 50, "min_p": 0.01, "presence_penalty": 0.5, "frequency_penalty": 0.3},
     {"temperature": 1.1, "seed": 9, "repetition_penalty": 1.2},
 ]
-few = settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+few = settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ def longest(schema: dict[str, Any]) -> float:
     return {"number": math.inf, "string": 2 + 6 * schema.get("maxLength", 0)}.get(kind, 5)
 
 
-@settings(deadline=None, max_examples=4, suppress_health_check=list(HealthCheck))
+@settings(max_examples=4, suppress_health_check=list(HealthCheck))
 @given(
     batch=st.lists(schemas(scalars()) | schemas(schemas(scalars())), min_size=6, max_size=10), seed=st.integers(0, 9)
 )

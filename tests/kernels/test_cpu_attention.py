@@ -276,7 +276,7 @@ def test_one_key_tells_which_value(attention):
         )
 
 
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 @given(
     stored=st.sampled_from(CACHES),
     cuts=st.sets(st.integers(1, 1299), max_size=12),

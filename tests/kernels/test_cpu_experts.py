@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.shares import examples
 from torch import Tensor
 
 from freight.errors import KernelError
@@ -94,7 +95,7 @@ def test_every_path_has_the_bits_of_the_loop(build, kind, activations, dtype):
         assert torch.equal(fused, looped), (rows, top_k)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(st.data())
 def test_every_shape_has_the_bits_of_the_loop(data):
     torch.manual_seed(data.draw(st.integers(0, 2**16)))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.shares import examples
 from torch import Tensor
 
 from freight.kernels import experts as definition
@@ -37,7 +38,7 @@ def routings(draw: st.DrawFn) -> Routing:
     )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(routings(), st.sampled_from(BUILDS), st.booleans(), st.integers(0, 2**16))
 def test_experts_and_weights_are_those_of_the_definition(routing, build, biased, seed):
     """Logits on a coarse grid: many are equal, the others well apart."""

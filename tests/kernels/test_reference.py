@@ -233,7 +233,7 @@ def test_what_is_stored_is_close_to_what_was_given(format, granularity):
         assert ((got - true).abs() <= relative * true.abs() + 0.503 * step + 0.003 * (step == 0)).all()
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     cache=st.sampled_from(CACHES),
     cuts=st.sets(st.integers(1, 99)),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from tests.shares import examples
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 
@@ -103,7 +104,7 @@ def ordinary(name: str, text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("name", PAIRS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(contents=st.lists(st.tuples(st.sampled_from(["user", "system", "tool"]), TEXT), min_size=1, max_size=3))
 def test_only_the_template_writes_control_tokens(name: str, contents: list[tuple[str, str]]) -> None:
     tokenizer, _ = PAIRS[name]
@@ -120,7 +121,7 @@ def test_only_the_template_writes_control_tokens(name: str, contents: list[tuple
     assert tokenizer.apply_chat_template(messages, add_generation_prompt=False) == expected
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(name=TEXT, argument=TEXT, key=TEXT, content=TEXT)
 def test_calls_tools_and_their_names_hold_no_control_token(name: str, argument: str, key: str, content: str) -> None:
     tokenizer, _ = PAIRS["byte_level"]
@@ -135,7 +136,7 @@ def test_calls_tools_and_their_names_hold_no_control_token(name: str, argument: 
     assert found == [*written, "<|im_start|>", "<|im_end|>", "<|im_start|>"]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=30))
 def test_text_without_control_tokens_has_the_ids_that_it_had(text: str) -> None:
     for tokenizer, _ in PAIRS.values():

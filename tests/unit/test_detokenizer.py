@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tests.shares import examples
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Built
 
@@ -101,7 +102,7 @@ def test_a_decoder_that_is_not_known_decodes_tokens_together(name):
 def test_the_text_of_any_tokens_is_the_library_s(name):
     built, tokenizer = BUILT[name], TOKENIZERS[name]
 
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=examples(150))
     @given(ids=IDS, skip=st.booleans())
     @example(ids=[0xE4, 0xBD], skip=True)
     @example(ids=[0xBD, 0xE4, 0xBD, 0xA0, 260], skip=True)
@@ -119,7 +120,7 @@ def test_after_a_prompt_nothing_is_removed_at_the_start(name):
     built, tokenizer = BUILT[name], TOKENIZERS[name]
     prompt = [built.token_to_id("a"), built.token_to_id("<s>")]
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=examples(60))
     @given(ids=IDS)
     def check(ids):
         if any(map(broken_after_a_character, runs_of_bytes(tokenizer, ids, True))):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.shares import examples
 
 from freight import RequestError, SamplingParams, StructuredOutputs
 
@@ -54,7 +55,7 @@ def rules(count: int) -> str:
     return "\n".join(['start: "a"', *(f'r{i}: "x" "y:z"' for i in range(count - 1))])
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=examples(30))
 @given(value=st.dictionaries(st.text(min_size=1, max_size=4).filter(lambda key: key[0] != "$"), JSON, min_size=1))
 def test_a_schema_is_the_same_as_a_mapping_and_as_text(value: dict[str, Any]):
     kept = StructuredOutputs(json=value)
@@ -143,7 +144,7 @@ def test_what_is_refused(given: dict[str, Any], says: str):
     assert len(str(caught.value)) < 400
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=examples(40))
 @given(edges=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=30))
 def test_a_chain_of_references_is_as_long_as_its_longest_path(edges: list[tuple[int, int]]):
     """Each part repeated so often that a path of k parts is 10 * k references, without loops: 7 parts are too many."""

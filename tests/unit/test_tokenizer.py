@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.shares import examples
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Built
 
@@ -106,7 +107,7 @@ def stream(tokenizer, token_ids, prompt=(), **params):
 TEXT = st.text(st.one_of(st.characters(exclude_categories=["Cs"]), st.sampled_from("你好😀 ea\n\u0301")), max_size=60)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(text=TEXT)
 def test_pieces_joined_are_the_text(byte_level, windowed, demo, text):
     for tokenizer in (byte_level, windowed, demo):
@@ -118,7 +119,7 @@ def test_pieces_joined_are_the_text(byte_level, windowed, demo, text):
             assert pieces[-1] == ""
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(text=TEXT)
 def test_pieces_joined_are_the_text_with_byte_fallback(byte_fallback, text):
     ids = byte_fallback.encode(text)
@@ -127,14 +128,14 @@ def test_pieces_joined_are_the_text_with_byte_fallback(byte_fallback, text):
     assert "\ufffd" in text or not any("\ufffd" in piece for piece in pieces)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(words=st.lists(st.sampled_from(["hello", "world", "", " ", "done", "return 0", "é"]), max_size=20))
 def test_pieces_joined_are_the_text_with_metaspace(metaspace, words):
     ids = metaspace.encode(" ".join(words))
     assert "".join(stream(metaspace, ids)[0]) == metaspace.decode(ids)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(data=st.data())
 def test_any_tokens_give_the_text_of_all_of_them(byte_level, windowed, data):
     ids = data.draw(st.lists(st.integers(0, byte_level.vocab_size + 5), max_size=120))
@@ -219,7 +220,7 @@ def first_stop(text, stops):
     return text, None
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(
     parts=st.lists(st.text(st.sampled_from("ab😀 é"), max_size=6), max_size=12),
     stops=st.lists(st.text(st.sampled_from("ab😀 é"), min_size=1, max_size=5), min_size=1, max_size=3, unique=True),

@@ -6,7 +6,7 @@ import json
 import random
 
 import pytest
-from tests.shares import one_in
+from tests.shares import examples, one_in
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Built
 
@@ -138,7 +138,7 @@ def random_texts(count):
     return texts
 
 
-TEXTS = random_texts(2000)
+TEXTS = random_texts(examples(2000))
 
 
 @pytest.fixture(scope="module", params=KINDS, ids=str)

@@ -18,6 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from tests.shares import examples
 from torch import Tensor
 from transformers import (
     DynamicCache,
@@ -126,7 +127,7 @@ class Pair:
                 assert stored.itemsize == 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(data=st.data(), how=st.sampled_from([("dynamic", per_token), ("unit", at_1)]))
 def test_every_operation_does_what_dynamic_cache_does(data: st.DataObject, how: Any) -> None:
     """Layers with and without a window, growth, crops with and without a record of the past, beams, batches, reset."""

@@ -142,7 +142,7 @@ def test_the_bits_of_a_row_are_its_own(blocks, device):
         assert torch.equal(alone, together[part])
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(st.data())
 def test_slots_are_sorted_and_every_tile_has_a_place(data):
     num_experts, rows = data.draw(st.sampled_from([1, 4, 9])), data.draw(st.sampled_from([2, 4, 16]))

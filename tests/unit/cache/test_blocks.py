@@ -6,6 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+from tests.shares import examples
 
 from freight.cache.blocks import BlockAllocator
 from freight.cache.prefix import block_key, root_key
@@ -264,4 +265,4 @@ class AllocatorMachine(RuleBasedStateMachine):
 
 
 TestAllocatorMachine = AllocatorMachine.TestCase
-TestAllocatorMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestAllocatorMachine.settings = settings(max_examples=examples(150), stateful_step_count=40)

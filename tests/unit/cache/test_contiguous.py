@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.shares import examples
 from torch import Tensor
 
 from freight.cache.contiguous import Storage, StoredTokens
@@ -86,7 +87,7 @@ def test_bytes_and_values_are_those_of_ml_dtypes(format: Format) -> None:
     assert is_nan.sum() == 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(data=st.data(), kind=st.sampled_from(["token", "static", "unit"]))
 def test_what_is_kept_is_never_changed(data: st.DataObject, kind: str) -> None:
     """However tokens come, go and move, what is read is what was stored at first: nothing is rounded twice."""

@@ -12,6 +12,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+from tests.shares import examples
 
 from freight.cache.manager import CacheManager, Held
 from freight.cache.prefix import extend_keys
@@ -67,7 +68,7 @@ def run_through(cache: CacheManager, text: str) -> Held:
 # ------------------------------------------------------------------------------------------------------------- windows
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(
     window=st.integers(1, 300),
     size=st.sampled_from([8, 16, 32, 64, 128, 256]),
@@ -292,4 +293,4 @@ class ManagerMachine(RuleBasedStateMachine):
 
 
 TestManagerMachine = ManagerMachine.TestCase
-TestManagerMachine.settings = settings(max_examples=20, stateful_step_count=30, deadline=None)
+TestManagerMachine.settings = settings(max_examples=examples(20), stateful_step_count=30)

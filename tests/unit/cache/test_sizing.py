@@ -7,6 +7,7 @@ from dataclasses import replace
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
+from tests.shares import examples
 
 from freight.cache.pool import allocate_pool, cache_spec
 from freight.cache.sizing import bytes_of_request, longest_request, split_memory, useful_memory
@@ -58,7 +59,7 @@ def test_windows_make_a_long_request_five_times_smaller() -> None:
     assert whole >= 5 * takes
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     windows=st.lists(st.sampled_from([None, None, 24, 100, 1024]), min_size=1, max_size=6),
     block_size=st.sampled_from([8, 16, 128]),

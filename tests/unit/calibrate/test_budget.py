@@ -90,7 +90,7 @@ def test_what_is_taken_measures_within_the_limit(costs, limit, factor):
     assert found == next(index for index, cost in enumerate(costs) if cost * factor <= limit)
 
 
-@pytest.mark.parametrize("limit", [0.0003, 0.0008, 0.01])
+@pytest.mark.parametrize("limit", [pytest.param(0.0003, marks=pytest.mark.slow), 0.0008, 0.01])
 def test_what_is_measured_keeps_within_the_budget(demo, on_demo, limit):
     choice = on_demo(f"kl={limit}")
     print(choice.granularities, choice.kl_chosen, choice.kl_verified)

@@ -12,6 +12,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from tests.shares import examples
 from tests.unit.engine.fakes import new_engine
 from tests.unit.engine.test_interrupted import Interrupt, Interrupter
 
@@ -250,7 +251,7 @@ class Accounts(RuleBasedStateMachine):
 
 TestAccounts = Accounts.TestCase
 TestAccounts.settings = settings(
-    max_examples=30, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(30), stateful_step_count=20, suppress_health_check=list(HealthCheck)
 )
 
 

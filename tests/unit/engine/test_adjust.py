@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tests.shares import examples
 
 from freight.engine import adjust as module
 from freight.engine.adjust import SamplingRow, adjust
@@ -56,7 +57,7 @@ logits = st.lists(
 ).map(lambda values: torch.tensor(values, dtype=torch.float32))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(params=rows, x=logits, prompt=tokens, growth=st.lists(tokens, max_size=4))
 @example(
     params=SamplingParams(presence_penalty=-0.0),

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tests.shares import examples
 from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Built
 
@@ -110,7 +111,7 @@ def test_a_model_without_stop_ids_or_with_fewer_rows_than_tokens(demo: Tokenizer
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from('"\\/\n ab'), min_size=1, max_size=6)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=examples(40))
 @given(choice=st.lists(TEXTS, min_size=1, max_size=5), other=TEXTS)
 @example(choice=["\x7f", "a\x7fb"], other="\x7fb")
 def test_exactly_the_choices_are_permitted(demo: Tokenizer, grammars: Grammars, choice: list[str], other: str):
@@ -313,7 +314,6 @@ class Recorder:
         return False
 
 
-@settings(deadline=None)
 @given(steps=st.lists(st.integers(1, 3), max_size=6), at=st.lists(st.tuples(st.integers(0, 17), st.booleans())))
 def test_every_token_is_taken_in_once_whatever_interrupts(steps: list[int], at: list[tuple[int, bool]]):
     matcher, output = Matcher(Recorder(at), 20, frozenset()), list[int]()

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tests.unit.engine.fakes import check_clean, essence, params_of, prompt_of
 
 from freight import LLM, SamplingParams
@@ -54,7 +55,10 @@ def scenario(llm: LLM, rng: random.Random) -> Callable[[], Any]:
     return lambda: llm.generate(prompts, params)
 
 
-def test_an_exception_at_any_line_leaves_the_engine_as_if_the_call_had_not_been_made(new_llm: Callable[..., LLM]):
+@pytest.mark.parametrize(("seed", "count"), [(2, 14), pytest.param(3, 60, marks=pytest.mark.slow)])
+def test_an_exception_at_any_line_leaves_the_engine_as_if_the_call_had_not_been_made(
+    new_llm: Callable[..., LLM], seed: int, count: int
+):
     """… also for a stream that was under way: it goes on with the same tokens, text and log-probabilities."""
     limits = {"num_blocks": 12, "budget": 12, "max_model_len": 40}
     run = scenario(new_llm(**limits), random.Random(1))
@@ -65,7 +69,7 @@ def test_an_exception_at_any_line_leaves_the_engine_as_if_the_call_had_not_been_
     with Interrupter() as counter:
         scenario(new_llm(**limits), random.Random(1))()
     assert counter.count > 5000
-    for at in random.Random(2).sample(range(1, counter.count + 1), 40):
+    for at in random.Random(seed).sample(range(1, counter.count + 1), count):
         llm = new_llm(**limits)
         run = scenario(llm, random.Random(1))
         stream = llm.stream([1, 2, 1, 2, 0], of_stream)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.shares import examples
 
 from freight.engine.adjust import SamplingRow
 from freight.engine.grammar import Matcher
@@ -56,7 +57,7 @@ def logits(count: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(count, VOCAB, dtype=torch.float32, generator=torch.Generator().manual_seed(seed))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     tokens=st.sets(st.integers(0, VOCAB - 1), min_size=1),
     seed=st.integers(0, 99),
@@ -74,7 +75,7 @@ def test_only_permitted_tokens_are_drawn(tokens: set[int], seed: int, temperatur
     assert drawn.token_id == sample(masked, [row(None, seed=seed, **params)])[0].token_id
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=examples(40))
 @given(masked=st.lists(st.booleans(), min_size=2, max_size=8), seed=st.integers(0, 99))
 def test_other_rows_keep_their_bits(masked: list[bool], seed: int):
     x = logits(len(masked), seed)

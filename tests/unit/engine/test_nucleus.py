@@ -8,6 +8,7 @@ from unittest import mock
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.shares import examples
 
 from freight.engine import sampler
 from freight.engine.sampler import SamplingRow, sample, uniforms
@@ -36,7 +37,7 @@ def in_two_steps(p, width):
     return p.topk(min(width, p.shape[-1])).values
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(
     largest=st.sampled_from([sampler._largest, in_two_steps]),
     vocab_size=st.sampled_from([900, 1024, 1025, 4096]),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.shares import examples
 
 from freight.engine.sampler import Sampled, SamplingRow, highest, prompt_logprobs, sample, sibling_seed, uniforms
 from freight.sampling import SamplingParams
@@ -246,7 +247,7 @@ OPTIONS = [
 ]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(kinds=st.lists(st.sampled_from(range(len(OPTIONS))), min_size=1, max_size=24), seed=st.integers(0, 2**64 - 1))
 def test_a_row_has_the_same_bits_in_every_batch(kinds, seed):
     generator = torch.Generator().manual_seed(seed % 2**31)
@@ -279,7 +280,7 @@ def spoil(row, kind):
 BAD = ["one nan", "some nan", "one inf", "nan and inf", "nan", "inf", "-inf", "barred"]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(
     kinds=st.lists(st.sampled_from(range(len(OPTIONS))), min_size=1, max_size=10),
     bad=st.dictionaries(st.integers(0, 9), st.sampled_from(BAD), max_size=9),

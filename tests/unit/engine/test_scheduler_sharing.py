@@ -9,6 +9,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
+from tests.shares import examples
 
 from freight.cache.spec import Pages
 from freight.engine.request import Request
@@ -187,7 +188,7 @@ def add_random_group(rig: Any, rng: Random) -> None:
         )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(
     rng=st.randoms(use_true_random=False),
     block_size=st.sampled_from([1, 2, 4]),
@@ -212,7 +213,7 @@ def test_any_traffic_ends_with_the_same_tokens_and_no_block_held(
     drive(new_rig(num_blocks, block_size, max_num_seqs, budget, max_model_len, caching), rng)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(
     rng=st.randoms(use_true_random=False),
     block_size=st.sampled_from([8, 16, 64, 128]),

@@ -11,6 +11,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 from tests.parity.variants import VARIANTS
+from tests.shares import examples
 from tests.unit.evaluate.published import GEMMA_3_27B, LLAMA_3_1_8B, LLAMA_3_1_70B, SMALL
 
 from freight.cache.sizing import MEMORY_SHARE, bytes_of_request, split_memory, useful_memory
@@ -150,7 +151,7 @@ def test_the_first_that_serves_the_wish_is_taken(gib: float, choice: tuple[str, 
         assert "No setting serves 16 requests of 8,192 tokens" in verdict(plan)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(
     config=st.sampled_from([LLAMA_3_1_8B, LLAMA_3_1_70B, GEMMA_3_27B]),
     context=st.integers(1, 131072),
@@ -170,7 +171,7 @@ def test_what_a_setting_needs_is_enough_and_no_byte_too_much(
         assert (longest_of(plan, one) + one.spec.block_size > context) or not serves
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(
     windows=st.lists(st.sampled_from([None, 24, 24, 512]), min_size=1, max_size=6).filter(
         lambda found: len({window for window in found if window}) < 2

@@ -127,13 +127,13 @@ def test_every_setting_takes_one_pass_and_little_more(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(Decoder, "hidden", counted)
     monkeypatch.setattr("freight.evaluate.grid.measure", timed)
-    grid = GridArgs(caches=("unit", "token", "e5m2"), speed=False, window=512, max_tokens=2048)
+    grid = GridArgs(caches=("unit", "token", "e5m2"), speed=False, window=512, max_tokens=1024)
     forward: list[float] = []
     while not forward or (len(forward) < 3 and seconds[-1] > 1.3 * forward[-1]):  # others may keep the machine busy
         evaluation = evaluate_grid(DEMO, [TEXT], grid)
         forward.append(sum(run.forward_seconds for run in evaluation.runs))
-    assert passed == [512] * 4 * 4 * len(forward)  # windows x settings, each time
-    assert [run.num_passes for run in evaluation.runs] == [4] * 4
+    assert passed == [512] * 2 * 4 * len(forward)  # windows x settings, each time
+    assert [run.num_passes for run in evaluation.runs] == [2] * 4
     # 1.3 and less alone on a machine; other tests run beside it
     assert min(whole / part for whole, part in zip(seconds, forward, strict=True)) <= 2.0, (seconds, forward)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.shares import examples
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from freight.fp8 import mxfp4
@@ -60,7 +61,7 @@ def test_values_of_two_to_the_128_and_more_are_not_finite(scale: int, byte: int,
     assert fits == bool((defined(blocks, scales).abs() < 2.0**128).all())
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(data=st.data(), groups=st.integers(1, 5), rows=st.integers(1, 4), base=st.integers(0, 252), wide=st.booleans())
 def test_rows_are_exactly_e4m3_where_exponents_span_up_to_14(
     data: st.DataObject, groups: int, rows: int, base: int, wide: bool

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.shares import examples
 
 from freight.errors import CheckpointError
 from freight.kernels import reference
@@ -13,7 +14,7 @@ from freight.layers.rope import half_pairs
 from freight.operands.weight import Activations, Weight
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=examples(25))
 @given(heads=st.integers(1, 4), half=st.integers(1, 6), rest=st.integers(0, 5), seed=st.integers(0, 99))
 def test_turning_halves_of_reordered_channels_is_turning_neighbours(heads: int, half: int, rest: int, seed: int):
     head_dim, generator = 2 * half + rest, torch.Generator().manual_seed(seed)

@@ -10,6 +10,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 from tests.parity.variants import VARIANTS
+from tests.shares import examples
 
 import freight
 from freight.checkpoint.config_only import read_config_only
@@ -126,7 +127,7 @@ def test_fp8_in_every_granularity_occupies_what_is_counted(weights: str, tmp_pat
         require_equal(open_model(EngineArgs(str(tmp_path / "out"), kernels=kernels, device="cpu")), kernels, linear_of)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(
     build=st.sampled_from(runnable() or ("none",)),
     rows=st.integers(1, 300),

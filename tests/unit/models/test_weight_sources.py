@@ -131,17 +131,6 @@ def test_a_random_model_has_the_shape_that_was_asked_for(tmp_path):
     assert opened.stop_token_ids() == frozenset()
 
 
-WRITE = """
-import json, sys, torch
-from pathlib import Path
-from safetensors.torch import save_file
-from freight.config.model import parse_model_config
-from freight.models.loader import tensor_shapes
-folder = Path(sys.argv[1])
-config = json.loads((folder / "config.json").read_text())
-shapes = tensor_shapes(parse_model_config(config))
-save_file({n: torch.full(s, 0.01, dtype=torch.bfloat16) for n, s in shapes.items()}, folder / "model.safetensors")
-"""
 PEAK = """
 import resource, sys
 from freight.config.engine import EngineArgs
@@ -163,13 +152,14 @@ print(peak() - before)
 def test_memory_peaks_near_the_fp8_size(tmp_path):
     """A checkpoint of 170 MB in 16 bits, 90 MB in FP8, in a process of its own."""
     large = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 5, "num_attention_heads": 16}
-    (tmp_path / "config.json").write_text(json.dumps(PRESETS["llama-1b"] | large | {"vocab_size": 512}))
-
-    def python(code: str) -> str:
-        run = [sys.executable, "-c", code, str(tmp_path)]
-        return subprocess.run(run, capture_output=True, text=True, check=True, timeout=120).stdout
-
-    python(WRITE)
+    config = PRESETS["llama-1b"] | large | {"vocab_size": 512}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = {
+        n: torch.full(s, 0.01, dtype=torch.bfloat16) for n, s in tensor_shapes(parse_model_config(config)).items()
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
     sixteen = (tmp_path / "model.safetensors").stat().st_size
     assert sixteen > 150e6
-    assert int(python(PEAK)) < 0.75 * sixteen  # 0.53 is the model; the rest are copies of one layer
+    run = [sys.executable, "-c", PEAK, str(tmp_path)]
+    peak = subprocess.run(run, capture_output=True, text=True, check=True, timeout=120).stdout
+    assert int(peak) < 0.75 * sixteen  # 0.53 is the model; the rest are copies of one layer

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.unit.server.raw_http import post, running
 
@@ -89,14 +89,12 @@ JSON = st.none() | st.booleans() | NUMBER | st.text(max_size=20)
 OBJECT = st.dictionaries(st.text(max_size=5), JSON | st.lists(JSON, max_size=4), max_size=4)
 
 
-@settings(deadline=None)
 @given(OBJECT, OBJECT, st.booleans())
 def test_every_object_is_read_as_it_was_written(outer: dict[str, Any], inner: dict[str, Any], ascii_only: bool) -> None:
     value = {**outer, "inner": [inner, [inner]]}
     assert parsed(json.dumps(value, ensure_ascii=ascii_only).encode()) == value
 
 
-@settings(deadline=None)
 @given(st.binary() | st.lists(st.sampled_from(list(b'[]{}":,\\u12dDeE.-'))).map(bytes))
 @example(b'{"\\')
 def test_any_bytes_are_an_object_or_refused(body: bytes) -> None:

@@ -147,7 +147,7 @@ def test_an_answer_that_is_cut_anywhere_is_text() -> None:
     assert [piece.kind for piece in pieces([ANSWER], complete=False)] == ["reasoning", "content", "tool_call"]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     words=st.lists(
         st.one_of(

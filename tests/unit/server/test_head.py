@@ -46,7 +46,7 @@ class Parsed:
         self.ended = True
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.sampled_from(FIRST), st.lists(st.sampled_from(LINES) | st.binary(max_size=20), max_size=5))
 def test_the_parser_agrees_with_the_check(first: bytes, lines: list[bytes]) -> None:
     raw = b"\r\n".join([first, *lines]) + b"\r\n\r\n"

@@ -324,7 +324,7 @@ def test_an_answer_before_the_body_keeps_the_connection_where_the_body_has_an_en
 PARTS = [b"GET", b" ", b"/x", b"HTTP/1.1", b"\r\n", b"\n", b"Host: a", b":", b"\0", b"5"]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.one_of(
         st.binary(max_size=300),

@@ -9,7 +9,7 @@ import anthropic
 import httpx2
 import pytest
 from anthropic.types import Message
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.server.openai_cases import HEAD, HELLO, LIMITS, SERVED, WITH_PARSER, answers, deltas, split, tokenized
 
@@ -56,7 +56,6 @@ def client_of(raw, content_type="text/event-stream", status=200):
     return anthropic.Anthropic(api_key="x", base_url="http://test", http_client=http, max_retries=0)
 
 
-@settings(deadline=None)  # the clients build their types at the first use
 @given(
     st.lists(st.sampled_from(TEXTS), max_size=4).map("".join),
     st.lists(st.integers(1, 200), max_size=8),

@@ -206,7 +206,7 @@ def test_no_accept_header_is_an_error_or_changes_a_name(accept: str) -> None:
     assert b"\nvllm:num_requests_running{" in filled().render(accept)[0]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.text(st.characters(exclude_characters="\r", exclude_categories=()), max_size=20))
 def test_any_model_name_can_be_rendered(name: str) -> None:
     metrics = Metrics(name)

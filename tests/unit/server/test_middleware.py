@@ -251,7 +251,7 @@ REQUESTS = st.one_of(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(REQUESTS)
 def test_no_bytes_reach_the_app_without_the_key(shut: Any, data: bytes) -> None:
     server, app = shut

@@ -38,7 +38,7 @@ ITEM = st.dictionaries(st.sampled_from(INSIDE), VALUES, max_size=5)
 GOOD = {"input": "Hello", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.dictionaries(st.sampled_from(FIELDS), VALUES | st.lists(ITEM, max_size=3), max_size=4), st.booleans())
 def test_any_body_is_read_or_refused(body, with_good):
     body = (GOOD if with_good else {}) | body

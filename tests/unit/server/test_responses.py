@@ -7,7 +7,7 @@ import json
 import httpx2
 import openai
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.responses import Response
 from tests.unit.server.openai_cases import HEAD, LIMITS, SERVED, WITH_PARSER, answers, deltas, split, tokenized
@@ -57,7 +57,6 @@ def client_of(raw, content_type="text/event-stream"):
     return openai.OpenAI(api_key="x", base_url="http://test", http_client=httpx2.Client(transport=transport))
 
 
-@settings(deadline=None)  # the clients build their types at the first use
 @given(
     st.lists(st.sampled_from(TEXTS), max_size=4).map("".join),
     st.lists(st.integers(1, 200), max_size=8),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import TextGenerationOutput, TextGenerationStreamOutput
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import freight
@@ -159,7 +159,6 @@ def test_the_stop_string_is_in_the_text_and_nothing_behind_it():
     assert "".join(token["text"] for token in body["details"]["tokens"]) == " das Hau"
 
 
-@settings(deadline=None)
 @given(
     tokens=st.lists(st.sampled_from(range(TOKENIZER.vocab_size)), min_size=1, max_size=12),
     stop=st.sampled_from([None, ["e"], [" d", "ein"], ["\n"]]),

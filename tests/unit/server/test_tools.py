@@ -151,7 +151,7 @@ def test_a_call_that_is_cut_anywhere_is_text(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_chunks_change_nothing_and_no_text_is_lost(kind: str, data: st.DataObject) -> None:
     words = [
@@ -275,7 +275,7 @@ def test_the_end_of_the_prompt_says_where_an_answer_begins(kind: str, prompt: st
     assert FORMATS[kind].ends_in_reasoning(prompt) == (begins_in == "reasoning")
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.data())
 def test_what_the_template_renders_is_read_back(data: st.DataObject) -> None:
     plain = st.text(st.characters(codec="utf-8", exclude_characters="<[|"), max_size=12)
