@@ -216,8 +216,8 @@ def in_setups(
     """Every setup with every value of the argument; of those not in `FULL` all but the first are slow tests.
 
     With `third`, so are all but that third of the families: for what their layers do not compute, but the engine, whose
-    work differs by cache groups alone. Each third has families with windows. `every_variant`: with the first value, those
-    in `EVERY` too, as slow tests.
+    work differs by cache groups alone. Each third has families with windows. `every_variant`: with the first value,
+    those in `EVERY` too, as slow tests.
     """
     left_out = [setup for index, setup in enumerate(FROM_FAMILIES) if third is not None and index % 3 != third]
 
