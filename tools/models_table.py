@@ -76,7 +76,7 @@ What was compared:
   mixtures the column has the forms of `tests/formats/experts.py` and `mixtures.py` that were compared with experts.
 - *calibration*: what `freight quantize` measured of this family in a test. Every scale changes what is computed, and
   routers stay in 16 bits (`tests/unit/calibrate/test_every_family.py`). Of a model of text and pictures it is the text
-  model: a checkpoint with tensors of pictures is refused.
+  model; the tensors of its other parts are copied as they are, and named as left out.
 
 {compared}
 
@@ -165,7 +165,7 @@ def calibrations(variants: Sequence[str], tests: Tables) -> list[str]:
     found = []
     if tests.quantized & set(variants):
         pictures = any(hasattr(tests.variants[name], "vision_config") for name in variants)
-        found.append("weights, inputs, cache" + (" (text alone)" if pictures else ""))
+        found.append("weights, inputs, cache" + (" (of the text)" if pictures else ""))
     elif tests.calibrated & set(variants):
         found.append("cache")
     return found or ["not compared"]

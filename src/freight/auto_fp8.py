@@ -102,7 +102,7 @@ class AutoFP8ForCausalLM:
         kept = matched_modules(model.model, self._plan.ignore)
         self._opened = model.quantized_as(self._plan.weights, self._plan.layout, kept)
         self.config = self._opened.model
-        self._ignored, self._torn = ignored_modules(self.config, self._plan.ignore)
+        self._ignored, self._torn = ignored_modules(self.config, self._plan.ignore, others=self._opened.modules_beside)
         require_blocks(self.config, self._plan, self._ignored)
         quantize_config.ignored_layers = list(self._ignored)
         quantize_config.kv_cache_quant_layers = self._kv_layers(quantize_config.kv_cache_quant_targets or ())

@@ -237,13 +237,17 @@ def _decide(wanted: Recipe, opened: Unquantized) -> tuple[QuantizePlan, tuple[st
     """The plan, the modules that stay in 16 bits, and those whose merged group is partly among them."""
     head = head_module(opened.model)
     linear, always = (*linear_modules(opened.model), head), kept_modules(opened.model)
-    kept, idle = wanted.unquantized((*linear, *always))
+    stays, others = opened.modules_beside, set(opened.modules_beside)
+    named, idle = wanted.unquantized((*linear, *always, *stays))
+    kept = [name for name in named if name not in others]
     meant = sorted({*always} - {*kept})
     for pattern in idle:
         logger.warning("recipe: ignore %r matches no Linear module of the model", pattern)
     if meant:
         why = "routers, gates of shared experts and projections beside the embedding are not quantized"
         logger.warning("recipe: %s (%d modules in all) stay in 16 bits: %s", meant[0], len(meant), why)
+    if stays and others.isdisjoint(named):
+        logger.warning("recipe: %s and others beside the text model are not quantized; they stay as stored", stays[0])
     whole = any(name not in kept for name in linear)
     if not whole and wanted.kv is None:
         raise ConfigError(f"recipe: ignore leaves no module to quantize in {opened.name}")

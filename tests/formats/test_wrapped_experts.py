@@ -6,15 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tests.formats.experts import Made, make, one_of_each_kind
 from tests.formats.test_experts import logprobs
 
 from freight import quantize
 from freight.cli.inspect import describe
-from freight.errors import CheckpointError
 
 UNDER = "model.language_model."
 _OUTSIDE = ("quantization_config", "dtype")
@@ -57,11 +55,16 @@ def test_every_scale_of_a_wrapped_mixture_is_used(tmp_path: Path) -> None:
     assert facts["kv_cache"]["scales"][0]["k"]["names"] == [f"{UNDER}layers.0.self_attn.k_scale"]
 
 
-def test_quantizing_would_lose_the_vision_model(tmp_path: Path) -> None:
+def test_quantizing_keeps_the_vision_model(tmp_path: Path) -> None:
     made = make("qwen's own blocks", "qwen3_moe")
     for module, matrix in made.dequantized.items():
         made.tensors[f"{module}.weight"] = matrix.to(torch.bfloat16)
         made.tensors.pop(f"{module}.weight_scale_inv")
     made.config.pop("quantization_config")
-    with pytest.raises(CheckpointError, match=r"model\.visual.*would be lost.*'qwen3_vl_moe_text'"):
-        quantize(wrapped(made, tmp_path / "whole"), tmp_path / "out", kv_cache="none")
+    without = {name: x for name, x in made.tensors.items() if not name.endswith(("k_scale", "v_scale"))}
+    whole, out = wrapped(made, tmp_path / "whole", without), tmp_path / "out"
+    assert quantize(whole, out, weights="fp8", kv_cache="none").beside == {"bfloat16": 1}
+    name = "model.visual.blocks.0.attn.qkv"
+    assert torch.equal(load_file(out / "model.safetensors")[f"{name}.weight"], torch.ones(2, 2, dtype=torch.bfloat16))
+    assert name in json.loads((out / "config.json").read_text())["quantization_config"]["ignore"]
+    assert 0 < (logprobs(str(out)) - logprobs(whole)).abs().mean() < 0.2

@@ -124,14 +124,15 @@ def kept_modules(config: ModelConfig) -> tuple[str, ...]:
 
 
 def ignored_modules(
-    config: ModelConfig, patterns: Sequence[str], lm_head: bool = False
+    config: ModelConfig, patterns: Sequence[str], lm_head: bool = False, others: Collection[str] = ()
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(names of ignored modules, names of quantized modules whose group is partly ignored).
 
     Ignored are the modules that `patterns` match, `kept_modules`, and the output head unless `lm_head` is True.
     `lm_head` raises ConfigError if the head is tied to the embedding. The second list matters to engines that merge q,
     k, v or gate, up: they need one scheme for the whole group. Raises ConfigError for a pattern that matches no module,
-    and for patterns that match some experts of a layer: no engine computes those together.
+    and for patterns that match some experts of a layer: no engine computes those together. `others` are modules that
+    are never quantized, so a pattern may match them alone.
     """
     layers = layer_modules(config)
     head, kept = head_module(config), kept_modules(config)
@@ -139,10 +140,11 @@ def ignored_modules(
         raise ConfigError(f"--lm-head: {head} is this model's embedding, which stays in 16 bits; omit --lm-head")
     known = [*linear_modules(config), *kept, head]
     names, ignored = frozenset(known), {*kept} if lm_head else {*kept, head}
+    never = tuple(others)
     for pattern in patterns:
         regular = pattern.startswith("re:")
         matched = _matches(pattern, known, names)
-        if not matched:
+        if not matched and not _matches(pattern, never, frozenset(never)):
             ends = any(name.endswith(f".{pattern}") for name in known)
             hint = f" (did you mean 're:{pattern}$'?)" if ends else nearest(pattern, () if regular else known)
             raise ConfigError(

@@ -8,23 +8,22 @@ writing. Everything that can be refused is refused before the first computation.
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from freight.calibrate.beside import in_both_names, modules_beside, require_unquantized, stored_formats, tensors_beside
 from freight.calibrate.budget import KVChoice, as_chosen, choose, split
 from freight.calibrate.carried import Carried, carried_by
 from freight.calibrate.centers import WORTH, LayerCenters
 from freight.calibrate.data import Samples, read_samples
 from freight.calibrate.modules import ignored_modules, keeps_experts, layer_modules, matched_modules
 from freight.calibrate.run import Calibration, Progress, calibrate
-from freight.calibrate.write import check_disk_space, prediction_tensors, write_quantized
+from freight.calibrate.write import check_disk_space, write_quantized
 from freight.checkpoint.mxfp4 import StoredExperts, find_experts
 from freight.checkpoint.reader import Checkpoint
 from freight.checkpoint.writer import require_new
-from freight.config.families import FAMILIES
 from freight.config.layer import MoEConfig
 from freight.config.model import ModelConfig
 from freight.config.plan import DTYPES, Layout, QuantizeArgs, QuantizePlan, WeightScheme, plan
@@ -51,6 +50,7 @@ class QuantizeResult:
                partly ignored merged groups
     kv_choice  with a budget: the KV cache by layer, and what it costs
     form       of the checkpoint: a `Layout`, or 'mxfp4' of a model that keeps its experts so
+    beside     the number of tensors of other parts than the text model, copied as they are, by the name of their dtype
     """
 
     path: Path
@@ -63,6 +63,7 @@ class QuantizeResult:
     warnings: tuple[str, ...] = field(default=())
     kv_choice: KVChoice | None = None
     form: str = Layout.COMPRESSED_TENSORS
+    beside: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,11 @@ class Unquantized:
     name: str
     carried: Carried | None = None
     packed: Mapping[str, StoredExperts] = field(default_factory=dict)
+
+    @property
+    def modules_beside(self) -> list[str]:
+        """Those of other parts than the text model, by every name: a pattern of what is ignored may mean them."""
+        return in_both_names(self.model, modules_beside(tensors_beside(self.checkpoint, self.model)))
 
     def quantized_as(self, weights: WeightScheme, layout: Layout, kept: Collection[str]) -> Unquantized:
         """As it is quantized, with the modules `kept` in 16 bits: experts of one tensor for a layer become separate
@@ -123,22 +129,14 @@ def open_unquantized(model: str, revision: str | None = None, keep_kv: bool = Fa
     stored = open_checkpoint(model, revision)
     require_native(stored.model, model, "quantizing")
     checkpoint, config, scheme = stored.checkpoint, stored.model, stored.scheme
-    predicting = prediction_tensors(checkpoint, config)
-    unused = [name for pattern, _ in tensor_names(config).unused for name in fnmatch.filter(checkpoint.names, pattern)]
-    unused = [name for name in unused if name not in predicting]
-    if unused:
-        family = FAMILIES[config.model_type]
-        text_type = (checkpoint.config.get(family.text_key) or {}).get("model_type", family.text_type)
-        raise CheckpointError(
-            f"{model} has parts beside its text model ({min(unused)}), which would be lost; quantizing is implemented "
-            f"for the text model alone, of model_type {text_type!r}"
-        )
     way_out = "quantize the 16-bit model that it was made from"
     keeps = keep_kv and not stored.kv_scales.empty and not _has_fp8_matrix(stored)
     if not keeps and (scheme.method not in (None, "mxfp4") or scheme.kv_format is not None):
         raise CheckpointError(f"{model} is quantized already ({scheme.description}); {way_out}")
     if not keeps and not stored.kv_scales.empty:
         raise CheckpointError(f"{model} has KV scales already; {way_out}")
+    beside = tensors_beside(checkpoint, config)
+    require_unquantized(checkpoint, beside)
     if config.tie_word_embeddings:
         checkpoint.skip(tensor_names(config).head, "tied to the embedding")
     shapes = tensor_shapes(config)
@@ -147,7 +145,7 @@ def open_unquantized(model: str, revision: str | None = None, keep_kv: bool = Fa
     checkpoint.check(unpacked)
     for name, shape in unpacked.items():
         checkpoint.take(name, shape)  # mapped, not read
-    checkpoint.finish(pending=predicting)
+    checkpoint.finish(pending=beside)
     return Unquantized(checkpoint, config, model, carried_by(stored, model) if keeps else None, packed)
 
 
@@ -186,7 +184,7 @@ def quantize(
     require_other(opened.checkpoint, Path(out))
     _require_dtype(args.dtype, opened)
     opened = opened.quantized_as(decided.weights, decided.layout, matched_modules(opened.model, decided.ignore))
-    ignored, torn = ignored_modules(opened.model, decided.ignore, decided.lm_head)
+    ignored, torn = ignored_modules(opened.model, decided.ignore, decided.lm_head, opened.modules_beside)
     require_blocks(opened.model, decided, ignored)
     check_disk_space(opened.checkpoint, Path(out))
     calibration, measured = NOTHING_CALIBRATED, decided
@@ -317,7 +315,10 @@ def write(
         )
     counts = (calibration.num_samples, calibration.num_tokens)
     form = "mxfp4" if opened.packed else str(plan.layout)
-    return QuantizeResult(out, plan, *counts, before, after, calibration.centers, tuple(warnings), form=form)
+    beside = stored_formats(*source)
+    return QuantizeResult(
+        out, plan, *counts, before, after, calibration.centers, tuple(warnings), form=form, beside=beside
+    )
 
 
 def _unseen(names: Sequence[str]) -> list[str]:

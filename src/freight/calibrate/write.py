@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor
 
+from freight.calibrate.beside import in_both_names, kv_twins, modules_beside, tensors_beside
 from freight.calibrate.modules import head_module, layer_modules, linear_modules
 from freight.calibrate.run import Calibration, Progress
 from freight.checkpoint.declare import declare, kv_tensors, scale_format, weight_tensors
@@ -19,8 +19,8 @@ from freight.config.model import ModelConfig
 from freight.config.plan import QuantizePlan, WeightScheme
 from freight.errors import CheckpointError
 from freight.fp8.formats import Format
+from freight.fp8.scheme import KVScales
 from freight.fp8.weights import quantize_blocks, quantize_rows, quantize_tensor
-from freight.models.architectures import prediction_patterns
 from freight.models.loader import tensor_shapes
 
 _ROUND = {
@@ -33,13 +33,6 @@ _ROUND = {
 def check_disk_space(checkpoint: Checkpoint, out: Path) -> None:
     """Raises CapacityError unless the disk of `out` has room for a copy of the checkpoint; the output is no larger."""
     require_space(out, sum(checkpoint.entry(name).size for name in checkpoint.names))
-
-
-def prediction_tensors(checkpoint: Checkpoint, model: ModelConfig) -> list[str]:
-    """Tensors of layers that predict further tokens (`ModelConfig.prediction_layers`). They are never calibrated, as
-    they do not run; a quantized checkpoint has them as they are, and names their modules among those in 16 bits.
-    """
-    return sorted(name for at in prediction_patterns(model) for name in fnmatch.filter(checkpoint.names, at))
 
 
 def write_quantized(
@@ -56,40 +49,43 @@ def write_quantized(
 ) -> tuple[int, int]:
     """Write `checkpoint`, which is unquantized, into the new folder `out`; (bytes of tensors before, after).
 
-    Experts in MXFP4, `packed` by the names of their tensors in 16 bits, are written as they are.
+    Experts in MXFP4, `packed` by the names of their tensors in 16 bits, are written as they are; so are the tensors
+    beside the text model (`calibrate.beside`).
 
     KV scales are stored in the scale format of `plan.layout`, unless `kv_scale_format` is given. With `overwrite`,
     `out` may be a folder that Freight wrote.
     Raises what CheckpointWriter raises, and CheckpointError for a weight that is NaN or infinite.
     """
     scales_in = scale_format(plan.layout, model.checkpoint_format)
-    linear = {*linear_modules(model), head_module(model)} - set(ignored)
-    carried = {name: checkpoint.shape_of(name) for name in prediction_tensors(checkpoint, model)}
-    ignored = [*ignored, *(name.removesuffix(".weight") for name, shape in carried.items() if len(shape) > 1)]
-    shapes = tensor_shapes(model) | carried
+    quantizes = plan.weights is not WeightScheme.NONE
+    linear = {*linear_modules(model), head_module(model)} - set(ignored) if quantizes else set()
+    beside, twins = tensors_beside(checkpoint, model), kv_twins(model)
+    others = (module for module in modules_beside(beside) if twins.get(module) not in linear)
+    ignored = in_both_names(model, (*ignored, *others))
+    shapes = tensor_shapes(model) | beside
     packed = packed or {}
     before = after = 0
     with CheckpointWriter(out, overwrite=overwrite) as writer:
         for done, (name, shape) in enumerate(shapes.items(), 1):
-            tensors = packed[name].stored(checkpoint) if name in packed else {name: checkpoint.take(name, shape)}
-            before += sum(one.nbytes for one in tensors.values())
             module, _, kind = name.rpartition(".")
-            if kind == "weight" and module in linear and plan.weights is not WeightScheme.NONE:
-                _require_finite(name, tensors[name])
-                data, scale = _ROUND[plan.weights](tensors[name], Format.E4M3FN, scales_in)
-                tensors = weight_tensors(plan, module, data, scale, calibration.input_scales.get(module), scales_in)
+            like = twins.get(module, module)
+            if name in packed:
+                tensors = packed[name].stored(checkpoint)
+            elif name in beside and like not in linear:
+                tensors = {name: checkpoint.copy(name)}
+            else:
+                tensors = {name: checkpoint.take(name, shape)}
+            before += sum(one.nbytes for one in tensors.values())
+            if kind == "weight" and like in linear:
+                data, scale = _rounded(name, tensors[name], plan.weights, scales_in)
+                tensors = weight_tensors(plan, module, data, scale, calibration.input_scales.get(like), scales_in)
             after += sum(one.nbytes for one in tensors.values())
             writer.add(tensors)
             on_progress("writing", done, len(shapes))
         declared = declare(checkpoint.config, plan, ignored, keeps=bool(packed))
         files: dict[str, bytes] = {}
         if calibration.kv is not None:
-            of_layers = zip(layer_modules(model), model.layers, calibration.kv.layers, strict=True)
-            for modules, described, layer in of_layers:
-                assert layer is not None
-                if described.mixer.kv_from is not None:
-                    continue  # it stores none
-                writer.add(kv_tensors(plan, modules.attention, layer, kv_scale_format or scales_in))
+            _add_kv(writer, model, plan, calibration.kv, kv_scale_format or scales_in)
         if calibration.kv_finer is not None:
             named, files = write_extras(calibration.kv_finer)
             declared |= named
@@ -97,6 +93,16 @@ def write_quantized(
     return before, after
 
 
-def _require_finite(name: str, weight: Tensor) -> None:
+def _add_kv(writer: CheckpointWriter, model: ModelConfig, plan: QuantizePlan, kv: KVScales, format: Format) -> None:
+    """The KV scales of every layer that stores keys and values, in `format`."""
+    for modules, described, layer in zip(layer_modules(model), model.layers, kv.layers, strict=True):
+        assert layer is not None
+        if described.mixer.kv_from is None:
+            writer.add(kv_tensors(plan, modules.attention, layer, format))
+
+
+def _rounded(name: str, weight: Tensor, scheme: WeightScheme, scales_in: Format) -> tuple[Tensor, Tensor]:
+    """The matrix `name` in E4M3, and its scales."""
     if not bool(weight.isfinite().all()):
         raise CheckpointError(f"{name} has values that are NaN or infinite; a damaged checkpoint cannot be quantized")
+    return _ROUND[scheme](weight, Format.E4M3FN, scales_in)

@@ -140,6 +140,12 @@ class Checkpoint:
         self._taken.add(name)
         return self._read(name)
 
+    def copy(self, name: str) -> Tensor:
+        """The tensor in whatever dtype it is stored, which no code here needs to know; mapped from its file."""
+        self.entry(name)
+        self._taken.add(name)
+        return self._read(name)
+
     def take_bytes(self, name: str, shape: Iterable[int]) -> Tensor:
         """A tensor of codes in uint8, as `take`."""
         entry, shape = self.entry(name), tuple(shape)

@@ -30,10 +30,12 @@ from freight.checkpoint.extras import WRITTEN
 from freight.errors import CapacityError, CheckpointError, ConfigError
 
 SHARD_BYTES = 2 * 2**30
-# What belongs to a model beside config.json and weights: tokenizer, generation defaults, chat template, licence.
+# What belongs to a model beside config.json and weights: tokenizer, generation defaults, chat template, what prepares
+# pictures and sound, licence.
 _COPIED = (
     *("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
     *("merges.txt", "vocab.txt", "*.model", "*.tiktoken", "tekken.json", "*.jinja", "chat_template.json"),
+    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
     *("LICENSE*", "NOTICE*", "USE_POLICY*"),
 )
 _WRITTEN = (

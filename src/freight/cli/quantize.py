@@ -215,6 +215,7 @@ def facts(result: QuantizeResult) -> dict[str, Any]:
         "num_tokens": result.num_tokens,
         "bytes_before": result.bytes_before,
         "bytes_after": result.bytes_after,
+        **({"other_parts": dict(result.beside)} if result.beside else {}),
         "warnings": list(result.warnings),
     }
 
@@ -227,6 +228,9 @@ def sentences(result: QuantizeResult) -> Iterator[str]:
         kv = "chosen by layer"
     yield f"{result.path}: {result.form}; weights {plan.weights}, activations {plan.activations}, KV cache {kv}"
     yield f"tensors: {result.bytes_before / 2**20:,.2f} MiB before, {result.bytes_after / 2**20:,.2f} MiB after"
+    if result.beside:
+        formats = " and ".join(f"{count:,} in {name}" for name, count in result.beside.items())
+        yield f"other parts than the text model, carried over as they are: {formats}"
     if result.num_tokens:
         gains = [one.k_gain for one in result.centers if one.k is not None]
         if gains:
