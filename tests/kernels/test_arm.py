@@ -27,6 +27,7 @@ BUILD = ROOT / "build" / "arm64"
 COMPILER, EMULATOR, LIBRARIES = "aarch64-linux-gnu-g++", "qemu-aarch64", "/usr/aarch64-linux-gnu"
 PROCESSORS = {"neon": "cortex-a72", "neon_bf16": "max"}  # the first has no bfloat16, nor float16 arithmetic
 MISSING = [tool for tool in ("cmake", COMPILER, EMULATOR) if shutil.which(tool) is None]
+KERNELS = ("linear", "mxfp4", "experts", "route", "attention", "store", "elementwise", "rowwise")
 # Not for other processes, or too long in emulation; `test_attention_of_a_row_has_the_same_bits` stands for the third.
 LEFT_OUT = ("threads_of_our_own", "python_threads", "chunks_batches_and_threads")
 
@@ -72,7 +73,7 @@ def kernels(command: list[str]) -> CpuKernels:
     return CpuKernels(remote_library("arm64", command))
 
 
-@pytest.mark.parametrize("name", ["linear", "attention", "store", "elementwise"])
+@pytest.mark.parametrize("name", KERNELS)
 def test_the_tests_of_the_kernels_pass_in_emulation(command: list[str], name: str) -> None:
     run(
         *(sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", f"tests/kernels/test_cpu_{name}.py"),

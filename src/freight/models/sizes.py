@@ -81,8 +81,11 @@ def loaded_bytes(
     """
     count = _Count(model, compute, weights, linear_of, layout, tensor_names(model))
     layers = sum(count.layer(index, layer) for index, layer in enumerate(model.layers))
-    tables = sum(2 * _SCALE * max_len * (rope.rotary_dim // 2) for rope in model.ropes)
-    tables += sum(_SCALE * max_len for rope in model.ropes if rope.parameters.get(QUERY_SCALING))
+    # layers hold the tables: a config may describe a rope that none of them has
+    named = {layer.mixer.rope for layer in model.layers}
+    ropes = [rope for index, rope in enumerate(model.ropes) if index in named]
+    tables = sum(2 * _SCALE * max_len * (rope.rotary_dim // 2) for rope in ropes)
+    tables += sum(_SCALE * max_len for rope in ropes if rope.parameters.get(QUERY_SCALING))
     final = count.norm(model.hidden_size) if model.final_norm else 0
     return LoadedBytes(layers + final, count.embeddings(), tables)
 

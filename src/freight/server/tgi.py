@@ -127,8 +127,8 @@ def _check_parameters(given: Mapping[str, Any], streams: bool) -> None:
             raise _invalid(f"{name} must be true or false", f"parameters.{name}")
     refused = {
         "adapter_id": ("adapter_id" in given, "this server has no adapters; leave it out"),
-        "best_of": (given.get("best_of", 1) != 1, "only 1 is possible; send several requests with a seed each"),
-        "typical_p": (given.get("typical_p", 1) != 1, "typical sampling is not implemented; use top_p"),
+        "best_of": (not _is_one(given.get("best_of", 1)), "only 1 is possible; send several requests with a seed each"),
+        "typical_p": (not _is_one(given.get("typical_p", 1)), "typical sampling is not implemented; use top_p"),
         "watermark": (given.get("watermark", False), "watermarks are not implemented; leave it out"),
         "decoder_input_details": (
             streams and given.get("decoder_input_details", False),
@@ -138,6 +138,11 @@ def _check_parameters(given: Mapping[str, Any], streams: bool) -> None:
     for name, (wrong, why) in refused.items():
         if wrong:
             raise _invalid(f"{name}: {why}", f"parameters.{name}")
+
+
+def _is_one(value: Any) -> bool:
+    """The number: `true` equals 1 in Python, not in JSON."""
+    return not isinstance(value, bool) and bool(value == 1)
 
 
 def _sampling(given: Mapping[str, Any], limits: SamplingLimits) -> SamplingParams:

@@ -24,6 +24,14 @@ from freight.kernels.cpu.library import Library
 MANY_OBJECTS = 30_000  # that are searched for every call
 
 
+def is_memory(x: object) -> bool:
+    """A tensor, a structure, or an array of structures."""
+    kind = type(x)
+    if issubclass(kind, ctypes.Array):
+        return issubclass(kind._type_, ctypes.Structure)
+    return issubclass(kind, torch.Tensor | ctypes.Structure)
+
+
 class Function:
     """One C function; its integers and pointers go to the other process."""
 
@@ -69,13 +77,13 @@ class Request:
             self.regions[memory.data_ptr()] = memory.nbytes()
             self.tensors.add(memory.data_ptr())
             return
-        start = ctypes.addressof(found)
-        self.regions[start] = ctypes.sizeof(found)
-        for name, kind in found._fields_:
-            target = getattr(found, name) if kind is ctypes.c_void_p else None
-            if target:
-                self.pointers.append(start + getattr(type(found), name).offset)
-                self.add(target)
+        self.regions[ctypes.addressof(found)] = ctypes.sizeof(found)
+        for structure in found if isinstance(found, ctypes.Array) else (found,):
+            for name, kind in structure._fields_:
+                target = getattr(structure, name) if kind is ctypes.c_void_p else None
+                if target:
+                    self.pointers.append(ctypes.addressof(structure) + getattr(type(structure), name).offset)
+                    self.add(target)
 
     def find(self, address: int) -> Any:
         for attempt in range(2):
@@ -83,18 +91,18 @@ class Request:
                 gc.unfreeze()  # among all objects, not only those since the last freeze
             if attempt or not self.live:
                 objects = gc.get_objects()
-                self.live = [x for x in objects if issubclass(type(x), torch.Tensor | ctypes.Structure)]
+                self.live = [x for x in objects if is_memory(x)]
                 if len(objects) > MANY_OBJECTS:
                     gc.freeze()
             for x in self.live:
-                if isinstance(x, ctypes.Structure):
+                if isinstance(x, ctypes.Structure | ctypes.Array):
                     start, size = ctypes.addressof(x), ctypes.sizeof(x)
                 elif x.device.type == "cpu":
                     start, size = x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()
                 else:
                     continue
                 if start <= address < start + size:
-                    return x
+                    return getattr(x, "_b_base_", None) or x  # of an element, its array
         raise LookupError(f"no tensor and no structure holds the address {address:#x}")
 
     def send(self, name: str, arguments: list[tuple[int, int]], process: subprocess.Popen[bytes]) -> int:

@@ -90,7 +90,7 @@ OF_FAMILIES = (
         "hy-v3-float32-head",
         "granite-moe",
     ),
-    *("laguna", "laguna-by-channel", "mellum", "olmo2", "olmo3", "exaone4", "afmoe", "arcee"),
+    *("laguna", "laguna-by-channel", "mellum", "mellum-plain", "olmo2", "olmo3", "exaone4", "afmoe", "arcee"),
 )
 
 

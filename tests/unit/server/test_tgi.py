@@ -285,6 +285,8 @@ def test_a_grammar(grammar, outputs, monkeypatch):
         ({"parameters": {"truncate": 513}}, "truncate must be .* 1 to 512"),
         ({"parameters": {"best_of": 2}}, "best_of"),
         ({"parameters": {"typical_p": 0.9}}, "typical_p"),
+        ({"parameters": {"typical_p": True}}, "typical_p"),
+        ({"parameters": {"best_of": True}}, "best_of"),
         ({"parameters": {"watermark": True}}, "watermark"),
         ({"parameters": {"watermark": 1}}, "watermark must be true or false"),
         ({"parameters": {"adapter_id": "a"}}, "adapter_id"),
