@@ -11,7 +11,7 @@ from torch import Tensor
 
 from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
-from freight.kernels.triton import elementwise, experts, gates, linear, paged, route, store
+from freight.kernels.triton import elementwise, experts, gates, linear, paged, route, rows, store
 from freight.kernels.triton.formats import Target
 from freight.operands.activation import GatedActivation, GateFunction
 from freight.operands.batch import Sequences
@@ -250,9 +250,7 @@ MORE_CASES: dict[str, Callable[[Target], object]] = {
     "norm static": partial(norm, False, Activations.STATIC, 4096),
     "gated by group": partial(activate, True, Activations.DYNAMIC, 14336),
     "gated by row, gelu": partial(activate, False, Activations.DYNAMIC, 14336, function=GatedActivation.GELU_TANH),
-    "gated by row, beyond the widest": partial(activate, False, Activations.DYNAMIC, 53248),  # Llama 3.1 405B
-    "gated by group, beyond the widest": partial(activate, True, Activations.DYNAMIC, 53248),
-    "gated by row, widest": partial(activate, False, Activations.DYNAMIC, elementwise.WIDE),
+    "gated by row, widest": partial(activate, False, Activations.DYNAMIC, rows.WIDE),
 }
 # compiled whenever the tests run, too: the largest heads, experts and rows of the families in docs/models.md
 LARGE_CASES: dict[str, Callable[[Target], object]] = {
@@ -309,4 +307,7 @@ LARGE_CASES: dict[str, Callable[[Target], object]] = {
     "gate of heads": lambda target: gates.gate(empty(64, 8192), empty(64, 64), GateFunction.IDENTITY),
     "layer norm": partial(layer_norm, 9216, None),  # OPT-66B
     "layer norm by row": lambda target: layer_norm(9216, consumer(False, Activations.DYNAMIC, 9216), target),
+    "gated by row, beyond the widest": partial(activate, False, Activations.DYNAMIC, 53248),  # Llama 3.1 405B
+    "gated by group, beyond the widest": partial(activate, True, Activations.DYNAMIC, 53248),
+    "gated static, beyond the widest": partial(activate, False, Activations.STATIC, 53248),
 }

@@ -25,8 +25,14 @@ TARGETS = tuple(SHARED)
 # pinned Triton; the launchers ask the compiled kernel (occupancy.py).
 DECODE_REGISTERS, DECODE_REGISTERS_TOKEN = 128, 140
 REGISTERS = {"sm_80": 255, "sm_90": 255, "sm_100": 255, "gfx942": 512}
-# Accesses to local memory that a decoding program over heads of 512 dims may have there: ptxas stops at 168 registers.
-FEW_SPILLS = {"sm_80": 8}
+# Accesses to local memory that decoding may have there: addresses of a program's results, which are written and read
+# once a split, outside the loops over tiles.
+FEW_SPILLS = {
+    ("sm_80", "attention fp8 token, dim 512"): 4,
+    ("sm_80", "attention fnuz token, dim 512"): 4,
+    ("sm_80", "attention fp8 token, centered, dim 512"): 6,
+    ("sm_80", "attention float32, dim 256"): 6,
+}
 FP8_PRODUCT = {"sm_90": "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3", "sm_100": "kind::f8f6f4"}
 # What prefill and decoding multiply with under `--attention-compute fp8`.
 FP8_ATTENTION = {
@@ -67,10 +73,10 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
 
 def fits(report: dict[str, Any], target: str) -> bool:
     """Whether the launch compiles, spills no register, and is not refused for its shared memory or its registers."""
-    decodes_512 = report["kernel"] == "decode_kernel" and "dim 512" in report["case"]
+    few = FEW_SPILLS.get((target, report["case"]), 0) if report["kernel"] == "decode_kernel" else 0
     return (
         "error" not in report
-        and report["spills"] <= (FEW_SPILLS.get(target, 0) if decodes_512 else 0)
+        and report["spills"] <= few
         and report["registers"] <= REGISTERS[target]
         and report["shared"] <= SHARED[target]
     )

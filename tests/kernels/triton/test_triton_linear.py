@@ -16,7 +16,7 @@ from freight.fp8.weights import quantize_blocks, quantize_rows
 from freight.kernels import reference
 from freight.kernels.triton import elementwise, linear
 from freight.kernels.triton.formats import Target, current_target
-from freight.kernels.triton.rows import Quantized, quantize
+from freight.kernels.triton.rows import WIDE, Quantized, quantize
 from freight.operands.activation import GatedActivation
 from freight.operands.weight import Activations, Weight
 
@@ -65,6 +65,14 @@ def test_other_numbers_of_rows(rows, activations, blocks, device):
     assert_close(linear.linear(current_target(), x, weight), x, weight, None)
 
 
+def assert_quantized_as_the_reference(x: Tensor, weight: Weight) -> None:
+    rows, inputs = quantize(current_target(), x, weight), x.shape[1]
+    widened = rows.scale.repeat_interleave(128 if weight.scale.ndim == 2 else inputs, 1)[:, :inputs]
+    values, factor = reference._activations(x, weight)
+    expected = values if factor is None else values * factor
+    assert torch.equal((decode(rows.codes) * widened).nan_to_num(7.0), expected.nan_to_num(7.0))
+
+
 @pytest.mark.parametrize("format", FP8)
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize("activations", [Activations.DYNAMIC, Activations.STATIC])
@@ -72,13 +80,20 @@ def test_activations_are_quantized_to_the_same_bytes(format, blocks, activations
     torch.manual_seed(2)
     x = torch.randn(5, 300).to(device)
     x[0], x[1, 0], x[2, 1] = 0.0, torch.inf, torch.nan
-    weight = make(format, blocks, activations, 300, 16, device)
-    rows = quantize(current_target(), x, weight)
-    codes, scale = rows.codes, rows.scale
-    widened = scale.repeat_interleave(128 if blocks else 300, 1)[:, :300]
-    values, factor = reference._activations(x, weight)
-    expected = values if factor is None else values * factor
-    assert torch.equal((decode(codes) * widened).nan_to_num(7.0), expected.nan_to_num(7.0))
+    assert_quantized_as_the_reference(x, make(format, blocks, activations, 300, 16, device))
+
+
+@pytest.mark.parametrize("activations", [Activations.DYNAMIC, Activations.STATIC])
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("largest", [0, -1])
+def test_a_row_that_no_program_holds_at_once_is_quantized_to_the_same_bytes(largest, blocks, activations, device):
+    """A part of a group, and of a chunk of groups, at its end; its largest value in its first chunk or in its last."""
+    torch.manual_seed(2)
+    size = 53300
+    assert size > WIDE
+    x = torch.randn(2, size).bfloat16().to(device)[:, :-1]  # rows with a stride of their own
+    x[0, largest], x[1, 1] = -40.0, torch.inf
+    assert_quantized_as_the_reference(x, make(Format.E4M3FN, blocks, activations, size - 1, 16, device))
 
 
 def test_sixteen_bit_weights_are_torch_s(device):

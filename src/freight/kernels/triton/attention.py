@@ -206,6 +206,7 @@ def merge_kernel(
     quantizes the row, CHUNK groups of 128 at a time.
     """
     QUERY_HEADS: tl.constexpr = HEADS * GROUP
+    SIZE: tl.constexpr = QUERY_HEADS * V_DIM
     query_head = tl.program_id(0)
     seq = tl.program_id(1)
     row = tl.load(starts_ptr + seq)
@@ -247,5 +248,6 @@ def merge_kernel(
         tl.debug_barrier()  # all threads of the program have stored before one of them counts it
         if tl.atomic_add(arrived_ptr + seq, 1, sem="acq_rel", scope="gpu") == QUERY_HEADS - 1:
             quantize_written_row(
-                out_ptr, codes_ptr, scale_ptr, row, QUERY_HEADS * V_DIM, NUM_SCALES, OUT_FORMAT, OUT_SCALES, CHUNK
-            )
+                out_ptr + row * SIZE, codes_ptr, scale_ptr, static_scale, row, SIZE, NUM_SCALES, OUT_FORMAT, OUT_SCALES,
+                CHUNK,
+            )  # fmt: skip

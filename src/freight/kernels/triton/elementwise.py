@@ -12,7 +12,7 @@ from torch import Tensor
 
 from freight.kernels import reference
 from freight.kernels.triton.formats import Target
-from freight.kernels.triton.rows import Quantized, allocate_output, quantize, quantizes, this_row, write_row
+from freight.kernels.triton.rows import WIDE, Quantized, allocate_output, quantize, quantizes, this_row, write_row
 from freight.operands.activation import Activation, GatedActivation
 from freight.operands.weight import Weight
 
@@ -155,9 +155,6 @@ def activated(target: Target, x: Tensor, activation: Activation, consumer: Weigh
     """`reference.activated`, quantized if `consumer` takes quantized rows. x: [rows, size]."""
     out = reference.activated(x, activation)
     return quantize(target, out, consumer) if quantizes(consumer) else out
-
-
-WIDE = 32768  # beyond it the gates and ups of a row do not fit the registers of one program
 
 
 def gated(

@@ -99,26 +99,26 @@ def write_head(
 
 @triton.jit
 def quantize_written_row(
-    x_ptr, out_ptr, scale_ptr, row, SIZE: tl.constexpr, NUM_SCALES: tl.constexpr, FORMAT: tl.constexpr,
+    x_ptr, out_ptr, scale_ptr, static_scale, row, SIZE: tl.constexpr, NUM_SCALES: tl.constexpr, FORMAT: tl.constexpr,
     SCALES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """`quantize_kernel`, its bits too, for a row that is not held at once: CHUNK groups at a time, read twice.
+    """Quantize the row at x_ptr with the bits of `write_row`, not held at once: CHUNK groups at a time.
 
-    SCALES: 'row' or 'group'.
+    With SCALES 'row' it is read twice.
     """
     group = tl.arange(0, CHUNK)
     index = group[:, None] * 128 + tl.arange(0, 128)[None, :]
-    scale = tl.full((), 0.0, tl.float32)
+    scale = static_scale
     if SCALES == "row":
         amax = tl.zeros((CHUNK,), tl.float32)
         for start in range(0, SIZE, CHUNK * 128):
-            x = tl.load(x_ptr + row * SIZE + start + index, mask=start + index < SIZE, other=0.0)
+            x = tl.load(x_ptr + start + index, mask=start + index < SIZE, other=0.0)
             amax = tl.maximum(amax, finite_amax(x.to(tl.float32), 1))
         scale = scale_from_amax(tl.max(amax, 0), FORMAT)
     WITH: tl.constexpr = "static" if SCALES == "row" else SCALES
     for start in range(0, SIZE, CHUNK * 128):
         mask = start + index < SIZE
-        x = tl.load(x_ptr + row * SIZE + start + index, mask=mask, other=0.0)
+        x = tl.load(x_ptr + start + index, mask=mask, other=0.0)
         write_row(
             x, out_ptr, scale_ptr, scale, row, start // 128 + group, start + index, mask, SIZE, NUM_SCALES, FORMAT, WITH
         )
@@ -129,10 +129,20 @@ def quantize_kernel(
     x_ptr, row_stride, out_ptr, scale_ptr, static_scale, SIZE: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
     NUM_SCALES: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
-    """A program: one row."""
+    """A program: one row, held at once if BLOCK_GROUPS are all of its groups, else so many at a time."""
     row, group, index, mask = this_row(SIZE, BLOCK_GROUPS)
-    x = tl.load(x_ptr + row * row_stride + index, mask=mask, other=0.0)
-    write_row(x, out_ptr, scale_ptr, static_scale, row, group, index, mask, SIZE, NUM_SCALES, FORMAT, SCALES)
+    x_ptr += row * row_stride
+    if SIZE <= BLOCK_GROUPS * 128:
+        x = tl.load(x_ptr + index, mask=mask, other=0.0)
+        write_row(x, out_ptr, scale_ptr, static_scale, row, group, index, mask, SIZE, NUM_SCALES, FORMAT, SCALES)
+    else:
+        quantize_written_row(
+            x_ptr, out_ptr, scale_ptr, static_scale, row, SIZE, NUM_SCALES, FORMAT, SCALES, BLOCK_GROUPS
+        )
+
+
+WIDE = 32768  # beyond it the values of a row do not fit the registers of one program
+WIDE_GROUPS = 64  # groups of 128 of such a row that are quantized at a time
 
 
 def warps_for(block: int) -> int:
@@ -177,5 +187,7 @@ def quantize(target: Target, x: Tensor, weight: Weight) -> Quantized:
     assert quantizes(weight)
     result, pointers, constants = allocate_output(target, x, x.shape[1], weight)
     assert isinstance(result, Quantized)
+    if x.shape[1] > WIDE:
+        constants |= {"BLOCK_GROUPS": WIDE_GROUPS, "num_warps": warps_for(WIDE_GROUPS * BLOCK)}
     quantize_kernel[(len(x),)](x, x.stride(0), *pointers, **constants)
     return result

@@ -180,8 +180,9 @@ def rotate_store(
     q = torch.empty(rows, (width - kv_heads * (k_dim + v_dim)) // k_dim, k_dim, dtype=qkv.dtype, device=qkv.device)
     q_norm, k_norm = rotary.norms or (None, None)
     k_center = None if pages.k_center is None else pages.k_center.b
-    tile, turns = (1, 1) if rows <= FEW_ROWS else (16, TURNS)
     k_block, v_block = triton.next_power_of_2(k_dim), triton.next_power_of_2(v_dim)
+    block = max(k_block, v_block)
+    tile, turns = (1, 1) if rows <= FEW_ROWS else (16 if block <= 256 else 8, TURNS)  # 16 rows of 512 dims spill
     rotate_store_kernel[(triton.cdiv(rows, tile), triton.cdiv(q.shape[1] + 2 * kv_heads, turns))](
         *(qkv, q, positions, slots, rotary.cos, rotary.sin, rotary.q_factor, q_norm, k_norm, rotary.eps, k_center),
         *(carrier(pages.k, target), carrier(pages.v, target), pages.k_scale, pages.v_scale, pages.counters, rows),
@@ -196,6 +197,6 @@ def rotate_store(
         TURNS=turns,
         FORMAT=str(pages.format) if pages.format.is_fp8 else "",
         SCALES=int(pages.scale_kind),
-        num_warps=warps_for(tile * max(k_block, v_block) * (2 if turns > 1 else 1)),  # angles take registers, too
+        num_warps=warps_for(tile * block * (2 if turns > 1 else 1)),  # angles take registers, too
     )
     return q

@@ -7,6 +7,10 @@ products multiply, and has the names of shapes.
 FP8 values are read in pairs in decoding: no GPU of this time transposes bytes on their way from shared memory, which
 made loads of single bytes most of the instructions. Two neighbouring dims are one 16-bit element, a few instructions
 decode both, and even and odd dims are summed by products of their own, interleaved once at the end of a split.
+
+A center of keys is a loop over pairs of channels inside the loop over tiles, in which Triton then keeps no loads in
+flight. Two matrix products a tile would let it, but have not been shown to fit the registers of every target and to
+keep the precision of float32 there.
 """
 
 from __future__ import annotations
