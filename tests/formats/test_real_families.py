@@ -60,13 +60,20 @@ def test_logits_are_those_of_the_tool_s_own_model(name: str):
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "gemma3" else pytest.mark.slow) for n in NAMES])
 def test_every_scale_changes_the_output(name: str, tmp_path: Path):
-    """One of each projection and kind, three times as large: FP8 rounds alike under 2 or 4 times as large a scale."""
+    """One of each projection and kind, three times as large: FP8 rounds alike under 2 or 4 times as large a scale.
+
+    The norm of queries and keys cancels one scale of a whole matrix: these are left to the test of the logits.
+    """
     shutil.copy(FIXTURES / name / "config.json", tmp_path)
     before = logits(FIXTURES / name, name, "auto")
     # of the last layer and the last expert
     scales = {tuple(n.split(".")[-2:]): n for n in sorted(stored(name)) if n.endswith(("weight_scale", *OF_INPUTS))}
     assert len(scales) >= 4
-    for scale in scales.values():
+    normed = any("k_norm" in tensor for tensor in stored(name))
+    for (projection, _), scale in scales.items():
+        whole = scale.endswith("weight_scale") and stored(name)[scale].numel() == 1
+        if normed and whole and projection in ("q_proj", "k_proj"):
+            continue
         save_file({**stored(name), scale: stored(name)[scale] * 3}, tmp_path / "model.safetensors")
         assert not torch.equal(logits(tmp_path, name, "auto"), before), scale
 
