@@ -62,7 +62,8 @@ def test_logits_are_those_of_the_tool_s_own_model(name: str):
 def test_every_scale_changes_the_output(name: str, tmp_path: Path):
     """One of each projection and kind, three times as large: FP8 rounds alike under 2 or 4 times as large a scale.
 
-    A norm of queries and keys, in Gemma 4 of values too, cancels one scale of a whole matrix: these are left to the test of the logits.
+    A norm of queries and keys, in Gemma 4 of values too, cancels one scale of a whole matrix: these are left to the
+    test of the logits.
     """
     shutil.copy(FIXTURES / name / "config.json", tmp_path)
     before = logits(FIXTURES / name, name, "auto")
