@@ -13,7 +13,6 @@ from tests.parity.variants import VARIANTS, freight_logits, save_random, tokens
 
 import freight
 import freight.calibrate.quantize
-from freight import CheckpointError
 from freight.kernels.reference_set import REFERENCE
 from freight.transformers import FP8Cache
 
@@ -179,24 +178,3 @@ def test_centers_of_keys_where_queries_are_scaled_by_their_position(tmp_path: Pa
         for name in ("centered", "plain")
     )
     assert centered < plain / 4
-
-
-@pytest.mark.parametrize(
-    "of", [("gemma3", "gemma3_text"), ("gemma4", "gemma4_text"), ("mistral3", "mistral"), ("mistral3", "ministral3")]
-)
-def test_a_model_of_several_parts_is_not_quantized(of: tuple[str, str], tmp_path: Path):
-    wrapper, text = of
-    shape = {
-        "vocab_size": 9,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 8,
-    }
-    if text == "gemma4_text":
-        shape["hidden_size_per_layer_input"] = 0
-    config = {"model_type": wrapper, "text_config": {**shape, "num_attention_heads": 8, "model_type": text}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    save_file({"model.vision_tower.patch.weight": torch.ones(2)}, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=rf"vision_tower\.patch\.weight.*'{text}'"):
-        freight.quantize(tmp_path, tmp_path / "out", weights="fp8")
