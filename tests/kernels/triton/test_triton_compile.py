@@ -28,6 +28,7 @@ REGISTERS = {"sm_80": 255, "sm_90": 255, "sm_100": 255, "gfx942": 512}
 # Accesses to local memory that decoding may have there: addresses of a program's results, which are written and read
 # once a split, outside the loops over tiles.
 FEW_SPILLS = {
+    ("sm_80", "attention fp8 centered"): 6,
     ("sm_80", "attention fp8 token, dim 512"): 4,
     ("sm_80", "attention fnuz token, dim 512"): 4,
     ("sm_80", "attention fp8 token, centered, dim 512"): 6,
