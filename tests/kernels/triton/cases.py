@@ -252,6 +252,7 @@ MORE_CASES: dict[str, Callable[[Target], object]] = {
     "gated by row, gelu": partial(activate, False, Activations.DYNAMIC, 14336, function=GatedActivation.GELU_TANH),
     "gated by row, widest": partial(activate, False, Activations.DYNAMIC, rows.WIDE),
 }
+_GPT_OSS = {"hidden": 2880, "inner": 2880, "function": GatedActivation.CLAMPED_SWIGLU, "biases": True}
 # compiled whenever the tests run, too: the largest heads, experts and rows of the families in docs/models.md
 LARGE_CASES: dict[str, Callable[[Target], object]] = {
     "attention bf16, dim 512": partial(attend, Format.BFLOAT16, "unit", 4, 8, 512, 8192, None),  # Gemma 4
@@ -274,28 +275,8 @@ LARGE_CASES: dict[str, Callable[[Target], object]] = {
         attend, Format.E4M3FN, "static", 4, 8, 512, 64, None, to=(False, Activations.DYNAMIC)
     ),
     "store token, dim 512": partial(keep, Format.E4M3FN, "token", 512, 8192, more=True),
-    "experts plain, biases, 2880": partial(  # gpt-oss
-        mix,
-        Format.E4M3FN,
-        False,
-        Activations.PLAIN,
-        64,
-        hidden=2880,
-        inner=2880,
-        function=GatedActivation.CLAMPED_SWIGLU,
-        biases=True,
-    ),
-    "experts bf16, biases, 2880": partial(
-        mix,
-        Format.BFLOAT16,
-        False,
-        Activations.PLAIN,
-        64,
-        hidden=2880,
-        inner=2880,
-        function=GatedActivation.CLAMPED_SWIGLU,
-        biases=True,
-    ),
+    "experts plain, biases, 2880": partial(mix, Format.E4M3FN, False, Activations.PLAIN, 64, **_GPT_OSS),
+    "experts bf16, biases, 2880": partial(mix, Format.BFLOAT16, False, Activations.PLAIN, 64, **_GPT_OSS),
     "experts fp8 blocks, shared": partial(  # Qwen3-Coder-480B, GLM-4.6
         mix, Format.E4M3FN, True, Activations.DYNAMIC, 64, hidden=6144, inner=2560, shared=True
     ),
