@@ -6,6 +6,7 @@
 // next to nothing while the multipliers are busy. A task goes over all tiles of rows with its few blocks of weights: with
 // few rows it reads them from memory once, with many again and again, then from L2.
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstdlib>
 #include <memory>
@@ -30,7 +31,8 @@ namespace {
 
 constexpr int64_t kStageRows = 516;  // rows staged at once: what all cores read over and over, from L3
 constexpr int64_t kTileAlign = 16;   // rows of a tile of AMX
-constexpr int64_t kPrefetch = 8192;  // bytes ahead in the streams of weights together, and so into the next task's
+constexpr int64_t kPrefetch = 6144;  // bytes ahead in the streams of weights together, and so into the next task's
+constexpr int64_t kStream = 32;      // bands of a stream, where a task reads two
 
 // Weights are read once, so prefetching them past the caches evicts nothing: 3 % faster on an AMD EPYC (Zen 4). Other
 // processors wait for such lines: decoding FP8 takes 1.2 to 1.9 times as long on an Intel Xeon. kernels/cpu/tuning.py
@@ -47,42 +49,48 @@ constexpr int blocks_at_once(int) { return 1; }
 #endif
 
 // With M staged rows, in order over `units` units of NB blocks of weights: sums[NB][M][16] go on adding products; or,
-// given scale[NB][M], the products' own sum is multiplied by that and added. `left` units from the first on the bands
-// end; what is to be read after that lies (NB / kBand - 1) bands, of `band` bytes each, further on.
+// given scale[NB][M], the products' own sum is multiplied by that and added.
 template <class D, int M, int NB>
 inline void accumulate(const D& decoder, const uint8_t* const* w, const typename D::Math::X* x, int64_t units,
-                       int64_t left, int64_t band, const float* scale, float* sums) {
+                       const float* scale, float* sums) {
   using Math = typename D::Math;
   const D local = decoder;  // keeps its tables in registers
   const bool past_caches = non_temporal.load(std::memory_order_relaxed);
   V16 sum[NB][M];
+  FREIGHT_UNROLL
   for (int j = 0; j < NB; j++)
+    FREIGHT_UNROLL
     for (int m = 0; m < M; m++) sum[j][m] = scale ? V16{} : load16(sums + (j * M + m) * kLanes);
   constexpr int blocks = std::min(blocks_at_once(M), NB);
   typename Math::Operand operand[blocks][D::at_once];
   constexpr int64_t ahead = NB > kBand ? kPrefetch * kBand / NB : kPrefetch;
   constexpr int bytes = kUnitOf<D>;
-  const int64_t end = left * kBand * bytes, skipped = NB > kBand ? (NB / kBand - 1) * band : 0;
   for (int64_t unit = 0; unit < units; unit++, x += D::steps * M) {
     const int64_t at = unit * kBand * bytes;
-    const int64_t distance = at + ahead < end ? ahead : ahead + skipped;
     for (int j = 0; j < NB; j++)  // how is a constant of the instruction
       for (int line = 0; line < bytes; line += kUnit) {
         if (past_caches)
-          __builtin_prefetch(w[j] + at + distance + line, 0, 0);
+          __builtin_prefetch(w[j] + at + ahead + line, 0, 0);
         else
-          __builtin_prefetch(w[j] + at + distance + line);
+          __builtin_prefetch(w[j] + at + ahead + line);
       }
+    FREIGHT_UNROLL
     for (int first = 0; first < NB; first += blocks)
       for (int step = 0; step < D::steps; step += D::at_once) {
+        FREIGHT_UNROLL
         for (int j = 0; j < blocks; j++) local.decode(w[first + j] + at, step, operand[j]);
+        FREIGHT_UNROLL
         for (int i = 0; i < D::at_once; i++)
+          FREIGHT_UNROLL
           for (int m = 0; m < M; m++)
+            FREIGHT_UNROLL
             for (int j = 0; j < blocks; j++)
               sum[first + j][m] = Math::accumulate(sum[first + j][m], operand[j][i], x[(step + i) * M + m]);
       }
   }
+  FREIGHT_UNROLL
   for (int j = 0; j < NB; j++)
+    FREIGHT_UNROLL
     for (int m = 0; m < M; m++) {
       float* to = sums + (j * M + m) * kLanes;
       store(to, scale ? fma(sum[j][m], set16(scale[j * M + m]), load16(to)) : sum[j][m]);
@@ -101,8 +109,7 @@ struct Groups {
 template <class D, int M, int NB>
 inline void tile(const D& decoder, const uint8_t* const* w, const typename D::Math::X* x, int64_t units,
                  const Groups& groups, float* sums) {
-  const int64_t band = units * kBand * kUnitOf<D>;
-  if (!groups.units) return accumulate<D, M, NB>(decoder, w, x, units, units, band, nullptr, sums);
+  if (!groups.units) return accumulate<D, M, NB>(decoder, w, x, units, nullptr, sums);
   for (int64_t group = 0, first = 0; first < units; group++, first += groups.units) {
     float scale[NB * M];
     const uint8_t* from[NB];
@@ -113,7 +120,7 @@ inline void tile(const D& decoder, const uint8_t* const* w, const typename D::Ma
         scale[j * M + m] = groups.x ? of_weight * groups.x[m * groups.stride + group] : of_weight;
     }
     const int64_t count = std::min(groups.units, units - first);
-    accumulate<D, M, NB>(decoder, from, x + first * D::steps * M, count, units - first, band, scale, sums);
+    accumulate<D, M, NB>(decoder, from, x + first * D::steps * M, count, scale, sums);
   }
 }
 
@@ -153,14 +160,31 @@ struct VectorTask {
     return static_cast<const uint8_t*>(weight.data) + block_offset(block, units, kUnitOf<D>);
   }
 
-  // Group scales of a tile: `blocks` blocks from `block` on (beyond the last: the last), rows from `row` on.
-  Groups groups(int64_t block, int blocks, int64_t row) const {
+  // The blocks of a task. Those beyond a band come from a second stream of memory, `kStream` bands further on, so that
+  // each stream goes on in the thread's next task. Some may lie beyond the last block.
+  template <int NB>
+  std::array<int64_t, NB> blocks(int64_t task) const {
+    std::array<int64_t, NB> out;
+    if constexpr (NB <= kBand) {
+      for (int j = 0; j < NB; j++) out[j] = task * NB + j;
+    } else {
+      static_assert(NB == 2 * kBand);
+      const int64_t first = task / kStream * kStream * 2, bands = (blocks_of(weight) + kBand - 1) / kBand;
+      const int64_t apart = std::min(kStream, (bands - first + 1) / 2);
+      for (int j = 0; j < NB; j++) out[j] = (first + task % kStream + j / kBand * apart) * kBand + j % kBand;
+    }
+    return out;
+  }
+
+  // Group scales of a tile: `own` blocks (beyond the last: the last), rows from `row` on.
+  template <size_t NB>
+  Groups groups(const std::array<int64_t, NB>& own, int64_t row) const {
     Groups out;
     if (!weight.block_scale) return out;
     const Staged& staged = call.staged;
     out.units = kGroup / (D::steps * Math::inputs), out.stride = staged.groups, out.factor = D::factor;
-    for (int j = 0; j < blocks; j++)
-      out.weight[j] = weight.block_scale + std::min(block + j, blocks_of(weight) - 1) * kLanes / kGroup * out.stride;
+    for (size_t j = 0; j < NB; j++)
+      out.weight[j] = weight.block_scale + std::min(own[j], blocks_of(weight) - 1) * kLanes / kGroup * out.stride;
     if (staged.group_scale) out.x = staged.group_scale + row * out.stride;
     return out;
   }
@@ -178,21 +202,21 @@ struct VectorTask {
       constexpr int NB = blocks_for(height);
       for (int64_t row = 0; row < call.rows; row += kTileRows)
         with_height(height_of(call.rows - row), [&](auto own) {
-          if constexpr (own <= height) one_tile<own, NB>(row, task * NB);
+          if constexpr (own <= height) one_tile<own, NB>(row, blocks<NB>(task));
         });
     });
   }
 
-  template <int M, int NB>
-  void one_tile(int64_t row, int64_t block) const {
-    const int64_t rows = std::min<int64_t>(kTileRows, call.rows - row), blocks = blocks_of(weight);
+  template <int M, size_t NB>
+  void one_tile(int64_t row, const std::array<int64_t, NB>& own) const {
+    const int64_t rows = std::min<int64_t>(kTileRows, call.rows - row), last = blocks_of(weight) - 1;
     const uint8_t* w[NB];
-    for (int j = 0; j < NB; j++) w[j] = block_data(std::min(block + j, blocks - 1));
+    for (size_t j = 0; j < NB; j++) w[j] = block_data(std::min(own[j], last));
     alignas(64) float sums[NB * M * kLanes] = {};
     const X* x = static_cast<const X*>(call.staged.x) + row * call.staged.steps;
-    tile<D, M, NB>(decoder, w, x, units, groups(block, NB, row), sums);
-    for (int j = 0; j < NB && block + j < blocks; j++)
-      finish(call, format, sums + j * M * kLanes, row, rows, block + j, factor);
+    tile<D, M, NB>(decoder, w, x, units, groups(own, row), sums);
+    for (size_t j = 0; j < NB; j++)
+      if (own[j] <= last) finish(call, format, sums + j * M * kLanes, row, rows, own[j], factor);
   }
 };
 

@@ -101,6 +101,19 @@ def test_a_row_has_the_same_bits_in_any_number_of_rows_and_at_any_place(build, o
     assert torch.equal(linear(x[order], packed, bias), whole[order])
 
 
+@pytest.mark.parametrize("outputs", [2032, 2048, 2050, 2081, 2100, 4096, 4112, 4170])
+@pytest.mark.parametrize("kind", ["rows", "blocks", "bfloat16"])
+@pytest.mark.parametrize("build", BUILDS)
+def test_few_rows_over_several_streams_of_weights_have_the_bits_of_many(build, kind, outputs):
+    torch.manual_seed(outputs)
+    kernels = CpuKernels(library.load(build))
+    packed = kernels.pack(make(kind, Activations.PLAIN, outputs, 20))
+    x, bias = torch.randn(30, 20).bfloat16(), torch.randn(outputs).bfloat16()
+    whole = kernels.linear(x, packed, bias)
+    for count in (1, 2, 3, 4):
+        assert torch.equal(kernels.linear(x[:count], packed, bias), whole[:count])
+
+
 def spread(shape: tuple[int, ...], low: int, high: int) -> Tensor:
     return (torch.randn(shape) * torch.exp2(torch.randint(low, high, shape).float())).bfloat16()
 
