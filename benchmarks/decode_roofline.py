@@ -1,0 +1,82 @@
+"""How near decoding on a CPU comes to the speed of its memory: each step lies between two readings of memory.
+
+    python benchmarks/decode_roofline.py [--shape llama-1b] [--batch-size 1] [--input-len 128] [--steps 300] [--bf16]
+
+A step's fraction is what it reads, the weights once and each sequence's keys and values, by the time that reading as
+many bytes took right before and after it. (`freight bench latency` reads only before and after a whole run, and takes
+the best of three.) 1.0 is a step in which nothing but reading takes time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+
+from freight.bench.drive import greedy, weight_bytes
+from freight.bench.serving_figures import interval
+from freight.bench.timing import MemoryProbe, seconds_of
+from freight.config.engine import EngineArgs
+from freight.device import cpu_name
+from freight.engine.build import start_engine
+from freight.models.open import open_random
+
+WARM_UP = 4  # steps
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="llama-1b")
+    parser.add_argument("--batch-size", type=int, default=1)
+    parser.add_argument("--input-len", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--bf16", action="store_true", help="weights and cache in 16 bits instead of FP8")
+    asked = parser.parse_args()
+    generated = asked.steps + WARM_UP + 2
+    args = EngineArgs(
+        quantization=None if asked.bf16 else "fp8",
+        kv_cache_dtype="auto" if asked.bf16 else "fp8",
+        threads=asked.threads,
+        max_num_seqs=asked.batch_size,
+        max_model_len=asked.input_len + generated,
+        skip_tokenizer_init=True,
+    )
+    engine, config = start_engine(open_random(args, asked.shape))
+    model = engine.runner.model.config
+    weights = weight_bytes(model, config.compute_format, config.weight_format, asked.batch_size)
+    per_token = engine.runner.pool.spec.bytes_per_token
+    numbers = random.Random(0)
+    for index in range(asked.batch_size):
+        prompt = [numbers.randrange(model.vocab_size) for _ in range(asked.input_len)]
+        engine.add(str(index), engine.intake.accept(prompt, greedy(generated)), greedy(generated))
+    probe = MemoryProbe(size=2**29)
+    fractions: list[float] = []
+    seconds: list[float] = []
+    speeds: list[float] = []
+    before = 0.0
+    for _ in range(generated + asked.batch_size):
+        begin = time.perf_counter()
+        deltas = engine.step()
+        taken = time.perf_counter() - begin
+        after = 2**29 / seconds_of(probe._read)
+        if before and len(deltas) == asked.batch_size:
+            speed = 2 / (1 / before + 1 / after)
+            read = weights + asked.batch_size * (asked.input_len + len(seconds)) * per_token
+            fractions.append(read / taken / speed)
+            seconds.append(taken)
+            speeds.append(speed)
+        before = after
+        if not engine.has_unfinished:
+            break
+    fractions, seconds, speeds = fractions[WARM_UP:], seconds[WARM_UP:], speeds[WARM_UP:]
+    low, high, _ = interval(fractions)
+    print(f"{cpu_name()}, {engine.runner.model.config.num_layers} layers of {asked.shape}, batch {asked.batch_size}")
+    print(f"{len(fractions)} steps, median {statistics.median(seconds) * 1e3:.2f} ms")
+    print(f"memory: {statistics.median(speeds) / 1e9:.1f} GB/s")
+    print(f"fraction of the bandwidth: {statistics.median(fractions):.3f} ({low:.3f} to {high:.3f})")
+
+
+if __name__ == "__main__":
+    main()

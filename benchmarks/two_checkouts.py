@@ -1,0 +1,137 @@
+"""Two checkouts of Freight in turns: prefill and decode of one model, and what the second gains over the first.
+
+    python benchmarks/two_checkouts.py --old ENV/bin/python=OLD/src --new .venv/bin/python=src --pairs 24 \
+        --workload 1x128+33 --workload 8x128+33 [--options '{"quantization": "fp8", "kv_cache_dtype": "fp8"}']
+
+Each checkout is an interpreter and the folder of its sources, with its kernels compiled. Of an editable install the
+interpreter finds that install's own sources first, so another checkout needs an environment of its own. Both hold their
+model in a process of their own, started anew every `--restart` pairs: where the memory of a process lies is worth a
+percent or two. A workload is BATCHxPROMPT+GENERATED tokens. Ratios are of speed, taken within a pair; their interval is
+that of order statistics, of at least 95 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+from typing import Any
+
+Workload = tuple[int, int, int]
+Run = dict[str, float]  # "prefill" and "decode step": seconds
+
+
+def work(shape: str, options: dict[str, Any], largest: Workload) -> None:
+    """In a checkout's own process: a run for each line, which is a workload."""
+    from freight.bench.drive import drive, greedy
+    from freight.bench.latency import split
+    from freight.config.engine import EngineArgs
+    from freight.engine.build import start_engine
+
+    try:
+        from freight.models.open import open_random
+    except ImportError:  # checkouts of before that module
+        from freight.engine.build import open_random  # type: ignore[attr-defined, no-redef]
+    batch, prompt, generated = largest
+    args = EngineArgs(max_num_seqs=batch, max_model_len=prompt + generated, skip_tokenizer_init=True, **options)
+    engine, _ = start_engine(open_random(args, shape))
+    numbers, vocabulary = random.Random(0), engine.runner.model.config.vocab_size
+    print("ready", flush=True)
+    for line in sys.stdin:
+        batch, prompt, generated = json.loads(line)
+        prompts = [[numbers.randrange(vocabulary) for _ in range(prompt)] for _ in range(batch)]
+        first, steps = split(drive(engine, prompts, [greedy(generated)] * batch), batch)
+        print(
+            json.dumps({"prefill": first, "decode step": statistics.median(one.seconds for one in steps)}), flush=True
+        )
+
+
+class Checkout:
+    """One checkout's process."""
+
+    def __init__(self, where: str, args: argparse.Namespace, largest: Workload) -> None:
+        python, _, source = where.partition("=")
+        command = [python, __file__, "--worker", json.dumps([args.shape, json.loads(args.options), largest])]
+        env = dict(os.environ, PYTHONPATH=os.path.abspath(source))
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+        if self._answer() != "ready":
+            raise SystemExit(f"{where} did not start: see the lines above")
+
+    def run(self, workload: Workload) -> Run:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(workload) + "\n")
+        self._process.stdin.flush()
+        run: Run = json.loads(self._answer())
+        return run
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+    def end(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def pairs(args: argparse.Namespace, workloads: list[Workload]) -> dict[Workload, list[dict[str, Run]]]:
+    """Runs of both checkouts by workload."""
+    largest = (max(one[0] for one in workloads), max(one[1] for one in workloads), max(one[2] for one in workloads))
+    found: dict[Workload, list[dict[str, Run]]] = {one: [] for one in workloads}
+    running: dict[str, Checkout] = {}
+    for pair in range(args.pairs):
+        if pair % args.restart == 0:
+            for one in running.values():
+                one.end()
+            running = {name: Checkout(getattr(args, name), args, largest) for name in ("old", "new")}
+            for one in running.values():
+                for workload in workloads:
+                    one.run(workload)  # warms up
+        order = ("old", "new") if pair % 2 else ("new", "old")
+        for workload in workloads:
+            found[workload].append({name: running[name].run(workload) for name in order})
+        print(f"pair {pair + 1} of {args.pairs}", file=sys.stderr)
+    for one in running.values():
+        one.end()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--old", help="PYTHON=SOURCES")
+    parser.add_argument("--new", help="PYTHON=SOURCES")
+    parser.add_argument("--workload", action="append", default=[])
+    parser.add_argument("--pairs", type=int, default=24)
+    parser.add_argument("--restart", type=int, default=6)
+    parser.add_argument("--shape", default="llama-1b")
+    parser.add_argument("--options", default='{"quantization": "fp8", "kv_cache_dtype": "fp8", "threads": 2}')
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        work(*json.loads(args.worker))
+        return
+    if not (args.old and args.new and args.workload):
+        parser.error("--old, --new and at least one --workload are needed")
+    from freight.bench.serving_figures import interval
+
+    workloads: list[Workload] = []
+    for one in args.workload:
+        batch, prompt, generated = map(int, one.replace("+", "x").split("x"))
+        workloads.append((batch, prompt, generated))
+    print("| workload | | old, ms | new, ms | speed, old = 1 | interval |\n|---|---|---:|---:|---:|---|")
+    for (batch, prompt, generated), runs in pairs(args, workloads).items():
+        for figure in ("prefill", "decode step"):
+            old, new = ([run[name][figure] for run in runs] for name in ("old", "new"))
+            ratios = [one / other for one, other in zip(old, new, strict=True)]
+            low, high, _ = interval(ratios)
+            times = f"{statistics.median(old) * 1e3:.1f} | {statistics.median(new) * 1e3:.1f}"
+            speed = f"{statistics.median(ratios):.2f} | {low:.2f} to {high:.2f}"
+            print(f"| {batch}x{prompt}+{generated} | {figure} | {times} | {speed} |")
+
+
+if __name__ == "__main__":
+    main()
