@@ -23,7 +23,7 @@ OPTIONS = [
     *("--kv-cache-dtype", "fp8", "--kv-cache-memory", "8MiB", "--max-num-seqs", "4", "--max-queue", "4"),
     *("--max-num-batched-tokens", "64", "--api-key", "ada:ada-0123456789", "--api-key", "bob:bob-0123456789"),
 ]
-LONG = {"prompt": "def main(", "max_tokens": 500, "temperature": 0, "ignore_eos": True}
+LONG = {"prompt": "def main(", "max_tokens": 1000, "temperature": 0, "ignore_eos": True}
 APIS = ("/v1/completions", "/v1/chat/completions", "/generate_stream")
 
 
