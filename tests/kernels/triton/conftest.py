@@ -45,13 +45,14 @@ def device() -> str:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def bfloat16_as_on_a_gpu() -> Iterator[None]:
+def numbers_as_on_a_gpu() -> Iterator[None]:
     """Mend Triton's interpreter, which keeps bfloat16 as whole numbers of 16 bits.
 
     It cuts a float32 off to make a bfloat16, where every GPU rounds to nearest even, and multiplies matrices of
-    bfloat16 as if they were whole numbers.
+    bfloat16 as if they were whole numbers. Products are summed in float64: the bits of numpy's float32 products depend
+    on where a row lies, with some of the kernels that its BLAS chooses by processor.
     """
-    from triton.language import bfloat16, float32
+    from triton.language import bfloat16, float32, float64
     from triton.runtime import interpreter
 
     convert, dot = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
@@ -62,10 +63,13 @@ def bfloat16_as_on_a_gpu() -> Iterator[None]:
         values = torch.from_numpy(np.ascontiguousarray(data).view(np.float32)).bfloat16()
         return values.view(torch.int16).numpy().view(np.uint16).reshape(data.shape)
 
-    def widened(builder: Any, a: Any, b: Any, *rest: Any) -> Any:
+    def widened(builder: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
         if a.dtype.scalar == bfloat16:
             a, b = (builder.cast_impl(one, float32) for one in (a, b))
-        return dot(builder, a, b, *rest)
+        if d.dtype.scalar != float32:
+            return dot(builder, a, b, d, *rest)
+        wide = dot(builder, a, b, interpreter.TensorHandle(d.data.astype(np.float64), float64), *rest)
+        return interpreter.TensorHandle(wide.data.astype(np.float32), float32)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "_convert_float", rounded)
