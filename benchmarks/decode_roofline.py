@@ -14,9 +14,9 @@ import random
 import statistics
 import time
 
-from freight.bench.drive import greedy, weight_bytes
+from freight.bench.drive import greedy, random_prompt, weight_bytes
 from freight.bench.serving_figures import interval
-from freight.bench.timing import MemoryProbe, seconds_of
+from freight.bench.timing import MemoryProbe
 from freight.config.engine import EngineArgs
 from freight.device import cpu_name
 from freight.engine.build import start_engine
@@ -49,18 +49,18 @@ def main() -> None:
     per_token = engine.runner.pool.spec.bytes_per_token
     numbers = random.Random(0)
     for index in range(asked.batch_size):
-        prompt = [numbers.randrange(model.vocab_size) for _ in range(asked.input_len)]
+        prompt = random_prompt(asked.input_len, model.vocab_size, numbers)
         engine.add(str(index), engine.intake.accept(prompt, greedy(generated)), greedy(generated))
-    probe = MemoryProbe(size=2**29)
+    probe = MemoryProbe(2**29)
     fractions: list[float] = []
     seconds: list[float] = []
     speeds: list[float] = []
     before = 0.0
-    for _ in range(generated + asked.batch_size):
+    while engine.has_unfinished:
         begin = time.perf_counter()
         deltas = engine.step()
         taken = time.perf_counter() - begin
-        after = 2**29 / seconds_of(probe._read)
+        after = probe.reading()
         if before and len(deltas) == asked.batch_size:
             speed = 2 / (1 / before + 1 / after)
             read = weights + asked.batch_size * (asked.input_len + len(seconds)) * per_token
@@ -68,8 +68,6 @@ def main() -> None:
             seconds.append(taken)
             speeds.append(speed)
         before = after
-        if not engine.has_unfinished:
-            break
     fractions, seconds, speeds = fractions[WARM_UP:], seconds[WARM_UP:], speeds[WARM_UP:]
     low, high, _ = interval(fractions)
     print(f"{cpu_name()}, {engine.runner.model.config.num_layers} layers of {asked.shape}, batch {asked.batch_size}")

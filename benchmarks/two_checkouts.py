@@ -27,7 +27,7 @@ Run = dict[str, float]  # "prefill" and "decode step": seconds
 
 def work(shape: str, options: dict[str, Any], largest: Workload) -> None:
     """In a checkout's own process: a run for each line, which is a workload."""
-    from freight.bench.drive import drive, greedy
+    from freight.bench.drive import drive, greedy, random_prompt
     from freight.bench.latency import split
     from freight.config.engine import EngineArgs
     from freight.engine.build import start_engine
@@ -43,7 +43,7 @@ def work(shape: str, options: dict[str, Any], largest: Workload) -> None:
     print("ready", flush=True)
     for line in sys.stdin:
         batch, prompt, generated = json.loads(line)
-        prompts = [[numbers.randrange(vocabulary) for _ in range(prompt)] for _ in range(batch)]
+        prompts = [random_prompt(prompt, vocabulary, numbers) for _ in range(batch)]
         first, steps = split(drive(engine, prompts, [greedy(generated)] * batch), batch)
         print(
             json.dumps({"prefill": first, "decode step": statistics.median(one.seconds for one in steps)}), flush=True

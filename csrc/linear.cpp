@@ -142,8 +142,6 @@ void finish(const Product& call, int32_t format, const float* sums, int64_t row,
   }
 }
 
-int64_t blocks_of(const FreightWeight& weight) { return (weight.out_features + kLanes - 1) / kLanes; }
-
 // Some blocks of a product, for all its rows: one task.
 template <class D>
 struct VectorTask {
@@ -169,7 +167,7 @@ struct VectorTask {
       for (int j = 0; j < NB; j++) out[j] = task * NB + j;
     } else {
       static_assert(NB == 2 * kBand);
-      const int64_t first = task / kStream * kStream * 2, bands = (blocks_of(weight) + kBand - 1) / kBand;
+      const int64_t first = task / kStream * kStream * 2, bands = bands_of(weight.out_features);
       const int64_t apart = std::min(kStream, (bands - first + 1) / 2);
       for (int j = 0; j < NB; j++) out[j] = (first + task % kStream + j / kBand * apart) * kBand + j % kBand;
     }
@@ -184,7 +182,7 @@ struct VectorTask {
     const Staged& staged = call.staged;
     out.units = kGroup / (D::steps * Math::inputs), out.stride = staged.groups, out.factor = D::factor;
     for (size_t j = 0; j < NB; j++)
-      out.weight[j] = weight.block_scale + std::min(own[j], blocks_of(weight) - 1) * kLanes / kGroup * out.stride;
+      out.weight[j] = weight.block_scale + std::min(own[j], blocks_of(weight.out_features) - 1) * kLanes / kGroup * out.stride;
     if (staged.group_scale) out.x = staged.group_scale + row * out.stride;
     return out;
   }
@@ -192,24 +190,24 @@ struct VectorTask {
   static int64_t tasks(const Product& call) {
     int64_t tasks = 0;
     with_height(height_of(call.rows), [&](auto height) {
-      tasks = (blocks_of(*call.weight) + blocks_for(height) - 1) / blocks_for(height);
+      tasks = (blocks_of(call.weight->out_features) + blocks_for(height) - 1) / blocks_for(height);
     });
     return tasks;
   }
 
   void compute(int64_t task) const {
     with_height(height_of(call.rows), [&](auto height) {
-      constexpr int NB = blocks_for(height);
+      const auto blocks = this->template blocks<blocks_for(height)>(task);
       for (int64_t row = 0; row < call.rows; row += kTileRows)
         with_height(height_of(call.rows - row), [&](auto own) {
-          if constexpr (own <= height) one_tile<own, NB>(row, blocks<NB>(task));
+          if constexpr (own <= height) one_tile<own>(row, blocks);
         });
     });
   }
 
   template <int M, size_t NB>
   void one_tile(int64_t row, const std::array<int64_t, NB>& own) const {
-    const int64_t rows = std::min<int64_t>(kTileRows, call.rows - row), last = blocks_of(weight) - 1;
+    const int64_t rows = std::min<int64_t>(kTileRows, call.rows - row), last = blocks_of(weight.out_features) - 1;
     const uint8_t* w[NB];
     for (size_t j = 0; j < NB; j++) w[j] = block_data(std::min(own[j], last));
     alignas(64) float sums[NB * M * kLanes] = {};
@@ -243,7 +241,10 @@ void by_tiles(const Product* products, int64_t count, int32_t format, int thread
   };
   for_each_task(
       count, threads,
-      [&](int64_t i) { return products[i].rows <= kDotRows ? dot_tasks(*products[i].weight) : job_of(products[i]).tasks(); },
+      [&](int64_t i) {
+        const Product& call = products[i];
+        return call.rows <= kDotRows ? bands_of(call.weight->out_features) : job_of(call).tasks();
+      },
       [&](int64_t i, int64_t task) {
         const Product& call = products[i];
         if (call.rows > kDotRows) {

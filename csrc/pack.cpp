@@ -23,8 +23,6 @@ void ask_for_large_pages(void* memory, int64_t bytes) {
 #endif
 }
 
-int64_t bands(int64_t out) { return (out + kBand * kLanes - 1) / (kBand * kLanes); }
-
 // A block of `rows` rows, kBand units apart; 0 rows pad the last band.
 template <class T>
 void pack_block(const T* from, T* to, int32_t format, int64_t rows, int64_t in, float* scale) {
@@ -52,7 +50,7 @@ void pack_block(const T* from, T* to, int32_t format, int64_t rows, int64_t in, 
 template <class T>
 void pack(const void* data, int32_t format, int64_t out, int64_t in, void* packed, float* scale, int threads) {
   const int64_t units = units_of(format, in);
-  parallel_for(bands(out) * kBand, threads, [&](int64_t block) {
+  parallel_for(bands_of(out) * kBand, threads, [&](int64_t block) {
     const int64_t first = std::min(block * kLanes, out), rows = std::min<int64_t>(kLanes, out - first);
     const T* from = static_cast<const T*>(data) + first * in;
     T* to = static_cast<T*>(packed) + block_offset(block, units) / static_cast<int64_t>(sizeof(T));
@@ -80,7 +78,7 @@ void pack_mxfp4_block(const uint8_t* from, uint8_t* to, int64_t rows, int64_t gr
 
 void pack_mxfp4(const uint8_t* data, int64_t out, int64_t in, uint8_t* packed, int threads) {
   const int64_t groups = units_of(FREIGHT_MXFP4, in);
-  parallel_for(bands(out) * kBand, threads, [&](int64_t block) {
+  parallel_for(bands_of(out) * kBand, threads, [&](int64_t block) {
     const int64_t first = std::min(block * kLanes, out), rows = std::min<int64_t>(kLanes, out - first);
     pack_mxfp4_block(data + first * groups * (kMxInputs / 2 + 1), packed + block_offset(block, groups, kMxUnit), rows,
                      groups);
@@ -89,7 +87,7 @@ void pack_mxfp4(const uint8_t* data, int64_t out, int64_t in, uint8_t* packed, i
 
 // Bytes of a packed weight.
 int64_t packed_bytes(int32_t format, int64_t out, int64_t in) {
-  return bands(out) * kBand * units_of(format, in) * unit_bytes(format);
+  return bands_of(out) * kBand * units_of(format, in) * unit_bytes(format);
 }
 
 void pack(const void* data, int32_t format, int64_t out, int64_t in, void* packed, float* scale, int threads) {

@@ -32,6 +32,10 @@ constexpr int kGroup = 128;                // outputs and inputs that share one 
 constexpr int kMxInputs = 32;              // of a row of MXFP4 that share a scale
 constexpr int kMxUnit = kMxInputs / 2 * kLanes + kLanes;  // bytes
 
+// Blocks and bands of a weight, the last of which may be padded.
+inline int64_t blocks_of(int64_t out_features) { return (out_features + kLanes - 1) / kLanes; }
+inline int64_t bands_of(int64_t out_features) { return (out_features + kBand * kLanes - 1) / (kBand * kLanes); }
+
 inline int64_t unit_bytes(int32_t format) { return format == FREIGHT_MXFP4 ? kMxUnit : kUnit; }
 
 inline int inputs_per_unit(int32_t format) {

@@ -97,17 +97,13 @@ __attribute__((noinline)) void dot_band(const D& tables, const uint8_t* w, const
     for (int m = 0; m < M; m++) store(out + (j * M + m) * kLanes, scales.weight ? total[j][m] : sums[j][m]);
 }
 
-inline int64_t dot_tasks(const FreightWeight& weight) {
-  return (weight.out_features + kBand * kLanes - 1) / (kBand * kLanes);
-}
-
 // One band. x: [steps * 32][M]. Calls finish(sums[M][16], block) for its blocks of 16 outputs.
 template <class D, int M, class Finish>
 void dot_task(const D& decoder, const FreightWeight& weight, const float* x, const float* x_scale, int64_t band,
               const Finish& finish) {
   const int64_t steps = (weight.in_features + kTileInputs - 1) / kTileInputs;
   const int64_t groups = (weight.in_features + kGroup - 1) / kGroup;
-  const int64_t blocks = (weight.out_features + kLanes - 1) / kLanes;
+  const int64_t blocks = blocks_of(weight.out_features);
   alignas(64) float sums[kBand * M * kLanes];
   const uint8_t* w = static_cast<const uint8_t*>(weight.data) + band * steps * D::step;
   const float* of_group = weight.block_scale ? weight.block_scale + band * kBand * kLanes / kGroup * groups : nullptr;

@@ -112,7 +112,7 @@ void few_task(const TileJob& job, const E4M3Pair& decoder, int64_t band, const F
     else
       few_band<1>(job, decoder, band, at, sums);
   }
-  const int64_t blocks = (job.weight.out_features + kLanes - 1) / kLanes;
+  const int64_t blocks = blocks_of(job.weight.out_features);
   for (int64_t row = 0; row < job.rows; row += kTileLines)
     for (int64_t block = band * kBand; block < std::min((band + 1) * kBand, blocks); block++)
       finish(sums + (row / kTileLines * kBand + block % kBand) * kTileLines * kLanes, row, row ? second : first, block);

@@ -40,7 +40,7 @@ struct TileJob {
   int64_t band_panel() const { return static_cast<int64_t>(panel_steps) * kStepBytes; }  // bytes in bfloat16
   int64_t row_tiles() const { return (rows + kTileLines - 1) / kTileLines; }
   int64_t row_pairs() const { return (row_tiles() + 1) / 2; }
-  int64_t all_bands() const { return (weight.out_features + kBand * kLanes - 1) / (kBand * kLanes); }
+  int64_t all_bands() const { return bands_of(weight.out_features); }
   int64_t tasks() const { return (all_bands() + bands - 1) / bands; }
 };
 
@@ -223,7 +223,7 @@ struct TileTask {
 template <int32_t FORMAT, class Finish>
 void tile_task(const TileJob& job, const TileDecoder<FORMAT>& decoder, int64_t task, const Finish& finish) {
   thread_local WorkingMemory memory;
-  const int64_t all = job.all_bands(), blocks = (job.weight.out_features + kLanes - 1) / kLanes;
+  const int64_t all = job.all_bands(), blocks = blocks_of(job.weight.out_features);
   const int64_t first = task * job.bands, squares = job.row_pairs() * job.bands;
   const int bands = static_cast<int>(std::min<int64_t>(job.bands, all - first));
   const int64_t scratch = FORMAT != FREIGHT_BFLOAT16 ? 2 * job.bands * job.band_panel() : 0;

@@ -96,9 +96,12 @@ class MemoryProbe:
 
     def sample(self) -> float:
         """Bytes per second now: the best of three readings."""
-        best = min(seconds_of(self._read) for _ in range(3))
-        self._samples.append(self._buffer.nbytes / best)
+        self._samples.append(max(self.reading() for _ in range(3)))
         return self._samples[-1]
+
+    def reading(self) -> float:
+        """Bytes per second of a single reading, which is no sample."""
+        return self._buffer.nbytes / seconds_of(self._read)
 
     def bandwidth(self) -> Spread:
         """Bytes per second, of the samples so far."""
