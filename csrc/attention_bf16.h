@@ -80,16 +80,23 @@ struct Bf16Products {
   template <int ROWS, int PARTS>
   void scores(const float* q, const float* k, float* out) const {
     __m512 sum[ROWS][4];
+    FREIGHT_UNROLL
     for (int r = 0; r < ROWS; r++)
+      FREIGHT_UNROLL
       for (int i = 0; i < 4; i++) sum[r][i] = _mm512_setzero_ps();
     for (int pair = 0; pair < pairs; pair++) {
       __m512i keys[4];
       for (int i = 0; i < 4; i++) keys[i] = _mm512_loadu_si512(k + (size_t)pair * kKeyTile + 16 * i);
+      FREIGHT_UNROLL
       for (int part = 0; part < PARTS; part++)
+        FREIGHT_UNROLL
         for (int r = 0; r < ROWS; r++)
+          FREIGHT_UNROLL
           for (int i = 0; i < 4; i++) sum[r][i] = dot(sum[r][i], keys[i], q + (r * PARTS + part) * pairs + pair);
     }
+    FREIGHT_UNROLL
     for (int r = 0; r < ROWS; r++)
+      FREIGHT_UNROLL
       for (int i = 0; i < 4; i++) _mm512_storeu_ps(out + r * kKeyTile + 16 * i, sum[r][i]);
   }
 
@@ -129,12 +136,17 @@ struct Bf16Tiles : Bf16Products {
   static constexpr int chunk = quantized ? 64 : 32;  // channels in one register as stored
   using Bf16Products::Bf16Products;
 
-  // Stored values from `channel` on; zeros behind the `dim` of a row.
-  static __m512i load_chunk(const uint8_t* row, int channel, int dim) {
-    const int left = dim - channel;
-    if (left >= chunk) return _mm512_loadu_si512(row + channel * bytes_of(F));
-    if constexpr (quantized) return _mm512_maskz_loadu_epi8(((__mmask64)1 << left) - 1, row + channel);
-    return _mm512_maskz_loadu_epi16(((__mmask32)1 << left) - 1, row + channel * 2);
+  using Mask = std::conditional_t<quantized, __mmask64, __mmask32>;
+
+  // Which of the channels of a chunk a row has, if `left` are left.
+  static Mask chunk_mask(int left) {
+    return left >= chunk ? static_cast<Mask>(-1) : static_cast<Mask>((uint64_t{1} << std::max(left, 0)) - 1);
+  }
+
+  // A chunk of stored values; zeros behind the end of a row.
+  static __m512i load_chunk(const uint8_t* from, Mask mask) {
+    if constexpr (quantized) return _mm512_maskz_loadu_epi8(mask, from);
+    return _mm512_maskz_loadu_epi16(mask, from);
   }
 
   // Four rows -> part t, lane c: dword 4 c + t of each row; quantized: two pairs of bytes, each of all four rows.
@@ -155,63 +167,80 @@ struct Bf16Tiles : Bf16Products {
   // keys[64] + offset: k_dim stored values each -> [pairs][64][2]
   template <class Between>
   void pack_k(const uint8_t* const* keys, size_t offset, float* packed, const Between& between) const {
-    const Decoder<F> decode;
+    constexpr int chunk_pairs = chunk / 2;
     for (int first = 0; first < kKeyTile; first += kPackTogether, between())
-      for (int channel = 0; channel < k_dim; channel += chunk) {
+      for (int pair = 0; pair < pairs; pair += chunk_pairs) {
+        const Mask mask = chunk_mask(k_dim - 2 * pair);
         __m512i parts[4][4];  // [part][4 keys]
+        FREIGHT_UNROLL
         for (int four = 0; four < 4; four++) {
           __m512i rows[4], part[4];
-          for (int i = 0; i < 4; i++) rows[i] = load_chunk(keys[first + 4 * four + i] + offset, channel, k_dim);
+          FREIGHT_UNROLL
+          for (int i = 0; i < 4; i++)
+            rows[i] = load_chunk(keys[first + 4 * four + i] + offset + 2 * pair * bytes_of(F), mask);
           transpose_rows(rows, part);
+          FREIGHT_UNROLL
           for (int t = 0; t < 4; t++) parts[t][four] = part[t];
         }
-        for (int t = 0; t < 4; t++) {
-          __m512i lanes[4];
-          transpose_lanes(parts[t], lanes);
-          for (int c = 0; c < 4; c++) {
-            const int pair = channel / 2 + (4 * c + t) * (quantized ? 2 : 1);
-            if (pair >= pairs) continue;
-            float* to = packed + (size_t)pair * kKeyTile + first;
-            if constexpr (quantized) {
-              __m512i even, odd;
-              decode(lanes[c], even, odd);
-              _mm512_storeu_si512(to, even);
-              _mm512_storeu_si512(to + kKeyTile, odd);
-            } else {
-              _mm512_storeu_si512(to, lanes[c]);
-            }
-          }
-        }
+        store_pairs(parts, pairs - pair, packed + (size_t)pair * kKeyTile + first);
       }
   }
 
-  // Stored values, permuted so that interleaving them with another key's restores the order of channels.
-  __m512i load_spread(const uint8_t* row, int channel) const {
-    if (channel >= v_dim) return _mm512_setzero_si512();
+  // The first `count` pairs of channels of 16 keys, parts[part][4 keys] -> [pairs][64][2].
+  static void store_pairs(const __m512i (&parts)[4][4], int count, float* to) {
+    const Decoder<F> decode;
+    FREIGHT_UNROLL
+    for (int t = 0; t < 4; t++) {
+      __m512i lanes[4];
+      transpose_lanes(parts[t], lanes);
+      FREIGHT_UNROLL
+      for (int c = 0; c < 4; c++) {
+        const int pair = (4 * c + t) * (quantized ? 2 : 1);
+        if (pair >= count) continue;
+        if constexpr (quantized) {
+          __m512i even, odd;
+          decode(lanes[c], even, odd);
+          _mm512_storeu_si512(to + pair * kKeyTile, even);
+          _mm512_storeu_si512(to + (pair + 1) * kKeyTile, odd);
+        } else {
+          _mm512_storeu_si512(to + pair * kKeyTile, lanes[c]);
+        }
+      }
+    }
+  }
+
+  // Permuted so that interleaving them with another key's restores the order of channels.
+  static __m512i spread(__m512i stored) {
     const __m512i of_bytes = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     const __m512i of_bf16 = _mm512_setr_epi32(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15);
-    return _mm512_permutexvar_epi32(quantized ? of_bytes : of_bf16, load_chunk(row, channel, v_dim));
+    return _mm512_permutexvar_epi32(quantized ? of_bytes : of_bf16, stored);
   }
 
   // -> [32 pairs of keys][value_dim][2]
   template <class Between>
   void pack_v(const uint8_t* const* keys, size_t offset, float* packed, const Between& between) const {
-    const Decoder<F> decode;
-    for (int key = 0; key < kKeyTile; key += 2) {
-      for (int channel = 0; channel < value_dim; channel += chunk, packed += chunk) {
-        const __m512i even = load_spread(keys[key] + offset, channel);
-        const __m512i odd = load_spread(keys[key + 1] + offset, channel);
-        __m512i out[chunk / 16];
-        if constexpr (quantized) {
-          decode(_mm512_unpacklo_epi8(even, odd), out[0], out[1]);
-          decode(_mm512_unpackhi_epi8(even, odd), out[2], out[3]);
-        } else {
-          out[0] = _mm512_unpacklo_epi16(even, odd), out[1] = _mm512_unpackhi_epi16(even, odd);
+    const int width = value_dim;
+    for (int first = 0; first < kKeyTile; first += kPackTogether, between())
+      for (int channel = 0; channel < width; channel += chunk) {
+        const Decoder<F> decode;
+        const Mask mask = chunk_mask(v_dim - channel);
+        const size_t from = offset + channel * bytes_of(F);
+        float* to = packed + (size_t)first / 2 * width + channel;
+        FREIGHT_UNROLL
+        for (int key = first; key < first + kPackTogether; key += 2, to += width) {
+          const __m512i even = spread(load_chunk(keys[key] + from, mask));
+          const __m512i odd = spread(load_chunk(keys[key + 1] + from, mask));
+          __m512i out[chunk / 16];
+          if constexpr (quantized) {
+            decode(_mm512_unpacklo_epi8(even, odd), out[0], out[1]);
+            decode(_mm512_unpackhi_epi8(even, odd), out[2], out[3]);
+          } else {
+            out[0] = _mm512_unpacklo_epi16(even, odd), out[1] = _mm512_unpackhi_epi16(even, odd);
+          }
+          FREIGHT_UNROLL
+          for (int i = 0; i < chunk / 16; i++) _mm512_storeu_si512(to + 16 * i, out[i]);
         }
-        for (int i = 0; i < chunk / 16; i++) _mm512_storeu_si512(packed + 16 * i, out[i]);
       }
-      if ((key + 2) % kPackTogether == 0) between();
-    }
   }
 };
 

@@ -20,8 +20,6 @@
 
 // GCC 12 calls the larger decoders as functions otherwise, and what they return goes through memory.
 #define FREIGHT_INLINE inline __attribute__((always_inline))
-// Before a loop over an array of vectors: GCC keeps the array in registers only if the loop is unrolled early.
-#define FREIGHT_UNROLL _Pragma("GCC unroll 16")
 
 namespace freight {
 

@@ -21,6 +21,9 @@
 #include "neon.h"  // on arm64: besides, conversions
 #endif
 
+// Before a loop over an array of vectors: GCC keeps the array in registers only if the loop is unrolled early.
+#define FREIGHT_UNROLL _Pragma("GCC unroll 16")
+
 namespace freight {
 
 #if FREIGHT_AVX512
