@@ -3,6 +3,9 @@
     python benchmarks/two_checkouts.py --old ENV/bin/python=OLD/src --new .venv/bin/python=src --pairs 24 \
         --workload 1x128+33 --workload 8x128+33 [--options '{"quantization": "fp8", "kv_cache_dtype": "fp8"}']
 
+With `--kernel attention` instead of workloads: rows of `freight bench kernels --only attention --seconds 0.05`, each
+run a process.
+
 Each checkout is an interpreter and the folder of its sources, with its kernels compiled. Of an editable install the
 interpreter finds that install's own sources first, so another checkout needs an environment of its own. Both hold their
 model in a process of their own, started anew every `--restart` pairs: where the memory of a process lies is worth a
@@ -50,13 +53,50 @@ def work(shape: str, options: dict[str, Any], largest: Workload) -> None:
         )
 
 
+def interpreter(where: str) -> tuple[str, dict[str, str]]:
+    """Of PYTHON=SOURCES: the interpreter, and the environment in which it finds the sources."""
+    python, _, source = where.partition("=")
+    return python, dict(os.environ, PYTHONPATH=os.path.abspath(source))
+
+
+def kernel_rows(where: str, kernel: str, threads: int) -> dict[str, float]:
+    """Microseconds by row. A row's name has the last four of its sizes: the only ones that all checkouts print."""
+    python, env = interpreter(where)
+    command = f"-m freight bench kernels --only {kernel} --threads {threads} --seconds 0.05 --json"
+    printed = subprocess.run([python, *command.split()], env=env, stdout=subprocess.PIPE, text=True, check=True).stdout
+    rows = [json.loads(line) for line in printed.splitlines()]
+    return {f"{row['format']} {row['shape'][-4:]}": row["median_us"] for row in rows}
+
+
+def compare_kernels(args: argparse.Namespace) -> None:
+    found: list[dict[str, dict[str, float]]] = []
+    for pair in range(args.pairs):
+        order = ("old", "new") if pair % 2 else ("new", "old")
+        threads = json.loads(args.options)["threads"]
+        found.append({name: kernel_rows(getattr(args, name), args.kernel, threads) for name in order})
+        print(f"pair {pair + 1} of {args.pairs}", file=sys.stderr)
+    print(f"| {args.kernel} | old, us | new, us | speed, old = 1 | interval |\n|---|---:|---:|---:|---|")
+    for row in found[0]["old"]:
+        if row in found[0]["new"]:
+            print(f"| {row} | {comparison(*([run[name][row] for run in found] for name in ('old', 'new')))} |")
+
+
+def comparison(old: list[float], new: list[float]) -> str:
+    """Cells: both medians, the median ratio and its interval."""
+    from freight.bench.serving_figures import interval
+
+    ratios = [one / other for one, other in zip(old, new, strict=True)]
+    low, high, _ = interval(ratios)
+    medians = f"{statistics.median(old):.1f} | {statistics.median(new):.1f}"
+    return f"{medians} | {statistics.median(ratios):.2f} | {low:.2f} to {high:.2f}"
+
+
 class Checkout:
     """One checkout's process."""
 
     def __init__(self, where: str, args: argparse.Namespace, largest: Workload) -> None:
-        python, _, source = where.partition("=")
+        python, env = interpreter(where)
         command = [python, __file__, "--worker", json.dumps([args.shape, json.loads(args.options), largest])]
-        env = dict(os.environ, PYTHONPATH=os.path.abspath(source))
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
         if self._answer() != "ready":
             raise SystemExit(f"{where} did not start: see the lines above")
@@ -105,6 +145,7 @@ def main() -> None:
     parser.add_argument("--old", help="PYTHON=SOURCES")
     parser.add_argument("--new", help="PYTHON=SOURCES")
     parser.add_argument("--workload", action="append", default=[])
+    parser.add_argument("--kernel", help="as `freight bench kernels --only` takes it")
     parser.add_argument("--pairs", type=int, default=24)
     parser.add_argument("--restart", type=int, default=6)
     parser.add_argument("--shape", default="llama-1b")
@@ -114,10 +155,11 @@ def main() -> None:
     if args.worker:
         work(*json.loads(args.worker))
         return
-    if not (args.old and args.new and args.workload):
-        parser.error("--old, --new and at least one --workload are needed")
-    from freight.bench.serving_figures import interval
-
+    if not (args.old and args.new and (args.workload or args.kernel)):
+        parser.error("--old, --new and at least one --workload, or --kernel, are needed")
+    if args.kernel:
+        compare_kernels(args)
+        return
     workloads: list[Workload] = []
     for one in args.workload:
         batch, prompt, generated = map(int, one.replace("+", "x").split("x"))
@@ -125,12 +167,8 @@ def main() -> None:
     print("| workload | | old, ms | new, ms | speed, old = 1 | interval |\n|---|---|---:|---:|---:|---|")
     for (batch, prompt, generated), runs in pairs(args, workloads).items():
         for figure in ("prefill", "decode step"):
-            old, new = ([run[name][figure] for run in runs] for name in ("old", "new"))
-            ratios = [one / other for one, other in zip(old, new, strict=True)]
-            low, high, _ = interval(ratios)
-            times = f"{statistics.median(old) * 1e3:.1f} | {statistics.median(new) * 1e3:.1f}"
-            speed = f"{statistics.median(ratios):.2f} | {low:.2f} to {high:.2f}"
-            print(f"| {batch}x{prompt}+{generated} | {figure} | {times} | {speed} |")
+            old, new = ([run[name][figure] * 1e3 for run in runs] for name in ("old", "new"))
+            print(f"| {batch}x{prompt}+{generated} | {figure} | {comparison(old, new)} |")
 
 
 if __name__ == "__main__":

@@ -128,16 +128,21 @@ def load(build: str | None = None) -> Library:
         have = f"usable here: {choices(usable)}" if usable else "none is usable here"
         raise KernelError(f"{wanted} cannot run ({have}): {describe()}")
     name = build or usable[0]
+    return load_file(path_of(name), name)
+
+
+def load_file(path: Path, build: str) -> Library:
+    """Load the library at `path`, which is of `build`. Raises KernelError if it is stale or no library."""
     try:
-        functions = open_library(path_of(name))
+        functions = open_library(path)
         abi = functions.freight_abi()
     except (OSError, AttributeError) as error:
-        raise KernelError(f"{path_of(name)} cannot be loaded: {error}; reinstall Freight") from error
+        raise KernelError(f"{path} cannot be loaded: {error}; reinstall Freight") from error
     if abi != ABI:
-        raise KernelError(f"{path_of(name)} is of another version (interface {abi}, not {ABI}): reinstall Freight")
+        raise KernelError(f"{path} is of another version (interface {abi}, not {ABI}): reinstall Freight")
     functions.freight_init(_gomp_parallel())
     bind(functions, bound_nodes())
-    return Library(name, functions)
+    return Library(build, functions)
 
 
 def bind(functions: Any, nodes: Sequence[frozenset[int]]) -> None:
