@@ -12,9 +12,10 @@ import sys
 import pytest
 
 SCHEMA = """
-import json, sys
+import gc, json, sys
 from pathlib import Path
 import freight
+from freight.kernels.cpu.linear import give_back_freed_memory
 from freight.structured import StructuredOutputs
 
 def schema(i):
@@ -22,6 +23,8 @@ def schema(i):
     return {"type": "object", "properties": {f"name{i}": text}, "required": [f"name{i}"], "additionalProperties": False}
 
 def memory():
+    gc.collect()
+    give_back_freed_memory()  # what the allocator keeps varies by 10 MiB
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 """
 COMPILED = """
@@ -70,7 +73,7 @@ def grown(way: str, first: int, last: int) -> int:
     "way", [COMPILED, pytest.param(GENERATED, marks=pytest.mark.slow)], ids=["compiled", "generated"]
 )
 def test_memory_stays_flat_after_the_grammars_that_are_kept(way: str) -> None:
-    assert grown(way, 300, 600) < 12 << 20 < 300 * KEPT_BYTES
+    assert grown(way, 300, 600) < 6 << 20 < 300 * KEPT_BYTES
 
 
 @pytest.mark.slow

@@ -70,8 +70,11 @@ def test_a_list_over_its_limit_is_refused_in_less_than_50_ms(name: str) -> None:
 
 def test_digits_cost_no_more_than_the_parser_of_json() -> None:
     body = json.dumps({"prompt": [12345678] * 350_000}).encode()
-    parsed = processor_seconds(lambda: json.loads(body))
-    assert processor_seconds(lambda: parse_object(body, HttpLimits())) < 2 * parsed
+    ratios = []
+    for _ in range(5):  # in turns: the processor's speed changes
+        parsed = processor_seconds(lambda: json.loads(body))
+        ratios.append(processor_seconds(lambda: parse_object(body, HttpLimits())) / parsed)
+    assert min(ratios) < 2
 
 
 class Counting:
