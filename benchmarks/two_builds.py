@@ -46,6 +46,12 @@ def cases(kernels: CpuKernels) -> Iterator[Case]:
     yield bench.attention(1, 1, 16384, Heads(32, 8, 128), *CACHES[0])
 
 
+def of(kernels: CpuKernels, name: str, call: Callable[[], object]) -> Callable[[], object]:
+    """The same call of other kernels."""
+    assert isinstance(call, partial)
+    return partial(getattr(kernels, name), *call.args, **call.keywords)
+
+
 def in_turns(
     old: Sequence[Callable[[], object]], new: Sequence[Callable[[], object]], seconds: float
 ) -> list[tuple[float, float]]:
@@ -76,12 +82,7 @@ def main() -> None:
     print("| kernel | format | shape | old, us | new, us | speed, old = 1 | interval | pairs |")
     print("|---|---|---|---:|---:|---:|---|---:|")
     for case in cases(old):
-        of_new = [
-            partial(getattr(new, case.kernel), *call.args, **call.keywords)
-            for call in case.calls
-            if isinstance(call, partial)
-        ]
-        pairs = in_turns(case.calls, of_new, asked.seconds)
+        pairs = in_turns(case.calls, [of(new, case.kernel, call) for call in case.calls], asked.seconds)
         ratios = [before / after for before, after in pairs]
         low, high, _ = interval(ratios)
         times = " | ".join(f"{statistics.median(of) * 1e6:.1f}" for of in zip(*pairs, strict=True))
