@@ -27,15 +27,21 @@ class Alarm(BaseException):
 
 @pytest.fixture
 def alarm() -> Iterator[Callable[[float], None]]:
-    """alarm(seconds): raises Alarm in this thread then; 0 takes it back."""
+    """alarm(seconds): raises Alarm in this thread then; 0 takes it back.
+
+    Without what hypothesis has the garbage collector call: Python drops an Alarm that is raised in there.
+    """
 
     def ring(signum: int, frame: object) -> None:
         raise Alarm
 
+    callbacks = gc.callbacks[:]
+    gc.callbacks.clear()
     before = signal.signal(signal.SIGALRM, ring)
     yield lambda seconds: signal.setitimer(signal.ITIMER_REAL, seconds) and None
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, before)
+    gc.callbacks[:] = callbacks
 
 
 def new_llm() -> LLM:
