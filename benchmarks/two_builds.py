@@ -1,10 +1,10 @@
 """Two builds of the CPU kernels in one process, over the same memory, in turns: what a change to csrc/ gains.
 
-    python benchmarks/two_builds.py OLD.so NEW.so [--threads 2] [--seconds 2]
+    python benchmarks/two_builds.py OLD.so [NEW.so] [--threads 2] [--seconds 2]
 
 Where the memory of a process lies is worth several percent; here both builds read the same, so that one percent shows.
-Both have this checkout's C interface. Ratios are of speed, taken within a pair; their interval is that of order
-statistics, of at least 95 %.
+Both have this checkout's C interface; NEW is the installed build if it is not named. Ratios are of speed, taken within
+a pair; their interval is that of order statistics, of at least 95 %.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def cases(kernels: CpuKernels) -> Iterator[Case]:
     yield bench.attention(1, 1, 16384, Heads(32, 8, 128), *CACHES[0])
 
 
-def of(kernels: CpuKernels, name: str, call: Callable[[], object]) -> Callable[[], object]:
+def with_kernels(kernels: CpuKernels, name: str, call: Callable[[], object]) -> Callable[[], object]:
     """The same call of other kernels."""
     assert isinstance(call, partial)
     return partial(getattr(kernels, name), *call.args, **call.keywords)
@@ -82,10 +82,10 @@ def main() -> None:
     print("| kernel | format | shape | old, us | new, us | speed, old = 1 | interval | pairs |")
     print("|---|---|---|---:|---:|---:|---|---:|")
     for case in cases(old):
-        pairs = in_turns(case.calls, [of(new, case.kernel, call) for call in case.calls], asked.seconds)
+        pairs = in_turns(case.calls, [with_kernels(new, case.kernel, call) for call in case.calls], asked.seconds)
         ratios = [before / after for before, after in pairs]
         low, high, _ = interval(ratios)
-        times = " | ".join(f"{statistics.median(of) * 1e6:.1f}" for of in zip(*pairs, strict=True))
+        times = " | ".join(f"{statistics.median(one) * 1e6:.1f}" for one in zip(*pairs, strict=True))
         print(
             f"| {case.kernel} | {case.format} | {list(case.shape)} | {times} | {statistics.median(ratios):.3f} "
             f"| {low:.3f} to {high:.3f} | {len(pairs)} |",

@@ -52,7 +52,9 @@ def compiled(folder: Path, *extent: str) -> dict[str, list[dict[str, Any]]]:
 
     def report(target: str) -> list[dict[str, Any]]:
         command = [sys.executable, AOT, target, *extent]
-        printed = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+        printed = subprocess.run(
+            command, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=900
+        ).stdout
         return [json.loads(line) for line in printed.splitlines()]
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:

@@ -74,7 +74,7 @@ def test_digits_cost_no_more_than_the_parser_of_json() -> None:
     for _ in range(5):  # in turns: the processor's speed changes
         parsed = processor_seconds(lambda: json.loads(body))
         ratios.append(processor_seconds(lambda: parse_object(body, HttpLimits())) / parsed)
-    assert min(ratios) < 2
+    assert statistics.median(ratios) < 2
 
 
 class Counting:
