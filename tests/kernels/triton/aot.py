@@ -11,16 +11,14 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 from cases import CASES, LARGE_CASES, MORE_CASES
+from sass import dump, instructions, spills
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -47,7 +45,6 @@ POINTERS = {
     torch.float8_e4m3fnuz: "*fp8e4b8",
     torch.float8_e5m2: "*fp8e5",
 }
-CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
 def launches(call: Callable[[], object]) -> list[tuple[JITFunction, tuple[Any, ...], dict[str, Any]]]:
@@ -86,23 +83,18 @@ def source_of(kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def usage(compiled: Any, backend: str) -> dict[str, int]:
-    """Registers per thread, registers spilled (NVIDIA: accesses to local memory), and shared memory in bytes."""
+    """Registers per thread, `sass.spills` (AMD: all registers spilled), and shared memory in bytes."""
     shared = compiled.metadata.shared
     if backend == "hip":
         text = compiled.asm["amdgcn"]
         vector, spilled = (
             int(re.search(rf"\.{name}:\s+(\d+)", text)[1]) for name in ("vgpr_count", "vgpr_spill_count")
         )
-        return {"registers": vector, "spills": spilled, "shared": shared}
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        resources, code = (
-            subprocess.run([CUOBJDUMP, option, file.name], capture_output=True, text=True, check=True).stdout
-            for option in ("-res-usage", "-sass")
-        )
-    registers = int(re.search(r"REG:(\d+)", resources)[1])
-    return {"registers": registers, "spills": len(re.findall(r"\b(?:LDL|STL)\b", code)), "shared": shared}
+        return {"registers": vector, "spills": spilled, "spills_once": 0, "shared": shared}
+    cubin = compiled.asm["cubin"]
+    registers = int(re.search(r"REG:(\d+)", dump(cubin, "-res-usage"))[1])
+    repeated, once = spills(instructions(dump(cubin, "-sass")))
+    return {"registers": registers, "spills": repeated, "spills_once": once, "shared": shared}
 
 
 def products(compiled: Any, backend: str) -> list[str]:

@@ -10,16 +10,14 @@ values. Kernels of this kind issue in half to two thirds of all cycles, so what 
 
 from __future__ import annotations
 
-import re
-import subprocess
 import sys
-import tempfile
 from functools import partial
 from typing import Any
 
 import triton
-from aot import CUOBJDUMP, OPTIONS, TARGETS, launches, source_of, usage
+from aot import OPTIONS, TARGETS, launches, source_of, usage
 from cases import attend
+from sass import dump, instructions, tile_loops
 
 from freight.fp8.formats import Format
 
@@ -42,21 +40,9 @@ DECODES = {
 }
 
 
-def loops(sass: str) -> list[list[str]]:
-    """The instructions of each innermost loop of a kernel, in the order of their addresses."""
-    code = [(int(address, 16), text) for address, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]+);", sass)]
-    spans = []
-    for address, text in code:
-        jump = re.search(r"\bBRA(?:\.\w+)*\s.*?0x([0-9a-f]+)", text)
-        if jump and int(jump[1], 16) < address:  # a kernel ends in an instruction that jumps to itself
-            spans.append((int(jump[1], 16), address))
-    innermost = [(a, b) for a, b in spans if not any((a, b) != (c, d) and a <= c and d <= b for c, d in spans)]
-    return [[text for address, text in code if a <= address <= b] for a, b in sorted(innermost)]
-
-
-def tile_instructions(sass: str) -> int:
-    """Instructions of one warp for one tile: those of the first loop that multiplies matrices."""
-    return next(len(loop) for loop in loops(sass) if any("HMMA" in text for text in loop))
+def tile_instructions(code: dict[int, str]) -> int:
+    """Instructions of one warp for one tile, in the loop over the tiles that need no mask, which comes first."""
+    return sum(map(tile_loops(code)[0].has, code))
 
 
 def measure(call: Any) -> dict[str, Any]:
@@ -64,11 +50,7 @@ def measure(call: Any) -> dict[str, Any]:
     (launch,) = (made for made in launches(lambda: call(TARGET)) if made[0].fn.__name__ == "decode_kernel")
     options = {option: launch[2][option] for option in OPTIONS if option in launch[2]}
     compiled = triton.compile(source_of(*launch), target=GPU, options=options)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        sass = subprocess.run([CUOBJDUMP, "-sass", file.name], capture_output=True, text=True, check=True).stdout
-    count, known = tile_instructions(sass), launch[2]
+    count, known = tile_instructions(instructions(dump(compiled.asm["cubin"], "-sass"))), launch[2]
     num_bytes = known["KEYS"] * (known["K_DIM"] + known["V_DIM"]) * (1 if known["FORMAT"] else 2)
     issue = count * known["num_warps"] / SCHEDULERS / (num_bytes / BYTES_PER_CYCLE)
     tile = {name: known[name] for name in ("KEYS", "num_warps", "num_stages")}
@@ -77,8 +59,8 @@ def measure(call: Any) -> dict[str, Any]:
 
 if __name__ == "__main__":
     print(f"Triton {triton.__version__}")
-    print("| | keys, warps, stages | registers | spills | shared | instructions a tile | issue |")
-    print("|---|---|---:|---:|---:|---:|---:|")
+    print("| | keys, warps, stages | registers | spills | … once a split | shared | instructions a tile | issue |")
+    print("|---|---|---:|---:|---:|---:|---:|---:|")
     for name in sys.argv[1:] or DECODES:
         found = measure(DECODES[name])
         keys, warps, stages, *rest = found.values()
