@@ -263,24 +263,30 @@ def _print(found: dict[str, Any], as_json: bool) -> None:
 
 
 def _table(found: dict[str, Any]) -> Table:
-    """For people: a line a figure, with its spread where it has one."""
+    """For people: a line a figure, with its spread where it has one. Parts of a figure are lines of their own."""
     from rich.box import MARKDOWN
     from rich.table import Column, Table
 
-    table = Table(Column("figure", no_wrap=True), "value", "from", "to", box=MARKDOWN)
+    table = Table(Column("figure", no_wrap=True), Column("value", overflow="fold"), "from", "to", box=MARKDOWN)
     for name, value in found.items():
+        if name == "spread":
+            continue
         if isinstance(value, dict):
-            if name != "spread":
-                text = ", ".join(f"{key} {_text(part)}" for key, part in value.items() if part is not None)
-                table.add_row(name, text, "", "")
+            for key, part in value.items():
+                if part is not None:
+                    table.add_row(f"{name}.{key}", _text(f"{name}.{key}", part), "", "")
             continue
         spread = found["spread"].get(name)
-        low, high = (_text(spread["low"]), _text(spread["high"])) if spread else ("", "")
-        table.add_row(name, _text(value), low, high)
+        ends = [_text(name, spread[end]) for end in ("low", "high")] if spread else ("", "")
+        table.add_row(name, _text(name, value), *ends)
     return table
 
 
-def _text(value: object) -> str:
+def _text(name: str, value: object) -> str:
+    if isinstance(value, int | float) and "bytes" in name:
+        unit, size = ("GB", 1e9) if value >= 1e9 else ("MB", 1e6)
+        size_text = f"{value:,} B" if value < 1e6 else f"{value / size:.3g} {unit}"
+        return size_text + ("/s" if name.endswith("per_second") else "")
     if isinstance(value, float):
         return f"{value:,.3f}" if value < 100 else f"{value:,.0f}"
     return f"{value:,}" if isinstance(value, int) else str(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,9 @@ def test_one_object_for_a_program_a_table_for_people(freight, tiny, verb, keys):
     table = freight("bench", verb, *options, *count, "--repeats", "1")
     assert table.code == 0, table.err
     assert all(key in table.out for key in keys)
+    assert "…" not in table.out  # a figure cut short is lost
+    assert re.search(r"peak_rss_bytes +\| [\d.]+ [GM]B +\|", table.out)
+    assert "| kv_cache.bytes_per_token" in table.out
 
 
 def test_kernels_prints_one_object_per_row_and_takes_threads(freight, tiny, monkeypatch):
