@@ -193,6 +193,7 @@ def test_logprobs_have_what_was_asked_for():
 def test_the_bytes_of_a_part_of_a_character_are_its_own():
     pieces = SERVED.tokenizer.pieces(False)
     token = next(i for i in range(SERVED.vocab_size) if isinstance(pieces[i], bytes))
+    pieces.clear()  # as in a server that has just started: they are computed at the first use
     output = CompletionDelta(0, [token], "", [scores(token)], FinishReason.LENGTH, None, None)
     call = call_of(SERVED, logprobs=True)
     _, body = answers(call, [(0, RequestDelta("r1", [output], True))])
