@@ -17,6 +17,7 @@ from freight.sampling import SamplingLimits, SamplingParams, check_limits
 from freight.server.call import ReplyHead, Served, TokenizedWork, Work
 from freight.server.errors import ApiError
 from freight.server.limits import check_context
+from freight.server.openai.fields import named
 from freight.server.tgi_reply import GenerateReply, ReplyOptions, error_body
 
 DEFAULT_NEW_TOKENS = 100  # as in TGI
@@ -99,7 +100,7 @@ def parse_generate(
         stream=streams,
         model=served.names[0],
         work=(Work(inputs, params, truncate=_count(parameters, "truncate", 1, served.max_model_len)),),
-        ignored=ignored,
+        ignored=named(ignored),
         options=ReplyOptions(
             stream=streams,
             details=parameters.get("details", False),

@@ -313,9 +313,10 @@ def test_a_stream_has_no_prefill():
 
 
 def test_what_is_ignored_is_named():
-    assert parse(options={"use_cache": True}, model="x").ignored == ["options", "model"]
+    assert parse(options={"use_cache": True}, model="x").ignored == ("options", "model")
     lax = dataclasses.replace(SERVED, unknown_fields="ignore")
-    assert parse({"min_p": 1, "top_h": None}, served=lax, other=1).ignored == ["other", "parameters.min_p"]
+    assert parse({"min_p": 1, "top_h": None}, served=lax, other=1).ignored == ("other", "parameters.min_p")
+    assert parse(served=lax, **{"日本": 1, "a\r\nb: c": 1}).ignored == ("?", "?")  # no header can have them
 
 
 def test_without_a_tokenizer_there_is_no_text():
