@@ -66,7 +66,7 @@ class GenerateCall:
             raise _no_tokenizer()
         if self.max_new_tokens is not None:
             check_context(len(work[0].token_ids), self.max_new_tokens, served.max_model_len, "inputs")
-        return GenerateReply(self.options, work[0], served.tokenizer)
+        return GenerateReply(self.options, work[0], served.tokenizer, served.stop_token_ids)
 
     def failure_body(self, error: ApiError) -> object:
         return error_body(error)
