@@ -18,6 +18,7 @@ from freight.server.call import ReplyHead, Served, TokenizedWork, Work
 from freight.server.errors import ApiError
 from freight.server.limits import check_context
 from freight.server.openai.fields import named
+from freight.server.openai.structure import as_object
 from freight.server.tgi_reply import GenerateReply, ReplyOptions, error_body
 
 DEFAULT_NEW_TOKENS = 100  # as in TGI
@@ -201,7 +202,7 @@ def _grammar(given: object) -> dict[str, Any]:
         value = value.get("schema")  # beside a name
     if not isinstance(value, Mapping):
         raise _invalid("the value of a grammar must be a JSON schema, an object", "parameters.grammar.value")
-    return {"json": value}
+    return {"json": as_object(value)}
 
 
 def _count(given: Mapping[str, Any], name: str, low: int, high: int | None = None) -> int | None:

@@ -153,6 +153,10 @@ def test_a_demanded_call_is_a_form_that_the_rendered_prompt_decides(forms):
         ({"response_format": {"type": "json_object", "value": SCHEMA}}, {"json": SCHEMA}),
         ({"response_format": {"type": "json_object", "schema": SCHEMA}}, {"json": SCHEMA}),
         (
+            {"response_format": {"type": "json", "value": {"properties": {"a": {}}}}},
+            {"json": {"type": "object", "properties": {"a": {}}}},
+        ),
+        (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
             {"json": SCHEMA},
         ),

@@ -257,6 +257,7 @@ def test_a_bare_url_decides_by_stream():
     [
         ({"type": "json", "value": {"type": "object"}}, {"json": {"type": "object"}}),
         ({"type": "json", "value": '{"type": "object"}'}, {"json": {"type": "object"}}),
+        ({"type": "json", "value": {"properties": {}}}, {"json": {"type": "object", "properties": {}}}),
         ({"type": "json_schema", "value": {"name": "x", "schema": {"type": "object"}}}, {"json": {"type": "object"}}),
         ({"type": "regex", "value": "a+"}, {"regex": "a+"}),
     ],
