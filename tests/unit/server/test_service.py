@@ -115,6 +115,26 @@ def test_what_came_before_a_failure_is_sent() -> None:
     run(test)
 
 
+def test_metrics_of_several_completions_are_of_each() -> None:
+    async def test(service: Service, client: FakeClient) -> None:
+        service.clock = iter(range(100)).__next__
+        answer = await service.begin(call(IDS, n=2), "r", None)
+        running, _ = client.requests["1"]
+        for counts, reason in (((1, 1), None), ((2, 1), None), ((2, 0), FinishReason.LENGTH)):
+            deltas = [CompletionDelta(n, [5] * k, "a", None, reason, None, None) for n, k in enumerate(counts)]
+            running.inbox.put(0, RequestDelta("1", deltas, reason is not None))
+            await answer.advance()
+        tokens = count_of(service, "vllm:request_generation_tokens_sum")
+        longest = count_of(service, "vllm:request_max_num_generation_tokens_sum")
+        assert (tokens, longest) == (7, 5)
+        assert count_of(service, "vllm:time_to_first_token_seconds_count") == 1
+        between = count_of(service, "vllm:inter_token_latency_seconds_count")
+        seconds = count_of(service, "vllm:inter_token_latency_seconds_sum")
+        assert (between, seconds) == (5, 2 + 2 + 2)  # the clock is read twice for each delta
+
+    run(test)
+
+
 def test_an_answer_that_is_left_frees_what_runs() -> None:
     async def test(service: Service, client: FakeClient) -> None:
         answer = await service.begin(call(IDS, n=3), "r", None)
