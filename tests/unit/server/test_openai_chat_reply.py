@@ -205,7 +205,7 @@ def test_token_ids_and_prompt_logprobs_come_where_asked_for():
     raw, body = answers(call_of(return_token_ids=True), feed)
     assert (body["prompt_token_ids"], body["choices"][0]["token_ids"]) == ([5, 6, 7], [20, 21])
     parts = [chunk["choices"][0] for chunk in chunks(raw)]
-    assert parts[0]["prompt_token_ids"] == [5, 6, 7]
+    assert [chunk.get("prompt_token_ids") for chunk in chunks(raw)] == [[5, 6, 7]] + [None] * (len(parts) - 1)
     assert [token for part in parts for token in part["token_ids"]] == [20, 21]
     call = call_of(prompt_logprobs=1, stream=False)
     scored = RequestDelta("r1", [], False, prompt_logprobs=[None, scores(6), scores(7)])

@@ -145,7 +145,9 @@ def test_ids_and_scores_come_where_asked_for():
     assert (choice["prompt_token_ids"], choice["token_ids"]) == ([5, 6, 7], [20, 21])
     assert choice["prompt_logprobs"][1]["6"]["logprob"] == -0.5
     raw, _ = answers(call_of(return_token_ids=True), feed[1:])
-    assert [chunk["choices"][0]["token_ids"] for chunk in chunks(raw)] == [[20], [21]]
+    parts = [chunk["choices"][0] for chunk in chunks(raw)]
+    assert [part["token_ids"] for part in parts] == [[20], [21]]
+    assert [part.get("prompt_token_ids") for part in parts] == [[5, 6, 7], None]
 
 
 def test_cached_tokens_of_all_prompts_are_counted_once():
