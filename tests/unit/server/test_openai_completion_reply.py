@@ -176,7 +176,7 @@ def test_a_prompt_that_exceeds_the_context_is_refused_with_three_numbers():
         with pytest.raises(ApiError, match=rf"{fits + 1} tokens.*1024") as error:
             call.reply(HEAD, SERVED, tokenized(call, ids=range(fits + 1)))
         assert (error.value.status, error.value.code, error.value.param) == (400, "context_length_exceeded", "prompt")
-    assert "max_tokens is 100" in error.value.message
+    assert "and 100 are asked for" in error.value.message
 
 
 def test_usage_in_every_chunk_counts_tokens_that_add_no_text_yet():
