@@ -12,6 +12,7 @@ import asyncio
 import hashlib
 import logging
 import math
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -129,7 +130,7 @@ class Service:
             accepted = intake.accept(prompt, params)
         except RequestError as error:
             raise from_request_error(error) from None
-        await self._check_grammar(params)
+        await self._check_grammar(params, work.form_from)
         salt = self.keys.salt_for(key_name, params.cache_salt)
         params = replace(params, cache_salt=salt, timeout_s=self._timeout(params))
         return TokenizedWork(text, accepted.token_ids, params)
@@ -186,7 +187,7 @@ class Service:
             size, encode = len(text), partial(tokenizer.encode, text, add_special_tokens)
         return encode() if size < _LONG else await asyncio.to_thread(encode)
 
-    async def _check_grammar(self, params: SamplingParams) -> None:
+    async def _check_grammar(self, params: SamplingParams, form_from: str) -> None:
         if params.structured_outputs is None:
             return
         structured = StructuredOutputs.of(params.structured_outputs)
@@ -194,7 +195,10 @@ class Service:
         key = form, hashlib.sha256(text.encode()).digest()
         if key not in self._checked:
             assert self.grammars is not None
-            await self.grammars.check_grammar(structured.given())
+            try:
+                await self.grammars.check_grammar(structured.given())
+            except ApiError as error:
+                raise _told_of(form_from, error) from None
             if len(self._checked) >= _REMEMBERED:
                 self._checked.clear()
             self._checked.add(key)
@@ -223,6 +227,14 @@ class Service:
                 code="queue_full",
                 headers={"Retry-After": retry},
             )
+
+
+def _told_of(field: str, error: ApiError) -> ApiError:
+    """An error of `structured_outputs`, told of the field that the client sent."""
+    if error.param != "structured_outputs" or field == error.param:
+        return error
+    message = re.sub(r"^structured_outputs(\.\w+)?", field, error.message)
+    return ApiError(error.status, message, param=field, code=error.code, headers=error.headers)
 
 
 class Answer:

@@ -100,7 +100,14 @@ def parse_generate(
     return GenerateCall(
         stream=streams,
         model=served.names[0],
-        work=(Work(inputs, params, truncate=_count(parameters, "truncate", 1, served.max_model_len)),),
+        work=(
+            Work(
+                inputs,
+                params,
+                truncate=_count(parameters, "truncate", 1, served.max_model_len),
+                form_from="parameters.grammar",
+            ),
+        ),
         ignored=named(ignored),
         options=ReplyOptions(
             stream=streams,

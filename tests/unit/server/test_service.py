@@ -200,6 +200,25 @@ def test_what_cannot_be_served_is_a_400(prompt: Any, params: dict[str, Any], say
     run(test)
 
 
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [("guided_regex", "guided_regex cannot"), ("structured_outputs", r"structured_outputs\.regex cannot")],
+)
+def test_a_grammar_that_is_refused_names_the_field_that_it_came_from(source: str, says: str) -> None:
+    class Refusing:
+        async def check_grammar(self, outputs: Any) -> None:
+            raise ApiError(400, "structured_outputs.regex cannot be compiled: x", param="structured_outputs")
+
+    async def test(service: Service, client: FakeClient) -> None:
+        grammars: Any = Refusing()
+        service.grammars = grammars
+        with pytest.raises(ApiError, match=f"^{says} be compiled") as error:
+            await service._check_grammar(SamplingParams(structured_outputs={"regex": "a"}), source)
+        assert error.value.param == source
+
+    run(test)
+
+
 def test_only_the_last_tokens_of_a_prompt_are_kept_where_that_was_asked_for() -> None:
     async def test(service: Service, client: FakeClient) -> None:
         work = Work(tuple(range(60)), SamplingParams(), truncate=4)
