@@ -41,12 +41,14 @@ class Work:
 
     truncate  keep only this many tokens of the prompt, the last ones; None: all
     params_of  the parameters once the conversation is rendered, from its text; None: `params` hold for any text
+    form_from  the field of the request that `params.structured_outputs` come from, for errors
     """
 
     prompt: Prompt
     params: SamplingParams
     truncate: int | None = None
     params_of: Callable[[str], SamplingParams] | None = None
+    form_from: str = "structured_outputs"
 
 
 @dataclass(frozen=True)

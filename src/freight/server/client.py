@@ -84,10 +84,10 @@ class EngineClient(asyncio.Protocol):
         self._frames = Decoder(wire.CAP)
 
     def not_ready(self) -> ApiError:
-        """The answer while there is no engine to serve a request."""
-        if self.state is EngineState.LOADING:
-            return ApiError(503, "the model is still loading", code="loading", headers={"Retry-After": "5"})
-        return ApiError(503, "the engine's process has ended", code="engine_ended")
+        """The answer while no request can be served: an engine may be ready before the rest of the server."""
+        if self.state is EngineState.ENDED:
+            return ApiError(503, "the engine's process has ended", code="engine_ended")
+        return ApiError(503, "the model is still loading", code="loading", headers={"Retry-After": "5"})
 
     @property
     def pid(self) -> int | None:

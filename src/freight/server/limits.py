@@ -124,7 +124,8 @@ def check_context(num_prompt: int, max_tokens: int | None, max_model_len: int, p
     """
     if num_prompt + (1 if max_tokens is None else max_tokens) <= max_model_len:
         return
-    asked = "and leaves no room for an answer" if max_tokens is None else f"and max_tokens is {max_tokens}"
+    # Each API has a name of its own for max_tokens.
+    asked = "and leaves no room for an answer" if max_tokens is None else f"and {max_tokens} are asked for"
     raise ApiError(
         400,
         f"the prompt has {num_prompt} tokens {asked}; the context of this model is {max_model_len} tokens, for prompt "

@@ -12,6 +12,7 @@ import asyncio
 import hashlib
 import logging
 import math
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -129,7 +130,7 @@ class Service:
             accepted = intake.accept(prompt, params)
         except RequestError as error:
             raise from_request_error(error) from None
-        await self._check_grammar(params)
+        await self._check_grammar(params, work.form_from)
         salt = self.keys.salt_for(key_name, params.cache_salt)
         params = replace(params, cache_salt=salt, timeout_s=self._timeout(params))
         return TokenizedWork(text, accepted.token_ids, params)
@@ -186,7 +187,7 @@ class Service:
             size, encode = len(text), partial(tokenizer.encode, text, add_special_tokens)
         return encode() if size < _LONG else await asyncio.to_thread(encode)
 
-    async def _check_grammar(self, params: SamplingParams) -> None:
+    async def _check_grammar(self, params: SamplingParams, form_from: str) -> None:
         if params.structured_outputs is None:
             return
         structured = StructuredOutputs.of(params.structured_outputs)
@@ -194,7 +195,10 @@ class Service:
         key = form, hashlib.sha256(text.encode()).digest()
         if key not in self._checked:
             assert self.grammars is not None
-            await self.grammars.check_grammar(structured.given())
+            try:
+                await self.grammars.check_grammar(structured.given())
+            except ApiError as error:
+                raise _told_of(form_from, error) from None
             if len(self._checked) >= _REMEMBERED:
                 self._checked.clear()
             self._checked.add(key)
@@ -225,6 +229,14 @@ class Service:
             )
 
 
+def _told_of(field: str, error: ApiError) -> ApiError:
+    """An error of `structured_outputs`, told of the field that the client sent."""
+    if error.param != "structured_outputs" or field == error.param:
+        return error
+    message = re.sub(r"^structured_outputs(\.\w+)?", field, error.message)
+    return ApiError(error.status, message, param=field, code=error.code, headers=error.headers)
+
+
 class Answer:
     """One answer while it grows."""
 
@@ -248,9 +260,9 @@ class Answer:
         self._running: list[Running] = []
         self._unfinished = set(range(len(work)))
         self._failure: ApiError | None = None
-        self._last_token: dict[int, float] = {}
+        self._last_token: dict[tuple[int, int], float] = {}  # of each completion
         self._prompt_tokens = sum(len(one.token_ids) for one in work)
-        self._generated = [0] * len(work)
+        self._generated = [[0] * one.params.n for one in work]
         self._cached = 0
         self._reason: str | None = None
         self._is_closed = False
@@ -307,19 +319,21 @@ class Answer:
         seconds = service.clock() - self._arrival
         if status == 200:
             service.finished(seconds)
-        counts = self._prompt_tokens, sum(self._generated), self._cached
+        counts = self._prompt_tokens, sum(map(sum, self._generated)), self._cached
         log_request(RequestLine(self._request_id, status, seconds, *counts, self._reason, self._key_name))
 
     def _take(self, index: int, delta: RequestDelta) -> bytes:
         now, metrics = self._service.clock(), self._service.metrics
-        count = sum(len(one.token_ids) for one in delta.outputs)
-        if count:
-            if index in self._last_token:
-                metrics.inter_token(now - self._last_token[index], count)
-            else:
-                metrics.first_token(now - self._arrival)
-            self._last_token[index] = now
-        self._generated[index] += count
+        generated = self._generated[index]
+        if not any(generated) and any(one.token_ids for one in delta.outputs):
+            metrics.first_token(now - self._arrival)
+        for one in delta.outputs:
+            if one.token_ids:
+                last = self._last_token.get((index, one.index))
+                if last is not None:
+                    metrics.inter_token(now - last, len(one.token_ids))
+                self._last_token[index, one.index] = now
+                generated[one.index] += len(one.token_ids)
         if delta.finished:
             self._unfinished.remove(index)
             self._cached += delta.num_cached_tokens
@@ -329,7 +343,7 @@ class Answer:
 
     def _count(self, index: int, reason: str, times: RequestTimes | None = None, cached: int = 0) -> None:
         seconds, prompt_tokens = self._service.clock() - self._arrival, len(self._work[index].token_ids)
-        key = self._key_name or UNNAMED
+        key, generated = self._key_name or UNNAMED, self._generated[index]
         self._service.metrics.request_finished(
-            reason, seconds, times, prompt_tokens, self._generated[index], cached, key
+            reason, seconds, times, prompt_tokens, sum(generated), cached, key, max(generated)
         )

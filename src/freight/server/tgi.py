@@ -17,6 +17,8 @@ from freight.sampling import SamplingLimits, SamplingParams, check_limits
 from freight.server.call import ReplyHead, Served, TokenizedWork, Work
 from freight.server.errors import ApiError
 from freight.server.limits import check_context
+from freight.server.openai.fields import named
+from freight.server.openai.structure import as_object
 from freight.server.tgi_reply import GenerateReply, ReplyOptions, error_body
 
 DEFAULT_NEW_TOKENS = 100  # as in TGI
@@ -65,7 +67,7 @@ class GenerateCall:
             raise _no_tokenizer()
         if self.max_new_tokens is not None:
             check_context(len(work[0].token_ids), self.max_new_tokens, served.max_model_len, "inputs")
-        return GenerateReply(self.options, work[0], served.tokenizer)
+        return GenerateReply(self.options, work[0], served.tokenizer, served.stop_token_ids)
 
     def failure_body(self, error: ApiError) -> object:
         return error_body(error)
@@ -98,8 +100,15 @@ def parse_generate(
     return GenerateCall(
         stream=streams,
         model=served.names[0],
-        work=(Work(inputs, params, truncate=_count(parameters, "truncate", 1, served.max_model_len)),),
-        ignored=ignored,
+        work=(
+            Work(
+                inputs,
+                params,
+                truncate=_count(parameters, "truncate", 1, served.max_model_len),
+                form_from="parameters.grammar",
+            ),
+        ),
+        ignored=named(ignored),
         options=ReplyOptions(
             stream=streams,
             details=parameters.get("details", False),
@@ -200,7 +209,7 @@ def _grammar(given: object) -> dict[str, Any]:
         value = value.get("schema")  # beside a name
     if not isinstance(value, Mapping):
         raise _invalid("the value of a grammar must be a JSON schema, an object", "parameters.grammar.value")
-    return {"json": value}
+    return {"json": as_object(value)}
 
 
 def _count(given: Mapping[str, Any], name: str, low: int, high: int | None = None) -> int | None:

@@ -56,7 +56,15 @@ def error_body(error: ApiError) -> dict[str, object]:
 class GenerateReply:
     """One answer while it grows."""
 
-    def __init__(self, options: ReplyOptions, work: TokenizedWork, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        options: ReplyOptions,
+        work: TokenizedWork,
+        tokenizer: Tokenizer,
+        stop_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        """stop_token_ids: the model's own, which are no text whatever the tokenizer says of them."""
+        self._special = tokenizer.special_token_ids | stop_token_ids
         self._options = options
         self._work = work
         self._tokenizer = tokenizer
@@ -115,12 +123,11 @@ class GenerateReply:
             self._add(token, entry, ends and number == len(delta.token_ids))
 
     def _add(self, token: int, entry: TokenLogprobs, last: bool) -> None:
-        special = token in self._tokenizer.special_token_ids or (last and self._finish == "eos_token")
         # The last has all that is left: also what waited for more tokens, and nothing behind a stop string.
         text = self._text[self._given :] if last else self._detokenizer.append([token])
         self._given += len(text)
         own = entry.get(token)
-        self._tokens.append({"id": token, "text": text, "logprob": _logprob(own), "special": special})
+        self._tokens.append({"id": token, "text": text, "logprob": _logprob(own), "special": token in self._special})
         if self._options.top_n_tokens:
             best = sorted(
                 (found.rank, other) for other, found in entry.items() if found.rank <= self._options.top_n_tokens
@@ -134,7 +141,7 @@ class GenerateReply:
             "id": token,
             "text": tokenizer.token_text(token),
             "logprob": _logprob(found),
-            "special": token in tokenizer.special_token_ids,
+            "special": token in self._special,
         }
 
     def _event(self, index: int, token: dict[str, Any]) -> bytes:

@@ -107,6 +107,20 @@ def test_what_the_engine_refuses_is_refused_alone() -> None:
     with_engine(test, kv_cache_memory="48KiB", max_model_len=None)
 
 
+@pytest.mark.parametrize(
+    ("state", "code"),
+    [
+        (EngineState.LOADING, "loading"),
+        (EngineState.READY, "loading"),  # the process for chat templates is still started
+        (EngineState.ENDED, "engine_ended"),
+    ],
+)
+def test_an_engine_has_ended_only_where_it_has(state: EngineState, code: str) -> None:
+    client = EngineClient(WorkerOptions(ARGS), lambda _: None, lambda *_: None, lambda: None)
+    client.state = state
+    assert client.not_ready().code == code
+
+
 @pytest.mark.usefixtures("quickly")
 def test_an_abort_frees_what_the_request_held() -> None:
     async def test(client: EngineClient) -> None:

@@ -193,6 +193,7 @@ def test_logprobs_have_what_was_asked_for():
 def test_the_bytes_of_a_part_of_a_character_are_its_own():
     pieces = SERVED.tokenizer.pieces(False)
     token = next(i for i in range(SERVED.vocab_size) if isinstance(pieces[i], bytes))
+    pieces.clear()  # as in a server that has just started: they are computed at the first use
     output = CompletionDelta(0, [token], "", [scores(token)], FinishReason.LENGTH, None, None)
     call = call_of(SERVED, logprobs=True)
     _, body = answers(call, [(0, RequestDelta("r1", [output], True))])
@@ -204,7 +205,7 @@ def test_token_ids_and_prompt_logprobs_come_where_asked_for():
     raw, body = answers(call_of(return_token_ids=True), feed)
     assert (body["prompt_token_ids"], body["choices"][0]["token_ids"]) == ([5, 6, 7], [20, 21])
     parts = [chunk["choices"][0] for chunk in chunks(raw)]
-    assert parts[0]["prompt_token_ids"] == [5, 6, 7]
+    assert [chunk.get("prompt_token_ids") for chunk in chunks(raw)] == [[5, 6, 7]] + [None] * (len(parts) - 1)
     assert [token for part in parts for token in part["token_ids"]] == [20, 21]
     call = call_of(prompt_logprobs=1, stream=False)
     scored = RequestDelta("r1", [], False, prompt_logprobs=[None, scores(6), scores(7)])

@@ -153,6 +153,10 @@ def test_a_demanded_call_is_a_form_that_the_rendered_prompt_decides(forms):
         ({"response_format": {"type": "json_object", "value": SCHEMA}}, {"json": SCHEMA}),
         ({"response_format": {"type": "json_object", "schema": SCHEMA}}, {"json": SCHEMA}),
         (
+            {"response_format": {"type": "json", "value": {"properties": {"a": {}}}}},
+            {"json": {"type": "object", "properties": {"a": {}}}},
+        ),
+        (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
             {"json": SCHEMA},
         ),
@@ -170,6 +174,15 @@ def test_the_form_of_an_answer_can_be_said_in_four_ways(forms, body, form):
     chat(**body)
     parse_completion({"prompt": "x", **body}, SERVED, LIMITS)
     assert forms == [form, form]
+
+
+def test_a_work_knows_the_field_of_its_form():
+    tools = {"tools": [TOOL], "tool_choice": "required"}
+    with_calls = replace(SERVED, forced_call=lambda *_: {"regex": "a"})
+    assert chat(with_calls, **tools).work[0].form_from == "tool_choice"
+    for body in ({"guided_regex": "a"}, {"response_format": {"type": "json_object"}}):
+        call = parse_completion({"prompt": "x", **body}, SERVED, LIMITS)
+        assert {chat(**body).work[0].form_from, call.work[0].form_from} == set(body)
 
 
 @pytest.mark.parametrize(
@@ -190,6 +203,7 @@ def test_the_form_of_an_answer_can_be_said_in_four_ways(forms, body, form):
         ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
         ({"response_format": {"type": "json_object"}, "guided_json": {}}, "guided_json"),
         ({"guided_grammar": "bad"}, "guided_grammar"),
+        ({"structured_outputs": {"grammar": "bad"}}, "structured_outputs.grammar"),
     ],
     ids=lambda value: json.dumps(value)[:50],
 )

@@ -145,7 +145,9 @@ def test_ids_and_scores_come_where_asked_for():
     assert (choice["prompt_token_ids"], choice["token_ids"]) == ([5, 6, 7], [20, 21])
     assert choice["prompt_logprobs"][1]["6"]["logprob"] == -0.5
     raw, _ = answers(call_of(return_token_ids=True), feed[1:])
-    assert [chunk["choices"][0]["token_ids"] for chunk in chunks(raw)] == [[20], [21]]
+    parts = [chunk["choices"][0] for chunk in chunks(raw)]
+    assert [part["token_ids"] for part in parts] == [[20], [21]]
+    assert [part.get("prompt_token_ids") for part in parts] == [[5, 6, 7], None]
 
 
 def test_cached_tokens_of_all_prompts_are_counted_once():
@@ -174,7 +176,7 @@ def test_a_prompt_that_exceeds_the_context_is_refused_with_three_numbers():
         with pytest.raises(ApiError, match=rf"{fits + 1} tokens.*1024") as error:
             call.reply(HEAD, SERVED, tokenized(call, ids=range(fits + 1)))
         assert (error.value.status, error.value.code, error.value.param) == (400, "context_length_exceeded", "prompt")
-    assert "max_tokens is 100" in error.value.message
+    assert "and 100 are asked for" in error.value.message
 
 
 def test_usage_in_every_chunk_counts_tokens_that_add_no_text_yet():

@@ -277,6 +277,11 @@ def test_what_is_at_fault_is_named_as_the_client_sent_it(body, param):
     assert refused(**body) == param
 
 
+def test_a_form_that_cannot_be_compiled_is_told_by_the_clients_field():
+    form = {"type": "json_schema", "name": "x", "schema": {"type": "object"}}
+    assert call_of(SERVED, text={"format": form}).work[0].form_from == "text.format"
+
+
 def test_a_response_that_cannot_fit_is_refused():
     call = call_of(max_output_tokens=1022)
     with pytest.raises(ApiError) as error:

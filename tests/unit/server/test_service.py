@@ -115,6 +115,26 @@ def test_what_came_before_a_failure_is_sent() -> None:
     run(test)
 
 
+def test_metrics_of_several_completions_are_of_each() -> None:
+    async def test(service: Service, client: FakeClient) -> None:
+        service.clock = iter(range(100)).__next__
+        answer = await service.begin(call(IDS, n=2), "r", None)
+        running, _ = client.requests["1"]
+        for counts, reason in (((1, 1), None), ((2, 1), None), ((2, 0), FinishReason.LENGTH)):
+            deltas = [CompletionDelta(n, [5] * k, "a", None, reason, None, None) for n, k in enumerate(counts)]
+            running.inbox.put(0, RequestDelta("1", deltas, reason is not None))
+            await answer.advance()
+        tokens = count_of(service, "vllm:request_generation_tokens_sum")
+        longest = count_of(service, "vllm:request_max_num_generation_tokens_sum")
+        assert (tokens, longest) == (7, 5)
+        assert count_of(service, "vllm:time_to_first_token_seconds_count") == 1
+        between = count_of(service, "vllm:inter_token_latency_seconds_count")
+        seconds = count_of(service, "vllm:inter_token_latency_seconds_sum")
+        assert (between, seconds) == (5, 2 + 2 + 2)  # the clock is read twice for each delta
+
+    run(test)
+
+
 def test_an_answer_that_is_left_frees_what_runs() -> None:
     async def test(service: Service, client: FakeClient) -> None:
         answer = await service.begin(call(IDS, n=3), "r", None)
@@ -176,6 +196,25 @@ def test_what_cannot_be_served_is_a_400(prompt: Any, params: dict[str, Any], say
             await service.begin(call(prompt, **params), "r", None)
         assert (refused.value.status, refused.value.code) == (400, code)
         assert not client.requests
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [("guided_regex", "guided_regex cannot"), ("structured_outputs", r"structured_outputs\.regex cannot")],
+)
+def test_a_grammar_that_is_refused_names_the_field_that_it_came_from(source: str, says: str) -> None:
+    class Refusing:
+        async def check_grammar(self, outputs: Any) -> None:
+            raise ApiError(400, "structured_outputs.regex cannot be compiled: x", param="structured_outputs")
+
+    async def test(service: Service, client: FakeClient) -> None:
+        grammars: Any = Refusing()
+        service.grammars = grammars
+        with pytest.raises(ApiError, match=f"^{says} be compiled") as error:
+            await service._check_grammar(SamplingParams(structured_outputs={"regex": "a"}), source)
+        assert error.value.param == source
 
     run(test)
 

@@ -187,6 +187,18 @@ def test_a_stream_says_the_same_as_a_body_however_deltas_are_cut(tokens, stop, b
     assert events[-1]["details"]["finish_reason"] == details["finish_reason"]
 
 
+def test_only_what_is_no_text_is_special():
+    call = parse({"details": True})
+    (whole,) = run(WORDS, call.work[0].params)
+    ended = dataclasses.replace(whole, outputs=[dataclasses.replace(whole.outputs[0], finish_reason=FinishReason.STOP)])
+    for stops, last in (((), False), (WORDS[-1:], True)):  # a grammar's end is text, a token that ends the model is not
+        served = dataclasses.replace(SERVED, stop_token_ids=frozenset(stops))
+        reply = call.reply(HEAD, served, [TokenizedWork(PROMPT, PROMPT_IDS, call.work[0].params)])
+        reply.advance(0, ended)
+        tokens = reply.body()["details"]["tokens"]
+        assert [token["special"] for token in tokens] == [False] * (len(WORDS) - 1) + [last]
+
+
 def test_an_end_without_a_token_has_an_event():
     call = parse({"details": True}, stream=True)
     (whole,) = run(WORDS, call.work[0].params)
@@ -245,6 +257,7 @@ def test_a_bare_url_decides_by_stream():
     [
         ({"type": "json", "value": {"type": "object"}}, {"json": {"type": "object"}}),
         ({"type": "json", "value": '{"type": "object"}'}, {"json": {"type": "object"}}),
+        ({"type": "json", "value": {"properties": {}}}, {"json": {"type": "object", "properties": {}}}),
         ({"type": "json_schema", "value": {"name": "x", "schema": {"type": "object"}}}, {"json": {"type": "object"}}),
         ({"type": "regex", "value": "a+"}, {"regex": "a+"}),
     ],
@@ -313,9 +326,10 @@ def test_a_stream_has_no_prefill():
 
 
 def test_what_is_ignored_is_named():
-    assert parse(options={"use_cache": True}, model="x").ignored == ["options", "model"]
+    assert parse(options={"use_cache": True}, model="x").ignored == ("options", "model")
     lax = dataclasses.replace(SERVED, unknown_fields="ignore")
-    assert parse({"min_p": 1, "top_h": None}, served=lax, other=1).ignored == ["other", "parameters.min_p"]
+    assert parse({"min_p": 1, "top_h": None}, served=lax, other=1).ignored == ("other", "parameters.min_p")
+    assert parse(served=lax, **{"日本": 1, "a\r\nb: c": 1}).ignored == ("?", "?")  # no header can have them
 
 
 def test_without_a_tokenizer_there_is_no_text():

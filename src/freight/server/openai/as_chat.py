@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from reprlib import repr as show
 from typing import Any
 
@@ -108,21 +108,27 @@ class Messages:
 def chat_call(body: Mapping[str, Any], served: Served, limits: ServingLimits, renamed: Renamed) -> ChatCall:
     """The call of a chat's body. Raises ApiError in the names of the API that the body was made for."""
     try:
-        return parse_chat(dict(body), served, limits)
+        call = parse_chat(dict(body), served, limits)
     except ApiError as error:
         raise retold(error, renamed) from None
+    return replace(call, work=tuple(replace(one, form_from=_told(one.form_from, renamed)) for one in call.work))
 
 
 def retold(error: ApiError, renamed: Renamed) -> ApiError:
     """`error` with the first pattern that its field begins with replaced, in `param` and in the message."""
     param, message = error.param, error.message
-    for pattern, name in renamed:
-        if param is not None and (found := re.match(rf"{pattern}(?![\w])", param)):
-            told = found.expand(name) + param[found.end() :]
-            message = told + message[len(param) :] if message.startswith(param) else message
-            param = told
-            break
+    if param is not None:
+        told = _told(param, renamed)
+        message = told + message[len(param) :] if message.startswith(param) else message
+        param = told
     return ApiError(error.status, message, param=param, code=error.code, headers=error.headers)
+
+
+def _told(param: str, renamed: Renamed) -> str:
+    for pattern, name in renamed:
+        if (found := re.match(rf"{pattern}(?![\w])", param)) is not None:
+            return found.expand(name) + param[found.end() :]
+    return param
 
 
 def entries(where: str, given: object, most: int) -> list[dict[str, Any]]:

@@ -142,15 +142,16 @@ class ChatReply:
         if len(choice.logprobs) > choice.logprobs_sent:
             logprobs = json.dumps({"content": choice.logprobs[choice.logprobs_sent :]})
             choice.logprobs_sent = len(choice.logprobs)
-        more = ""
+        ids = prompt_ids = ""
         if self._options.token_ids:
             if delta.startswith('{"role"'):
-                more = f', "prompt_token_ids": {json.dumps(list(self._work.token_ids))}'
-            more += f', "token_ids": {json.dumps(choice.token_ids[choice.tokens_sent :])}'
+                prompt_ids = f', "prompt_token_ids": {json.dumps(list(self._work.token_ids))}'
+            ids = f', "token_ids": {json.dumps(choice.token_ids[choice.tokens_sent :])}'
             choice.tokens_sent = len(choice.token_ids)
         return self._chunks.chunk(
             f'{{"index": {choice.index}, "delta": {delta}, "logprobs": {logprobs}, '
-            f'"finish_reason": {finish_reason}{more}}}'
+            f'"finish_reason": {finish_reason}{ids}}}',
+            prompt_ids,
         )
 
     def end(self) -> bytes:

@@ -160,12 +160,19 @@ def parse_chat(body: object, served: Served, limits: ServingLimits) -> ChatCall:
         around = None if after is None or prompt_text is None else partial(_reasoned, after, prompt_text)
         return sampling_from(request, served, limits, own, renamed, forced, around)
 
-    depends = bool(tools.forced) or (served.after_reasoning is not None and structured_from(request)[0] is not None)
+    form, form_from = structured_from(request)
+    depends = bool(tools.forced) or (served.after_reasoning is not None and form is not None)
+    work = Work(
+        conversation,
+        params_of(None),
+        params_of=params_of if depends else None,
+        form_from="tool_choice" if tools.forced else form_from,
+    )
     stream_options = request.stream_options
     return ChatCall(
         stream=bool(request.stream),
         model=model,
-        work=(Work(conversation, params_of(None), params_of=params_of if depends else None),),
+        work=(work,),
         ignored=(*fields.ignored, *named(ignored)),
         options=AnswerOptions(
             include_usage=bool(stream_options and stream_options.include_usage),

@@ -26,6 +26,7 @@ class _Choice:
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+    begun: bool = False  # its first chunk is out
 
 
 @dataclass(eq=False, slots=True)
@@ -84,7 +85,7 @@ class CompletionReply:
         return "".join(chunks).encode("ascii")
 
     def _send_prompt(self, prompt: _Prompt, chunks: list[str]) -> None:
-        chunks += [self._chunk(choice, choice.text[0]) for choice in prompt.choices]
+        chunks += [self._chunk(prompt, choice, choice.text[0]) for choice in prompt.choices]
 
     def advance(self, index: int, delta: RequestDelta) -> bytes:
         prompt, chunks = self._prompts[index], []  # type: tuple[_Prompt, list[str]]
@@ -105,10 +106,10 @@ class CompletionReply:
                     choice.logprobs.add(prompt.work.token_ids, prompt.scores)
             self._send_prompt(prompt, chunks)
         for output in outputs:
-            self._advance(prompt.choices[output.index], output, chunks)
+            self._advance(prompt, prompt.choices[output.index], output, chunks)
         return "".join(chunks).encode("ascii")
 
-    def _advance(self, choice: _Choice, output: CompletionDelta, chunks: list[str]) -> None:
+    def _advance(self, prompt: _Prompt, choice: _Choice, output: CompletionDelta, chunks: list[str]) -> None:
         self._usage.completion += len(output.token_ids)
         choice.token_ids += output.token_ids
         if choice.logprobs is not None and output.logprobs:
@@ -119,12 +120,15 @@ class CompletionReply:
             choice.finish_reason = output.finish_reason.value
         options = self._options
         if output.text or output.finish_reason is not None or options.token_ids or options.continuous_usage:
-            chunks.append(self._chunk(choice, output.text, output.token_ids))
+            chunks.append(self._chunk(prompt, choice, output.text, output.token_ids))
 
-    def _chunk(self, choice: _Choice, text: str, token_ids: Sequence[int] = ()) -> str:
+    def _chunk(self, prompt: _Prompt, choice: _Choice, text: str, token_ids: Sequence[int] = ()) -> str:
         logprobs = "null" if choice.logprobs is None else json.dumps(choice.logprobs.take())
         finish_reason = "null" if choice.finish_reason is None else f'"{choice.finish_reason}"'
         more = f', "token_ids": {json.dumps(list(token_ids))}' if self._options.token_ids else ""
+        if self._options.token_ids and not choice.begun:
+            more += f', "prompt_token_ids": {json.dumps(list(prompt.work.token_ids))}'
+        choice.begun = True
         return self._chunks.chunk(
             f'{{"index": {choice.index}, "text": {json.dumps(text)}, "logprobs": {logprobs}, '
             f'"finish_reason": {finish_reason}{more}}}'

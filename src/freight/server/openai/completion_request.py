@@ -20,6 +20,7 @@ from freight.server.openai.completion_reply import CompletionReply
 from freight.server.openai.fields import inlined, read_fields, refuse, served_name, validated
 from freight.server.openai.sampling_fields import SharedFields, check_shared, sampling_from, within
 from freight.server.openai.stream import AnswerOptions
+from freight.server.openai.structure import structured_from
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 _MOST = ServingLimits()
@@ -98,7 +99,7 @@ def parse_completion(body: object, served: Served, limits: ServingLimits) -> Com
     return CompletionCall(
         stream=bool(request.stream),
         model=model,
-        work=tuple(Work(prompt, params) for prompt in prompts),
+        work=tuple(Work(prompt, params, form_from=structured_from(request)[1]) for prompt in prompts),
         ignored=fields.ignored,
         options=AnswerOptions(
             include_usage=bool(stream_options and stream_options.include_usage),

@@ -140,7 +140,8 @@ def from_request_error(error: RequestError, renamed: Mapping[str, str] | None = 
     if found is None or not _is_field(found[0]):
         return ApiError(400, message)
     name = re.split(r"[.\[]", found[0])[0]
-    param = (renamed or {}).get(name) or found[0]
+    param = (renamed or {}).get(name, name)
+    param = found[0] if param == name else param
     return ApiError(400, param + message[found.end() :], param=param)
 
 

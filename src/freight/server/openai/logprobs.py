@@ -27,7 +27,7 @@ def text_of(token: int, entry: Logprob, tokenizer: Tokenizer | None) -> str:
 def _bytes_of(token: int, text: str, tokenizer: Tokenizer | None) -> list[int]:
     """The bytes that a token adds: a part of a character has no text that tells them."""
     pieces = tokenizer.pieces(False) if tokenizer and "\ufffd" in text else None
-    piece = pieces[token] if pieces else None
+    piece = None if pieces is None else pieces[token]
     return list(piece) if isinstance(piece, bytes) else list(text.encode())
 
 

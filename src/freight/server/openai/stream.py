@@ -74,13 +74,13 @@ class Chunks:
         """common: the fields of every chunk besides `choices` and `usage`."""
         self._lead = f'data: {json.dumps(common)[:-1]}, "choices": ['
         self._options, self._usage = options, usage
-        self._tail = '], "usage": null}\n\n' if options.include_usage else "]}\n\n"
+        self._tail = ', "usage": null}\n\n' if options.include_usage else "}\n\n"
 
-    def chunk(self, choice: str) -> str:
-        """The chunk of one choice, given as JSON."""
+    def chunk(self, choice: str, more: str = "") -> str:
+        """The chunk of one choice, given as JSON. more: further fields of this chunk, each as `, "name": value`."""
         if self._options.continuous_usage:
-            return f'{self._lead}{choice}], "usage": {self._usage.json()}}}\n\n'
-        return f"{self._lead}{choice}{self._tail}"
+            return f'{self._lead}{choice}]{more}, "usage": {self._usage.json()}}}\n\n'
+        return f"{self._lead}{choice}]{more}{self._tail}"
 
     def end(self) -> bytes:
         """The usage, where it is asked for, and the end of the stream."""

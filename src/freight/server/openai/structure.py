@@ -6,6 +6,7 @@ Four ways to say it are in use: OpenAI's `response_format`, the form that the hu
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from reprlib import repr as show
 from typing import Any
 
@@ -82,7 +83,15 @@ def _schema(given: dict[str, Any], beside: object) -> object:
 def _checked(schema: object, param: str) -> object:
     if not isinstance(schema, dict | bool):
         raise refuse(param, f"{param} is {show(schema)}; it must be a JSON schema: an object")
-    return schema
+    return as_object(schema) if isinstance(schema, dict) else schema
+
+
+def as_object(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`schema` with `"type": "object"` where it has properties and no type.
+
+    By the letter such a schema allows a number too. The hub's clients and their documentation mean an object by it.
+    """
+    return {"type": "object", **schema} if "properties" in schema and "type" not in schema else schema
 
 
 def _structured_outputs(given: object) -> dict[str, Any]:
