@@ -16,7 +16,15 @@ if "OMP_WAIT_POLICY" not in os.environ:
 
 if TYPE_CHECKING:
     from freight.calibrate.quantize import QuantizeResult, quantize
-    from freight.errors import CapacityError, CheckpointError, ConfigError, FreightError, KernelError, RequestError
+    from freight.errors import (
+        CapacityError,
+        CheckpointError,
+        ConfigError,
+        FreightError,
+        GenerationError,
+        KernelError,
+        RequestError,
+    )
     from freight.llm import LLM
     from freight.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
     from freight.sampling import SamplingParams
@@ -32,6 +40,7 @@ __all__ = [
     "ConfigError",
     "FinishReason",
     "FreightError",
+    "GenerationError",
     "KernelError",
     "Logprob",
     "QuantizeResult",

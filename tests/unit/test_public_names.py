@@ -24,6 +24,7 @@ PUBLIC = {
     "CheckpointError": "freight.errors",
     "CapacityError": "freight.errors",
     "KernelError": "freight.errors",
+    "GenerationError": "freight.errors",
     "quantize": "freight.calibrate.quantize",
     "QuantizeResult": "freight.calibrate.quantize",
 }

@@ -49,10 +49,10 @@ def _fetched(model: str, revision: str | None) -> Path:
     hint = nearest(model, PRESETS)
     if model.startswith((".", "/", "~")) or model.count("/") > 1 or not model:
         raise CheckpointError(f"there is no folder or config.json {model!r}{hint}")
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import snapshot_download  # hf_hub_download tries for half a minute without a network
 
     try:
-        return Path(hf_hub_download(model, "config.json", revision=revision))
+        return Path(snapshot_download(model, revision=revision, allow_patterns=["config.json"])) / "config.json"
     except Exception as error:  # the client's own errors, and whatever its network stack raises
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise CheckpointError(

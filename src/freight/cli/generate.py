@@ -118,7 +118,7 @@ def require_token_ids(prompts: Prompts, form: StructuredOutputs | None) -> None:
 
 
 def read_form(json_schema: Path | None, regex: str | None, choice: list[str]) -> StructuredOutputs | None:
-    """The form that was asked for, if one. Raises RequestError for several, and for a file that cannot be read."""
+    """The form that was asked for, if one. Raises RequestError for several, and for one that is none."""
     given: dict[str, object] = {}
     if json_schema is not None:
         try:
@@ -131,7 +131,12 @@ def read_form(json_schema: Path | None, regex: str | None, choice: list[str]) ->
         given["choice"] = choice
     if len(given) > 1:
         raise RequestError("a completion has one form; give one of --json-schema FILE, --regex TEXT and --choice TEXT")
-    return StructuredOutputs.of(given) if given else None
+    try:
+        return StructuredOutputs.of(given) if given else None
+    except RequestError as error:
+        name = next(iter(given))
+        option = f"--json-schema {json_schema}" if name == "json" else f"--{name}"
+        raise RequestError(str(error).replace(f"structured_outputs.{name}", option)) from None
 
 
 def _parse_ids(text: str) -> list[int]:

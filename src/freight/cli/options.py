@@ -86,7 +86,7 @@ ENGINE_FLAGS = (
     Flag("device", str, "What to compute on; auto: a GPU if torch sees one."),
     Flag("kernels", str, "Which kernels; reference is the plain torch definition of each."),
     Flag("attention_compute", str, "fp8: attention multiplies FP8 by FP8 on a GPU that can; auto: 16 bits."),
-    Flag("threads", int | None, "CPU threads; default: the cores this process may use.", "COUNT"),
+    Flag("threads", int | None, "CPU threads; default: one for each physical core that is free to use.", "COUNT"),
     Flag("seed", int, "Makes sampling repeatable: the same seed and prompts, the same tokens.", "NUMBER"),
     Flag("revision", str | None, "Branch, tag or commit of a hub model.", "NAME"),
     Flag("tokenizer", str | None, "A folder or hub id to take the tokenizer from instead.", "MODEL"),

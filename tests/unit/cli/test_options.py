@@ -212,10 +212,12 @@ def test_the_form_of_a_completion(freight: Run, llm: Any, tmp_path: Path) -> Non
         (["--regex", "a", "--choice", "b"], "one of --json-schema"),
         (["--json-schema", "missing.json"], "missing.json cannot be read"),
         (["--json-schema", "scales.json", "--regex", "a"], "one of --json-schema"),
-        (["--regex", "a" * 5000], "at most 4096 bytes"),
+        (["--json-schema", "text.json"], "error: --json-schema text.json is not valid JSON"),
+        (["--regex", "a" * 5000], "error: --regex has 5000 characters; at most 4096 bytes"),
     ],
 )
-def test_a_form_that_cannot_be_is_refused(freight: Run, llm: Any, given: list[str], says: str) -> None:
+def test_a_form_that_cannot_be_is_refused(freight: Run, llm: Any, given: list[str], says: str, tmp_path: Path) -> None:
+    (tmp_path / "text.json").write_text("no JSON")
     answer = freight("generate", "--prompt", "x", *given)
     assert answer.code == 2
     assert says in " ".join(answer.err.split())

@@ -115,23 +115,23 @@ def test_it_answers_without_torch(llama: str) -> None:
 
 def hub(monkeypatch: pytest.MonkeyPatch, fetch: Callable[..., str]) -> None:
     module: Any = ModuleType("huggingface_hub")
-    module.hf_hub_download = fetch
+    module.snapshot_download = fetch  # which gives up at once without a network
     monkeypatch.setitem(sys.modules, "huggingface_hub", module)
 
 
 def test_of_a_hub_model_config_json_alone_is_fetched(
     freight: Run, llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[str, str, str | None]] = []
+    asked: list[tuple[str, list[str], str | None]] = []
 
-    def fetch(model: str, file: str, *, revision: str | None) -> str:
-        asked.append((model, file, revision))
-        return str(tmp_path / file)
+    def fetch(model: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append((model, allow_patterns, revision))
+        return str(tmp_path)
 
     hub(monkeypatch, fetch)
     answer = freight("plan", "meta-llama/Llama-3.1-8B", *WISH, "--revision", "main")
     assert answer.code == 0
-    assert asked == [("meta-llama/Llama-3.1-8B", "config.json", "main")]
+    assert asked == [("meta-llama/Llama-3.1-8B", ["config.json"], "main")]
 
 
 def test_what_cannot_be_fetched_names_the_nearest_preset(monkeypatch: pytest.MonkeyPatch) -> None:
