@@ -94,7 +94,8 @@ async def _measure(args: ServingArgs, on_progress: OnProgress) -> tuple[list[Run
             for target in [*targets[first:], *targets[:first]]:
                 if turn == 0 and args.warmup:
                     warm = Level(concurrency=level.concurrency or args.warmup)
-                    await run_level(target, prompts, warm, Amount(requests=args.warmup), -1 - number)
+                    below = args.seed - 1 - number  # no run's seed, so that no run finds a prompt in a prefix cache
+                    await run_level(target, prompts, warm, Amount(requests=args.warmup), below)
                 answers = await run_level(target, prompts, level, args.amount, seed, count)
                 runs.append(Run(target.address.url, level, turn, answers))
     if runs and not any(not answer.error for run in runs for answer in run.answers):

@@ -157,6 +157,16 @@ def test_the_same_seed_draws_the_same_requests():
         assert first == again != other
 
 
+@pytest.mark.parametrize("seed", [-1, 0, 1])
+def test_no_prompt_is_sent_twice_so_none_is_found_in_a_prefix_cache(seed: int):
+    server = StandIn(vocab_size=1000)
+    levels = Level(concurrency=1), Level(concurrency=2)
+    with running(server):
+        measure_serving(arguments(server, prompt_kind="ids", levels=levels, rounds=3, seed=seed))
+    prompts = [tuple(body["prompt"]) for body in server.bodies]
+    assert len(set(prompts)) == len(prompts) == 1 + 2 * (1 + 3 * 4)
+
+
 @pytest.mark.parametrize(
     ("server", "given", "says"),
     [
