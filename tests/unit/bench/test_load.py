@@ -65,6 +65,15 @@ def test_a_duration_ends_a_run():
     assert 2 < len(answers) < 40
 
 
+def test_no_request_begins_after_the_duration_at_a_low_rate_either():
+    server = StandIn()
+    with running(server):
+        answers = load(server, Level(rate=8.0), Amount(seconds=0.2))
+        assert all(answer.sent - answers[0].start < 0.2 for answer in answers)
+        with pytest.raises(ConfigError, match="no request was due within --duration"):
+            measure_serving(arguments(server, levels=(Level(rate=0.5),), amount=Amount(seconds=0.01)))
+
+
 @pytest.mark.parametrize(
     ("fault", "kind"),
     [
