@@ -119,7 +119,7 @@ def read_prompts(path: Path, output: Lengths, seed: int) -> list[Ask]:
     Raises ConfigError that names the line.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # splitlines() also splits inside of JSON: U+2028
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--prompts {path} cannot be read as text: {error}") from None
     numbers, asks = random.Random(seed), []

@@ -195,8 +195,9 @@ def test_a_server_that_cannot_be_measured_is_one_line(server: StandIn, given: di
 def test_prompts_of_a_file(tmp_path: Path):
     path = tmp_path / "prompts.jsonl"
     lines = [{"prompt": "a", "max_tokens": 3}, {"prompt": [1, 2]}, {"messages": [{"role": "user", "content": "x"}]}]
-    path.write_text("\n\n".join(map(json.dumps, lines)))
-    asks = read_prompts(path, Lengths(5, 5), 0)
+    path.write_text("\ufeff" + "\r\n\n".join(map(json.dumps, lines)) + '\n{"prompt": "a\u2028b"}', encoding="utf-8")
+    *asks, last = read_prompts(path, Lengths(5, 5), 0)
+    assert last.content == "a\u2028b"
     assert [ask.max_tokens for ask in asks] == [3, 5, 5]
     assert [ask.is_messages for ask in asks] == [False, False, True]
 
