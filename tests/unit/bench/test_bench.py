@@ -12,15 +12,16 @@ import torch
 
 from freight.bench.drive import StepRecord, TimedRunner, drive, greedy, random_prompt, weight_bytes
 from freight.bench.kernels import linear_shapes, measure_kernels
-from freight.bench.latency import measure_latency, split
+from freight.bench.latency import measure_latency, read_bytes, split
 from freight.bench.throughput import draw_length, measure_throughput
 from freight.bench.timing import MemoryProbe, Spread, bytes_beyond_caches, time_alternately
+from freight.cache.spec import KVCacheSpec, LayerKVSpec
 from freight.config.engine import EngineArgs
 from freight.config.model import parse_model_config
 from freight.config.presets import PRESETS
 from freight.engine.build import start_engine
 from freight.errors import ConfigError
-from freight.fp8.formats import Format
+from freight.fp8.formats import Format, Granularity
 from freight.kernels.reference_set import REFERENCE
 from freight.kernels.select import select_kernels
 from freight.models.open import OpenModel, open_random
@@ -144,6 +145,12 @@ def test_latency_reports_the_run(opened: OpenModel):
     assert found["decode_bandwidth_fraction"] > 0.01 * moved / (steps["high"] / 1e3) / speeds["high"]
     for figure in ("prefill_tokens_per_second", "decode_tokens_per_second", "peak_rss_bytes"):
         assert found[figure] > 0
+
+
+def test_of_a_window_a_step_reads_no_more_than_the_window():
+    whole, window = (LayerKVSpec(Format.E4M3FN, Granularity.TENSOR, 2, 16, 16, size) for size in (None, 100))
+    assert read_bytes(KVCacheSpec((whole, window, window), 16), 80) == 80 * 3 * 64
+    assert read_bytes(KVCacheSpec((whole, window, window), 16), 1000) == (1000 + 2 * 100) * 64
 
 
 def test_throughput_counts_every_token(opened: OpenModel):
