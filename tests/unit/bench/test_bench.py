@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from freight.kernels.reference_set import REFERENCE
 from freight.kernels.select import select_kernels
 from freight.models.open import OpenModel, open_random
 
+FIXTURES = Path(__file__).parents[2] / "fixtures"
 SHAPE = PRESETS["llama-1b"] | {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -100,6 +102,15 @@ def test_weight_bytes_by_hand():
     outputs = 2 * ((64 + 2 * 32) + 64 + 2 * 96 + 64)
     assert weight_bytes(model, Format.BFLOAT16, Format.BFLOAT16) == 2 * (linear + norms + head)
     assert weight_bytes(model, Format.BFLOAT16, Format.E4M3FN) == linear + 4 * outputs + 2 * (norms + head)
+
+
+def test_a_table_of_per_layer_inputs_is_not_read_whole():
+    config = json.loads((FIXTURES / "llmcompressor_families" / "gemma4_own_inputs" / "config.json").read_text())
+    model = parse_model_config(config)
+    assert model.input_vocab_size
+    bytes_read = weight_bytes(model, Format.BFLOAT16, Format.BFLOAT16)
+    longer = replace(model, input_vocab_size=2 * model.input_vocab_size)
+    assert weight_bytes(longer, Format.BFLOAT16, Format.BFLOAT16) == bytes_read
 
 
 def test_of_experts_only_those_count_that_are_chosen():
