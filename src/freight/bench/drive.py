@@ -104,10 +104,11 @@ def drive(engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[Sam
 
 def weight_bytes(model: ModelConfig, compute_format: Format, weight_format: Format, num_rows: int = 1) -> int:
     """Bytes of weights that a step of `num_rows` tokens reads, scales included. Of an embedding that is not the head,
-    only rows are read; of experts, as many as are chosen on average if all are equally likely."""
+    and of tables of positions and per-layer inputs, only rows are read, which are not counted; of experts, as many as
+    are chosen on average if all are equally likely."""
     names, total = tensor_names(model), 0
     for name, shape in tensor_shapes(model).items():
-        if name == names.positions or (name == names.embedding and not model.tie_word_embeddings):
+        if name in (names.positions, names.own_table) or (name == names.embedding and not model.tie_word_embeddings):
             continue
         linear = len(shape) > 1 and not name.endswith("bias") and name not in names.outer
         total += math.prod(shape) * (weight_format if linear else compute_format).bytes

@@ -18,6 +18,7 @@ from typing import Any
 from freight.bench.drive import StepRecord, describe_run, drive, greedy, random_prompt, weight_bytes
 from freight.bench.timing import MemoryProbe, Spread, peak_rss_bytes
 from freight.cache.pool import KVPool
+from freight.cache.spec import KVCacheSpec
 from freight.engine.build import memory_for_cache, start_engine
 from freight.errors import ConfigError
 from freight.models.open import OpenModel
@@ -60,8 +61,7 @@ def measure_latency(
         bandwidths.append((before + probe.sample()) / 2)
     on_progress(repeats + 1, repeats + 1)
     weights = weight_bytes(engine.runner.model.config, config.compute_format, config.weight_format, batch_size)
-    bytes_per_token = engine.runner.pool.spec.bytes_per_token
-    cache = round(batch_size * (input_len + output_len / 2) * bytes_per_token)  # half way through decoding
+    cache = round(batch_size * read_bytes(engine.runner.pool.spec, input_len + output_len / 2))  # half way
     figures = _figures(runs, batch_size, input_len)
     figures["decode_bandwidth_fraction"] = Spread.of(
         [(weights + cache) / (step.seconds * b) for (_, full), b in zip(runs, bandwidths, strict=True) for step in full]
@@ -92,6 +92,11 @@ def _figures(runs: Sequence[tuple[float, list[StepRecord]]], batch_size: int, in
         "decode_step_ms": Spread.of([step.seconds * 1e3 for step in steps]),
         "overhead_ms": Spread.of([(step.seconds - step.model_seconds) * 1e3 for step in steps]),
     }
+
+
+def read_bytes(spec: KVCacheSpec, num_tokens: float) -> float:
+    """Bytes of keys and values that a decode step reads of one sequence; of a window's layers, those in the window."""
+    return sum(min(num_tokens, group.window or num_tokens) * group.bytes_per_token for group in spec.groups)
 
 
 def _room(pool: KVPool, device: str) -> dict[str, int]:

@@ -191,6 +191,8 @@ async def run_level(
                 gaps, due = random.Random(f"arrivals {seed}"), begin
                 for ask in asks():
                     due += gaps.expovariate(level.rate)
+                    if amount.seconds is not None and due - begin >= amount.seconds:
+                        break
                     await asyncio.sleep(max(0.0, due - time.perf_counter()))
                     group.create_task(one(ask, due))
     finally:

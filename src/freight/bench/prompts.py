@@ -56,6 +56,11 @@ class Prompts(Protocol):
         """Requests without end; the same seed gives the same."""
 
 
+def _numbers(seed: int) -> random.Random:
+    """Seeded by a text: as a number, -1 and 1 would draw the same."""
+    return random.Random(f"prompts {seed}")
+
+
 @dataclass(frozen=True)
 class Text:
     """Pieces of `text` of about so many tokens; `per_token` is the characters of one, as the server counted before."""
@@ -67,7 +72,7 @@ class Text:
     shared_prefix: int = 0
 
     def asks(self, seed: int) -> Iterator[Ask]:
-        numbers = random.Random(seed)
+        numbers = _numbers(seed)
         prefix = _piece(self.text, 0, round(self.shared_prefix * self.per_token))
         while True:
             length = max(1, round(self.prompt.draw(numbers) * self.per_token))
@@ -91,7 +96,7 @@ class Ids:
     shared_prefix: int = 0
 
     def asks(self, seed: int) -> Iterator[Ask]:
-        numbers, same = random.Random(seed), random.Random("prefix")
+        numbers, same = _numbers(seed), random.Random("prefix")
         prefix = [same.randrange(self.vocab_size) for _ in range(self.shared_prefix)]
         while True:
             own = [numbers.randrange(self.vocab_size) for _ in range(self.prompt.draw(numbers))]
@@ -114,7 +119,7 @@ def read_prompts(path: Path, output: Lengths, seed: int) -> list[Ask]:
     Raises ConfigError that names the line.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # splitlines() also splits inside of JSON: U+2028
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--prompts {path} cannot be read as text: {error}") from None
     numbers, asks = random.Random(seed), []

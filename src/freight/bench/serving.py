@@ -94,12 +94,15 @@ async def _measure(args: ServingArgs, on_progress: OnProgress) -> tuple[list[Run
             for target in [*targets[first:], *targets[:first]]:
                 if turn == 0 and args.warmup:
                     warm = Level(concurrency=level.concurrency or args.warmup)
-                    await run_level(target, prompts, warm, Amount(requests=args.warmup), -1 - number)
+                    below = args.seed - 1 - number  # no run's seed, so that no run finds a prompt in a prefix cache
+                    await run_level(target, prompts, warm, Amount(requests=args.warmup), below)
                 answers = await run_level(target, prompts, level, args.amount, seed, count)
                 runs.append(Run(target.address.url, level, turn, answers))
-    if runs and not any(not answer.error for run in runs for answer in run.answers):
-        answer = runs[0].answers[0]
-        raise FreightError(f"{runs[0].url}: no request was answered; the first failed so: {answer.message}")
+    if not any(run.answers for run in runs):
+        raise ConfigError(f"no request was due within --duration {args.amount.seconds:g}: raise it, or --rate")
+    if all(answer.error for run in runs for answer in run.answers):
+        run = next(run for run in runs if run.answers)
+        raise FreightError(f"{run.url}: no request was answered; the first failed so: {run.answers[0].message}")
     return runs, describe(args, targets, runs)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -80,8 +81,7 @@ def _targets(urls: list[str], endpoint: str, api_key: str | None, timeout: float
 
     if endpoint not in ENDPOINTS:
         raise ConfigError(f"--endpoint {endpoint!r} is unknown: choose {choices(ENDPOINTS)}")
-    if timeout <= 0:
-        raise ConfigError(f"--timeout {timeout:g}: give a number of seconds above 0")
+    _positive("--timeout", timeout, "a number of seconds")
     return [Target(Address.parse(url), "", endpoint, api_key, timeout=timeout) for url in urls]
 
 
@@ -91,8 +91,8 @@ def _levels(concurrency: list[int] | None, rate: list[float] | None) -> list[Any
     if concurrency and rate:
         raise ConfigError("--concurrency and --rate are two kinds of load: give one of the two")
     if rate:
-        if min(rate) <= 0:
-            raise ConfigError(f"--rate {min(rate):g}: give requests a second, above 0")
+        for one in rate:
+            _positive("--rate", one, "requests a second")
         return [Level(rate=one) for one in dict.fromkeys(rate)]
     return [Level(concurrency=one) for one in dict.fromkeys(concurrency or [1])]
 
@@ -100,9 +100,15 @@ def _levels(concurrency: list[int] | None, rate: list[float] | None) -> list[Any
 def _amount(num_requests: int | None, duration: float | None) -> Any:
     from freight.bench.load import Amount
 
-    if duration is not None and duration <= 0:
-        raise ConfigError(f"--duration {duration:g}: give a number of seconds above 0")
+    if duration is not None:
+        _positive("--duration", duration, "a number of seconds")
     return Amount(num_requests or (None if duration else 64), duration)
+
+
+def _positive(flag: str, value: float, what: str) -> None:
+    """Raises ConfigError, also for inf and nan, with which a load would not end or not begin."""
+    if not 0 < value < math.inf:
+        raise ConfigError(f"{flag} {value:g}: give {what}, above 0 and finite")
 
 
 def check_picture(path: Path | None) -> None:

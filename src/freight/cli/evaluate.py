@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -83,12 +83,12 @@ def evaluate(
 
     Perplexity, divergence from a 16-bit cache, memory and speed, of all FP8 caches or of the one asked for.
     """
-    if (tasks is not None) + long + per_layer > 1:
-        raise ConfigError("--tasks, --long and --per-layer are different measurements: give one of them")
-    if report is not None and (tasks is not None or long or per_layer):
-        raise ConfigError(
-            f"--report {report} is of the caches over a text: give it without --tasks, --long, --per-layer"
-        )
+    _refuse_unused(
+        {"--tasks": tasks, "--long": long, "--per-layer": per_layer},
+        {"--data": data, "--field": field, "--window": window, "--max-tokens": max_tokens, "--caches": caches}
+        | {"--weights": weights, "--calibration-data": calibration_data, "--no-speed": not speed, "--report": report}
+        | {"--include-path": include_path, "--limit": limit, "--num-fewshot": num_fewshot, "--contexts": contexts},
+    )
     named = args.quantization_param_path or args.kv_scales != "auto" or args.kv_cache_dtype != "auto"
     asked = (args.kv_cache_dtype, args.kv_scales) if named else None
     if tasks is not None:
@@ -96,9 +96,6 @@ def evaluate(
 
         evaluate_tasks(args, tasks, asked or CACHES[0], include_path, limit, num_fewshot, as_json)
         return
-    for name, value in (("--include-path", include_path), ("--limit", limit), ("--num-fewshot", num_fewshot)):
-        if value is not None:
-            raise ConfigError(f"{name} {value} belongs to --tasks NAME,…, which is not given")
     if long:
         from freight.cli.evaluate_long import LONG_CACHES, evaluate_long
         from freight.evaluate.documents import read_documents
@@ -114,6 +111,32 @@ def evaluate(
         return
     lists = _list(caches), _list(weights) or ()
     _evaluate_grid(args, path, field, (*lists, calibration_data, window, max_tokens, speed), report, as_json)
+
+
+_UNSET = {"--field": "text", "--contexts": 16, "--no-speed": False}  # what stands for "not given"; else None
+_TEXT = frozenset(("--data", "--field", "--window"))
+_USED = {  # by each measurement; "": that of the caches over a text
+    "": _TEXT | {"--max-tokens", "--caches", "--weights", "--calibration-data", "--no-speed", "--report"},
+    "--tasks": frozenset(("--include-path", "--limit", "--num-fewshot")),
+    "--long": _TEXT | {"--contexts"},
+    "--per-layer": _TEXT,
+}
+
+
+def _refuse_unused(kinds: Mapping[str, object], options: Mapping[str, object]) -> None:
+    """Raises ConfigError for two kinds of measurement, and for an option that the chosen one would not read."""
+    chosen = [flag for flag, value in kinds.items() if value not in (None, False)]
+    if len(chosen) > 1:
+        raise ConfigError("--tasks, --long and --per-layer are different measurements: give one of them")
+    kind = chosen[0] if chosen else ""
+    for flag, value in options.items():
+        if value == _UNSET.get(flag) or flag in _USED[kind]:
+            continue
+        given = flag if value is True else f"{flag} {value}"
+        if not kind:
+            user = next(user for user in _USED if flag in _USED[user])
+            raise ConfigError(f"{given} belongs to {user}, which is not given")
+        raise ConfigError(f"{given} is not read by {kind}: leave it out")
 
 
 def _evaluate_grid(
@@ -151,7 +174,7 @@ def _evaluate_grid(
 
 def _list(text: str | None) -> tuple[str, ...] | None:
     """'a,b' -> ('a', 'b')"""
-    return None if text is None else tuple(part.strip() for part in text.split(",") if part.strip())
+    return None if text is None else tuple(part.strip() for part in text.split(","))
 
 
 def data_path(model: str, data: Path | None) -> Path:

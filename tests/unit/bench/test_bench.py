@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,19 +13,21 @@ import torch
 
 from freight.bench.drive import StepRecord, TimedRunner, drive, greedy, random_prompt, weight_bytes
 from freight.bench.kernels import linear_shapes, measure_kernels
-from freight.bench.latency import measure_latency, split
+from freight.bench.latency import measure_latency, read_bytes, split
 from freight.bench.throughput import draw_length, measure_throughput
 from freight.bench.timing import MemoryProbe, Spread, bytes_beyond_caches, time_alternately
+from freight.cache.spec import KVCacheSpec, LayerKVSpec
 from freight.config.engine import EngineArgs
 from freight.config.model import parse_model_config
 from freight.config.presets import PRESETS
 from freight.engine.build import start_engine
 from freight.errors import ConfigError
-from freight.fp8.formats import Format
+from freight.fp8.formats import Format, Granularity
 from freight.kernels.reference_set import REFERENCE
 from freight.kernels.select import select_kernels
 from freight.models.open import OpenModel, open_random
 
+FIXTURES = Path(__file__).parents[2] / "fixtures"
 SHAPE = PRESETS["llama-1b"] | {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -101,6 +104,15 @@ def test_weight_bytes_by_hand():
     assert weight_bytes(model, Format.BFLOAT16, Format.E4M3FN) == linear + 4 * outputs + 2 * (norms + head)
 
 
+def test_a_table_of_per_layer_inputs_is_not_read_whole():
+    config = json.loads((FIXTURES / "llmcompressor_families" / "gemma4_own_inputs" / "config.json").read_text())
+    model = parse_model_config(config)
+    assert model.input_vocab_size
+    bytes_read = weight_bytes(model, Format.BFLOAT16, Format.BFLOAT16)
+    longer = replace(model, input_vocab_size=2 * model.input_vocab_size)
+    assert weight_bytes(longer, Format.BFLOAT16, Format.BFLOAT16) == bytes_read
+
+
 def test_of_experts_only_those_count_that_are_chosen():
     """All of them are equally likely: of 8, one row of a step reads 2, two rows 3.5 on average, and many rows all."""
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
@@ -144,6 +156,12 @@ def test_latency_reports_the_run(opened: OpenModel):
     assert found["decode_bandwidth_fraction"] > 0.01 * moved / (steps["high"] / 1e3) / speeds["high"]
     for figure in ("prefill_tokens_per_second", "decode_tokens_per_second", "peak_rss_bytes"):
         assert found[figure] > 0
+
+
+def test_of_a_window_a_step_reads_no_more_than_the_window():
+    whole, window = (LayerKVSpec(Format.E4M3FN, Granularity.TENSOR, 2, 16, 16, size) for size in (None, 100))
+    assert read_bytes(KVCacheSpec((whole, window, window), 16), 80) == 80 * 3 * 64
+    assert read_bytes(KVCacheSpec((whole, window, window), 16), 1000) == (1000 + 2 * 100) * 64
 
 
 def test_throughput_counts_every_token(opened: OpenModel):

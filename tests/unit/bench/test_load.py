@@ -65,6 +65,15 @@ def test_a_duration_ends_a_run():
     assert 2 < len(answers) < 40
 
 
+def test_no_request_begins_after_the_duration_at_a_low_rate_either():
+    server = StandIn()
+    with running(server):
+        answers = load(server, Level(rate=8.0), Amount(seconds=0.2))
+        assert all(answer.sent - answers[0].start < 0.2 for answer in answers)
+        with pytest.raises(ConfigError, match="no request was due within --duration"):
+            measure_serving(arguments(server, levels=(Level(rate=0.5),), amount=Amount(seconds=0.01)))
+
+
 @pytest.mark.parametrize(
     ("fault", "kind"),
     [
@@ -157,6 +166,16 @@ def test_the_same_seed_draws_the_same_requests():
         assert first == again != other
 
 
+@pytest.mark.parametrize("seed", [-1, 0, 1])
+def test_no_prompt_is_sent_twice_so_none_is_found_in_a_prefix_cache(seed: int):
+    server = StandIn(vocab_size=1000)
+    levels = Level(concurrency=1), Level(concurrency=2)
+    with running(server):
+        measure_serving(arguments(server, prompt_kind="ids", levels=levels, rounds=3, seed=seed))
+    prompts = [tuple(body["prompt"]) for body in server.bodies]
+    assert len(set(prompts)) == len(prompts) == 1 + 2 * (1 + 3 * 4)
+
+
 @pytest.mark.parametrize(
     ("server", "given", "says"),
     [
@@ -176,8 +195,9 @@ def test_a_server_that_cannot_be_measured_is_one_line(server: StandIn, given: di
 def test_prompts_of_a_file(tmp_path: Path):
     path = tmp_path / "prompts.jsonl"
     lines = [{"prompt": "a", "max_tokens": 3}, {"prompt": [1, 2]}, {"messages": [{"role": "user", "content": "x"}]}]
-    path.write_text("\n\n".join(map(json.dumps, lines)))
-    asks = read_prompts(path, Lengths(5, 5), 0)
+    path.write_text("\ufeff" + "\r\n\n".join(map(json.dumps, lines)) + '\n{"prompt": "a\u2028b"}', encoding="utf-8")
+    *asks, last = read_prompts(path, Lengths(5, 5), 0)
+    assert last.content == "a\u2028b"
     assert [ask.max_tokens for ask in asks] == [3, 5, 5]
     assert [ask.is_messages for ask in asks] == [False, False, True]
 

@@ -111,4 +111,23 @@ def test_bad_documents_and_windows_are_one_line_in_every_measurement(
 def test_a_report_of_another_measurement_is_refused(freight: Run, tmp_path: Path, measured: tuple[str, ...]):
     answer = freight("evaluate", *measured, "--report", str(tmp_path))
     assert answer.code == 2
-    assert "give it without" in answer.err
+    assert f"is not read by {measured[0]}" in answer.err
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--per-layer", "--max-tokens", "64"], "--max-tokens 64 is not read by --per-layer: leave it out"),
+        (["--long", "--caches", "token"], "--caches token is not read by --long"),
+        (["--long", "--no-speed"], "--no-speed is not read by --long"),
+        (["--tasks", "arc_easy", "--data", "x"], "--data x is not read by --tasks"),
+        (["--tasks", "arc_easy", "--report", "x"], "--report x is not read by --tasks"),
+        (["--contexts", "4"], "--contexts 4 belongs to --long, which is not given"),
+        (["--long", "--per-layer"], "different measurements"),
+        (["--caches", ""], "--caches '' is unknown"),
+    ],
+)
+def test_what_a_measurement_does_not_read_is_refused(freight: Run, argv: list[str], said: str):
+    answer = freight("evaluate", "demo", *argv)
+    assert (answer.code, answer.out) == (2, "")
+    assert said in answer.err
