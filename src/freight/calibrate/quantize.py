@@ -18,7 +18,14 @@ from freight.calibrate.budget import KVChoice, as_chosen, choose, split
 from freight.calibrate.carried import Carried, carried_by
 from freight.calibrate.centers import WORTH, LayerCenters
 from freight.calibrate.data import Samples, read_samples
-from freight.calibrate.modules import ignored_modules, keeps_experts, layer_modules, matched_modules
+from freight.calibrate.modules import (
+    head_module,
+    ignored_modules,
+    keeps_experts,
+    layer_modules,
+    linear_modules,
+    matched_modules,
+)
 from freight.calibrate.run import Calibration, Progress, calibrate
 from freight.calibrate.write import check_disk_space, write_quantized
 from freight.checkpoint.mxfp4 import StoredExperts, find_experts
@@ -185,6 +192,7 @@ def quantize(
     _require_dtype(args.dtype, opened)
     opened = opened.quantized_as(decided.weights, decided.layout, matched_modules(opened.model, decided.ignore))
     ignored, torn = ignored_modules(opened.model, decided.ignore, decided.lm_head, opened.modules_beside)
+    _require_any(opened, decided, ignored)
     require_blocks(opened.model, decided, ignored)
     check_disk_space(opened.checkpoint, Path(out))
     calibration, measured = NOTHING_CALIBRATED, decided
@@ -244,6 +252,13 @@ def _require_dtype(dtype: str | None, opened: Unquantized) -> None:
 def _keeps_kv(args: QuantizeArgs) -> bool:
     """Whether nothing is asked of the KV cache, so that scales which are there may stay."""
     return args.kv_cache is None and args.kv_granularity is None and not args.center and args.kv_budget is None
+
+
+def _require_any(opened: Unquantized, plan: QuantizePlan, ignored: Collection[str]) -> None:
+    """Raises ConfigError if every module is ignored and nothing else is to be quantized."""
+    nothing = plan.kv_granularity is None and opened.carried is None
+    if nothing and {*linear_modules(opened.model), head_module(opened.model)}.issubset(ignored):
+        raise ConfigError(f"--ignore {' '.join(plan.ignore)} leaves no module of {opened.name}; ignore fewer")
 
 
 def require_blocks(model: ModelConfig, plan: QuantizePlan, ignored: Collection[str]) -> None:

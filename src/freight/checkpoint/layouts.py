@@ -58,7 +58,10 @@ def read_scheme(config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | 
         known = choices((*_READERS, "mxfp4"))
         raise CheckpointError(f"quantization method {method!r} is not implemented; {known} are")
     if method.startswith("modelopt"):  # config.json wins where both files have a key
-        declared = {**((hf_quant_config or {}).get("quantization") or {}), **declared}
+        own = (hf_quant_config or {}).get("quantization") or {}
+        if not isinstance(own, Mapping):
+            raise CheckpointError(f"hf_quant_config.json: quantization = {own!r} is not a JSON object")
+        declared = {**own, **declared}
     return _described(_in_named_format(_READERS[method](declared), {**declared, **config}))
 
 
@@ -82,7 +85,7 @@ def _in_named_format(scheme: Scheme, config: Mapping[str, Any]) -> Scheme:
     keys = ("kv_cache_torch_dtype", "kv_cache_dtype", "kv_cache_format")
     declared = {key: config[key] for key in keys if config.get(key) is not None}
     for key, name in declared.items():
-        if name not in _NAMED:
+        if name not in tuple(_NAMED):  # it may be a list
             raise CheckpointError(f"config.json: {key} = {name!r} is not implemented; {choices(_NAMED)} are")
     formats = {_NAMED[name] for name in declared.values()}
     if len(formats) > 1:

@@ -46,10 +46,11 @@ _PARTIAL = ".freight.*.partial"
 _REPLACED = "replaced"  # the old files, inside of the hidden folder
 
 
-def require_new(out: Path, overwrite: bool = False) -> None:
+def require_new(out: Path, overwrite: bool | None = None) -> None:
     """Raises ConfigError unless `out` is free (or an empty folder), in a folder that exists and can be written.
 
-    With `overwrite` it may also be a folder that Freight wrote, with nothing else in it.
+    With `overwrite` it may also be a folder that Freight wrote, with nothing else in it. None: the caller has no such
+    option, so the error does not offer it.
     """
     try:
         empty = out.is_dir() and not any(out.iterdir())
@@ -61,7 +62,8 @@ def require_new(out: Path, overwrite: bool = False) -> None:
                     "name another"
                 )
             if not overwrite:
-                hint = "" if foreign is not None else ", or overwrite it (--overwrite, overwrite=True)"
+                offered = foreign is None and overwrite is not None
+                hint = ", or overwrite it (--overwrite, overwrite=True)" if offered else ""
                 raise ConfigError(f"the output {out} exists; remove it, or name another{hint}")
         if not out.absolute().parent.is_dir():
             raise ConfigError(f"the output {out} has no parent folder; make {out.absolute().parent} first")
@@ -116,8 +118,8 @@ class CheckpointWriter:
     cannot be written otherwise.
     """
 
-    def __init__(self, out: Path, shard_bytes: int = SHARD_BYTES, overwrite: bool = False) -> None:
-        """With `overwrite`, `out` may be a folder that Freight wrote."""
+    def __init__(self, out: Path, shard_bytes: int = SHARD_BYTES, overwrite: bool | None = None) -> None:
+        """With `overwrite`, `out` may be a folder that Freight wrote. None is as in `require_new`."""
         self._out = out.absolute()
         self._overwrite = overwrite
         self._shard_bytes = shard_bytes

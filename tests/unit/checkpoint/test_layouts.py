@@ -113,10 +113,19 @@ def test_modelopt_in_its_own_file():
         ),
         ({"quant_method": "torchao", "quant_type": {"default": {"_type": "Int4WeightOnlyConfig"}}}, "Int4"),
         ("fp8", "'fp8'"),
+        (CT | {"config_groups": {"g": {"weights": 3}}}, "config_groups['g'] weights = 3"),
+        (CT | {"config_groups": {"g": {"weights": FP8_ARGS | {"strategy": ["channel"]}}}}, "['channel']"),
+        (CT | {"sparsity_config": 3}, "sparsity_config = 3"),
+        (CT | {"kv_cache_format": ["fp8_e4m3fn"]}, "['fp8_e4m3fn']"),
+        ({"quant_method": "fp8", "activation_scheme": ["static"]}, "['static']"),
     ],
 )
 def test_what_is_not_implemented_is_named(said, named):
     refused(said, named)
+
+
+def test_a_quantization_of_modelopt_that_is_no_object_is_named():
+    refused(None, "hf_quant_config.json: quantization = 3", hf_quant_config={"quantization": 3})
 
 
 @pytest.mark.parametrize("key", ["kv_cache_torch_dtype", "kv_cache_dtype"])

@@ -99,6 +99,12 @@ def test_overwrite_never_touches_another_folder(freight: Run, out: Path, data: s
     assert sorted(path.name for path in out.iterdir()) == before
 
 
+def test_ignoring_every_module_is_refused(freight: Run, out: Path):
+    answer = freight("quantize", BASE, str(out), "--ignore", "re:.*")
+    assert (answer.code, "--ignore re:.* leaves no module" in answer.err) == (2, True)
+    assert not out.exists()
+
+
 def test_a_model_is_not_written_over_itself(freight: Run, tmp_path: Path):
     file, model = tmp_path / "scales.json", tmp_path / "model"
     kv_cache = {"dtype": "float8_e4m3fn", "scaling_factor": {"0": {"0": 0.5, "1": 0.25}}}

@@ -39,7 +39,7 @@ def require_blocks_for_groups(kind: str, where: str) -> None:
 
 def activations(word: str | None, what: str) -> Activations:
     known = {None: Activations.PLAIN, "dynamic": Activations.DYNAMIC, "static": Activations.STATIC}
-    if word not in known:
+    if word not in tuple(known):  # it may be a list
         raise CheckpointError(f"{what} {word!r} is not implemented; {choices(('static', 'dynamic', 'null'))} are")
     return known[word]
 

@@ -24,7 +24,7 @@ from freight.fp8.scheme import Activations, LinearScheme, Rule, Scheme, WeightSc
 
 def read_compressed_tensors(declared: Mapping[str, Any]) -> Scheme:
     for key in ("transform_config", "sparsity_config"):
-        value = declared.get(key) or {}
+        value = mapping(declared.get(key), key)
         if value and value.get("format", "dense" if key == "sparsity_config" else None) != "dense":
             raise CheckpointError(f"compressed-tensors with {key} = {value!r} is not implemented")
     rules, kv_outputs = read_groups(declared, "compressed-tensors")
@@ -63,7 +63,7 @@ def _rank(target: str) -> int:
 
 def _linear(group: Mapping[str, Any], where: str) -> LinearScheme | None:
     """How a group quantizes a Linear; None if it does not quantize weights."""
-    weights, inputs = group.get("weights"), group.get("input_activations")
+    weights, inputs = (mapping(group.get(key), f"{where} {key}") for key in ("weights", "input_activations"))
     if not weights:
         if inputs:
             raise CheckpointError(f"{where} quantizes input_activations but no weights, which is not implemented")
@@ -80,14 +80,14 @@ def _linear(group: Mapping[str, Any], where: str) -> LinearScheme | None:
     if strategy == "group":
         return LinearScheme(WeightScales.BLOCK, kind, block_size([1, weights.get("group_size")], "group_size"))
     if kind is not Activations.PLAIN:
-        require_blocks_for_groups(str((inputs or {}).get("strategy")), f"{where} input_activations")
+        require_blocks_for_groups(str(inputs.get("strategy")), f"{where} input_activations")
     known = {"tensor": WeightScales.TENSOR, "channel": WeightScales.ROW}
-    if strategy not in known:
+    if strategy not in tuple(known):  # it may be a list
         raise CheckpointError(f"{where} weights with strategy {strategy!r} are not implemented")
     return LinearScheme(known[strategy], kind)
 
 
-def _activations(inputs: Mapping[str, Any] | None, where: str) -> Activations:
+def _activations(inputs: Mapping[str, Any], where: str) -> Activations:
     if not inputs:
         return Activations.PLAIN
     require_fp8(inputs, f"{where} input_activations")
