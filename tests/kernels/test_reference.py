@@ -16,7 +16,7 @@ from freight.fp8.cast import decode, encode, torch_dtype
 from freight.fp8.formats import Format
 from freight.kernels import reference
 from freight.kernels.reference import Fp8Products
-from freight.operands.activation import GatedActivation
+from freight.operands.activation import GatedActivation, GateFunction
 from freight.operands.kv_pages import KVPages
 from freight.operands.weight import Weight
 
@@ -305,6 +305,11 @@ def test_row_wise_operations_do_not_see_other_rows(size):
     assert torch.allclose(reference.layer_norm(x + 30, weight, weight.flip(0), 1e-5), expected, atol=2e-5)
     gate, up = x.chunk(2, dim=-1)
     assert torch.allclose(reference.gated(x, SILU), F.silu(gate) * up, atol=1e-6)
+
+
+@pytest.mark.parametrize("function", GateFunction)
+def test_a_gate_takes_no_rows(function):
+    assert reference.gate(torch.empty(0, 6), torch.empty(0, 2), function).shape == (0, 6)
 
 
 def test_store_skips_slot_minus_one_and_counts_nan_and_clipped_values():

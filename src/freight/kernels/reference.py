@@ -165,7 +165,7 @@ def gate(x: Tensor, logits: Tensor, function: GateFunction) -> Tensor:
     """x * function(logits) of [rows, size] and [rows or 1, groups], in float64: no factor depends on its neighbours."""
     wide, soft = logits.double(), function is GateFunction.SOFTPLUS
     factors = F.softplus(wide) if soft else torch.sigmoid(wide) if function is GateFunction.SIGMOID else wide
-    return (x.double().view(len(x), logits.shape[1], -1) * factors[:, :, None]).flatten(1).to(x.dtype)
+    return (x.double() * factors.repeat_interleave(x.shape[1] // logits.shape[1], 1)).to(x.dtype)
 
 
 def join(parts: Sequence[tuple[Tensor, Tensor | None]], eps: float = 0.0) -> Tensor:
