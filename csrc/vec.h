@@ -164,7 +164,7 @@ inline VF exp2(VF x) {
   p = fma(p, f, set1(0.24022647738456726f));
   p = fma(p, f, set1(0.6931471824645996f));
   p = fma(p, f, set1(1.0f));
-  return p * (VF)(((VI)rounded + 127) << 23);
+  return p * (VF)(((VU)rounded + 127u) << 23);  // a NaN's bits may overflow
 }
 
 // tanh(x * log(2) / 2), within 2 ** -23 of it: what exp2 makes it from. NaN stays NaN.
@@ -228,7 +228,7 @@ inline VF of_f16(VH v) {
 inline VH to_f16(VF v) {
   const VI bits = (VI)v, magnitude = bits & 0x7FFFFFFF;
   const VI small = (VI)((VF)magnitude + 0.5f) - 0x3F000000;
-  const VI normal = (magnitude + 0xFFF + (magnitude >> 13 & 1) - 0x38000000) >> 13;
+  const VI normal = (VI)((VU)magnitude + 0xFFFu + (VU)(magnitude >> 13 & 1) - 0x38000000u) >> 13;
   const VI finite = magnitude < 0x38800000 ? small : normal;
   const VI half = magnitude > 0x7F800000 ? VI{} + 0x7E00 : magnitude >= 0x477FF000 ? VI{} + 0x7C00 : finite;
   return __builtin_convertvector((VU)half | ((VU)bits >> 16 & 0x8000), VH);

@@ -332,14 +332,15 @@ def test_what_is_not_finite_reaches_the_rows_that_see_it_alone(attention, part, 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("part", ["k", "v"])
-def test_a_nan_in_int8_pages_reaches_the_rows_that_see_it_alone(attention, part, dtype):
+@pytest.mark.parametrize("soft_cap", [None, 30.0])
+def test_a_nan_in_int8_pages_reaches_the_rows_that_see_it_alone(attention, part, dtype, soft_cap):
     """Stored by the reference: the code -128, beside a scale made of the finite values."""
     clean = make_cache(Format.INT8, "token", [100], 2, 64)
     cache = make_cache(Format.INT8, "token", [100], 2, 64)
     slot = cache.batch([100]).slots[0][70]
     getattr(cache.pages, part).flatten(0, 1)[slot, 0, 5] = -128
     q = torch.rand(100, 4, 64).to(dtype)
-    out, expected = (attention(q, c.pages, c.batch([100]).sequences(0), 0.125, 20) for c in (cache, clean))
+    out, expected = (attention(q, c.pages, c.batch([100]).sequences(0), 0.125, 20, soft_cap) for c in (cache, clean))
     hit = torch.zeros(100, 4, 64, dtype=torch.bool)
     hit[70:90, :2, slice(None) if part == "k" else 5] = True
     assert torch.equal(out[~hit], expected[~hit])

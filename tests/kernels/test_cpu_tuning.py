@@ -90,6 +90,17 @@ def test_a_folder_that_cannot_be_written_does_no_harm(monkeypatch: pytest.Monkey
     assert recorder.settings == [True]
 
 
+def test_a_user_without_a_home_directory_measures_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a container has it that runs under an arbitrary user id."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # what it returns for an unknown user
+    monkeypatch.setattr(tuning, "measure", lambda library: FASTER)
+    recorder = Recorder()
+    tuning.tune.__wrapped__(recorder)
+    assert recorder.settings == [True]
+
+
 @pytest.mark.parametrize("build", BUILDS)
 def test_a_measurement_takes_turns(build: str) -> None:
     pairs = tuning.measure(library.load(build))

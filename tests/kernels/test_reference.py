@@ -16,7 +16,7 @@ from freight.fp8.cast import decode, encode, torch_dtype
 from freight.fp8.formats import Format
 from freight.kernels import reference
 from freight.kernels.reference import Fp8Products
-from freight.operands.activation import GatedActivation
+from freight.operands.activation import GatedActivation, GateFunction
 from freight.operands.kv_pages import KVPages
 from freight.operands.weight import Weight
 
@@ -255,6 +255,24 @@ def test_chunks_change_no_bit(cache, cuts, window, seed, products):
     assert torch.equal(whole.v.view(torch.uint8), pieces.v.view(torch.uint8))
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("part", ["k", "v"])
+@pytest.mark.parametrize("window", [None, 20])
+def test_what_is_not_finite_reaches_the_rows_that_see_it_alone(part, value, window):
+    """Neither the rows before it in its chunk, nor those that have it behind their window."""
+    torch.manual_seed(0)
+    k, v, q = torch.randn(100, 2, 8), torch.randn(100, 2, 8), torch.rand(100, 4, 8)
+    clean, whole, pieces = (make_pages(Format.FLOAT32, None, 2, 8, 13) for _ in range(3))
+    expected = run(clean, k, v, q, [100], window)
+    (k if part == "k" else v)[70, 0] = value
+    out = run(whole, k, v, q, [100], window)
+    sees = torch.zeros(100, 4, dtype=torch.bool)
+    sees[70 : 70 + (window or 100), :2] = True
+    assert torch.equal(out[~sees], expected[~sees])
+    assert not out[sees].isfinite().any()
+    assert torch.equal(run(pieces, k, v, q, [70, 3, 27], window).nan_to_num(), out.nan_to_num())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("rows", "columns", "outputs"), [(1, 64, 48), (33, 100, 7), (70, 256, 512)])
 def test_linear_is_linear_and_rows_do_not_see_each_other(dtype, rows, columns, outputs):
@@ -287,6 +305,11 @@ def test_row_wise_operations_do_not_see_other_rows(size):
     assert torch.allclose(reference.layer_norm(x + 30, weight, weight.flip(0), 1e-5), expected, atol=2e-5)
     gate, up = x.chunk(2, dim=-1)
     assert torch.allclose(reference.gated(x, SILU), F.silu(gate) * up, atol=1e-6)
+
+
+@pytest.mark.parametrize("function", GateFunction)
+def test_a_gate_takes_no_rows(function):
+    assert reference.gate(torch.empty(0, 6), torch.empty(0, 2), function).shape == (0, 6)
 
 
 def test_store_skips_slot_minus_one_and_counts_nan_and_clipped_values():

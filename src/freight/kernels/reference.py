@@ -26,7 +26,7 @@ from freight.fp8.formats import Format, ScaleKind
 from freight.fp8.weights import BLOCK, expand_blocks
 from freight.operands.activation import Activation, GatedActivation, GateFunction
 from freight.operands.batch import Sequences
-from freight.operands.kv_pages import KeyCenter, KVPages
+from freight.operands.kv_pages import KVPages
 from freight.operands.rotary import Rotary
 from freight.operands.tiles import KEY_TILE
 from freight.operands.weight import Activations, Weight
@@ -165,7 +165,7 @@ def gate(x: Tensor, logits: Tensor, function: GateFunction) -> Tensor:
     """x * function(logits) of [rows, size] and [rows or 1, groups], in float64: no factor depends on its neighbours."""
     wide, soft = logits.double(), function is GateFunction.SOFTPLUS
     factors = F.softplus(wide) if soft else torch.sigmoid(wide) if function is GateFunction.SIGMOID else wide
-    return (x.double().view(len(x), logits.shape[1], -1) * factors[:, :, None]).flatten(1).to(x.dtype)
+    return (x.double() * factors.repeat_interleave(x.shape[1] // logits.shape[1], 1)).to(x.dtype)
 
 
 def join(parts: Sequence[tuple[Tensor, Tensor | None]], eps: float = 0.0) -> Tensor:
@@ -175,8 +175,7 @@ def join(parts: Sequence[tuple[Tensor, Tensor | None]], eps: float = 0.0) -> Ten
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding, "rotate half" pairing (i, i + rotary_dim / 2), of the first rotary_dim channels (Su et al.
-    2021).
+    """Rotary embedding (Su et al. 2021), pairs (i, i + rotary_dim / 2), of the first rotary_dim channels.
 
     x: [rows, heads, head_dim]; cos, sin: [rows, rotary_dim / 2] float32 at each row's position.
     """
@@ -252,8 +251,7 @@ def load_kv(page: Tensor, token_scale: Tensor | None, blocks: Tensor, length: in
     """The first `length` tokens of a sequence, float32, in key tiles [tiles, num_kv_heads, KEY_TILE, dim].
 
     The first `skipped` tiles are not read and not returned. Token scales are multiplied in; static ones multiply q and
-    the output of attention instead. Slots beyond `length` may hold anything, NaN included:
-    they become 0.
+    the output of attention instead. Slots beyond `length` may hold anything, NaN included: they become 0.
     """
     heads, dim = page.shape[2:]
     begin = skipped * KEY_TILE
@@ -326,16 +324,18 @@ def _by_kv_head(rows: Tensor) -> Tensor:
     return rows.permute(1, 0, 2, 3).flatten(1, 2).contiguous()
 
 
-def _angles(center: KeyCenter, tile: int) -> Tensor:
-    """Cosines, then sines, of a key tile's centered pairs: [num_kv_heads, 2 * num_pairs, KEY_TILE]."""
-    pairs = center.pairs.long()
-    return torch.cat((center.cos[tile][pairs], center.sin[tile][pairs]), 1)
-
-
 def _rounded_probabilities(probabilities: Tensor, format: Format) -> Tensor:
     """Numbers in [0, 1], rounded as E4M3 rounds them when scaled by the largest power of two in its range."""
     scale = 2.0 ** -math.floor(math.log2(format.max))
     return decode(encode(probabilities, scale, format), scale)
+
+
+def _weighted(probabilities: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    """probabilities @ v of a key tile; NaN and infinities of v reach those rows alone that see their keys."""
+    out = torch.bmm(probabilities, v)
+    for row in range(0 if v.isfinite().all() else len(seen)):
+        out[:, row] = torch.bmm(probabilities, v.masked_fill(~seen[row, :, None], 0.0))[:, row]
+    return out
 
 
 def _attend(
@@ -380,7 +380,7 @@ def _attend(
         seen = key <= position if window is None else (key <= position) & (position - key < window)
         scores = torch.bmm(queries, k[tile - skipped])
         if center is not None and coefficients is not None:
-            scores = scores + torch.bmm(coefficients, _angles(center, tile))
+            scores = scores + torch.bmm(coefficients, center.angles(tile))
         if soft_cap is not None:
             scores = soft_cap * torch.tanh(scores / soft_cap)
         scores = scores.masked_fill(~seen, -torch.inf)
@@ -391,7 +391,7 @@ def _attend(
         total = total * decay + probabilities.sum(-1, keepdim=True)
         if products is Fp8Products.BOTH and not pages.dynamic:
             probabilities = _rounded_probabilities(probabilities, pages.format)
-        output = output * decay + torch.bmm(probabilities, v[tile - skipped])
+        output = output * decay + _weighted(probabilities, v[tile - skipped], seen)
         best = new_best
     output = (output / total).view(num_kv_heads, QUERY_TILE, group, -1).permute(1, 0, 2, 3)[:rows]
     if static:

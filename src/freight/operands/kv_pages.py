@@ -64,6 +64,11 @@ class KeyCenter:
         b1, b2 = self.parts[:, None, :, None]
         return torch.cat((first * b1 + second * b2, second * b1 - first * b2), -1)
 
+    def angles(self, tile: int) -> Tensor:
+        """Cosines, then sines, of the pairs in a tile of 64 positions: float32 [num_kv_heads, 2 * num_pairs, 64]."""
+        pairs = self.pairs.long()
+        return torch.cat((self.cos[tile][pairs], self.sin[tile][pairs]), 1)
+
 
 @dataclass(frozen=True)
 class KVPages:

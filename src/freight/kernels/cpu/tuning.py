@@ -40,10 +40,11 @@ def tune(library: Library) -> None:
     if library.build == "amx":
         return
     path, key = decisions(), f"{cpu_name()}, {library.build}, {torch.get_num_threads()} threads"
-    wanted = remembered(path).get(key)
+    wanted = remembered(path).get(key) if path else None
     if not isinstance(wanted, bool):
         wanted = past_the_caches(measure(library))
-        remember(path, key, wanted)
+        if path:
+            remember(path, key, wanted)
     library.set_prefetch(wanted)
 
 
@@ -75,9 +76,13 @@ def past_the_caches(pairs: Sequence[tuple[float, float]]) -> bool:
     return bool(ratios) and statistics.median(ratios) < GAIN and sum(r < 1 for r in ratios) >= 0.8 * len(ratios)
 
 
-def decisions() -> Path:
+def decisions() -> Path | None:
+    """The file of decisions; None where nothing is remembered, for a user without a home directory."""
     folder = os.environ.get("XDG_CACHE_HOME")
-    return (Path(folder) if folder else Path.home() / ".cache") / "freight" / "prefetch.json"
+    try:
+        return (Path(folder) if folder else Path.home() / ".cache") / "freight" / "prefetch.json"
+    except RuntimeError:  # no $HOME, and no entry for this user id: a container under an arbitrary one
+        return None
 
 
 def remembered(path: Path) -> dict[str, object]:
