@@ -213,6 +213,11 @@ def _listed(value: Any) -> Any:
 def _params(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     if given is None or isinstance(given, SamplingParams):
         return [given or SamplingParams()] * count
+    for one in given if isinstance(given, list | tuple) else [given]:
+        if not isinstance(one, SamplingParams):
+            raise RequestError(
+                f"sampling_params has a {type(one).__name__}; give a SamplingParams, or a list with one for each prompt"
+            )
     if len(given) != count:
         raise RequestError(f"{len(given)} SamplingParams for {count} prompts; give one, or one for each")
     return list(given)

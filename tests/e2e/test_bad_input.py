@@ -256,6 +256,12 @@ def test_ids_of_parameters_are_checked_too(llm: LLM):
         llm.generate([[1], [2], [3]], [SamplingParams(), SamplingParams()])
 
 
+@pytest.mark.parametrize("given", [{"max_tokens": 2}, 5, "greedy", [None], [{}], iter([])])
+def test_parameters_of_another_type(llm: LLM, given: Any):
+    with pytest.raises(RequestError, match=r"sampling_params has a .*give a SamplingParams, or a list"):
+        llm.generate([[1]], given)
+
+
 GENERATE: list[tuple[list[str], tuple[str, ...]]] = [
     (["--prompt", "x", "--kv-cache-dtype", "fp9"], ("--kv-cache-dtype 'fp9'", "fp8_e5m2")),
     (["--prompt", "x", "--kv-scales", "unit"], ("--kv-scales unit", "bfloat16", "--kv-cache-dtype fp8")),
