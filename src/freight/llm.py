@@ -129,8 +129,9 @@ class LLM:
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation, a list of {"role", "content"}, or many, through the model's chat template."""
-        single = bool(messages) and isinstance(messages[0], Mapping)
-        conversations: Any = [messages] if single else messages
+        is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
+        several = is_list and not (messages and isinstance(messages[0], Mapping))
+        conversations: Any = messages if several else [messages]
         prompts = [self.chat_prompt(conversation, **template_options) for conversation in conversations]
         return self.generate(prompts, sampling_params, progress=progress, on_error=on_error)
 
