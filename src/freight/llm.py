@@ -129,8 +129,9 @@ class LLM:
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation, a list of {"role", "content"}, or many, through the model's chat template."""
-        single = bool(messages) and isinstance(messages[0], Mapping)
-        conversations: Any = [messages] if single else messages
+        is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
+        several = is_list and not (messages and isinstance(messages[0], Mapping))
+        conversations: Any = messages if several else [messages]
         prompts = [self.chat_prompt(conversation, **template_options) for conversation in conversations]
         return self.generate(prompts, sampling_params, progress=progress, on_error=on_error)
 
@@ -213,6 +214,11 @@ def _listed(value: Any) -> Any:
 def _params(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     if given is None or isinstance(given, SamplingParams):
         return [given or SamplingParams()] * count
+    for one in given if isinstance(given, list | tuple) else [given]:
+        if not isinstance(one, SamplingParams):
+            raise RequestError(
+                f"sampling_params has a {type(one).__name__}; give a SamplingParams, or a list with one for each prompt"
+            )
     if len(given) != count:
         raise RequestError(f"{len(given)} SamplingParams for {count} prompts; give one, or one for each")
     return list(given)

@@ -23,7 +23,8 @@ def to_template_messages(messages: object) -> list[dict[str, Any]]:
     test whether a field is there. Raises RequestError for anything malformed.
     """
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
-        raise RequestError('messages must be a list like [{"role": "user", "content": "Hello"}], not empty')
+        given = "empty" if isinstance(messages, list | tuple) else type(messages).__name__
+        raise RequestError(f'messages must be a list like [{{"role": "user", "content": "Hello"}}], not {given}')
     return [_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
 
 

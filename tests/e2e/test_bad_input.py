@@ -91,6 +91,14 @@ class TestSettings:
         says = (f"--kv-scales {scales}", "bfloat16", "--kv-cache-dtype fp8")
         refused(ConfigError, *says, model=str(BASE), kv_cache_dtype="bfloat16", kv_scales=scales)
 
+    @pytest.mark.parametrize("name", ["enable_prefix_caching", "skip_tokenizer_init"])
+    @pytest.mark.parametrize("value", ["false", 0, None])
+    def test_a_switch_is_true_or_false(self, name: str, value: Any):
+        refused(ConfigError, f"{name} is {value!r}", "True or False", model=str(BASE), **{name: value})
+
+    def test_a_block_size_is_a_whole_number(self):
+        refused(ConfigError, "--block-size 16.0", model=str(BASE), block_size=16.0)
+
     def test_settings_are_checked_before_the_model_is_looked_for(self):
         refused(ConfigError, "fp9", model="/nowhere", kv_cache_dtype="fp9")
         refused(CheckpointError, "/nowhere", model="/nowhere")
@@ -246,6 +254,12 @@ def test_ids_of_parameters_are_checked_too(llm: LLM):
         llm.generate([[1]], SamplingParams(stop="x"))
     with pytest.raises(RequestError, match="2 SamplingParams for 3 prompts"):
         llm.generate([[1], [2], [3]], [SamplingParams(), SamplingParams()])
+
+
+@pytest.mark.parametrize("given", [{"max_tokens": 2}, 5, "greedy", [None], [{}], iter([])])
+def test_parameters_of_another_type(llm: LLM, given: Any):
+    with pytest.raises(RequestError, match=r"sampling_params has a .*give a SamplingParams, or a list"):
+        llm.generate([[1]], given)
 
 
 GENERATE: list[tuple[list[str], tuple[str, ...]]] = [

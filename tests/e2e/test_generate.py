@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from freight import LLM, SamplingParams
 from freight.checkpoint.reader import resolve_model
 from freight.config.engine import EngineArgs
+from freight.errors import RequestError
 from freight.evaluate.report import compare_caches
 from freight.outputs import FinishReason, TokenLogprobs
 
@@ -251,3 +252,10 @@ def test_chat_has_exactly_one_begin_token(chat_model: Path):
     both = llm.chat([messages, messages[1:]], GREEDY)
     assert both[0].outputs == output.outputs
     assert len(both[1].prompt_token_ids) < len(both[0].prompt_token_ids)
+
+
+@pytest.mark.parametrize("given", [{"role": "user", "content": "x"}, "hello", None, 5, iter([]), ["hello"]])
+def test_chat_refuses_what_is_no_list_of_messages(chat_model: Path, given: Any):
+    llm = LLM(str(chat_model), kv_cache_memory="8MiB", max_model_len=128)
+    with pytest.raises(RequestError, match="messages must be a list like"):
+        llm.chat(given, GREEDY)

@@ -62,8 +62,14 @@ def check(args: EngineArgs) -> None:
         optional = value is None and name not in ("--max-num-seqs", "--seed")
         if not optional and (not isinstance(value, int) or isinstance(value, bool) or value < least):
             raise ConfigError(f"{name} {value!r} must be an integer ≥ {least}")
+    for name, flag in (
+        ("enable_prefix_caching", args.enable_prefix_caching),
+        ("skip_tokenizer_init", args.skip_tokenizer_init),
+    ):
+        if not isinstance(flag, bool):
+            raise ConfigError(f"{name} is {flag!r}; it must be True or False")
     _check_step_seconds(args.max_step_seconds)
-    if isinstance(args.block_size, bool) or args.block_size not in BLOCK_SIZES:
+    if not isinstance(args.block_size, int) or args.block_size not in BLOCK_SIZES:
         raise ConfigError(f"--block-size {args.block_size!r}: choose {choices(map(str, BLOCK_SIZES))} tokens")
     parse_memory(args.kv_cache_memory)
     kv_source(args)
