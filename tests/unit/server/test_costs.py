@@ -38,7 +38,7 @@ TOO_MUCH: dict[str, tuple[dict[str, Any], str]] = {  # with the field that is at
     "stop strings": ({"prompt": "x", "stop": ["x"] * MANY}, "stop"),
     "stop token ids": ({"prompt": "x", "stop_token_ids": [5] * MANY}, "stop_token_ids"),
     "biases": ({"prompt": "x", "logit_bias": {str(i): 1 for i in range(MANY)}}, "logit_bias"),
-    "choices": ({"prompt": "x", "structured_outputs": {"choice": ["x"] * MANY}}, "structured_outputs"),
+    "choices": ({"prompt": "x", "structured_outputs": {"choice": ["x"] * MANY}}, "structured_outputs.choice"),
     "messages": ({"messages": SMALL_CALL["messages"] * (MANY // 2)}, "messages"),
     "tools": ({**SMALL_CALL, "tools": [TOOL] * (MANY // 4)}, "tools"),
 }
