@@ -207,3 +207,9 @@ def test_packing_walks_the_heap_once_for_all_experts(monkeypatch: pytest.MonkeyP
     assert calls == [1]
     experts.pack(library.load(library.runnable()[0]), [Weight(torch.ones(16, 32))] * 4)
     assert calls == [1]
+
+
+@pytest.mark.parametrize("shape", [(3, 40), (4, 39), (40,)])
+def test_a_bias_is_one_row_of_every_expert(shape):
+    with pytest.raises(AssertionError):
+        CpuKernels(library.load()).pack_experts([Weight(torch.zeros(40, 20))] * 4, torch.zeros(shape))

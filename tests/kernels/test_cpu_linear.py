@@ -114,6 +114,13 @@ def test_few_rows_over_several_streams_of_weights_have_the_bits_of_many(build, k
         assert torch.equal(kernels.linear(x[:count], packed, bias), whole[:count])
 
 
+@pytest.mark.parametrize("length", [1, 39, 41])
+def test_a_bias_has_as_many_values_as_the_weight_outputs(length):
+    kernels = CpuKernels(library.load())
+    with pytest.raises(AssertionError):
+        kernels.linear(torch.zeros(2, 20), kernels.pack(Weight(torch.zeros(40, 20))), torch.zeros(length))
+
+
 def spread(shape: tuple[int, ...], low: int, high: int) -> Tensor:
     return (torch.randn(shape) * torch.exp2(torch.randint(low, high, shape).float())).bfloat16()
 

@@ -4,7 +4,7 @@ A captured step does the same work on the same memory, so it belongs to a number
 lie in `Buffers`, owned for life and filled for each step; the `ForwardBatch` that was captured is a view of them. Block
 tables are shared by all buckets, and only what is new in them is written (`block_tables.py`). A
 step of fewer sequences is padded to its bucket with sequences that have no keys and store nothing. Contexts may grow up
-to the buffers' width. Buckets are captured when they are first needed.
+to the buffers' width. Buckets are captured when they are first needed, on a GPU the largest before all others.
 
 A captured step keeps the addresses of weights and pages, which never move while an engine lives. How a step is captured
 is a `Capture`: CUDA graphs (`graphs.py`) or calls of the CPU kernels (`recordings.py`).
@@ -33,6 +33,11 @@ class Capture(Protocol):
     @property
     def max_num_seqs(self) -> int:
         """The most sequences of a captured step."""
+        ...
+
+    @property
+    def largest_first(self) -> bool:
+        """Whether the largest bucket is to be captured before all others."""
         ...
 
     def bucket_of(self, num_seqs: int) -> int:
@@ -118,15 +123,20 @@ class DecodeSteps:
         `tokens`, int64 [len(slices)] on the device, take the place of those in the slices.
         """
         bucket = self._capture.bucket_of(len(slices))
-        if bucket not in self._captured:
-            buffers = Buffers(bucket, self._tables, self.pool.spec.block_size, self._device)
-            self._captured[bucket] = buffers, self._capture.capture(buffers.batch)
-        buffers, replay = self._captured[bucket]
         if self._copied is not None:
             self._copied.synchronize()  # the last step may be under way, and its copies still to come
+        if self._capture.largest_first and not self._captured:
+            self._prepare(self._capture.bucket_of(self._capture.max_num_seqs))
+        if bucket not in self._captured:
+            self._prepare(bucket)
+        buffers, replay = self._captured[bucket]
         buffers.fill(slices)
         if self._copied is not None:
             self._copied.record()
         if tokens is not None:
             buffers.batch.token_ids[: len(slices)].copy_(tokens)
         return replay()[: len(slices)]
+
+    def _prepare(self, bucket: int) -> None:
+        buffers = Buffers(bucket, self._tables, self.pool.spec.block_size, self._device)
+        self._captured[bucket] = buffers, self._capture.capture(buffers.batch)

@@ -22,7 +22,13 @@ def bucket_of(num_seqs: int) -> int:
 
 
 class CudaGraphs:
-    """A `Capture` on a GPU; all graphs share one pool of memory, because they never run at the same time."""
+    """A `Capture` on a GPU; all graphs share one pool of memory, because they never run at the same time.
+
+    Pieces of the pool never grow, so a larger graph after a smaller one finds none that is large enough, and takes new
+    memory. The largest first leaves room for all others.
+    """
+
+    largest_first = True
 
     def __init__(self, model: Decoder, pool: KVPool, max_num_seqs: int) -> None:
         self.max_num_seqs = max_num_seqs

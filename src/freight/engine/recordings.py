@@ -33,6 +33,8 @@ class CpuRecordings:
     All recordings share an arena: the outputs that are alive at one moment, for `max_num_seqs` rows.
     """
 
+    largest_first = False
+
     def __init__(self, model: Decoder, pool: KVPool, kernels: CpuKernels, max_num_seqs: int) -> None:
         self.max_num_seqs = min(max_num_seqs, MAX_NUM_SEQS)
         self.model, self.pool = model, pool

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -141,3 +143,9 @@ def test_which_targets_decode_pairs_by_ptx():
     for target, ways in expected.items():
         assert tuple(map(target.pairs, (Format.E4M3FN, Format.E4M3FNUZ, Format.E5M2))) == ways, target
         assert target.pairs(Format.BFLOAT16) == ""
+
+
+@pytest.mark.skipif(not hasattr(triton.knobs.language, "fp_fusion_enabled"), reason="before Triton 3.9 it always fuses")
+def test_a_launch_that_says_nothing_of_fusing_does_not_warn():
+    """Of a warning at every first launch the tests on a GPU would fail."""
+    assert triton.knobs.language.fp_fusion_enabled(None) == (os.environ["TRITON_DEFAULT_FP_FUSION"] == "1")

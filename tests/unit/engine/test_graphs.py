@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from freight.engine.block_tables import BlockTables
-from freight.engine.decode_steps import Buffers
-from freight.engine.graphs import bucket_of
+from freight.engine.decode_steps import Buffers, DecodeSteps
+from freight.engine.graphs import CudaGraphs, bucket_of
 from freight.engine.prepare import Logits, SequenceSlice, prepare
 
 SLICES = [
@@ -41,3 +43,20 @@ def test_a_step_is_told_what_prepare_tells_and_padding(before, count):
     assert told.query_starts.tolist() == [0, 1, 2, 3, 4]
     assert told.context_lens[count:].eq(0).all()
     assert told.num_tokens == told.num_seqs == 4
+
+
+@pytest.mark.parametrize("needed", [1, 20])
+def test_the_largest_bucket_is_captured_first(needed, monkeypatch):
+    """Graphs share a pool whose pieces do not grow: by rising size each would take memory of its own."""
+    captured: list[int] = []
+
+    def capture(_, batch):
+        captured.append(batch.num_seqs)
+        return lambda: torch.zeros(batch.num_seqs, 5)
+
+    monkeypatch.setattr(CudaGraphs, "capture", capture)
+    pool = SimpleNamespace(spec=SimpleNamespace(block_size=8, groups=[0, 0]))
+    steps = DecodeSteps(CudaGraphs(None, pool, 20), pool, 64, "cpu")
+    for count in (needed, 3, needed):
+        assert len(steps.run((SLICES * 7)[:count])) == count
+    assert captured == [24, *([1] if needed == 1 else []), 4]

@@ -91,6 +91,7 @@ def pack(library: Library, weights: Weights, bias: Tensor | None = None) -> Pack
         descriptor.scale = scale[expert].data_ptr()
         descriptor.block_scale = None if block_scale is None else block_scale[expert].data_ptr()
     bias = None if bias is None else bias.contiguous()
+    assert bias is None or bias.shape == (len(packed), out_features)
     at = ctypes.addressof(descriptors)
     return PackedExperts(out_features, in_features, data, scale, block_scale, bias, descriptors, at)
 

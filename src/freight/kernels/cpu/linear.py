@@ -143,7 +143,7 @@ def linear(library: Library, x: Tensor, weight: PackedWeight, bias: Tensor | Non
     """x @ weight.T + bias. x: [rows, in_features]; returns [rows, out_features] in x's dtype."""
     rows, in_features = x.shape
     assert in_features == weight.in_features
-    assert bias is None or (bias.dtype == x.dtype and bias.is_contiguous())
+    assert bias is None or (bias.dtype == x.dtype and bias.is_contiguous() and bias.shape == (weight.out_features,))
     x = x.contiguous()
     out = library.empty((rows, weight.out_features), x.dtype)
     library.functions.freight_linear(

@@ -10,6 +10,7 @@ FP8 decodes to float16, in which all values of all FP8 formats are exact, subnor
 
 from __future__ import annotations
 
+import os
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,6 +24,9 @@ from triton import knobs
 from freight.fp8.cast import format_of
 from freight.fp8.formats import Format, ScaleKind
 from freight.kernels.reference import Fp8Products
+
+# Whether multiplications are fused with additions where a launch says nothing: Triton 3.9 warns that 3.10 will not.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 # what kernels compare their SCALES with
 STATIC = tl.constexpr(int(ScaleKind.STATIC))
