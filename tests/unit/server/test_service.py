@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +32,7 @@ class FakeClient:
         self.state = EngineState.READY
         self.requests: dict[str, tuple[Running, TokenizedWork]] = {}
         self.aborted: list[str] = []
+        self.refuses: ApiError | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -41,6 +43,9 @@ class FakeClient:
 
     def submit(self, request_id: str, index: int, work: TokenizedWork, inbox: Inbox) -> Running:
         running = Running(request_id, index, work.params.n, inbox)
+        if self.refuses is not None:
+            running.fail(self.refuses)
+            return running
         running.accepted.set_result(None)
         self.requests[request_id] = running, work
         return running
@@ -146,6 +151,23 @@ def test_an_answer_that_is_left_frees_what_runs() -> None:
         assert count_of(service, 'vllm:request_success_total{engine="0",finished_reason="abort"') == 1
 
     run(test)
+
+
+def test_what_the_engine_refuses_is_counted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "freight")
+
+    async def test(service: Service, client: FakeClient) -> None:
+        client.refuses = ApiError(400, "the cache holds 16 tokens", code="cache_too_small")
+        with pytest.raises(ApiError, match="16 tokens") as refused:
+            await service.begin(call(IDS), "r", None)
+        service.refused(refused.value, "r", None)
+        assert count_of(service, 'vllm:admission_rejections_total{engine="0",model_name="m",reason="invalid"') == 1
+        assert count_of(service, 'vllm:request_success_total{engine="0",finished_reason="error"') == 0
+        assert count_of(service, "vllm:request_prompt_tokens_count") == 0
+        assert not service.answers
+
+    run(test)
+    assert len(caplog.records) == 1
 
 
 def test_more_than_may_wait_is_refused_with_a_time() -> None:
