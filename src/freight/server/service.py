@@ -21,7 +21,7 @@ from functools import partial
 
 from freight.chat_text import ChatText
 from freight.engine.intake import Intake
-from freight.errors import ConfigError, RequestError
+from freight.errors import RequestError
 from freight.outputs import EngineStats, FinishReason, RequestDelta, RequestTimes
 from freight.sampling import SamplingParams, check_limits
 from freight.server.auth import Keys
@@ -36,7 +36,6 @@ from freight.server.openai.fields import from_request_error
 from freight.server.renderer import Renderer
 from freight.server.wire import EngineFacts
 from freight.structured import StructuredOutputs
-from freight.tokenizer import require_chat_template
 
 logger = logging.getLogger("freight")
 
@@ -160,10 +159,20 @@ class Service:
     async def render(self, conversation: Conversation) -> ChatText:
         """The text of a conversation. Raises ApiError."""
         served = self.require_served()
-        try:
-            require_chat_template(served.tokenizer)
-        except ConfigError as error:
-            raise ApiError(400, str(error), code="no_chat_template") from None
+        if served.tokenizer is None:
+            raise ApiError(
+                400,
+                "this server was started with --skip-tokenizer-init, and a chat needs a tokenizer; send token ids to "
+                "/v1/completions",
+                code="no_chat_template",
+            )
+        if not served.tokenizer.has_chat_template:
+            raise ApiError(
+                400,
+                "this model has no chat template: it was not trained to converse; send a plain prompt to "
+                "/v1/completions, or start the server with --chat-template FILE",
+                code="no_chat_template",
+            )
         assert self.renderer is not None
         return await self.renderer.render(conversation)
 

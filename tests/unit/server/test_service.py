@@ -5,22 +5,26 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import freight
 from freight.outputs import CompletionDelta, FinishReason, RequestDelta
 from freight.sampling import SamplingParams
 from freight.server.auth import Keys
-from freight.server.call import ReplyHead, Served, TokenizedWork, Work
+from freight.server.call import Conversation, ReplyHead, Served, TokenizedWork, Work
 from freight.server.client import EngineState, Running
 from freight.server.errors import ApiError
 from freight.server.inbox import Inbox
 from freight.server.limits import ServingLimits
 from freight.server.metrics import Metrics
 from freight.server.service import Service
+from freight.tokenizer import Tokenizer
 
+DEMO = Path(freight.__file__).parent / "demo"
 SERVED = Served(("m",), None, vocab_size=100, max_model_len=50, defaults={}, fingerprint="fp_1")
 IDS = (1, 2, 3)
 
@@ -149,6 +153,24 @@ def test_an_answer_that_is_left_frees_what_runs() -> None:
         answer.close(200)
         assert client.aborted == ["1"]
         assert count_of(service, 'vllm:request_success_total{engine="0",finished_reason="abort"') == 1
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "says"),
+    [
+        (None, "--skip-tokenizer-init.*token ids to /v1/completions"),
+        (Tokenizer.load(DEMO), "no chat template.*/v1/completions, or start the server with --chat-template FILE"),
+    ],
+)
+def test_a_chat_that_cannot_be_names_what_clients_can_do(tokenizer: Tokenizer | None, says: str) -> None:
+    async def test(service: Service, client: FakeClient) -> None:
+        service.served = replace(SERVED, tokenizer=tokenizer)
+        with pytest.raises(ApiError, match=says) as refused:
+            await service.begin(call(Conversation([{"role": "user", "content": "hello"}])), "r", None)
+        assert (refused.value.status, refused.value.code) == (400, "no_chat_template")
+        assert "freight generate" not in refused.value.message
 
     run(test)
 
