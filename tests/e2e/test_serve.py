@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from tests.demo_chat import demo_with_chat_template
 from tests.serving import ServeProcess, health
 
 CACHE = ["--kv-cache-dtype", "fp8", "--kv-cache-memory", "16MiB"]
@@ -119,10 +120,10 @@ def test_a_killed_engine_ends_streams_with_an_error_and_the_server_with_a_status
         assert ends(children)
 
 
-def test_a_killed_engine_is_replaced_where_that_was_asked_for() -> None:
-    with server("--restart-engine", forked=True) as process:
+def test_a_killed_engine_is_replaced_where_that_was_asked_for(tmp_path: Path) -> None:
+    with server("--restart-engine", model=str(demo_with_chat_template(tmp_path)), forked=True) as process:
         url = process.wait_until_healthy()
-        first = process.children()["worker"]
+        first, renderer = (process.children()[name] for name in ("worker", "render_process"))
         with stream(url, 900) as answer:
             os.kill(first, signal.SIGKILL)
             assert b"engine_ended" in answer.read()
@@ -131,6 +132,7 @@ def test_a_killed_engine_is_replaced_where_that_was_asked_for() -> None:
             time.sleep(0.01)
         process.wait_until_healthy()
         assert process.children()["worker"] != first
+        assert not Path(f"/proc/{renderer}").exists()  # as a zombie it would
         assert complete(url)[0] == 200
         assert process.stop() == 0
 

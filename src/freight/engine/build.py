@@ -155,24 +155,24 @@ def describe_cache(pool: KVPool, config: EngineConfig) -> str:
 
     That is 16 bits where every layer sees every token, else windows that give no block back.
     """
-    kv, spec, memory = config.kv, pool.spec, pool.num_bytes
+    kv, spec = config.kv, pool.spec
     names = kv.names()
     scales = f"{names['granularity']}, {kv.scale_source}" if kv.granularity else "none"
     note = f" ({kv.note})" if kv.note else ""
     line = f"KV cache: {names['dtype']}; scales: {scales}{note}; "
     if any(group.window is not None for group in spec.groups):
         return line + _describe_groups(pool, config)
-    line += f"{pool.capacity_tokens:,} tokens fit in {_size(memory)}"
+    line += f"{pool.capacity_tokens:,} tokens fit in {_size(pool.num_bytes)}"
     if kv.format.is_quantized:
-        sixteen = _sixteen_bits(config)
-        line += f", {same_cache_at_16_bits(spec, sixteen).tokens_in(memory):,} would in {sixteen}"
+        line += f", {_tokens_at_16_bits(pool, config):,} would in {_sixteen_bits(config)}"
     return line
 
 
 def cache_facts(pool: KVPool, config: EngineConfig) -> dict[str, Any]:
     """The cache in use, by the names every JSON of Freight uses.
 
-    bytes_per_token includes `token` scales; tokens_at_16_bits is what a 16-bit cache would hold in the same memory.
+    bytes_per_token includes `token` scales; tokens_at_16_bits is the capacity of a 16-bit cache in the same
+    memory, with the same share of its blocks for windows.
     A cache whose layers differ also has `layers`, a list of {dtype, granularity}; where they differ in one of these,
     that is 'mixed' for the whole.
     """
@@ -186,9 +186,14 @@ def cache_facts(pool: KVPool, config: EngineConfig) -> dict[str, Any]:
         "num_blocks": pool.capacity_blocks,
         "block_size": pool.spec.block_size,
         "capacity_tokens": pool.capacity_tokens,
-        "tokens_at_16_bits": same_cache_at_16_bits(pool.spec, _sixteen_bits(config)).tokens_in(pool.num_bytes),
+        "tokens_at_16_bits": _tokens_at_16_bits(pool, config),
         **mixed,
     }
+
+
+def _tokens_at_16_bits(pool: KVPool, config: EngineConfig) -> int:
+    taken = same_cache_at_16_bits(pool.spec, _sixteen_bits(config)).bytes_of(pool.num_blocks)
+    return pool.capacity_blocks * pool.num_bytes // taken * pool.spec.block_size
 
 
 def _sixteen_bits(config: EngineConfig) -> Format:

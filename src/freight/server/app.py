@@ -126,8 +126,8 @@ class Routes:
         return endpoint
 
     async def tokenize(self, request: Request) -> Response:
-        served = self._service.require_served()
-        wanted = await self._understood(request, lambda body: parse_tokenize(body, served))
+        served, limits = self._service.require_served(), self._service.limits
+        wanted = await self._understood(request, lambda body: parse_tokenize(body, served, limits))
         prompt = wanted.prompt
         text = await self._service.render(prompt) if isinstance(prompt, Conversation) else prompt
         return _json(await asyncio.to_thread(wanted.answer, text, served))

@@ -56,7 +56,7 @@ _PARAMETERS = _body(
     max_new_tokens=_maybe(type="integer", minimum=1, maximum=LARGEST_WHOLE),
     repetition_penalty=_maybe(type="number", exclusiveMinimum=0),
     return_full_text=_FLAG,
-    seed=_maybe(type="integer", minimum=-(2**63), maximum=2**63 - 1),
+    seed=_maybe(type="integer", minimum=-(2**63), maximum=2**64 - 1),
     stop={"anyOf": [_STOPS, _STOPS["items"], {"type": "null"}]},
     temperature=_maybe(type="number", minimum=0, maximum=_MOST.sampling.temperature),
     top_k=_maybe(type="integer", minimum=-1, maximum=LARGEST_WHOLE),

@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import uvicorn
@@ -117,7 +117,9 @@ class Lifecycle:
                 logger.exception("the model cannot be served")
             self._finish(1, str(error))
             return
+        old = self._service.renderer, self._service.grammars
         self._service.renderer, self._service.grammars = renderers
+        await _close(old)
         if renderers[0] is not None and tokenizer is not None and tokenizer.has_chat_template:
             await renderers[0].start()  # now, and not while the first conversation waits
         self._service.facts = facts
@@ -213,9 +215,7 @@ class Lifecycle:
         with contextlib.suppress(Exception):
             await serving
         await self._service.client.stop()
-        for renderer in (self._service.renderer, self._service.grammars):
-            if renderer is not None:
-                await renderer.close()
+        await _close((self._service.renderer, self._service.grammars))
 
 
 class _Server(uvicorn.Server):
@@ -224,6 +224,12 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+async def _close(renderers: Sequence[Renderer | None]) -> None:
+    for renderer in renderers:
+        if renderer is not None:
+            await renderer.close()
 
 
 _ENDING = ApiError(503, "the server is ending", code="draining")

@@ -80,6 +80,15 @@ def check_body(body: object, limits: ServingLimits) -> Mapping[str, object]:
     return body
 
 
+def check_template_values(values: Mapping[str, object], limits: ServingLimits) -> None:
+    """Raises ApiError, 400, for a name in `chat_template_kwargs` that a request may not set."""
+    for name in values:
+        if name not in limits.template_values:
+            path = f"chat_template_kwargs.{name[:60]}"
+            allowed = ", ".join(sorted(limits.template_values))
+            raise ApiError(400, f"{path} is not allowed; a request may set {allowed}", param=path)
+
+
 def _check_value(name: str, value: object, deepest: int) -> None:
     param = name if name.isascii() else None
     level: list[object] = [name, value]

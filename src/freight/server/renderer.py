@@ -74,6 +74,7 @@ class Renderer:
         self._waiting = 0
         self._turn = asyncio.Lock()
         self._process: _Process | None = None
+        self._is_closed = False
 
     @property
     def pid(self) -> int | None:
@@ -87,6 +88,7 @@ class Renderer:
 
     async def close(self) -> None:
         """End the process. Requests that wait fail."""
+        self._is_closed = True
         if self._process is not None:
             await self._end(self._process)
 
@@ -186,7 +188,11 @@ class Renderer:
         return reply
 
     async def _ready(self) -> _Process:
-        """The process, started if there is none that runs."""
+        """The process, started if there is none that runs. Raises ApiError."""
+        if self._is_closed:
+            raise ApiError(
+                503, "the process for chat templates and grammars was ended; try again", headers={"Retry-After": "1"}
+            )
         if self._process is not None and self._process.has_ended:
             await self._end(self._process)
         if self._process is None:

@@ -21,7 +21,7 @@ from functools import partial
 
 from freight.chat_text import ChatText
 from freight.engine.intake import Intake
-from freight.errors import ConfigError, RequestError
+from freight.errors import RequestError
 from freight.outputs import EngineStats, FinishReason, RequestDelta, RequestTimes
 from freight.sampling import SamplingParams, check_limits
 from freight.server.auth import Keys
@@ -36,7 +36,6 @@ from freight.server.openai.fields import from_request_error
 from freight.server.renderer import Renderer
 from freight.server.wire import EngineFacts
 from freight.structured import StructuredOutputs
-from freight.tokenizer import require_chat_template
 
 logger = logging.getLogger("freight")
 
@@ -97,8 +96,11 @@ class Service:
         answer = Answer(self, call.reply(head, served, work), work, request_id, key_name, arrival)
         try:
             await answer.submit()
-        except BaseException as error:
-            answer.close(error.status if isinstance(error, ApiError) else 499)
+        except ApiError:
+            answer.stop()  # `refused` counts and logs it
+            raise
+        except BaseException:
+            answer.close(499)
             raise
         return answer
 
@@ -147,7 +149,7 @@ class Service:
         return str(self._num_submitted)
 
     def refused(self, error: ApiError, request_id: str, key_name: str | None) -> None:
-        """Count and log a request that never reached the engine."""
+        """Count and log a request whose answer did not begin."""
         log_request(RequestLine(request_id, error.status, 0.0, key_name=key_name))
         reasons = {"queue_full": "queue_full", "context_length_exceeded": "too_long", "draining": "draining"}
         reason = reasons.get(error.code or "") or ("invalid" if error.status in (400, 413, 415, 422) else None)
@@ -157,10 +159,20 @@ class Service:
     async def render(self, conversation: Conversation) -> ChatText:
         """The text of a conversation. Raises ApiError."""
         served = self.require_served()
-        try:
-            require_chat_template(served.tokenizer)
-        except ConfigError as error:
-            raise ApiError(400, str(error), code="no_chat_template") from None
+        if served.tokenizer is None:
+            raise ApiError(
+                400,
+                "this server was started with --skip-tokenizer-init, and a chat needs a tokenizer; send token ids to "
+                "/v1/completions",
+                code="no_chat_template",
+            )
+        if not served.tokenizer.has_chat_template:
+            raise ApiError(
+                400,
+                "this model has no chat template: it was not trained to converse; send a plain prompt to "
+                "/v1/completions, or start the server with --chat-template FILE",
+                code="no_chat_template",
+            )
         assert self.renderer is not None
         return await self.renderer.render(conversation)
 
@@ -273,9 +285,10 @@ class Answer:
         service.answers.add(self)
         for index, one in enumerate(self._work):
             self._running.append(service.client.submit(service.next_name(), index, one, self.inbox))
-            service.metrics.request_queued(one.params.n, one.params.max_tokens, len(one.token_ids))
         for running in self._running:
             await running.accepted
+        for one in self._work:
+            service.metrics.request_queued(one.params.n, one.params.max_tokens, len(one.token_ids))
 
     @property
     def is_finished(self) -> bool:
@@ -308,11 +321,9 @@ class Answer:
         """The answer has ended, with this status; 499: the client left. Stops what still runs."""
         if self._is_closed:
             return
-        self._is_closed = True
+        self.stop()
         service = self._service
-        service.answers.discard(self)
-        for index, running in enumerate(self._running):
-            service.client.abort(running)
+        for index in range(len(self._running)):
             if index in self._unfinished:
                 self._reason = str(FinishReason.ABORT if status == 499 else FinishReason.ERROR)
                 self._count(index, self._reason)
@@ -321,6 +332,13 @@ class Answer:
             service.finished(seconds)
         counts = self._prompt_tokens, sum(map(sum, self._generated)), self._cached
         log_request(RequestLine(self._request_id, status, seconds, *counts, self._reason, self._key_name))
+
+    def stop(self) -> None:
+        """Stop what runs, and neither count nor log it: for an answer that did not begin."""
+        self._is_closed = True
+        self._service.answers.discard(self)
+        for running in self._running:
+            self._service.client.abort(running)
 
     def _take(self, index: int, delta: RequestDelta) -> bytes:
         now, metrics = self._service.clock(), self._service.metrics

@@ -14,6 +14,7 @@ from freight.chat_text import ChatText
 from freight.errors import RequestError, nearest
 from freight.server.call import Conversation, Served
 from freight.server.errors import ApiError
+from freight.server.limits import ServingLimits, check_template_values
 from freight.tokenizer import Tokenizer
 
 MOST_TOKENS = 1 << 20  # in one /detokenize
@@ -31,7 +32,6 @@ _MESSAGES = (
 )
 _INPUTS = ("inputs", "add_special_tokens", "parameters", "stream")  # TGI takes /generate's body here
 _DETOKENIZE = ("model", "tokens")
-_NOT_VALUES = ("chat_template", "tokenize", "messages", "tools", "add_generation_prompt", "continue_final_message")
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Tokenize:
         return answer
 
 
-def parse_tokenize(body: Mapping[str, Any], served: Served) -> Tokenize:
+def parse_tokenize(body: Mapping[str, Any], served: Served, limits: ServingLimits) -> Tokenize:
     """What a body of /tokenize asks for. Raises ApiError (400, 404) for what cannot be served."""
     _tokenizer_of(served)
     given = {name: value for name, value in body.items() if value is not None}
@@ -82,14 +82,14 @@ def parse_tokenize(body: Mapping[str, Any], served: Served) -> Tokenize:
     _check(given, known, served)
     special = _flag(given, "add_special_tokens", kind != "messages")  # a template writes its own
     if kind == "messages":
-        return Tokenize(_conversation(given), special, _flag(given, "return_token_strs", False))
+        return Tokenize(_conversation(given, limits), special, _flag(given, "return_token_strs", False))
     text = given[kind]
     if not isinstance(text, str):
         raise _invalid(f"{kind} must be a string", kind)
     return Tokenize(text, special, _flag(given, "return_token_strs", False), with_offsets=kind == "inputs")
 
 
-def _conversation(given: Mapping[str, Any]) -> Conversation:
+def _conversation(given: Mapping[str, Any], limits: ServingLimits) -> Conversation:
     messages, tools = given["messages"], given.get("tools")
     values = given.get("chat_template_kwargs", {})
     if not isinstance(messages, list):
@@ -98,15 +98,13 @@ def _conversation(given: Mapping[str, Any]) -> Conversation:
         raise _invalid("tools must be a list", "tools")
     if not isinstance(values, Mapping):
         raise _invalid("chat_template_kwargs must be an object", "chat_template_kwargs")
-    for name in _NOT_VALUES:
-        if name in values:
-            raise _invalid(f"{name} is not a value for the chat template", "chat_template_kwargs")
+    check_template_values(values, limits)
     continues = _flag(given, "continue_final_message", False)
     return Conversation(
         messages,
         add_generation_prompt=_flag(given, "add_generation_prompt", not continues),
         continue_final_message=continues,
-        template_values={**values, **({"tools": tools} if tools is not None else {})},
+        template_values={**values, **({"tools": tools} if tools else {})},
     )
 
 

@@ -79,3 +79,12 @@ def test_the_same_memory_at_16_bits_holds_half_the_tokens_of_fp8():
     assert tokens(Format.BFLOAT16, None) == 40
     assert tokens(Format.E4M3FN, Granularity.HEAD) == 20
     assert tokens(Format.E4M3FN, Granularity.TOKEN) == 20  # 22.5, in whole blocks
+
+
+def test_windows_do_not_make_fp8_look_like_more_than_twice_16_bits():
+    args = EngineArgs(max_model_len=16)
+    config = open_model(args).resolve(args)
+    full = LayerKVSpec(Format.E4M3FN, Granularity.HEAD, 2, 16, 16)
+    pool = KVPool((), KVCacheSpec((full, replace(full, window=8)), 4), (100, 10))
+    facts = cache_facts(pool, config)
+    assert (facts["capacity_tokens"], facts["tokens_at_16_bits"]) == (400, 200)

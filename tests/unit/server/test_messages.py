@@ -307,6 +307,18 @@ def test_what_is_at_fault_is_named_as_the_client_sent_it(body, param):
     assert refused(**body) == param
 
 
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"max_tokens": 0}, "max_tokens is 0; it must be 1 or more$"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice demands a call, and there are no tools to choose from"),
+    ],
+)
+def test_errors_name_nothing_that_another_api_has(body, says):
+    with pytest.raises(ApiError, match=says):
+        call_of(**body)
+
+
 def test_max_tokens_may_be_more_than_there_is_room_for_but_the_prompt_has_to_fit():
     call = call_of(max_tokens=32_000)
     call.reply(HEAD, SERVED, tokenized(call, range(1023)))

@@ -247,6 +247,21 @@ def test_too_many_that_wait_are_refused(started):
     runner.run(scenario())
 
 
+@pytest.mark.usefixtures("quickly")
+def test_one_that_was_closed_starts_no_process_for_those_that_wait(folder):
+    async def scenario():
+        renderer = Renderer(folder, 7, (1, 2), deadline_s=20)
+        await renderer.start()
+        waiting = [asyncio.create_task(renderer.render(hello("loop"))) for _ in range(2)]
+        await asyncio.sleep(0.05)
+        await renderer.close()
+        errors = await asyncio.gather(*waiting, return_exceptions=True)
+        assert [error.status for error in errors] == [500, 503]
+        assert renderer.pid is None
+
+    asyncio.run(scenario())
+
+
 def test_grammars(tmp_path, monkeypatch):
     folder = make_folder(tmp_path, None)  # without a template, transformers is not imported
     (tmp_path / "stand_in.py").write_text(textwrap.dedent(CHECKS))

@@ -277,6 +277,12 @@ def test_what_is_at_fault_is_named_as_the_client_sent_it(body, param):
     assert refused(**body) == param
 
 
+@pytest.mark.parametrize("form", [{"type": "regex", "value": "a+"}, {"type": "json"}, {"type": "xml"}])
+def test_a_form_of_another_api_is_refused_with_those_that_there_are(form):
+    with pytest.raises(ApiError, match="it must be text, json_object or json_schema"):
+        call_of(SERVED, text={"format": form})
+
+
 def test_a_form_that_cannot_be_compiled_is_told_by_the_clients_field():
     form = {"type": "json_schema", "name": "x", "schema": {"type": "object"}}
     assert call_of(SERVED, text={"format": form}).work[0].form_from == "text.format"

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import freight
 from freight.outputs import CompletionDelta, FinishReason, RequestDelta
 from freight.sampling import SamplingParams
 from freight.server.auth import Keys
-from freight.server.call import ReplyHead, Served, TokenizedWork, Work
+from freight.server.call import Conversation, ReplyHead, Served, TokenizedWork, Work
 from freight.server.client import EngineState, Running
 from freight.server.errors import ApiError
 from freight.server.inbox import Inbox
 from freight.server.limits import ServingLimits
 from freight.server.metrics import Metrics
 from freight.server.service import Service
+from freight.tokenizer import Tokenizer
 
+DEMO = Path(freight.__file__).parent / "demo"
 SERVED = Served(("m",), None, vocab_size=100, max_model_len=50, defaults={}, fingerprint="fp_1")
 IDS = (1, 2, 3)
 
@@ -31,6 +36,7 @@ class FakeClient:
         self.state = EngineState.READY
         self.requests: dict[str, tuple[Running, TokenizedWork]] = {}
         self.aborted: list[str] = []
+        self.refuses: ApiError | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -41,6 +47,9 @@ class FakeClient:
 
     def submit(self, request_id: str, index: int, work: TokenizedWork, inbox: Inbox) -> Running:
         running = Running(request_id, index, work.params.n, inbox)
+        if self.refuses is not None:
+            running.fail(self.refuses)
+            return running
         running.accepted.set_result(None)
         self.requests[request_id] = running, work
         return running
@@ -146,6 +155,41 @@ def test_an_answer_that_is_left_frees_what_runs() -> None:
         assert count_of(service, 'vllm:request_success_total{engine="0",finished_reason="abort"') == 1
 
     run(test)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "says"),
+    [
+        (None, "--skip-tokenizer-init.*token ids to /v1/completions"),
+        (Tokenizer.load(DEMO), "no chat template.*/v1/completions, or start the server with --chat-template FILE"),
+    ],
+)
+def test_a_chat_that_cannot_be_names_what_clients_can_do(tokenizer: Tokenizer | None, says: str) -> None:
+    async def test(service: Service, client: FakeClient) -> None:
+        service.served = replace(SERVED, tokenizer=tokenizer)
+        with pytest.raises(ApiError, match=says) as refused:
+            await service.begin(call(Conversation([{"role": "user", "content": "hello"}])), "r", None)
+        assert (refused.value.status, refused.value.code) == (400, "no_chat_template")
+        assert "freight generate" not in refused.value.message
+
+    run(test)
+
+
+def test_what_the_engine_refuses_is_counted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "freight")
+
+    async def test(service: Service, client: FakeClient) -> None:
+        client.refuses = ApiError(400, "the cache holds 16 tokens", code="cache_too_small")
+        with pytest.raises(ApiError, match="16 tokens") as refused:
+            await service.begin(call(IDS), "r", None)
+        service.refused(refused.value, "r", None)
+        assert count_of(service, 'vllm:admission_rejections_total{engine="0",model_name="m",reason="invalid"') == 1
+        assert count_of(service, 'vllm:request_success_total{engine="0",finished_reason="error"') == 0
+        assert count_of(service, "vllm:request_prompt_tokens_count") == 0
+        assert not service.answers
+
+    run(test)
+    assert len(caplog.records) == 1
 
 
 def test_more_than_may_wait_is_refused_with_a_time() -> None:

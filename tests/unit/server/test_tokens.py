@@ -9,6 +9,7 @@ import pytest
 import freight
 from freight.server.call import Conversation, Served
 from freight.server.errors import ApiError
+from freight.server.limits import ServingLimits
 from freight.server.tokens import detokenize, parse_tokenize, tokenizer_info
 from freight.tokenizer import Tokenizer
 
@@ -19,7 +20,7 @@ TEXT = "Das war — ein Schloß 😀."
 
 
 def ask(body, served=SERVED):
-    call = parse_tokenize(body, served)
+    call = parse_tokenize(body, served, ServingLimits())
     assert isinstance(call.prompt, str)
     return call.answer(call.prompt, served)
 
@@ -56,11 +57,13 @@ def test_tgis_offsets_count_characters():
 def test_messages_are_rendered_first():
     messages, tools = [{"role": "user", "content": "a"}], [{"type": "function"}]
     body = {"messages": messages, "tools": tools, "chat_template_kwargs": {"enable_thinking": False}}
-    call = parse_tokenize(body, SERVED)
+    call = parse_tokenize(body, SERVED, ServingLimits())
     assert call.prompt == Conversation(messages, True, False, {"enable_thinking": False, "tools": tools})
     assert call.answer("<s>a", SERVED)["tokens"] == TOKENIZER.encode("<s>a", add_special_tokens=False)
-    final = parse_tokenize({"messages": messages, "continue_final_message": True}, SERVED).prompt
+    final = parse_tokenize({"messages": messages, "continue_final_message": True}, SERVED, ServingLimits()).prompt
     assert (final.add_generation_prompt, final.continue_final_message) == (False, True)
+    without = parse_tokenize({"messages": messages, "tools": []}, SERVED, ServingLimits()).prompt
+    assert without.template_values == {}  # as in a chat: templates test whether tools are there
 
 
 @pytest.mark.parametrize(
@@ -80,6 +83,7 @@ def test_messages_are_rendered_first():
         ({"messages": [], "chat_template": "x"}, 400, "chat_template"),
         ({"messages": [], "chat_template_kwargs": []}, 400, "chat_template_kwargs must be an object"),
         ({"messages": [], "chat_template_kwargs": {"tokenize": True}}, 400, "tokenize"),
+        ({"messages": [], "chat_template_kwargs": {"enable_thinkin": False}}, 400, "enable_thinkin is not allowed"),
     ],
 )
 def test_refused(body, status, says):

@@ -56,6 +56,9 @@ def parse_messages(body: object, served: Served, limits: ServingLimits) -> Messa
     given = _given(body, limits)
     if "max_tokens" not in given:
         raise refuse("max_tokens", "max_tokens is missing; give the most tokens that the answer may have")
+    most = given["max_tokens"]
+    if isinstance(most, int) and most < 1:
+        raise refuse("max_tokens", f"max_tokens is {show(most)}; it must be 1 or more")
     return _parse(given, served, limits)
 
 

@@ -19,7 +19,7 @@ from freight.messages import to_template_messages
 from freight.sampling import LARGEST_WHOLE, SamplingParams
 from freight.server.call import Conversation, Reply, ReplyHead, Served, TokenizedWork, Work
 from freight.server.errors import ApiError
-from freight.server.limits import ServingLimits, check_context
+from freight.server.limits import ServingLimits, check_context, check_template_values
 from freight.server.openai.chat_reply import ChatReply
 from freight.server.openai.fields import (
     from_request_error,
@@ -256,12 +256,9 @@ def _conversation(
         values["enable_thinking"] = False
     elif request.reasoning_effort is not None:
         values["reasoning_effort"] = request.reasoning_effort
-    for name, value in (request.chat_template_kwargs or {}).items():
-        if name not in limits.template_values:
-            path = f"chat_template_kwargs.{name[:60]}"
-            allowed = ", ".join(sorted(limits.template_values))
-            raise refuse(path, f"{path} is not allowed; a request may set {allowed}")
-        values[name] = value
+    given = request.chat_template_kwargs or {}
+    check_template_values(given, limits)
+    values |= given
     continued = bool(request.continue_final_message)
     if continued and request.add_generation_prompt:
         raise refuse(

@@ -234,8 +234,11 @@ class _Reader:
         form = mapping("text.format", text["format"])
         if form.get("type") == "json_schema":
             chat["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}
+        elif form.get("type") == "json_object":
+            chat["response_format"] = {"type": "json_object"}
         elif form.get("type") != "text":
-            chat["response_format"] = {"type": form.get("type")}
+            path = "text.format.type"
+            raise refuse(path, f"{path} is {show(form.get('type'))}; it must be text, json_object or json_schema")
 
     def _read_reasoning(self, chat: dict[str, Any]) -> None:
         reasoning = mapping("reasoning", self._given.get("reasoning", {}))

@@ -79,7 +79,7 @@ class SharedFields(BaseModel):
     top_p: float | None = Field(default=None, json_schema_extra={"exclusiveMinimum": 0, "maximum": 1})
     top_k: int | None = within(-1, LARGEST_WHOLE)
     min_p: float | None = within(0, 1)
-    seed: int | None = within(-(2**63), 2**63 - 1)
+    seed: int | None = within(-(2**63), 2**64 - 1)
     min_tokens: int | None = within(0, LARGEST_WHOLE)
     stop: Annotated[Any, shape(_STRING, _STOPS)] = None
     stop_token_ids: Annotated[Any, shape(_IDS)] = None

@@ -40,7 +40,7 @@ def tool_use(tools: object, choice: object, limits: ServingLimits) -> ToolUse:
         return ToolUse()
     if choice == "required":
         if not offered:
-            raise refuse("tool_choice", "tool_choice is 'required', and there are no tools to choose from")
+            raise refuse("tool_choice", "tool_choice demands a call, and there are no tools to choose from")
         return ToolUse(tuple(offered.values()), tuple(offered))
     name = _chosen(choice)
     if name not in offered:
