@@ -16,7 +16,7 @@ from freight.engine.build import BeforeWeights, build_engine, cache_facts
 from freight.engine.intake import AcceptedPrompt
 from freight.engine.turns import Turns
 from freight.engine.watch import cache_watched
-from freight.errors import ConfigError, GenerationError, RequestError
+from freight.errors import ConfigError, GenerationError, RequestError, shown
 from freight.outputs import RequestOutput
 from freight.sampling import SamplingParams
 from freight.start_log import log_to_stderr
@@ -185,7 +185,10 @@ def _text_or_ids(prompt: Any) -> str | Sequence[int]:
         if keys == {"prompt"} and isinstance(prompt["prompt"], str):
             return str(prompt["prompt"])
         if keys == {"prompt_token_ids"}:
-            return _text_or_ids(_listed(prompt["prompt_token_ids"]))
+            ids = _listed(prompt["prompt_token_ids"])
+            if isinstance(ids, Sequence) and not isinstance(ids, str):
+                return ids
+            raise RequestError(f"prompt_token_ids is {shown(ids)}; it must be a list of token ids")
         raise RequestError(
             f'a prompt dict is {{"prompt": str}} or {{"prompt_token_ids": [int]}}; this has {sorted(map(str, keys))}'
         )

@@ -181,6 +181,8 @@ def test_arrays_and_their_numbers_are_token_ids(new_llm: Callable[..., LLM]):
         (b"hello", "bytes; decode it"),
         ([b"hello"], "bytes; decode it"),
         ({"prompt_token_ids": b"hello"}, "bytes; decode it"),
+        ({"prompt_token_ids": "abc"}, "prompt_token_ids is 'abc'; it must be a list of token ids"),
+        ({"prompt_token_ids": 7}, "prompt_token_ids is 7; it must be a list"),
         ([[1.0, 2.0]], "1.0, a float"),
         ([[True]], "True, a bool"),
         ([[1, 61]], "61 is outside the vocabulary"),
