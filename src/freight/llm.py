@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -12,11 +13,12 @@ from typing import Any
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from freight.config.engine import EngineArgs
+from freight.config.foreign import CALLS
 from freight.engine.build import BeforeWeights, build_engine, cache_facts
 from freight.engine.intake import AcceptedPrompt
 from freight.engine.turns import Turns
 from freight.engine.watch import cache_watched
-from freight.errors import ConfigError, GenerationError, RequestError
+from freight.errors import ConfigError, GenerationError, RequestError, shown
 from freight.outputs import RequestOutput
 from freight.sampling import SamplingParams
 from freight.start_log import log_to_stderr
@@ -51,11 +53,12 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool = False,
         on_error: str = "raise",
+        **unknown: Any,
     ) -> list[RequestOutput]:
         """Complete one prompt or many, in the order given.
 
@@ -63,8 +66,10 @@ class LLM:
         is one for all or one for each. `progress` shows a bar on stderr. Raises RequestError for any prompt that
         cannot be served, before the first is computed. A prompt that fails while it is computed stops no other: at the
         end `on_error="raise"` raises GenerationError, whose `outputs` has all, and "return" returns all, the failed
-        completions with finish reason "error".
+        completions with finish reason "error". `unknown` names, such as vLLM's use_tqdm, are a ConfigError.
         """
+        for name in unknown:
+            raise _unknown(name, "generate takes prompts, sampling_params, progress and on_error")
         _check_on_error(on_error)
         accepted = self._accept_all(prompts, sampling_params)
         ids: list[str] = []
@@ -128,7 +133,10 @@ class LLM:
         on_error: str = "raise",
         **template_options: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation, a list of {"role", "content"}, or many, through the model's chat template."""
+        """Answer one conversation, a list of {"role", "content"}, or many, through the model's chat template.
+
+        `template_options` are those of `chat_prompt`; everything else is as in `generate`.
+        """
         is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
         several = is_list and not (messages and isinstance(messages[0], Mapping))
         conversations: Any = messages if several else [messages]
@@ -136,8 +144,18 @@ class LLM:
         return self.generate(prompts, sampling_params, progress=progress, on_error=on_error)
 
     def chat_prompt(self, messages: Sequence[Message], **template_options: Any) -> list[int]:
-        """The token ids of a conversation. Raises ConfigError for a model without a chat template."""
-        return require_chat_template(self.engine.tokenizer).apply_chat_template(messages, **template_options)
+        """The token ids of a conversation.
+
+        template_options: add_generation_prompt, continue_final_message, and what the model's chat template reads
+        (tools, enable_thinking, …). Raises ConfigError for an option that it does not read, and for a model without a
+        chat template.
+        """
+        tokenizer = require_chat_template(self.engine.tokenizer)
+        read = {"continue_final_message", "add_generation_prompt", *re.findall(r"\w+", tokenizer.chat_template_source)}
+        for name in template_options:
+            if name not in read:
+                raise _unknown(name, "the model's chat template does not read it; omit it")
+        return tokenizer.apply_chat_template(messages, **template_options)
 
     def kv_cache_info(self) -> dict[str, Any]:
         """The cache in use, by the names every JSON of Freight uses; bytes_per_token includes `token` scales.
@@ -147,7 +165,9 @@ class LLM:
         return cache_facts(self.engine.runner.pool, self.config)
 
     def _accept_all(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
+        self,
+        prompts: Prompt | Sequence[Prompt] | None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[Accepted]:
         """Every prompt with its parameters, or the error of the first that cannot be served. Changes nothing."""
         batch = _prompts(prompts)
@@ -185,7 +205,10 @@ def _text_or_ids(prompt: Any) -> str | Sequence[int]:
         if keys == {"prompt"} and isinstance(prompt["prompt"], str):
             return str(prompt["prompt"])
         if keys == {"prompt_token_ids"}:
-            return _text_or_ids(_listed(prompt["prompt_token_ids"]))
+            ids = _listed(prompt["prompt_token_ids"])
+            if isinstance(ids, Sequence) and not isinstance(ids, str):
+                return ids
+            raise RequestError(f"prompt_token_ids is {shown(ids)}; it must be a list of token ids")
         raise RequestError(
             f'a prompt dict is {{"prompt": str}} or {{"prompt_token_ids": [int]}}; this has {sorted(map(str, keys))}'
         )
@@ -222,6 +245,11 @@ def _params(given: SamplingParams | Sequence[SamplingParams] | None, count: int)
     if len(given) != count:
         raise RequestError(f"{len(given)} SamplingParams for {count} prompts; give one, or one for each")
     return list(given)
+
+
+def _unknown(option: str, otherwise: str) -> ConfigError:
+    """Of an option that a call does not have: what to use instead if another engine has it, else `otherwise`."""
+    return ConfigError(f"unknown option {option!r}: {CALLS.get(option, otherwise)}")
 
 
 def _check_on_error(on_error: str) -> None:

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -194,9 +195,9 @@ def _check_options(options: Mapping[str, Any], save_compressed: bool) -> None:
 
 
 def _count(name: str, value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"{name} {shown(value)} must be an integer ≥ 1")
-    return value
+    return int(value)
 
 
 def _source(model: Any, model_revision: str, tokenizer: Any) -> tuple[str, str | None]:

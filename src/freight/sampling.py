@@ -304,7 +304,3 @@ def _salt(name: str, value: object, longest: int) -> str | None:
     if value is not None and (not isinstance(value, str) or not 1 <= len(value) <= longest):
         raise RequestError(f"{name} is {shown(value)}; it must be a string of 1 to {longest} characters")
     return value
-
-
-def _form(name: str, value: object) -> StructuredOutputs:
-    return StructuredOutputs.of(value)

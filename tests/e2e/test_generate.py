@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from freight import LLM, SamplingParams
 from freight.checkpoint.reader import resolve_model
 from freight.config.engine import EngineArgs
-from freight.errors import RequestError
+from freight.errors import ConfigError, RequestError
 from freight.evaluate.report import compare_caches
 from freight.outputs import FinishReason, TokenLogprobs
 
@@ -259,3 +259,22 @@ def test_chat_refuses_what_is_no_list_of_messages(chat_model: Path, given: Any):
     llm = LLM(str(chat_model), kv_cache_memory="8MiB", max_model_len=128)
     with pytest.raises(RequestError, match="messages must be a list like"):
         llm.chat(given, GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("option", "instead"),
+    [
+        ({"use_tqdm": False}, "'use_tqdm': use progress"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "'chat_template_kwargs': give its entries as keywords"),
+        ({"chat_template": TEMPLATE}, "'chat_template': the model's own is used"),
+        ({"tools": []}, "'tools': the model's chat template does not read it"),
+        ({"tokenize": False}, "'tokenize': the model's chat template does not read it"),
+    ],
+)
+def test_chat_takes_the_options_that_its_template_reads(chat_model: Path, option: dict[str, Any], instead: str):
+    llm = LLM(str(chat_model), kv_cache_memory="8MiB", max_model_len=128)
+    messages = [{"role": "user", "content": "hello"}]
+    with pytest.raises(ConfigError, match=instead):
+        llm.chat(messages, GREEDY, **option)
+    ids = llm.chat_prompt(messages, bos_token="", add_generation_prompt=False, continue_final_message=False)
+    assert len(ids) < len(llm.chat_prompt(messages))

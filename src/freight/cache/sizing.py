@@ -14,7 +14,7 @@ Layers without a window get the rest.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 
 from freight.cache.spec import KVCacheSpec, Pages
 
@@ -55,14 +55,20 @@ def split_memory(
     if whole in (0, sum(group.bytes_per_block for group in spec.groups)):  # windows only, or none
         return tuple(count * memory // needed for count in request)
     whole_request = whole * -(-max_model_len // spec.block_size)
-    for num_seqs in range(max_num_seqs, 0, -1):
-        windows = tuple(
+
+    def windows(num_seqs: int) -> tuple[int, ...]:
+        return tuple(
             0 if group.window is None else _held(group, max_model_len, num_seqs, step_tokens) for group in spec.groups
         )
-        rest = memory - spec.bytes_of(windows)
-        if rest >= (whole_request if 2 * rest >= memory else num_seqs * whole_request):
-            break
-    return tuple(count or rest // whole for count in windows)
+
+    def too_many(num_seqs: int) -> bool:
+        """False for 1, because `memory` holds a request; once True it stays so, because `windows` only grow."""
+        rest = memory - spec.bytes_of(windows(num_seqs))
+        return rest < (whole_request if 2 * rest >= memory else num_seqs * whole_request)
+
+    counts = windows(bisect_left(range(1, max_num_seqs + 1), True, key=too_many))
+    rest = memory - spec.bytes_of(counts)
+    return tuple(count or rest // whole for count in counts)
 
 
 def _held(group: Pages, max_model_len: int, num_seqs: int, step_tokens: int) -> int:

@@ -7,6 +7,7 @@ once, with every choice made.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from numbers import Integral, Real
 from typing import Any
 
 from freight.config.foreign import instead_of
@@ -42,6 +43,12 @@ class EngineArgs:
     attention_compute: str = "auto"
     threads: int | None = None
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Numbers of other types, such as NumPy's, are kept as Python's."""
+        for name, value in vars(self).items():
+            if isinstance(value, Real) and not isinstance(value, bool):
+                object.__setattr__(self, name, int(value) if isinstance(value, Integral) else float(value))
 
     @staticmethod
     def from_options(**options: Any) -> EngineArgs:

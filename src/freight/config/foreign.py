@@ -105,6 +105,19 @@ SENTENCES = {
     "task": "models that generate text only: omit it",
 }
 
+CALLS = {  # keywords of their `generate` and `chat`
+    "use_tqdm": "use progress",
+    "prompt_token_ids": "token ids are prompts: give lists of them in place of strings",
+    **dict.fromkeys(("lora_request", "prompt_adapter_request"), _NO_LORA),
+    "priority": "requests run in the order of arrival: omit it",
+    "guided_options_request": "use structured_outputs of SamplingParams",
+    "tokenization_kwargs": "prompts are tokenized as the model wants it: omit it, or give token ids",
+    "chat_template": "the model's own is used: give LLM(tokenizer=...) a folder with another one",
+    "chat_template_kwargs": "give its entries as keywords",
+    "chat_template_content_format": "content is written as the model's chat template reads it: omit it",
+    "mm_processor_kwargs": "models of text only: omit it",
+}
+
 
 @dataclass(frozen=True)
 class TgiOption:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from enum import StrEnum
+from numbers import Integral
 from typing import Any
 
 from freight.config.budget import KVBudget, parse_budget
@@ -251,6 +252,6 @@ def _check_nothing_is_idle(args: QuantizeArgs, plan: QuantizePlan) -> None:
 def _count(flag: str, value: int | None, default: int, least: int) -> int:
     if value is None:
         return default
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
         raise ConfigError(f"{flag} {value!r} must be an integer ≥ {least}")
-    return value
+    return int(value)

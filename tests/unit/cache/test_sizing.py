@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import hypothesis.strategies as st
@@ -85,6 +86,39 @@ def test_what_is_split_fits_and_holds_a_request(
     assert longest >= max_model_len
     assert longest_request(spec, needed - 1, max_model_len, step_tokens) < max_model_len
     assert needed <= useful_memory(spec, max_model_len, max_num_seqs, step_tokens) <= max_num_seqs * needed
+    held = [group.window is not None and None in windows for group in spec.groups]
+    if any(held):
+        assert [count for count, of_window in zip(num_blocks, held, strict=True) if of_window] == next(
+            of_windows
+            for num_seqs in range(max_num_seqs, 0, -1)
+            if (of_windows := blocks_of_windows(spec, memory, max_model_len, num_seqs, step_tokens))
+        )
+
+
+def blocks_of_windows(
+    spec: KVCacheSpec, memory: int, max_model_len: int, num_seqs: int, step_tokens: int
+) -> list[int] | None:
+    """Blocks of the groups with a window, by the rules of `split_memory`; None where the rest would be too small."""
+    whole = next(group for group in spec.groups if group.window is None)
+    blocks = [
+        min(
+            num_seqs * group.most_blocks(max_model_len, step_tokens),
+            num_seqs * group.most_blocks(max_model_len, 1) - (-step_tokens // group.tokens_per_block),
+        )
+        for group in spec.groups
+        if group is not whole
+    ]
+    of_windows = (group for group in spec.groups if group is not whole)
+    rest = memory - sum(count * group.bytes_per_block for count, group in zip(blocks, of_windows, strict=True))
+    one = whole.bytes_per_block * whole.most_blocks(max_model_len, 1)
+    return blocks if rest >= (one if 2 * rest >= memory else num_seqs * one) else None
+
+
+def test_a_million_sequences_are_counted_at_once() -> None:
+    spec = cache_spec(BFLOAT16, gemma_3_27b(), 16)
+    before = time.process_time()
+    split_memory(spec, 200 * GIB, 131072, 10**9, 2048)
+    assert time.process_time() - before < 0.5
 
 
 @pytest.mark.parametrize("window", [None, 1024])

@@ -6,6 +6,7 @@ import json
 import re
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from freight.config.engine import EngineArgs
@@ -305,6 +306,12 @@ def test_numbers_out_of_range_are_named(name, value):
         check(EngineArgs(**{name: value}))
     assert f"--{name.replace('_', '-')}" in str(error.value)
     assert str(value) in str(error.value)
+
+
+def test_numbers_of_numpy_are_kept_as_python_s():
+    args = EngineArgs(max_num_seqs=np.int64(4), max_step_seconds=np.float32(1))
+    check(args)
+    assert json.dumps([args.max_num_seqs, args.max_step_seconds]) == "[4, 1.0]"
 
 
 def test_more_threads_than_cores_are_named():

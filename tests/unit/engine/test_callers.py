@@ -15,7 +15,7 @@ from tests.unit.engine.fakes import check_clean, essence, params_of, prompt_of
 
 from freight import LLM, SamplingParams
 from freight.engine.prepare import SequenceSlice
-from freight.errors import CapacityError, RequestError
+from freight.errors import CapacityError, ConfigError, RequestError
 from freight.outputs import RequestOutput
 
 
@@ -181,6 +181,8 @@ def test_arrays_and_their_numbers_are_token_ids(new_llm: Callable[..., LLM]):
         (b"hello", "bytes; decode it"),
         ([b"hello"], "bytes; decode it"),
         ({"prompt_token_ids": b"hello"}, "bytes; decode it"),
+        ({"prompt_token_ids": "abc"}, "prompt_token_ids is 'abc'; it must be a list of token ids"),
+        ({"prompt_token_ids": 7}, "prompt_token_ids is 7; it must be a list"),
         ([[1.0, 2.0]], "1.0, a float"),
         ([[True]], "True, a bool"),
         ([[1, 61]], "61 is outside the vocabulary"),
@@ -194,3 +196,19 @@ def test_what_is_no_prompt_is_refused_by_its_kind(new_llm: Callable[..., LLM], p
     with pytest.raises(RequestError, match=message):
         llm.generate(prompts)
     check_clean(llm)
+
+
+@pytest.mark.parametrize(
+    ("option", "instead"),
+    [
+        ({"use_tqdm": False}, "unknown option 'use_tqdm': use progress"),
+        ({"prompt_token_ids": [[1, 2]]}, "'prompt_token_ids': token ids are prompts"),
+        ({"lora_request": None}, "'lora_request': LoRA adapters are not implemented"),
+        ({"sampling_param": None}, "'sampling_param': generate takes prompts, sampling_params"),
+    ],
+)
+def test_generate_says_what_to_use_in_place_of_other_engines_names(
+    new_llm: Callable[..., LLM], option: dict[str, Any], instead: str
+):
+    with pytest.raises(ConfigError, match=instead):
+        new_llm().generate(**option)
