@@ -6,13 +6,13 @@ import http.client
 import json
 import re
 import shlex
+import subprocess
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from tests.demo_chat import demo_with_chat_template
 from tests.serving import freight_serve
 
 from freight import structured
@@ -74,8 +74,11 @@ def shape(value: object) -> object:
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    model = demo_with_chat_template(tmp_path_factory.mktemp("model") / "demo")
-    with freight_serve(model, ["--kv-cache-dtype", "fp8", "--kv-cache-memory", "64MiB"]) as address:
+    folder = tmp_path_factory.mktemp("template")
+    template, start = next(block[2] for block in BLOCK.finditer(TEXT) if "freight serve demo" in block[2]).splitlines()
+    subprocess.run(["sh", "-c", template], cwd=folder, check=True)
+    *options, name = start.removeprefix("freight serve demo ").split()
+    with freight_serve("demo", [*options, str(folder / name), "--kv-cache-memory", "64MiB"]) as address:
         yield address
 
 

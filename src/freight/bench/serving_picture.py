@@ -2,7 +2,8 @@
 
 A row is one load, a colour is one server, and both halves have a logarithmic axis of milliseconds. Each shape is a
 histogram over that axis, so equal areas are equal numbers of samples. The long line is the median, the short one p99;
-the numbers at the right say both. The picture follows the reader's light or dark setting, and needs no other file.
+the numbers at the right say both. Requests that failed are in no shape, and counted in a line below. The picture
+follows the reader's light or dark setting, and needs no other file.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ def serving_picture(title: str, runs: Sequence[Run]) -> str:
     """SVG of all runs; those of one server and load are one shape."""
     urls, levels = list(dict.fromkeys(run.url for run in runs)), list(dict.fromkeys(run.level for run in runs))
     samples = {(url, level): _samples(runs, url, level) for url in urls for level in levels}
-    height = _TOP + _ROW * len(levels) + _BOTTOM
+    failed = _failed(urls, runs)
+    height = _TOP + _ROW * len(levels) + _BOTTOM + (24 if failed else 0)
     unit = "tokens" if all(one.unit == "token" for one in samples.values()) else "events"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img">',
@@ -65,12 +67,23 @@ def serving_picture(title: str, runs: Sequence[Run]) -> str:
         f'<text x="24" y="34" class="title">{escape(title)}</text>',
         *_legend(urls),
         *(_level(level, index) for index, level in enumerate(levels)),
+        *([f'<text x="24" y="{height - 12}">{escape(failed)}</text>'] if failed else []),
     ]
     for half, (name, field) in enumerate((("Time to first token", "ttft"), (f"Between {unit}", "itl"))):
         x = _LEFT + half * (_PLOT + _NUMBERS + _GAP)
         values = {key: list(getattr(one, field)) for key, one in samples.items()}
         parts += _half(name, _axis(x, [v for several in values.values() for v in several]), urls, levels, values)
     return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _failed(urls: Sequence[str], runs: Sequence[Run]) -> str:
+    """What the shapes leave out; empty where every request was answered."""
+    parts = []
+    for url in urls:
+        answers = [answer for run in runs if run.url == url for answer in run.answers]
+        if bad := sum(bool(answer.error) for answer in answers):
+            parts.append(f"{bad:,} of {len(answers):,} requests{f' of {url}' if len(urls) > 1 else ''}")
+    return f"Failed, and in no shape: {', '.join(parts)}" if parts else ""
 
 
 def _samples(runs: Sequence[Run], url: str, level: Level) -> Samples:

@@ -122,11 +122,14 @@ def check_picture(path: Path | None) -> None:
 
 
 def _draw(path: Path, found: dict[str, Any], runs: Any) -> None:
+    from freight.bench.serving import PROMPT_KINDS
     from freight.bench.serving_picture import serving_picture
 
     row = found["rows"][0]
-    prompts = f"prompts of {found['prompt_tokens_wanted']} tokens" if "/" not in found["prompts"] else found["prompts"]
-    title = f"{row['model']}: {prompts}, {found['output_tokens_wanted']} generated"
+    what = found["prompts"]
+    if what in PROMPT_KINDS:  # a file's lines have lengths of their own
+        what = f"prompts of {found['prompt_tokens_wanted']} tokens, {found['output_tokens_wanted']} generated"
+    title = f"{row['model']}: {what}"
     write_picture(path, serving_picture(title, runs))
 
 

@@ -117,8 +117,9 @@ def _fit_context(spec: KVCacheSpec, memory: int, config: EngineConfig, args: Eng
     if args.max_model_len is not None or tokens == 0:
         needed = bytes_of_request(spec, config.max_model_len, step_tokens)
         raise CapacityError(
-            f"{memory:,} bytes of KV cache hold {tokens} tokens of {spec.bytes_per_token} bytes, in blocks of "
-            f"{spec.block_size}; a context of {config.max_model_len} tokens (--max-model-len) does not fit. "
+            f"a KV cache of {memory:,} byte{'s' if memory != 1 else ''} holds {tokens} tokens of "
+            f"{spec.bytes_per_token} bytes, in blocks of {spec.block_size}; a context of {config.max_model_len} tokens "
+            f"(--max-model-len) does not fit. "
             f"Raise --kv-cache-memory to {-(-needed // 2**20)}MiB, or shorten it"
         )
     logger.info("context limited to the %d tokens that the KV cache holds", tokens)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from freight.evaluate.figures import Evaluation, Figures
+import shlex
+
+from freight.evaluate.figures import Evaluation, Figures, Overview
 
 SAFE = 1.005  # ratio of perplexities up to which a loss is called small
 NEAR = 1.05  # of the fewest bytes: a cache within this factor is as small
@@ -27,26 +29,30 @@ def _upper(run: Figures) -> float:
     return run.perplexity_ratio_interval[1] if run.perplexity_ratio_interval else run.perplexity_ratio
 
 
-def how_to(run: Figures, model: str) -> str:
-    """The command line that gives this setting."""
+def how_to(run: Figures, over: Overview) -> str:
+    """The command line that gives this setting, with what `freight evaluate` was given for it."""
+    model = shlex.quote(over.model)
+    weights = f" --quantization {over.quantization}" if over.quantization else ""
     if run.granularity is None:
-        return f"freight serve {model} --kv-cache-dtype {run.kv_cache_dtype}"
+        return f"freight serve {model} --kv-cache-dtype {run.kv_cache_dtype}{weights}"
     if run.scale_source == "calibrated":
-        center = " --center" if run.centered else ""
-        made = f"freight quantize {model} OUT --weights none --kv-cache fp8 --kv-granularity {run.granularity}{center}"
-        return f"{made} && freight serve OUT"
+        made = f"freight quantize {model} OUT --weights none --kv-cache fp8 --kv-granularity {run.granularity}"
+        made += " --center" if run.centered else ""
+        made += f" --calibration-data {shlex.quote(over.calibration_data)}" if over.calibration_data else ""
+        return f"{made} && freight serve OUT{weights}"
     dtype = "fp8" if "e4m3" in run.kv_cache_dtype else run.kv_cache_dtype
-    source = "" if run.scale_source not in ("unit", "dynamic") else f" --kv-scales {run.scale_source}"
-    return f"freight serve {model} --kv-cache-dtype {dtype}{'' if dtype == 'int8' else source}"
+    named = {"unit": "unit", "dynamic": "dynamic"} | dict.fromkeys(("file", "given"), shlex.quote(over.kv_scales))
+    source = named.get(run.scale_source or "") if dtype != "int8" else None
+    return f"freight serve {model} --kv-cache-dtype {dtype}{f' --kv-scales {source}' if source else ''}{weights}"
 
 
 def advice(evaluation: Evaluation) -> str:
     """A paragraph for people who have not met FP8."""
-    first, chosen, model = evaluation.runs[0], recommended(evaluation), evaluation.overview.model
+    first, chosen, over = evaluation.runs[0], recommended(evaluation), evaluation.overview
     if chosen is first:
         return (
             f"Keep the 16-bit cache: no smaller cache that was measured is certain to keep the loss within "
-            f"{SAFE - 1:.1%} of perplexity on this text. Command: {how_to(first, model)}"
+            f"{SAFE - 1:.1%} of perplexity on this text. Command: {how_to(first, over)}"
         )
     ratio = first.bytes_per_token / chosen.bytes_per_token
     change = chosen.perplexity_ratio - 1
@@ -58,7 +64,7 @@ def advice(evaluation: Evaluation) -> str:
         f"Take “{chosen.name}”: the same memory holds {ratio:.2f} times as many tokens as with 16 bits, {loss}, and "
         f"the most likely next token stays the same {chosen.same_top:.1%} of the time. Among the smallest caches whose "
         f"loss is small (at most {SAFE - 1:.1%}) it changes the model's answers least. {_certainty(evaluation)}"
-        f"{_speed(chosen, first)}Command: {how_to(chosen, model)}"
+        f"{_speed(chosen, first)}Command: {how_to(chosen, over)}"
     )
 
 

@@ -80,8 +80,13 @@ def cut_documents(
             left -= len(ids)
         if len(ids) > 1:
             parts += [Part(window, number) for window in cut_windows(ids, length, bos)]
-    if total < 2 or not parts:
-        raise ConfigError(f"the text has {total} tokens; perplexity needs at least 2")
+    if not parts and total > 1 and len(documents) > 1:
+        within = "" if max_tokens is None else f" within the first {max_tokens} tokens of them all (--max-tokens)"
+        raise ConfigError(
+            f"none of the {len(documents):,} documents has 2 tokens{within}, and perplexity needs 2 of one document"
+        )
+    if not parts:
+        raise ConfigError(f"the text has {total} token{'s' if total != 1 else ''}; perplexity needs at least 2")
     return parts
 
 

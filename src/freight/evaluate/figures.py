@@ -65,7 +65,10 @@ class Figures:
 
 @dataclass(frozen=True)
 class Overview:
-    """What was measured. Bytes are of the first setting's weights; `window` is the tokens judged together."""
+    """What was measured. Bytes are of the first setting's weights; `window` is the tokens judged together.
+
+    `kv_scales`, `quantization` and `calibration_data` are the options as given, for the command that repeats a setting.
+    """
 
     model: str
     source: str
@@ -74,6 +77,9 @@ class Overview:
     embedding_bytes: int
     window: int
     notes: tuple[str, ...] = ()
+    kv_scales: str = "auto"
+    quantization: str | None = None
+    calibration_data: str | None = None
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,9 @@ def evaluate_grid(
         worst = layer_kl(runs, parts) if grid.per_layer else None
         size = weight_bytes(decoder)
     notes = _notes(args, grid, static, scales, samples)
-    overview = Overview(args.model, source, str(plain.weight_format), size.layers, size.embeddings, length, notes)
+    sizes = (str(plain.weight_format), size.layers, size.embeddings)
+    given = (args.quantization_param_path or args.kv_scales, args.quantization, grid.calibration_data)
+    overview = Overview(args.model, source, *sizes, length, notes, *given)
     labels = [(name, weights) for name, weights, _, _ in settings]
     evaluation = summarize(overview, labels, runs, parts, speeds, worst)
     return replace(evaluation, seconds=time.perf_counter() - begin, calibration_seconds=calibrated.forward_seconds)

@@ -32,6 +32,11 @@ def medians(svg: ElementTree.Element) -> list[float]:
     return [float(line.attrib["x1"]) for line in lines[::2]]
 
 
+def texts(svg: ElementTree.Element) -> dict[str, float]:
+    """Every text, with its y."""
+    return {element.text or "": float(element.attrib["y"]) for element in svg.iter(f"{SVG}text")}
+
+
 def test_slower_is_further_right_in_both_halves():
     svg = draw(run("a", 1, 0.1, 0.01), run("b", 1, 0.2, 0.02), run("a", 8, 0.4, 0.04), run("b", 8, 0.8, 0.08))
     found = medians(svg)
@@ -56,4 +61,14 @@ def test_everything_is_inside_and_the_numbers_are_there(scale: float):
 
 def test_a_load_without_an_answer_has_no_shape():
     failed = Run("a", Level(4), 0, [Answer(0.0, 0.0, 1.0, error="http_429")])
-    assert len(list(draw(run("a", 1, 0.1, 0.01), failed).iter(f"{SVG}path"))) == 2
+    svg = draw(run("a", 1, 0.1, 0.01), failed)
+    assert len(list(svg.iter(f"{SVG}path"))) == 2
+    assert texts(svg)["Failed, and in no shape: 1 of 11 requests"] <= float(svg.attrib["viewBox"].split()[3])
+
+
+def test_failures_are_counted_by_server_and_not_mentioned_without_one():
+    failed = Run("b", Level(1), 0, [Answer(0.0, 0.0, 1.0, error="timeout")])
+    assert "Failed, and in no shape: 1 of 11 requests of b" in texts(
+        draw(run("a", 1, 0.1, 0.01), run("b", 1, 0.1, 0.01), failed)
+    )
+    assert not any("Failed" in text for text in texts(draw(run("a", 1, 0.1, 0.01))))

@@ -93,3 +93,13 @@ def test_every_option_has_its_sentence_in_the_documentation():
     spellings = [spelling for option in command.params for spelling in option.opts]
     assert len(spellings) > 15
     assert [one for one in spellings if f"`{one}`" not in section and f"`{one} " not in section] == []
+
+
+def test_the_picture_of_prompts_of_a_file_names_the_file(freight, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.jsonl").write_text('{"prompt": "a", "max_tokens": 2}\n')
+    server = StandIn()
+    with running(server):
+        asked = ("bench", "serving", "--url", server.url, "--num-requests", "1", "--prompts", "mine.jsonl")
+        assert freight(*asked, "--picture", "load.svg").code == 0
+    assert "mine.jsonl</title>" in Path("load.svg").read_text()

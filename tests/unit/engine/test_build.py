@@ -63,6 +63,11 @@ def test_a_share_of_what_is_free_is_not_judged():
         start(free=1)
 
 
+def test_a_cache_of_one_byte_is_counted_in_the_singular():
+    with pytest.raises(CapacityError, match="a KV cache of 1 byte holds 0 tokens of 3072 bytes"):
+        start(free=2**30, kv_cache_memory=1)
+
+
 def test_random_weights_are_counted_as_well():
     with pytest.raises(CapacityError, match="the weights need"):
         start_engine(open_random(EngineArgs(kv_cache_memory="900TiB"), "llama-1b"))

@@ -266,7 +266,13 @@ def test_bad_files_are_refused_by_line(name: str, text: str, says: tuple[str, ..
 @pytest.mark.parametrize(
     ("args", "documents", "grid", "says"),
     [
-        (DEMO, [[5]], GridArgs(), "has 1 tokens; perplexity needs at least 2"),
+        (DEMO, [[5]], GridArgs(), "has 1 token; perplexity needs at least 2"),
+        (
+            DEMO,
+            [[5], [6], [7]],
+            GridArgs(max_tokens=2),
+            "none of the 3 documents has 2 tokens within the first 2 tokens",
+        ),
         (DEMO, ["a b c d"], GridArgs(window=2000), "--window 2000 is more than the 1024"),
         (DEMO, ["a b c d"], GridArgs(caches=("tokens",)), "--caches 'tokens' is unknown"),
         (DEMO, ["a b c d"], GridArgs(weights=("int4",)), "--weights 'int4' is unknown"),

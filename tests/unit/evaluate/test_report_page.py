@@ -128,7 +128,18 @@ def test_the_advice_is_the_least_error_among_the_small_and_safe(evaluation: Eval
     assert advice(replace(judged, runs=(first, bad))).startswith("Keep the 16-bit cache")
     assert "too few for an interval" not in advice(replace(judged, units="documents"))
     assert "too few for an interval" in advice(replace(judged, units=None))
-    assert "--kv-cache-dtype fp8 --kv-scales dynamic" in how_to(token, "demo")
+    assert "--kv-cache-dtype fp8 --kv-scales dynamic" in how_to(token, judged.overview)
     assert "--kv-granularity channel --center" in how_to(
-        replace(token, scale_source="calibrated", granularity="channel", centered=True), "demo"
+        replace(token, scale_source="calibrated", granularity="channel", centered=True), judged.overview
     )
+
+
+def test_the_command_names_the_scales_the_weights_and_the_text_that_were_measured(evaluation: Evaluation):
+    over = replace(evaluation.overview, kv_scales="my scales.json", quantization="fp8", calibration_data="own.txt")
+    run = replace(evaluation.runs[2], granularity="tensor")
+    for source in ("file", "given"):
+        command = how_to(replace(run, scale_source=source), over)
+        assert command == "freight serve demo --kv-cache-dtype fp8 --kv-scales 'my scales.json' --quantization fp8"
+    made, served = how_to(replace(run, scale_source="calibrated"), over).split(" && ")
+    assert made.endswith("--kv-granularity tensor --calibration-data own.txt")
+    assert served == "freight serve OUT --quantization fp8"
