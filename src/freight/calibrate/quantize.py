@@ -192,7 +192,8 @@ def quantize(
     _require_dtype(args.dtype, opened)
     opened = opened.quantized_as(decided.weights, decided.layout, matched_modules(opened.model, decided.ignore))
     ignored, torn = ignored_modules(opened.model, decided.ignore, decided.lm_head, opened.modules_beside)
-    _require_any(opened, decided, ignored)
+    if opened.carried is None:
+        require_any(opened.model, decided, ignored)
     require_blocks(opened.model, decided, ignored)
     check_disk_space(opened.checkpoint, Path(out))
     calibration, measured = NOTHING_CALIBRATED, decided
@@ -254,11 +255,10 @@ def _keeps_kv(args: QuantizeArgs) -> bool:
     return args.kv_cache is None and args.kv_granularity is None and not args.center and args.kv_budget is None
 
 
-def _require_any(opened: Unquantized, plan: QuantizePlan, ignored: Collection[str]) -> None:
+def require_any(model: ModelConfig, plan: QuantizePlan, ignored: Collection[str]) -> None:
     """Raises ConfigError if every module is ignored and nothing else is to be quantized."""
-    nothing = plan.kv_granularity is None and opened.carried is None
-    if nothing and {*linear_modules(opened.model), head_module(opened.model)}.issubset(ignored):
-        raise ConfigError(f"--ignore {' '.join(plan.ignore)} leaves no module of {opened.name}; ignore fewer")
+    if plan.kv_granularity is None and {*linear_modules(model), head_module(model)}.issubset(ignored):
+        raise ConfigError(f"--ignore {' '.join(plan.ignore)} leaves no module to quantize; ignore fewer")
 
 
 def require_blocks(model: ModelConfig, plan: QuantizePlan, ignored: Collection[str]) -> None:

@@ -101,7 +101,7 @@ def test_overwrite_never_touches_another_folder(freight: Run, out: Path, data: s
 
 def test_ignoring_every_module_is_refused(freight: Run, out: Path):
     answer = freight("quantize", BASE, str(out), "--ignore", "re:.*")
-    assert (answer.code, "--ignore re:.* leaves no module" in answer.err) == (2, True)
+    assert (answer.code, "--ignore re:.* leaves no module to quantize" in answer.err) == (2, True)
     assert not out.exists()
 
 
