@@ -32,6 +32,7 @@ from freight.calibrate.quantize import (
     Unquantized,
     load_samples,
     open_unquantized,
+    require_any,
     require_blocks,
     require_other,
     write,
@@ -103,6 +104,7 @@ class AutoFP8ForCausalLM:
         self._opened = model.quantized_as(self._plan.weights, self._plan.layout, kept)
         self.config = self._opened.model
         self._ignored, self._torn = ignored_modules(self.config, self._plan.ignore, others=self._opened.modules_beside)
+        require_any(self.config, self._plan, self._ignored)
         require_blocks(self.config, self._plan, self._ignored)
         quantize_config.ignored_layers = list(self._ignored)
         quantize_config.kv_cache_quant_layers = self._kv_layers(quantize_config.kv_cache_quant_targets or ())

@@ -62,6 +62,11 @@ def test_the_static_form(tmp_path: Path):
     assert text_of(out)
 
 
+def test_ignoring_every_module_is_refused():
+    with pytest.raises(ConfigError, match="leaves no module to quantize"):
+        AutoFP8ForCausalLM.from_pretrained(BASE, BaseQuantizeConfig("fp8", "dynamic", ["re:.*"]))
+
+
 def test_kv_targets_give_the_tensors_that_autofp8_writes(tmp_path: Path):
     quantize_config = BaseQuantizeConfig(kv_cache_quant_targets=("k_proj", "v_proj"))
     model = AutoFP8ForCausalLM.from_pretrained(BASE, quantize_config, torch_dtype="auto", device_map="auto")

@@ -105,6 +105,9 @@ def _require_complete(scales: KVScales, name: str) -> None:
             f"{name} has a choice of its own by layer ({scales.by_granularity}), which only its own file expresses; "
             "quantize the 16-bit model that it was made from"
         )
+    if scales.alone("v"):
+        which = ", ".join(map(str, scales.alone("v")))
+        raise CheckpointError(f"{name} has KV scales of V alone for layers {which}; make both with freight quantize")
     if scales.missing:
         which = "no KV scales" if scales.empty else f"no KV scales for layers {', '.join(map(str, scales.missing))}"
         raise CheckpointError(f"{name} has {which}; make them with freight quantize --kv-cache fp8")

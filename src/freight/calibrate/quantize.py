@@ -54,7 +54,7 @@ class QuantizeResult:
 
     centers    by layer, with their gains; empty unless requested
     warnings   sentences: scales that had not settled, values that were always zero, experts that no token reached,
-               partly ignored merged groups
+               partly ignored merged groups, blocks that other engines refuse
     kv_choice  with a budget: the KV cache by layer, and what it costs
     form       of the checkpoint: a `Layout`, or 'mxfp4' of a model that keeps its experts so
     beside     the number of tensors of other parts than the text model, copied as they are, by the name of their dtype
@@ -192,7 +192,8 @@ def quantize(
     _require_dtype(args.dtype, opened)
     opened = opened.quantized_as(decided.weights, decided.layout, matched_modules(opened.model, decided.ignore))
     ignored, torn = ignored_modules(opened.model, decided.ignore, decided.lm_head, opened.modules_beside)
-    _require_any(opened, decided, ignored)
+    if opened.carried is None:
+        require_any(opened.model, decided, ignored)
     require_blocks(opened.model, decided, ignored)
     check_disk_space(opened.checkpoint, Path(out))
     calibration, measured = NOTHING_CALIBRATED, decided
@@ -254,11 +255,10 @@ def _keeps_kv(args: QuantizeArgs) -> bool:
     return args.kv_cache is None and args.kv_granularity is None and not args.center and args.kv_budget is None
 
 
-def _require_any(opened: Unquantized, plan: QuantizePlan, ignored: Collection[str]) -> None:
+def require_any(model: ModelConfig, plan: QuantizePlan, ignored: Collection[str]) -> None:
     """Raises ConfigError if every module is ignored and nothing else is to be quantized."""
-    nothing = plan.kv_granularity is None and opened.carried is None
-    if nothing and {*linear_modules(opened.model), head_module(opened.model)}.issubset(ignored):
-        raise ConfigError(f"--ignore {' '.join(plan.ignore)} leaves no module of {opened.name}; ignore fewer")
+    if plan.kv_granularity is None and {*linear_modules(model), head_module(model)}.issubset(ignored):
+        raise ConfigError(f"--ignore {' '.join(plan.ignore)} leaves no module to quantize; ignore fewer")
 
 
 def require_blocks(model: ModelConfig, plan: QuantizePlan, ignored: Collection[str]) -> None:
@@ -328,12 +328,27 @@ def write(
             f"{torn[0]} is quantized although --ignore leaves out a module that engines merge it with; those that do "
             "may refuse the checkpoint: ignore all of q, k, v or gate, up"
         )
+    warnings += _ragged_blocks(opened.model, plan, ignored)
     counts = (calibration.num_samples, calibration.num_tokens)
     form = "mxfp4" if opened.packed else str(plan.layout)
     beside = stored_formats(*source)
     return QuantizeResult(
         out, plan, *counts, before, after, calibration.centers, tuple(warnings), form=form, beside=beside
     )
+
+
+def _ragged_blocks(model: ModelConfig, plan: QuantizePlan, ignored: Collection[str]) -> list[str]:
+    """A sentence about the first module that blocks do not cover evenly, if there is one."""
+    shapes, left_out = tensor_shapes(model), frozenset(ignored)
+    modules = (name for name in (*linear_modules(model), head_module(model)) if name not in left_out)
+    for name in modules if plan.weights is WeightScheme.BLOCK else ():
+        shape = shapes[f"{name}.weight"]
+        if any(size % BLOCK for size in shape):
+            return [
+                f"{name} is {list(shape)}, which blocks of {BLOCK} do not divide: transformers may fail to load such "
+                "a matrix, and vLLM refuses it among q, k, v and gate, up; --weights fp8-channel has no such limit"
+            ]
+    return []
 
 
 def _unseen(names: Sequence[str]) -> list[str]:

@@ -122,7 +122,7 @@ def _parse(path: Path, data: bytes, model: ModelConfig) -> KVScales:
         _check_layer(where, layer, own, mixer)
         rotary_dim = 0 if mixer.rope is None else model.ropes[mixer.rope].rotary_dim
         _check_rotated(where, layer.get("k_center", ()), mixer.k_dim, rotary_dim)
-        scales.append(LayerScales(**layer, granularity=own, names=(f"{path.name}:layers[{index}]",)))
+        scales.append(LayerScales(**layer, granularity=own, names=(f"{path.name}:layers[{index}]",), alone=""))
     return KVScales(tuple(scales), format, mixed=mixed)
 
 

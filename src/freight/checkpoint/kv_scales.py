@@ -61,9 +61,9 @@ def read_kv_scales(checkpoint: Checkpoint, model: ModelConfig, scheme: Scheme, e
 
     With `extras` False the scales of the tensors are returned, which are valid without centers.
 
-    If only K or V has a scale, both use it; `kv_scale` is for both. Raises CheckpointError, naming tensor and value,
-    for a scale that is not positive and finite, has a shape that fits neither tensor, head nor channel granularity, or
-    has different values under two names, and for affine (biased) KV scales.
+    If only K or V has a scale, both hold it, and `LayerScales.alone` says so; `kv_scale` is for both. Raises
+    CheckpointError, naming tensor and value, for a scale that is not positive and finite, has a shape that fits neither
+    tensor, head nor channel granularity, or has different values under two names, and for affine (biased) KV scales.
     """
     affine = sorted(filter(_AFFINE.search, checkpoint.names))
     if affine:
@@ -117,7 +117,7 @@ def _layer(sides: dict[str, tuple[str, tuple[float, ...]]], mixer: AttentionConf
     granularity = max(found, key=_ORDER.index)
     names = tuple(dict.fromkeys((k_name, v_name)))
     k, v = (_repeat(x, granularity.num_scales(heads, dim)) for x, dim in zip((k, v), dims, strict=True))
-    return LayerScales(k, v, granularity, names)
+    return LayerScales(k, v, granularity, names, alone=next(iter(sides)) if len(sides) == 1 else "")
 
 
 def _repeat(values: tuple[float, ...], size: int) -> tuple[float, ...]:

@@ -11,12 +11,17 @@ from freight.config.fields import flag, integer, number
 from freight.config.layer import AttentionConfig, OutputGate
 from freight.errors import CheckpointError, choices
 
+MOST_LAYERS = 10_000  # a damaged number would take all memory, one layer after the other
+
 
 def parse_mixers(config: Mapping[str, Any], family: Family, hidden_size: int) -> tuple[AttentionConfig, ...]:
     """The attention of each layer. `config` has the family's defaults."""
     mixer = _mixer(config, family, hidden_size)
     local = 0 if family.local_theta is None else 1  # the rope of layers with a window
-    windows = _windows(config, family, integer(config, "num_hidden_layers"))
+    num_layers = integer(config, "num_hidden_layers")
+    if num_layers > MOST_LAYERS:
+        raise CheckpointError(f"config.json: num_hidden_layers = {num_layers} must be at most {MOST_LAYERS}")
+    windows = _windows(config, family, num_layers)
     if family.own_heads:
         windows = (*windows[:-1], None)  # the last layer has none, whatever the keys say: so transformers reads them
     rotated = _rotated(config, family, len(windows))
@@ -202,7 +207,7 @@ def _windows(config: Mapping[str, Any], family: Family, num_layers: int) -> tupl
             f"num_hidden_layers = {num_layers} entries"
         )
     for kind in layer_types:
-        if kind not in kinds:
+        if not isinstance(kind, str) or kind not in kinds:
             raise CheckpointError(
                 f"config.json: layer_types has {kind!r}, which is not implemented; {choices(kinds)} are"
             )

@@ -5,7 +5,7 @@ Each raises a CheckpointError that names the key and its value. `default` is the
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,7 +24,7 @@ def integer(config: Mapping[str, Any], key: str, default: int | None = None, lea
 def number(config: Mapping[str, Any], key: str, default: float | None = None, least: float | None = None) -> float:
     """A finite number > 0, or ≥ `least` if that is given."""
     value = default if config.get(key) is None else config[key]
-    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max:
         number = float(value)
         if number > 0 or (least is not None and number >= least):
             return number

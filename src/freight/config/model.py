@@ -294,7 +294,7 @@ def _activation(config: Mapping[str, Any], family: Family) -> GatedActivation | 
     own = config.get(family.activation_key, "silu")
     for key in dict.fromkeys((family.activation_key, "hidden_act", "hidden_activation")):
         named = config.get(key, own)
-        if named not in known:
+        if not isinstance(named, str) or named not in known:
             raise CheckpointError(f"config.json: {key} = {named!r} is not implemented; {choices(known)} are")
         if known[named] is not known.get(own):
             raise CheckpointError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -305,12 +306,20 @@ def resolve_kv_cache(
 
 
 def _from_checkpoint(format: Format, source: str, scheme: Scheme, scales: KVScales) -> KVCacheConfig:
-    """E4M3 with `auto` or `checkpoint`: the checkpoint decides; missing scales are never guessed."""
+    """E4M3 with `auto` or `checkpoint`: the checkpoint decides; missing scales are never guessed.
+
+    A scale of K alone serves V as well, as in vLLM and SGLang; one of V alone says nothing about keys.
+    """
+    if scales.alone("v"):
+        raise CheckpointError(
+            f"the checkpoint has a KV scale of V, but none of K, for {_layers(scales.alone('v'))} of "
+            f"{len(scales.layers)}; use --kv-scales dynamic to measure them all, or unit"
+        )
     if not scales.missing:
-        return _static(format, scales, ScaleSource.CHECKPOINT)
-    layers = (
-        f"layers {', '.join(map(str, scales.missing))}" if len(scales.missing) > 1 else f"layer {scales.missing[0]}"
-    )
+        alone = scales.alone("k")
+        note = f"K's scale for V too in {_layers(alone)}, where V has none" if alone else ""
+        return _static(format, scales, ScaleSource.CHECKPOINT, note)
+    layers = _layers(scales.missing)
     if not scales.empty:
         raise CheckpointError(
             f"the checkpoint has KV scales, but none for {layers} of {len(scales.layers)}; "
@@ -346,6 +355,10 @@ def mixed_cache(scales: KVScales, compute: Format, native: Format, source: Scale
     if chosen == {Granularity.TOKEN}:
         source = ScaleSource.DYNAMIC
     return KVCacheConfig(native, finest, source, for_variant(scales, native), scales.by_granularity, kinds)
+
+
+def _layers(indices: Sequence[int]) -> str:
+    return f"{'layers' if len(indices) > 1 else 'layer'} {', '.join(map(str, indices))}"
 
 
 def _static(format: Format, scales: KVScales, source: ScaleSource, note: str = "") -> KVCacheConfig:

@@ -177,13 +177,16 @@ def _parse(
     plain: RopeConfig,
     max_positions: int,
 ) -> RopeConfig:
-    kinds = {rope[key] for key in ("type", "rope_type") if rope.get(key) is not None} or {"default"}
+    named = [rope[key] for key in ("type", "rope_type") if rope.get(key) is not None]
+    if not all(isinstance(kind, str) for kind in named):
+        raise CheckpointError(f"config.json: {where} = {dict(rope)!r} has a rope_type that is not a word")
+    kinds = {*named} or {"default"}
     kind = kinds.pop()
     kind = "longrope" if kind == "su" else kind
     required = _REQUIRED | ({PROPORTIONAL: frozenset[str]()} if family.proportional else {})
     if kinds or kind not in required:
-        named = repr(kind) if not kinds else f"type {rope['type']!r} and rope_type {rope['rope_type']!r}"
-        raise CheckpointError(f"config.json: {where} of {named} is not implemented; {choices(required)} are")
+        said = repr(kind) if not kinds else f"type {rope['type']!r} and rope_type {rope['rope_type']!r}"
+        raise CheckpointError(f"config.json: {where} of {said} is not implemented; {choices(required)} are")
     allowed = required[kind] | _OPTIONAL.get(kind, frozenset())
     if family.query_scaling:
         rope, allowed = _with_query_scaling(where, rope, kind), allowed | {QUERY_SCALING}

@@ -68,6 +68,8 @@ class LayerScales:
 
     `k_center`, if not empty, holds `num_kv_heads * head_dim` finite floats that are subtracted from keys before rotary
     embedding; `k` is then for the differences.
+
+    `alone` is 'k' or 'v' where only that side has a scale in the checkpoint, and `k` and `v` both hold it.
     """
 
     k: tuple[float, ...]
@@ -75,6 +77,7 @@ class LayerScales:
     granularity: Granularity
     names: tuple[str, ...] = ()
     k_center: tuple[float, ...] = ()
+    alone: str = ""
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,10 @@ class KVScales:
     def missing(self) -> tuple[int, ...]:
         """Indices of the layers without scales."""
         return tuple(i for i, layer in enumerate(self.layers) if layer is None)
+
+    def alone(self, side: str) -> tuple[int, ...]:
+        """Indices of the layers where only `side`, 'k' or 'v', has a scale."""
+        return tuple(i for i, layer in enumerate(self.layers) if layer is not None and layer.alone == side)
 
     @property
     def by_granularity(self) -> str:

@@ -59,13 +59,14 @@ def test_every_pair_of_names(read, pair):
 @pytest.mark.parametrize("prefix", ["model.layers.0.", "layers.0.", "transformer.layers.0."])
 def test_one_scale_for_both(read, name, prefix):
     layer = read({prefix + name: torch.tensor([0.25])})[0].layers[0]
-    assert (layer.k, layer.v, layer.names) == ((0.25,), (0.25,), (prefix + name,))
+    assert (layer.k, layer.v, layer.names, layer.alone) == ((0.25,), (0.25,), (prefix + name,), "")
 
 
 @pytest.mark.parametrize("side", "kv")
 def test_a_scale_of_one_side_stands_for_both(read, side):
     layer = read({f"{PREFIX}{side}_scale": torch.tensor(0.25)})[0].layers[0]
     assert (layer.k, layer.v, layer.names) == ((0.25,), (0.25,), (f"{PREFIX}{side}_scale",))
+    assert layer.alone == side
 
 
 @pytest.mark.parametrize("name", ["weight", "k_proj.weight_scale", "k_proj.input_scale", "q_scale", "k_proj.v_scale"])

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 Run = Callable[..., Any]
 BASE = str(Path(__file__).parents[2] / "fixtures" / "base_bf16")
@@ -101,8 +102,18 @@ def test_overwrite_never_touches_another_folder(freight: Run, out: Path, data: s
 
 def test_ignoring_every_module_is_refused(freight: Run, out: Path):
     answer = freight("quantize", BASE, str(out), "--ignore", "re:.*")
-    assert (answer.code, "--ignore re:.* leaves no module" in answer.err) == (2, True)
+    assert (answer.code, "--ignore re:.* leaves no module to quantize" in answer.err) == (2, True)
     assert not out.exists()
+
+
+def test_blocks_that_do_not_divide_a_matrix_are_warned_of(freight: Run, out: Path, tmp_path: Path):
+    model, config = tmp_path / "model", LlamaConfig.from_pretrained(BASE)
+    config.intermediate_size = 320
+    LlamaForCausalLM(config).save_pretrained(model)
+    answer = freight("quantize", str(model), str(out), "--weights", "fp8-block", "--json")
+    (warning,) = json.loads(answer.out)["warnings"]
+    assert warning.startswith("model.layers.0.mlp.gate_proj is [320, 256]")
+    assert "--weights fp8-channel" in warning
 
 
 def test_a_model_is_not_written_over_itself(freight: Run, tmp_path: Path):

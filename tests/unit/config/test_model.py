@@ -235,6 +235,21 @@ def test_soft_caps():
     refused("final_logit_softcapping", "'30'", final_logit_softcapping="30")
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("hidden_act", []),
+        ("layer_types", [[]] * 4),
+        ("rope_scaling", {"rope_type": []}),
+        ("rope_scaling", {"rope_type": "linear", "factor": 10**400}),
+        ("rms_norm_eps", 10**400),
+        ("num_hidden_layers", 10**30),
+    ],
+)
+def test_values_of_no_use_are_named(key, value):
+    refused(key if key != "rope_scaling" else "factor" if "factor" in value else "rope_type", **{key: value})
+
+
 def test_keys_that_change_nothing():
     neutral = {
         "hidden_act": "silu",

@@ -81,6 +81,13 @@ def test_sixteen_bits_have_no_scales(name, scales):
         refused(ConfigError, f"--kv-scales {source}", name, "fp8", dtype=name, source=source, scales=scales)
 
 
+def test_a_scale_of_one_side():
+    k, v = (KVScales((LAYER, LayerScales((0.5,), (0.5,), Granularity.TENSOR, alone=side))) for side in "kv")
+    assert "K's scale for V too in layer 1" in decide(STATIC, k).kv.note
+    refused(CheckpointError, "V, but none of K, for layer 1 of 2", "--kv-scales dynamic", scheme=STATIC, scales=v)
+    assert kv("fp8", "dynamic", scheme=STATIC, scales=v) == (FN, *DYNAMIC)
+
+
 def test_auto_is_what_the_checkpoint_declares():
     assert kv() == (BF16, *SIXTEEN)
     assert kv(dtype="auto", model={"dtype": "float16"}) == (Format.FLOAT16, *SIXTEEN)
