@@ -1,10 +1,13 @@
 """What reading a stream costs the load of `freight bench serving`, per event, beside httpx2's `aiter_lines`.
 
+    python benchmarks/client_cost.py
+
 Processor time of the client alone: the server is another process. Rounds alternate the clients and the event loops.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import subprocess
@@ -73,7 +76,9 @@ async def theirs(url: str) -> int:
 
 
 def main() -> None:
-    if sys.argv[1:] == ["serve"]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("role", nargs="?", choices=("serve",), help=argparse.SUPPRESS)  # the server's process
+    if parser.parse_args().role:
         asyncio.run(serve())
         return
     clients: dict[str, Callable[[str], Awaitable[int]]] = {"freight": ours, "httpx2": theirs}
