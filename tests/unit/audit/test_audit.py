@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tests.unit.audit.conftest import AWQ, CT, DEMO, PLAIN, Write
 
 from freight.audit.effects import view
@@ -118,6 +118,23 @@ def test_a_fix_without_scales_or_text_says_what_is_missing(freight: Run, write: 
     assert answer.code == 2
     assert "--data" in answer.err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("side", ["k", "v"])
+def test_a_scale_without_its_other_is_not_written_for_both(
+    freight: Run, write: Write, text: str, tmp_path: Path, side: str
+):
+    """Of layer 2 only one side has a scale: the other is missing, and --fix has to measure."""
+    path, out = write(CT, PLAIN), tmp_path / "fixed"
+    tensors = load_file(path / "model.safetensors")
+    del tensors[f"model.layers.2.self_attn.{'kv'.replace(side, '')}_scale"]
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    assert "--data" in freight("audit", str(path), "--engine", "vllm", "--fix", str(out)).err
+    said = freight("audit", str(path), "--engine", "vllm", "--data", text, *FEW, "--fix", str(out), "--json")
+    assert json.loads(said.out)["caches"]["stored"] is None
+    layer = open_checkpoint(str(out)).kv_scales.layers[2]
+    assert layer is not None
+    assert layer.k != layer.v
 
 
 def test_a_cost_is_judged_by_what_e4m3_can_do():
