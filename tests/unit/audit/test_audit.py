@@ -102,7 +102,7 @@ def test_qwen3_moe_in_sglang_gets_the_names_that_it_loads(write: Write):
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (("--kv-cache-dtype", "fp8"), "freight evaluate"),
+        (("--kv-cache-dtype", "fp8"), "No such option"),
         (("--engine", "trt"), "choose"),
         (("--fix", "/proc/nothing/here"), "--fix|output"),
     ],
@@ -111,6 +111,15 @@ def test_bad_input(freight: Run, argv: tuple[str, ...], said: str):
     answer = freight("audit", "demo", *argv)
     assert answer.code == 2
     assert any(word in answer.err for word in said.split("|"))
+
+
+def test_a_cache_chosen_for_other_verbs_changes_nothing(freight: Run, write: Write, monkeypatch: pytest.MonkeyPatch):
+    path = str(write(CT, PLAIN))
+    said = freight("audit", path, "--json").out
+    monkeypatch.setenv("FREIGHT_KV_CACHE_DTYPE", "fp8")
+    monkeypatch.setenv("FREIGHT_KV_SCALES", "unit")
+    assert freight("audit", path, "--json").out == said
+    assert "--kv-cache-dtype" not in freight("audit", "--help").out
 
 
 def test_a_fix_without_scales_or_text_says_what_is_missing(freight: Run, write: Write, tmp_path: Path):
