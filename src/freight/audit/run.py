@@ -145,14 +145,14 @@ def _per_tensor(scales: KVScales) -> KVScales:
 
 
 def _stored_scales(path: Path, name: str) -> tuple[KVScales | None, str]:
-    """The checkpoint's scales, if every layer has them, per tensor or head; and why it cannot be measured."""
+    """The checkpoint's scales, if K and V of every layer have them, per tensor or head; why it cannot be measured."""
     try:
         opened = open_folder(path, name)
         scales = opened.uncentered_scales()
     except (ConfigError, CheckpointError) as error:
         return None, f"Freight does not run this checkpoint: {error}"
     fine = any(layer is not None and layer.granularity is Granularity.CHANNEL for layer in scales.layers)
-    if scales.missing or fine:
+    if scales.missing or scales.alone("k") or scales.alone("v") or fine:
         return None, ""
     # The names of the tensors are no part of what is compared.
     layers = tuple(LayerScales(x.k, x.v, x.granularity) for x in scales.layers if x is not None)

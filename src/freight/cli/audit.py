@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,13 +14,13 @@ from freight.audit.rules import Engine
 from freight.cli.evaluate import progress, read_text
 from freight.cli.options import takes_engine_options
 from freight.config.engine import EngineArgs
-from freight.errors import ConfigError
 
 if TYPE_CHECKING:
     from freight.audit.run import AuditReport
 
 
-@takes_engine_options
+# The caches are those that other engines would have.
+@partial(takes_engine_options, without=("kv_cache_dtype", "kv_scales", "quantization_param_path"))
 def audit(
     args: EngineArgs,
     engine: Annotated[
@@ -45,11 +46,6 @@ def audit(
 
     Which scales vLLM, SGLang and TGI load, drop or take as 1.0, what that costs on a text, and what mends it.
     """
-    if args.kv_cache_dtype != "auto" or args.kv_scales != "auto" or args.quantization_param_path:
-        raise ConfigError(
-            "freight audit measures the caches that other engines would have; to measure one of your choice, "
-            "use freight evaluate with --kv-cache-dtype and --kv-scales"
-        )
     engines = [parse_engine(name) for name in engine or map(str, Engine)]
     text = read_text(args.model, data) if data is not None or args.model == "demo" else None
     calibration = read_text(args.model, calibration_data) if calibration_data is not None else None

@@ -185,18 +185,22 @@ def model_and_others(
     return present
 
 
-def takes_engine_options(command: Function) -> Function:
-    """Replace the command's parameter `args: EngineArgs` by MODEL, --model-id and an option for every other field."""
+def takes_engine_options(command: Function, without: Sequence[str] = ()) -> Function:
+    """Replace the command's parameter `args: EngineArgs` by MODEL, --model-id and an option for every other field.
+
+    The fields in `without` get neither option nor variable, and keep their defaults.
+    """
     defaults = {field.name: field.default for field in fields(EngineArgs)}
+    flags = [flag for flag in ENGINE_FLAGS if flag.field not in without]
 
     def build(values: dict[str, Any]) -> dict[str, Any]:
-        args = EngineArgs(model=values.pop("model"), **{flag.field: values.pop(flag.field) for flag in ENGINE_FLAGS})
+        args = EngineArgs(model=values.pop("model"), **{flag.field: values.pop(flag.field) for flag in flags})
         resolve.check(args)
         return {"args": args}
 
     model = inspect.Parameter("model", inspect.Parameter.KEYWORD_ONLY, annotation=str)
-    flags = [flag.parameter(defaults[flag.field], flag.envvar) for flag in ENGINE_FLAGS]
-    return takes_model(replace_parameter(command, "args", [model, *flags], build))
+    parameters = [flag.parameter(defaults[flag.field], flag.envvar) for flag in flags]
+    return takes_model(replace_parameter(command, "args", [model, *parameters], build))
 
 
 def takes_sampling_options(command: Function) -> Function:

@@ -11,13 +11,15 @@ from typing import Any
 
 from freight.errors import CheckpointError
 
+_LARGEST = 2**31 - 1  # far beyond any model, and still a length for Python and torch
+
 
 def integer(config: Mapping[str, Any], key: str, default: int | None = None, least: int = 1) -> int:
     value = config.get(key, default)
     if value is None:
         raise CheckpointError(f"config.json lacks {key}")
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise CheckpointError(f"config.json: {key} = {value!r} must be an integer ≥ {least}")
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _LARGEST:
+        raise CheckpointError(f"config.json: {key} = {value!r} must be an integer from {least} to {_LARGEST}")
     return value
 
 

@@ -149,7 +149,7 @@ def _of_heads(rope: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
 
 def _rotary_dim(config: Mapping[str, Any], rope: Mapping[str, Any], family: Family, head_dim: int) -> int:
     """Channels that are rotated: all, or as many as `partial_rotary_factor` says, here or there."""
-    factors = [source["partial_rotary_factor"] for source in (rope, config) if source.get("partial_rotary_factor")]
+    factors = [number(source, _SHARE) for source in (rope, config) if source.get(_SHARE)]
     if "rotary_dim" in family.keys and config.get("rotary_dim") is not None:
         factors.append(integer(config, "rotary_dim") / head_dim)
     factors = factors or [1.0 if family.rotary_factor is None else family.rotary_factor]
@@ -160,7 +160,7 @@ def _rotary_dim(config: Mapping[str, Any], rope: Mapping[str, Any], family: Fami
             f"config.json: partial_rotary_factor = {' and '.join(map(repr, factors))} is not implemented for "
             f"{family.architecture}; {'only 1' if family.rotary_factor is None else 'one value between 0 and 1'} is"
         )
-    rotary_dim = int(head_dim * number({"partial_rotary_factor": factors[0]}, "partial_rotary_factor"))
+    rotary_dim = int(head_dim * factors[0])
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise CheckpointError(
             f"config.json: partial_rotary_factor = {factors[0]!r} rotates {rotary_dim} of {head_dim} channels; rotary "

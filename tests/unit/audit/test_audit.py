@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tests.unit.audit.conftest import AWQ, CT, DEMO, PLAIN, Write
 
 from freight.audit.effects import view
@@ -102,7 +102,7 @@ def test_qwen3_moe_in_sglang_gets_the_names_that_it_loads(write: Write):
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (("--kv-cache-dtype", "fp8"), "freight evaluate"),
+        (("--kv-cache-dtype", "fp8"), "No such option"),
         (("--engine", "trt"), "choose"),
         (("--fix", "/proc/nothing/here"), "--fix|output"),
     ],
@@ -113,11 +113,37 @@ def test_bad_input(freight: Run, argv: tuple[str, ...], said: str):
     assert any(word in answer.err for word in said.split("|"))
 
 
+def test_a_cache_chosen_for_other_verbs_changes_nothing(freight: Run, write: Write, monkeypatch: pytest.MonkeyPatch):
+    path = str(write(CT, PLAIN))
+    said = freight("audit", path, "--json").out
+    monkeypatch.setenv("FREIGHT_KV_CACHE_DTYPE", "fp8")
+    monkeypatch.setenv("FREIGHT_KV_SCALES", "unit")
+    assert freight("audit", path, "--json").out == said
+    assert "--kv-cache-dtype" not in freight("audit", "--help").out
+
+
 def test_a_fix_without_scales_or_text_says_what_is_missing(freight: Run, write: Write, tmp_path: Path):
     answer = freight("audit", str(write(None, "")), "--fix", str(tmp_path / "out"))
     assert answer.code == 2
     assert "--data" in answer.err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("side", ["k", "v"])
+def test_a_scale_without_its_other_is_not_written_for_both(
+    freight: Run, write: Write, text: str, tmp_path: Path, side: str
+):
+    """Of layer 2 only one side has a scale: the other is missing, and --fix has to measure."""
+    path, out = write(CT, PLAIN), tmp_path / "fixed"
+    tensors = load_file(path / "model.safetensors")
+    del tensors[f"model.layers.2.self_attn.{'kv'.replace(side, '')}_scale"]
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    assert "--data" in freight("audit", str(path), "--engine", "vllm", "--fix", str(out)).err
+    said = freight("audit", str(path), "--engine", "vllm", "--data", text, *FEW, "--fix", str(out), "--json")
+    assert json.loads(said.out)["caches"]["stored"] is None
+    layer = open_checkpoint(str(out)).kv_scales.layers[2]
+    assert layer is not None
+    assert layer.k != layer.v
 
 
 def test_a_cost_is_judged_by_what_e4m3_can_do():

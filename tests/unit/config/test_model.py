@@ -244,6 +244,11 @@ def test_soft_caps():
         ("rope_scaling", {"rope_type": "linear", "factor": 10**400}),
         ("rms_norm_eps", 10**400),
         ("num_hidden_layers", 10**30),
+        ("vocab_size", 10**30),
+        ("hidden_size", 10**400),
+        ("head_dim", 2**31),
+        ("max_position_embeddings", 10**30),
+        ("partial_rotary_factor", [[]]),
     ],
 )
 def test_values_of_no_use_are_named(key, value):
