@@ -19,7 +19,7 @@ from freight.calibrate.quantize import open_unquantized
 from freight.cli.inspect import describe
 from freight.config.engine import EngineArgs
 from freight.config.families import FAMILIES
-from freight.errors import CheckpointError
+from freight.errors import CheckpointError, ConfigError
 from freight.models.open import open_model
 from freight.models.weight_bytes import weight_bytes
 
@@ -174,6 +174,12 @@ def test_linears_become_fp8_and_routers_do_not(tmp_path: Path) -> None:
     assert kinds["model.layers.0.self_attn.q_proj"] == "FreightLinear"
     assert kinds["lm_head"] == "Linear"
     assert not [name for name, kind in kinds.items() if kind == "FreightLinear" and "router" in name]
+
+
+def test_fp8_is_refused_where_no_matrix_is_a_linear(tmp_path: Path) -> None:
+    save("gpt2", {}, tmp_path)  # its matrices are Conv1D
+    with pytest.raises(ConfigError, match=r"GPT2LMHeadModel of transformers has none that can be rounded; omit it"):
+        llm(tmp_path, quantization="fp8")
 
 
 def logits(folder: Path) -> torch.Tensor:

@@ -7,7 +7,7 @@ absolute positions, walked in order (online softmax, Milakov and Gimelshein 2018
 changes no bit of that row. So chunking, batching, prefix hits and preemption change no bit of any token. In float32 the
 number of threads changes no bit either, except for a single KV head of 512 channels or more.
 
-Row-wise operations compute in float32 and round once, to the dtype of their input.
+Row-wise operations compute in float32 and round once, to their input's dtype, unless they say otherwise (`rms_norm`).
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from freight.cache.pool import LayerKV
 from freight.checkpoint.linears import find_linears
 from freight.checkpoint.reader import Checkpoint
 from freight.config.model import ModelConfig
-from freight.errors import CheckpointError
+from freight.errors import CheckpointError, ConfigError
 from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
 from freight.fp8.scheme import Scheme
@@ -174,7 +174,8 @@ def load_foreign(
 ) -> TransformersModel:
     """As `load_model`, through transformers' loading; routers and experts that are no Linear keep 16 or 32 bits.
 
-    Raises CheckpointError where tensors and modules do not fit, and where the model does not pass its check.
+    Raises CheckpointError where tensors and modules do not fit, and where the model does not pass its check, and
+    ConfigError where FP8 is asked for and no matrix can be rounded to it.
     """
     assert config.foreign is not None
     free = frozenset((config.foreign.embedding, config.foreign.head))
@@ -192,10 +193,16 @@ def load_foreign(
     if unmatched:
         raise refused(config.model_type, f"{unmatched[0]} is stored in FP8, and its module is no Linear")
     rounds = weight_format.is_fp8 and scheme.weight_format is None
+    rounded = {name for name in linears if rounds and name not in free and not _ROUTERS.intersection(name.split("."))}
+    if rounds and not rounded:
+        raise ConfigError(
+            f"quantization = 'fp8' rounds Linear modules, and {type(causal).__name__} of transformers has none that "
+            "can be rounded; omit it"
+        )
     for name, module in linears.items():
         if name in stored:
             _replace(causal, name, stored[name].read(checkpoint, weight_format, device), kernels)
-        elif rounds and name not in free and not _ROUTERS.intersection(name.split(".")):
+        elif name in rounded:
             data, scale = fit_rows(module.weight, weight_format)
             _replace(causal, name, Weight(data, scale, Activations.DYNAMIC), kernels)
     if stored or rounds:
