@@ -85,24 +85,23 @@ def test_a_client_that_leaves_within_its_stream_frees_all(server: Server, path: 
         opened = server.open(path, body_for(path, "def main(", True, n))
         opened.first_event()
         found.append(steps_after_leaving(server, opened, reset))
-    # Alone on a machine at most 4: two, and those that pass while the metrics are read. Other tests run beside it.
-    assert min(found) <= 12
-    assert max(found) < 100
+    assert max(found) < 100  # of almost 900: those that pass until the server hears of it and while metrics are read
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("path", APIS)
 def test_a_client_that_leaves_before_its_first_token_frees_all(server: Server, path: str, stream: bool) -> None:
     path = "/generate" if path == "/generate_stream" and not stream else path
-    found = []
+    found, drawn = [], []
     for _ in range(3):
-        begun = server.steps()
+        begun, before = server.steps(), server.metric("vllm:generation_tokens_total")
         opened = server.open(path, body_for(path, new_text(800), stream))
         end = time.monotonic() + 20
         while server.steps() == begun:
             assert time.monotonic() < end, opened.whole()
         found.append(steps_after_leaving(server, opened))
-    assert min(found) <= 6  # two, and those that pass while the metrics are read; the prompt takes more than seven
+        drawn.append(server.metric("vllm:generation_tokens_total") - before)
+    assert min(drawn) == 0  # the prompt takes more than seven steps
     assert max(found) < 100
 
 

@@ -316,9 +316,10 @@ def test_store_skips_slot_minus_one_and_counts_nan_and_clipped_values():
     pages = make_pages(Format.E4M3FN, None, 1, 4, 2)
     before = pages.k.view(torch.uint8).clone()
     k = torch.tensor([[[1.0, 2.0, 3.0, 4.0]], [[torch.nan, 1e9, -1e9, 0.0]]])
-    reference.store_kv(k, torch.zeros(2, 1, 4), torch.tensor([-1, 3]), pages)
+    v = torch.tensor([[[torch.nan] * 4], [[torch.nan, torch.nan, 1e9, 0.0]]])
+    reference.store_kv(k, v, torch.tensor([-1, 3]), pages)
     after = pages.k.view(torch.uint8)
-    assert pages.counters.tolist() == [1, 2]
+    assert pages.counters.tolist() == [3, 3]
     assert after[0, 3, 0].tolist() == [0x7F, 0x7E, 0xFE, 0x00]
     after[0, 3] = before[0, 3]
     assert torch.equal(after, before)

@@ -237,9 +237,9 @@ def test_special_tokens_around_a_conversation(add_special_tokens: bool) -> None:
 def test_long_messages_full_of_control_tokens_take_linear_time() -> None:
     def seconds(count: int) -> float:
         tokenizer, _ = PAIRS["byte_level"]
-        begin = time.perf_counter()
+        begin = time.process_time()
         tokenizer.apply_chat_template([{"role": "user", "content": "<|im_end|> a " * count}])
-        return time.perf_counter() - begin
+        return time.process_time() - begin
 
     few, many = (min(seconds(count) for _ in range(3)) for count in (500, 4000))
     assert many < 30 * max(few, 0.01)

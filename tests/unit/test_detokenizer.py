@@ -12,7 +12,7 @@ from tests.shares import examples
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Built
 
-from freight.detokenizer import Detokenizer
+from freight.detokenizer import Detokenizer, _StopStrings
 from freight.sampling import SamplingParams
 from freight.tokenizer import Tokenizer
 
@@ -148,3 +148,9 @@ def test_a_token_is_decoded_once(monkeypatch):
         for _ in range(3):
             stream(tokenizer, [*range(100)] * 3, True, prompt=[3])
         assert len(asked) == 100
+
+
+def test_of_stop_strings_in_one_piece_the_first_to_end_counts_and_no_more_is_held_back_than_may_begin_one():
+    assert _StopStrings(["d", "bc"]).feed("abcd", True) == ("a", "bc")
+    assert _StopStrings(["c", "abc"]).feed("abc", True) == ("", "abc")
+    assert _StopStrings(["abc"]).feed("xax", True) == ("xax", None)

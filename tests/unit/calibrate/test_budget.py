@@ -21,6 +21,7 @@ from freight.calibrate.budget import CANDIDATES, KVChoice, Option, as_chosen, ch
 from freight.calibrate.carried import open_scales
 from freight.calibrate.quantize import QuantizeResult, load_samples, open_unquantized, quantize
 from freight.calibrate.run import Calibration
+from freight.calibrate.sensitivity import at_most
 from freight.checkpoint.reader import resolve_model
 from freight.cli.inspect import describe
 from freight.cli.quantize import facts, sentences
@@ -65,6 +66,13 @@ def chosen(from_: tuple[Calibration, Halves, str], budget: str) -> KVChoice:
 
 
 COSTS = st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1), st.just(0.0)), min_size=1, max_size=5)
+
+
+def test_no_more_tokens_are_measured_than_wanted():
+    samples = [[1, 2, 3], [4, 5, 6], [7]]
+    assert at_most(samples, 4) == [[1, 2, 3], [4]]
+    assert at_most(samples, 3) == [[1, 2, 3]]
+    assert at_most(samples, 99) == samples
 
 
 @given(COSTS)

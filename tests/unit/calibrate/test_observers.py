@@ -73,6 +73,12 @@ def test_mse_is_within_noise_of_the_best_of_all_candidates(spread: float):
     assert torch.all(got >= largest / 2)
 
 
+def test_mse_clips_one_large_value_where_all_others_fall_between_two_numbers():
+    values = torch.full((1, 100_000), 1.06)
+    values[0, 0] = 1.5
+    assert amax_of(ObserverKind.MSE, values) < 0.75 * 1.5
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_zeros_give_zero_and_nothing_else_does(kind: ObserverKind):
     values = draw(2, 1000)

@@ -55,6 +55,15 @@ def test_every_pair_of_names(read, pair):
     checkpoint.finish()  # the tensors count as taken
 
 
+def test_layers_that_predict_further_tokens_may_have_scales_which_are_not_read(open_tensors, shape):
+    model = replace(shape, prediction_layers=1)
+    names = [f"model.layers.{layer}.self_attn.kv_scale" for layer in range(4)]
+    scales = read_kv_scales(open_tensors({name: torch.tensor(0.5) for name in names[:3]}), model, Scheme())
+    assert len(scales.layers) == 2
+    with pytest.raises(CheckpointError, match="of layer 3, but the model has 2 layers"):
+        read_kv_scales(open_tensors({name: torch.tensor(0.5) for name in names}), model, Scheme())
+
+
 @pytest.mark.parametrize("name", SHARED)
 @pytest.mark.parametrize("prefix", ["model.layers.0.", "layers.0.", "transformer.layers.0."])
 def test_one_scale_for_both(read, name, prefix):

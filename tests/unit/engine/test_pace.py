@@ -61,6 +61,14 @@ def test_one_step_that_took_long_is_forgotten(base, per_token, seconds, prompt, 
     assert within_a_tile(run(pace, base, per_token, num_decoding), base, per_token)
 
 
+@pytest.mark.parametrize("prompt", [0, 64])
+def test_however_long_one_step_takes_the_next_one_has_a_third_of_the_tokens_and_no_more_than_before(prompt):
+    pace = Pace(TARGET, MOST)
+    before = run(pace, base=0.1, per_token=1e-3, num_decoding=8)
+    pace.note(1e6, prompt)
+    assert before / 3 < pace.tokens(8) - 8 <= before
+
+
 @given(st.floats(1e-3, 0.2), st.floats(1e-4, 0.002), st.integers(1, 64), st.floats(0.0, 0.2))
 def test_steps_take_the_time_even_where_what_decoding_costs_is_out_of_date(base, per_token, num_decoding, stale):
     """No step without prompts comes any more: prompt tokens are then taken to cost what is missing."""

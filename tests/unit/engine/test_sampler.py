@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.shares import examples
 
+from freight.engine import sampler
 from freight.engine.sampler import Sampled, SamplingRow, highest, prompt_logprobs, sample, sibling_seed, uniforms
 from freight.sampling import SamplingParams
 
@@ -109,6 +110,13 @@ def test_the_chi_squared_test_tells_neighbours_apart():
     tokens = Counter(draw(LOGITS, SamplingParams(temperature=1.15)))
     expected = definition(LOGITS.tolist(), SamplingParams())
     assert not chi_squared_fits([tokens[i] for i in range(24)], [p * DRAWS for p in expected])
+
+
+@pytest.mark.parametrize(("options", "first"), [({"top_k": 1}, 2), ({"top_p": 0.4}, 2), ({"logit_bias": {0: -1e9}}, 1)])
+def test_the_least_random_number_draws_no_token_without_probability(monkeypatch, options, first):
+    monkeypatch.setattr(sampler, "uniforms", lambda seeds, positions, device: torch.zeros(len(seeds)).double())
+    [drawn] = sample(torch.tensor([[1.0, 1.0, 2.0]]), [make_row(SamplingParams(temperature=1.0, **options))])
+    assert drawn.token_id == first
 
 
 def test_every_random_row_of_a_mixed_batch_follows_its_own_definition():

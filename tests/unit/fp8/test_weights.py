@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from freight.fp8 import weights
-from freight.fp8.cast import SMALLEST_SCALE, decode
+from freight.fp8.cast import SMALLEST_SCALE, decode, encode
 from freight.fp8.formats import Format
-from freight.fp8.weights import expand_blocks, fit_rows, quantize_blocks, quantize_rows
+from freight.fp8.weights import expand_blocks, fit_rows, quantize_blocks, quantize_rows, quantize_tensor
 
 KINDS = {Format.E4M3FN: ml_dtypes.float8_e4m3fn, Format.E4M3FNUZ: ml_dtypes.float8_e4m3fnuz}
 SHAPES = [(1, 1), (128, 128), (300, 257), (5, 1000)]
@@ -50,6 +50,16 @@ def test_blocks_are_rounded_with_their_own_scale(format, shape):
             assert scale[i, j].item() == expected
             rounded = np.clip(values / expected, -format.max, format.max).astype(KINDS[format])
             assert codes(stored[part].contiguous()) == rounded.view(np.uint8).flatten().tolist()
+
+
+@pytest.mark.parametrize("quantize", [quantize_rows, quantize_tensor, quantize_blocks])
+def test_a_weight_is_divided_by_the_scale_as_it_is_stored(quantize):
+    torch.manual_seed(0)
+    weight = torch.randn(130, 257)
+    stored, scale = quantize(weight, Format.E4M3FN, Format.BFLOAT16)
+    assert torch.equal(scale, scale.bfloat16().float())
+    divisor = expand_blocks(scale, weight.shape) if scale.ndim == 2 else scale[..., None]
+    assert codes(stored) == codes(encode(weight, divisor, Format.E4M3FN))
 
 
 def test_a_row_of_zeros_stays_zero():

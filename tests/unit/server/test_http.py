@@ -142,14 +142,14 @@ def test_requests_in_one_packet_are_answered_in_order(quick: Any) -> None:
         assert [client.read().body.split(b'"')[3].decode() for _ in range(50)] == [f"/{i}" for i in range(50)]
 
 
-def test_a_body_may_come_in_small_pieces(quick: Any) -> None:
-    with quick[0].client() as client:
+def test_a_body_may_come_in_small_pieces() -> None:
+    with running(Echo(), HttpLimits(body_seconds=0.5)) as server, server.client() as client:
         for piece in (GET[i : i + 1] for i in range(len(GET))):
             client.send(piece)
         assert client.read().status == 200
         client.send(post(b"", "Content-Length: 8"))
         for _ in range(8):  # longer in all than the time without a byte
-            time.sleep(0.05)
+            time.sleep(0.08)
             client.send(b"x")
         assert client.read().status == 200
 
