@@ -31,6 +31,12 @@ from hypothesis import settings
 
 import freight  # noqa: F401
 
+# isort: split
+import torch
+
+if not torch.cuda.is_available():  # read when Triton is imported, which torch and transformers do at their own times
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 settings.register_profile("freight", deadline=None, max_examples=40)  # a busy machine is no failure
 settings.register_profile("all", parent=settings.get_profile("freight"), max_examples=100)
 
@@ -39,8 +45,6 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("freight" if config.option.markexpr else "all")
     name = os.environ.get("FREIGHT_TEST_DEFAULT_DTYPE")
     if name:
-        import torch
-
         torch.set_default_dtype(getattr(torch, name))
     folder = os.environ.get("FREIGHT_TEST_KERNELS")
     if folder:

@@ -24,9 +24,7 @@ if importlib.util.find_spec("triton") is None:
 elif HAVE_GPU:
     collect_ignore_glob = ["test_triton_compile.py"]  # its budgets are those of the compiler that development pins
 else:
-    os.environ.setdefault(
-        "TRITON_INTERPRET", "1"
-    )  # read when a kernel is defined: before freight.kernels.triton is imported
+    assert os.environ["TRITON_INTERPRET"]  # tests/conftest.py
     collect_ignore_glob = ["test_gpu_*.py"]
 
 

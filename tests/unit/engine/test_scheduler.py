@@ -86,23 +86,6 @@ def test_decode_never_waits_behind_the_prefill_of_an_earlier_request(new_rig: Ne
     assert rig.shape(rig.step()) == [("sibling", 14, 3, True), ("late", 4, 1, True)]
 
 
-def test_a_step_follows_only_where_no_request_could_be_admitted_instead(new_rig: NewRig) -> None:
-    rig = new_rig(max_num_seqs=2)
-    rig.add("a", [1, 2], max_tokens=9)
-    rig.step()
-    step = rig.schedule()
-    assert rig.shape(rig.scheduler.follow(step)) == [("a", 3, 1, True)]
-    rig.add("b", [3, 4], max_tokens=9)
-    assert rig.scheduler.follow(step) is None
-    rig.scheduler.apply(step, rig.model(step))
-    rig.step()
-    step = rig.schedule()
-    rig.add("c", [5, 6], max_tokens=9)
-    assert rig.shape(rig.scheduler.follow(step)) == [("a", 5, 1, True), ("b", 3, 1, True)]  # "c" has to wait anyway
-    rig.scheduler.abort("b")
-    assert rig.scheduler.follow(step) is None
-
-
 # --------------------------------------------------------------------------------------------------------- finishing
 
 

@@ -1,4 +1,4 @@
-"""Scheduler: prefix hits, siblings, and random traffic in which everything happens at once."""
+"""Scheduler: steps that follow one under way, prefix hits, siblings, and traffic in which all happens at once."""
 
 from __future__ import annotations
 
@@ -16,6 +16,23 @@ from freight.engine.request import Request
 
 VOCAB = 50  # of the model in conftest.py
 NewRig = Callable[..., Any]  # makes a Rig of conftest.py
+
+
+def test_a_step_follows_only_where_no_request_could_be_admitted_instead(new_rig: NewRig) -> None:
+    rig = new_rig(max_num_seqs=2)
+    rig.add("a", [1, 2], max_tokens=9)
+    rig.step()
+    step = rig.schedule()
+    assert rig.shape(rig.scheduler.follow(step)) == [("a", 3, 1, True)]
+    rig.add("b", [3, 4], max_tokens=9)
+    assert rig.scheduler.follow(step) is None
+    rig.scheduler.apply(step, rig.model(step))
+    rig.step()
+    step = rig.schedule()
+    rig.add("c", [5, 6], max_tokens=9)
+    assert rig.shape(rig.scheduler.follow(step)) == [("a", 5, 1, True), ("b", 3, 1, True)]  # "c" has to wait anyway
+    rig.scheduler.abort("b")
+    assert rig.scheduler.follow(step) is None
 
 
 # ----------------------------------------------------------------------------------------------------- prefix caching
