@@ -11,7 +11,10 @@ RETRIEVAL = (
     "many tokens back; and the share of values found."
 )
 POSITIONS = "Perplexity by position in the text."
-CHANGES = "In brackets: the change against the first row, with its 95 % interval."
+CHANGES = (
+    "In brackets: the change against the first row, with its 95 % interval (a bootstrap, which is too narrow over fewer "
+    "than 6 contexts or windows)."
+)
 
 
 def retrieval_rows(scores: Sequence[LongScore]) -> list[Sequence[str]]:
