@@ -12,8 +12,8 @@ RETRIEVAL = (
 )
 POSITIONS = "Perplexity by position in the text."
 CHANGES = (
-    "In brackets: the change against the first row, with its 95 % interval (a bootstrap, which is too narrow over fewer "
-    "than 6 contexts or windows)."
+    "In brackets: the change against the first row, with its 95 % interval (a bootstrap, which is too narrow over "
+    "fewer than 6 contexts or windows)."
 )
 
 
