@@ -26,7 +26,8 @@ TARGETS = tuple(SHARED)
 # pinned Triton; the launchers ask the compiled kernel (occupancy.py).
 DECODE_REGISTERS, DECODE_REGISTERS_TOKEN = 128, 140
 REGISTERS = {"sm_80": 255, "sm_90": 255, "sm_100": 255, "gfx942": 512}
-SPILLS_ONCE = 8  # accesses to local memory outside the loops over tiles: addresses of a program's results
+# Accesses to local memory that decoding on sm_80 may have outside loops over tiles: addresses of a program's results.
+SPILLS_ONCE = 6
 FP8_PRODUCT = {"sm_90": "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3", "sm_100": "kind::f8f6f4"}
 # What prefill and decoding multiply with under `--attention-compute fp8`.
 FP8_ATTENTION = {
@@ -65,10 +66,11 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
 
 def fits(report: dict[str, Any], target: str) -> bool:
     """Whether the launch compiles, spills nothing in a loop, and is not refused for its memory or its registers."""
+    once = SPILLS_ONCE if (target, report["kernel"]) == ("sm_80", "decode_kernel") else 0
     return (
         "error" not in report
         and report["spills"] == 0
-        and report["spills_once"] <= SPILLS_ONCE
+        and report["spills_once"] <= once
         and report["registers"] <= REGISTERS[target]
         and report["shared"] <= SHARED[target]
     )

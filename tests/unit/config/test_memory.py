@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from tests.unit.config.test_resolve import decide
 
 from freight.config.resolve import parse_memory
 from freight.errors import ConfigError
@@ -28,6 +29,7 @@ from freight.errors import ConfigError
 )
 def test_memory(said, size):
     assert parse_memory(said) == size
+    assert decide(kv_cache_memory=said).kv_cache_memory == size
 
 
 @pytest.mark.parametrize(

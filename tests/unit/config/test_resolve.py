@@ -331,11 +331,6 @@ def test_block_sizes(size):
     assert decide(block_size=size).block_size == size
 
 
-def test_memory_is_kept_in_bytes():
-    assert decide(kv_cache_memory="4GiB").kv_cache_memory == 4 * 2**30
-    assert decide().kv_cache_memory is None
-
-
 def test_device_must_be_the_one_that_was_found():
     assert decide(device="cpu").device == decide().device == "cpu"
     with pytest.raises(ConfigError, match=r"--device cuda.*cpu"):
