@@ -3,8 +3,10 @@
 #   make test    install into .venv, then lint, types and tests (make test-all: and the tests that take long)
 #   make sanitize    the compiled kernels under address and undefined-behaviour sanitizers; make sanitize-threads: races
 #   make test-defaults   the end-to-end tests under other torch defaults, and under python -O
+#   make test-busy   the tests that depend on the clock beside 30 busy processes
+#   make test-clients  clients and routers from PyPI against servers, installed into .venv-clients and .venv-clients-older
 #   make wheel       dist/freight-….whl with the kernels of every instruction set, for machines without a compiler
-#   make soak        64 clients of a server for five minutes (make test: one)
+#   make soak        64 clients of a server for five minutes (make test: for twelve seconds)
 #   make real MODEL=OWNER/NAME   README's tables for a model of the hub, or a folder; OPTIONS='--data FILE --tokens 8192'
 # PYTHON=python3.12 picks another interpreter; TORCH=cuda takes torch's default build instead of the CPU one.
 # Written for GNU make 3.81, which macOS ships.
@@ -17,7 +19,7 @@ STAMP = .venv/ready-$(TORCH)
 # the tests start hundreds of interpreters: each would compile the source again
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo style test test-all test-defaults soak real wheel sanitize sanitize-threads check format clean
+.PHONY: setup demo style test test-all test-busy test-clients test-defaults soak real wheel sanitize sanitize-threads check format clean
 
 setup: $(STAMP)
 
@@ -71,6 +73,25 @@ test-defaults: setup
 	  echo "tests/e2e with torch.set_default_dtype(torch.$$dtype)"; FREIGHT_TEST_DEFAULT_DTYPE=$$dtype $(BIN)/pytest tests/e2e; done
 	@echo "tests/e2e under python -O"; $(BIN)/python -O -m pytest -W ignore::pytest.PytestConfigWarning tests/e2e
 
+test-busy: setup
+	@tools/busy.sh 30 $(BIN)/pytest -n 2 -m "clock and not slow"
+
+test-clients: setup .venv-clients/ready .venv-clients-older/ready
+	@FREIGHT_CLIENTS=.venv-clients/bin/python FREIGHT_CLIENTS_OLDER=.venv-clients-older/bin/python \
+	  $(BIN)/pytest -m clients tests/clients
+
+# uv finds versions that fit together in a second; pip tries them for minutes
+.venv-clients/ready: tests/clients/requirements.txt
+	@test -x .venv-clients/bin/python || $(PYTHON) -m venv .venv-clients
+	@.venv-clients/bin/pip install -q uv
+	@.venv-clients/bin/uv pip install -q --python .venv-clients/bin/python -r $<
+	@touch $@
+
+.venv-clients-older/ready: tests/clients/requirements-older.txt .venv-clients/ready
+	@test -x .venv-clients-older/bin/python || $(PYTHON) -m venv .venv-clients-older
+	@.venv-clients/bin/uv pip install -q --python .venv-clients-older/bin/python -r $<
+	@touch $@
+
 soak: setup
 	@FREIGHT_SOAK_SECONDS=300 $(BIN)/pytest -s -m soak tests/e2e/test_soak.py
 
@@ -86,4 +107,4 @@ format: setup
 	@$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv build dist
+	rm -rf .venv .venv-clients .venv-clients-older build dist

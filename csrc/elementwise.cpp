@@ -12,13 +12,13 @@ namespace {
 
 constexpr int64_t kChunk = 2048;  // elements of a task
 
-// All activations are gate / (1 + e^-z), z = gate for SiLU, 1.702 gate for the clamped SwiGLU, and 2 sqrt(2 / pi)
+// All activations are gate / (1 + e^-z), z = gate for both kinds of SiLU, 1.702 gate for the clamped SwiGLU, and 2 sqrt(2 / pi)
 // (gate + 0.044715 gate^3) for GELU: (1 + tanh(z / 2)) / 2 is 1 / (1 + e^-z). The exponential of -|z| cannot overflow.
 template <FreightGatedActivation A>
 inline VF activated(VF gate) {
   const VF magnitude = (VF)((VI)gate & 0x7FFFFFFF);
   VF e;
-  if constexpr (A == FREIGHT_SILU)
+  if constexpr (A == FREIGHT_SILU || A == FREIGHT_CLAMPED_SILU)
     e = exp2(magnitude * set1(-1.44269504088896f));
   else if constexpr (A == FREIGHT_CLAMPED_SWIGLU)
     e = exp2(magnitude * set1(-2.455466959593f));  // 1.702 log2(e)
@@ -27,16 +27,22 @@ inline VF activated(VF gate) {
   return (gate < VF{} ? gate * e : gate) / (e + set1(1.f));
 }
 
-// activation(gate) * up; a NaN stays NaN.
+// activation(gate) * up; a NaN stays NaN. `bound`: of the clamped SiLU.
 template <FreightGatedActivation A>
-inline VF product_of(VF gate, VF up) {
+inline VF product_of(VF gate, VF up, VF bound) {
   if constexpr (A == FREIGHT_CLAMPED_SWIGLU) {
     const VF limit = set1(7.f), least = set1(-7.f);
     gate = gate > limit ? limit : gate;
     up = up > limit ? limit : up;
     up = (up < least ? least : up) + set1(1.f);
   }
-  return activated<A>(gate) * up;
+  VF value = activated<A>(gate);
+  if constexpr (A == FREIGHT_CLAMPED_SILU) {
+    value = value > bound ? bound : value;
+    up = up > bound ? bound : up;
+    up = up < -bound ? -bound : up;
+  }
+  return value * up;
 }
 
 void add_rms_norm(const FreightNorm& a) {
@@ -72,13 +78,14 @@ void gated(const FreightGated& a) {
   const int32_t format = a.format;
   const int64_t size = a.size;
   const int64_t chunks = (size + kChunk - 1) / kChunk;
+  const VF bound = set1(a.limit);
   parallel_for(a.rows * chunks, threads_for(a.rows * size, a.threads), [&](int64_t task) {
     const int64_t row = task / chunks, begin = task % chunks * kChunk, end = std::min(size, begin + kChunk);
     for (int64_t i = begin; i < end; i += kLanes) {
       const int count = lanes_at(i, end);
       const V16 gate = load_as(element(a.gate_up, row * 2 * size + i, format), format, count);
       const V16 up = load_as(element(a.gate_up, row * 2 * size + size + i, format), format, count);
-      const V16 product = each([&](int lanes) { return product_of<A>(gate.v[lanes], up.v[lanes]); });
+      const V16 product = each([&](int lanes) { return product_of<A>(gate.v[lanes], up.v[lanes], bound); });
       store_as(element(a.out, row * size + i, format), product, format, count);
     }
   });
@@ -96,6 +103,7 @@ FREIGHT_API FreightStatus freight_gated(const FreightGated* arguments) {
     switch (arguments->activation) {
       case FREIGHT_SILU: return freight::gated<FREIGHT_SILU>(*arguments);
       case FREIGHT_GELU_TANH: return freight::gated<FREIGHT_GELU_TANH>(*arguments);
+      case FREIGHT_CLAMPED_SILU: return freight::gated<FREIGHT_CLAMPED_SILU>(*arguments);
       default: return freight::gated<FREIGHT_CLAMPED_SWIGLU>(*arguments);
     }
   });

@@ -120,7 +120,7 @@ struct Mixture {
     if (alike)
       for (Product& one : products) one.staged = products[0].staged;
     multiply(products.data(), count, a.format, a.threads);
-    const FreightGated gated{results, between, pairs.count(), inner, a.format, a.activation, a.threads};
+    const FreightGated gated{results, between, pairs.count(), inner, a.format, a.activation, a.limit, a.threads};
     if (freight_gated(&gated) != FREIGHT_OK) throw std::bad_alloc();
     last.products(pairs, between, false, results, biases, products);
     count = static_cast<int64_t>(products.size());

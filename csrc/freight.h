@@ -10,7 +10,7 @@
 #define FREIGHT_API extern "C" __attribute__((visibility("default")))
 
 // Changes when any declaration changes, so that a library from an older build is refused instead of called wrongly.
-constexpr int32_t FREIGHT_ABI = 18;
+constexpr int32_t FREIGHT_ABI = 19;
 FREIGHT_API int32_t freight_abi();
 
 constexpr int32_t FREIGHT_LANES = 16;      // outputs that are computed together: arrays by output are padded to it
@@ -89,7 +89,8 @@ struct FreightLinear {
   int32_t threads;
 };
 
-// y = x @ weight.T * scales + bias. Sums are float32, over the inputs in order; one rounding, at the end.
+// y = x @ weight.T * scales + bias. Sums are float32, in one order per build, whatever the rows and threads; one rounding,
+// at the end. Builds differ in that order: see linear.cpp.
 FREIGHT_API FreightStatus freight_linear(const FreightLinear* arguments);
 
 // Row-wise operations; all in `format` (float32, float16, bfloat16), contiguous, float32 inside.
@@ -114,6 +115,7 @@ enum FreightGatedActivation : int32_t {
   FREIGHT_GELU_TANH = 1,  // gate / 2 * (1 + tanh(sqrt(2 / pi) * (gate + 0.044715 * gate^3)))
   // g / (1 + e^(-1.702 g)) with g = min(gate, 7); it multiplies up, bounded to [-7, 7], plus 1
   FREIGHT_CLAMPED_SWIGLU = 2,
+  FREIGHT_CLAMPED_SILU = 3,  // min(gate / (1 + e^-gate), limit); it multiplies up, bounded to [-limit, limit]
 };
 
 struct FreightGated {
@@ -122,6 +124,7 @@ struct FreightGated {
   int64_t rows, size;
   int32_t format;
   int32_t activation;  // FreightGatedActivation
+  float limit;         // of FREIGHT_CLAMPED_SILU, > 0
   int32_t threads;
 };
 
@@ -226,6 +229,7 @@ struct FreightExperts {
   int32_t num_experts, top_k;
   int32_t format;      // of x, base, the biases and out
   int32_t activation;  // FreightGatedActivation
+  float limit;         // as in FreightGated
   int32_t threads;
 };
 

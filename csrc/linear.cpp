@@ -1,7 +1,8 @@
 // The matrix product: y = x @ weight.T, with scales and a bias, over packed weights.
 //
-// One order of summation for every number of rows: each output is summed over its inputs from first to last by one
-// lane; under block scales each group of 128 inputs is summed so, then multiplied and added in order. Rows are taken in
+// One order of summation per build, for every number of rows. Vectors: one lane sums an output over its inputs from first
+// to last, `Single` one a step, `Pair` two (packed.h). AMX: 32 inputs a step, even and odd ones apart (tiles.h). Under
+// block scales each group of 128 inputs is summed so, then multiplied and added in order. Rows are taken in
 // tiles, outputs in blocks; weights are decoded in registers as they stream by, once for every tile of rows, which costs
 // next to nothing while the multipliers are busy. A task goes over all tiles of rows with its few blocks of weights: with
 // few rows it reads them from memory once, with many again and again, then from L2.

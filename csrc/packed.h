@@ -2,8 +2,8 @@
 //
 // A weight is stored as units of 64 bytes that hold 16 output rows x `inputs` inputs (4 in eight bits, 2 in sixteen, 1
 // in float32): [ceil(out / 32)][ceil(in / inputs)][2][64], padded with zeros. So a band of two blocks of 16 rows is one
-// stream of memory, and each of 16 lanes sums one output over its inputs in order: no horizontal sum, and the same order
-// whatever the number of rows of x. (Few streams of whole pairs of cache lines read a third faster than eight of single
+// stream of memory, and each of 16 lanes sums one output: no horizontal sum, and the same order whatever the number of
+// rows of x. That order differs between builds (linear.cpp). (Few streams of whole pairs of cache lines read a third faster than eight of single
 // lines.) Within a unit values lie as [inputs][16], with two exceptions (`unit_index`): AVX-512 takes pairs (`Pair`), so
 // bfloat16 as [16][2] and E4M3 so that one look-up serves two registers of 16 x 2; the portable E4M3 lies in
 // the order that its decoder needs. What AVX-512 takes is also what tiles of AMX take. NEON with BF16 takes pairs too:

@@ -14,6 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+# With these options an answer of 64 completions, one after the other: no machine ends it before it is disturbed.
+ONE_BY_ONE = ("--max-num-seqs", "1", "--max-queue", "128")
+ENDLESS = {"prompt": ["def main("] * 4, "n": 16, "max_tokens": 900, "temperature": 0, "ignore_eos": True}
+
 _SAMPLE = re.compile(r"^([\w:]+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 
 
@@ -51,6 +55,17 @@ class Open:
         assert self.answer.status == 200, self.answer.read()
         return self.answer.readline()
 
+    def events(self, count: int) -> list[Any]:
+        """The next so many events of a stream that has begun, which does not end before."""
+        assert self.answer is not None
+        found: list[Any] = []
+        while len(found) < count:
+            line = self.answer.readline()
+            assert line, f"the stream ended after {found[-1:]}"
+            if line.startswith(b"data: "):
+                found.append(json.loads(line[6:]))
+        return found
+
     def whole(self) -> Answered:
         answer = self.answer or self._connection.getresponse()
         with answer:
@@ -75,7 +90,7 @@ class Server:
 
     def open(self, path: str, body: object, headers: Mapping[str, str] | None = None, method: str = "POST") -> Open:
         parts = urlsplit(self.url)
-        connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=60)
+        connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=300)
         raw = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
         kind = {"Content-Type": "application/json"} if raw is not None else {}
         connection.request(method, path, raw, {**kind, **self.headers, **(headers or {})})
@@ -124,7 +139,7 @@ class Server:
         running, waiting, held = (int(self._found(text, name, {})) for name in names)
         return running, waiting, held
 
-    def wait_for(self, running: int, waiting: int = 0, seconds: float = 20.0) -> None:
+    def wait_for(self, running: int, waiting: int = 0, seconds: float = 300.0) -> None:
         """Until so many run and wait, and nothing is held where nothing runs."""
         end = time.monotonic() + seconds
         while (found := self.load())[:2] != (running, waiting) or (running == 0 and found[2] != 0):

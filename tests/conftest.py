@@ -15,12 +15,16 @@ command starts (tests/kernels/test_arm.py).
 
 import os
 import shlex
+import signal
 from functools import cache
 from pathlib import Path
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # several processes share the cores: a thread that spins would wait for one that is not scheduled
     os.environ["GOMP_SPINCOUNT"] = "0"
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a command in the background of a script: children inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import tempfile
 

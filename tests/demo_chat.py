@@ -18,11 +18,17 @@ TEMPLATE = (
 )
 
 
-def demo_with_chat_template(folder: Path) -> Path:
-    """Fill `folder` with the demo model and a template that writes `role: content` lines; returns it."""
+def demo_with_chat_template(folder: Path, positions: int = 1024) -> Path:
+    """Fill `folder` with the demo model and a template that writes `role: content` lines; returns it.
+
+    positions: of the model; with more than it was trained for, an answer can be too long for any machine to end it
+    before it is disturbed.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    for name in ("config.json", "generation_config.json", "tokenizer.json"):
+    for name in ("generation_config.json", "tokenizer.json"):
         shutil.copyfile(DEMO / name, folder / name)
+    model = json.loads((DEMO / "config.json").read_text()) | {"max_position_embeddings": positions}
+    (folder / "config.json").write_text(json.dumps(model))
     (folder / "model.safetensors").symlink_to(DEMO / "model.safetensors")
     config = json.loads((DEMO / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TEMPLATE}))

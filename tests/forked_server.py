@@ -1,4 +1,4 @@
-"""`freight serve` forked from a process that has imported what it needs, in place of an interpreter that begins anew.
+"""`freight` forked from a process that has imported what it needs, in place of an interpreter that begins anew.
 
 To import torch, transformers and fastapi takes a server's processes four to seven seconds of a core, and their start is
 not what most tests of servers are about. `Forked` is such a server, with the interface of `subprocess.Popen` as far as
@@ -18,11 +18,13 @@ import gc
 import importlib
 import json
 import os
+import resource
 import select
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import types
 import warnings
@@ -37,8 +39,10 @@ _FIRST = ("transformers.utils.chat_parsing", "transformers.utils.chat_template_u
 _IMPORTED = (
     *("freight.cli.main", "freight.server.lifecycle", "freight.server.render_process", "freight.server.worker"),
     *("freight.engine.build", "freight.engine.loop", "freight.engine.fingerprint", "freight.models.open"),
-    *("freight.engine.grammar", "freight.kernels.cpu.cpu_set", "llguidance", "uvicorn.protocols.http.httptools_impl"),
+    *("freight.engine.grammar", "freight.kernels.cpu.cpu_set", "freight.calibrate.quantize", "freight.cli.streams"),
+    *("llguidance", "uvicorn.protocols.http.httptools_impl"),
 )
+CAN_FORK = sys.platform == "linux"  # elsewhere libraries that have been loaded may not survive it
 _SET_NAME = 15  # PR_SET_NAME
 _MOST = 1 << 20  # bytes of a request: arguments and environment
 
@@ -91,14 +95,21 @@ class Forked(_Process):
         module: str = "freight.cli.main",
         pass_fds: Sequence[int] = (),
         piped: bool = True,
+        stdout: int | None = None,
+        more_memory: int | None = None,
     ) -> None:
-        """pass_fds: each is an argument as well, which becomes its number in the new process."""
+        """pass_fds: each is an argument as well, which becomes its number in the new process. stdout: or none.
+
+        more_memory: bytes of address space that it may take.
+        """
         ours, theirs = os.pipe()
         reading, writing = os.pipe() if piped else (-1, os.dup(2))
+        printing = os.open(os.devnull, os.O_WRONLY) if stdout is None else os.dup(stdout)
         request = {"module": module, "argv": list(argv), "passed": list(pass_fds), "environ": dict(environ)}
-        socket.send_fds(_forker(), [json.dumps(request).encode()], [theirs, writing, *pass_fds])
-        os.close(theirs)
-        os.close(writing)
+        request["memory"] = more_memory
+        socket.send_fds(_forker(), [json.dumps(request).encode()], [theirs, writing, printing, *pass_fds])
+        for fd in (theirs, writing, printing):
+            os.close(fd)
         self.stderr = open(reading, encoding="utf-8") if piped else None  # noqa: SIM115 — the reader closes it
         self._pipe = open(ours, "rb", buffering=0)  # noqa: SIM115 — closed at its end
         super().__init__(int(self._line()))
@@ -114,6 +125,27 @@ class Forked(_Process):
         status = int(self._line())
         self._pipe.close()
         return status
+
+
+def run_forked(
+    argv: Sequence[str],
+    environ: Mapping[str, str] | None = None,
+    module: str = "freight.__main__",
+    more_memory: int | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """`python -m MODULE ARGV`, to its end; more_memory: bytes of address space beside those of what is imported."""
+    environ = os.environ if environ is None else environ
+    if not CAN_FORK:
+        command = [sys.executable, "-m", module, *argv]
+        return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300, check=False)
+    with tempfile.TemporaryFile("w+") as out:
+        process = Forked(argv, environ, module, stdout=out.fileno(), more_memory=more_memory)
+        assert process.stderr is not None
+        with process.stderr as errors:
+            err = errors.read()
+        status = process.wait(300)
+        out.seek(0)
+        return subprocess.CompletedProcess(["freight", *argv], status, out.read(), err)
 
 
 def forked(command: Sequence[str], pass_fds: Sequence[int], env: Mapping[str, str] | None = None, **_: Any) -> Forked:
@@ -185,6 +217,7 @@ def _run(module: str) -> NoReturn:
         sys.excepthook(*sys.exc_info())
         status = 1
     finally:
+        sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
 
@@ -209,19 +242,27 @@ def _fork_on_request(control: socket.socket) -> str:
             data, fds, _, _ = socket.recv_fds(control, _MOST, 8)
             if not data:
                 sys.exit(0)
-            pipe, stderr, *passed = fds
+            pipe, stderr, stdout, *passed = fds
             request = json.loads(data)
             pid = os.fork()
             if pid == 0:
                 os.dup2(stderr, 2)
+                os.dup2(stdout, 1)
                 _become(request["module"], passed, request["environ"])
+                if request["memory"] is not None:
+                    _limit(request["memory"])
                 numbers = {str(theirs): str(ours) for theirs, ours in zip(request["passed"], passed, strict=True)}
                 sys.argv = ["freight", *(numbers.get(argument, argument) for argument in request["argv"])]
                 return str(request["module"])
             running[pid] = pipe
-            for fd in (stderr, *passed):
+            for fd in (stderr, stdout, *passed):
                 os.close(fd)
             _tell(pipe, pid)
+
+
+def _limit(more: int) -> None:
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + more,) * 2)
 
 
 def _tell(pipe: int, number: int, last: bool = False) -> None:
@@ -233,6 +274,7 @@ def _tell(pipe: int, number: int, last: bool = False) -> None:
 
 def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # a test may have started this process as servers start theirs
     os.environ["USE_TORCH"] = "0"
     for name in (*_FIRST, *_IMPORTED):
         importlib.import_module(name)
@@ -244,9 +286,8 @@ def main() -> None:
     gc.freeze()
     module = _fork_on_request(control)
     control.detach()  # it is closed
-    for name in ("client", "renderer"):
-        owner: Any = importlib.import_module(f"freight.server.{name}")
-        owner.subprocess = types.SimpleNamespace(Popen=_Child, DEVNULL=subprocess.DEVNULL)
+    children: Any = importlib.import_module("freight.server.children")
+    children.subprocess = types.SimpleNamespace(Popen=_Child)
     _run(module)
 
 

@@ -19,12 +19,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from tests.forked_server import Forked
+from tests.forked_server import CAN_FORK, Forked
 
-CAN_FORK = sys.platform == "linux"  # elsewhere libraries that have been loaded may not survive it
-START_SECONDS = 120.0
-STOP_SECONDS = 60.0
-LISTENING = re.compile(r"listening on (http://127\.0\.0\.1:\d+)")
+START_SECONDS = 300.0
+STOP_SECONDS = 300.0
+LISTENING = re.compile(r"listening on (https?://127\.0\.0\.1:\d+)")
 
 
 class ServeProcess:
@@ -74,16 +73,15 @@ class ServeProcess:
     def children(self) -> dict[str, int]:
         """Its processes by module: 'worker' is the engine's."""
         found = {}
-        for folder in Path("/proc").glob("[0-9]*"):
+        for pid in children_of(self.process.pid):
             try:
-                parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-                module = (folder / "cmdline").read_bytes().split(b"\0")
-                name = (folder / "comm").read_text().strip()
-            except (OSError, IndexError, ValueError):
+                module = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                name = Path(f"/proc/{pid}/comm").read_text().strip()
+            except OSError:
                 continue
-            if parent == self.process.pid and b"-m" in module:
+            if b"-m" in module:
                 started = module[module.index(b"-m") + 1].decode()
-                found[name if isinstance(self.process, Forked) else started.rpartition(".")[2]] = int(folder.name)
+                found[name if isinstance(self.process, Forked) else started.rpartition(".")[2]] = pid
         return found
 
     def stop(self) -> int:
@@ -93,14 +91,14 @@ class ServeProcess:
 
     def wait(self) -> int:
         status = self.process.wait(STOP_SECONDS)
-        self._reader.join(10)
+        self._reader.join(300)
         return status
 
     def close(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
-            self.process.wait(10)
-        self._reader.join(10)
+            self.process.wait(300)
+        self._reader.join(300)
         assert self.process.stderr is not None
         self.process.stderr.close()
 
@@ -129,7 +127,7 @@ def freight_serve(
 def health(url: str) -> int:
     """The status of /health; 0 where nobody answers."""
     parts = urlsplit(url)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=10)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=300)
     try:
         connection.request("GET", "/health")
         return connection.getresponse().status
@@ -137,3 +135,24 @@ def health(url: str) -> int:
         return 0
     finally:
         connection.close()
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes whose parent `pid` is, by /proc."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+        if parent == pid:
+            found.append(int(folder.name))
+    return found
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process is gone, or a zombie that nobody has asked about yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True

@@ -26,6 +26,7 @@ from measure_scales import calibrated
 from scale_variants import key_spreads, read_tensors, write_tensors
 from torch import Tensor
 
+from freight.cache.groups import Pages
 from freight.calibrate.quantize import load_samples, open_unquantized
 from freight.checkpoint.reader import resolve_model
 from freight.config.engine import EngineArgs, KVCacheConfig
@@ -86,7 +87,7 @@ def by_layer(model: str) -> list[list[str]]:
     rows = [["layer", "key bias: largest", "norm of a head", "std of keys", "gain", "pairs"]]
     for index, (one, spread) in enumerate(zip(found, spreads, strict=True)):
         k = tensors.get(f"model.layers.{index}.self_attn.k_proj.bias", torch.zeros(1))
-        norm = k.view(opened.model.layers[index].mixer.num_kv_heads if len(k) > 1 else 1, -1).norm(dim=1).max()
+        norm = k.view(opened.model.attention[index].num_kv_heads if len(k) > 1 else 1, -1).norm(dim=1).max()
         sizes = float(k.abs().max()), float(norm), spread, one.k_gain
         pairs = 0 if one.k is None else int((one.k != 0).sum(1).max()) // 2
         rows.append([str(index), *(f"{size:.2f}" for size in sizes), str(pairs)])
@@ -147,7 +148,10 @@ def milliseconds(sequences: int, length: int, new: int) -> list[float]:
     slices = [
         SequenceSlice([0] * new, length - new, (range(i * per, (i + 1) * per),), Logits.NONE) for i in range(sequences)
     ]
-    batch, q = prepare(slices, BLOCK_SIZE), torch.randn(sequences * new, HEADS * GROUP, DIM).bfloat16()
+    batch, q = (
+        prepare(slices, [Pages((0,), 0, None, BLOCK_SIZE)]),
+        torch.randn(sequences * new, HEADS * GROUP, DIM).bfloat16(),
+    )
     attention, best = select_kernels("auto").attention, [float("inf")] * len(PAIRS)
     for _ in range(REPEATS):
         for i, one in enumerate(tried):

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from freight.cache.groups import Pages
 from freight.engine.prepare import Logits, SequenceSlice, prepare
 from freight.evaluate.report import markdown
 from freight.fp8.cast import amax, decode, scale_from_amax, torch_dtype
@@ -95,7 +96,9 @@ def main() -> None:
         q, k, v = draw(said.keys, said.queries, peak)
         pages = pages_of(k, v)
         blocks = list(range(len(pages.k)))
-        batch = prepare([SequenceSlice([0] * len(q), len(k) - len(q), (blocks,), Logits.NONE)], BLOCK_SIZE)
+        batch = prepare(
+            [SequenceSlice([0] * len(q), len(k) - len(q), (blocks,), Logits.NONE)], [Pages((0,), 0, None, BLOCK_SIZE)]
+        )
         scales = (pages.k_scale, pages.v_scale)
         stored = [
             decode(page, scale).flatten(0, 2)[: len(k)] for page, scale in zip((pages.k, pages.v), scales, strict=True)

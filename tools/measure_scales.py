@@ -52,7 +52,7 @@ class Row:
 def variants(model: str, token_ids: Sequence[int]) -> dict[str, Write]:
     """How each variant of `model` is written. `token_ids` show how large its keys are."""
     config = open_checkpoint(model).model
-    dim, half = config.layers[0].mixer.k_dim, config.layers[0].mixer.k_dim // 2
+    dim, half = config.attention[0].k_dim, config.attention[0].k_dim // 2
 
     def scaled(keys: float = 1.0, values: float = 1.0) -> Write:
         return lambda source, out: write_variant(source, out, rescaled(keys, values))

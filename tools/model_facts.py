@@ -1,13 +1,12 @@
-"""What docs/models.md is made of (`models_table.py`): what the code and the tests say of model types.
+"""What docs/models.md is made of (`models_table.py`): what the code and the tests say of families.
 
 Nothing of a family is typed here. Its layers come from the configurations of tests/parity/variants.py, as Freight reads
-them; what was compared, from the tables of the tests; reasons, from the errors of the code that refuses.
+them; what was compared, from the tables of the tests.
 """
 
 from __future__ import annotations
 
 import importlib
-import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,24 +15,24 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from freight.checkpoint.layouts import read_scheme
-from freight.config.families import FAMILIES
-from freight.config.keys import find_family
 from freight.config.layer import AttentionConfig, DenseConfig, MoEConfig, NormKind, NormPlacement
 from freight.config.model import ModelConfig, parse_model_config
+from freight.config.registry import FAMILIES
 from freight.config.rope import QUERY_SCALING
-from freight.errors import CheckpointError, ConfigError
-from freight.models.fallback_probe import hf_config
-from freight.models.open import read_model_config
 from freight.operands.activation import GatedActivation
 from freight.operands.routing import Scoring
 
 ROOT = Path(__file__).resolve().parent.parent
-RECIPES = ROOT / "tools/recipes.json"
 
 _ATTENTION = {
     "qk_norm": "norms of q and k",
-    "qk_norm_whole": "over whole rows",
+    "qk_norm_whole": "over all heads at once",
+    "qk_norm_last": "behind the rope",
+    "qk_norm_bare": "without weights",
+    "v_norm": "norm of v",
+    "v_factor": "factor of v",
+    "k_eq_v": "v is k",
+    "kv_from": "layers that read the k and v of others",
     "qkv_bias": "biases of q, k, v",
     "o_bias": "bias of the output",
     "soft_cap": "soft cap",
@@ -41,7 +40,12 @@ _ATTENTION = {
     "gate": "gate of the output",
 }
 _SHAPE = frozenset({"num_heads", "num_kv_heads", "k_dim", "v_dim", "softmax_scale", "window", "rope"})
-_EXPERTS = {"choice_bias": "bias for the choice", "router_bias": "bias of the router", "bias": "biases of experts"}
+_EXPERTS = {
+    "choice_bias": "bias for the choice",
+    "router_bias": "bias of the router",
+    "bias": "biases of experts",
+    "beside": "experts and a dense part, summed",
+}
 _ROUTED = frozenset({"routing", "intermediate_size", "activation", "shared", "shared_gate"})
 _SCORING = {
     Scoring.SOFTMAX: "softmax over all",
@@ -54,25 +58,15 @@ _NORMS = {
     NormPlacement.OUTPUT: "of outputs",
     NormPlacement.POST: "of sums",
 }
-_UNKNOWN = "transformers does not know it"
-_NOT_THERE = "it is no causal language model there"
-_DECLARED: Mapping[str, Mapping[str, Any]] = {  # precision of a recipe -> what such a checkpoint declares
-    "bf16": {},
-    "fp8": {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}},
-    "mxfp4": {
-        "quantization_config": {
-            "quant_method": "mxfp4",
-            "modules_to_not_convert": [
-                *("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head")
-            ],
-        }
-    },
-}
 
 
 @dataclass(frozen=True)
 class Tables:
-    """The tables of the tests, by which a family counts as compared."""
+    """The tables of the tests, by which a family counts as compared.
+
+    same_weights   model types that transformers does not know -> one that computes the same from the same weights
+    targets        the GPUs that every Triton kernel is compiled for
+    """
 
     variants: Mapping[str, Any]
     bfloat16: frozenset[str]
@@ -80,8 +74,9 @@ class Tables:
     fast_equivalences: frozenset[str]
     triton: frozenset[str]
     quantized: frozenset[str]
-    calibrated: frozenset[str]
     expert_forms: Mapping[str, list[str]]
+    same_weights: Mapping[str, str]
+    targets: tuple[str, ...]
     num_forms: int
     fast: frozenset[str]
     slow: frozenset[str]
@@ -106,8 +101,7 @@ def read_tests() -> Tables:
 
     forms, experts = module("formats.forms"), module("formats.experts")
     families, equivalences = module("e2e.test_families"), module("e2e.test_equivalences")
-    fallback, calibrate = module("e2e.test_fallback"), module("unit.calibrate.test_families")
-    stored = calibrate.test_scales_are_those_of_the_keys_and_values_that_the_engine_stores
+    fallback = module("e2e.test_fallback")
     triton = module("kernels.triton.test_triton_families").FAMILIES.values()
     return Tables(
         variants=module("parity.variants").VARIANTS,
@@ -118,8 +112,9 @@ def read_tests() -> Tables:
         quantized=frozenset(
             (*families.MODULES, *module("e2e.test_experts").KEPT, *module("unit.calibrate.test_every_family").EVERY)
         ),
-        calibrated=frozenset(name for mark in stored.pytestmark for name in mark.args[1]),
         expert_forms=_by_family({**experts.FORMS, **module("formats.mixtures").FORMS}),
+        same_weights=module("parity.test_wrapped").SAME_WEIGHTS,
+        targets=module("kernels.triton.test_triton_compile").TARGETS,
         num_forms=len(forms.FORMS),
         fast=frozenset(fallback.FAST),
         slow=frozenset(fallback.SLOW),
@@ -151,7 +146,7 @@ def flags(config: object, known: Mapping[str, str], other: frozenset[str]) -> li
 
 
 def of_attention(model: ModelConfig) -> list[str]:
-    mixers = [layer.mixer for layer in model.layers]
+    mixers = list(model.attention.values())
     found = []
     windows = [mixer.window is not None for mixer in mixers]
     if any(windows):
@@ -167,8 +162,10 @@ def of_attention(model: ModelConfig) -> list[str]:
         if mixer.rope is not None and model.position_offset is None:
             found += of_rope(model, mixer)
         found += flags(mixer, _ATTENTION, _SHAPE)
+        if mixer.v_dim != mixer.k_dim:
+            found.append("values of another width")
         if mixer.softmax_scale != mixer.k_dim**-0.5:
-            found.append("own softmax scale")
+            found.append("another softmax scale")
     if len({(mixer.num_kv_heads, mixer.k_dim, mixer.v_dim) for mixer in mixers}) > 1:
         found.append("heads differ by layer")
     return list(dict.fromkeys(found))
@@ -188,7 +185,7 @@ def of_rope(model: ModelConfig, mixer: AttentionConfig) -> list[str]:
 
 
 def of_feed_forward(model: ModelConfig) -> list[str]:
-    parts = [layer.feed_forward for layer in model.layers]
+    parts = [layer.feed_forward for layer in model.layers if layer.feed_forward is not None]
     experts = [part for part in parts if isinstance(part, MoEConfig)]
     if not experts:
         return list(dict.fromkeys(word for part in parts for word in of_dense(part)))
@@ -202,7 +199,7 @@ def of_feed_forward(model: ModelConfig) -> list[str]:
         found += flags(part, _EXPERTS, _ROUTED)
         if part.shared is not None:
             found.append("gated shared expert" if part.shared_gate else "shared expert")
-        if part.activation is not GatedActivation.SILU:
+        if part.activation != GatedActivation.SILU:
             found.append(str(part.activation).replace("_", " "))
     return list(dict.fromkeys(found))
 
@@ -225,100 +222,14 @@ def of_norms(model: ModelConfig) -> list[str]:
         "logit": model.logit_divisor is not None,
     }
     found += [f"{name} multiplier" for name, there in multiplied.items() if there]
+    apart = {
+        "last weight as stored": not model.final_norm_offset,
+        "another eps of outputs": model.post_norm_eps is not None,
+        "norm of the embedding": model.embedding_norm,
+    }
+    found += [word for word, there in apart.items() if there]
     found += ["logit cap"] * (model.logit_soft_cap is not None) + ["projected embedding"] * bool(model.embedding_size)
     return found
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """How a model of a config.json runs: 'natively', 'through transformers' or 'refused', with the reason."""
-
-    runs: str
-    reason: str = ""
-
-
-def ask(model_type: str, tests: Tables, text_type: str | None = None, keys: Mapping[str, Any] | None = None) -> Verdict:
-    """What the code says of a model type. Where its row, or the tests of the fallback, do not settle it, the default
-    configuration of transformers is read, with `keys`."""
-    try:
-        if keys is None and model_type in FAMILIES:
-            _, family = find_family({"model_type": model_type})
-            if text_type is not None and text_type not in (family.text_type, *family.other_texts):
-                parse_model_config({"model_type": model_type, "text_config": {"model_type": text_type}})
-            return Verdict("natively")
-        if model_type in tests.fast | tests.slow:
-            return Verdict("through transformers")
-        said = {"model_type": model_type, **(keys or {})}
-        config = hf_config(said).to_dict() | {"architectures": None}
-        found = read_model_config({key: value for key, value in config.items() if value is not None})
-        return Verdict("natively" if found.foreign is None else "through transformers")
-    except (CheckpointError, ConfigError) as error:
-        of_wrapper = Verdict("refused", in_short(str(error)))
-    if text_type is not None and text_type not in FAMILIES:
-        of_text = ask(text_type, tests)
-        if of_text.runs == "refused" and of_text.reason not in (_NOT_THERE, _UNKNOWN):
-            return Verdict("refused", f"{text_type}: {of_text.reason}")
-    return of_wrapper
-
-
-def in_short(message: str) -> str:
-    """The reason alone, out of an error that also names the way out."""
-    message = " ".join(message.split())
-    if "does not know it" in message:
-        return _UNKNOWN
-    reason = message.partition("cannot be used: ")[2] or message.removeprefix("config.json: ")
-    reason = reason.partition(". Model types that need")[0]
-    return re.sub(r" = \{.*?\.\.\. means", " means", reason).replace("|", "\\|")
-
-
-@dataclass(frozen=True)
-class Published:
-    """One model of the list, and how it runs."""
-
-    name: str
-    model_type: str
-    text_type: str | None
-    moe: bool
-    precisions: tuple[str, ...]
-    verdict: Verdict
-
-    @property
-    def short_name(self) -> str:
-        return self.name.partition("/")[2]
-
-    @property
-    def is_fp8(self) -> bool:
-        return bool({"fp8", "mxfp8"} & set(self.precisions))
-
-
-def read_published(tests: Tables) -> tuple[dict[str, Any], list[Published]]:
-    """(the content of recipes.json, its models with verdicts). A model of which no checkpoint is in a form that is read
-    counts as refused."""
-    file = json.loads(RECIPES.read_text(encoding="utf-8"))
-    asked: dict[str, Verdict] = {}
-    found = []
-    for entry in file["models"]:
-        question = json.dumps([entry["model_type"], entry.get("text_type"), entry.get("keys")])
-        if question not in asked:
-            asked[question] = ask(entry["model_type"], tests, entry.get("text_type"), entry.get("keys"))
-        precisions, verdict = tuple(entry["precisions"]), asked[question]
-        unread = [why for why in (unreadable(one, entry["model_type"]) for one in precisions) if why]
-        if verdict.runs != "refused" and len(unread) == len(precisions):
-            verdict = Verdict("refused", unread[0])
-        names = (entry["name"], entry["model_type"], entry.get("text_type"))
-        found.append(Published(*names, entry["moe"], precisions, verdict))
-    return file, found
-
-
-def unreadable(precision: str, model_type: str) -> str | None:
-    """Why a checkpoint of this precision and model type is not read, None if it is."""
-    if precision not in _DECLARED:
-        return f"{precision} is not read"
-    try:
-        read_scheme({"model_type": model_type, **_DECLARED[precision]}, None)
-    except CheckpointError as error:
-        return in_short(str(error))
-    return None
 
 
 def native_types() -> dict[str, list[str]]:

@@ -1,56 +1,106 @@
 """Write docs/models.md: what runs, how it was compared, and how many models of a public list that are.
 
     python tools/models_table.py            prints the document
-    python tools/models_table.py --write    writes docs/models.md
+    python tools/models_table.py --write    writes docs/models.md, and the count in README.md
 
-Every cell comes from `model_facts.py`. Published models are in tools/recipes.json.
+Every cell comes from `model_facts.py` and `published_models.py`.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from model_facts import (
     ROOT,
-    Published,
     Tables,
-    ask,
     native_types,
     of_attention,
     of_feed_forward,
     of_norms,
-    read_published,
     read_tests,
-    text_types,
     united,
+)
+from published_models import (
+    FOREIGN,
+    Published,
+    ask,
+    published_files,
+    read_file,
+    read_others,
+    read_recipes,
     unreadable,
 )
 
-from freight.config.families import FAMILIES
+from freight.config.mechanisms import MECHANISMS
+from freight.config.model import ModelConfig, parse_model_config
+from freight.config.registry import FAMILIES
 from freight.models.architectures import ARCHITECTURES
 
 DOCUMENT = ROOT / "docs/models.md"
-AIM = 45  # models of the list that are to run natively
+README = ROOT / "README.md"
+MARKERS = ("<!-- models:begin -->\n", "<!-- models:end -->")
 # well-known model types that no recipe has, for the table of what is refused
-ALSO_ASKED = ("bloom", "deepseek_v2", "falcon_h1", "gemma3n", "jamba", "mamba")
+ALSO_ASKED = ("bloom", "deepseek_v2", "falcon", "falcon_h1", "gemma3n", "granite_swa", "jamba", "llava", "t5")
+_INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
+_PACKED = {"format": "pack-quantized", "config_groups": {"group_0": {"targets": ["Linear"], "weights": _INT4}}}
+_OWN_CODE = {"AutoModelForCausalLM": "modeling_baichuan.BaichuanForCausalLM"}
+# what the config.json of a Llama is changed to, and is refused for
+ASKED_FORMS: Mapping[str, Mapping[str, Any]] = {
+    "a rope that changes with the length of the text": {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+    "code in the checkpoint, for a model type without a row": {"model_type": "baichuan", "auto_map": _OWN_CODE},
+    "a key that changes what is computed, and that the row does not have": {"use_logn_attn": True},
+    "NVFP4 of ModelOpt": {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}},
+    "INT4 of compressed-tensors": {"quantization_config": {"quant_method": "compressed-tensors", **_PACKED}},
+    "GPTQ": {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+    "AWQ": {"quantization_config": {"quant_method": "awq", "bits": 4}},
+    "bitsandbytes": {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
+    "MXFP4, except gpt-oss's": {"quantization_config": {"quant_method": "mxfp4"}},
+}
 TEXT = """\
 # Models
 
-`python tools/models_table.py --write` writes this page, from the rows of `config/families.py`, the tables of the
+`python tools/models_table.py --write` writes this page, from the rows of `config/families/`, the tables of the
 tests and what the code says when it refuses. `freight inspect MODEL` says of any config.json how it runs.
 
 ## Published models
 
-vLLM's recipes ({source}, commit `{commit}` of {date}) name {num_published} models that generate text. Speech,
-transcription, text in pictures and diffusion are left out; of models of text and pictures, the text is meant.
-`tools/recipes.json` has them, with the model types of the classes that run them in transformers or vLLM; their
-config.json files were not read. A model counts as native if its model type is, and a checkpoint of it is in a form
-that is read. Whether the memory of one machine holds it is another question.
+[vLLM's recipes]({source}) (commit `{commit}` of {date}) name {num_published} models that generate text, which
+`tools/recipes.json` lists. Speech, transcription, text in pictures and diffusion are left out; of models of text and
+pictures, the text is meant. Each model is in one of three groups, of which the first two run:
+
+- *file read*: its config.json as published is in `tests/fixtures/published/`, and Freight reads the model and the form
+  of the weights in it. The files are as [aiconfigurator](https://github.com/ai-dynamo/aiconfigurator) collected them.
+  Excerpts do not count: a file with neither `transformers_version` nor `auto_map`.
+- *file not seen*: Freight runs the model type and reads a form in which the recipe names the weights (BF16, FP8,
+  MXFP4). A key in the file may still be refused. The model types are those of the classes that run them in
+  transformers or vLLM.
+- *refused*: by its published file, or an excerpt of it, where that is there ({refused_seen} models); else by model
+  type, or by the form of the weights. [Refused, and why](#refused-and-why) has the reasons.
 
 {counts}
 
-{aim}
+{foreign}
+This is about config.json: the weights of these models were not loaded, and may be too large for one machine.
+
+{running}
+
+Other published files that were read:
+
+{others}
+
+## Refused, and why
+
+What the errors say. A model that needs several things is in several rows: the numbers add up to more than the
+{num_refused} that are refused. *Others* are published files of models that are not on the list, and some `model types`,
+asked with the defaults of transformers.
+
+{refused}
+
+A model type that runs does not settle it. These are refused too:
+
+{forms}
 
 ## Families with a row
 
@@ -65,34 +115,32 @@ What was compared:
 - *logits compared*: the variants of `tests/parity/variants.py`. Their float32 logits are within 1e-4 of
   transformers', with the compiled CPU kernels and with the reference; those with a * are compared in bfloat16 too.
   `mistral3` and `gemma3` are compared with their text models in `tests/parity/`; so are `glm46v`, `glmga`,
-  `internvl`, `internvl_chat`, `interns1` and `phi4mm` in `tests/parity/test_wrapped.py`.
+  `internvl`, `internvl_chat`, `interns1` and `phi4mm` in `tests/parity/test_wrapped.py`. "As" another type:
+  transformers does not know this one, and a small checkpoint of it is compared there with transformers' model of the
+  other type and the same weights.
 - *same bits*: the variants for which `tests/e2e/test_equivalences.py` compares chunks, batches, prefix hits and
   preemption to the bit, with a cache in 16 bits and in E4M3. `make test` has those after "always", whose layers differ;
   `make test-all` has all.
-- *kernels*: both sets have every operation. Those of Triton run in its interpreter and are compiled for four GPUs. "A
-  whole model" means that one was compared with transformers there.
+- *kernels*: the CPU kernels and the Triton kernels both have every operation. Those of Triton run in its interpreter,
+  and `make test-all` compiles them for {num_targets} GPUs ({targets}).
+  Compared in the interpreter: {triton}.
 - *FP8 files*: one code reads Linear modules, whatever the family: all {num_forms} forms of `tests/formats/forms.py`,
   compared on a Llama ([checkpoint-formats.md](checkpoint-formats.md)). Experts are stored in further ways: for
   mixtures the column has the forms of `tests/formats/experts.py` and `mixtures.py` that were compared with experts.
-- *calibration*: what `freight quantize` measured of this family in a test. Every scale changes what is computed, and
-  routers stay in 16 bits (`tests/unit/calibrate/test_every_family.py`). Of a model of text and pictures it is the text
-  model; the tensors of its other parts are copied as they are, and named as left out.
+- *calibration*: `freight quantize` measures weights, inputs and cache of every family in a test{uncalibrated}.
+  Every scale changes what is computed, and routers stay in 16 bits (`tests/unit/calibrate/test_every_family.py`). Of a
+  model of text and pictures it is the text model; the tensors of its other parts are copied as they are, and named as
+  left out.
 
 {compared}
 
 ## Through transformers' modules
 
 Decoders without a row, over the same cache ([add-a-model.md](add-a-model.md#without-a-row-transformers-modules)).
-`tests/e2e/test_fallback.py` compares the greedy tokens of {num_fallback} model types with those of transformers.
+`tests/e2e/test_fallback.py` compares the greedy tokens of {num_fallback} model types with those of transformers:
+{fallback}.
+
 Others are tried, and the check at load decides.
-
-{fallback}
-
-## Refused by name
-
-What the error says of the model type, for those of the list that do not run, and some others.
-
-{refused}
 """
 
 
@@ -104,7 +152,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def layers_table(tests: Tables) -> str:
     rows = []
     for model_type, wrappers in native_types().items():
-        models = [tests.models[name] for name in tests.of(model_type)]
+        models = models_of(model_type, tests)
         moe = FAMILIES[model_type].moe
         experts = ""
         if moe is not None:
@@ -113,7 +161,7 @@ def layers_table(tests: Tables) -> str:
             experts = "" if moe.count is None else f"{chosen} of {moe.count} experts: "
         rows.append(
             (
-                ", ".join(f"`{name}`" for name in (model_type, *wrappers)),
+                quoted((model_type, *wrappers)),
                 united([of_attention(model) for model in models]),
                 experts + united([of_feed_forward(model) for model in models]),
                 united([of_norms(model) for model in models]),
@@ -122,33 +170,34 @@ def layers_table(tests: Tables) -> str:
     return table(("model types", "attention", "feed-forward", "norms, multipliers"), rows)
 
 
-def compared_table(tests: Tables, published: Sequence[Published]) -> str:
+def models_of(model_type: str, tests: Tables) -> list[ModelConfig]:
+    """The variants of a model type; of one that transformers does not know, its published files."""
+    variants = [tests.models[name] for name in tests.of(model_type)]
+    files = [config for config in published_files().values() if config["model_type"] == model_type]
+    return variants or [parse_model_config(config) for config in files]
+
+
+def compared_table(tests: Tables) -> str:
     rows = []
     for model_type in native_types():
         variants = tests.of(model_type)
-        native = [one for one in published if one.verdict.runs == "natively"]
-        types = {one.name: one.text_type or text_types(one.model_type)[0] for one in native}
-        kernels = "CPU, Triton" + (" (a whole model)" if model_type in tests.triton else "")
+        names = [name + ("*" if name in tests.bfloat16 else "") for name in variants]
         rows.append(
             (
                 f"`{model_type}`",
-                ", ".join(name + ("*" if name in tests.bfloat16 else "") for name in variants),
+                ", ".join(names) or f"as `{tests.same_weights[model_type]}`",
                 same_bits(variants, tests),
-                kernels,
                 fp8_forms(model_type, tests),
-                ", ".join(calibrations(variants, tests)),
-                ", ".join(one.short_name for one in native if types[one.name] == model_type),
             )
         )
-    header = ("model type", "logits compared", "same bits", "kernels", "FP8 files", "calibration", "published models")
-    return table(header, rows)
+    return table(("model type", "logits compared", "same bits", "FP8 files"), rows)
 
 
 def same_bits(variants: Sequence[str], tests: Tables) -> str:
     """The variants that are compared to the bit; 'all' if that is so of every one."""
     compared = [name for name in variants if name in tests.equivalences]
     often = [name for name in variants if name in tests.fast_equivalences]
-    named = "all" if compared == list(variants) else ", ".join(compared) or "not compared"
+    named = "not compared" if not compared else "all" if compared == list(variants) else ", ".join(compared)
     return f"{named}; always: {', '.join(often)}" if often else named
 
 
@@ -161,81 +210,132 @@ def fp8_forms(model_type: str, tests: Tables) -> str:
     return "; ".join(tests.expert_forms.get(model_type, ["experts not compared"]))
 
 
-def calibrations(variants: Sequence[str], tests: Tables) -> list[str]:
-    found = []
-    if tests.quantized & set(variants):
-        pictures = any(hasattr(tests.variants[name], "vision_config") for name in variants)
-        found.append("weights, inputs, cache" + (" (of the text)" if pictures else ""))
-    elif tests.calibrated & set(variants):
-        found.append("cache")
-    return found or ["not compared"]
+def uncalibrated(tests: Tables) -> str:
+    """The exceptions: model types without a variant of which weights, inputs and cache were calibrated."""
+    found = [name for name in native_types() if tests.quantized.isdisjoint(tests.of(name))]
+    return f", except {quoted(found)}" if found else ""
 
 
-def refused_table(tests: Tables, published: Sequence[Published]) -> str:
-    reasons: dict[tuple[str, str], list[str]] = {}
-    for one in published:
-        if one.verdict.runs == "refused":
-            reasons.setdefault((one.model_type, one.verdict.reason), []).append(one.short_name)
-    for model_type in sorted(set(ALSO_ASKED) - {one.model_type for one in published}):
-        verdict = ask(model_type, tests)
-        if verdict.runs == "refused":
-            reasons[model_type, verdict.reason] = []
-    most_first = sorted(reasons.items(), key=lambda entry: (-len(entry[1]), entry[0]))
-    rows = [(f"`{name}`", reason, str(len(models)), ", ".join(models)) for (name, reason), models in most_first]
-    return table(("model type", "reason", "number", "of the list"), rows)
+def quoted(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
-def count_table(published: Sequence[Published]) -> str:
+def count_table(recipes: Sequence[Published]) -> str:
     groups = {
-        "all": published,
-        "with FP8 weights (FP8, MXFP8)": [one for one in published if one.is_fp8],
-        "mixtures of experts": [one for one in published if one.moe],
+        "all": recipes,
+        "with FP8 weights (FP8, MXFP8)": [one for one in recipes if one.is_fp8],
+        "mixtures of experts": [one for one in recipes if one.moe],
     }
-    ways = ("natively", "through transformers", "refused")
-    rows = [
-        (name, str(len(models)), *(str(sum(one.verdict.runs == way for one in models)) for way in ways))
-        for name, models in groups.items()
-    ]
-    return table(("models", "number", *ways), rows)
+    rows = [(name, str(len(models)), *map(str, counted(models))) for name, models in groups.items()]
+    return table(("models", "number", "file read", "file not seen", "refused"), rows)
 
 
-def fallback_table(tests: Tables, published: Sequence[Published]) -> str:
-    through = [one for one in published if one.verdict.runs == "through transformers"]
-    types = sorted({one.model_type for one in through} | tests.fast | tests.slow)
+def counted(models: Sequence[Published]) -> tuple[int, int, int]:
+    """How many run and their file was read; run by model type; are refused."""
+    running = [one.seen for one in models if one.runs]
+    return sum(running), len(running) - sum(running), len(models) - len(running)
+
+
+def running_table(recipes: Sequence[Published]) -> str:
+    """The models that run, by model type."""
+    running = [one for one in recipes if one.runs]
+    foreign = sorted({one.family for one in running if one.verdict.runs == FOREIGN})
     rows = []
-    for model_type in types:
-        names = [one.short_name for one in through if one.model_type == model_type]
-        checked = "tokens compared" if model_type in tests.fast | tests.slow else "not compared"
-        rows.append((f"`{model_type}`", checked, ", ".join(names)))
-    return table(("model type", "state", "of the list"), rows)
+    for family in (*native_types(), *foreign):
+        models = [one for one in running if one.family == family]
+        columns = [", ".join(one.short_name for one in models if one.seen is seen) for seen in (True, False)]
+        if models:
+            rows.append((f"`{family}`", *columns))
+    return table(("model type", "file read", "file not seen"), rows)
+
+
+def others_table(others: Sequence[Published]) -> str:
+    read = [one for one in others if one.runs and one.seen]
+    families = sorted({one.family for one in read})
+    rows = [(f"`{family}`", ", ".join(one.short_name for one in read if one.family == family)) for family in families]
+    return table(("model type", "files"), rows)
+
+
+def refused_table(tests: Tables, recipes: Sequence[Published], others: Sequence[Published]) -> str:
+    """A row for each reason, those of most models first. Every mechanism has a row."""
+    found: dict[str, tuple[list[str], list[str]]] = {mechanism.name: ([], []) for mechanism in MECHANISMS}
+    for column, models in enumerate((recipes, others)):
+        for one in models:
+            for reason in one.verdict.reasons:
+                found.setdefault(reason, ([], []))[column].append(one.short_name)
+    for model_type in sorted(set(ALSO_ASKED) - {one.model_type for one in recipes}):
+        for reason in ask(model_type, tests).reasons:
+            found.setdefault(reason, ([], []))[1].append(f"`{model_type}`")
+    most_first = sorted(found.items(), key=lambda row: (-len(row[1][0]), -len(row[1][1]), row[0]))
+    rows = [(reason, str(len(models)), ", ".join(models), ", ".join(rest)) for reason, (models, rest) in most_first]
+    return table(("what is missing, or why", "number", "of the list", "others"), rows)
+
+
+def forms_table() -> str:
+    """What the errors say of ASKED_FORMS."""
+    llama = published_files()["meta-llama/Llama-2-7b-hf"]
+    verdicts = {what: read_file({**llama, **config}) for what, config in ASKED_FORMS.items()}
+    return table(("in config.json", "reason"), [(what, "; ".join(found.reasons)) for what, found in verdicts.items()])
 
 
 def document() -> str:
-    """docs/models.md, whole."""
+    """All of docs/models.md."""
     tests = read_tests()
-    file, published = read_published(tests)
-    native = sum(one.verdict.runs == "natively" for one in published)
+    content, recipes = read_recipes(tests)
+    others = read_others(recipes)
+    refused = [one for one in recipes if not one.runs]
     return TEXT.format(
-        source=file["source"],
-        commit=file["commit"][:12],
-        date=file["date"],
-        num_published=len(published),
-        aim=f"The aim is {AIM} natively: " + ("reached." if native >= AIM else f"{AIM - native} more are needed."),
-        counts=count_table(published),
+        source=content["source"],
+        commit=content["commit"][:12],
+        date=content["date"],
+        num_published=len(recipes),
+        num_refused=len(refused),
+        refused_seen=sum(one.name in published_files() for one in refused),
+        counts=count_table(recipes),
+        foreign=through_transformers(recipes),
+        running=running_table(recipes),
+        others=others_table(others),
+        refused=refused_table(tests, recipes, others),
+        forms=forms_table(),
         layers=layers_table(tests),
-        compared=compared_table(tests, published),
-        fallback=fallback_table(tests, published),
-        refused=refused_table(tests, published),
+        compared=compared_table(tests),
+        num_targets=len(tests.targets),
+        targets=", ".join(tests.targets),
         num_forms=tests.num_forms,
         num_fallback=len(tests.fast | tests.slow),
+        fallback=quoted(sorted(tests.fast | tests.slow)),
+        triton=quoted(name for name in native_types() if name in tests.triton),
+        uncalibrated=uncalibrated(tests),
     )
+
+
+def through_transformers(recipes: Sequence[Published]) -> str:
+    names = [one.short_name for one in recipes if one.verdict.runs == FOREIGN]
+    if not names:
+        return "All that run have a row of Freight's."
+    return f"Through transformers' modules: {', '.join(names)}; all others that run have a row of Freight's."
+
+
+def readme(content: str) -> str:
+    """README.md, whose `content` may have another count of models between its markers."""
+    _, recipes = read_recipes(read_tests())
+    read, by_type, refused = counted(recipes)
+    count = (
+        f"Of the {len(recipes)} text models in vLLM's recipes, {read} run by their published config.json and "
+        f"{by_type} by model type, their files not\nseen; {refused} are refused, and the error names what is missing.\n"
+    )
+    before, begin, rest = content.partition(MARKERS[0])
+    _, end, after = rest.partition(MARKERS[1])
+    assert end, f"README.md lacks {MARKERS}"
+    return before + begin + count + end + after
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Prints docs/models.md.")
-    parser.add_argument("--write", action="store_true", help="write docs/models.md instead")
+    parser.add_argument("--write", action="store_true", help="write docs/models.md and the count in README.md instead")
     if parser.parse_args().write:
         DOCUMENT.write_text(document(), encoding="utf-8")
+        README.write_text(readme(README.read_text(encoding="utf-8")), encoding="utf-8")
     else:
         print(document(), end="")
 

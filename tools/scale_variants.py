@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -73,7 +72,7 @@ def write_biased(source: Path, out: Path, config: ModelConfig, spreads: Sequence
     """
     tensors = read_tensors(source)
     for index, spread in enumerate(spreads):
-        prefix, mixer = f"model.layers.{index}.self_attn.", config.layers[index].mixer
+        prefix, mixer = f"model.layers.{index}.self_attn.", config.attention[index]
         bias = torch.zeros(mixer.num_kv_heads, mixer.k_dim, dtype=torch.float32, device="cpu")
         bias[:, pair] = BIAS * spread
         tensors[prefix + "q_proj.bias"] = torch.zeros(mixer.num_heads * mixer.k_dim, dtype=torch.float32, device="cpu")
@@ -90,19 +89,14 @@ def key_spreads(model: str, token_ids: Sequence[int]) -> list[float]:
     opened = open_model(EngineArgs(model))
     config = opened.resolve(opened.args)
     decoder, kernels = opened.load(config), select_kernels(config.kernels, config.device)
-    watches = [CenterWatch(rotary.rotary_dim) for rotary in decoder.rotaries]
-    num_blocks = -(-len(token_ids) // config.block_size)
+    watches = {i: CenterWatch(rotary.rotary_dim) for i, rotary in enumerate(decoder.rotaries) if rotary is not None}
     spec = opened.cache_spec(config)
-    pool = allocate_pool(spec, config.kv, [num_blocks] * len(spec.groups), kernels, config.device)
-    pool = replace(
-        pool,
-        layers=tuple(
-            WatchedKV(kv.pages, kv.kernels, kv.group, projected=watch.see)
-            for watch, kv in zip(watches, pool.layers, strict=True)
-        ),
+    pool = allocate_pool(spec, config.kv, spec.blocks_of(len(token_ids)), kernels, config.device)
+    pool = pool.with_layers(
+        {i: WatchedKV(kv.pages, kv.kernels, kv.group, projected=watches[i].see) for i, kv in pool.paged.items()}
     )
     ModelRunner(decoder, pool, config.device).logits(token_ids, 0, pool.whole)
-    return [float(watch.k.variance.mean().sqrt()) for watch in watches]
+    return [float(watch.k.variance.mean().sqrt()) for watch in watches.values()]
 
 
 def read_tensors(source: Path) -> dict[str, Tensor]:

@@ -5,9 +5,9 @@
 
 Needs root, Linux, and a folder BASE with a Debian and a `python`, which stands for the image after FROM. Each stage is
 a copy of it. RUN, ENV, USER and ENTRYPOINT act in a chroot, COPY takes what .dockerignore leaves. The container gets a
-network of its own, in which every user may bind port 80, as Docker sets it. It must run without root's rights, pass its
-HEALTHCHECK and answer POST /generate. Not tried: the base image itself, layers, volumes, published ports, and
---build-arg TORCH=cuda.
+network of its own, in which only root may bind port 80, as it is with `docker run --net host`, and a /data that root
+owns, with files of root in it. Its server must run without root's rights, pass its HEALTHCHECK, answer POST /generate
+and own /data. Not tried: the base image itself, layers, published ports, TORCH=cuda and TORCH=rocm.
 """
 
 from __future__ import annotations
@@ -144,7 +144,12 @@ def build(dockerfile: str, base: Path, work: Path, context: Path, binds: Sequenc
 
 def try_server(stage: Stage) -> None:
     """Start the entry point in a network of its own; its HEALTHCHECK must pass, and /generate answer."""
-    ports = "ip link set lo up && echo 0 >/proc/sys/net/ipv4/ip_unprivileged_port_start"
+    blobs = stage.root / "data" / "models--x" / "blobs"  # as a container that ran as root leaves it
+    blobs.mkdir(parents=True)
+    for path in (stage.root / "data", blobs.parent, blobs):
+        os.chown(path, 0, 0)
+        path.chmod(0o755)
+    ports = "ip link set lo up && echo 1024 >/proc/sys/net/ipv4/ip_unprivileged_port_start"
     container = shlex.join(stage.command([*stage.entrypoint, *ARGUMENTS], {}))
     server = subprocess.Popen(["unshare", "--net", "sh", "-c", f"{ports} && exec {container}"])
     inside = ["nsenter", f"--net=/proc/{server.pid}/ns/net"]
@@ -155,9 +160,10 @@ def try_server(stage: Stage) -> None:
             if server.poll() is not None or time.monotonic() - began > READY_SECONDS:
                 raise SystemExit(f"HEALTHCHECK fails: {answer.stderr.strip()[-300:]}")
             time.sleep(1)
-        owner = Path(f"/proc/{server.pid}").stat().st_uid
+        owner = int(re.findall(r"^Uid:\s+(\d+)", Path(f"/proc/{server.pid}/status").read_text(), re.MULTILINE)[0])
         print(f"{time.monotonic() - began:7.1f} s  until HEALTHCHECK passed; the server's uid is {owner}", flush=True)
         assert owner != 0, "the server runs as root"
+        assert blobs.stat().st_uid == owner, "/data was not taken over"
         subprocess.run([*inside, *stage.command(["python", "-c", ASK], {})], check=True)
         server.send_signal(signal.SIGTERM)
         print(f"after SIGTERM the exit status is {server.wait(60)}")

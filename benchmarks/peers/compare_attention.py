@@ -31,6 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from freight.bench.gpu import seconds_in_graph
+from freight.cache.groups import Pages
 from freight.engine.prepare import Logits, SequenceSlice, prepare
 from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
@@ -121,7 +122,7 @@ def compare(said: argparse.Namespace, theirs: Callable[..., None], format: Forma
     fill(pages, said.batch_size * blocks * BLOCK_SIZE)
     order = torch.randperm(said.batch_size * blocks, generator=torch.Generator().manual_seed(0)).view(-1, blocks)
     slices = [SequenceSlice([0] * said.new, said.context - said.new, (own,), Logits.LAST) for own in order.tolist()]
-    batch = prepare(slices, BLOCK_SIZE, device)
+    batch = prepare(slices, [Pages((0,), 0, None, BLOCK_SIZE)], device)
     generator = torch.Generator().manual_seed(1)
     q = torch.randn(said.batch_size * said.new, said.heads, said.head_dim, generator=generator)
     q = q.to(device, torch_dtype(SIXTEEN))

@@ -1,5 +1,62 @@
-"""`python -m freight` is the command `freight`, also where the package runs from source."""
+"""The command `freight`, also as `python -m freight`: ends in order on SIGTERM, as on Ctrl-C, while it imports too.
 
-from freight.cli.main import main
+The first SIGTERM raises `Terminated` in the main thread, so that everything on the way out is cleaned up; a second one
+ends the process at once. Within an import it waits for the end of it: modules that try one thing and then another
+swallow what is raised in them, and the signal would be lost. `freight serve` replaces this by its own handling once its
+event loop runs.
+"""
 
-main()
+from __future__ import annotations
+
+import signal
+import sys
+from types import FrameType
+
+_AGAIN = 0.01  # seconds until a signal that came within an import is tried again
+
+
+class Terminated(BaseException):
+    """SIGTERM, as KeyboardInterrupt is SIGINT."""
+
+
+def is_import(frame: FrameType | None) -> bool:
+    """Whether `frame` runs for an import."""
+    while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
+        frame = frame.f_back
+    return frame is not None
+
+
+def main() -> None:
+    """Entry point of the `freight` script. Ends by SystemExit: 143 after SIGTERM, 130 after Ctrl-C."""
+    terminated = False
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        nonlocal terminated
+        terminated = True
+        if number == signal.SIGTERM:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGALRM, terminate)
+        if is_import(frame):
+            signal.setitimer(signal.ITIMER_REAL, _AGAIN)
+            return
+        raise Terminated
+
+    try:
+        signal.signal(signal.SIGTERM, terminate)
+        from freight.cli.main import main as run
+        from freight.cli.streams import guard_stdout
+
+        guard_stdout()
+        run()
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    except BaseException:
+        if not terminated:
+            raise
+        # Terminated, or what a library that was importing made of it
+        sys.stderr.write("freight: ended by SIGTERM\n")
+        sys.exit(128 + signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    main()

@@ -173,7 +173,7 @@ class AutoFP8ForCausalLM:
     def _kv_layers(self, targets: Iterable[str]) -> list[str]:
         """Names of the modules whose output is cached, which `targets` end. One scale for K needs one for V."""
         targets = tuple(targets)
-        projections = [name for layer in layer_modules(self.config) for name in layer.qkv[1:]]
+        projections = [name for layer in layer_modules(self.config) for name in layer.mixed.get("qkv", ())[1:]]
         if targets and sorted({name for name in projections if name.endswith(targets)}) != sorted(projections):
             raise ConfigError(
                 f"kv_cache_quant_targets={targets!r} do not name the key and value projections; use "

@@ -2,8 +2,8 @@
 
 Guarantees: the pieces it gives out, joined, are the text of all tokens; a piece holds whole characters only (a
 character of several byte tokens comes with its last byte); the text stops exactly before the first stop string,
-however tokens cut it, and text that may begin one is held back until that is decided. A token costs the same wherever
-it stands.
+however tokens cut it, and text that may begin one is held back until that is decided; or, with
+include_stop_str_in_output, exactly behind it, and nothing is held back. A token costs the same wherever it stands.
 
 One exception to "the text of all tokens": with byte fallback, a byte that is not UTF-8 makes the decoder give up the
 whole run of byte tokens around it. Characters that are out already stay; the rest of the run is U+FFFD, one a byte.
@@ -38,7 +38,7 @@ class Detokenizer:
         self.stop_reason: str | None = None
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
-        self._stops = _StopStrings(params.stop) if params.stop else None
+        self._stops = _StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
         self._text = _text_of(tokenizer, params.skip_special_tokens, prompt_token_ids[-_PROMPT_CONTEXT:])
 
     def append(self, token_ids: Sequence[int]) -> str:
@@ -220,13 +220,16 @@ class _Window:
 class _StopStrings:
     """Finds the first of several strings in a text that comes in pieces, and holds back what may begin one.
 
+    `included`: the string belongs to the text, so that nothing has to be held back; its beginning is only remembered.
+
     First is the one that ends first and, of those that end together, the longest: what reading character by
     character finds, so that pieces cut elsewhere give the same text.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], included: bool = False) -> None:
         self._stops = stops
-        self._held = ""
+        self._included = included
+        self._held = ""  # or remembered
         # Most pieces have no character that begins a stop string, and this search is all that they cost.
         first = "".join(map(re.escape, sorted({stop[0] for stop in stops})))
         self._may_begin = re.compile(f"[{first}]").search
@@ -236,6 +239,7 @@ class _StopStrings:
         if not self._held and not self._may_begin(text):
             return text, None
         settled = len(self._held)  # a stop string has to end behind this
+        out = settled if self._included else 0  # characters of `text` that were given out
         text = self._held + text
         self._held = ""
         if checked:
@@ -245,17 +249,17 @@ class _StopStrings:
                 if (begin := text.find(stop, max(0, settled + 1 - len(stop)))) >= 0
             ]
             if found:
-                _, begin, stop = min(found)
-                return text[:begin], stop
+                end, begin, stop = min(found)
+                return text[out : end if self._included else begin], stop
         held = max((_overlap(text, stop) for stop in self._stops), default=0)
         certain = len(text) - held
         self._held = text[certain:]
-        return text[:certain], None
+        return text[out : None if self._included else certain], None
 
     def flush(self) -> str:
         """What was held back, when no more text comes."""
         held, self._held = self._held, ""
-        return held
+        return "" if self._included else held
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -21,7 +21,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from freight.errors import ConfigError, FreightError, choices, nearest
-from freight.fp8.formats import Format
+from freight.fp8.formats import Format, amd_fp8
 
 ROOT = Path("/")
 DEVICES = ("auto", "cpu", "cuda")
@@ -31,6 +31,7 @@ _FEATURES = (
     *("amx_tile", "amx_bf16"),
     *("asimd", "asimdhp", "bf16", "sve"),
 )
+LEAST_STACK = 256 * 2**10  # bytes: the largest frames of csrc take 50 KiB together, torch's some more
 _PLACES = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 
 
@@ -45,7 +46,7 @@ class DeviceKind(StrEnum):
 class DeviceFacts:
     """One device. Memory in bytes, its own for a GPU; `cores` are the host's, as this process may use them.
 
-    `native_e4m3` is the E4M3 variant that the hardware computes with: FNUZ on AMD's gfx94x, FN elsewhere.
+    `native_e4m3` is the E4M3 variant that the hardware computes with: FNUZ on AMD's gfx94x (MI300), FN elsewhere.
     `note` is what start-up should say about the choice, or ''. `multiplies_fp8`: its matrix units take E4M3 operands.
     """
 
@@ -71,10 +72,12 @@ def probe(device: str = "auto", root: Path = ROOT) -> DeviceFacts:
     if device != "cpu" and torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         free, total = torch.cuda.mem_get_info()
-        fnuz = getattr(properties, "gcnArchName", "").startswith("gfx94")
-        native = Format.E4M3FNUZ if fnuz else Format.E4M3FN
-        on_amd = getattr(torch.version, "hip", None) is not None
-        multiplies = fnuz if on_amd else (properties.major, properties.minor) >= (8, 9)
+        if getattr(torch.version, "hip", None) is not None:
+            formats = amd_fp8(properties.gcnArchName)
+            native = Format.E4M3FNUZ if Format.E4M3FNUZ in formats else Format.E4M3FN
+            multiplies = bool(formats)
+        else:
+            native, multiplies = Format.E4M3FN, (properties.major, properties.minor) >= (8, 9)
         facts = (DeviceKind.CUDA, properties.name, native, total, free, usable_cores(root))
         return DeviceFacts(*facts, multiplies_fp8=multiplies)
 
@@ -145,13 +148,32 @@ def choose_threads(wanted: int | None, cores: int, root: Path = ROOT) -> Threads
     return Threads(wanted or min(cores, physical_cores(root) or cores, torch.get_num_threads()))
 
 
+def _stack_size(value: str) -> int | None:
+    """Bytes of OpenMP's `16k`, `1 M`, `4096` (KiB); None for what it does not understand, and then ignores."""
+    found = re.fullmatch(r"\s*(\d+)\s*([bkmg]?)\s*", value.lower())
+    return int(found[1]) * {"b": 1, "": 2**10, "k": 2**10, "m": 2**20, "g": 2**30}[found[2]] if found else None
+
+
 def check_threads(wanted: int | None, cores: int) -> None:
-    """Raises ConfigError if `wanted` threads are more than the `cores`: they would wait for each other."""
+    """Raises ConfigError if `wanted` threads are more than the `cores`, which would wait for each other, and as
+    `check_stack`."""
+    check_stack()
     if wanted is not None and not 1 <= wanted <= cores:
         usable = "1 core" if cores == 1 else f"{cores} cores"
         raise ConfigError(
             f"--threads {wanted}: this process may use {usable}; choose a number from 1 to {cores}, or omit it"
         )
+
+
+def check_stack() -> None:
+    """Raises ConfigError for an OpenMP stack on which the kernels' threads overrun: that ends the process silently."""
+    for name in ("OMP_STACKSIZE", "GOMP_STACKSIZE"):
+        size = _stack_size(os.environ.get(name, ""))
+        if size is not None and size < LEAST_STACK:
+            raise ConfigError(
+                f"{name}={os.environ[name]} is too small for the threads of the kernels: unset it, or set "
+                f"{LEAST_STACK // 2**10}K or more"
+            )
 
 
 def physical_cores(root: Path = ROOT) -> int | None:

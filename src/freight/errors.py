@@ -70,6 +70,11 @@ def nearest(name: str, known: Iterable[str], synonyms: dict[str, str] | None = N
     return f" (did you mean {match}?)" if match else ""
 
 
+def install(extra: str) -> str:
+    """How to install what an extra of pyproject.toml names, for messages. Package indexes have no Freight yet."""
+    return f"pip install '.[{extra}]' in Freight's checkout"
+
+
 def shown(value: object) -> str:
     """`value` for a message: short, and made in a time that does not grow with the size of a builtin type."""
     if isinstance(value, str | bytes):

@@ -6,12 +6,14 @@ import itertools
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Integral
 from typing import Any
 
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from freight import terminal
 from freight.config.engine import EngineArgs
 from freight.config.foreign import CALLS
 from freight.engine.build import BeforeWeights, build_engine, cache_facts
@@ -58,6 +60,7 @@ class LLM:
         *,
         progress: bool = False,
         on_error: str = "raise",
+        tokenization_kwargs: Mapping[str, Any] | None = None,
         **unknown: Any,
     ) -> list[RequestOutput]:
         """Complete one prompt or many, in the order given.
@@ -66,12 +69,14 @@ class LLM:
         is one for all or one for each. `progress` shows a bar on stderr. Raises RequestError for any prompt that
         cannot be served, before the first is computed. A prompt that fails while it is computed stops no other: at the
         end `on_error="raise"` raises GenerationError, whose `outputs` has all, and "return" returns all, the failed
-        completions with finish reason "error". `unknown` names, such as vLLM's use_tqdm, are a ConfigError.
+        completions with finish reason "error". `tokenization_kwargs` may have `add_special_tokens` (True unless given)
+        and `truncate_prompt_tokens`, in place of that of `sampling_params`. `unknown` names, such as vLLM's use_tqdm,
+        are a ConfigError.
         """
         for name in unknown:
-            raise _unknown(name, "generate takes prompts, sampling_params, progress and on_error")
+            raise _unknown(name, "generate takes prompts, sampling_params, progress, on_error and tokenization_kwargs")
         _check_on_error(on_error)
-        accepted = self._accept_all(prompts, sampling_params)
+        accepted = self._accept_all(prompts, sampling_params, _Tokenization.of(tokenization_kwargs))
         ids: list[str] = []
         try:
             with cache_watched(self.engine):
@@ -86,7 +91,12 @@ class LLM:
         return outputs
 
     def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, on_error: str = "raise"
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        on_error: str = "raise",
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> Iterator[RequestOutput]:
         """Complete one prompt, yielding all there is of it after each step that brought a token.
 
@@ -95,7 +105,8 @@ class LLM:
         last output, as in `generate`.
         """
         _check_on_error(on_error)
-        return self._stream(self._accept_all([prompt], sampling_params), on_error)
+        accepted = self._accept_all([prompt], sampling_params, _Tokenization.of(tokenization_kwargs))
+        return self._stream(accepted, on_error)
 
     def _stream(self, accepted: list[Accepted], on_error: str) -> Iterator[RequestOutput]:
         ids: list[str] = []
@@ -131,21 +142,32 @@ class LLM:
         *,
         progress: bool = False,
         on_error: str = "raise",
+        tokenization_kwargs: Mapping[str, Any] | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation, a list of {"role", "content"}, or many, through the model's chat template.
 
-        `template_options` are those of `chat_prompt`; everything else is as in `generate`.
+        `template_options` are those of `chat_prompt`; everything else is as in `generate`, but that no special tokens
+        are added to what the template writes unless `tokenization_kwargs` asks for them.
         """
+        added = bool(_Tokenization.of(tokenization_kwargs).add_special_tokens)
         is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
         several = is_list and not (messages and isinstance(messages[0], Mapping))
         conversations: Any = messages if several else [messages]
-        prompts = [self.chat_prompt(conversation, **template_options) for conversation in conversations]
-        return self.generate(prompts, sampling_params, progress=progress, on_error=on_error)
+        prompts = [
+            self.chat_prompt(conversation, add_special_tokens=added, **template_options)
+            for conversation in conversations
+        ]
+        return self.generate(
+            prompts, sampling_params, progress=progress, on_error=on_error, tokenization_kwargs=tokenization_kwargs
+        )
 
-    def chat_prompt(self, messages: Sequence[Message], **template_options: Any) -> list[int]:
+    def chat_prompt(
+        self, messages: Sequence[Message], *, add_special_tokens: bool = False, **template_options: Any
+    ) -> list[int]:
         """The token ids of a conversation.
 
+        add_special_tokens: what the tokenizer adds to a text, around what the template writes
         template_options: add_generation_prompt, continue_final_message, and what the model's chat template reads
         (tools, enable_thinking, …). Raises ConfigError for an option that it does not read, and for a model without a
         chat template.
@@ -155,7 +177,7 @@ class LLM:
         for name in template_options:
             if name not in read:
                 raise _unknown(name, "the model's chat template does not read it; omit it")
-        return tokenizer.apply_chat_template(messages, **template_options)
+        return tokenizer.encode_chat(tokenizer.render_chat(messages, **template_options), add_special_tokens)
 
     def kv_cache_info(self) -> dict[str, Any]:
         """The cache in use, by the names every JSON of Freight uses; bytes_per_token includes `token` scales.
@@ -168,11 +190,16 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt] | None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        tokenization: _Tokenization,
     ) -> list[Accepted]:
         """Every prompt with its parameters, or the error of the first that cannot be served. Changes nothing."""
         batch = _prompts(prompts)
-        params = _params(sampling_params, len(batch))
-        return [(self.engine.accept(_text_or_ids(prompt), one), one) for prompt, one in zip(batch, params, strict=True)]
+        params = [tokenization.applied(one) for one in _params(sampling_params, len(batch))]
+        adds = tokenization.add_special_tokens is not False
+        return [
+            (self.engine.accept(_text_or_ids(prompt), one, adds), one)
+            for prompt, one in zip(batch, params, strict=True)
+        ]
 
     def _add_all(self, ids: list[str], accepted: list[Accepted]) -> None:
         """Queue all. An id is in `ids` before the engine has it, so that an interrupted caller releases it."""
@@ -193,10 +220,34 @@ class LLM:
             return sum(map(self.engine.is_finished, ids)) if progress else 0
 
         columns = (TextColumn("generating"), MofNCompleteColumn(), TextColumn("requests"), TimeElapsedColumn())
-        with Progress(*columns, disable=not progress, console=_stderr_console()) as bar:
+        with Progress(*columns, disable=not progress, console=terminal.console(stderr=True)) as bar:
             task = bar.add_task("", total=len(ids))
             while pending:
                 bar.update(task, completed=self._turns.run(advance))
+
+
+@dataclass(frozen=True)
+class _Tokenization:
+    """`tokenization_kwargs` of a call. None: not given."""
+
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any] | None) -> _Tokenization:
+        """Raises ConfigError for other names, and for an `add_special_tokens` that is no bool."""
+        known = ("add_special_tokens", "truncate_prompt_tokens")
+        for name in given or ():
+            if name not in known:
+                raise ConfigError(f"tokenization_kwargs has {shown(name)}; it may have {' and '.join(known)}")
+        made = cls(**(given or {}))
+        if not isinstance(made.add_special_tokens, bool | None):
+            raise ConfigError(f"add_special_tokens is {shown(made.add_special_tokens)}; it must be True or False")
+        return made
+
+    def applied(self, params: SamplingParams) -> SamplingParams:
+        most = self.truncate_prompt_tokens
+        return params if most is None else replace(params, truncate_prompt_tokens=most)
 
 
 def _text_or_ids(prompt: Any) -> str | Sequence[int]:
@@ -270,9 +321,3 @@ def _raise_failed(outputs: Sequence[RequestOutput]) -> None:
         count = len({index for index, _ in failed})
         which = f"{count} of {len(outputs)} prompts failed; prompt {index}" if len(outputs) > 1 else "the prompt failed"
         raise GenerationError(f"{which}: {error}", outputs)
-
-
-def _stderr_console() -> Any:
-    from rich.console import Console
-
-    return Console(stderr=True)

@@ -14,10 +14,10 @@ digit, given the same `add_bos_token` and prefix token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from freight.errors import ConfigError, FreightError, RequestError
+from freight.errors import ConfigError, FreightError, RequestError, install
 from freight.llm import LLM
 from freight.outputs import TokenLogprobs
 from freight.sampling import SamplingParams
@@ -28,7 +28,7 @@ try:
     from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ModuleNotFoundError as error:
-    MISSING = f"lm-eval is needed ({error}): pip install 'freight[eval]'"
+    MISSING = f"lm-eval is needed ({error}): {install('eval')}"
     if __name__ == "__main__":
         raise SystemExit(f"error: {MISSING}") from None
     raise ConfigError(MISSING) from None
@@ -37,6 +37,28 @@ SCORED = SamplingParams(max_tokens=0, prompt_logprobs=1)
 AT_ONCE = 256  # requests whose log-probabilities are held at once
 COMMAND_DEVICE = "cuda:0"  # what lm-eval's command passes when no device was named
 SEED = 1234  # what lm-eval's clients of servers send; only requests that draw depend on it
+# Arguments of transformers' `generate` -> the values at which they change no token
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "num_beams": (1,),
+    "num_beam_groups": (1,),
+    "num_return_sequences": (1,),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "n": (1,),  # one answer for a request is all that lm-eval reads
+    "diversity_penalty": (0.0,),
+    "penalty_alpha": (0.0,),
+    "typical_p": (1.0,),
+    "epsilon_cutoff": (0.0,),
+    "eta_cutoff": (0.0,),
+    "no_repeat_ngram_size": (0,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "encoder_repetition_penalty": (1.0,),
+    "renormalize_logits": (False,),
+}
+# Arguments without effect at any value: of beams alone, of how transformers computes, and `do_sample`, which
+# `normalize_gen_kwargs` has put into the temperature
+_NO_EFFECT = ("do_sample", "early_stopping", "length_penalty", "use_cache", "pad_token_id", "cache_implementation")
+_RENAMED = {"min_new_tokens": "min_tokens"}
 
 
 class FreightLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
@@ -168,13 +190,14 @@ class FreightLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         for request in requests:
             context, given = request.args
             options = normalize_gen_kwargs(given, self.max_gen_toks)
-            options.pop("do_sample", None)  # where it is False, the temperature is 0 now
             max_tokens, until = options.pop("max_gen_toks"), options.pop("until")
             if max_tokens >= self.max_length:
                 raise RequestError(f"max_gen_toks is {max_tokens}, which leaves no context of {self.max_length} tokens")
             stop = handle_stop_sequences(until, self._tokenizer.special_tokens.get("eos_token"))
             params.append(
-                SamplingParams(max_tokens=max_tokens, stop=stop, **{"temperature": 0.0, "seed": SEED, **options})
+                SamplingParams(
+                    max_tokens=max_tokens, stop=stop, **{"temperature": 0.0, "seed": SEED, **sampling_options(options)}
+                )
             )
             prompts.append(self.tok_encode(context)[-(self.max_length - max_tokens) :])
         outputs = self.llm.generate(cast(Any, prompts), params, progress=not disable_tqdm) if prompts else []
@@ -182,6 +205,33 @@ class FreightLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         for request, text in zip(requests, texts, strict=True):
             self.cache_hook.add_partial("generate_until", request.args, text)
         return texts
+
+
+def check_generation_kwargs(given: Mapping[str, Any]) -> None:
+    """Raises RequestError for a task's generation_kwargs that no request can have, before anything is computed."""
+    options = normalize_gen_kwargs(given)
+    stop = handle_stop_sequences(options.pop("until"), None)
+    SamplingParams(max_tokens=options.pop("max_gen_toks"), stop=stop, **sampling_options(options))
+
+
+def sampling_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of SamplingParams in a task's generation_kwargs.
+
+    Arguments of transformers' `generate` that change no token at their value are left out: `num_beams: 1`, say. Raises
+    RequestError for one that would.
+    """
+    found = {}
+    for name, value in options.items():
+        if name in _NEUTRAL:
+            if value is not None and value not in _NEUTRAL[name]:
+                raise RequestError(
+                    f"generation_kwargs has {name}: {value!r}, which Freight does not compute; only "
+                    f"{' or '.join(map(repr, _NEUTRAL[name]))} is taken: change the task's file, or give lm-eval's "
+                    f"command --gen_kwargs {name}={_NEUTRAL[name][0]}"
+                )
+        elif name not in _NO_EFFECT:
+            found[_RENAMED.get(name, name)] = value
+    return found
 
 
 def _score(token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None]) -> tuple[float, bool]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -29,6 +31,50 @@ class Logprob:
 
 
 TokenLogprobs = dict[int, Logprob]  # the asked-for most likely tokens and, always, the token itself
+LogprobEntry = tuple[int, float, int]  # token id, log-probability, rank from 1 (of equal logits, the lower id first)
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Log-probabilities of tokens that follow one another, as columns: a prompt may have millions of them.
+
+    width     entries of each token: the most likely tokens by rank, then, always, the token itself
+    ids       int32 [tokens * width]
+    logprobs  float32 [tokens * width]
+    ranks     int32 [tokens]: of each token itself; one below `width` is among the most likely, too
+    """
+
+    width: int
+    ids: array[int]
+    logprobs: array[float]
+    ranks: array[int]
+
+    def __len__(self) -> int:
+        """Tokens."""
+        return len(self.ranks)
+
+    def __iter__(self) -> Iterator[tuple[LogprobEntry, ...]]:
+        """The entries of each token, without repetition."""
+        width, leading = self.width, tuple(range(1, self.width))
+        for begin, rank in zip(range(0, len(self.ids), width), self.ranks, strict=True):
+            end, ranks = (begin + width - 1, leading) if rank < width else (begin + width, (*leading, rank))
+            yield tuple(zip(self.ids[begin:end], self.logprobs[begin:end], ranks, strict=True))
+
+    def part(self, begin: int, end: int) -> Scores:
+        """Those of the tokens from `begin` up to `end`."""
+        first, last = begin * self.width, end * self.width
+        return Scores(self.width, self.ids[first:last], self.logprobs[first:last], self.ranks[begin:end])
+
+    @classmethod
+    def joined(cls, parts: Sequence[Scores]) -> Scores:
+        """The parts one after the other, all of the same width."""
+        whole = cls(parts[0].width if parts else 1, array("i"), array("f"), array("i"))
+        for part in parts:
+            assert part.width == whole.width
+            whole.ids.extend(part.ids)
+            whole.logprobs.extend(part.logprobs)
+            whole.ranks.extend(part.ranks)
+        return whole
 
 
 @dataclass(frozen=True)
@@ -101,15 +147,16 @@ class RequestTimes:
 
 @dataclass(frozen=True, slots=True)
 class RequestDelta:
-    """What is new of a request: the completions that advanced, and entries of `prompt_logprobs`.
+    """What is new of a request: the completions that advanced, and scores of its prompt.
 
-    `times` comes with the last delta.
+    `scores` begin with the prompt's second token: nothing precedes the first. None: they are not asked for, or the
+    delta tells none. `times` comes with the last delta.
     """
 
     request_id: str
     outputs: list[CompletionDelta]
     finished: bool
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    scores: Scores | None = None
     num_cached_tokens: int = 0
     times: RequestTimes | None = None
 

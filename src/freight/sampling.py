@@ -20,6 +20,7 @@ from freight.errors import SHOWN, RequestError, as_float, nearest, shown
 from freight.structured import StructuredOutputs
 
 GREEDY_BELOW = 1e-5  # a temperature under this is greedy, as in vLLM: logits divided by less overflow float32
+NO_TOKEN_LEFT = "no token is left to draw"  # how the error begins where a request's own parameters bar all
 LARGEST = 10**9  # of seconds, and of temperature and |logit_bias|, so that no float32 logit overflows
 LARGEST_WHOLE = 2**63 - 1  # of counts and token ids: what an int64 holds
 
@@ -40,8 +41,9 @@ _SYNONYMS = {  # names of other engines -> the field that does the same or comes
     "eos_token_id": "stop_token_ids",
     "random_seed": "seed",
     "repeat_penalty": "repetition_penalty",
-    "bad_words": "logit_bias",
-    "allowed_token_ids": "logit_bias",
+    "no_stop_trim": "include_stop_str_in_output",
+    "truncate": "truncate_prompt_tokens",
+    "bad_words_ids": "bad_words",
     "top_logprobs": "logprobs",
     "top_n_tokens": "logprobs",
     "echo": "prompt_logprobs",
@@ -65,8 +67,9 @@ class SamplingLimits:
     `check_limits` compares with lower ones, e.g. a server's.
 
     n, temperature, logprobs, prompt_logprobs, timeout_s  the largest value of that field
-    stop, stop_token_ids, logit_bias                      the most entries of that field
-    stop_length                                           the most characters of each stop string
+    stop, stop_token_ids, logit_bias,
+    allowed_token_ids, bad_words                          the most entries of that field
+    stop_length                                           the most characters of each stop string and bad word
     cache_salt                                            the most characters
     """
 
@@ -79,6 +82,8 @@ class SamplingLimits:
     stop_length: int = 256  # a stream holds back as many
     stop_token_ids: int = 1024
     logit_bias: int = 1024
+    allowed_token_ids: int = 2**20  # more than any vocabulary has
+    bad_words: int = 1024
     cache_salt: int = 1024
 
 
@@ -118,15 +123,23 @@ class SamplingParams:
     min_tokens           no stop id is drawn and no stop string looked for before this many tokens
     stop                 strings that end the text, which ends right before them; one string or several
     stop_token_ids       ids that end the completion besides the model's own
+    include_stop_str_in_output  the text ends right behind the stop string, and has the text of a stop id that ended it:
+                         of a special token only where skip_special_tokens is False
     ignore_eos           the model's own stop ids do not end the completion
     presence_penalty     subtracted once from the logit of each token already generated
     frequency_penalty    subtracted from the logit of a token for each time it was generated
     repetition_penalty   divides positive and multiplies negative logits of tokens in the prompt or the output
     logit_bias           token id -> number added to its logit
+    allowed_token_ids    only these ids are drawn, one or more; None: all. Without a stop id among them only max_tokens,
+                         a stop string or a structured output ends the completion
+    bad_words            strings that are not written: of the tokens that the tokenizer makes of one, at the start of a
+                         text and behind a space, the last is not drawn where the completion ends with the others
     logprobs             log-probabilities of this many most likely tokens, besides the token's own; None: none at all
     prompt_logprobs      the same for the prompt's tokens
     detokenize           give text back; without it, or without a tokenizer, there are token ids only
     skip_special_tokens  leave special tokens out of the text
+    truncate_prompt_tokens  keep only this many tokens of the prompt, the last ones; -1: as many as the context leaves
+                         beside max_tokens, or beside one token where that is None; None: all
     cache_salt           requests share cached prefixes only with requests of the same salt
     timeout_s            seconds from when the request is added until it has ended, whatever it has by then, with
                          finish_reason "timeout"; None: no such limit
@@ -135,7 +148,7 @@ class SamplingParams:
                          also under ignore_eos and before min_tokens
 
     `SamplingLimits` has the largest values and the most entries of each field.
-    `stop`, `stop_token_ids` and `logit_bias` also take None for none; `stop` and `stop_token_ids` are stored as tuples.
+    `stop`, `stop_token_ids`, `bad_words` and `logit_bias` also take None for none; lists are stored as tuples.
     Raises RequestError for a value of the wrong type or outside its range.
     """
 
@@ -149,15 +162,19 @@ class SamplingParams:
     min_tokens: int = 0
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
+    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
     cache_salt: str | None = None
     timeout_s: float | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -176,6 +193,12 @@ class SamplingParams:
             )
         if self.max_tokens == 0 and self.n != 1:
             raise RequestError(f"n is {self.n} and max_tokens 0; to score a prompt n must be 1")
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise RequestError("allowed_token_ids is []: no token could be drawn; give one id or more, or leave it out")
+        if self.truncate_prompt_tokens == 0:
+            raise RequestError(
+                "truncate_prompt_tokens is 0: nothing would be left of the prompt; give 1 or more, or -1"
+            )
         if self.stop and not self.detokenize:
             raise RequestError(
                 "stop needs the text, and detokenize is False; use stop_token_ids, or leave detokenize True"
@@ -187,10 +210,11 @@ class SamplingParams:
         return self.temperature < GREEDY_BELOW
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raises RequestError when `logit_bias` or `stop_token_ids` name a token id outside [0, vocab_size)."""
-        for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
-            outside = [token for token in ids if token >= vocab_size]
-            if outside:
+        """Raises RequestError when a field names a token id outside [0, vocab_size)."""
+        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+            ids = getattr(self, name) or ()
+            if max(ids, default=-1) >= vocab_size:
+                outside = [token for token in ids if token >= vocab_size]
                 raise RequestError(f"{name} names token id {outside[0]}; the vocabulary has 0 to {vocab_size - 1}")
 
 
@@ -211,19 +235,22 @@ def _checked(given: SamplingParams, limits: SamplingLimits) -> dict[str, object]
         "max_tokens": _optional(_whole, "max_tokens", given.max_tokens, 0),
         "min_tokens": _whole("min_tokens", given.min_tokens, 0),
         "stop": _strings("stop", given.stop, limits.stop, limits.stop_length),
-        "stop_token_ids": tuple(
-            _whole(f"stop_token_ids[{i}]", token, 0)
-            for i, token in enumerate(_entries("stop_token_ids", given.stop_token_ids, limits.stop_token_ids))
-        ),
+        "stop_token_ids": _token_ids("stop_token_ids", given.stop_token_ids, limits.stop_token_ids),
+        "include_stop_str_in_output": _flag("include_stop_str_in_output", given.include_stop_str_in_output),
         "ignore_eos": _flag("ignore_eos", given.ignore_eos),
         "presence_penalty": _number("presence_penalty", given.presence_penalty, -2, 2),
         "frequency_penalty": _number("frequency_penalty", given.frequency_penalty, -2, 2),
         "repetition_penalty": _number("repetition_penalty", given.repetition_penalty, 0.01, 100, hint="; 1 is none"),
         "logit_bias": _biases("logit_bias", given.logit_bias, limits.logit_bias),
+        "allowed_token_ids": _optional(
+            _token_ids, "allowed_token_ids", given.allowed_token_ids, limits.allowed_token_ids
+        ),
+        "bad_words": _strings("bad_words", given.bad_words, limits.bad_words, limits.stop_length),
         "logprobs": _optional(_whole, "logprobs", given.logprobs, 0, limits.logprobs),
         "prompt_logprobs": _optional(_whole, "prompt_logprobs", given.prompt_logprobs, 0, limits.prompt_logprobs),
         "detokenize": _flag("detokenize", given.detokenize),
         "skip_special_tokens": _flag("skip_special_tokens", given.skip_special_tokens),
+        "truncate_prompt_tokens": _optional(_whole, "truncate_prompt_tokens", given.truncate_prompt_tokens, -1),
         "cache_salt": _salt("cache_salt", given.cache_salt, limits.cache_salt),
         "timeout_s": _optional(_number, "timeout_s", given.timeout_s, 0, limits.timeout_s, True),
         "structured_outputs": None
@@ -250,6 +277,14 @@ def _number(name: str, value: object, low: float, high: float, above: bool = Fal
             return number + 0.0  # -0.0 is 0.0, so that no penalty is no penalty to the bit
     within = f"greater than {low} and at most {high}" if above else f"{low} to {high}"
     raise RequestError(f"{name} is {shown(value)}; it must be a finite number, {within}{hint}")
+
+
+def _token_ids(name: str, value: object, most: int) -> tuple[int, ...]:
+    """A list of at most `most` token ids; of a vocabulary it may be most."""
+    ids = _entries(name, value, most)
+    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) <= LARGEST_WHOLE:
+        return tuple(ids)
+    return tuple(_whole(f"{name}[{i}]", token, 0) for i, token in enumerate(ids))
 
 
 def _optional(check: Callable[..., T], name: str, value: object, *limits: float) -> T | None:

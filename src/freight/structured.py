@@ -1,9 +1,9 @@
 """StructuredOutputs: the form that a request's text must have. Imports nothing beside the standard library.
 
-A value that exists keeps every limit below, so a compiler of grammars never sees more than it can take. All of them are
-checked without recursion, in a time that grows linearly with what was given: depth of nesting is what ends programs
-that read grammars. Whether the form is one that can be compiled is decided in `engine/grammar.py`. No reference is ever
-fetched.
+A value that exists keeps every limit below and those of `json_schema.py`, so a compiler of grammars never sees more
+than it can take. All of them are checked without recursion, in a time that grows linearly with what was given: depth of
+nesting is what ends programs that read grammars. Whether the form is one that can be compiled is decided in
+`engine/grammar.py`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,11 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
-from urllib.parse import unquote
 
 from freight.errors import RequestError, choices, nearest, shown
+from freight.json_schema import MOST_SCHEMA, check_references, check_size, enforceable, too_deep
 
-MOST_SCHEMA = 32 * 1024  # bytes of a JSON schema, as compact JSON
-MOST_NESTING = 64  # objects and arrays of a schema inside each other
-MOST_REFERENCES = 64  # `$ref`s that follow from one another
+CANNOT_GO_ON = "its structured output cannot go on"  # how the error of a grammar that gave up within an answer begins
 MOST_REGEX = 4 * 1024  # bytes
 MOST_GRAMMAR = 16 * 1024  # bytes
 MOST_RULES = 500  # of a Lark grammar
@@ -32,8 +30,6 @@ MOST_CHOICE_BYTES = 32 * 1024  # of all choices together
 _FORMS = ("json", "regex", "choice", "grammar", "json_object")
 _PART = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _RULE = re.compile(r"^[ \t]*[?!]*[A-Za-z_][^:\"/\n]*:", re.MULTILINE)
-_MAPS = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))  # name -> schema
-_DATA = frozenset(("const", "enum", "default", "examples"))  # values, in which "$ref" is a name like any other
 
 
 @dataclass(frozen=True)
@@ -101,6 +97,18 @@ class StructuredOutputs:
                 hint = nearest(str(name)[:60], known, {"lark": "grammar", "schema": "json", "json_schema": "json"})
                 raise RequestError(f"structured_outputs has no field {shown(name)}{hint}; it has {', '.join(known)}")
         return cls(**given)
+
+    @classmethod
+    def enforceable(cls, schema: Mapping[str, Any] | bool | str) -> tuple[StructuredOutputs, tuple[str, ...]]:
+        """The form that `schema` asks for as far as a grammar can hold it, and the keywords that it cannot.
+
+        `StructuredOutputs(json=schema)` is the strict way: to compile such a keyword fails. Raises RequestError.
+        """
+        whole = cls(json=schema)
+        if whole.json is None:
+            return whole, ()
+        kept, left_out = enforceable(json.loads(str(whole.json)))
+        return cls(json=kept), left_out
 
     def key(self) -> tuple[str, str]:
         """Which form, and its text: equal for what compiles to the same grammar.
@@ -204,7 +212,7 @@ def _schema(value: object) -> str | None:
     schema = dict(value)
     if not schema:
         return None
-    _check_size(schema)
+    check_size(schema)
     try:
         text = json.dumps(schema, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except (TypeError, ValueError) as error:
@@ -213,7 +221,7 @@ def _schema(value: object) -> str | None:
         raise _too_large("json", f"{len(text)} characters as compact JSON", MOST_SCHEMA)
     if "x-guidance" in schema:
         raise RequestError("structured_outputs.json has the keyword 'x-guidance', which is not one of JSON Schema")
-    _check_references(json.loads(text))  # a tree: no part of it stands in two places
+    check_references(json.loads(text))  # a tree: no part of it stands in two places
     return text
 
 
@@ -224,91 +232,6 @@ def _parse(text: str) -> object:
     try:
         return json.loads(text, parse_constant=refuse)
     except RecursionError:
-        raise _too_deep() from None
+        raise too_deep() from None
     except ValueError as error:
         raise RequestError(f"structured_outputs.json is not valid JSON: {error}") from None
-
-
-def _too_deep() -> RequestError:
-    return RequestError(
-        f"structured_outputs.json is nested deeper than {MOST_NESTING} objects and arrays, which is the most allowed"
-    )
-
-
-def _check_size(schema: dict[str, Any]) -> None:
-    """Raises RequestError for what is nested too deeply, too large, or has names that are no text."""
-    size = 0
-    todo: list[tuple[Any, int]] = [(schema, 1)]
-    while todo:
-        value, depth = todo.pop()
-        if depth > MOST_NESTING and isinstance(value, dict | list | tuple):
-            raise _too_deep()
-        if isinstance(value, dict):
-            for name in value:
-                if not isinstance(name, str):
-                    raise RequestError(f"structured_outputs.json has the name {shown(name)}; names in JSON are text")
-                size += len(name)
-        if isinstance(value, dict | list | tuple | str):
-            size += len(value)
-        if size > MOST_SCHEMA:  # before the entries are queued
-            raise _too_large("json", f"more than {MOST_SCHEMA} characters", MOST_SCHEMA)
-        if isinstance(value, dict | list | tuple):
-            entries = value.values() if isinstance(value, dict) else value
-            todo += [(entry, depth + 1) for entry in entries]
-
-
-def _check_references(schema: dict[str, Any]) -> None:
-    """Raises RequestError for a `$ref` out of the schema, or into nothing, and for a chain of too many.
-
-    Walks every part once, depth first, references included, and counts for each how many references follow from one
-    another below it. A reference back to a part that the walk is still in is recursion, and ends a chain.
-    """
-    below: dict[int, list[tuple[Any, bool, bool]]] = {}  # by id of a part: what it has, as `_parts` gives it
-    lengths: dict[int, int] = {}
-    todo: list[tuple[Any, bool, bool]] = [(schema, False, False)]  # part, is it a map of schemas, is all below it done
-    while todo:
-        part, is_map, done = todo.pop()
-        if done:
-            lengths[id(part)] = max((lengths.get(id(one), 0) + count for one, _, count in below[id(part)]), default=0)
-        elif id(part) not in below:
-            below[id(part)] = list(_parts(part, is_map, schema))
-            todo.append((part, is_map, True))
-            todo += [(one, one_is_map, False) for one, one_is_map, _ in below[id(part)]]
-    if lengths[id(schema)] > MOST_REFERENCES:
-        raise RequestError(
-            f"structured_outputs.json has {lengths[id(schema)]} $ref that follow from one another; "
-            f"at most {MOST_REFERENCES} are allowed"
-        )
-
-
-def _parts(part: Any, is_map: bool, schema: dict[str, Any]) -> Iterator[tuple[Any, bool, bool]]:
-    """Objects and lists right below a part: each with whether it maps names to schemas, and is reached by a `$ref`."""
-    if isinstance(part, list):
-        yield from ((entry, False, False) for entry in part if isinstance(entry, dict | list))
-        return
-    for name, value in part.items():
-        if not is_map and name == "$ref" and isinstance(value, str):
-            target = _resolve(value, schema)
-            if isinstance(target, dict):
-                yield target, False, True
-        elif isinstance(value, dict | list) and (is_map or name not in _DATA):
-            yield value, not is_map and name in _MAPS, False
-
-
-def _resolve(reference: str, schema: dict[str, Any]) -> Any:
-    """What `reference`, a JSON pointer after '#', names in the schema."""
-    if reference != "#" and not reference.startswith("#/"):
-        raise RequestError(
-            f"structured_outputs.json refers to {shown(reference)}; a $ref must be within the schema, as in "
-            "'#/$defs/name', and nothing is ever fetched"
-        )
-    found: Any = schema
-    for step in unquote(reference[1:]).split("/")[1:]:
-        name = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, list) and name.isascii() and name.isdigit() and len(name) < 6 and int(name) < len(found):
-            found = found[int(name)]
-        elif isinstance(found, dict) and name in found:
-            found = found[name]
-        else:
-            raise RequestError(f"structured_outputs.json refers to {shown(reference)}, which it does not have")
-    return found

@@ -16,6 +16,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from freight.errors import CheckpointError
+from freight.files import LIMIT, open_regular, read_text
 
 logger = logging.getLogger("freight")
 
@@ -29,6 +30,8 @@ def read_files(path: Path) -> TokenizerParts:
     """The tokenizer of tokenizer.json, and what the files beside it say."""
     file = path / "tokenizer.json"
     try:
+        with open_regular(file, LIMIT):  # the library would wait for a FIFO's writer
+            pass
         backend = Backend.from_file(str(file))
     except Exception as error:  # the library raises nothing more special
         raise CheckpointError(f"the tokenizer in {file} cannot be read: {error}") from error
@@ -111,9 +114,9 @@ def _compare_bos(backend: Backend, config: Mapping[str, Any], special_tokens: Ma
 def _chat_template(path: Path, config: Mapping[str, Any]) -> str | dict[str, str] | None:
     """Files of their own come before tokenizer_config.json, and that before chat_template.json."""
     try:
-        named = {file.stem: file.read_text(encoding="utf-8") for file in path.glob("additional_chat_templates/*.jinja")}
+        named = {file.stem: read_text(file) for file in path.glob("additional_chat_templates/*.jinja")}
         if (path / "chat_template.jinja").is_file():
-            named["default"] = (path / "chat_template.jinja").read_text(encoding="utf-8")
+            named["default"] = read_text(path / "chat_template.jinja")
     except (OSError, ValueError) as error:
         raise CheckpointError(f"a chat template in {path} cannot be read: {error}") from error
     if named:
@@ -140,7 +143,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     if not os.path.lexists(file):
         return {}
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        value = json.loads(read_text(file))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
     if not isinstance(value, dict):

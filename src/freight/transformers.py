@@ -29,11 +29,13 @@ from freight.cache.contiguous import Storage, StoredTokens
 from freight.cache.pool import expand_scale
 from freight.checkpoint.kv_scales import read_scale_json
 from freight.config.engine import EngineArgs, KVCacheConfig
+from freight.config.keys import EVERY_KEY
 from freight.config.kv_source import kv_source, uniform_scales
 from freight.config.layer import AttentionConfig
 from freight.config.model import RopeConfig, parse_model_config
 from freight.config.options import choose
 from freight.config.resolve import resolve_kv_cache
+from freight.config.skip_layers import FLAG, StoredLayer, check_skipped, nothing_left, skipped_layers
 from freight.device import probe
 from freight.errors import CheckpointError, ConfigError
 from freight.fp8.formats import COMPUTE_FORMATS, Format, Granularity
@@ -57,6 +59,14 @@ class FP8Layer(DynamicLayer):
     @property
     def num_bytes(self) -> int:
         return sum(side.num_bytes for side in self.tokens)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the views of what is stored: pickle cannot write FP8 tensors, and copies would not share memory."""
+        return self.__dict__ | {"keys": None, "values": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._show()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         states = (key_states, value_states)
@@ -160,6 +170,7 @@ class FP8Cache(Cache):
     kv_scales       as for `freight generate`. `auto`: those of the checkpoint, else one per token and KV head, measured
                     as it is stored; E5M2 takes none. `dynamic`: those per token. `checkpoint`: those of the checkpoint.
                     `unit`: 1.0. Or a kv_cache_scales.json, or numbers: `0.03`, `0.03,0.02`.
+    kv_cache_dtype_skip_layers  layers that keep the dtype of their keys and values: numbers, or `sliding_window`
     model           the folder or hub id whose scales `auto` and `checkpoint` use: by default the one that `config` was
                     loaded from
 
@@ -173,6 +184,7 @@ class FP8Cache(Cache):
         kv_cache_dtype: str = "fp8",
         kv_scales: str | PathLike[str] = "auto",
         model: str | PathLike[str] | None = None,
+        kv_cache_dtype_skip_layers: Sequence[str | int] = (),
     ) -> None:
         if not isinstance(config, PreTrainedConfig):
             raise ConfigError(f"FP8Cache's first argument is a {type(config).__name__}: give it model.config")
@@ -181,62 +193,100 @@ class FP8Cache(Cache):
         choose("kv_cache_dtype", kv_cache_dtype, KV_DTYPES)
         layers = DynamicCache(config=config).layers
         _check(layers)
-        self.kv_cache, of_layers = _decide(config, kv_cache_dtype, str(kv_scales), model, len(layers))
+        args = EngineArgs(
+            kv_cache_dtype=kv_cache_dtype,
+            kv_cache_dtype_skip_layers=kv_cache_dtype_skip_layers,
+            kv_scales=str(kv_scales),
+        )
+        self.kv_cache, of_layers = _decide(config, args, model, layers)
         logger.info("KV cache: %s, scales %s %s", *_described(self.kv_cache))
         super().__init__(layers=[_stored_in_fp8(*pair) for pair in zip(layers, of_layers, strict=True)])
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory that the cache holds: FP8 values, scales, and the room for tokens to come."""
-        return sum(layer.num_bytes for layer in self.layers if isinstance(layer, FP8Layer))
+        return sum(_num_bytes(layer) for layer in self.layers)
 
     def __repr__(self) -> str:
         format, source, _ = _described(self.kv_cache)
         return f"FP8Cache({format}, scales {source}, {len(self.layers)} layers, {self.nbytes} bytes)"
 
 
-Sides = tuple[Storage, Storage]
+Sides = tuple[Storage, Storage] | None  # of keys and values; None for a layer that is not quantized
+
+
+def _num_bytes(layer: Any) -> int:
+    if isinstance(layer, FP8Layer):
+        return layer.num_bytes
+    sides = (getattr(layer, name, None) for name in ("keys", "values"))
+    return sum(side.nbytes for side in sides if side is not None)
 
 
 def _described(kv: KVCacheConfig) -> tuple[str, str, str]:
     granularity = f", per {kv.granularity}" if kv.scales is not None else ""
-    return str(kv.format), f"{kv.scale_source}{granularity}", f"({kv.note})" if kv.note else ""
+    return kv.describe(), f"{kv.scale_source}{granularity}", f"({kv.note})" if kv.note else ""
 
 
 def _decide(
-    config: PreTrainedConfig, dtype: str, source: str, model: str | PathLike[str] | None, num_layers: int
+    config: PreTrainedConfig, args: EngineArgs, model: str | PathLike[str] | None, stored: Sequence[Any]
 ) -> tuple[KVCacheConfig, list[Sides]]:
-    """What is stored in every layer, by the rules of `config.resolve`."""
-    args = EngineArgs(kv_cache_dtype=dtype, kv_scales=source)
+    """What each layer of `stored`, those of a DynamicCache, stores here, by the rules of `config.resolve`."""
+    num_layers, source = len(stored), args.kv_scales
+    skipped = _skipped(args, stored)
     asked = kv_source(args)
     scheme, scales, shape = Scheme(), KVScales((None,) * num_layers), None
     if asked.file is not None:
-        shape = parse_model_config(config.to_dict())
+        shape = parse_model_config(config.to_dict(), ignore_keys=EVERY_KEY)
         scales = read_scale_json(asked.file, shape)
     elif asked.values is not None:
-        shape = parse_model_config(config.to_dict())
+        shape = parse_model_config(config.to_dict(), ignore_keys=EVERY_KEY)
         scales = uniform_scales(asked.values, num_layers)
     elif source in ("auto", "checkpoint"):
         opened = _open(config, source, model)
         if opened is not None:
             scheme, scales, shape = opened.scheme, _without_centers(opened), opened.model
-    kv = resolve_kv_cache(args, Format.BFLOAT16, scheme, scales, probe("auto").native_e4m3)
+    kv = resolve_kv_cache(args, _dtype_of(config), scheme, scales, probe("auto").native_e4m3, skipped)
     if kv.scales is None or shape is None:
         storage = Storage(kv.format, kv.granularity is Granularity.TOKEN)
-        return kv, [(storage, storage)] * num_layers
+        return kv, [None if index in skipped else (storage, storage) for index in range(num_layers)]
     if len(shape.layers) != num_layers:
         raise ConfigError(
             f"KV scales of {len(shape.layers)} layers, but the model has {num_layers}; name the model's own folder, "
             "FP8Cache(config, model=FOLDER)"
         )
     return kv, [
-        (
-            Storage(kv.format, False, _key_scale(layer.k, of.mixer, shape.ropes)),
-            Storage(kv.format, False, expand_scale(layer.v, of.mixer.num_kv_heads, of.mixer.v_dim)),
+        None
+        if layer is None  # skipped: `resolve_kv_cache` refuses other layers without scales
+        else (
+            Storage(kv.format, False, _key_scale(layer.k, shape.attention[index], shape.ropes)),
+            Storage(kv.format, False, _value_scale(layer.v, shape.attention[index])),
         )
-        for layer, of in zip(kv.scales.layers, shape.layers, strict=True)
-        if layer is not None  # `resolve_kv_cache` refuses scales of some layers only
+        for index, layer in enumerate(kv.scales.layers)
     ]
+
+
+def _skipped(args: EngineArgs, stored: Sequence[Any]) -> frozenset[int]:
+    """The layers of `stored` that are not quantized. Raises ConfigError."""
+    names = args.kv_cache_dtype_skip_layers
+    check_skipped(names, args.kv_cache_dtype)
+    layers = {index: StoredLayer(getattr(layer, "sliding_window", None)) for index, layer in enumerate(stored)}
+    skipped = skipped_layers(names, layers, len(stored))
+    storing = {index for index, layer in enumerate(stored) if isinstance(layer, DynamicLayer)}
+    for index in skipped - storing:
+        raise ConfigError(f"{FLAG} {index}: layer {index} stores no keys and values; skip the layer that it reads")
+    if names and skipped == storing:
+        raise nothing_left(names)
+    return skipped
+
+
+def _dtype_of(config: PreTrainedConfig) -> Format:
+    """What the model's own cache would store."""
+    name = str(getattr(config, "dtype", None)).removeprefix("torch.")
+    return Format(name) if name in map(str, COMPUTE_FORMATS) else Format.BFLOAT16
+
+
+def _value_scale(scales: tuple[float, ...], mixer: AttentionConfig) -> Tensor:
+    return expand_scale(scales, mixer.num_kv_heads, mixer.v_dim)
 
 
 def _key_scale(scales: tuple[float, ...], mixer: AttentionConfig, ropes: Sequence[RopeConfig]) -> Tensor:
@@ -248,7 +298,10 @@ def _key_scale(scales: tuple[float, ...], mixer: AttentionConfig, ropes: Sequenc
 
 
 def _open(config: PreTrainedConfig, source: str, model: str | PathLike[str] | None) -> OpenCheckpoint | None:
-    """The checkpoint whose scales are asked for; None for a model that was not loaded from one."""
+    """The checkpoint whose scales are asked for; None for a model that was not loaded from one.
+
+    transformers computes the model: what Freight would refuse of its config.json is no obstacle.
+    """
     name = str(model or config.name_or_path or "")
     if not name:
         if source == "checkpoint":
@@ -257,7 +310,7 @@ def _open(config: PreTrainedConfig, source: str, model: str | PathLike[str] | No
             )
         return None
     try:
-        return open_checkpoint(name, None if model else getattr(config, "_commit_hash", None))
+        return open_checkpoint(name, None if model else getattr(config, "_commit_hash", None), EVERY_KEY)
     except (CheckpointError, ConfigError) as error:
         raise type(error)(f"{error}; kv_scales='dynamic' needs no checkpoint") from error
 
@@ -270,6 +323,8 @@ def _without_centers(opened: OpenCheckpoint) -> KVScales:
 
 def _stored_in_fp8(layer: Any, sides: Sides) -> Any:
     """The layer to take in place of one that `DynamicCache` would take."""
+    if sides is None:
+        return layer
     if type(layer) is DynamicLayer:
         return FP8Layer(*sides)
     if type(layer) is DynamicSlidingWindowLayer:

@@ -58,6 +58,41 @@ def test_bad_tokens_are_400(api: Api, path: str, body: dict[str, object]) -> Non
     assert api.post(path, body).status == 400
 
 
+@pytest.mark.parametrize("path", ["/v1/completions/", "/v1/chat/completions/", "/generate/", "/health/"])
+def test_a_slash_too_many_is_a_404_and_no_redirect(api: Api, path: str) -> None:
+    for answer in (api.get(path), api.post(path, {})):
+        assert answer.status == 404
+        assert "location" not in answer.headers
+
+
+def test_sagemakers_address_takes_what_the_others_take(api: Api) -> None:
+    messages = [{"role": "user", "content": "def main("}]
+    fields = {"model": api.model, "max_tokens": 4, "temperature": 0}
+    chat = api.post("/invocations", fields | {"messages": messages}).json()
+    assert chat["choices"][0]["message"] == api.chat(max_tokens=4, temperature=0).json()["choices"][0]["message"]
+    text = api.post("/invocations", fields | {"prompt": "def main("}).json()
+    assert text["object"] == "text_completion"
+    assert text["choices"] == api.complete(max_tokens=4, temperature=0).json()["choices"]
+    whole = api.post("/invocations", {"inputs": "def main(", "parameters": {"max_new_tokens": 4}}).json()
+    assert whole[0]["generated_text"] == text["choices"][0]["text"]
+    refused = api.post("/invocations", {"model": api.model})
+    assert refused.status == 400
+    refused.error()
+
+
+def test_what_sglangs_gateway_asks_a_worker(api: Api) -> None:
+    model = api.get("/model_info").json()
+    assert model == api.get("/get_model_info").json()
+    assert model == {"model_path": api.model, "tokenizer_path": api.model, "is_generation": True}
+    server = api.get("/server_info").json()
+    assert server == api.get("/get_server_info").json()
+    assert (server["model_path"], server["tp_size"], server["dp_size"]) == (api.model, 1, 1)
+    limits = api.get("/info").json()
+    assert server["max_total_num_tokens"] == limits["kv_cache"]["capacity_tokens"]
+    assert server["context_length"] == limits["max_total_tokens"]
+    assert 0 < server["max_running_requests"] < limits["max_concurrent_requests"]
+
+
 def test_tokenizer_info(api: Api) -> None:
     assert {"eos_token", "bos_token", "pad_token", "chat_template"} <= set(api.get("/tokenizer_info").json())
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-SECONDS = 60.0
+SECONDS = 300.0
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,9 @@ def served_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def demo_server(served_folder: Path) -> Iterator[DemoServer]:
-    with freight_serve(served_folder, [*OPTIONS, "--api-key", f"tests:{KEY}"]) as url:
+    with freight_serve(
+        served_folder, [*OPTIONS, "--api-key", f"tests:{KEY}", "--enable-tokenizer-info-endpoint"]
+    ) as url:
         yield DemoServer(url, served_folder.name, served_folder)
 
 

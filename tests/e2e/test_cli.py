@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 
 import pytest
+from tests.forked_server import run_forked
 
 from freight.cli.main import main
 
-COMMAND = "from freight.cli.main import main; main()"
 GREEDY = ["--temperature", "0", "--max-tokens", "12", "--kv-cache-memory", "16MiB"]
 KV_CACHE = {"dtype", "granularity", "scale_source", "bytes_per_token", "num_blocks", "block_size"}
 KV_CACHE |= {"capacity_tokens", "tokens_at_16_bits"}
@@ -37,7 +36,7 @@ def run(
 
 def test_a_process_prints_one_json_object_on_stdout_and_its_choices_on_stderr() -> None:
     argv = ["generate", "--prompt", "def main(", "--kv-cache-dtype", "fp8", "--json", *GREEDY]
-    answer = subprocess.run([sys.executable, "-c", COMMAND, *argv], capture_output=True, text=True, check=False)
+    answer = run_forked(argv)
     assert answer.returncode == 0, answer.stderr
     got = json.loads(answer.stdout)
     (output,) = got["outputs"]

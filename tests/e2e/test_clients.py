@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from datetime import datetime
+from decimal import Decimal
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from uuid import UUID
 
 import openai
 import pytest
 from huggingface_hub import InferenceClient
 from huggingface_hub.errors import OverloadedError, ValidationError
 from openai import OpenAI
-from pydantic import BaseModel
+from pydantic import Base64Str, BaseModel, Field, SecretStr, conlist
 from tests.e2e.conftest import DemoServer
 from tests.serving import freight_serve
 
@@ -46,7 +50,7 @@ def client(demo_server: DemoServer) -> Iterator[OpenAI]:
 
 @pytest.fixture(scope="module")
 def hub(demo_server: DemoServer) -> InferenceClient:
-    return InferenceClient(demo_server.url, token=demo_server.key, timeout=60)
+    return InferenceClient(demo_server.url, token=demo_server.key, timeout=300)
 
 
 def check_trip(text: str | None) -> None:
@@ -157,6 +161,70 @@ def test_a_schema_holds_and_is_parsed(client: OpenAI, demo_server: DemoServer) -
     check_trip(client.chat.completions.create(**asked, response_format=form).choices[0].message.content)
     parsed = client.chat.completions.parse(**asked, response_format=Trip, logit_bias={"1": 5})
     assert isinstance(parsed.choices[0].message.parsed, Trip)
+
+
+class Cat(BaseModel):
+    kind: Literal["cat"]
+    lives: int = Field(ge=1, le=9)
+
+
+class Dog(BaseModel):
+    kind: Literal["dog"]
+    name: str = Field(max_length=8)
+
+
+class Record(BaseModel):
+    """Types whose schemas have what no grammar enforces, or formats that none knows."""
+
+    secret: SecretStr
+    sizes: set[int]
+    path: Path
+    raw: bytes
+    coded: Base64Str
+    key: UUID
+    at: datetime
+    price: Decimal
+    pair: conlist(int, min_length=2, max_length=2)  # type: ignore[valid-type]
+    pet: Cat | Dog = Field(discriminator="kind")
+
+
+class Short(BaseModel):
+    """Some of them, so that a model without training comes to an end."""
+
+    secret: SecretStr = Field(max_length=6)
+    path: Annotated[Path, Field(json_schema_extra={"maxLength": 6})]
+    sizes: set[Literal["a", "b"]] = Field(min_length=1, max_length=3)
+    pet: Cat | Dog = Field(discriminator="kind")
+
+
+def test_schemas_of_pydantic_hold_as_far_as_a_grammar_can(client: OpenAI, demo_server: DemoServer) -> None:
+    asked: dict[str, Any] = {"model": demo_server.name, "messages": MESSAGES, "temperature": 0}
+    raw = client.chat.completions.with_raw_response.parse(**asked, response_format=Short, max_tokens=300)
+    found = raw.parse().choices[0].message.parsed
+    assert isinstance(found, Short)
+    where = "response_format.schema"
+    assert raw.headers["x-freight-ignored"] == f"{where}.format, {where}.uniqueItems"
+    tool = openai.pydantic_function_tool(Record)
+    forced: Any = {"type": "function", "function": {"name": "Record"}}
+    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": tool["function"]["parameters"]}}
+    whole = client.chat.completions.with_raw_response.create(**asked, response_format=form, max_tokens=1)
+    names = ("format", "uniqueItems")
+    assert {*whole.headers["x-freight-ignored"].split(", ")} == {f"{where}.{name}" for name in names}
+    call = client.chat.completions.with_raw_response.create(**asked, tools=[tool], tool_choice=forced, max_tokens=1)
+    where = "tools[].function.parameters"
+    assert {*call.headers["x-freight-ignored"].split(", ")} == {f"{where}.{name}" for name in names}
+
+
+def test_a_named_function_is_called_exactly_once(client: OpenAI, demo_server: DemoServer) -> None:
+    anything: Any = {"type": "object", "properties": {"x": {"enum": [1]}}, "required": ["x"]}
+    tools: Any = [{"type": "function", "function": {"name": "f", "parameters": anything}}]
+    form: Any = {"type": "json_object"}
+    asked: dict[str, Any] = {"model": demo_server.name, "messages": MESSAGES, "tools": tools, "response_format": form}
+    asked |= {"temperature": 1.5, "max_tokens": 150, "n": 4, "seed": 1}
+    named = client.chat.completions.create(**asked, tool_choice={"type": "function", "function": {"name": "f"}})
+    assert [len(choice.message.tool_calls or []) for choice in named.choices] == [1] * 4
+    several = client.chat.completions.create(**asked, tool_choice="required")
+    assert max(len(choice.message.tool_calls or []) for choice in several.choices) > 1
 
 
 def test_a_demanded_call_fits_its_schema_and_its_result_is_taken(client: OpenAI, demo_server: DemoServer) -> None:

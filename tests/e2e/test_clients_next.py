@@ -198,7 +198,7 @@ def test_the_commands_of_the_documents_work(url: str, path: str) -> None:
 
 def post(url: str, path: str, body: str) -> tuple[int, dict[str, Any]]:
     parts = urlsplit(url)
-    with closing(http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=60)) as connection:
+    with closing(http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=300)) as connection:
         connection.request("POST", path, body, {"Content-Type": "application/json", "x-api-key": KEY})
         answer = connection.getresponse()
         return answer.status, json.load(answer)

@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,7 +78,7 @@ def filled(text: str, places: dict[str, str]) -> str:
 
 
 def described(kv: KVCacheConfig) -> str:
-    return f"{kv.format}, {kv.granularity}, {kv.scale_source}"
+    return f"{kv.describe()}, {kv.granularity}, {kv.scale_source}"
 
 
 def run_command(line: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, dict[str, Any] | None]:
@@ -93,10 +94,9 @@ def run_command(line: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tup
         name, _, value = words.pop(0).partition("=")
         environ[name] = value
     if words[0] == "docker":
-        given, environ, argv = words[2 : words.index("freight")], {}, words[words.index("freight") + 1 :]
-        for option, value in zip(given[::2], given[1::2], strict=True):
-            if option == "-e":
-                environ |= [value.split("=")]
+        image = next(at for at, word in enumerate(words) if word.partition(":")[0] == "freight")
+        given, environ, argv = words[2:image], {}, words[image + 1 :]
+        environ = dict(value.split("=", 1) for option, value in pairwise(given) if option == "-e")
         words = ["freight", *in_container(argv, environ, folder)]
     with monkeypatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("FREIGHT_") or name.lower() in TGI_OPTIONS]:
@@ -117,7 +117,10 @@ def in_container(argv: list[str], environ: dict[str, str], folder: Path) -> list
     freight = folder / "freight"
     freight.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     freight.chmod(0o755)
-    env = {"PATH": f"{folder}:{os.environ['PATH']}"} | environ
+    user = folder / "id"  # what the entry point does as root has its own tests
+    user.write_text("#!/bin/sh\necho 1000\n")
+    user.chmod(0o755)
+    env = {"PATH": f"{folder}:{os.environ['PATH']}", "TMPDIR": str(folder)} | environ
     command = [ROOT / "docker" / "entrypoint.sh", *argv]
     return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.splitlines()
 

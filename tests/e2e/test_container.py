@@ -1,4 +1,4 @@
-"""The container: what its entry point starts, and what of the checkout it is built from.
+"""The container: what its entry point starts, with which rights, and what of the checkout it is built from.
 
 tools/try_dockerfile.py runs all its steps; that needs root, the network and minutes.
 """
@@ -6,9 +6,11 @@ tools/try_dockerfile.py runs all its steps; that needs root, the network and min
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +26,24 @@ PORT = ["--port", "80"]
 STEPS = list(try_dockerfile.instructions((ROOT / "Dockerfile").read_text()))
 
 
+RIGHTS = """#!/bin/sh
+id -u; id -g; id -G; sed -n 's/^CapEff:.//p;s/^CapBnd:.//p;s/^NoNewPrivs:.//p' /proc/self/status
+exec python3 -c 'import socket; socket.socket().bind(("127.0.0.1", 80)); open("made", "w")'
+"""
+
+
+def program(file: Path, text: str) -> None:
+    file.write_text(text)
+    file.chmod(0o755)
+
+
 def start(folder: Path, *options: str, **environ: str) -> tuple[list[str], str]:
-    """(what `freight` is called with, what the entry point says before)."""
-    freight = folder / "freight"
-    freight.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
-    freight.chmod(0o755)
-    env = {"PATH": f"{folder}:{os.environ['PATH']}"} | environ
+    """(what `freight` is called with, what the entry point says before), as in a container started without root."""
+    program(folder / "freight", '#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    program(folder / "id", "#!/bin/sh\necho 1000\n")
+    env = {"PATH": f"{folder}:{os.environ['PATH']}", "TMPDIR": str(folder)} | environ
     command = [ROOT / "docker" / "entrypoint.sh", *options]
-    answer = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=30)
+    answer = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=300)
     return answer.stdout.splitlines(), answer.stderr
 
 
@@ -116,14 +128,139 @@ def test_it_is_built_from_the_package_alone() -> None:
         assert any(name == path.rstrip("/") or name.startswith(f"{path.rstrip('/')}/") for name in sent), path
 
 
-def test_it_runs_without_the_rights_of_root() -> None:
+@pytest.fixture
+def data() -> Iterator[Path]:
+    """A folder that every user can enter."""
+    folder = Path(tempfile.mkdtemp(prefix="freight-data-"))
+    folder.chmod(0o755)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, and a network of its own")
+@pytest.mark.parametrize(("owner", "groups"), [(0, ()), (0, (44, 992)), (4321, ())])
+def test_started_as_root_it_gives_root_s_rights_up_and_can_open_its_port(
+    data: Path, owner: int, groups: tuple[int, ...]
+) -> None:
+    program(data / "freight", RIGHTS)
+    checkpoint = data / "models--x" / "blobs" / "weights"
+    checkpoint.parent.mkdir(parents=True)
+    checkpoint.touch()
+    (data / "link").symlink_to("/etc/passwd")
+    others = data / "of-somebody"
+    others.touch()
+    os.chown(others, 77, 77)
+    for path in (data, checkpoint.parents[1], checkpoint.parent, checkpoint):
+        os.chown(path, owner, owner)
+    env = {"PATH": f"{data}:{os.environ['PATH']}", "HF_HOME": str(data), "TMPDIR": str(data)}
+    # ports below 1024 are root's in a new network, as they are with `docker run --net host`
+    alone = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh", ROOT / "docker" / "entrypoint.sh"]
+    ran = subprocess.run(
+        [*alone, "demo"],
+        env=env,
+        cwd=data,
+        extra_groups=[0, *groups],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert ran.returncode == 0, ran.stderr
+    uid, gid, all_groups, effective, bounding, no_new = ran.stdout.splitlines()
+    assert (uid, gid) == (("1000", "1000") if owner == 0 else ("4321", "4321"))
+    assert set(map(int, all_groups.split())) >= {int(gid), *groups}
+    assert "0" not in all_groups.split()
+    assert {int(effective, 16), int(bounding, 16)} <= {1 << 10}  # CAP_NET_BIND_SERVICE, and nothing else
+    assert no_new == "1"
+    for path in (data, checkpoint.parent, checkpoint, data / "made"):
+        assert path.stat().st_uid == int(uid)
+    assert others.stat().st_uid == 77
+    assert Path("/etc/passwd").stat().st_uid == 0
+
+
+def as_root(data: Path, *before: str) -> subprocess.CompletedProcess[str]:
+    env = {"PATH": f"{data}:{os.environ['PATH']}", "HF_HOME": str(data / "home"), "TMPDIR": str(data)}
+    command = [*before, str(ROOT / "docker" / "entrypoint.sh"), "demo"]
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=300)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_a_link_to_the_folder_of_models_is_followed(data: Path) -> None:
+    program(data / "freight", "#!/bin/sh\nid -u; echo > $HF_HOME/made\n")
+    (data / "disk").mkdir()
+    (data / "home").symlink_to(data / "disk")
+    ran = as_root(data)
+    assert (ran.returncode, ran.stdout) == (0, "1000\n"), ran.stderr
+    assert (data / "disk").stat().st_uid == (data / "disk" / "made").stat().st_uid == 1000
+    assert (data / "home").lstat().st_uid == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+@pytest.mark.parametrize("taken", ["setuid", "setgid"])
+def test_root_without_its_rights_is_told_the_way_out(data: Path, taken: str) -> None:
+    program(data / "freight", "#!/bin/sh\nid -u\n")
+    ran = as_root(data, "setpriv", f"--bounding-set=-{taken}", "--inh-caps=-all")
+    assert (ran.returncode, ran.stdout) == (1, "")
+    assert "--cap-drop" in ran.stderr
+    assert "--user" in ran.stderr
+
+
+def test_nothing_else_gives_the_rights_of_root_up() -> None:
     last = [word for word, _ in STEPS][::-1].index("FROM")
-    assert dict(STEPS[-last:])["USER"] not in ("root", "0")
+    assert "USER" not in dict(STEPS[-last:])  # the entry point starts as root, or as the user of `docker run --user`
 
 
-def test_its_health_check_asks_the_port_of_the_variables() -> None:
-    check = dict(STEPS)["HEALTHCHECK"]
-    url = check[check.index("http") : check.index("/health")]
-    for environ, port in (({}, "80"), ({"PORT": "81"}, "81"), ({"PORT": "81", "FREIGHT_PORT": "82"}, "82")):
-        asked = subprocess.run(["sh", "-c", f'echo "{url}"'], env=environ, capture_output=True, text=True, check=True)
-        assert asked.stdout.strip() == f"http://127.0.0.1:{port}"
+@pytest.mark.parametrize(
+    ("options", "environ", "asked"),
+    [
+        ([], {}, "http://127.0.0.1:80"),
+        ([], {"PORT": "81"}, "http://127.0.0.1:81"),
+        ([], {"PORT": "81", "FREIGHT_PORT": "82"}, "http://127.0.0.1:82"),
+        (["--port", "83"], {"PORT": "81"}, "http://127.0.0.1:83"),
+        (["-p", "84"], {}, "http://127.0.0.1:84"),
+        (["--port=85", "--ssl-certfile", "F"], {}, "https://127.0.0.1:85"),
+        ([], {"FREIGHT_SSL_CERTFILE": "F"}, "https://127.0.0.1:80"),
+        (["-p86"], {}, "http://127.0.0.1:86"),
+        (["--host", "::1", "--port", "87"], {}, "http://[::1]:87"),
+        (["--host=::"], {}, "http://[::1]:80"),
+        (["--hostname", "10.0.0.5"], {}, "http://10.0.0.5:80"),
+        (["--host", "0.0.0.0"], {}, "http://127.0.0.1:80"),
+    ],
+)
+def test_its_health_check_asks_where_the_server_listens(
+    tmp_path: Path, options: list[str], environ: dict[str, str], asked: str
+) -> None:
+    assert dict(STEPS)["HEALTHCHECK"].endswith("CMD freight-health")
+    start(tmp_path, "demo", *options, **environ)
+    program(tmp_path / "python", '#!/bin/sh\necho "$3"\n')
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "TMPDIR": str(tmp_path)}
+    check = [ROOT / "docker" / "health.sh"]
+    assert subprocess.run(check, env=env, capture_output=True, text=True, check=True).stdout == f"{asked}/health\n"
+
+
+def test_its_health_check_needs_no_file(tmp_path: Path) -> None:
+    program(tmp_path / "python", '#!/bin/sh\necho "$3"\n')
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "TMPDIR": str(tmp_path), "PORT": "81"}
+    ran = subprocess.run([ROOT / "docker" / "health.sh"], env=env, capture_output=True, text=True, check=True)
+    assert ran.stdout == "http://127.0.0.1:81/health\n"
+
+
+@pytest.mark.parametrize(
+    ("torch", "asks"),
+    [
+        ("cpu", "torch==2.13.0+cpu --extra-index-url https://download.pytorch.org/whl/cpu"),
+        ("cuda", "torch==2.13.0"),
+        ("rocm", "torch==2.13.0+rocm7.2 --extra-index-url https://download.pytorch.org/whl/rocm7.2"),
+        ("gpu", None),
+    ],
+)
+def test_the_build_of_torch(torch: str, asks: str | None) -> None:
+    arguments = dict(rest.split("=", 1) for word, rest in STEPS if word == "ARG" and "=" in rest) | {"TORCH": torch}
+    step = next(rest for word, rest in STEPS if word == "RUN" and "torch==" in rest)
+    dry = step.replace("python -m venv /opt/freight", "true").replace("/opt/freight/bin/pip install", "echo")
+    ran = subprocess.run(["sh", "-c", dry], env=os.environ | arguments, capture_output=True, text=True, check=False)
+    if asks is None:
+        assert ran.returncode == 1
+        assert "TORCH is cpu, cuda or rocm, not gpu" in ran.stderr
+    else:
+        assert ran.stdout.splitlines()[0] == f"--no-cache-dir {asks}"

@@ -15,13 +15,14 @@ from urllib.parse import urlsplit
 import pytest
 from tests.serving import freight_serve
 
-from freight import structured
+from freight import json_schema, structured
 from freight.server import renderer, service, stream, tokens
 from freight.server.http_limits import HttpLimits
 from freight.server.limits import ServingLimits
 from freight.server.openai.chat_request import ChatRequest
 from freight.server.openai.completion_request import CompletionRequest
-from freight.server.openai.fields import ACCEPTED, REFUSED
+from freight.server.openai.fields import ACCEPTED
+from freight.server.openai.neutral import NEUTRAL
 from freight.server.settings import ServerSettings
 
 TEXT = (Path(__file__).parents[2] / "docs" / "server.md").read_text(encoding="utf-8")
@@ -51,7 +52,7 @@ def curl(line: str, url: str) -> tuple[int, str]:
             assert word.startswith("http://127.0.0.1:8000/"), f"this test does not know {word}"
             address = word
     to, path = urlsplit(url), urlsplit(address).path
-    with closing(http.client.HTTPConnection(to.hostname or "", to.port, timeout=60)) as connection:
+    with closing(http.client.HTTPConnection(to.hostname or "", to.port, timeout=300)) as connection:
         connection.request("POST" if body is not None else "GET", path, body, headers)
         answer = connection.getresponse()
         return answer.status, answer.read().decode()
@@ -126,21 +127,26 @@ def test_the_table_of_limits_is_the_code_s() -> None:
         "JSON objects and arrays": str(http_limits.json_containers),
         "digits of a number": str(http_limits.number_digits),
         "prompts of a completion": str(serving.prompts),
+        "log-probabilities of the prompts of a request: their tokens times (`prompt_logprobs` + 1)": str(
+            serving.scores
+        ),
         "messages": str(serving.messages),
         "tools": str(serving.tools),
         "`n`": str(sampling.n),
         "`temperature`": f"{sampling.temperature:g}",
         "`logprobs`, `top_logprobs`, `prompt_logprobs`": str(sampling.logprobs),
         "stop strings": str(sampling.stop),
-        "characters of a stop string": str(sampling.stop_length),
+        "characters of a stop string, of a bad word": str(sampling.stop_length),
         "`stop_token_ids`": str(sampling.stop_token_ids),
+        "`allowed_token_ids`": str(sampling.allowed_token_ids),
+        "`bad_words`": str(sampling.bad_words),
         "`logit_bias` entries": str(sampling.logit_bias),
         "characters of `cache_salt`": str(sampling.cache_salt),
         "characters of `request_id`": str(serving.request_id),
         "tokens of `/detokenize`": str(tokens.MOST_TOKENS),
-        "JSON schema": kib(structured.MOST_SCHEMA),
-        "objects and arrays of a schema inside each other": str(structured.MOST_NESTING),
-        "`$ref` in a chain": str(structured.MOST_REFERENCES),
+        "JSON schema": kib(json_schema.MOST_SCHEMA),
+        "objects and arrays of a schema inside each other": str(json_schema.MOST_NESTING),
+        "`$ref` in a chain": str(json_schema.MOST_REFERENCES),
         "regular expression": kib(structured.MOST_REGEX),
         "grammar": kib(structured.MOST_GRAMMAR),
         "rules of a grammar": str(structured.MOST_RULES),
@@ -148,6 +154,7 @@ def test_the_table_of_limits_is_the_code_s() -> None:
         "choices together": kib(structured.MOST_CHOICE_BYTES),
         "seconds of `--request-timeout`": str(server.request_timeout).lower(),
         "seconds of `--drain-timeout`": f"{server.drain_timeout:g}",
+        "seconds of `--stall-timeout`": f"{server.stall_timeout:g}",
     }
     defaults = renderer.Renderer.__init__.__kwdefaults__
     assert (
@@ -162,7 +169,10 @@ def test_every_field_is_named() -> None:
     table = rows("OpenAI's API")
     named = {kind: set(re.findall(r"`([a-z_]+)`", cell)) for kind, cell in table.items()}
     assert set(ACCEPTED) <= named["accepted without effect"]
-    assert set(REFUSED) == named["refused"]
+    assert {name for name, known in NEUTRAL.items() if not known.values} == named["refused"]
+    at_one = table["accepted at one value, which asks for nothing"].split(", ")
+    values = {name: " or ".join(map(json.dumps, known.values)) for name, known in NEUTRAL.items() if known.values}
+    assert at_one == [f"`{name}` {shown}" for name, shown in values.items()]
     of_chat, of_completions = (set(model.model_fields) - set(ACCEPTED) for model in (ChatRequest, CompletionRequest))
     assert (
         of_chat & of_completions

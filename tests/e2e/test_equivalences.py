@@ -1,7 +1,7 @@
 """How a request is computed changes no bit of it: cache bytes, scales, log-probabilities, tokens.
 
 Alone or batched, whole or chunked prefill down to token by token, prefix hit or miss, preempted or not; for a 16-bit
-cache, E4M3 with static and with per-token scales, E5M2, INT8, and one whose layers differ; greedy
+cache, E4M3 with static and with per-token scales, E5M2, INT8, and those whose layers differ; greedy
 and seeded; on the kernels that run by default, and for one cache on each other set that runs here, and for one cache
 in models whose layers differ. `slow` cases do so for every variant of `tests/parity/variants.py`, with a cache in 16
 bits and in E4M3.
@@ -20,7 +20,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.parity.variants import CASES, VARIANTS, save_random
+from tests.parity.random_models import save_random
+from tests.parity.variants import CASES, VARIANTS
 from transformers import PretrainedConfig
 
 from freight import LLM, SamplingParams
@@ -42,6 +43,8 @@ CACHES: dict[str, dict[str, Any]] = {
     "e5m2": {"kv_cache_dtype": "fp8_e5m2"},
     "int8": {"kv_cache_dtype": "int8"},
     "mixed": {"kv_cache_dtype": "auto"},
+    "skipped": {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": "1,4"},
+    "skipped-windows": {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": "sliding_window"},
 }
 MIXED = (Granularity.CHANNEL, None, Granularity.TOKEN, Granularity.HEAD, Granularity.TENSOR, None)
 OTHER_KERNELS = ["reference", *(f"cpu-{build}" for build in library.runnable()[1:])]
@@ -59,12 +62,17 @@ DIFFERENT = (
     "minimax-m2",
     "gpt-oss",
     "laguna",
+    "mimo-v2-flash",
     "olmo3",
+    "step3p7",
 )
 FAMILIES = [(variant, kernels) for variant, kernels in CASES if variant in DIFFERENT]
 FROM_FAMILIES = [(variant, "e4m3-token", kernels) for variant, kernels in FAMILIES]
+OTHER_CACHES = [("demo", cache, "auto") for cache in CACHES if cache not in ("e4m3-token", "skipped-windows")]
 SETUPS = [  # (model, cache, kernels)
-    *(("demo", cache, "auto") for cache in CACHES),
+    ("demo", "e4m3-token", "auto"),
+    *OTHER_CACHES,
+    ("gemma3", "skipped-windows", "auto"),
     *(("demo", "e4m3-token", kernels) for kernels in OTHER_KERNELS),
     *FROM_FAMILIES,
 ]
@@ -74,7 +82,7 @@ EVERY = [  # one value of each argument, and slow
     for cache in ("bfloat16", "e4m3-token")
     if (setup := (variant, cache, "auto")) not in SETUPS
 ]
-FULL = [("demo", cache, "auto") for cache in ("e4m3-token", "mixed")]
+FULL = [("demo", "e4m3-token", "auto")]
 SAMPLING = {
     "greedy": SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=3),
     "seeded": SamplingParams(temperature=0.9, top_p=0.95, seed=7, max_tokens=24, ignore_eos=True, logprobs=3),
@@ -215,11 +223,12 @@ def in_setups(
 ) -> pytest.MarkDecorator:
     """Every setup with every value of the argument; of those not in `FULL` all but the first are slow tests.
 
-    With `third`, so are all but that third of the families: for what their layers do not compute, but the engine, whose
-    work differs by cache groups alone. Each third has families with windows. `every_variant`: with the first value,
-    those in `EVERY` too, as slow tests.
+    With `third`, so are all but that third of the families and of the other caches: for what their layers do not
+    compute, but the engine, whose work differs by cache groups alone. Each third has families with windows.
+    `every_variant`: with the first value, those in `EVERY` too, as slow tests.
     """
-    left_out = [setup for index, setup in enumerate(FROM_FAMILIES) if third is not None and index % 3 != third]
+    thinned = () if third is None else (FROM_FAMILIES, OTHER_CACHES)
+    left_out = [setup for each in thinned for index, setup in enumerate(each) if index % 3 != third]
 
     def is_slow(setup: tuple[str, str, str], value: Any) -> bool:
         return setup[2] in SLOW_KERNELS or (setup not in FULL and value != values[0]) or setup in left_out
@@ -274,7 +283,7 @@ def test_chunked_prefill_down_to_token_by_token(open_llm, expected, budget):
     assert trace(llm, SAMPLING["seeded"]) == expected["seeded"]
 
 
-@in_setups("seed", 1, setups=FULL)
+@in_setups("seed", 1, setups=[("demo", cache, "auto") for cache in ("e4m3-token", "mixed", "skipped")])
 def test_chunks_by_a_clock_that_runs_wild(open_llm, expected, seed):
     """Beside requests that decode, every step has as many tokens of prompts as the times of earlier ones allow."""
     rng, now, sizes = random.Random(seed), 0.0, set()

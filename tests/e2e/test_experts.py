@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.formats.mxfp4 import EXPERTS
-from tests.parity.variants import VARIANTS, freight_logits, save_random, tokens
+from tests.parity.random_models import freight_logits, save_random, tokens
+from tests.parity.variants import VARIANTS
 from tests.unit.models.test_sizes import require_equal
 from transformers import AutoModelForCausalLM
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from freight import LLM, SamplingParams
 from freight.calibrate.quantize import open_unquantized
 from freight.cli.inspect import describe
 from freight.config.engine import EngineArgs
-from freight.config.families import FAMILIES
+from freight.config.registry import FAMILIES
 from freight.errors import CheckpointError, ConfigError
+from freight.evaluate.capacity import Wish, make_plan
 from freight.models.open import open_model
 from freight.models.weight_bytes import weight_bytes
 
@@ -78,8 +80,6 @@ SLOW: dict[str, dict[str, Any]] = {
     "gpt_bigcode": {},
     "granitemoeshared": LOCAL | {"shared_intermediate_size": 32},
     "helium": HEAD,
-    "hunyuan_v1_dense": HEAD,
-    "hunyuan_v1_moe": HEAD | {"num_experts": 4, "moe_topk": 2},
     "hyperclovax": HEAD,
     "internlm3": HEAD,
     "iquestcoder": HEAD,
@@ -241,6 +241,34 @@ def test_quantizing_it_is_refused(tmp_path: Path) -> None:
     save("olmo", {}, tmp_path)
     with pytest.raises(CheckpointError, match="'olmo', which runs through transformers' modules; quantizing is"):
         open_unquantized(str(tmp_path))
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+@pytest.mark.parametrize("model_type", ["olmo", "starcoder2", "granitemoeshared", "phi"])
+def test_the_plan_counts_the_bytes_that_are_loaded(model_type: str, quantization: str | None, tmp_path: Path) -> None:
+    """From config.json alone. starcoder2 has a tied head, phi a head with a bias, Granite experts and a router."""
+    save(model_type, (FAST | SLOW)[model_type], tmp_path)
+    args = EngineArgs(str(tmp_path), skip_tokenizer_init=True, quantization=quantization, kernels="reference")
+    opened = open_model(args)
+    size = weight_bytes(opened.load(opened.resolve(args)))
+    config = json.loads((tmp_path / "config.json").read_text())
+    settings = make_plan(config, Wish(2**22, 64, device="cpu")).settings
+    one = next(one for one in settings if one.weights.is_fp8 == (quantization == "fp8"))
+    assert (one.loaded.layers, one.loaded.embeddings, one.loaded.tables) == (size.layers, size.embeddings, 0)
+    assert one.spec.bytes_per_token == 3 * 2 * opened.model.layers[0].mixer.num_kv_heads * 16 * 4
+
+
+def test_what_is_not_in_fp8_is_said_at_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save("granitemoeshared", LOCAL | {"shared_intermediate_size": 32}, tmp_path)
+    with caplog.at_level(logging.INFO, "freight"):
+        causal: Any = llm(tmp_path, quantization="fp8").engine.runner.model.causal
+    line = next(record.message for record in caplog.records if record.message.startswith("weights: "))
+    stacked = sum(parameter.nbytes for parameter in causal.parameters() if parameter.ndim == 3)
+    assert stacked > 0
+    assert f"In float32: {stacked / 1e9:.3g} GB of experts, which are stacked tensors there and no Linear" in line
+    percent = re.search(r"\((\d+)%\) are fp8_e4m3fn", line)
+    assert percent is not None
+    assert 0 < int(percent[1]) < 60
 
 
 def test_its_weights_are_counted(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ import pytest
 
 from freight import LLM, SamplingParams
 
+pytestmark = pytest.mark.clock
+
 BASE = Path(__file__).parents[1] / "fixtures" / "base_bf16"
 SHORT = SamplingParams(temperature=0.0, max_tokens=6, logprobs=1, ignore_eos=True, detokenize=False)
 
@@ -59,7 +61,7 @@ def essence(outputs: list[Any]) -> list[Any]:
     return [(output.outputs, output.finished) for output in outputs]
 
 
-@pytest.mark.parametrize("count", [150, pytest.param(5000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [70, pytest.param(5000, marks=pytest.mark.slow)])
 def test_alarms_at_random_moments(alarm: Callable[[float], None], count: int):
     rng = random.Random(count)
     llm = new_llm()
@@ -102,7 +104,7 @@ def test_alarms_at_random_moments(alarm: Callable[[float], None], count: int):
         except Alarm:
             hits += 1
         alarm(0)
-        if index % 16 == 0:
+        if index % 8 == 0:
             alive += [output for output in [next(kept, None)] if output]
         assert llm._turns._queue == []
         check = rng.randrange(len(calls))

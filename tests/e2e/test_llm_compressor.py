@@ -317,7 +317,15 @@ def of_yaml(modifier: str) -> str:
         ({"recipe": of_yaml("GPTQModifier: {scheme: W4A16}")}, "GPTQModifier is not implemented; use QuantizationMod"),
         ({"recipe": of_yaml("SparseGPTModifier: {sparsity: 0.5}")}, "SparseGPTModifier is not implemented; prune with"),
         ({"recipe": of_yaml("QuantisationModifier: {scheme: FP8}")}, "unknown .did you mean QuantizationModifier"),
-        ({"recipe": of_yaml("QuantizationModifier: {scheme: W4A16}")}, "scheme 'W4A16' is not one that Freight writes"),
+        (
+            {"recipe": of_yaml("QuantizationModifier: {scheme: W4A16}")},
+            "scheme 'W4A16' is not implemented; Freight writes",
+        ),
+        (
+            {"recipe": of_yaml("QuantizationModifier: {scheme: MXFP8}")},
+            "'MXFP8' is not implemented; Freight writes FP8, ",
+        ),
+        ({"recipe": of_yaml("QuantizationModifier: {scheme: FP8_DYNAMC}")}, r"unknown \(did you mean FP8_DYNAMIC"),
         ({"recipe": "no_such_recipe.yaml"}, "cannot be read as a file"),
         ({"recipe": None}, "oneshot needs a recipe"),
         ({"recipe": [DYNAMIC, STATIC]}, "has 2 QuantizationModifiers"),

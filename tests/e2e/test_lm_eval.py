@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 from tests.demo_chat import DEMO
-from tests.e2e.conftest import DemoServer
+from tests.e2e.conftest import OPTIONS, DemoServer
+from tests.serving import freight_serve
 
 from freight import SamplingParams
 from freight.llm import LLM
@@ -63,6 +64,30 @@ def found_by(model: str, options: dict[str, object], docs: list[dict[str, str]],
     assert run.returncode == 0, run.stderr[-3000:]
     answers: dict[str, list[Any]] = json.loads((folder / "found.json").read_text())
     return answers
+
+
+@pytest.mark.slow
+def test_lm_eval_with_the_models_own_tokenizer_finds_what_it_finds_in_process(
+    served_folder: Path, served_llm: LLM, tmp_path: Path
+) -> None:
+    """What docs/server.md tells users of lm-eval to pass: BOS is in front of every text, as `LLM` has it."""
+    docs = documents(served_llm)
+    name = str(served_folder)  # a name that lm-eval can load a tokenizer by, as that of a model on the hub
+    with freight_serve(served_folder, [*OPTIONS, "--served-model-name", name]) as url:
+        served = {"model": name, "base_url": f"{url}/v1/completions", "max_length": 1024}
+        found = found_by("local-completions", served | {"add_bos_token": True}, docs, tmp_path / "served")
+        plain = found_by("local-completions", served, docs, tmp_path / "plain")
+    found["loglikelihood_rolling"] = plain["loglikelihood_rolling"]  # lm-eval puts BOS before these by itself
+    own = {"pretrained": name, "kv_cache_dtype": "fp8", "kv_cache_memory": "64MiB"}
+    assert found_by("freight", own, docs, tmp_path / "own") == found
+    tokenizer = served_llm.engine.tokenizer
+    assert tokenizer is not None
+    for doc, (logprob, is_greedy) in zip(docs, found["loglikelihood"], strict=True):
+        context = tokenizer.encode(doc["context"])
+        assert context[0] == tokenizer.bos_token_id
+        prompt = context + tokenizer.encode(doc["context"] + doc["rest"])[len(context) :]  # as lm-eval joins them
+        expected = score(served_llm, prompt, len(context))
+        assert (logprob, is_greedy) == (pytest.approx(expected[0], abs=1e-4), expected[1])
 
 
 @pytest.mark.slow

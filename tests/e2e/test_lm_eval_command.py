@@ -47,6 +47,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+# Several commands in one process: to import lm-eval takes seconds.
+COMMANDS = """
+import contextlib, io, json, sys
+from freight.cli.main import main
+for argv in json.loads(sys.argv[1]):
+    sys.argv, status = ["freight", *argv], 0
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as errors:
+        try:
+            main()
+        except SystemExit as ended:
+            status = ended.code or 0
+    print(json.dumps([status, out.getvalue(), errors.getvalue()]))
+"""
+
+
 def run(folder: Path, *argv: str) -> str:
     """The standard output of `python ARGV`."""
     environ = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hf")}
@@ -81,9 +96,43 @@ def test_lm_eval_s_command_runs_freight(folder: Path, tmp_path: Path) -> None:
     assert found == pytest.approx(byte_perplexity("fp8"), rel=1e-12)
 
 
-def test_evaluate_tasks_gives_both_caches_and_their_difference(folder: Path) -> None:
-    argv = ["demo", "--kv-cache-dtype", "fp8", "--kv-cache-memory", "64MiB", "--tasks", "local_text", "--json"]
-    found = json.loads(run(folder, "-m", "freight", "evaluate", *argv, "--include-path", str(folder)))
+def with_generation(folder: Path, path: Path, name: str, options: dict[str, object]) -> None:
+    """Write a task that generates: the words after a document of `folder`."""
+    task = json.loads((folder / "local_text.yaml").read_text()) | {
+        "task": name,
+        "output_type": "generate_until",
+        "doc_to_text": "{{text}}",
+        "doc_to_target": "x",
+        "metric_list": [{"metric": "exact_match"}],
+        "generation_kwargs": options,
+    }
+    (path / f"{name}.yaml").write_text(json.dumps(task))
+
+
+def test_evaluate_tasks_gives_both_caches_and_their_difference_and_refuses_what_is_not_meant(
+    folder: Path, tmp_path: Path
+) -> None:
+    """A task's neutral arguments are taken, and others end it before weights are read."""
+    options = {"until": ["\n"], "max_gen_toks": 4, "do_sample": False, "num_beams": 1, "temperature": 0.0}
+    with_generation(folder, tmp_path, "one_beam", options)
+    with_generation(folder, tmp_path, "ten_beams", options | {"num_beams": 10})
+    argv = ["evaluate", "demo", "--kv-cache-dtype", "fp8", "--json", "--kv-cache-memory", "64MiB", "--tasks"]
+    commands = [
+        [*argv, "one_beam,ten_beams", "--include-path", str(tmp_path)],
+        [*argv, "one_beam", "--limit", "2", "--include-path", str(tmp_path)],
+        [*argv, "local_text", "--include-path", str(folder)],
+    ]
+    refused, generated, scored = map(json.loads, run(folder, "-c", COMMANDS, json.dumps(commands)).splitlines())
+
+    assert refused[0] == 2
+    assert "--tasks ten_beams: generation_kwargs has num_beams: 10" in refused[2]
+    assert "weights" not in refused[2]
+
+    assert generated[0] == 0, generated[2]
+    assert [score["task"] for score in json.loads(generated[1])["tasks"]] == ["one_beam"]
+
+    assert scored[0] == 0, scored[2]
+    found = json.loads(scored[1])
     assert [facts["dtype"] for facts in found["caches"]] == ["bfloat16", "fp8_e4m3fn"]
     (score,) = found["tasks"]
     assert (score["task"], score["metric"], score["num_documents"]) == ("local_text", "byte_perplexity", COUNT)

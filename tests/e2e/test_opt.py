@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.parity.variants import VARIANTS, freight_logits, save_random, tokens
+from tests.parity.random_models import freight_logits, save_random, tokens
+from tests.parity.variants import VARIANTS
 
 import freight
 from freight import LLM, ConfigError, SamplingParams

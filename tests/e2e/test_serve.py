@@ -15,8 +15,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from tests.asking import ENDLESS, ONE_BY_ONE
 from tests.demo_chat import demo_with_chat_template
-from tests.serving import ServeProcess, health
+from tests.serving import ServeProcess, has_ended, health
+
+pytestmark = pytest.mark.clock
 
 CACHE = ["--kv-cache-dtype", "fp8", "--kv-cache-memory", "16MiB"]
 
@@ -39,16 +42,16 @@ def complete(url: str, **fields: Any) -> tuple[int, Any]:
 @contextmanager
 def answering(url: str, body: dict[str, Any]) -> Iterator[http.client.HTTPResponse]:
     parts = urlsplit(url)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=60)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=300)
     connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
     with closing(connection), connection.getresponse() as answer:
         yield answer
 
 
 @contextmanager
-def stream(url: str, max_tokens: int) -> Iterator[http.client.HTTPResponse]:
+def stream(url: str, prompts: int = 4) -> Iterator[http.client.HTTPResponse]:
     """A stream that has begun."""
-    body = {"prompt": "def main(", "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+    body = {**ENDLESS, "prompt": ["def main("] * prompts, "stream": True}
     with answering(url, body) as answer:
         assert answer.status == 200
         assert answer.readline().startswith(b"data: ")
@@ -60,36 +63,30 @@ def events_of(answer: http.client.HTTPResponse) -> list[str]:
     return answer.read().decode().strip().split("\n\n")
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
-
-
 def ends(pids: dict[str, int]) -> bool:
-    deadline = time.monotonic() + 20
-    while any(map(is_alive, pids.values())) and time.monotonic() < deadline:
+    deadline = time.monotonic() + 300
+    while not all(map(has_ended, pids.values())) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return not any(map(is_alive, pids.values()))
+    return all(map(has_ended, pids.values()))
 
 
 def test_it_answers_while_it_loads_and_drains_at_sigterm() -> None:
-    with server("--drain-timeout", "30") as process:
+    with server("--drain-timeout", "300", "--stall-timeout", "300") as process:
         url = process.url
         assert health(url) == 503
         status, body = complete(url)
         assert (status, body["error"]["code"]) == (503, "loading")
         process.wait_until_healthy()
         children = process.children()
-        with stream(url, 400) as answer:
+        with stream(url, prompts=1) as answer:
+            os.kill(children["worker"], signal.SIGSTOP)  # so that the stream does not end meanwhile
             process.process.send_signal(signal.SIGTERM)
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + 300
             while health(url) == 200 and time.monotonic() < deadline:
                 time.sleep(0.01)
             status, body = complete(url)
             assert (status, body["error"]["code"]) == (503, "draining")
+            os.kill(children["worker"], signal.SIGCONT)
             events = events_of(answer)
         assert events[-1] == "data: [DONE]"
         assert '"finish_reason": "length"' in events[-2]
@@ -98,8 +95,8 @@ def test_it_answers_while_it_loads_and_drains_at_sigterm() -> None:
 
 
 def test_a_drain_that_takes_too_long_ends_streams_with_an_error() -> None:
-    with server("--drain-timeout", "0.1", forked=True) as process:
-        with stream(process.wait_until_healthy(), 900) as answer:
+    with server("--drain-timeout", "0.1", *ONE_BY_ONE, forked=True) as process:
+        with stream(process.wait_until_healthy()) as answer:
             assert process.stop() == 0, process.said
             events = events_of(answer)
         assert json.loads(events[-2].removeprefix("data: "))["error"]["code"] == "draining"
@@ -107,10 +104,10 @@ def test_a_drain_that_takes_too_long_ends_streams_with_an_error() -> None:
 
 
 def test_a_killed_engine_ends_streams_with_an_error_and_the_server_with_a_status() -> None:
-    with server(forked=True) as process:
+    with server(*ONE_BY_ONE, forked=True) as process:
         url = process.wait_until_healthy()
         children = process.children()
-        with stream(url, 900) as answer:
+        with stream(url) as answer:
             os.kill(children["worker"], signal.SIGKILL)
             events = events_of(answer)
         assert json.loads(events[-2].removeprefix("data: "))["error"]["code"] == "engine_ended"
@@ -121,13 +118,13 @@ def test_a_killed_engine_ends_streams_with_an_error_and_the_server_with_a_status
 
 
 def test_a_killed_engine_is_replaced_where_that_was_asked_for(tmp_path: Path) -> None:
-    with server("--restart-engine", model=str(demo_with_chat_template(tmp_path)), forked=True) as process:
+    with server("--restart-engine", *ONE_BY_ONE, model=str(demo_with_chat_template(tmp_path)), forked=True) as process:
         url = process.wait_until_healthy()
         first, renderer = (process.children()[name] for name in ("worker", "render_process"))
-        with stream(url, 900) as answer:
+        with stream(url) as answer:
             os.kill(first, signal.SIGKILL)
             assert b"engine_ended" in answer.read()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while health(url) == 200 and time.monotonic() < deadline:
             time.sleep(0.01)
         process.wait_until_healthy()
@@ -138,14 +135,14 @@ def test_a_killed_engine_is_replaced_where_that_was_asked_for(tmp_path: Path) ->
 
 
 def test_nothing_is_left_of_a_killed_server() -> None:
-    with server() as process:
+    with server(*ONE_BY_ONE) as process:
         url = process.wait_until_healthy()
         children = process.children()
         assert "worker" in children
         maps = Path(f"/proc/{process.process.pid}/maps").read_text()
         assert "uvloop" in maps  # a token costs less than with asyncio's own loop
         assert "libtorch" not in maps
-        with stream(url, 900):
+        with stream(url):
             process.process.kill()
             assert process.wait() == -signal.SIGKILL
         assert ends(children)

@@ -45,7 +45,7 @@ class Texts:
 @contextmanager
 def posted(server: DemoServer, path: str, body: Mapping[str, Any]) -> Iterator[http.client.HTTPResponse]:
     parts = urlsplit(server.url)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=60)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=300)
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {server.key}"}
     with closing(connection):
         connection.request("POST", path, json.dumps(body), headers)
@@ -207,7 +207,7 @@ def other_load(server: DemoServer) -> Iterator[None]:
         body = {"prompt": f"{number} is", "max_tokens": 900, "ignore_eos": True, "stream": True}
         with posted(server, "/v1/completions", body) as answer:
             answer.readline()
-            began.wait(30)
+            began.wait(300)
             while not over.is_set() and answer.readline():
                 pass
 
@@ -215,12 +215,12 @@ def other_load(server: DemoServer) -> Iterator[None]:
     for thread in threads:
         thread.start()
     try:
-        began.wait(30)
+        began.wait(300)
         yield
     finally:
         over.set()
         for thread in threads:
-            thread.join(30)
+            thread.join(300)
 
 
 def test_beside_other_requests_and_from_a_warm_prefix_cache(demo_server: DemoServer, served_llm: LLM) -> None:

@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.parity.variants import VARIANTS, freight_logits, save_random, tokens
+from tests.parity.random_models import freight_logits, save_random, tokens
+from tests.parity.variants import VARIANTS
 
 import freight
-from freight.cache.pool import allocate_pool, cache_spec
+from freight.cache.pool import allocate_pool
+from freight.cache.spec import cache_spec
 from freight.calibrate.centers import CenterWatch
 from freight.config.engine import KVCacheConfig
 from freight.errors import CheckpointError

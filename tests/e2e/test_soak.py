@@ -1,6 +1,6 @@
 """64 clients at once, for minutes: everything that clients do, on a cache too small for it, and nothing that is left.
 
-A minute of it runs with the other tests. FREIGHT_SOAK_SECONDS=300 is what `make soak` runs.
+Some seconds of it run with the other tests. FREIGHT_SOAK_SECONDS=300 is what `make soak` runs.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from tests.serving import ServeProcess
 
 from freight.bench.http_stream import Address, Connection, EventReader, StreamError
 
-SECONDS = float(os.environ.get("FREIGHT_SOAK_SECONDS", "50"))
-WARM = 60.0 if SECONDS >= 180 else 15.0  # until then memory may grow
-PATIENCE = 60.0  # seconds: what takes longer will never be answered
+SECONDS = float(os.environ.get("FREIGHT_SOAK_SECONDS", "12"))
+WARM = 60.0 if SECONDS >= 180 else 6.0  # until then memory may grow
+MOST = SECONDS + 240.0  # a slow machine needs longer until enough has happened
+PATIENCE = 300.0  # seconds: what takes longer will never be answered
 NUM_CLIENTS = 64
 OPTIONS = [
     *("--kv-cache-dtype", "fp8", "--kv-cache-memory", "1MiB", "--max-num-seqs", "32", "--max-queue", "128"),
@@ -61,6 +62,9 @@ class Seen:
     left: int = 0
     compared: int = 0
 
+    def enough(self) -> bool:
+        return self.statuses[200] > 2 * SECONDS and self.compared > SECONDS / 2 and self.left > SECONDS / 4
+
 
 class Client:
     """One of the clients: a connection of its own, opened again where the last one ended."""
@@ -72,8 +76,9 @@ class Client:
         self._alone = alone
         self._connection: Connection | None = None
 
-    async def run(self, end: float) -> None:
-        while time.monotonic() < end:
+    async def run(self, begun: float) -> None:
+        """Until the time has passed and enough has been seen."""
+        while (passed := time.monotonic() - begun) < SECONDS or (passed < MOST and not self._seen.enough()):
             act = self._random.choices(
                 (self.tagged, self.leave, self.free, self.too_long, self.malformed, self.structured, self.others),
                 (30, 20, 20, 5, 8, 7, 10),
@@ -204,7 +209,7 @@ async def load(url: str, seen: Seen, alone: list[str], pids: dict[str, int]) -> 
     """Run all clients; what the processes used, every two seconds, once they are warm."""
     begun = time.monotonic()
     clients = [Client(url, seed, seen, alone) for seed in range(NUM_CLIENTS)]
-    running = asyncio.gather(*(client.run(begun + SECONDS) for client in clients))
+    running = asyncio.gather(*(client.run(begun) for client in clients))
     used = []
     while not running.done():
         await asyncio.wait([running], timeout=2)
@@ -216,7 +221,7 @@ async def load(url: str, seen: Seen, alone: list[str], pids: dict[str, int]) -> 
 
 @pytest.mark.soak
 def test_sixty_four_clients_that_behave_in_every_way(tmp_path: Path) -> None:
-    process = ServeProcess(demo_with_chat_template(tmp_path / "demo"), OPTIONS)
+    process = ServeProcess(demo_with_chat_template(tmp_path / "demo"), OPTIONS, forked=SECONDS < 180)
     try:
         server = Server(process.wait_until_healthy())
         alone = answers_alone(server)
@@ -227,9 +232,7 @@ def test_sixty_four_clients_that_behave_in_every_way(tmp_path: Path) -> None:
         server.wait_for(0)
         assert not seen.wrong, seen.wrong[:5]
         assert not [status for status in seen.statuses if status not in (200, 400, 422, 429)], seen.statuses
-        assert seen.statuses[200] > SECONDS, seen
-        assert seen.compared > SECONDS / 4, seen
-        assert seen.left > SECONDS / 10, seen
+        assert seen.enough(), seen
         assert server.metric("vllm:num_preemptions_total") > 0
         assert server.metric("vllm:corrupted_requests_total") == 0
         assert answers_alone(server, 3) == alone[::3]  # greedy and seeded ones

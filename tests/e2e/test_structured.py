@@ -228,10 +228,10 @@ def test_a_failing_grammar_fails_its_request_alone(llm: LLM, monkeypatch: pytest
     expected = [one(llm, "def f(", given) for given in good]
     permitted = Matcher.permitted
 
-    def failing(self: Matcher, output: list[int], barred: Any = ()) -> Any:
+    def failing(self: Matcher, output: list[int], *barred: Any) -> Any:
         if len(output) == 2 and self.marked:  # type: ignore[attr-defined]
             self._fail("step fuel exhausted")
-        return permitted(self, output, barred)
+        return permitted(self, output, *barred)
 
     monkeypatch.setattr(Matcher, "marked", property(lambda self: self._start is marked._start), raising=False)
     assert llm.engine._grammars is not None

@@ -32,7 +32,7 @@ from tests.formats.writers import (
     saturated,
     spread,
 )
-from tests.parity.variants import save_random
+from tests.parity.random_models import save_random
 from torch import Tensor
 from transformers import (
     AfmoeConfig,
@@ -43,9 +43,11 @@ from transformers import (
     Glm4MoeConfig,
     Glm4vMoeConfig,
     GraniteMoeConfig,
+    HunYuanMoEV1Config,
     HYV3Config,
     LagunaConfig,
     MellumConfig,
+    MiMoV2FlashConfig,
     MiniMaxM2Config,
     PretrainedConfig,
     Qwen3VLMoeConfig,
@@ -69,8 +71,7 @@ SHAPE: dict[str, Any] = {
 HEADS = {**SHAPE, "head_dim": 64}
 MOE: dict[str, Any] = {"num_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": WIDTH}
 WINDOWS: dict[str, Any] = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
-VISION: dict[str, Any] = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2,
-                          "out_hidden_size": HIDDEN}  # fmt: skip
+VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": HIDDEN}
 GLM: dict[str, Any] = {**MOE, "n_routed_experts": EXPERTS, "n_shared_experts": 1, "first_k_dense_replace": 1}
 MODELS: dict[str, PretrainedConfig] = {
     "glm4_moe": Glm4MoeConfig(**HEADS, **GLM, use_qk_norm=True, attention_bias=True, routed_scaling_factor=1.7),
@@ -83,6 +84,7 @@ MODELS: dict[str, PretrainedConfig] = {
         **HEADS | {"intermediate_size": WIDTH}, num_local_experts=EXPERTS, num_experts_per_tok=2, rotary_dim=32
     ),
     "hy_v3": HYV3Config(**HEADS, **MOE, num_shared_experts=1),
+    "hunyuan_v1_moe": HunYuanMoEV1Config(**HEADS | {"intermediate_size": WIDTH}, num_experts=EXPERTS, moe_topk=2),
     "ernie4_5_moe": Ernie4_5_MoeConfig(**SHAPE, moe_num_experts=EXPERTS, moe_k=2, moe_intermediate_size=WIDTH,
                                        tie_word_embeddings=False),
     "granitemoe": GraniteMoeConfig(**SHAPE, num_local_experts=EXPERTS, num_experts_per_tok=2, logits_scaling=2.0,
@@ -90,6 +92,8 @@ MODELS: dict[str, PretrainedConfig] = {
     "laguna": LagunaConfig(**HEADS, **MOE, **WINDOWS, shared_expert_intermediate_size=WIDTH,
                            num_attention_heads_per_layer=[4, 2], moe_routed_scaling_factor=1.7),
     "mellum": MellumConfig(**HEADS, **MOE, **WINDOWS, norm_topk_prob=True),
+    "mimo_v2_flash": MiMoV2FlashConfig(**HEADS | MOE | {"head_dim": 128, "v_head_dim": 64}, n_routed_experts=EXPERTS,
+                                       sliding_window=8),
     "afmoe": AfmoeConfig(**HEADS, **MOE, **WINDOWS, num_shared_experts=1, num_dense_layers=1, mup_enabled=True),
     "gemma4_text": Gemma4TextConfig(
         **HEADS, **WINDOWS, global_head_dim=128, hidden_size_per_layer_input=0, enable_moe_block=True,
@@ -186,7 +190,7 @@ FORMS = {
         ("glm4v_moe",), _ct_rows("re:.*visual.*", "re:.*mlp.gate$"), _rows, "rows", kv=_CT_SCALES
     ),
     "minimax's own blocks": MixtureForm(
-        ("minimax_m2",),
+        ("minimax_m2", "mimo_v2_flash"),
         {**BLOCKS, "fmt": "float8_e4m3fn", "ignored_layers": None,
          "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"]},
         _own_blocks,
@@ -215,8 +219,8 @@ FORMS = {
         ("granitemoe",), _ct_rows("re:.*block_sparse_moe.router"), _rows, "rows", kv=_CT_SCALES, stacked=True
     ),
     "ct channel token, experts by themselves": MixtureForm(
-        ("granitemoe", "gemma4_text", "ernie4_5_moe"),
-        _ct_rows("re:.*router.*", "re:.*mlp.gate$"),
+        ("granitemoe", "gemma4_text", "ernie4_5_moe", "hunyuan_v1_moe"),
+        _ct_rows("re:.*router.*", "re:.*mlp.gate$", "re:.*mlp.gate.wg$"),
         _rows,
         "rows",
         kv=_CT_SCALES,
@@ -386,9 +390,7 @@ def _stacked(stored: str, matrices: dict[str, Tensors], like: Tensor) -> Tensors
         beside = f"{module}.{suffix}" if module != stored else f"{stored}_{suffix.removeprefix('weight_')}"
         whole = torch.cat([one[suffix] for one in matrices.values()]).unflatten(0, (EXPERTS, -1))
         found[stored if suffix == "weight" else beside] = whole
-    if found[stored].shape != like.shape:
-        found = {name: one.mT for name, one in found.items()}
-    return found
+    return found if found[stored].shape == like.shape else {name: one.mT for name, one in found.items()}
 
 
 def _exact(rounded: Tensors) -> Tensor:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from tests.parity.variants import VARIANTS, save_random
+from tests.parity.random_models import save_random
+from tests.parity.variants import VARIANTS
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 LEFT_OUT = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]

@@ -40,8 +40,8 @@ def matrices(model: Decoder) -> dict[str, tuple[Weight, Tensor, float | None]]:
     found = {}
     for index, layer in enumerate(model.layers):
         for prefix, names, projection in (
-            ("self_attn", ("q_proj", "k_proj", "v_proj"), layer.attention.qkv),
-            ("self_attn", ("o_proj",), layer.attention.o),
+            ("self_attn", ("q_proj", "k_proj", "v_proj"), layer.mixer.qkv),
+            ("self_attn", ("o_proj",), layer.mixer.o),
             ("mlp", ("gate_proj", "up_proj"), layer.mlp.gate_up),
             ("mlp", ("down_proj",), layer.mlp.down),
         ):

@@ -45,14 +45,14 @@ def parts(projection: Linear | UnmergedLinear) -> list[int]:
 )
 def test_what_agrees_is_merged(name: str, qkv: list[int], gate_up: list[int], tmp_path: Path):
     layer = load(write(FORMS[name]), tmp_path).layers[1]
-    assert (parts(layer.attention.qkv), parts(layer.mlp.gate_up)) == (qkv, gate_up)
+    assert (parts(layer.mixer.qkv), parts(layer.mlp.gate_up)) == (qkv, gate_up)
 
 
 def test_static_scales_that_differ_keep_parts_apart(tmp_path: Path):
     made = write(FORMS["autofp8 static"])
-    together = load(made, tmp_path).layers[0].attention.qkv
+    together = load(made, tmp_path).layers[0].mixer.qkv
     made.tensors["model.layers.0.self_attn.k_proj.input_scale"] *= 2
-    apart = load(made, tmp_path).layers[0].attention.qkv
+    apart = load(made, tmp_path).layers[0].mixer.qkv
     assert (parts(together), parts(apart)) == ([384], [192, 96, 96])
     x = torch.randn(5, 192, generator=torch.Generator().manual_seed(0), dtype=torch.bfloat16)
     same = (together(x) == apart(x)).all(0)
@@ -71,7 +71,7 @@ def test_biases_follow_their_parts(tmp_path: Path):
     model = load(made, tmp_path)
     zero = torch.zeros(2, 192, dtype=torch.bfloat16)
     for layer in model.layers:
-        assert layer.attention.qkv(zero)[1].tolist() == [1.0] * 192 + [2.0] * 96 + [3.0] * 96
+        assert layer.mixer.qkv(zero)[1].tolist() == [1.0] * 192 + [2.0] * 96 + [3.0] * 96
 
 
 @pytest.mark.parametrize(

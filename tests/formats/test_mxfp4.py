@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.formats.mxfp4 import EXPERTS, LEFT_OUT, save_mxfp4
-from tests.parity.variants import freight_logits, tokens
+from tests.parity.random_models import freight_logits, tokens
 from tests.unit.models.test_sizes import require_equal
 from transformers import AutoModelForCausalLM
 
@@ -20,7 +20,7 @@ from freight.checkpoint.layouts import read_scheme
 from freight.cli.inspect import describe
 from freight.config.engine import EngineArgs
 from freight.errors import CheckpointError
-from freight.kernels.cpu.experts import PackedExperts
+from freight.kernels.cpu.experts import CpuExperts
 from freight.kernels.experts import ExpertList
 from freight.models.decoder import Decoder
 from freight.models.open import OpenModel, open_model
@@ -90,7 +90,7 @@ def test_cpu_kernels_compute_with_them_as_they_are(wide: bool, tmp_path: Path, c
     for index, layer in enumerate(decoder.layers):
         for side in ("gate_up", "down"):
             experts = getattr(layer.mlp, side)
-            assert isinstance(experts, PackedExperts)
+            assert isinstance(experts, CpuExperts)
             converted = wide and f"{EXPERTS.format(index)}{side}_proj" == name
             values = 8 * experts.out_features * experts.in_features
             assert experts.data.nbytes * 8 == values * (16 if converted else 4.25)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.formats.mxfp4 import LEFT_OUT, save_mxfp4
-from tests.parity.variants import freight_logits, tokens
+from tests.parity.random_models import freight_logits, tokens
 from transformers import AutoModelForCausalLM, Mxfp4Config
 from typer.testing import CliRunner
 

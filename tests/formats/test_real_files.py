@@ -33,8 +33,8 @@ def test_weights_are_bytes_times_scales(name: str, plain: str, activations: Acti
     stored = load_file(FIXTURES / name / "model.safetensors")
     (layer,) = load(str(FIXTURES / name), Format.E4M3FN).layers
     for modules, projection in (
-        (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), layer.attention.qkv),
-        (("self_attn.o_proj",), layer.attention.o),
+        (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), layer.mixer.qkv),
+        (("self_attn.o_proj",), layer.mixer.o),
         (("mlp.gate_proj", "mlp.up_proj"), layer.mlp.gate_up),
         (("mlp.down_proj",), layer.mlp.down),
     ):
@@ -42,7 +42,7 @@ def test_weights_are_bytes_times_scales(name: str, plain: str, activations: Acti
         assert torch.equal(rows, torch.cat([expected(stored, LAYER + module) for module in modules]))
         for weight in weights(projection):
             assert weight.activations is (activations if weight.scale is not None else Activations.PLAIN)
-    kept = [weight for weight in weights(layer.attention.qkv) if weight.scale is None]
+    kept = [weight for weight in weights(layer.mixer.qkv) if weight.scale is None]
     assert len(kept) == len(plain.split())
 
 

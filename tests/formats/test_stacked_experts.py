@@ -12,10 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.formats.experts import LAYER, Made, expert_modules, make
 from tests.formats.test_experts import logprobs
-from tests.parity.variants import VARIANTS, save_random
+from tests.parity.random_models import freight_logits, save_random, tokens
+from tests.parity.variants import VARIANTS
 from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
+import freight
 from freight import LLM
 from freight.checkpoint.reader import Checkpoint
 from freight.errors import CheckpointError
@@ -79,6 +81,27 @@ def test_scales_beside_stacked_experts_are_those_of_each(name: str, family: str,
             else:
                 assert not torch.equal(logprobs(folder, kv_cache_dtype="fp8"), expected), scale
         made.tensors[scale] = kept
+
+
+def test_gate_up_and_down_of_step_are_a_tensor_each(tmp_path: Path):
+    """As its hub files have them; freight quantize writes each expert by itself."""
+    save_random(VARIANTS["step3p7"], tmp_path / "plain", torch.float32)
+    freight.quantize(tmp_path / "plain", tmp_path / "out", weights="fp8")
+    path, ids = tmp_path / "out/model.safetensors", tokens(60)
+    expected = freight_logits(tmp_path / "out", ids, "float32")
+    stored = load_file(path)
+    for layer, part in ((layer, part) for layer in (1, 2) for part in ("gate_proj", "up_proj", "down_proj")):
+        moe = f"model.layers.{layer}.moe."
+        for kind in ("weight", "weight_scale"):
+            stored[f"{moe}{part}.{kind}"] = torch.stack(
+                [stored.pop(f"{moe}experts.{i}.{part}.{kind}") for i in range(8)]
+            )
+    save_file(stored, path, metadata={"format": "pt"})
+    assert torch.equal(freight_logits(tmp_path / "out", ids, "float32"), expected)
+    for name in [name for name in stored if re.search(r"moe\.\w+_proj\.weight_scale$", name)]:
+        changed = stored[name].clone().index_fill_(0, torch.tensor([1]), 4.0)
+        save_file(stored | {name: changed}, path, metadata={"format": "pt"})
+        assert not torch.equal(freight_logits(tmp_path / "out", ids, "float32"), expected), name
 
 
 def test_what_transformers_quantizes_is_read(tmp_path: Path):

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from freight.cache.groups import Pages
 from freight.engine.prepare import Logits, SequenceSlice, prepare
 from freight.errors import KernelError
 from freight.fp8.cast import decode, torch_dtype
@@ -55,7 +56,7 @@ class Cache:
             for count, end, blocks in zip(rows, ends or self.lengths, self.blocks, strict=True)
             if count
         ]
-        return prepare(slices, size)
+        return prepare(slices, [Pages((0,), 0, None, size)])
 
 
 def make_cache(

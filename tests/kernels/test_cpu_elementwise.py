@@ -18,7 +18,7 @@ from freight.kernels import reference
 from freight.kernels.cpu import library
 from freight.kernels.cpu.cpu_set import CpuKernels
 from freight.kernels.reference_set import REFERENCE
-from freight.operands.activation import GatedActivation
+from freight.operands.activation import GatedActivation, clamped_silu
 
 SILU, GELU, CLAMPED = GatedActivation.SILU, GatedActivation.GELU_TANH, GatedActivation.CLAMPED_SWIGLU
 
@@ -137,6 +137,26 @@ def test_clamped_swiglu(build, size, dtype):
         assert out[:, 0].isnan().tolist() == [False, True, True, False, False, False, True]
 
 
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("limit", [0.25, 7.0, 1e30])
+@pytest.mark.parametrize("build", BUILDS)
+def test_clamped_silu(build, limit, size, dtype):
+    """What SiLU makes of a gate is at most the limit, ups lie within it on both sides; a limit beyond all is SiLU."""
+    torch.manual_seed(size)
+    x = (torch.randn(7, 2 * size) * 8).to(dtype)
+    x[0, 0], x[1, 0], x[2, 0], x[3, 0], x[4, 0], x[5, 0] = torch.inf, -torch.inf, torch.nan, -80.0, 0.0, 9.0
+    x[:, size] = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, -torch.inf, torch.nan])
+    gate, up = x.double().chunk(2, -1)
+    want = (gate * torch.sigmoid(gate)).clamp(max=limit) * up.clamp(-limit, limit)
+    for kernels in (CpuKernels(library.load(build)), REFERENCE):
+        out = kernels.gated(x, clamped_silu(limit))
+        assert agrees(out, want.to(dtype), 1)
+        assert out[:, 0].isnan().tolist() == [False, True, True, False, False, False, True]
+        if limit == 1e30:
+            assert torch.equal(out[:, 1:], kernels.gated(x, SILU)[:, 1:])
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("size", [31, 300, 2048])
 @pytest.mark.parametrize("build", BUILDS)
@@ -187,7 +207,7 @@ def test_rows_do_not_see_each_other_nor_the_threads(build):
             *kernels.add_rms_norm(x[rows], delta[rows], weight, 1e-5),
             *kernels.add_rms_norm(x[rows], delta[rows], wide, 1e-5, delta_weight=wide),
         ]
-        return norms + [kernels.gated(x[rows], activation) for activation in (SILU, GELU, CLAMPED)]
+        return norms + [kernels.gated(x[rows], activation) for activation in (SILU, GELU, CLAMPED, clamped_silu(0.5))]
 
     torch.set_num_threads(1)
     whole = every(slice(0, 40))

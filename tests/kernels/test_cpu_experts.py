@@ -20,7 +20,7 @@ from freight.fp8.weights import quantize_blocks, quantize_rows
 from freight.kernels import experts as loop
 from freight.kernels.cpu import library
 from freight.kernels.cpu.cpu_set import CpuKernels
-from freight.operands.activation import GatedActivation
+from freight.operands.activation import GatedActivation, clamped_silu
 from freight.operands.weight import Activations, Weight
 
 BUILDS = library.runnable()
@@ -28,6 +28,7 @@ FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 KINDS = ("rows", "blocks", *FLOATS)
 PATHS = [(kind, a) for kind in KINDS for a in Activations if kind not in FLOATS or a is Activations.PLAIN]
 SILU = GatedActivation.SILU
+EVERY = (SILU, GatedActivation.GELU_TANH, GatedActivation.CLAMPED_SWIGLU, clamped_silu(0.5))
 
 
 @pytest.fixture(autouse=True)
@@ -113,7 +114,7 @@ def test_every_shape_has_the_bits_of_the_loop(data):
     x = torch.randn(rows, hidden).to(dtype) * data.draw(st.sampled_from([1.0, 1e-3, 30.0]))
     base = torch.randn(rows, hidden).to(dtype) if data.draw(st.booleans()) else None
     torch.set_num_threads(data.draw(st.integers(1, 3)))
-    fused, looped = mixture.both(kernels, x, ids, weights, base, data.draw(st.sampled_from(GatedActivation)))
+    fused, looped = mixture.both(kernels, x, ids, weights, base, data.draw(st.sampled_from(EVERY)))
     assert torch.equal(fused, looped)
 
 

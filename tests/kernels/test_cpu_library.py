@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from freight.cache.groups import Pages
 from freight.engine.prepare import Logits, SequenceSlice, prepare
 from freight.errors import KernelError
 from freight.kernels.cpu import library
@@ -184,7 +185,7 @@ def test_the_amx_build_computes_on_tiles() -> None:
     x, matrix = torch.cat((half, half), 1), torch.cat((matrix, -matrix), 1)
     q, k, v = torch.randn(1, 4, 64).bfloat16(), *torch.randn(2, 2, 16, 2, 64).bfloat16()
     pages = KVPages(torch.cat((k, k)), torch.cat((v, -v)), None, None, torch.zeros(2, dtype=torch.int64))
-    batch = prepare([SequenceSlice([0], 63, ([0, 1, 2, 3],), Logits.LAST)], 16).sequences(0)
+    batch = prepare([SequenceSlice([0], 63, ([0, 1, 2, 3],), Logits.LAST)], [Pages((0,), 0, None, 16)]).sequences(0)
     results = []
     for build in ("amx", "avx512"):
         kernels = select_kernels(f"cpu-{build}")

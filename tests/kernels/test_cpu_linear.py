@@ -311,7 +311,7 @@ def test_python_threads_with_thread_counts_of_their_own_get_the_same_bits(build)
 
     def several(count: int) -> list[tuple[int, bool]]:
         with Threads(count):
-            start.wait(10)
+            start.wait(300)
             return [(torch.get_num_threads(), torch.equal(linear(x, packed, None), expected)) for _ in range(30)]
 
     with ThreadPoolExecutor(4) as pool:

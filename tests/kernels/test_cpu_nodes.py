@@ -78,7 +78,7 @@ def test_bound_threads_stay_on_their_nodes_and_compute_the_same_bits():
     usable = sorted(os.sched_getaffinity(0))
     first, last = usable[0], usable[-1]
     command = [sys.executable, "-c", ON_TWO_NODES, str(first), str(last)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert run.returncode == 0, run.stderr
     bits, *threads = run.stdout.splitlines()
     assert bits == product()

@@ -26,7 +26,7 @@ def norm(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> FreightNor
 
 
 def gated(gate_up: torch.Tensor, out: torch.Tensor) -> FreightGated:
-    return FreightGated(gate_up.data_ptr(), out.data_ptr(), *out.shape, FORMATS[out.dtype], 0, 1)
+    return FreightGated(gate_up.data_ptr(), out.data_ptr(), *out.shape, FORMATS[out.dtype], 0, 0.0, 1)
 
 
 def calls_of(*calls: tuple[str, ctypes.Structure]) -> ctypes.Array[FreightCall]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from freight.cache.groups import Pages
 from freight.engine.prepare import Logits, SequenceSlice, prepare
 from freight.fp8.cast import decode, torch_dtype
 from freight.fp8.formats import Format
@@ -66,7 +67,7 @@ def batch_of(*rows: tuple[int, int]) -> Sequences:
             SequenceSlice([0] * (end - begin), begin, (range(1, -(-end // BLOCK_SIZE) + 1),), Logits.NONE)
             for begin, end in rows
         ],
-        BLOCK_SIZE,
+        [Pages((0,), 0, None, BLOCK_SIZE)],
     ).sequences(0)
 
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from freight.cache.groups import Pages
 from freight.engine.prepare import Logits, SequenceSlice, prepare
 from freight.fp8.cast import decode, encode, torch_dtype
 from freight.fp8.formats import Format
@@ -93,7 +94,7 @@ def run(pages: KVPages, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, chunk
     outputs, start = [], 0
     for count in chunks:
         rows = slice(start, start + count)
-        batch = prepare([SequenceSlice([0] * count, start, (blocks,), Logits.NONE)], BLOCK)
+        batch = prepare([SequenceSlice([0] * count, start, (blocks,), Logits.NONE)], [Pages((0,), 0, None, BLOCK)])
         reference.store_kv(k[rows], v[rows], batch.slots[0], pages)
         outputs.append(
             reference.attention(

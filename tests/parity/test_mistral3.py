@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.parity.variants import VARIANTS, freight_logits, save_random, tokens
+from tests.parity.random_models import freight_logits, save_random, tokens
+from tests.parity.variants import VARIANTS
 from transformers import Mistral3Config, Mistral3ForConditionalGeneration, PixtralVisionConfig
 
 from freight.checkpoint.reader import Checkpoint

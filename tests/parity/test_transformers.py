@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.parity.variants import CASES, VARIANTS, freight_logits, save_random, tokens
+from tests.parity.random_models import freight_logits, save_random, tokens
+from tests.parity.variants import CASES, VARIANTS
 from transformers import PretrainedConfig
 from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.llama import modeling_llama
@@ -28,7 +29,9 @@ BFLOAT16 = (
     *("opt-350m", "granite", "glm", "glm4", "smollm3", "ernie4-5", "seed-oss", "gpt-oss", "mixtral", "qwen2-moe"),
     *("qwen3-moe", "glm4-moe", "minimax-m2", "hy-v3", "ernie4-5-moe", "granite-moe", "gemma4"),
     *("gemma4-own-inputs", "gemma4-moe", "gemma4-unified"),
-    *("laguna", "mellum", "olmo2", "olmo3", "exaone4", "afmoe", "arcee"),
+    *("laguna", "mellum", "olmo2", "olmo3", "exaone4", "afmoe", "arcee", "hunyuan", "hunyuan-moe"),
+    *("muse-glimmer", "ernie4-5-vl-moe"),
+    "mimo-v2-flash",
 )
 
 
@@ -95,7 +98,9 @@ def test_a_head_in_float32_does_not_round_its_logits(tmp_path: Path):
     assert (expected.bfloat16() - expected).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("variant", ["llama-llama3", "llama-linear", "llama-yarn-mscale", "qwen3-tied-theta"])
+@pytest.mark.parametrize(
+    "variant", ["llama-llama3", "llama-linear", "llama-yarn-mscale", "qwen3-tied-theta", "hunyuan"]
+)
 def test_the_older_spelling_of_config_json_means_the_same(variant: str, tmp_path: Path):
     save_random(VARIANTS[variant], tmp_path, torch.float32)
     ids = tokens(40)

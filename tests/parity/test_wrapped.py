@@ -1,4 +1,7 @@
-"""Text models within models of text and pictures: the forms of their config.json and names of their tensors."""
+"""Text models within models of text and pictures, and model types that transformers does not know.
+
+The forms of their config.json, and the names of their tensors.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.parity.variants import LONG, SHAPE, VARIANTS, freight_logits, save_random, tokens
+from tests.parity.random_models import freight_logits, save_random, tokens
+from tests.parity.variants import LONG, SHAPE, VARIANTS
 from torch import Tensor
 from transformers import (
     Glm46VConfig,
@@ -59,9 +63,10 @@ def close(folder: Path, expected: Tensor) -> None:
     assert (logits(folder) - expected).abs().max() <= 1e-4
 
 
-def test_qwen_2_5_vl_as_the_hub_has_it(tmp_path: Path):
+@pytest.mark.parametrize("variant", ["qwen2-vl", "qwen2-5-vl"])
+def test_qwen_2_vl_and_2_5_vl_as_the_hub_has_them(variant: str, tmp_path: Path):
     """Keys of the text model outside, `type` mrope, and no `language_model` in the names."""
-    expected = theirs(save_random(VARIANTS["qwen2-5-vl"], tmp_path, torch.float32))
+    expected = theirs(save_random(VARIANTS[variant], tmp_path, torch.float32))
     config = said(tmp_path)
     text = config.pop("text_config")
     rope = text.pop("rope_parameters")
@@ -78,8 +83,8 @@ def test_qwen_2_5_vl_as_the_hub_has_it(tmp_path: Path):
     both = config | {key: text[key] for key in ("hidden_size", "vocab_size", "max_window_layers")}
     change(tmp_path, both | {"text_config": text})  # as transformers 4.52 wrote it
     close(tmp_path, expected)
-    change(tmp_path, flat | {"new_kind": 7})
-    with pytest.raises(CheckpointError, match="new_kind = 7 is unknown"):
+    change(tmp_path, flat | {"use_logn_attn": True})
+    with pytest.raises(CheckpointError, match="use_logn_attn = True"):
         logits(tmp_path)
 
 
@@ -165,10 +170,10 @@ def test_internvl_in_the_form_of_its_own_code(text: str, tmp_path: Path):
     change(tmp_path, chat | {"llm_config": own}, inside)
     close(tmp_path, expected)
     change(tmp_path, chat | {"llm_config": own | {"model_type": "internlm2"}})
-    with pytest.raises(CheckpointError, match=r"llm_config = .* 'qwen2', 'qwen3', 'qwen3_moe' or 'llama' is"):
+    with pytest.raises(CheckpointError, match=r"llm_config of .* 'qwen2', 'qwen3', 'qwen3_moe' or 'llama' is"):
         logits(tmp_path)
-    change(tmp_path, chat | {"llm_config": own | {"ep_size": 2}})
-    with pytest.raises(CheckpointError, match="ep_size = 2"):
+    change(tmp_path, chat | {"llm_config": own | {"use_logn_attn": True}})
+    with pytest.raises(CheckpointError, match="use_logn_attn = True"):
         logits(tmp_path)
 
 
@@ -204,3 +209,34 @@ def test_phi_4_multimodal_with_adapters_for_pictures_and_sound(tmp_path: Path):
 
     change(tmp_path, said(tmp_path) | beside, adapted)
     close(tmp_path, expected)
+
+
+PUBLISHED = Path(__file__).parents[1] / "fixtures/published"
+SAME_WEIGHTS = {"mimo": "qwen2"}  # model types that transformers does not know -> one that computes the same
+
+
+def mimo(folder: Path) -> tuple[Tensor, dict[str, Tensor]]:
+    """A MiMo with the config.json of MiMo-7B-Base in small sizes. Returns the logits of transformers' Qwen2 with its
+    weights, and the tensors of a layer that predicts a further token."""
+    published = json.loads((PUBLISHED / "XiaomiMiMo--MiMo-7B-Base.json").read_text())
+    small = published | SHAPE | {"head_dim": 16, "torch_dtype": "float32"}
+    qwen2 = {key: value for key, value in small.items() if key not in ("model_type", "architectures")}
+    expected = theirs(save_random(Qwen2Config(**qwen2), folder, torch.float32))
+    body = {name: x for name, x in load_file(folder / "model.safetensors").items() if ".layers.0." in name}
+    further = {name.replace(".layers.0.", ".mtp_layers.0."): x + 1 for name, x in body.items()}
+    further["model.mtp_layers.0.input_proj.weight"] = torch.randn(64, 128)
+    change(folder, small, lambda stored: stored | further)
+    return expected, further
+
+
+def test_mimo_as_qwen_2_with_the_same_weights(tmp_path: Path):
+    expected, further = mimo(tmp_path)
+    assert said(tmp_path)["model_type"] == "mimo"
+    close(tmp_path, expected)
+    compiled = freight_logits(tmp_path, IDS, "float32")
+    assert (compiled - expected).abs().max() <= 1e-4
+    assert len(further) > 10
+    assert further.keys() <= {*open_checkpoint(str(tmp_path)).checkpoint.names}
+    change(tmp_path, rename=lambda stored: stored | {"model.other_layers.0.weight": torch.ones(3)})
+    with pytest.raises(CheckpointError, match=r"model\.other_layers\.0\.weight"):
+        logits(tmp_path)

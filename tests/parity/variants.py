@@ -1,17 +1,14 @@
-"""Tiny random models of every family and variant, as transformers itself writes them to disk."""
+"""The configs of tiny models, of every family and variant; `random_models.py` makes and saves the models."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import (
     AfmoeConfig,
     ArceeConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
     Ernie4_5_MoeConfig,
+    Ernie4_5_VLMoeConfig,
     Ernie4_5Config,
     Exaone4Config,
     Gemma2Config,
@@ -26,14 +23,18 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     GraniteMoeConfig,
+    HunYuanDenseV1Config,
+    HunYuanMoEV1Config,
     HYV3Config,
     LagunaConfig,
     LlamaConfig,
     MellumConfig,
+    MiMoV2FlashConfig,
     MiniMaxM2Config,
     Ministral3Config,
     MistralConfig,
     MixtralConfig,
+    MuseGlimmerConfig,
     Olmo2Config,
     Olmo3Config,
     OPTConfig,
@@ -42,19 +43,15 @@ from transformers import (
     Qwen2_5_VLConfig,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen2VLConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3VLConfig,
     Qwen3VLMoeConfig,
     SeedOssConfig,
     SmolLM3Config,
+    Step3p7Config,
 )
-
-from freight.cache.pool import allocate_pool
-from freight.config.engine import EngineArgs
-from freight.engine.runner import ModelRunner
-from freight.kernels.select import select_kernels
-from freight.models.open import open_model
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 320,
@@ -80,6 +77,12 @@ GEMMA4: dict[str, Any] = {**GEMMA, "global_head_dim": 64, "hidden_size_per_layer
 E4B: dict[str, Any] = {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 4096, "num_kv_shared_layers": 3,
                        "use_double_wide_mlp": True,
                        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2}  # fmt: skip
+ALPHA: dict[str, Any] = {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 1000.0, "factor": 1.0}
+MUSE: dict[str, Any] = {**GEMMA, "output_multiplier": 0.4, "final_logit_softcapping": 3.0, "qk_scale_factor": 1.7,
+                        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}  # fmt: skip
+MUSE_VISION: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
+                               "num_attention_heads": 2}  # fmt: skip
+ERNIE_VISION: dict[str, Any] = {"depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2}
 MOE: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 GLM_MOE: dict[str, Any] = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 16,
                            "routed_scaling_factor": 1.7}  # fmt: skip
@@ -103,6 +106,16 @@ TWO_ROPES: dict[str, Any] = {
 WINDOWS: dict[str, Any] = {
     "head_dim": 16, "sliding_window": 24, "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]
 }  # fmt: skip
+# one KV head in layers without a window, two in the others; heads of q and k are wider than those of v
+MIMO: dict[str, Any] = {
+    **SHAPE, "num_key_value_heads": 1, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+    "head_dim": 24, "v_head_dim": 16, "sliding_window": 24,
+}  # fmt: skip
+STEP: dict[str, Any] = {**SHAPE, **WINDOWS, "n_routed_experts": 8, "num_experts_per_tok": 3,
+                        "moe_intermediate_size": 32, "share_expert_dim": 48, "moe_router_scaling_factor": 1.7,
+                        "mlp_layer_types": ["dense", "sparse", "sparse"]}  # fmt: skip
+STEP_VISION: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "mlp_ratio": 2.0,
+                               "image_size": 28}  # fmt: skip
 OPT: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 64,
@@ -193,11 +206,34 @@ VARIANTS: dict[str, PretrainedConfig] = {
     "minimax-m2": MiniMaxM2Config(
         **SHAPE, num_local_experts=8, num_experts_per_tok=3, head_dim=32, rotary_dim=16, bos_token_id=1, eos_token_id=2
     ),
+    "mimo-v2-flash": MiMoV2FlashConfig(**MIMO),
+    "mimo-v2-flash-plain": MiMoV2FlashConfig(
+        **MIMO | {"v_head_dim": 40}, attention_value_scale=None, attention_bias=True, norm_topk_prob=False, n_group=4,
+        topk_group=2, routed_scaling_factor=1.7, mlp_layer_types=["sparse", "dense", "sparse"],
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
     "hy-v3": HYV3Config(**SHAPE, **MOE, head_dim=16),
     "hy-v3-float32-head": HYV3Config(**SHAPE, **MOE, enable_lm_head_fp32=True, tie_word_embeddings=True),
     "ernie4-5-moe": Ernie4_5_MoeConfig(**SHAPE, moe_num_experts=8, moe_k=3, moe_intermediate_size=32),
     "ernie4-5-moe-few": Ernie4_5_MoeConfig(
         **SHAPE, moe_num_experts=8, moe_k=3, moe_intermediate_size=32, moe_layer_end_index=1, moe_num_shared_experts=0
+    ),
+    "ernie4-5-vl-moe": Ernie4_5_VLMoeConfig(
+        text_config={**SHAPE, "moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": [32, 16],
+                     "rope_parameters": {"rope_type": "default", "rope_theta": 5e5, "mrope_section": [3, 3, 2]}},
+        vision_config=ERNIE_VISION,
+    ),
+    "hunyuan": HunYuanDenseV1Config(**SHAPE, head_dim=16, rope_parameters=ALPHA),
+    "hunyuan-biases": HunYuanDenseV1Config(**SHAPE, head_dim=32, attention_bias=True, tie_word_embeddings=True),
+    "hunyuan-moe": HunYuanMoEV1Config(
+        **SHAPE, head_dim=16, num_experts=8, moe_topk=3, tie_word_embeddings=True,
+        rope_parameters=ALPHA,
+    ),
+    "muse-glimmer": MuseGlimmerConfig(text_config=MUSE, vision_config=MUSE_VISION),
+    "muse-glimmer-windows": MuseGlimmerConfig(
+        text_config={**MUSE, "attention_bias": True, "layer_rope_theta": [500.0, 0, 0, 500.0], "post_norm_eps": 1e-3,
+                     "layer_types": ["full_attention", "sliding_attention"] * 2},
+        vision_config=MUSE_VISION, tie_word_embeddings=True,
     ),
     "arcee": ArceeConfig(**SHAPE, rope_parameters={**YARN, "rope_theta": 10000.0}),
     "arcee-biases": ArceeConfig(**SHAPE, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
@@ -261,6 +297,10 @@ VARIANTS: dict[str, PretrainedConfig] = {
         **SHAPE, **GPT_OSS, sliding_window=24, attention_bias=False,
         layer_types=["full_attention", "full_attention", "sliding_attention"],
     ),
+    "qwen2-vl": Qwen2VLConfig(
+        text_config={**SHAPE, "rope_parameters": SECTIONS},
+        vision_config={"depth": 1, "embed_dim": 16, "num_heads": 2, "hidden_size": 64},
+    ),
     "qwen2-5-vl": Qwen2_5_VLConfig(
         text_config={**SHAPE, "rope_parameters": SECTIONS}, vision_config={**VISION, "fullatt_block_indexes": [0]}
     ),
@@ -291,62 +331,18 @@ VARIANTS: dict[str, PretrainedConfig] = {
                      "rope_parameters": HALF},
         vision_config=VISION,
     ),
+    "step3p7": Step3p7Config(
+        text_config={**STEP, "num_sliding_attention_heads": 6, "swiglu_limits": [0.0, 0.3, 0.0],
+                     "swiglu_limits_shared": [0.5, 0.0, 0.2], "rope_parameters": TWO_ROPES},
+        vision_config=STEP_VISION,
+    ),
+    "step3p7-plain": Step3p7Config(
+        text_config={**STEP, "attention_bias": True, "query_pre_attn_scalar": 24, "mlp_layer_types": ["sparse"] * 3},
+        vision_config=STEP_VISION, tie_word_embeddings=True,
+    ),
     "opt": OPTConfig(**OPT),
     "opt-untied": OPTConfig(**OPT, tie_word_embeddings=False, enable_bias=False),
     "opt-350m": OPTConfig(**OPT, do_layer_norm_before=False, word_embed_proj_dim=48),  # its norms and projections
     "opt-without-final-norm": OPTConfig(**OPT, _remove_final_layer_norm=True),
 }  # fmt: skip
 CASES = [(variant, kernels) for variant in VARIANTS for kernels in ("auto", "reference")]
-
-
-def save_random(config: PretrainedConfig, folder: Path, dtype: torch.dtype) -> Any:
-    """A model with every parameter random, biases and norms too, saved as its users save theirs."""
-    torch.manual_seed(0)
-    auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
-    model = auto.from_config(config, attn_implementation="eager").eval()
-    frequencies = {name: buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq")}
-    model = model.to(dtype)
-    for name, buffer in frequencies.items():  # from_pretrained keeps them in float32
-        module, _, own = name.rpartition(".")
-        setattr(model.get_submodule(module), own, buffer)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape)
-            if name.endswith("e_score_correction_bias"):
-                continue
-            one = (
-                0 if config.model_type in ("gemma2", "gemma3_text") else 1
-            )  # of norms; Gemma 2 and 3 store the difference from 1
-            if config.model_type.startswith("gemma4") and name.endswith(("q_norm.weight", "k_norm.weight")):
-                one = 0.4  # nothing else keeps scores small: the softmax has no scale
-            small = 1.0 if name.endswith("sinks") else 0.1 if parameter.ndim == 1 else 0.12
-            if name.endswith(("router.scale", "per_expert_scale")):
-                parameter.copy_(4 + noise if name.endswith("router.scale") else 1 + 0.3 * noise)
-                continue
-            parameter.copy_(one + 0.1 * noise if "norm" in name else noise * small)
-        for name, bias in model.state_dict().items():  # buffers in most families
-            if name.endswith("e_score_correction_bias"):
-                bias.copy_(0.1 * torch.randn(bias.shape))
-            if name.endswith("layer_scalar"):
-                bias.copy_(0.5 + torch.rand(bias.shape))
-    model.save_pretrained(folder)
-    return model
-
-
-def tokens(count: int = 150) -> list[int]:
-    return torch.randint(0, SHAPE["vocab_size"], (count,), generator=torch.Generator().manual_seed(1)).tolist()
-
-
-def freight_logits(
-    folder: Path, token_ids: list[int], dtype: str, kernel_set: str = "auto", **options: Any
-) -> torch.Tensor:
-    """float32 [len(token_ids), vocab_size]"""
-    args = EngineArgs(model=str(folder), dtype=dtype, kernels=kernel_set, skip_tokenizer_init=True, **options)
-    opened = open_model(args)
-    config = opened.resolve(opened.args)
-    kernels = select_kernels(kernel_set)
-    decoder, num_blocks = opened.load(config), -(-len(token_ids) // config.block_size)
-    spec = opened.cache_spec(config)
-    pool = allocate_pool(spec, config.kv, [num_blocks] * len(spec.groups), kernels, rotaries=decoder.rotaries)
-    runner = ModelRunner(decoder, pool, "cpu")
-    return runner.logits(token_ids, 0, pool.whole)

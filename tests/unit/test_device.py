@@ -219,17 +219,17 @@ def test_threads_count_for_the_python_thread_that_entered_them() -> None:
         with shared:
             found.append(torch.get_num_threads())
             inside.set()
-            done.wait(10)
+            done.wait(300)
         found.append(torch.get_num_threads())
 
     thread = threading.Thread(target=other)
     thread.start()
-    inside.wait(10)
+    inside.wait(300)
     assert torch.get_num_threads() == 3
     with shared:
         assert torch.get_num_threads() == 1
         done.set()
-        thread.join(10)
+        thread.join(300)
         assert torch.get_num_threads() == 1
     assert torch.get_num_threads() == 3
     assert found == [1, 2]
@@ -266,7 +266,7 @@ os.wait()
 
 
 def test_a_forked_process_gets_an_error_and_does_not_hang() -> None:
-    ran = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=30, check=False)
+    ran = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=300, check=False)
     assert (ran.returncode, ran.stderr) == (0, "")
     assert ran.stdout.count("start processes with the 'spawn' method, or fork before a model is loaded") == 2
 
@@ -357,6 +357,7 @@ def test_no_gpu_files_no_gpu(root: Path) -> None:
     ("arch", "capability", "native", "multiplies"),
     [
         ("gfx942:sramecc+", (9, 4), Format.E4M3FNUZ, True),
+        ("gfx950:sramecc+:xnack-", (9, 5), Format.E4M3FN, True),
         ("gfx90a", (9, 0), Format.E4M3FN, False),
         ("NVIDIA H100", (9, 0), Format.E4M3FN, True),
         ("NVIDIA L4", (8, 9), Format.E4M3FN, True),

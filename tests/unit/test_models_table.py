@@ -1,18 +1,24 @@
-"""docs/models.md is what its tool prints, and what the tool says follows the code."""
+"""docs/models.md and the count in README.md are what their tool prints, and what the tool says follows the code."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import model_facts
 import models_table
+import published_models
 import pytest
-from model_facts import Tables, Verdict, ask, flags, of_attention, read_published, read_tests, united, unreadable
+from model_facts import Tables, flags, of_attention, read_tests, united
+from published_models import FILES, NATIVE, REFUSED, Published, Verdict, ask, read_others, read_recipes, unreadable
 
-from freight.config.families import FAMILIES
 from freight.config.layer import AttentionConfig
+from freight.config.mechanisms import MECHANISMS
+from freight.config.registry import FAMILIES
+
+RECURRENT, MLA = "layers with a recurrent state", "latent attention (MLA)"
 
 
 @pytest.fixture(scope="module")
@@ -20,56 +26,128 @@ def tests() -> Tables:
     return read_tests()
 
 
-def test_the_document_is_what_the_tool_prints() -> None:
+@pytest.fixture(scope="module")
+def recipes(tests: Tables) -> list[Published]:
+    return read_recipes(tests)[1]
+
+
+def test_the_documents_are_what_the_tool_prints() -> None:
     """After a change to a family or to the tables of its tests: python tools/models_table.py --write"""
     assert models_table.DOCUMENT.read_text(encoding="utf-8") == models_table.document()
+    content = models_table.README.read_text(encoding="utf-8")
+    assert models_table.readme(content) == content
+    begin, end = models_table.MARKERS
+    older = content.partition(begin)[0] + begin + "older\n" + end + content.partition(end)[2]
+    assert models_table.readme(older) == content
 
 
-def test_every_family_has_variants_that_are_compared(tests: Tables) -> None:
-    assert [name for name in model_facts.native_types() if not tests.of(name)] == []
-    wrappers = {wrapper for wrappers in model_facts.native_types().values() for wrapper in wrappers}
-    assert FAMILIES.keys() == model_facts.native_types().keys() | wrappers
+def test_every_family_is_compared(tests: Tables) -> None:
+    native = model_facts.native_types()
+    assert {name for name in native if not tests.of(name)} == tests.same_weights.keys() & native.keys()
+    wrappers = {wrapper for wrappers in native.values() for wrapper in wrappers}
+    assert FAMILIES.keys() == native.keys() | wrappers
+    assert all(models_table.models_of(name, tests) for name in native)
 
 
 @pytest.mark.parametrize(
     ("model_type", "more", "runs", "reason"),
     [
-        ("qwen3", {}, "natively", ""),
-        ("mistral3", {"text_type": "ministral3"}, "natively", ""),
-        ("mistral3", {"text_type": "mistral4"}, "refused", "mistral4"),
+        ("qwen3", {}, NATIVE, ""),
+        ("mistral3", {"text_type": "ministral3"}, NATIVE, ""),
+        ("mistral3", {"text_type": "mistral4"}, REFUSED, MLA),
         ("cohere2", {}, "through transformers", ""),
-        ("deepseek_v3", {}, "refused", "MLA"),
-        ("qwen3_5", {"text_type": "qwen3_5_text"}, "refused", "qwen3_5_text: layers of kind 'linear_attention'"),
-        ("deepseek_v3", {"keys": {"kv_lora_rank": 64}}, "refused", "kv_lora_rank = 64"),
-        ("of_nobody", {}, "refused", "transformers does not know it"),
+        ("deepseek_v3", {}, REFUSED, MLA),
+        ("qwen3_5", {"text_type": "qwen3_5_text"}, REFUSED, RECURRENT),
+        ("deepseek_v3", {"keys": {"kv_lora_rank": 64}}, REFUSED, MLA),
+        ("granite_swa", {}, REFUSED, "s_aux (a sink)"),
+        ("llava", {}, REFUSED, "it has several parts"),
+        ("of_nobody", {}, REFUSED, "transformers does not know"),
+        ("plamo3", {}, REFUSED, "no public implementation of it can be run to compare with"),
+        ("bailing_moe", {}, REFUSED, "no public implementation of it can be run to compare with"),
+        ("step3p5", {}, REFUSED, "no public implementation of it can be run to compare with"),
     ],
 )
 def test_the_code_is_asked(model_type: str, more: dict[str, Any], runs: str, reason: str, tests: Tables) -> None:
     """Also of a model type that is moved to a row: `cohere2` is settled by a row or by the tables of the fallback."""
     verdict = ask(model_type, tests, **more)
-    assert verdict.runs == ("natively" if model_type in FAMILIES and not reason else runs)
-    assert reason in verdict.reason
+    assert verdict.runs == (NATIVE if model_type in FAMILIES and not reason else runs)
+    assert reason in "".join(verdict.reasons)
+
+
+def test_each_mechanism_that_an_error_names_is_a_reason(tests: Tables) -> None:
+    sparse, mla = ask("deepseek_v32", tests).reasons
+    assert (sparse[:16], mla) == ("sparse attention", MLA)
+    assert {sparse, mla} <= {mechanism.name for mechanism in MECHANISMS}
+
+
+def write_recipes(folder: Path, monkeypatch: pytest.MonkeyPatch, models: list[dict[str, Any]]) -> None:
+    file = folder / "recipes.json"
+    file.write_text(json.dumps({"models": models}))
+    monkeypatch.setattr(published_models, "RECIPES", file)
 
 
 def test_a_model_without_a_readable_checkpoint_is_not_counted(
-    tests: Tables, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    tests: Tables, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     precisions = {"both": ["nvfp4", "fp8"], "neither": ["nvfp4", "int4"]}
     models = [{"name": f"o/{k}", "model_type": "qwen3", "moe": False, "precisions": v} for k, v in precisions.items()]
-    file = tmp_path / "recipes.json"
-    file.write_text(json.dumps({"models": models}))
-    monkeypatch.setattr(model_facts, "RECIPES", file)
-    _, (both, neither) = read_published(tests)
-    assert both.verdict == Verdict("natively")
-    assert neither.verdict == Verdict("refused", "nvfp4 is not read")
+    write_recipes(tmp_path, monkeypatch, models)
+    _, (both, neither) = read_recipes(tests)
+    assert both.verdict == Verdict(NATIVE)
+    assert neither.verdict == Verdict(REFUSED, ("nvfp4 is not read",))
     assert unreadable("bf16", "qwen3") is None
     assert unreadable("mxfp4", "gpt_oss") is None
     assert "mxfp4" in (unreadable("mxfp4", "qwen3") or "")
     assert (both.is_fp8, neither.is_fp8) == (True, False)
+    assert (both.seen, neither.seen) == (False, False)
+
+
+def test_a_published_file_decides_over_the_model_type(
+    tests: Tables, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("Qwen/Qwen3-8B", "Qwen/Qwen3-VL-2B-Instruct", "Qwen/Qwen3-0.6B-of-nobody", "moonshotai/Kimi-K3")
+    models = [{"name": name, "model_type": "qwen3", "moe": False, "precisions": ["bf16"]} for name in names]
+    write_recipes(tmp_path, monkeypatch, models)
+    _, (file, excerpt, unseen, refused) = found = read_recipes(tests)
+    assert [(one.runs, one.seen) for one in (file, excerpt, unseen)] == [(True, True), (True, False), (True, False)]
+    assert (file.family, excerpt.family) == ("qwen3", "qwen3_vl")  # the second by its file, not by the recipe
+    assert refused.verdict.reasons[1:] == (MLA,)
+    assert RECURRENT in refused.verdict.reasons[0]
+    assert models_table.counted(found[1]) == (1, 2, 1)
+    others = read_others(found[1])
+    assert len(others) == len(list(FILES.glob("*.json"))) - 3
+    assert not {one.name for one in others} & {*names}
+
+
+def test_every_published_file_is_in_one_table(recipes: list[Published]) -> None:
+    others = read_others(recipes)
+    files = {file.stem.replace("--", "/", 1) for file in FILES.glob("*.json")}
+    named = {one.name for one in recipes if one.name in files}
+    assert named | {one.name for one in others} == files
+    assert {one.name for one in recipes if one.seen} < named  # some are excerpts
+    assert "Qwen/Qwen2.5-32B" in named
+    gemma = next(one for one in others if one.name == "google/gemma-4-26B-A4B")
+    assert gemma.family == "gemma4_text"
+
+
+def test_what_is_refused_has_its_reason_in_the_document(tests: Tables, recipes: list[Published]) -> None:
+    others = read_others(recipes)
+    rows = models_table.refused_table(tests, recipes, others).splitlines()[2:]
+    assert all(any(row.startswith(f"| {mechanism.name} |") for row in rows) for mechanism in MECHANISMS)
+    numbers = [int(row.split(" | ")[1]) for row in rows]
+    assert numbers == sorted(numbers, reverse=True)
+    assert all(len(row.partition(" | ")[0]) < 90 for row in rows)
+    listed = [row.split(" | ")[2].split(", ") for row in rows]
+    for one in recipes:
+        assert sum(one.short_name in names for names in listed) == len(one.verdict.reasons)
+        assert one.runs == (not one.verdict.reasons)
+    forms = models_table.forms_table().splitlines()[2:]
+    assert len(forms) == len(models_table.ASKED_FORMS)
+    assert all(reason.strip(" |") for _, reason in (row[2:].split(" | ", 1) for row in forms))
 
 
 def test_the_list_is_complete() -> None:
-    models = json.loads(model_facts.RECIPES.read_text())["models"]
+    models = json.loads(published_models.RECIPES.read_text())["models"]
     assert len({model["name"] for model in models}) == len(models) == 131
     assert sum(model["moe"] for model in models) == 77
     assert sum(bool({"fp8", "mxfp8"} & set(model["precisions"])) for model in models) == 72

@@ -234,6 +234,38 @@ def test_text_stops_exactly_before_the_first_stop_string_however_it_is_cut(demo,
     assert (together.append(ids) + together.finish(), together.stop_reason) == (expected, stop)
 
 
+@settings(max_examples=examples(200))
+@given(
+    parts=st.lists(st.text(st.sampled_from("ab😀 é"), max_size=6), max_size=12),
+    stops=st.lists(st.text(st.sampled_from("ab😀 é"), min_size=1, max_size=5), min_size=1, max_size=3, unique=True),
+    min_tokens=st.integers(0, 6),
+)
+def test_an_included_stop_string_is_the_only_difference_and_holds_nothing_back(demo, parts, stops, min_tokens):
+    ids = [token for part in parts for token in demo.encode(part, add_special_tokens=False)]
+    options = {"stop": stops, "min_tokens": min_tokens}
+    left_out, reason = stream(demo, ids, **options)
+    pieces, included_reason = stream(demo, ids, include_stop_str_in_output=True, **options)
+    assert included_reason == reason
+    assert "".join(pieces) == "".join(left_out) + (reason or "")
+    plain, _ = stream(demo, ids)
+    length = len("".join(pieces))
+    for end in range(len(pieces) + 1):
+        assert "".join(pieces[:end]) == "".join(plain[:end])[:length]
+    together = Detokenizer(demo, SamplingParams(include_stop_str_in_output=True, max_tokens=None, **options))
+    assert together.append(ids) + together.finish() == "".join(pieces)
+
+
+def test_what_may_begin_an_included_stop_string_is_given_out_at_once(demo):
+    detokenizer = Detokenizer(demo, SamplingParams(stop="\n\n#", include_stop_str_in_output=True))
+    ids = {text: demo.encode(text, add_special_tokens=False) for text in ("x", "\n", "#")}
+    for text in ("x", "\n", "\n", "\n", "#"):
+        assert detokenizer.append(ids[text]) == text
+    assert detokenizer.stop_reason == "\n\n#"
+    assert detokenizer.append(ids["x"]) + detokenizer.finish() == ""
+    both = Detokenizer(demo, SamplingParams(stop="b", include_stop_str_in_output=True))
+    assert both.append(demo.encode("a b c", add_special_tokens=False)) == "a b"
+
+
 def test_a_stop_string_inside_one_token(byte_level):
     ids = byte_level.encode("hello world", add_special_tokens=False)
     assert len(ids) < 5

@@ -309,9 +309,38 @@ def test_what_was_decided_is_shown() -> None:
     assert all(isinstance(layer, FP8Layer) for layer in cache.layers)
 
 
+def test_skipped_layers_are_those_of_dynamic_cache(tmp_path: Path) -> None:
+    """Named by number or by window; their scales may be missing. The others are quantized as before."""
+    folder = with_scales(tmp_path / "m", layers=(1,))
+    for config, options, skipped in (
+        (MIXED, {"kv_cache_dtype_skip_layers": ["sliding_window"]}, 1),
+        (MIXED, {"kv_cache_dtype_skip_layers": [0]}, 0),
+        (LLAMA, {"model": folder, "kv_cache_dtype_skip_layers": "0"}, 0),
+    ):
+        ours, theirs = FP8Cache(config, **options), DynamicCache(config=config)
+        filled(ours, 9)
+        filled(theirs, 9)
+        assert type(ours.layers[skipped]) is type(theirs.layers[skipped])
+        assert torch.equal(ours.layers[skipped].keys, theirs.layers[skipped].keys)
+        assert isinstance(ours.layers[1 - skipped], FP8Layer)
+        assert f"FP8Cache(fp8_e4m3fn, layer {skipped} in bfloat16, scales" in repr(ours)
+        plain, quantized = theirs.layers[skipped], ours.layers[1 - skipped]
+        assert ours.nbytes == plain.keys.nbytes + plain.values.nbytes + quantized.num_bytes
+    assert ours.kv_cache.scale_source == "checkpoint"
+    k, _ = ours.update(x := states(2, 7, 1), x, 1)
+    scale = torch.tensor(0.11)
+    assert torch.equal(k[:, :, -7:], decode(encode(x, scale, Format.E4M3FN), scale))
+    with pytest.raises(CheckpointError, match="none for layer 0 of 2"):
+        FP8Cache(LLAMA, model=folder)
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
+        ({"kv_cache_dtype_skip_layers": [2]}, "'2': this model has 2 layers, 0 to 1"),
+        ({"kv_cache_dtype_skip_layers": [0, 1]}, "no layer with an 8-bit cache is left"),
+        ({"kv_cache_dtype_skip_layers": "sliding_window"}, "no layer of this model has a window"),
+        ({"kv_cache_dtype_skip_layers": 1.5}, "kv_cache_dtype_skip_layers is 1.5"),
         ({"kv_cache_dtype": "fp9"}, r"kv_cache_dtype 'fp9' is unknown.*choose fp8, fp8_e4m3"),
         ({"kv_cache_dtype": "bfloat16"}, "FP8Cache stores FP8; use transformers' DynamicCache"),
         ({"kv_cache_dtype": "auto"}, "FP8Cache stores FP8"),

@@ -9,21 +9,24 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
+from freight.audit.families import family_of, known
 from freight.audit.rules import (
     ASSEMBLIES,
     AUTO_RULES,
+    CT,
     INPUT_RULES,
     NAME_RULES,
     READ,
+    VLLM_NOTES,
     Assembly,
     Effect,
     Engine,
     NameRule,
 )
+from freight.audit.schemes import KVScheme, vllm_refusal
 from freight.errors import ConfigError, choices
 
 _AFTER_LAYER = re.compile(r"(?:^|\.)layers\.\d+\.(.*)$")
-_UNREAD = "no rule says that this engine reads this name in this family"
 _NAMES = {Engine.VLLM: "vLLM", Engine.SGLANG: "SGLang", Engine.TGI: "TGI"}
 
 
@@ -42,7 +45,8 @@ class Facts:
     """What decides an engine's behaviour. `strategy` is that of a declared kv_cache_scheme, 'none' without one.
 
     `input_scales` counts the scales of static activations by the last part of their names. `rounded` maps the names of
-    `kv_scale` tensors to their values in the model's dtype.
+    `kv_scale` tensors to their values in the model's dtype. `architecture` is the first of config.json's
+    `architectures`. `scheme` is a kv_cache_scheme that is an object. `query_scales` counts the scales of queries.
     """
 
     method: str
@@ -53,11 +57,14 @@ class Facts:
     stored: tuple[StoredScale, ...]
     input_scales: tuple[tuple[str, int], ...] = ()
     rounded: tuple[tuple[str, float], ...] = ()
+    architecture: str = ""
+    scheme: KVScheme | None = None
+    query_scales: int = 0
 
 
 @dataclass(frozen=True)
 class Side:
-    """K's or V's scale of one layer in one engine. `values` has one number, or one per KV head."""
+    """K's or V's scale of one layer in one engine. `values` has one number, or one per KV head; none if unknown."""
 
     effect: Effect
     values: tuple[float, ...]
@@ -78,7 +85,9 @@ class EngineView:
     """One engine and this checkpoint. `refusal` says why the engine does not load it; '' if it does.
 
     `auto_fp8`: whether the engine stores FP8 without being asked. `doubled`: whether scales are doubled for E4M3FNUZ.
-    `input_scales`: (last part of the name, how many, effect) of the scales of static activations.
+    `input_scales`: (last part of the name, how many, effect) of the scales of static activations. `family` is what the
+    engine chooses the model's class by. `caveat` is what no figure here contains, '' if there is nothing; `notes` are
+    further conditions.
     """
 
     engine: Engine
@@ -89,6 +98,9 @@ class EngineView:
     doubled: bool
     refusal: str
     input_scales: tuple[tuple[str, int, Effect], ...] = ()
+    family: str = ""
+    caveat: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def title(self) -> str:
@@ -97,7 +109,7 @@ class EngineView:
     @property
     def truncates_on_cpus(self) -> bool:
         """Whether its CPU kernels round towards zero (`vllm_cpu`); older ones have no cache in E4M3."""
-        return self.engine is Engine.VLLM and _number(self.version) >= _number("0.32")
+        return self.engine is Engine.VLLM and _number(self.version) >= (0, 32)
 
     @property
     def sides(self) -> tuple[Side, ...]:
@@ -111,6 +123,11 @@ class EngineView:
     @property
     def all_used(self) -> bool:
         return all(side.effect in (Effect.USED, Effect.CONVERTED) for side in self.sides)
+
+    @property
+    def unknown(self) -> tuple[Side, ...]:
+        """The sides of which it is not known what the engine does."""
+        return tuple(side for side in self.sides if side.effect is Effect.UNKNOWN)
 
     @property
     def lost(self) -> tuple[int, ...]:
@@ -133,17 +150,24 @@ def parse_engine(text: str) -> tuple[Engine, str]:
     version = version or READ[engine][-1]
     if not re.fullmatch(r"\d+(\.\d+){0,3}", version):
         raise ConfigError(f"--engine {text!r}: {version!r} is not a version; write {name}={READ[engine][-1]}")
-    if _number(version) < _number(READ[engine][0]):
+    if _rules_of(engine, version) is None:
         raise ConfigError(
-            f"--engine {text!r}: the oldest version whose rules are known is {READ[engine][0]}; known are "
-            f"{', '.join(READ[engine])}"
+            f"--engine {text!r}: the sources of {_NAMES[engine]} {version} were not read, and engines change; "
+            f"read were {', '.join(READ[engine])} (and their patch releases)"
         )
     return engine, version
 
 
+def _rules_of(engine: Engine, version: str) -> str | None:
+    """The version that was read and is this one, or whose patch release it is."""
+    parts = version.split(".")
+    return next((one for one in READ[engine] if parts[: len(one.split("."))] == one.split(".")), None)
+
+
 def view(engine: Engine, version: str, facts: Facts) -> EngineView:
     """What `engine` at `version` does with a checkpoint of these facts."""
-    rules_of = [read for read in READ[engine] if _number(read) <= _number(version)][-1]
+    rules_of = _rules_of(engine, version)
+    assert rules_of is not None, "parse_engine accepts versions that were read"
     assembly = next(
         one
         for one in ASSEMBLIES
@@ -159,10 +183,26 @@ def view(engine: Engine, version: str, facts: Facts) -> EngineView:
     )
     refused = [side for layer in layers for side in (layer.k, layer.v) if side.effect is Effect.REFUSED]
     refusal = f"{refused[0].name}: {refused[0].why} ({refused[0].source})" if refused else ""
+    recent = engine is Engine.VLLM and rules_of != READ[engine][0]
+    if engine is Engine.VLLM and facts.method in CT and facts.scheme is not None:
+        refusal = vllm_refusal(facts.scheme, recent) or refusal
     auto = any(rule.engine is engine and facts.method in rule.methods for rule in AUTO_RULES) and facts.declares_kv
     read = {suffix: effect for of, suffix, effect, _ in INPUT_RULES if of is engine}
     inputs = tuple((name, count, read.get(name, Effect.IGNORED)) for name, count in facts.input_scales)
-    return EngineView(engine, version, rules_of, layers, auto, assembly.doubled, refusal, inputs)
+    family = family_of(engine, facts.architecture, facts.model_type)
+    caveat, notes = _conditions(facts) if recent else ("", ())
+    return EngineView(engine, version, rules_of, layers, auto, assembly.doubled, refusal, inputs, family, caveat, notes)
+
+
+def _conditions(facts: Facts) -> tuple[str, tuple[str, ...]]:
+    """What vLLM's backends and options change: (what no figure contains, further conditions)."""
+    q_scale = "the checkpoint's q_scale" if facts.query_scales else "q_scale = 1.0"
+    caveat = (
+        "on GPUs its FlashAttention 3 (H100), Triton, and FlashInfer (Blackwell) round queries to FP8 too, with "
+        f"{q_scale}, which is not measured here"
+    )
+    per_head = facts.method in CT and facts.scheme is not None and facts.scheme.strategy == "attn_head"
+    return caveat, ((VLLM_NOTES[0],) if per_head else ()) + VLLM_NOTES[1:]
 
 
 def _number(version: str) -> tuple[int, ...]:
@@ -181,17 +221,24 @@ def _rule(engine: Engine, version: str, stored: StoredScale, facts: Facts) -> Na
         if rule.engine is not engine or not _holds(rule, version) or not re.fullmatch(rule.names, tail):
             continue
         pairs = ((rule.methods, facts.method), (rule.strategies, facts.strategy), (rule.model_types, facts.model_type))
-        if all(not known or value in known for known, value in pairs):
+        if all(not allowed or value in allowed for allowed, value in pairs):
             return rule
-    return NameRule(engine, ".*", Effect.IGNORED, _UNREAD, "src/freight/audit/rules.py")
+    family = family_of(engine, facts.architecture, facts.model_type)
+    found = known(engine, version, family, tail, facts.method, facts.strategy)
+    if found is None:
+        why = f"no rule was read for {tail} of {family} with quant_method {facts.method} in {_NAMES[engine]} {version}"
+        return NameRule(engine, ".*", Effect.UNKNOWN, why, "src/freight/audit/engine_families.json")
+    as_k = tail.endswith(".kv_scale") and found.effect is Effect.USED
+    return NameRule(engine, ".*", found.effect, found.why, found.source, sides="k" if as_k else "")
 
 
 def _layer(index: int, found: list[tuple[StoredScale, NameRule]], assembly: Assembly, facts: Facts) -> LayerEffect:
     """A layer's sides, from its tensors and the rules that match them."""
     loaded: dict[str, tuple[StoredScale, NameRule]] = {}
     for stored, rule in found:
-        if rule.effect is Effect.REFUSED:
-            side = Side(Effect.REFUSED, (1.0,), stored.name, rule.why, rule.source)
+        if rule.effect in (Effect.REFUSED, Effect.UNKNOWN):
+            values = (1.0,) if rule.effect is Effect.REFUSED else ()
+            side = Side(rule.effect, values, stored.name, rule.why, rule.source)
             return LayerEffect(index, side, side)
         if rule.effect in (Effect.USED, Effect.CONVERTED):
             for letter in rule.sides or stored.side:

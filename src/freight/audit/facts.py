@@ -12,6 +12,7 @@ from typing import Any
 
 from freight.audit.effects import Facts, StoredScale
 from freight.audit.rules import NONE
+from freight.audit.schemes import KVScheme
 from freight.checkpoint.headers import FORMAT_NAMES
 from freight.checkpoint.kv_scales import parse_scale_name
 from freight.checkpoint.reader import Checkpoint
@@ -19,6 +20,7 @@ from freight.errors import CheckpointError
 from freight.fp8.cast import torch_dtype
 
 _INPUTS = ("input_scale", "activation_scale", "act_scale", "qscale_act")
+_QUERIES = (".q_scale", ".q_proj.output_scale")
 _SIDES = {"k": 0, "v": 1, "kv": 2}  # engines that know both forms take separate scales first
 
 
@@ -53,6 +55,9 @@ def read_facts(path: Path) -> tuple[Checkpoint, Facts]:
         tuple(stored),
         tuple(sorted(inputs.items())),
         tuple(rounded),
+        _architecture(config),
+        _scheme(declared.get("kv_cache_scheme")),
+        sum(name.endswith(_QUERIES) for name in checkpoint.names),
     )
     return checkpoint, facts
 
@@ -82,6 +87,17 @@ def _kv_scheme(declared: Mapping[str, Any]) -> tuple[str, bool]:
         return strategy, scheme.get("num_bits") == 8 and scheme.get("type") == "float"
     named = isinstance(scheme, str) or str(declared.get("kv_cache_quant_algo")).upper() == "FP8"
     return ("tensor" if named else NONE), named
+
+
+def _architecture(config: Mapping[str, Any]) -> str:
+    names = config.get("architectures")
+    return str(names[0]) if isinstance(names, list) and names else ""
+
+
+def _scheme(declared: object) -> KVScheme | None:
+    if not isinstance(declared, Mapping):
+        return None
+    return KVScheme(*(declared.get(key) for key in ("type", "num_bits", "strategy", "symmetric")))
 
 
 def _model_dtype(config: Mapping[str, Any]) -> Any:

@@ -40,8 +40,8 @@ class LayerCost:
 
 
 def engine_scales(view: EngineView) -> KVScales | None:
-    """The scales that the engine divides by, made for E4M3FN; None if it does not load the checkpoint."""
-    if view.refusal:
+    """The scales that the engine divides by, made for E4M3FN; None if it does not load the checkpoint, or not known."""
+    if view.refusal or view.unknown:
         return None
     return KVScales(tuple(map(_layer_scales, view.layers)))
 
@@ -81,7 +81,7 @@ def measure(
     length = window_length(window, configs[0].max_model_len)
     windows = [part.window for part in cut_documents(opened, [text], length, max_tokens)]
     with opened.threads(configs[0]):
-        decoder = load_for(opened, configs)
+        decoder = load_for(opened, configs, length)
         kernels = [None] * (1 + len(caches)) + [VllmCpuKernels()] * len(truncated)
         runs = [
             cache_run(opened, decoder, config, length, kernels=own)
@@ -124,18 +124,22 @@ def measured_scales(args: EngineArgs, text: str, window: int | None = None, max_
     ids = tokenizer.encode(text, add_special_tokens=False)[:max_tokens]
     length = min(window or 1024, config.max_model_len)
     with opened.threads(config):
-        runner = _runner(opened, config, opened.load(config), length, opened.kernels(config))
-        largest = [[0.0, 0.0] for _ in opened.model.layers]
+        runner = _runner(opened, config, opened.load(config, length), length, opened.kernels(config))
+        paged = runner.pool.paged
+        largest = {index: [0.0, 0.0] for index in paged}
         for start in range(0, len(ids), length):
             part = ids[start : start + length]
             runner.logits(part, 0, runner.pool.whole)
-            for best, layer in zip(largest, runner.pool.layers, strict=True):
+            for index, layer in paged.items():
+                best = largest[index]
                 for side, scale in enumerate((layer.pages.k_scale, layer.pages.v_scale)):
                     assert scale is not None
                     best[side] = max(best[side], float(scale.flatten(0, 1)[: len(part)].max()))
     # A layer whose keys are all zero has no amax; any scale stores its zeros.
-    layers = tuple(LayerScales((k or 1.0,), (v or 1.0,), Granularity.TENSOR) for k, v in largest)
-    return for_variant(KVScales(layers, opened.device.native_e4m3), Format.E4M3FN)
+    found = {i: LayerScales((k or 1.0,), (v or 1.0,), Granularity.TENSOR) for i, (k, v) in largest.items()}
+    layers = tuple(found.get(index) for index in range(opened.model.num_layers))
+    scales = KVScales(layers, opened.device.native_e4m3, unneeded=opened.model.without_pages)
+    return for_variant(scales, Format.E4M3FN)
 
 
 def logprobs_as_vllm_cpu(args: EngineArgs, scales: KVScales, token_ids: Sequence[int]) -> torch.Tensor:
@@ -143,7 +147,7 @@ def logprobs_as_vllm_cpu(args: EngineArgs, scales: KVScales, token_ids: Sequence
     opened = open_model(args)
     config = replace(_sixteen_bits(opened, replace(args, kernels="reference")), kv=static(scales, Format.E4M3FN))
     with opened.threads(config):
-        runner = _runner(opened, config, opened.load(config), len(token_ids), VllmCpuKernels())
+        runner = _runner(opened, config, opened.load(config, len(token_ids)), len(token_ids), VllmCpuKernels())
         logits = runner.logits(list(token_ids), 0, runner.pool.whole)
     targets = torch.tensor(list(token_ids[1:]), dtype=torch.int64, device=logits.device)
     return torch.log_softmax(logits[:-1], -1).gather(-1, targets[:, None])[:, 0]
@@ -159,6 +163,5 @@ def _runner(
 ) -> ModelRunner:
     """The model over a cache for one sequence of `length` tokens."""
     spec = opened.cache_spec(config)
-    blocks = [-(-length // config.block_size)] * len(spec.groups)
-    pool = allocate_pool(spec, config.kv, blocks, kernels, config.device, decoder.rotaries)  # type: ignore[arg-type]
+    pool = allocate_pool(spec, config.kv, spec.blocks_of(length), kernels, config.device, decoder.rotaries)  # type: ignore[arg-type]
     return ModelRunner(decoder, pool, config.device)

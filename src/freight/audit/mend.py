@@ -79,7 +79,7 @@ def with_scales(facts: Facts, scales: KVScales, names: str, method: str) -> Fact
         if layer is not None
         for side, values in (("k", layer.k), ("v", layer.v))
     )
-    return replace(facts, method=method, strategy="tensor", declares_kv=True, stored=stored, rounded=())
+    return replace(facts, method=method, strategy="tensor", declares_kv=True, stored=stored, rounded=(), scheme=None)
 
 
 def _uses(engine: Engine, version: str, facts: Facts) -> bool:

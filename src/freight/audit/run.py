@@ -90,7 +90,7 @@ def audit(
     path = resolve_model(args.model, args.revision)
     checkpoint, facts = read_facts(path)
     views = [view(engine, version, facts) for engine, version in engines]
-    stored, unmeasured = _stored_scales(path, args.model)
+    stored, unmeasured = _stored_scales(path, args)
     if not unmeasured and text is None:
         unmeasured = "no text was given (--data FILE)"
     measured = None if unmeasured else text
@@ -144,10 +144,10 @@ def _per_tensor(scales: KVScales) -> KVScales:
     return KVScales(tuple(LayerScales((max(x.k),), (max(x.v),), Granularity.TENSOR) for x in layers), scales.format)
 
 
-def _stored_scales(path: Path, name: str) -> tuple[KVScales | None, str]:
+def _stored_scales(path: Path, args: EngineArgs) -> tuple[KVScales | None, str]:
     """The checkpoint's scales, if K and V of every layer have them, per tensor or head; why it cannot be measured."""
     try:
-        opened = open_folder(path, name)
+        opened = open_folder(path, args.model, args.ignore_config_keys)
         scales = opened.uncentered_scales()
     except (ConfigError, CheckpointError) as error:
         return None, f"Freight does not run this checkpoint: {error}"
@@ -197,7 +197,10 @@ def _engine(report: EngineReport) -> dict[str, Any]:
         "version": one.version,
         "rules_of": one.rules_of,
         "verdict": report.verdict,
+        "family": one.family,
         "refusal": one.refusal or None,
+        "caveat": one.caveat or None,
+        "notes": list(one.notes),
         "fp8_by_default": one.auto_fp8,
         "doubles_for_fnuz": one.doubled,
         "scales": one.counts,
@@ -217,7 +220,7 @@ def _side(side: Side) -> dict[str, Any]:
     return {
         "effect": side.effect,
         "values": list(side.values),
-        "granularity": "tensor" if len(side.values) == 1 else "head",
+        "granularity": {0: None, 1: "tensor"}.get(len(side.values), "head"),
         "name": side.name or None,
         "why": side.why or None,
         "source": side.source or None,

@@ -5,11 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from freight.audit.effects import EngineView
-
-# A cost is called small if it is near that of scales measured per token, the best that E4M3 can do, or if it is
-# below what a change of kernels or batch size does to a 16-bit model.
-NEAR = 3.0  # times the KL of the cache with a scale per token
-SMALL = 0.002  # nats per token
+from freight.evaluate.safety import within_bounds
 
 
 @dataclass(frozen=True)
@@ -21,21 +17,24 @@ class Cost:
     same_top: float
 
 
-def is_safe(cost: Cost, dynamic: Cost) -> bool:
-    """Whether `cost` is small: see NEAR and SMALL."""
-    return cost.kl_mean <= max(NEAR * dynamic.kl_mean, SMALL)
+def is_safe(cost: Cost) -> bool:
+    """Whether `cost` keeps the bounds of `freight evaluate` on the text that was measured."""
+    return within_bounds(cost.kl_mean, cost.same_top)
 
 
 def sentence(view: EngineView, cost: Cost | None, plain: Cost | None, dynamic: Cost | None) -> str:
     """One sentence. Costs are None where nothing was measured."""
     if view.refusal:
         return f"{view.title} does not load this checkpoint: {view.refusal}."
+    if view.unknown:
+        return f"{view.title}: not known: {view.unknown[0].why}."
     does = f"{view.title} with an FP8 cache {_does(view)}"
     if cost is None or plain is None or dynamic is None:
         return f"{does}; not measured."
     figures = f"perplexity {plain.perplexity:.2f} becomes {cost.perplexity:.2f}, mean KL {cost.kl_mean:.5f}"
-    if is_safe(cost, dynamic):
-        return f"{does}: safe on this text ({figures})."
+    if is_safe(cost):
+        but = f"; {view.caveat}" if view.caveat else ""
+        return f"{does}: safe on this text ({figures}){but}."
     least = f"a scale per token has {dynamic.kl_mean:.5f}"
     return f"{does}: not safe on this text ({figures}; {least})."
 

@@ -62,7 +62,7 @@ def measure_caches(
     cells: list[_Cell] = []
     for memory in memories:
         for cache in caches:
-            asked = replace(args, kv_cache_dtype=cache, kv_cache_memory=memory)
+            asked = replace(args.with_cache(cache), kv_cache_memory=memory)
             weights = cells[0].engine.runner.model if cells else None
             cells.append(_Cell(memory, *start_engine(replace(opened, args=asked), decoder=weights)))
     vocab_size, after = opened.model.vocab_size, [after for _, after in lengths]
@@ -100,7 +100,7 @@ def _row(cell: _Cell, first: _Cell) -> dict[str, Any]:
     kv, pool = cell.config.kv, cell.engine.runner.pool
     return {
         "kv_cache_memory": cell.memory,
-        "kv_cache_dtype": str(kv.format),
+        "kv_cache_dtype": kv.names()["dtype"],
         "scales": f"{kv.granularity}, {kv.scale_source}" if kv.granularity else None,
         "capacity_tokens": pool.capacity_tokens,
         "mean_running": sum(step.seconds * step.num_running for step in cell.steps) / time,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from freight.cache.groups import Pages
 from freight.cache.pool import allocate_pool
 from freight.cache.spec import KVCacheSpec, LayerKVSpec
 from freight.config.engine import KVCacheConfig
@@ -45,11 +46,17 @@ class Case:
 
 @dataclass(frozen=True)
 class Heads:
-    """The heads of an attention layer."""
+    """The heads of an attention layer. `v_dim`: channels of a head of v; None: `head_dim`, as of q and k."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    v_dim: int | None = None
+
+    @property
+    def width(self) -> int:
+        """Values of q, k and v that a token has."""
+        return (self.num_heads + self.num_kv_heads) * self.head_dim + self.num_kv_heads * (self.v_dim or self.head_dim)
 
 
 @dataclass(frozen=True)
@@ -117,7 +124,7 @@ class Bench:
             SequenceSlice([0] * new_tokens, context - new_tokens, (own,), Logits.LAST)
             for own in order.view(batch_size, blocks).tolist()
         ]
-        sequences = prepare(slices, BLOCK_SIZE, self.device).sequences(0)
+        sequences = prepare(slices, [Pages((0,), 0, None, BLOCK_SIZE)], self.device).sequences(0)
         q = self._activations(batch_size * new_tokens, heads.num_heads * heads.head_dim)
         q = q.view(-1, heads.num_heads, heads.head_dim)
         calls = [partial(self.kernels.attention, q, page, sequences, heads.head_dim**-0.5, None) for page in pages]
@@ -130,12 +137,12 @@ class Bench:
     def rotate_store(self, tokens: int, heads: Heads, format: Format, granularity: Granularity | None) -> Case:
         pages, size = self._pages(heads, format, granularity, -(-tokens // BLOCK_SIZE))
         all_heads, dim = heads.num_heads + 2 * heads.num_kv_heads, heads.head_dim
-        qkv = self._activations(tokens, all_heads * dim)
+        qkv = self._activations(tokens, heads.width)
         positions = torch.arange(tokens, dtype=torch.int64, device=self.device)
         slots = torch.randperm(tokens, dtype=torch.int64, device=self.device)
         rotary = Rotary(*torch.rand(2, tokens, dim // 2, dtype=torch.float32, device=self.device))
         # qkv and q; cosines and sines
-        num_bytes = size * tokens + 2 * tokens * (all_heads + heads.num_heads) * dim + 4 * tokens * dim
+        num_bytes = size * tokens + 2 * tokens * (heads.width + heads.num_heads * dim) + 4 * tokens * dim
         calls = [partial(self.kernels.rotate_store, qkv, rotary, positions, slots, page) for page in pages]
         return Case("rotate_store", cache_name(format, granularity), (tokens, all_heads, dim), num_bytes, 0, calls)
 
@@ -156,18 +163,18 @@ class Bench:
         self, heads: Heads, format: Format, granularity: Granularity | None, blocks: int
     ) -> tuple[list[KVPages], int]:
         """Copies of `blocks` blocks full of random codes, and the bytes of one token."""
-        source, scales = None, None
+        source, scales, dims = None, None, (heads.head_dim, heads.v_dim or heads.head_dim)
         if granularity is Granularity.TOKEN:
             source = ScaleSource.DYNAMIC
         elif granularity is not None:
             source = ScaleSource.CALIBRATED
-            values = (SCALE,) * granularity.num_scales(heads.num_kv_heads, heads.head_dim)
-            scales = KVScales((LayerScales(values, values, granularity),), format)
-        layer = LayerKVSpec(format, granularity, heads.num_kv_heads, heads.head_dim, heads.head_dim)
+            k, v = ((SCALE,) * granularity.num_scales(heads.num_kv_heads, dim) for dim in dims)
+            scales = KVScales((LayerScales(k, v, granularity),), format)
+        layer = LayerKVSpec(format, granularity, heads.num_kv_heads, *dims)
         spec, config = KVCacheSpec((layer,), BLOCK_SIZE), KVCacheConfig(format, granularity, source, scales)
         copies = self._copies(spec.bytes_per_token * blocks * BLOCK_SIZE)
         pools = [allocate_pool(spec, config, (blocks,), self.kernels, self.device) for _ in copies]
-        pages = [pool.layers[0].pages for pool in pools]
+        pages = [pool.paged[0].pages for pool in pools]
         for page in pages:
             _fill(page)
         return pages, spec.bytes_per_token
@@ -181,8 +188,8 @@ def attention_work(shape: tuple[int, int, int], heads: Heads) -> tuple[int, int]
     """(bytes of q and of the output, floating point operations over the keys that causal attention sees)."""
     batch_size, new_tokens, context = shape
     pairs = batch_size * (new_tokens * context - new_tokens * (new_tokens - 1) // 2)
-    width = heads.num_heads * heads.head_dim
-    return 4 * batch_size * new_tokens * width, 4 * pairs * width
+    width = heads.num_heads * (heads.head_dim + (heads.v_dim or heads.head_dim))
+    return 2 * batch_size * new_tokens * width, 2 * pairs * width
 
 
 def _product(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -143,40 +144,43 @@ def copy_bandwidth(size: int = 2**31) -> float:
     return 2 * size / seconds_in_graph(lambda: target.copy_(source), 0.0, least=5).median
 
 
-def cases(
-    kernels: KernelSet, sizes: Sizes, device: str, only: Sequence[str] = ()
-) -> Iterator[tuple[str, Callable[[], Case]]]:
+_Made = Iterator[tuple[str, Callable[[], Case]]]
+
+
+def cases(kernels: KernelSet, sizes: Sizes, device: str, only: Sequence[str] = ()) -> _Made:
     """Each case's kernel, and what makes it, one at a time, as together they are large."""
     bench = Bench(kernels, device)
-    in_fp8 = Bench(select_kernels(kernels.name, device, fp8_attention=True), device)
+    made = chain(
+        _attention_cases(bench, sizes, device), _store_cases(bench, sizes), _product_cases(bench, sizes, device)
+    )
+    return ((kernel, make) for kernel, make in made if not only or kernel in only)
 
-    def wanted(kernel: str) -> bool:
-        return not only or kernel in only
 
+def _attention_cases(bench: Bench, sizes: Sizes, device: str) -> _Made:
+    in_fp8 = Bench(select_kernels(bench.kernels.name, device, fp8_attention=True), device)
     for shape in sizes.attention:
-        if wanted("attention"):
-            for format, granularity in CACHES:
-                yield "attention", partial(bench.attention, *shape, sizes.heads, format, granularity)
-                if format.is_e4m3:
-                    yield (
-                        "attention",
-                        partial(in_fp8.attention, *shape, sizes.heads, format, granularity, ", FP8 products"),
-                    )
-        if wanted("torch.sdpa"):
-            yield "torch.sdpa", partial(_torch_attention, sizes.heads, shape, device, SDPBackend.FLASH_ATTENTION)
-            if device == "cuda" and shape[1] > 1 and torch.version.hip is None:
-                yield "torch.sdpa", partial(_torch_attention, sizes.heads, shape, device, SDPBackend.CUDNN_ATTENTION)
-    if wanted("rotate_store"):
         for format, granularity in CACHES:
-            yield "rotate_store", partial(bench.rotate_store, sizes.store, sizes.heads, format, granularity)
+            given = *shape, sizes.heads, format, granularity
+            yield "attention", partial(bench.attention, *given)
+            if format.is_e4m3:
+                yield "attention", partial(in_fp8.attention, *given, ", FP8 products")
+        yield "torch.sdpa", partial(_torch_attention, sizes.heads, shape, device, SDPBackend.FLASH_ATTENTION)
+        if device == "cuda" and shape[1] > 1 and torch.version.hip is None:
+            yield "torch.sdpa", partial(_torch_attention, sizes.heads, shape, device, SDPBackend.CUDNN_ATTENTION)
+
+
+def _store_cases(bench: Bench, sizes: Sizes) -> _Made:
+    for format, granularity in CACHES:
+        yield "rotate_store", partial(bench.rotate_store, sizes.store, sizes.heads, format, granularity)
+
+
+def _product_cases(bench: Bench, sizes: Sizes, device: str) -> _Made:
     for rows, out_features, in_features in (sizes.product, *sizes.decode_products):
         matrix = out_features, in_features
-        if wanted("linear"):
-            for activations in (Activations.DYNAMIC, Activations.PLAIN):
-                yield "linear", partial(bench.linear, rows, matrix, Format.E4M3FN, activations)
-        if wanted("torch.linear"):
-            yield "torch.linear", partial(bench.torch_linear, rows, matrix)
-    if wanted("torch._scaled_mm") and device == "cuda":
+        for activations in (Activations.DYNAMIC, Activations.PLAIN):
+            yield "linear", partial(bench.linear, rows, matrix, Format.E4M3FN, activations)
+        yield "torch.linear", partial(bench.torch_linear, rows, matrix)
+    if device == "cuda":
         for fast in (False, True):
             yield "torch._scaled_mm", partial(bench.scaled_mm, sizes.product[0], sizes.product[1:], fast)
 

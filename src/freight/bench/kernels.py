@@ -87,8 +87,8 @@ def _cases(
                 yield partial(bench.torch_linear, count, shape)
             if wanted("torch._scaled_mm") and count == rows[0]:
                 yield partial(bench.scaled_mm, count, shape)
-    mixer = model.layers[0].mixer
-    heads = Heads(mixer.num_heads, mixer.num_kv_heads, mixer.k_dim)
+    mixer = next(iter(model.attention.values()))
+    heads = Heads(mixer.num_heads, mixer.num_kv_heads, mixer.k_dim, mixer.v_dim)
     for format, granularity in CACHES:
         if wanted("attention"):
             yield partial(bench.attention, 1, 1, context, heads, format, granularity)
@@ -98,8 +98,9 @@ def _cases(
 
 
 def linear_shapes(model: ModelConfig) -> list[tuple[int, int]]:
-    """[out_features, in_features] of the merged projections of the first layer."""
-    mixer, feed_forward = model.layers[0].mixer, model.layers[0].feed_forward
+    """[out_features, in_features] of the merged projections of the first layer that has them."""
+    mixer = next(iter(model.attention.values()))
+    feed_forward = next(one.feed_forward for one in model.layers if one.feed_forward is not None)
     return [
         (sum(mixer.qkv_sizes), model.hidden_size),
         (model.hidden_size, mixer.num_heads * mixer.v_dim),

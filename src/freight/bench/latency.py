@@ -96,7 +96,7 @@ def _figures(runs: Sequence[tuple[float, list[StepRecord]]], batch_size: int, in
 
 def read_bytes(spec: KVCacheSpec, num_tokens: float) -> float:
     """Bytes of keys and values that a decode step reads of one sequence; of a window's layers, those in the window."""
-    return sum(min(num_tokens, group.window or num_tokens) * group.bytes_per_token for group in spec.groups)
+    return sum(group.read_bytes(num_tokens) for group in spec.groups)
 
 
 def _room(pool: KVPool, device: str) -> dict[str, int]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from freight.errors import ConfigError
+from freight.files import DATA_LIMIT, read_text
 
 
 @dataclass(frozen=True)
@@ -73,14 +74,14 @@ class Text:
 
     def asks(self, seed: int) -> Iterator[Ask]:
         numbers = _numbers(seed)
-        prefix = _piece(self.text, 0, round(self.shared_prefix * self.per_token))
+        prefix = piece(self.text, 0, round(self.shared_prefix * self.per_token))
         while True:
             length = max(1, round(self.prompt.draw(numbers) * self.per_token))
             begin = numbers.randrange(len(self.text))
-            yield Ask(prefix + _piece(self.text, begin, length), self.output.draw(numbers))
+            yield Ask(prefix + piece(self.text, begin, length), self.output.draw(numbers))
 
 
-def _piece(text: str, begin: int, length: int) -> str:
+def piece(text: str, begin: int, length: int) -> str:
     """`length` characters from `begin` on; the text starts again where it ends."""
     rounds = (begin + length) // len(text) + 1
     return (text * rounds)[begin : begin + length]
@@ -119,7 +120,7 @@ def read_prompts(path: Path, output: Lengths, seed: int) -> list[Ask]:
     Raises ConfigError that names the line.
     """
     try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")  # splitlines() also splits inside of JSON: U+2028
+        lines = read_text(path, "utf-8-sig", DATA_LIMIT).split("\n")  # splitlines() also splits inside of JSON: U+2028
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--prompts {path} cannot be read as text: {error}") from None
     numbers, asks = random.Random(seed), []

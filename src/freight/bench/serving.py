@@ -15,13 +15,15 @@ from typing import Any
 
 from freight.bench.http_stream import StreamError
 from freight.bench.load import Amount, Level, Target, fetch, find_accepted, run_level
-from freight.bench.prompts import Ask, Ids, Lengths, Listed, Prompts, Text, read_prompts
+from freight.bench.prompts import Ask, Ids, Lengths, Listed, Prompts, Text, piece, read_prompts
 from freight.bench.serving_figures import Run, figures, ratios
 from freight.errors import ConfigError, FreightError
 
 HELD_OUT = Path(__file__).parent.parent / "demo" / "heldout.txt"
 PROMPT_KINDS = ("text", "ids")
-PROBE_CHARACTERS = 400  # of the text by which a server's characters per token are found
+PROBE_CHARACTERS = 400  # of the text by which a server's characters per token are found at first
+PROBES = (16, 64)  # pieces of the length asked for, by which they are found then; the shorter, the more they differ
+PROBE_TOKENS = 2560  # so many tokens in all, within these numbers of pieces
 OnProgress = Callable[[int, int], None]
 
 
@@ -181,9 +183,30 @@ async def _prompts(args: ServingArgs, target: Target, text: str, per_token: floa
             raise ConfigError(f"--prompts {args.prompts_file} has token ids: leave --endpoint chat out")
         return Listed(asks)
     if args.prompt_kind == "text":
+        per_token = await _characters_per_token(target, text, args.prompt, per_token)
         return Text(text, per_token, args.prompt, args.output, args.shared_prefix)
     size = args.vocab_size or await _vocab_size(target)
     return Ids(size, args.prompt, args.output, args.shared_prefix)
+
+
+async def _characters_per_token(target: Target, text: str, lengths: Lengths, guess: float) -> float:
+    """As the server counts them in pieces of the length asked for, its chat template and BOS included.
+
+    The pieces begin at even distances, where those of a load, which begin at random, will hardly begin. `guess` where
+    the server does not answer them; the load itself then says why.
+    """
+    wanted = (lengths.low + lengths.high) / 2
+    length = max(1, round(wanted * guess))
+    count = round(min(max(PROBES[0], PROBE_TOKENS / wanted), PROBES[1]))
+    num_tokens = 0
+    for index in range(count):
+        ask = Ask(piece(text, len(text) * index // count, length), 1)
+        try:
+            _, answer = await find_accepted(target, ask)
+        except StreamError:
+            return guess
+        num_tokens += answer.num_prompt
+    return count * length / num_tokens if num_tokens else guess
 
 
 async def _vocab_size(target: Target) -> int:

@@ -2,6 +2,9 @@
 
 The bytes and scales are those that `rotate_store` writes into pages for the same keys and values.
 `read` decodes all of them. `append`, `keep` and `select` are the only writers.
+
+Memory is allocated outside of inference mode: tensors made in it could not be written to after it, and a cache that was
+filled in `torch.inference_mode()` is often continued by `generate`, which runs under `no_grad` only.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ class StoredTokens:
     """The keys, or the values, of one layer: bytes [batch, num_kv_heads, tokens, head_dim], and bfloat16 scales
     [batch, num_kv_heads, tokens] if they are dynamic, in memory with some room for tokens to come."""
 
+    @torch.inference_mode(False)
     def __init__(self, storage: Storage, states: Tensor) -> None:
         """Nothing yet, for states of the shape and on the device of `states`. Raises ConfigError if the scales have
         another shape."""
@@ -103,8 +107,10 @@ class StoredTokens:
     def select(self, rows: Tensor) -> None:
         """Take these rows of the batch instead: indices, or a mask."""
         rows = rows.to(self._bytes.device)
-        self._bytes, self._scales = self._bytes[rows], self._scales[rows]
+        with torch.inference_mode(False):
+            self._bytes, self._scales = self._bytes[rows], self._scales[rows]
 
+    @torch.inference_mode(False)
     def _allocate(self, tokens: int) -> None:
         """Move what is in use to memory for `tokens` tokens and some more."""
         (batch, heads, _, dim), capacity, used = self._bytes.shape, tokens + _spare(tokens), self.num_tokens

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from freight.cache.blocks import BlockAllocator
-from freight.cache.spec import CacheGroup
+from freight.cache.groups import CacheGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +67,7 @@ class CacheManager:
             for group, count in zip(groups, num_blocks, strict=True)
         )
         self._step_tokens = step_tokens
-        far = 2**62  # a position behind every window
-        self._giving_back = tuple(index for index, group in enumerate(groups) if group.first_block(far) > 0)
+        self._giving_back = tuple(index for index, group in enumerate(groups) if not group.keeps_all)
         tokens = [allocator.num_blocks * allocator.block_size for allocator in self.allocators]
         self.capacity_tokens = min([n for index, n in enumerate(tokens) if index not in self._giving_back] or tokens)
 

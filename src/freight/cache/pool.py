@@ -1,24 +1,27 @@
-"""KVPool: the memory of the cache, by layer. `PagedKV.store` is the only writer of pages and their scales."""
+"""KVPool: the memory of the cache, by layer. `PagedKV.store` is the only writer of pages and their scales; a state is
+written by the mixer of its layer alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from freight.cache.spec import KVCacheSpec, LayerKVSpec
+from freight.cache.spec import KVCacheSpec, LayerKVSpec, LayerStateSpec
 from freight.config.engine import KVCacheConfig
-from freight.config.model import ModelConfig
 from freight.fp8.cast import torch_dtype
-from freight.fp8.formats import Format, Granularity
+from freight.fp8.formats import Granularity
 from freight.fp8.scheme import LayerScales
 from freight.kernels.interface import KernelSet
 from freight.operands.batch import ForwardBatch
 from freight.operands.kv_pages import KeyCenter, KVPages
+from freight.operands.packed import PackedWeight, Rows
 from freight.operands.rotary import Rotary
+from freight.operands.states import States, Stretch
 
 
 class LayerKV(Protocol):
@@ -47,8 +50,8 @@ class LayerKV(Protocol):
         window: int | None,
         soft_cap: float | None,
         sinks: Tensor | None = None,
-        consumer: Any = None,
-    ) -> Any:
+        consumer: PackedWeight | None = None,
+    ) -> Rows:
         """Attention of q over what is stored, [num_tokens, num_heads, v_dim], for `consumer`: `KernelSet.attention`."""
         ...
 
@@ -81,17 +84,36 @@ class PagedKV:
         window: int | None,
         soft_cap: float | None,
         sinks: Tensor | None = None,
-        consumer: Any = None,
-    ) -> Any:
+        consumer: PackedWeight | None = None,
+    ) -> Rows:
         sequences = batch.sequences(self.group)
         return self.kernels.attention(q, self.pages, sequences, softmax_scale, window, soft_cap, sinks, consumer)
 
 
 @dataclass(frozen=True)
-class KVPool:
-    """The cache of all layers: in each group, `num_blocks` blocks of `spec.block_size` tokens."""
+class PagedState:
+    """One layer's states, as its mixer sees them: it reads the source of each stretch, and writes its target.
 
-    layers: tuple[PagedKV, ...]
+    group   the cache group whose block tables the layer follows
+    """
+
+    states: States
+    group: int = 0
+
+    def stretches(self, batch: ForwardBatch) -> Iterator[Stretch]:
+        """`States.stretches` of this layer's blocks."""
+        return self.states.stretches(batch.sequences(self.group))
+
+
+# What a layer's mixer has of the tokens before, of the mixer's kind; None for a layer that keeps nothing.
+LayerCache = LayerKV | PagedState | None
+
+
+@dataclass(frozen=True)
+class KVPool:
+    """The cache of all layers: in each group, `num_blocks` blocks. A layer that keeps nothing has None."""
+
+    layers: tuple[PagedKV | PagedState | None, ...]
     spec: KVCacheSpec
     num_blocks: tuple[int, ...]
 
@@ -101,13 +123,13 @@ class KVPool:
 
     @property
     def capacity_blocks(self) -> int:
-        """Blocks for whole sequences: those of the layers without a window, if there are any."""
-        whole = [count for count, group in zip(self.num_blocks, self.spec.groups, strict=True) if group.window is None]
+        """Blocks for whole sequences: those of the groups that keep all of them, if there are any."""
+        whole = [count for count, group in zip(self.num_blocks, self.spec.groups, strict=True) if group.keeps_all]
         return min(whole or self.num_blocks)
 
     @property
     def capacity_tokens(self) -> int:
-        return self.capacity_blocks * self.spec.block_size
+        return self.spec.capacity_tokens(self.num_blocks)
 
     @property
     def whole(self) -> tuple[range, ...]:
@@ -115,21 +137,28 @@ class KVPool:
         return tuple(range(count) for count in self.num_blocks)
 
     @property
+    def paged(self) -> dict[int, PagedKV]:
+        """The layers with pages, their own or another layer's, by index."""
+        return {index: layer for index, layer in enumerate(self.layers) if isinstance(layer, PagedKV)}
+
+    @property
+    def states(self) -> dict[int, PagedState]:
+        """The layers with a state, by index."""
+        return {index: layer for index, layer in enumerate(self.layers) if isinstance(layer, PagedState)}
+
+    def with_layers(self, paged: Mapping[int, PagedKV]) -> KVPool:
+        """The pool with these in place of the layers with pages, by index."""
+        return replace(self, layers=tuple(paged.get(index, layer) for index, layer in enumerate(self.layers)))
+
+    @property
     def values_per_token(self) -> int:
-        return sum(layer.values_per_token for layer in self.spec.layers)
+        return self.spec.values_per_token
 
     def counters(self) -> tuple[int, int]:
         """(NaNs stored since the start, values clipped to their scale's range); a working model stores no NaN."""
-        nans, clipped = torch.stack([layer.pages.counters for layer in self.layers if not layer.shared]).sum(0).tolist()
+        counts = [layer.pages.counters for layer in self.paged.values() if not layer.shared]
+        nans, clipped = torch.stack(counts).sum(0).tolist()
         return nans, clipped
-
-
-def cache_spec(kv: KVCacheConfig, model: ModelConfig, block_size: int) -> KVCacheSpec:
-    layers = []
-    for index, layer in enumerate(model.layers):
-        kind, m = kv.of_layer(index), layer.mixer
-        layers.append(LayerKVSpec(kind.format, kind.granularity, m.num_kv_heads, m.k_dim, m.v_dim, m.window, m.kv_from))
-    return KVCacheSpec(tuple(layers), block_size)
 
 
 Angles = tuple[Tensor, Tensor]  # cos, sin, as `KeyCenter.angle_tiles` makes them
@@ -141,28 +170,37 @@ def allocate_pool(
     num_blocks: Sequence[int],
     kernels: KernelSet,
     device: str = "cpu",
-    rotaries: Sequence[Rotary] | None = None,
+    rotaries: Sequence[Rotary | None] | None = None,
 ) -> KVPool:
-    """Allocate the pages: `num_blocks` by group. Memory is touched when it is first written, not here.
+    """Allocate pages and states: `num_blocks` by group. Memory is touched when it is first written, not here.
 
-    `rotaries` has the rotary tables of each layer; they are needed for centered keys only.
+    `rotaries` has the rotary tables of each layer, None for a layer without; they are needed for centered keys only.
     """
     of_layers = kv.scales.layers if kv.scales is not None else (None,) * len(spec.layers)
     tables = AngleTables()
-    layers: list[PagedKV] = []
+    pages_of: dict[int, PagedKV] = {}
+    states_of: dict[int, PagedState] = {}
     groups = {layer: index for index, group in enumerate(spec.groups) for layer in group.layers}
-    for index, (layer, scales) in enumerate(zip(spec.layers, of_layers, strict=True)):
+    assert len(of_layers) == len(spec.layers), f"scales of {len(of_layers)} layers for {len(spec.layers)}"
+    for index, layer in spec.kept.items():
+        scales = of_layers[index]
+        if isinstance(layer, LayerStateSpec):
+            group = groups[index]
+            states_of[index] = PagedState(_allocate_states(layer, num_blocks[group], spec, device), group)
+            continue
         if layer.source is not None:
-            layers.append(replace(layers[layer.source], shared=True))
+            pages_of[index] = replace(pages_of[layer.source], shared=True)
             continue
         group = groups[index]
-        pages = _allocate_layer(layer, scales, num_blocks[group], spec.block_size, device)
+        pages = _allocate_layer(layer, scales, num_blocks[group], spec.groups[group].tokens_per_block, device)
         if scales is not None and scales.k_center:
-            assert rotaries is not None
+            rotary = None if rotaries is None else rotaries[index]
+            assert rotary is not None
             b = expand_scale(scales.k_center, layer.num_kv_heads, layer.k_dim).to(device)
-            pages = replace(pages, k_center=KeyCenter.of(b, *tables.of(rotaries[index])))
-        layers.append(PagedKV(pages, kernels, group))
-    return KVPool(tuple(layers), spec, tuple(num_blocks))
+            pages = replace(pages, k_center=KeyCenter.of(b, *tables.of(rotary)))
+        pages_of[index] = PagedKV(pages, kernels, group)
+    layers = tuple(pages_of.get(index) or states_of.get(index) for index in range(len(spec.layers)))
+    return KVPool(layers, spec, tuple(num_blocks))
 
 
 class AngleTables:
@@ -177,6 +215,13 @@ class AngleTables:
             tiles = KeyCenter.angle_tiles(rotary.cos), KeyCenter.angle_tiles(rotary.sin)
             self._tiles[address] = rotary.cos, tiles
         return self._tiles[address][1]
+
+
+def _allocate_states(spec: LayerStateSpec, num_blocks: int, cache: KVCacheSpec, device: str) -> States:
+    assert cache.state_every is not None
+    shapes = {part.name: ((num_blocks, *part.shape), torch_dtype(part.format)) for part in spec.parts}
+    parts = {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes.items()}
+    return States(parts, cache.state_every)
 
 
 def _allocate_layer(
@@ -208,8 +253,3 @@ def expand_scale(values: tuple[float, ...], num_kv_heads: int, head_dim: int) ->
     assert len(values) in (1, num_kv_heads, size), f"{len(values)} scales for {num_kv_heads} KV heads"
     scale = torch.tensor(values, dtype=torch.float32, device="cpu")
     return scale.repeat_interleave(size // len(values)).view(num_kv_heads, head_dim)
-
-
-def same_cache_at_16_bits(spec: KVCacheSpec, format: Format) -> KVCacheSpec:
-    """The cache that `format` would have needed, for the comparison that start-up prints."""
-    return KVCacheSpec(tuple(replace(layer, format=format, granularity=None) for layer in spec.layers), spec.block_size)

@@ -1,20 +1,25 @@
 """What a layer's cache looks like, what a token costs in it, and which layers form a group. Imports no torch.
 
 Format and granularity belong to each layer, so mixed caches need no new concept; the pool sums bytes, scales included.
-
-A group is the layers whose kind of cache and window are equal, however many bytes a token has in each of them. A group
-has its own blocks and its own block tables: a window's layers give back blocks that no later token sees, while other
-layers keep theirs.
+`_SPECS` says what a kind of mixer keeps, pages or a state, and `groups.py` what follows for a sequence's blocks.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
 
+from freight.cache.groups import LayerGroup, Pages, StateBlocks
+from freight.config.engine import KVCacheConfig, LayerKVFormat
+from freight.config.layer import AttentionConfig, Mixer
+from freight.config.model import ModelConfig
+from freight.errors import ConfigError
 from freight.fp8.formats import Format, Granularity
-from freight.operands.tiles import KEY_TILE
+from freight.operands.tiles import STATE_TILE
+
+LEAST_EVERY = 64  # tokens of a block of states, where nothing else is asked for
 
 
 @dataclass(frozen=True)
@@ -46,93 +51,197 @@ class LayerKVSpec:
         values = self.values_per_token * self.format.bytes
         return values + (2 * 2 * self.num_kv_heads if self.granularity is Granularity.TOKEN else 0)
 
-
-class CacheGroup(Protocol):
-    """What decides which blocks a sequence needs in one group. Entry i of its block table is block i of the sequence.
-
-    tokens_per_block    a multiple of the block size that prefix keys are made for
-    """
+    @property
+    def bytes_per_state(self) -> int:
+        return 0
 
     @property
-    def tokens_per_block(self) -> int: ...
+    def key(self) -> Hashable:
+        """Layers with the same one form a group."""
+        return "pages", self.window
 
-    def first_block(self, start: int) -> int:
-        """The first entry that computing a token at position `start`, or a later one, reads; rises with `start`.
+    @property
+    def alone(self) -> LayerKVSpec:
+        """The same layer where every token of a sequence is kept, in pages of its own."""
+        return replace(self, window=None, source=None)
 
-        So a sequence can continue at `start`, a multiple of tokens_per_block, from the entries first_block(start) …
-        start / tokens_per_block - 1 alone.
-        """
-        ...
+    def unquantized(self, format: Format) -> LayerKVSpec:
+        """The same layer in `format`, of 16 or 32 bits."""
+        return replace(self, format=format, granularity=None)
 
-    def most_blocks(self, num_tokens: int, step_tokens: int) -> int:
-        """Blocks that a sequence holds at most at once until it has `num_tokens` tokens, `step_tokens` a step."""
-        ...
-
-    def describe(self) -> str:
-        """Its layers, for messages: 'the layers with a window of 1024 tokens'."""
-        ...
+    def grouped(self, members: Mapping[int, LayerSpec], spec: KVCacheSpec) -> Pages:
+        """The group of `members`, layers by index, which have this one's `key`."""
+        return Pages(tuple(members), sum(one.bytes_per_token for one in members.values()), self.window, spec.block_size)
 
 
 @dataclass(frozen=True)
-class Pages:
-    """The K and V pages of `layers`, indices into the model's. `bytes_per_token` is the sum over them."""
+class StatePart:
+    """One tensor of a layer's state, of one sequence: its name, shape and format."""
 
-    layers: tuple[int, ...]
-    bytes_per_token: int
-    window: int | None
-    tokens_per_block: int
+    name: str
+    shape: tuple[int, ...]
+    format: Format
 
     @property
-    def bytes_per_block(self) -> int:
-        return self.bytes_per_token * self.tokens_per_block
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.format.bytes
 
-    def first_block(self, start: int) -> int:
-        """The block in which the first key tile lies that the window of the token at `start` touches.
 
-        Attention reads that tile whole, so a key before the window must not have been overwritten if it lies there.
-        """
-        if self.window is None or start < self.window:
-            return 0
-        return (start - self.window + 1) // KEY_TILE * KEY_TILE // self.tokens_per_block
+@dataclass(frozen=True)
+class LayerStateSpec:
+    """One layer's state: what it keeps of all tokens before, in a size that does not grow with them.
 
-    def most_blocks(self, num_tokens: int, step_tokens: int) -> int:
-        """Of a window: itself and a step, and what lies before it in its first tile or block."""
-        if self.window is not None:
-            before = max(KEY_TILE, self.tokens_per_block) - 1
-            num_tokens = min(num_tokens, before + self.window - 1 + step_tokens)
-        return -(-num_tokens // self.tokens_per_block)
+    It has the properties of `LayerKVSpec`. No token has a place in it, and no layer reads that of another.
+    """
 
-    def describe(self) -> str:
-        return "every layer" if self.window is None else f"the layers with a window of {self.window} tokens"
+    parts: tuple[StatePart, ...]
+
+    source = None
+    bytes_per_token = values_per_token = 0
+
+    @property
+    def bytes_per_state(self) -> int:
+        return sum(part.bytes for part in self.parts)
+
+    @property
+    def key(self) -> Hashable:
+        return "states"
+
+    @property
+    def alone(self) -> LayerStateSpec:
+        return self
+
+    def unquantized(self, format: Format) -> LayerStateSpec:
+        """Itself: the formats of pages do not apply to states."""
+        return self
+
+    def grouped(self, members: Mapping[int, LayerSpec], spec: KVCacheSpec) -> StateBlocks:
+        assert spec.state_every is not None
+        return StateBlocks(tuple(members), sum(one.bytes_per_state for one in members.values()), spec.state_every)
+
+
+LayerSpec = LayerKVSpec | LayerStateSpec  # what the cache holds of one layer
+
+
+def _pages_of(mixer: Mixer, kind: LayerKVFormat, compute: Format) -> LayerKVSpec:
+    assert isinstance(mixer, AttentionConfig)
+    heads = mixer.num_kv_heads, mixer.k_dim, mixer.v_dim
+    return LayerKVSpec(kind.format, kind.granularity, *heads, mixer.window, mixer.kv_from)
+
+
+# The mixer, how its layer's keys and values would be stored, and what is computed in -> the layer's spec.
+_SPECS: Mapping[type, Callable[[Mixer, LayerKVFormat, Format], LayerSpec]] = {AttentionConfig: _pages_of}
+
+
+def layer_spec(mixer: Mixer, kind: LayerKVFormat, compute: Format) -> LayerSpec | None:
+    """What the cache holds of a layer with this mixer, stored as `kind` and computed in `compute`; None: nothing."""
+    return None if mixer is None else _SPECS[type(mixer)](mixer, kind, compute)
+
+
+def cache_spec(
+    kv: KVCacheConfig,
+    model: ModelConfig,
+    block_size: int,
+    compute: Format | None = None,
+    state_every: int | None = None,
+    max_len: int | None = None,
+) -> KVCacheSpec:
+    """The cache of every layer of `model`, stored as `kv` says, for sequences of up to `max_len` tokens.
+
+    compute       what is computed in; None: the checkpoint's dtype
+    state_every   tokens between the states that stay behind; None: `default_every`
+    max_len       None: what the model was made for
+
+    Raises ConfigError for a `state_every` where no layer keeps a state.
+    """
+    compute = compute or model.checkpoint_format
+    layers = (layer_spec(layer.mixer, kv.of_layer(index), compute) for index, layer in enumerate(model.layers))
+    spec = KVCacheSpec(tuple(layers), block_size)
+    if spec.bytes_per_state == 0:
+        if state_every is not None:
+            raise ConfigError(
+                f"--state-every {state_every}: no layer of this model ({model.model_type}) keeps a state for each "
+                "sequence, there are pages of keys and values alone; omit --state-every"
+            )
+        return spec
+    return replace(spec, state_every=state_every or default_every(spec, max_len or model.max_position_embeddings))
+
+
+def default_every(spec: KVCacheSpec, max_len: int) -> int:
+    """The least power of two, from LEAST_EVERY on, at which a state takes no more than the pages of as many tokens.
+
+    It is at most an eighth of `max_len`, so that short contexts have prefix hits, too.
+    """
+    longest = max(spec.block_size, STATE_TILE, 1 << max(0, (max_len // 8).bit_length() - 1))
+    every = min(max(LEAST_EVERY, spec.block_size), longest)
+    while every < longest and every * spec.bytes_per_token < spec.bytes_per_state:
+        every *= 2
+    return every
 
 
 @dataclass(frozen=True)
 class KVCacheSpec:
-    """All layers of one model's cache, cut into blocks of `block_size` tokens."""
+    """All layers of one model's cache. Keys of prefixes are made for every `block_size` tokens.
 
-    layers: tuple[LayerKVSpec, ...]
+    layers        None for a layer that needs nothing of the tokens before
+    state_every   tokens of a block of states; None where no layer keeps one
+    """
+
+    layers: tuple[LayerSpec | None, ...]
     block_size: int
+    state_every: int | None = None
+
+    @property
+    def kept(self) -> dict[int, LayerSpec]:
+        """The layers that have a part in the cache, their own or another layer's, by index."""
+        return {index: layer for index, layer in enumerate(self.layers) if layer is not None}
 
     @cached_property
-    def groups(self) -> tuple[Pages, ...]:
+    def groups(self) -> tuple[LayerGroup, ...]:
         """In the order of their first layers."""
-        members: dict[int | None, list[int]] = {}
-        for index, layer in enumerate(self.layers):
+        members: dict[Hashable, dict[int, LayerSpec]] = {}
+        for index, layer in self.kept.items():
             if layer.source is None:
-                members.setdefault(layer.window, []).append(index)
-        return tuple(
-            Pages(tuple(layers), sum(self.layers[index].bytes_per_token for index in layers), window, self.block_size)
-            for window, layers in members.items()
-        )
+                members.setdefault(layer.key, {})[index] = layer
+        return tuple(next(iter(one.values())).grouped(one, self) for one in members.values())
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether a step that is computed again stores the same: not where a state would have its tokens twice."""
+        return all(group.has_slots for group in self.groups)
+
+    @property
+    def bytes_per_state(self) -> int:
+        """Of the states of one sequence in all layers."""
+        return sum(layer.bytes_per_state for layer in self.kept.values())
 
     @property
     def bytes_per_token(self) -> int:
-        """Of a token that every layer sees."""
-        return sum(layer.bytes_per_token for layer in self.layers)
+        """Of a token that every layer with pages sees."""
+        return sum(layer.bytes_per_token for layer in self.kept.values())
+
+    @property
+    def values_per_token(self) -> int:
+        """Numbers in the pages of a token that every layer sees."""
+        return sum(layer.values_per_token for layer in self.kept.values())
+
+    def blocks_of(self, num_tokens: int) -> tuple[int, ...]:
+        """Blocks by group that hold a sequence of `num_tokens` tokens of which nothing is given back."""
+        return tuple(-(-num_tokens // group.tokens_per_block) for group in self.groups)
+
+    def unquantized(self, format: Format) -> KVCacheSpec:
+        """The cache of the same layers in `format`, of 16 or 32 bits."""
+        return replace(self, layers=tuple(layer and layer.unquantized(format) for layer in self.layers))
 
     def tokens_in(self, memory: int) -> int:
         """How many tokens that every layer sees `memory` bytes hold, in whole blocks."""
         return memory // (self.bytes_per_token * self.block_size) * self.block_size
+
+    def capacity_tokens(self, num_blocks: tuple[int, ...]) -> int:
+        """Tokens of whole sequences in so many blocks of each group: of those that keep all, if there are any."""
+        groups = list(zip(self.groups, num_blocks, strict=True))
+        whole = [one for one in groups if one[0].keeps_all]
+        return min(count * group.tokens_per_block for group, count in whole or groups)
 
     def bytes_of(self, num_blocks: tuple[int, ...]) -> int:
         """Bytes of so many blocks in each group."""

@@ -58,9 +58,9 @@ def kv_twins(model: ModelConfig) -> dict[str, str]:
     """
     names = tensor_names(model)
     found: dict[str, str] = {}
-    for index, layer in enumerate(model.layers):
-        if layer.mixer.kv_from is not None:
-            q, *others = (names.layer.format(index) + part for part in names.qkv)
+    for index, mixer in model.attention.items():
+        if mixer.kv_from is not None:
+            q, *others = (names.layer.format(index) + part for part in names.attention.qkv)
             found |= dict.fromkeys(others, q)
     return found
 

@@ -117,11 +117,11 @@ def cheapest(front: Sequence[Option], limit: float, measure: Callable[[Option], 
 
 
 def choose(
-    model: str, budget: KVBudget, calibration: Calibration, halves: tuple[Samples, Samples], device: str, say: Progress
+    engine: EngineArgs, budget: KVBudget, calibration: Calibration, halves: tuple[Samples, Samples], say: Progress
 ) -> KVChoice:
-    """Measure and choose. `model` is the folder of the unquantized model; `halves` are those of `split`."""
+    """Measure and choose. `engine` names the folder of the unquantized model; `halves` are those of `split`."""
     longest = max(len(ids) for half in halves for ids in half)
-    opened = open_model(EngineArgs(model=model, device=device, kv_cache_dtype="auto", max_model_len=longest))
+    opened = open_model(replace(engine, max_model_len=longest))
     config = opened.resolve(opened.args)
     scales = [calibration.by_granularity.get(granularity) for granularity in Granularity]
     caches = [_candidate(opened, granularity, of_all) for granularity, of_all in zip(Granularity, scales, strict=True)]
@@ -141,9 +141,9 @@ def _choose(
     budget: KVBudget,
     texts: tuple[Samples, Samples],
 ) -> KVChoice:
-    specs = [opened.cache_spec(replace(config, kv=kv)).layers for kv in (*caches, config.kv)]
-    sizes = [[layer.bytes_per_token for layer in of_layer] for of_layer in zip(*specs, strict=True)]
-    values = sum(layer.values_per_token for layer in specs[0])
+    specs = [opened.cache_spec(replace(config, kv=kv)) for kv in (*caches, config.kv)]
+    sizes = [[spec.kept[index].bytes_per_token for spec in specs] for index in specs[0].kept]
+    values = specs[0].values_per_token
     front = frontier([(*of_layer, 0.0) for of_layer in measured.kl], sizes)
 
     @cache

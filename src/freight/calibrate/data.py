@@ -18,6 +18,7 @@ from typing import Any
 
 from freight.calibrate import hub_data
 from freight.errors import ConfigError, RequestError
+from freight.files import DATA_LIMIT, read_text
 from freight.tokenizer import Tokenizer
 
 logger = logging.getLogger("freight")
@@ -103,8 +104,7 @@ def _rows(where: str, rows: Iterable[object], tokenizer: _Lazy) -> Iterator[list
 def _from_file(where: str, path: Path, tokenizer: _Lazy, max_seq_len: int) -> Iterator[list[int]]:
     jsonl = path.suffix == ".jsonl"
     try:
-        with path.open(encoding="utf-8-sig", newline="\n" if jsonl else None) as file:
-            text = file.read()
+        text = read_text(path, "utf-8-sig", DATA_LIMIT, newline="\n" if jsonl else None)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{where} cannot be read as text: {error}") from None
     return _lines(where, text, tokenizer) if jsonl else _pieces(text, tokenizer(), max_seq_len)

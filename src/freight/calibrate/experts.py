@@ -18,6 +18,7 @@ from freight.kernels.experts import ExpertList
 from freight.kernels.interface import KernelSet
 from freight.layers.moe import MoE
 from freight.operands.activation import GatedActivation
+from freight.operands.packed import PackedExperts, PackedWeight, Rows, plain
 from freight.operands.weight import Weights
 
 
@@ -57,10 +58,10 @@ class _OneByOne:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def gated(self, gate_up: Tensor, activation: GatedActivation, consumer: Any = None) -> Any:
+    def gated(self, gate_up: Tensor, activation: GatedActivation, consumer: PackedWeight | None = None) -> Rows:
         hidden = self.inner.gated(gate_up, activation, consumer)
         if self.watch is not None:
-            self.watch.down(hidden.reshape(1, -1))  # a tensor: weights in calibration are not quantized
+            self.watch.down(plain(hidden).reshape(1, -1))  # weights in calibration are not quantized
         return hidden
 
     def pack_experts(self, weights: Weights, bias: Tensor | None = None) -> ExpertList:
@@ -71,12 +72,14 @@ class _OneByOne:
         x: Tensor,
         ids: Tensor,
         weights: Tensor,
-        gate_up: ExpertList,
-        down: ExpertList,
+        gate_up: PackedExperts,
+        down: PackedExperts,
         activation: GatedActivation,
         base: Tensor | None = None,
     ) -> Tensor:
         """`KernelSet.experts`"""
+        assert isinstance(gate_up, ExpertList)
+        assert isinstance(down, ExpertList)
         if self.watch is not None:
             self.watch.gate_up(x.reshape(1, -1))
             self.watch.num_tokens.add_(torch.bincount(ids.flatten(), minlength=len(self.watch.num_tokens)))

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from freight.errors import ConfigError
+from freight.errors import ConfigError, install
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(:[\w.]+)?")
 _FILES = (".jsonl", ".json", ".txt", ".parquet", ".csv", ".md", ".py")
-_INSTALL = "pip install 'freight[datasets]'"
+_INSTALL = install("datasets")
 
 
 def is_hub_id(name: str) -> bool:

@@ -7,13 +7,14 @@ are expanded to names here, so a written checkpoint does not depend on the patte
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from freight.config.layer import DenseConfig, LayerConfig
 from freight.config.model import ModelConfig
 from freight.errors import ConfigError, nearest
 from freight.models.architectures import tensor_names
+from freight.models.mixer_parts import mixer_parts
 from freight.models.shapes import shared_names
 
 
@@ -38,17 +39,18 @@ class ExpertModules:
 class LayerModules:
     """Linear modules of one layer, full names; those of one field share their input and are computed together.
 
+    mixer           of the layer's mixer: `MixerParts.module`; '' in a layer without one
+    mixed           by the field of the mixer that they are (`MixerParts.projections`); empty in a layer without one
     gate_up, down   of the feed-forward, or of the shared experts; empty in a layer without these
     experts         None in a layer without experts
     own_gate, own_down   of what each token has for this layer alone (`LayerConfig.input`); empty without it
     kept            a router, and what weighs shared experts or heads: they stay in 16 bits
     """
 
-    attention: str
-    qkv: tuple[str, ...]
-    o: tuple[str, ...]
-    gate_up: tuple[str, ...]
-    down: tuple[str, ...]
+    mixer: str
+    mixed: Mapping[str, tuple[str, ...]]
+    gate_up: tuple[str, ...] = ()
+    down: tuple[str, ...] = ()
     experts: ExpertModules | None = None
     kept: tuple[str, ...] = ()
     own_gate: tuple[str, ...] = ()
@@ -59,7 +61,7 @@ class LayerModules:
         """Those that share an input scale: all experts of a layer do, on each side."""
         experts = () if self.experts is None else (self.experts.gate_up, self.experts.down)
         own = (self.own_gate, self.own_down)
-        return tuple(group for group in (self.qkv, self.o, self.gate_up, self.down, *experts, *own) if group)
+        return tuple(group for group in (*self.mixed.values(), self.gate_up, self.down, *experts, *own) if group)
 
     def input_of(self, group: tuple[str, ...]) -> str:
         """What the input that the modules of `group` share is called in messages."""
@@ -74,13 +76,16 @@ def layer_modules(config: ModelConfig) -> tuple[LayerModules, ...]:
 
     def of(index: int, layer: LayerConfig) -> LayerModules:
         mlp, prefix = layer.feed_forward, names.layer.format(index)
-        qkv = tuple(prefix + part for part in names.qkv_of(layer.mixer))
+        parts = mixer_parts(layer.mixer, config.hidden_size, names)
+        mixed = {field: tuple(prefix + one for one in group.modules) for field, group in parts.projections.items()}
+        kept = tuple(prefix + module for module in parts.kept)
+        mixer = LayerModules(prefix + parts.module if parts.module else "", mixed, kept=kept)
+        if mlp is None:
+            return mixer
         dense = (names.gate_up, names.down) if isinstance(mlp, DenseConfig) else shared_names(names)
         gate_up, down = tuple(prefix + part for part in dense[0]), (prefix + dense[1],)
-        attention, o = qkv[0].rpartition(".")[0], (prefix + names.o,)
-        gate = () if layer.mixer.gate is None else (prefix + names.head_gate,)
         if isinstance(mlp, DenseConfig):
-            return LayerModules(attention, qkv, o, gate_up, down, kept=gate)
+            return replace(mixer, gate_up=gate_up, down=down)
         expert = prefix + names.expert
         every = [expert.format(i) for i in range(1 if names.interleaved else mlp.num_experts)]
         experts = ExpertModules(
@@ -89,10 +94,10 @@ def layer_modules(config: ModelConfig) -> tuple[LayerModules, ...]:
             gate_up=tuple(one + part for one in every for part in names.expert_gate_up),
             down=tuple(one + names.expert_down for one in every),
         )
-        kept = (*gate, prefix + names.router, *((prefix + names.shared_gate,) if mlp.shared_gate else ()))
+        kept += (prefix + names.router, *((prefix + names.shared_gate,) if mlp.shared_gate else ()))
         if mlp.shared is None:
-            return LayerModules(attention, qkv, o, (), (), experts, kept)
-        return LayerModules(attention, qkv, o, gate_up, down, experts, kept)
+            return replace(mixer, experts=experts, kept=kept)
+        return replace(mixer, gate_up=gate_up, down=down, experts=experts, kept=kept)
 
     def with_own(index: int, layer: LayerConfig) -> LayerModules:
         if layer.input is None:

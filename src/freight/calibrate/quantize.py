@@ -31,6 +31,7 @@ from freight.calibrate.write import check_disk_space, write_quantized
 from freight.checkpoint.mxfp4 import StoredExperts, find_experts
 from freight.checkpoint.reader import Checkpoint
 from freight.checkpoint.writer import require_new
+from freight.config.engine import EngineArgs, names_of
 from freight.config.layer import MoEConfig
 from freight.config.model import ModelConfig
 from freight.config.plan import DTYPES, Layout, QuantizeArgs, QuantizePlan, WeightScheme, plan
@@ -127,13 +128,16 @@ class Unquantized:
             return calibrate(self.model, source, kernels, plan, samples, ignored, kind, on_progress)
 
 
-def open_unquantized(model: str, revision: str | None = None, keep_kv: bool = False) -> Unquantized:
+def open_unquantized(
+    model: str, revision: str | None = None, keep_kv: bool = False, ignore_keys: Collection[str] = ()
+) -> Unquantized:
     """Open `model` ('demo', a folder or a hub id) for quantizing.
 
     Raises CheckpointError for one that is quantized already, or lacks tensors, and for one with KV scales, unless
     `keep_kv` is True and its weights are not quantized. Experts in MXFP4 are no obstacle: so gpt-oss is published.
+    `ignore_keys` of config.json are read over (`config.keys.check_keys`).
     """
-    stored = open_checkpoint(model, revision)
+    stored = open_checkpoint(model, revision, ignore_keys)
     require_native(stored.model, model, "quantizing")
     checkpoint, config, scheme = stored.checkpoint, stored.model, stored.scheme
     way_out = "quantize the 16-bit model that it was made from"
@@ -169,13 +173,15 @@ def quantize(
     out: str | Path = "",
     *,
     revision: str | None = None,
+    ignore_config_keys: Sequence[str] = (),
     overwrite: bool = False,
     on_progress: Progress = lambda what, done, total: None,
     **options: Any,
 ) -> QuantizeResult:
     """Quantize `model` into the new folder `out`; with `overwrite` it may be one that Freight wrote before.
 
-    `revision` is a hub model's branch, tag or commit. `options` are the fields of `QuantizeArgs`, named as the flags of
+    `revision` is a hub model's branch, tag or commit; `ignore_config_keys` names keys of its config.json to read over.
+    `options` are the fields of `QuantizeArgs`, named as the flags of
     `freight quantize`. `on_progress(what, done, total)` is called as it goes on. Raises ConfigError for settings and
     data, CheckpointError for the model (NaN during calibration among them), CapacityError for a full disk; whatever is
     raised, `out` is not there, or as it was.
@@ -187,7 +193,7 @@ def quantize(
     if not str(out):
         raise ConfigError("quantize needs a folder to write: give out")
     require_new(Path(out), overwrite)
-    opened = open_unquantized(str(model), revision, keep_kv=_keeps_kv(args))
+    opened = open_unquantized(str(model), revision, _keeps_kv(args), names_of(ignore_config_keys))
     require_other(opened.checkpoint, Path(out))
     _require_dtype(args.dtype, opened)
     opened = opened.quantized_as(decided.weights, decided.layout, matched_modules(opened.model, decided.ignore))
@@ -208,8 +214,12 @@ def quantize(
         calibration = opened.calibrate(measured, samples, ignored, on_progress, args.device or "auto")
         require_gain(measured, calibration)
         if measured.kv_budget is not None:
-            folder, device = str(opened.checkpoint.path), args.device or "auto"
-            choice = choose(folder, measured.kv_budget, calibration, halves, device, on_progress)
+            engine = EngineArgs(
+                model=str(opened.checkpoint.path),
+                device=args.device or "auto",
+                ignore_config_keys=opened.model.ignored_keys,
+            )
+            choice = choose(engine, measured.kv_budget, calibration, halves, on_progress)
             calibration, decided = as_chosen(calibration, choice), replace(decided, kv_granularity=choice.uniform)
     if opened.carried is not None:
         calibration = replace(calibration, kv=opened.carried.coarse, kv_finer=opened.carried.finer)

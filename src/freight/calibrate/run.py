@@ -16,14 +16,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from freight.cache.pool import AngleTables, PagedKV, allocate_pool
-from freight.cache.spec import KVCacheSpec, LayerKVSpec
+from freight.cache.pool import AngleTables, LayerCache, PagedKV, PagedState, allocate_pool
+from freight.cache.spec import KVCacheSpec, LayerSpec, layer_spec
 from freight.calibrate.centers import CenterWatch, LayerCenters
 from freight.calibrate.experts import one_by_one
 from freight.calibrate.modules import layer_modules
 from freight.calibrate.watch import LayerWatch, WatchedKV, observed, watch_layer
-from freight.config.engine import KVCacheConfig
-from freight.config.layer import AttentionConfig
+from freight.config.engine import KVCacheConfig, LayerKVFormat
+from freight.config.layer import Mixer
 from freight.config.model import ModelConfig
 from freight.config.plan import ActivationScheme, QuantizePlan
 from freight.errors import CheckpointError
@@ -31,6 +31,7 @@ from freight.fp8.formats import Format, Granularity
 from freight.fp8.scheme import KVScales
 from freight.kernels.interface import KernelSet
 from freight.kernels.reference_set import REFERENCE
+from freight.layers.attention import Attention
 from freight.layers.layer_inputs import LayerInputs
 from freight.layers.rope import build_ropes
 from freight.models.architectures import tensor_names
@@ -39,6 +40,7 @@ from freight.models.loader import build_embedding, build_layer, build_layer_inpu
 from freight.models.sources import WeightSource
 from freight.operands.batch import ForwardBatch
 from freight.operands.kv_pages import KeyCenter
+from freight.operands.rotary import Rotary
 
 BLOCK_SIZE = 64  # of the cache that one sample is computed with
 LATE = 0.75  # share of the tokens after which scales are compared with the final ones
@@ -113,11 +115,11 @@ def calibrate(
         inputs = None if own is None or embedded is None else partial(_inputs_of, own, embedded, tokens)
         through = partial(run.through, mixer, inputs=inputs)
         keep = sources[index] if any(sources[other] == sources[index] for other in sharing) else None
-        if mixer.kv_from is not None:
+        if index in sharing:
             through(watch.around(layer), hidden, watch, keep=keep)
-            centered += centered[mixer.kv_from : mixer.kv_from + 1]
+            centered += centered[sources[index] : sources[index] + 1]
         elif plan.center:
-            finder, before = CenterWatch(layer.attention.rotary.rotary_dim), hidden.clone()
+            finder, before = CenterWatch(_rotary(layer).rotary_dim), hidden.clone()
             through(watch.around(layer), hidden, watch, projected=finder.see, keep=keep)
             only_kv = replace(plan, activations=ActivationScheme.NONE)
             rest = watch_layer(only_kv, mixer, modules, left_out, device)
@@ -133,20 +135,30 @@ def calibrate(
             )
         watched.append(watch)
         del layer, own, inputs, through  # before the next one is read
-    return _summary(plan, watched, [watched[at] for at in sources], centered, lengths)
+    return _summary(plan, watched, {index: watched[sources[index]] for index in config.attention}, centered, lengths)
 
 
 def _sources(config: ModelConfig, plan: QuantizePlan) -> tuple[list[int], list[int]]:
     """(for each layer the one whose keys and values it reads, the layers that read another's)."""
-    layers = enumerate(config.layers)
-    sources = [index if layer.mixer.kv_from is None else layer.mixer.kv_from for index, layer in layers]
-    sharing = [index for index, read in enumerate(sources) if read != index]
+    read = {index: mixer.kv_from for index, mixer in config.attention.items() if mixer.kv_from is not None}
+    sources, sharing = [read.get(index, index) for index in range(config.num_layers)], list(read)
+    if config.without_pages and (plan.center or plan.kv_budget):
+        flag = "--center" if plan.center else "--kv-budget"
+        raise CheckpointError(
+            f"layer {min(config.without_pages)} has no attention, and stores no keys and values: {flag} is implemented "
+            f"for models in which every layer does; omit {flag}"
+        )
     if sharing and plan.kv_budget:
         raise CheckpointError(
             f"layer {sharing[0]} reads the keys and values of layer {sources[sharing[0]]} (num_kv_shared_layers): a "
             "budget chooses how each layer is stored by itself, which is not implemented for it; omit --kv-budget"
         )
     return sources, sharing
+
+
+def _rotary(layer: DecoderLayer) -> Rotary:
+    assert isinstance(layer.mixer, Attention), "`_sources` refuses to center keys of other layers"
+    return layer.mixer.rotary
 
 
 def _inputs_of(own: LayerInputs, embedded: Tensor, tokens: Tensor, rows: slice) -> Tensor:
@@ -166,22 +178,31 @@ class _Run:
         self._format, self._lengths, self._total, self._done = format, lengths, sum(lengths), 0
         self._device, self._on_progress = device, on_progress
         self._blocks = [-(-length // BLOCK_SIZE) for length in lengths]
-        self._caches: dict[tuple[int, int, int, int | None], PagedKV] = {}
+        self._caches: dict[tuple[LayerSpec, int | None], PagedKV | PagedState] = {}
         self._angles = AngleTables()
 
-    def _cache(self, mixer: AttentionConfig, keep: int | None) -> PagedKV:
-        """A cache for one sample, the same for all layers of one shape; or that of layer `keep`, for all samples."""
-        shape = (mixer.num_kv_heads, mixer.k_dim, mixer.v_dim)
-        if (*shape, keep) not in self._caches:
-            spec = KVCacheSpec((LayerKVSpec(self._format, None, *shape),), BLOCK_SIZE)
-            num_blocks = max(self._blocks) if keep is None else sum(self._blocks)
+    def _cache(self, mixer: Mixer, keep: int | None) -> PagedKV | PagedState | None:
+        """A cache for one sample, the same for all layers of one shape; or that of layer `keep`, for all samples.
+
+        None for a layer that keeps nothing of the tokens before.
+        """
+        layer = layer_spec(mixer, LayerKVFormat(self._format, None), self._format)
+        if layer is None:
+            return None
+        layer = layer.alone  # all tokens of a sample are kept
+        if (layer, keep) not in self._caches:
+            most = max(self._blocks) * BLOCK_SIZE
+            spec = KVCacheSpec((layer,), BLOCK_SIZE, state_every=most)
+            num_blocks = spec.blocks_of(most if keep is None else sum(self._blocks) * BLOCK_SIZE)
             config = KVCacheConfig(self._format, None, None, None)
-            self._caches[*shape, keep] = allocate_pool(spec, config, (num_blocks,), REFERENCE, self._device).layers[0]
-        return self._caches[*shape, keep]
+            cache = allocate_pool(spec, config, num_blocks, REFERENCE, self._device).layers[0]
+            assert cache is not None
+            self._caches[layer, keep] = cache
+        return self._caches[layer, keep]
 
     def through(
         self,
-        mixer: AttentionConfig,
+        mixer: Mixer,
         layer: DecoderLayer,
         hidden: Tensor,
         watch: LayerWatch,
@@ -197,11 +218,12 @@ class _Run:
 
         `watch` observes keys and values as they are stored, the keys less `centers` if given, and is then finished.
         """
-        cache = self._cache(mixer, keep)
-        pages = cache.pages
-        if centers is not None and centers.k is not None:
-            pages = replace(pages, k_center=KeyCenter.of(centers.k, *self._angles.of(layer.attention.rotary)))
-        kv = WatchedKV(pages, cache.kernels, stored=watch.see_kv, projected=projected)
+        cache: LayerCache = self._cache(mixer, keep)
+        if isinstance(cache, PagedKV):
+            pages = cache.pages
+            if centers is not None and centers.k is not None:
+                pages = replace(pages, k_center=KeyCenter.of(centers.k, *self._angles.of(_rotary(layer))))
+            cache = WatchedKV(pages, cache.kernels, stored=watch.see_kv, projected=projected)
         begin, late = 0, min(LATE * self._total, self._total - self._lengths[-1])
         first = 0
         for length, blocks in zip(self._lengths, self._blocks, strict=True):
@@ -211,7 +233,7 @@ class _Run:
                     one.mark()
             rows = slice(begin, begin + length)
             own = None if inputs is None else inputs(rows)
-            hidden[rows] = layer.whole(hidden[rows], self._batch(length, first), kv, own)
+            hidden[rows] = layer.whole(hidden[rows], self._batch(length, first), cache, own)
             begin += length
             first += 0 if keep is None else blocks
             self._done += length
@@ -237,20 +259,27 @@ class _Run:
 def _summary(
     plan: QuantizePlan,
     watched: Sequence[LayerWatch],
-    stored: Sequence[LayerWatch],
+    stored: Mapping[int, LayerWatch],
     centered: Sequence[tuple[LayerCenters, LayerWatch]],
     lengths: Sequence[int],
 ) -> Calibration:
-    """`stored` has, by layer, the watch of the layer whose keys and values it reads: its own in most models."""
+    """`stored` has, of each layer with attention, the watch of the layer whose keys and values it reads: its own in
+    most models.
+    """
+
+    def scales(granularity: Granularity) -> KVScales:
+        found = [stored[at].layer_scales(granularity) if at in stored else None for at in range(len(watched))]
+        return KVScales(tuple(found), unneeded=frozenset(range(len(watched))) - stored.keys())
+
     everything = [watch for layer in (*watched, *(rest for _, rest in centered)) for watch in layer.all]
     coarse, finer = Granularity.TENSOR, plan.kv_granularity
     kv = kv_finer = None
     if finer is not None:
-        kv = KVScales(tuple(layer.layer_scales(coarse) for layer in stored))
+        kv = scales(coarse)
         if centered:
             kv_finer = KVScales(tuple(rest.layer_scales(finer, centers) for centers, rest in centered))
         elif finer is not coarse:
-            kv_finer = KVScales(tuple(layer.layer_scales(finer) for layer in stored))
+            kv_finer = scales(finer)
     return Calibration(
         kv=kv,
         kv_finer=kv_finer,
@@ -262,6 +291,6 @@ def _summary(
         moving={watch.name: watch.growth for watch in everything if watch.growth > MOVING},
         zeros=tuple(dict.fromkeys(watch.name for watch in everything if watch.zero)),
         centers=tuple(centers for centers, _ in centered),
-        by_granularity={one: KVScales(tuple(layer.layer_scales(one) for layer in stored)) for one in observed(plan)},
+        by_granularity={one: scales(one) for one in observed(plan)},
         unseen=tuple(name for layer in watched for name in layer.unseen()),
     )

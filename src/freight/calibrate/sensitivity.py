@@ -16,12 +16,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from freight.cache.pool import KVPool, PagedKV, allocate_pool
+from freight.cache.pool import KVPool, LayerCache, allocate_pool
 from freight.config.engine import EngineConfig, KVCacheConfig
 from freight.errors import ConfigError
 from freight.models.decoder import Decoder, Residual
 from freight.models.open import OpenModel, require_native
 from freight.operands.batch import ForwardBatch
+from freight.operands.packed import plain
 
 ROWS = 256  # of logits at a time, so that memory is bounded for any vocabulary
 Samples = Sequence[Sequence[int]]
@@ -54,13 +55,12 @@ class Meter:
     def open(opened: OpenModel, config: EngineConfig, caches: Sequence[KVCacheConfig], length: int) -> Meter:
         """`config` has the unquantized cache; `caches` are measured against it, on samples of at most `length`."""
         require_native(opened.model, opened.args.model, "measuring its layers one at a time")
-        decoder, kernels = opened.load(config), opened.kernels(config)
+        decoder, kernels = opened.load(config, length), opened.kernels(config)
         assert isinstance(decoder, Decoder)
 
         def pool(kv: KVCacheConfig) -> KVPool:
             spec = opened.cache_spec(replace(config, kv=kv))
-            blocks = [-(-length // config.block_size)] * len(spec.groups)
-            return allocate_pool(spec, kv, blocks, kernels, config.device, decoder.rotaries)
+            return allocate_pool(spec, kv, spec.blocks_of(length), kernels, config.device, decoder.rotaries)
 
         return Meter(decoder, pool(config.kv), tuple(map(pool, caches)), config.device)
 
@@ -108,16 +108,17 @@ class Meter:
 
     def _shared(self) -> tuple[tuple[int, ...], ...]:
         """As `Sensitivity.shared`."""
-        layers = enumerate(self.plain.spec.layers)
-        sources = [index if layer.source is None else layer.source for index, layer in layers]
+        paged = ((index, self.plain.spec.kept[index].source) for index in self.plain.paged)
+        sources = {index: index if source is None else source for index, source in paged}
         return tuple(
-            tuple(reader for reader, read in enumerate(sources) if read == layer) for layer in sorted(set(sources))
+            tuple(reader for reader, read in sources.items() if read == layer)
+            for layer in sorted(set(sources.values()))
         )
 
     def _begin(self, batch: ForwardBatch) -> Residual:
         return self.decoder.begin(batch)
 
-    def _through(self, first: int, stream: Residual, batch: ForwardBatch, caches: Sequence[PagedKV]) -> Residual:
+    def _through(self, first: int, stream: Residual, batch: ForwardBatch, caches: Sequence[LayerCache]) -> Residual:
         for layer, kv in zip(self.decoder.layers[first:], caches, strict=True):
             stream = layer(stream, batch, kv)
         return stream
@@ -125,9 +126,7 @@ class Meter:
     def _normed(self, stream: Residual) -> Tensor:
         if self.decoder.norm is None:
             return stream.x if stream.delta is None else stream.x + stream.delta
-        normed = stream.normed(self.decoder.norm)[1]
-        assert isinstance(normed, Tensor)  # this norm has no consumer
-        return normed
+        return plain(stream.normed(self.decoder.norm)[1])
 
     def _kl(self, reference: Tensor, other: Tensor) -> float:
         """Sum over the rows of two final states [rows, hidden_size], in nats."""
@@ -145,14 +144,14 @@ class Meter:
         """One sequence from its beginning."""
         spec, length = self.plain.spec, len(ids)
         position = torch.arange(length, dtype=torch.int64, device=self.device)
-        blocks = torch.arange(-(-length // spec.block_size), dtype=torch.int32, device=self.device)
+        counts = (torch.arange(count, dtype=torch.int32, device=self.device) for count in spec.blocks_of(length))
         return ForwardBatch(
             token_ids=torch.tensor(list(ids), dtype=torch.int64, device=self.device),
             positions=position,
             query_starts=torch.tensor([0, length], dtype=torch.int32, device=self.device),
             context_lens=torch.tensor([length], dtype=torch.int32, device=self.device),
-            slots=(position,) * len(spec.groups),
-            block_tables=(blocks[None],) * len(spec.groups),
+            slots=tuple(position if group.has_slots else position[:0] for group in spec.groups),
+            block_tables=tuple(blocks[None] for blocks in counts),
             logit_rows=position,
         )
 

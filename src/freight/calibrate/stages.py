@@ -6,17 +6,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from freight.terminal import bars
+
 
 @contextmanager
 def stages() -> Iterator[Callable[[str, int, int], None]]:
     """A bar on stderr for each kind of work; gives a function (what, done, total) that moves them."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
     tasks: dict[str, Any] = {}
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+    with bars() as bar:
 
         def move(what: str, done: int, total: int) -> None:
             if what not in tasks:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from freight.calibrate.centers import LayerCenters
 from freight.calibrate.experts import ExpertWatch
 from freight.calibrate.modules import LayerModules
 from freight.calibrate.observers import Observer, by_group, make_observer
-from freight.config.layer import AttentionConfig
+from freight.config.layer import AttentionConfig, Mixer
 from freight.config.plan import KV_GRANULARITIES, ActivationScheme, QuantizePlan
 from freight.fp8.cast import SMALLEST_SCALE, scale_from_amax
 from freight.fp8.formats import Format, Granularity
@@ -22,6 +23,7 @@ from freight.kernels import reference
 from freight.layers.linear import Projection, UnmergedLinear
 from freight.models.decoder import MLP, DecoderLayer
 from freight.operands.batch import ForwardBatch
+from freight.operands.packed import Rows, plain
 from freight.operands.rotary import Rotary
 
 FLOOR = 2.0**-8  # least scale of a head or channel, as a share of the layer's. E4M3 spans a factor of 2 ** 17, so this
@@ -78,8 +80,8 @@ class _Watched(UnmergedLinear):
 
     observe: Callable[[Tensor], None]
 
-    def __call__(self, x: Tensor) -> Tensor:
-        self.observe(x.reshape(1, -1))
+    def __call__(self, x: Rows) -> Tensor:
+        self.observe(plain(x).reshape(1, -1))
         return super().__call__(x)
 
 
@@ -118,7 +120,7 @@ class LayerWatch:
 
     def around(self, layer: DecoderLayer) -> DecoderLayer:
         """The layer with the inputs of its Linear modules observed."""
-        attention, mlp, modules = layer.attention, layer.mlp, self.modules
+        mixer, mlp, modules = layer.mixer, layer.mlp, self.modules
 
         def watched(projection: Projection, group: tuple[str, ...]) -> Projection:
             watch = self.inputs.get(group)
@@ -130,10 +132,12 @@ class LayerWatch:
         def dense(mlp: MLP) -> MLP:
             return replace(mlp, gate_up=watched(mlp.gate_up, modules.gate_up), down=watched(mlp.down, modules.down))
 
-        attention = replace(attention, qkv=watched(attention.qkv, modules.qkv), o=watched(attention.o, modules.o))
+        if mixer is not None:
+            own: Any = mixer  # a frozen dataclass, whose fields `MixerParts.projections` names
+            mixer = replace(own, **{name: watched(getattr(own, name), one) for name, one in modules.mixed.items()})
         if isinstance(mlp, MLP):
             mlp = dense(mlp)
-        else:
+        elif mlp is not None:
             if isinstance(mlp.shared, MLP):
                 mlp = replace(mlp, shared=dense(mlp.shared))
             if self.experts is not None:
@@ -141,10 +145,11 @@ class LayerWatch:
         beside = layer.beside
         if beside is not None and self.experts is not None:
             beside = replace(beside, moe=self.experts.around(beside.moe))
-        own = layer.input
-        if own is not None:
-            own = replace(own, gate=watched(own.gate, modules.own_gate), down=watched(own.down, modules.own_down))
-        return replace(layer, attention=attention, mlp=mlp, input=own, beside=beside)
+        given = layer.input
+        if given is not None:
+            gate, down = watched(given.gate, modules.own_gate), watched(given.down, modules.own_down)
+            given = replace(given, gate=gate, down=down)
+        return replace(layer, mixer=mixer, mlp=mlp, input=given, beside=beside)
 
     def unseen(self) -> list[str]:
         """Names of the experts that no token reached."""
@@ -171,17 +176,17 @@ def observed(plan: QuantizePlan) -> tuple[Granularity, ...]:
 
 
 def watch_layer(
-    plan: QuantizePlan, mixer: AttentionConfig, modules: LayerModules, ignored: frozenset[str], device: str
+    plan: QuantizePlan, mixer: Mixer, modules: LayerModules, ignored: frozenset[str], device: str
 ) -> LayerWatch:
     def watch(name: str, groups: int = 1) -> Watch:
         return Watch(make_observer(plan.observer, name, groups, device), name)
 
     kv, inputs = {}, {}
-    if plan.kv_granularity is not None and mixer.kv_from is None:
+    if plan.kv_granularity is not None and isinstance(mixer, AttentionConfig) and mixer.kv_from is None:
         for side, what in (("k", "keys"), ("v", "values")):
             for granularity in observed(plan):
                 groups = granularity.num_scales(mixer.num_kv_heads, mixer.k_dim if side == "k" else mixer.v_dim)
-                kv[side, granularity] = watch(f"{modules.attention}: {what}", groups)
+                kv[side, granularity] = watch(f"{modules.mixer}: {what}", groups)
     if plan.activations is ActivationScheme.STATIC:
         for group in modules.groups:
             if not ignored.issuperset(group):

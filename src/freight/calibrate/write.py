@@ -95,10 +95,12 @@ def write_quantized(
 
 def _add_kv(writer: CheckpointWriter, model: ModelConfig, plan: QuantizePlan, kv: KVScales, format: Format) -> None:
     """The KV scales of every layer that stores keys and values, in `format`."""
-    for modules, described, layer in zip(layer_modules(model), model.layers, kv.layers, strict=True):
+    modules = layer_modules(model)
+    for index, mixer in model.attention.items():
+        layer = kv.layers[index]
         assert layer is not None
-        if described.mixer.kv_from is None:
-            writer.add(kv_tensors(plan, modules.attention, layer, format))
+        if mixer.kv_from is None:
+            writer.add(kv_tensors(plan, modules[index].mixer, layer, format))
 
 
 def _rounded(name: str, weight: Tensor, scheme: WeightScheme, scales_in: Format) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,7 @@
-"""A model's config.json and nothing else of it: for questions that need no weights. Imports no torch."""
+"""A model's config.json, and the dtype of its tensors where that names none: for questions that need no weights.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from freight.checkpoint.stored_dtype import stored_in_folder, stored_on_hub
+from freight.config.dtype import names_dtype
 from freight.config.presets import PRESETS, is_preset, preset
 from freight.errors import CheckpointError, ConfigError, nearest
+from freight.files import read_text
+from freight.fp8.formats import Format
 
 Json = Mapping[str, Any]
 
@@ -20,7 +27,7 @@ def read_config_only(model: str, revision: str | None = None) -> tuple[Json, Jso
     config.json alone is fetched. Raises CheckpointError where there is none, ConfigError for a revision of what has
     none.
     """
-    path = Path(__file__).resolve().parent.parent / "demo" if model == "demo" else Path(model).expanduser()
+    path = _path(model)
     is_local = is_preset(model) or (bool(model) and path.exists())
     if is_local and revision is not None:
         raise ConfigError(f"--revision {revision}: {model} is not on the hub, only a hub id has revisions; omit it")
@@ -33,9 +40,27 @@ def read_config_only(model: str, revision: str | None = None) -> tuple[Json, Jso
     return _object(file), _object(beside) if beside.is_file() else None
 
 
+def tensors_dtype(model: str, config: Json, revision: str | None = None) -> Format | None:
+    """The dtype of the tensors beside `config`, which is the config.json of `model`, from their headers.
+
+    They are read where config.json names no dtype: from the folder, or from the hub by range requests. None: it names
+    one, or the headers cannot be had.
+    """
+    path = _path(model)
+    if names_dtype(config) or is_preset(model):
+        return None
+    if path.is_file():
+        return stored_in_folder(path.parent) if path.name == "config.json" else None
+    return stored_in_folder(path) if path.is_dir() else stored_on_hub(model, revision)
+
+
+def _path(model: str) -> Path:
+    return Path(__file__).resolve().parent.parent / "demo" if model == "demo" else Path(model).expanduser()
+
+
 def _object(file: Path) -> Json:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(read_text(file))
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:

@@ -27,6 +27,7 @@ from freight.checkpoint.reader import Checkpoint
 from freight.config.layer import AttentionConfig
 from freight.config.model import ModelConfig
 from freight.errors import CheckpointError
+from freight.files import read_bytes
 from freight.fp8.formats import Format, Granularity
 from freight.fp8.scheme import KVScales, LayerScales
 
@@ -75,7 +76,7 @@ def read_extras(checkpoint: Checkpoint, model: ModelConfig) -> KVScales | None:
         "per layer"
     )
     try:
-        data = path.read_bytes()
+        data = read_bytes(path)
     except OSError as error:
         raise CheckpointError(f"{path}, which config.json names, cannot be read: {error}; {way_out}") from error
     if hashlib.sha256(data).hexdigest() != named["sha256"]:
@@ -113,8 +114,8 @@ def _parse(path: Path, data: bytes, model: ModelConfig) -> KVScales:
         )
     scales: list[LayerScales | None] = []
     for index, layer in enumerate(layers):
-        where, mixer, own = f"{path}: layer {index}", model.layers[index].mixer, mixed[index] if mixed else granularity
-        if own in (None, Granularity.TOKEN):
+        where, mixer, own = f"{path}: layer {index}", model.attention.get(index), mixed[index] if mixed else granularity
+        if own is None or own is Granularity.TOKEN or mixer is None:
             if layer:
                 raise CheckpointError(f"{where} has {sorted(layer)}, but it is stored without static scales")
             scales.append(None)
@@ -123,7 +124,7 @@ def _parse(path: Path, data: bytes, model: ModelConfig) -> KVScales:
         rotary_dim = 0 if mixer.rope is None else model.ropes[mixer.rope].rotary_dim
         _check_rotated(where, layer.get("k_center", ()), mixer.k_dim, rotary_dim)
         scales.append(LayerScales(**layer, granularity=own, names=(f"{path.name}:layers[{index}]",), alone=""))
-    return KVScales(tuple(scales), format, mixed=mixed)
+    return KVScales(tuple(scales), format, mixed=mixed, unneeded=model.without_pages)
 
 
 def _check_layer(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from freight.errors import CheckpointError
+from freight.files import open_regular
 from freight.fp8.formats import Format
 
 _BITS = {"BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64}
@@ -63,7 +64,7 @@ def unreadable(path: Path, error: OSError) -> str:
 def read_header(file: Path) -> dict[str, TensorEntry]:
     """The tensors of one safetensors file. Raises CheckpointError unless the header describes the file exactly."""
     try:
-        with file.open("rb") as stream:
+        with open_regular(file) as stream:
             return _read_header(file, stream, file.stat().st_size)
     except OSError as error:
         raise CheckpointError(unreadable(file, error)) from error

@@ -20,6 +20,7 @@ from freight.checkpoint.reader import Checkpoint
 from freight.config.layer import AttentionConfig
 from freight.config.model import ModelConfig
 from freight.errors import CheckpointError
+from freight.files import read_text
 from freight.fp8.formats import Format, Granularity
 from freight.fp8.scheme import KVScales, LayerScales, Scheme
 
@@ -81,7 +82,12 @@ def read_kv_scales(checkpoint: Checkpoint, model: ModelConfig, scheme: Scheme, e
             continue  # it predicts further tokens, and does not run
         if layer >= model.num_layers:
             raise CheckpointError(f"{name} is a KV scale of layer {layer}, but the model has {model.num_layers} layers")
-        values = _read(checkpoint, name, sides, model.layers[layer].mixer)
+        if layer in model.without_pages:
+            raise CheckpointError(
+                f"{name} is a KV scale of layer {layer}, which has no attention and stores no keys and values; remove "
+                "it from the checkpoint"
+            )
+        values = _read(checkpoint, name, sides, model.attention[layer])
         for side in sides:
             other, present = found[layer].get(side, (name, values))
             if present != values:
@@ -92,21 +98,26 @@ def read_kv_scales(checkpoint: Checkpoint, model: ModelConfig, scheme: Scheme, e
     finer = read_extras(checkpoint, model)
     if finer is not None and extras:
         return finer
-    for index, one in enumerate(model.layers):
-        source = one.mixer.kv_from
+    for index, mixer in model.attention.items():
+        source = mixer.kv_from
         if source is not None and found[index]:
             raise CheckpointError(
                 f"{next(iter(found[index].values()))[0]} is a KV scale of layer {index}, which reads the keys and "
                 f"values of layer {source} and stores none; remove it from the checkpoint"
             )
         found[index] = found[index] if source is None else found[source]
-    layers = tuple(_layer(sides, layer.mixer) for sides, layer in zip(found, model.layers, strict=True))
-    return KVScales(layers, scheme.kv_format or Format.E4M3FN, scheme.kv_format is None and any(found))
+    layers = tuple(_layer(sides, model.attention.get(index)) for index, sides in enumerate(found))
+    return KVScales(
+        layers,
+        scheme.kv_format or Format.E4M3FN,
+        scheme.kv_format is None and any(found),
+        unneeded=model.without_pages,
+    )
 
 
-def _layer(sides: dict[str, tuple[str, tuple[float, ...]]], mixer: AttentionConfig) -> LayerScales | None:
+def _layer(sides: dict[str, tuple[str, tuple[float, ...]]], mixer: AttentionConfig | None) -> LayerScales | None:
     """Scales of K and V, both in the finer of their granularities; expanding is exact."""
-    if not sides:
+    if not sides or mixer is None:
         return None
     (k_name, k), (v_name, v) = (sides.get(side) or next(iter(sides.values())) for side in "kv")
     heads, dims = mixer.num_kv_heads, (mixer.k_dim, mixer.v_dim)
@@ -155,7 +166,7 @@ def read_scale_json(path: Path, model: ModelConfig) -> KVScales:
     Form: {"model_type": "llama", "kv_cache": {"dtype": "float8_e4m3fn", "scaling_factor": {"0": {"0": 0.015, …}}}},
     rank by rank, {rank: {layer: factor}}. `model_type` may be missing. Several ranks must have equal factors, since one
     factor is for all heads here. Raises CheckpointError, naming file and entry, unless there is one positive finite
-    factor for each of the model's layers.
+    factor for each of the model's layers with attention.
     """
     content = _load(path)
     if content.get("model_type") not in (None, model.model_type):
@@ -167,11 +178,11 @@ def read_scale_json(path: Path, model: ModelConfig) -> KVScales:
         raise CheckpointError(f"{path}: kv_cache.dtype is {kv_cache.get('dtype')!r}; only 'float8_e4m3fn' can be read")
     ranks = _object(path, kv_cache, "scaling_factor")
     _check_ranks(path, ranks, model)
-    expected = [str(layer) for layer in range(model.num_layers)]
+    expected = [str(layer) for layer in model.attention]
     by_rank = [_rank_layers(path, ranks, rank, expected) for rank in map(str, range(len(ranks)))]
     differing = [
         f"layer {layer} ({', '.join(f'rank {rank}: {_short(own.k)}' for rank, own in enumerate(of_layer))})"
-        for layer, of_layer in enumerate(zip(*by_rank, strict=True))
+        for layer, of_layer in zip(model.attention, zip(*by_rank, strict=True), strict=True)
         if len({own.k for own in of_layer}) > 1
     ]
     if differing:
@@ -180,7 +191,9 @@ def read_scale_json(path: Path, model: ModelConfig) -> KVScales:
             f"{path}: its ranks have different factors in {'; '.join(differing[:3])}{more}; one factor per layer can "
             "be read: write the largest for every rank"
         )
-    return KVScales(by_rank[0], Format.E4M3FN)
+    found = dict(zip(model.attention, by_rank[0], strict=True))
+    layers = tuple(found.get(index) for index in range(model.num_layers))
+    return KVScales(layers, Format.E4M3FN, unneeded=model.without_pages)
 
 
 def _check_ranks(path: Path, ranks: dict[str, Any], model: ModelConfig) -> None:
@@ -190,8 +203,8 @@ def _check_ranks(path: Path, ranks: dict[str, Any], model: ModelConfig) -> None:
         bad = [rank for rank in ranks if not rank.isdecimal()]
         why = f"{bad[0]!r} is not a rank number" if bad else f"it has {count} ranks, {_some(ranks) or 'none'}"
         raise CheckpointError(f"{path}: scaling_factor must have ranks '0', '1' and so on without a gap, but {why}")
-    for index, layer in enumerate(model.layers):
-        heads = layer.mixer.num_kv_heads
+    for index, mixer in model.attention.items():
+        heads = mixer.num_kv_heads
         if heads % count and count % heads:
             raise CheckpointError(
                 f"{path} is for {count} ranks, which cannot share the {heads} KV heads of layer {index}: it belongs to "
@@ -232,7 +245,7 @@ def _load(path: Path) -> dict[str, Any]:
         return dict(pairs)
 
     try:
-        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique)
+        content = json.loads(read_text(path), object_pairs_hook=unique)
     except (ValueError, OSError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a JSON file of KV scales: {error}") from error
     if not isinstance(content, dict):

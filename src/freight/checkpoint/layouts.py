@@ -50,6 +50,8 @@ def read_scheme(config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | 
     if not isinstance(declared, Mapping):
         raise CheckpointError(f"config.json: quantization_config = {declared!r} is not a JSON object")
     method = declared.get("quant_method")
+    if method is None and "quant_algo" in declared:
+        method = "modelopt"  # version 0.31 wrote no quant_method, and config_groups too
     if method is None and "config_groups" in declared:
         method = "compressed-tensors"  # files of 2024 have no quant_method
     if method == "mxfp4":

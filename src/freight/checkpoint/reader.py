@@ -21,7 +21,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from freight.checkpoint.headers import FORMAT_NAMES, Index, TensorEntry, read_header, unreadable
+from freight.checkpoint.stored_dtype import stored_format
 from freight.errors import CheckpointError, ConfigError
+from freight.files import read_text
 from freight.fp8.formats import Format
 
 _FETCHED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer*")
@@ -64,6 +66,11 @@ class Checkpoint:
     def names(self) -> frozenset[str]:
         """The tensors' names, with the parts that `divide` made of one."""
         return frozenset(self._entries)
+
+    @cached_property
+    def stored_format(self) -> Format | None:
+        """The dtype of the weights that are not quantized; None: no tensor shows one."""
+        return stored_format((name, entry.dtype, entry.size) for name, entry in self._entries.items())
 
     @property
     def skipped(self) -> Mapping[str, str]:
@@ -255,7 +262,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     if not _is_there(path):
         return None
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_text(path))
     except OSError as error:
         raise CheckpointError(unreadable(path, error)) from error
     except (ValueError, RecursionError) as error:

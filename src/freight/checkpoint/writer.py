@@ -5,7 +5,8 @@ it and is renamed when it is complete. An empty folder that exists may be a moun
 replaces, so the hidden folder lies inside of it and its files move up in the end, config.json last. An error, Ctrl-C or
 a full disk removes all of it. To overwrite a folder, which has to be one that Freight wrote, the same is done inside of
 it, and the old files are removed when the new ones are in their place. After SIGKILL files remain, which nothing loads
-without a config.json. Tensors go into shards in the order they are added, so memory holds one shard.
+without a config.json; the next run removes them (`partial.py`). Tensors go into shards in the order they are added, so
+memory holds one shard.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import fnmatch
 import json
 import os
 import re
-import secrets
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,6 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from freight.checkpoint.extras import WRITTEN
+from freight.checkpoint.partial import LOCK, PATTERN, REPLACED, Partial, remove_abandoned, workplace
 from freight.errors import CapacityError, CheckpointError, ConfigError
 
 SHARD_BYTES = 2 * 2**30
@@ -41,18 +42,18 @@ _COPIED = (
 _WRITTEN = (
     *("config.json", "freight_kv_scales.json"),
     *("model.safetensors", "model-?????-of-?????.safetensors", "model.safetensors.index.json"),
+    LOCK,  # of a run that was killed when all else was done
 )
-_PARTIAL = ".freight.*.partial"
-_REPLACED = "replaced"  # the old files, inside of the hidden folder
 
 
 def require_new(out: Path, overwrite: bool | None = None) -> None:
     """Raises ConfigError unless `out` is free (or an empty folder), in a folder that exists and can be written.
 
-    With `overwrite` it may also be a folder that Freight wrote, with nothing else in it. None: the caller has no such
-    option, so the error does not offer it.
+    Removes what runs that were killed left there. With `overwrite` it may also be a folder that Freight wrote, with
+    nothing else in it. None: the caller has no such option, so the error does not offer it.
     """
     try:
+        remove_abandoned(out)
         empty = out.is_dir() and not any(out.iterdir())
         if not empty and (out.exists() or out.is_symlink()):
             foreign = _foreign(out)
@@ -67,7 +68,7 @@ def require_new(out: Path, overwrite: bool | None = None) -> None:
                 raise ConfigError(f"the output {out} exists; remove it, or name another{hint}")
         if not out.absolute().parent.is_dir():
             raise ConfigError(f"the output {out} has no parent folder; make {out.absolute().parent} first")
-        _make_partial(out).rmdir()  # names the other reasons before any work is done
+        Partial.make(out).remove()  # names the other reasons before any work is done
     except OSError as error:
         raise ConfigError(f"the output {out} cannot be written: {error}; name another") from error
 
@@ -77,7 +78,7 @@ def _foreign(out: Path) -> str | None:
     if not out.is_dir():
         return "is no folder"
     for path in sorted(out.iterdir()):
-        if fnmatch.fnmatchcase(path.name, _PARTIAL):
+        if fnmatch.fnmatchcase(path.name, PATTERN):
             continue
         known = any(fnmatch.fnmatchcase(path.name, pattern) for pattern in (*_WRITTEN, *_COPIED))
         if not known or path.is_symlink() or not path.is_file():
@@ -91,20 +92,9 @@ def _foreign(out: Path) -> str | None:
     return None if ours else "holds no model that Freight wrote"
 
 
-def _make_partial(out: Path) -> Path:
-    """A new hidden folder on the disk of `out`: inside of it if it exists, else beside it."""
-    folder = _workplace(out) / f".freight.{secrets.token_hex(4)}.partial"
-    folder.mkdir()
-    return folder
-
-
-def _workplace(out: Path) -> Path:
-    return out if out.is_dir() else out.absolute().parent
-
-
 def require_space(out: Path, num_bytes: int) -> None:
     """Raises CapacityError unless the disk of `out` has room for `num_bytes`."""
-    free = shutil.disk_usage(_workplace(out)).free
+    free = shutil.disk_usage(workplace(out)).free
     if free < num_bytes:
         raise CapacityError(
             f"{out} needs {num_bytes:,} bytes, and its disk has {free:,} free; make room, or name another disk"
@@ -133,9 +123,10 @@ class CheckpointWriter:
     def __enter__(self) -> CheckpointWriter:
         require_new(self._out, self._overwrite)
         try:
-            self._folder = _make_partial(self._out)
+            self._partial = Partial.make(self._out)
         except OSError as error:
             raise self._fault(error) from error
+        self._folder = self._partial.path
         self._finished = False
         return self
 
@@ -146,9 +137,8 @@ class CheckpointWriter:
             for file in reversed(self._published):
                 file.unlink(missing_ok=True)
             for file in reversed(self._replaced):  # config.json last
-                os.rename(self._folder / _REPLACED / file.name, file)
-            (self._folder / "config.json").unlink(missing_ok=True)  # first, in case the rest is interrupted as well
-            shutil.rmtree(self._folder, ignore_errors=True)
+                os.rename(self._folder / REPLACED / file.name, file)
+            self._partial.remove()
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
         """Add tensors; those of one call go into one shard."""
@@ -190,21 +180,21 @@ class CheckpointWriter:
 
     def _publish(self) -> None:
         if self._folder.parent != self._out:
-            os.rename(self._folder, self._out)
+            self._partial.become(self._out)
             return
-        old = [path for path in self._out.iterdir() if not fnmatch.fnmatchcase(path.name, _PARTIAL)]
+        old = [path for path in self._out.iterdir() if not fnmatch.fnmatchcase(path.name, PATTERN)]
         if old and (not self._overwrite or _foreign(self._out) is not None):
             raise CheckpointError(f"{self._out} was filled by another program meanwhile; nothing was changed there")
-        names = sorted((file.name for file in self._folder.iterdir()), key="config.json".__eq__)
+        names = sorted((file.name for file in self._folder.iterdir() if file.name != LOCK), key="config.json".__eq__)
         if old:
-            (self._folder / _REPLACED).mkdir()
+            (self._folder / REPLACED).mkdir()
         for path in sorted(old, key=lambda path: path.name != "config.json"):  # first, so that no mixture loads
             self._replaced.append(path)
-            os.rename(path, self._folder / _REPLACED / path.name)
+            os.rename(path, self._folder / REPLACED / path.name)
         for name in names:
             self._published.append(self._out / name)
             os.rename(self._folder / name, self._out / name)
-        shutil.rmtree(self._folder)
+        self._partial.remove()
 
     def _flush(self) -> None:
         if not self._pending:

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 
 # The caches are those that other engines would have.
-@partial(takes_engine_options, without=("kv_cache_dtype", "kv_scales", "quantization_param_path"))
+_CACHE = ("kv_cache_dtype", "kv_cache_dtype_skip_layers", "kv_scales", "quantization_param_path")
+
+
+@partial(takes_engine_options, without=_CACHE)
 def audit(
     args: EngineArgs,
     engine: Annotated[
@@ -105,9 +108,11 @@ def _print(report: AuditReport) -> None:
 def _details(view: EngineView) -> list[str]:
     lines = []
     if view.rules_of != view.version:
-        lines.append(f"by the rules of {view.rules_of}, the newest that were read up to this version")
+        lines.append(f"by the rules of {view.rules_of}, of which it is a patch release")
     reasons = {(side.why, side.source): side.name for side in view.sides if side.why and side.source}
     lines += [f"{name}: {why} ({source})" for (why, source), name in reasons.items() if not view.refusal]
+    if not view.refusal:
+        lines += view.notes
     for name, count, effect in view.input_scales:
         lines.append(f"{count} tensors named {name}: {effect}")
     if not view.auto_fp8 and not view.refusal:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from freight.cli.bench_serving import check_picture, serving, write_picture
+from freight import terminal
+from freight.cli.bench_serving import check_picture, positive, serving, write_picture
 from freight.cli.evaluate import progress
 from freight.cli.options import Command, takes_engine_options
 from freight.config.engine import EngineArgs
@@ -112,7 +113,7 @@ def _check_compared(args: EngineArgs, caches: list[str], memories: list[str], pi
             raise ConfigError(f"{flag} and {other} both choose the cache: give one of the two")
     for cache in caches:
         for memory in memories or (args.kv_cache_memory,):
-            check(replace(args, kv_cache_dtype=cache, kv_cache_memory=memory))
+            check(replace(args.with_cache(cache), kv_cache_memory=memory))
     check_picture(picture)
 
 
@@ -161,6 +162,7 @@ def kernels(
 ) -> None:
     """Each operation on its own, beside torch's; on a GPU in the sizes of the table in docs/benchmarks.md."""
     check(EngineArgs(kernels=kernels, threads=threads, device=device))
+    positive("--seconds", seconds, "a number of seconds for each row")
     size = _matrix(matrix or "14336x4096")
     for name in only or []:
         if name not in GPU_KERNEL_NAMES or (name not in KERNEL_NAMES and device == "cpu"):
@@ -257,9 +259,7 @@ def _print(found: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps(found))
         return
-    from rich.console import Console
-
-    Console().print(_table(found))
+    terminal.console().print(_table(found))
 
 
 def _table(found: dict[str, Any]) -> Table:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import secrets
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from freight import terminal
 from freight.cli.evaluate import progress
 from freight.errors import ConfigError, choices
 
@@ -43,7 +45,9 @@ def serving(
         int | None, typer.Option(metavar="COUNT", min=1, help="Runs of each load; default: 1, for several servers 6.")
     ] = None,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="For one answer.")] = 600.0,
-    seed: Annotated[int, typer.Option(metavar="NUMBER", help="Of prompts, lengths and arrivals.")] = 0,
+    seed: Annotated[
+        int | None, typer.Option(metavar="NUMBER", help="Of prompts, lengths and arrivals; default: a new one.")
+    ] = None,
     picture: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Draw the distributions.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
@@ -66,7 +70,7 @@ def serving(
         vocab_size,
         warmup,
         rounds or (6 if len(targets) > 1 else 1),
-        seed,
+        secrets.randbelow(10**6) if seed is None else seed,
     )
     with progress("requests") as on_progress:
         runs, found = measure_serving(args, on_progress)
@@ -81,7 +85,7 @@ def _targets(urls: list[str], endpoint: str, api_key: str | None, timeout: float
 
     if endpoint not in ENDPOINTS:
         raise ConfigError(f"--endpoint {endpoint!r} is unknown: choose {choices(ENDPOINTS)}")
-    _positive("--timeout", timeout, "a number of seconds")
+    positive("--timeout", timeout, "a number of seconds")
     return [Target(Address.parse(url), "", endpoint, api_key, timeout=timeout) for url in urls]
 
 
@@ -92,7 +96,7 @@ def _levels(concurrency: list[int] | None, rate: list[float] | None) -> list[Any
         raise ConfigError("--concurrency and --rate are two kinds of load: give one of the two")
     if rate:
         for one in rate:
-            _positive("--rate", one, "requests a second")
+            positive("--rate", one, "requests a second")
         return [Level(rate=one) for one in dict.fromkeys(rate)]
     return [Level(concurrency=one) for one in dict.fromkeys(concurrency or [1])]
 
@@ -101,11 +105,11 @@ def _amount(num_requests: int | None, duration: float | None) -> Any:
     from freight.bench.load import Amount
 
     if duration is not None:
-        _positive("--duration", duration, "a number of seconds")
+        positive("--duration", duration, "a number of seconds")
     return Amount(num_requests or (None if duration else 64), duration)
 
 
-def _positive(flag: str, value: float, what: str) -> None:
+def positive(flag: str, value: float, what: str) -> None:
     """Raises ConfigError, also for inf and nan, with which a load would not end or not begin."""
     if not 0 < value < math.inf:
         raise ConfigError(f"{flag} {value:g}: give {what}, above 0 and finite")
@@ -144,11 +148,9 @@ def _print(found: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps(found))
         return
-    from rich.console import Console
-
     tables = [_rows(found), *([_ratios(found)] if found["ratios"] else [])]
-    console = Console()
-    unlimited = Console(width=10_000)  # no figure is shortened
+    console = terminal.console()
+    unlimited = terminal.console(width=10_000)  # no figure is shortened
     console.width = max(console.width, *(unlimited.measure(table).maximum for table in tables))
     console.print(tables[0])
     for note in _notes(found):
@@ -181,11 +183,17 @@ def _text(value: float | None, unit: float) -> str:
 
 def _notes(found: dict[str, Any]) -> list[str]:
     """What a reader must know of the figures: what a server does not take, what failed and how."""
-    notes = []
+    notes = [f"seed {found['seed']}: --seed {found['seed']} sends the same requests again"]
+    again = found["prompts"] not in ("text", "ids") and len(found["rows"]) * found["rounds"] > 1
+    if again and any(row["cached_tokens"] is None for row in found["rows"]):
+        notes.append("every run sends the same prompts: a prefix cache makes the later ones faster")
     for row in found["rows"]:
         where = f"{row['url']}, {row['concurrency'] or row['rate']}"
         if row["itl_unit"] == "event":
             notes.append(f"{where}: does not say the tokens of each event, so 'between' is between events")
+        if row["cached_tokens"]:
+            share = row["cached_tokens"] / row["prompt_tokens"]
+            notes.append(f"{where}: {share:.0%} of the prompts' tokens came from the server's prefix cache")
         if not row["ignore_eos"]:
             notes.append(f"{where}: does not take ignore_eos")
         if row["short_answers"]:

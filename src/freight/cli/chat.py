@@ -8,13 +8,23 @@ from typing import Annotated
 
 import typer
 
+from freight import terminal
 from freight.cli.generate import print_stream
 from freight.cli.options import takes_engine_options, takes_sampling_options
 from freight.config.engine import EngineArgs
-from freight.errors import ConfigError, GenerationError, RequestError
+from freight.errors import ConfigError, GenerationError, RequestError, nearest
 from freight.sampling import SamplingParams
 
-HELP = "Type a message; /reset forgets the conversation, Ctrl-C stops an answer, Ctrl-D ends."
+HELP = "Type a message; /clear forgets the conversation, Ctrl-C stops an answer, /exit or Ctrl-D ends, /help says more."
+COMMANDS = {
+    "/clear": "forget the conversation (also /reset)",
+    "/exit": "end (also /quit, Ctrl-D, or Ctrl-C twice)",
+    "/help": "this list",
+    "//…": "a message that begins with a slash",
+    "Ctrl-C": "stop an answer, which then is not part of the conversation; before an answer, clear the line",
+}
+_SAME = {"/reset": "/clear", "/quit": "/exit"}
+_CLEARED = "Ctrl-C again, Ctrl-D or /exit ends"
 
 
 @takes_engine_options
@@ -33,31 +43,61 @@ def chat(
     from freight.tokenizer import require_chat_template
 
     llm = LLM(**vars(args), before_weights=lambda intake: require_chat_template(intake.tokenizer))
-    typer.secho(HELP, dim=True, err=True)
+    terminal.write(HELP, err=True, dim=True)
     messages = list(start)
     while (line := _read_line()) is not None:
-        if line.strip() == "/reset":
-            messages = list(start)
-            continue
         if not line.strip():
             continue
-        asked = [*messages, {"role": "user", "content": line}]
+        if line.startswith("/") and not line.startswith("//"):
+            command = _SAME.get(line.strip(), line.strip())
+            if command == "/exit":
+                break
+            if command == "/clear":
+                messages = list(start)
+            else:
+                _explain(command)
+            continue
+        asked = [*messages, {"role": "user", "content": line.removeprefix("/") if line.startswith("//") else line}]
         try:
             answer = print_stream(llm, llm.chat_prompt(asked), params)
         except KeyboardInterrupt:
             typer.echo()
         except (RequestError, GenerationError) as error:  # the conversation has outgrown the context, say
-            typer.secho(f"error: {error}; /reset starts anew", fg="red", err=True)
+            terminal.write(f"error: {error}; /clear starts anew", err=True, fg="red")
         else:
             messages = [*asked, {"role": "assistant", "content": answer}]
 
 
+def _explain(command: str) -> None:
+    """What /help prints, or that there is no such command."""
+    if command == "/help":
+        for name, what in COMMANDS.items():
+            terminal.write(f"{name:8}{what}", err=True, dim=True)
+        return
+    word = command.split()[0]
+    hint = nearest(word, [*COMMANDS, *_SAME])
+    terminal.write(f"no such command: {word}{hint}; // sends a message that begins with a slash", err=True, dim=True)
+
+
 def _read_line() -> str | None:
-    """The next line typed, None at the end. Editing keys and history work where Python has readline."""
-    if sys.stdin.isatty():
-        with suppress(ImportError):
-            import readline  # noqa: F401, importing it is what turns it on
+    """The next line typed, None at the end: Ctrl-D, or Ctrl-C twice in a row at a terminal.
+
+    Editing keys and history work where Python has readline. Raises KeyboardInterrupt where no terminal is read.
+    """
+    if not sys.stdin.isatty():
+        return _next_line("")
+    with suppress(ImportError):
+        import readline  # noqa: F401, importing it is what turns it on
+    for _ in range(2):
+        try:
+            return _next_line("> ")
+        except KeyboardInterrupt:
+            terminal.write(f"\n{_CLEARED}", err=True, dim=True)
+    return None
+
+
+def _next_line(prompt: str) -> str | None:
     try:
-        return input("> " if sys.stdin.isatty() else "")
+        return input(prompt)
     except EOFError:
         return None

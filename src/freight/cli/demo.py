@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from freight import terminal
 from freight.cli.evaluate import CACHES, HELD_OUT, LEGEND, progress
 from freight.config.engine import EngineArgs
 
@@ -42,8 +43,8 @@ def demo(
     if not as_json:
         for index, prompt in enumerate(PROMPTS):
             for dtype, completions in texts.items():
-                typer.secho(f"--- {dtype}", dim=True)
-                typer.secho(prompt, bold=True, nl=False)
+                terminal.write(f"--- {dtype}", dim=True)
+                terminal.write(prompt, newline=False, bold=True)
                 typer.echo(completions[index])
     text = HELD_OUT.read_text(encoding="utf-8")
     with progress("measuring on held-out text") as on_progress:

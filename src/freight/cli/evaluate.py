@@ -12,10 +12,13 @@ from typing import Annotated, Any
 
 import typer
 
+from freight import files
 from freight.cli.options import takes_engine_options
 from freight.config.engine import EngineArgs
 from freight.errors import ConfigError
+from freight.files import DATA_LIMIT, open_regular
 from freight.start_log import log_to_stderr
+from freight.terminal import bars
 
 # What `freight demo` shows. E5M2 needs no scales, and cannot use those that a checkpoint has for E4M3.
 CACHES = [("fp8_e4m3", "auto"), ("fp8_e5m2", "unit")]
@@ -158,8 +161,10 @@ def _evaluate_grid(
     if report is not None:
         write_report(evaluation, report)
     if as_json:
-        print(json.dumps(evaluation.as_json()))
+        print(json.dumps(evaluation.as_json() | {"advice": advice(evaluation).as_json()}))
         return
+    for warning in evaluation.warnings:
+        typer.echo(f"warning: {warning}")
     typer.echo(table(evaluation))
     if grid.speed:
         typer.echo(f"\nTokens per second of one sequence:\n\n{speed_table(evaluation)}\n")
@@ -167,7 +172,7 @@ def _evaluate_grid(
     size = f"weights: {over.weight_bytes:,} bytes in {over.weight_dtype}"
     typer.echo(f"{size}, embedding and head {over.embedding_bytes:,} bytes")
     typer.echo(legend(evaluation))
-    typer.echo(advice(evaluation))
+    typer.echo(str(advice(evaluation)))
     if report is not None:
         typer.echo(f"report: {report / 'report.html'}")
 
@@ -183,7 +188,7 @@ def data_path(model: str, data: Path | None) -> Path:
         raise ConfigError("--data FILE is needed: a text the model was not trained on")
     path = data or HELD_OUT
     try:
-        with path.open("rb"):
+        with open_regular(path, DATA_LIMIT):
             return path
     except OSError as error:
         raise ConfigError(f"--data {data} cannot be read as text: {error}") from None
@@ -215,7 +220,7 @@ def read_text(model: str, data: Path | None) -> str:
     """The text to judge by, as one. Raises ConfigError where there is none."""
     path = data_path(model, data)
     try:
-        return path.read_text(encoding="utf-8")
+        return files.read_text(path, limit=DATA_LIMIT)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--data {data} cannot be read as text: {error}") from None
 
@@ -233,11 +238,6 @@ def require_writable(folder: Path) -> None:
 @contextmanager
 def progress(what: str) -> Iterator[Callable[[int, int], None]]:
     """A bar on stderr; gives a function (done, total) that moves it."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+    with bars(what) as bar:
         task = bar.add_task(what)
         yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from freight import terminal
 from freight.cli.options import takes_engine_options, takes_sampling_options
 from freight.config.engine import EngineArgs
 from freight.errors import GenerationError, RequestError
+from freight.files import PROMPT_LIMIT, read_text, too_large
 from freight.outputs import CompletionOutput, RequestOutput
 from freight.sampling import SamplingParams
 from freight.structured import StructuredOutputs
@@ -76,15 +78,21 @@ def generate(
         outputs, failed = error.outputs, True
     if as_json:
         print(json.dumps(as_object(llm, outputs)))
-    for output in outputs:
-        for completion in output.outputs:
-            if not as_json:
-                typer.secho(f"--- {_title(output, completion)}", dim=True)
-                typer.echo(text_of(completion, params))
-            if completion.error is not None:
-                typer.secho(f"error: {_title(output, completion)}: {completion.error}", fg="red", err=True)
+    print_outputs(outputs, params, only_errors=as_json)
     if failed:
         raise typer.Exit(1)
+
+
+def print_outputs(outputs: list[RequestOutput], params: SamplingParams, only_errors: bool) -> None:
+    """Each completion under its title, and what failed on standard error."""
+    for output in outputs:
+        for completion in output.outputs:
+            title = _title(output, completion)
+            if not only_errors:
+                terminal.write(f"--- {title}", dim=True)
+                typer.echo(text_of(completion, params))
+            if completion.error is not None:
+                terminal.write(f"error: {title}: {completion.error}", fg="red", err=True)
 
 
 def read_prompts(texts: list[str], file: Path | None, token_ids: list[str]) -> Prompts:
@@ -99,12 +107,21 @@ def read_prompts(texts: list[str], file: Path | None, token_ids: list[str]) -> P
         return [_parse_ids(text) for text in token_ids]
     if file is not None:
         try:
-            texts = [sys.stdin.read() if str(file) == "-" else file.read_text("utf-8")]
+            texts = [_read_prompt(file)]
         except (OSError, UnicodeDecodeError) as error:
             raise RequestError(f"--prompt-file {file} cannot be read as text: {error}") from None
     if not all(texts):
         raise RequestError("a prompt is empty: it needs at least one character")
     return texts
+
+
+def _read_prompt(file: Path) -> str:
+    if str(file) != "-":
+        return read_text(file, limit=PROMPT_LIMIT)
+    text = sys.stdin.read(PROMPT_LIMIT + 1)
+    if len(text) > PROMPT_LIMIT:
+        raise too_large(PROMPT_LIMIT, "standard input")
+    return text
 
 
 def require_token_ids(prompts: Prompts, form: StructuredOutputs | None) -> None:
@@ -122,7 +139,7 @@ def read_form(json_schema: Path | None, regex: str | None, choice: list[str]) ->
     given: dict[str, object] = {}
     if json_schema is not None:
         try:
-            given["json"] = json_schema.read_text("utf-8")
+            given["json"] = read_text(json_schema)
         except (OSError, UnicodeDecodeError) as error:
             raise RequestError(f"--json-schema {json_schema} cannot be read as text: {error}") from None
     if regex is not None:

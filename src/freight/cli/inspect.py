@@ -10,27 +10,37 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from freight import terminal
+from freight.config.keys import UnreadKeys
 from freight.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from freight.checkpoint.reader import Checkpoint
     from freight.config.model import ModelConfig
+    from freight.fp8.formats import Format
     from freight.fp8.scheme import KVScales, LayerScales, Scheme
 
 _NOT_PARAMETERS = ("scale", "scale_inv", "scale_ub", "zero_point", "inv_freq", "qscale_act", "qscale_weight", "_scales")
 
 
-def inspect(model: str, as_json: bool, picture: Path | None = None, revision: str | None = None) -> None:
+def inspect(
+    model: str,
+    as_json: bool,
+    picture: Path | None = None,
+    revision: str | None = None,
+    ignore_keys: Collection[str] = (),
+) -> None:
     """Print what `model` is, as a table or as one JSON object; draw its KV scales into `picture`.
 
     Raises CheckpointError, and ConfigError for a picture that cannot be made.
     """
     if picture is not None:
         _check_picture(picture)
-    facts = describe(model, revision)
+    facts = describe(model, revision, ignore_keys)
     if picture is not None:
         _draw(facts, picture)
     if as_json:
@@ -58,11 +68,14 @@ def _draw(facts: dict[str, Any], picture: Path) -> None:
         raise ConfigError(f"--picture {picture} cannot be written: {error}") from error
 
 
-def describe(model: str, revision: str | None = None) -> dict[str, Any]:
-    """The JSON object of `freight inspect --json`. `revision` is a hub model's branch, tag or commit.
+def describe(model: str, revision: str | None = None, ignore_keys: Collection[str] = ()) -> dict[str, Any]:
+    """The JSON object of `freight inspect --json`. `revision` is a hub model's branch, tag or commit; `ignore_keys` of
+    config.json are read over.
 
-    model, path, architecture, model_type, num_layers, num_parameters, max_position_embeddings; runs: 'natively',
+    model, path, architecture, model_type, num_layers, num_parameters, max_position_embeddings; dtype, of the weights
+    that are not quantized, and dtype_source: where it was found (`DtypeSource`); runs: 'natively',
     'through transformers' (docs/add-a-model.md), or null for what Freight cannot run; obstacle: why it cannot, or null;
+    unread_keys: {unknown, harmless, ignored}, lists of keys of config.json that decide nothing;
     bytes: {dtype: count}; skipped: {reason: number of tensors that the text model does not need};
     scheme: {method, weight_format, kv_format, kv_static, description, fp8_weights}, where fp8_weights has the number of
     matrices stored in FP8 by what is declared of them, {"scales per tensor, activations static": 14}; kv_cache:
@@ -76,7 +89,7 @@ def describe(model: str, revision: str | None = None) -> dict[str, Any]:
     null and bytes is empty; and a model that cannot be run, where what config.json does not say is null and KV scales
     are not read.
     """
-    from freight.checkpoint.config_only import read_config_only
+    from freight.checkpoint.config_only import read_config_only, tensors_dtype
     from freight.checkpoint.kv_scales import read_kv_scales
     from freight.checkpoint.rank_export import is_rank_export
     from freight.checkpoint.reader import Checkpoint, resolve_model
@@ -84,7 +97,8 @@ def describe(model: str, revision: str | None = None) -> dict[str, Any]:
 
     if _is_config_alone(Path(model).expanduser()):
         config, hf_quant_config = read_config_only(model, revision)
-        architecture, _, scheme = _read(config, hf_quant_config)
+        stored = tensors_dtype(model, config, revision)
+        architecture, _, scheme = _read(config, hf_quant_config, (), stored, ignore_keys)
         sizes: dict[str, Any] = {"num_parameters": None, "bytes": {}, "skipped": {}}
         path = str(Path(model).expanduser())
         return {"model": model, "path": path, **architecture, **sizes, "scheme": _scheme(scheme), **_kv_cache(None)}
@@ -92,7 +106,8 @@ def describe(model: str, revision: str | None = None) -> dict[str, Any]:
     if is_rank_export(folder):
         return _describe_rank_export(model, folder)
     checkpoint = Checkpoint(folder)
-    architecture, found, scheme = _read(checkpoint.config, checkpoint.hf_quant_config, checkpoint.names)
+    described = checkpoint.config, checkpoint.hf_quant_config, checkpoint.names, checkpoint.stored_format
+    architecture, found, scheme = _read(*described, ignore_keys)
     scales = None if found is None else read_kv_scales(checkpoint, found, scheme)
     return {
         "model": model,
@@ -113,7 +128,11 @@ def _is_config_alone(path: Path) -> bool:
 
 
 def _read(
-    config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | None, tensors: Collection[str] = ()
+    config: Mapping[str, Any],
+    hf_quant_config: Mapping[str, Any] | None,
+    tensors: Collection[str],
+    stored: Format | None,
+    ignore_keys: Collection[str],
 ) -> tuple[dict[str, Any], ModelConfig | None, Scheme]:
     """What a config.json describes: (its facts, the model that runs or None, the declared scheme or an empty one)."""
     from freight.checkpoint.layouts import read_scheme
@@ -121,23 +140,33 @@ def _read(
     from freight.models.open import read_model_config
 
     try:
-        scheme, model = read_scheme(config, hf_quant_config), read_model_config(config, tensors)
+        scheme = read_scheme(config, hf_quant_config)
+        model = read_model_config(config, tensors, stored, ignore_keys)
     except CheckpointError as error:
-        return _blocked(config, str(error)), None, Scheme()
+        return _blocked(config, str(error), stored), None, Scheme()
     return _architecture(model), model, scheme
 
 
-def _blocked(config: Mapping[str, Any], obstacle: str) -> dict[str, Any]:
+def _blocked(config: Mapping[str, Any], obstacle: str, stored: Format | None) -> dict[str, Any]:
+    from freight.config.dtype import checkpoint_dtype
+
+    try:
+        dtype, source = checkpoint_dtype(config, stored)
+    except CheckpointError:  # it may be the obstacle
+        dtype, source = None, None
     text = config.get("text_config", config.get("llm_config"))
     inner = {**config, **text} if isinstance(text, dict) else config
     architectures = config.get("architectures")
     return {
         "architecture": architectures[0] if isinstance(architectures, list) and architectures else None,
         "model_type": config.get("model_type"),
+        "dtype": dtype,
+        "dtype_source": source,
         "num_layers": inner.get("num_hidden_layers"),
         "max_position_embeddings": inner.get("max_position_embeddings"),
         "runs": None,
         "obstacle": " ".join(obstacle.split()),
+        "unread_keys": asdict(UnreadKeys()),
     }
 
 
@@ -174,9 +203,12 @@ def _describe_rank_export(model: str, path: Path) -> dict[str, Any]:
         "path": str(path),
         "architecture": export.decoder,
         "model_type": export.model_types[0],
+        "dtype": None,
+        "dtype_source": None,
         "num_layers": export.num_layers,
         "max_position_embeddings": export.max_position_embeddings,
         "runs": None,
+        "unread_keys": asdict(UnreadKeys()),
         "obstacle": "an export for TensorRT-LLM: its KV scales can be read",
         "num_parameters": None,
         "bytes": sizes(export),
@@ -197,10 +229,13 @@ def _architecture(config: ModelConfig) -> dict[str, Any]:
     return {
         "architecture": config.architecture,
         "model_type": config.model_type,
+        "dtype": config.checkpoint_format,
+        "dtype_source": config.dtype_source,
         "num_layers": config.num_layers,
         "max_position_embeddings": config.max_position_embeddings,
         "runs": "natively" if config.foreign is None else "through transformers",
         "obstacle": None,
+        "unread_keys": asdict(config.unread_keys),
     }
 
 
@@ -251,10 +286,9 @@ def _side(layer: LayerScales | None, side: str) -> dict[str, Any] | None:
 
 
 def _print_table(facts: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(markup=False, highlight=False)
+    console = terminal.console(markup=False, highlight=False)
     table = Table.grid(padding=(0, 2))
     sizes = ", ".join(f"{_size(count)} {dtype}" for dtype, count in facts["bytes"].items())
     for label, value in (
@@ -262,17 +296,25 @@ def _print_table(facts: dict[str, Any]) -> None:
         ("architecture", f"{facts['architecture'] or 'unknown'}, {facts['num_layers'] or 'unknown'} layers"),
         ("runs", facts["runs"] or f"no: {facts['obstacle']}"),
         ("parameters", _or_unknown(facts["num_parameters"], lambda n: f"{n / 1e6:,.1f} M")),
+        ("dtype", _dtype(facts)),
         ("context", _or_unknown(facts["max_position_embeddings"], lambda n: f"{n:,} tokens")),
         ("weights", sizes or "none: a config.json alone"),
         ("declared scheme", facts["scheme"]["description"]),
         ("FP8 matrices", "; ".join(f"{n}: {kind}" for kind, n in facts["scheme"]["fp8_weights"].items()) or "none"),
         ("KV scales", _made_for(facts["kv_cache"])),
+        *(("not read", f"{', '.join(keys)} ({kind})") for kind, keys in facts["unread_keys"].items() if keys),
         *(("skipped", f"{n} tensors {reason}") for reason, n in facts["skipped"].items()),
     ):
         table.add_row(label, value)
     console.print(table)
     if facts["kv_cache"]["scales"]:
         console.print(_scale_table(facts["kv_cache"]["scales"]))
+
+
+def _dtype(facts: dict[str, Any]) -> str:
+    from freight.config.dtype import describe_dtype
+
+    return "unknown" if facts["dtype"] is None else describe_dtype(facts["dtype"], facts["dtype_source"])
 
 
 def _or_unknown(value: int | None, write: Callable[[int], str]) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from freight.evaluate.safety import KL_BOUND, Judgement, Verdict
+
 if TYPE_CHECKING:
     from freight.calibrate.budget import KVChoice
 
@@ -14,12 +16,23 @@ NOT_DECLARED = (
 )
 
 
+def choice_judgement(choice: KVChoice) -> Judgement:
+    """By the bounds of `freight evaluate`: of its figures KL alone was measured, so it can fail and not pass."""
+    if not KL_BOUND.holds(choice.kl_verified):
+        reason = f"mean KL is {choice.kl_verified:.3g} on the text that it was verified with, and {KL_BOUND.limit}"
+        return Judgement(Verdict.NOT_SAFE, (reason,))
+    return Judgement(Verdict.CANNOT_BE_SAID, ("KL alone was measured; `freight evaluate OUT --data FILE` says it",))
+
+
 def choice_facts(choice: KVChoice) -> dict[str, Any]:
     """The `kv_budget` of `freight quantize --json`. A layer's `granularity` is null for 16 bits; KL in nats per token.
 
     `kl` of a layer is what each granularity costs there alone.
     """
+    judged = choice_judgement(choice)
     return {
+        "verdict": judged.verdict,
+        "reasons": list(judged.reasons),
         "kind": choice.budget.kind,
         "limit": choice.budget.limit,
         "layers": [
@@ -50,5 +63,7 @@ def choice_sentences(choice: KVChoice) -> Iterator[str]:
         f"the {choice.num_chosen:,} tokens that it was chosen by, {choice.kl_verified:.3g} on {choice.num_verified:,} "
         "others"
     )
+    judged = choice_judgement(choice)
+    yield f"whether this cache is safe: {judged.verdict} ({'; '.join(judged.reasons)})"
     if choice.uniform is None:
         yield NOT_DECLARED

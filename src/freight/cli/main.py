@@ -1,21 +1,26 @@
 """The `freight` command: its verbs, and how errors reach a person.
 
 A FreightError becomes one line on stderr, without a traceback: exit status 2 for what was asked wrongly (ConfigError,
-RequestError), 1 for the rest. Ctrl-C is 130. Nothing here loads torch; a verb does, once its arguments are checked.
+RequestError), 1 for the rest. So does a full disk, with 1. Where nobody reads standard output any more the command ends
+with 141 and says nothing. Signals are `__main__.py`'s. Nothing here loads torch; a verb does, once its arguments are
+checked.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer.main import get_command
 
-from freight import __version__
-from freight.cli import bench, scales
+from freight import __version__, terminal
+from freight.cli import bench, scales, variables
 from freight.cli.audit import audit
+from freight.cli.batch import batch
 from freight.cli.chat import chat
 from freight.cli.convert import convert
 from freight.cli.demo import demo
@@ -24,10 +29,13 @@ from freight.cli.evaluate import evaluate
 from freight.cli.generate import generate
 from freight.cli.inspect import inspect
 from freight.cli.launcher import is_launcher, launch
-from freight.cli.options import CONTEXT, Command, takes_model
+from freight.cli.merge import merge
+from freight.cli.options import CONTEXT, Command, IgnoredKeys, takes_model
 from freight.cli.plan import plan
 from freight.cli.quantize import quantize
 from freight.cli.serve import serve
+from freight.cli.streams import CLOSED_PIPE, ClosedPipeError, OutputError, discard_stdout, finish_stdout
+from freight.config.engine import names_of
 from freight.errors import ConfigError, FreightError, RequestError
 
 app = typer.Typer(
@@ -62,16 +70,17 @@ def _inspect(
         Path | None, typer.Option(metavar="FILE.svg", help="Draw the KV scales by layer into a new file.")
     ] = None,
     revision: Annotated[str | None, typer.Option(metavar="NAME", help="Branch, tag or commit of a hub model.")] = None,
+    ignore_config_keys: IgnoredKeys = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show what a checkpoint holds.
 
     Architecture, bytes by format, declared scheme, KV scales; no weight is read.
     """
-    inspect(model, as_json, picture, revision)
+    inspect(model, as_json, picture, revision, names_of(ignore_config_keys or ()))
 
 
-for verb in (generate, chat, serve, quantize, convert, evaluate, audit, plan, demo, env):
+for verb in (generate, chat, serve, batch, quantize, convert, merge, evaluate, audit, plan, demo, env):
     app.command(cls=Command)(verb)
 app.command("run", cls=Command, help="The same as serve.")(serve)
 app.command("inspect", cls=Command)(_inspect)
@@ -80,14 +89,43 @@ app.add_typer(bench.app, name="bench")
 
 
 def main() -> None:
-    """Entry point of the `freight` script."""
+    """Run the command line of this process. Ends by SystemExit."""
     try:
-        if is_launcher(sys.argv[1:]):
-            launch(sys.argv[1:], os.environ)
-        app()
+        try:
+            _warn_of_variables()
+            if is_launcher(sys.argv[1:]):
+                launch(sys.argv[1:], os.environ)
+            app()
+        finally:
+            finish_stdout()
+    except OutputError as error:
+        discard_stdout()
+        if isinstance(error, ClosedPipeError):
+            sys.exit(CLOSED_PIPE)
+        _print_error(error)
+        sys.exit(1)
     except FreightError as error:
-        from rich.console import Console
-        from rich.text import Text
-
-        Console(stderr=True).print(Text("error: ", "bold red").append(str(error), "not bold default"), soft_wrap=True)
+        _print_error(error)
         sys.exit(2 if isinstance(error, ConfigError | RequestError) else 1)
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        _print_error(f"a file cannot be written: {error}")
+        sys.exit(1)
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no room on the disk, or none that this user may take
+
+
+def _warn_of_variables() -> None:
+    if any(name.startswith(variables.PREFIX) for name in os.environ):
+        line = variables.unknown(os.environ, variables.known(get_command(app)))
+        if line is not None:
+            typer.echo(line, err=True)
+
+
+def _print_error(error: object) -> None:
+    from rich.text import Text
+
+    text = Text("error: ", "bold red").append(str(error), "not bold default")
+    terminal.console(stderr=True).print(text, soft_wrap=True)

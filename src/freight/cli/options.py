@@ -1,14 +1,18 @@
 """The options that several verbs share, each defined once: model, engine (one per `EngineArgs` field), sampling.
 
 `@takes_engine_options` gives a command all of them and one `args: EngineArgs` in their place; `@takes_sampling_options`
-does the same with `params: SamplingParams`. Values are checked here, before torch is loaded. Environment variables
-are read in this package only, here: `FREIGHT_` and the field's name.
+does the same with `params: SamplingParams`. Values are checked here, before torch is loaded.
+
+An option's environment variable is `FREIGHT_` and the field's name, and only `freight.cli` reads those. Variables that
+are not Freight's are read elsewhere, too: TGI's in `launcher.py`, OpenMP's in `device.py` and `freight/__init__.py`,
+XDG_CACHE_HOME in `kernels/cpu/tuning.py`.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -21,6 +25,8 @@ from freight.config import resolve
 from freight.config.engine import EngineArgs
 from freight.config.foreign import as_flag, instead_of
 from freight.config.kv_source import KV_DTYPES, KV_SCALES
+from freight.config.skip_layers import FLAG as SKIP_LAYERS
+from freight.config.skip_layers import SLIDING
 from freight.device import DEVICES
 from freight.errors import ConfigError, RequestError
 from freight.sampling import SamplingParams
@@ -61,18 +67,22 @@ class Flag:
     def envvar(self) -> str:
         return f"FREIGHT_{self.field.upper()}"
 
-    def parameter(self, default: Any, envvar: str | None = None) -> inspect.Parameter:
-        """A keyword of a command, as typer reads it."""
+    def option(self, envvar: str | None) -> Any:
+        """As an option of typer."""
         name = f"{self.name}/--no-{self.name[2:]}" if self.negatable else self.name
         metavar = self.metavar or ("|".join(map(str, CHOICES[self.field])) if self.field in CHOICES else None)
-        option = typer.Option(name, help=self.help, metavar=metavar, envvar=envvar)
-        annotation: Any = Annotated[self.type, option]
+        return typer.Option(name, help=self.help, metavar=metavar, envvar=envvar)
+
+    def parameter(self, default: Any, envvar: str | None = None) -> inspect.Parameter:
+        """A keyword of a command, as typer reads it."""
+        annotation: Any = Annotated[self.type, self.option(envvar)]
         return inspect.Parameter(self.field, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 ENGINE_FLAGS = (
-    Flag("dtype", str, "What weights and activations are computed in; auto: as stored."),
+    Flag("dtype", str, "What weights and activations are computed in; auto: the checkpoint's own."),
     Flag("kv_cache_dtype", str, "What the KV cache stores; auto: what the checkpoint declares, else the dtype."),
+    Flag("kv_cache_dtype_skip_layers", list[str], "Layers whose cache stays in 16 bits.", "LAYER|sliding_window"),
     Flag("kv_scales", str, "Where the scales of an FP8 cache come from; a kv_cache_scales.json, or numbers."),
     Flag("quantization_param_path", str | None, "The same as --kv-scales FILE, as older engines call it.", "FILE"),
     Flag("quantization", str | None, "Quantize the weights while they load.", "METHOD"),
@@ -81,6 +91,7 @@ ENGINE_FLAGS = (
     Flag("max_num_batched_tokens", int | None, "Most tokens in one step; longer prompts go in chunks.", "TOKENS"),
     Flag("max_step_seconds", float | None, "Seconds that prompts may make a step take while others decode.", "SECONDS"),
     Flag("block_size", int, "Tokens per block of the cache."),
+    Flag("state_every", int | None, "Tokens between states that recurrent layers leave for later prompts.", "TOKENS"),
     Flag("enable_prefix_caching", bool, "Keep the blocks of earlier prompts for later ones.", negatable=True),
     Flag("kv_cache_memory", str | None, "Memory for the KV cache; default: a share of what is free.", "BYTES|4GiB"),
     Flag("device", str, "What to compute on; auto: a GPU if torch sees one."),
@@ -89,6 +100,7 @@ ENGINE_FLAGS = (
     Flag("threads", int | None, "CPU threads; default: one for each physical core that is free to use.", "COUNT"),
     Flag("seed", int, "Makes sampling repeatable: the same seed and prompts, the same tokens.", "NUMBER"),
     Flag("revision", str | None, "Branch, tag or commit of a hub model.", "NAME"),
+    Flag("ignore_config_keys", list[str], "Keys of config.json to read over that Freight does not implement.", "NAME"),
     Flag("tokenizer", str | None, "A folder or hub id to take the tokenizer from instead.", "MODEL"),
     Flag("skip_tokenizer_init", bool, "Run without a tokenizer: token ids in, token ids out."),
 )
@@ -111,12 +123,24 @@ SAMPLING_FLAGS = (
     Flag("skip_special_tokens", bool, "Leave special tokens out of the text.", negatable=True),
 )
 
+MODEL_VARIABLE = "FREIGHT_MODEL_ID"
 ModelArgument = Annotated[
     str | None, typer.Argument(metavar="MODEL", help="A folder, a hub id, or 'demo', the model that ships (default).")
 ]
 ModelIdOption = Annotated[
-    str | None, typer.Option("--model-id", metavar="MODEL", envvar="FREIGHT_MODEL_ID", help="The model, as an option.")
+    str | None, typer.Option("--model-id", metavar="MODEL", envvar=MODEL_VARIABLE, help="The model, as an option.")
 ]
+
+
+def _engine_option(field: str) -> Any:
+    """An option of engines, for a command that has no `args: EngineArgs`."""
+    flag = next(flag for flag in ENGINE_FLAGS if flag.field == field)
+    return flag.option(flag.envvar)
+
+
+IgnoredKeys = Annotated[list[str] | None, _engine_option("ignore_config_keys")]
+SkippedLayers = Annotated[list[str] | None, _engine_option("kv_cache_dtype_skip_layers")]
+StateEvery = Annotated[int | None, _engine_option("state_every")]
 
 
 class Command(TyperCommand):
@@ -125,7 +149,7 @@ class Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         given = list(args)
         try:
-            return super().parse_args(ctx, args)
+            return super().parse_args(ctx, _layers_joined(args))
         except Exception as error:
             if type(error).__name__ != "NoSuchOption":  # typer keeps the class to itself
                 raise
@@ -140,7 +164,28 @@ class Command(TyperCommand):
             raise ConfigError(f"no such option: {spelling}; {instead}") from None
 
 
+def _layers_joined(args: Sequence[str]) -> list[str]:
+    """vLLM's form of a list, `--kv-cache-dtype-skip-layers 0 2 sliding_window`, as one value. A folder 2 is ./2."""
+    joined: list[str] = []
+    is_value = False  # whether the last of `joined` is this option's value
+    for arg in args:
+        if is_value and (arg.isdecimal() or arg == SLIDING):
+            joined[-1] += f",{arg}"
+        else:
+            is_value = bool(joined) and joined[-1].replace("_", "-") == SKIP_LAYERS
+            joined.append(arg)
+    return joined
+
+
 _SHORT = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-dp": "--data-parallel-size"}
+
+
+def require_name(model: str | None, model_id: str | None) -> None:
+    """Raises ConfigError for an empty name, which is a shell's variable without a value and never the demo model."""
+    variable = os.environ.get(MODEL_VARIABLE) if model is None and model_id is None else None  # typer passes over ""
+    for given, what in ((model, "MODEL"), (model_id, f"--model-id or {MODEL_VARIABLE}"), (variable, MODEL_VARIABLE)):
+        if given is not None and not given.strip():
+            raise ConfigError(f"{what} is {given!r}: name a model, or leave it out")
 
 
 def takes_model(command: Function) -> Function:
@@ -150,9 +195,10 @@ def takes_model(command: Function) -> Function:
         ctx: typer.Context = values.pop("ctx")
         model, model_id = values.pop("model"), values.pop("model_id")
         source = ctx.get_parameter_source("model_id")
+        require_name(model, model_id)
         if model and model_id and source is not None and source.name == "COMMANDLINE":
             raise ConfigError(f"MODEL is {model!r} and --model-id {model_id!r}: give one of the two")
-        return {"model": model or model_id or "demo"}
+        return {"model": model if model is not None else model_id if model_id is not None else "demo"}
 
     kind = inspect.Parameter.KEYWORD_ONLY
     return replace_parameter(
@@ -174,6 +220,7 @@ def model_and_others(
 
     `given` are the arguments as typed, None for those beyond. Raises ConfigError for one too few or too many.
     """
+    require_name(None, model_id)
     present = [str(value) for value in given if value is not None]
     index, source = names.index("MODEL"), ctx.get_parameter_source("model_id")
     if len(present) == len(names) and source is not None and source.name == "COMMANDLINE":

@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from freight.cli.options import takes_model
+from freight import terminal
+from freight.cli.options import IgnoredKeys, SkippedLayers, StateEvery, takes_model
+from freight.config.engine import names_of
+from freight.config.skip_layers import layer_names
 
 if TYPE_CHECKING:
     from freight.evaluate.capacity import Plan, Setting
@@ -30,16 +33,19 @@ def plan(
         str, typer.Option(metavar="auto|cpu|cuda", help="What it will run on; auto: a GPU if there is one here.")
     ] = "auto",
     dtype: Annotated[
-        str, typer.Option(metavar="DTYPE", help="What is computed in; auto: as config.json says.")
+        str, typer.Option(metavar="DTYPE", help="What is computed in; auto: the checkpoint's own.")
     ] = "auto",
     revision: Annotated[str | None, typer.Option(metavar="NAME", help="Branch, tag or commit of a hub model.")] = None,
+    kv_cache_dtype_skip_layers: SkippedLayers = None,
+    state_every: StateEvery = None,
+    ignore_config_keys: IgnoredKeys = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Count how many tokens and requests fit into a memory.
 
     With each format of cache and weights, and which to take; from config.json alone.
     """
-    from freight.checkpoint.config_only import read_config_only
+    from freight.checkpoint.config_only import read_config_only, tensors_dtype
     from freight.config.options import choose
     from freight.device import DEVICES, cpu_features, gpu_present
     from freight.evaluate.capacity import Wish, make_plan, read_memory
@@ -50,9 +56,11 @@ def plan(
         device = "cuda" if gpu_present() else "cpu"
     packed = Layout.TILES if {"amx_tile", "amx_bf16"} <= set(cpu_features()) else Layout.PACKED
     layout = packed if device == "cpu" else Layout.PLAIN
-    wish = Wish(read_memory(memory), context, concurrency, device, layout, dtype)
+    skipped = layer_names(kv_cache_dtype_skip_layers or ())
+    wish = Wish(read_memory(memory), context, concurrency, device, layout, dtype, skipped, state_every)
     config, hf_quant_config = read_config_only(model, revision)
-    made = make_plan(config, wish, hf_quant_config)
+    stored = tensors_dtype(model, config, revision) if dtype == "auto" else None
+    made = make_plan(config, wish, hf_quant_config, stored, names_of(ignore_config_keys or ()))
     if as_json:
         print(json.dumps({"model": model, **plan_json(made)}))
     else:
@@ -60,16 +68,22 @@ def plan(
 
 
 def _print(model: str, made: Plan) -> None:
-    from rich.console import Console
     from rich.text import Text
 
     from freight.cache.sizing import MEMORY_SHARE
+    from freight.config.dtype import describe_dtype
+    from freight.config.engine import listed_layers
     from freight.evaluate.capacity import size, verdict
 
-    console = Console(markup=False, highlight=False, soft_wrap=True)
+    console = terminal.console(markup=False, highlight=False, soft_wrap=True)
     wish = made.wish
     share = f"{MEMORY_SHARE[wish.device]:.0%}"
     console.print(f"{model} on {wish.device} with {size(wish.memory)}, requests of {made.context:,} tokens")
+    console.print(f"dtype: {describe_dtype(made.dtype, made.dtype_source)}")
+    kv = made.settings[-1].kv
+    if kv.layers is not None:
+        kept = [index for index, layer in enumerate(kv.layers) if layer.granularity is None]
+        console.print(f"8-bit caches: {listed_layers(kept, len(kv.layers))} in {made.dtype}")
     fancy = console.is_terminal and console.encoding.lower().startswith("utf")
     rows: list[tuple[str, ...]] = [("weights", "", "KV cache", "", "tokens", "requests", "")]
     longest = max(4, min(_BAR, console.width - _REST)) if fancy else _BAR
@@ -85,6 +99,17 @@ def _print(model: str, made: Plan) -> None:
         f"KV cache: {share} of what weights and rotary tables leave, as the engine takes by itself. Not counted: "
         "activations, logits, torch and its kernels; they have the rest."
     )
+    spec = made.settings[0].spec
+    if spec.bytes_per_state:
+        console.print(
+            f"A part of it is for states: {size(spec.bytes_per_state)} for each request, and as much again for those "
+            f"that stay behind every {spec.state_every:,} tokens."
+        )
+    if made.through_transformers:
+        console.print(
+            "It runs through transformers' modules: all weights are read in 16 bits before any is rounded, and experts "
+            "that are stacked tensors, routers, embedding and head stay so."
+        )
     console.print(Text(verdict(made), "bold"))
 
 

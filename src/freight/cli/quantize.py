@@ -11,7 +11,8 @@ import typer
 
 from freight.calibrate.stages import stages
 from freight.cli.kv_choice import choice_facts, choice_sentences
-from freight.cli.options import model_and_others
+from freight.cli.options import IgnoredKeys, model_and_others
+from freight.config.engine import names_of
 from freight.config.plan import (
     KV_CACHES,
     KV_GRANULARITIES,
@@ -121,6 +122,7 @@ def quantize(
     batch_size: BatchSize = None,
     device: Device = None,
     revision: Revision = None,
+    ignore_config_keys: IgnoredKeys = None,
     as_json: Json = False,
 ) -> None:
     """Quantize a model once, for every engine.
@@ -128,7 +130,7 @@ def quantize(
     FP8 weights, activations and KV cache; what is static is calibrated on the unquantized model.
     """
     name, folder = _names(ctx, model, out, model_id, output_dir)
-    options = {
+    options: dict[str, Any] = {
         "weights": _weights(weights, qformat, format),
         "activations": activations,
         "kv_cache": kv_cache,
@@ -151,8 +153,9 @@ def quantize(
 
     if batch_size is not None:
         typer.echo(f"note: --batch-size {batch_size} changes no scale: each sample is measured on its own", err=True)
+    source: dict[str, Any] = {"revision": revision, "ignore_config_keys": names_of(ignore_config_keys or ())}
     with stages() as on_progress:
-        result = run(name, Path(folder), revision=revision, overwrite=overwrite, on_progress=on_progress, **options)
+        result = run(name, Path(folder), overwrite=overwrite, on_progress=on_progress, **source, **options)
     _show(result, as_json)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,9 +13,9 @@ import typer
 from freight.cli.options import Flag, Function, replace_parameter, takes_engine_options
 from freight.config.engine import EngineArgs
 from freight.config.presets import shape_config
-from freight.errors import ConfigError
+from freight.errors import ConfigError, install
 
-_NEEDED = ("fastapi", "uvicorn", "httptools", "prometheus_client")
+NEEDED = ("fastapi", "uvicorn", "httptools", "prometheus_client")
 
 SERVER_FLAGS: tuple[tuple[Flag, Any], ...] = (  # each with its default
     (Flag("host", str, "Where to listen.", "ADDRESS"), "127.0.0.1"),
@@ -23,6 +24,9 @@ SERVER_FLAGS: tuple[tuple[Flag, Any], ...] = (  # each with its default
     (Flag("api_key", list[str], "A key that clients need; may be repeated.", "[NAME:]KEY"), []),
     (Flag("api_key_file", Path | None, "Keys, one a line.", "FILE"), None),
     (Flag("shared_prefix_cache", bool, "Clients with different keys share cached prefixes."), False),
+    (Flag("ssl_certfile", Path | None, "Serve HTTPS with this certificate (chain), in PEM.", "FILE"), None),
+    (Flag("ssl_keyfile", Path | None, "Its key, in PEM; default: in the same file.", "FILE"), None),
+    (Flag("ssl_keyfile_password", str | None, "Of an encrypted key; rather in the variable.", "TEXT"), None),
     (Flag("insecure", bool, "Listen on a public address without a key."), False),
     (Flag("max_queue", int, "Completions that may wait beside those that run; then 429.", "COUNT"), 256),
     (Flag("max_connections", int, "Open connections at most.", "COUNT"), 1024),
@@ -31,28 +35,38 @@ SERVER_FLAGS: tuple[tuple[Flag, Any], ...] = (  # each with its default
     (Flag("template_timeout", float, "Longest time for one chat template or grammar.", "SECONDS"), 10.0),
     (Flag("max_events_per_second", float, "Events of one stream; faster tokens share one. 0: any.", "RATE"), 50.0),
     (Flag("drain_timeout", float, "Time for running answers after SIGTERM.", "SECONDS"), 30.0),
-    (Flag("restart_engine", bool, "Start a new engine when its process ends, instead of ending."), False),
+    (Flag("restart_engine", bool, "Start a new engine when its process ends or is stalled, instead of ending."), False),
+    (
+        Flag("stall_timeout", float, "Silence after which the engine is stalled; 0: any.", "SECONDS"),
+        60.0,
+    ),
     (Flag("chat_template", Path | None, "A Jinja file to use instead of the model's own template.", "FILE"), None),
+    (Flag("tool_call_parser", str | None, "The form of tool calls; else the chat template decides.", "NAME"), None),
+    (Flag("reasoning_parser", str | None, "The form of reasoning; else the chat template decides.", "NAME"), None),
+    (Flag("enable_auto_tool_choice", bool, "Accepted and always so: tools need no option."), False),
     (Flag("unknown_fields", str, "What to do with unknown fields of requests.", "refuse|ignore"), "refuse"),
+    (Flag("strict_schemas", bool, "Refuse JSON schemas that a grammar cannot enforce whole."), False),
+    (Flag("enable_tokenizer_info_endpoint", bool, "Answer /tokenizer_info, which shows the chat template."), False),
     (Flag("allow_origin", list[str], "Web pages of this origin may call; may be repeated.", "ORIGIN"), []),
     (Flag("old_metrics", bool, "Export metrics also under the names that older dashboards read."), False),
     (Flag("log_format", str, "How the log is written.", "text|json"), "text"),
 )
 
 
-def takes_server_options(command: Function) -> Function:
-    """Replace the command's parameter `server: dict` by the options of the server, by their names."""
+def takes_server_options(names: Sequence[str]) -> Callable[[Function], Function]:
+    """Replace the command's parameter `server: dict` by those options of the server, by their names."""
+    flags = [(flag, default) for flag, default in SERVER_FLAGS if flag.field in names]
 
     def build(values: dict[str, Any]) -> dict[str, Any]:
-        return {"server": {flag.field: values.pop(flag.field) for flag, _ in SERVER_FLAGS}}
+        return {"server": {flag.field: values.pop(flag.field) for flag, _ in flags}}
 
-    return replace_parameter(
-        command, "server", [flag.parameter(default, flag.envvar) for flag, default in SERVER_FLAGS], build
+    return lambda command: replace_parameter(
+        command, "server", [flag.parameter(default, flag.envvar) for flag, default in flags], build
     )
 
 
 @takes_engine_options
-@takes_server_options
+@takes_server_options([flag.field for flag, _ in SERVER_FLAGS])
 def serve(
     args: EngineArgs,
     server: dict[str, Any],
@@ -61,9 +75,9 @@ def serve(
     ] = None,
 ) -> None:
     """Serve a model over HTTP: OpenAI's API, TGI's, metrics and a page."""
-    missing = [name for name in _NEEDED if find_spec(name) is None]
+    missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
-        raise ConfigError(f"freight serve needs {', '.join(missing)}: pip install 'freight[server]'")
+        raise ConfigError(f"freight serve needs {', '.join(missing)}: {install('server')}")
     if random_weights is not None:
         if args.model != "demo":
             raise ConfigError(f"MODEL is {args.model!r} and --random-weights {random_weights!r}: give one of the two")
@@ -73,12 +87,14 @@ def serve(
     from freight.server.settings import ServerSettings
 
     server |= {name: tuple(server.pop(field)) for name, field in _LISTS.items()}
+    server["tokenizer_info"] = server.pop("enable_tokenizer_info_endpoint")
     engine_args = {field.name: getattr(args, field.name) for field in fields(args)}
     options = WorkerOptions(
         engine_args,
         random_weights,
         log_format=server["log_format"],
         events_per_second=server["max_events_per_second"],
+        stall_timeout=server["stall_timeout"],
     )
     raise typer.Exit(run(ServerSettings(**server), options))
 

@@ -6,15 +6,17 @@ once, with every choice made.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
 from typing import Any
 
 from freight.config.foreign import instead_of
 from freight.config.kv_source import written
-from freight.config.options import require_known
+from freight.config.options import listed_names, require_known
+from freight.config.skip_layers import layer_names
 from freight.errors import ConfigError
-from freight.fp8.formats import Format, Granularity, ScaleSource
+from freight.fp8.formats import COMPUTE_FORMATS, Format, Granularity, ScaleSource
 from freight.fp8.scheme import KVScales
 
 
@@ -26,9 +28,11 @@ class EngineArgs:
     tokenizer: str | None = None
     skip_tokenizer_init: bool = False
     revision: str | None = None
+    ignore_config_keys: Sequence[str] = ()
     dtype: str = "auto"
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
+    kv_cache_dtype_skip_layers: Sequence[str | int] = ()
     kv_scales: str = "auto"
     quantization_param_path: str | None = None
     max_model_len: int | None = None
@@ -36,6 +40,7 @@ class EngineArgs:
     max_num_batched_tokens: int | None = None
     max_step_seconds: float | None = None
     block_size: int = 16
+    state_every: int | None = None
     enable_prefix_caching: bool = True
     kv_cache_memory: int | str | None = None
     device: str = "auto"
@@ -45,7 +50,9 @@ class EngineArgs:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Numbers of other types, such as NumPy's, are kept as Python's."""
+        """Numbers of other types, such as NumPy's, are kept as Python's, and names as a tuple."""
+        object.__setattr__(self, "ignore_config_keys", names_of(self.ignore_config_keys))
+        object.__setattr__(self, "kv_cache_dtype_skip_layers", layer_names(self.kv_cache_dtype_skip_layers))
         for name, value in vars(self).items():
             if isinstance(value, Real) and not isinstance(value, bool):
                 object.__setattr__(self, name, int(value) if isinstance(value, Integral) else float(value))
@@ -66,6 +73,22 @@ class EngineArgs:
             options["kv_scales"] = written(options["kv_scales"])
         return EngineArgs(**options)
 
+    def with_cache(self, kv_cache_dtype: str) -> EngineArgs:
+        """The same for another cache. One that is not quantized has no layers to skip."""
+        skipped = () if kv_cache_dtype in map(str, COMPUTE_FORMATS) else self.kv_cache_dtype_skip_layers
+        return replace(self, kv_cache_dtype=kv_cache_dtype, kv_cache_dtype_skip_layers=skipped)
+
+    def with_plain_cache(self, kv_cache_dtype: str = "float32") -> EngineArgs:
+        """The same with an unquantized cache, and without the options that only a quantized one has."""
+        plain = replace(self, kv_scales="auto", quantization_param_path=None, attention_compute="auto")
+        return plain.with_cache(kv_cache_dtype)
+
+
+def names_of(value: object) -> tuple[str, ...]:
+    """The names in a text with commas or spaces between them, or in a list of such texts."""
+    wrong = ConfigError(f"ignore_config_keys is {value!r}; give names of keys, as in ['alibi', 'scale_emb']")
+    return listed_names(value, (str,), wrong)
+
 
 @dataclass(frozen=True)
 class LayerKVFormat:
@@ -78,6 +101,15 @@ class LayerKVFormat:
         return f"{self.format}, {self.granularity}" if self.granularity else str(self.format)
 
 
+def listed_layers(layers: Sequence[int], num_layers: int) -> str:
+    """'layers 0 and 2', or '40 of 48 layers' where they are many."""
+    if len(layers) > _LISTED:
+        return f"{len(layers)} of {num_layers} layers"
+    *most, last = map(str, layers)
+    return f"layers {', '.join(most)} and {last}" if most else f"layer {last}"
+
+
+_LISTED = 8
 MIXED = "mixed"  # for `dtype` or `granularity` in a JSON of a cache whose layers differ
 
 
@@ -101,6 +133,30 @@ class KVCacheConfig:
         """How layer `index` is stored."""
         return LayerKVFormat(self.format, self.granularity) if self.layers is None else self.layers[index]
 
+    def skipping(self, skipped: Set[int], num_layers: int, compute: Format) -> KVCacheConfig:
+        """This quantized cache of `num_layers` layers with those of `skipped`, fewer than all, in `compute`."""
+        if not skipped:
+            return self
+        plain = LayerKVFormat(compute, None)
+        layers = tuple(plain if index in skipped else self.of_layer(index) for index in range(num_layers))
+        left = [layer.granularity for layer in layers if layer.granularity is not None]
+        scales = None if self.scales is None else self.scales.without(skipped)
+        return replace(self, granularity=max(left, key=list(Granularity).index), scales=scales, layers=layers)
+
+    def describe(self) -> str:
+        """'fp8_e4m3fn, layers 0 and 2 in bfloat16'; 'mixed' where quantized layers differ from each other."""
+        if self.layers is None:
+            return str(self.format)
+        plain = [index for index, layer in enumerate(self.layers) if layer.granularity is None]
+        if len({layer for layer in self.layers if layer.granularity is not None}) > 1 or not plain:
+            return MIXED
+        return f"{self.format}, {listed_layers(plain, len(self.layers))} in {self.layers[plain[0]].format}"
+
+    def layer_names(self) -> list[dict[str, str | None]] | None:
+        """`dtype` and `granularity` of each layer, as every JSON has them; None where layers do not differ."""
+        kinds = [(str(kind.format), kind.granularity and str(kind.granularity)) for kind in self.layers or ()]
+        return [{"dtype": dtype, "granularity": granularity} for dtype, granularity in kinds] or None
+
     def names(self) -> dict[str, str | None]:
         """`dtype`, `granularity` and `scale_source`, as every JSON has them; `mixed` where layers differ."""
         kinds = self.layers or (self.of_layer(0),)
@@ -119,6 +175,7 @@ class EngineConfig:
 
     `weight_format` is the format of Linear weights; weights (the head included) that a quantized checkpoint leaves
     unquantized have `compute_format`. `fp8_attention`: attention multiplies FP8 by FP8 where the hardware can.
+    `state_every`: tokens between states that stay behind; None: `cache.spec.default_every`, where layers have states.
     `max_step_seconds`: prompts leave a step in which a request decodes about so short; 0: as long as they are.
     """
 
@@ -137,3 +194,4 @@ class EngineConfig:
     fp8_attention: bool
     threads: int | None
     seed: int
+    state_every: int | None = None

@@ -35,10 +35,10 @@ _ONE_DEVICE = "a model runs on one device: omit it"
 _NO_SWAP = "nothing is swapped to the CPU, a request that has to give up its blocks is computed again: omit it"
 _GRAPHS = "decode steps are captured and replayed where that is exact: omit it"
 _NO_CODE = "no code of a checkpoint is ever executed: omit it"
-_TOOLS = "tool calls and reasoning are read by what the model's chat template writes: omit it"
+_TOOLS = "{reasoning_parser} selects the form of reasoning, and else the model's chat template does: omit it"
 _LOGS = "each request is one line of the log, and {log_format}=json is for collectors: omit it"
 _NO_LORA = "LoRA adapters are not implemented: merge them into the weights first"
-_NO_DRAFT = "speculative decoding is not implemented; it changes speed only: omit it"
+_NO_DRAFT = "speculative decoding is not implemented, the model itself draws every token: omit it"
 _FILES = "safetensors are read, and the format follows from the files: omit it"
 _HUB = "the hub's own variables say where downloads are kept: set HF_HOME or HF_HUB_CACHE"
 _ROPE = "rotary embedding follows config.json: change it there"
@@ -91,14 +91,16 @@ SENTENCES = {
         ("speculative_model", "speculative_config", "num_speculative_tokens", "num_lookahead_slots"), _NO_DRAFT
     ),
     **dict.fromkeys(("rope_scaling", "rope_theta", "rope_factor"), _ROPE),
-    **dict.fromkeys(
-        ("enable_auto_tool_choice", "tool_call_parser", "reasoning_parser", "enable_reasoning", "response_role"), _TOOLS
-    ),
+    "enable_reasoning": _TOOLS,
+    "response_role": "answers are the assistant's: omit it",
     **dict.fromkeys(("disable_log_requests", "disable_log_stats", "uvicorn_log_level", "enable_log_requests"), _LOGS),
     **dict.fromkeys(
         ("guided_decoding_backend", "structured_outputs_config"), "grammars have one compiler, llguidance: omit it"
     ),
-    **dict.fromkeys(("ssl_keyfile", "ssl_certfile"), "put a proxy that speaks TLS in front of {host} and {port}"),
+    **dict.fromkeys(
+        ("ssl_ca_certs", "ssl_cert_reqs", "enable_ssl_refresh"),
+        "put a proxy in front of {host} and {port} for clients' certificates, and new ones without a restart",
+    ),
     "launch_kobold_api": "{port} answers OpenAI's, Anthropic's and TGI's APIs; Kobold's is not implemented",
     "gguf_file": "GGUF is not read; use the safetensors that it was made from",
     "limit_mm_per_prompt": "models of text only: omit it",
@@ -111,7 +113,8 @@ CALLS = {  # keywords of their `generate` and `chat`
     **dict.fromkeys(("lora_request", "prompt_adapter_request"), _NO_LORA),
     "priority": "requests run in the order of arrival: omit it",
     "guided_options_request": "use structured_outputs of SamplingParams",
-    "tokenization_kwargs": "prompts are tokenized as the model wants it: omit it, or give token ids",
+    "truncate_prompt_tokens": "use truncate_prompt_tokens of SamplingParams",
+    "add_special_tokens": 'use tokenization_kwargs={"add_special_tokens": ...}',
     "chat_template": "the model's own is used: give LLM(tokenizer=...) a folder with another one",
     "chat_template_kwargs": "give its entries as keywords",
     "chat_template_content_format": "content is written as the model's chat template reads it: omit it",

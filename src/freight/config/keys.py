@@ -1,14 +1,22 @@
-"""The keys of a config.json: which are read, which do not matter, and which are refused. Imports no torch."""
+"""The keys of a config.json: which are read, which are refused, and which are read over. Imports no torch.
+
+A key that no row reads is refused if it decides what some model computes: `computing_keys.txt` lists these
+(`tools/config_keys.py`). It is read over where its value switches it off (null, false, 0, empty), and where the user
+names it (`--ignore-config-keys`). Every other key is read over and named at start: publishers add what they like.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
-from freight.config.families import FAMILIES
 from freight.config.family import Family, words
-from freight.errors import CheckpointError, choices
+from freight.config.mechanisms import refuse_mechanisms
+from freight.config.registry import FAMILIES
+from freight.errors import CheckpointError, ConfigError, choices, nearest
 
 # keys that every family reads
 READ = words(
@@ -27,7 +35,8 @@ _SHARED = words(
     kv_cache_torch_dtype kv_cache_dtype freight
     """
 )
-# training, bookkeeping, and defaults of transformers' generate()
+# training, bookkeeping, and defaults of transformers' generate(). pretraining_tp cuts products into parts of one sum;
+# max_window_layers is one of Qwen's, and of files made from theirs
 HARMLESS = words(
     """
     transformers_version use_cache initializer_range attention_dropout hidden_dropout resid_dropout embd_dropout
@@ -40,14 +49,14 @@ HARMLESS = words(
     encoder_no_repeat_ngram_size num_return_sequences exponential_decay_length_penalty begin_suppress_tokens
     output_router_logits router_aux_loss_coef router_jitter_noise activation_dropout dropout layerdrop init_std prefix
     attn_implementation residual_dropout unsloth_version unsloth_fixed is_llama_config transformers.js_config is_decoder
+    pretraining_tp ep_size pruned_heads cache_implementation max_window_layers
     """
 )
 NEUTRAL: Mapping[str, tuple[object, ...]] = {  # keys that change the computation, and the values that do not
     "rotary_pct": (1,),
+    "rope_ratio": (1,),
     "full_attn_mod": (1,),
     "interpolate_factor": (1,),
-    "pretraining_tp": (1,),
-    "ep_size": (1,),
     "logit_scale": (1,),
     "logits_scaling": (1,),
     "residual_multiplier": (1,),
@@ -61,18 +70,65 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {  # keys that change the computatio
     "is_encoder_decoder": (),
     "add_cross_attention": (),
 }
-_NONE: Mapping[str, tuple[object, ...]] = {}
 # an explicit null of these is a value of its own; of any other key it means the default
 _NULLABLE = words(
     """
     num_key_value_heads head_dim sliding_window bos_token_id eos_token_id attn_logit_softcapping
-    final_logit_softcapping
+    final_logit_softcapping attention_value_scale
     """
 )
 
 
 # what the row of a decoder takes from that of the model around it
-_OF_WRAPPER = ("architecture", "bodies", "text_type", "text_key", "flat", "wrapper_keys")
+_OF_WRAPPER = ("architecture", "tensors", "bodies", "text_type", "text_key", "flat", "wrapper_keys")
+
+
+class _EveryKey(Collection[str]):
+    """Has any key, and lists none."""
+
+    def __contains__(self, key: object) -> bool:
+        return True
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
+EVERY_KEY = _EveryKey()  # to ignore whatever would be refused: for callers that do not compute the model
+
+
+@dataclass(frozen=True)
+class UnreadKeys:
+    """Keys of a config.json that decide nothing in Freight, each in the order of the file.
+
+    unknown   on no list: a publisher's own
+    harmless  known to change no result: training, bookkeeping, defaults of other programs
+    ignored   would be refused, and are named by --ignore-config-keys
+    """
+
+    unknown: tuple[str, ...] = ()
+    harmless: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+
+    def describe(self) -> str | None:
+        """One line for the start; None if every key is read."""
+        parts = [f"{', '.join(self.unknown)} (unknown to Freight)"] if self.unknown else []
+        parts += [f"{', '.join(self.ignored)} (--ignore-config-keys: results may differ)"] if self.ignored else []
+        parts += [f"{', '.join(self.harmless)} (known to change no result)"] if self.harmless else []
+        return f"config.json: not read: {'; '.join(parts)}" if parts else None
+
+
+@cache
+def computing_keys() -> frozenset[str]:
+    """Keys that decide what some language model computes: those of the list, and all that the rows read."""
+    lines = Path(__file__).with_name("computing_keys.txt").read_text(encoding="utf-8").splitlines()
+    found = READ | {line for line in lines if not line.startswith("#")}
+    for family in FAMILIES.values():
+        found |= family.keys | family.fixed.keys() | family.synonyms.keys() | family.next_token_keys
+        found |= family.moe.keys if family.moe is not None else frozenset()
+    return found
 
 
 def find_family(config: Mapping[str, Any]) -> tuple[str, Family]:
@@ -83,34 +139,116 @@ def find_family(config: Mapping[str, Any]) -> tuple[str, Family]:
         raise CheckpointError(f"config.json: model_type {model_type!r} is not implemented; {choices(FAMILIES)} are")
     assert isinstance(model_type, str)
     architectures = config.get("architectures") or [family.architecture]
-    if architectures != [family.architecture]:
+    # the first Llama files write LLaMAForCausalLM
+    if str(architectures).lower() != str([family.architecture]).lower():
+        in_parts = family.text_type is not None and not family.flat and not config.get(family.text_key)
+        lacks = f". config.json lacks {family.text_key}, in which it describes the language model" if in_parts else ""
         raise CheckpointError(
             f"config.json: architectures {architectures!r} with model_type {model_type!r} is not implemented; "
-            f"Freight runs [{family.architecture!r}]"
+            f"Freight runs [{family.architecture!r}]{lacks}"
         )
     return model_type, family
 
 
-def decoder_config(config: Mapping[str, Any]) -> tuple[str, Family, Mapping[str, Any]]:
-    """(model_type, its row, the keys that describe the decoder), out of `Family.text_key` if that is where they are.
+def decoder_config(config: Mapping[str, Any]) -> tuple[Family, Mapping[str, Any]]:
+    """(the decoder's row, the keys that describe it), out of `Family.text_key` if that is where they are."""
+    family, text_type, text = _decoder_row(config, find_family(config)[1])
+    if text_type is None:
+        return family, config
+    return family, {**text, **{key: config[key] for key in sorted(_SHARED) if config.get(key) is not None}}
 
-    Raises CheckpointError for keys that are neither read, nor harmless, nor switched off (null, false, empty), and for
-    another value of a key in `Family.fixed`, false too.
+
+def check_keys(config: Mapping[str, Any], ignore: Collection[str] = ()) -> UnreadKeys:
+    """The keys of `config` that are not read, of which `ignore` may name some that are refused otherwise.
+
+    Raises CheckpointError for a key that computes and is not implemented, and for another value than those in
+    `Family.fixed`, false too; ConfigError for a key in `ignore` that is read, or that is not there.
     """
     model_type, family = find_family(config)
     family, text_type, text = _decoder_row(config, family)
-    own = (READ - family.lacks) | family.keys | family.next_token_keys
-    own |= {"attention_bias"} if family.qkv_bias else set()
-    own |= family.moe.keys if family.moe is not None else set()
-    own |= family.wrapper_keys  # transformers repeats them in `text_config`
-    if text_type is None:
-        _refuse_unknown_keys(config, own, model_type, family.fixed)
-        return model_type, family, config
-    _refuse_unknown_keys(text, own, text_type, family.fixed)
-    outside = _SHARED | family.wrapper_keys | {"model_type", "architectures", family.text_key}
-    outside |= own if family.flat else set()  # `text_config` has them again, and decides
-    _refuse_unknown_keys(config, outside, model_type)
-    return model_type, family, {**text, **{key: config[key] for key in sorted(_SHARED) if config.get(key) is not None}}
+    read = (READ - family.lacks) | family.keys | family.next_token_keys | frozenset(family.synonyms)
+    read |= {"attention_bias"} if family.qkv_bias else set()
+    read |= family.moe.keys if family.moe is not None else set()
+    read |= family.wrapper_keys  # transformers repeats them in `text_config`
+    parts = [_Part(text, read, text_type or model_type, family.fixed)]
+    if text_type is not None:
+        outside = _SHARED | family.wrapper_keys | {"model_type", "architectures", family.text_key}
+        outside |= {key for key in config if config[key] == text.get(key)}
+        outside |= read if family.flat else set()  # `text_config` has them again, and decides
+        parts.append(_Part(config, outside, model_type))
+    for name in ignore:
+        _require_ignorable(name, parts)
+    found = [(key, part.kind(key, ignore)) for part in parts for key in part.config]
+    return UnreadKeys(
+        *(tuple(dict.fromkeys(key for key, kind in found if kind == one)) for one in (_UNKNOWN, _HARMLESS, _IGNORED))
+    )
+
+
+_READ, _UNKNOWN, _HARMLESS, _IGNORED = "read", "unknown", "harmless", "ignored"
+
+
+@dataclass(frozen=True)
+class _Part:
+    """An object of a config.json: all of it, or its `text_config`. `fixed` is that of the family."""
+
+    config: Mapping[str, Any]
+    read: frozenset[str]
+    model_type: str
+    fixed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+
+    def kind(self, key: str, ignore: Collection[str]) -> str:
+        """What becomes of a key. Raises CheckpointError for one that computes and is not implemented."""
+        if key in self.read:
+            return _READ
+        if key in HARMLESS or key.startswith("_"):
+            return _HARMLESS
+        obstacle = self._obstacle(key)
+        if obstacle is not None and key not in ignore:
+            raise CheckpointError(f"{obstacle}. --ignore-config-keys {key} reads over it, and results may differ")
+        if obstacle is not None:
+            return _IGNORED
+        decided = key in self.fixed or key in NEUTRAL or key in computing_keys()
+        return _READ if decided else _UNKNOWN
+
+    def _obstacle(self, key: str) -> str | None:
+        """Why a key stands in the way; None for one that does not."""
+        value = self.config[key]
+        if (
+            value is None
+            or value in ({}, [], "")
+            or (type(value) in (bool, int) and not value and key not in self.fixed)
+        ):
+            return None  # switched off
+        allowed = self.fixed.get(key, NEUTRAL.get(key))
+        if allowed is None:
+            if key not in computing_keys():
+                return None
+            return (
+                f"config.json: {key} = {_short(value)} decides what a model computes, and Freight does not implement "
+                f"it for model_type {self.model_type}"
+            )
+        if all(one in allowed for one in (value if isinstance(value, list) else [value])):
+            return None
+        only = f"only {choices(map(repr, allowed))} is" if allowed else "only null is"
+        return f"config.json: {key} = {_short(value)} is not implemented; {only}"
+
+
+def _require_ignorable(name: str, parts: Sequence[_Part]) -> None:
+    """Raises ConfigError for a key that --ignore-config-keys cannot pass."""
+    if not any(name in part.config for part in parts):
+        known = sorted({key for part in parts for key in part.config})
+        raise ConfigError(f"--ignore-config-keys {name}: config.json has no such key{nearest(name, known)}")
+    part = next((part for part in parts if name in part.config and name in part.read), None)
+    if part is not None:
+        raise ConfigError(
+            f"--ignore-config-keys {name}: Freight reads this key of model_type {part.model_type}; only keys that it "
+            "does not implement can be ignored"
+        )
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _decoder_row(
@@ -127,9 +265,12 @@ def _decoder_row(
         return family, None, config
     text_type = text.get("model_type", family.text_type) if isinstance(text, Mapping) else None
     if not isinstance(text, Mapping) or text_type not in types:
+        refuse_mechanisms(config, config.get("model_type"))
+        said = f"{family.text_key} = {_short(text)}"
+        said = f"{family.text_key} of model_type {text_type!r}" if isinstance(text, Mapping) else said
         raise CheckpointError(
-            f"config.json: {family.text_key} = {text!r} with model_type {config.get('model_type')!r} is not "
-            f"implemented; an object of model_type {choices(map(repr, types))} is"
+            f"config.json: {said} with model_type {config.get('model_type')!r} is not implemented; an object of "
+            f"model_type {choices(map(repr, types))} is"
         )
     if text_type == family.text_type:
         return family, text_type, text
@@ -137,24 +278,14 @@ def _decoder_row(
     return replace(FAMILIES[text_type], **outer), text_type, text
 
 
-def _refuse_unknown_keys(
-    config: Mapping[str, Any], known: frozenset[str], model_type: str, fixed: Mapping[str, tuple[object, ...]] = _NONE
-) -> None:
-    neutral = {**NEUTRAL, **fixed}
-    for key, value in config.items():
-        off = value is None or value in ({}, [], "") or (value is False and key not in fixed)
-        if off or key in known or key in HARMLESS or key.startswith("_"):
-            continue
-        if key not in neutral:
-            raise CheckpointError(
-                f"config.json: {key} = {value!r} is unknown to Freight for model_type {model_type}; it may change what "
-                "the model computes. If it does not, remove it from config.json"
-            )
-        if any(one not in neutral[key] for one in (value if isinstance(value, list) else [value])):
-            only = f"only {choices(map(repr, neutral[key]))} is" if neutral[key] else "only null is"
-            raise CheckpointError(f"config.json: {key} = {value!r} is not implemented; {only}")
-
-
 def with_defaults(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """`config` with the family's defaults of what it lacks."""
-    return {**family.defaults, **{k: v for k, v in config.items() if v is not None or k in _NULLABLE}}
+    """`config` with the family's defaults of what it lacks, and each key under the name that is read.
+
+    Raises CheckpointError for two names of one value that differ.
+    """
+    given = {key: value for key, value in config.items() if value is not None or key in _NULLABLE}
+    for name, read in family.synonyms.items():
+        value = given.pop(name, None)
+        if value is not None and given.setdefault(read, value) != value:
+            raise CheckpointError(f"config.json contradicts itself: {name} = {value!r}, but {read} = {given[read]!r}")
+    return {**family.defaults, **given}

@@ -1,13 +1,14 @@
 """LayerConfig: one decoder layer as data. Imports no torch.
 
-A layer is a mixer (attention over the tokens before), a feed-forward, and norms around both. Models that differ in
-these values need no code of their own; layers of one model may differ as well.
+A layer is a mixer (attention over the tokens before), a feed-forward, and norms around both. It may lack one of the
+two. Models that differ in these values need no code of their own; layers of one model may differ as well.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from math import gcd
 
 from freight.operands.activation import Activation, GatedActivation, GateFunction
 from freight.operands.routing import Routing
@@ -34,7 +35,10 @@ class AttentionConfig:
     rope             index into `ModelConfig.ropes`; None: queries and keys are not rotated
     qk_norm          RMSNorm over each head of q and of k, before the rotation
     qk_norm_whole    whether that norm is over all heads of q together, and of k, instead
+    qk_norm_last     whether it comes behind the rotation instead (Hunyuan)
+    qk_norm_bare     whether it has no weights (Muse-Glimmer)
     v_norm           whether each head of v is divided by its root mean square; there is no weight
+    v_factor         multiplies v, rounded to the compute dtype, before v is stored; None: nothing does
     k_eq_v           whether v is k as it is projected, before its norm and rotation: there is no projection of v
     kv_from          the layer whose keys and values this one reads; it has neither its own projections of them nor
                      pages. None: it has its own
@@ -53,7 +57,10 @@ class AttentionConfig:
     rope: int | None = 0
     qk_norm: bool = False
     qk_norm_whole: bool = False
+    qk_norm_last: bool = False
+    qk_norm_bare: bool = False
     v_norm: bool = False
+    v_factor: float | None = None
     k_eq_v: bool = False
     kv_from: int | None = None
     qkv_bias: bool = False
@@ -75,6 +82,13 @@ class AttentionConfig:
         return self.num_heads * self.k_dim, self.num_kv_heads * self.k_dim, self.num_kv_heads * self.v_dim
 
     @property
+    def factor_groups(self) -> tuple[int, int]:
+        """Equal parts of a token's q and k, and of its v: the fewest with which no part has channels of both."""
+        q, k, v = self.qkv_sizes
+        size = gcd(q + k, v)
+        return (q + k) // size, v // size
+
+    @property
     def projected_sizes(self) -> tuple[int, ...]:
         """Rows of the projections of q and, if it has them, k and v."""
         if self.kv_from is not None:
@@ -90,6 +104,11 @@ class AttentionConfig:
     def values_per_token(self) -> int:
         """Numbers that the cache holds of one token."""
         return self.num_kv_heads * (self.k_dim + self.v_dim)
+
+
+# What a layer does across tokens; None: nothing. Another kind stands here, in `models/mixers.py` with its builder, in
+# `models/mixer_parts.py` with its tensors, and in `cache/spec.py` with what it keeps of the tokens before.
+Mixer = AttentionConfig | None
 
 
 @dataclass(frozen=True)
@@ -148,6 +167,9 @@ class MoEConfig:
         return self.expert.up_sizes
 
 
+FeedForward = DenseConfig | MoEConfig | None
+
+
 @dataclass(frozen=True)
 class LayerInputConfig:
     """A vector that each token has for this layer alone (per-layer embeddings of Gemma 4): behind the feed-forward,
@@ -183,14 +205,19 @@ class NormPlacement(StrEnum):
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """One layer: x += mixer(norm(x)); x += feed_forward(norm(x)), with norms where `norms` says.
+    """One layer: x += mixer(norm(x)); x += feed_forward(norm(x)), with norms where `norms` says. Without a mixer, or
+    without a feed-forward, it is one of the two parts, with that part's norms.
 
     scalar   whether the sum is multiplied by a number that the checkpoint has for this layer (Gemma 4)
-    input    what each token has for this layer alone; None: nothing
+    input    what each token has for this layer alone; None: nothing. Scalar and input need a feed-forward before them
     """
 
-    mixer: AttentionConfig
-    feed_forward: DenseConfig | MoEConfig
+    mixer: Mixer
+    feed_forward: FeedForward
     norms: NormPlacement = NormPlacement.PRE
     scalar: bool = False
     input: LayerInputConfig | None = None
+
+    def __post_init__(self) -> None:
+        assert self.mixer is not None or self.feed_forward is not None, "a layer without parts"
+        assert self.feed_forward is not None or not (self.scalar or self.input), "these stand behind a feed-forward"

@@ -7,30 +7,33 @@ change the output. An absent key has the default of transformers' configuration 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from freight.config.attention import parse_mixers, soft_cap
+from freight.config.dtype import DtypeSource, checkpoint_dtype
 from freight.config.experts import layers_with_experts, parse_moe
-from freight.config.families import FAMILIES
 from freight.config.family import Family
 from freight.config.fields import flag, integer, number, token_ids
-from freight.config.keys import decoder_config, find_family, with_defaults
+from freight.config.keys import UnreadKeys, check_keys, decoder_config, find_family, with_defaults
 from freight.config.layer import (
     AttentionConfig,
     DenseConfig,
     LayerConfig,
-    LayerInputConfig,
     MoEConfig,
     NormKind,
-    NormPlacement,
 )
+from freight.config.registry import FAMILIES
 from freight.config.rope import RopeConfig as RopeConfig
 from freight.config.rope import parse_ropes
 from freight.errors import CheckpointError, choices
-from freight.fp8.formats import COMPUTE_FORMATS, Format
+from freight.fp8.formats import Format
 from freight.operands.activation import Activation, GatedActivation
+
+# last or inner names of modules that choose experts
+_ROUTERS = frozenset(("gate", "router", "shared_expert_gate", "wg", "classifier"))
 
 
 @dataclass(frozen=True)
@@ -40,12 +43,19 @@ class ForeignModel:
     attention          the name of each layer's attention module
     tensors            names of the parameters with their shapes
     embedding, head    names of these matrices; the same where they are tied
+    linears            names of the matrices of Linear modules, without the head: these can be in FP8
     """
 
     attention: tuple[str, ...]
     tensors: tuple[tuple[str, tuple[int, ...]], ...]
     embedding: str
     head: str
+    linears: tuple[str, ...]
+
+    @property
+    def rounded(self) -> tuple[str, ...]:
+        """Those that `--quantization fp8` rounds: routers stay in 16 bits."""
+        return tuple(name for name in self.linears if not _ROUTERS.intersection(name.split(".")))
 
 
 @dataclass(frozen=True)
@@ -55,23 +65,29 @@ class ModelConfig:
     layers                 from the first to the last
     ropes                  the rotary embeddings that layers name by index
     norm_eps               of every norm
+    post_norm_eps          of norms of what layers add, where theirs is another; None: it is `norm_eps`
     norm_offset            what is added to a stored norm weight
+    final_norm_offset      whether it is added to that of the last norm, too
     wide_norms             whether norm weights are float32 numbers (`KernelSet.add_rms_norm`)
     float32_head           whether final states and head are multiplied in float32, so that logits are not rounded
     embedding_multiplier   multiplies the embedding's rows; None: nothing does
+    embedding_norm         whether the embedding's rows are divided by their root mean square
     input_vocab_size       rows of the table of `LayerConfig.input`, of all layers side by side; None: there is none
     prediction_layers      layers of the checkpoint behind these, which predict further tokens; they do not run
     rounds_multiplier      whether that is rounded to the compute dtype first
     residual_multiplier    multiplies what a layer adds to the residual stream
     logit_divisor          divides the logits; None: nothing does
     logit_soft_cap         a logit x becomes logit_soft_cap * tanh(x / logit_soft_cap); None: unbounded
-    checkpoint_format      the dtype that config.json names for the weights
+    checkpoint_format      the dtype of the weights that are not quantized
+    dtype_source           where that was found
     separate_experts       whether experts that this family has in one tensor for a layer are separate matrices here
     prefixes               what precedes the names of the decoder's tensors in the checkpoint, and the name of its head
     norm_kind              of every norm
     final_norm             whether the output of the last layer is normed
     position_offset        row of position 0 in the embedding of positions; None: there is none
     embedding_size         of a token, if it is projected to hidden_size, and back before the head; None: hidden_size
+    ignored_keys           keys that compute, and that the user wants read over: they are part of the fingerprint
+    unread_keys            all keys of config.json that decide nothing here
     foreign                None for a model of Freight's own decoder. Otherwise `layers` says what the cache and
                            attention of each layer need, and norms, ropes and multipliers are transformers' own
     """
@@ -94,6 +110,9 @@ class ModelConfig:
     prefixes: tuple[str, str] = ("model.", "")
     norm_kind: NormKind = NormKind.RMS
     final_norm: bool = True
+    final_norm_offset: bool = True
+    post_norm_eps: float | None = None
+    embedding_norm: bool = False
     position_offset: int | None = None
     embedding_size: int | None = None
     foreign: ForeignModel | None = None
@@ -105,11 +124,18 @@ class ModelConfig:
     float32_head: bool = False
     input_vocab_size: int | None = None
     separate_experts: bool = False
+    ignored_keys: tuple[str, ...] = ()
+    unread_keys: UnreadKeys = field(default_factory=UnreadKeys, compare=False, repr=False)
+    dtype_source: DtypeSource = DtypeSource.CONFIG
 
     @property
     def position_limit(self) -> int:
         """Positions that the ropes cover; linear and yarn scaling may reach past `max_position_embeddings`."""
         return max((self.max_position_embeddings, *map(self._covered, self.ropes)))
+
+    def for_context(self, max_len: int) -> ModelConfig:
+        """With the ropes of contexts of up to `max_len` tokens: tables of any length then have the same values."""
+        return replace(self, ropes=tuple(rope.for_context(max_len) for rope in self.ropes))
 
     def _covered(self, rope: RopeConfig) -> int:
         p = rope.parameters
@@ -122,6 +148,17 @@ class ModelConfig:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @cached_property
+    def attention(self) -> dict[int, AttentionConfig]:
+        """The layers whose mixer is attention, by index: those that read keys and values."""
+        mixers = enumerate(layer.mixer for layer in self.layers)
+        return {index: mixer for index, mixer in mixers if isinstance(mixer, AttentionConfig)}
+
+    @property
+    def without_pages(self) -> frozenset[int]:
+        """The layers that neither store keys and values nor read another's: they have no KV scales and miss none."""
+        return frozenset(range(self.num_layers)) - self.attention.keys()
 
     @property
     def input_size(self) -> int:
@@ -137,54 +174,56 @@ _ACTIVATIONS: Mapping[str, GatedActivation] = {
 _UNGATED: Mapping[str, Activation] = {"relu": Activation.RELU, "relu2": Activation.RELU_SQUARED}
 
 
-def parse_model_config(config: Mapping[str, Any], tensors: Collection[str] = ()) -> ModelConfig:
+def parse_model_config(
+    config: Mapping[str, Any],
+    tensors: Collection[str] = (),
+    stored: Format | None = None,
+    ignore_keys: Collection[str] = (),
+) -> ModelConfig:
     """Read the content of a config.json. Raises CheckpointError for what is missing, contradictory or not implemented.
 
     `tensors` are the names of the checkpoint's tensors: where the decoder is one part of a model, they show where.
-    A config.json that names no dtype means float32, as it did before transformers wrote one.
+    `stored` is the dtype of those that are not quantized, which counts where config.json names none.
+    `ignore_keys` are read over though they compute (`keys.check_keys`).
     """
-    outer = config
-    model_type, family, config = decoder_config(config)
+    outer, unread = config, check_keys(config, ignore_keys)
+    model_type, _ = find_family(config)
+    family, config = decoder_config(config)
     config = with_defaults(config, family)
+    config = config if family.translate is None else family.translate(config)
     prefixes = _prefixes(family, tensors)
     hidden_size = integer(config, "hidden_size")
     limit = integer(config, "max_position_embeddings")
-    mixers = parse_mixers(config, family, hidden_size)
-    norms, final_norm = _norms(config, family)
+    mixers = parse_mixers(config, family)
     feed_forwards = _feed_forwards(config, family, len(mixers))
-    if flag(config, "use_double_wide_mlp"):
-        feed_forwards = [_wider(mlp, mixer.kv_from) for mlp, mixer in zip(feed_forwards, mixers, strict=True)]
-    own, own_vocab = _layer_input(config, family)
-    layers = [LayerConfig(*parts, norms, family.layer_scalar, own) for parts in zip(mixers, feed_forwards, strict=True)]
-    return ModelConfig(
+    layers = [LayerConfig(*parts, family.norms) for parts in zip(mixers, feed_forwards, strict=True)]
+    dtype, dtype_source = checkpoint_dtype(outer, stored)
+    model = ModelConfig(
         model_type=model_type,
         architecture=family.architecture,
         vocab_size=integer(config, "vocab_size"),
         hidden_size=hidden_size,
         layers=tuple(layers),
-        ropes=_ropes(config, family, limit, mixers),
+        ropes=(),
         max_position_embeddings=limit,
-        norm_eps=number(config, "rms_norm_eps", 1e-6) if family.norm_eps is None else family.norm_eps,
-        norm_offset=family.norm_offset,
-        embedding_multiplier=_embedding_multiplier(config, family, hidden_size),
+        norm_eps=number(config, "rms_norm_eps", 1e-6),
+        norm_offset=0.0,
+        embedding_multiplier=float(hidden_size**0.5) if family.scales_embedding else None,
         tie_word_embeddings=_tied(outer, config, family, prefixes[1], tensors),
         logit_soft_cap=soft_cap(config, "final_logit_softcapping"),
-        checkpoint_format=declared_format(config),
+        checkpoint_format=dtype,
+        dtype_source=dtype_source,
         bos_token_id=next(iter(token_ids(config, "bos_token_id", None)), None),
         eos_token_ids=token_ids(config, "eos_token_id", None),
         prefixes=prefixes,
-        norm_kind=family.norm_kind,
-        final_norm=final_norm,
-        position_offset=family.position_offset,
-        embedding_size=_embedding_size(config, hidden_size),
         prediction_layers=max([integer(config, key, 0, least=0) for key in family.next_token_keys], default=0),
         rounds_multiplier=family.scales_embedding,
-        residual_multiplier=number(config, "residual_multiplier") if family.multipliers else 1.0,
-        logit_divisor=_unless_1(config, "logits_scaling") if family.multipliers else None,
-        wide_norms=family.wide_norms or family.norm_offset != 0,
-        float32_head=family.float32_head_key is not None and flag(config, family.float32_head_key),
-        input_vocab_size=own_vocab,
+        wide_norms=family.wide_norms,
+        ignored_keys=unread.ignored,
+        unread_keys=unread,
     )
+    model = model if family.derive is None else family.derive(config, model)
+    return replace(model, ropes=_ropes(config, family, model))
 
 
 def stop_token_ids(config: Mapping[str, Any], generation_config: Mapping[str, Any] | None) -> frozenset[int]:
@@ -196,7 +235,7 @@ def stop_token_ids(config: Mapping[str, Any], generation_config: Mapping[str, An
     if config.get("model_type") not in FAMILIES:
         return frozenset(token_ids(generation, "eos_token_id", None))
     default = None if "eos_token_id" in generation else find_family(config)[1].defaults.get("eos_token_id")
-    own = token_ids(decoder_config(config)[2], "eos_token_id", default)
+    own = token_ids(decoder_config(config)[1], "eos_token_id", default)
     return frozenset(own) | frozenset(token_ids(generation, "eos_token_id", None))
 
 
@@ -225,67 +264,14 @@ def _tied(
     return flag(config, "tie_word_embeddings")
 
 
-def _ropes(
-    config: Mapping[str, Any], family: Family, limit: int, mixers: Sequence[AttentionConfig]
-) -> tuple[RopeConfig, ...]:
+def _ropes(config: Mapping[str, Any], family: Family, model: ModelConfig) -> tuple[RopeConfig, ...]:
     """By `AttentionConfig.rope`; a rope that no layer has is made for heads like the others."""
-    if family.position_offset is not None:
+    if model.position_offset is not None:
         return ()
+    mixers = list(model.attention.values())
     sizes = {mixer.rope: mixer.k_dim for mixer in mixers}
-    return parse_ropes(config, family, limit, tuple(sizes.get(rope, mixers[0].k_dim) for rope in (0, 1)))
-
-
-def _norms(config: Mapping[str, Any], family: Family) -> tuple[NormPlacement, bool]:
-    """What is normed in each layer, and whether the output of the last layer is. Only OPT has keys for it."""
-    if "do_layer_norm_before" not in family.keys:
-        return family.norms, True
-    if not flag(config, "layer_norm_elementwise_affine"):
-        raise CheckpointError("config.json: layer_norm_elementwise_affine = False is not implemented; only True is")
-    if flag(config, "do_layer_norm_before"):
-        return NormPlacement.PRE, not flag(config, "_remove_final_layer_norm")
-    return NormPlacement.POST, False
-
-
-def _embedding_size(config: Mapping[str, Any], hidden_size: int) -> int | None:
-    size = integer(config, "word_embed_proj_dim", hidden_size)
-    return None if size == hidden_size else size
-
-
-def _layer_input(config: Mapping[str, Any], family: Family) -> tuple[LayerInputConfig | None, int | None]:
-    """What each layer has of a token for itself, and the rows of its table."""
-    size = integer(config, "hidden_size_per_layer_input", 0, least=0)
-    if not size:
-        return None, None
-    rows, vocab_size = integer(config, "vocab_size_per_layer_input"), integer(config, "vocab_size")
-    if rows < vocab_size:
-        raise CheckpointError(
-            f"config.json contradicts itself: vocab_size_per_layer_input = {rows}, but vocab_size = {vocab_size}: "
-            "tokens would have no embedding of each layer"
-        )
-    activation = _activation(config, family)
-    assert isinstance(activation, GatedActivation)
-    return LayerInputConfig(size, activation), rows
-
-
-def _embedding_multiplier(config: Mapping[str, Any], family: Family, hidden_size: int) -> float | None:
-    if family.scales_embedding or (family.scale_key is not None and flag(config, family.scale_key)):
-        return float(hidden_size**0.5)
-    return _unless_1(config, "embedding_multiplier") if family.multipliers else None
-
-
-def _unless_1(config: Mapping[str, Any], key: str) -> float | None:
-    value = number(config, key)
-    return None if value == 1 else value
-
-
-def _wider(mlp: DenseConfig | MoEConfig, kv_from: int | None) -> DenseConfig | MoEConfig:
-    """Twice as wide in layers that read the keys and values of another."""
-    if kv_from is None:
-        return mlp
-    if isinstance(mlp, MoEConfig):
-        assert mlp.shared is not None
-        return replace(mlp, shared=replace(mlp.shared, intermediate_size=2 * mlp.shared.intermediate_size))
-    return replace(mlp, intermediate_size=2 * mlp.intermediate_size)
+    head_dims = tuple(sizes.get(rope, mixers[0].k_dim) for rope in (0, 1))
+    return parse_ropes(config, family, model.max_position_embeddings, head_dims)
 
 
 def _activation(config: Mapping[str, Any], family: Family) -> GatedActivation | Activation:
@@ -312,23 +298,10 @@ def _feed_forwards(config: Mapping[str, Any], family: Family, num_layers: int) -
     experts = [False] * num_layers if described is None else layers_with_experts(config, num_layers)
     dense: DenseConfig | MoEConfig | None = None
     if not all(experts):
-        dense = DenseConfig(integer(config, family.width_key), activation, flag(config, family.bias_keys[2]))
+        dense = DenseConfig(integer(config, "intermediate_size"), activation, flag(config, family.bias_keys[2]))
     if described is None:
         assert dense is not None
         return [dense] * num_layers
     assert isinstance(activation, GatedActivation)
     moe = parse_moe(config, described, activation)
     return [moe if sparse else dense or moe for sparse in experts]
-
-
-def declared_format(config: Mapping[str, Any]) -> Format:
-    """The dtype that a config.json names for the weights. Raises CheckpointError for one that is not implemented."""
-    declared = {key: config[key] for key in ("dtype", "torch_dtype") if config.get(key) is not None}
-    if len(set(map(str, declared.values()))) > 1:
-        raise CheckpointError(
-            f"config.json contradicts itself: dtype = {declared['dtype']}, torch_dtype = {declared['torch_dtype']}"
-        )
-    name = next(iter(declared.values()), Format.FLOAT32)
-    if name not in tuple(COMPUTE_FORMATS):
-        raise CheckpointError(f"config.json: dtype {name!r} is not implemented; {choices(COMPUTE_FORMATS)} are")
-    return Format(name)

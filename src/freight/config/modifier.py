@@ -21,6 +21,12 @@ _PRESETS = {  # names of schemes -> weights, activations
     "FP8_DYNAMIC": (WeightScheme.CHANNEL, ActivationScheme.DYNAMIC),
     "FP8_BLOCK": (WeightScheme.BLOCK, ActivationScheme.DYNAMIC),
 }
+_NOT_WRITTEN = frozenset(  # further preset schemes of compressed-tensors
+    (
+        *("UNQUANTIZED", "W8A16", "W4A16", "W4A16_ASYM", "W8A8", "INT8", "W4A8", "W4AFP8"),
+        *("NVFP4A16", "NVFP4", "MXFP4A16", "MXFP4", "MXFP8A16", "MXFP8"),
+    )
+)
 _BLOCKS = (None, [128, 128], (128, 128), "128x128")
 _WEIGHTS = {"tensor": WeightScheme.TENSOR, "channel": WeightScheme.CHANNEL, "block": WeightScheme.BLOCK}
 _KV = {"tensor": Granularity.TENSOR, "attn_head": Granularity.HEAD}
@@ -169,12 +175,13 @@ def _scheme(
     """The scheme of one group, with its targets."""
     observers = _observers(modifier)
     if isinstance(scheme, str):
-        if scheme.upper() not in _PRESETS:
+        given = scheme.upper()
+        if given not in _PRESETS:
+            fault = "is not implemented" if given in _NOT_WRITTEN else f"is unknown{nearest(given, _PRESETS)}"
             raise ConfigError(
-                f"recipe: the scheme {scheme!r} is not one that Freight writes{nearest(scheme.upper(), _PRESETS)}; "
-                f"choose {choices(_PRESETS)}, or use llm-compressor for other formats"
+                f"recipe: the scheme {scheme!r} {fault}; Freight writes {choices(_PRESETS)}, llm-compressor others"
             )
-        weights, activations = _PRESETS[scheme.upper()]
+        weights, activations = _PRESETS[given]
     else:
         weights, activations = _group_scheme(name, scheme)
     _require_observer(f"{name}: weights", observers["weights"], exact=True)

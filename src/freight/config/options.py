@@ -15,6 +15,20 @@ def require_known(names: Iterable[str], known: Sequence[str], synonyms: dict[str
             raise ConfigError(f"unknown option {name!r}{hint}; known are {', '.join(known)}")
 
 
+def listed_names(value: object, kinds: tuple[type, ...], wrong: ConfigError) -> tuple[str, ...]:
+    """The names in a text with commas or spaces between them, or in a list of what is of `kinds`; each once.
+
+    Raises `wrong` for anything else.
+    """
+    items = [value] if isinstance(value, kinds) else value
+    if not isinstance(items, Iterable) or isinstance(items, bytes):
+        raise wrong
+    found = list(items)
+    if not all(isinstance(item, kinds) and not isinstance(item, bool) for item in found):
+        raise wrong
+    return tuple(dict.fromkeys(name for item in found for name in str(item).replace(",", " ").split()))
+
+
 def choose(flag: str, value: object, known: tuple[str, ...]) -> str:
     """`value`, which must be one of `known`. Raises ConfigError, which names the flag and the nearest known value."""
     if value not in known:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from freight.errors import ConfigError, choices, nearest
+from freight.files import read_text
 
 
 def _llama(
@@ -163,7 +164,7 @@ def shape_config(shape: str) -> Mapping[str, Any]:
         known = choices((*PRESETS, "CONFIG.json"))
         raise ConfigError(f"--random-weights {shape!r} is not a file{nearest(shape, PRESETS)}: choose {known}")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_text(path))
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"--random-weights {path} is not JSON: {error}") from error
     if not isinstance(content, dict):

@@ -17,6 +17,7 @@ import yaml
 
 from freight.config.modifier import QuantizationModifier, Recipe, require_mapping, resolve_modifier
 from freight.errors import ConfigError, nearest, shown
+from freight.files import read_text
 
 _SMOOTHING = "remove it: FP8 keeps outliers, which it moves for integer formats; or apply it there and save in 16 bits"
 _ROUNDING = "use QuantizationModifier with scheme FP8, FP8_DYNAMIC or FP8_BLOCK"
@@ -70,7 +71,7 @@ def _parse(recipe: str | Path) -> Mapping[str, Any]:
     text = str(recipe)
     if one_line and (isinstance(recipe, Path) or re.search(r"\.(ya?ml|json|md)$", text) or ":" not in text):
         try:
-            text = Path(recipe).read_text(encoding="utf-8")
+            text = read_text(Path(recipe))
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"recipe {shown(str(recipe))} cannot be read as a file: {error}") from None
     try:

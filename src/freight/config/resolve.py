@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,8 @@ from freight.config.foreign import OTHER_QUANTIZATIONS
 from freight.config.kv_source import KV_DTYPES, kv_source, require_fit
 from freight.config.layer import MoEConfig
 from freight.config.options import choose
+from freight.config.skip_layers import check_skipped, nothing_left, skipped_layers, unquantized
+from freight.config.state_every import check_state_every
 from freight.device import DEVICES, check_threads
 from freight.errors import CheckpointError, ConfigError, choices
 from freight.fp8.formats import COMPUTE_FORMATS, Format, Granularity, ScaleSource
@@ -72,7 +74,9 @@ def check(args: EngineArgs) -> None:
     _check_step_seconds(args.max_step_seconds)
     if not isinstance(args.block_size, int) or args.block_size not in BLOCK_SIZES:
         raise ConfigError(f"--block-size {args.block_size!r}: choose {choices(map(str, BLOCK_SIZES))} tokens")
+    check_state_every(args.state_every, args.block_size)
     parse_memory(args.kv_cache_memory)
+    check_skipped(args.kv_cache_dtype_skip_layers, args.kv_cache_dtype)
     kv_source(args)
     _check_hardware(args)
 
@@ -90,7 +94,8 @@ def resolve(
         raise ConfigError(f"--device {args.device}, but the device found is {device.kind} ({device.name})")
     check_threads(args.threads, device.cores)
     compute = model.checkpoint_format if args.dtype == "auto" else DTYPES[args.dtype]
-    kv = resolve_kv_cache(args, compute, scheme, kv_scales, device.native_e4m3)
+    skipped = skipped_layers(args.kv_cache_dtype_skip_layers, model.attention, model.num_layers)
+    kv = resolve_kv_cache(args, compute, scheme, kv_scales, device.native_e4m3, skipped)
     if kv.format is Format.INT8 and device.kind != "cpu" and args.kernels != "reference":
         raise _no_int8(device.name)
     return EngineConfig(
@@ -109,6 +114,7 @@ def resolve(
         fp8_attention=_fp8_attention(args, compute, kv.format, device),
         threads=args.threads,
         seed=args.seed,
+        state_every=args.state_every,
     )
 
 
@@ -183,7 +189,7 @@ def for_variant(scales: KVScales, format: Format) -> KVScales:
             return None
         return replace(layer, k=tuple(x * factor for x in layer.k), v=tuple(x * factor for x in layer.v))
 
-    return KVScales(tuple(map(converted, scales.layers)), format, mixed=scales.mixed)
+    return KVScales(tuple(map(converted, scales.layers)), format, mixed=scales.mixed, unneeded=scales.unneeded)
 
 
 def _max_model_len(args: EngineArgs, model: ModelConfig) -> int:
@@ -264,13 +270,25 @@ def _kv_format(args: EngineArgs, compute: Format, scheme: Scheme, native: Format
 
 
 def resolve_kv_cache(
-    args: EngineArgs, compute: Format, scheme: Scheme, scales: KVScales, native: Format
+    args: EngineArgs, compute: Format, scheme: Scheme, scales: KVScales, native: Format, skipped: Set[int]
 ) -> KVCacheConfig:
     """--kv-cache-dtype selects the format, --kv-scales the source of scales; `auto` depends on the checkpoint.
 
     Part of `resolve`, which has checked the settings. `compute` is the format of an unquantized cache, `native` the
-    E4M3 of the device. Raises ConfigError, and CheckpointError where the checkpoint is at fault.
+    E4M3 of the device; the layers of `skipped` stay in `compute` and need no scales. Raises ConfigError, and
+    CheckpointError where the checkpoint is at fault.
     """
+    if not skipped:
+        return _cache(args, compute, scheme, scales, native)
+    kv = _cache(args, compute, scheme, scales.without(skipped), native)
+    if kv.format.is_quantized:
+        return kv.skipping(skipped, len(scales.layers), compute)
+    names = args.kv_cache_dtype_skip_layers
+    raise nothing_left(names) if any(scales.mixed) else unquantized(names, _kv_format(args, compute, scheme, native)[1])
+
+
+def _cache(args: EngineArgs, compute: Format, scheme: Scheme, scales: KVScales, native: Format) -> KVCacheConfig:
+    """`resolve_kv_cache`, before layers are skipped that `scales` may have as unneeded."""
     source = kv_source(args)
     asked = scales.mixed and source.word in ("auto", "checkpoint")
     if asked and args.kv_cache_dtype == "auto":

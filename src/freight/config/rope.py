@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from freight.config.family import Family
-from freight.config.fields import integer, number
+from freight.config.family import Family, RopeForm
+from freight.config.fields import number
 from freight.errors import CheckpointError, choices
 
 
@@ -18,7 +18,8 @@ class RopeConfig:
 
     linear: factor. llama3: factor, low_freq_factor, high_freq_factor, original_max_position_embeddings.
     yarn: factor, original_max_position_embeddings and, where the checkpoint has them, attention_factor, beta_fast,
-    beta_slow, mscale, mscale_all_dim, truncate, llama_4_scaling_beta (of queries: `layers.rope`).
+    beta_slow, mscale, mscale_all_dim, truncate, llama_4_scaling_beta (of queries: `layers.rope`), and attn_factor,
+    which multiplies what the others give (YaRN's first code has it, and vLLM; transformers reads over it).
     longrope: factor, original_max_position_embeddings, perhaps attention_factor, and what divides each frequency,
     [rotary_dim / 2]: `short_factors` where no position lies beyond the original length, else `long_factors`.
     proportional: perhaps factor, and partial_rotary_factor: the share of pairs that are rotated, those of the highest
@@ -37,6 +38,14 @@ class RopeConfig:
     long_factors: tuple[float, ...] = ()
     interleaved: bool = False
 
+    def for_context(self, max_len: int) -> RopeConfig:
+        """As both lists of longrope, the factors that contexts of up to `max_len` tokens take; other kinds alone."""
+        if self.kind != "longrope":
+            return self
+        is_long = max_len > self.parameters["original_max_position_embeddings"]
+        factors = self.long_factors if is_long else self.short_factors
+        return replace(self, short_factors=factors, long_factors=factors)
+
 
 _REQUIRED = {
     "default": frozenset[str](),
@@ -50,7 +59,9 @@ QUERY_SCALING = "llama_4_scaling_beta"
 _SHARE = "partial_rotary_factor"
 _SECTIONS = "mrope_section"
 _OPTIONAL = {
-    "yarn": frozenset({"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}),
+    "yarn": frozenset(
+        {"attention_factor", "attn_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
+    ),
     "longrope": frozenset({"attention_factor"}),
     PROPORTIONAL: frozenset({"factor", _SHARE}),
 }
@@ -109,27 +120,25 @@ def _parse_rope(
     for key, value in declared.items():
         if not isinstance(value, Mapping):
             raise CheckpointError(f"config.json: {key} = {value!r} is not a JSON object")
-    if family.sections:
+    if RopeForm.SECTIONS in family.ropes:
         declared = {key: _of_text(key, value) for key, value in declared.items()}
-    if not declared and family.default_rope is not None:
-        declared = {"rope_parameters": family.default_rope}
-    plain = RopeConfig(
-        _rotary_dim(config, {}, family, head_dim),
-        number(config, "rope_theta", theta),
-        interleaved=family.interleaved,
-    )
+    if not declared:
+        return _plain(config, {}, family, theta, head_dim)
     parsed = {
-        key: _parse(
-            *(key, value, config, family),
-            replace(plain, rotary_dim=_rotary_dim(config, _of_heads(value, family), family, head_dim)),
-            max_positions,
-        )
-        for key, value in declared.items()
+        key: _parse(key, value, config, family, theta, head_dim, max_positions) for key, value in declared.items()
     }
     if len(set(map(repr, parsed.values()))) > 1:
         spellings = " but ".join(f"{key} = {value}" for key, value in declared.items())
         raise CheckpointError(f"config.json contradicts itself: {spellings}")
-    return next(iter(parsed.values()), plain)
+    return next(iter(parsed.values()))
+
+
+def _plain(
+    config: Mapping[str, Any], rope: Mapping[str, Any], family: Family, theta: float, head_dim: int
+) -> RopeConfig:
+    """A rope without scaling; `rope` may say how many channels it rotates."""
+    rotary_dim = _rotary_dim(config, _of_heads(rope, family), family, head_dim)
+    return RopeConfig(rotary_dim, number(config, "rope_theta", theta), interleaved=family.interleaved)
 
 
 def _of_text(where: str, rope: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -143,15 +152,13 @@ def _of_text(where: str, rope: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _of_heads(rope: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
     """`rope` without a share of the rotated channels that is a number of its kind (`RopeConfig`)."""
-    own = family.proportional and PROPORTIONAL in (rope.get("rope_type"), rope.get("type"))
+    own = RopeForm.PROPORTIONAL in family.ropes and PROPORTIONAL in (rope.get("rope_type"), rope.get("type"))
     return {key: value for key, value in rope.items() if not (own and key == _SHARE)}
 
 
 def _rotary_dim(config: Mapping[str, Any], rope: Mapping[str, Any], family: Family, head_dim: int) -> int:
     """Channels that are rotated: all, or as many as `partial_rotary_factor` says, here or there."""
     factors = [number(source, _SHARE) for source in (rope, config) if source.get(_SHARE)]
-    if "rotary_dim" in family.keys and config.get("rotary_dim") is not None:
-        factors.append(integer(config, "rotary_dim") / head_dim)
     factors = factors or [1.0 if family.rotary_factor is None else family.rotary_factor]
     if set(factors) == {1}:
         return head_dim
@@ -174,21 +181,23 @@ def _parse(
     rope: Mapping[str, Any],
     config: Mapping[str, Any],
     family: Family,
-    plain: RopeConfig,
+    theta: float,
+    head_dim: int,
     max_positions: int,
 ) -> RopeConfig:
+    plain = _plain(config, rope, family, theta, head_dim)
     named = [rope[key] for key in ("type", "rope_type") if rope.get(key) is not None]
     if not all(isinstance(kind, str) for kind in named):
         raise CheckpointError(f"config.json: {where} = {dict(rope)!r} has a rope_type that is not a word")
     kinds = {*named} or {"default"}
     kind = kinds.pop()
     kind = "longrope" if kind == "su" else kind
-    required = _REQUIRED | ({PROPORTIONAL: frozenset[str]()} if family.proportional else {})
+    required = _REQUIRED | ({PROPORTIONAL: frozenset[str]()} if RopeForm.PROPORTIONAL in family.ropes else {})
     if kinds or kind not in required:
         said = repr(kind) if not kinds else f"type {rope['type']!r} and rope_type {rope['rope_type']!r}"
         raise CheckpointError(f"config.json: {where} of {said} is not implemented; {choices(required)} are")
     allowed = required[kind] | _OPTIONAL.get(kind, frozenset())
-    if family.query_scaling:
+    if RopeForm.QUERY_SCALING in family.ropes:
         rope, allowed = _with_query_scaling(where, rope, kind), allowed | {QUERY_SCALING}
     thetas = {number(source, "rope_theta") for source in (rope, config) if source.get("rope_theta") is not None}
     if len(thetas) > 1:
@@ -215,14 +224,18 @@ def _parse(
     parameters = {key: _value(where, values, key) for key in sorted(values)}
     if kind == "llama3" and parameters["high_freq_factor"] <= parameters["low_freq_factor"]:
         raise CheckpointError(f"config.json: {where} needs high_freq_factor > low_freq_factor, and has {dict(rope)}")
-    theta = thetas.pop() if thetas else plain.theta
     return replace(
-        plain, theta=theta, kind=kind, parameters=parameters, short_factors=factors[0], long_factors=factors[1]
+        plain,
+        theta=thetas.pop() if thetas else plain.theta,
+        kind=kind,
+        parameters=parameters,
+        short_factors=factors[0],
+        long_factors=factors[1],
     )
 
 
 def _with_query_scaling(where: str, rope: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
-    """`rope` of a family with `query_scaling`, without the model's length, which it repeats."""
+    """`rope` of a family with RopeForm.QUERY_SCALING, without the model's length, which it repeats."""
     if kind != "yarn" or rope.get(QUERY_SCALING) is None:
         raise CheckpointError(
             f"config.json: {where} = {dict(rope)!r} must be of type 'yarn' and have {QUERY_SCALING}, 0 for queries "
@@ -244,6 +257,11 @@ def _factors(where: str, values: dict[str, Any], key: str, rotary_dim: int) -> t
 
 def _value(where: str, values: Mapping[str, Any], key: str) -> float | bool:
     value = values[key]
+    if key == "attn_factor" and "attention_factor" in values:
+        raise CheckpointError(
+            f"config.json: {where} has attn_factor = {value!r} beside attention_factor = "
+            f"{values['attention_factor']!r}, and only one of them can say what multiplies attention"
+        )
     if key == "truncate":
         if not isinstance(value, bool):
             raise CheckpointError(f"config.json: truncate = {value!r} in {where} must be true or false")

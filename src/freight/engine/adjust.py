@@ -1,4 +1,4 @@
-"""What a request's parameters change in its logits before a token is chosen: bias, penalties, min_tokens, a grammar.
+"""What a request's parameters change in its logits before a token is chosen: bias, penalties, and which may be drawn.
 
 `sampler.py` has the definition. A row keeps what it needs as dense tensors on the logits' device, so that the cost of a
 step depends neither on the length of the prompt nor on that of the output.
@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from freight.engine.bad_words import BadWords
 from freight.engine.grammar import Matcher
 from freight.sampling import SamplingParams
 
@@ -27,6 +28,7 @@ class SamplingRow:
     output_token_ids  the request's own list, read as it grows; it may grow by any number of tokens, and never shrinks
     stop_token_ids    barred before min_tokens; ids outside of the vocabulary are ignored
     grammar           which tokens may come next; None: all
+    bad_words         which tokens may not come next; None: any may
 
     A repetition penalty keeps 4 bytes for each token of the vocabulary on the device, presence and frequency penalties
     together another 4. An exception inside `sample`, at any point, leaves the row as good as it was: what was done of
@@ -41,6 +43,7 @@ class SamplingRow:
         output_token_ids: Sequence[int],
         stop_token_ids: frozenset[int],
         grammar: Matcher | None = None,
+        bad_words: BadWords | None = None,
     ) -> None:
         self.params = params
         self.seed = seed
@@ -48,7 +51,12 @@ class SamplingRow:
         self.output_token_ids = output_token_ids
         self.stop_token_ids = stop_token_ids
         self.grammar = grammar
+        self.bad_words = bad_words
+        penalised = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+        masked = not (grammar is None and params.allowed_token_ids is None and bad_words is None)
+        self._always_changes = penalised or bool(params.logit_bias) or masked
         self._changes: _Changes | None = None
+        self._allowed: NDArray[np.bool_] | None = None  # allowed_token_ids as a mask, once it is needed
 
     @property
     def position(self) -> int:
@@ -62,9 +70,7 @@ class SamplingRow:
     @property
     def changes_logits(self) -> bool:
         """Whether the next token is drawn from other logits than the model's."""
-        params = self.params
-        penalised = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
-        return penalised or bool(params.logit_bias) or self.bars_stop_ids or self.grammar is not None
+        return self._always_changes or self.bars_stop_ids
 
     def adjust(self, x: Tensor) -> None:
         """Change the logits x, float32 [vocab_size], in place."""
@@ -72,22 +78,41 @@ class SamplingRow:
         if changes is None or changes.device != x.device or changes.vocab_size != x.shape[0]:
             changes = self._changes = _Changes(self, x.shape[0], x.device)
         changes.catch_up(self.output_token_ids)
-        if self.grammar is None:
-            changes.make(x, self.bars_stop_ids)
+        changes.make(x, self.bars_stop_ids and self.grammar is None)
+        left = self._left(x.shape[0])
+        if left is None:
             return
-        changes.make(x, bars_stop_ids=False)
-        forbidden = torch.from_numpy(~self._permitted(self.grammar, x.shape[0]))
+        forbidden = torch.from_numpy(~left)
         if x.device.type == "cuda":
             forbidden = forbidden.pin_memory()
         x.masked_fill_(forbidden.to(x.device, non_blocking=True), -math.inf)
 
-    def _permitted(self, grammar: Matcher, vocab_size: int) -> NDArray[np.bool_]:
-        """bool [vocab_size]: none, when the grammar has an error. Ids that end the text come when no others may."""
+    def _left(self, vocab_size: int) -> NDArray[np.bool_] | None:
+        """bool [vocab_size]: tokens that may be drawn, whatever their logits; None: all.
+
+        None of them, when the grammar has an error.
+        """
+        kept = self._kept(vocab_size)
+        if self.grammar is None:
+            return kept
         barred = self.stop_token_ids if self.bars_stop_ids else frozenset[int]()
         if self.bars_stop_ids or self.params.ignore_eos:
-            barred |= grammar.stop_token_ids
-        permitted = grammar.permitted(self.output_token_ids, barred)
+            barred |= self.grammar.stop_token_ids
+        permitted = self.grammar.permitted(self.output_token_ids, barred, kept)
         return np.zeros(vocab_size, np.bool_) if permitted is None else permitted
+
+    def _kept(self, vocab_size: int) -> NDArray[np.bool_] | None:
+        """bool [vocab_size]: tokens that allowed_token_ids and bad_words leave; None: all."""
+        allowed = self.params.allowed_token_ids
+        if allowed is not None and (self._allowed is None or self._allowed.size != vocab_size):
+            mask = np.zeros(vocab_size, np.bool_)
+            mask[list(allowed)] = True
+            self._allowed = mask  # last: an exception before leaves it to the next call
+        if self.bad_words is None:
+            return self._allowed
+        kept = np.ones(vocab_size, np.bool_) if self._allowed is None else self._allowed.copy()
+        kept[self.bad_words.barred(self.output_token_ids)] = False
+        return kept
 
 
 def adjust(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:

@@ -11,6 +11,7 @@ An `update` that is interrupted half done makes the next one write everything.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -21,23 +22,25 @@ SINGLE_PER_ROW = 2  # more new entries than this many times the rows are not wor
 
 
 class BlockTables:
-    """Tables of `num_rows` sequences with up to `max_blocks` blocks, for each of the cache's `num_groups` groups.
+    """Tables of `num_rows` sequences for each of the cache's groups, with up to widths[group] blocks.
 
-    on_host    int32 arrays [num_rows, max_blocks] by group
+    on_host    int32 arrays [num_rows, width] by group
     on_device  the same as tensors on `device`; with `apart` in memory of their own, as on all devices but the CPU
     """
 
-    def __init__(self, num_rows: int, max_blocks: int, num_groups: int, device: str, apart: bool | None = None) -> None:
+    def __init__(self, num_rows: int, widths: Sequence[int], device: str, apart: bool | None = None) -> None:
         apart = device != "cpu" if apart is None else apart
         pinned = device != "cpu"
-        size = num_rows * max_blocks
-        stride = -(-size // 4) * 4  # 16 bytes: Triton compiles a kernel anew for other alignments
-        host = torch.zeros(num_groups * stride, dtype=torch.int32, device="cpu", pin_memory=pinned)
+        # each begins at a multiple of 16 bytes: Triton compiles a kernel anew for other alignments
+        sizes = [-(-num_rows * width // 4) * 4 for width in widths]
+        starts = list(itertools.accumulate(sizes, initial=0))
+        host = torch.zeros(starts[-1], dtype=torch.int32, device="cpu", pin_memory=pinned)
         self._host, self._words = host, torch.zeros_like(host, device=device) if apart else host
-        self._apart, self._stride, self._width = apart, stride, max_blocks
+        self._apart, self._starts, self._widths = apart, starts[:-1], tuple(widths)
 
         def views(buffer: Tensor) -> list[Tensor]:
-            return [buffer[g * stride : g * stride + size].view(num_rows, max_blocks) for g in range(num_groups)]
+            tables = zip(starts, widths, strict=False)
+            return [buffer[start : start + num_rows * width].view(num_rows, width) for start, width in tables]
 
         self._rows_on_host = views(host)
         self.on_host = [view.numpy() for view in self._rows_on_host]
@@ -46,7 +49,7 @@ class BlockTables:
         # What goes to single entries: their places in `_words` as int64, then their values as int32.
         self._sent = torch.zeros(3 * self._most_single, dtype=torch.int32, device="cpu", pin_memory=pinned)
         self._received = torch.zeros_like(self._sent, device=device) if apart else self._sent
-        self._written: list[list[tuple[int, ...]]] = [[()] * num_rows for _ in range(num_groups)]
+        self._written: list[list[tuple[int, ...]]] = [[()] * num_rows for _ in widths]
         self._torn = False
 
     def update(self, tables: Sequence[Sequence[Sequence[int]]]) -> None:
@@ -86,7 +89,7 @@ class BlockTables:
             if moved or len(places) + len(new) > self._most_single:
                 whole.append(row)
             else:
-                begin = group * self._stride + row * self._width
+                begin = self._starts[group] + row * self._widths[group]
                 places += [begin + entry for entry in new]
         if whole and self._apart:
             rows = slice(min(whole), max(whole) + 1)

@@ -9,10 +9,9 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from freight.cache.manager import CacheManager
-from freight.cache.pool import KVPool, allocate_pool, same_cache_at_16_bits
+from freight.cache.pool import KVPool, allocate_pool
 from freight.cache.sizing import MEMORY_SHARE, bytes_of_request, longest_request, split_memory, useful_memory
 from freight.cache.spec import KVCacheSpec
 from freight.config.engine import EngineArgs, EngineConfig
@@ -28,6 +27,7 @@ from freight.engine.runner import ModelRunner
 from freight.engine.scheduler import Scheduler
 from freight.errors import CapacityError
 from freight.fp8.formats import Format
+from freight.json_schema import Json
 from freight.kernels.cpu.cpu_set import CpuKernels
 from freight.kernels.interface import KernelSet
 from freight.models.architectures import tensor_names
@@ -56,19 +56,24 @@ def start_engine(
     """
     args = opened.args
     config = opened.resolve(args)
+    asked = config.max_model_len
     spec = opened.cache_spec(config)
     if config.kv_cache_memory is not None:
         _check_memory(config.kv_cache_memory, _weight_bytes(opened.model, config), opened.device)
         config = _fit_context(spec, config.kv_cache_memory, config, args)
+    free = memory_for_cache(config.device) if config.kv_cache_memory is None else config.kv_cache_memory
+    positions = _fit_context(spec, free, config, args).max_model_len  # the weights will leave room for no more
     tokenizer = opened.load_tokenizer()
     if before_weights is not None:
         before_weights(Intake(tokenizer, opened.model.vocab_size, config.max_model_len))
-    model = opened.load(config) if decoder is None else decoder
+    model = opened.load(config, positions) if decoder is None else decoder
     memory = config.kv_cache_memory
     if memory is None:
         useful = useful_memory(spec, config.max_model_len, config.max_num_seqs, config.max_num_batched_tokens)
-        memory = min(memory_for_cache(config.device), useful)
+        memory = min(memory_for_cache(config.device), free, useful)
         config = _fit_context(spec, memory, config, args)
+    if config.max_model_len < asked:
+        logger.info("context limited to the %d tokens that the KV cache holds", config.max_model_len)
     kernels = opened.kernels(config)
     limits = (config.max_num_seqs, config.max_num_batched_tokens)
     num_blocks = split_memory(spec, memory, config.max_model_len, *limits)
@@ -84,9 +89,14 @@ def start_engine(
     runner = ModelRunner(model, pool, config.device, captured)
     intake = Intake(tokenizer, opened.model.vocab_size, config.max_model_len)
     threads = opened.threads(config)
-    stops, overlaps = opened.stop_token_ids(), config.device != "cpu"  # there a step runs while the host goes on
+    stops, repeatable = opened.stop_token_ids(), spec.repeatable
+    overlaps = config.device != "cpu" and repeatable  # there a step runs while the host goes on
     pace = Pace(config.max_step_seconds, step_tokens) if config.max_step_seconds else None
-    return Engine(runner, cache, scheduler, intake, stops, config.seed, threads, overlaps=overlaps, pace=pace), config
+    engine = Engine(
+        runner, cache, scheduler, intake, stops, config.seed, threads,
+        overlaps=overlaps, pace=pace, repeatable=repeatable,
+    )  # fmt: skip
+    return engine, config
 
 
 def captured_steps(
@@ -96,6 +106,8 @@ def captured_steps(
     capture: Capture | None = None  # the reference asks lengths of the device while it runs, and cannot be captured
     if not isinstance(decoder, Decoder):
         logger.info("steps are not captured: the modules of transformers run as they are")
+    elif not pool.spec.repeatable:
+        logger.info("steps are not captured: layers with a state find its blocks on the host")
     elif kernels.name == "triton":
         capture = CudaGraphs(decoder, pool, config.max_num_seqs)
     elif isinstance(kernels, CpuKernels):
@@ -122,7 +134,6 @@ def _fit_context(spec: KVCacheSpec, memory: int, config: EngineConfig, args: Eng
             f"(--max-model-len) does not fit. "
             f"Raise --kv-cache-memory to {-(-needed // 2**20)}MiB, or shorten it"
         )
-    logger.info("context limited to the %d tokens that the KV cache holds", tokens)
     return replace(config, max_model_len=tokens)
 
 
@@ -154,14 +165,13 @@ def _size(count: int) -> str:
 def describe_cache(pool: KVPool, config: EngineConfig) -> str:
     """The line at start: format, granularity, source of the scales, what fits, and what another choice would take.
 
-    That is 16 bits where every layer sees every token, else windows that give no block back.
+    That is 16 bits where every group keeps all blocks, else groups that give no block back.
     """
     kv, spec = config.kv, pool.spec
-    names = kv.names()
-    scales = f"{names['granularity']}, {kv.scale_source}" if kv.granularity else "none"
+    scales = f"{kv.names()['granularity']}, {kv.scale_source}" if kv.granularity else "none"
     note = f" ({kv.note})" if kv.note else ""
-    line = f"KV cache: {names['dtype']}; scales: {scales}{note}; "
-    if any(group.window is not None for group in spec.groups):
+    line = f"KV cache: {kv.describe()}; scales: {scales}{note}; "
+    if not all(group.keeps_all for group in spec.groups):
         return line + _describe_groups(pool, config)
     line += f"{pool.capacity_tokens:,} tokens fit in {_size(pool.num_bytes)}"
     if kv.format.is_quantized:
@@ -169,7 +179,7 @@ def describe_cache(pool: KVPool, config: EngineConfig) -> str:
     return line
 
 
-def cache_facts(pool: KVPool, config: EngineConfig) -> dict[str, Any]:
+def cache_facts(pool: KVPool, config: EngineConfig) -> dict[str, Json]:
     """The cache in use, by the names every JSON of Freight uses.
 
     bytes_per_token includes `token` scales; tokens_at_16_bits is the capacity of a 16-bit cache in the same
@@ -177,10 +187,7 @@ def cache_facts(pool: KVPool, config: EngineConfig) -> dict[str, Any]:
     A cache whose layers differ also has `layers`, a list of {dtype, granularity}; where they differ in one of these,
     that is 'mixed' for the whole.
     """
-    kv, mixed = config.kv, {}
-    if kv.layers is not None:
-        kinds = [(str(kind.format), kind.granularity and str(kind.granularity)) for kind in kv.layers]
-        mixed = {"layers": [{"dtype": dtype, "granularity": granularity} for dtype, granularity in kinds]}
+    kv, layers = config.kv, config.kv.layer_names()
     return {
         **kv.names(),
         "bytes_per_token": pool.spec.bytes_per_token,
@@ -188,12 +195,12 @@ def cache_facts(pool: KVPool, config: EngineConfig) -> dict[str, Any]:
         "block_size": pool.spec.block_size,
         "capacity_tokens": pool.capacity_tokens,
         "tokens_at_16_bits": _tokens_at_16_bits(pool, config),
-        **mixed,
+        **({} if layers is None else {"layers": layers}),
     }
 
 
 def _tokens_at_16_bits(pool: KVPool, config: EngineConfig) -> int:
-    taken = same_cache_at_16_bits(pool.spec, _sixteen_bits(config)).bytes_of(pool.num_blocks)
+    taken = pool.spec.unquantized(_sixteen_bits(config)).bytes_of(pool.num_blocks)
     return pool.capacity_blocks * pool.num_bytes // taken * pool.spec.block_size
 
 
@@ -208,13 +215,15 @@ def _layers(count: int) -> str:
 def _describe_groups(pool: KVPool, config: EngineConfig) -> str:
     spec, length = pool.spec, config.max_model_len
     groups = [
-        f"{_layers(len(group.layers))} {f'with a window of {group.window:,}' if group.window else 'without a window'}: "
-        f"{count:,} blocks, {count * spec.block_size:,} tokens, {_size(count * group.bytes_per_block)}"
+        f"{_layers(len(group.layers))} {group.kind}: {count:,} blocks, {count * group.tokens_per_block:,} tokens, "
+        f"{_size(count * group.bytes_per_block)}"
         for group, count in zip(spec.groups, pool.num_blocks, strict=True)
     ]
     takes = bytes_of_request(spec, length, config.max_num_batched_tokens)
-    whole = sum(group.bytes_per_block for group in spec.groups) * -(-length // spec.block_size)
-    return (
-        f"{_size(pool.num_bytes)}; {'; '.join(groups)}; a request of {length:,} tokens takes {_size(takes)}, "
-        f"and would take {_size(whole)} if windows gave no blocks back"
-    )
+    line = f"{_size(pool.num_bytes)}; {'; '.join(groups)}; a request of {length:,} tokens takes {_size(takes)}"
+    if not any(group.has_slots and not group.keeps_all for group in spec.groups):
+        return line
+    alone = [group.most_blocks(length, config.max_num_batched_tokens) for group in spec.groups]
+    kept = zip(alone, spec.blocks_of(length), spec.groups, strict=True)
+    whole = spec.bytes_of(tuple(every if group.has_slots else most for most, every, group in kept))
+    return f"{line}, and would take {_size(whole)} if windows gave no blocks back"

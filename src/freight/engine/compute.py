@@ -1,8 +1,11 @@
 """One step's chunks through the model and the sampler: what each came to. Changes no request.
 
-Whatever goes wrong stays with its chunk. A row without a usable result says so in its own; when the step fails as a
-whole, it is computed once more in halves, and the chunks of a half that fails again get the error. A row has the same
-bits whatever others are computed beside it, so a repeated half gives what the whole would have given.
+Whatever goes wrong stays with its chunk. A row without a usable result says so in its own result. A forward pass that
+raises is repeated in halves, and each half that raises again in halves of its own, until a chunk fails alone: that one
+gets the error. A row has the same bits whatever other rows the pass has, so the others get what the full step would
+have given. A step of n chunks, k of which fail, takes at most 1 + 2k log2(n) passes (rounded up), and at most 2n.
+Where layers keep states, nothing is repeated: a state that a failed pass has changed would have its tokens twice. All
+chunks of that step fail.
 """
 
 from __future__ import annotations
@@ -16,8 +19,9 @@ import torch
 
 from freight.engine.prepare import Logits, SequenceSlice
 from freight.engine.runner import ModelRunner, StepRows
-from freight.engine.sampler import LogprobEntry, Sampled, SamplingRow, prompt_logprobs, sample
+from freight.engine.sampler import Sampled, SamplingRow, prompt_logprobs, sample
 from freight.engine.scheduler import ScheduledChunk
+from freight.outputs import Scores
 
 SCORED_AT_ONCE = 256  # rows of logits that log-probabilities of a prompt hold at once; 8,192 x 152k would be 5 GB
 
@@ -49,40 +53,67 @@ class ChunkWork:
 
 @dataclass(slots=True)
 class ChunkResult:
-    """`sampled` is None for a chunk that does not sample; `scored` are the further log-probabilities of its prompt.
+    """`sampled` is None for a chunk that does not sample; `scored` are the further scores of its prompt.
 
     With `error` the request cannot go on, and the rest means nothing.
     """
 
     sampled: Sampled | None = None
-    scored: Sequence[tuple[LogprobEntry, ...]] = ()
+    scored: Scores | None = None
     error: str | None = None
 
 
-def compute(runner: ModelRunner, work: Sequence[ChunkWork]) -> list[ChunkResult]:
-    """A result for each chunk. Raises no Exception of the model, the sampler or the kernels."""
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """A result for each chunk of a step, in order. `repeated`: a forward pass raised, so the step took several."""
+
+    chunks: Sequence[ChunkResult]
+    repeated: bool = False
+
+
+def compute(runner: ModelRunner, work: Sequence[ChunkWork], repeatable: bool = True) -> StepResult:
+    """Compute `work`. Raises no Exception of the model, the sampler or the kernels; others, as Ctrl-C, pass through.
+
+    A chunk has an `error` only if it failed twice, the second time alone: what passes when it is repeated ends nobody.
+    If a pass is not `repeatable`, all chunks of one that fails have an error.
+    """
+    if not work:
+        return StepResult([])
     try:
-        return _compute(runner, work) if work else []
+        return StepResult(_compute(runner, work))
+    except Exception as error:
+        if not repeatable:
+            logger.warning("a step of %d sequences failed, and they end", len(work), exc_info=error)
+            reason = f"its step failed: {_describe(error)}; layers with a state do not compute a step twice"
+            return StepResult([ChunkResult(error=reason) for _ in work])
+        logger.warning("a step of %d sequences failed and is repeated in parts: %s", len(work), _describe(error))
+    # Outside of `except`: the traceback holds the failed pass's tensors, and memory may be what it lacked.
+    logged: set[str] = set()
+    parts = _halves(work) if len(work) > 1 else [work]
+    return StepResult([result for part in parts for result in _isolate(runner, part, logged)], repeated=True)
+
+
+def _isolate(runner: ModelRunner, work: Sequence[ChunkWork], logged: set[str]) -> list[ChunkResult]:
+    """A result for each chunk; those that fail alone have an error. `logged`: the errors of the step so far."""
+    try:
+        return _compute(runner, work)
     except Exception as error:
         if len(work) == 1:
-            return _failed(work, error)
-        logger.warning("a step of %d sequences failed and is tried again in halves: %s", len(work), _describe(error))
-    results: list[ChunkResult] = []
-    for half in (work[: len(work) // 2], work[len(work) // 2 :]):
-        try:
-            results += _compute(runner, half)
-        except Exception as error:
-            results += _failed(half, error)
-    return results
+            reason = f"its step failed: {_describe(error)}"
+            if reason not in logged:  # once: a fault of the model fails every sequence
+                logger.warning("a sequence failed alone, and ends: %s", _describe(error), exc_info=error)
+            logged.add(reason)
+            return [ChunkResult(error=reason)]
+    return [result for half in _halves(work) for result in _isolate(runner, half, logged)]
+
+
+def _halves(work: Sequence[ChunkWork]) -> list[Sequence[ChunkWork]]:
+    middle = len(work) // 2
+    return [work[:middle], work[middle:]]
 
 
 def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def _failed(work: Sequence[ChunkWork], error: Exception) -> list[ChunkResult]:
-    logger.warning("a step failed: %s", _describe(error), exc_info=error)
-    return [ChunkResult(error=f"its step failed: {_describe(error)}") for _ in work]
 
 
 @torch.inference_mode()
@@ -109,14 +140,14 @@ def _score(work: ChunkWork, rows: StepRows, first_row: int) -> ChunkResult:
     # Entries that are there already are skipped: the prompt is computed again after a preemption.
     target = max(work.num_scored, chunk.start + 1)
     end = min(chunk.start + chunk.num_tokens + 1, chunk.request.num_prompt_tokens)
-    scored: list[tuple[LogprobEntry, ...]] = []
+    scored: list[Scores] = []
     for position in range(target, end, SCORED_AT_ONCE):
         targets = chunk.request.prompt_token_ids[position : min(position + SCORED_AT_ONCE, end)]
         begin = first_row + position - 1 - chunk.start  # the row before a token judges it
         logits = rows.logits(range(begin, begin + len(targets)))
         ids = torch.tensor(targets, dtype=torch.int64, device=logits.device)
-        for entries in prompt_logprobs(logits, ids, params.prompt_logprobs or 0):
-            if entries is None:
-                return ChunkResult(error="the model gave NaN or infinite logits for its prompt")
-            scored.append(entries)
-    return ChunkResult(scored=scored)
+        scores = prompt_logprobs(logits, ids, params.prompt_logprobs or 0)
+        if scores is None:
+            return ChunkResult(error="the model gave NaN or infinite logits for its prompt")
+        scored.append(scores)
+    return ChunkResult(scored=Scores.joined(scored) if scored else None)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from freight.cache.pool import KVPool
 from freight.engine.block_tables import BlockTables
-from freight.engine.prepare import Logits, SequenceSlice
+from freight.engine.prepare import BlockLayout, Logits, SequenceSlice
 from freight.operands.batch import ForwardBatch
 
 Replay = Callable[[], Tensor]  # computes what the buffers say: float32 logits [bucket, vocab_size]
@@ -52,17 +52,15 @@ class Capture(Protocol):
 class Buffers:
     """A decode batch of `bucket` sequences on the host and on `device`, with the first rows of `tables`.
 
-    Each of the cache's groups has block tables and slots.
+    Each of the cache's groups has block tables, and slots if its tokens have places of their own.
     """
 
-    def __init__(self, bucket: int, tables: BlockTables, block_size: int, device: str) -> None:
-        self.block_size = block_size
-        self._tables = tables
-        num_groups = len(tables.on_device)
+    def __init__(self, bucket: int, tables: BlockTables, groups: Sequence[BlockLayout], device: str) -> None:
+        self._tables, self._groups = tables, groups
         # int32 words: token ids, positions and slots by group as int64, then lengths as int32. Each begins at a
         # multiple of 16 bytes, as what `prepare` makes: Triton compiles a kernel anew for other alignments.
-        num_longs = 2 + num_groups
-        counts = (*[2 * bucket] * num_longs, bucket)
+        num_longs = 2 + len(groups)
+        counts = (2 * bucket, 2 * bucket, *(2 * bucket if group.has_slots else 0 for group in groups), bucket)
         edges = np.cumsum([0, *(-(-count // 4) * 4 for count in counts)]).tolist()
         on_cpu = device == "cpu"
         host = torch.zeros(edges[-1], dtype=torch.int32, device="cpu", pin_memory=not on_cpu)
@@ -91,10 +89,11 @@ class Buffers:
         self._positions[:count] = starts
         self._lengths[:count] = starts + 1
         self._tables.update([part.block_ids for part in slices])
-        for slots, tables in zip(self._slots, self._tables.on_host, strict=True):
-            blocks = tables[np.arange(count), starts // self.block_size].astype(np.int64)
-            slots[:count] = blocks * self.block_size + starts % self.block_size
-            slots[count:] = -1
+        for group, slots, tables in zip(self._groups, self._slots, self._tables.on_host, strict=True):
+            if group.has_slots:
+                size = group.tokens_per_block
+                slots[:count] = tables[np.arange(count), starts // size].astype(np.int64) * size + starts % size
+                slots[count:] = -1
         if self._words is not self._host:
             self._words.copy_(self._host, non_blocking=True)  # the next `fill` waits for it
 
@@ -105,9 +104,8 @@ class DecodeSteps:
     def __init__(self, capture: Capture, pool: KVPool, max_model_len: int, device: str) -> None:
         self.pool = pool
         self._capture, self._device = capture, device
-        spec = pool.spec
-        num_rows, max_blocks = capture.bucket_of(capture.max_num_seqs), -(-max_model_len // spec.block_size)
-        self._tables = BlockTables(num_rows, max_blocks, len(spec.groups), device)
+        widths = pool.spec.blocks_of(max_model_len)
+        self._tables = BlockTables(capture.bucket_of(capture.max_num_seqs), widths, device)
         self._copied = torch.cuda.Event() if device == "cuda" else None
         self._captured: dict[int, tuple[Buffers, Replay]] = {}
 
@@ -138,5 +136,5 @@ class DecodeSteps:
         return replay()[: len(slices)]
 
     def _prepare(self, bucket: int) -> None:
-        buffers = Buffers(bucket, self._tables, self.pool.spec.block_size, self._device)
+        buffers = Buffers(bucket, self._tables, self.pool.spec.groups, self._device)
         self._captured[bucket] = buffers, self._capture.capture(buffers.batch)

@@ -23,7 +23,7 @@ from freight.cache.manager import CacheManager
 from freight.detokenizer import Detokenizer
 from freight.engine.accounts import Stamps
 from freight.engine.ahead import Launched, can_launch, launch
-from freight.engine.compute import ChunkResult, ChunkWork, compute
+from freight.engine.compute import ChunkResult, ChunkWork, StepResult, compute
 from freight.engine.grammar import Grammars, Matcher
 from freight.engine.intake import AcceptedPrompt, Intake
 from freight.engine.pace import Pace
@@ -58,9 +58,10 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         overlaps: bool = False,
         pace: Pace | None = None,
+        repeatable: bool = True,
     ) -> None:
         """`overlaps`: launch a step before the tokens of the last are known, where it can be done (`ahead.py`). `pace`:
-        how many tokens a step has, by the clock; None: as many as there are."""
+        how many tokens a step has, by the clock; None: as many as there are. `repeatable`: `KVCacheSpec.repeatable`."""
         self.runner = runner
         self.cache = cache
         self.scheduler = scheduler
@@ -79,7 +80,9 @@ class Engine:
         self._unreported: dict[str, tuple[Group, dict[Completion, None]]] = {}  # what advanced since its last delta
         self._deadlines: dict[str, float] = {}  # of groups with timeout_s, in seconds of the clock
         self._torn = False
+        assert repeatable or not overlaps, "a step that was launched ahead may be computed again"
         self.overlaps = overlaps
+        self._repeatable = repeatable
         self._pace = pace
         self._ahead: Launched | None = None  # the step after the one that was applied last
         self._stored: tuple[float, int, int] | None = None  # when the pool's counters were read, NaNs, clipped values
@@ -88,13 +91,17 @@ class Engine:
     def has_unfinished(self) -> bool:
         return self.scheduler.has_unfinished
 
-    def accept(self, prompt: str | Sequence[int], params: SamplingParams) -> AcceptedPrompt:
+    def accept(
+        self, prompt: str | Sequence[int], params: SamplingParams, add_special_tokens: bool = True
+    ) -> AcceptedPrompt:
         """Tokenize and check a prompt, text or token ids. Changes nothing.
+
+        add_special_tokens: to a text what the tokenizer adds, such as BOS.
 
         Raises RequestError for one that cannot be served with `params`, or structured outputs that cannot be compiled,
         and CapacityError for one that may outgrow the whole cache.
         """
-        accepted = self.intake.accept(prompt, params)
+        accepted = self.intake.accept(prompt, params, add_special_tokens)
         if self._grammars is not None and params.structured_outputs is not None:
             self._grammars.check(params.structured_outputs)
         self.scheduler.token_limit(len(accepted.token_ids), params.max_tokens)
@@ -135,13 +142,13 @@ class Engine:
         step = self._schedule() if launched is None else launched.step
         if step.admitted:
             self._stamp_scheduled(step)
-        self._torn = False
+        self._torn = not self._repeatable  # a pass that is interrupted may have changed states
         with self._threads:
-            step, results, following = self._compute(step, launched)
+            step, result, following = self._compute(step, launched)
         self._torn = True
-        advanced = self._apply(step, results)
+        advanced = self._apply(step, result.chunks)
         self._ahead = following
-        if self._pace is not None and step.chunks:
+        if self._pace is not None and step.chunks and not result.repeated:  # its time is not that of a step
             prompt = sum(chunk.num_tokens for chunk in step.chunks if chunk.num_tokens > 1)
             self._pace.note(self._clock() - started, prompt)
         changed = [*expired, *advanced]
@@ -242,7 +249,10 @@ class Engine:
             stops |= self._stop_token_ids
         tokenizer = self.tokenizer if params.detokenize else None
         text_of = None if tokenizer is None else partial(Detokenizer, tokenizer, params, prompt.token_ids)
-        group = Group(request_id, prompt.text, list(prompt.token_ids), params, [], Stamps(self._clock()))
+        group = Group(
+            request_id, prompt.text, list(prompt.token_ids), params, [], Stamps(self._clock()), self.tokenizer
+        )
+        bad_words = self.intake.bad_words(params)
         for index in range(params.n):
             request = Request(
                 request_id=f"{request_id}/{index}",
@@ -253,6 +263,7 @@ class Engine:
                 seed=sibling_seed(seed, index),
                 stop_token_ids=stops,
                 grammar=self._matcher(params),
+                bad_words=bad_words,
             )
             group.completions.append(Completion(request, text_of, tokenizer))
         return group
@@ -291,7 +302,7 @@ class Engine:
         group, completion = self._completions[chunk.request.request_id]
         return ChunkWork(chunk, completion.row, group.num_scored if chunk.request.index == 0 else None)
 
-    def _compute(self, step: Step, launched: Launched | None) -> tuple[Step, list[ChunkResult], Launched | None]:
+    def _compute(self, step: Step, launched: Launched | None) -> tuple[Step, StepResult, Launched | None]:
         """What is still wanted of `step`, a result for each chunk of it, and the step after it where it was launched.
 
         `launched` is the step itself, if it was launched ahead.
@@ -300,7 +311,7 @@ class Engine:
             work = [self._to_work(chunk) for chunk in step.chunks]
             launched = launch(self.runner, step) if self.overlaps and can_launch(work) else None
             if launched is None:
-                return step, compute(self.runner, work), None
+                return step, compute(self.runner, work, self._repeatable), None
         self._torn = True
         after = self.scheduler.follow(step)
         self._torn = False
@@ -310,7 +321,7 @@ class Engine:
         step = replace(step, chunks=tuple(step.chunks[row] for row in rows))
         if tokens is None:  # what follows has had a wrong token, and is scheduled again
             return step, compute(self.runner, [self._to_work(chunk) for chunk in step.chunks]), None
-        return step, [ChunkResult(Sampled(tokens[row], None)) for row in rows], following
+        return step, StepResult([ChunkResult(Sampled(tokens[row], None)) for row in rows]), following
 
     def _expire(self) -> list[tuple[Group, Completion]]:
         """End the requests whose deadline has passed; returns what ended by it."""
@@ -334,7 +345,7 @@ class Engine:
             group.stamp(self._clock())
         return running
 
-    def _apply(self, step: Step, results: list[ChunkResult]) -> list[tuple[Group, Completion]]:
+    def _apply(self, step: Step, results: Sequence[ChunkResult]) -> list[tuple[Group, Completion]]:
         """Take in what was computed; returns the completions that advanced or ended."""
         tokens: dict[str, list[int]] = {}
         advanced = []
@@ -346,7 +357,8 @@ class Engine:
                 completion.flush()
                 advanced.append((group, completion))
                 continue
-            group.prompt_logprobs += [to_logprobs(entries, self.tokenizer) for entries in result.scored]
+            if result.scored is not None:
+                group.scores.append(result.scored)
             if result.sampled is not None:
                 if result.sampled.logprobs is not None:  # before the token: a rebuild drops what is too many
                     completion.logprobs.append(to_logprobs(result.sampled.logprobs, completion.tokenizer))

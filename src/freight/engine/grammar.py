@@ -19,14 +19,20 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from freight.errors import RequestError
-from freight.structured import StructuredOutputs
+from freight.json_schema import Json, enforceable
+from freight.structured import CANNOT_GO_ON, StructuredOutputs
 from freight.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+T = TypeVar("T")
 
 KEPT = 256  # compiled grammars
 STACK = 512 << 20  # bytes, of the thread that compiles
@@ -45,10 +51,10 @@ class Matcher:
     completion cannot go on; it is None while it can, and stays once it is set.
     """
 
-    def __init__(self, start: Any, vocab_size: int, stop_token_ids: frozenset[int]) -> None:
+    def __init__(self, start: LLMatcher, vocab_size: int, stop_token_ids: frozenset[int]) -> None:
         """`start` is a compiled grammar at its beginning; it is copied, and never changed."""
         self._start = start
-        self._state: tuple[Any, int] | None = None  # the grammar, and the output tokens that it has taken in
+        self._state: tuple[LLMatcher, int] | None = None  # the grammar, and the output tokens that it has taken in
         self._vocab_size = vocab_size
         self.stop_token_ids = stop_token_ids
         self.error: str | None = None
@@ -58,10 +64,13 @@ class Matcher:
         grammar = self._catch_up(output)
         return grammar is not None and bool(grammar.is_stopped())
 
-    def permitted(self, output: Sequence[int], barred: Collection[int] = ()) -> NDArray[np.bool_] | None:
+    def permitted(
+        self, output: Sequence[int], barred: Collection[int] = (), kept: NDArray[np.bool_] | None = None
+    ) -> NDArray[np.bool_] | None:
         """bool [vocab_size]: tokens that may come next; None, with `error` set, when that cannot be said.
 
-        The ids in `barred` are left out, unless no other may come.
+        kept: bool [vocab_size], those that other parameters leave; None: all. The ids in `barred` are left out, unless
+        no other may come.
         """
         grammar = self._catch_up(output)
         if grammar is None:
@@ -75,6 +84,8 @@ class Matcher:
             self._fail(grammar.get_error())
             return None
         allowed = np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little")[: self._vocab_size].astype(np.bool_)
+        if kept is not None:
+            allowed &= kept
         if barred:
             others = allowed.copy()
             others[[token for token in barred if token < self._vocab_size]] = False
@@ -82,7 +93,7 @@ class Matcher:
                 return others
         return allowed
 
-    def _catch_up(self, output: Sequence[int]) -> Any:
+    def _catch_up(self, output: Sequence[int]) -> LLMatcher | None:
         """The grammar after `output`; None when there is an error."""
         if self.error is not None:
             return None
@@ -101,7 +112,7 @@ class Matcher:
         return grammar
 
     def _fail(self, why: str) -> None:
-        self.error = f"its structured output cannot go on: {_in_our_words(why)}"
+        self.error = f"{CANNOT_GO_ON}: {_in_our_words(why)}"
 
 
 class Grammars:
@@ -113,8 +124,8 @@ class Grammars:
         self._vocab_size = vocab_size
         self._stop_token_ids = frozenset(token for token in stop_token_ids if 0 <= token < vocab_size)
         self._lock = threading.Lock()
-        self._ll_tokenizer: Any = None
-        self._compiled: OrderedDict[tuple[str, str], Any] = OrderedDict()
+        self._ll_tokenizer: LLTokenizer | None = None
+        self._compiled: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
 
     def check(self, outputs: StructuredOutputs) -> None:
         """Compile `outputs`, or do nothing where it is kept. Raises RequestError for what cannot be."""
@@ -124,7 +135,7 @@ class Grammars:
         """A Matcher for a completion that has no token yet. Raises RequestError like `check`."""
         return Matcher(self._compile(outputs), self._vocab_size, self._stop_token_ids)
 
-    def _compile(self, outputs: StructuredOutputs) -> Any:
+    def _compile(self, outputs: StructuredOutputs) -> LLMatcher:
         key = outputs.key()
         with self._lock:
             if key not in self._compiled:
@@ -139,16 +150,14 @@ class Grammars:
 
 def grammar_checker(
     tokenizer: Tokenizer, vocab_size: int, stop_token_ids: Collection[int]
-) -> Callable[[Mapping[str, Any]], None]:
+) -> Callable[[Mapping[str, Json]], None]:
     """What tries grammars, mappings of the fields of StructuredOutputs, and raises RequestError for one that fails."""
     grammars = Grammars(tokenizer, vocab_size, stop_token_ids)
     return lambda outputs: grammars.check(StructuredOutputs.of(outputs))
 
 
 class _Vocabulary:
-    """A tokenizer as llguidance reads it."""
-
-    is_tokenizer_wrapper = True
+    """A tokenizer as llguidance's TokenizerWrapper reads it, which tries bytes first: `encode` refuses them."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end: int) -> None:
         pieces = tokenizer.pieces(skip_special_tokens=False)
@@ -171,20 +180,20 @@ class _Vocabulary:
         return self._encode(text, add_special_tokens=False)
 
 
-def _ll_tokenizer(tokenizer: Tokenizer, vocab_size: int, stop_token_ids: frozenset[int]) -> Any:
-    from llguidance import LLTokenizer
+def _ll_tokenizer(tokenizer: Tokenizer, vocab_size: int, stop_token_ids: frozenset[int]) -> LLTokenizer:
+    from llguidance import LLTokenizer, TokenizerWrapper
 
     # A model without stop ids gets one behind its vocabulary, which is never drawn.
     ends = sorted(stop_token_ids) or [vocab_size]
-    vocabulary: Any = _Vocabulary(tokenizer, vocab_size, ends[0])
-    return LLTokenizer(vocabulary, n_vocab=len(vocabulary.tokens), eos_token=ends)
+    vocabulary = _Vocabulary(tokenizer, vocab_size, ends[0])
+    return LLTokenizer(TokenizerWrapper(vocabulary), n_vocab=len(vocabulary.tokens), eos_token=ends)
 
 
-def _compiled(ll_tokenizer: Any, form: str, text: str) -> Any:
+def _compiled(ll_tokenizer: LLTokenizer, form: str, text: str) -> LLMatcher:
     """A grammar at its beginning. Raises RequestError."""
     from llguidance import LLMatcher, LLParserLimits
 
-    def compile_() -> Any:
+    def compile_() -> LLMatcher:
         # verbose_errors: messages would show the grammar and what was read
         limits = LLParserLimits(verbose_errors=False, initial_lexer_fuel=COMPILE_FUEL, step_lexer_fuel=MASK_FUEL)
         grammar = LLMatcher(ll_tokenizer, _source(LLMatcher, form, text), log_level=0, limits=limits)
@@ -201,7 +210,7 @@ def _compiled(ll_tokenizer: Any, form: str, text: str) -> Any:
     return grammar
 
 
-def _source(make: Any, form: str, text: str) -> str:
+def _source(make: type[LLMatcher], form: str, text: str) -> str:
     """What the compiler reads."""
     if form == "parts":
         main, parts = json.loads(text)
@@ -215,20 +224,22 @@ def _source(make: Any, form: str, text: str) -> str:
         # llguidance's Lark takes JSON's strings, but U+007F as an escape only
         alternatives = (json.dumps(entry, ensure_ascii=False).replace("\x7f", "\\u007f") for entry in json.loads(text))
         return str(make.grammar_from_lark(f"start: {' | '.join(alternatives)}"))
-    schema = text if form == "json" else '{"type":"object"}'
+    schema = '{"type":"object"}'
+    if form == "json":  # a format that the compiler does not know is an annotation, and no fault
+        schema = json.dumps(enforceable(json.loads(text), constraints=False)[0], ensure_ascii=False)
     return str(make.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE}))
 
 
-def _named(name: str, source: str) -> dict[str, Any]:
+def _named(name: str, source: str) -> dict[str, Json]:
     """A source as one grammar among several."""
     if source.startswith('{"grammars"'):
         return {**json.loads(source)["grammars"][0], "name": name}
     return {"name": name, "lark_grammar": source}
 
 
-def _on_large_stack(function: Callable[[], Any]) -> Any:
+def _on_large_stack(function: Callable[[], T]) -> T:
     """The result of `function`, called on a thread with STACK bytes; raises what it raises."""
-    result: list[Any] = []
+    result: list[T] = []
     failure: list[BaseException] = []
 
     def run() -> None:
@@ -254,7 +265,8 @@ def _in_our_words(message: str) -> str:
     """A short reason without llguidance's own state, notation or names of options."""
     keywords = re.search(r"Unimplemented keys: \[(.*?)\]", message)
     if keywords:
-        return f"JSON Schema's {keywords[1].replace(chr(34), '')} is not supported; leave it out"
+        names = keywords[1].replace('"', "")
+        return f"JSON Schema's {names} is not supported; leave it out, as StructuredOutputs.enforceable does"
     if "oneOf constraints are not supported" in message:
         return "JSON Schema's oneOf is not supported where two branches may both match; use anyOf"
     if "NoExtension" in message:

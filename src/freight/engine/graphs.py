@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -33,7 +31,7 @@ class CudaGraphs:
     def __init__(self, model: Decoder, pool: KVPool, max_num_seqs: int) -> None:
         self.max_num_seqs = max_num_seqs
         self._model, self._pool = model, pool
-        self._memory: Any = None
+        self._first: torch.cuda.CUDAGraph | None = None  # whose pool all others share
 
     def bucket_of(self, num_seqs: int) -> int:
         return bucket_of(num_seqs)
@@ -45,9 +43,9 @@ class CudaGraphs:
             self._model.forward(batch, self._pool.layers)
         main.wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
+        with torch.cuda.graph(graph, pool=None if self._first is None else self._first.pool()):
             logits = self._model.forward(batch, self._pool.layers)
-        self._memory = self._memory or graph.pool()
+        self._first = self._first or graph
 
         def replay() -> Tensor:
             graph.replay()

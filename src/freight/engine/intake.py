@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral
 
+from freight.engine.bad_words import BadWords, read_bad_words
 from freight.engine.grammar import Grammars
 from freight.engine.request import check_length
 from freight.errors import RequestError
@@ -34,31 +35,64 @@ class Intake:
     vocab_size: int
     max_model_len: int
 
-    def accept(self, prompt: str | Sequence[int], params: SamplingParams) -> AcceptedPrompt:
-        """Tokenize and check a prompt, text or token ids. Raises RequestError when `params` cannot be served for it."""
+    def accept(
+        self, prompt: str | Sequence[int], params: SamplingParams, add_special_tokens: bool = True
+    ) -> AcceptedPrompt:
+        """Tokenize and check a prompt, text or token ids. Raises RequestError when `params` cannot be served for it.
+
+        add_special_tokens: to a text what the tokenizer adds, such as BOS.
+        """
         if isinstance(prompt, bytes | bytearray):
             raise RequestError(f"the prompt is {type(prompt).__name__}; decode it to a string, or give token ids")
         if len(prompt) == 0:
             raise RequestError("the prompt is empty; give at least one character or token id")
         text = prompt if isinstance(prompt, str) else None
-        token_ids = self._encode(prompt) if isinstance(prompt, str) else self._checked(prompt)
+        given = self._encode(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
+        token_ids = self._checked(self.cut(given, params))
         check_length(len(token_ids), params.max_tokens, self.max_model_len)
         params.check_vocabulary(self.vocab_size)
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer; without one (skip_tokenizer_init) use stop_token_ids")
         if params.structured_outputs is not None and self.tokenizer is None:
             raise RequestError("structured_outputs needs a tokenizer; without one (skip_tokenizer_init) leave it out")
+        self.bad_words(params)
         return AcceptedPrompt(text, token_ids)
+
+    def cut(self, token_ids: Sequence[int], params: SamplingParams) -> Sequence[int]:
+        """The last of a prompt's tokens, as many as `truncate_prompt_tokens` says. Twice is as once.
+
+        Raises RequestError for -1 where max_tokens leave nothing of the context.
+        """
+        most = params.truncate_prompt_tokens
+        if most is None:
+            return token_ids
+        if most == -1:
+            answer = 1 if params.max_tokens is None else params.max_tokens
+            most = self.max_model_len - answer
+            if most < 1:
+                raise RequestError(
+                    f"truncate_prompt_tokens is -1, and {answer} tokens of an answer leave nothing of max_model_len "
+                    f"{self.max_model_len} to a prompt; ask for fewer"
+                )
+        return token_ids[-most:]
+
+    def bad_words(self, params: SamplingParams) -> BadWords | None:
+        """The tokens of `bad_words`; None without any. Raises RequestError."""
+        if not params.bad_words:
+            return None
+        if self.tokenizer is None:
+            raise RequestError("bad_words needs a tokenizer; without one (skip_tokenizer_init) use logit_bias")
+        return read_bad_words(params.bad_words, self.tokenizer, self.vocab_size)
 
     def check_form(self, outputs: StructuredOutputs) -> None:
         """Raises RequestError for a form that cannot be compiled. An engine compiles it again."""
         if self.tokenizer is not None:
             Grammars(self.tokenizer, self.vocab_size, ()).check(outputs)
 
-    def _encode(self, text: str) -> tuple[int, ...]:
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         if self.tokenizer is None:
             raise RequestError("a text prompt needs a tokenizer; without one (skip_tokenizer_init) pass token ids")
-        return self._checked(self.tokenizer.encode(text))
+        return self.tokenizer.encode(text, add_special_tokens)
 
     def _checked(self, token_ids: Sequence[int]) -> tuple[int, ...]:
         ids: list[int] = []

@@ -95,6 +95,7 @@ class Loop:
         self._clock = clock
         self._next_stats = -1.0
         self._is_idle = False
+        self.turn_began: float | None = None  # of `clock`; None while it waits for a command. Other threads may read it
 
     def run(self) -> None:
         """Step until a `Stop`. Between steps all commands that have come are followed."""
@@ -107,10 +108,12 @@ class Loop:
         """Follow the commands that are there; waits for one while there is nothing to compute. False: stop."""
         wait = not self._engine.has_unfinished and self._is_idle
         while True:
+            self.turn_began = None if wait else self._clock()
             try:
                 command = self._commands.get(block=wait)
             except Empty:
                 return True
+            self.turn_began = self._clock()
             wait = False
             match command:
                 case Add():

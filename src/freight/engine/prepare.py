@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from freight.operands.batch import ForwardBatch
@@ -21,12 +23,22 @@ class Logits(Enum):
     ALL = "all"  # prompt log-probabilities, evaluation
 
 
+class BlockLayout(Protocol):
+    """What is asked of a cache group (`cache.spec.LayerGroup`) to find the place of a token."""
+
+    @property
+    def tokens_per_block(self) -> int: ...
+
+    @property
+    def has_slots(self) -> bool: ...
+
+
 @dataclass(frozen=True)
 class SequenceSlice:
     """`token_ids` of one sequence at positions start, start + 1, …, and its block tables by cache group.
 
-    Entry i of a table is the block of tokens i * block_size …, for all that are stored and those of this slice; entries
-    of blocks that a window has left behind are 0.
+    Entry i of a table is the block of tokens i * tokens_per_block … of its group, for all that are stored and those of
+    this slice; entries of blocks that were given back are 0.
     """
 
     token_ids: Sequence[int]
@@ -41,8 +53,8 @@ class SequenceSlice:
         return 1 if self.logits is Logits.LAST else 0
 
 
-def prepare(slices: Sequence[SequenceSlice], block_size: int, device: str = "cpu") -> ForwardBatch:
-    """Lay the slices end to end; logit rows come in the slices' order."""
+def prepare(slices: Sequence[SequenceSlice], groups: Sequence[BlockLayout], device: str = "cpu") -> ForwardBatch:
+    """Lay the slices end to end; logit rows come in the slices' order. `groups` are those of the cache."""
     tokens: list[int] = []
     positions, rows = [], []
     starts = np.zeros(len(slices) + 1, np.int32)
@@ -55,16 +67,19 @@ def prepare(slices: Sequence[SequenceSlice], block_size: int, device: str = "cpu
     lengths = np.array([s.start + len(s.token_ids) for s in slices], np.int32)
     position = np.concatenate(positions)
     sequence = np.repeat(np.arange(len(slices)), [len(part.token_ids) for part in slices])
-    entry, offset = position // block_size, position % block_size
     tables, slots = [], []
-    for group in zip(*(s.block_ids for s in slices), strict=True):
-        table = np.zeros((len(slices), max(map(len, group))), np.int32)
-        for i, blocks in enumerate(group):
+    for group, ids in zip(groups, zip(*(s.block_ids for s in slices), strict=True), strict=True):
+        table = np.zeros((len(slices), max(map(len, ids))), np.int32)
+        for i, blocks in enumerate(ids):
             table[i, : len(blocks)] = blocks
         tables.append(table)
-        slots.append(table[sequence, entry].astype(np.int64) * block_size + offset)
+        size = group.tokens_per_block
+        if group.has_slots:
+            slots.append(table[sequence, position // size].astype(np.int64) * size + position % size)
+        else:
+            slots.append(np.zeros(0, np.int64))
 
-    def tensor(array: np.ndarray) -> Tensor:
+    def tensor(array: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:
         host = torch.from_numpy(array)
         return host if device == "cpu" else host.pin_memory().to(device, non_blocking=True)  # the host does not wait
 

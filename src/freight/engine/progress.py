@@ -1,8 +1,8 @@
 """What a request has come to, text, tokens and log-probabilities, and what of it is new.
 
 Text is only ever whole characters, and stops exactly at a stop string. The token that ended a request (an end-of-text
-or another stop id) is in `token_ids` but not in `text`. All text follows from the request's tokens, so `rebuild` makes
-it anew after an interrupted step.
+or another stop id) is in `token_ids` but not in `text`, unless include_stop_str_in_output asks for it. All text follows
+from the request's tokens, so `rebuild` makes it anew after an interrupted step.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ from dataclasses import dataclass, field
 from freight.detokenizer import Detokenizer
 from freight.engine.accounts import Stamps
 from freight.engine.request import Request
-from freight.engine.sampler import LogprobEntry, SamplingRow
+from freight.engine.sampler import SamplingRow
 from freight.outputs import (
     CompletionDelta,
     CompletionOutput,
     FinishReason,
     Logprob,
+    LogprobEntry,
     RequestDelta,
     RequestOutput,
     RequestTimes,
+    Scores,
     TokenLogprobs,
 )
 from freight.sampling import SamplingParams
@@ -66,6 +68,7 @@ class Completion:
             request.output_token_ids,
             request.stop_token_ids,
             request.grammar,
+            request.bad_words,
         )
 
     def advance(self) -> str | None:
@@ -83,6 +86,8 @@ class Completion:
     def _ended_by_stop_id(self) -> bool:
         """Whether the last token is no text, but the end. A grammar's last token of text ends a request as well."""
         request = self.request
+        if request.params.include_stop_str_in_output:
+            return False
         if request.finish_reason is not FinishReason.STOP or isinstance(request.stop_reason, str):
             return False
         last = request.output_token_ids[-1]
@@ -147,7 +152,12 @@ class Completion:
 
 @dataclass(eq=False)
 class Group:
-    """A caller's request: its prompt, its completions and how long it takes. `num_deltas` counts the deltas so far."""
+    """A caller's request: its prompt, its completions and how long it takes.
+
+    tokenizer   for the text of tokens in `prompt_logprobs`; None: there is none
+    scores      of the prompt's tokens from the second on, as far as they are computed, in parts
+    num_deltas  the deltas so far
+    """
 
     request_id: str
     prompt: str | None
@@ -155,11 +165,14 @@ class Group:
     params: SamplingParams
     completions: list[Completion]
     stamps: Stamps
-    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
+    tokenizer: Tokenizer | None
+    scores: list[Scores] = field(default_factory=list)
     num_deltas: int = 0
 
     def __post_init__(self) -> None:
-        self._told_prompt_logprobs = 0
+        self._told_scores = 0  # parts that earlier deltas had
+        self._prompt_logprobs: list[TokenLogprobs | None] = [None]  # what `output` made of the first parts
+        self._read_scores = 0  # these parts
 
     @property
     def finished(self) -> bool:
@@ -167,8 +180,8 @@ class Group:
 
     @property
     def num_scored(self) -> int | None:
-        """Entries of `prompt_logprobs` that are there; None when they are not asked for."""
-        return len(self.prompt_logprobs) if self.params.prompt_logprobs is not None else None
+        """Tokens of the prompt that are scored, the first counted; None when scores are not asked for."""
+        return 1 + sum(map(len, self.scores)) if self.params.prompt_logprobs is not None else None
 
     def stamp(self, now: float) -> None:
         """Take note of what has happened by `now`: its first token, its end, and a first step that was interrupted."""
@@ -186,10 +199,8 @@ class Group:
 
     def delta(self, advanced: list[Completion], now: float) -> RequestDelta:
         """What is new since the last call, of the completions that advanced, at `now` of the engine's clock."""
-        scored = None
-        if self.params.prompt_logprobs is not None:
-            scored = self.prompt_logprobs[self._told_prompt_logprobs :]
-            self._told_prompt_logprobs += len(scored)
+        new = self.scores[self._told_scores :]
+        self._told_scores += len(new)
         self.num_deltas += 1
         finished = self.finished
         if finished or self.stamps.first_token is None:  # in most steps, neither
@@ -198,7 +209,7 @@ class Group:
             request_id=self.request_id,
             outputs=[completion.delta() for completion in advanced],
             finished=finished,
-            prompt_logprobs=scored,
+            scores=Scores.joined(new) if new else None,
             num_cached_tokens=self.completions[0].request.num_cached_tokens,
             times=self.times(now) if finished else None,
         )
@@ -211,6 +222,12 @@ class Group:
             prompt_token_ids=list(self.prompt_token_ids),
             outputs=[completion.output() for completion in self.completions],
             finished=self.finished,
-            prompt_logprobs=list(self.prompt_logprobs) if self.params.prompt_logprobs is not None else None,
+            prompt_logprobs=self._all_prompt_logprobs() if self.params.prompt_logprobs is not None else None,
             num_cached_tokens=self.completions[0].request.num_cached_tokens,
         )
+
+    def _all_prompt_logprobs(self) -> list[TokenLogprobs | None]:
+        for part in self.scores[self._read_scores :]:
+            self._prompt_logprobs += [to_logprobs(entries, self.tokenizer) for entries in part]
+            self._read_scores += 1
+        return list(self._prompt_logprobs)

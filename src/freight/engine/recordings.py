@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import fields, is_dataclass, replace
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ from freight.models.decoder import Decoder, Residual
 from freight.operands.batch import ForwardBatch
 
 MAX_NUM_SEQS = 64  # beyond, a step's products take so long that Python between them does not count
+
+Part = TypeVar("Part")
 
 logger = logging.getLogger("freight")
 
@@ -52,8 +54,7 @@ class CpuRecordings:
         def layers(library: Library) -> Tensor:
             kernels = CpuKernels(library)
             kv_cache = with_kernels(self.pool.layers, kernels)
-            model: Decoder = with_kernels(self.model, kernels)
-            return model.layers_over(stream, batch, kv_cache)
+            return with_kernels(self.model, kernels).layers_over(stream, batch, kv_cache)
 
         recorded = record(self._library, self.arena, layers)
         if recorded.obstacle and not self.obstacle:
@@ -95,10 +96,10 @@ class CpuStep:
         return self._stream
 
 
-def with_kernels(part: Any, kernels: CpuKernels) -> Any:
+def with_kernels(part: Part, kernels: CpuKernels) -> Part:
     """`part`, of a model or a cache, or a tuple of parts, with all operations by `kernels`; tensors are shared."""
-    if type(part) is tuple:
-        return tuple(with_kernels(one, kernels) for one in part)
+    if isinstance(part, tuple) and type(part) is tuple:  # and no NamedTuple
+        return type(part)(with_kernels(one, kernels) for one in part)
     if not is_dataclass(part) or isinstance(part, type):
         return part
     before = {field.name: getattr(part, field.name) for field in fields(part)}

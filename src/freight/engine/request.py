@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from freight.cache.manager import NOTHING, Held
+from freight.engine.bad_words import BadWords
 from freight.engine.grammar import Matcher
 from freight.errors import RequestError
 from freight.outputs import FinishReason
@@ -44,6 +45,7 @@ class Request:
     seed            resolved: what the sampler draws from for this completion
     stop_token_ids  params.stop_token_ids and, unless ignore_eos, the model's own stop ids
     grammar         how far its output is in the grammar of params.structured_outputs; None without one
+    bad_words       the tokens of params.bad_words; None without any
 
     The rest belongs to the Scheduler.
 
@@ -66,6 +68,7 @@ class Request:
     seed: int
     stop_token_ids: frozenset[int]
     grammar: Matcher | None = None
+    bad_words: BadWords | None = None
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     held: Held = NOTHING

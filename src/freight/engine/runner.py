@@ -30,7 +30,9 @@ class StepRows:
         """float32 [len(rows), vocab_size]: the logits of these rows, in rising order."""
         source = self.hidden if self.captured is None else self.captured
         assert source is not None
-        if len(rows) < len(source):  # by slices: the host waits for no index on its way to a GPU
+        if isinstance(rows, range) and rows.step == 1:
+            source = source[rows.start : rows.stop]
+        elif len(rows) < len(source):  # by slices: the host waits for no index on its way to a GPU
             source = torch.cat([source[row : row + 1] for row in rows])
         return source if self.captured is not None else self.model.logits(source)
 
@@ -60,7 +62,7 @@ class ModelRunner:
         num_rows = [part.num_logit_rows for part in slices]
         if self.captured is not None and self.captured.takes(slices):
             return StepRows(self.model, num_rows, captured=self.captured.run(slices, tokens))
-        batch = prepare(slices, self.pool.spec.block_size, self.device)
+        batch = prepare(slices, self.pool.spec.groups, self.device)
         if tokens is not None:
             batch = replace(batch, token_ids=tokens)
         return StepRows(self.model, num_rows, hidden=self.model.hidden(batch, self.pool.layers))

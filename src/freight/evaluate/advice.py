@@ -3,77 +3,118 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import dataclass
+from typing import Any
 
+from freight.config.skip_layers import FLAG
 from freight.evaluate.figures import Evaluation, Figures, Overview
+from freight.evaluate.safety import CLIPPED, KL, RATIO, SAME_TOP, Verdict
 
-SAFE = 1.005  # ratio of perplexities up to which a loss is called small
 NEAR = 1.05  # of the fewest bytes: a cache within this factor is as small
+BOUNDS = (
+    f"with 95 % confidence, perplexity within {RATIO - 1:.1%} of 16 bits, up or down, mean KL at most {KL} nats, and "
+    f"the same top token for {SAME_TOP:.0%}; at most {CLIPPED:.1%} of the keys and values clipped"
+)
 
 
-def recommended(evaluation: Evaluation) -> Figures:
-    """Of the settings with the first one's weights; the first one itself where no other is safe and smaller."""
-    first, *others = evaluation.runs
-    safe = [
-        run
-        for run in others
-        if run.weights == first.weights and run.bytes_per_token < first.bytes_per_token and _upper(run) <= SAFE
-    ]
+@dataclass(frozen=True)
+class Advice:
+    """`verdict` on all smaller caches together; `chosen` is the one to take, None where none is safe.
+
+    `text` is a paragraph for people who have not met FP8. `command` gives the chosen setting, or else 16 bits.
+    """
+
+    verdict: Verdict
+    chosen: Figures | None
+    text: str
+    command: str
+
+    def as_json(self) -> dict[str, Any]:
+        """`recommended` is the name of a run, null where no setting is recommended."""
+        name = None if self.chosen is None else self.chosen.name
+        return {"verdict": self.verdict, "recommended": name, "text": self.text, "command": self.command}
+
+    def __str__(self) -> str:
+        return f"{self.text} Command: {self.command}"
+
+
+def recommended(evaluation: Evaluation) -> Figures | None:
+    """The safe setting of least error among the smallest, with the first one's weights; None if none is safe."""
+    safe = [run for run in _smaller(evaluation) if run.verdict is Verdict.SAFE]
     if not safe:
-        return first
+        return None
     fewest = min(run.bytes_per_token for run in safe)
     return min((run for run in safe if run.bytes_per_token <= NEAR * fewest), key=lambda run: run.kl_mean)
 
 
-def _upper(run: Figures) -> float:
-    """The largest ratio of perplexities that its interval allows."""
-    return run.perplexity_ratio_interval[1] if run.perplexity_ratio_interval else run.perplexity_ratio
+def _smaller(evaluation: Evaluation) -> list[Figures]:
+    """The caches that could be taken in the place of the first."""
+    first, *others = evaluation.runs
+    return [run for run in others if run.weights == first.weights and run.bytes_per_token < first.bytes_per_token]
 
 
 def how_to(run: Figures, over: Overview) -> str:
     """The command line that gives this setting, with what `freight evaluate` was given for it."""
     model = shlex.quote(over.model)
-    weights = f" --quantization {over.quantization}" if over.quantization else ""
+    more = f" --quantization {over.quantization}" if over.quantization else ""
     if run.granularity is None:
-        return f"freight serve {model} --kv-cache-dtype {run.kv_cache_dtype}{weights}"
+        return f"freight serve {model} --kv-cache-dtype {run.kv_cache_dtype}{more}"
+    more += f" {FLAG} {','.join(map(str, over.skipped_layers))}" if over.skipped_layers else ""
+    if over.chosen_by_layer and run.scale_source == "checkpoint":  # --kv-cache-dtype fp8 would contradict it
+        return f"freight serve {model}{more}"
     if run.scale_source == "calibrated":
         made = f"freight quantize {model} OUT --weights none --kv-cache fp8 --kv-granularity {run.granularity}"
         made += " --center" if run.centered else ""
         made += f" --calibration-data {shlex.quote(over.calibration_data)}" if over.calibration_data else ""
-        return f"{made} && freight serve OUT{weights}"
-    dtype = "fp8" if "e4m3" in run.kv_cache_dtype else run.kv_cache_dtype
+        return f"{made} && freight serve OUT{more}"
+    eight = next((str(one["dtype"]) for one in run.layers or () if one["granularity"]), run.kv_cache_dtype)
+    dtype = "fp8" if "e4m3" in eight else eight
     named = {"unit": "unit", "dynamic": "dynamic"} | dict.fromkeys(("file", "given"), shlex.quote(over.kv_scales))
     source = named.get(run.scale_source or "") if dtype != "int8" else None
-    return f"freight serve {model} --kv-cache-dtype {dtype}{f' --kv-scales {source}' if source else ''}{weights}"
+    return f"freight serve {model} --kv-cache-dtype {dtype}{f' --kv-scales {source}' if source else ''}{more}"
 
 
-def advice(evaluation: Evaluation) -> str:
-    """A paragraph for people who have not met FP8."""
+def advice(evaluation: Evaluation) -> Advice:
+    """The setting to take with the reasons, or why none is."""
     first, chosen, over = evaluation.runs[0], recommended(evaluation), evaluation.overview
-    if chosen is first:
-        return (
-            f"Keep the 16-bit cache: no smaller cache that was measured is certain to keep the loss within "
-            f"{SAFE - 1:.1%} of perplexity on this text. Command: {how_to(first, over)}"
-        )
-    ratio = first.bytes_per_token / chosen.bytes_per_token
-    change = chosen.perplexity_ratio - 1
-    loss = f"perplexity, the model's surprise at each next token, changes by {change:+.2%}"
-    if chosen.perplexity_ratio_interval:
-        low, high = chosen.perplexity_ratio_interval
-        loss += f" (between {low - 1:+.2%} and {high - 1:+.2%} with 95 % confidence)"
-    return (
-        f"Take “{chosen.name}”: the same memory holds {ratio:.2f} times as many tokens as with 16 bits, {loss}, and "
-        f"the most likely next token stays the same {chosen.same_top:.1%} of the time. Among the smallest caches whose "
-        f"loss is small (at most {SAFE - 1:.1%}) it changes the model's answers least. {_certainty(evaluation)}"
-        f"{_speed(chosen, first)}Command: {how_to(chosen, over)}"
+    if chosen is None:
+        return _none(evaluation, how_to(first, over))
+    assert chosen.perplexity_ratio_interval is not None, "what is safe has intervals"
+    low, high = chosen.perplexity_ratio_interval
+    sample = evaluation.sample
+    times = first.bytes_per_token / chosen.bytes_per_token
+    within = (
+        f"between {low - 1:+.2%} and {high - 1:+.2%} with 95 % confidence, over {sample.num_units:,} {sample.units}"
     )
+    text = (
+        f"Take “{chosen.name}”: the same memory holds {times:.2f} times as many tokens as with 16 bits, perplexity, "
+        f"the model's surprise at each next token, changes by {chosen.perplexity_ratio - 1:+.2%} ({within}), and the "
+        f"most likely next token stays the same {chosen.same_top:.1%} of the time. Among the smallest caches that are "
+        f"safe on this text it changes the model's answers least. Safe means: {BOUNDS}. {_speed(chosen, first)}"
+    )
+    return Advice(Verdict.SAFE, chosen, text.rstrip(), how_to(chosen, over))
 
 
-def _certainty(evaluation: Evaluation) -> str:
-    if evaluation.units is not None:
-        return ""
-    return (
-        f"{evaluation.num_tokens:,} tokens are too few for an interval: measure a longer text before you rely on it. "
+def _none(evaluation: Evaluation, command: str) -> Advice:
+    """No smaller cache is safe: each with its reasons, those that all of them share once."""
+    smaller = _smaller(evaluation)
+    if not smaller:
+        return Advice(Verdict.CANNOT_BE_SAID, None, "No smaller cache was measured, so none is recommended.", command)
+    shared = [reason for reason in smaller[0].reasons if all(reason in run.reasons for run in smaller)]
+    each = []
+    for run in smaller:
+        why = "; ".join(reason for reason in run.reasons if reason not in shared)
+        each.append(f"“{run.name}”: {run.verdict}{f' ({why})' if why else ''}.")
+    if evaluation.sample.text_unknown:
+        start = "No setting is recommended"
+        return Advice(Verdict.CANNOT_BE_SAID, None, f"{start}: {'; '.join(evaluation.warnings)}.", command)
+    unsettled = any(run.verdict is Verdict.CANNOT_BE_SAID for run in smaller)
+    start = (
+        "It cannot be said that a smaller cache is safe" if unsettled else "No smaller cache that was measured is safe"
     )
+    because = f": {'; '.join(shared)}." if shared else "."
+    text = f"{start}{because} {' '.join(each)} Safe means: {BOUNDS}. Until then, keep the 16-bit cache."
+    return Advice(Verdict.CANNOT_BE_SAID if unsettled else Verdict.NOT_SAFE, None, text, command)
 
 
 def _speed(chosen: Figures, first: Figures) -> str:

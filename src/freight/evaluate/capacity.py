@@ -8,21 +8,25 @@ what is computed, which is not counted: activations, logits, and what the kernel
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from freight.cache.sizing import MEMORY_SHARE, longest_request, split_memory, useful_memory
-from freight.cache.spec import KVCacheSpec, LayerKVSpec
+from freight.cache.sizing import MEMORY_SHARE, held_memory, longest_request, split_memory
+from freight.cache.spec import KVCacheSpec, cache_spec
 from freight.checkpoint.layouts import read_scheme
-from freight.config.engine import EngineArgs
+from freight.config.dtype import DtypeSource
+from freight.config.engine import EngineArgs, KVCacheConfig
 from freight.config.model import ModelConfig, parse_model_config
 from freight.config.options import choose
+from freight.config.registry import FAMILIES
 from freight.config.resolve import DTYPES, parse_memory, step_tokens
+from freight.config.skip_layers import FLAG, check_skipped, skipped_layers
+from freight.config.state_every import check_state_every
 from freight.errors import CapacityError, ConfigError
 from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.fp8.scheme import Scheme
-from freight.models.sizes import ONLINE, Layout, LinearOf, LoadedBytes, loaded_bytes
+from freight.models.sizes import Layout, LinearOf, LoadedBytes, loaded_bytes, online
 
 GIB = 2**30
 _LEAST = 2**20  # bytes: a smaller number is one whose unit was forgotten
@@ -35,7 +39,9 @@ class Wish:
     concurrency    requests of `context` tokens that are to be in the cache at once
     device         'cpu' or 'cuda'
     layout         how the device's kernels hold matrices
-    dtype          what is computed in; 'auto': as config.json says
+    dtype          what is computed in; 'auto': the checkpoint's (`ModelConfig.checkpoint_format`)
+    skip_layers    layers that stay unquantized in every 8-bit cache, as `EngineArgs.kv_cache_dtype_skip_layers`
+    state_every    tokens between states that stay behind, as `EngineArgs.state_every`
     """
 
     memory: int
@@ -44,6 +50,8 @@ class Wish:
     device: str = "cuda"
     layout: Layout = Layout.PLAIN
     dtype: str = "auto"
+    skip_layers: tuple[str, ...] = ()
+    state_every: int | None = None
 
     @property
     def num_requests(self) -> int:
@@ -58,6 +66,7 @@ class Wish:
 class Setting:
     """One choice of formats, and what fits with it. Sizes in bytes.
 
+    kv                 the cache; static scales have no values here
     options            what `freight serve` is given for it, beside context, concurrency and memory
     loaded             the weights, with their scales and the rotary tables
     cache_bytes        the share of what the weights leave
@@ -72,9 +81,7 @@ class Setting:
     """
 
     weights: Format
-    kv_cache: Format
-    granularity: Granularity | None
-    scale_source: ScaleSource | None
+    kv: KVCacheConfig
     options: tuple[str, ...]
     loaded: LoadedBytes
     cache_bytes: int
@@ -90,20 +97,28 @@ class Setting:
     @property
     def cache_name(self) -> str:
         """'fp8_e4m3fn, token': with what its scales are; static ones are of a tensor, head or channel."""
-        if self.scale_source is None:
-            return str(self.kv_cache)
+        if self.kv.scale_source is None:
+            return str(self.kv.format)
         kinds = {ScaleSource.DYNAMIC: "token", ScaleSource.UNIT: "unit"}
-        return f"{self.kv_cache}, {kinds.get(self.scale_source, 'static')}"
+        return f"{self.kv.format}, {kinds.get(self.kv.scale_source, 'static')}"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Every setting in order of preference, and the first that serves the wish: its index, None if none does."""
+    """Every setting in order of preference, and the first that serves the wish: its index, None if none does.
+
+    dtype                   what is computed in
+    dtype_source            where that was found
+    through_transformers    whether it runs through transformers' modules, which hold all weights in 16 bits at load
+    """
 
     wish: Wish
     context: int
+    dtype: Format
+    dtype_source: DtypeSource
     settings: tuple[Setting, ...]
     choice: int | None
+    through_transformers: bool = False
 
 
 def read_memory(value: str) -> int:
@@ -116,16 +131,25 @@ def read_memory(value: str) -> int:
     return size
 
 
-def make_plan(config: Mapping[str, Any], wish: Wish, hf_quant_config: Mapping[str, Any] | None = None) -> Plan:
-    """What fits of the model that `config`, the content of a config.json, describes.
+def make_plan(
+    config: Mapping[str, Any],
+    wish: Wish,
+    hf_quant_config: Mapping[str, Any] | None = None,
+    stored: Format | None = None,
+    ignore_keys: Collection[str] = (),
+) -> Plan:
+    """What fits of the model that `config`, the content of a config.json, describes. `stored` is the dtype of its
+    tensors, where that is known; `ignore_keys` of config.json are read over.
 
     Raises CheckpointError for a model that Freight does not run, ConfigError for a wish that no memory serves, and
     CapacityError if the weights do not fit in any format.
     """
-    model = parse_model_config(config)
+    model = _read(config, stored, ignore_keys)
     scheme = read_scheme(config, hf_quant_config)
     context = _check(wish, model)
-    compute = model.checkpoint_format if wish.dtype == "auto" else DTYPES[wish.dtype]
+    compute, source = model.checkpoint_format, model.dtype_source
+    if wish.dtype != "auto":
+        compute, source = DTYPES[wish.dtype], DtypeSource.OPTION
     settings = tuple(_settings(model, scheme, compute, wish, context))
     if all(setting.cache_bytes == 0 for setting in settings):
         least = min(settings, key=lambda one: one.loaded.total)
@@ -136,13 +160,23 @@ def make_plan(config: Mapping[str, Any], wish: Wish, hf_quant_config: Mapping[st
         )
     serving = (index for index, one in enumerate(settings) if one.requests >= wish.num_requests)
     choice = next(serving, None)
-    return Plan(wish, context, settings, choice)
+    return Plan(wish, context, compute, source, settings, choice, model.foreign is not None)
+
+
+def _read(config: Mapping[str, Any], stored: Format | None, ignore_keys: Collection[str]) -> ModelConfig:
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type in FAMILIES:
+        return parse_model_config(config, (), stored, ignore_keys)
+    from freight.models.open import read_model_config  # takes seconds, and torch
+
+    return read_model_config(config, (), stored, ignore_keys)
 
 
 def _check(wish: Wish, model: ModelConfig) -> int:
     """The wished context. Raises ConfigError."""
     choose("--dtype", wish.dtype, ("auto", *DTYPES))
     choose("--device", wish.device, tuple(MEMORY_SHARE))
+    check_state_every(wish.state_every, EngineArgs.block_size)
     for flag, value in (("--context", wish.context), ("--concurrency", wish.concurrency)):
         if value is not None and value < 1:
             raise ConfigError(f"{flag} {value} must be an integer ≥ 1")
@@ -161,41 +195,49 @@ def _settings(model: ModelConfig, scheme: Scheme, compute: Format, wish: Wish, c
     if scheme.weight_format is not None:
         forms = [(fp8, scheme.linear, ())]
     else:
-        forms = [(compute, lambda _: None, ()), (fp8, lambda _: ONLINE, ("--quantization", "fp8"))]
-    caches = list(_caches(compute, scheme, wish.device))
+        forms = [(compute, lambda _: None, ())]
+        if model.foreign is None or model.foreign.rounded:
+            forms.append((fp8, online(model), ("--quantization", "fp8")))
+    caches = _caches(compute, scheme, wish, model)
     for weights, linear_of, options in forms:
         loaded = loaded_bytes(model, compute, weights, linear_of, wish.layout, context)
-        for format, granularity, source, flags in caches:
-            mixers = (layer.mixer for layer in model.layers)
-            layers = (
-                LayerKVSpec(format, granularity, m.num_kv_heads, m.k_dim, m.v_dim, m.window, m.kv_from) for m in mixers
-            )
-            spec = KVCacheSpec(tuple(layers), EngineArgs.block_size)
-            formats = weights, format, granularity, source, (*options, *flags)
+        for kv, flags in caches:
+            formats = weights, kv, (*options, *flags)
+            spec = cache_spec(kv, model, EngineArgs.block_size, compute, wish.state_every, context)
             yield _setting(formats, loaded, spec, wish, context, step_tokens(wish.device, model))
 
 
-Cache = tuple[Format, Granularity | None, ScaleSource | None, tuple[str, ...]]
+Cache = tuple[KVCacheConfig, tuple[str, ...]]  # and the options that give it
 
 
-def _caches(compute: Format, scheme: Scheme, device: str) -> Iterator[Cache]:
-    """In order of preference: 16 bits, then FP8, scales that are measured per token before static ones.
+def _caches(compute: Format, scheme: Scheme, wish: Wish, model: ModelConfig) -> list[Cache]:
+    """In order of preference, with the layers that stay unquantized in those of 8 bits. Raises ConfigError."""
+    check_skipped(wish.skip_layers, "auto")
+    skipped = skipped_layers(wish.skip_layers, model.attention, model.num_layers)
+    flags = (FLAG, ",".join(wish.skip_layers)) if skipped else ()
+    plain, *quantized = _formats(compute, scheme, wish.device)
+    return [plain, *((kv.skipping(skipped, model.num_layers, compute), (*given, *flags)) for kv, given in quantized)]
+
+
+def _formats(compute: Format, scheme: Scheme, device: str) -> Iterator[Cache]:
+    """16 bits, then FP8, scales that are measured per token before static ones.
 
     INT8 and E5M2 take the bytes of what stands before them, so they are there to be seen and are never the choice.
     """
-    e4m3, static = Format.E4M3FN, Granularity.TENSOR  # scales per head or channel take no more memory that grows
+    e4m3, token = Format.E4M3FN, Granularity.TOKEN
+    static = Granularity.TENSOR  # scales per head or channel take no more memory that grows
     dtype = "--kv-cache-dtype"
-    yield compute, None, None, (dtype, str(compute))
-    yield e4m3, Granularity.TOKEN, ScaleSource.DYNAMIC, (dtype, "fp8", "--kv-scales", "dynamic")
+    yield KVCacheConfig(compute, None, None, None), (dtype, str(compute))
+    yield KVCacheConfig(e4m3, token, ScaleSource.DYNAMIC, None), (dtype, "fp8", "--kv-scales", "dynamic")
     if device == "cpu":
-        yield Format.INT8, Granularity.TOKEN, ScaleSource.DYNAMIC, (dtype, "int8")
+        yield KVCacheConfig(Format.INT8, token, ScaleSource.DYNAMIC, None), (dtype, "int8")
     source = ScaleSource.CHECKPOINT if scheme.kv_static else ScaleSource.CALIBRATED
-    yield e4m3, static, source, (dtype, "fp8", "--kv-scales", "checkpoint")
-    yield Format.E5M2, static, ScaleSource.UNIT, (dtype, "fp8_e5m2", "--kv-scales", "unit")
+    yield KVCacheConfig(e4m3, static, source, None), (dtype, "fp8", "--kv-scales", "checkpoint")
+    yield KVCacheConfig(Format.E5M2, static, ScaleSource.UNIT, None), (dtype, "fp8_e5m2", "--kv-scales", "unit")
 
 
 def _setting(
-    formats: tuple[Format, Format, Granularity | None, ScaleSource | None, tuple[str, ...]],
+    formats: tuple[Format, KVCacheConfig, tuple[str, ...]],
     loaded: LoadedBytes,
     spec: KVCacheSpec,
     wish: Wish,
@@ -212,22 +254,16 @@ def _setting(
         requests = requests_in(spec, cache, context, step)
     if longest == context or (wish.context is None and longest > 0):  # the model's own context is lowered to fit
         num_blocks = split_memory(spec, cache, longest, wish.max_num_seqs, step)
-        tokens = spec.block_size * min(_whole(spec, num_blocks))
-    needed = loaded.total + needed_for(useful_memory(spec, context, wish.num_requests, step), share)
+        tokens = spec.capacity_tokens(num_blocks)
+    needed = loaded.total + needed_for(held_memory(spec, context, wish.num_requests, step), share)
     return Setting(*formats, loaded, cache, left - cache, spec, num_blocks, tokens, longest, step, requests, needed)
-
-
-def _whole(spec: KVCacheSpec, num_blocks: tuple[int, ...]) -> list[int]:
-    """Blocks of the groups without a window, if there are any: those bound the tokens of whole sequences."""
-    whole = [count for count, group in zip(num_blocks, spec.groups, strict=True) if group.window is None]
-    return whole or list(num_blocks)
 
 
 def requests_in(spec: KVCacheSpec, memory: int, context: int, step_tokens: int) -> int:
     """How many requests of `context` tokens `memory` bytes hold at once, if the cache is split for so many."""
     least = spec.bytes_of(tuple(group.most_blocks(context, 1) for group in spec.groups))
     counts = range(1, memory // least + 1)
-    return bisect_right(counts, memory, key=lambda count: useful_memory(spec, context, count, step_tokens))
+    return bisect_right(counts, memory, key=lambda count: held_memory(spec, context, count, step_tokens))
 
 
 def longest_of(plan: Plan, setting: Setting) -> int:
@@ -235,7 +271,7 @@ def longest_of(plan: Plan, setting: Setting) -> int:
     step, block, requests = setting.step_tokens, setting.spec.block_size, plan.wish.num_requests
     lengths = range(block, plan.context + 1, block)
     return block * bisect_right(
-        lengths, setting.cache_bytes, key=lambda length: useful_memory(setting.spec, length, requests, step)
+        lengths, setting.cache_bytes, key=lambda length: held_memory(setting.spec, length, requests, step)
     )
 
 
@@ -271,8 +307,10 @@ def verdict(plan: Plan) -> str:
     options = [*one.options, "--max-model-len", str(plan.context), "--kv-cache-memory", str(one.cache_bytes)]
     if wish.concurrency:
         options += ["--max-num-seqs", str(wish.concurrency)]
+    if wish.state_every:
+        options += ["--state-every", str(wish.state_every)]
     first = ""
-    if one.scale_source is ScaleSource.CALIBRATED:
+    if one.kv.scale_source is ScaleSource.CALIBRATED:
         first = ", whose scales freight quantize --kv-cache fp8 measures,"
     line = (
         f"Take {one.weights} weights and a cache in {one.cache_name}{first} ({' '.join(options)}): "
@@ -297,9 +335,12 @@ def _without_choice(plan: Plan) -> str:
 def as_json(plan: Plan) -> dict[str, Any]:
     """The object of `freight plan --json`, without the model's name."""
     return {
+        "runs": "through transformers" if plan.through_transformers else "natively",
         "device": plan.wish.device,
         "memory": plan.wish.memory,
         "context": plan.context,
+        "dtype": plan.dtype,
+        "dtype_source": plan.dtype_source,
         "concurrency": plan.wish.concurrency,
         "settings": [_setting_json(one) for one in plan.settings],
         "choice": plan.choice,
@@ -308,12 +349,13 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 
 def _setting_json(one: Setting) -> dict[str, Any]:
-    blocks = one.num_blocks or (0,) * len(one.spec.groups)
+    blocks, names, layers = one.num_blocks or (0,) * len(one.spec.groups), one.kv.names(), one.kv.layer_names()
     return {
         "weight_dtype": one.weights,
-        "kv_cache_dtype": one.kv_cache,
-        "granularity": one.granularity,
-        "scale_source": one.scale_source,
+        "kv_cache_dtype": names["dtype"],
+        "granularity": names["granularity"],
+        "scale_source": names["scale_source"],
+        **({} if layers is None else {"layers": layers}),
         "options": list(one.options),
         "weight_bytes": one.loaded.layers,
         "embedding_bytes": one.loaded.embeddings,
@@ -322,9 +364,10 @@ def _setting_json(one: Setting) -> dict[str, Any]:
         "rest_bytes": one.rest_bytes,
         "needed_bytes": one.needed_bytes,
         "bytes_per_token": one.spec.bytes_per_token,
+        "bytes_per_state": one.spec.bytes_per_state,
         "block_size": one.spec.block_size,
         "groups": [
-            {"layers": len(group.layers), "window": group.window, "bytes_per_block": group.bytes_per_block, "blocks": n}
+            {"layers": len(group.layers), **group.facts(), "bytes_per_block": group.bytes_per_block, "blocks": n}
             for group, n in zip(one.spec.groups, blocks, strict=True)
         ],
         "capacity_tokens": one.capacity_tokens,

@@ -15,6 +15,7 @@ WIDTH, HEIGHT = 860, 360
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 230, 16, 52  # pixels around the plot; the legend is at the right
 _DASHES = ("", "7 4", "2 3", "10 3 2 3", "5 2", "1 4", "12 5", "4 4 1 4")
 NUM_STYLES = 12
+MARK = 13.0  # pixels that a mark takes, with a gap
 
 Point = tuple[float, float]
 
@@ -49,10 +50,13 @@ def chart(title: str, x: Axis, y: Axis, series: Sequence[Series], lines: bool = 
         return "<p>There is nothing to show: no setting differs from 16 bits.</p>"
     across = _Scale(x, [p[0] for p in points], _LEFT, WIDTH - _RIGHT)
     up = _Scale(y, [p[1] for p in points], HEIGHT - _BOTTOM, _TOP)
+    at = [[(across.at(x_value), up.at(y_value)) for x_value, y_value in one.points] for one in shown]
+    places = _abreast(at, len(x.names)) if x.names else at if lines else _apart(at)
     parts = [
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">',
         *_axes(across, up),
-        *(part for one in shown for part in _marks(one, across, up, lines)),
+        *(part for true, moved in zip(at, places, strict=True) for part in _leaders(true, moved) if not lines),
+        *(part for one, place in zip(shown, places, strict=True) for part in _marks(one, place, across, lines)),
         *_legend(shown, lines),
         "</svg>",
     ]
@@ -132,8 +136,41 @@ def _axes(across: _Scale, up: _Scale) -> Iterator[str]:
     yield f'<text class="soft" x="16" y="{y}" text-anchor="middle" transform="rotate(-90 16 {y})">{label}</text>'
 
 
-def _marks(series: Series, across: _Scale, up: _Scale, lines: bool) -> Iterator[str]:
-    at = [(across.at(x), up.at(y)) for x, y in series.points]
+def _abreast(at: Sequence[Sequence[Point]], num_categories: int) -> list[list[Point]]:
+    """Each series moved sideways by its own few pixels, so that marks of one category stand side by side."""
+    width = (WIDTH - _LEFT - _RIGHT) / num_categories
+    step = min(MARK, 0.8 * width / max(1, len(at) - 1))
+    return [[(round(x + step * (i - (len(at) - 1) / 2), 1), y) for x, y in points] for i, points in enumerate(at)]
+
+
+def _apart(at: Sequence[Sequence[Point]]) -> list[list[Point]]:
+    """Marks that would cover an earlier one moved to the nearest free place beside it."""
+    taken: list[Point] = []
+    places = []
+    for points in at:
+        places.append([_free(x, y, taken) for x, y in points])
+    return places
+
+
+def _free(x: float, y: float, taken: list[Point]) -> Point:
+    """The free place that is nearest to x in the same height; it is taken then."""
+    low, high = _LEFT + MARK / 2, WIDTH - _RIGHT - MARK / 2
+    sideways = (x + side * MARK * i for i in range(WIDTH) for side in (1, -1))
+    inside = (place for place in sideways if low <= place <= high or place == x)
+    free = (p for p in inside if all(abs(p - a) >= MARK - 0.1 or abs(y - b) >= MARK - 0.1 for a, b in taken))
+    found = (round(next(free, x), 1), y)
+    taken.append(found)
+    return found
+
+
+def _leaders(true: Sequence[Point], moved: Sequence[Point]) -> Iterator[str]:
+    """A thin line from where a mark belongs to where it stands."""
+    for (x, y), (place, _) in zip(true, moved, strict=True):
+        if x != place:
+            yield f'<line class="base leader" x1="{x}" x2="{place}" y1="{y}" y2="{y}"/>'
+
+
+def _marks(series: Series, at: Sequence[Point], across: _Scale, lines: bool) -> Iterator[str]:
     style = series.style % NUM_STYLES
     if lines and len(at) > 1:
         path = " ".join(f"{x},{y}" for x, y in at)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from freight.errors import ConfigError
 from freight.evaluate.perplexity import Window, cut_windows
+from freight.files import DATA_LIMIT, read_text
 from freight.models.open import OpenModel
 
 Document = str | Sequence[int]
@@ -29,7 +30,7 @@ class Part:
 def read_documents(path: Path, field: str = "text") -> list[str]:
     """The documents of `path`. Raises ConfigError for what is no text, and for a line without `field`."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_text(path, "utf-8-sig", DATA_LIMIT)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--data {path} cannot be read as text: {error}") from None
     if path.suffix != ".jsonl":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -11,17 +12,26 @@ from torch import Tensor
 
 from freight.evaluate.documents import Part
 from freight.evaluate.measure import SettingRun, mean_perplexity
+from freight.evaluate.safety import Interval, Sample, Verdict, judge
 from freight.evaluate.speed import Speed, faster_from
-from freight.evaluate.statistics import bootstrap_means, by_position, interval, position_edges, unit_sums
+from freight.evaluate.statistics import (
+    Array,
+    by_position,
+    independent_units,
+    mean_interval,
+    position_edges,
+    unit_sums,
+)
 
 GIB = 2**30
-Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Figures:
-    """One setting. KL in nats per token, against the first; intervals hold the middle 95 % of a paired bootstrap.
+    """One setting. KL in nats per token, against the first; intervals are of 95 %, None below `safety.MIN_UNITS`.
 
+    layers             dtype and granularity of each layer where they differ; else None
+    verdict            whether it may be recommended (`safety`), and why not
     perplexity_ratio   to the first setting's perplexity
     layer_errors       by layer, relative errors of `k`, `v` and `attention` (`stored_error`)
     layer_kl           by layer, the KL of this layer's cache alone; None if it was not measured
@@ -36,9 +46,11 @@ class Figures:
     kv_cache_dtype: str
     granularity: str | None
     scale_source: str | None
+    layers: list[dict[str, str | None]] | None
     centered: bool
+    verdict: Verdict
+    reasons: tuple[str, ...]
     perplexity: float
-    perplexity_interval: Interval | None
     perplexity_ratio: float
     perplexity_ratio_interval: Interval | None
     kl_mean: float
@@ -47,6 +59,7 @@ class Figures:
     kl_p99: float
     kl_max: float
     same_top: float
+    same_top_interval: Interval | None
     bytes_per_token: int
     tokens_per_gib: int
     clipped_share: float
@@ -67,7 +80,8 @@ class Figures:
 class Overview:
     """What was measured. Bytes are of the first setting's weights; `window` is the tokens judged together.
 
-    `kv_scales`, `quantization` and `calibration_data` are the options as given, for the command that repeats a setting.
+    `kv_scales`, `quantization`, `calibration_data` and `skipped_layers` are the options as given, for the command that
+    repeats a setting; `chosen_by_layer`: the checkpoint has a choice of its own for each layer (`KVScales.mixed`).
     """
 
     model: str
@@ -80,25 +94,35 @@ class Overview:
     kv_scales: str = "auto"
     quantization: str | None = None
     calibration_data: str | None = None
+    skipped_layers: Sequence[str | int] = ()
+    chosen_by_layer: bool = False
 
 
 @dataclass(frozen=True)
 class Evaluation:
     """All settings over the same documents; the first of `runs` is the one that the others are compared with.
 
-    `position_edges` has one entry more than there are buckets; `units` says what intervals draw, None without them.
+    `position_edges` has one entry more than there are buckets; `sample` says what intervals are over.
     `seconds` are those of the whole, `calibration_seconds` of the forward passes over calibration text.
     """
 
     overview: Overview
     runs: tuple[Figures, ...]
     num_documents: int
-    num_tokens: int
-    units: str | None
+    sample: Sample
     position_edges: tuple[int, ...]
     contexts: tuple[int, ...]
     seconds: float = 0.0
     calibration_seconds: float = 0.0
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What a reader has to know before the figures: that the text, or the amount of it, says little."""
+        return tuple(self.sample.missing)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.sample.num_tokens
 
     @property
     def forward_seconds(self) -> float:
@@ -115,7 +139,11 @@ class Evaluation:
             "num_tokens": self.num_tokens,
             "window": over.window,
             "weights": size,
-            "intervals_over": self.units,
+            "vocab_size": self.sample.vocab_size,
+            "intervals_over": self.sample.units if self.runs[0].kl_interval else None,
+            "num_units": self.sample.num_units,
+            "num_repeats": self.sample.num_repeats,
+            "warnings": list(self.warnings),
             "position_edges": list(self.position_edges),
             "contexts": list(self.contexts),
             "notes": list(over.notes),
@@ -138,27 +166,37 @@ def summarize(
     What is returned has no seconds yet.
     """
     counts = [len(part.window.targets) for part in parts]
-    documents = np.array([part.document for part in parts])
-    by_document = len(set(documents.tolist())) > 1
-    ids = np.unique(documents, return_inverse=True)[1] if by_document else np.arange(len(parts))
+    documents = {part.document for part in parts}
+    by_document = len(documents) > 1
+    texts: dict[int, list[int]] = defaultdict(list)
+    for index, part in enumerate(parts):
+        texts[part.document if by_document else index] += part.window.token_ids
+    unit_of = dict(zip(texts, independent_units(list(texts.values())), strict=True))
+    ids = [unit_of[part.document if by_document else index] for index, part in enumerate(parts)]
     tokens = _Tokens(
         units=np.repeat(ids, counts).astype(np.int64),
         positions=np.concatenate([np.arange(count) for count in counts]).astype(np.int64),
         edges=position_edges(max(counts)),
         reference=-_array(runs[0].token_logprobs).astype(np.float64),
     )
+    sample = Sample(
+        num_units=len(set(ids)),
+        num_repeats=len(texts) - len(set(ids)),
+        units="documents" if by_document else "windows",
+        num_tokens=sum(counts),
+        perplexity=mean_perplexity(runs[0].token_logprobs),
+        vocab_size=runs[0].runner.model.config.vocab_size,
+    )
     figures = []
     for index, (run, label) in enumerate(zip(runs, labels, strict=True)):
         speed = speeds[index] if speeds else None
         faster = faster_from(speed, speeds[0]) if speed and speeds and index else None
-        figures.append(_figures(label, run, tokens, speed, faster, layer_kl[index] if layer_kl else None))
-    enough = len(set(ids.tolist())) > 1
+        figures.append(_figures(label, run, tokens, sample, speed, faster, layer_kl[index] if layer_kl else None))
     return Evaluation(
         overview=overview,
         runs=tuple(figures),
-        num_documents=len(set(documents.tolist())),
-        num_tokens=sum(counts),
-        units=("documents" if by_document else "windows") if enough else None,
+        num_documents=len(documents),
+        sample=sample,
         position_edges=tuple(tokens.edges),
         contexts=speeds[0].contexts if speeds else (),
     )
@@ -179,42 +217,62 @@ def _array(values: Tensor) -> np.ndarray:
     return array
 
 
+def _interval(sums: Array, counts: Array) -> Interval | None:
+    ends = mean_interval(sums, counts)
+    return None if ends is None else (float(ends[0]), float(ends[1]))
+
+
+def _exp(interval: Interval | None) -> Interval | None:
+    return None if interval is None else (float(np.exp(interval[0])), float(np.exp(interval[1])))
+
+
 def _figures(
     label: tuple[str, str],
     run: SettingRun,
     tokens: _Tokens,
+    sample: Sample,
     speed: Speed | None,
     faster: int | None,
     layer_kl: list[float] | None,
 ) -> Figures:
     kv, names, spec = run.config.kv, run.config.kv.names(), run.runner.pool.spec
     kl, loss = _array(run.token_kl), -_array(run.token_logprobs).astype(np.float64)
-    own, first, divergence = unit_sums(tokens.units, loss, tokens.reference, kl)
-    draws = bootstrap_means([own, first, divergence], np.bincount(tokens.units).astype(np.float64))
-    ratio = float(np.exp(np.mean(loss) - np.mean(tokens.reference)))
+    same = _array(run.token_same)
+    change = loss - tokens.reference
+    counts = np.bincount(tokens.units).astype(np.float64)
+    intervals = [_interval(sums, counts) for sums in unit_sums(tokens.units, change, kl, same)]
+    of_change, of_kl, of_same = intervals
+    ratio = float(np.exp(np.mean(change)))
     median, p99 = (float(value) for value in np.percentile(kl, (50, 99)))
     losses = by_position(tokens.positions, loss, tokens.edges)
     assert run.probe is not None
+    kl_mean, same_top = float(kl.mean(dtype=np.float64)), float(same.mean())
+    of_ratio = _exp(of_change)
+    clipped = run.clipped_share
+    judged = judge((ratio, of_ratio), (kl_mean, of_kl), (same_top, of_same), clipped, sample)
     return Figures(
         name=label[0],
         weights=label[1],
         kv_cache_dtype=str(names["dtype"]),
         granularity=names["granularity"],
         scale_source=names["scale_source"],
+        layers=kv.layer_names(),
         centered=kv.scales is not None and any(layer is not None and layer.k_center for layer in kv.scales.layers),
+        verdict=judged.verdict,
+        reasons=judged.reasons,
         perplexity=mean_perplexity(run.token_logprobs),
-        perplexity_interval=interval(np.exp(draws[0])) if draws else None,
         perplexity_ratio=ratio,
-        perplexity_ratio_interval=interval(np.exp(draws[0] - draws[1])) if draws else None,
-        kl_mean=float(kl.mean(dtype=np.float64)),
-        kl_interval=interval(draws[2]) if draws else None,
+        perplexity_ratio_interval=of_ratio,
+        kl_mean=kl_mean,
+        kl_interval=of_kl,
         kl_median=median,
         kl_p99=p99,
         kl_max=float(kl.max()),
-        same_top=float(_array(run.token_same).mean()),
+        same_top=same_top,
+        same_top_interval=of_same,
         bytes_per_token=spec.bytes_per_token,
         tokens_per_gib=spec.tokens_in(GIB),
-        clipped_share=run.clipped_share,
+        clipped_share=clipped,
         flushed_share=run.probe.flushed_share,
         layer_errors=run.probe.errors,
         layer_kl=layer_kl,

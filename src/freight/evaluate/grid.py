@@ -14,7 +14,7 @@ from pathlib import Path
 from freight.cache.pool import allocate_pool
 from freight.calibrate.data import read_samples
 from freight.checkpoint.reader import resolve_model
-from freight.config.engine import EngineArgs, EngineConfig, KVCacheConfig
+from freight.config.engine import EngineArgs, EngineConfig, KVCacheConfig, listed_layers
 from freight.config.resolve import for_variant
 from freight.errors import ConfigError, choices
 from freight.evaluate.documents import Document, cut_documents, window_length
@@ -23,7 +23,7 @@ from freight.evaluate.layer_kl import layer_kl
 from freight.evaluate.measure import Progress, SettingRun, measure
 from freight.evaluate.report import cache_run, load_for, plain_config
 from freight.evaluate.rounded import check_schemes, load_rounded
-from freight.evaluate.speed import Speed, time_settings
+from freight.evaluate.speed import Speed, contexts_of, time_settings
 from freight.evaluate.static_scales import Measured, measure_scales
 from freight.evaluate.stored_error import Probe
 from freight.fp8.formats import Format, Granularity, ScaleSource
@@ -88,7 +88,8 @@ def evaluate_grid(
     samples = _samples(opened, grid, length) if static else []
     with opened.threads(plain):
         eight = _fp8(opened) if names and names != ("e5m2",) else plain
-        decoder = load_for(opened, [plain, chosen or eight])
+        longest = max(length, *contexts_of(opened, plain)) if grid.speed else length
+        decoder = load_for(opened, [plain, chosen or eight], longest)
         calibrated = Measured()
         if static:
             assert isinstance(decoder, Decoder), "others are refused above"
@@ -101,8 +102,8 @@ def evaluate_grid(
             caches.append((_named(chosen.kv), chosen))
         settings = [(name, "as stored", decoder, config) for name, config in caches]
         for scheme in grid.weights:
-            rounded = load_rounded(opened, plain, scheme)
-            token = replace(plain, kv=KVCacheConfig(opened.device.native_e4m3, *_TOKEN, None))
+            rounded = load_rounded(opened, plain, scheme, longest)
+            token = opened.skipping(replace(plain, kv=KVCacheConfig(opened.device.native_e4m3, *_TOKEN, None)))
             settings += [(name, scheme, rounded, config) for name, config in (("16 bits", plain), ("token", token))]
         num_layers = opened.model.num_layers
         runs: list[SettingRun] = [
@@ -112,12 +113,12 @@ def evaluate_grid(
         speeds: list[Speed] | None = time_settings(opened, runs) if grid.speed else None
         worst = layer_kl(runs, parts) if grid.per_layer else None
         size = weight_bytes(decoder)
-    notes = _notes(args, grid, static, scales, samples)
+    notes = (*_notes(args, grid, static, scales, samples), *_skip_notes(opened, plain))
     sizes = (str(plain.weight_format), size.layers, size.embeddings)
     given = (args.quantization_param_path or args.kv_scales, args.quantization, grid.calibration_data)
-    overview = Overview(args.model, source, *sizes, length, notes, *given)
-    labels = [(name, weights) for name, weights, _, _ in settings]
-    evaluation = summarize(overview, labels, runs, parts, speeds, worst)
+    layers = (args.kv_cache_dtype_skip_layers, bool(opened.kv_scales.mixed))
+    overview = Overview(args.model, source, *sizes, length, notes, *given, *layers)
+    evaluation = summarize(overview, [setting[:2] for setting in settings], runs, parts, speeds, worst)
     return replace(evaluation, seconds=time.perf_counter() - begin, calibration_seconds=calibrated.forward_seconds)
 
 
@@ -161,14 +162,15 @@ def _caches(
         elif name == "int8":
             found.append((name, opened.resolve(replace(opened.args, kv_cache_dtype="int8", attention_compute="auto"))))
         elif not opened.kv_scales.empty:
-            own = opened.resolve(replace(opened.args, kv_cache_dtype="fp8", kv_scales="auto"))
+            dtype = "auto" if opened.kv_scales.mixed else "fp8"  # a choice by layer has no dtype to ask for
+            own = opened.resolve(replace(opened.args, kv_cache_dtype=dtype, kv_scales="auto"))
             if all(config.kv != own.kv for _, config in found):
                 found.append(("checkpoint", own))
         elif (measured := scales[name]) is not None:
             granularity = Granularity.CHANNEL if name == "centered" else Granularity(name)
             kv = KVCacheConfig(format, granularity, ScaleSource.CALIBRATED, for_variant(measured, format))
             found.append((name, replace(eight, kv=kv)))
-    return found
+    return [(name, opened.skipping(config)) for name, config in found]
 
 
 def _named(kv: KVCacheConfig) -> str:
@@ -194,7 +196,7 @@ def _measure_scales(
     if not names:
         return Measured()
     spec = opened.cache_spec(plain)
-    blocks = [-(-max(map(len, samples)) // plain.block_size)] * len(spec.groups)
+    blocks = spec.blocks_of(max(map(len, samples)))
     pool = allocate_pool(spec, plain.kv, blocks, opened.kernels(plain), plain.device, decoder.rotaries)
     return measure_scales(decoder, pool, samples, names)
 
@@ -219,3 +221,12 @@ def _notes(
     if "centered" in static and scales["centered"] is None:
         notes.append("Centered keys were not measured: no layer of this model gains from them.")
     return tuple(notes)
+
+
+def _skip_notes(opened: OpenModel, plain: EngineConfig) -> tuple[str, ...]:
+    skipped = sorted(opened.skipped_layers())
+    if not skipped:
+        return ()
+    stay = "stays" if len(skipped) == 1 else "stay"
+    layers = listed_layers(skipped, opened.model.num_layers)
+    return (f"In every 8-bit cache {layers} {stay} in {plain.kv.format}.",)

@@ -18,7 +18,9 @@ TOKENS = 1024  # of the text, at least: every layer of every setting is another 
 def layer_kl(runs: Sequence[SettingRun], parts: Sequence[Part], tokens: int = TOKENS) -> list[list[float] | None]:
     """Mean KL in nats by layer over the first `tokens`, for each of `runs`; None for the first, and for other weights.
 
-    Both caches of a pair are for one sequence of the same length, so their block tables agree.
+    Both caches of a pair are for one sequence of the same length, so their block tables agree. Pairs share
+    the memory of layers that are alike in both, so each goes through a window in one step: a later step would read what
+    another pair wrote.
     """
     first = runs[0]
     found: list[list[float] | None] = []
@@ -32,18 +34,18 @@ def layer_kl(runs: Sequence[SettingRun], parts: Sequence[Part], tokens: int = TO
         if run is first or run.runner.model is not first.runner.model:
             found.append(None)
             continue
-        pool = run.runner.pool
-        alone = {layer: _only(first, run, layer) for layer, kv in enumerate(pool.layers) if not kv.shared}
-        measure([_only(first, first, 0), *alone.values()], windows, lambda done, total: None)
+        pool, length = run.runner.pool, max(len(window.token_ids) for window in windows)
+        alone = {layer: _only(first, run, layer, length) for layer, kv in pool.paged.items() if not kv.shared}
+        measure([_only(first, first, next(iter(alone)), length), *alone.values()], windows, lambda done, total: None)
         by_layer = {layer: float(one.token_kl.double().mean()) for layer, one in alone.items()}
         found.append([by_layer.get(layer, 0.0) for layer in range(len(pool.layers))])
     return found
 
 
-def _only(first: SettingRun, run: SettingRun, layer: int) -> SettingRun:
-    """The first setting's run with one layer of `run`'s cache, and with those that read it."""
+def _only(first: SettingRun, run: SettingRun, layer: int, length: int) -> SettingRun:
+    """The first setting's run with one layer of `run`'s cache, and with those that read it, in steps of `length`."""
     pool, other = first.runner.pool, run.runner.pool
-    layers = tuple(
-        other.layers[i] if layer in (i, pool.spec.layers[i].source) else kv for i, kv in enumerate(pool.layers)
-    )
-    return SettingRun(first.config, replace(first.runner, pool=replace(pool, layers=layers)))
+    kept = pool.spec.kept
+    layers = {i: other.paged[i] if layer in (i, kept[i].source) else kv for i, kv in pool.paged.items()}
+    config = replace(first.config, max_num_batched_tokens=length)
+    return SettingRun(config, replace(first.runner, pool=pool.with_layers(layers)))

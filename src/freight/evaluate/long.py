@@ -8,21 +8,23 @@ Two measurements, at the full context of the model:
   record. A model that was not trained for this finds little, but the gain shows what it reads from the cache.
 - perplexity by position: of a text in windows of the context's length.
 
-Both also as changes against the 16-bit cache, on the same questions or tokens. Intervals are 95 % percentile bootstraps
-over contexts or windows, which are what is independent.
+Both also as changes against the 16-bit cache, on the same questions or tokens. Intervals of 95 % are over contexts
+or windows, which are what is independent (`statistics.mean_interval`).
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from torch import Tensor
 
+from freight.cache.pool import KVPool
 from freight.config.engine import EngineArgs, EngineConfig, KVCacheConfig
 from freight.engine.prepare import Logits, SequenceSlice
 from freight.engine.runner import ModelRunner
@@ -30,19 +32,20 @@ from freight.errors import ConfigError
 from freight.evaluate.perplexity import Window, cut_windows, target_logprobs
 from freight.evaluate.report import cache_run, load_for, resolve_caches
 from freight.evaluate.retrieval import Question, RetrievalContext, depths, make_contexts, vocabulary
+from freight.evaluate.safety import Interval
+from freight.evaluate.statistics import mean_interval
 from freight.models.open import open_model
 
-RESAMPLES = 1000
 Cache = tuple[str, str] | KVCacheConfig
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over contexts or windows, and its 95 % interval."""
+    """A mean over `num_units` contexts or windows, and its 95 % interval, None below `safety.MIN_UNITS`."""
 
     mean: float
-    low: float
-    high: float
+    interval: Interval | None
+    num_units: int
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,7 @@ def compare_long(
         windows = [window for window in cut if len(window.targets) >= length - 1][:num_contexts]
     total = len(contexts) + len(windows)
     with opened.threads(configs[0]):
-        decoder = load_for(opened, configs)
+        decoder = load_for(opened, configs, length)
         runners = [cache_run(opened, decoder, config, length).runner for config in configs]
         asked: list[list[list[Answer]]] = [[] for _ in runners]
         for done, (own, other) in enumerate(zip(contexts, [*contexts[1:], contexts[0]], strict=True)):
@@ -148,7 +151,18 @@ def _ask(runner: ModelRunner, own: RetrievalContext, other: RetrievalContext, ch
     for start in range(0, len(ids), chunk):
         part = ids[start : start + chunk]
         runner.run([SequenceSlice(part, start, runner.pool.whole, Logits.NONE)])
-    return [_answer(runner, question, len(ids)) for question in (*own.questions, *other.questions)]
+    answers, copies = [], _states_behind(runner.pool, len(ids))
+    for question in (*own.questions, *other.questions):
+        for state, copy in copies:
+            state.copy_(copy)
+        answers.append(_answer(runner, question, len(ids)))
+    return answers
+
+
+def _states_behind(pool: KVPool, num_tokens: int) -> list[tuple[Tensor, Tensor]]:
+    """The states behind so many tokens of a sequence that is alone in the pool, and copies: a question changes them."""
+    blocks = [(kept.states, (num_tokens - 1) // kept.states.every) for kept in pool.states.values()]
+    return [(part[block], part[block].clone()) for states, block in blocks for part in states.parts.values()]
 
 
 def _answer(runner: ModelRunner, question: Question, start: int) -> Answer:
@@ -179,7 +193,7 @@ def _score(
     nats: tuple[list[list[float]], list[list[float]]],
 ) -> LongScore:
     """`asked` and `nats` are this cache's and the 16-bit one's, by context and window."""
-    kv = config.kv
+    names = config.kv.names()
     positions = []
     edges = [0, *depths(length)]
     for start, stop in itertools.pairwise(edges):
@@ -190,9 +204,9 @@ def _score(
             perplexity = math.exp(statistics.fmean(tokens))
             positions.append(PositionScore(start, stop, len(tokens), perplexity, change))
     return LongScore(
-        str(kv.format),
-        str(kv.granularity) if kv.granularity else None,
-        str(kv.scale_source) if kv.scale_source else None,
+        str(names["dtype"]),
+        names["granularity"],
+        names["scale_source"],
         [_depth(depth, contexts, *asked) for depth in depths(length)],
         positions,
     )
@@ -230,8 +244,8 @@ def _depth(
     )
 
 
-def estimate(values: Sequence[float], seed: int = 0) -> Estimate:
-    """The mean of `values`, and the 2.5th and 97.5th percentile of means of as many of them, drawn with replacement."""
-    draw = random.Random(seed)
-    means = sorted(statistics.fmean(draw.choices(values, k=len(values))) for _ in range(RESAMPLES))
-    return Estimate(statistics.fmean(values), means[RESAMPLES // 40], means[-1 - RESAMPLES // 40])
+def estimate(values: Sequence[float]) -> Estimate:
+    """The mean of `values`, one for each context or window, with its interval."""
+    ends = mean_interval(np.array(values, dtype=np.float64), np.ones(len(values)))
+    interval = None if ends is None else (float(ends[0]), float(ends[1]))
+    return Estimate(statistics.fmean(values), interval, len(values))

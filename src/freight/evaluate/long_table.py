@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from freight.evaluate.long import Estimate, LongScore
+from freight.evaluate.safety import MIN_UNITS
 
 RETRIEVAL = (
     "Retrieval: log-probability of a value's tokens after its key, in nats a token, gained from having the record that "
     "many tokens back; and the share of values found."
 )
-POSITIONS = "Perplexity by position in the text."
+POSITIONS = "Perplexity by position in the text; changes in nats a token."
 CHANGES = (
-    "In brackets: the change against the first row, with its 95 % interval (a bootstrap, which is too narrow over "
-    "fewer than 6 contexts or windows)."
+    "In brackets: the change against the first row, with its 95 % interval and n, the number of contexts or windows; "
+    f"— where n is below {MIN_UNITS}, which is too few for an interval."
 )
 
 
@@ -37,7 +38,7 @@ def position_rows(scores: Sequence[LongScore]) -> list[Sequence[str]]:
         cells = []
         for part in score.positions:
             plain = f"{part.perplexity:.3f}"
-            cells.append(plain if index == 0 else f"{plain} ({_change(part.nll_change)} nats)")
+            cells.append(plain if index == 0 else f"{plain} ({_change(part.nll_change)})")
         rows.append((score.kv_cache_dtype, _scales(score), *cells))
     return rows
 
@@ -47,4 +48,5 @@ def _scales(score: LongScore) -> str:
 
 
 def _change(change: Estimate) -> str:
-    return f"{change.mean:+.4f}, {change.low:+.4f} to {change.high:+.4f}"
+    ends = "—" if change.interval is None else "{:+.4f} to {:+.4f}".format(*change.interval)
+    return f"{change.mean:+.4f}, {ends}, n = {change.num_units}"

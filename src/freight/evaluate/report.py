@@ -97,7 +97,7 @@ def run_caches(
     length = window_length(window, configs[0].max_model_len)
     windows = [part.window for part in cut_documents(opened, [text], length, max_tokens)]
     with opened.threads(configs[0]):
-        decoder = load_for(opened, configs)
+        decoder = load_for(opened, configs, length)
         runs = [cache_run(opened, decoder, config, length) for config in configs]
         measure(runs, windows, on_progress)
     return runs
@@ -110,7 +110,7 @@ def resolve_caches(opened: OpenModel, caches: Sequence[tuple[str, str] | KVCache
         if isinstance(cache, KVCacheConfig):
             configs.append(replace(configs[0], kv=cache))
         else:
-            config = opened.resolve(replace(opened.args, kv_cache_dtype=cache[0], kv_scales=cache[1]))
+            config = opened.resolve(replace(opened.args.with_cache(cache[0]), kv_scales=cache[1]))
             if config.kv.format is not configs[0].kv.format:  # that one is the first row
                 configs.append(config)
     return configs
@@ -118,15 +118,17 @@ def resolve_caches(opened: OpenModel, caches: Sequence[tuple[str, str] | KVCache
 
 def plain_config(opened: OpenModel) -> EngineConfig:
     """The configuration that the others are compared with: the same, with a cache in the compute dtype."""
-    args = replace(
-        opened.args, kv_cache_dtype="float32", kv_scales="auto", quantization_param_path=None, attention_compute="auto"
-    )
-    return opened.resolve(replace(args, kv_cache_dtype=str(opened.resolve(args).compute_format)))
+    args = opened.args.with_plain_cache()
+    return opened.resolve(args.with_cache(str(opened.resolve(args).compute_format)))
 
 
-def load_for(opened: OpenModel, configs: Sequence[EngineConfig]) -> LanguageModel:
-    """The weights for all of `configs`. FP8 products apply to E4M3 caches only, so the others do not change by them."""
-    return opened.load(replace(configs[0], fp8_attention=any(config.fp8_attention for config in configs)))
+def load_for(opened: OpenModel, configs: Sequence[EngineConfig], num_positions: int | None = None) -> LanguageModel:
+    """The weights for all of `configs`. FP8 products apply to E4M3 caches only, so the others do not change by them.
+
+    `num_positions` is as in `OpenModel.load`.
+    """
+    config = replace(configs[0], fp8_attention=any(config.fp8_attention for config in configs))
+    return opened.load(config, num_positions)
 
 
 def cache_run(
@@ -142,9 +144,8 @@ def cache_run(
     `kernels` store and read the cache, if not those of `config`.
     """
     spec = opened.cache_spec(config)
-    blocks = [-(-length // config.block_size)] * len(spec.groups)
     chosen = kernels or opened.kernels(config)
-    pool = allocate_pool(spec, config.kv, blocks, chosen, config.device, decoder.rotaries)
+    pool = allocate_pool(spec, config.kv, spec.blocks_of(length), chosen, config.device, decoder.rotaries)
     return CacheRun(config, ModelRunner(decoder, pool if probe is None else probed(pool, probe), config.device), probe)
 
 

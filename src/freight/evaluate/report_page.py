@@ -28,13 +28,15 @@ _DARK = """--paper:#14181d;--ink:#e8ebee;--soft:#a3adb7;--grid:#29313a;--line:#6
 --c0:#e8ebee;--c1:#6bb3f5;--c2:#f59a5d;--c3:#4fcf9f;--c4:#c4a0ff;--c5:#e3b341;--c6:#f58ac5;--c7:#9fc3cf"""
 _PAGE = """
 body{background:var(--paper);color:var(--ink);font:16px/1.5 system-ui,-apple-system,"Segoe UI",sans-serif;
-max-width:920px;margin:2rem auto;padding:0 1rem}
+max-width:1160px;margin:2rem auto;padding:0 1rem}
 h1{font-size:1.6rem;line-height:1.2}h2{font-size:1.15rem;margin:2.2rem 0 .3rem}.soft{color:var(--soft)}
 .advice{background:var(--box);border-left:4px solid var(--c1);padding:.8rem 1rem;overflow-wrap:anywhere}
-.wide{overflow-x:auto}table{border-collapse:collapse;font-size:.85rem;font-variant-numeric:tabular-nums}
-th,td{padding:.25rem .6rem;text-align:right;border-bottom:1px solid var(--grid);white-space:nowrap}
+.warning{border-left:4px solid var(--c2);padding:.4rem 1rem}code span{white-space:nowrap}
+.wide{overflow-x:auto}table{border-collapse:collapse;font-size:.8rem;font-variant-numeric:tabular-nums}
+th,td{padding:.25rem .4rem;text-align:right;vertical-align:top;border-bottom:1px solid var(--grid);white-space:nowrap}
+td small{color:var(--soft)}
 th:first-child,td:first-child{text-align:left}
-svg{width:100%;height:auto;display:block}
+svg{width:100%;max-width:920px;height:auto;display:block}
 """
 _CHARTS = """
 svg text{font-size:13px;fill:var(--ink)}
@@ -79,7 +81,9 @@ class Section:
 
 def write_report(evaluation: Evaluation, folder: Path) -> None:
     """Write report.json, report.html, and report.md with its charts into `folder`, which is there."""
-    (folder / "report.json").write_text(json.dumps(evaluation.as_json(), indent=1) + "\n", encoding="utf-8")
+    (folder / "report.json").write_text(
+        json.dumps(evaluation.as_json() | {"advice": advice(evaluation).as_json()}, indent=1) + "\n", encoding="utf-8"
+    )
     (folder / "report.md").write_text(_markdown(evaluation), encoding="utf-8")
     (folder / "report.html").write_text(_html(evaluation), encoding="utf-8")
     for section in sections(evaluation):
@@ -96,7 +100,8 @@ def sections(evaluation: Evaluation) -> list[Section]:
             "Error against memory",
             "Each mark is one setting: further left takes less memory for a token, further down changes the model's "
             f"answers less. 16 bits takes {first.bytes_per_token:,} bytes and, as what the others are compared with, "
-            "has no error. Best is the lower left.",
+            "has no error. Best is the lower left. Marks that would hide each other stand side by side, with a line to "
+            "where they belong.",
             chart(
                 "Mean KL against bytes per token",
                 Axis("cache memory (bytes per token)"),
@@ -195,7 +200,9 @@ def _title(evaluation: Evaluation) -> str:
 
 
 def _markdown(evaluation: Evaluation) -> str:
-    parts = [f"# {_title(evaluation)}", advice(evaluation), _WHAT, table(evaluation), legend(evaluation)]
+    found = advice(evaluation)
+    parts = [f"# {_title(evaluation)}", *(f"**Warning:** {warning}." for warning in evaluation.warnings)]
+    parts += [found.text, f"`{found.command}`", _WHAT, table(evaluation), legend(evaluation)]
     for section in sections(evaluation):
         if section.drawn:
             parts += [f"## {section.title}", section.says, f"![{section.title}]({section.file})"]
@@ -216,9 +223,11 @@ def _markdown(evaluation: Evaluation) -> str:
 
 def _html(evaluation: Evaluation) -> str:
     title, over = escape(_title(evaluation)), evaluation.overview
+    found = advice(evaluation)
     body = [
         f"<h1>{title}</h1>",
-        f'<p class="advice">{escape(advice(evaluation))}</p>',
+        *(f'<p class="warning">Warning: {escape(warning)}.</p>' for warning in evaluation.warnings),
+        f'<p class="advice">{escape(found.text)}<br>Command: {_command(found.command)}</p>',
         f"<p>{escape(_WHAT)}</p>",
     ]
     for section in sections(evaluation):
@@ -240,9 +249,20 @@ def _html(evaluation: Evaluation) -> str:
     return "\n".join([*lines, "</body></html>"]) + "\n"
 
 
+def _command(command: str) -> str:
+    """Lines break between words alone, never behind the hyphens of an option."""
+    return f"<code>{' '.join(f'<span>{escape(word)}</span>' for word in command.split(' '))}</code>"
+
+
+def _cell(text: str) -> str:
+    """An interval stands below its figure, so that all columns fit the page."""
+    figure, bracket, interval = text.partition(" (")
+    return f"{escape(figure)}<br><small>({escape(interval)}</small>" if bracket else escape(text)
+
+
 def _table(text: str) -> str:
     """A Markdown table -> HTML."""
     rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in text.splitlines()]
     head = "".join(f"<th>{escape(cell)}</th>" for cell in rows[0])
-    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows[2:])
+    body = "".join(f"<tr>{''.join(f'<td>{_cell(cell)}</td>' for cell in row)}</tr>" for row in rows[2:])
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

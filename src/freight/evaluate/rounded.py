@@ -72,10 +72,14 @@ def check_schemes(opened: OpenModel, schemes: tuple[str, ...], quantization: str
         )
 
 
-def load_rounded(opened: OpenModel, config: EngineConfig, scheme: str) -> Decoder:
-    """The model with its weights under `scheme`; its 16-bit decoder has been loaded, so its tensors are checked."""
+def load_rounded(opened: OpenModel, config: EngineConfig, scheme: str, num_positions: int) -> Decoder:
+    """The model with its weights under `scheme`, for `num_positions` as in `OpenModel.load`.
+
+    Its 16-bit decoder has been loaded, so its tensors are checked.
+    """
     assert opened.checkpoint is not None
     plain = CheckpointSource(opened.checkpoint, config.compute_format, config.compute_format, config.device)
     scales_in = scale_format(Layout.COMPRESSED_TENSORS, opened.model.checkpoint_format)
     source = RoundedSource(plain, scheme, opened.device.native_e4m3, scales_in)
-    return build_decoder(opened.model, source, opened.kernels(config), config.max_model_len, config.device)
+    model = opened.model.for_context(config.max_model_len)
+    return build_decoder(model, source, opened.kernels(config), num_positions, config.device)

@@ -56,15 +56,15 @@ def per_layer(
     raises, before weights are read.
     """
     opened = open_model(args)
+    if args.kv_cache_dtype == "auto":
+        found_dtype = opened.resolve(replace(args, kv_cache_dtype_skip_layers=())).kv.format
+        args = args if found_dtype.is_quantized else replace(args, kv_cache_dtype="fp8")
     config = opened.resolve(args)
-    if not config.kv.format.is_quantized and args.kv_cache_dtype == "auto":
-        config = opened.resolve(replace(args, kv_cache_dtype="fp8"))
     if not config.kv.format.is_quantized:
         raise ConfigError(
             f"--per-layer with a cache in {config.kv.format}: no layer of it is quantized; use --kv-cache-dtype fp8"
         )
-    plain = replace(args, kv_scales="auto", quantization_param_path=None, attention_compute="auto")
-    unquantized = opened.resolve(replace(plain, kv_cache_dtype=str(config.compute_format)))
+    unquantized = opened.resolve(args.with_plain_cache(str(config.compute_format)))
     samples = [window.token_ids for window in windows(opened, config.max_model_len)]
     with opened.threads(config):
         meter = Meter.open(opened, unquantized, [config.kv], max(map(len, samples)))

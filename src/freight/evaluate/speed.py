@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from freight.cache.pool import KVPool, allocate_pool
+from freight.config.engine import EngineConfig
 from freight.engine.build import captured_steps
 from freight.engine.prepare import Logits, SequenceSlice
 from freight.engine.runner import ModelRunner
@@ -37,6 +38,11 @@ def contexts_for(max_model_len: int, bytes_per_token: int) -> tuple[int, ...]:
     """Up to five contexts, by factors of 4, the longest that the model and MEMORY allow the last."""
     longest = max(1, min(max_model_len, MEMORY // bytes_per_token))
     return tuple(sorted({max(1, longest // 4**i) for i in range(5) if longest // 4**i >= 16 or i == 0}))
+
+
+def contexts_of(opened: OpenModel, plain: EngineConfig) -> tuple[int, ...]:
+    """`contexts_for` the cache of 16 bits, the largest: others are timed up to the same length."""
+    return contexts_for(plain.max_model_len, opened.cache_spec(plain).bytes_per_token)
 
 
 def time_settings(opened: OpenModel, runs: Sequence[SettingRun], repeats: int = REPEATS) -> list[Speed]:
@@ -67,19 +73,22 @@ def faster_from(speed: Speed, reference: Speed) -> int | None:
 def _runner(opened: OpenModel, run: SettingRun, context: int) -> ModelRunner:
     config, model = run.config, run.runner.model
     spec, kernels = run.runner.pool.spec, opened.kernels(run.config)
-    blocks = [-(-context // config.block_size)] * len(spec.groups)
-    pool = _zeroed(allocate_pool(spec, config.kv, blocks, kernels, config.device, model.rotaries))
-    return ModelRunner(model, pool, config.device, captured_steps(model, pool, kernels, config))
+    pool = _zeroed(allocate_pool(spec, config.kv, spec.blocks_of(context), kernels, config.device, model.rotaries))
+    captured = captured_steps(model, pool, kernels, replace(config, max_model_len=context))
+    return ModelRunner(model, pool, config.device, captured)
 
 
 def _zeroed(pool: KVPool) -> KVPool:
-    for kv in pool.layers:
+    for kv in pool.paged.values():
         for tensor in (kv.pages.k, kv.pages.v):
             tensor.view(torch.uint8).zero_()
         if kv.pages.dynamic:
             for scale in (kv.pages.k_scale, kv.pages.v_scale):
                 assert scale is not None
                 scale.fill_(1.0)
+    for kept in pool.states.values():
+        for tensor in kept.states.parts.values():
+            tensor.view(torch.uint8).zero_()
     return pool
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from freight.cache.pool import AngleTables, KVPool
+from freight.cache.pool import AngleTables, KVPool, PagedKV
 from freight.calibrate.centers import CenterWatch
 from freight.calibrate.watch import FLOOR, WatchedKV
 from freight.engine.prepare import Logits, SequenceSlice
@@ -27,7 +27,7 @@ from freight.fp8.scheme import KVScales, LayerScales
 from freight.models.decoder import Decoder
 from freight.operands.kv_pages import KeyCenter
 
-Amax = list[list[Tensor]]  # by layer, of k and v: float32 [num_kv_heads, head_dim]
+Amax = list[list[Tensor]]  # by layer, of k and v: float32 [num_kv_heads, head_dim]; [] of a layer that stores neither
 
 
 @dataclass(frozen=True)
@@ -66,27 +66,30 @@ def channel_amax(
             watches[index].see(q, k)
             watching[0] += now(device) - begin
 
-        kv = pool.layers[index]
+        kv = pool.paged[index]
         see = projected if watches else None
         return WatchedKV(kv.pages, kv.kernels, kv.group, kv.shared, stored=stored, projected=see)
 
-    runner = ModelRunner(decoder, replace(pool, layers=tuple(map(watched, range(len(pool.layers))))), device)
+    runner = ModelRunner(decoder, pool.with_layers({index: watched(index) for index in pool.paged}), device)
     begin = now(device)
     for sample in samples:
         runner.run([SequenceSlice(sample, 0, pool.whole, Logits.NONE)])
     forward = now(device) - begin - watching[0]
-    sources = [index if layer.source is None else layer.source for index, layer in enumerate(pool.spec.layers)]
-    return [seen[index] for index in sources], forward
+    sources = {index: layer.source for index, layer in pool.spec.kept.items() if layer.source is not None}
+    return [seen[sources.get(index, index)] for index in range(len(seen))], forward
 
 
 def scales_of(amax: Amax, granularity: Granularity, centers: Sequence[Tensor | None] = ()) -> KVScales:
     """E4M3FN scales from the channels' magnitudes; `centers` are [num_kv_heads, k_dim] by layer."""
-    layers = []
+    layers: list[LayerScales | None] = []
     for index, sides in enumerate(amax):
+        if not sides:
+            layers.append(None)
+            continue
         k, v = (_scales(side, granularity) for side in sides)
         b = centers[index] if centers else None
         layers.append(LayerScales(k, v, granularity, (), () if b is None else tuple(b.flatten().tolist())))
-    return KVScales(tuple(layers))
+    return KVScales(tuple(layers), unneeded=frozenset(index for index, sides in enumerate(amax) if not sides))
 
 
 def _scales(amax: Tensor, granularity: Granularity) -> tuple[float, ...]:
@@ -100,9 +103,10 @@ def _scales(amax: Tensor, granularity: Granularity) -> tuple[float, ...]:
 
 def measure_scales(decoder: Decoder, pool: KVPool, samples: Sequence[Sequence[int]], names: Sequence[str]) -> Measured:
     """Scales for each of `names`: a static granularity, or 'centered', which is None where no layer gains from it."""
-    sharing = any(kv.shared for kv in pool.layers)  # centers are for layers that all have keys of their own
+    # centers are for layers that all have keys of their own
+    sharing = len(pool.paged) < len(pool.layers) or any(kv.shared for kv in pool.paged.values())
     centering = "centered" in names and not sharing
-    watches = [CenterWatch(rotary.rotary_dim) for rotary in decoder.rotaries] if centering else []
+    watches = [CenterWatch(rotary.rotary_dim) for rotary in decoder.rotaries if rotary is not None] if centering else []
     amax, seconds = channel_amax(decoder, pool, samples, watches)
     found: dict[str, KVScales | None] = {"centered": None} if "centered" in names and sharing else {}
     for name in names:
@@ -120,14 +124,15 @@ def measure_scales(decoder: Decoder, pool: KVPool, samples: Sequence[Sequence[in
 
 def _centered(decoder: Decoder, pool: KVPool, centers: Sequence[Tensor | None]) -> KVPool:
     """`pool`, with keys stored less their centers."""
-    tables, layers = AngleTables(), []
-    for kv, center, rotary in zip(pool.layers, centers, decoder.rotaries, strict=True):
-        pages = kv.pages
+    tables, layers = AngleTables(), dict[int, PagedKV]()
+    for index, kv in pool.paged.items():
+        pages, center, rotary = kv.pages, centers[index], decoder.rotaries[index]
         if center is not None:
+            assert rotary is not None
             pages = replace(pages, k_center=KeyCenter.of(center.to(pages.k.device), *tables.of(rotary)))
-        layers.append(replace(kv, pages=pages))
-    return replace(pool, layers=tuple(layers))
+        layers[index] = replace(kv, pages=pages)
+    return pool.with_layers(layers)
 
 
 def _device(pool: KVPool) -> str:
-    return pool.layers[0].pages.k.device.type
+    return next(iter(pool.paged.values())).pages.k.device.type

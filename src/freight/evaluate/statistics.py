@@ -1,19 +1,46 @@
-"""Intervals, percentiles and figures by position, from what is known of each token.
+"""Intervals and figures by position, from what is known of each token.
 
-Intervals are of a paired bootstrap: documents (windows, where there is one document) are drawn with replacement, the
-same ones for both settings, so what makes a document hard for both does not widen them. They hold the middle 95 %.
+Units (documents; windows, where there is one document) are taken as drawn independently, so one that repeats an earlier
+one is counted as part of it (`independent_units`). A mean per token is the ratio
+of two sums over units; its interval is Student's, with the linearised standard error of a ratio (Cochran, Sampling
+Techniques, §6.4) and n - 1 degrees of freedom. A change between two settings is the mean of the differences within each
+unit, so what makes a unit hard for both does not widen it. `tests/unit/evaluate/test_coverage.py` measures how often an
+interval of 12, 20 and 58 units holds the true value.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-DRAWS = 2000
-SEED = 0
+from freight.evaluate.safety import MIN_UNITS
+
 Array = NDArray[np.float64]
+RUN = 8  # tokens: runs of this length seldom occur twice in a text, but for what is copied
+REPEATED = 0.9  # of a unit's runs that occur in earlier units: from there on it repeats them
+
+
+def independent_units(token_ids: Sequence[Sequence[int]]) -> list[int]:
+    """For the tokens of each unit the number of the unit that it counts as, without gaps, in the order of the text.
+
+    A unit of which `REPEATED` of the runs of `RUN` tokens occur earlier says nothing new: it counts as the unit that
+    has most of them. Otherwise copies of a text would narrow its intervals.
+    """
+    first: dict[tuple[int, ...], int] = {}
+    found: list[int] = []
+    for ids in token_ids:
+        runs = [tuple(ids[at : at + RUN]) for at in range(max(1, len(ids) - RUN + 1))]
+        earlier = Counter(first[run] for run in runs if run in first)
+        repeats = earlier.total() >= REPEATED * len(runs)
+        found.append(earlier.most_common(1)[0][0] if repeats else max(found, default=-1) + 1)
+        for run in runs:
+            first.setdefault(run, found[-1])
+    return found
 
 
 def unit_sums(units: NDArray[np.int64], *values: NDArray[Any]) -> list[Array]:
@@ -21,19 +48,29 @@ def unit_sums(units: NDArray[np.int64], *values: NDArray[Any]) -> list[Array]:
     return [np.bincount(units, weights=value.astype(np.float64)).astype(np.float64) for value in values]
 
 
-def bootstrap_means(sums: list[Array], counts: Array) -> list[Array] | None:
-    """DRAWS means per token of each of `sums`, from units drawn with replacement; None for a single unit."""
-    if len(counts) < 2:
+def student(degrees: int) -> float:
+    """The 97.5 % quantile of Student's t. Abramowitz and Stegun 26.7.5; for 11 degrees and more right to 1e-4."""
+    z, n = NormalDist().inv_cdf(0.975), float(degrees)
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return z + sum(term / n**power for power, term in enumerate(terms, 1))
+
+
+def mean_interval(sums: Array, counts: Array) -> tuple[Array, Array] | None:
+    """The 95 % interval of the mean per token, from sums and counts by unit, [..., units]; None below MIN_UNITS."""
+    units = counts.shape[-1]
+    if units < MIN_UNITS:
         return None
-    drawn = np.random.default_rng(SEED).multinomial(len(counts), np.full(len(counts), 1 / len(counts)), size=DRAWS)
-    total = drawn @ counts
-    kept = total > 0
-    return [(drawn @ one)[kept] / total[kept] for one in sums]
-
-
-def interval(draws: Array) -> tuple[float, float]:
-    low, high = np.percentile(draws, (2.5, 97.5))
-    return float(low), float(high)
+    total = counts.sum(-1)
+    mean = sums.sum(-1) / total
+    residual = sums - mean[..., None] * counts
+    error = np.sqrt(units / (units - 1) * np.square(residual).sum(-1)) / total
+    half = student(units - 1) * error
+    return mean - half, mean + half
 
 
 def position_edges(longest: int) -> list[int]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ from freight.fp8.cast import decode
 from freight.kernels import reference
 from freight.operands.batch import ForwardBatch
 from freight.operands.kv_pages import KVPages
+from freight.operands.packed import PackedWeight, Rows, plain
 from freight.operands.rotary import Rotary
 
 ROWS = 64  # of a chunk that are looked at
@@ -147,11 +147,11 @@ class ProbedKV(PagedKV):
         window: int | None,
         soft_cap: float | None,
         sinks: Tensor | None = None,
-        consumer: Any = None,
-    ) -> Any:
+        consumer: PackedWeight | None = None,
+    ) -> Rows:
         if self.probe.rows is None:
             return super().attend(q, batch, softmax_scale, window, soft_cap, sinks, consumer)
-        attended = super().attend(q, batch, softmax_scale, window, soft_cap, sinks)  # not quantized yet
+        attended = plain(super().attend(q, batch, softmax_scale, window, soft_cap, sinks))  # not quantized yet
         self.probe.attended(self.layer, attended)
         return attended
 
@@ -159,6 +159,7 @@ class ProbedKV(PagedKV):
 def probed(pool: KVPool, probe: Probe) -> KVPool:
     """`pool` with its layers shown to `probe`."""
 
-    layers = enumerate(pool.layers)
-    own = (ProbedKV(kv.pages, kv.kernels, kv.group, kv.shared, probe, index) for index, kv in layers)
-    return replace(pool, layers=tuple(own))
+    paged = pool.paged.items()
+    return pool.with_layers(
+        {index: ProbedKV(kv.pages, kv.kernels, kv.group, kv.shared, probe, index) for index, kv in paged}
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from freight.evaluate.figures import Evaluation, Figures
 from freight.evaluate.report import markdown
+from freight.evaluate.safety import MIN_UNITS, Interval
 
 
 def table(evaluation: Evaluation) -> str:
@@ -11,36 +12,49 @@ def table(evaluation: Evaluation) -> str:
     several = len({run.weights for run in evaluation.runs}) > 1
     headings = [
         *(["weights"] if several else []),
-        *("cache", "format", "perplexity", "change", "mean KL", "p99 KL", "same top", "bytes/token", "tokens/GiB"),
-        *("clipped", "to zero"),
+        *("cache", "format", "verdict", "same top", "mean KL", "clipped", "to zero"),
+        *("change", "perplexity", "p99 KL", "bytes/token", "tokens/GiB"),
     ]
     rows = [headings]
-    for run in evaluation.runs:
-        rows.append([*([run.weights] if several else []), *_row(run)])
-    return markdown(rows, num_left=3 if several else 2)
+    for index, run in enumerate(evaluation.runs):
+        cells = _row(run, run.verdict if index else "compared with")
+        if index == 0:  # it is compared with itself: its intervals say nothing
+            cells = [cell.partition(" (")[0] for cell in cells]
+        rows.append([*([run.weights] if several else []), *cells])
+    return markdown(rows, num_left=4 if several else 3)
 
 
-def _row(run: Figures) -> list[str]:
-    change = f"{run.perplexity_ratio - 1:+.2%}"
-    if run.perplexity_ratio_interval:
-        low, high = run.perplexity_ratio_interval
-        change += f" ({low - 1:+.2%} … {high - 1:+.2%})"
-    kl = f"{run.kl_mean:.5f}"
-    if run.kl_interval:
-        kl += f" ({run.kl_interval[0]:.5f} … {run.kl_interval[1]:.5f})"
+def _row(run: Figures, verdict: str) -> list[str]:
+    """What shows a catastrophe comes first."""
+    ratio = run.perplexity_ratio_interval
+    change = None if ratio is None else (ratio[0] - 1, ratio[1] - 1)
     return [
         run.name,
         run.kv_cache_dtype,
-        f"{run.perplexity:.3f}",
-        change,
-        kl,
-        f"{run.kl_p99:.5f}",
-        f"{run.same_top:.2%}",
-        str(run.bytes_per_token),
-        f"{run.tokens_per_gib:,}",
+        verdict,
+        _with(f"{run.same_top:.2%}", run.same_top_interval, ".2%"),
+        _with(nats(run.kl_mean), run.kl_interval, ""),
         f"{run.clipped_share:.3%}",
         f"{run.flushed_share:.3%}",
+        _with(f"{run.perplexity_ratio - 1:+.2%}", change, "+.2%"),
+        f"{run.perplexity:.3f}",
+        nats(run.kl_p99),
+        str(run.bytes_per_token),
+        f"{run.tokens_per_gib:,}",
     ]
+
+
+def _with(figure: str, interval: Interval | None, form: str) -> str:
+    """The figure with its interval, a dash where there is none."""
+    if interval is None:
+        return f"{figure} (—)"
+    low, high = (format(end, form) if form else nats(end) for end in interval)
+    return f"{figure} ({low} … {high})"
+
+
+def nats(value: float) -> str:
+    """Five digits behind the point, six for what is small."""
+    return f"{value:.5f}" if abs(value) >= 0.0005 else f"{value:.6f}"
 
 
 def speed_table(evaluation: Evaluation) -> str:
@@ -64,6 +78,11 @@ def legend(evaluation: Evaluation) -> str:
         f"{evaluation.num_tokens:,} tokens of {over.source} ({of}), {over.window:,} judged together.",
         "KL (nats per token), change and same top are against the first row.",
     ]
-    if evaluation.units:
-        lines.append(f"In brackets: 95 % intervals over {evaluation.units}.")
+    sample = evaluation.sample
+    if evaluation.runs[0].kl_interval:
+        lines.append(f"In brackets: 95 % intervals over {sample.num_units:,} {sample.units}.")
+    else:
+        lines.append(f"(—): no interval over {sample.num_units} {sample.units}; it takes {MIN_UNITS}.")
+    if sample.num_repeats:
+        lines.append(f"{sample.num_repeats:,} more of the {sample.units} repeat those, and count as part of them.")
     return " ".join([*lines, *over.notes])

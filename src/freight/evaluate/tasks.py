@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from freight.config.engine import EngineArgs
-from freight.errors import ConfigError
+from freight.errors import ConfigError, RequestError
 from freight.llm import LLM
 from freight.models.open import open_model
 
@@ -75,12 +75,13 @@ def compare_tasks(
 
     tasks: names or patterns of lm-eval, or of task files in the folder `include_path`. limit: documents of each task.
     model_options: further options of `FreightLM`. Raises ConfigError without lm-eval, for a task that is not known or
-    cannot be loaded, and for a cache that is the 16-bit one, before any weight is read.
+    cannot be loaded or asks for what Freight does not compute, and for a cache that is the 16-bit one, before any
+    weight is read.
     """
     harness = _harness()
     manager, names = _find(harness.tasks.TaskManager, tasks, include_path)
-    aggregations = _aggregations(manager, names)
-    asked = replace(args, kv_cache_dtype=cache[0], kv_scales=cache[1])
+    aggregations = _aggregations(manager, names, harness.check)
+    asked = replace(args.with_cache(cache[0]), kv_scales=cache[1])
     plain = _plain(args)
     opened = open_model(asked)
     if opened.resolve(asked).kv.format is opened.resolve(plain).kv.format:
@@ -111,12 +112,13 @@ class _Harness:
     tasks: Any
     simple_evaluate: Callable[..., Results]
     freight: Callable[..., Any]
+    check: Callable[[Mapping[str, Any]], None]
 
 
-def _adapter() -> Callable[..., Any]:
-    from freight.lm_eval import FreightLM  # raises ConfigError where lm-eval is not installed
+def _adapter() -> tuple[Callable[..., Any], Callable[[Mapping[str, Any]], None]]:
+    from freight.lm_eval import FreightLM, check_generation_kwargs  # raises ConfigError where lm-eval is missing
 
-    return FreightLM
+    return FreightLM, check_generation_kwargs
 
 
 def _harness() -> _Harness:
@@ -126,7 +128,7 @@ def _harness() -> _Harness:
 
     for name in ("lm_eval", "lm_eval.evaluator", "lm_eval.tasks"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    return _Harness(lm_eval.tasks, lm_eval.simple_evaluate, adapter)
+    return _Harness(lm_eval.tasks, lm_eval.simple_evaluate, *adapter)
 
 
 def _find(manager_of: Callable[..., Any], tasks: Sequence[str], include_path: str | None) -> tuple[Any, list[str]]:
@@ -154,22 +156,27 @@ def _names(manager: Any, tasks: Sequence[str]) -> list[str]:
     return names
 
 
-def _aggregations(manager: Any, names: list[str]) -> dict[str, Mapping[str, Callable[[list[Any]], float]]]:
+def _aggregations(
+    manager: Any, names: list[str], check: Callable[[Mapping[str, Any]], None]
+) -> dict[str, Mapping[str, Callable[[list[Any]], float]]]:
     """{task: {metric: values by document -> the metric}}. Loads every task, which reads or fetches its documents."""
     try:
         loaded = manager.load(names)["tasks"]
     except Exception as error:  # task files and data sets are programs, and raise what they like
         reason = " ".join(str(error).split()) or repr(error)
         raise ConfigError(f"lm-eval cannot load {', '.join(names)}: {reason}") from error
+    for name, task in loaded.items():
+        try:
+            check(task.config.generation_kwargs or {})
+        except RequestError as error:
+            raise ConfigError(f"--tasks {name}: {error}") from None
     return {name: task.aggregation() for name, task in loaded.items()}
 
 
 def _plain(args: EngineArgs) -> EngineArgs:
     """`args` with a cache in the compute dtype."""
-    plain = replace(
-        args, kv_cache_dtype="float32", kv_scales="auto", quantization_param_path=None, attention_compute="auto"
-    )
-    return replace(plain, kv_cache_dtype=str(open_model(plain).resolve(plain).compute_format))
+    plain = args.with_plain_cache()
+    return plain.with_cache(str(open_model(plain).resolve(plain).compute_format))
 
 
 def compare_results(
@@ -203,7 +210,7 @@ def _pairs(reference: Results, other: Results, task: str, metric: str, filter_na
 def _with_errors(
     score: TaskScore, pairs: Sequence[tuple[Any, Any]], aggregate: Callable[[list[Any]], float]
 ) -> TaskScore:
-    changed = sum(before != after for before, after in pairs)
+    changed = sum(bool(before != after) for before, after in pairs)  # of NumPy's numbers, too, which JSON does not take
     score = replace(score, num_documents=len(pairs), num_changed=changed)
     if len(pairs) < 2:
         return score

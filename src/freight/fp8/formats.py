@@ -1,9 +1,9 @@
 """The number formats that Freight stores. Imports no torch.
 
 E4M3FN and E5M2: Micikevicius et al. 2022, "FP8 formats for deep learning" (also OCP OFP8 1.0). E4M3FNUZ: Noune et al.
-2022, "8-bit numerical formats for deep neural networks", the E4M3 of AMD's MI300. Its exponent bias is larger by
-one, so a byte decodes to half its E4M3FN value, and 0x80, which is -0 in E4M3FN, is its only NaN. INT8 is symmetric,
--127 to 127; 0x80, which would be -128, is its NaN.
+2022, "8-bit numerical formats for deep neural networks", the E4M3 of AMD's MI300 (the MI350 has OCP's). Its exponent
+bias is larger by one, so a byte decodes to half its E4M3FN value, and 0x80, which is -0 in E4M3FN, is its only NaN.
+INT8 is symmetric, -127 to 127; 0x80, which would be -128, is its NaN.
 """
 
 from __future__ import annotations
@@ -54,6 +54,13 @@ class Format(StrEnum):
     def torch_name(self) -> str:
         """The name of the torch dtype, e.g. 'float8_e4m3fn'."""
         return str(self).replace("fp8_", "float8_")
+
+
+def amd_fp8(arch: str) -> frozenset[Format]:
+    """The formats that the matrix units of AMD's GPU `arch` ('gfx942:…') multiply: FNUZ on CDNA 3, OCP's on CDNA 4."""
+    if arch.startswith("gfx94"):
+        return frozenset({Format.E4M3FNUZ})
+    return frozenset({Format.E4M3FN, Format.E5M2} if arch.startswith("gfx95") else ())
 
 
 COMPUTE_FORMATS = (Format.BFLOAT16, Format.FLOAT16, Format.FLOAT32)

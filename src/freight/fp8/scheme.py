@@ -6,7 +6,8 @@ Scales are Python floats (exact images of the float32 values), always multiplier
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Set
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from freight.fp8.formats import Format, Granularity
@@ -88,17 +89,30 @@ class KVScales:
 
     `mixed`, if not empty, is a choice by layer, which only `checkpoint.extras` expresses: the granularity of an FP8
     layer, None for a layer of 16 bits. Layers with a static granularity then have scales in `layers`, and no others.
+
+    `unneeded` are layers that have no scales and miss none: those that stay unquantized whatever is declared for them,
+    and those that store no keys and values.
     """
 
     layers: tuple[LayerScales | None, ...]
     format: Format = Format.E4M3FN
     format_assumed: bool = False
     mixed: tuple[Granularity | None, ...] = ()
+    unneeded: frozenset[int] = frozenset()
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """Indices of the layers without scales."""
-        return tuple(i for i, layer in enumerate(self.layers) if layer is None)
+        """Indices of the layers that need scales and have none."""
+        return tuple(i for i, layer in enumerate(self.layers) if layer is None and i not in self.unneeded)
+
+    def without(self, layers: Set[int]) -> KVScales:
+        """The scales for a cache in which `layers` stay unquantized."""
+        return replace(
+            self,
+            layers=tuple(None if i in layers else layer for i, layer in enumerate(self.layers)),
+            mixed=tuple(None if i in layers else chosen for i, chosen in enumerate(self.mixed)),
+            unneeded=self.unneeded | layers,
+        )
 
     def alone(self, side: str) -> tuple[int, ...]:
         """Indices of the layers where only `side`, 'k' or 'v', has a scale."""
@@ -119,7 +133,7 @@ class KVScales:
     @property
     def empty(self) -> bool:
         """Whether no layer has scales, and none is declared to have a format of its own."""
-        return not self.mixed and len(self.missing) == len(self.layers)
+        return not self.mixed and not any(self.layers)
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,13 @@ A set without a kernel of its own for experts runs this one, and one with is tes
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from freight.operands.activation import GatedActivation
+from freight.operands.packed import PackedExperts, PackedWeight, Rows
 from freight.operands.routing import Routing, Scoring
 from freight.operands.weight import Weight, Weights
 
@@ -19,21 +20,21 @@ from freight.operands.weight import Weight, Weights
 class _Products(Protocol):
     """The operations of a `KernelSet` that experts are made of."""
 
-    def pack(self, weight: Weight) -> Any: ...
+    def pack(self, weight: Weight) -> PackedWeight: ...
 
-    def linear(self, x: Any, weight: Any, bias: Tensor | None = None) -> Tensor: ...
+    def linear(self, x: Rows, weight: PackedWeight, bias: Tensor | None = None) -> Tensor: ...
 
-    def gated(self, gate_up: Tensor, activation: GatedActivation, consumer: Any = None) -> Any: ...
+    def gated(self, gate_up: Tensor, activation: GatedActivation, consumer: PackedWeight | None = None) -> Rows: ...
 
 
 @dataclass(frozen=True)
-class ExpertList:
+class ExpertList(PackedExperts):
     """One packed matrix of each expert, by id. bias: [num_experts, out_features], in the dtype of the rows."""
 
-    matrices: tuple[Any, ...]
+    matrices: tuple[PackedWeight, ...]
     bias: Tensor | None = None
 
-    def of(self, expert: int) -> tuple[Any, Tensor | None]:
+    def of(self, expert: int) -> tuple[PackedWeight, Tensor | None]:
         return self.matrices[expert], None if self.bias is None else self.bias[expert]
 
 

@@ -8,13 +8,14 @@ the source: rows are tokens, laid end to end over all sequences of a step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from freight.operands.activation import Activation, GatedActivation, GateFunction
 from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KVPages
+from freight.operands.packed import PackedExperts, PackedWeight, Rows
 from freight.operands.rotary import Rotary
 from freight.operands.routing import Routing
 from freight.operands.weight import Weight, Weights
@@ -24,7 +25,8 @@ class KernelSet(Protocol):
     """Functions on tensors of one device.
 
     A `consumer` is the packed weight that alone takes an operation's output as its input, or None. With a consumer, a
-    set may return the output in the form that its `linear` takes for that weight (quantized), instead of a tensor.
+    set may return the output in the form that its `linear` takes for that weight (`QuantizedRows`), instead of a
+    tensor; without one it returns a tensor. A set takes only what it packed and quantized itself.
     """
 
     @property
@@ -43,11 +45,11 @@ class KernelSet(Protocol):
         with the same values in bfloat16."""
         ...
 
-    def pack(self, weight: Weight) -> Any:
+    def pack(self, weight: Weight) -> PackedWeight:
         """`weight` as this set's `linear` takes it; called once, at load. Raises KernelError for other formats."""
         ...
 
-    def linear(self, x: Any, weight: Any, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Rows, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
         """x @ weight.T + bias, [rows, out_features] in x's dtype.
 
         x: [rows, in_features], or what an operation returned for `consumer=weight`; weight: what `pack` returned;
@@ -61,9 +63,9 @@ class KernelSet(Protocol):
         delta: Tensor | None,
         weight: Tensor,
         eps: float,
-        consumer: Any = None,
+        consumer: PackedWeight | None = None,
         delta_weight: Tensor | None = None,
-    ) -> tuple[Tensor, Any]:
+    ) -> tuple[Tensor, Rows]:
         """x + delta in x's dtype (x if delta is None), and the RMSNorm of that sum, for `consumer`.
 
         x, delta: [rows, size]; weight: [size], in x's dtype: the normed values are rounded before they are multiplied
@@ -73,19 +75,25 @@ class KernelSet(Protocol):
         ...
 
     def add_layer_norm(
-        self, x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor, eps: float, consumer: Any = None
-    ) -> tuple[Tensor, Any]:
+        self,
+        x: Tensor,
+        delta: Tensor | None,
+        weight: Tensor,
+        bias: Tensor,
+        eps: float,
+        consumer: PackedWeight | None = None,
+    ) -> tuple[Tensor, Rows]:
         """x + delta in x's dtype (x if delta is None), and the LayerNorm of that sum, for `consumer`.
 
         x, delta: [rows, size]; weight, bias: [size], in x's dtype.
         """
         ...
 
-    def activated(self, x: Tensor, activation: Activation, consumer: Any = None) -> Any:
+    def activated(self, x: Tensor, activation: Activation, consumer: PackedWeight | None = None) -> Rows:
         """activation(x), [rows, size], for `consumer`."""
         ...
 
-    def gated(self, gate_up: Tensor, activation: GatedActivation, consumer: Any = None) -> Any:
+    def gated(self, gate_up: Tensor, activation: GatedActivation, consumer: PackedWeight | None = None) -> Rows:
         """activation(gate) * up, [rows, size], for `consumer`. gate_up: [rows, 2 * size], gate first."""
         ...
 
@@ -105,7 +113,7 @@ class KernelSet(Protocol):
         """
         ...
 
-    def pack_experts(self, weights: Weights, bias: Tensor | None = None) -> Any:
+    def pack_experts(self, weights: Weights, bias: Tensor | None = None) -> PackedExperts:
         """One matrix of each expert as this set's `experts` takes them; called once, at load.
 
         weights: of one shape, format and way of quantizing, read once
@@ -116,7 +124,7 @@ class KernelSet(Protocol):
     def route(
         self,
         x: Tensor,
-        gate: Any,
+        gate: PackedWeight,
         routing: Routing,
         bias: Tensor | None = None,
         choice_bias: Tensor | None = None,
@@ -136,8 +144,8 @@ class KernelSet(Protocol):
         x: Tensor,
         ids: Tensor,
         weights: Tensor,
-        gate_up: Any,
-        down: Any,
+        gate_up: PackedExperts,
+        down: PackedExperts,
         activation: GatedActivation,
         base: Tensor | None = None,
     ) -> Tensor:
@@ -170,8 +178,8 @@ class KernelSet(Protocol):
         window: int | None = None,
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
-        consumer: Any = None,
-    ) -> Any:
+        consumer: PackedWeight | None = None,
+    ) -> Rows:
         """Causal grouped-query attention of each row over its own sequence, read back from the pages.
 
         q: [num_tokens, num_heads, k_dim]; returns [num_tokens, num_heads, v_dim] in q's dtype, or what a set makes of

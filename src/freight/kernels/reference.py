@@ -24,7 +24,7 @@ from freight.errors import KernelError
 from freight.fp8.cast import amax, decode, encode, format_of, num_clipped, scale_from_amax, token_scale
 from freight.fp8.formats import Format, ScaleKind
 from freight.fp8.weights import BLOCK, expand_blocks
-from freight.operands.activation import Activation, GatedActivation, GateFunction
+from freight.operands.activation import Activation, GatedActivation, GatedFunction, GateFunction
 from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KVPages
 from freight.operands.rotary import Rotary
@@ -153,12 +153,12 @@ def activated(x: Tensor, activation: Activation) -> Tensor:
 def gated(gate_up: Tensor, activation: GatedActivation) -> Tensor:
     """activation(gate) * up of a merged [rows, 2 * intermediate]."""
     gate, up = gate_up.float().chunk(2, dim=-1)
-    if activation is GatedActivation.CLAMPED_SWIGLU:
+    if activation.function is GatedFunction.CLAMPED_SWIGLU:
         gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
         return (gate / (1.0 + torch.exp(-1.702 * gate)) * (up + 1.0)).to(gate_up.dtype)
-    if activation is GatedActivation.SILU:
-        return (gate / (1.0 + torch.exp(-gate)) * up).to(gate_up.dtype)
-    return (F.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
+    is_gelu, limit = activation.function is GatedFunction.GELU_TANH, activation.limit or math.inf
+    value = F.gelu(gate, approximate="tanh") if is_gelu else gate / (1.0 + torch.exp(-gate))
+    return (value.clamp(max=limit) * up.clamp(-limit, limit)).to(gate_up.dtype)
 
 
 def gate(x: Tensor, logits: Tensor, function: GateFunction) -> Tensor:

@@ -13,6 +13,7 @@ from freight.kernels.reference import Fp8Products
 from freight.operands.activation import Activation, GatedActivation, GateFunction
 from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KVPages
+from freight.operands.packed import PackedExperts, PackedWeight, Rows
 from freight.operands.rotary import Rotary
 from freight.operands.routing import Routing
 from freight.operands.weight import Weight, Weights
@@ -33,7 +34,9 @@ class ReferenceKernels:
     def pack(self, weight: Weight) -> Weight:
         return weight
 
-    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Rows, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+        assert isinstance(x, Tensor)
+        assert isinstance(weight, Weight)
         return reference.linear(x, weight, bias)
 
     def add_rms_norm(
@@ -42,20 +45,26 @@ class ReferenceKernels:
         delta: Tensor | None,
         weight: Tensor,
         eps: float,
-        consumer: object = None,
+        consumer: PackedWeight | None = None,
         delta_weight: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         return reference.add_rms_norm(x, delta, weight, eps, delta_weight)
 
     def add_layer_norm(
-        self, x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor, eps: float, consumer: object = None
+        self,
+        x: Tensor,
+        delta: Tensor | None,
+        weight: Tensor,
+        bias: Tensor,
+        eps: float,
+        consumer: PackedWeight | None = None,
     ) -> tuple[Tensor, Tensor]:
         return reference.add_layer_norm(x, delta, weight, bias, eps)
 
-    def activated(self, x: Tensor, activation: Activation, consumer: object = None) -> Tensor:
+    def activated(self, x: Tensor, activation: Activation, consumer: PackedWeight | None = None) -> Tensor:
         return reference.activated(x, activation)
 
-    def gated(self, gate_up: Tensor, activation: GatedActivation, consumer: object = None) -> Tensor:
+    def gated(self, gate_up: Tensor, activation: GatedActivation, consumer: PackedWeight | None = None) -> Tensor:
         return reference.gated(gate_up, activation)
 
     def gate(self, x: Tensor, logits: Tensor, function: GateFunction) -> Tensor:
@@ -70,7 +79,7 @@ class ReferenceKernels:
     def route(
         self,
         x: Tensor,
-        gate: Weight,
+        gate: PackedWeight,
         routing: Routing,
         bias: Tensor | None = None,
         choice_bias: Tensor | None = None,
@@ -83,11 +92,13 @@ class ReferenceKernels:
         x: Tensor,
         ids: Tensor,
         weights: Tensor,
-        gate_up: ExpertList,
-        down: ExpertList,
+        gate_up: PackedExperts,
+        down: PackedExperts,
         activation: GatedActivation,
         base: Tensor | None = None,
     ) -> Tensor:
+        assert isinstance(gate_up, ExpertList)
+        assert isinstance(down, ExpertList)
         return experts.experts(self, x, ids, weights, gate_up, down, activation, base)
 
     def rotate_store(
@@ -104,7 +115,7 @@ class ReferenceKernels:
         window: int | None = None,
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
-        consumer: object = None,
+        consumer: PackedWeight | None = None,
     ) -> Tensor:
         return reference.attention(q, pages, sequences, softmax_scale, window, soft_cap, self.products, sinks)
 

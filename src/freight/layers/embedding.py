@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from freight.kernels.interface import KernelSet
 from freight.layers.linear import Projection
+from freight.layers.norm import RMSNorm
+from freight.operands.packed import PackedWeight, plain
 
 
 @dataclass(frozen=True)
@@ -18,18 +19,22 @@ class Embedding:
 
     projection   to hidden_size, where the rows have another size
     positions    [max_positions, hidden_size], learned; the row of each token's position is added
+    norm         of the rows, in models that have it
     """
 
     weight: Tensor
     multiplier: float | None = None
     projection: Projection | None = None
     positions: Tensor | None = None
+    norm: RMSNorm | None = None
 
     def __call__(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """[num_tokens], and the position of each in its sequence -> [num_tokens, hidden_size]"""
         rows = self.weight[token_ids]
         if self.multiplier is not None:
             rows = rows * self.multiplier
+        if self.norm is not None:
+            rows = plain(self.norm(rows, None)[1])
         if self.projection is not None:
             rows = self.projection(rows)
         return rows if self.positions is None else rows + self.positions[positions]
@@ -45,7 +50,7 @@ class LogitsHead:
     the dtype of the hidden states; a weight without scales is in float32 then.
     """
 
-    weight: Any
+    weight: PackedWeight
     kernels: KernelSet
     input_limit: float | None = None
     soft_cap: float | None = None

@@ -14,6 +14,7 @@ from freight.kernels.interface import KernelSet
 from freight.layers.linear import Projection
 from freight.layers.norm import RMSNorm
 from freight.operands.activation import GatedActivation
+from freight.operands.packed import plain
 
 _HALF = 0.5**0.5  # the sum of two parts keeps the variance of one
 
@@ -36,7 +37,7 @@ class LayerInputs:
         shape = (len(token_ids), -1, len(self.norm.weight))
         rows = self.table[token_ids].to(embedded.dtype) * self.multiplier
         _, normed = self.norm(self.projection(embedded).view(-1, shape[-1]), None)
-        vectors: Tensor = (normed.view(shape) + rows.view(shape)) * _HALF
+        vectors: Tensor = (plain(normed).view(shape) + rows.view(shape)) * _HALF
         return vectors
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
 from freight.kernels.interface import KernelSet
+from freight.operands.packed import PackedWeight, Rows, plain
 
 
 @dataclass(frozen=True)
@@ -17,20 +18,20 @@ class Linear:
     `input_limit`: x is clipped to this magnitude first, which bounds dynamic scales (fbgemm's upper bound).
     """
 
-    weight: Any
+    weight: PackedWeight
     bias: Tensor | None
     kernels: KernelSet
     input_limit: float | None = None
 
     @property
-    def consumer(self) -> Any:
+    def consumer(self) -> PackedWeight | None:
         """The `consumer` (`KernelSet`) to pass to the operation whose output only this layer takes as input."""
         return self.weight if self.input_limit is None else None
 
-    def __call__(self, x: Any) -> Tensor:
+    def __call__(self, x: Rows) -> Tensor:
         """x: a tensor, or what an operation returned for `consumer`."""
         if self.input_limit is not None:
-            x = x.clamp(-self.input_limit, self.input_limit)
+            x = plain(x).clamp(-self.input_limit, self.input_limit)
         return self.kernels.linear(x, self.weight, self.bias)
 
 
@@ -42,8 +43,8 @@ class UnmergedLinear:
 
     consumer: ClassVar[None] = None  # several weights take the input
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.parts[0].kernels.join([(part(x), None) for part in self.parts])
+    def __call__(self, x: Rows) -> Tensor:
+        return self.parts[0].kernels.join([(part(plain(x)), None) for part in self.parts])
 
 
 Projection = Linear | UnmergedLinear

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -12,6 +12,7 @@ from freight.kernels.interface import KernelSet
 from freight.layers.linear import Linear
 from freight.layers.norm import RMSNorm
 from freight.operands.activation import GatedActivation, GateFunction
+from freight.operands.packed import PackedExperts, PackedWeight, Rows, plain
 from freight.operands.routing import Routing
 
 
@@ -25,10 +26,10 @@ class MoE:
     shared          the experts that every row goes through, as one feed-forward; times a sigmoid of `shared_gate`
     """
 
-    gate: Any
+    gate: PackedWeight
     routing: Routing
-    gate_up: Any
-    down: Any
+    gate_up: PackedExperts
+    down: PackedExperts
     activation: GatedActivation
     kernels: KernelSet
     bias: Tensor | None = None
@@ -39,9 +40,10 @@ class MoE:
 
     consumer: ClassVar[None] = None  # the router and every expert take the input
 
-    def __call__(self, x: Tensor, routed: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Rows, routed: Rows | None = None) -> Tensor:
         """x: [num_tokens, hidden_size], and so are the result and `routed`, what the router takes if that is not x."""
-        chosen_by = x if routed is None else routed
+        x = plain(x)
+        chosen_by = x if routed is None else plain(routed)
         by_expert = (self.bias, self.choice_bias, self.expert_scale)
         ids, weights = self.kernels.route(chosen_by, self.gate, self.routing, *by_expert)
         base = None if self.shared is None else self.shared(x)
@@ -66,5 +68,5 @@ class ExpertsBeside:
         """x: the stream, shared: what the feed-forward made of it; both [num_tokens, hidden_size], and the result."""
         (_, routed), (_, normed) = self.router_norm(x, None), self.norm(x, None)
         _, first = self.shared_norm(shared, None)
-        total, _ = self.shared_norm(first, self.moe(normed, routed), None, self.post)
+        total, _ = self.shared_norm(plain(first), self.moe(normed, routed), None, self.post)
         return total

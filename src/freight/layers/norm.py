@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
 from freight.kernels.interface import KernelSet
+from freight.operands.packed import PackedWeight, Rows
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,12 @@ class RMSNorm:
     kernels: KernelSet
 
     def __call__(
-        self, x: Tensor, delta: Tensor | None, consumer: Any = None, delta_weight: Tensor | None = None
-    ) -> tuple[Tensor, Any]:
+        self,
+        x: Tensor,
+        delta: Tensor | None,
+        consumer: PackedWeight | None = None,
+        delta_weight: Tensor | None = None,
+    ) -> tuple[Tensor, Rows]:
         """x + delta (x if delta is None) and its norm, for `consumer` (`KernelSet`). x, delta: [rows, hidden_size].
 
         With `delta_weight` the norm of delta with that weight is added instead of delta.
@@ -41,8 +45,12 @@ class LayerNorm:
     kernels: KernelSet
 
     def __call__(
-        self, x: Tensor, delta: Tensor | None, consumer: Any = None, delta_weight: Tensor | None = None
-    ) -> tuple[Tensor, Any]:
+        self,
+        x: Tensor,
+        delta: Tensor | None,
+        consumer: PackedWeight | None = None,
+        delta_weight: Tensor | None = None,
+    ) -> tuple[Tensor, Rows]:
         """As `RMSNorm`; no model that has LayerNorm norms what it adds."""
         assert delta_weight is None
         return self.kernels.add_layer_norm(x, delta, self.weight, self.bias, self.eps, consumer)

@@ -121,23 +121,27 @@ def _yarn(inverse: Tensor, config: RopeConfig, rotary_dim: int) -> tuple[Tensor,
 
 
 def yarn_attention_factor(config: RopeConfig) -> float:
-    """The checkpoint's `attention_factor`, else from `mscale` and `mscale_all_dim` (DeepSeek), else 0.1 ln(s) + 1."""
+    """The checkpoint's `attention_factor`, else from `mscale` and `mscale_all_dim` (DeepSeek), else 0.1 ln(s) + 1.
+
+    `attn_factor` multiplies the last two.
+    """
     p = config.parameters
     if "attention_factor" in p:
         return float(p["attention_factor"])
+    multiplier = float(p.get("attn_factor", 1.0))
 
     def mscale(scale: float, weight: float = 1.0) -> float:
         return 1.0 if scale <= 1 else 0.1 * weight * math.log(scale) + 1.0
 
     if p.get("mscale") and p.get("mscale_all_dim"):
-        return mscale(p["factor"], p["mscale"]) / mscale(p["factor"], p["mscale_all_dim"])
-    return mscale(p["factor"])
+        return multiplier * mscale(p["factor"], p["mscale"]) / mscale(p["factor"], p["mscale_all_dim"])
+    return multiplier * mscale(p["factor"])
 
 
 def _longrope(config: RopeConfig, wavelengths: Tensor, max_positions: int) -> tuple[Tensor, float]:
     p = config.parameters
     factor, original = p["factor"], p["original_max_position_embeddings"]
-    factors = config.long_factors if max_positions > original else config.short_factors
-    inverse = 1.0 / (torch.tensor(factors, dtype=torch.float32, device="cpu") * wavelengths)
+    chosen = config.for_context(max_positions).long_factors
+    inverse = 1.0 / (torch.tensor(chosen, dtype=torch.float32, device="cpu") * wavelengths)
     default = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     return inverse, float(p.get("attention_factor", default))

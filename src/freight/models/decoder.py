@@ -1,14 +1,14 @@
-"""The decoder: embedding, layers of attention and MLP, norm, head. Data tells the families apart, not classes."""
+"""The decoder: embedding, layers of mixer and MLP, norm, head. Data tells the families apart, not classes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from freight.cache.pool import LayerKV
+from freight.cache.pool import LayerCache
 from freight.config.model import ModelConfig
 from freight.kernels.interface import KernelSet
 from freight.layers.attention import Attention
@@ -19,6 +19,7 @@ from freight.layers.moe import ExpertsBeside, MoE
 from freight.layers.norm import Norm
 from freight.operands.activation import Activation, GatedActivation, GateFunction
 from freight.operands.batch import ForwardBatch
+from freight.operands.packed import PackedWeight, Rows, plain
 from freight.operands.rotary import Rotary
 
 
@@ -35,15 +36,31 @@ class MLP:
     kernels: KernelSet
 
     @property
-    def consumer(self) -> Any:
+    def consumer(self) -> PackedWeight | None:
         """As `Linear.consumer`."""
         return self.gate_up.consumer
 
-    def __call__(self, x: Any) -> Tensor:
+    def __call__(self, x: Rows) -> Tensor:
         """x: [num_tokens, hidden_size], a tensor or what the norm returned for `consumer`."""
         if isinstance(self.activation, Activation):
             return self.down(self.kernels.activated(self.gate_up(x), self.activation, self.down.consumer))
         return self.down(self.kernels.gated(self.gate_up(x), self.activation, self.down.consumer))
+
+
+class Mixer(Protocol):
+    """What a layer does across tokens (`models/mixers.py`): `Attention` and, later, others."""
+
+    @property
+    def consumer(self) -> PackedWeight | None:
+        """As `Linear.consumer`."""
+        ...
+
+    def __call__(self, x: Rows, batch: ForwardBatch, cache: LayerCache, /) -> Tensor:
+        """x: [num_tokens, hidden_size], a tensor or what the norm returned for `consumer`; returns x's shape.
+
+        `cache` is what the layer has of the tokens before, of the mixer's own kind: a `LayerKV` for attention.
+        """
+        ...
 
 
 class Residual(NamedTuple):
@@ -59,7 +76,7 @@ class Residual(NamedTuple):
     delta_weight: Tensor | None = None
     inputs: Tensor | None = None
 
-    def normed(self, norm: Norm, consumer: Any = None) -> tuple[Tensor, Any]:
+    def normed(self, norm: Norm, consumer: PackedWeight | None = None) -> tuple[Tensor, Rows]:
         """The stream, added up, and its norm for `consumer` (`KernelSet`)."""
         return norm(self.x, self.delta, consumer, self.delta_weight)
 
@@ -73,22 +90,22 @@ class Residual(NamedTuple):
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """x += attention(norm(x)); x += mlp(norm(x)); where `attention_post` and `mlp_post` are not None, they are the
-    weights of a norm of what is added. With `post` the norms are of the sums instead: x = norm(x + attention(x));
-    x = norm(x + mlp(x)).
+    """x += mixer(norm(x)); x += mlp(norm(x)); where `mixer_post` and `mlp_post` are not None, they are the weights of a
+    norm of what is added. With `post` the norms are of the sums instead: x = norm(x + mixer(x)); x = norm(x + mlp(x)).
 
-    With `outputs_only` the inputs are not normed: x += norm(attention(x)); x += norm(mlp(x)).
+    With `outputs_only` the inputs are not normed: x += norm(mixer(x)); x += norm(mlp(x)).
+    A layer without a mixer, or without `mlp`, is one of the two parts, and has no norm for the other.
 
     The norms of what `mlp` and the experts of `beside` compute are added, where there are such experts.
     `input` adds what the tokens have for this layer alone, as x += input(x). `scalar`, [1] in the compute dtype,
     multiplies the result; the weight of the norm of what is added last then has it already.
     """
 
-    attention_norm: Norm
-    attention: Attention
-    attention_post: Tensor | None
-    mlp_norm: Norm
-    mlp: MLP | MoE
+    mixer_norm: Norm | None
+    mixer: Mixer | None
+    mixer_post: Tensor | None
+    mlp_norm: Norm | None
+    mlp: MLP | MoE | None
     mlp_post: Tensor | None
     post: bool = False
     outputs_only: bool = False
@@ -96,20 +113,18 @@ class DecoderLayer:
     input: LayerInput | None = None
     beside: ExpertsBeside | None = None
 
-    def __call__(self, stream: Residual, batch: ForwardBatch, kv: LayerKV) -> Residual:
-        if self.post:
-            _, x = Residual(stream.x, self.attention(stream.x, batch, kv)).normed(self.attention_norm)
-            _, x = Residual(x, self.mlp(x)).normed(self.mlp_norm)
-            return Residual(x)
-        if self.outputs_only:
-            x = stream.summed(self.attention_norm)
-            x = Residual(x, self.attention(x, batch, kv), self.attention_post).summed(self.mlp_norm)
-            return Residual(x, self.mlp(x), self.mlp_post)
-        x, normed = stream.normed(self.attention_norm, self.attention.consumer)
-        x, normed = Residual(x, self.attention(normed, batch, kv), self.attention_post).normed(
-            self.mlp_norm, self.mlp.consumer
-        )
-        delta, weight, inputs = self.mlp(normed), self.mlp_post, stream.inputs
+    def __call__(self, stream: Residual, batch: ForwardBatch, cache: LayerCache) -> Residual:
+        """`cache`: what the layer's mixer takes; None for a layer that keeps nothing of the tokens before."""
+        mixer, mlp = self.mixer, self.mlp
+        if mixer is not None:
+            assert self.mixer_norm is not None
+            x, normed = self._before(stream, self.mixer_norm, mixer.consumer)
+            stream = self._behind(x, mixer(normed, batch, cache), self.mixer_norm, self.mixer_post, stream.inputs)
+        if mlp is None:
+            return stream
+        assert self.mlp_norm is not None
+        x, normed = self._before(stream, self.mlp_norm, mlp.consumer)
+        delta, weight, inputs = mlp(normed), self.mlp_post, stream.inputs
         if self.beside is not None:
             delta = self.beside(x, delta)
         if self.input is not None:
@@ -118,14 +133,34 @@ class DecoderLayer:
             delta, weight, inputs = self.input(x, inputs[:, 0]), self.input.post, inputs[:, 1:]
         if self.scalar is not None:
             x = self.mlp_norm.kernels.gate(x, self.scalar[None], GateFunction.IDENTITY)
+        return self._behind(x, delta, self.mlp_norm, weight, inputs)
+
+    def _before(self, stream: Residual, norm: Norm, consumer: PackedWeight | None) -> tuple[Tensor, Rows]:
+        """The stream, added up, and what a part takes of it."""
+        if self.post or self.outputs_only:
+            x = stream.x if self.post else stream.summed(norm)
+            return x, x
+        return stream.normed(norm, consumer)
+
+    def _behind(self, x: Tensor, delta: Tensor, norm: Norm, weight: Tensor | None, inputs: Tensor | None) -> Residual:
+        """The stream behind a part that adds `delta`."""
+        if self.post:
+            return Residual(plain(Residual(x, delta).normed(norm)[1]), inputs=inputs)
         return Residual(x, delta, weight, inputs)
 
-    def whole(self, x: Tensor, batch: ForwardBatch, kv: LayerKV, inputs: Tensor | None = None) -> Tensor:
+    @property
+    def last_norm(self) -> Norm:
+        """The norm of the layer's last part, whose eps is that of the stream."""
+        norm = self.mixer_norm if self.mlp is None else self.mlp_norm
+        assert norm is not None
+        return norm
+
+    def whole(self, x: Tensor, batch: ForwardBatch, cache: LayerCache, inputs: Tensor | None = None) -> Tensor:
         """The layer alone, for work that goes through a model layer by layer: x and the result are added up.
 
         inputs: [num_tokens, 1, size], this layer's, in models that have them.
         """
-        x, _ = self(Residual(x, inputs=inputs), batch, kv).normed(self.mlp_norm)
+        x, _ = self(Residual(x, inputs=inputs), batch, cache).normed(self.last_norm)
         return x
 
 
@@ -139,9 +174,9 @@ class LanguageModel(Protocol):
     def kernels(self) -> KernelSet: ...
 
     @property
-    def rotaries(self) -> tuple[Rotary, ...]: ...
+    def rotaries(self) -> tuple[Rotary | None, ...]: ...
 
-    def hidden(self, batch: ForwardBatch, kv_cache: Sequence[LayerKV]) -> Tensor:
+    def hidden(self, batch: ForwardBatch, kv_cache: Sequence[LayerCache]) -> Tensor:
         """As `Decoder.hidden`."""
         ...
 
@@ -149,7 +184,7 @@ class LanguageModel(Protocol):
         """As `Decoder.logits`."""
         ...
 
-    def forward(self, batch: ForwardBatch, kv_cache: Sequence[LayerKV]) -> Tensor:
+    def forward(self, batch: ForwardBatch, kv_cache: Sequence[LayerCache]) -> Tensor:
         """As `Decoder.forward`."""
         ...
 
@@ -170,11 +205,12 @@ class Decoder:
         return self.head.kernels
 
     @property
-    def rotaries(self) -> tuple[Rotary, ...]:
-        """What each layer does to queries and keys; layers with the same rope share its tables."""
-        return tuple(layer.attention.rotary for layer in self.layers)
+    def rotaries(self) -> tuple[Rotary | None, ...]:
+        """What each layer does to queries and keys; layers with the same rope share its tables. None: it has none."""
+        mixers = (layer.mixer for layer in self.layers)
+        return tuple(mixer.rotary if isinstance(mixer, Attention) else None for mixer in mixers)
 
-    def forward(self, batch: ForwardBatch, kv_cache: Sequence[LayerKV]) -> Tensor:
+    def forward(self, batch: ForwardBatch, kv_cache: Sequence[LayerCache]) -> Tensor:
         """Run one step and return float32 logits [num_logit_rows, vocab_size]; K and V go into `kv_cache`."""
         return self.logits(self.hidden(batch, kv_cache))
 
@@ -182,7 +218,7 @@ class Decoder:
         """float32 logits [num_rows, vocab_size] of final states [num_rows, hidden_size]."""
         return self.head(hidden)
 
-    def hidden(self, batch: ForwardBatch, kv_cache: Sequence[LayerKV]) -> Tensor:
+    def hidden(self, batch: ForwardBatch, kv_cache: Sequence[LayerCache]) -> Tensor:
         """Run one step and return its final states, [num_logit_rows, hidden_size]; K and V go into `kv_cache`.
 
         They are normed, if the model has a last norm. Logits take far more memory than these, so their rows can be
@@ -196,14 +232,13 @@ class Decoder:
         own = None if self.layer_inputs is None else self.layer_inputs(embedded, batch.token_ids)
         return Residual(embedded, inputs=own)
 
-    def layers_over(self, stream: Residual, batch: ForwardBatch, kv_cache: Sequence[LayerKV]) -> Tensor:
+    def layers_over(self, stream: Residual, batch: ForwardBatch, kv_cache: Sequence[LayerCache]) -> Tensor:
         """`hidden` behind `begin`: the layers and the last norm."""
-        for layer, kv in zip(self.layers, kv_cache, strict=True):
-            stream = layer(stream, batch, kv)
+        for layer, cache in zip(self.layers, kv_cache, strict=True):
+            stream = layer(stream, batch, cache)
         if len(batch.logit_rows) < len(stream.x):
             stream = stream.rows(batch.logit_rows)
         if self.norm is None:
-            return stream.summed(self.layers[-1].mlp_norm)
+            return stream.summed(self.layers[-1].last_norm)
         _, normed = stream.normed(self.norm)
-        assert isinstance(normed, Tensor)  # this norm has no consumer, so it is not quantized
-        return normed
+        return plain(normed)

@@ -21,9 +21,10 @@ from freight.checkpoint.headers import Index
 from freight.checkpoint.reader import Checkpoint
 from freight.config.layer import MoEConfig
 from freight.config.model import ModelConfig
+from freight.config.tensor_names import TensorNames
 from freight.errors import CheckpointError
 from freight.fp8.scheme import LinearScheme, Scheme
-from freight.models.architectures import TensorNames, tensor_names
+from freight.models.architectures import tensor_names
 
 _COMMON = TensorNames()
 # What follows the name of a 3-D weight -> the tensor of one expert's module
@@ -134,16 +135,20 @@ class _Stacked:
         return len(self.modules), len(self.modules[0]) * self.rows, self.columns
 
 
-def _stacked(prefix: str, moe: MoEConfig, hidden: int, names: TensorNames) -> tuple[_Stacked, _Stacked]:
-    """gate_up and down of a layer; `rows` of one module."""
+def _stacked(prefix: str, moe: MoEConfig, hidden: int, names: TensorNames) -> tuple[_Stacked, ...]:
+    """gate_up and down of a layer, or gate, up and down; `rows` of one module."""
     modules = [
         [(prefix + own, prefix + common) for own, common in zip(_modules(names, i), _modules(_COMMON, i), strict=True)]
         for i in range(moe.num_experts)
     ]
-    gate_up, down = (prefix + name for name in names.stacked)
+    *before, down = (prefix + name for name in names.stacked)
     width = moe.intermediate_size
+    each = 2 // len(before)  # modules of a tensor
     return (
-        _Stacked(gate_up, width, hidden, tuple((gate, up) for gate, up, _ in modules)),
+        *(
+            _Stacked(name, width, hidden, tuple(tuple(of[at * each : (at + 1) * each]) for of in modules))
+            for at, name in enumerate(before)
+        ),
         _Stacked(down, hidden, width, tuple((own,) for _, _, own in modules)),
     )
 

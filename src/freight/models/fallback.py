@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from freight.cache.pool import LayerKV
+from freight.cache.pool import LayerCache, PagedKV
 from freight.checkpoint.linears import find_linears
 from freight.checkpoint.reader import Checkpoint
 from freight.config.model import ModelConfig
@@ -33,14 +33,15 @@ from freight.fp8.weights import fit_rows
 from freight.kernels.interface import KernelSet
 from freight.layers.linear import Linear
 from freight.models.fallback_check import self_check
-from freight.models.fallback_probe import attention, body_of, causal_class, hf_config, refused, run_body
+from freight.models.fallback_probe import attention, body_of, causal_class, hf_config, plain_linears, run_body
+from freight.models.fallback_words import refused
+from freight.models.weight_bytes import held_tensors
 from freight.operands.batch import ForwardBatch
+from freight.operands.packed import plain
 from freight.operands.rotary import Rotary
 from freight.operands.weight import Activations, Weight
 
 ATTENTION = "freight"
-# last or inner names of modules that choose experts: they stay in 16 bits
-_ROUTERS = frozenset(("gate", "router", "shared_expert_gate", "wg", "classifier"))
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:
@@ -57,7 +58,7 @@ class _Step:
 
     model: TransformersModel
     batch: ForwardBatch
-    kv_cache: Sequence[LayerKV]
+    kv_cache: Sequence[LayerCache]
     calls: int = field(default=0)
 
     def attend(
@@ -65,11 +66,13 @@ class _Step:
     ) -> tuple[Tensor, None]:
         """q, k, v: [1, heads, num_tokens, dim], rotated; gives [1, num_tokens, num_heads, v_dim]."""
         index = self.model.layer_of[id(module)]
-        mixer, kv = self.model.config.layers[index].mixer, self.kv_cache[index]
+        mixer, kv = self.model.config.attention[index], self.kv_cache[index]
+        assert isinstance(kv, PagedKV)
         qkv = torch.cat([x[0].transpose(0, 1).flatten(1).to(v.dtype) for x in (q, k, v)], 1)
         stored = kv.store(qkv, self.model.rotaries[index], self.batch)
         self.calls += 1
-        return kv.attend(stored, self.batch, mixer.softmax_scale, mixer.window, mixer.soft_cap)[None], None
+        attended = kv.attend(stored, self.batch, mixer.softmax_scale, mixer.window, mixer.soft_cap)
+        return plain(attended)[None], None
 
 
 class _States(MoeModelOutputWithPast):
@@ -94,8 +97,6 @@ class FreightLinear(nn.Module):
         super().__init__()
         self.linear = linear
         self.out_features, self.in_features = weight.data.shape
-        scale = 0 if weight.scale is None else weight.scale.nbytes
-        self.num_bytes = weight.data.nbytes + scale
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
@@ -123,11 +124,11 @@ class TransformersModel:
         head._modules = {**self.causal._modules, body_of(self.causal)[0]: _Given()}
         return head
 
-    def forward(self, batch: ForwardBatch, kv_cache: Sequence[LayerKV]) -> Tensor:
+    def forward(self, batch: ForwardBatch, kv_cache: Sequence[LayerCache]) -> Tensor:
         """As `Decoder.forward`."""
         return self.logits(self.hidden(batch, kv_cache))
 
-    def hidden(self, batch: ForwardBatch, kv_cache: Sequence[LayerKV]) -> Tensor:
+    def hidden(self, batch: ForwardBatch, kv_cache: Sequence[LayerCache]) -> Tensor:
         """As `Decoder.hidden`."""
         step = _Step(self, batch, kv_cache)
         states = run_body(body_of(self.causal)[1], batch.token_ids, batch.positions, step)
@@ -158,8 +159,8 @@ class TransformersModel:
             for p in m.parameters()
         }
         inner = sum(p.nbytes for p in self.causal.parameters() if id(p) not in outer)
-        packed = sum(m.num_bytes for m in self.causal.modules() if isinstance(m, FreightLinear))
-        return inner + packed, sum(outer.values())
+        packed = tuple(module.linear for module in self.causal.modules() if isinstance(module, FreightLinear))
+        return inner + sum(held_tensors(packed).values()), sum(outer.values())
 
 
 def load_foreign(
@@ -186,14 +187,12 @@ def load_foreign(
     model = TransformersModel(config, causal, kernels, (Rotary(empty, empty),) * config.num_layers)
     if not stored:
         self_check(model, compute_format, False, device)
-    # a subclass computes something of its own
-    modules = [(name, m) for name, m in causal.named_modules() if isinstance(m, nn.Linear) and type(m) is nn.Linear]
-    linears = {f"{name}.weight": module for name, module in modules}
+    linears = {f"{name}.weight": cast(nn.Linear, causal.get_submodule(name)) for name in plain_linears(causal)}
     unmatched = sorted(set(stored) - set(linears))
     if unmatched:
         raise refused(config.model_type, f"{unmatched[0]} is stored in FP8, and its module is no Linear")
     rounds = weight_format.is_fp8 and scheme.weight_format is None
-    rounded = {name for name in linears if rounds and name not in free and not _ROUTERS.intersection(name.split("."))}
+    rounded = config.foreign.rounded if rounds else ()
     if rounds and not rounded:
         raise ConfigError(
             f"quantization = 'fp8' rounds Linear modules, and {type(causal).__name__} of transformers has none that "

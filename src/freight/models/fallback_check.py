@@ -12,7 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from freight.cache.pool import LayerKV, allocate_pool, cache_spec
+from freight.cache.pool import LayerCache, allocate_pool
+from freight.cache.spec import cache_spec
 from freight.config.engine import KVCacheConfig
 from freight.config.model import ModelConfig
 from freight.errors import CheckpointError
@@ -38,7 +39,7 @@ class Checked(Protocol):
     @property
     def kernels(self) -> KernelSet: ...
 
-    def forward(self, batch: ForwardBatch, kv_cache: tuple[LayerKV, ...]) -> Tensor: ...
+    def forward(self, batch: ForwardBatch, kv_cache: tuple[LayerCache, ...]) -> Tensor: ...
 
     def eager_logits(self, token_ids: Tensor) -> Tensor: ...
 
@@ -69,7 +70,7 @@ def self_check(model: Checked, compute_format: Format, fp8: bool, device: str) -
 def _measure(model: Checked, compute_format: Format, device: str) -> float:
     config = model.config
     spec = cache_spec(KVCacheConfig(compute_format, None, None, None), config, _BLOCK)
-    blocks = [3] * len(spec.groups)
+    blocks = spec.blocks_of(3 * _BLOCK)
     pool = allocate_pool(spec, KVCacheConfig(compute_format, None, None, None), blocks, model.kernels, device)
     draw = torch.Generator("cpu").manual_seed(0)
     first, second = (

@@ -8,6 +8,7 @@ cache is refused by name. `models/fallback.py` runs what passed.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,38 +21,31 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from freight.config.families import FAMILIES
+from freight.config.dtype import DtypeSource, checkpoint_dtype
 from freight.config.fields import token_ids
 from freight.config.layer import AttentionConfig, DenseConfig, LayerConfig
-from freight.config.model import ForeignModel, ModelConfig, declared_format
+from freight.config.mechanisms import refuse_uncompared
+from freight.config.model import ForeignModel, ModelConfig
+from freight.config.registry import FAMILIES
 from freight.errors import CheckpointError, choices
+from freight.fp8.formats import Format
+from freight.models.fallback_ropes import refuse_lost_rope, settle_ropes
+from freight.models.fallback_words import (
+    OTHER_ATTENTION,
+    refuse_keys,
+    refuse_recurrent,
+    refused,
+    why_not_built,
+    why_not_run,
+)
 
 PROBE = "freight_probe"
 _TOKENS = 8
 _LONGEST = 2**20  # positions at which a mask is compared
 
-# what a key of config.json says that Freight's cache or its attention does not do
-_REFUSED_KEYS: Mapping[str, str] = {
-    "is_encoder_decoder": "an encoder beside the decoder",
-    "add_cross_attention": "cross attention",
-    "vision_config": "inputs other than text",
-    "audio_config": "inputs other than text",
-    "kv_lora_rank": "latent attention (MLA), whose cache is not implemented",
-    "num_kv_shared_layers": "layers that share keys and values",
-    "alibi": "biases by position (ALiBi)",
-}
-_RECURRENT = ("mamba_", "ssm_", "linear_num_", "linear_conv_", "conv_")  # how keys of recurrent layers begin
-_ROPES_OF_LENGTH = ("dynamic", "longrope")  # the angles of stored keys would change as a sequence grows
+_OWN_CODE = " (auto_map names code in the checkpoint, which is never run here; vLLM runs it with --trust-remote-code)"
 _HARMLESS = frozenset(("dropout", "position_ids", "cache_position", "use_cache", "output_attentions"))
 _SCALING, _CAP, _WINDOW = "scaling", "softcap", "sliding_window"
-
-
-def refused(model_type: object, why: str) -> CheckpointError:
-    """The error for a model that does not pass."""
-    return CheckpointError(
-        f"config.json: model_type {model_type!r} has no row in Freight, and transformers' modules cannot be "
-        f"used: {why}. Model types that need none of them: {choices(FAMILIES)}"
-    )
 
 
 def hf_config(config: Mapping[str, Any]) -> PreTrainedConfig:
@@ -60,14 +54,17 @@ def hf_config(config: Mapping[str, Any]) -> PreTrainedConfig:
     Code that comes with a checkpoint is never run: only model types that transformers itself knows.
     """
     model_type = config.get("model_type")
+    refuse_uncompared(model_type)
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise CheckpointError(
             f"config.json: model_type {model_type!r} is not implemented, and transformers {transformers.__version__} "
-            f"does not know it; {choices(FAMILIES)} are, and decoders of transformers with attention over all tokens"
+            f"does not know it{_OWN_CODE if 'auto_map' in config else ''}; {choices(FAMILIES)} are, and decoders of "
+            "transformers with attention over all tokens"
         )
     own = {key: value for key, value in config.items() if key not in ("quantization_config", "compression_config")}
     try:
-        found = CONFIG_MAPPING[model_type].from_dict(own)
+        found = CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(own))  # which writes into `rope_scaling`
+        found.get_text_config()
     except Exception as error:  # validators of transformers raise what they like
         raise refused(model_type, f"its configuration is not accepted: {error}") from error
     assert isinstance(found, PreTrainedConfig)
@@ -79,7 +76,9 @@ def causal_class(config: PreTrainedConfig, declared: object = None) -> type[PreT
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise refused(config.model_type, "it is no causal language model there")
     found = cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
-    if declared and declared != [found.__name__]:
+    # those whose own code came before transformers' write PhiMoEForCausalLM, and InternLM3ForCausalLM for Llama's
+    names = (found.__name__.lower(), config.model_type.replace("_", "") + "forcausallm")
+    if declared and str(declared).lower() not in [str([name]) for name in names]:
         raise refused(config.model_type, f"architectures is {declared!r}, and the causal LM is [{found.__name__!r}]")
     return found
 
@@ -116,9 +115,11 @@ def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *mas
     return step.attend(module, query, key, value, mask, {k: v for k, v in given.items() if v is not None})
 
 
-def _marked_mask(*args: Any, mask_function: Callable[..., Tensor] | None = None, **kwargs: Any) -> Tensor:
-    """Instead of a mask: an empty one that carries the rule it would have been made by."""
-    mask = torch.empty(1, 1, 1, 1, dtype=torch.bool, device="meta")
+def _marked_mask(
+    *args: Any, mask_function: Callable[..., Tensor] | None = None, q_length: int, kv_length: int, **kwargs: Any
+) -> Tensor:
+    """Instead of a mask: one without content that carries the rule it would have been made by."""
+    mask = torch.empty(1, 1, q_length, kv_length, dtype=torch.bool, device="meta")
     mask.mask_function = mask_function  # type: ignore[attr-defined]
     return mask
 
@@ -129,11 +130,11 @@ AttentionMaskInterface.register(PROBE, _marked_mask)
 
 def body_of(model: PreTrainedModel) -> tuple[str, nn.Module]:
     """(name, module) of what gives the final states, before the head."""
-    name = model.base_model_prefix
-    body = getattr(model, name, None)
-    if not isinstance(body, nn.Module):
-        raise CheckpointError(f"{type(model).__name__} has no body beside its head")
-    return name, body
+    for name in (model.base_model_prefix, "model"):
+        body = model._modules.get(name)
+        if body is not None:
+            return name, body
+    raise CheckpointError(f"{type(model).__name__} has no module that gives final states, apart from its head")
 
 
 def run_body(body: nn.Module, token_ids: Tensor, positions: Tensor, step: Any) -> Tensor:
@@ -149,62 +150,61 @@ def run_body(body: nn.Module, token_ids: Tensor, positions: Tensor, step: Any) -
     return states[0]
 
 
-def foreign_config(config: Mapping[str, Any]) -> ModelConfig:
-    """config.json -> ModelConfig of a model that runs through transformers. Raises CheckpointError with the reason."""
-    _refuse_recurrent(config)
+def foreign_config(config: Mapping[str, Any], stored: Format | None = None) -> ModelConfig:
+    """config.json -> ModelConfig of a model that runs through transformers. Raises CheckpointError with the reason.
+
+    `stored` is the dtype of the tensors that are not quantized, which counts where config.json names none.
+    """
+    refuse_recurrent(config)
     hf = hf_config(config)
+    _require_language_model(config, hf)
     cls = causal_class(hf, config.get("architectures"))
-    text = hf.get_text_config()
-    _refuse_keys(hf.model_type, text, {**text.to_dict(), **config})
+    refuse_lost_rope(hf, config)
+    refuse_keys(hf.model_type, {**hf.get_text_config().to_dict(), **config})
     hf._experts_implementation = "batched_mm"  # the one that does not ask how many tokens an expert has
     probe = _Probe()
     try:
         with torch.device("meta"), torch.inference_mode():
             model = cls._from_config(hf, attn_implementation=PROBE, dtype=torch.float32).eval()
+    except Exception as error:  # whatever its constructors raise
+        raise refused(hf.model_type, why_not_built(hf, cls, PROBE, error)) from error
+    limit = getattr(hf.get_text_config(), "max_position_embeddings", None)
+    settle_ropes(hf.model_type, model, limit)
+    try:
+        with torch.device("meta"), torch.inference_mode():
             tokens = torch.zeros(_TOKENS, dtype=torch.int64, device="meta")
             run_body(body_of(model)[1], tokens, torch.arange(_TOKENS, dtype=torch.int64, device="meta"), probe)
     except CheckpointError as error:
         raise refused(hf.model_type, str(error)) from error
     except Exception as error:  # whatever its modules raise when they are run in this way
-        raise refused(hf.model_type, f"{type(error).__name__} without weights: {str(error).splitlines()[0]}") from error
-    return _model_config(config, hf, model, probe.calls)
+        raise refused(hf.model_type, why_not_run(model, error)) from error
+    return _model_config(checkpoint_dtype(config, stored), hf, model, probe.calls)
 
 
-def _refuse_recurrent(config: Mapping[str, Any]) -> None:
-    kinds = config.get("layer_types") or config.get("layers_block_type") or ()
-    kind = next((kind for kind in map(str, kinds) if "attention" not in kind or "linear" in kind), None)
-    key = next((key for key, value in config.items() if value and key.startswith(_RECURRENT)), None)
-    if kind is not None or key is not None:
-        said = f"layers of kind {kind!r}" if kind is not None else f"{key} = {_short(config.get(str(key)))}"
-        raise refused(config.get("model_type"), f"{said} means recurrent layers, whose state the cache does not hold")
-
-
-def _refuse_keys(model_type: str, text: PreTrainedConfig, config: Mapping[str, Any]) -> None:
-    for key, why in _REFUSED_KEYS.items():
-        if config.get(key):
-            raise refused(model_type, f"{key} = {_short(config[key])} means {why}")
-    if getattr(text, "max_position_embeddings", None) is None:
-        raise refused(model_type, "config.json has no max_position_embeddings")
-    ropes = str(config.get("rope_parameters")) + str(config.get("rope_scaling"))
-    for kind in _ROPES_OF_LENGTH:
-        if f"'{kind}'" in ropes:
-            raise refused(model_type, f"its rotary embedding is {kind!r}, which changes with the length of a sequence")
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) < 40 else text[:37] + "..."
+def _require_language_model(config: Mapping[str, Any], hf: PreTrainedConfig) -> None:
+    """Raises CheckpointError for a model of several parts, which transformers does not run as a causal LM."""
+    if type(hf) in MODEL_FOR_CAUSAL_LM_MAPPING or "text_config" not in type(hf).sub_configs:
+        return
+    if not config.get("text_config"):
+        raise CheckpointError(
+            f"config.json lacks text_config, in which a model of type {hf.model_type!r} describes its language model"
+        )
+    raise refused(hf.model_type, "it has several parts, and Freight runs the language model of those that have a row")
 
 
 def _model_config(
-    config: Mapping[str, Any], hf: PreTrainedConfig, model: PreTrainedModel, calls: list[_Call]
+    dtype: tuple[Format, DtypeSource], hf: PreTrainedConfig, model: PreTrainedModel, calls: list[_Call]
 ) -> ModelConfig:
     text = hf.get_text_config()
-    limit = int(text.max_position_embeddings)
     modules = _attention_modules(hf.model_type, text.num_hidden_layers, model, calls)
+    limit = getattr(text, "max_position_embeddings", None)
+    if not isinstance(limit, int):
+        raise refused(hf.model_type, "its configuration names no largest number of positions (max_position_embeddings)")
+    if limit < 1:
+        raise CheckpointError(f"config.json: max_position_embeddings = {limit} must be at least 1")
     mixers = [_mixer(hf.model_type, name, call, limit) for name, call in zip(modules, calls, strict=True)]
     feed_forward = DenseConfig(int(getattr(text, "intermediate_size", None) or 0))
-    names = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}  # of a tied one, the first
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if not isinstance(embedding, nn.Embedding) or not isinstance(head, nn.Linear):
         raise refused(hf.model_type, "it has no embedding, or no head that is a Linear")
@@ -222,7 +222,8 @@ def _model_config(
         embedding_multiplier=None,
         tie_word_embeddings=tied,
         logit_soft_cap=None,
-        checkpoint_format=declared_format({**text.to_dict(), **config}),
+        checkpoint_format=dtype[0],
+        dtype_source=dtype[1],
         bos_token_id=next(iter(token_ids({"id": text.bos_token_id}, "id", None)), None),
         eos_token_ids=token_ids({"eos_token_id": text.eos_token_id}, "eos_token_id", None),
         foreign=ForeignModel(
@@ -230,8 +231,14 @@ def _model_config(
             tensors=tuple((name, tuple(parameter.shape)) for name, parameter in model.named_parameters()),
             embedding=names[id(embedding.weight)],
             head=names[id(head.weight)],
+            linears=tuple(f"{name}.weight" for name in plain_linears(model) if model.get_submodule(name) is not head),
         ),
     )
+
+
+def plain_linears(model: PreTrainedModel) -> list[str]:
+    """The names of its Linear modules. A subclass computes something else."""
+    return [name for name, module in model.named_modules() if type(module) is nn.Linear]
 
 
 def _attention_modules(model_type: str, num_layers: int, model: PreTrainedModel, calls: list[_Call]) -> list[str]:
@@ -239,7 +246,7 @@ def _attention_modules(model_type: str, num_layers: int, model: PreTrainedModel,
     names = {id(module): name for name, module in model.named_modules()}
     called = [names[id(call.module)] for call in calls]
     if not called:
-        raise refused(model_type, "its attention does not go through transformers' AttentionInterface")
+        raise refused(model_type, OTHER_ATTENTION)
     layers = [int(match[1]) for name in called if (match := re.search(r"\.(\d+)\.", name))]
     if layers == list(range(num_layers)) and len(called) == num_layers:
         return called
@@ -303,5 +310,5 @@ def _window(model_type: str, name: str, rule: Callable[..., Tensor], limit: int)
     except CheckpointError:
         raise
     except Exception as error:
-        raise refused(model_type, f"the mask of {name} follows a rule that cannot be read: {error}") from error
+        raise refused(model_type, f"what {name} sees follows from more than positions") from error
     return None if window >= longest else window

@@ -2,18 +2,15 @@
 
 What a model needs follows from ModelConfig alone (`tensor_shapes`), so a config that contradicts the tensors is an
 error that names both, before a weight is read. q, k, v and gate, up are merged along the output where that is exact.
+Mixers are built by `models/mixers.py`.
 A 16-bit weight that becomes FP8 is released before the next one is read, so memory peaks near the FP8 size.
-
-A multiplier m of what layers add costs nothing: the residual stream is kept divided by m. It begins with the embedding
-divided by m, layers add to it as they are, and a norm with eps / m² of the stream / m is that with eps of the stream.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,32 +18,25 @@ from torch import Tensor
 from freight.checkpoint.linears import find_linears
 from freight.checkpoint.mxfp4 import describe, find_experts
 from freight.checkpoint.reader import Checkpoint
-from freight.config.layer import (
-    AttentionConfig,
-    DenseConfig,
-    LayerInputConfig,
-    MoEConfig,
-    NormKind,
-    NormPlacement,
-    OutputGate,
-)
+from freight.config.layer import DenseConfig, FeedForward, LayerInputConfig, MoEConfig, NormPlacement
 from freight.config.model import ModelConfig
-from freight.errors import CheckpointError
 from freight.fp8.formats import Format
 from freight.fp8.scheme import Scheme
 from freight.kernels.interface import KernelSet
-from freight.layers.attention import Attention, HeadGate, QKNorm, ValueNorm
 from freight.layers.embedding import Embedding, LogitsHead
 from freight.layers.layer_inputs import LayerInput, LayerInputs
-from freight.layers.linear import Linear, Projection, UnmergedLinear
 from freight.layers.moe import ExpertsBeside, MoE
-from freight.layers.norm import LayerNorm, Norm, RMSNorm
-from freight.layers.rope import build_ropes, half_pairs
-from freight.models.architectures import TensorNames, skipped_parts, tensor_names
+from freight.layers.norm import Norm, RMSNorm
+from freight.layers.rope import build_ropes
+from freight.models.architectures import skipped_parts, tensor_names
+from freight.models.building import Builder
 from freight.models.decoder import MLP, Decoder, DecoderLayer
-from freight.models.shapes import bias_of, kept_in_16_bits, shared_names
+from freight.models.expert_weights import Read, expert_matrices
+from freight.models.mixers import build_mixer
+from freight.models.shapes import kept_in_16_bits, shared_names
 from freight.models.shapes import tensor_shapes as tensor_shapes
 from freight.models.sources import CheckpointSource, WeightSource, in_halves
+from freight.operands.packed import PackedExperts
 from freight.operands.rotary import Rotary
 from freight.operands.weight import Weight
 
@@ -55,99 +45,30 @@ logger = logging.getLogger("freight")
 
 
 @dataclass(frozen=True)
-class _Read:
-    """`Weights` that are read as they are asked for."""
-
-    count: int
-    read: Callable[[], Iterator[Weight]]
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __iter__(self) -> Iterator[Weight]:
-        return self.read()
-
-
-@dataclass(frozen=True)
-class _Builder:
-    """Builds a model's parts from the tensors of a source."""
-
-    source: WeightSource
-    config: ModelConfig
-    names: TensorNames
-    shapes: dict[str, tuple[int, ...]]
-    kernels: KernelSet
-
-    def tensor(self, name: str) -> Tensor:
-        return self.source.tensor(name, self.shapes[name])
-
-    def exact(self, name: str) -> Tensor:
-        return self.source.exact(name, self.shapes[name])
-
-    def linear(self, prefix: str, *parts: str, rows: Sequence[Tensor | None] = ()) -> Projection:
-        """The projections `parts`, merged into one matrix if they can be. `rows`: the order of each one's outputs."""
-        names = [f"{prefix}{part}.weight" for part in parts]
-        weights = [self.source.weight(name, self.shapes[name]) for name in names]
-        biases = [self.tensor(name) for part in parts if (name := f"{prefix}{part}.bias") in self.shapes]
-        for i, order in enumerate(rows):
-            if order is not None:
-                weights[i] = weights[i].reordered(order, names[i])
-                biases[i : i + 1] = [bias[order] for bias in biases[i : i + 1]]
-        if Weight.mergeable(weights):
-            return self.packed(Weight.concat(weights), torch.cat(biases) if biases else None)
-        return UnmergedLinear(tuple(map(self.packed, weights, biases or (None,) * len(weights))))
-
-    def packed(self, weight: Weight, bias: Tensor | None) -> Linear:
-        return Linear(self.kernels.pack(weight), bias, self.kernels, weight.input_limit)
-
-    def norm_weight(self, name: str) -> Tensor:
-        """In float32 with an offset, too: 1 + w would be rounded in 16 bits."""
-        weight = self.tensor(name)
-        return weight.float() + self.config.norm_offset if self.config.wide_norms else weight
-
-    def norm(self, name: str, weight: Tensor | None = None) -> Norm:
-        """With the weight of that name, or with `weight`, of a layer whose inputs have no norm (`Residual.summed`)."""
-        eps = self.config.norm_eps / self.config.residual_multiplier**2  # the stream is divided by the multiplier
-        if self.config.norm_kind is NormKind.LAYER:
-            return LayerNorm(self.tensor(name), self.tensor(bias_of(name)), eps, self.kernels)
-        return RMSNorm(self.norm_weight(name) if weight is None else weight, eps, self.kernels)
+class _ModelBuilder(Builder):
+    """Builds the layers, and what stands before and behind them."""
 
     def embedding(self) -> Embedding:
         weight, multiplier = self.tensor(self.names.embedding), self.config.embedding_multiplier
         if multiplier is not None and self.config.rounds_multiplier:
             multiplier = torch.tensor(multiplier, dtype=torch.float32, device="cpu").to(weight.dtype).item()
-        if self.config.residual_multiplier != 1:
-            multiplier = (1.0 if multiplier is None else multiplier) / self.config.residual_multiplier
+        norm = None
+        if self.config.embedding_norm:
+            ones = torch.full(weight.shape[1:], 1 / self.divisor, dtype=torch.float32, device=weight.device)
+            norm = RMSNorm(ones, self.config.norm_eps, self.kernels)
+        elif self.divisor != 1:
+            multiplier = (1.0 if multiplier is None else multiplier) / self.divisor
         offset = self.config.position_offset
         positions = None if offset is None else self.tensor(self.names.positions)[offset:]
-        return Embedding(weight, multiplier, self.outer(self.names.project_in), positions)
-
-    def outer(self, module: str) -> Linear | None:
-        """A projection outside of the layers, if the model has it."""
-        name = f"{module}.weight"
-        return self.packed(self.source.head(name, self.shapes[name]), None) if name in self.shapes else None
+        return Embedding(weight, multiplier, self.outer(self.names.project_in), positions, norm)
 
     def layer(self, index: int, ropes: Mapping[int | None, Rotary]) -> DecoderLayer:
         layer, names, prefix = self.config.layers[index], self.names, self.names.layer.format(index)
-        mixer, outputs_only = layer.mixer, layer.norms is NormPlacement.OUTPUT
-        norms = self.qk_norms(mixer, prefix) if mixer.qk_norm else None
-        rotary = replace(ropes[mixer.rope], eps=self.config.norm_eps)
-        attention = Attention(
-            qkv=self.linear(prefix, *names.qkv_of(mixer), rows=self.qkv_rows(mixer)),
-            o=self.linear(prefix, names.o),
-            rotary=rotary if norms is None or mixer.qk_norm_whole else replace(rotary, norms=norms),
-            softmax_scale=mixer.softmax_scale,
-            window=mixer.window,
-            soft_cap=mixer.soft_cap,
-            shares=mixer.kv_from is not None,
-            gate=self.head_gate(mixer.gate, prefix),
-            norm=QKNorm(*norms, self.config.norm_eps, self.kernels) if norms and mixer.qk_norm_whole else None,
-            v_norm=self.value_norm(mixer, rotary) if mixer.v_norm else None,
-            sinks=self.tensor(prefix + names.sinks).float() if mixer.sinks else None,
-        )
-        attention_post, mlp_post = (
-            self.norm_weight(prefix + name) if layer.norms.has_outputs else None
-            for name in (names.attention_post, names.mlp_post)
+        outputs_only, fed = layer.norms is NormPlacement.OUTPUT, layer.feed_forward is not None
+        mixer = build_mixer(layer.mixer, self, prefix, ropes)
+        mixer_post, mlp_post = (
+            self.post_weight(prefix + name) if layer.norms.has_outputs and there else None
+            for name, there in ((names.attention_post, mixer is not None), (names.mlp_post, fed))
         )
         scalar = self.tensor(prefix + names.scalar) if layer.scalar else None
         assert scalar is None or (mlp_post is not None and self.config.wide_norms), (
@@ -155,10 +76,10 @@ class _Builder:
         )
         own = None if layer.input is None else self.layer_input(layer.input, prefix, scalar)
         return DecoderLayer(
-            attention_norm=self.norm(prefix + names.attention_norm, attention_post if outputs_only else None),
-            attention=attention,
-            attention_post=attention_post,
-            mlp_norm=self.norm(prefix + names.mlp_norm, mlp_post if outputs_only else None),
+            mixer_norm=self.part_norm(prefix + names.attention_norm, mixer_post, outputs_only, mixer is not None),
+            mixer=mixer,
+            mixer_post=mixer_post,
+            mlp_norm=self.part_norm(prefix + names.mlp_norm, mlp_post, outputs_only, fed),
             mlp=self.feed_forward(layer.feed_forward, prefix),
             beside=self.beside(layer.feed_forward, prefix),
             mlp_post=mlp_post if scalar is None or mlp_post is None or own is not None else mlp_post * scalar.float(),
@@ -167,6 +88,10 @@ class _Builder:
             scalar=scalar,
             input=own,
         )
+
+    def part_norm(self, name: str, post: Tensor | None, outputs_only: bool, there: bool) -> Norm | None:
+        """The norm before a part of a layer that is `there`. With `outputs_only` only its eps is used."""
+        return self.norm(name, post if outputs_only else None) if there else None
 
     def layer_input(self, own: LayerInputConfig, prefix: str, scalar: Tensor | None) -> LayerInput:
         names, post = self.names, self.norm_weight(prefix + self.names.own_post)
@@ -179,7 +104,7 @@ class _Builder:
         )
 
     def layer_inputs(self, only: int | None = None) -> LayerInputs | None:
-        """Those of all layers, or of one."""
+        """The per-layer embeddings of all layers, or of layer `only`."""
         c, names = self.config, self.names
         if c.input_vocab_size is None:
             return None
@@ -194,33 +119,10 @@ class _Builder:
         norm = RMSNorm(self.norm_weight(names.own_norm), c.norm_eps * c.hidden_size, self.kernels)
         return LayerInputs(table, size**0.5, self.packed(weight, None), norm)
 
-    def qk_norms(self, mixer: AttentionConfig, prefix: str) -> tuple[Tensor, Tensor]:
-        """The weights for q and k. A layer that reads another's keys has none for k: q's stands there, unused."""
-        q = self.norm_weight(prefix + self.names.q_norm)
-        return q, q if mixer.kv_from is not None else self.norm_weight(prefix + self.names.k_norm)
-
-    def head_gate(self, gate: OutputGate | None, prefix: str) -> HeadGate | None:
-        projection = None if gate is None else self.outer(prefix + self.names.head_gate)
-        return None if gate is None or projection is None else HeadGate(projection, gate.function)
-
-    def value_norm(self, mixer: AttentionConfig, rotary: Rotary) -> ValueNorm:
-        ones = torch.ones(mixer.v_dim, dtype=torch.float32, device=rotary.cos.device)
-        return ValueNorm(ones, mixer.qkv_sizes[2], mixer.k_eq_v, self.config.norm_eps, self.kernels)
-
-    def qkv_rows(self, mixer: AttentionConfig) -> tuple[Tensor | None, ...]:
-        """The order of the rows of each matrix that q, k and v are stored in; None: as they are (`RopeConfig`)."""
-        if mixer.rope is None or not self.config.ropes[mixer.rope].interleaved:
-            return ()
-        assert not mixer.qk_norm, "the weights of these norms would need the same order"
-        rotary_dim = self.config.ropes[mixer.rope].rotary_dim
-        q, k = (half_pairs(heads, mixer.k_dim, rotary_dim) for heads in (mixer.num_heads, mixer.num_kv_heads))
-        if len(self.names.qkv) > 1:
-            return q, k, None
-        v = torch.arange(sum(mixer.qkv_sizes), dtype=torch.int64, device="cpu")[len(q) + len(k) :]
-        return (torch.cat((q, k + len(q), v)),)
-
-    def feed_forward(self, mlp: DenseConfig | MoEConfig, prefix: str) -> MLP | MoE:
+    def feed_forward(self, mlp: FeedForward, prefix: str) -> MLP | MoE | None:
         names = self.names
+        if mlp is None:
+            return None
         if isinstance(mlp, DenseConfig):
             return self.dense(mlp, prefix, names.gate_up, names.down)
         if mlp.beside:
@@ -228,7 +130,7 @@ class _Builder:
             return self.dense(mlp.shared, prefix, *shared_names(names))
         return self.mixture(mlp, prefix)
 
-    def beside(self, mlp: DenseConfig | MoEConfig, prefix: str) -> ExpertsBeside | None:
+    def beside(self, mlp: FeedForward, prefix: str) -> ExpertsBeside | None:
         """The experts beside a feed-forward (`MoEConfig.beside`), if the layer has such."""
         if not isinstance(mlp, MoEConfig) or not mlp.beside:
             return None
@@ -245,7 +147,11 @@ class _Builder:
     def mixture(self, mlp: MoEConfig, prefix: str) -> MoE:
         names = self.names
         router, biased = prefix + names.router, prefix + names.choice_bias
-        gate = Weight(self.exact(f"{router}.weight"))
+        matrix, choice = self.exact(f"{router}.weight"), self.exact(biased).flatten() if mlp.choice_bias else None
+        if names.for_pictures:
+            assert choice is not None
+            matrix, choice = matrix.t().contiguous(), choice[: mlp.num_experts].clone()
+        gate = Weight(matrix)
         return MoE(
             gate=self.kernels.pack(gate),
             routing=mlp.routing,
@@ -254,7 +160,7 @@ class _Builder:
             activation=mlp.activation,
             kernels=self.kernels,
             bias=self.exact(f"{router}.bias") if mlp.router_bias else None,
-            choice_bias=self.exact(biased).flatten() if mlp.choice_bias else None,
+            choice_bias=choice,
             shared=None if mlp.shared is None else self.dense(mlp.shared, prefix, *shared_names(names)),
             shared_gate=self.outer(prefix + names.shared_gate) if mlp.shared_gate else None,
             expert_scale=self.exact(prefix + names.expert_scale) if mlp.beside else None,
@@ -263,7 +169,7 @@ class _Builder:
     def dense(self, mlp: DenseConfig, prefix: str, gate_up: tuple[str, ...], down: str) -> MLP:
         return MLP(self.linear(prefix, *gate_up), self.linear(prefix, down), mlp.activation, self.kernels)
 
-    def experts(self, mlp: MoEConfig, prefix: str, *parts: str) -> Any:
+    def experts(self, mlp: MoEConfig, prefix: str, *parts: str) -> PackedExperts:
         """The projections `parts` of each expert, merged. A static input scale is the largest of all experts', as the
         rows are quantized once for all of them."""
         if self.names.interleaved:
@@ -271,43 +177,19 @@ class _Builder:
         modules = [[f"{prefix}{self.names.expert.format(i)}{part}" for part in parts] for i in range(mlp.num_experts)]
         names = [[f"{module}.weight" for module in group] for group in modules]
         biases = [torch.cat([self.tensor(f"{m}.bias") for m in group]) for group in modules] if mlp.bias else []
-        weights = _Read(mlp.num_experts, lambda: self.merged(names))
+        weights = Read(mlp.num_experts, lambda: expert_matrices(self.source, self.shapes, names))
         return self.kernels.pack_experts(weights, torch.stack(biases) if biases else None)
 
-    def merged(self, names: list[list[str]]) -> Iterator[Weight]:
-        """The matrix of each expert, of the tensors `names`. Raises CheckpointError where they are not of one kind."""
-        scales = [scale for group in names for name in group if (scale := self.source.input_scale(name)) is not None]
-        largest, first = max(scales, default=None), None
-        for group in names:
-            weights = [replace(self.source.weight(name, self.shapes[name]), input_scale=largest) for name in group]
-            first = first or replace(weights[0], data=weights[0].data[:0])
-            if not Weight.mergeable(weights) or not Weight.alike([first, weights[0]]):
-                raise CheckpointError(
-                    f"{names[0][0]} and the other experts of this layer are not quantized alike, or blocks of scales "
-                    f"span gate and up ({len(weights[0].data)} rows each): they cannot be computed together; quantize "
-                    "all of them in the same way, with a scale per row if their rows are no multiple of 128"
-                )
-            if weights[0].input_limit is not None:
-                raise CheckpointError(
-                    f"{names[0][0]} and the other experts of this layer: config.json clips their inputs to "
-                    f"{weights[0].input_limit:g} (activation_scale_ub, activation_value_ub), which is not implemented "
-                    "for experts; quantize them without a limit"
-                )
-            merged = Weight.concat(weights)
-            del weights
-            yield merged
-            del merged
-
-    def interleaved(self, name: str, pairs: bool) -> Any:
+    def interleaved(self, name: str, pairs: bool) -> PackedExperts:
         """The experts of one tensor (`TensorNames.interleaved`); `pairs`: rows of gate and up in turn."""
         shape = self.shapes[name]
-        weights = _Read(shape[0], lambda: iter(self.source.experts(name, shape, pairs)))
+        weights = Read(shape[0], lambda: iter(self.source.experts(name, shape, pairs)))
         bias = self.tensor(f"{name}_bias")
         return self.kernels.pack_experts(weights, in_halves(bias, 1) if pairs else bias)
 
 
-def _builder(config: ModelConfig, source: WeightSource, kernels: KernelSet) -> _Builder:
-    return _Builder(source, config, tensor_names(config), tensor_shapes(config), kernels)
+def _builder(config: ModelConfig, source: WeightSource, kernels: KernelSet) -> _ModelBuilder:
+    return _ModelBuilder(source, config, tensor_names(config), tensor_shapes(config), kernels)
 
 
 def build_decoder(config: ModelConfig, source: WeightSource, kernels: KernelSet, max_len: int, device: str) -> Decoder:
@@ -315,7 +197,9 @@ def build_decoder(config: ModelConfig, source: WeightSource, kernels: KernelSet,
     builder = _builder(config, source, kernels)
     ropes = build_ropes(config.ropes, max_len, device)
     layers = tuple(builder.layer(index, ropes) for index in range(config.num_layers))
-    norm = builder.norm(builder.names.norm) if config.final_norm else None
+    last = builder.names.norm
+    own = None if config.final_norm_offset else builder.norm_weight(last, offset=False)
+    norm = builder.norm(last, own) if config.final_norm else None
     embedding, names = builder.embedding(), builder.names
     tied = config.tie_word_embeddings
     head = Weight(embedding.weight) if tied else source.head(names.head, builder.shapes[names.head])

@@ -1,5 +1,7 @@
-"""Opening a checkpoint: config, scheme and KV scales read and checked, and no weight. The one way in for the engine,
-calibration, evaluation, benchmarks and `freight inspect`.
+"""Opening a checkpoint: config, scheme and KV scales read and checked, and no weight.
+
+Whatever runs a model opens it here: the engine, calibration, evaluation, benchmarks, FP8Cache. `freight inspect` and
+`freight audit` read `Checkpoint` themselves, because they also describe what cannot be run.
 """
 
 from __future__ import annotations
@@ -7,22 +9,24 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from freight.cache.pool import cache_spec
-from freight.cache.spec import KVCacheSpec
+from freight.cache.spec import KVCacheSpec, cache_spec
 from freight.checkpoint.kv_scales import read_kv_scales, read_scale_json
 from freight.checkpoint.layouts import read_scheme
 from freight.checkpoint.rank_export import refuse_to_run
 from freight.checkpoint.reader import Checkpoint, resolve_model
+from freight.config.dtype import DtypeSource, describe_dtype
 from freight.config.engine import EngineArgs, EngineConfig
-from freight.config.families import FAMILIES
 from freight.config.kv_source import kv_source, uniform_scales
+from freight.config.mechanisms import refuse_mechanisms
 from freight.config.model import ModelConfig, parse_model_config, stop_token_ids
 from freight.config.presets import shape_config
+from freight.config.registry import FAMILIES
 from freight.config.resolve import check, resolve
+from freight.config.skip_layers import skipped_layers
 from freight.device import DeviceFacts, Threads, choose_threads, probe
 from freight.errors import CheckpointError, ConfigError, choices
 from freight.fp8.formats import Format
@@ -33,6 +37,7 @@ from freight.models.decoder import LanguageModel
 from freight.models.expert_names import as_stored, present_experts
 from freight.models.loader import load_model
 from freight.models.random_weights import random_model
+from freight.models.sizes import ForeignBytes, Layout, foreign_bytes, online
 from freight.models.weight_bytes import weight_bytes
 from freight.tokenizer import Tokenizer
 
@@ -53,33 +58,46 @@ class OpenCheckpoint:
         return read_kv_scales(self.checkpoint, self.model, self.scheme, extras=False)
 
 
-def open_checkpoint(model: str, revision: str | None = None) -> OpenCheckpoint:
+def open_checkpoint(model: str, revision: str | None = None, ignore_keys: Collection[str] = ()) -> OpenCheckpoint:
     """Open `model`: 'demo', a folder or a hub id. Raises ConfigError or CheckpointError."""
-    return open_folder(resolve_model(model, revision), model)
+    return open_folder(resolve_model(model, revision), model, ignore_keys)
 
 
-def open_folder(path: Path, name: str) -> OpenCheckpoint:
+def open_folder(path: Path, name: str, ignore_keys: Collection[str] = ()) -> OpenCheckpoint:
     """Open the checkpoint in `path`, which the user named `name`."""
     refuse_to_run(path, name)
     checkpoint = Checkpoint(path)
-    config = read_model_config(checkpoint.config, checkpoint.names)
+    config = read_model_config(checkpoint.config, checkpoint.names, checkpoint.stored_format, ignore_keys)
     scheme = read_scheme(checkpoint.config, checkpoint.hf_quant_config)
     present_experts(checkpoint, config, scheme)
     return OpenCheckpoint(checkpoint, config, scheme, read_kv_scales(checkpoint, config, scheme))
 
 
-def read_model_config(config: Mapping[str, Any], tensors: Collection[str] = ()) -> ModelConfig:
+def read_model_config(
+    config: Mapping[str, Any],
+    tensors: Collection[str] = (),
+    stored: Format | None = None,
+    ignore_keys: Collection[str] = (),
+) -> ModelConfig:
     """What a config.json describes: a row of Freight's, else a model of transformers that can be run. `tensors` are the
-    names of the checkpoint's tensors.
+    names of the checkpoint's tensors, `stored` the dtype of those that are not quantized; `ignore_keys` are read over
+    though they compute (`config.keys.check_keys`).
 
-    Raises CheckpointError for a key of a row's that stands in the way, and for what is neither.
+    Raises CheckpointError for a key of a row's that stands in the way, for a mechanism that Freight does not have, and
+    for what is neither; ConfigError for keys that cannot be ignored.
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type in FAMILIES:
-        return as_stored(parse_model_config(config, tensors), tensors)
+        return as_stored(parse_model_config(config, tensors, stored, ignore_keys), tensors)
+    refuse_mechanisms(config, model_type)
+    if ignore_keys:
+        raise ConfigError(
+            f"--ignore-config-keys {' '.join(ignore_keys)}: model_type {model_type!r} runs through transformers' "
+            "modules, which read all of config.json"
+        )
     from freight.models.fallback_probe import foreign_config  # transformers' modeling code takes seconds to import
 
-    return foreign_config(config)
+    return foreign_config(config, stored)
 
 
 def require_native(model: ModelConfig, name: str, what: str) -> None:
@@ -117,7 +135,19 @@ class OpenModel:
                 f"the KV scales have centers of keys, which are subtracted before keys are rotated; modules of "
                 f"transformers ({self.model.architecture}) rotate them first. Use --kv-scales dynamic"
             )
-        return resolve(args, self.model, self.scheme, scales, self.device)
+        config = resolve(args, self.model, self.scheme, scales, self.device)
+        if config.state_every is not None:
+            self.cache_spec(config)  # which refuses it where no layer keeps a state
+        return config
+
+    def skipped_layers(self) -> frozenset[int]:
+        """The layers whose cache stays unquantized beside others of 8 bits. Raises ConfigError."""
+        return skipped_layers(self.args.kv_cache_dtype_skip_layers, self.model.attention, self.model.num_layers)
+
+    def skipping(self, config: EngineConfig) -> EngineConfig:
+        """`config`, whose cache is quantized in every layer, with those of `skipped_layers` left out of that."""
+        skipped, num_layers = self.skipped_layers(), self.model.num_layers
+        return replace(config, kv=config.kv.skipping(skipped, num_layers, config.compute_format))
 
     def threads(self, config: EngineConfig) -> Threads:
         """What everything that computes with this model should be inside of."""
@@ -126,26 +156,45 @@ class OpenModel:
     def kernels(self, config: EngineConfig) -> KernelSet:
         return select_kernels(config.kernels, config.device, config.fp8_attention)
 
-    def load(self, config: EngineConfig) -> LanguageModel:
-        """Read the weights, or draw them, with the threads of `config`. Logs their size and the seconds it took."""
+    def load(self, config: EngineConfig, num_positions: int | None = None) -> LanguageModel:
+        """Read the weights, or draw them, with the threads of `config`. Logs their size and the seconds it took.
+
+        `num_positions`: the positions that will be computed, if they are fewer than `config.max_model_len`: tables of
+        angles end there, with the same values.
+        """
         begin = time.perf_counter()
         with self.threads(config):
-            decoder = self._load(config)
+            decoder = self._load(config, num_positions or config.max_model_len)
         seconds = time.perf_counter() - begin
         logger.info("loading weights took %.3g GB and %.2f s", weight_bytes(decoder).total / 1e9, seconds)
         return decoder
 
-    def _load(self, config: EngineConfig) -> LanguageModel:
+    def _load(self, config: EngineConfig, length: int) -> LanguageModel:
         kernels = self.kernels(config)
         if kernels.note:
             logger.warning("%s", kernels.note)
-        formats, length = (config.compute_format, config.weight_format), config.max_model_len
-        logger.info("%s", describe_weights(*formats, self.scheme))
+        formats, model = (config.compute_format, config.weight_format), self.model.for_context(config.max_model_len)
+        self._log_dtype(config.compute_format)
+        logger.info("%s", describe_weights(*formats, self.scheme, self.model))
         if self.model.foreign is not None:
             return self._load_foreign(kernels, config)
         if self.checkpoint is None:
-            return random_model(self.model, kernels, *formats, length, config.device, config.seed)
-        return load_model(self.checkpoint, self.model, kernels, *formats, length, config.device, self.scheme)
+            return random_model(model, kernels, *formats, length, config.device, config.seed)
+        return load_model(self.checkpoint, model, kernels, *formats, length, config.device, self.scheme)
+
+    def _log_dtype(self, compute: Format) -> None:
+        """What is computed in, and why; a warning where float32 is what config.json says and nothing is stored so."""
+        source = self.model.dtype_source if self.args.dtype == "auto" else DtypeSource.OPTION
+        logger.info("dtype: %s", describe_dtype(compute, source))
+        stored = None if self.checkpoint is None else self.checkpoint.stored_format
+        asked = source is DtypeSource.OPTION
+        if not asked and compute is Format.FLOAT32 and stored not in (None, Format.FLOAT32):
+            logger.warning(
+                "the tensors are in %s: float32 takes twice the memory and adds no precision to them; --dtype %s "
+                "computes as they are stored",
+                stored,
+                stored,
+            )
 
     def _load_foreign(self, kernels: KernelSet, config: EngineConfig) -> LanguageModel:
         from freight.models.fallback import load_foreign
@@ -161,7 +210,8 @@ class OpenModel:
         return loaded
 
     def cache_spec(self, config: EngineConfig) -> KVCacheSpec:
-        return cache_spec(config.kv, self.model, config.block_size)
+        sizes = config.compute_format, config.state_every, config.max_model_len
+        return cache_spec(config.kv, self.model, config.block_size, *sizes)
 
     def stop_token_ids(self) -> frozenset[int]:
         if self.checkpoint is None:
@@ -185,7 +235,10 @@ class OpenModel:
 def open_model(args: EngineArgs) -> OpenModel:
     """Open the checkpoint that `args.model` names. Raises ConfigError or CheckpointError."""
     check(args)  # a contradiction between settings needs neither checkpoint nor device to be seen
-    stored = open_checkpoint(args.model, args.revision)
+    stored = open_checkpoint(args.model, args.revision, args.ignore_config_keys)
+    unread = stored.model.unread_keys.describe()
+    if unread is not None:
+        logger.info("%s", unread)
     device = probe(args.device)
     if device.note:
         logger.info("%s", device.note)
@@ -195,15 +248,37 @@ def open_model(args: EngineArgs) -> OpenModel:
 def open_random(args: EngineArgs, shape: str) -> OpenModel:
     """A model with random weights instead: `shape` is a preset's name or a config.json. Raises ConfigError."""
     check(args)
-    model = parse_model_config(shape_config(shape))
+    model = parse_model_config(shape_config(shape), ignore_keys=args.ignore_config_keys)
     return OpenModel(args, None, model, Scheme(), KVScales((None,) * model.num_layers), probe(args.device))
 
 
-def describe_weights(compute_format: Format, weight_format: Format, scheme: Scheme) -> str:
+def describe_weights(compute_format: Format, weight_format: Format, scheme: Scheme, model: ModelConfig) -> str:
     """The line at start about the weights."""
+    if model.foreign is not None and weight_format.is_fp8:
+        linear_of = online(model) if scheme.weight_format is None else scheme.linear
+        parts = foreign_bytes(model.foreign, compute_format, weight_format, linear_of, Layout.PLAIN)
+        return _describe_parts(parts, compute_format, weight_format, scheme)
     if scheme.weight_format is not None:
         return f"{scheme.weights}, as stored ({scheme.method}); those left out: {compute_format}"
     if not weight_format.is_fp8:
         return f"weights: {weight_format}"
     rounded = f"weights: {weight_format}, rounded as they load, one scale per output row"
     return f"{rounded}; embedding and head: {compute_format}"
+
+
+def _describe_parts(parts: ForeignBytes, compute: Format, weights: Format, scheme: Scheme) -> str:
+    """How much is in FP8, and what is not: experts that transformers stacks are no Linear modules."""
+    total = parts.fp8 + parts.stacked + parts.other + parts.embeddings
+    how = "rounded as they load, one scale per output row"
+    if scheme.weight_format is not None:
+        how = f"as stored ({scheme.method})"
+    experts = f"{_gb(parts.stacked)} of experts, which are stacked tensors there and no Linear modules; "
+    return (
+        f"weights: {_gb(parts.fp8)} of {_gb(total)} ({parts.fp8 / total:.0%}) are {weights}: Linear modules, {how}. "
+        f"In {compute}: {experts if parts.stacked else ''}{_gb(parts.embeddings)} of embedding and head; "
+        f"{_gb(parts.other)} of routers, norms and the rest"
+    )
+
+
+def _gb(count: int) -> str:
+    return f"{count / 1e9:.3g} GB"

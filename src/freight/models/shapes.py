@@ -5,9 +5,13 @@ The loader, the quantizer and the planner agree on these; a checkpoint that cont
 
 from __future__ import annotations
 
-from freight.config.layer import DenseConfig, LayerConfig, MoEConfig, NormKind, NormPlacement
+from itertools import compress
+
+from freight.config.layer import DenseConfig, FeedForward, LayerConfig, MoEConfig, NormKind, NormPlacement
 from freight.config.model import ModelConfig
-from freight.models.architectures import TensorNames, tensor_names
+from freight.config.tensor_names import TensorNames
+from freight.models.architectures import tensor_names
+from freight.models.mixer_parts import mixer_parts
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -41,8 +45,11 @@ def kept_in_16_bits(config: ModelConfig) -> frozenset[str]:
     or weighs heads.
     """
     names = tensor_names(config)
-    inner = (f"{prefix}{module}.weight" for prefix in map(names.layer.format, range(config.num_layers))
-             for module in (names.router, names.shared_gate, names.head_gate))  # fmt: skip
+    inner = (
+        f"{names.layer.format(index)}{module}.weight"
+        for index, layer in enumerate(config.layers)
+        for module in (names.router, names.shared_gate, *mixer_parts(layer.mixer, config.hidden_size, names).kept)
+    )
     return names.outer.union(inner)
 
 
@@ -58,39 +65,30 @@ def bias_of(weight: str) -> str:
 
 def _layer_shapes(layer: LayerConfig, config: ModelConfig, names: TensorNames) -> dict[str, tuple[int, ...]]:
     """Every tensor of one layer, by its name within the layer."""
-    mixer, hidden = layer.mixer, config.hidden_size
+    hidden = config.hidden_size
+    parts = mixer_parts(layer.mixer, hidden, names)
     projections = {  # name -> outputs, inputs, whether it has a bias
-        **{name: (size, hidden, mixer.qkv_bias) for name, size in _stored(names.qkv_of(mixer), mixer.projected_sizes)},
-        names.o: (hidden, mixer.num_heads * mixer.v_dim, mixer.o_bias),
-        **_feed_forward(layer.feed_forward, hidden, names),
-    }
+        module: (rows, one.columns, one.bias)
+        for one in parts.projections.values()
+        for module, rows in zip(one.modules, one.rows, strict=True)
+    } | _feed_forward(layer.feed_forward, hidden, names)
     if layer.input is not None:
         projections[names.own_gate] = (layer.input.size, hidden, False)
         projections[names.own_down] = (hidden, layer.input.size, False)
-    if mixer.gate is not None:
-        projections[names.head_gate] = (mixer.gate_size, hidden, False)
+    projections |= {module: (*shape, False) for module, shape in parts.kept.items()}
     shapes: dict[str, tuple[int, ...]] = {}
     for name, (rows, columns, bias) in projections.items():
         shapes[f"{name}.weight"] = (rows, columns)
         if bias:
             shapes[f"{name}.bias"] = (rows,)
-    norms = [] if layer.norms is NormPlacement.OUTPUT else [names.attention_norm, names.mlp_norm]
-    if layer.norms.has_outputs:
-        norms += [names.attention_post, names.mlp_post]
-    if layer.input is not None:
-        norms += [names.own_post]
-    if isinstance(layer.feed_forward, MoEConfig) and layer.feed_forward.beside:
-        norms += [names.experts_norm, names.shared_post, names.experts_post]
-        shapes[names.router_scale] = (hidden,)
-        shapes[names.expert_scale] = (layer.feed_forward.num_experts,)
-    shapes |= dict.fromkeys([tensor for norm in norms for tensor in _norm_tensors(norm, config)], (hidden,))
-    if mixer.qk_norm:
-        q, k = mixer.qk_norm_sizes
-        shapes |= {names.q_norm: (q,)} if mixer.kv_from is not None else {names.q_norm: (q,), names.k_norm: (k,)}
+    router = f"{names.router}.weight"
+    if names.for_pictures and router in shapes:
+        shapes[router] = shapes[router][::-1]
+    shapes |= _norm_shapes(layer, config, names)
+    shapes |= {name: (size,) for name, size in parts.norms.items()}
     if layer.scalar:
         shapes[names.scalar] = (1,)
-    if mixer.sinks:
-        shapes[names.sinks] = (mixer.num_heads,)
+    shapes |= parts.exact
     if isinstance(layer.feed_forward, MoEConfig) and layer.feed_forward.choice_bias:
         shapes[names.choice_bias] = (*names.choice_bias_outer, layer.feed_forward.num_experts)
     if isinstance(layer.feed_forward, MoEConfig) and names.interleaved:
@@ -98,8 +96,27 @@ def _layer_shapes(layer: LayerConfig, config: ModelConfig, names: TensorNames) -
     return shapes
 
 
-def _feed_forward(mlp: DenseConfig | MoEConfig, hidden: int, names: TensorNames) -> dict[str, tuple[int, int, bool]]:
+def _norm_shapes(layer: LayerConfig, config: ModelConfig, names: TensorNames) -> dict[str, tuple[int, ...]]:
+    """The norms of a layer over the hidden size, and the scales beside those of experts."""
+    there = (layer.mixer is not None, layer.feed_forward is not None)
+    inputs, outputs = (names.attention_norm, names.mlp_norm), (names.attention_post, names.mlp_post)
+    norms = [] if layer.norms is NormPlacement.OUTPUT else list(compress(inputs, there))
+    if layer.norms.has_outputs:
+        norms += compress(outputs, there)
+    if layer.input is not None:
+        norms += [names.own_post]
+    hidden, shapes = config.hidden_size, dict[str, tuple[int, ...]]()
+    if isinstance(layer.feed_forward, MoEConfig) and layer.feed_forward.beside:
+        norms += [names.experts_norm, names.shared_post, names.experts_post]
+        shapes[names.router_scale] = (hidden,)
+        shapes[names.expert_scale] = (layer.feed_forward.num_experts,)
+    return shapes | dict.fromkeys([tensor for norm in norms for tensor in _norm_tensors(norm, config)], (hidden,))
+
+
+def _feed_forward(mlp: FeedForward, hidden: int, names: TensorNames) -> dict[str, tuple[int, int, bool]]:
     """The projections of a feed-forward: name -> outputs, inputs, whether it has a bias."""
+    if mlp is None:
+        return {}
     if isinstance(mlp, DenseConfig):
         return _dense(mlp, hidden, names.gate_up, names.down)
     experts = {names.router: (mlp.num_experts, hidden, mlp.router_bias)}

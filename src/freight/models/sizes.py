@@ -10,13 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from math import prod
 
-from freight.config.layer import DenseConfig, LayerConfig, MoEConfig, NormKind, NormPlacement
-from freight.config.model import ModelConfig
+from freight.config.layer import DenseConfig, FeedForward, LayerConfig, Mixer, NormKind, NormPlacement
+from freight.config.model import ForeignModel, ModelConfig
 from freight.config.rope import QUERY_SCALING
+from freight.config.tensor_names import TensorNames
 from freight.fp8.formats import Format
 from freight.fp8.scheme import Activations, LinearScheme, WeightScales
-from freight.models.architectures import TensorNames, tensor_names
+from freight.models.architectures import tensor_names
+from freight.models.mixer_parts import mixer_parts
 from freight.models.shapes import shared_names
 
 LinearOf = Callable[[str], LinearScheme | None]  # how the matrix of a module is quantized; None: it is not
@@ -50,6 +53,14 @@ class LoadedBytes:
         return self.layers + self.embeddings + self.tables
 
 
+def online(model: ModelConfig) -> LinearOf:
+    """What `--quantization fp8` makes of the matrix of a module."""
+    if model.foreign is None:
+        return lambda module: ONLINE
+    rounded = frozenset(model.foreign.rounded)
+    return lambda module: ONLINE if f"{module}.weight" in rounded else None
+
+
 def matrix_bytes(rows: int, columns: int, format: Format, scales: WeightScales | None, layout: Layout) -> int:
     """A matrix of `rows` outputs and `columns` inputs with its scales; None: it has none. One scale per tensor is held
     as one per row.
@@ -79,15 +90,50 @@ def loaded_bytes(
     are in `compute`: whether a checkpoint has its head in FP8 only its tensors show. So do static input scales,
     of which those that differ keep projections apart; here they are merged, which can matter for padding only.
     """
+    if model.foreign is not None:
+        parts = foreign_bytes(model.foreign, compute, weights, linear_of, layout)
+        return LoadedBytes(parts.fp8 + parts.stacked + parts.other, parts.embeddings, 0)
     count = _Count(model, compute, weights, linear_of, layout, tensor_names(model))
     layers = sum(count.layer(index, layer) for index, layer in enumerate(model.layers))
     # layers hold the tables: a config may describe a rope that none of them has
-    named = {layer.mixer.rope for layer in model.layers}
+    named = {mixer.rope for mixer in model.attention.values()}
     ropes = [rope for index, rope in enumerate(model.ropes) if index in named]
     tables = sum(2 * _SCALE * max_len * (rope.rotary_dim // 2) for rope in ropes)
     tables += sum(_SCALE * max_len for rope in ropes if rope.parameters.get(QUERY_SCALING))
     final = count.norm(model.hidden_size) if model.final_norm else 0
     return LoadedBytes(layers + final, count.embeddings(), tables)
+
+
+@dataclass(frozen=True)
+class ForeignBytes:
+    """Bytes of a model that runs through transformers' modules. `fp8`: Linear modules in FP8, with scales; `stacked`:
+    parameters of three dimensions, which are experts; `embeddings`: embedding and head; `other`: all else.
+    """
+
+    fp8: int
+    stacked: int
+    other: int
+    embeddings: int
+
+
+def foreign_bytes(
+    foreign: ForeignModel, compute: Format, weights: Format, linear_of: LinearOf, layout: Layout
+) -> ForeignBytes:
+    """Linear modules for which `linear_of` has a scheme are in `weights`, and packed."""
+    parts = dict.fromkeys(("fp8", "stacked", "other", "embeddings"), 0)
+    linears = frozenset(foreign.linears)
+    outer = {name.rpartition(".")[0] for name in (foreign.embedding, foreign.head)}
+    for name, shape in foreign.tensors:
+        module, size = name.rpartition(".")[0], prod(shape) * compute.bytes
+        scheme = linear_of(module) if name in linears else None
+        if scheme is not None:
+            rows, columns = shape
+            parts["fp8"] += matrix_bytes(rows, columns, weights, _held(scheme, (rows, columns)), layout)
+        elif module in outer:
+            parts["embeddings"] += size
+        else:
+            parts["stacked" if len(shape) > 2 else "other"] += size
+    return ForeignBytes(**parts)
 
 
 @dataclass(frozen=True)
@@ -102,24 +148,26 @@ class _Count:
     names: TensorNames
 
     def layer(self, index: int, layer: LayerConfig) -> int:
-        mixer, hidden, names = layer.mixer, self.model.hidden_size, self.names
-        prefix = names.layer.format(index)
-        norms = 0 if layer.norms is NormPlacement.OUTPUT else 2 * self.norm(hidden)
+        hidden, prefix = self.model.hidden_size, self.names.layer.format(index)
+        parts = (layer.mixer is not None) + (layer.feed_forward is not None)
+        norms = 0 if layer.norms is NormPlacement.OUTPUT else parts * self.norm(hidden)
         if layer.norms.has_outputs:
-            norms += 2 * self.norm_weight(hidden)
-        if mixer.qk_norm:
-            norms += sum(map(self.norm_weight, mixer.qk_norm_sizes[: len(mixer.projected_sizes)]))
-        if mixer.sinks:
-            norms += 4 * mixer.num_heads
-        if mixer.v_norm:
-            norms += 4 * mixer.v_dim
+            norms += parts * self.norm_weight(hidden)
         if layer.scalar:
             norms += self.compute.bytes
-        qkv = self.projections(prefix, names.qkv_of(mixer), mixer.projected_sizes, hidden, mixer.qkv_bias)
-        o = self.projections(prefix, (names.o,), (hidden,), mixer.num_heads * mixer.v_dim, mixer.o_bias)
-        gate = 0 if mixer.gate is None else self.matrix(mixer.gate_size, hidden)
         feed_forward = self.feed_forward(prefix, layer.feed_forward)
-        return norms + qkv + o + gate + feed_forward + self.layer_input(prefix, layer)
+        return norms + self.mixer(prefix, layer.mixer) + feed_forward + self.layer_input(prefix, layer)
+
+    def mixer(self, prefix: str, mixer: Mixer) -> int:
+        parts = mixer_parts(mixer, self.model.hidden_size, self.names)
+        size = sum(
+            self.projections(prefix, one.modules, one.sizes, one.columns, one.bias)
+            for one in parts.projections.values()
+        )
+        size += sum(self.matrix(*shape) for shape in parts.kept.values())
+        size += sum(map(self.norm_weight, parts.norms.values()))
+        size += self.compute.bytes * parts.factors
+        return size + 4 * (sum(map(prod, parts.exact.values())) + parts.made)
 
     def layer_input(self, prefix: str, layer: LayerConfig) -> int:
         """Its projections and the norm behind them."""
@@ -129,8 +177,10 @@ class _Count:
         gate = self.projections(prefix, (names.own_gate,), (size,), hidden, False)
         return gate + self.projections(prefix, (names.own_down,), (hidden,), size, False) + self.norm_weight(hidden)
 
-    def feed_forward(self, prefix: str, mlp: DenseConfig | MoEConfig) -> int:
+    def feed_forward(self, prefix: str, mlp: FeedForward) -> int:
         names, hidden = self.names, self.model.hidden_size
+        if mlp is None:
+            return 0
         if isinstance(mlp, DenseConfig):
             return self.dense(prefix, mlp, names.gate_up, names.down)
         size = matrix_bytes(mlp.num_experts, hidden, Format.FLOAT32, None, self.layout)  # the router
@@ -183,7 +233,7 @@ class _Count:
         """Packing copies a matrix, so a head that is tied to the embedding is held twice where kernels pack."""
         c = self.model
         width = c.embedding_size or c.hidden_size
-        size = c.vocab_size * width * self.compute.bytes
+        size = c.vocab_size * width * self.compute.bytes + 4 * width * c.embedding_norm
         wider = c.float32_head and self.compute is not Format.FLOAT32
         if not c.tie_word_embeddings or self.layout is not Layout.PLAIN or wider:
             head = Format.FLOAT32 if wider else self.compute

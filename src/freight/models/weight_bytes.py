@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, is_dataclass
 
 from torch import Tensor
 
+from freight.layers.attention import Attention
 from freight.models.decoder import Decoder, LanguageModel
 
 
@@ -29,16 +30,18 @@ def weight_bytes(model: LanguageModel) -> WeightBytes:
 
         assert isinstance(model, TransformersModel)
         return WeightBytes(*model.num_bytes)
-    outer = _tensors((model.embedding, model.head, model.layer_inputs))
-    inner = _tensors((model.layers, model.norm))
-    rope = _tensors(tuple((rotary.cos, rotary.sin, rotary.q_factor) for rotary in model.rotaries))
+    outer = held_tensors((model.embedding, model.head, model.layer_inputs))
+    inner = held_tensors((model.layers, model.norm))
+    mixers = [layer.mixer for layer in model.layers]
+    rotaries = [rotary for mixer in mixers if isinstance(mixer, Attention) for rotary in mixer.rotaries]
+    rope = held_tensors(tuple((rotary.cos, rotary.sin, rotary.q_factor) for rotary in rotaries))
     return WeightBytes(
         layers=sum(size for at, size in inner.items() if at not in outer and at not in rope),
         embeddings=sum(outer.values()),
     )
 
 
-def _tensors(value: object) -> dict[int, int]:
+def held_tensors(value: object) -> dict[int, int]:
     """{address: bytes} of the tensors in `value`, however deep in tuples and dataclasses they lie."""
     if isinstance(value, Tensor):
         return {value.data_ptr(): value.nbytes}
@@ -47,4 +50,4 @@ def _tensors(value: object) -> dict[int, int]:
         parts = value
     elif is_dataclass(value) and not isinstance(value, type):
         parts = [getattr(value, part.name) for part in fields(value)]
-    return {at: size for part in parts for at, size in _tensors(part).items()}
+    return {at: size for part in parts for at, size in held_tensors(part).items()}

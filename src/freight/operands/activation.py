@@ -2,16 +2,50 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
+from typing import ClassVar
 
 
-class GatedActivation(StrEnum):
+class GatedFunction(StrEnum):
     """activation(gate) * up (Shazeer 2020, "GLU variants improve transformer")."""
 
     SILU = "silu"  # g / (1 + e^-g): SwiGLU
     # g / (1 + e^(-1.702 g)) * (u + 1), with g = min(gate, 7) and u = up bounded to [-7, 7] (gpt-oss, arXiv 2508.10925)
     CLAMPED_SWIGLU = "clamped_swiglu"
     GELU_TANH = "gelu_tanh"  # g/2 (1 + tanh(√(2/π) (g + 0.044715 g³))) (Hendrycks and Gimpel 2016): GeGLU
+    CLAMPED_SILU = "clamped_silu"  # min(g / (1 + e^-g), limit) * u, with u = up bounded to [-limit, limit] (Step-3.7)
+
+
+@dataclass(frozen=True)
+class GatedActivation:
+    """A `GatedFunction` with its number.
+
+    limit   of CLAMPED_SILU; 0.0 with the others
+    """
+
+    function: GatedFunction
+    limit: float = 0.0
+
+    SILU: ClassVar[GatedActivation]
+    CLAMPED_SWIGLU: ClassVar[GatedActivation]
+    GELU_TANH: ClassVar[GatedActivation]
+
+    def __post_init__(self) -> None:
+        assert (self.limit > 0) == (self.function is GatedFunction.CLAMPED_SILU), "a limit belongs to CLAMPED_SILU"
+
+    def __str__(self) -> str:
+        return str(self.function)
+
+
+GatedActivation.SILU = GatedActivation(GatedFunction.SILU)
+GatedActivation.CLAMPED_SWIGLU = GatedActivation(GatedFunction.CLAMPED_SWIGLU)
+GatedActivation.GELU_TANH = GatedActivation(GatedFunction.GELU_TANH)
+
+
+def clamped_silu(limit: float) -> GatedActivation:
+    """SiLU whose result is at most `limit`, times up bounded to [-limit, limit]."""
+    return GatedActivation(GatedFunction.CLAMPED_SILU, limit)
 
 
 class Activation(StrEnum):

@@ -34,8 +34,8 @@ class ForwardBatch:
     token_ids      [num_tokens] int64
     positions      [num_tokens] int64, position in its sequence, from 0
     query_starts, context_lens    as in `Sequences`
-    slots          by cache group: [num_tokens] int64, where each token's K and V go: block * block_size + offset; -1
-                   stores nothing
+    slots          by cache group: [num_tokens] int64, where each token's K and V go: block * tokens_per_block + offset;
+                   -1 stores nothing. [0] in a group whose tokens have no places of their own
     block_tables   by cache group: as in `Sequences`
     logit_rows     [num_logit_rows] int64, rows of the batch whose logits are wanted, in order and none twice
     """

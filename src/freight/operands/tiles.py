@@ -1,5 +1,9 @@
-"""How attention walks the keys of a sequence. Imports no torch."""
+"""How attention walks the keys of a sequence, and where states are written. Imports no torch."""
 
 # Keys are walked in tiles of this many, at absolute positions, so a row's sums do not depend on where its chunk begins.
 # A sliding window begins somewhere inside a tile, which is read whole.
 KEY_TILE = 64
+
+# A block of states has a multiple of this many tokens: a state is rounded where a tile of so many ends, at absolute
+# positions, so what is stored does not depend on where a chunk ends.
+STATE_TILE = 16

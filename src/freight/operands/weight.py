@@ -17,11 +17,12 @@ from freight.fp8 import mxfp4
 from freight.fp8.cast import decode
 from freight.fp8.scheme import Activations as Activations
 from freight.fp8.weights import BLOCK, expand_blocks
+from freight.operands.packed import PackedWeight
 
 
 @dataclass(frozen=True)
-class Weight:
-    """The matrix of a Linear.
+class Weight(PackedWeight):
+    """The matrix of a Linear, and what it is packed to by sets of kernels that compute with it as it is.
 
     data           [out_features, in_features], contiguous; FP8 or 16/32-bit; or MXFP4: float4_e2m1fn_x2 [out_features,
                    in_features / 2], for sets of kernels that take it (`KernelSet.packs_mxfp4`)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -18,6 +18,7 @@ from freight.server.call import Call, Conversation, Served
 from freight.server.documented import (
     DETOKENIZE_SCHEMA,
     GENERATE_SCHEMA,
+    INVOCATION_SCHEMA,
     NOT_JSON,
     TOKENIZE_SCHEMA,
     answers,
@@ -28,7 +29,7 @@ from freight.server.documented_next import COUNT_SCHEMA, MESSAGES_SCHEMA, RESPON
 from freight.server.errors import ApiError
 from freight.server.http_limits import HttpLimits
 from freight.server.limits import ServingLimits
-from freight.server.log import current_request
+from freight.server.log import RequestLine, current_request, log_request
 from freight.server.metrics import Metrics
 from freight.server.middleware import App, guarded
 from freight.server.monitor import Monitor
@@ -38,11 +39,13 @@ from freight.server.openai.responses_request import parse_responses
 from freight.server.page import PAGE, page_response
 from freight.server.service import Service
 from freight.server.settings import ServerSettings
-from freight.server.stream import AnswerResponse, json_bytes
+from freight.server.slices import json_bytes
+from freight.server.stream import AnswerResponse
 from freight.server.tokens import detokenize, parse_tokenize, tokenizer_info
 
 T = TypeVar("T")
 Body = dict[str, Any]
+Endpoint = Callable[[Request], Awaitable[Response]]
 AsError = Callable[[ApiError], ApiError]
 Parse = Callable[[Body, Served, ServingLimits], Call]
 _LARGE = 1 << 16  # bytes: to read a larger body takes longer than a step of the engine
@@ -51,26 +54,27 @@ OPEN_PATHS = frozenset({*PAGE, "/health", "/ping"})  # without a key, for GET: n
 
 def make_app(service: Service, monitor: Monitor, settings: ServerSettings, limits: HttpLimits) -> App:
     """The server as an ASGI application."""
-    app = FastAPI(title="Freight", version=__version__, docs_url=None, redoc_url=None)
-    routes = Routes(service, monitor, limits)
+    app = FastAPI(title="Freight", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
+    routes = Routes(service, monitor, limits, service.max_sequences - settings.max_queue)
     posts: tuple[tuple[str, Callable[..., Any], Any], ...] = (
         ("/v1/chat/completions", routes.answers(parse_chat), CHAT_SCHEMA),
         ("/v1/completions", routes.answers(parse_completion), COMPLETION_SCHEMA),
         ("/v1/responses", routes.answers(parse_responses), RESPONSES_SCHEMA),
         ("/v1/messages", routes.answers(parse_messages), MESSAGES_SCHEMA),
-        ("/v1/messages/count_tokens", routes.count_tokens, COUNT_SCHEMA),
+        ("/v1/messages/count_tokens", routes.logged(routes.count_tokens), COUNT_SCHEMA),
         ("/generate", routes.answers(_generate(False), tgi.as_tgi_error), GENERATE_SCHEMA),
         ("/generate_stream", routes.answers(_generate(True), tgi.as_tgi_error), GENERATE_SCHEMA),
         ("/", routes.answers(_generate(None), tgi.as_tgi_error), GENERATE_SCHEMA),
-        ("/tokenize", routes.tokenize, TOKENIZE_SCHEMA),
-        ("/detokenize", routes.detokenize, DETOKENIZE_SCHEMA),
+        ("/invocations", routes.answers(_invocation), INVOCATION_SCHEMA),
+        ("/tokenize", routes.logged(routes.tokenize), TOKENIZE_SCHEMA),
+        ("/detokenize", routes.logged(routes.detokenize), DETOKENIZE_SCHEMA),
     )
     for path, endpoint, schema in posts:
         app.add_api_route(
             path,
             endpoint,
             methods=["POST"],
-            openapi_extra=request_body(schema),
+            openapi_extra=request_body(schema, settings.unknown_fields),
             responses=answers(path),
             response_model=None,
         )
@@ -78,7 +82,11 @@ def make_app(service: Service, monitor: Monitor, settings: ServerSettings, limit
         ("/v1/models", routes.models),
         ("/v1/models/{model_id:path}", routes.model),
         ("/info", routes.info),
-        ("/tokenizer_info", routes.tokenizer_info),
+        *((("/tokenizer_info", routes.tokenizer_info),) if settings.tokenizer_info else ()),
+        ("/model_info", routes.model_info),
+        ("/get_model_info", routes.model_info),
+        ("/server_info", routes.server_info),
+        ("/get_server_info", routes.server_info),
         ("/health", routes.health),
         ("/ping", routes.health),
         ("/version", routes.version),
@@ -96,34 +104,45 @@ def make_app(service: Service, monitor: Monitor, settings: ServerSettings, limit
         app.add_api_route(path, routes.page, methods=["GET", "HEAD"], include_in_schema=False, response_model=None)
     document(app, OPEN_PATHS, bool(service.keys))
     inner = guarded(app, service.keys, open_paths=OPEN_PATHS, allow_origins=settings.allow_origins)
-    return _counted(inner, service.metrics)
+    paths = frozenset([*(path for path, *_ in posts), *(path for path, _ in gets)])
+    return _counted(inner, service.metrics, paths)
 
 
 class Routes:
     """What answers a path. Raises ApiError, which `guarded` gives the shape of the path's API."""
 
-    def __init__(self, service: Service, monitor: Monitor, limits: HttpLimits) -> None:
+    def __init__(self, service: Service, monitor: Monitor, limits: HttpLimits, max_running: int) -> None:
+        """max_running: completions at once."""
         self._service = service
+        self._max_running = max_running
         self._monitor = monitor
         self._limits = limits
 
-    def answers(self, parse: Parse, as_error: AsError = lambda error: error) -> Callable[[Request], Any]:
+    def answers(self, parse: Parse, as_error: AsError = lambda error: error) -> Endpoint:
         """The endpoint of an API that generates; `as_error` gives errors the status that this API has for them."""
 
         async def endpoint(request: Request) -> Response:
             service, state = self._service, request.scope["state"]
-            current_request.set(state["request_id"])
-            try:
-                call = await self._understood(
-                    request, lambda body: parse(body, service.require_served(), service.limits)
-                )
-                answer = await service.begin(call, state["request_id"], state["key_name"])
-            except ApiError as error:
-                service.refused(as_error(error), state["request_id"], state["key_name"])
-                raise as_error(error) from None
+            call = await self._understood(request, lambda body: parse(body, service.require_served(), service.limits))
+            answer = await service.begin(call, state["request_id"], state["key_name"])
             return AnswerResponse(answer, call, self._headers(call), as_error)
 
-        return endpoint
+        return self.logged(endpoint, as_error)
+
+    def logged(self, endpoint: Endpoint, as_error: AsError = lambda error: error) -> Endpoint:
+        """`endpoint`, whose refusals are counted and logged, with the status that `as_error` gives them."""
+
+        async def refusing(request: Request) -> Response:
+            state = request.scope["state"]
+            current_request.set(state["request_id"])
+            try:
+                return await endpoint(request)
+            except ApiError as error:
+                route = request.scope["route"].path
+                self._service.refused(as_error(error), state["request_id"], state["key_name"], route)
+                raise as_error(error) from None
+
+        return refusing
 
     async def tokenize(self, request: Request) -> Response:
         served, limits = self._service.require_served(), self._service.limits
@@ -175,6 +194,32 @@ class Routes:
         )
         return _json(tgi.info(served, service.limits.sampling, about))
 
+    async def model_info(self) -> Response:
+        """What SGLang's gateway asks a worker. Names, and no paths of this machine."""
+        name = self._service.require_served().names[0]
+        return _json({"model_path": name, "tokenizer_path": name, "is_generation": True})
+
+    async def server_info(self) -> Response:
+        """Limits under SGLang's names, for its gateway and its benchmarks."""
+        service = self._service
+        served, facts = service.require_served(), service.facts
+        assert facts is not None
+        capacity = facts.kv_cache["capacity_tokens"]
+        return _json(
+            {
+                "model_path": served.names[0],
+                "tokenizer_path": served.names[0],
+                "served_model_name": served.names[0],
+                "version": __version__,
+                "tp_size": 1,
+                "dp_size": 1,
+                "context_length": served.max_model_len,
+                "max_running_requests": self._max_running,
+                "max_total_tokens": capacity,
+                "max_total_num_tokens": capacity,
+            }
+        )
+
     async def health(self) -> Response:
         try:
             self._service.require_served()
@@ -223,6 +268,14 @@ class Routes:
         return headers
 
 
+def _invocation(body: Body, served: Served, limits: ServingLimits) -> Call:
+    """What SageMaker's one address asks for: a chat, a completion, or TGI's generation, by the field with the text."""
+    for name, parse in (("messages", parse_chat), ("prompt", parse_completion), ("inputs", _generate(None))):
+        if body.get(name) is not None:
+            return parse(body, served, limits)
+    raise ApiError(400, "the body has none of messages, prompt and inputs; /invocations needs one of them")
+
+
 def _generate(stream: bool | None) -> Parse:
     return lambda body, served, limits: tgi.parse_generate(body, served, limits.sampling, stream)
 
@@ -242,16 +295,19 @@ def _json(value: object, status: int = 200, headers: Mapping[str, str] | None = 
     return Response(json_bytes(value), status, {**(headers or {}), "content-type": "application/json"})
 
 
-def _counted(app: App, metrics: Metrics) -> App:
-    """Count every request by its route, and not by its path: of paths there is no end."""
+def _counted(app: App, metrics: Metrics, paths: Collection[str]) -> App:
+    """Count every request by its route, and not by its path: of paths there is no end. Logs refused keys."""
 
     async def counted(scope: Any, receive: Any, send: Any) -> None:
         async def count(message: Any) -> None:
             if message["type"] == "http.response.start":
                 route = getattr(scope.get("route"), "path", "other")
                 metrics.http_request(route, scope["method"], message["status"])
-                if message["status"] == 401:
+                if message["status"] == 401:  # before any route
                     metrics.rejected("unauthorized")
+                    path, request_id = scope["path"], scope["state"]["request_id"]
+                    route = path if path in paths else "other"
+                    log_request(RequestLine(request_id, 401, 0.0, route=route, code="invalid_api_key"))
             await send(message)
 
         await app(scope, receive, count)

@@ -17,8 +17,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from freight.errors import ConfigError
+from freight.files import read_bytes
 
-_NAMED = re.compile(r"([A-Za-z0-9._-]{1,64}):(.*)", re.DOTALL)
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _VALUE = re.compile(r"[!-~]{1,512}")
 
 
@@ -30,7 +31,7 @@ class Keys:
 
     def __init__(self, values: Iterable[tuple[str, str]], shared_prefix_cache: bool = False) -> None:
         """`values`: (name, value) of each key, both without duplicates."""
-        self._secret = secrets.token_bytes(32)
+        self._secret = self._salts = secrets.token_bytes(32)
         self._digests = tuple((name, self._digest(value.encode())) for name, value in values)
         self._shared = shared_prefix_cache
 
@@ -48,8 +49,14 @@ class Keys:
         seen: dict[str, str] = {}  # value -> where it was given
         nameless = 0
         for where, text in entries:
-            match = _NAMED.fullmatch(text)
-            name, value = (match[1], match[2]) if match else ("", text)
+            name, colon, value = text.partition(":")
+            if colon and not _NAME.fullmatch(name):
+                raise ConfigError(
+                    f"{where}: before its ':' is no name, which has 1 to 64 letters, digits, . _ -; "
+                    "give VALUE or NAME:VALUE, and a value with a ':' its name"
+                )
+            if not colon:
+                name, value = "", text
             if not name:
                 nameless += 1
                 name = f"key-{nameless}"
@@ -64,6 +71,10 @@ class Keys:
                 raise ConfigError(f"{where}: this key's value was given before ({seen[value]}); each key needs its own")
             named[name], seen[value] = value, where
         return cls(named.items(), shared_prefix_cache)
+
+    def take(self, other: Keys) -> None:
+        """Have the keys of `other` from now on. A name keeps its part of the prefix cache."""
+        self._secret, self._digests = other._secret, other._digests
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -97,7 +108,8 @@ class Keys:
         if name is None or self._shared:
             return request_salt
         mark = "-" if request_salt is None else "+" + request_salt
-        return self._digest(f"salt\0{name}\0{mark}".encode("utf-8", "surrogatepass")).hex()
+        text = f"salt\0{name}\0{mark}".encode("utf-8", "surrogatepass")
+        return hmac.digest(self._salts, text, hashlib.sha256).hex()
 
     def _digest(self, value: bytes) -> bytes:
         return hmac.digest(self._secret, value, hashlib.sha256)
@@ -105,7 +117,7 @@ class Keys:
 
 def _lines(path: Path) -> list[tuple[str, str]]:
     try:
-        text = path.read_bytes().decode("utf-8")
+        text = read_bytes(path).decode("utf-8")
     except OSError as error:
         raise ConfigError(f"--api-key-file {path}: {error.strerror or error}") from None
     except UnicodeDecodeError as error:

@@ -39,14 +39,15 @@ Prompt = str | Sequence[int] | Conversation
 class Work:
     """One prompt with its sampling parameters: one request of the engine.
 
-    truncate  keep only this many tokens of the prompt, the last ones; None: all
+    add_special_tokens  what the tokenizer adds to a text, such as BOS; None: as the kind of prompt wants it, which is
+                        to a text, and not to a conversation, where the template writes them
     params_of  the parameters once the conversation is rendered, from its text; None: `params` hold for any text
     form_from  the field of the request that `params.structured_outputs` come from, for errors
     """
 
     prompt: Prompt
     params: SamplingParams
-    truncate: int | None = None
+    add_special_tokens: bool | None = None
     params_of: Callable[[str], SamplingParams] | None = None
     form_from: str = "structured_outputs"
 
@@ -68,6 +69,7 @@ class Served:
     vocab_size      rows of the embedding: token ids are in [0, vocab_size)
     defaults        sampling parameters of generation_config.json, by SamplingParams' names
     unknown_fields  "refuse" or "ignore": what happens to a field that no API of ours knows
+    strict_schemas  whether a JSON schema is refused that a grammar cannot enforce whole
     fingerprint     `system_fingerprint` of answers
     stop_token_ids  the model's own
     parser_of       makes the parser of reasoning and tool calls; None: this model's text has no known markup for them
@@ -83,6 +85,7 @@ class Served:
     fingerprint: str
     stop_token_ids: frozenset[int] = frozenset()
     unknown_fields: str = "refuse"
+    strict_schemas: bool = False
     created: int = 0  # seconds since 1970: when the model was loaded
     parser_of: ParserOf | None = None
     forced_call: ForcedCall | None = None
@@ -116,7 +119,7 @@ class Reply(Protocol):
         """What is sent after the last token of all."""
 
     def body(self) -> object:
-        """The whole answer, for json.dumps; after the last delta."""
+        """The whole answer, for `slices.json_bytes`; after the last delta."""
 
     def failure(self, error: ApiError) -> bytes:
         """The last bytes of a stream that fails after it began, its terminator included."""

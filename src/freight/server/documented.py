@@ -15,12 +15,15 @@ from fastapi import FastAPI
 from freight.sampling import LARGEST_WHOLE
 from freight.server.anthropic.errors import PATHS as ANTHROPIC_PATHS
 from freight.server.limits import ServingLimits
+from freight.server.openai.chat_request import CHAT_SCHEMA
+from freight.server.openai.completion_request import COMPLETION_SCHEMA
 from freight.server.tokens import MOST_TOKENS
 
 Schema = Mapping[str, Any]
 _MOST = ServingLimits()
 _SCHEME = "key"
 _ANY: dict[str, Any] = {}
+_ABSENT = {"type": "null"}  # the same as no such field
 
 
 def _maybe(**schema: Any) -> dict[str, Any]:
@@ -29,7 +32,7 @@ def _maybe(**schema: Any) -> dict[str, Any]:
 
 
 def _body(required: list[str], **properties: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {"type": "object", "properties": properties, "additionalProperties": False}
+    found: dict[str, Any] = {"type": "object", "properties": properties, "additionalProperties": _ABSENT}
     return found | ({"required": required} if required else {})
 
 
@@ -107,6 +110,8 @@ TOKENIZE_SCHEMA: dict[str, Any] = {
 }
 DETOKENIZE_SCHEMA = _body(["tokens"], tokens=_IDS, model=_MODEL)
 
+INVOCATION_SCHEMA = {"anyOf": [CHAT_SCHEMA, COMPLETION_SCHEMA, GENERATE_SCHEMA]}
+
 _TEXT = {"type": "string"}
 _MAYBE_TEXT = {"type": ["string", "null"]}
 _OPENAI_ERROR = {
@@ -155,14 +160,26 @@ _ANTHROPIC_ERROR = {
 _STREAMS = frozenset(
     {
         *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),
-        *("/", "/generate", "/generate_stream"),
+        *("/", "/generate", "/generate_stream", "/invocations"),
     }
 )
 
 
-def request_body(schema: Schema) -> dict[str, Any]:
+def request_body(schema: Schema, unknown_fields: str = "refuse") -> dict[str, Any]:
     """`openapi_extra` of a route whose body is JSON."""
+    if unknown_fields == "ignore":
+        schema = _opened(schema)
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": dict(schema)}}}}
+
+
+def _opened(value: Any) -> Any:
+    """A schema in which fields that nobody knows have any value."""
+    if isinstance(value, list):
+        return [_opened(entry) for entry in value]
+    if not isinstance(value, Mapping):
+        return value
+    opened = {name: _opened(entry) for name, entry in value.items()}
+    return opened | ({"additionalProperties": True} if opened.get("additionalProperties") == _ABSENT else {})
 
 
 def answers(path: str) -> dict[int | str, dict[str, Any]]:

@@ -53,3 +53,8 @@ class ApiError(Exception):
     def openai_body(self) -> dict[str, object]:
         """The envelope of OpenAI's API."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+
+def took_too_long() -> ApiError:
+    """The end of an answer whose time has passed: `--request-timeout`."""
+    return ApiError(504, "the answer took longer than this server allows; ask for fewer tokens", code="timeout")

@@ -10,17 +10,21 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from freight.errors import ConfigError
 from freight.harmony import CHANNEL, CONSTRAIN, END, MARKERS, MESSAGE, START, is_harmony
+from freight.server.argument_types import arguments_schema
+from freight.server.call_families import HARMONY, REASONING_PARSERS, TOOL_CALL_PARSERS
 from freight.server.harmony import Harmony, Place
 from freight.server.out import SpecialTokens
 from freight.server.pieces import MessageParser
-from freight.server.tools import arguments_schema, forced_functions, parser_for
+from freight.server.tools import forced_functions, parser_for
 from freight.tokenizer import Tokenizer
 
 
 class AnswerFormat(Protocol):
     """How the answers of one model are read, and how they are given a form."""
 
+    reads_calls: bool
     reads_reasoning: bool
 
     def parser(self, prompt_text: str | None, tools: Sequence[Mapping[str, Any]]) -> MessageParser:
@@ -38,6 +42,7 @@ class AnswerFormat(Protocol):
 class HarmonyFormat:
     """An `AnswerFormat`."""
 
+    reads_calls = True
     reads_reasoning = True
 
     def __init__(self, tokenizer: Tokenizer, ids: Mapping[str, int]) -> None:
@@ -88,12 +93,28 @@ class HarmonyFormat:
         return f"start: {rest} {then}\nTHOUGHT: /(?s:.)*/"  # which no special token matches
 
 
-def answer_format(tokenizer: Tokenizer) -> AnswerFormat | None:
+def answer_format(
+    tokenizer: Tokenizer, tool_call_parser: str | None = None, reasoning_parser: str | None = None
+) -> AnswerFormat | None:
     """How answers of the model with this tokenizer are read; None where no markup is known in them.
 
+    tool_call_parser, reasoning_parser   names of `call_families`; None: by the chat template
+
     Harmony where the chat template writes it and each of its markers is one special token. It is read by the format's
-    own rules then, also beside a response template of the checkpoint.
+    own rules then, also beside a response template of the checkpoint. Raises ConfigError where harmony is asked for
+    and the tokenizer has no such tokens.
     """
-    if is_harmony(tokenizer.chat_template_source) and tokenizer.special_texts.issuperset(MARKERS):
+    asked = [
+        names.get(name) == (HARMONY,)
+        for name, names in ((tool_call_parser, TOOL_CALL_PARSERS), (reasoning_parser, REASONING_PARSERS))
+        if name is not None
+    ]
+    has_markers = tokenizer.special_texts.issuperset(MARKERS)
+    if any(asked) and not has_markers:
+        raise ConfigError(
+            "--tool-call-parser openai and --reasoning-parser openai_gptoss are for gpt-oss: the tokenizer does not "
+            f"have its control tokens, like {MARKERS[0]}; leave the option out"
+        )
+    if any(asked) or (not asked and has_markers and is_harmony(tokenizer.chat_template_source)):
         return HarmonyFormat(tokenizer, {marker: tokenizer.encode(marker, False)[0] for marker in MARKERS})
-    return parser_for(tokenizer)
+    return parser_for(tokenizer, tool_call_parser, reasoning_parser)

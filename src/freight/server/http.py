@@ -12,10 +12,7 @@ import asyncio
 import importlib.util
 import json
 import logging
-import socket
-import sys
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, cast
 
 import httptools
@@ -26,14 +23,14 @@ from uvicorn.server import ServerState
 from freight.server.errors import ApiError
 from freight.server.head import END_OF_HEAD, read_head, refuse_early
 from freight.server.http_limits import HttpLimits as HttpLimits
-
-try:
-    import resource
-except ImportError:  # not on Windows, which has no such limit either
-    resource = None  # type: ignore[assignment]
+from freight.server.places import SPARE, asks_for_health, fitted, gives_way, set_options
 
 _log = logging.getLogger(__name__)
-_OTHER_FILES = 64  # descriptors that the process needs besides connections
+
+
+_AGAIN = {"Retry-After": "1"}
+_FULL = ApiError(503, "too many connections are open; try again", headers=_AGAIN)
+_TOO_SLOW = ApiError(503, "all connections are taken and this request's body came slowest; try again", headers=_AGAIN)
 
 
 class _Output:
@@ -83,6 +80,33 @@ class Connection(HttpToolsProtocol):
         self._read_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._unsent = 0
+        self._is_spare = False  # its place is for /health alone, until another one is free
+
+    @property
+    def _is_one_too_many(self) -> bool:
+        return len(self.connections) > self.limits.max_connections
+
+    @property
+    def lingers(self) -> bool:
+        """It has its last answer, and waits for nothing but the client to read it."""
+        return self.ending and self._read_timer is not None
+
+    @property
+    def is_idle(self) -> bool:
+        return self.ending or not self.running
+
+    @property
+    def body(self) -> tuple[float, int] | None:
+        return (self._body_begun, self._body_received) if self._body_left != 0 else None
+
+    def give_way(self) -> None:
+        """Leave this place to another connection."""
+        if self.ending:
+            self._drop()
+        elif self.is_idle:
+            self.end()
+        else:
+            self._refuse(_TOO_SLOW)
 
     @property
     def running(self) -> bool:
@@ -91,15 +115,17 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        _set_options(transport, self.limits)
+        set_options(transport, self.limits)
         self._wait_for_a_request()
-        if len(self.connections) <= self.limits.max_connections:
-            return
-        others = [c for c in self.connections if isinstance(c, Connection) and not (c.running or c.ending or c is self)]
-        if others:
-            min(others, key=lambda connection: connection.idle_since).end()
-        else:
-            self._refuse(ApiError(503, "too many connections are open; try again", headers={"Retry-After": "1"}))
+        if self._is_one_too_many:
+            others = (one for one in self.connections if isinstance(one, Connection) and one is not self)
+            other = gives_way((one for one in others if one.lingers or not one.ending), self.loop.time())
+            if other is not None:
+                other.give_way()
+            elif len(self.connections) > self.limits.max_connections + SPARE:
+                self._refuse(_FULL)
+            else:
+                self._is_spare = True
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.ending = True
@@ -146,6 +172,9 @@ class Connection(HttpToolsProtocol):
             return False
         head = read_head(bytes(self._input[: end + len(END_OF_HEAD)]), self.limits)
         del self._input[: end + len(END_OF_HEAD)]
+        self._is_spare = self._is_spare and self._is_one_too_many
+        if self._is_spare and not asks_for_health(head.raw, head.body_bytes != 0):
+            raise _FULL
         self._stop_reading_timer()
         self._head_expected, self._head_done = True, False
         self._body_received = self._between_chunks = 0
@@ -264,13 +293,19 @@ class Connection(HttpToolsProtocol):
         self._stop_reading_timer()
         self._input.clear()
         linger = self._body_left != 0 if linger is None else linger
-        if linger and self.transport.can_write_eof() and not self.transport.is_closing():
+        if linger and not self.transport.is_closing():
             self.flow.pause_reading()
-            self.transport.write_eof()
+            if self.transport.can_write_eof():  # TLS has no half of an end
+                self.transport.write_eof()
             self._read_timer = self.loop.call_later(self.limits.linger_seconds, self._drop)
+            self.idle_since = 0.0  # the first to give way
         else:
-            self.transport.close()
+            self._close()
             self._watch_writing()
+
+    def _close(self) -> None:
+        if not self.transport.is_closing():  # asyncio's TLS transport cannot tell its buffer's size if closed twice
+            self.transport.close()
 
     def _drop(self) -> None:
         self.ending = True
@@ -283,7 +318,7 @@ class Connection(HttpToolsProtocol):
         if self.running:
             self.cycle.keep_alive = False
         elif self.ending:
-            self.transport.close()  # the event loop ends before the time to linger does
+            self._close()  # the event loop ends before the time to linger does
         else:
             self.end(linger=False)
 
@@ -328,29 +363,6 @@ class Connection(HttpToolsProtocol):
             self._write_timer = None
 
 
-def _set_options(transport: asyncio.Transport, limits: HttpLimits) -> None:
-    """Options of a TCP connection: what is written is sent at once, and a client whose machine is gone is noticed."""
-    options = transport.get_extra_info("socket")
-    if options is None or options.family not in (socket.AF_INET, socket.AF_INET6):
-        return
-    # uvloop leaves this to us for a socket that it is given. Without it the body of an answer waits until the client
-    # has acknowledged the head, which it delays by 40 ms.
-    options.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    # Also while nothing is written: a machine that is gone sends nothing.
-    options.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    seconds = max(round(limits.write_seconds), 1)
-    values = {"TCP_KEEPIDLE": seconds, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 1000 * seconds}
-    for name, value in values.items():
-        if hasattr(socket, name):
-            options.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-def _room_for_connections() -> int:
-    """How many connections the process may have open beside its other files."""
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if resource else -1
-    return sys.maxsize if files < 0 else max(files - _OTHER_FILES, 1)  # -1: RLIM_INFINITY
-
-
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     """What makes the event loop of the server's process: uvloop's, where it is installed; None: asyncio's own."""
     if importlib.util.find_spec("uvloop") is None:
@@ -366,7 +378,7 @@ def server_config(app: Any, limits: HttpLimits, drain_seconds: int | None = None
     than the limit on open files of this process (RLIMIT_NOFILE) leaves room for. `drain_seconds`: how long answers may
     go on after the server was asked to end; None: until they are done.
     """
-    given = replace(limits, max_connections=min(limits.max_connections, _room_for_connections()))
+    given = fitted(limits)
 
     class Limited(Connection):
         limits = given

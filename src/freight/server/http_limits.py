@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class HttpLimits:
     """What one client may send, and how long it may take. Sizes in bytes, times in seconds.
 
-    max_connections  open at once; above it the longest idle one is closed, and where none is idle the new one gets 503
+    max_connections  open at once; above it one gives way (`places.py`), and where none can the new one gets 503
     head_bytes       request line and headers together; more is 431
     head_seconds     from the first byte of a request to the end of its headers; longer is 408
     body_bytes       more is 413

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import TypeVar
 
-from freight.outputs import CompletionDelta, FinishReason, RequestDelta
+from freight.outputs import CompletionDelta, FinishReason, RequestDelta, Scores
 
 T = TypeVar("T")
 
@@ -73,11 +73,12 @@ def _as_one(run: Sequence[RequestDelta]) -> RequestDelta:
     for delta in run:
         for one in delta.outputs:
             completions.setdefault(one.index, []).append(one)
+    scores = [delta.scores for delta in run if delta.scores is not None]
     return RequestDelta(
         run[-1].request_id,
         [_completion(parts) for parts in completions.values()],
         run[-1].finished,
-        _joined([delta.prompt_logprobs for delta in run]),
+        Scores.joined(scores) if scores else None,
         max(delta.num_cached_tokens for delta in run),
         run[-1].times,
     )

@@ -1,7 +1,8 @@
 """The server as a process: binds, loads, serves, drains, ends. `run` is all of `freight serve` behind its options.
 
 It listens from the first moment, so that /health says 503 while the model loads. SIGTERM and Ctrl-C stop admission and
-let running answers finish, up to a time; a second one ends them at once. When the engine's process ends by itself, so
+let running answers finish, up to a time; a second one ends them at once. While the model loads they end the server at
+once. When the engine's process ends by itself, so
 does this one, with an exit status that is not 0, unless another engine is to be started.
 """
 
@@ -11,23 +12,26 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import signal
 import socket
+import ssl
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
 import uvicorn
 
 from freight.errors import CheckpointError, ConfigError
+from freight.files import read_text
 from freight.server.app import make_app
 from freight.server.auth import Keys, check_binding
 from freight.server.call import Served
 from freight.server.client import EngineClient, EngineState, WorkerOptions, describe_exit
 from freight.server.errors import ApiError
-from freight.server.harmony_format import answer_format
+from freight.server.harmony_format import AnswerFormat, answer_format
 from freight.server.http import HttpLimits, loop_factory, server_config
 from freight.server.limits import ServingLimits
 from freight.server.log import set_up_logging
@@ -36,24 +40,27 @@ from freight.server.monitor import Monitor
 from freight.server.renderer import Renderer
 from freight.server.service import Service
 from freight.server.settings import ServerSettings
+from freight.server.tls import Server, tls_context
 from freight.server.wire import EngineFacts
 from freight.tokenizer import Tokenizer
 
 logger = logging.getLogger("freight")
 
 _RESTARTS, _WITHIN = 3, 600.0  # so many new engines in so many seconds; more would fail as well
+_FIRST_PASSED = 3  # the descriptor that systemd's first socket has
 _FLUSH = 1.0  # seconds for the last events of streams that are ended
 
 
 def run(settings: ServerSettings, options: WorkerOptions) -> int:
     """Serve until a signal or a failure; returns the exit status. Raises ConfigError before anything is started."""
-    files = () if settings.api_key_file is None else (settings.api_key_file,)
-    keys = Keys.read(settings.api_keys, files, settings.shared_prefix_cache)
-    check_binding(settings.host, keys, settings.insecure)
-    template = _read_template(settings.chat_template)
+    keys = _read_keys(settings)
+    passed = _passed()
+    check_binding(settings.host if passed is None else _address(passed)[0], keys, settings.insecure)
+    template = read_template(settings.chat_template)
+    tls = tls_context(settings.ssl_certfile, settings.ssl_keyfile, settings.ssl_keyfile_password)
     set_up_logging(settings.log_format)
-    with _bound(settings) as listener, asyncio.Runner(loop_factory=loop_factory()) as runner:
-        return runner.run(Lifecycle(settings, options, keys, template).serve(listener))
+    with passed or _bound(settings) as listener, asyncio.Runner(loop_factory=loop_factory()) as runner:
+        return runner.run(Lifecycle(settings, options, keys, template).serve(listener, tls))
 
 
 class Lifecycle:
@@ -74,21 +81,23 @@ class Lifecycle:
         )
         self._monitor = Monitor(self._service, self._metrics)
 
-    async def serve(self, listener: socket.socket) -> int:
+    async def serve(self, listener: socket.socket, tls: ssl.SSLContext | None = None) -> int:
         """Serve on a bound socket; returns the exit status."""
         loop = asyncio.get_running_loop()
         self._status = loop.create_future()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
+        loop.add_signal_handler(signal.SIGHUP, self._read_keys_again)
         settings = self._settings
         limits = HttpLimits(max_connections=settings.max_connections, write_seconds=settings.write_timeout)
         app = make_app(self._service, self._monitor, settings, limits)
-        server = _Server(server_config(app, limits, drain_seconds=1))
-        host, port = listener.getsockname()[:2]
-        sys.stderr.write(f"freight: listening on http://{f'[{host}]' if ':' in host else host}:{port}\n")
+        server = Server(server_config(app, limits, drain_seconds=1), limits, tls)
+        host, port = _address(listener)
+        scheme, shown = "http" if tls is None else "https", f"[{host}]" if ":" in host else host
+        sys.stderr.write(f"freight: listening on {scheme}://{shown}:{port}\n")
         sys.stderr.flush()
         serving = loop.create_task(server.serve(sockets=[listener]))
-        tasks = [loop.create_task(self._load()), loop.create_task(self._monitor.run())]
+        tasks = [loop.create_task(one) for one in (self._load(), self._monitor.run(), self._watch())]
         try:
             status = await self._status
             await self._drain(status)
@@ -97,6 +106,30 @@ class Lifecycle:
                 task.cancel()
             await self._end(server, serving)
         return status
+
+    async def compute(self, job: Callable[[Service], Awaitable[None]], ended_by: Sequence[signal.Signals]) -> int:
+        """Load the model and run `job` with it, without listening; returns the exit status."""
+        loop = asyncio.get_running_loop()
+        self._status = loop.create_future()
+        for number in ended_by:
+            loop.add_signal_handler(number, self._finish, 128 + number)
+
+        async def work() -> None:
+            await self._load()
+            if self._service.served is not None:
+                await job(self._service)
+                self._finish(0)
+
+        working = loop.create_task(work())
+        try:
+            await asyncio.wait((working, self._status), return_when=asyncio.FIRST_COMPLETED)
+            if working.done() and self._service.client.state is EngineState.READY:
+                working.result()
+            return await self._status  # of an engine that has ended, what failed by that says less
+        finally:
+            working.cancel()
+            await asyncio.wait((working,))
+            await self._close_all()
 
     def _new_client(self) -> EngineClient:
         return EngineClient(self._options, self._metrics.set_stats, self._metrics.observe_step, self._on_engine_end)
@@ -109,6 +142,7 @@ class Lifecycle:
             facts = await client.opened
             tokenizer = await asyncio.to_thread(self._read_tokenizer, facts)
             renderers = (None, None) if tokenizer is None else (self._new_renderer(facts), self._new_renderer(facts))
+            form = None if tokenizer is None else await asyncio.to_thread(self._answer_format, tokenizer)
             facts = await client.ready
         except asyncio.CancelledError:
             return  # the engine ended: `_on_engine_end` goes on
@@ -123,10 +157,13 @@ class Lifecycle:
         if renderers[0] is not None and tokenizer is not None and tokenizer.has_chat_template:
             await renderers[0].start()  # now, and not while the first conversation waits
         self._service.facts = facts
-        self._service.served = self._served(facts, tokenizer)
+        self._service.served = self._served(facts, tokenizer, form)
         self._monitor.set_facts(facts, self._names[0])
         gc.collect()
         gc.freeze()
+        # A full collection with the millions of values of a large answer takes a second, in everybody's stream. Little
+        # of a server is in cycles.
+        gc.set_threshold(700, 10, 1000)
         logger.info("ready: %s", ", ".join(self._names))
 
     def _new_renderer(self, facts: EngineFacts) -> Renderer:
@@ -145,8 +182,18 @@ class Lifecycle:
         tokenizer = Tokenizer.load(facts.tokenizer)
         return tokenizer if self._template is None else tokenizer.with_chat_template(self._template)
 
-    def _served(self, facts: EngineFacts, tokenizer: Tokenizer | None) -> Served:
-        form = None if tokenizer is None else answer_format(tokenizer)
+    def _answer_format(self, tokenizer: Tokenizer) -> AnswerFormat | None:
+        """How the model's answers are read. Raises ConfigError for parsers that are not for this model."""
+        settings = self._settings
+        form = answer_format(tokenizer, settings.tool_call_parser, settings.reasoning_parser)
+        if (form is None or not form.reads_calls) and "tools" in tokenizer.chat_template_source:
+            logger.warning(
+                "the chat template takes tools, and the form of this model's tool calls is not known: calls stay text; "
+                "--tool-call-parser selects a form"
+            )
+        return form
+
+    def _served(self, facts: EngineFacts, tokenizer: Tokenizer | None, form: AnswerFormat | None) -> Served:
         return Served(
             names=self._names,
             tokenizer=tokenizer,
@@ -156,11 +203,28 @@ class Lifecycle:
             fingerprint=facts.fingerprint,
             stop_token_ids=frozenset(facts.stop_token_ids),
             unknown_fields=self._settings.unknown_fields,
+            strict_schemas=self._settings.strict_schemas,
             created=int(time.time()),
             parser_of=None if form is None else form.parser,
             forced_call=None if form is None else form.call_to,
             after_reasoning=None if form is None or not form.reads_reasoning else form.form_to,
         )
+
+    async def _watch(self) -> None:
+        """Look for signs of life of the engine until cancelled."""
+        while self._options.stall_timeout > 0:
+            await asyncio.sleep(self._service.client.between_ticks)
+            client = self._service.client
+            before, silent = client.state, client.tick(time.monotonic())
+            is_stalled = client.state is EngineState.STALLED
+            self._metrics.set_stalled(is_stalled)
+            if is_stalled and before is EngineState.READY:
+                waiting = f"{client.num_running} requests wait for it"
+                logger.error("the engine's process has given no sign of life for %.0f s; %s", silent, waiting)
+                if self._settings.restart_engine:
+                    client.kill()
+            elif before is EngineState.STALLED and client.state is EngineState.READY:
+                logger.warning("the engine's process gives signs of life again")
 
     def _on_engine_end(self) -> None:
         """The engine's process has ended."""
@@ -183,6 +247,17 @@ class Lifecycle:
         self._service.client = self._new_client()
         self._restarting = asyncio.get_running_loop().create_task(self._load())
 
+    def _read_keys_again(self) -> None:
+        """SIGHUP: keys that were added to --api-key-file or removed from it. Streams go on."""
+        keys = self._service.keys
+        try:
+            keys.take(_read_keys(self._settings))
+        except ConfigError as error:
+            logger.error("SIGHUP: the keys stay as they were: %s", error)
+            return
+        self._metrics.add_keys(keys.names)
+        logger.info("SIGHUP: keys were read again; there are %d", len(keys.names))
+
     def _finish(self, status: int, reason: str | None = None) -> None:
         if reason is not None:
             logger.error("%s", reason)
@@ -193,17 +268,20 @@ class Lifecycle:
         if self._status.done():
             for answer in list(self._service.answers):
                 answer.inbox.fail(_ENDING)
-        self._finish(0 if number == signal.SIGTERM else 130)
+        elif self._service.served is None:
+            self._finish(128 + number, f"ended by {number.name} while the model was loading")
+        else:
+            self._finish(0 if number == signal.SIGTERM else 130)
 
     async def _drain(self, status: int) -> None:
         """Take no more requests; wait for those that run."""
         service = self._service
         service.draining = True
-        deadline = time.monotonic() + (self._settings.drain_timeout if service.client.state is EngineState.READY else 0)
+        deadline = time.monotonic() + self._settings.drain_timeout
         if service.answers:
             logger.info("waiting up to %g s for %d answers", self._settings.drain_timeout, len(service.answers))
-        while service.answers and time.monotonic() < deadline:
-            await asyncio.sleep(0.02)
+        while service.answers and time.monotonic() < deadline and service.client.state is EngineState.READY:
+            await asyncio.sleep(0.02)  # an engine that has ended, or is stalled, finishes none of them
         for answer in list(service.answers):
             answer.inbox.fail(_ENDING)
         flushed = time.monotonic() + _FLUSH
@@ -214,16 +292,11 @@ class Lifecycle:
         server.should_exit = True
         with contextlib.suppress(Exception):
             await serving
+        await self._close_all()
+
+    async def _close_all(self) -> None:
         await self._service.client.stop()
         await _close((self._service.renderer, self._service.grammars))
-
-
-class _Server(uvicorn.Server):
-    """Leaves signals to `Lifecycle`."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 async def _close(renderers: Sequence[Renderer | None]) -> None:
@@ -235,13 +308,44 @@ async def _close(renderers: Sequence[Renderer | None]) -> None:
 _ENDING = ApiError(503, "the server is ending", code="draining")
 
 
-def _read_template(file: Path | None) -> str | None:
+def _read_keys(settings: ServerSettings) -> Keys:
+    files = () if settings.api_key_file is None else (settings.api_key_file,)
+    return Keys.read(settings.api_keys, files, settings.shared_prefix_cache)
+
+
+def read_template(file: Path | None) -> str | None:
     if file is None:
         return None
     try:
-        return file.read_text("utf-8")
+        return read_text(file)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--chat-template {file} cannot be read: {error}") from None
+
+
+def _passed() -> socket.socket | None:
+    """The listening socket that systemd passed to this process (sd_listen_fds(3)); None without one.
+
+    Raises ConfigError for several, and for what is no TCP socket.
+    """
+    count = os.environ.pop("LISTEN_FDS", "0")
+    if os.environ.pop("LISTEN_PID", "") != str(os.getpid()) or count == "0":
+        return None
+    if count != "1":
+        raise ConfigError(f"LISTEN_FDS is {count}: one socket is served; give the unit one ListenStream=")
+    try:
+        listener = socket.socket(fileno=_FIRST_PASSED)
+        listening = listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    except OSError as error:
+        raise ConfigError(f"LISTEN_FDS is 1, and descriptor {_FIRST_PASSED} is no socket: {error.strerror}") from None
+    if not listening or listener.family not in (socket.AF_INET, socket.AF_INET6):
+        raise ConfigError("the socket that was passed does not listen on TCP: write ListenStream=ADDRESS:PORT")
+    listener.set_inheritable(False)
+    return listener
+
+
+def _address(listener: socket.socket) -> tuple[str, int]:
+    host, port = listener.getsockname()[:2]
+    return str(host), int(port)
 
 
 @contextlib.contextmanager

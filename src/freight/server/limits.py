@@ -6,12 +6,13 @@ sampler is bounded by `SamplingLimits`, compared by the one validator of `freigh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from freight.errors import RequestError
 from freight.messages import check_unicode
 from freight.sampling import SamplingLimits
+from freight.server.call import TokenizedWork
 from freight.server.errors import ApiError
 
 TEMPLATE_VALUES = frozenset(  # what published chat templates read besides messages and tools
@@ -38,7 +39,7 @@ TEMPLATE_VALUES = frozenset(  # what published chat templates read besides messa
 )
 
 
-_SAMPLING = SamplingLimits(n=16, temperature=2.0)
+_SAMPLING = SamplingLimits(n=16, temperature=2.0, allowed_token_ids=2**16)
 
 _WITH_CONTENT = frozenset({str, list, dict})  # of JSON's types, those that can be at fault
 
@@ -49,6 +50,7 @@ class ServingLimits:
 
     sampling         what it may ask of the sampler, for `check_limits`
     prompts          prompts of one completions request
+    scores           log-probabilities of its prompts: their tokens times one more than are asked for
     messages         messages of one conversation
     tools            tools that a conversation may offer
     nesting          JSON objects and arrays inside one another
@@ -58,6 +60,7 @@ class ServingLimits:
 
     sampling: SamplingLimits = _SAMPLING
     prompts: int = 64
+    scores: int = 2_000_000
     messages: int = 4096
     tools: int = 128
     nesting: int = 96
@@ -126,6 +129,32 @@ def _kind(value: object) -> str:
     return kinds.get(type(value), type(value).__name__)
 
 
+def num_scores(work: TokenizedWork) -> int:
+    """The log-probabilities of a prompt that its answer has."""
+    asked = work.params.prompt_logprobs
+    return 0 if asked is None else len(work.token_ids) * (asked + 1)
+
+
+def check_scores(work: Sequence[TokenizedWork], limits: ServingLimits) -> None:
+    """Raises ApiError, 400, where the prompts have more log-probabilities than one answer may have."""
+    wanted = sum(map(num_scores, work))
+    if wanted <= limits.scores:
+        return
+    scored = [one for one in work if one.params.prompt_logprobs is not None]
+    tokens, asked = sum(len(one.token_ids) for one in scored), scored[0].params.prompt_logprobs
+    raise ApiError(
+        400,
+        f"{len(scored)} prompts with {tokens} tokens together and {asked} log-probabilities for each are {wanted} "
+        f"values; one answer has at most {limits.scores}. Send fewer prompts at once, or ask for fewer of them",
+        param="prompt",
+        code="too_many_logprobs",
+    )
+
+
+# OpenAI's words, by which clients such as litellm know this error
+CONTEXT_IS = "this model's maximum context length is"
+
+
 def check_context(num_prompt: int, max_tokens: int | None, max_model_len: int, param: str | None = None) -> None:
     """Raises ApiError (400, context_length_exceeded) for a prompt that leaves no room for what is asked for.
 
@@ -137,8 +166,8 @@ def check_context(num_prompt: int, max_tokens: int | None, max_model_len: int, p
     asked = "and leaves no room for an answer" if max_tokens is None else f"and {max_tokens} are asked for"
     raise ApiError(
         400,
-        f"the prompt has {num_prompt} tokens {asked}; the context of this model is {max_model_len} tokens, for prompt "
-        "and answer together. Shorten the prompt or ask for fewer tokens",
+        f"{CONTEXT_IS} {max_model_len} tokens, for prompt and answer together; the prompt has {num_prompt} tokens "
+        f"{asked}. Shorten the prompt or ask for fewer tokens",
         param=param,
         code="context_length_exceeded",
     )

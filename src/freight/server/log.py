@@ -26,7 +26,13 @@ SECONDS_BETWEEN_SUMMARIES = 10.0
 logger = logging.getLogger("freight.server")
 current_request: ContextVar[str | None] = ContextVar("current_request", default=None)  # id of what is being handled
 
+current_trace: ContextVar[str | None] = ContextVar("current_trace", default=None)  # the trace that it belongs to
+
+_TRACEPARENT = re.compile(
+    r"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-.*)?", re.ASCII
+)
 _ID = re.compile(r"[A-Za-z0-9._-]{1,128}", re.ASCII)
+_PARAM = re.compile(r"[A-Za-z_]{1,40}(?:\.[A-Za-z_]{1,40}|\[[0-9]{1,9}\]){0,8}", re.ASCII)
 _PLAIN = re.compile(r"[^\s\"'=\\\x00-\x1f\x7f-\x9f]+")
 
 
@@ -44,6 +50,7 @@ class RequestLine:
     status         of the HTTP answer
     finish_reason  None if the request was refused
     key_name       of the API key; None without keys
+    route          what was asked, and `code` and `param` of the error: of a request that was refused
     """
 
     request_id: str
@@ -54,6 +61,9 @@ class RequestLine:
     cached_tokens: int = 0
     finish_reason: str | None = None
     key_name: str | None = None
+    route: str | None = None
+    code: str | None = None
+    param: str | None = None
 
 
 def request_id_of(header: str | None) -> str:
@@ -61,10 +71,27 @@ def request_id_of(header: str | None) -> str:
     return header if header is not None and _ID.fullmatch(header) else uuid.uuid4().hex
 
 
+def loggable(param: str | None) -> str | None:
+    """The path of a field as a log may have it: a name that a client made up may be any text."""
+    return param if param is None or _PARAM.fullmatch(param) else "other"
+
+
+def trace_id_of(header: str | None) -> str | None:
+    """The trace id of a `traceparent` header (W3C Trace Context); None for an invalid one.
+
+    What a later version than 00 adds comes behind a dash, and is not read.
+    """
+    match = _TRACEPARENT.fullmatch(header or "")
+    return None if match is None or (match[1] == "00" and match[3] is not None) else match[2]
+
+
 def log_request(line: RequestLine) -> None:
     """Log a finished request: a failure of the server as WARNING, all else as INFO."""
     fields = asdict(line)
     fields["seconds"] = round(line.seconds, 4)
+    if line.code is None:
+        for name in ("route", "code", "param"):
+            del fields[name]
     logger.log(logging.WARNING if line.status >= 500 else logging.INFO, "request", extra={"fields": fields})
 
 
@@ -93,10 +120,10 @@ def log_summary(stats: EngineStats, previous: EngineStats | None, seconds: float
 
 
 def _fields_of(record: logging.LogRecord) -> dict[str, Any]:
-    """The fields of an event, and the id of the request that is being handled, if there is one."""
+    """The fields of an event, and the ids of the request that is being handled and of its trace, if there are any."""
     given: Mapping[str, Any] = getattr(record, "fields", {})
-    request_id = current_request.get()
-    return {**({} if request_id is None else {"request_id": request_id}), **given}
+    handled = {"request_id": current_request.get(), "trace_id": current_trace.get()}
+    return {**{name: value for name, value in handled.items() if value is not None}, **given}
 
 
 class TextFormatter(logging.Formatter):

@@ -39,6 +39,7 @@ _to_openmetrics: Callable[[Collector, str], bytes] = openmetrics.generate_latest
 METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH")
 MOST_HANDLERS = 64  # a server has fewer routes; a raw path that was passed by mistake must not fill the memory
 UNNAMED = "unnamed"  # the key of requests that came with none of the configured keys
+MOST_KEYS = 256  # names that were ever configured: what a file has at each SIGHUP must not fill the memory
 
 
 class Rejection(StrEnum):
@@ -84,12 +85,15 @@ class Metrics:
         self._old_names = old_names
         self._stats: EngineStats | None = None
         self._facts: ModelFacts | None = None
+        self._is_stalled = False
         self._finished: Counter[str] = Counter({str(reason): 0 for reason in FinishReason})
         self._rejected: Counter[str] = Counter({str(reason): 0 for reason in Rejection})
         self._http: Counter[tuple[str, str, str]] = Counter()
         self._handlers: set[str] = set()
-        names = (*keys, UNNAMED)
-        self._by_key = {kind: dict.fromkeys(names, 0) for kind in ("requests", "prompt", "generation", "cached")}
+        self._by_key: dict[str, dict[str, int]] = {
+            kind: {UNNAMED: 0} for kind in ("requests", "prompt", "generation", "cached")
+        }
+        self.add_keys(keys)
         tokens = token_buckets(most_tokens)
         self._ttft, self._itl, self._per_token = Buckets(TTFT), Buckets(ITL), Buckets(ITL)
         self._e2e, self._queue, self._prefill = Buckets(LATENCY), Buckets(LATENCY), Buckets(LATENCY)
@@ -106,6 +110,20 @@ class Metrics:
     def set_stats(self, stats: EngineStats | None) -> None:
         """The engine's latest stats. None: there is no engine, and its series are left out."""
         self._stats = stats
+
+    def add_keys(self, names: Sequence[str]) -> None:
+        """Count requests with these keys under their names from now on, up to MOST_KEYS names; others as 'unnamed'.
+
+        Names that are not configured any more keep their counts, as counters never fall.
+        """
+        for name in names:
+            if len(self._by_key["requests"]) <= MOST_KEYS:
+                for counts in self._by_key.values():
+                    counts.setdefault(name, 0)
+
+    def set_stalled(self, is_stalled: bool) -> None:
+        """Whether the engine's process gives no sign of life."""
+        self._is_stalled = is_stalled
 
     def set_info(self, facts: ModelFacts) -> None:
         """What does not change while an engine runs."""
@@ -214,6 +232,7 @@ class Metrics:
         yield counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the cache.", stats.prefix_queries)
         yield counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_hits)
         yield counter("vllm:corrupted_requests", "Completions that could not be computed further.", stats.failed)
+        yield gauge("freight:engine_stalled", "1 while the engine gives no sign of life.", int(self._is_stalled))
         yield gauge("freight:cache_capacity_tokens", "Tokens that the KV cache holds.", stats.capacity_tokens)
         yield gauge("freight:cache_held_tokens", "Of them, in blocks that requests hold.", stats.held_tokens)
         yield gauge("freight:cache_reusable_tokens", "Of them, kept for prefix hits.", stats.reusable_tokens)

@@ -12,13 +12,15 @@ import re
 from collections.abc import Awaitable, Callable, Collection, MutableMapping, Sequence
 from typing import Any
 
+from starlette.middleware.cors import CORSMiddleware
+
 from freight.errors import ConfigError
 from freight.server import tgi_reply
 from freight.server.anthropic import errors as anthropic
 from freight.server.auth import Keys
 from freight.server.body import DisconnectedError, Receive
 from freight.server.errors import ApiError
-from freight.server.log import request_id_of
+from freight.server.log import current_trace, request_id_of, trace_id_of
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -28,6 +30,10 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 TGI_PATHS = frozenset({"/", "/generate", "/generate_stream", "/info"})
 OPEN_PATHS = frozenset({"/", "/health", "/ping"})  # for GET and HEAD: the page itself holds nothing that is secret
 FAILED = "the server failed on this request; its log has the cause under the request's id"
+
+EXPOSED = (  # headers of answers that a page of another origin may read
+    *("x-request-id", "x-freight-ignored", "x-freight-reproducible", "x-should-retry", "retry-after"),
+)
 
 _log = logging.getLogger(__name__)
 _ORIGIN = re.compile(r"https?://[A-Za-z0-9._\[\]:-]+")
@@ -40,7 +46,7 @@ def guarded(
     """`app` behind everything in this module."""
     inner: App = Errors(RequireKey(app, keys, open_paths))
     if allow_origins:
-        inner = AllowOrigins(inner, allow_origins)
+        inner = allowing(inner, allow_origins)
     return RequestIds(inner)
 
 
@@ -83,6 +89,7 @@ class RequestIds:
             return
         request_id = request_id_of(_text(header(scope, b"x-request-id")))
         scope.setdefault("state", {})["request_id"] = request_id
+        current_trace.set(trace_id_of(_text(header(scope, b"traceparent"))))
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -182,45 +189,23 @@ def _has_error(body: bytes) -> bool:
     return isinstance(value, dict) and "error" in value
 
 
-class AllowOrigins:
-    """Lets pages of the listed origins use this server. Exact origins only, such as https://chat.example.com.
+def allowing(app: App, origins: Sequence[str]) -> App:
+    """`app` for pages of the listed origins too. Exact origins only, such as https://chat.example.com.
 
-    Raises ConfigError for what is no origin: a path, a pattern, `*`.
+    A page may send any header: clients in JavaScript send many of their own. Without the key none of them opens
+    anything. Raises ConfigError for what is no origin: a path, a pattern, `*`.
     """
-
-    def __init__(self, app: App, origins: Sequence[str]) -> None:
-        for origin in origins:
-            if not _ORIGIN.fullmatch(origin):
-                raise ConfigError(f"--allow-origin {origin}: give one origin, such as https://chat.example.com")
-        self._app = app
-        self._origins = frozenset(origin.encode("latin-1") for origin in origins)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        origin = header(scope, b"origin") if scope["type"] == "http" else None
-        if origin not in self._origins:
-            await self._app(scope, receive, send)
-            return
-        allowed = [(b"access-control-allow-origin", origin), (b"vary", b"origin")]
-        if scope["method"] == "OPTIONS" and header(scope, b"access-control-request-method"):
-            allowed += [
-                (b"access-control-allow-methods", b"GET, POST"),
-                (
-                    b"access-control-allow-headers",
-                    b"authorization, content-type, x-api-key, x-request-id",
-                ),
-                (b"access-control-max-age", b"600"),
-            ]
-            await send({"type": "http.response.start", "status": 204, "headers": allowed})
-            await send({"type": "http.response.body", "body": b""})
-            return
-
-        async def send_allowed(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                shown = (b"access-control-expose-headers", b"x-request-id, retry-after")
-                message = {**message, "headers": [*message.get("headers", []), *allowed, shown]}
-            await send(message)
-
-        await self._app(scope, receive, send_allowed)
+    for origin in origins:
+        if not _ORIGIN.fullmatch(origin):
+            raise ConfigError(f"--allow-origin {origin}: give one origin, such as https://chat.example.com")
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=("GET", "HEAD", "POST"),
+        allow_headers=("*",),
+        allow_private_network=True,
+        expose_headers=EXPOSED,
+    )
 
 
 class RequireKey:

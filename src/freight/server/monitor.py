@@ -8,6 +8,7 @@ from typing import Any
 
 from freight import __version__
 from freight.outputs import EngineStats
+from freight.server.client import EngineState
 from freight.server.log import SECONDS_BETWEEN_SUMMARIES, log_summary
 from freight.server.metrics import Metrics, ModelFacts
 from freight.server.service import KEEP_ALIVE, Service
@@ -67,5 +68,7 @@ class Monitor:
             previous, at = stats, now
             for answer in list(self._service.answers):
                 answer.nudge_if_quiet(KEEP_ALIVE)
+                if self._service.client.state is EngineState.STALLED:
+                    answer.end_if_late()
             self._tick.set()
             self._tick = asyncio.Event()

@@ -13,13 +13,15 @@ The text of a call is read once it is whole, by the template itself.
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from freight.server.finder import Finder, as_text, finder_of, load_fields, searchable, strings_in
 from freight.server.out import Pieces, SpecialTokens
 from freight.server.pieces import MessageParser, Piece, PieceKind
+from freight.server.response_templates import CallForm
+from freight.server.tagged_calls import Tagged
 from freight.server.verbatim import arguments_texts
 from freight.tokenizer import Tokenizer, load_response_template, parse_response, response_parser
 
@@ -34,22 +36,11 @@ _LONGEST_CALL = 1 << 20  # characters; longer ones are content
 
 
 @dataclass(frozen=True)
-class Finder:
-    """Finds regions: a template for transformers' parser, and characters without which a text goes on in its region.
-
-    first_of   region (None: outside of markup) -> the characters with which markup can begin there; regions that are
-               not in it have markup of which that is not known
-    """
-
-    template: Any
-    first_of: Mapping[str | None, frozenset[str]]
-
-
-@dataclass(frozen=True)
 class Markup:
     """A response template, prepared. `with_calls` and `without_calls` find regions; None: there are none to find.
 
     calls       the template that reads the text of one region of calls
+    form        the form that reads it in place of `calls`, where it has a syntax of its own
     typed       whether `calls` needs the tools' schemas, because values have no types in its markup
     reasoning   the name of the field of reasoning
     implicit    the name of the field of text outside of markup
@@ -61,6 +52,7 @@ class Markup:
     with_calls: Finder | None
     without_calls: Finder | None
     calls: Any
+    form: CallForm | None
     typed: bool
     reasoning: str | None
     implicit: str
@@ -97,20 +89,24 @@ class Markup:
         return (self.reasoning, opening) if inside else (None, "." if begun.strip() else "")
 
 
-def markup_of(tokenizer: Tokenizer, template: Mapping[str, Any]) -> Markup:
-    """`template` prepared for the model with this tokenizer. Raises ValueError where transformers cannot read it."""
+def markup_of(tokenizer: Tokenizer, template: Mapping[str, Any], form: CallForm | None = None) -> Markup:
+    """`template` prepared for the model with this tokenizer. Raises ValueError where transformers cannot read it.
+
+    form: the one of which `template` was made
+    """
     anchor = load_response_template(template).start_anchor_re
-    fields = {name: _searchable(dict(field)) for name, field in template["fields"].items()}
+    fields = {name: searchable(dict(field)) for name, field in template["fields"].items()}
     explicit = {name: field for name, field in fields.items() if "open" in field or "open_pattern" in field}
     implicit = next((name for name in fields if name not in explicit), _OTHER)
-    skeleton = {name: _plain(field) for name, field in explicit.items()}
+    skeleton = {name: as_text(field) for name, field in explicit.items()}
     quiet = {name: field for name, field in skeleton.items() if name != _CALLS}
     calls = explicit.get(_CALLS)
-    written = "".join(_strings(explicit)).replace("\\", "")
+    written = "".join([*strings_in(explicit), *(form.markers if form is not None else ())]).replace("\\", "")
     return Markup(
-        with_calls=_finder(skeleton, implicit) if calls else None,
-        without_calls=_finder(quiet, implicit) if quiet else None,
-        calls=_load({_CALLS: {**calls, "repeats": True}}, _OTHER) if calls else None,
+        with_calls=finder_of(skeleton, implicit) if calls else None,
+        without_calls=finder_of(quiet, implicit) if quiet else None,
+        calls=load_fields({_CALLS: {**calls, "repeats": True}}, _OTHER) if calls else None,
+        form=form,
         typed=bool(calls) and (calls or {}).get("content") in ("xml-inline", "kv-lines"),
         reasoning=next((name for name in _REASONING if name in explicit), None),
         implicit=implicit,
@@ -118,53 +114,6 @@ def markup_of(tokenizer: Tokenizer, template: Mapping[str, Any]) -> Markup:
         special=SpecialTokens(tokenizer.special_texts - {text for text in tokenizer.special_texts if text in written}),
         anchor=anchor,
     )
-
-
-def _searchable(field: dict[str, Any]) -> dict[str, Any]:
-    """`field` without white space at the ends of its patterns: it would cost quadratic time, and we drop it anyway."""
-    for key in ("open_pattern", "close_pattern"):
-        if key in field:
-            field[key] = field[key].removeprefix(r"\s*") or field[key]
-    return field
-
-
-def _plain(field: Mapping[str, Any]) -> dict[str, Any]:
-    """`field` as plain text. A transform has to be there, because patterns may have named groups."""
-    kept = {key: field[key] for key in ("open", "open_pattern", "close", "close_pattern") if key in field}
-    return {**kept, "content": "text", "content_args": {"strip": False}, "transform": "{content}"}
-
-
-def _load(fields: Mapping[str, Any], implicit: str) -> Any:
-    """A template of `fields` and text outside of them, which takes any prefix as a part of the answer."""
-    return load_response_template({"start_anchor_pattern": "(?!)", "fields": {**fields, implicit: {"content": "text"}}})
-
-
-def _finder(fields: Mapping[str, Any], implicit: str) -> Finder:
-    opens = [_first(field, "open") for field in fields.values()]
-    first_of: dict[str | None, frozenset[str]] = {}
-    if all(opens):
-        first_of[None] = frozenset().union(*opens)
-    first_of.update({name: first for name, field in fields.items() if (first := _first(field, "close"))})
-    return Finder(_load(fields, implicit), first_of)
-
-
-def _first(field: Mapping[str, Any], key: str) -> frozenset[str]:
-    """The characters with which the markup in `field` begins; empty where that is not known."""
-    literals = field.get(key, ())
-    if literals:
-        return frozenset(text[0] for text in ([literals] if isinstance(literals, str) else literals))
-    pattern = field.get(f"{key}_pattern", "")
-    begins = re.match(r"(?:\(\?=)?(?:\\?(<)|\\(\[))(?![*?{])", pattern)
-    return frozenset(begins[1] or begins[2]) if begins and "|" not in pattern.replace("\\|", "") else frozenset()
-
-
-def _strings(value: Any) -> list[str]:
-    """All strings in a template."""
-    if isinstance(value, Mapping):
-        return [text for part in value.values() for text in _strings(part)]
-    if isinstance(value, list):
-        return [text for part in value for text in _strings(part)]
-    return [value] if isinstance(value, str) else []
 
 
 def _region(parser: Any) -> str | None:
@@ -192,6 +141,8 @@ class _Reader:
         self._call: list[str] = []  # the text of a call so far, after its opening
         self._call_size = 0
         self._given_up = False  # the call is too long, and comes as content
+        self._section_end = markup.form.section_end if markup.form is not None else ""
+        self._behind: str | None = None  # after a call: what may become the end of the section; None: not after a call
         self._finished = False
         self._parser: Any = None
         if finder is not None:
@@ -224,6 +175,7 @@ class _Reader:
                     self._close_call("", complete)
             except Exception:
                 self._give_up()
+        self._give_behind()
         self._out.finish()
         return self._out.take()
 
@@ -239,6 +191,7 @@ class _Reader:
     def _give_up(self) -> None:
         """The rest is content: a fault of a checkpoint's template must not end a request."""
         logger.exception("reading an answer by its response template failed; the rest of it is given as content")
+        self._give_behind()
         if self._region == _CALLS:
             self._out.verbatim("".join(self._raw_call()))
         self._out.verbatim(self._held)
@@ -295,6 +248,7 @@ class _Reader:
         self._held = held[at:]
 
     def _open(self, name: str, opening: str) -> None:
+        self._give_behind()
         self._region, self._opening = name, opening
         if name == _CALLS:
             self._call, self._call_size, self._given_up = [], 0, False
@@ -305,11 +259,27 @@ class _Reader:
         if self._region == _CALLS:
             self._add_to_call(text)
         elif self._region is None:
+            if self._behind is not None:
+                text = self._after_call(self._behind + text)
             if self._markup.keeps_rest:
                 self._out.add(PieceKind.CONTENT, text)
         else:
             kind = PieceKind.REASONING if self._region == self._markup.reasoning else PieceKind.CONTENT
             self._out.add(kind, text)
+
+    def _after_call(self, text: str) -> str:
+        """What of `text`, which follows a call, is content. The end of the section is none."""
+        text = text.lstrip(" \t\r\n")  # which touches markup
+        if text.startswith(self._section_end):
+            self._behind = None
+            return text.removeprefix(self._section_end)
+        self._behind = text if self._section_end.startswith(text) else None
+        return text if self._behind is None else ""
+
+    def _give_behind(self) -> None:
+        """What was held back after a call is no end of a section."""
+        text, self._behind = self._behind or "", None
+        self._out.add(PieceKind.CONTENT, text)
 
     def _add_to_call(self, text: str) -> None:
         self._call_size += len(text)
@@ -336,9 +306,15 @@ class _Reader:
     def _close_call(self, closing: str, whole: bool) -> None:
         body = "".join(self._call)
         raw = "".join([*self._raw_call(), closing])
-        calls = self._calls(raw, body) if whole and not self._given_up else None
+        syntax = self._markup.form.syntax if self._markup.form is not None else None
+        end = len(body)
+        if isinstance(syntax, Tagged):
+            end, body = (len(body + closing), body + closing) if closing else (syntax.rest(body), body)
+        calls = self._calls(raw, body[:end]) if whole and not self._given_up else None
         if calls:
             self._out.calls(calls)
+            self._behind = "" if self._section_end else None
+            self._out.add(PieceKind.CONTENT, body[end:])
         else:
             self._out.verbatim(raw)
         self._region = None
@@ -346,19 +322,29 @@ class _Reader:
     def _calls(self, raw: str, body: str) -> list[Piece] | None:
         """The calls in a region, or None when they cannot be read."""
         try:
-            message = parse_response(raw, self._markup.calls, self._tools if self._markup.typed else ())
-            functions = [call["function"] for call in _flat(message[_CALLS])]
-            names = [function["name"] for function in functions]
-            texts = arguments_texts(body, [function.get("arguments") for function in functions])
-            for name in names:
-                name.encode()  # raises for what is no string, or no Unicode
+            calls = self._read(raw, body)
+            for name, text in calls:
+                f"{name}{text}".encode()  # raises for what is no Unicode
         except Exception:
             return None
-        if texts is None or not all(names):
+        names = [name for name, _ in calls]
+        if not calls or not all(isinstance(name, str) and name for name in names):
             return None
         if not self._opening.strip() and not self._names.issuperset(names):
             return None  # JSON without any markup is a call only if it names a tool
-        return [Piece(PieceKind.TOOL_CALL, text, name) for name, text in zip(names, texts, strict=True)]
+        return [Piece(PieceKind.TOOL_CALL, text, name) for name, text in calls]
+
+    def _read(self, raw: str, body: str) -> list[tuple[str, str]]:
+        """(name, arguments as JSON) of the calls in a region. Raises where these cannot be read."""
+        form = self._markup.form
+        if form is not None and form.syntax is not None:
+            return form.syntax.read(self._opening, body, self._tools)
+        message = parse_response(raw, self._markup.calls, self._tools if self._markup.typed else ())
+        functions = [call["function"] for call in _flat(message[_CALLS])]
+        texts = arguments_texts(body, [function.get("arguments") for function in functions])
+        if texts is None:
+            raise ValueError("arguments are no object")
+        return list(zip([function["name"] for function in functions], texts, strict=True))
 
 
 def _flat(calls: list[Any]) -> list[Any]:

@@ -22,6 +22,7 @@ from typing import Any
 from freight.chat_text import ChatText
 from freight.server import frames
 from freight.server.call import Conversation
+from freight.server.children import spawn
 from freight.server.errors import ApiError
 from freight.server.frames import FrameError
 from freight.server.render_process import CAP
@@ -245,7 +246,7 @@ class _Process:
             # -P: nothing is imported from the working directory.
             command = [sys.executable, "-P", "-m", "freight.server.render_process", str(theirs.fileno())]
             environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
-            popen = subprocess.Popen(
+            popen = spawn(
                 command,
                 env=environment | {"USE_TORCH": "0", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"},
                 stdin=subprocess.DEVNULL,

@@ -27,13 +27,14 @@ from freight.sampling import SamplingParams, check_limits
 from freight.server.auth import Keys
 from freight.server.call import Call, Conversation, Reply, ReplyHead, Served, TokenizedWork, Work
 from freight.server.client import EngineClient, EngineState, Running
-from freight.server.errors import ApiError
+from freight.server.errors import ApiError, took_too_long
 from freight.server.inbox import Inbox, merged
-from freight.server.limits import ServingLimits, check_context
-from freight.server.log import RequestLine, log_request
+from freight.server.limits import CONTEXT_IS, ServingLimits, check_context, check_scores, num_scores
+from freight.server.log import RequestLine, log_request, loggable
 from freight.server.metrics import UNNAMED, Metrics
 from freight.server.openai.fields import from_request_error
 from freight.server.renderer import Renderer
+from freight.server.slices import in_turn
 from freight.server.wire import EngineFacts
 from freight.structured import StructuredOutputs
 
@@ -42,6 +43,7 @@ logger = logging.getLogger("freight")
 _LONG = 1 << 15  # characters: tokenizing more takes a thread, so that other requests go on
 _PROBED = 16  # characters for each token of the context
 _KEPT_TIMES = 32
+_LARGE = 1 << 15  # log-probabilities of prompts: to write more of them takes a thread
 _REMEMBERED = 4096  # grammars that were found to be good
 _LONGEST_RETRY = 120  # seconds
 KEEP_ALIVE = 15.0  # seconds without a token after which a stream gets a comment
@@ -91,6 +93,7 @@ class Service:
         arrival = self.clock()
         work = [await self.tokenize(one, key_name) for one in call.work]
         served = self.require_served()  # it may have changed meanwhile
+        check_scores(work, self.limits)
         self._admit(work)
         head = ReplyHead(call.request_id or request_id, int(time.time()), call.model, served.fingerprint)
         answer = Answer(self, call.reply(head, served, work), work, request_id, key_name, arrival)
@@ -112,20 +115,24 @@ class Service:
         try:
             params, prompt = work.params, work.prompt
             check_limits(params, self.limits.sampling)
+            cuts = params.truncate_prompt_tokens is not None
             if isinstance(prompt, Conversation):
                 chat = await self.render(prompt)
                 text = chat.text
                 params = params if work.params_of is None else work.params_of(text)
-                await self._check_size(served, text)
-                prompt = await self._encode(served, chat, add_special_tokens=False)
+                if not cuts:
+                    await self._check_size(served, text)
+                prompt = await self._encode(served, chat, bool(work.add_special_tokens))
             elif isinstance(prompt, str):
                 text = prompt
                 if prompt and served.tokenizer is not None:
-                    if work.truncate is None:
+                    if not cuts:
                         await self._check_size(served, prompt)
-                    prompt = await self._encode(served, prompt, add_special_tokens=True)
-            if work.truncate is not None and not isinstance(prompt, str):
-                prompt = prompt[-work.truncate :]
+                    prompt = await self._encode(served, prompt, work.add_special_tokens is not False)
+            if not isinstance(prompt, str):
+                whole, prompt = prompt, intake.cut(prompt, params)
+                if len(prompt) < len(whole) and isinstance(work.prompt, str):
+                    text = None  # an echo repeats what the model reads
             param = "messages" if isinstance(work.prompt, Conversation) else "prompt"
             if not isinstance(prompt, str):
                 check_context(len(prompt), 0 if params.max_tokens == 0 else None, served.max_model_len, param)
@@ -148,9 +155,10 @@ class Service:
         self._num_submitted += 1
         return str(self._num_submitted)
 
-    def refused(self, error: ApiError, request_id: str, key_name: str | None) -> None:
-        """Count and log a request whose answer did not begin."""
-        log_request(RequestLine(request_id, error.status, 0.0, key_name=key_name))
+    def refused(self, error: ApiError, request_id: str, key_name: str | None, route: str | None = None) -> None:
+        """Count and log a request whose answer did not begin: never its text, which the message may have."""
+        code, param = error.code or error.type, loggable(error.param)
+        log_request(RequestLine(request_id, error.status, 0.0, key_name=key_name, route=route, code=code, param=param))
         reasons = {"queue_full": "queue_full", "context_length_exceeded": "too_long", "draining": "draining"}
         reason = reasons.get(error.code or "") or ("invalid" if error.status in (400, 413, 415, 422) else None)
         if reason is not None:
@@ -185,8 +193,8 @@ class Service:
         if count > 2 * served.max_model_len:  # twice: tokens may become fewer by what follows
             raise ApiError(
                 400,
-                f"the first {len(probe)} of the prompt's {len(text)} characters have {count} tokens, and the context "
-                f"of this model is {served.max_model_len} tokens, for prompt and answer together. Shorten the prompt",
+                f"{CONTEXT_IS} {served.max_model_len} tokens, for prompt and answer together; the first {len(probe)} "
+                f"of the prompt's {len(text)} characters have {count} tokens. Shorten the prompt",
                 code="context_length_exceeded",
             )
 
@@ -194,7 +202,7 @@ class Service:
         tokenizer = served.tokenizer
         assert tokenizer is not None
         if isinstance(text, ChatText):
-            size, encode = len(text.text), partial(tokenizer.encode_chat, text)
+            size, encode = len(text.text), partial(tokenizer.encode_chat, text, add_special_tokens)
         else:
             size, encode = len(text), partial(tokenizer.encode, text, add_special_tokens)
         return encode() if size < _LONG else await asyncio.to_thread(encode)
@@ -278,6 +286,7 @@ class Answer:
         self._cached = 0
         self._reason: str | None = None
         self._is_closed = False
+        self.is_large = sum(map(num_scores, work)) > _LARGE  # what its reply does takes long
 
     async def submit(self) -> None:
         """Hand the requests to the engine, and wait until it has accepted all of them. Raises ApiError."""
@@ -301,7 +310,7 @@ class Answer:
         sent = b""
         for index, delta in merged(await self.inbox.next()):
             try:
-                sent += self._take(index, delta)
+                sent += await self._take(index, delta)
             except ApiError as error:
                 self._failure = error
                 break
@@ -316,6 +325,13 @@ class Answer:
         if self._service.clock() - self._last_sent >= seconds:
             self._last_sent = self._service.clock()
             self.inbox.nudge()
+
+    def end_if_late(self) -> None:
+        """Fail if its time has passed, in place of an engine that is stalled and does not look."""
+        limits = [one.params.timeout_s for one in self._work if one.params.timeout_s is not None]
+        if limits and self._service.clock() - self._arrival > max(limits):
+            for running in self._running:
+                running.fail(took_too_long())
 
     def close(self, status: int) -> None:
         """The answer has ended, with this status; 499: the client left. Stops what still runs."""
@@ -340,7 +356,7 @@ class Answer:
         for running in self._running:
             self._service.client.abort(running)
 
-    def _take(self, index: int, delta: RequestDelta) -> bytes:
+    async def _take(self, index: int, delta: RequestDelta) -> bytes:
         now, metrics = self._service.clock(), self._service.metrics
         generated = self._generated[index]
         if not any(generated) and any(one.token_ids for one in delta.outputs):
@@ -357,6 +373,8 @@ class Answer:
             self._cached += delta.num_cached_tokens
             self._reason = str(next(one.finish_reason for one in delta.outputs if one.finish_reason))
             self._count(index, self._reason, delta.times, delta.num_cached_tokens)
+        if self.is_large:
+            return await in_turn(self.reply.advance, index, delta)
         return self.reply.advance(index, delta)
 
     def _count(self, index: int, reason: str, times: RequestTimes | None = None, cached: int = 0) -> None:

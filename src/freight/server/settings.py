@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from freight.errors import ConfigError
+from freight.server.call_families import check_parser
 
 
 @dataclass(frozen=True)
@@ -15,6 +16,7 @@ class ServerSettings:
     names            what clients call the model; empty: the name it was loaded by
     port             0 takes a free one
     api_keys         'KEY' or 'NAME:KEY' each
+    ssl_certfile     a certificate (chain) in PEM, and ssl_keyfile its key: serve HTTPS
     insecure         serve a public address without a key
     max_queue        completions that wait beside those that run; beyond them 429
     request_timeout  seconds from arrival to the end of an answer; None: no limit
@@ -22,9 +24,13 @@ class ServerSettings:
     template_timeout seconds that the chat template may take for one conversation, and the compiler for one grammar
     max_events_per_second  of one stream: tokens that come faster share an event; 0: an event for every step
     drain_timeout    seconds that running requests have after SIGTERM
-    restart_engine   start a new engine process when one ends, instead of ending
+    restart_engine   start a new engine process when one ends or is stalled, instead of ending
+    stall_timeout    seconds without a sign of life from the engine's process after which it is stalled; 0: never
     chat_template    a file with a Jinja template to use instead of the model's own
+    tool_call_parser, reasoning_parser  names of `call_families`; None: by the model's chat template
     unknown_fields   'refuse' or 'ignore': request fields that no API of this server has
+    strict_schemas   refuse a JSON schema that a grammar cannot enforce whole, instead of naming what is left out
+    tokenizer_info   answer /tokenizer_info
     allow_origins    web pages of these origins may call the server (CORS)
     old_metrics      also the names that older dashboards read
     """
@@ -35,6 +41,9 @@ class ServerSettings:
     api_keys: tuple[str, ...] = ()
     api_key_file: Path | None = None
     shared_prefix_cache: bool = False
+    ssl_certfile: Path | None = None
+    ssl_keyfile: Path | None = None
+    ssl_keyfile_password: str | None = None
     insecure: bool = False
     max_queue: int = 256
     max_connections: int = 1024
@@ -44,8 +53,14 @@ class ServerSettings:
     max_events_per_second: float = 50.0
     drain_timeout: float = 30.0
     restart_engine: bool = False
+    stall_timeout: float = 60.0
     chat_template: Path | None = None
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
+    enable_auto_tool_choice: bool = False  # which is always so; other servers ask for it
     unknown_fields: str = "refuse"
+    strict_schemas: bool = False
+    tokenizer_info: bool = False
     allow_origins: tuple[str, ...] = ()
     old_metrics: bool = False
     log_format: str = "text"
@@ -57,6 +72,7 @@ class ServerSettings:
             ("max_queue", 0),
             ("max_connections", 1),
             ("drain_timeout", 0),
+            ("stall_timeout", 0),
             ("max_events_per_second", 0),
         ):
             if not getattr(self, name) >= least:
@@ -66,6 +82,8 @@ class ServerSettings:
             seconds = getattr(self, name)
             if seconds is not None and not seconds > 0:
                 raise ConfigError(f"--{name.replace('_', '-')} is {seconds}; it must be more than 0 seconds")
+        check_parser("--tool-call-parser", self.tool_call_parser)
+        check_parser("--reasoning-parser", self.reasoning_parser)
         if self.unknown_fields not in ("refuse", "ignore"):
             raise ConfigError(f"--unknown-fields is {self.unknown_fields!r}; it must be refuse or ignore")
         if self.log_format not in ("text", "json"):

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -18,6 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 from freight.server.call import Call
 from freight.server.errors import ApiError
 from freight.server.service import Answer
+from freight.server.slices import in_turn, json_bytes, json_in_slices
 
 logger = logging.getLogger("freight")
 
@@ -86,23 +86,24 @@ class AnswerResponse(Response):
         answer = self._answer
         while not answer.is_finished:
             await answer.advance()
-        await _send_json(send, 200, answer.reply.body(), self._extra)
+        if answer.is_large:
+            parts = await in_turn(lambda: json_in_slices(answer.reply.body()))
+        else:
+            parts = [json_bytes(answer.reply.body())]
+        await _send_json(send, 200, parts, self._extra)
 
     async def _refuse(self, send: Send, error: ApiError) -> None:
         """An error before the status line was sent."""
         error = self._as_error(error)
-        await _send_json(send, error.status, self._call.failure_body(error), {**self._extra, **error.headers})
+        body = json_bytes(self._call.failure_body(error))
+        await _send_json(send, error.status, [body], {**self._extra, **error.headers})
 
 
-def json_bytes(value: object) -> bytes:
-    """`value` as JSON, which has no NaN and no infinities."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
-
-
-async def _send_json(send: Send, status: int, value: object, headers: Mapping[str, str]) -> None:
-    body = json_bytes(value)
-    await send(_start(status, {"content-type": "application/json", "content-length": str(len(body)), **headers}))
-    await send(_body(body, more=False))
+async def _send_json(send: Send, status: int, parts: Sequence[bytes], headers: Mapping[str, str]) -> None:
+    size = str(sum(map(len, parts)))
+    await send(_start(status, {"content-type": "application/json", "content-length": size, **headers}))
+    for number, part in enumerate(parts, 1):
+        await send(_body(part, more=number < len(parts)))
 
 
 def _start(status: int, headers: Mapping[str, str]) -> Message:

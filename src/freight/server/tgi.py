@@ -18,7 +18,7 @@ from freight.server.call import ReplyHead, Served, TokenizedWork, Work
 from freight.server.errors import ApiError
 from freight.server.limits import check_context
 from freight.server.openai.fields import named
-from freight.server.openai.structure import as_object
+from freight.server.openai.structure import as_object, enforced
 from freight.server.tgi_reply import GenerateReply, ReplyOptions, error_body
 
 DEFAULT_NEW_TOKENS = 100  # as in TGI
@@ -96,19 +96,13 @@ def parse_generate(
         raise _invalid("stream must be true or false", "stream")
     streams = bool(by_body) if stream is None else stream
     _check_parameters(parameters, streams)
-    params = _sampling(parameters, limits)
+    form, unheld = _grammar(parameters["grammar"], served.strict_schemas) if "grammar" in parameters else (None, ())
+    params = _sampling(parameters, limits, served.max_model_len, form)
     return GenerateCall(
         stream=streams,
         model=served.names[0],
-        work=(
-            Work(
-                inputs,
-                params,
-                truncate=_count(parameters, "truncate", 1, served.max_model_len),
-                form_from="parameters.grammar",
-            ),
-        ),
-        ignored=named(ignored),
+        work=(Work(inputs, params, form_from="parameters.grammar"),),
+        ignored=named((*ignored, *unheld)),
         options=ReplyOptions(
             stream=streams,
             details=parameters.get("details", False),
@@ -154,21 +148,24 @@ def _is_one(value: Any) -> bool:
     return not isinstance(value, bool) and bool(value == 1)
 
 
-def _sampling(given: Mapping[str, Any], limits: SamplingLimits) -> SamplingParams:
+def _sampling(
+    given: Mapping[str, Any], limits: SamplingLimits, max_model_len: int, form: dict[str, Any] | None
+) -> SamplingParams:
     """Raises ApiError for a value outside its range."""
     samples = given.get("do_sample", False) or any(name in given for name in ("temperature", "top_k", "top_p"))
     fields: dict[str, Any] = {
         "max_tokens": _count(given, "max_new_tokens", 1) or DEFAULT_NEW_TOKENS,
         "logprobs": _count(given, "top_n_tokens", 0) or 0,
         "temperature": given.get("temperature", 1.0) if samples else 0.0,
+        "truncate_prompt_tokens": _count(given, "truncate", 1, max_model_len),
     }
     for name in ("top_k", "top_p", "stop", "repetition_penalty", "frequency_penalty", "seed"):
         if name in given:
             fields[name] = given[name]
     if given.get("decoder_input_details"):
         fields["prompt_logprobs"] = 0
-    if "grammar" in given:
-        fields["structured_outputs"] = _grammar(given["grammar"])
+    if form is not None:
+        fields["structured_outputs"] = form
     try:
         params = SamplingParams(**fields)
         check_limits(params, limits)
@@ -189,15 +186,15 @@ def _in_tgis_names(message: str) -> str:
     return message
 
 
-def _grammar(given: object) -> dict[str, Any]:
-    """`grammar` as SamplingParams.structured_outputs has it."""
+def _grammar(given: object, strict_schemas: bool) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """`grammar` as SamplingParams.structured_outputs has it, and what of its schema is not enforced."""
     if not isinstance(given, Mapping) or "value" not in given:
         raise _invalid(f"grammar must be an object with type ({_KINDS}) and value", "parameters.grammar")
     kind, value = given.get("type"), given["value"]
     if kind == "regex":
         if not isinstance(value, str):
             raise _invalid("the value of a grammar of type regex must be a string", "parameters.grammar.value")
-        return {"regex": value}
+        return {"regex": value}, ()
     if kind not in ("json", "json_schema"):
         raise _invalid(f"grammar.type must be {_KINDS}", "parameters.grammar.type")
     if isinstance(value, str):
@@ -209,7 +206,11 @@ def _grammar(given: object) -> dict[str, Any]:
         value = value.get("schema")  # beside a name
     if not isinstance(value, Mapping):
         raise _invalid("the value of a grammar must be a JSON schema, an object", "parameters.grammar.value")
-    return {"json": as_object(value)}
+    where = "parameters.grammar.value"
+    try:
+        return enforced(as_object(value), where, where, strict_schemas)
+    except ApiError as error:
+        raise as_tgi_error(error) from None
 
 
 def _count(given: Mapping[str, Any], name: str, low: int, high: int | None = None) -> int | None:

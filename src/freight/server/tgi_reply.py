@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from freight.detokenizer import Detokenizer
-from freight.outputs import CompletionDelta, FinishReason, Logprob, RequestDelta, TokenLogprobs
+from freight.outputs import CompletionDelta, FinishReason, Logprob, RequestDelta, Scores, TokenLogprobs
 from freight.sampling import SamplingParams
 from freight.server.call import TokenizedWork
 from freight.server.errors import ApiError
@@ -74,7 +74,7 @@ class GenerateReply:
         self._pieces: list[str] = []
         self._tokens: list[dict[str, Any]] = []
         self._top_tokens: list[list[dict[str, Any]]] = []
-        self._prompt_logprobs: list[TokenLogprobs | None] = []
+        self._scores: list[Scores] = []
         self._finish: str | None = None
         self._text = ""  # all of it, when it has ended
 
@@ -82,7 +82,8 @@ class GenerateReply:
         return b""
 
     def advance(self, index: int, delta: RequestDelta) -> bytes:
-        self._prompt_logprobs += delta.prompt_logprobs or []
+        if delta.scores is not None:
+            self._scores.append(delta.scores)
         events = []
         for completion in delta.outputs:
             first = len(self._tokens)
@@ -169,11 +170,14 @@ class GenerateReply:
 
     def _prefill(self) -> list[dict[str, Any]]:
         """The prompt's tokens, the first without a log-probability; empty unless they were asked for."""
-        text_of = self._tokenizer.token_text
-        scored = zip(self._work.token_ids, self._prompt_logprobs, strict=False)
+        if self._work.params.prompt_logprobs is None:
+            return []
+        text_of, scores = self._tokenizer.token_text, Scores.joined(self._scores)
+        own = scores.logprobs[scores.width - 1 :: scores.width]  # the last of each token's entries is the token itself
+        logprobs = [None, *(value if math.isfinite(value) else _LOWEST for value in own)]
         return [
-            {"id": token, "text": text_of(token), "logprob": None if entry is None else _logprob(entry[token])}
-            for token, entry in scored
+            {"id": token, "text": text_of(token), "logprob": logprob}
+            for token, logprob in zip(self._work.token_ids, logprobs, strict=False)
         ]
 
 

@@ -1,7 +1,7 @@
 """Content, reasoning and tool calls out of a model's text, and the grammar of an answer that must be a call.
 
 What a text means is defined by a response template: the checkpoint's own, else one of ours for the family that its chat
-template belongs to (`server/response_templates.py`). transformers' ResponseParser finds the regions of the text.
+template belongs to (`server/call_families.py`). transformers' ResponseParser finds the regions of the text.
 Around it, `server/parsing.py` guarantees what clients need and that parser does not give: nothing raises, no text is
 lost, chunks of any size give the same pieces, and the cost is linear.
 """
@@ -13,10 +13,15 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from freight.errors import RequestError
+from freight.server.argument_types import arguments_schema
+from freight.server.call_families import REASONING_PARSERS, TOOL_CALL_PARSERS, form_of, response_template, tags_of
 from freight.server.errors import ApiError
+from freight.server.listed_calls import ListedCalls
 from freight.server.parsing import Markup, markup_of
 from freight.server.pieces import MessageParser
-from freight.server.response_templates import CallForm, family_of, response_template
+from freight.server.response_templates import CallForm
+from freight.structured import StructuredOutputs
 from freight.tokenizer import Tokenizer
 
 logger = logging.getLogger("freight")
@@ -70,8 +75,19 @@ class MessageFormat:
                 param="tool_choice",
             )
         chosen = forced_functions(tools, names)
-        schemas = {f"arguments_{index}": {"json": arguments_schema(one)} for index, one in enumerate(chosen)}
-        return {"grammar": self._grammar(self._form, chosen, parallel, in_reasoning), "parts": schemas}
+        parts = {f"arguments_{index}": self._arguments(self._form, one) for index, one in enumerate(chosen)}
+        return {"grammar": self._grammar(self._form, chosen, parallel, in_reasoning), "parts": parts}
+
+    def _arguments(self, form: CallForm, function: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The form of the arguments of `function`. Raises ApiError 400 for a schema of which no grammar can be made."""
+        schema = arguments_schema(function)
+        if form.syntax is None:
+            return {"json": schema}
+        try:
+            StructuredOutputs(json=schema)  # its limits; a schema in pieces has none
+            return form.syntax.part(function, self._literal, self._token_in)
+        except (RequestError, ValueError) as error:
+            raise ApiError(400, f"tools: {function.get('name')!r:.80}: {error}", param="tools") from None
 
     def after_reasoning(self, form: Mapping[str, Any], in_reasoning: bool) -> Mapping[str, Any]:
         """Keyword arguments of StructuredOutputs: reasoning first, as the model writes it, and then `form`.
@@ -119,18 +135,24 @@ class MessageFormat:
         rules.append("function: " + " | ".join(f"function_{index}" for index in range(len(functions))))
         for index, function in enumerate(functions):
             name = json.dumps(function["name"], ensure_ascii=False) if form.quoted else str(function["name"])
-            rules.append(f"function_{index}: {self._literal(name + form.before_arguments)} @arguments_{index}")
+            head = self._literal(name + form.before_arguments)
+            if form.numbered:
+                head = f"{self._literal(f'{name}:')} /[0-9]{{1,3}}/ {self._literal(form.before_arguments)}"
+            rules.append(f"function_{index}: {head} @arguments_{index}")
         return "\n".join(rule for rule in rules if rule)
 
     def _reasoning_rules(self, closing: str) -> tuple[str, str]:
         """`think`: the rest of the reasoning, its closing tag, and the blank line that models write there."""
         blank = r"BLANK: /[ \n]{0,4}/"
-        token = self._token_of(closing)
-        if token is None:
-            think = f"think: thought BLANK\nthought[suffix={json.dumps(closing)}]: /(?s:.*)/"
-        else:  # no text has this token in it
-            think = f"think: THOUGHT <[{token}]> BLANK\nTHOUGHT: /(?s:.)*/"
+        think = f"think: (thought{self._as_token(closing)}) BLANK\nthought[suffix={json.dumps(closing)}]: /(?s:.*)/"
+        if self._token_of(closing) is not None:
+            think += "\nTHOUGHT: /(?s:.)*/"
         return think, blank
+
+    def _as_token(self, closing: str) -> str:
+        """The other way to end a thought: as one token. A special one matches no text of the grammar."""
+        token = self._token_of(closing)
+        return "" if token is None else f" | THOUGHT <[{token}]>"
 
     def _literal(self, text: str) -> str:
         """`text` as an expression of the grammar; "" for "". Markers that are one token may come as that token.
@@ -145,26 +167,51 @@ class MessageFormat:
                 return " ".join(part for part in (self._literal(before), either, self._literal(after)) if part)
         return json.dumps(text, ensure_ascii=False) if text else ""
 
+    def _token_in(self, text: str) -> tuple[str, int, str] | None:
+        """The first marker in `text` that is one token: what stands before it, the token, what stands behind it."""
+        found = [
+            (text.index(marker), marker, token)
+            for marker in (self._form.markers if self._form else ())
+            if marker in text and (token := self._token_of(marker)) is not None
+        ]
+        if not found:
+            return None
+        at, marker, token = min(found)
+        return text[:at], token, text[at + len(marker) :]
+
     def _token_of(self, marker: str) -> int | None:
         ids = self._tokenizer.encode(marker, add_special_tokens=False)
         return ids[0] if len(ids) == 1 else None
 
 
-def parser_for(tokenizer: Tokenizer) -> MessageFormat | None:
-    """How answers of the model with this tokenizer are read; None where no markup is known in them."""
-    form, reasoning = family_of(tokenizer.chat_template_source)
-    own = tokenizer.response_template
+def parser_for(
+    tokenizer: Tokenizer, tool_call_parser: str | None = None, reasoning_parser: str | None = None
+) -> MessageFormat | None:
+    """How answers of the model with this tokenizer are read; None where no markup is known in them.
+
+    tool_call_parser, reasoning_parser   names of `call_families` that come before what the checkpoint says
+    """
+    form, tags = form_of(tokenizer.chat_template_source), tags_of(tokenizer.chat_template_source)
+    own = tokenizer.response_template if tool_call_parser is None and reasoning_parser is None else None
+    form = _chosen(TOOL_CALL_PARSERS.get(tool_call_parser or ""), form)
+    tags = _chosen(REASONING_PARSERS.get(reasoning_parser or ""), tags)
+    pair = None if tags is None else (tags.opens[0], tags.closes[0])
     if own is not None:
         try:
             markup = markup_of(tokenizer, own)
         except Exception as error:  # transformers raises ValueError, and less exact ones for wrong types
             logger.warning("the checkpoint's response_template cannot be read, and is not used: %s", error)
         else:
-            tags = _tags(own["fields"].get(markup.reasoning)) or reasoning
-            return MessageFormat(tokenizer, markup, form if _reads(markup, form) else None, tags)
-    if form is None and reasoning is None:
+            pair = _tags(own["fields"].get(markup.reasoning)) or pair
+            return MessageFormat(tokenizer, markup, form if _reads(markup, form) else None, pair)
+    if form is None and tags is None:
         return None
-    return MessageFormat(tokenizer, markup_of(tokenizer, response_template(form, reasoning)), form, reasoning)
+    return MessageFormat(tokenizer, markup_of(tokenizer, response_template(form, tags), form), form, pair)
+
+
+def _chosen(offered: Sequence[Any] | None, found: Any) -> Any:
+    """What a name offers, and of several that which the chat template shows; without a name, the latter."""
+    return found if offered is None or found in offered else offered[0]
 
 
 def _tags(field: object) -> tuple[str, str] | None:
@@ -176,8 +223,8 @@ def _tags(field: object) -> tuple[str, str] | None:
 
 
 def _reads(markup: Markup, form: CallForm | None) -> bool:
-    """Whether `markup` finds a call that is written in `form`."""
-    if form is None or markup.with_calls is None:
+    """Whether `markup` finds a call that is written in `form`, which is one of JSON after a name."""
+    if form is None or markup.with_calls is None or not isinstance(form.syntax, ListedCalls | None):
         return False
     name = '"f"' if form.quoted else "f"
     call = form.before_name + name + form.before_arguments + '{"a": 1}' + form.after_arguments
@@ -203,13 +250,3 @@ def forced_functions(tools: Sequence[Mapping[str, Any]], names: Sequence[str]) -
 def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
     function = tool.get("function")
     return function if isinstance(function, Mapping) else tool
-
-
-def arguments_schema(function: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of a function's arguments. Only the named properties are forced where others are not mentioned."""
-    schema = dict(function.get("parameters") or {})
-    schema.setdefault("type", "object")
-    if not any(word in schema for word in ("additionalProperties", "$ref", "allOf", "anyOf", "oneOf")):
-        schema.setdefault("properties", {})
-        schema["additionalProperties"] = False
-    return schema

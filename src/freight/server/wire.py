@@ -1,13 +1,16 @@
 """The messages between the server's two processes, as JSON values; `frames.py` puts them on a socket.
 
-To the engine: a start, then requests and aborts. From the engine: facts about the model, then what happens. Every
-message is a list whose first entry names it. A step, the message that there are many of, is flat, without names.
+To the engine: a start, then requests, aborts and pings. From the engine: facts about the model, then what happens.
+Every message is a list whose first entry names it. A step, the message that there are many of, is flat, without names.
+A prompt's log-probabilities are columns of numbers in base64, in this machine's order of bytes: both are on it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, fields
+from array import array
+from base64 import b64decode, b64encode
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from typing import Any
 
 from freight.outputs import (
@@ -17,12 +20,14 @@ from freight.outputs import (
     Logprob,
     RequestDelta,
     RequestTimes,
+    Scores,
     TokenLogprobs,
 )
 from freight.sampling import SamplingParams
 from freight.structured import StructuredOutputs
 
-CAP = 1 << 28  # bytes of a message: log-probabilities of a long prompt
+CAP = 1 << 28  # bytes of a message
+_MOST_ENTRIES = 8192  # log-probabilities in a message, about: some 200 KB, or more with their texts
 
 # from the engine's process
 OPENED = "opened"  # headers are read: an EngineFacts without what needs weights
@@ -32,10 +37,13 @@ ACCEPTED = "accepted"
 REFUSED = "refused"
 STEPPED = "stepped"
 STATS = "stats"
+LOST = "lost"  # what is new of a request cannot be told: the request, and why
+PONG = "pong"  # the answer to a ping: for how many seconds the steps have stood still
 # to it
 START = "start"
 ADD = "add"
 ABORT = "abort"
+PING = "ping"
 
 
 @dataclass(frozen=True)
@@ -88,6 +96,41 @@ def params_from_json(value: Mapping[str, Any]) -> SamplingParams:
     return SamplingParams(**values)
 
 
+def step_messages(deltas: Sequence[RequestDelta], steps: Sequence[tuple[float, int]]) -> Iterator[list[Any]]:
+    """What is new after some steps, as messages that are all short enough to be read between two other things.
+
+    A prompt's log-probabilities, of which there may be hundreds of megabytes, are told in parts.
+    """
+    held: list[Any] = []
+    room = _MOST_ENTRIES
+    for part in (part for delta in deltas for part in _parts(delta)):
+        held.append(delta_to_json(part))
+        room -= 0 if part.scores is None else len(part.scores.ids)
+        room -= sum(_num_entries(one.logprobs or ()) for one in part.outputs)
+        if room <= 0:
+            yield [STEPPED, held, []]
+            held, room = [], _MOST_ENTRIES
+    yield [STEPPED, held, steps]
+
+
+def _num_entries(logprobs: Sequence[TokenLogprobs]) -> int:
+    return sum(map(len, logprobs))
+
+
+def _parts(delta: RequestDelta) -> Iterator[RequestDelta]:
+    """`delta` as several that say the same, each with few log-probabilities of the prompt."""
+    scores = delta.scores
+    if scores is None:
+        yield delta
+        return
+    size = max(1, _MOST_ENTRIES // scores.width)
+    last = max(0, len(scores) - 1) // size * size
+    for begin in range(0, last, size):
+        part = scores.part(begin, begin + size)
+        yield RequestDelta(delta.request_id, [], False, part, delta.num_cached_tokens, None)
+    yield replace(delta, scores=scores.part(last, len(scores)))
+
+
 def stats_to_json(stats: EngineStats) -> list[int]:
     return list(astuple(stats))
 
@@ -97,7 +140,7 @@ def stats_from_json(value: Sequence[int]) -> EngineStats:
 
 
 def delta_to_json(delta: RequestDelta) -> list[Any]:
-    scored, times = delta.prompt_logprobs, delta.times
+    scores, times = delta.scores, delta.times
     return [
         delta.request_id,
         [
@@ -113,14 +156,16 @@ def delta_to_json(delta: RequestDelta) -> list[Any]:
             for one in delta.outputs
         ],
         delta.finished,
-        None if scored is None else [None if entry is None else _entries(entry) for entry in scored],
+        None
+        if scores is None
+        else [scores.width, _packed(scores.ids), _packed(scores.logprobs), _packed(scores.ranks)],
         delta.num_cached_tokens,
         None if times is None else list(astuple(times)),
     ]
 
 
 def delta_from_json(value: Sequence[Any]) -> RequestDelta:
-    request_id, outputs, finished, scored, cached, times = value
+    request_id, outputs, finished, scores, cached, times = value
     return RequestDelta(
         request_id,
         [
@@ -136,10 +181,19 @@ def delta_from_json(value: Sequence[Any]) -> RequestDelta:
             for index, token_ids, text, reason, stop, error, logprobs in outputs
         ],
         finished,
-        None if scored is None else [None if entry is None else _logprobs(entry) for entry in scored],
+        None if scores is None else _scores(*scores),
         cached,
         None if times is None else RequestTimes(*times),
     )
+
+
+def _packed(column: array[Any]) -> str:
+    return b64encode(column.tobytes()).decode("ascii")
+
+
+def _scores(width: int, *columns: str) -> Scores:
+    ids, logprobs, ranks = map(b64decode, columns)
+    return Scores(width, array("i", ids), array("f", logprobs), array("i", ranks))
 
 
 def _entries(entry: TokenLogprobs) -> list[list[Any]]:

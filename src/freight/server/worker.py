@@ -1,8 +1,9 @@
 """The engine's process: `python -m freight.server.worker FD`, with FD one end of a socket pair.
 
 It owns the engine and everything of torch. Its main thread loads the model and steps; a second thread only reads
-commands. It ends when the other end of the socket closes, so it never outlives the server. Interrupts and SIGTERM are
-the server's business, which lets requests finish first: here they are ignored.
+commands, and answers pings. It ends when the other end of the socket closes, so it never outlives the server.
+Interrupts, SIGTERM and SIGHUP are the server's business, which lets requests finish first: here they are ignored.
+Until then, while Python starts, the server has them blocked (`children.py`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -22,11 +24,12 @@ from typing import TYPE_CHECKING, Any
 from freight import __version__
 from freight.errors import ConfigError, FreightError, RequestError
 from freight.server import wire
-from freight.server.frames import Decoder, encode
+from freight.server.frames import Decoder, FrameError, encode
 from freight.server.log import set_up_logging
+from freight.server.pulse import Progress
 
 if TYPE_CHECKING:
-    from freight.engine.loop import Command, Event
+    from freight.engine.loop import Command, Event, Loop
     from freight.models.open import OpenModel
 
 _READ = 1 << 16  # bytes
@@ -36,26 +39,62 @@ _PATIENCE = 5.0  # seconds for the step under way when the server is gone
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     connection = socket.socket(fileno=int(sys.argv[1]))
     frames = Decoder(wire.CAP)
     name, args, options = _first(connection, frames)
     assert name == wire.START
     set_up_logging(options["log_format"], options["log_level"])
     commands: SimpleQueue[Command] = SimpleQueue()
-    threading.Thread(target=_read, args=(connection, frames, commands), name="commands", daemon=True).start()
-    try:
-        loop = _build(connection, args, options, commands)
-    except FreightError as error:
-        status = 2 if isinstance(error, ConfigError | RequestError) else 1
-        connection.sendall(encode([wire.FAILED, str(error), status]))
-        sys.exit(status)
-    gc.collect()
-    gc.freeze()  # a full collection of all that is loaded takes 0.2 s, in the middle of everybody's stream
+    channel = Channel(connection)
+    threading.Thread(target=read, args=(channel, frames, commands), name="commands", daemon=True).start()
     with contextlib.suppress(ConnectionError):  # the server is gone
+        try:
+            loop = _build(channel, args, options, commands)
+        except FreightError as error:
+            status = 2 if isinstance(error, ConfigError | RequestError) else 1
+            channel.send([wire.FAILED, str(error), status])
+            sys.exit(status)
+        gc.collect()
+        gc.freeze()  # a full collection of all that is loaded takes 0.2 s, in the middle of everybody's stream
         loop.run()
 
 
-def _build(connection: socket.socket, args: dict[str, Any], options: dict[str, Any], commands: Any) -> Any:
+class Channel:
+    """The connection to the server, which the stepping thread and the one that reads commands both write to."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.loop: Loop | None = None  # once the model is loaded
+        self.progress = Progress()
+        self._lock = threading.Lock()
+
+    def send(self, message: list[Any]) -> None:
+        """Raises FrameError for a message that is too long, and ConnectionError once the server is gone."""
+        frame = encode(message, wire.CAP)
+        with self._lock:
+            self.connection.sendall(frame)
+
+    def send_step(self, message: list[Any]) -> None:
+        """Send what is new after some steps. A request whose part is too long is lost alone."""
+        try:
+            self.send(message)
+        except FrameError as error:
+            name, deltas, steps = message
+            if len(deltas) == 1:
+                self.send([wire.LOST, deltas[0][0], str(error)])
+            else:
+                for delta in deltas:
+                    self.send_step([name, [delta], []])
+            if deltas and steps:
+                self.send([name, [], steps])
+
+    def answer_ping(self) -> None:
+        began = None if self.loop is None else self.loop.turn_began
+        self.send([wire.PONG, self.progress.stuck(began, time.monotonic(), time.process_time())])
+
+
+def _build(channel: Channel, args: dict[str, Any], options: dict[str, Any], commands: Any) -> Any:
     """Load the model, saying so on the way; returns the Loop."""
     from freight.config.engine import EngineArgs
     from freight.config.model import sampling_defaults
@@ -79,7 +118,7 @@ def _build(connection: socket.socket, args: dict[str, Any], options: dict[str, A
         defaults=sampling_defaults(generation),
         kv_cache={},
     )
-    connection.sendall(encode([wire.OPENED, wire.facts_to_json(facts)]))
+    channel.send([wire.OPENED, wire.facts_to_json(facts)])
     engine, config = start_engine(opened)
     kernels = opened.kernels(config)
     whole = asdict(facts) | {
@@ -87,14 +126,17 @@ def _build(connection: socket.socket, args: dict[str, Any], options: dict[str, A
         "kv_cache": cache_facts(engine.runner.pool, config),
         "kernels": kernels.name,
         "fingerprint": fingerprint(opened, config, kernels, __version__),
-        "reproducible": is_reproducible(kernels),
+        "reproducible": is_reproducible(opened, kernels),
     }
-    connection.sendall(encode([wire.READY, whole]))
+    channel.send([wire.READY, whole])
 
     def emit(event: Event) -> None:
-        connection.sendall(encode(_message(event), wire.CAP))
+        for message in _messages(event):
+            (channel.send_step if message[0] == wire.STEPPED else channel.send)(message)
 
-    return Loop(engine, commands, emit, events_per_second=options["events_per_second"])
+    channel.progress = Progress(on_gpu=config.device != "cpu")
+    channel.loop = Loop(engine, commands, emit, events_per_second=options["events_per_second"])
+    return channel.loop
 
 
 def _tokenizer_folder(opened: OpenModel) -> str | None:
@@ -107,18 +149,18 @@ def _tokenizer_folder(opened: OpenModel) -> str | None:
     return str(opened.checkpoint.path if named in (None, opened.args.model) else resolve_model(named or ""))
 
 
-def _message(event: Event) -> list[Any]:
+def _messages(event: Event) -> Iterator[list[Any]]:
     from freight.engine.loop import Accepted, Refused, Stepped
 
     match event:
         case Stepped(deltas, steps):
-            return [wire.STEPPED, [wire.delta_to_json(delta) for delta in deltas], steps]
+            yield from wire.step_messages(deltas, steps)
         case Accepted(request_id):
-            return [wire.ACCEPTED, request_id]
+            yield [wire.ACCEPTED, request_id]
         case Refused(request_id, error, capacity):
-            return [wire.REFUSED, request_id, error, capacity]
+            yield [wire.REFUSED, request_id, error, capacity]
         case stats:
-            return [wire.STATS, wire.stats_to_json(stats)]
+            yield [wire.STATS, wire.stats_to_json(stats)]
 
 
 def _first(connection: socket.socket, frames: Decoder) -> list[Any]:
@@ -131,17 +173,20 @@ def _first(connection: socket.socket, frames: Decoder) -> list[Any]:
             return list(message)
 
 
-def _read(connection: socket.socket, frames: Decoder, commands: Any) -> None:
+def read(channel: Channel, frames: Decoder, commands: Any) -> None:
     """Pass commands on until the server is gone."""
     from freight.engine.loop import Abort, Add, Stop
 
-    while data := _received(connection):
+    while data := _received(channel.connection):
         for name, *values in frames.feed(data):
             if name == wire.ADD:
                 request_id, text, token_ids, params = values
                 commands.put(Add(request_id, text, tuple(token_ids), wire.params_from_json(params)))
             elif name == wire.ABORT:
                 commands.put(Abort(*values))
+            elif name == wire.PING:
+                with contextlib.suppress(OSError):  # the server is gone: the next read says so
+                    channel.answer_ping()
     commands.put(Stop())
     time.sleep(_PATIENCE)
     os._exit(1)  # a step that hangs, or a model still loading

@@ -28,9 +28,11 @@ from freight.kernels.triton.formats import Target
 
 TARGETS = {
     "sm_80": (Target("cuda", 80), GPUTarget("cuda", 80, 32)),
+    "sm_89": (Target("cuda", 89), GPUTarget("cuda", 89, 32)),
     "sm_90": (Target("cuda", 90), GPUTarget("cuda", 90, 32)),
     "sm_100": (Target("cuda", 100), GPUTarget("cuda", 100, 32)),
     "gfx942": (Target("hip", "gfx942"), GPUTarget("hip", "gfx942", 64)),
+    "gfx950": (Target("hip", "gfx950"), GPUTarget("hip", "gfx950", 64)),
 }
 EXTENTS = {"": CASES, "large": LARGE_CASES} | dict.fromkeys(("all", "launches"), CASES | MORE_CASES | LARGE_CASES)
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")

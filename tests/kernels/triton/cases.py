@@ -13,7 +13,7 @@ from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
 from freight.kernels.triton import elementwise, experts, gates, linear, paged, route, rows, store
 from freight.kernels.triton.formats import Target
-from freight.operands.activation import GatedActivation, GateFunction
+from freight.operands.activation import GatedActivation, GateFunction, clamped_silu
 from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KeyCenter, KVPages
 from freight.operands.rotary import Rotary
@@ -101,7 +101,7 @@ def multiply(format: Format, blocks: bool, activations: Activations, rows: int, 
 
 def native(target: Target) -> Format:
     """The E4M3 that the target has, or would have."""
-    return Format.E4M3FNUZ if target.backend == "hip" else Format.E4M3FN
+    return Format.E4M3FNUZ if Format.E4M3FNUZ in target.native else Format.E4M3FN
 
 
 def consumer(blocks: bool, activations: Activations, inputs: int) -> Weight:
@@ -181,6 +181,7 @@ CASES: dict[str, Callable[[Target], object]] = {
     "norm by row": partial(norm, False, Activations.DYNAMIC, 4096),
     "gated": lambda target: elementwise.gated(target, empty(64, 28672), GatedActivation.SILU),
     "gated clamped": lambda target: elementwise.gated(target, empty(64, 5760), GatedActivation.CLAMPED_SWIGLU),
+    "gated clamped silu": lambda target: elementwise.gated(target, empty(64, 2560), clamped_silu(7.0)),
     "gated by row": partial(activate, False, Activations.DYNAMIC, 14336),
 }
 # compiled with `aot.py TARGET all`

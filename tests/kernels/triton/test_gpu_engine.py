@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from freight import LLM
-from freight.cache.pool import allocate_pool, cache_spec
+from freight.cache.pool import allocate_pool
+from freight.cache.spec import cache_spec
 from freight.config.engine import KVCacheConfig
 from freight.config.model import parse_model_config
 from freight.config.presets import PRESETS

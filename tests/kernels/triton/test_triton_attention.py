@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from freight.cache.groups import Pages
 from freight.engine.prepare import Logits, SequenceSlice, prepare
 from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
@@ -78,11 +79,9 @@ class Case:
         return KVPages(*nan, *kept, torch.zeros(2, dtype=torch.int64, device=self.device))
 
     def batch(self, sequences, blocks):
-        slices = [
-            SequenceSlice([0] * rows, before, ([*own, *getattr(self, "padding", [])],), Logits.NONE)
-            for (rows, before), own in zip(sequences, blocks, strict=True)
-        ]
-        return prepare(slices, BLOCK, self.device)
+        padding, pairs = getattr(self, "padding", []), zip(sequences, blocks, strict=True)
+        slices = [SequenceSlice([0] * r, before, ([*own, *padding],), Logits.NONE) for (r, before), own in pairs]
+        return prepare(slices, [Pages((0,), 0, None, BLOCK)], self.device)
 
     def run(
         self, which, window=None, dtype=None, soft_cap=None, products=Fp8Products.NONE, sinks=None, consumer=None
@@ -242,7 +241,7 @@ def test_blocks_before_a_window_may_be_gone(sequences, scales, keys, monkeypatch
 
 
 def test_tiles_of_keys_divide_those_that_the_cache_keeps():
-    for target in (Target("cuda", 80), Target("cuda", 90), Target("hip", "gfx942")):
+    for target in (*(Target("cuda", arch) for arch in (80, 89, 90)), Target("hip", "gfx942"), Target("hip", "gfx950")):
         for dim in (64, 128, 256, 512):
             for size in (1, 2, 4):
                 tiles = [

@@ -19,27 +19,50 @@ import pytest
 pytestmark = pytest.mark.slow
 AOT = Path(__file__).parent / "aot.py"
 # Bytes of shared memory that a program may have; a launch with more is refused.
-SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
+SHARED = {
+    "sm_80": 163 << 10,
+    "sm_89": 99 << 10,
+    "sm_90": 227 << 10,
+    "sm_100": 227 << 10,
+    "gfx942": 64 << 10,
+    "gfx950": 160 << 10,
+}
 TARGETS = tuple(SHARED)
 # Registers a thread may have so that a multiprocessor holds enough programs: 4 decoding programs of 128 threads in
 # 65536 registers, 3 with a scale per token, and 1 program of 256 threads, or 2 of 128, of the others. Those of the
 # pinned Triton; the launchers ask the compiled kernel (occupancy.py).
 DECODE_REGISTERS, DECODE_REGISTERS_TOKEN = 128, 140
-REGISTERS = {"sm_80": 255, "sm_90": 255, "sm_100": 255, "gfx942": 512}
-# Accesses to local memory that decoding on sm_80 may have outside loops over tiles: addresses of a program's results.
-SPILLS_ONCE = 6
-FP8_PRODUCT = {"sm_90": "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3", "sm_100": "kind::f8f6f4"}
+REGISTERS = {target: 512 if target.startswith("gfx") else 255 for target in TARGETS}
+# Accesses to local memory outside loops over tiles, by target and kernel: addresses of a program's results.
+SPILLS_ONCE = {("sm_80", "decode_kernel"): 6, ("sm_89", "prefill_kernel"): 3}
+FP8_PRODUCT = {
+    "sm_89": "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32",
+    "sm_90": "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3",
+    "sm_100": "kind::f8f6f4",
+    "gfx950": "v_mfma_f32_32x32x64_f8f6f4",
+}
 # What prefill and decoding multiply with under `--attention-compute fp8`.
 FP8_ATTENTION = {
     "sm_90": (["f16.f16", "e4m3.e4m3"], ["f16.f16"]),
     "sm_100": (["kind::f8f6f4"], ["f16.f16"]),
+    "sm_89": (["e4m3.e4m3"], ["e4m3.e4m3"]),
     "gfx942": (["fp8_fp8"], ["fp8_fp8"]),
+    "gfx950": (["f8f6f4"], ["f8f6f4", "fp8_fp8"]),
 }
-PREFILL_PRODUCT = {"sm_80": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05.mma", "gfx942": "v_mfma_f32_32x32"}
+PREFILL_PRODUCT = {
+    "sm_80": "mma.sync",
+    "sm_89": "mma.sync",
+    "sm_90": "wgmma",
+    "sm_100": "tcgen05.mma",
+    "gfx942": "v_mfma_f32_32x32",
+    "gfx950": "v_mfma_f32_32x32",
+}
 
 
-def compiled(folder: Path, *extent: str) -> dict[str, list[dict[str, Any]]]:
-    """What aot.py reports of every target; as many processes at a time as there are cores."""
+def compiled(request: pytest.FixtureRequest, folder: Path, *extent: str) -> dict[str, list[dict[str, Any]]]:
+    """What aot.py reports of the selected tests' targets; as many processes at a time as there are cores."""
+    selected = {item.callspec.params.get("target") for item in request.session.items if hasattr(item, "callspec")}
+    targets = [target for target in TARGETS if target in selected]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(folder), "TRITON_DEFAULT_FP_FUSION": "1"}
 
@@ -51,22 +74,24 @@ def compiled(folder: Path, *extent: str) -> dict[str, list[dict[str, Any]]]:
         return [json.loads(line) for line in printed.splitlines()]
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return dict(zip(TARGETS, pool.map(report, TARGETS), strict=True))
+        return dict(zip(targets, pool.map(report, targets), strict=True))
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    return compiled(tmp_path_factory.mktemp("triton"))
+def reports(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[dict[str, Any]]]:
+    return compiled(request, tmp_path_factory.mktemp("triton"))
 
 
 @pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    return compiled(tmp_path_factory.mktemp("large"), "large")
+def large(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    return compiled(request, tmp_path_factory.mktemp("large"), "large")
 
 
 def fits(report: dict[str, Any], target: str) -> bool:
     """Whether the launch compiles, spills nothing in a loop, and is not refused for its memory or its registers."""
-    once = SPILLS_ONCE if (target, report["kernel"]) == ("sm_80", "decode_kernel") else 0
+    once = SPILLS_ONCE.get((target, report["kernel"]), 0)
     return (
         "error" not in report
         and report["spills"] == 0
@@ -93,7 +118,7 @@ def test_registers(reports, target):
     }
     for report in reports[target]:
         assert fits(report, target), report
-        if report["kernel"] == "decode_kernel" and target != "gfx942":
+        if report["kernel"] == "decode_kernel" and not target.startswith("gfx"):
             token = report["case"] == "attention fp8 token"
             assert report["registers"] <= (DECODE_REGISTERS_TOKEN if token else DECODE_REGISTERS), report
 

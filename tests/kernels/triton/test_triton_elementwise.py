@@ -9,7 +9,7 @@ from freight.kernels import reference
 from freight.kernels.triton import elementwise, gates
 from freight.kernels.triton.formats import current_target
 from freight.kernels.triton.rows import quantize
-from freight.operands.activation import Activation, GatedActivation, GateFunction
+from freight.operands.activation import Activation, GatedActivation, GateFunction, clamped_silu
 from freight.operands.weight import Activations, Weight
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -95,7 +95,15 @@ def test_norms_of_the_addend_and_float32_weights(dtype, weight_dtype, device):
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # the divisor of a gate far below 0 is infinite
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("activation", "size"), [*((one, 72) for one in GatedActivation), (GatedActivation.SILU, 1100)]
+    ("activation", "size"),
+    [
+        (GatedActivation.SILU, 72),
+        (GatedActivation.CLAMPED_SWIGLU, 72),
+        (GatedActivation.GELU_TANH, 72),
+        (clamped_silu(0.5), 72),
+        (GatedActivation.SILU, 1100),
+        (clamped_silu(7.0), 1100),
+    ],
 )
 def test_gated(activation, dtype, size, device):
     torch.manual_seed(0)

@@ -3,8 +3,9 @@
 Gemma 2 and 3 have sandwich norms, GELU, windows and soft caps or norms of heads; Gemma 4 has two head sizes, keys that
 are values, and a norm of values; Phi-3 rotates a part of each head; OPT has learned positions, LayerNorm and a
 feed-forward without a gate; gpt-oss has sinks, windows and experts with biases. Arcee squares a ReLU; Olmo 3 norms what
-layers add to the residual; Laguna has gates of heads, numbers of heads that differ, and a shared expert. Gemma 4's
-larger models add inputs of their own to layers, share keys between them, or add experts to a feed-forward.
+layers add to the residual; Laguna has gates of heads, numbers of heads that differ, and a shared expert. MiMo-V2 has
+values of another width than keys, with a factor; Step-3.7 bounds what SiLU returns. Gemma 4's larger models add inputs
+of their own to layers, share keys between them, or add experts to a feed-forward.
 A layer with a window has a cache group of its own: its block table is another, and loses what the window has left.
 """
 
@@ -16,7 +17,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.parity.variants import save_random, tokens
+from tests.parity.random_models import save_random, tokens
+from tests.parity.variants import STEP_VISION
 from transformers import (
     ArceeConfig,
     Gemma2Config,
@@ -24,14 +26,17 @@ from transformers import (
     Gemma4TextConfig,
     GptOssConfig,
     LagunaConfig,
+    MiMoV2FlashConfig,
     Olmo3Config,
     OPTConfig,
     Phi3Config,
     PretrainedConfig,
+    Step3p7Config,
 )
 
 from freight.cache.manager import CacheManager, Held
-from freight.cache.pool import allocate_pool, cache_spec
+from freight.cache.pool import allocate_pool
+from freight.cache.spec import cache_spec
 from freight.config.engine import KVCacheConfig
 from freight.engine.runner import ModelRunner
 from freight.fp8.formats import Format, Granularity, ScaleSource
@@ -87,6 +92,17 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "laguna": LagunaConfig(
         **SHAPE, **TYPES, **MOE, head_dim=16, num_experts_per_tok=2, shared_expert_intermediate_size=16,
         num_attention_heads_per_layer=[2, 4], mlp_layer_types=["dense", "sparse"], moe_routed_scaling_factor=1.7,
+    ),
+    "mimo-v2-flash": MiMoV2FlashConfig(
+        **SHAPE, **TYPES, head_dim=24, v_head_dim=16, n_routed_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=16,
+    ),
+    "step3p7": Step3p7Config(
+        text_config={**SHAPE, **TYPES, "head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2,
+                     "moe_intermediate_size": 16, "share_expert_dim": 16, "num_sliding_attention_heads": 4,
+                     "mlp_layer_types": ["dense", "sparse"], "swiglu_limits": [0, 0.2],
+                     "swiglu_limits_shared": [0.3, 0.1]},
+        vision_config=STEP_VISION,
     ),
 }  # fmt: skip
 

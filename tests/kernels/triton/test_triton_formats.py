@@ -78,12 +78,16 @@ def test_decoding_is_exact(format, by_bits, device):
 
 
 def test_what_a_gpu_does_in_hardware():
-    native = {target: formats.Target(*target).native for target in [("cuda", 80), ("cuda", 90), ("hip", "gfx942")]}
-    assert native == {
-        ("cuda", 80): frozenset(),
-        ("cuda", 90): {Format.E4M3FN, Format.E5M2},
+    ocp = {Format.E4M3FN, Format.E5M2}
+    expected = {
+        ("cuda", 80): set(),
+        ("cuda", 89): ocp,
+        ("cuda", 90): ocp,
+        ("hip", "gfx90a"): set(),
         ("hip", "gfx942"): {Format.E4M3FNUZ},
+        ("hip", "gfx950"): ocp,
     }
+    assert {target: formats.Target(*target).native for target in expected} == expected
 
 
 def test_attention_multiplies_fp8_where_it_pays():
@@ -96,10 +100,13 @@ def test_attention_multiplies_fp8_where_it_pays():
         Target("cuda", 103): (both, none),
         Target("cuda", 120): (both, both),
         Target("hip", "gfx942"): (both, both),
+        Target("hip", "gfx950"): (both, both),
         Target("hip", "gfx90a"): (none, none),
     }
     for target, products in expected.items():
-        own, other = (Format.E4M3FNUZ, Format.E4M3FN) if target.backend == "hip" else (Format.E4M3FN, Format.E4M3FNUZ)
+        own, other = Format.E4M3FN, Format.E4M3FNUZ
+        if target == Target("hip", "gfx942"):
+            own, other = other, own
         assert tuple(target.fp8_products(own, decoding) for decoding in (False, True)) == products, target
         for format in (other, Format.E5M2, Format.BFLOAT16):
             assert target.fp8_products(format, decoding=False) is none
@@ -136,6 +143,7 @@ def test_which_targets_decode_pairs_by_ptx():
     expected = {
         formats.INTERPRETER: ("triton", "triton", "triton"),
         Target("cuda", 80): ("triton", "triton", "triton"),
+        Target("cuda", 89): ("ptx", "triton", "ptx"),
         Target("cuda", 90): ("ptx", "triton", "ptx"),
         Target("cuda", 100): ("ptx", "triton", "ptx"),
         Target("hip", "gfx942"): ("triton", "triton", "triton"),

@@ -10,7 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import GridExecutor
 from triton.runtime.jit import JITFunction
 
-from freight.cache.pool import allocate_pool, cache_spec
+from freight.cache.groups import Pages
+from freight.cache.pool import allocate_pool
+from freight.cache.spec import cache_spec
 from freight.config.engine import KVCacheConfig
 from freight.config.model import parse_model_config
 from freight.config.presets import PRESETS
@@ -87,7 +89,7 @@ def test_the_launches_of_a_layer(weights, launches, products, monkeypatch, devic
     kv = KVCacheConfig(Format.E4M3FN, Granularity.TOKEN, ScaleSource.DYNAMIC, None)
     spec = cache_spec(kv, config, 8)
     pool = allocate_pool(spec, kv, (6,), kernels, device)
-    batch = prepare([SequenceSlice([7], 10, ((3, 1, 4),), Logits.LAST)], 8, device)
+    batch = prepare([SequenceSlice([7], 10, ((3, 1, 4),), Logits.LAST)], [Pages((0,), 0, None, 8)], device)
     x = model.embedding(batch.token_ids, batch.positions)
     made = []
 

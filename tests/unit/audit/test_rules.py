@@ -19,7 +19,12 @@ BOTH = ("self_attn.kv_scale",)
 
 
 def facts(
-    *names: str, method: str = "fp8", strategy: str = "tensor", model_type: str = "llama", values: int = 1
+    *names: str,
+    method: str = "fp8",
+    strategy: str = "tensor",
+    model_type: str = "llama",
+    values: int = 1,
+    architecture: str = "",
 ) -> Facts:
     stored = tuple(
         StoredScale(
@@ -30,7 +35,7 @@ def facts(
         )
         for name in names
     )
-    return Facts(method, strategy, strategy != "none", model_type, 1, stored)
+    return Facts(method, strategy, strategy != "none", model_type, 1, stored, architecture=architecture)
 
 
 def effects(engine: str, seen: Facts) -> tuple[Effect, Effect]:
@@ -39,7 +44,7 @@ def effects(engine: str, seen: Facts) -> tuple[Effect, Effect]:
 
 
 USED, IGNORED, ONE, REFUSED = Effect.USED, Effect.IGNORED, Effect.ONE, Effect.REFUSED
-CONVERTED = Effect.CONVERTED
+CONVERTED, UNKNOWN = Effect.CONVERTED, Effect.UNKNOWN
 CT = {"method": "compressed-tensors"}
 
 
@@ -76,7 +81,6 @@ CT = {"method": "compressed-tensors"}
         *(("vllm", (K, V), {"model_type": kind}, USED) for kind in ("mixtral", "qwen2_moe", "qwen3_moe")),
         ("tgi", (K, V), {"model_type": "mixtral"}, USED),
         *(("tgi", (K, V), {"model_type": kind}, IGNORED) for kind in ("qwen2_moe", "qwen3_moe")),
-        ("sglang", INSIDE, {"model_type": "qwen3_moe"}, USED),
         ("sglang", (K, V), {**CT, "strategy": "attn_head", "values": 2}, IGNORED),
         ("tgi", (K, V), {"method": "none"}, USED),
         ("tgi", MODELOPT, {"method": "modelopt"}, IGNORED),
@@ -84,6 +88,34 @@ CT = {"method": "compressed-tensors"}
         ("tgi", (K, V), {"values": 2}, REFUSED),
         ("tgi", (K, V), {"model_type": "qwen3"}, IGNORED),
         *((engine, (), {}, ONE) for engine in Engine),
+        # Families that SGLang serves through a loader of their own, or through Llama's.
+        *(
+            ("sglang", (K, V), {"architecture": name}, USED)
+            for name in (
+                "Exaone4ForCausalLM",
+                "ArceeForCausalLM",
+                "MiniMaxM2ForCausalLM",
+                "Ministral3ForCausalLM",
+                "PhiMoEForCausalLM",
+                "CohereForCausalLM",
+                "Gemma4ForCausalLM",
+            )
+        ),
+        # Their attention is given no quantization, so it has no scales to load into.
+        ("sglang", (K, V), {"architecture": "HunYuanDenseV1ForCausalLM"}, IGNORED),
+        *(
+            ("sglang", names, {"model_type": kind}, IGNORED)
+            for kind in ("qwen3", "qwen3_moe")
+            for names in ((K, V), INSIDE)
+        ),
+        ("sglang", (K, V), {"model_type": "granite"}, REFUSED),
+        ("sglang", MODELOPT, {"model_type": "mixtral"}, REFUSED),
+        ("tgi", (K, V), {"model_type": "granite"}, USED),
+        # What was not read is not known, whatever the name.
+        *((engine, (K, V), {"model_type": "a_new_family"}, UNKNOWN) for engine in Engine),
+        ("vllm", (K, V), {"method": "a_new_method"}, UNKNOWN),
+        ("sglang", (K, V), {"method": "a_new_method"}, UNKNOWN),
+        ("vllm=0.6.3", (K, V), {"model_type": "qwen2"}, UNKNOWN),
     ],
 )
 def test_names(engine: str, names: tuple[str, ...], given_facts: dict[str, str], expected: Effect):
@@ -109,7 +141,7 @@ def test_a_scale_that_is_not_used_is_1():
     layer = view(Engine.SGLANG, "0.5.23", facts(K, V, model_type="mixtral")).layers[0]
     assert (layer.k.values, layer.v.values) == ((1.0,), (1.0,))
     assert layer.k.name.endswith(K)
-    assert layer.k.source == "sglang#39942"
+    assert "sglang/srt/models/mixtral.py:" in layer.k.source
 
 
 def test_tgi_rounds_kv_scale_to_the_model_s_dtype():
@@ -132,18 +164,23 @@ def test_input_scales():
     assert by_engine[Engine.SGLANG]["activation_scale"] is USED
 
 
-@pytest.mark.parametrize("text", ["trt", "vllm=", "vllm=new", "vllm=0.5.0", "sglang=0.5.1"])
+@pytest.mark.parametrize(
+    "text",
+    ["trt", "vllm=", "vllm=new", "vllm=0.5.0", "vllm=0.7", "vllm=0.31", "vllm=0.320", "vllm=0.34", "sglang=0.5.1"],
+)
 def test_engines_that_are_not_known(text: str):
     if text == "vllm=":
         assert parse_engine(text) == (Engine.VLLM, READ[Engine.VLLM][-1])
         return
-    with pytest.raises(ConfigError, match=r"known|choose|not a version"):
+    with pytest.raises(ConfigError, match=r"0\.6\.3, 0\.32, 0\.33|0\.5\.23|choose|not a version"):
         parse_engine(text)
 
 
-def test_a_version_that_was_not_read_says_whose_rules_it_has():
+def test_a_patch_release_has_the_rules_of_its_version():
     assert view(Engine.VLLM, "0.32.5", facts()).rules_of == "0.32"
-    assert view(Engine.TGI, "3.0", facts()).rules_of == "2.4"
+    assert parse_engine("tgi=2.4.1") == (Engine.TGI, "2.4.1")
+    with pytest.raises(ConfigError, match=r"were not read.*2\.4, 3\.3\.7"):
+        parse_engine("tgi=3.0")
 
 
 def test_only_newer_versions_double_scales_for_fnuz():
@@ -180,5 +217,5 @@ def test_every_checkpoint_has_an_answer(
             assert side.name
             assert side.values in {one.values for one in seen.stored}
         else:
-            assert side.values == (1.0,)
+            assert side.values == (() if side.effect is UNKNOWN else (1.0,))
     assert bool(said.refusal) == any(side.effect is REFUSED for side in said.sides)

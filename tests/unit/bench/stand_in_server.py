@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +27,8 @@ class StandIn:
                  "empty", "no_usage", "hang"
     status       of each answer; other than 200 it is an error
     hangs_up     closes an idle connection after each answer, without saying so
+    count        tokens of a text
+    cached       tokens of each prompt that came from a prefix cache; None: not said
     key          that every request must have
     """
 
@@ -38,6 +40,8 @@ class StandIn:
     hangs_up: bool = False
     key: str = ""
     vocab_size: int | None = None
+    count: Callable[[str], int] = lambda text: len(text) // 4
+    cached: int | None = None
     port: int = 0
     bodies: list[dict[str, Any]] = field(default_factory=list)
     num_connections: int = 0
@@ -104,12 +108,14 @@ class StandIn:
     async def stream(self, writer: asyncio.StreamWriter, is_chat: bool, body: dict[str, Any]) -> None:
         continuous = body["stream_options"].get("continuous_usage_stats", False)
         wanted, prompt = body["max_tokens"], body.get("prompt") or body["messages"][0]["content"]
-        num_prompt = len(prompt) // 4 if isinstance(prompt, str) else len(prompt)
+        num_prompt = self.count(prompt) if isinstance(prompt, str) else len(prompt)
 
         def event(choices: list[dict[str, Any]], num_tokens: int, usage: bool) -> None:
             found: dict[str, Any] = {"id": "x", "choices": choices}
             if usage and self.fault != "no_usage":
                 found["usage"] = {"prompt_tokens": num_prompt, "completion_tokens": num_tokens}
+                if self.cached is not None:
+                    found["usage"]["prompt_tokens_details"] = {"cached_tokens": self.cached}
             self.chunk(writer, b"data: " + json.dumps(found).encode() + b"\n\n")
 
         def choice(text: str) -> dict[str, Any]:
@@ -177,10 +183,10 @@ def running(*stand_ins: StandIn) -> Iterator[None]:
 
     thread = threading.Thread(target=run)
     thread.start()
-    assert ready.wait(10)
+    assert ready.wait(300)
     try:
         yield
     finally:
         loop.call_soon_threadsafe(stop.set)
-        thread.join(10)
+        thread.join(300)
         assert not thread.is_alive()

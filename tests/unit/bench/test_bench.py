@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from freight.bench.cases import Bench, Heads
 from freight.bench.drive import StepRecord, TimedRunner, drive, greedy, random_prompt, weight_bytes
 from freight.bench.kernels import linear_shapes, measure_kernels
 from freight.bench.latency import measure_latency, read_bytes, split
@@ -201,3 +202,15 @@ def test_kernels_rows(kernels):
         assert row["bandwidth_fraction"] == pytest.approx(share)
     only = list(measure_kernels(kernels, model, (48, 32), [1], 40, 0.0, ["rotate_store"], cache_size=2**12))
     assert {row["kernel"] for row in only} == {"rotate_store"}
+
+
+def test_values_of_another_width_are_measured_as_they_are() -> None:
+    """K and V of MiMo-V2 have 24 and 16 channels: 40 values of a token in bfloat16, and twice as many operations."""
+    bench = Bench(REFERENCE, "cpu")
+    heads, same = Heads(2, 1, 24, 16), Heads(2, 1, 24)
+    found, wide = (bench.attention(1, 2, 40, one, Format.BFLOAT16, None) for one in (heads, same))
+    assert found.num_flops / wide.num_flops == 40 / 48
+    assert wide.num_bytes - found.num_bytes == 40 * 8 * 2 + 2 * 2 * 8 * 2  # of V, and of the result
+    assert found.calls[0]().shape == (2, 2, 16)  # type: ignore[attr-defined]
+    stored = bench.rotate_store(3, heads, Format.E4M3FN, Granularity.CHANNEL)
+    assert stored.calls[0]().shape == (3, 2, 24)  # type: ignore[attr-defined]

@@ -113,6 +113,20 @@ def test_what_is_kept_is_never_changed(data: st.DataObject, kind: str) -> None:
         assert tokens.num_bytes <= expected.shape[0] * HEADS * (DIM + 2) * (expected.shape[2] * 17 / 16 + 48) + 4 * 48
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_window_moves_through_its_memory(count: int) -> None:
+    """Memory runs out behind a window again and again, as it moves on by a few tokens."""
+    tokens, expected = StoredTokens(storage(Format.E4M3FN, "token"), states(0)), states(0)
+    for seed in range(60):
+        new = states(count, seed=seed)
+        alone = StoredTokens(storage(Format.E4M3FN, "token"), new)
+        alone.append(new)
+        tokens.append(new)
+        expected = torch.cat((expected, alone.read(F32)), 2)[:, :, -12:]
+        tokens.keep(12)
+        assert torch.equal(tokens.read(F32).nan_to_num(7.0), expected.nan_to_num(7.0))
+
+
 def test_memory_grows_by_a_part_and_is_given_back() -> None:
     tokens = StoredTokens(storage(Format.E4M3FN, "token"), states(0))
     moved, one = set(), states(1)

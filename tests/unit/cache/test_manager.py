@@ -1,8 +1,4 @@
-"""CacheManager: examples of what a window gives back and of hits, and a state machine over three kinds of groups.
-
-`State` stands for a kind of group that is still to come: a recurrent layer keeps one state of fixed size, of which a
-snapshot remains every 64 tokens. It joins by saying which blocks a sequence needs, and nothing else.
-"""
+"""CacheManager: examples of what windows and states give back and of hits, and a state machine over all of them."""
 
 from __future__ import annotations
 
@@ -14,29 +10,16 @@ from hypothesis import given, settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 from tests.shares import examples
 
+from freight.cache.groups import Pages, StateBlocks
 from freight.cache.manager import CacheManager, Held
 from freight.cache.prefix import extend_keys
-from freight.cache.spec import Pages
 
 BLOCK = 32
 STEP = 100
 
 
-@dataclass(frozen=True)
-class State:
-    """Entry i holds the state after the tokens of block i; the last entry is written until its block is full."""
-
-    tokens_per_block: int = 2 * BLOCK
-
-    def first_block(self, start: int) -> int:
-        return max(0, start - 1) // self.tokens_per_block
-
-    def most_blocks(self, num_tokens: int, step_tokens: int) -> int:
-        size = self.tokens_per_block
-        return min(-(-num_tokens // size), (step_tokens + 2 * size - 1) // size)
-
-    def describe(self) -> str:
-        return "the recurrent layers"
+def states(tokens_per_block: int = 2 * BLOCK) -> StateBlocks:
+    return StateBlocks((9,), 1, tokens_per_block)
 
 
 def keys_of(text: str, salt: str | None = None) -> list[bytes]:
@@ -45,7 +28,7 @@ def keys_of(text: str, salt: str | None = None) -> list[bytes]:
     return keys
 
 
-def manager(*groups: Pages | State, num_blocks: int = 20, caching: bool = True) -> CacheManager:
+def manager(*groups: Pages | StateBlocks, num_blocks: int = 20, caching: bool = True) -> CacheManager:
     return CacheManager(groups, [num_blocks] * len(groups), BLOCK, STEP, caching)
 
 
@@ -124,6 +107,43 @@ def test_what_never_fits_is_named_by_its_group() -> None:
     assert (short.group, short.needed, short.num_blocks) == (groups[1], 8, 7)
 
 
+# -------------------------------------------------------------------------------------------------------------- states
+
+
+@settings(max_examples=examples(300))
+@given(size=st.sampled_from([16, 32, 64, 256]), start=st.integers(0, 1000), step=st.integers(1, 600))
+def test_a_sequence_holds_the_state_before_a_step_and_those_that_it_writes(size: int, start: int, step: int) -> None:
+    group = states(size)
+    first, end = group.first_block(start), -(-(start + step) // size)
+    assert first == (0 if start == 0 else (start - 1) // size)
+    assert end - first <= group.most_blocks(start + step, step) <= group.most_blocks(10**6, step)
+    assert max(-(-(at + step) // size) - group.first_block(at) for at in range(2 * size)) == group.most_blocks(
+        10**6, step
+    )
+
+
+def test_a_full_state_is_given_back_once_the_next_block_has_begun() -> None:
+    cache = manager(Pages((0,), 1, None, BLOCK), states(), caching=False)
+    held = run_through(cache, "x" * 64)
+    assert cache.trim(held, 64) is held  # the token at 64 reads block 0, and writes block 1
+    grown = cache.grow(held, 65)
+    assert grown is not None
+    assert len(grown.block_ids[1]) == 2
+    trimmed = cache.trim(grown, 65)
+    assert (trimmed.given_back, trimmed.block_ids[1]) == ((0, 1), (0, grown.block_ids[1][1]))
+
+
+@pytest.mark.parametrize(("shared", "hit"), [(300, 256), (200, 192), (63, 0), (64, 64)])
+def test_a_hit_is_a_multiple_of_a_state(shared: int, hit: int) -> None:
+    cache = manager(Pages((0,), 1, None, BLOCK), states())
+    text = "abcde" * 60
+    cache.release(run_through(cache, text))
+    other = text[:shared] + "z" * (300 - shared)
+    held, start = cache.admit(keys_of(other)[: 299 // BLOCK], 300, 0) or (Held(), -1)
+    assert start == hit
+    assert held.given_back[1] == max(0, hit // 64 - 1)  # of the states the last alone
+
+
 # ---------------------------------------------------------------------------------------------------------------- hits
 
 
@@ -141,7 +161,7 @@ def test_a_hit_needs_of_a_window_what_the_first_token_reads() -> None:
 
 
 def test_a_hit_is_as_long_as_every_group_can_serve() -> None:
-    cache = manager(Pages((0,), 1, None, BLOCK), Pages((1,), 1, 33, BLOCK), State())
+    cache = manager(Pages((0,), 1, None, BLOCK), Pages((1,), 1, 33, BLOCK), states())
     text = "a" * 321
     cache.release(run_through(cache, text))
     found = []
@@ -155,7 +175,7 @@ def test_a_hit_is_as_long_as_every_group_can_serve() -> None:
 
 
 def test_a_failed_request_leaves_nothing_behind_in_any_group() -> None:
-    cache = manager(Pages((0,), 1, None, BLOCK), Pages((1,), 1, 40, BLOCK), State())
+    cache = manager(Pages((0,), 1, None, BLOCK), Pages((1,), 1, 40, BLOCK), states())
     text = "abc" * 100
     held = run_through(cache, text)
     assert held.given_back[1] > 0
@@ -184,9 +204,12 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        groups = (Pages((0,), 1, None, BLOCK), Pages((1,), 1, 40, BLOCK), Pages((2,), 1, 1, BLOCK), State())
-        self.cache = CacheManager(groups, (24, 12, 9, 7), BLOCK, STEP)
+        groups = (
+            Pages((0,), 1, None, BLOCK), Pages((1,), 1, 40, BLOCK), Pages((2,), 1, 1, BLOCK), states(), states(BLOCK),
+        )  # fmt: skip
+        self.cache = CacheManager(groups, (24, 12, 9, 7, 10), BLOCK, STEP)
         self.content: list[dict[int, str]] = [{} for _ in groups]
+        self.indexed: list[dict[tuple[int, bytes], int]] = [{} for _ in groups]
         self.live: dict[int, Sequence] = {}
         self.num_started = 0
 
@@ -209,6 +232,9 @@ class ManagerMachine(RuleBasedStateMachine):
             for entry in range(group.first_block(start), -(-start // size)):
                 block = one.held.block_ids[index][entry]
                 assert self.content[index][block] == one.text[: min(start, (entry + 1) * size)]
+            if isinstance(group, StateBlocks) and start > 0:
+                source = one.held.block_ids[index][(start - 1) // size]
+                assert self.content[index][source] == one.text[:start], "not the state behind the token before"
 
     @rule(target=sequences, parts=texts, rest=st.integers(1, BLOCK), salt=st.sampled_from([None, "s"]))
     def start(self, parts: list[str], rest: int, salt: str | None) -> int:
@@ -274,6 +300,16 @@ class ManagerMachine(RuleBasedStateMachine):
             assert all(set(table[:first]) <= {0} for table, first in tables), (
                 "a block that was given back is in a table"
             )
+
+    @invariant()
+    def no_block_is_written_once_it_is_indexed(self) -> None:
+        """Checksums of what blocks hold, from when they are indexed until they are not."""
+        for content, sums, allocator in zip(self.content, self.indexed, self.cache.allocators, strict=True):
+            now = {(block, key): hash(content[block]) for block, key in enumerate(allocator._keys) if key is not None}
+            for entry, checksum in now.items():
+                assert sums.setdefault(entry, checksum) == checksum
+            for entry in sums.keys() - now.keys():
+                del sums[entry]
 
     @invariant()
     def a_block_has_two_owners_only_if_both_know_its_text(self) -> None:

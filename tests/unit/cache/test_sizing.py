@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
+from tests.clock import takes_less
 from tests.shares import examples
 
-from freight.cache.pool import allocate_pool, cache_spec
-from freight.cache.sizing import bytes_of_request, longest_request, split_memory, useful_memory
-from freight.cache.spec import KVCacheSpec, LayerKVSpec, Pages
+from freight.cache.groups import Pages, StateBlocks
+from freight.cache.pool import allocate_pool
+from freight.cache.sizing import bytes_of_request, held_memory, longest_request, split_memory, useful_memory
+from freight.cache.spec import KVCacheSpec, LayerKVSpec, LayerStateSpec, StatePart, cache_spec, default_every
 from freight.config.engine import EngineArgs, KVCacheConfig
 from freight.config.model import ModelConfig, parse_model_config
 from freight.config.presets import shape_config
@@ -116,9 +117,7 @@ def blocks_of_windows(
 
 def test_a_million_sequences_are_counted_at_once() -> None:
     spec = cache_spec(BFLOAT16, gemma_3_27b(), 16)
-    before = time.process_time()
-    split_memory(spec, 200 * GIB, 131072, 10**9, 2048)
-    assert time.process_time() - before < 0.5
+    assert takes_less(0.5, lambda: split_memory(spec, 200 * GIB, 131072, 10**9, 2048))
 
 
 @pytest.mark.parametrize("window", [None, 1024])
@@ -162,3 +161,92 @@ def test_the_line_at_start_tells_what_is_allocated() -> None:
         assert f"2 layers with{' ' * (index == 0)}{group}: {blocks:,} blocks, {blocks * 16:,} tokens, " in line
         assert f"{size / 2**20:.1f} MiB" in line
     assert "a request of 4,096 tokens takes 19.2 MiB, and would take 32.0 MiB if windows gave no blocks back" in line
+
+
+# -------------------------------------------------------------------------------------------------------------- states
+
+
+def with_states(state_bytes: int, every: int | None, *windows: int | None) -> KVCacheSpec:
+    """Two layers with a state of `state_bytes` together, and layers with these windows, of 64 bytes a token each."""
+    state = LayerStateSpec((StatePart("s", (state_bytes // 2,), Format.INT8),))
+    return KVCacheSpec((state, *spec_of(*windows).layers, state), 16, every)
+
+
+def test_layers_with_a_state_form_a_group() -> None:
+    parts = StatePart("columns", (3, 8), Format.BFLOAT16), StatePart("decay", (16,), Format.FLOAT32)
+    spec = KVCacheSpec((LayerStateSpec(parts), *spec_of(None).layers, LayerStateSpec(parts[:1])), 16, 64)
+    assert spec.groups == (StateBlocks((0, 2), 3 * 8 * 2 * 2 + 64, 64), Pages((1,), 64, None, 16))
+    assert (spec.bytes_per_token, spec.bytes_per_state, spec.repeatable) == (64, 160, False)
+    assert spec.blocks_of(65) == (2, 5)
+    assert [group.read_bytes(1000) for group in spec.groups] == [160, 64000]
+
+
+@pytest.mark.parametrize(
+    ("state_bytes", "heads", "layers", "format", "every"),
+    [  # bytes of a state of one byte a value with its kept rows and columns; KV heads of 256 or 128 channels and layers
+        (53_900_000, (4, 256), 16, Format.E4M3FN, 2048),  # Qwen3.6-27B
+        (18_600_000, (4, 256), 8, Format.E4M3FN, 2048),  # Qwen3.5-9B
+        (23_200_000, (2, 256), 10, Format.E4M3FN, 4096),  # Qwen3.6-35B-A3B
+        (16_850_000, (2, 128), 6, Format.E4M3FN, 8192),  # Nemotron-3-Nano-30B-A3B
+        (49_500_000, (8, 128), 4, Format.E4M3FN, 8192),  # Granite-4.0-H-Small
+        (82_000, (8, 64), 6, Format.BFLOAT16, 64),  # LFM2-1.2B
+    ],
+)
+def test_a_state_costs_no_more_than_the_pages_beside_it(
+    state_bytes: int, heads: tuple[int, int], layers: int, format: Format, every: int
+) -> None:
+    granularity = Granularity.TOKEN if format is Format.E4M3FN else None
+    pages = LayerKVSpec(format, granularity, heads[0], heads[1], heads[1])
+    spec = KVCacheSpec((LayerStateSpec((StatePart("s", (state_bytes,), Format.INT8),)), *[pages] * layers), 16)
+    assert default_every(spec, 262144) == every
+    assert default_every(spec, 4096) == min(every, 512)
+    assert default_every(spec, 100) == 16
+
+
+@settings(max_examples=examples(200))
+@given(
+    windows=st.lists(st.sampled_from([None, 24, 100]), max_size=3),
+    every=st.sampled_from([16, 64, 1024]),
+    state_bytes=st.sampled_from([2, 1000, 100_000]),
+    max_model_len=st.integers(1, 5000),
+    max_num_seqs=st.integers(1, 80),
+    step_tokens=st.integers(1, 9000),
+    more=st.floats(1.0, 100.0),
+)
+def test_a_split_with_states_fits_and_holds_a_request(
+    windows: list[int | None],
+    every: int,
+    state_bytes: int,
+    max_model_len: int,
+    max_num_seqs: int,
+    step_tokens: int,
+    more: float,
+) -> None:
+    spec = with_states(state_bytes, every, *windows)
+    limits = (max_model_len, max_num_seqs, step_tokens)
+    needed = bytes_of_request(spec, max_model_len, step_tokens)
+    assert held_memory(spec, max_model_len, 1, step_tokens) == needed
+    assert needed <= held_memory(spec, *limits) <= useful_memory(spec, *limits)
+    memory = int(needed * more)
+    num_blocks = split_memory(spec, memory, *limits)
+    assert spec.bytes_of(num_blocks) <= memory
+    for group, count in zip(spec.groups, num_blocks, strict=True):
+        assert count >= group.most_blocks(max_model_len, step_tokens)
+
+
+def test_states_come_first_and_pages_get_the_rest() -> None:
+    spec = with_states(20_000, 64, None)
+    num_states, num_pages = split_memory(spec, 2**24, 4096, 16, 512)
+    assert num_states == 2 * (16 + 2 + 8)  # one each, an eighth more, what a step begins; as many to be found again
+    assert num_pages == (2**24 - num_states * 20_000) // (64 * 16)
+    assert held_memory(spec, 4096, 16, 512) == 26 * 20_000 + 16 * 4096 * 64
+    assert useful_memory(spec, 4096, 16, 512) == 52 * 20_000 + 16 * 4096 * 64
+
+
+def test_states_take_more_than_half_only_beside_as_many_contexts() -> None:
+    spec = with_states(100_000, 64, None)
+    num_states, num_pages = split_memory(spec, 4 * 10**6, 4096, 64, 512)
+    assert num_states == 2 * (4 + 1 + 8)  # pages for 4 contexts are left, and for 5 would not be
+    assert 4 * 4096 <= num_pages * 16 < 6 * 4096
+    least = bytes_of_request(spec, 4096, 512)
+    assert split_memory(spec, least, 4096, 64, 512) == (9, 256)

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.parity.variants import SHAPE, VARIANTS, save_random, tokens
+from tests.parity.random_models import save_random, tokens
+from tests.parity.variants import SHAPE, VARIANTS
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText, Gemma3Config, PretrainedConfig
 

@@ -62,7 +62,7 @@ def on_demo(demo: tuple[Calibration, Halves, str]) -> Callable[[str], KVChoice]:
 
 def chosen(from_: tuple[Calibration, Halves, str], budget: str) -> KVChoice:
     calibration, halves, folder = from_
-    return choose(folder, parse_budget(budget), calibration, halves, "auto", say)
+    return choose(EngineArgs(model=folder), parse_budget(budget), calibration, halves, say)
 
 
 COSTS = st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1), st.just(0.0)), min_size=1, max_size=5)

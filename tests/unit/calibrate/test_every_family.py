@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.parity.variants import VARIANTS, freight_logits, save_random, tokens
+from tests.parity.random_models import freight_logits, save_random, tokens
+from tests.parity.variants import VARIANTS
 
 import freight
 import freight.calibrate.quantize
@@ -72,7 +73,7 @@ def test_a_quantized_model_of_every_family_uses_every_scale(variant: str, tmp_pa
 
     modules, layers = linear_modules(config), layer_modules(config)
     named = {f"{module}.{kind}_scale" for module in modules for kind in ("weight", "input")}
-    named |= {f"{layer.attention}.{kind}_scale" for layer in layers for kind in "kv"}
+    named |= {f"{layer.mixer}.{kind}_scale" for layer in layers for kind in "kv"}
     scales = {name: x for name, x in stored.items() if name in named}
     assert scales.keys() == named
     assert all(bool((x.isfinite() & (x > 0) & (x != 1)).all()) for x in scales.values())

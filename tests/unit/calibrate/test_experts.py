@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.parity.variants import VARIANTS, save_random, tokens
+from tests.parity.random_models import save_random, tokens
+from tests.parity.variants import VARIANTS
 from tests.unit.calibrate.test_run import Ledger
 
 import freight

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.parity.variants import VARIANTS, save_random, tokens
+from tests.parity.random_models import save_random, tokens
+from tests.parity.variants import VARIANTS
 
 import freight.calibrate.quantize
 from freight.cache.pool import allocate_pool
@@ -52,7 +53,10 @@ def stored(folder: Path) -> list[tuple[float, float]]:
         *("granite", "glm4", "smollm3", "mixtral", "qwen2-moe", "glm4-moe", "minimax-m2", "hy-v3", "ernie4-5-moe"),
         *("ernie4-5", "seed-oss", "gpt-oss", "granite-moe", "gemma4"),
         *("gemma4-own-inputs", "gemma4-moe"),
-        *("olmo2", "olmo3", "exaone4", "laguna", "afmoe", "arcee"),
+        *("olmo2", "olmo3", "exaone4", "laguna", "afmoe", "arcee", "hunyuan"),
+        *("hunyuan-moe", "muse-glimmer", "ernie4-5-vl-moe"),
+        "mimo-v2-flash",
+        "step3p7",
     ],
 )
 def test_scales_are_those_of_the_keys_and_values_that_the_engine_stores(variant: str, tmp_path: Path):

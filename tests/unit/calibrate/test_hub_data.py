@@ -72,7 +72,7 @@ def test_without_the_package_one_line_names_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigError) as refused:
         samples("mgoin/ultrachat_2k")
-    assert "pip install 'freight[datasets]', or give a local file" in str(refused.value)
+    assert "pip install '.[datasets]' in Freight's checkout, or give a local file" in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
@@ -95,7 +95,7 @@ def test_a_parquet_file_that_is_none(tmp_path: Path):
 def test_parquet_without_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "x.parquet").write_text("no")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ConfigError, match=r"pip install 'freight\[datasets\]', or give \.jsonl"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[datasets\]' in Freight's checkout, or give \.jsonl"):
         samples(tmp_path / "x.parquet")
 
 

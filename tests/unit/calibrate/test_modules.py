@@ -22,7 +22,7 @@ def config() -> ModelConfig:
 
 def test_modules_have_their_full_names(config: ModelConfig):
     first, second = layer_modules(config)
-    assert first.attention == "model.layers.0.self_attn"
+    assert first.mixer == "model.layers.0.self_attn"
     parts = (
         "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj mlp.gate_proj mlp.up_proj mlp.down_proj"
     )

@@ -41,6 +41,8 @@ def tiny(tmp_path: Path) -> str:
         (["kernels", "--after", "3", "--device", "cpu"], "--after is for --device cuda"),
         (["kernels", "--only", "softmax"], "--only 'softmax' is unknown"),
         (["kernels", "--only", "torch.sdpa", "--device", "cpu"], "--only 'torch.sdpa' is unknown"),
+        (["kernels", "--seconds", "0"], "--seconds 0: give a number of seconds for each row, above 0"),
+        (["kernels", "--seconds", "inf"], "--seconds inf"),
         (["kernels", "--device", "gpu"], "choose auto, cpu or cuda"),
         (["kernels", "--kernels", "fast"], "--kernels 'fast' is unknown"),
     ],
@@ -79,7 +81,7 @@ def test_kernels_prints_one_object_per_row_and_takes_threads(freight, tiny, monk
     monkeypatch.setattr(timing, "CACHE_SIZE", 2**20)
     monkeypatch.setattr(timing, "last_level_cache", lambda root: None)
     before = torch.get_num_threads()
-    options = ["--random-weights", tiny, "--matrix", "32x16", "--rows", "2", "--only", "linear", "--seconds", "0"]
+    options = ["--random-weights", tiny, "--matrix", "32x16", "--rows", "2", "--only", "linear", "--seconds", "0.001"]
     answer = freight("bench", "kernels", *options, "--threads", "1", "--json")
     assert answer.code == 0, answer.err
     rows = [json.loads(line) for line in answer.out.splitlines()]

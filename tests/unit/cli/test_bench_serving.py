@@ -86,6 +86,46 @@ def test_errors_and_what_a_server_does_not_take_are_said(freight):
     assert "(50.0%)" in answer.out, "two rounds cover one half"
 
 
+def test_every_run_has_a_seed_of_its_own_and_says_it(freight):
+    server = StandIn()
+    with running(server):
+        asked = (
+            "bench",
+            "serving",
+            "--url",
+            server.url,
+            "--num-requests",
+            "3",
+            "--warmup",
+            "0",
+            "--output-tokens",
+            "2",
+        )
+        first, second = (json.loads(freight(*asked, "--json").out)["seed"] for _ in range(2))
+        sent = [body["prompt"] for body in server.bodies if body["max_tokens"] == 2]
+        shown = freight(*asked, "--seed", str(first))
+        again = [body["prompt"] for body in server.bodies if body["max_tokens"] == 2][len(sent) :]
+    assert first != second
+    sent, again = ([text for text in prompts if len(text) != 400] for prompts in (sent, again))  # without the probe
+    assert sent[:3] == again != sent[3:]
+    assert f"seed {first}: --seed {first} sends the same requests again" in shown.out
+
+
+def test_the_share_of_the_prefix_cache_is_said(freight, tmp_path: Path):
+    (tmp_path / "mine.jsonl").write_text('{"prompt": "%s"}\n' % ("abcd" * 100))
+    asked = ["bench", "serving", "--num-requests", "2", "--output-tokens", "2"]
+    silent, cached, cold = StandIn(), StandIn(cached=25), StandIn(cached=0)
+    own = ["--prompts", str(tmp_path / "mine.jsonl")]
+    with running(silent, cached, cold):
+        again = freight(*asked, "--url", silent.url, *own, "--concurrency", "1", "--concurrency", "2")
+        once = freight(*asked, "--url", silent.url, *own)
+        part = freight(*asked, "--url", cached.url, *own)
+        none = freight(*asked, "--url", cold.url)
+    assert "every run sends the same prompts: a prefix cache makes the later ones faster" in again.out
+    assert f"{cached.url}, 1: 25% of the prompts' tokens came from the server's prefix cache" in part.out
+    assert "prefix cache" not in once.out + none.out
+
+
 def test_every_option_has_its_sentence_in_the_documentation():
     documented = (Path(__file__).parents[3] / "docs" / "cli.md").read_text()
     section = documented.split("## `freight bench serving`")[1].split("\n## ")[0]

@@ -47,7 +47,7 @@ def test_a_contradiction_is_refused_without_torch() -> None:
         input=json.dumps(list(REFUSED)),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=True,
     )
     for (line, says), (code, said, torch_loaded) in zip(REFUSED.items(), json.loads(ran.stdout), strict=True):

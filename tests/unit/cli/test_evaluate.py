@@ -28,7 +28,9 @@ def test_it_tells_what_caches_and_weights_take(freight: Run, text: str):
     assert said["weights"]["embedding_bytes"] == 4096 * 256 * 2
     plain = json.loads(freight(*argv[:3], *argv[-3:], "--json").out)["weights"]
     assert said["weights"]["bytes"] < 0.55 * plain["bytes"]
-    lines = freight(*argv).out.splitlines()
+    few_windows, few_tokens, *lines = freight(*argv).out.splitlines()
+    assert few_windows.startswith("warning: 1 window is too little text for an interval")
+    assert few_tokens == "warning: 8 tokens are too few: it takes 2,000, so 1,992 more"
     assert lines[:3] == [line for line in lines if line.startswith("|")][:3]
     assert f"weights: {said['weights']['bytes']:,} bytes in fp8_e4m3fn" in lines[-3]
 

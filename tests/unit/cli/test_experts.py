@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.parity.variants import VARIANTS, save_random
+from tests.parity.random_models import save_random
+from tests.parity.variants import VARIANTS
 
 from freight.checkpoint.reader import resolve_model
 

@@ -29,6 +29,7 @@ def test_the_shipped_model(as_json):
     facts = as_json("demo")
     assert facts["architecture"] == "LlamaForCausalLM"
     assert list(facts["bytes"]) == ["bfloat16"]
+    assert (facts["dtype"], facts["dtype_source"]) == ("bfloat16", "config.json")
     assert facts["bytes"]["bfloat16"] == 2 * facts["num_parameters"]
     assert facts["scheme"]["method"] is None
     assert facts["scheme"]["fp8_weights"] == {}
@@ -106,14 +107,19 @@ CONFIGS: dict[str, tuple[dict[str, Any], str | None, str | None]] = {
     "native": (LLAMA, "natively", None),
     "wrapped": (WRAPPED, "natively", None),
     "by the fallback": ({**LLAMA, "model_type": "cohere2"}, "through transformers", None),
-    "unknown key": ({**LLAMA, "new_kind": 7}, None, "new_kind = 7 is unknown to Freight for model_type llama"),
-    "unknown key inside": (
-        {**WRAPPED, "text_config": {**WRAPPED["text_config"], "new_kind": 7}}, None, "new_kind = 7 is unknown"
+    "unknown key": ({**LLAMA, "new_kind": 7}, "natively", None),
+    "computing key": ({**LLAMA, "scale_emb": 7}, None, "scale_emb = 7 decides what a model computes"),
+    "computing key inside": (
+        {**WRAPPED, "text_config": {**WRAPPED["text_config"], "scale_emb": 7}}, None, "scale_emb = 7 decides"
     ),
     "unknown text model": ({**WRAPPED, "text_config": LLAMA}, None, "'mistral' or 'ministral3' is"),
     "unknown model": ({**LLAMA, "model_type": "none_such"}, None, "model_type 'none_such' is not implemented"),
-    "no fallback": ({**LLAMA, "model_type": "mamba", "ssm_cfg": 1}, None, "ssm_cfg = 1 means recurrent layers"),
+    "no fallback": ({**LLAMA, "model_type": "mamba", "ssm_cfg": 1}, None, "a recurrent state"),
     "quantization": ({**LLAMA, "quantization_config": {"quant_method": "awq"}}, None, "awq"),
+    "code of its own": (
+        {**LLAMA, "model_type": "baichuan", "auto_map": {"AutoConfig": "configuration_baichuan.BaichuanConfig"}},
+        None, "auto_map names code in the checkpoint, which is never run here; vLLM runs it with --trust-remote-code",
+    ),
     "nothing": ({}, None, "model_type None is not implemented"),
 }  # fmt: skip
 
@@ -142,12 +148,30 @@ def test_any_config_json_says_whether_it_runs_or_what_stands_in_the_way(as_json,
 def test_what_is_known_of_a_model_that_cannot_run(as_json, capsys, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(
-        json.dumps(CONFIGS["unknown key inside"][0] | {"architectures": ["Mistral3ForConditionalGeneration"]})
+        json.dumps(CONFIGS["computing key inside"][0] | {"architectures": ["Mistral3ForConditionalGeneration"]})
     )
     facts = as_json(path)
     assert (facts["architecture"], facts["num_layers"]) == ("Mistral3ForConditionalGeneration", 2)
     inspect(str(path), False)
     assert "none: a config.json alone" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_dtype_of_a_config_without_one(as_json, capsys, tmp_path):
+    config = (FIXTURES / "published" / "MiniMaxAI--MiniMax-M2.5.json").read_text()
+    (tmp_path / "config.json").write_text(config)
+    facts = as_json(tmp_path)
+    assert (facts["dtype"], facts["dtype_source"]) == ("bfloat16", "assumed")
+    save_file({"model.norm.weight": torch.zeros(8, dtype=torch.float16)}, tmp_path / "model.safetensors")
+    for more, runs in ({}, "natively"), ({"scale_emb": 12}, None):
+        (tmp_path / "config.json").write_text(json.dumps(json.loads(config) | more))
+        facts = as_json(tmp_path)
+        assert (facts["runs"], facts["dtype"], facts["dtype_source"]) == (runs, "float16", "tensors")
+    inspect(str(tmp_path), False)
+    assert "float16, as the tensors are stored" in capsys.readouterr().out
+    (tmp_path / "config.json").write_text(json.dumps(json.loads(config) | {"dtype": "float8_e4m3fn"}))
+    facts = as_json(tmp_path)
+    assert (facts["dtype"], facts["dtype_source"]) == (None, None)
+    assert "dtype 'float8_e4m3fn' is not implemented" in facts["obstacle"]
 
 
 def test_damage_is_an_error_still(tmp_path):

@@ -53,7 +53,7 @@ def test_without_the_servers_packages_one_line_says_what_to_install(
     monkeypatch.setattr(sys.modules["freight.cli.serve"], "find_spec", lambda name: None)
     answer = freight(*form)
     assert answer.code == 2
-    assert "pip install 'freight[server]'" in answer.err
+    assert "pip install '.[server]'" in answer.err
     assert answer.err.count("\n") == 1
 
 

@@ -52,6 +52,7 @@ def test_there_is_one_option_for_each_field() -> None:
 def test_sampling_options_are_fields_of_sampling_params() -> None:
     left_out = {"n", "seed", "logprobs", "prompt_logprobs", "detokenize", "cache_salt"}  # of no use at a terminal
     left_out |= {"structured_outputs"}  # generate has an option for each form
+    left_out |= {"allowed_token_ids", "bad_words", "include_stop_str_in_output", "truncate_prompt_tokens"}  # of clients
     assert {flag.field for flag in SAMPLING_FLAGS} == {field.name for field in fields(SamplingParams)} - left_out
 
 
@@ -103,6 +104,27 @@ def test_switches(freight: Run, llm: Any, argv: list[str], environ: dict[str, st
 def test_the_model_in_every_form(freight: Run, llm: Any, argv: list[str], environ: dict[str, str], model: str) -> None:
     assert freight("generate", *argv, "--prompt", "x", **environ).code == 0
     assert llm.made["model"] == model
+
+
+@pytest.mark.parametrize(
+    "verb",
+    ["generate --prompt x", "chat", "serve", "inspect", "plan --memory 1GiB", "audit", "evaluate", "bench latency"],
+)
+@pytest.mark.parametrize(
+    ("argv", "environ", "what"),
+    [
+        ([""], {}, "MODEL is ''"),
+        ([" "], {"FREIGHT_MODEL_ID": "demo"}, "MODEL is ' '"),
+        (["--model-id", ""], {}, "--model-id or FREIGHT_MODEL_ID is ''"),
+        ([], {"FREIGHT_MODEL_ID": ""}, "FREIGHT_MODEL_ID is ''"),
+    ],
+)
+def test_an_empty_model_is_never_the_demo_model(
+    freight: Run, verb: str, argv: list[str], environ: dict[str, str], what: str
+) -> None:
+    answer = freight(*verb.split(), *argv, **environ)
+    assert (answer.code, answer.out) == (2, "")
+    assert answer.err == f"error: {what}: name a model, or leave it out\n"
 
 
 def test_both_forms_of_the_model_at_once_are_refused(freight: Run) -> None:

@@ -124,9 +124,18 @@ def test_chat_keeps_the_conversation_until_it_is_reset(freight: Run, llm: Any, m
     type_in(monkeypatch, "hi\n\nhow are you\n/reset\nbye\n")
     answer = freight("chat", "--system", "be brief")
     assert (answer.code, answer.out) == (0, "one two three\n" * 3)
-    assert "/reset" in answer.err
+    assert "/clear" in answer.err
     said = len("one two three")
     assert llm.asked == [[8, 2], [8, 2, said, 11], [8, 3]]  # the fake prompt is the length of each message
+
+
+def test_a_message_that_begins_with_two_slashes_is_sent_with_one(
+    freight: Run, llm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    type_in(monkeypatch, "//hi\n/clear \n/etc\na//b\n /x\n/exit\nnever\n")
+    answer = freight("chat")
+    assert answer.err.count("no such command") == 1
+    assert llm.asked == [[3], [4], [4, 13, 3]]  # lengths of "/hi", of "a//b" and " /x"; only /etc is no command
 
 
 def test_chat_goes_on_after_a_message_that_does_not_fit(
@@ -136,7 +145,7 @@ def test_chat_goes_on_after_a_message_that_does_not_fit(
     type_in(monkeypatch, "hi\nhello\n")
     answer = freight("chat")
     assert answer.code == 0
-    assert answer.err.count("error: the prompt is too long; /reset starts anew") == 2
+    assert answer.err.count("error: the prompt is too long; /clear starts anew") == 2
     assert llm.asked == [[2], [5]]
 
 

@@ -16,7 +16,7 @@ LAYER = LayerScales((0.25,), (0.5,), Granularity.TENSOR, ("k_scale", "v_scale"))
 
 def decide(scales: KVScales, native: Format = FN, dtype: str = "auto", source: str = "auto") -> KVCacheConfig:
     args = EngineArgs(kv_cache_dtype=dtype, kv_scales=source)
-    return resolve_kv_cache(args, Format.BFLOAT16, Scheme(), scales, native)
+    return resolve_kv_cache(args, Format.BFLOAT16, Scheme(), scales, native, frozenset())
 
 
 MIXED = KVScales((LAYER, None), mixed=(Granularity.TENSOR, None))

@@ -250,3 +250,48 @@ def test_arcee_has_no_gate():
     assert feed_forward == DenseConfig(384, Activation.RELU_SQUARED, True)
     assert feed_forward.up_sizes == (384,)
     refused("hidden_act", "silu", model_type="arcee", hidden_act="silu")
+
+
+HUNYUAN_ROPE = {"alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+HUNYUAN = {  # what files of Hunyuan-A13B have beside the keys of all, but for the number of layers
+    "attention_head_dim": 64, "head_dim": 64, "kv_lora_rank": None, "moe_intermediate_size": [384] * 4,
+    "moe_layer_num_skipped": 0, "moe_topk": [2] * 4, "num_experts": 8, "num_shared_expert": [1] * 4, "n_group": False,
+    "norm_topk_prob": True, "norm_type": "rms", "rope_scaling": HUNYUAN_ROPE | {"type": "dynamic"}, "rope_theta": 1e4,
+    "routed_scaling_factor": False, "use_cla": False, "use_mixed_mlp_moe": True, "use_mla": False, "use_qk_norm": True,
+}  # fmt: skip
+
+
+def test_hunyuan_as_its_files_have_it():
+    model = parse_model_config(config("hunyuan_v1_moe", **HUNYUAN))
+    moe = model.layers[0].feed_forward
+    assert moe == MoEConfig(Routing(8, 2, Scoring.SOFTMAX), 384, shared=DenseConfig(384))
+    mixer, rope = model.layers[0].mixer, model.ropes[0]
+    assert (mixer.qk_norm, mixer.qk_norm_last, mixer.qk_norm_sizes) == (True, True, (64, 64))
+    assert (rope.kind, rope.theta, rope.parameters) == ("default", 1e4 * 1000 ** (64 / 62), {})
+    inside = {"rope_type": "dynamic", "rope_theta": 1e4, **HUNYUAN_ROPE}
+    newer = {key: value for key, value in HUNYUAN.items() if not key.startswith("rope")} | {"rope_parameters": inside}
+    assert parse_model_config(config("hunyuan_v1_moe", **newer)) == model
+    dense = {"num_experts": 1, "moe_topk": 1, "num_shared_expert": 1, "moe_intermediate_size": None}
+    plain = parse_model_config(config("hunyuan_v1_dense", **{**HUNYUAN, **dense, "use_mixed_mlp_moe": False}))
+    assert (plain.layers[0].mixer, plain.ropes) == (mixer, model.ropes)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("moe_topk", [2, 2, 2, 1]),
+        ("moe_intermediate_size", [192] * 4),
+        ("num_shared_expert", [2] * 4),
+        ("use_qk_norm", False),
+        ("use_cla", True),
+        ("use_mla", True),
+        ("n_group", 2),
+        ("norm_topk_prob", False),
+        ("use_mixed_mlp_moe", False),
+        ("moe_layer_num_skipped", 1),
+        ("attention_head_dim", 32),
+        ("rope_scaling", {"type": "dynamic", "factor": 2.0}),
+    ],
+)
+def test_what_hunyuan_does_not_compute_is_refused(key, value):
+    refused(key, model_type="hunyuan_v1_moe", **{**HUNYUAN, key: value})

@@ -7,14 +7,21 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from freight.config.families import FAMILIES
 from freight.config.layer import MoEConfig
 from freight.config.model import ModelConfig, parse_model_config
+from freight.config.registry import FAMILIES
 from freight.errors import CheckpointError
 from freight.models.architectures import ARCHITECTURES, skipped_parts
 
 SHAPE = {"hidden_size": 2048, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 32}
-OWN = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm4v_moe")  # text models that are published in no other way
+OWN = (
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "glm4v",
+    "glm4v_moe",
+)  # text models that are published in no other way
 
 
 def parse(model_type: str, text: dict[str, Any] | None = None, **outside: Any) -> ModelConfig:
@@ -58,12 +65,12 @@ def test_sections_of_a_rope_change_nothing_of_text(model_type: str) -> None:
         parse_model_config({"model_type": "qwen2", **SHAPE, "vocab_size": 64, "rope_scaling": {"type": "mrope"}})
 
 
-def test_keys_that_are_not_known_are_refused_inside_and_outside() -> None:
+def test_keys_that_compute_are_refused_inside_and_outside() -> None:
     assert parse("glm4v_moe", {"image_token_id": 5}) == parse("glm4v_moe", image_token_id=5) == parse("glm4v_moe")
     assert parse("qwen3_vl_moe", {"norm_topk_prob": True}) == parse("qwen3_vl_moe")
     for model_type in FAMILIES.keys() & {*OWN, "internvl", "interns1", "glmga"}:
-        for inside, outside in (({"new_kind": 7}, {}), ({}, {"new_kind": 7})):
-            with pytest.raises(CheckpointError, match="new_kind = 7 is unknown"):
+        for inside, outside in (({"scale_emb": 7}, {}), ({}, {"scale_emb": 7})):
+            with pytest.raises(CheckpointError, match="scale_emb = 7 decides"):
                 parse(model_type, inside, **outside)
     with pytest.raises(CheckpointError, match="use_qk_norm"):
         parse("glm4v_moe", {"use_qk_norm": True})
@@ -71,7 +78,64 @@ def test_keys_that_are_not_known_are_refused_inside_and_outside() -> None:
         parse_model_config({"model_type": "glmga", **SHAPE})
 
 
+def test_what_holds_for_the_model_outside_decides_over_text_config() -> None:
+    """A null outside decides nothing."""
+    inside = {"tie_word_embeddings": True, "dtype": "float16", "eos_token_id": 7}
+    ours = parse("qwen3_vl", inside, tie_word_embeddings=False, dtype="bfloat16", eos_token_id=8)
+    assert (ours.tie_word_embeddings, ours.checkpoint_format, ours.eos_token_ids) == (False, "bfloat16", (8,))
+    ours = parse("qwen3_vl", inside, tie_word_embeddings=None, dtype=None, eos_token_id=None)
+    assert (ours.tie_word_embeddings, ours.checkpoint_format, ours.eos_token_ids) == (True, "float16", (7,))
+
+
 def test_what_is_skipped_is_counted_by_reason() -> None:
     names = ["model.visual.a.weight", "model.visual.b.weight", "model.language_model.norm.weight"]
     assert skipped_parts(parse("qwen3_vl"), names) == {"of the vision model: Freight runs the text model alone": 2}
     assert skipped_parts(parse_model_config({"model_type": "qwen3", **SHAPE, "vocab_size": 64}), names) == {}
+
+
+def test_absent_keys_of_muse_glimmer_mean_what_transformers_takes() -> None:
+    ours = parse("muse_glimmer", {"num_hidden_layers": 6})
+    whole = AutoConfig.for_model("muse_glimmer", text_config={**SHAPE, "num_hidden_layers": 6})
+    theirs, mixers = whole.text_config, [layer.mixer for layer in ours.layers]
+    assert (ours.vocab_size, ours.max_position_embeddings) == (theirs.vocab_size, theirs.max_position_embeddings)
+    assert (ours.norm_eps, ours.post_norm_eps) == (theirs.rms_norm_eps, theirs.post_norm_eps)
+    assert (mixers[0].k_dim, mixers[0].num_kv_heads) == (theirs.head_dim, theirs.num_key_value_heads)
+    assert mixers[0].softmax_scale == pytest.approx(theirs.qk_scale_factor * theirs.head_dim**-0.5)
+    slides = [theirs.sliding_window if kind == "sliding_attention" else None for kind in theirs.layer_types]
+    assert [mixer.window for mixer in mixers] == slides == [2048, None, 2048, 2048, 2048, None]
+    assert [mixer.rope is not None for mixer in mixers] == [theta != 0 for theta in theirs.layer_rope_theta]
+    assert ours.ropes[0].theta == theirs.rope_parameters["rope_theta"]
+    assert (ours.logit_soft_cap, ours.logit_divisor) == (theirs.final_logit_softcapping, 1 / theirs.output_multiplier)
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+    assert (ours.bos_token_id, ours.eos_token_ids) == (theirs.bos_token_id, (theirs.eos_token_id,))
+
+
+def test_a_rope_of_its_own_in_a_layer_of_muse_glimmer_is_refused() -> None:
+    """Its code reads of `layer_rope_theta` only which are 0."""
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+    thetas = [5e5, 0, 5e5, 0]
+    found = [layer.mixer.rope for layer in parse("muse_glimmer", {**rope, "layer_rope_theta": thetas}).layers]
+    assert found == [0, None, 0, None]
+    for wrong in ([5e5, 0, 1e4, 0], [5e5, 0], 5e5):
+        with pytest.raises(CheckpointError, match=r"layer_rope_theta = .* each 0 or rope_theta = 500000"):
+            parse("muse_glimmer", {**rope, "layer_rope_theta": wrong})
+
+
+def test_experts_of_ernie_for_text_and_for_pictures() -> None:
+    ours = parse("ernie4_5_vl_moe", {"num_hidden_layers": 3})
+    whole = AutoConfig.for_model("ernie4_5_vl_moe", text_config={**SHAPE, "num_hidden_layers": 3})
+    theirs = whole.text_config
+    kinds = ["sparse" if isinstance(layer.feed_forward, MoEConfig) else "dense" for layer in ours.layers]
+    assert kinds == theirs.mlp_layer_types
+    moe = ours.layers[-1].feed_forward
+    assert isinstance(moe, MoEConfig)
+    assert moe.shared is not None
+    assert (moe.num_experts, moe.routing.top_k) == (theirs.moe_num_experts, theirs.moe_k)
+    assert moe.intermediate_size == theirs.moe_intermediate_size[0]
+    assert moe.shared.intermediate_size == theirs.moe_num_shared_experts * moe.intermediate_size
+    assert (ours.ropes[0].theta, ours.ropes[0].interleaved) == (theirs.rope_parameters["rope_theta"], True)
+    assert (ours.vocab_size, ours.tie_word_embeddings) == (theirs.vocab_size, whole.tie_word_embeddings)
+    sections = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5, "mrope_section": [22, 22, 20]}}
+    assert parse("ernie4_5_vl_moe", {"num_hidden_layers": 3, **sections}) == ours
+    with pytest.raises(CheckpointError, match="moe_intermediate_size = 1536 must be a list of two"):
+        parse("ernie4_5_vl_moe", {"moe_intermediate_size": 1536})

@@ -38,7 +38,7 @@ def run_suite(url: str) -> tuple[int, set[str], str]:
     """(passed, names of the tests that failed, all that was said)."""
     options = ["-p", "no:cacheprovider", "-p", "no:xdist", "-k", KEPT, "-rf"]
     command = [sys.executable, "-m", "pytest", "tests/conformance", "--url", url, *options]
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300, check=False)
     failed = set(re.findall(r"^(?:FAILED|ERROR) \S+::(\w+)", ended.stdout, re.MULTILINE))
     passed = re.search(r'\{"passed": (\d+), "failed": \d+\}', ended.stdout)
     return int(passed[1]) if passed else 0, failed, ended.stdout + ended.stderr

@@ -15,8 +15,8 @@ import pytest
 from tests.unit.engine.fakes import FakeDetokenizer, new_engine
 
 from freight import LLM
+from freight.cache.groups import Pages
 from freight.cache.manager import NOTHING, CacheManager
-from freight.cache.spec import Pages
 from freight.engine.request import Request, RequestState
 from freight.engine.scheduler import Scheduler, Step
 from freight.operands.tiles import KEY_TILE

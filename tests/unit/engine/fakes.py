@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from freight import LLM, SamplingParams
+from freight.cache.groups import Pages
 from freight.cache.manager import CacheManager
-from freight.cache.spec import Pages
 from freight.engine import compute
 from freight.engine.engine import Engine
 from freight.engine.intake import Intake

@@ -17,9 +17,10 @@ from tests.unit.engine.fakes import new_engine
 from tests.unit.engine.test_interrupted import Interrupt, Interrupter
 
 from freight import SamplingParams
+from freight.cache.groups import Pages
 from freight.cache.manager import CacheManager
 from freight.cache.pool import KVPool
-from freight.cache.spec import KVCacheSpec, LayerKVSpec, Pages
+from freight.cache.spec import KVCacheSpec, LayerKVSpec
 from freight.engine.engine import SECONDS_BETWEEN_READS, Engine
 from freight.engine.request import Request
 from freight.fp8.formats import Format

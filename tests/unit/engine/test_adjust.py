@@ -14,6 +14,7 @@ from tests.shares import examples
 
 from freight.engine import adjust as module
 from freight.engine.adjust import SamplingRow, adjust
+from freight.engine.bad_words import BadWords
 from freight.sampling import SamplingParams
 
 VOCAB = 23
@@ -33,7 +34,22 @@ def definition(logits, row):
         for token in row.stop_token_ids:
             if token < VOCAB:
                 x[token] = -math.inf
+    words = [] if row.bad_words is None else row.bad_words.words
+    for token in range(VOCAB):
+        text = [*output, token]
+        if params.allowed_token_ids is not None and token not in params.allowed_token_ids:
+            x[token] = -math.inf
+        if any(text[-len(word) :] == word for word in words):
+            x[token] = -math.inf
     return x
+
+
+class Words(BadWords):
+    """Some words, which the definition reads as they were given."""
+
+    def __init__(self, words):
+        super().__init__(words)
+        self.words = words
 
 
 def bits(x):
@@ -49,7 +65,10 @@ rows = st.builds(
     frequency_penalty=penalties,
     logit_bias=st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-1e9, 1e9), max_size=4),
     min_tokens=st.integers(0, 6),
+    allowed_token_ids=st.none() | st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=VOCAB),
 )
+few = st.lists(st.integers(0, 3), max_size=12)  # of few tokens, so that words are begun and ended
+words = st.none() | st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), max_size=4).map(Words)
 logits = st.lists(
     st.floats(width=32, allow_nan=False) | st.sampled_from([0.0, -0.0, 1e-45, -1e-45, 3.4e38, -math.inf]),
     min_size=VOCAB,
@@ -58,16 +77,17 @@ logits = st.lists(
 
 
 @settings(max_examples=examples(200))
-@given(params=rows, x=logits, prompt=tokens, growth=st.lists(tokens, max_size=4))
+@given(params=rows, x=logits, prompt=tokens, growth=st.lists(tokens | few, max_size=4), bad=words)
 @example(
+    bad=None,
     params=SamplingParams(presence_penalty=-0.0),
     x=torch.full((VOCAB,), -0.0, dtype=torch.float32),
     prompt=[],
     growth=[[17]],
 )
-def test_a_growing_output_gives_the_bits_of_the_definition(params, x, prompt, growth):
+def test_a_growing_output_gives_the_bits_of_the_definition(params, x, prompt, growth, bad):
     output = []
-    row = SamplingRow(params, 1, tuple(prompt), output, frozenset({3, 4, 99}))
+    row = SamplingRow(params, 1, tuple(prompt), output, frozenset({3, 4, 99}), bad_words=bad)
     for fresh in ([], *growth):
         output += fresh
         before = x.clone()
@@ -98,14 +118,21 @@ def raise_at_line(count):
 
 @pytest.mark.parametrize("num_before", [0, 1, 2, 3])
 def test_an_exception_at_any_line_leaves_a_row_usable(num_before):
-    params = SamplingParams(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.25, logit_bias={1: 2.0})
+    params = SamplingParams(
+        repetition_penalty=1.3,
+        presence_penalty=0.5,
+        frequency_penalty=0.25,
+        logit_bias={1: 2.0},
+        allowed_token_ids=range(1, VOCAB),
+    )
+    bad = Words([[4], [2, 2], [7, 0, 9]])
     x = torch.linspace(-2, 2, VOCAB)[None]
     pieces = ([], [2, 2], [2, 7, 7, 0], [9], [9, 2])
     outer, lines, interrupted = sys.gettrace(), 0, True
     while interrupted:  # until there are fewer lines than that
         lines += 1
         output = []
-        row = SamplingRow(params, 1, (0, 5), output, frozenset())
+        row = SamplingRow(params, 1, (0, 5), output, frozenset(), bad_words=bad)
         for i, fresh in enumerate(pieces):
             output += fresh
             if i == num_before:

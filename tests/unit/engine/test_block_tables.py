@@ -63,7 +63,7 @@ def check(found: BlockTables, step: Sequence[Table]) -> None:
 
 @given(steps(), st.booleans())
 def test_updated_tables_are_those_written_from_nothing(all_steps, apart):
-    found = BlockTables(ROWS, WIDTH, GROUPS, "cpu", apart)
+    found = BlockTables(ROWS, (WIDTH,) * GROUPS, "cpu", apart)
     for step in all_steps:
         found.update(step)
         check(found, step)
@@ -71,7 +71,7 @@ def test_updated_tables_are_those_written_from_nothing(all_steps, apart):
 
 @given(steps(), steps(), st.integers(0, ROWS), st.integers(0, GROUPS - 1))
 def test_an_interrupted_update_does_no_harm(before, after, row, group):
-    found = BlockTables(ROWS, WIDTH, GROUPS, "cpu", apart=True)
+    found = BlockTables(ROWS, (WIDTH,) * GROUPS, "cpu", apart=True)
     for step in before:
         found.update(step)
     bad: Table = tuple((1, 2**40) if at == group else (1,) for at in range(GROUPS))  # too large: raises half way
@@ -102,7 +102,7 @@ def copied(monkeypatch: pytest.MonkeyPatch, found: BlockTables, step: Sequence[T
 
 
 def test_only_what_is_new_is_copied(monkeypatch):
-    found = BlockTables(16, 512, 1, "cpu", apart=True)
+    found = BlockTables(16, (512,), "cpu", apart=True)
     step: list[Table] = [(tuple(range(600 * row, 600 * row + 200)),) for row in range(16)]
     assert copied(monkeypatch, found, step) == 16 * 512
     assert copied(monkeypatch, found, step) == 0
@@ -117,5 +117,5 @@ def test_only_what_is_new_is_copied(monkeypatch):
 
 
 def test_tables_begin_at_multiples_of_16_bytes():
-    for table in BlockTables(3, 5, 3, "cpu").on_device:
+    for table in BlockTables(3, (5, 7, 5), "cpu").on_device:
         assert table.data_ptr() % 16 == torch.zeros(4).data_ptr() % 16 == 0

@@ -25,7 +25,7 @@ class LoadedError(Exception):
 
 @pytest.fixture(autouse=True)
 def _no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(opened: OpenModel, config: EngineConfig) -> Decoder:
+    def load(opened: OpenModel, config: EngineConfig, num_positions: int | None = None) -> Decoder:
         raise LoadedError
 
     monkeypatch.setattr(OpenModel, "load", load)

@@ -12,6 +12,7 @@ from tests.unit.engine.fakes import FakeDetokenizer, check_clean, essence, param
 from freight import LLM, SamplingParams
 from freight.engine import compute
 from freight.engine.prepare import SequenceSlice
+from freight.engine.progress import to_logprobs
 from freight.errors import ConfigError, GenerationError
 from freight.outputs import FinishReason
 
@@ -60,7 +61,9 @@ def test_what_a_failed_request_computed_is_not_taken_up(new_llm: Callable[..., L
     assert llm.generate(prompt)[0].num_cached_tokens == 0
 
 
-def test_a_step_that_fails_is_tried_in_halves(new_llm: Callable[..., LLM], caplog: pytest.LogCaptureFixture):
+def test_a_step_that_fails_is_repeated_until_the_failing_request_is_alone(
+    new_llm: Callable[..., LLM], caplog: pytest.LogCaptureFixture
+):
     prompts = [[1, 2, index] for index in range(4)]
     params = SamplingParams(max_tokens=5, temperature=0.0)
     expected = essence(new_llm().generate(prompts, params))
@@ -74,7 +77,7 @@ def test_a_step_that_fails_is_tried_in_halves(new_llm: Callable[..., LLM], caplo
     runner.fails = fails
     assert essence(llm.generate(prompts, params)) == expected
     assert runner.sizes[:6] == [4, 4, 4, 2, 2, 4]
-    assert "tried again in halves: RuntimeError: sometimes" in caplog.text
+    assert "a step of 4 sequences failed and is repeated in parts: RuntimeError: sometimes" in caplog.text
 
     def always(slices: Sequence[SequenceSlice]) -> None:
         if any(part.token_ids[0] == 1 and part.token_ids[-1] == 2 for part in slices):
@@ -84,8 +87,8 @@ def test_a_step_that_fails_is_tried_in_halves(new_llm: Callable[..., LLM], caplo
     llm.engine.cache.reset()
     outputs = llm.generate(prompts, params, on_error="return")
     errors = [output.outputs[0].error for output in outputs]
-    assert errors == [None, None, *["its step failed: RuntimeError: always"] * 2]  # its half fails with it
-    assert essence(outputs[:2]) == expected[:2]
+    assert errors == [None, None, "its step failed: RuntimeError: always", None]
+    assert essence([*outputs[:2], outputs[3]]) == [*expected[:2], expected[3]]
     check_clean(llm)
 
 
@@ -162,13 +165,14 @@ def test_deltas_add_up_to_the_output(new_llm: Callable[..., LLM]):
                 tokens[key] = [*tokens.get(key, []), *one.token_ids]
                 texts[key] = texts.get(key, "") + one.text
                 logprobs[key] = [*logprobs.get(key, []), *(one.logprobs or [])]
-            scored[delta.request_id] = [*scored.get(delta.request_id, []), *(delta.prompt_logprobs or [])]
+            scored[delta.request_id] = [*scored.get(delta.request_id, []), *(delta.scores or ())]
             if delta.finished:
                 finished.add(delta.request_id)
     assert finished == set(given)
     for name, (_, params) in given.items():
         output = engine.output(name)
-        assert scored[name] == (output.prompt_logprobs or [])
+        expected = [entry for entry in output.prompt_logprobs or [] if entry is not None]
+        assert [to_logprobs(entries, engine.tokenizer) for entries in scored[name]] == expected
         for one in output.outputs:
             assert tokens[name, one.index] == one.token_ids
             assert texts[name, one.index] == one.text

@@ -5,13 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tests.clock import takes_less
 from tests.shares import examples
 from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Built
@@ -146,7 +146,6 @@ def test_blanks_in_json_are_bounded(demo: Tokenizer, grammars: Grammars, text: s
     [
         ({"json": {"type": "object", "not": {}, "uniqueItems": True}}, "json .*not, uniqueItems is not supported"),
         ({"json": {"type": "frog"}}, "Invalid type: frog"),
-        ({"json": {"type": "string", "format": "frog"}}, "Unknown format: frog"),
         ({"json": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}, "oneOf .* use anyOf"),
         ({"json": {"enum": []}}, "Unsatisfiable"),
         ({"json": {"type": "string", "pattern": "(?<=a)b"}}, "look-around"),
@@ -232,7 +231,7 @@ print("alive")
 
 def test_grammars_that_end_other_processes_end_none():
     answer = subprocess.run(
-        [sys.executable, "-c", DANGEROUS, str(DEMO)], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", DANGEROUS, str(DEMO)], capture_output=True, text=True, timeout=300, check=False
     )
     assert (answer.returncode, answer.stdout) == (0, "alive\n"), answer.stderr
 
@@ -364,7 +363,9 @@ def test_barred_ids_come_when_no_others_may(grammars: Grammars, demo: Tokenizer)
 
 def test_a_mask_takes_less_than_a_step(grammars: Grammars, demo: Tokenizer):
     matcher = grammars.matcher(StructuredOutputs(json=True))
-    begun = time.process_time()
-    for _ in range(100):
-        matcher.permitted([])
-    assert time.process_time() - begun < 0.5
+
+    def hundred_masks() -> None:
+        for _ in range(100):
+            matcher.permitted([])
+
+    assert takes_less(0.5, hundred_masks)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from freight.cache.groups import Pages
 from freight.engine.block_tables import BlockTables
 from freight.engine.decode_steps import Buffers, DecodeSteps
 from freight.engine.graphs import CudaGraphs, bucket_of
@@ -17,6 +18,7 @@ SLICES = [
     SequenceSlice([9], 0, ((2,), (3, 1)), Logits.ALL),
     SequenceSlice([8], 31, ((5, 6, 9, 8), (0, 0, 4, 7)), Logits.LAST),
 ]
+GROUPS = [Pages((0,), 0, None, 8), Pages((1,), 0, 16, 8)]
 
 
 def test_buckets_waste_little():
@@ -28,10 +30,10 @@ def test_buckets_waste_little():
 @pytest.mark.parametrize("before", [[], SLICES, SLICES[::-1] + SLICES[:1]])
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_step_is_told_what_prepare_tells_and_padding(before, count):
-    buffers = Buffers(4, BlockTables(4, 6, 2, "cpu"), 8, "cpu")
+    buffers = Buffers(4, BlockTables(4, (6, 6), "cpu"), GROUPS, "cpu")
     buffers.fill(before)
     buffers.fill(SLICES[:count])
-    told, expected = buffers.batch, prepare(SLICES[:count], 8)
+    told, expected = buffers.batch, prepare(SLICES[:count], GROUPS)
     for name in ("token_ids", "positions", "context_lens", "logit_rows"):
         assert torch.equal(getattr(told, name)[:count], getattr(expected, name)), name
         assert getattr(told, name).dtype == getattr(expected, name).dtype
@@ -55,7 +57,7 @@ def test_the_largest_bucket_is_captured_first(needed, monkeypatch):
         return lambda: torch.zeros(batch.num_seqs, 5)
 
     monkeypatch.setattr(CudaGraphs, "capture", capture)
-    pool = SimpleNamespace(spec=SimpleNamespace(block_size=8, groups=[0, 0]))
+    pool = SimpleNamespace(spec=SimpleNamespace(groups=GROUPS, blocks_of=lambda num_tokens: (num_tokens // 8,) * 2))
     steps = DecodeSteps(CudaGraphs(None, pool, 20), pool, 64, "cpu")
     for count in (needed, 3, needed):
         assert len(steps.run((SLICES * 7)[:count])) == count

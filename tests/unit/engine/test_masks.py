@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.shares import examples
 
 from freight.engine.adjust import SamplingRow
+from freight.engine.bad_words import BadWords
 from freight.engine.grammar import Matcher
 from freight.engine.sampler import sample
 from freight.sampling import SamplingParams
@@ -45,12 +46,17 @@ class Fixed:
 
 
 def row(
-    tokens: Collection[int] | None, output: Sequence[int] = (), error: str = "", seed: int = 7, **params: Any
+    tokens: Collection[int] | None,
+    output: Sequence[int] = (),
+    error: str = "",
+    seed: int = 7,
+    bad: BadWords | None = None,
+    **params: Any,
 ) -> SamplingRow:
     grammar = None if tokens is None else Matcher(Fixed(tokens, error), VOCAB, frozenset({END}))
     sampling = SamplingParams(**params)
     stops = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else {END})
-    return SamplingRow(sampling, seed, [1, 2], list(output), stops, grammar)
+    return SamplingRow(sampling, seed, [1, 2], list(output), stops, grammar, bad)
 
 
 def logits(count: int, seed: int = 0) -> torch.Tensor:
@@ -118,6 +124,25 @@ def test_min_tokens_and_ignore_eos_bar_the_end_until_nothing_else_may_come():
     assert sample(x, [only])[0].token_id == END
 
 
+def test_a_grammar_s_end_may_come_where_other_parameters_leave_nothing_else():
+    x = logits(1)
+    x[0, 8] = 30
+    bad = BadWords([[8]])
+
+    def drawn(tokens: Collection[int], **params: Any) -> int:
+        one = row(tokens, temperature=0.0, min_tokens=5, bad=bad, **params)
+        return sample(x, [one])[0].token_id
+
+    assert drawn({8, 9, END}) == 9
+    assert drawn({8, END}) == END
+    assert drawn({8, 9, END}, allowed_token_ids=[8, END]) == END
+    assert drawn({8, 9, END}, allowed_token_ids=[8, 9]) == 9
+    nothing = row({8, 9, END}, temperature=0.0, allowed_token_ids=[8], bad=bad)
+    error = sample(x, [nothing])[0].error
+    assert error is not None
+    assert "barred by structured_outputs and allowed_token_ids and bad_words" in error
+
+
 def test_bias_and_penalties_come_before_the_mask():
     x = logits(1)
     assert sample(x, [row({8, 9}, temperature=0.0, logit_bias={20: 10**9, 8: -(10**9)})])[0].token_id == 9
@@ -133,7 +158,8 @@ def test_a_row_without_a_token_fails_alone():
     assert drawn[:1] == alone
     assert [one.token_id for one in drawn] == [5, -1, -1, -1]
     assert drawn[1].error is not None
-    assert "no token that its structured output permits is left" in drawn[1].error
+    assert "no token is left to draw after 0 output tokens" in drawn[1].error
+    assert "barred by structured_outputs; change" in drawn[1].error
     assert drawn[2].error is not None
     assert "NaN" in drawn[2].error
     assert drawn[3].error == (

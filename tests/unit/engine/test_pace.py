@@ -80,7 +80,7 @@ def test_steps_take_the_time_even_where_what_decoding_costs_is_out_of_date(base,
         seconds = base + per_token * prompt
         pace.note(seconds, prompt)
     assert seconds <= TARGET + (ROWS + 1) * per_token
-    assert seconds >= TARGET - 2 * ROWS * per_token or prompt == MOST - num_decoding
+    assert seconds >= TARGET - (2 * ROWS + 1) * per_token or prompt == MOST - num_decoding
 
 
 def test_where_decoding_alone_takes_too_long_prompts_get_as_long_again():

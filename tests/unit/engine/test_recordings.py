@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from freight import LLM, SamplingParams
-from freight.cache.pool import KVPool, allocate_pool, cache_spec
+from freight.cache.pool import KVPool, allocate_pool
+from freight.cache.spec import cache_spec
 from freight.config.engine import KVCacheConfig
 from freight.config.model import ModelConfig, parse_model_config
 from freight.engine.decode_steps import DecodeSteps
@@ -21,7 +22,7 @@ from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.fp8.scheme import KVScales, LayerScales
 from freight.kernels.cpu import library
 from freight.kernels.cpu.cpu_set import CpuKernels
-from freight.kernels.cpu.linear import PackedWeight
+from freight.kernels.cpu.linear import CpuWeight
 from freight.layers.linear import Linear, UnmergedLinear
 from freight.models.decoder import Decoder
 from freight.models.random_weights import random_model
@@ -57,7 +58,7 @@ MODELS = {
 class Rounding(CpuKernels):
     """Weights whose products round their inputs to FP8 (W8A8)."""
 
-    def pack(self, weight: Weight) -> PackedWeight:
+    def pack(self, weight: Weight) -> CpuWeight:
         quantized = weight.data.dtype.itemsize == 1
         return super().pack(replace(weight, activations=Activations.DYNAMIC) if quantized else weight)
 
@@ -73,6 +74,9 @@ def cache(name: str, config: ModelConfig) -> KVCacheConfig:
         return KVCacheConfig(Format.E4M3FN, Granularity.TENSOR, ScaleSource.CHECKPOINT, of_layers)
     if name == "bfloat16":
         return KVCacheConfig(Format.BFLOAT16, None, None, None)
+    if name == "skipped":
+        dynamic = KVCacheConfig(Format.E4M3FN, Granularity.TOKEN, ScaleSource.DYNAMIC, None)
+        return dynamic.skipping({0}, len(config.layers), Format.BFLOAT16)
     return KVCacheConfig(Format(name), Granularity.TOKEN, ScaleSource.DYNAMIC, None)
 
 
@@ -152,7 +156,7 @@ def test_every_model_has_the_same_bits(shape, cache_name):
     assert recordings_of(recorded).obstacle == ""
 
 
-@pytest.mark.parametrize("cache_name", ["bfloat16", "fp8_e5m2", "int8", "static", "centers"])
+@pytest.mark.parametrize("cache_name", ["bfloat16", "fp8_e5m2", "int8", "static", "centers", "skipped"])
 def test_every_cache_has_the_same_bits(cache_name):
     recorded, plain = build(SHAPE, cache_name)
     compare(recorded, plain)
@@ -199,12 +203,12 @@ def test_another_number_of_threads_is_another_recording():
 def test_projections_that_could_not_be_merged_have_the_same_bits():
     recorded, plain = build(SHAPE, "bfloat16")
     layer = plain.model.layers[1]
-    qkv = layer.attention.qkv
+    qkv = layer.mixer.qkv
     assert isinstance(qkv, Linear)
     numbers = torch.Generator().manual_seed(3)
     parts = [Weight((torch.randn(n, 64, generator=numbers) / 8).bfloat16()) for n in (64, 32, 32)]
     unmerged = UnmergedLinear(tuple(Linear(KERNELS.pack(part), None, KERNELS) for part in parts))
-    layers = (plain.model.layers[0], replace(layer, attention=replace(layer.attention, qkv=unmerged)))
+    layers = (plain.model.layers[0], replace(layer, mixer=replace(layer.mixer, qkv=unmerged)))
     model = replace(plain.model, layers=(*layers, plain.model.layers[2]))
     recorded = recording_runner(model, recorded.pool)
     compare(recorded, replace(plain, model=model))

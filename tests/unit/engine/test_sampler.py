@@ -13,7 +13,19 @@ from hypothesis import strategies as st
 from tests.shares import examples
 
 from freight.engine import sampler
-from freight.engine.sampler import Sampled, SamplingRow, highest, prompt_logprobs, sample, sibling_seed, uniforms
+from freight.engine.sampler import (
+    Sampled,
+    SamplingRow,
+    _first_by_mask,
+    _most_likely,
+    _ranks,
+    _ranks_on_device,
+    highest,
+    prompt_logprobs,
+    sample,
+    sibling_seed,
+    uniforms,
+)
 from freight.sampling import SamplingParams
 
 DRAWS = 3000
@@ -315,13 +327,12 @@ def test_a_bad_row_fails_alone(kinds, bad, vocab_size, seed):
         assert (one.error is not None) == (i in bad)
         if i in bad:
             assert (one.token_id, one.logprobs) == (-1, None)
-            assert ("bars every stop id" if bad[i] == "barred" else "NaN or infinite") in one.error
+            assert ("barred by min_tokens=16" if bad[i] == "barred" else "NaN or infinite") in one.error
     spoiled = {i for i in bad if bad[i] != "barred"}
     targets = torch.arange(len(kinds)) % vocab_size
-    prompts = prompt_logprobs(logits, targets, 3)
-    kept = [i for i in range(len(kinds)) if i not in spoiled]
-    assert [i for i, entries in enumerate(prompts) if entries is not None] == kept
-    assert [prompts[i] for i in kept] == prompt_logprobs(logits[kept], targets[kept], 3)
+    for i in range(len(kinds)):
+        assert (prompt_logprobs(logits[i : i + 1], targets[i : i + 1], 3) is None) == (i in spoiled)
+    assert (prompt_logprobs(logits, targets, 3) is None) == any(i in spoiled for i in range(len(kinds)))
 
 
 def test_logprobs_are_of_the_model_and_by_rank():
@@ -344,15 +355,25 @@ def test_logprobs_are_of_the_model_and_by_rank():
 def test_prompt_logprobs_have_the_same_form_and_bits():
     logits = torch.randn(70, 301, generator=torch.Generator().manual_seed(0)).round(decimals=1)
     targets = torch.arange(70) * 4
-    found = prompt_logprobs(logits, targets, 5)
+    found = list(prompt_logprobs(logits, targets, 5))
     for row, target, entries in zip(logits, targets.tolist(), found, strict=True):
         order = sorted(range(301), key=lambda token: (-float(row[token]), token))
         wanted = list(dict.fromkeys([*order[:5], target]))
         exact = row.log_softmax(-1).tolist()
         assert entries == tuple((token, exact[token], order.index(token) + 1) for token in wanted)
-    assert found == [prompt_logprobs(logits[i : i + 1], targets[i : i + 1], 5)[0] for i in range(70)]
+    assert found == [next(iter(prompt_logprobs(logits[i : i + 1], targets[i : i + 1], 5))) for i in range(70)]
     assert [len(entries) for entries in prompt_logprobs(logits, targets, 0)] == [1] * 70
-    assert prompt_logprobs(logits[:0], targets[:0], 5) == []
+    assert len(prompt_logprobs(logits[:0], targets[:0], 5)) == 0
+
+
+@given(logits=st.lists(st.lists(st.sampled_from([-math.inf, -0.5, 0.0, -0.0, 1.0, 2.0]), min_size=7, max_size=7)))
+def test_numpy_and_torch_agree_on_the_most_likely_and_on_ranks(logits):
+    x = torch.tensor([*logits, [0.0] * 7])
+    for count in range(1, 8):
+        assert torch.equal(_most_likely(x, count), _first_by_mask(x, x.topk(count).values[:, -1:], count))
+    for token in range(7):
+        tokens = torch.full((len(x),), token)
+        assert torch.equal(_ranks(x, tokens), _ranks_on_device(x, tokens))
 
 
 def test_the_highest_is_the_first_of_equals():

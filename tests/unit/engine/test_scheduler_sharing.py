@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from tests.shares import examples
 
-from freight.cache.spec import Pages
+from freight.cache.groups import Pages
 from freight.engine.request import Request
 
 VOCAB = 50  # of the model in conftest.py

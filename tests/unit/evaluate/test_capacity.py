@@ -24,6 +24,7 @@ from freight.evaluate.capacity import (
     GIB,
     Setting,
     Wish,
+    as_json,
     longest_of,
     make_plan,
     needed_for,
@@ -66,14 +67,17 @@ def engine_args(setting: Setting, wish: Wish) -> EngineArgs:
     return EngineArgs(**options, **more, max_model_len=wish.context, kv_cache_memory=setting.cache_bytes, device="cpu")
 
 
+SKIPPED = [("llama-3.1-8b", ("0", "2")), ("gemma-3-27b", ("sliding_window",)), ("gemma-3-27b", ("0", "6"))]
+
+
 @pytest.mark.parametrize(("context", "concurrency"), [(512, 4), (100, None), (None, None)])
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(("name", "skipped"), [*((name, ()) for name in SMALL), *SKIPPED])
 def test_every_setting_is_what_the_engine_allocates(
-    name: str, context: int | None, concurrency: int | None, tmp_path: Path
+    name: str, skipped: tuple[str, ...], context: int | None, concurrency: int | None, tmp_path: Path
 ) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps(SMALL[name]))
-    wish = Wish(7 * MIB, context, concurrency, "cpu", LAYOUT)
+    wish = Wish(7 * MIB, context, concurrency, "cpu", LAYOUT, skip_layers=skipped)
     plan = make_plan(SMALL[name], wish)
     assert len(plan.settings) == 10
     for one in plan.settings:
@@ -89,8 +93,9 @@ def test_every_setting_is_what_the_engine_allocates(
         assert (held.layers, held.embeddings) == (one.loaded.layers, one.loaded.embeddings)
         pages = [layer.pages for layer in pool.layers]
         stored = sum(page.k.nbytes + page.v.nbytes for page in pages)
-        if one.granularity is Granularity.TOKEN:
-            stored += sum(page.k_scale.nbytes + page.v_scale.nbytes for page in pages)  # type: ignore[union-attr]
+        scales = [scale for page in pages if page.dynamic for scale in (page.k_scale, page.v_scale)]
+        assert bool(scales) is (one.kv.granularity is Granularity.TOKEN)
+        stored += sum(scale.nbytes for scale in scales if scale is not None)
         assert stored == pool.num_bytes <= one.cache_bytes
 
 
@@ -143,7 +148,7 @@ def test_the_first_that_serves_the_wish_is_taken(gib: float, choice: tuple[str, 
     assert (plan.choice is None) == (choice is None)
     if plan.choice is not None:
         one = plan.settings[plan.choice]
-        assert (one.weights, one.kv_cache, one.granularity) == choice
+        assert (one.weights, one.kv.format, one.kv.granularity) == choice
         assert one.requests >= 16
         assert all(before.requests < 16 for before in plan.settings[: plan.choice])
         assert f"--kv-cache-memory {one.cache_bytes} --max-num-seqs 16" in verdict(plan)
@@ -202,12 +207,24 @@ def test_the_least_memory_of_which_a_share_is_enough(cache: int, share: float) -
     assert needed == 0 or int((needed - 1) * share) < cache
 
 
+def test_gpt_oss_is_planned_in_16_bits_though_its_config_names_no_dtype() -> None:
+    published = Path(__file__).parents[2] / "fixtures" / "published" / "openai--gpt-oss-20b.json"
+    wish = Wish(24 * GIB, device="cpu", layout=Layout.PACKED)
+    plan = make_plan(json.loads(published.read_text()), wish)
+    assert (plan.dtype, plan.dtype_source) == (Format.BFLOAT16, "assumed")
+    assert plan.settings[0].kv.format is Format.BFLOAT16
+    assert plan.settings[0].capacity_tokens == 230_160
+    wide = make_plan(json.loads(published.read_text()), replace(wish, dtype="float32"))
+    assert (wide.dtype, wide.dtype_source) == (Format.FLOAT32, "--dtype")
+    assert wide.settings[0].capacity_tokens == 84_112
+
+
 def test_an_fp8_checkpoint_keeps_its_weights_and_its_scales() -> None:
     fixture = Path(__file__).parents[2] / "fixtures" / "autofp8_static_kv" / "config.json"
     plan = make_plan(json.loads(fixture.read_text()), Wish(GIB, device="cpu"))
     assert {one.weights for one in plan.settings} == {Format.E4M3FN}
     assert not any("--quantization" in one.options for one in plan.settings)
-    assert [one.scale_source for one in plan.settings] == [None, "dynamic", "dynamic", "checkpoint", "unit"]
+    assert [one.kv.scale_source for one in plan.settings] == [None, "dynamic", "dynamic", "checkpoint", "unit"]
 
 
 @pytest.mark.parametrize(
@@ -271,3 +288,25 @@ def test_the_steps_of_a_mixture_are_those_of_the_engine() -> None:
         cache = useful_memory(setting.spec, 4096, 2, setting.step_tokens)
         assert setting.needed_bytes == setting.loaded.total + needed_for(cache, MEMORY_SHARE["cpu"])
     assert useful_memory(many.spec, 4096, 2, 2048) > useful_memory(few.spec, 4096, 2, 512)
+
+
+def test_skipped_layers_are_counted_in_16_bits_in_every_8_bit_cache() -> None:
+    """Of 32 layers with 8 KV heads of 128: 2 x 8 x 128 values a token, scales of 2 x 8 x 2 bytes."""
+    plan = make_plan(LLAMA_3_1_8B, Wish(24 * GIB, 8192, 4, skip_layers=("0", "31")))
+    sixteen, token, static, e5m2 = [one.spec.bytes_per_token for one in plan.settings[:4]]
+    assert (sixteen, token) == (32 * 4096, 30 * (2048 + 32) + 2 * 4096)
+    assert static == e5m2 == 30 * 2048 + 2 * 4096
+    found = as_json(plan)["settings"]
+    assert "layers" not in found[0]
+    assert found[1]["kv_cache_dtype"] == "mixed"
+    assert [one["dtype"] for one in found[1]["layers"]] == ["bfloat16", *["fp8_e4m3fn"] * 30, "bfloat16"]
+    assert "--kv-cache-dtype-skip-layers" not in found[0]["options"]
+    assert found[1]["options"][-2:] == ["--kv-cache-dtype-skip-layers", "0,31"]
+    for names, says in (
+        (("32",), "'32': this model has 32 layers, 0 to 31"),
+        (("sliding_window",), "no layer of this model has a window"),
+        (("x",), "'x' is unknown"),
+        (tuple(map(str, range(32))), "no layer with an 8-bit cache is left"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            make_plan(LLAMA_3_1_8B, Wish(24 * GIB, 8192, 4, skip_layers=names))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from freight.checkpoint.reader import resolve_model
 from freight.config.engine import EngineArgs
 from freight.errors import ConfigError
 from freight.evaluate import measure as passes
+from freight.evaluate.advice import how_to
 from freight.evaluate.documents import read_documents
 from freight.evaluate.figures import Evaluation
 from freight.evaluate.grid import GridArgs, evaluate_grid
@@ -24,7 +26,7 @@ from freight.evaluate.speed import Speed, contexts_for, faster_from
 from freight.evaluate.stored_error import Probe
 from freight.fp8.formats import Granularity
 from freight.models.decoder import Decoder
-from freight.models.open import open_checkpoint
+from freight.models.open import open_checkpoint, open_model
 
 TEXT = (resolve_model("demo") / "heldout.txt").read_text(encoding="utf-8")
 DEMO = EngineArgs("demo")
@@ -108,7 +110,7 @@ def test_the_same_figures_as_for_one_cache_alone(halves: list[Evaluation]):
     _, run = run_caches(DEMO, [("fp8", "dynamic")], document, 128)
     assert evaluation.runs[1].kl_mean == pytest.approx(float(run.token_kl.double().mean()))
     assert evaluation.runs[1].perplexity == pytest.approx(math.exp(-float(run.token_logprobs.double().mean())))
-    assert evaluation.units == "windows"
+    assert evaluation.sample.units == "windows"
 
 
 def test_every_setting_takes_one_pass_and_little_more(monkeypatch: pytest.MonkeyPatch):
@@ -286,3 +288,51 @@ def test_what_cannot_be_measured_is_refused_before_weights_are_read(
     monkeypatch.setattr("freight.models.open.OpenModel.load", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(ConfigError, match=says.replace("(", r"\(")):
         evaluate_grid(args, documents, grid)  # type: ignore[arg-type]
+
+
+def test_layers_are_skipped_in_every_8_bit_cache() -> None:
+    args = EngineArgs(max_model_len=64, kv_cache_dtype_skip_layers="1")
+    grid = GridArgs(caches=("unit", "channel", "token", "e5m2", "int8"), weights=("fp8",), max_tokens=64, speed=False)
+    found = evaluate_grid(args, [TEXT], grid)
+    plain = {"dtype": "bfloat16", "granularity": None}
+    for run in found.runs:
+        if run.name == "16 bits":
+            assert run.layers is None
+            continue
+        assert run.layers is not None
+        assert run.layers[1] == plain
+        assert run.layers.count(plain) == 1
+        assert run.layer_errors[1]["k"] == run.layer_errors[1]["v"] == 0.0 < run.layer_errors[0]["k"]
+    assert len(found.runs) == 8
+    assert "In every 8-bit cache layer 1 stays in bfloat16." in found.overview.notes
+
+
+def engine_args(command: str) -> EngineArgs:
+    """The options of `freight serve MODEL --name value …`."""
+    words = shlex.split(command)
+    names = [word.removeprefix("--").replace("-", "_") for word in words[3::2]]
+    return EngineArgs(words[2], **dict(zip(names, words[4::2], strict=True)))  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def chosen(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A checkpoint of --kv-budget."""
+    folder = tmp_path_factory.mktemp("budget") / "chosen"
+    freight.quantize(
+        "demo", folder, weights="none", kv_cache="fp8", kv_budget="bits=12", num_samples=2, max_seq_len=256
+    )
+    return str(folder)
+
+
+@pytest.mark.parametrize("skipped", [(), ("0",), ("0", "1")])
+def test_a_choice_by_layer_is_measured_and_its_command_gives_it(chosen: str, skipped: tuple[str, ...]):
+    """The engine gives it with --kv-cache-dtype auto alone, also with skips."""
+    args = EngineArgs(chosen, kv_cache_dtype_skip_layers=skipped)
+    caches = GridArgs(caches=("tensor", "token"), speed=False, max_tokens=100)
+    evaluation = evaluate_grid(args, [TEXT], caches)
+    assert [run.name for run in evaluation.runs] == ["16 bits", "checkpoint", "token"]
+    for run in evaluation.runs:
+        given = engine_args(how_to(run, evaluation.overview))
+        opened = open_model(given)
+        kv = opened.resolve(given).kv
+        assert (kv.layer_names(), kv.names()["scale_source"]) == (run.layers, run.scale_source)

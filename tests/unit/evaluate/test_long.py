@@ -50,10 +50,10 @@ def test_scores_are_those_of_whole_prompts():
 
     plain, dynamic, clipped = scores
     assert plain.depths[0].gain.mean > 1  # the demo reads the record back, if it cannot name the value
-    assert clipped.depths[0].gain_change.high < 0  # a cache that loses what is stored is seen
+    assert clipped.depths[0].gain_change.mean < -0.5  # a cache that loses what is stored is seen
     assert dynamic.positions[-1].nll_change.mean < 0.1 < clipped.positions[-1].nll_change.mean
     for own in plain.depths:
-        assert own.gain_change == own.found_change == Estimate(0, 0, 0)
+        assert own.gain_change == own.found_change == Estimate(0, None, COUNT)
 
     token_ids = llm.engine.tokenizer.encode(TEXT, add_special_tokens=False)  # type: ignore[union-attr]
     window = [0, *token_ids[: LENGTH - 1]]
@@ -65,11 +65,14 @@ def test_scores_are_those_of_whole_prompts():
 
 
 def test_an_interval_holds_the_mean_and_closes_on_equal_values():
-    assert estimate([0.5] * 4) == Estimate(0.5, 0.5, 0.5)
+    assert estimate([0.5] * 12) == Estimate(0.5, (0.5, 0.5), 12)
+    assert estimate([0.5] * 11) == Estimate(0.5, None, 11)
     found = estimate([float(i % 7) for i in range(70)])
-    assert found.low < found.mean == 3 < found.high
-    error = statistics.pstdev([float(i % 7) for i in range(70)]) / math.sqrt(70)
-    assert found.high - found.low == pytest.approx(2 * 1.96 * error, rel=0.15)
+    assert found.interval is not None
+    low, high = found.interval
+    assert low < found.mean == 3 < high
+    error = statistics.stdev([float(i % 7) for i in range(70)]) / math.sqrt(70)
+    assert high - low == pytest.approx(2 * 1.99495 * error, rel=1e-4)  # Student's t of 69 degrees, from a table
 
 
 @pytest.mark.parametrize(

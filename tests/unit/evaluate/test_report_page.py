@@ -13,10 +13,11 @@ import pytest
 from freight.checkpoint.reader import resolve_model
 from freight.config.engine import EngineArgs
 from freight.evaluate.advice import advice, how_to, recommended
-from freight.evaluate.charts import HEIGHT, NUM_STYLES, WIDTH, Axis, Series, chart
+from freight.evaluate.charts import HEIGHT, MARK, NUM_STYLES, WIDTH, Axis, Series, chart
 from freight.evaluate.figures import Evaluation
 from freight.evaluate.grid import GridArgs, evaluate_grid
 from freight.evaluate.report_page import sections, write_report
+from freight.evaluate.safety import Verdict
 
 TEXT = (resolve_model("demo") / "heldout.txt").read_text(encoding="utf-8")
 
@@ -43,7 +44,8 @@ def test_the_page_is_one_file_and_the_text_has_its_pictures_beside_it(evaluation
     assert page.count("<svg") == 4
     first = re.search(r"<p[^>]*>(.*?)</p>", page)
     assert first is not None
-    assert f"Take “{recommended(evaluation).name}”" in first[1] or "Keep the 16-bit cache" in first[1]
+    assert "Warning:" in first[1], "1,500 characters are too few"
+    assert "It cannot be said that a smaller cache is safe" in page
     said = json.loads((tmp_path / "report.json").read_text())
     assert [run["name"] for run in said["runs"]] == ["16 bits", "unit", "token", "e5m2"]
     assert "| 16 bits | bfloat16" in (tmp_path / "report.md").read_text()
@@ -117,17 +119,22 @@ def test_what_cannot_be_on_a_logarithmic_axis_is_left_out():
 
 def test_the_advice_is_the_least_error_among_the_small_and_safe(evaluation: Evaluation):
     first, unit, token, coarse = evaluation.runs
+    interval = (0.999, 1.002)
     safe = [
-        replace(run, perplexity_ratio=1.001, perplexity_ratio_interval=(0.999, 1.002)) for run in (unit, token, coarse)
+        replace(run, verdict=Verdict.SAFE, reasons=(), perplexity_ratio=1.001, perplexity_ratio_interval=interval)
+        for run in (unit, token, coarse)
     ]
     judged = replace(evaluation, runs=(first, *safe))
-    assert recommended(judged).name == "token"
-    bad = replace(safe[1], perplexity_ratio_interval=(0.99, 1.02))
-    assert recommended(replace(judged, runs=(first, safe[0], bad))).name == "unit"
-    assert recommended(replace(judged, runs=(first, bad))) is first
-    assert advice(replace(judged, runs=(first, bad))).startswith("Keep the 16-bit cache")
-    assert "too few for an interval" not in advice(replace(judged, units="documents"))
-    assert "too few for an interval" in advice(replace(judged, units=None))
+    assert recommended(judged) is safe[1]
+    bad = replace(safe[1], verdict=Verdict.NOT_SAFE, reasons=("mean KL is 1.64",))
+    assert recommended(replace(judged, runs=(first, safe[0], bad))) is safe[0]
+    none = replace(judged, runs=(first, bad))
+    assert recommended(none) is None
+    assert advice(none).as_json()["verdict"] == "not safe"
+    assert advice(none).text.startswith("No smaller cache that was measured is safe: mean KL is 1.64.")
+    unsettled = replace(judged, runs=(first, bad, replace(bad, verdict=Verdict.CANNOT_BE_SAID, reasons=("few",))))
+    assert advice(unsettled).text.startswith("It cannot be said that a smaller cache is safe")
+    assert recommended(replace(judged, runs=(first, replace(safe[1], weights="fp8")))) is None, "other weights"
     assert "--kv-cache-dtype fp8 --kv-scales dynamic" in how_to(token, judged.overview)
     assert "--kv-granularity channel --center" in how_to(
         replace(token, scale_source="calibrated", granularity="channel", centered=True), judged.overview
@@ -143,3 +150,72 @@ def test_the_command_names_the_scales_the_weights_and_the_text_that_were_measure
     made, served = how_to(replace(run, scale_source="calibrated"), over).split(" && ")
     assert made.endswith("--kv-granularity tensor --calibration-data own.txt")
     assert served == "freight serve OUT --quantization fp8"
+
+
+def test_the_command_names_the_layers_that_were_skipped(evaluation: Evaluation):
+    over = replace(evaluation.overview, skipped_layers=("0", "sliding_window"))
+    layers = [{"dtype": "bfloat16", "granularity": None}, {"dtype": "fp8_e5m2", "granularity": "token"}]
+    mixed = replace(evaluation.runs[2], kv_cache_dtype="mixed", granularity="token", scale_source="dynamic")
+    mixed = replace(mixed, layers=layers)
+    served = "freight serve demo --kv-cache-dtype fp8_e5m2 --kv-scales dynamic"
+    assert how_to(mixed, over) == f"{served} --kv-cache-dtype-skip-layers 0,sliding_window"
+    made = how_to(replace(mixed, scale_source="calibrated"), over)
+    assert made.endswith(" && freight serve OUT --kv-cache-dtype-skip-layers 0,sliding_window")
+    assert how_to(evaluation.runs[0], over) == "freight serve demo --kv-cache-dtype bfloat16"
+    stored, chosen = replace(mixed, scale_source="checkpoint"), replace(over, chosen_by_layer=True)
+    assert how_to(stored, over) == (
+        "freight serve demo --kv-cache-dtype fp8_e5m2 --kv-cache-dtype-skip-layers 0,sliding_window"
+    )
+    assert how_to(stored, chosen) == "freight serve demo --kv-cache-dtype-skip-layers 0,sliding_window"
+    assert how_to(stored, replace(chosen, skipped_layers=())) == "freight serve demo"
+
+
+def marks(svg: str) -> list[tuple[float, float]]:
+    """The middles of the marks in the plot, in order of the series."""
+    found = []
+    for part in ElementTree.fromstring(svg).iter():
+        if part.find("title") is None:
+            continue
+        if part.tag == "circle":
+            found.append((float(part.attrib["cx"]), float(part.attrib["cy"])))
+        elif part.tag == "rect":
+            found.append((float(part.attrib["x"]) + 4, float(part.attrib["y"]) + 4))
+        else:
+            corners = [tuple(map(float, corner.split(","))) for corner in part.attrib["points"].split()]
+            across, up = ([corner[side] for corner in corners] for side in (0, 1))
+            found.append(((min(across) + max(across)) / 2, (min(up) + max(up)) / 2))
+    return found
+
+
+def no_mark_hides_another(svg: str, count: int) -> None:
+    found = marks(svg)
+    assert len(found) == count
+    for i, (x, y) in enumerate(found):
+        for other_x, other_y in found[i + 1 :]:
+            assert max(abs(x - other_x), abs(y - other_y)) >= 8, "marks are 8 to 11 pixels wide"
+
+
+def test_marks_at_one_x_stand_side_by_side():
+    """As the demo's: six caches of 1,536 bytes, three of them of nearly the same error."""
+    errors = (0.00160, 0.00161, 0.00162, 0.00173, 0.00576, 0.00108)
+    series = [Series(f"cache {i}", [(1536, error)], i + 1) for i, error in enumerate(errors)]
+    axes = Axis("bytes"), Axis("KL (nats)", log=True)
+    svg = chart("t", *axes, [*series, Series("token", [(1584, 0.00125)], 7)], lines=False)
+    no_mark_hides_another(svg, 7)
+    assert svg.count("leader") == 3, "of the four that are near each other, one stays"
+    many = [Series(str(i), [(1536, 0.001)], i) for i in range(NUM_STYLES)]
+    no_mark_hides_another(chart("t", *axes, many, lines=False), NUM_STYLES)
+
+
+def test_equal_values_of_a_category_stand_side_by_side():
+    series = [Series(str(i), [(0, 1.0), (1, 2.0)], i) for i in range(4)]
+    svg = chart("t", Axis("layer", names=["0", "1"]), Axis("KL (nats)"), series)
+    no_mark_hides_another(svg, 8)
+    assert MARK >= 11
+
+
+def test_a_command_breaks_between_words_alone(evaluation: Evaluation, tmp_path: Path):
+    write_report(evaluation, tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    assert "<span>--kv-cache-dtype</span>" in page
+    assert "code span{white-space:nowrap}" in page

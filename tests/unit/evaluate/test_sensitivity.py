@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.parity.variants import VARIANTS, save_random
+from tests.parity.random_models import save_random
+from tests.parity.variants import VARIANTS
 
 from freight.config.engine import EngineArgs, KVCacheConfig
 from freight.config.resolve import mixed_cache

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.parity.variants import VARIANTS, freight_logits, save_random, tokens
+from tests.parity.random_models import freight_logits, save_random, tokens
+from tests.parity.variants import VARIANTS
 
 from freight.calibrate.modules import ignored_modules
 from freight.config.engine import EngineArgs

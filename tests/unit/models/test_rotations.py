@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from freight.cache.pool import allocate_pool, cache_spec
+from freight.cache.pool import allocate_pool
+from freight.cache.spec import cache_spec
 from freight.config.engine import KVCacheConfig
 from freight.config.model import ModelConfig, RopeConfig, parse_model_config
 from freight.config.presets import PRESETS

@@ -16,12 +16,13 @@ import freight
 from freight.checkpoint.config_only import read_config_only
 from freight.checkpoint.layouts import read_scheme
 from freight.config.engine import EngineArgs
-from freight.config.families import FAMILIES
 from freight.config.model import parse_model_config
+from freight.config.registry import FAMILIES
 from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
 from freight.kernels.cpu.interface import FORMATS
 from freight.kernels.cpu.library import load, runnable
+from freight.layers.attention import Attention
 from freight.models.open import OpenModel, open_model, open_random
 from freight.models.sizes import ONLINE, Layout, LinearOf, loaded_bytes, matrix_bytes
 from freight.models.weight_bytes import weight_bytes
@@ -39,7 +40,9 @@ def require_equal(opened: OpenModel, kernels: str, linear_of: LinearOf) -> None:
     config = opened.resolve(opened.args)
     decoder = opened.load(config)
     held = weight_bytes(decoder)
-    tables = (table for rotary in decoder.rotaries for table in (rotary.cos, rotary.sin, rotary.q_factor))
+    mixers = [layer.mixer for layer in decoder.layers]
+    rotaries = [rotary for mixer in mixers if isinstance(mixer, Attention) for rotary in mixer.rotaries]
+    tables = (table for rotary in rotaries for table in (rotary.cos, rotary.sin, rotary.q_factor))
     rope = {table.data_ptr(): table.nbytes for table in tables if table is not None}
     counted = loaded_bytes(
         *(opened.model, config.compute_format, config.weight_format, linear_of, layout_of(kernels)),
@@ -53,7 +56,14 @@ def shape_file(variant: str, folder: Path) -> Path:
     """The config.json of a tiny model of some family, whose odd sizes leave gaps where matrices are packed."""
     content = VARIANTS[variant].to_dict()
     text = content.get("text_config", content)
-    odd = {"intermediate_size": 90, "ffn_dim": 90, "moe_intermediate_size": 90, "shared_expert_intermediate_size": 70}
+    odd: dict[str, Any] = {
+        "intermediate_size": 90,
+        "ffn_dim": 90,
+        "moe_intermediate_size": 90,
+        "shared_expert_intermediate_size": 70,
+    }
+    if isinstance(text.get("moe_intermediate_size"), list):  # ERNIE's for text and for pictures
+        odd["moe_intermediate_size"] = [90, 50]
     text |= {name: width for name, width in odd.items() if text.get(name)}
     content |= {"architectures": [FAMILIES[content["model_type"]].architecture], "dtype": "bfloat16"}
     file = folder / "config.json"
@@ -91,6 +101,8 @@ OF_FAMILIES = (
         "granite-moe",
     ),
     *("laguna", "laguna-by-channel", "mellum", "mellum-plain", "olmo2", "olmo3", "exaone4", "afmoe", "arcee"),
+    *("hunyuan", "hunyuan-moe", "muse-glimmer", "ernie4-5-vl-moe"),
+    *("mimo-v2-flash", "step3p7"),
 )
 
 

@@ -38,7 +38,7 @@ FP8 = [Format.E4M3FN, Format.E4M3FNUZ, Format.E5M2]
 
 
 def linears(model: Decoder) -> list[Weight]:
-    parts = [(m.attention.qkv, m.attention.o, m.mlp.gate_up, m.mlp.down) for m in model.layers]
+    parts = [(m.mixer.qkv, m.mixer.o, m.mlp.gate_up, m.mlp.down) for m in model.layers]
     return [linear.weight for four in parts for linear in four]
 
 
@@ -56,7 +56,7 @@ def test_a_checkpoint_is_rounded_row_by_row_and_merged_exactly(format):
     name = "model.layers.3.self_attn.{}_proj.weight"
     parts = [tensors.take(name.format(p), tensors.shape_of(name.format(p))) for p in "qkv"]
     stored, scale = fit_rows(torch.cat(parts), format)
-    qkv = model.layers[3].attention.qkv.weight
+    qkv = model.layers[3].mixer.qkv.weight
     assert qkv.scale is not None
     assert torch.equal(qkv.scale, scale)
     assert torch.equal(qkv.data.view(torch.uint8), stored.view(torch.uint8))
@@ -89,7 +89,7 @@ GEMMA = {**SMALL, "model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]
 
 
 def norms(model: Decoder) -> list[torch.Tensor]:
-    each = [(m.attention_norm.weight, m.attention_post, m.mlp_norm.weight, m.mlp_post) for m in model.layers]
+    each = [(m.mixer_norm.weight, m.mixer_post, m.mlp_norm.weight, m.mlp_post) for m in model.layers]
     return [weight for four in each for weight in four if weight is not None] + [model.norm.weight]
 
 
@@ -161,5 +161,5 @@ def test_memory_peaks_near_the_fp8_size(tmp_path):
     sixteen = (tmp_path / "model.safetensors").stat().st_size
     assert sixteen > 150e6
     run = [sys.executable, "-c", PEAK, str(tmp_path)]
-    peak = subprocess.run(run, capture_output=True, text=True, check=True, timeout=120).stdout
+    peak = subprocess.run(run, capture_output=True, text=True, check=True, timeout=300).stdout
     assert int(peak) < 0.75 * sixteen  # 0.53 is the model; the rest are copies of one layer

@@ -5,14 +5,16 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from array import array
 from dataclasses import replace
 from pathlib import Path
 
 import freight
-from freight.outputs import CompletionDelta, FinishReason, Logprob, RequestDelta
+from freight.outputs import CompletionDelta, FinishReason, Logprob, RequestDelta, Scores
 from freight.server.call import ReplyHead, Served, TokenizedWork
 from freight.server.limits import ServingLimits
 from freight.server.pieces import Piece, PieceKind
+from freight.server.slices import plain
 from freight.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.load(Path(freight.__file__).parent / "demo")
@@ -86,6 +88,27 @@ def scores(token, logprob=-0.5):
     return {9: Logprob(-0.25, 1), token: Logprob(logprob, 2), 11: Logprob(-math.inf, 3)}
 
 
+def as_scores(tokens, entries, asked=3):
+    """Entries {token id: Logprob} as an engine tells those of a prompt: the `asked` most likely, and `tokens`."""
+    rows = []
+    for token, entry in zip(tokens, entries, strict=True):
+        likely = sorted((one.rank, other) for other, one in entry.items() if one.rank <= asked)
+        rows.append([*(other for _, other in likely), token])
+    assert all(len(row) == asked + 1 for row in rows)
+    pairs = list(zip(rows, entries, strict=True))
+    return Scores(
+        asked + 1,
+        array("i", [other for row in rows for other in row]),
+        array("f", [entry[other].logprob for row, entry in pairs for other in row]),
+        array("i", [entry[row[-1]].rank for row, entry in pairs]),
+    )
+
+
+def prompt_scores(ids):
+    """Of the tokens of a prompt from the second on."""
+    return as_scores(ids[1:], [scores(token) for token in ids[1:]])
+
+
 def deltas(parts, reason=FinishReason.STOP, index=0, logprobs=False, cached=0):
     """One delta for each part of a text, with a token each; the last ends the completion."""
     for position, part in enumerate(parts):
@@ -108,7 +131,7 @@ def answers(call, feed, served=SERVED, ids=(5, 6, 7), text="Hello"):
     raw = stream.start() + b"".join(stream.advance(index, delta) for index, delta in feed) + stream.end()
     for index, delta in feed:
         whole.advance(index, delta)
-    return raw, json.loads(json.dumps(whole.body(), allow_nan=False))
+    return raw, json.loads(json.dumps(whole.body(), allow_nan=False, default=plain))
 
 
 def chunks(raw):

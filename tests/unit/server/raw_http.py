@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import json
 import socket
+import ssl
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,10 +17,9 @@ import uvicorn
 
 from freight.server.http import server_config
 from freight.server.http_limits import HttpLimits
+from freight.server.tls import Server
 
-QUICK = HttpLimits(
-    head_seconds=0.2, body_seconds=0.2, body_total=1.0, idle_seconds=0.3, write_seconds=0.3, linger_seconds=0.2
-)
+QUICK = HttpLimits(head_seconds=0.2, body_seconds=0.2, body_total=1.0, write_seconds=0.3, linger_seconds=0.2)
 GET = b"GET /x HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
@@ -27,6 +28,18 @@ def post(body: bytes = b"", *headers: str, path: str = "/x", host: str = "localh
     if not any(header.lower().startswith(("transfer-encoding", "content-length")) for header in headers):
         lines.append(f"Content-Length: {len(body)}")
     return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + body
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 300
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def in_time(attempt: Callable[[], bool]) -> bool:
+    """Whether an attempt succeeds that fails where this machine stands still for longer than a server's limit."""
+    return any(attempt() for _ in range(20))
 
 
 @dataclass
@@ -43,8 +56,10 @@ class Answer:
 
 
 class Client:
-    def __init__(self, port: int, timeout: float = 5.0) -> None:
+    def __init__(self, port: int, timeout: float = 300.0, tls: ssl.SSLContext | None = None) -> None:
         self.socket = socket.create_connection(("127.0.0.1", port), timeout=timeout)
+        if tls is not None:
+            self.socket = tls.wrap_socket(self.socket, server_hostname="localhost")
         self.file = self.socket.makefile("rb")
 
     def __enter__(self) -> Client:
@@ -55,7 +70,7 @@ class Client:
         self.socket.close()
 
     def send(self, data: bytes) -> None:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError, ssl.SSLEOFError):
             self.socket.sendall(data)
 
     def read(self) -> Answer:
@@ -85,7 +100,7 @@ class Client:
         """Whether the server ends the connection, or has, within the timeout."""
         try:
             return self.file.read(1) == b""
-        except ConnectionResetError:
+        except (ConnectionResetError, ssl.SSLEOFError):
             return True
         except TimeoutError:
             return False
@@ -96,7 +111,7 @@ class Running:
     port: int
     server: uvicorn.Server
 
-    def client(self, timeout: float = 5.0) -> Client:
+    def client(self, timeout: float = 300.0) -> Client:
         return Client(self.port, timeout)
 
     def ask(self, data: bytes) -> Answer:
@@ -105,12 +120,14 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(app: Any, limits: HttpLimits | None = None, loop: str | None = None) -> Iterator[Running]:
+def running(
+    app: Any, limits: HttpLimits | None = None, loop: str | None = None, tls: ssl.SSLContext | None = None
+) -> Iterator[Running]:
     """`app` behind a server on a free port of 127.0.0.1; ended at exit."""
     config = server_config(app, limits or HttpLimits(), drain_seconds=1)
     config.loop = loop or config.loop
     listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
-    server = uvicorn.Server(config)
+    server = Server(config, limits or HttpLimits(), tls)
     ready = threading.Event()
 
     async def serve() -> None:
@@ -129,12 +146,12 @@ def running(app: Any, limits: HttpLimits | None = None, loop: str | None = None)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    assert ready.wait(10)
+    assert ready.wait(300)
     try:
         yield Running(listener.getsockname()[1], server)
     finally:
         server.should_exit = True
-        thread.join(10)
+        thread.join(300)
         listener.close()
         assert not thread.is_alive()
 

@@ -27,6 +27,25 @@ def test_a_key_opens_as_bearer_and_as_x_api_key() -> None:
     assert keys.check("Bearer b:c", None) == "bob"
 
 
+@pytest.mark.parametrize("line", ["my name:sk-1", "a/b:sk-1", ":sk-1", "x" * 65 + ":sk-1", "é:sk-1"])
+def test_a_name_that_is_none_is_refused_and_is_not_part_of_a_key(line: str, tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text(f"good:sk-0\n\n{line}\n")
+    with pytest.raises(ConfigError, match="line 3: before its ':' is no name") as refused:
+        Keys.read(files=[file])
+    assert line not in str(refused.value)
+    assert "sk-1" not in str(refused.value)
+
+
+def test_keys_may_change_while_they_are_used() -> None:
+    keys = Keys.read(["a:1", "b:2"])
+    salt = keys.salt_for("a", None)
+    keys.take(Keys.read(["a:1", "c:3"]))
+    assert keys.names == ("a", "c")
+    assert [keys.check(f"Bearer {value}", None) for value in "123"] == ["a", None, "c"]
+    assert keys.salt_for("a", None) == salt  # what it has in the cache is found again
+
+
 @pytest.mark.parametrize(
     "authorization",
     [

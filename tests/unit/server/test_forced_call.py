@@ -8,7 +8,6 @@ import logging
 import random
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,11 @@ from typing import Any
 import jsonschema_rs
 import pytest
 from llguidance import LLMatcher, LLTokenizer
+from tests.clock import takes_less
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from freight.engine.grammar import Grammars, _source
-from freight.errors import RequestError
 from freight.server.errors import ApiError
 from freight.server.pieces import Piece, PieceKind
 from freight.server.tools import MessageFormat, parser_for
@@ -228,15 +227,16 @@ def test_a_large_set_of_tools_compiles_in_a_moment() -> None:
     forced = format_of(built, TEMPLATES["qwen3"]).forced_call(
         tools, [tool["function"]["name"] for tool in tools], True, in_reasoning=True
     )
-    begin = time.process_time()
-    tokenizer = Tokenizer(built, {"eos_token": "<|im_end|>"}, TEMPLATES["qwen3"])
-    Grammars(tokenizer, tokenizer.vocab_size, [256]).check(StructuredOutputs(**forced))
-    assert time.process_time() - begin < 5  # half of the renderer's deadline
+
+    def compile_tools() -> None:
+        tokenizer = Tokenizer(built, {"eos_token": "<|im_end|>"}, TEMPLATES["qwen3"])
+        Grammars(tokenizer, tokenizer.vocab_size, [256]).check(StructuredOutputs(**forced))
+
+    assert takes_less(5, compile_tools)  # half of the renderer's deadline
     for broken, why in (({"items": deep(70)}, "nested deeper"), ({"description": "a" * 40_000}, "at most 32768")):
         function = {"name": "f", "parameters": {"type": "object", "properties": {"a": broken}}}
-        forced = format_of(built, TEMPLATES["qwen3"]).forced_call([{"function": function}], ["f"], False)
-        with pytest.raises(RequestError, match=why):
-            StructuredOutputs(**forced)
+        with pytest.raises(ApiError, match=f"tools: 'f': .*{why}"):
+            format_of(built, TEMPLATES["qwen3"]).forced_call([{"function": function}], ["f"], False)
 
 
 def deep(levels: int) -> dict[str, Any]:
@@ -313,7 +313,12 @@ def test_a_template_that_cannot_be_read_is_replaced(
 
 
 def test_calls_in_xml_are_not_read_as_json() -> None:
-    assert parser_for(Tokenizer(backend(), None, "<tool_call>\n<function=f></tool_call>")) is None
+    form = format_of(backend(), "<tool_call>\n<function=f></tool_call>")
+    text = '<tool_call>\n{"name": "at", "arguments": {}}\n</tool_call>'
+    assert pieces(form, [text]) == [Piece(PieceKind.CONTENT, text)]
+    assert pieces(form, ["<tool_call>\n<function=at>\n</function>\n</tool_call>"]) == [
+        Piece(PieceKind.TOOL_CALL, "{}", "at")
+    ]
 
 
 def test_reading_answers_loads_no_torch() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freight.outputs import CompletionDelta, FinishReason, Logprob, RequestDelta, RequestTimes, TokenLogprobs
+from freight.outputs import CompletionDelta, FinishReason, Logprob, RequestDelta, RequestTimes, Scores, TokenLogprobs
 from freight.server.inbox import merged
 
 ENDINGS = st.sampled_from([FinishReason.STOP, FinishReason.LENGTH, FinishReason.ERROR, FinishReason.TIMEOUT])
@@ -74,7 +75,6 @@ def test_merged_deltas_say_what_the_single_ones_said(deltas: list[tuple[int, Req
 
 
 def test_scores_of_a_prompt_are_joined() -> None:
-    one, two = {1: Logprob(-1.0, 1)}, {2: Logprob(-2.0, 1)}
-    scores: list[list[TokenLogprobs | None] | None] = [None, [None, one], [two]]
-    [(_, whole)] = merged([(0, RequestDelta("r", [], False, part)) for part in scores])
-    assert whole.prompt_logprobs == [None, one, two]
+    one, two = (Scores(1, array("i", [n]), array("f", [-n]), array("i", [n])) for n in (1, 2))
+    [(_, whole)] = merged([(0, RequestDelta("r", [], False, part)) for part in (None, one, two)])
+    assert whole.scores == Scores(1, array("i", [1, 2]), array("f", [-1.0, -2.0]), array("i", [1, 2]))

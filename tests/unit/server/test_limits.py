@@ -6,8 +6,12 @@ import json
 
 import pytest
 
+from freight.outputs import CompletionDelta, FinishReason
+from freight.sampling import NO_TOKEN_LEFT
 from freight.server.errors import ApiError
 from freight.server.limits import ServingLimits, check_body, check_context
+from freight.server.openai.stream import check_ending
+from freight.structured import CANNOT_GO_ON
 
 LIMITS = ServingLimits()
 
@@ -61,3 +65,16 @@ def test_prompt_and_answer_fit_into_the_context(num_prompt, max_tokens, fits):
     assert (error.value.status, error.value.code, error.value.param) == (400, "context_length_exceeded", "prompt")
     numbers = [num_prompt, 10] if max_tokens is None else [num_prompt, max_tokens, 10]
     assert all(str(number) in error.value.message for number in numbers)
+
+
+def test_a_grammar_that_gives_up_is_the_request_s_own_fault() -> None:
+    def ended(error: str) -> ApiError:
+        with pytest.raises(ApiError) as raised:
+            check_ending(CompletionDelta(0, [], "", None, FinishReason.ERROR, None, error))
+        return raised.value
+
+    gave_up = ended(f"{CANNOT_GO_ON}: it is too large or too ambiguous")
+    assert (gave_up.status, gave_up.code) == (400, "invalid_grammar")
+    nothing = ended(f"{NO_TOKEN_LEFT} after 0 output tokens: each is barred by allowed_token_ids")
+    assert (nothing.status, nothing.code) == (400, "no_token_left")
+    assert ended("a step failed").status == 500

@@ -18,12 +18,14 @@ from freight.server.log import (
     LogFormat,
     RequestLine,
     current_request,
+    current_trace,
     formatter_of,
     log_request,
     log_summary,
     logger,
     request_id_of,
     summary,
+    trace_id_of,
 )
 
 ZERO = EngineStats(*[0] * len(fields(EngineStats)))
@@ -85,6 +87,39 @@ def test_every_line_of_a_request_has_its_id(lines: logging.StreamHandler[io.Stri
     logged = lines.stream.getvalue().splitlines()
     assert ["req-7" in line for line in logged] == [True, True, False]
     assert "RuntimeError: a" in logged[1]
+
+
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"  # of the examples in W3C Trace Context
+
+
+def test_lines_of_a_request_have_its_trace(lines: logging.StreamHandler[io.StringIO]) -> None:
+    lines.setFormatter(formatter_of(LogFormat.TEXT))
+    token = current_trace.set(trace_id_of(f"00-{TRACE}-00f067aa0ba902b7-01"))
+    log_request(LINE)
+    current_trace.reset(token)
+    log_request(LINE)
+    assert [TRACE in line for line in lines.stream.getvalue().splitlines()] == [True, False]
+
+
+@pytest.mark.parametrize("header", [f"00-{TRACE}-00f067aa0ba902b7-00", f"cc-{TRACE}-00f067aa0ba902b7-01-what-comes"])
+def test_a_trace_id_is_read(header: str) -> None:
+    assert trace_id_of(header) == TRACE
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        *(None, "", TRACE, f"00-{TRACE}", f"00-{TRACE}-00f067aa0ba902b7", f"00-{TRACE}-00f067aa0ba902b7-01-more"),
+        *(f"ff-{TRACE}-00f067aa0ba902b7-01", f"00-{'0' * 32}-00f067aa0ba902b7-01", f"00-{TRACE}-{'0' * 16}-01"),
+        *(
+            f"00-{TRACE.upper()}-00f067aa0ba902b7-01",
+            f"00-{TRACE}-00f067aa0ba902b7-01\n",
+            f"cc-{TRACE}-00f067aa0ba902b7-01x",
+        ),
+    ],
+)
+def test_an_invalid_trace_is_ignored(header: str | None) -> None:
+    assert trace_id_of(header) is None
 
 
 @pytest.mark.parametrize("header", ["a", "A-b.c_9", "x" * 128])

@@ -270,6 +270,18 @@ def test_a_choice_of_tools_is_one_of_a_chat(kind, forced):
     assert (call.work[0].params.structured_outputs is not None) == bool(forced)
 
 
+def test_a_tool_that_is_named_is_used_once_and_what_no_grammar_holds_is_named():
+    asked = []
+    served = replace(WITH_PARSER, forced_call=lambda tools, names, many, prompt: asked.append(many) or {"regex": "x"})
+    tool = {**TOOL, "input_schema": {"type": "object", "if": {}, "then": {}}}
+    call = call_of(served, tools=[tool], tool_choice={"type": "tool", "name": "weather"})
+    assert (asked, call.ignored) == ([False], ("tools[].input_schema.if", "tools[].input_schema.then"))
+    call_of(served, tools=[tool], tool_choice={"type": "any"})
+    assert asked[1:] == [True]
+    form = {"format": {"type": "json_schema", "schema": {"type": "string", "format": "password"}}}
+    assert call_of(output_config=form).ignored == ("output_config.format.schema.format",)
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [

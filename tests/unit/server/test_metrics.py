@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from freight.outputs import EngineStats, FinishReason, RequestTimes
 from freight.server.histogram import Buckets
-from freight.server.metrics import MOST_HANDLERS, Metrics, ModelFacts, Rejection, token_buckets
+from freight.server.metrics import MOST_HANDLERS, MOST_KEYS, Metrics, ModelFacts, Rejection, token_buckets
 from freight.server.state import CacheFacts
 
 DOCS = Path(__file__).parents[3] / "docs" / "metrics.md"
@@ -184,6 +184,18 @@ def test_labels_are_bounded() -> None:
     assert sum(sample.value for sample in http) == 10 * MOST_HANDLERS
     keys = families(metrics)["freight:key_requests"].samples
     assert {sample.labels["key"]: sample.value for sample in keys} == {"alice": 0, "unnamed": 10 * MOST_HANDLERS}
+
+
+def test_keys_that_come_later_count_under_their_names() -> None:
+    metrics = Metrics("m", keys=("alice",))
+    metrics.request_finished("stop", 0.1, None, 1, 1, 0, "alice")
+    metrics.add_keys(["bob", "alice"])
+    metrics.request_finished("stop", 0.1, None, 1, 1, 0, "bob")
+    assert [value(metrics, "freight:key_requests_total", key=key) for key in ("alice", "bob", "unnamed")] == [1, 1, 0]
+    metrics.add_keys([f"key{index}" for index in range(2 * MOST_KEYS)])
+    metrics.request_finished("stop", 0.1, None, 1, 1, 0, f"key{2 * MOST_KEYS - 1}")
+    assert value(metrics, "freight:key_requests_total", key="unnamed") == 1
+    assert len(families(metrics)["freight:key_requests"].samples) == MOST_KEYS + 1
 
 
 def test_openmetrics_if_it_is_asked_for() -> None:

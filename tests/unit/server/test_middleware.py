@@ -210,16 +210,30 @@ def test_other_origins_are_refused_unless_listed() -> None:
     shut, opened = (guarded(Reached(), Keys.read([KEY]), allow_origins=allowed) for allowed in ([], [origin]))
     for app, other in [(shut, origin), (opened, origin + ".evil.com"), (opened, "null")]:
         answer = call(app, "/v1/models", "OPTIONS", **{**asked, "origin": other})
-        assert answer.status == 401
-        assert not [name for name in answer.headers if name.startswith("access-control")]
-    answer = call(opened, "/v1/models", "OPTIONS", **asked)
-    assert (answer.status, answer.headers["access-control-allow-origin"], answer.body) == (204, origin, b"")
-    assert "authorization" in answer.headers["access-control-allow-headers"]
+        assert answer.status == (401 if app is shut else 400)
+        assert "access-control-allow-origin" not in answer.headers
+    wanted = "anthropic-version, authorization, content-type, x-api-key, x-stainless-lang, x-stainless-retry-count"
+    answer = call(opened, "/v1/models", "OPTIONS", **asked, access_control_request_headers=wanted)
+    assert (answer.status, answer.headers["access-control-allow-origin"]) == (200, origin)
+    assert answer.headers["access-control-allow-headers"] == wanted
+    assert {"GET", "POST"} <= {*answer.headers["access-control-allow-methods"].split(", ")}
     answer = call(
         opened, "/v1/models", origin=origin
     )  # a page can read why it was refused; the key is needed all the same
     assert (answer.status, answer.headers["access-control-allow-origin"]) == (401, origin)
     assert "access-control-allow-credentials" not in answer.headers
+    readable = answer.headers["access-control-expose-headers"].split(", ")
+    assert {"x-request-id", "x-freight-ignored", "x-freight-reproducible", "retry-after"} <= {*readable}
+
+
+@pytest.mark.parametrize("error", [ApiError(413, "large"), ApiError(429, "busy"), ZeroDivisionError()], ids=repr)
+def test_a_page_of_a_listed_origin_reads_every_failure(error: Exception) -> None:
+    async def failing(scope: Any, receive: Any, send: Any) -> None:
+        raise error
+
+    answer = call(guarded(failing, Keys.read(), allow_origins=["http://a:1"]), "/v1/models", origin="http://a:1")
+    assert answer.status == getattr(error, "status", 500)
+    assert (answer.headers["access-control-allow-origin"], answer.headers["vary"]) == ("http://a:1", "Origin")
 
 
 @pytest.mark.parametrize("origin", ["*", "chat.example.com", "https://a.com/", "https://*.a.com", "null"])

@@ -21,6 +21,7 @@ from tests.unit.server.openai_cases import (
     answers,
     chunks,
     deltas,
+    prompt_scores,
     scores,
     split,
     tokenized,
@@ -208,7 +209,7 @@ def test_token_ids_and_prompt_logprobs_come_where_asked_for():
     assert [chunk.get("prompt_token_ids") for chunk in chunks(raw)] == [[5, 6, 7]] + [None] * (len(parts) - 1)
     assert [token for part in parts for token in part["token_ids"]] == [20, 21]
     call = call_of(prompt_logprobs=1, stream=False)
-    scored = RequestDelta("r1", [], False, prompt_logprobs=[None, scores(6), scores(7)])
+    scored = RequestDelta("r1", [], False, prompt_scores([5, 6, 7]))
     _, body = answers(call, [(0, scored), *feed])
     assert body["prompt_logprobs"][0] is None
     assert body["prompt_logprobs"][1]["11"]["logprob"] == -9999.0

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+import random
+from array import array
 
 import pytest
 from hypothesis import given
@@ -14,8 +17,10 @@ from tests.unit.server.openai_cases import (
     SERVED,
     TOKENIZER,
     answers,
+    as_scores,
     chunks,
     deltas,
+    prompt_scores,
     scores,
     split,
     tokenized,
@@ -23,18 +28,17 @@ from tests.unit.server.openai_cases import (
 
 from freight.outputs import CompletionDelta, FinishReason, Logprob, RequestDelta
 from freight.server.errors import ApiError
+from freight.server.openai import completion_reply
 from freight.server.openai.completion_request import parse_completion
+from freight.server.openai.logprobs import PromptLogprobs
 from freight.server.openai.stream import Usage
+from freight.server.slices import json_bytes, json_in_slices
 
 IDS = TOKENIZER.encode("Hello world", add_special_tokens=False)
 
 
 def call_of(**body):
     return parse_completion({"prompt": "Hello", "stream": True, **body}, SERVED, LIMITS)
-
-
-def scored(ids):
-    return [None, *map(scores, ids[1:])]
 
 
 @given(
@@ -55,7 +59,7 @@ def test_a_stream_is_the_body_in_parts_however_the_text_is_split(text, cuts, ech
         (prompt, d) for prompt in (1, 0) for i in (1, 0) for d in deltas(split(text, cuts), index=i, logprobs=logprobs)
     ]
     if echo and logprobs:  # in parts, and later than the first tokens
-        late = [RequestDelta("r1", [], False, prompt_logprobs=part) for part in ([None], scored([5, 6, 7])[1:])]
+        late = [RequestDelta("r1", [], False, part) for part in (prompt_scores([5, 6]), prompt_scores([6, 7]))]
         feed[1:1] = [(1, late[0]), (0, late[0])]
         feed += [(0, late[1]), (1, late[1])]
     raw, body = answers(call, feed)
@@ -82,7 +86,7 @@ def test_an_evaluators_request_gets_what_the_evaluator_reads():
     call = call_of(**body, stream=False)
     params = call.work[0].params
     assert (params.logprobs, params.prompt_logprobs, params.max_tokens, params.seed) == (1, 1, 1, 1234)
-    feed = [(0, RequestDelta("r1", [], False, scored(IDS))), *((0, d) for d in deltas([" x"], logprobs=True))]
+    feed = [(0, RequestDelta("r1", [], False, prompt_scores(IDS))), *((0, d) for d in deltas([" x"], logprobs=True))]
     _, answer = answers(call, feed, ids=IDS, text=None)
     [choice] = answer["choices"]
     assert choice["text"] == "Hello world x"
@@ -132,14 +136,14 @@ def test_scoring_alone_gives_the_prompt():
     call = call_of(max_tokens=0, echo=True)
     assert (call.work[0].params.max_tokens, call.work[0].params.prompt_logprobs) == (0, 0)
     output = CompletionDelta(0, [], "", None, FinishReason.LENGTH, None, None)
-    raw, body = answers(call, [(0, RequestDelta("r1", [output], True, scored([5, 6, 7])))])
+    raw, body = answers(call, [(0, RequestDelta("r1", [output], True, prompt_scores([5, 6, 7])))])
     assert body["choices"] == [{"index": 0, "text": "Hello", "logprobs": None, "finish_reason": "length"}]
     assert [part["choices"][0]["text"] for part in chunks(raw)] == ["Hello", ""]
 
 
 def test_ids_and_scores_come_where_asked_for():
     call = call_of(prompt_logprobs=0, return_token_ids=True, stream=False)
-    feed = [(0, RequestDelta("r1", [], False, scored([5, 6, 7]))), *((0, d) for d in deltas(["x", "y"]))]
+    feed = [(0, RequestDelta("r1", [], False, prompt_scores([5, 6, 7]))), *((0, d) for d in deltas(["x", "y"]))]
     _, body = answers(call, feed)
     [choice] = body["choices"]
     assert (choice["prompt_token_ids"], choice["token_ids"]) == ([5, 6, 7], [20, 21])
@@ -173,7 +177,7 @@ def test_a_prompt_that_exceeds_the_context_is_refused_with_three_numbers():
     for asked, fits in (({}, 1023), ({"max_tokens": 100}, 924)):
         call = call_of(**asked)
         call.reply(HEAD, SERVED, tokenized(call, ids=range(fits)))
-        with pytest.raises(ApiError, match=rf"{fits + 1} tokens.*1024") as error:
+        with pytest.raises(ApiError, match=rf"1024 tokens.*{fits + 1} tokens") as error:
             call.reply(HEAD, SERVED, tokenized(call, ids=range(fits + 1)))
         assert (error.value.status, error.value.code, error.value.param) == (400, "context_length_exceeded", "prompt")
     assert "and 100 are asked for" in error.value.message
@@ -189,3 +193,53 @@ def test_usage_in_every_chunk_counts_tokens_that_add_no_text_yet():
 @given(st.builds(Usage, *[st.integers(0, 2**40)] * 4))
 def test_usage_is_the_same_as_an_object_and_as_text(usage):
     assert usage.json() == json.dumps(usage.body())
+
+
+def test_millions_of_scores_are_written_as_a_list_of_them_would_be():
+    ids = [*range(2, 150), *IDS, 4095]
+    rng = random.Random(5)
+    entries = []
+    for token in ids[1:]:
+        likely = rng.sample([other for other in range(4096) if other != token], 3)
+        values = sorted((-math.inf, -1e-9, rng.random() * -9, -1.5), reverse=True)
+        own = rng.randint(0, 2)  # beside the likely, or among them
+        order = [*likely[:own], token, *likely[own:]][:3] if own else [*likely, token]
+        ranks = range(1, 4) if own else (1, 2, 3, 77)
+        entries.append(
+            {other: Logprob(single(value), rank) for other, value, rank in zip(order, values, ranks, strict=False)}
+        )
+    plain = [None] + [
+        {
+            str(token): {
+                "logprob": one.logprob if math.isfinite(one.logprob) else -9999.0,
+                "rank": one.rank,
+                "decoded_token": TOKENIZER.token_text(token),
+            }
+            for token, one in entry.items()
+        }
+        for entry in entries
+    ]
+    scores = as_scores(ids[1:], entries)
+    for parts in ([scores], [scores.part(0, 1), scores.part(1, 100), scores.part(100, len(scores))]):
+        assert b"".join(json_in_slices({"x": PromptLogprobs(parts, TOKENIZER)})) == json_bytes({"x": plain})
+        assert json_bytes({"x": PromptLogprobs(parts, TOKENIZER)}) == json_bytes({"x": plain})
+
+
+def single(value: float) -> float:
+    return array("f", [value])[0]
+
+
+def test_a_long_prompt_is_told_in_several_chunks(monkeypatch: pytest.MonkeyPatch):
+    ids = list(range(20, 70))
+    feed = [(0, RequestDelta("r1", [], False, prompt_scores(ids))), *((0, d) for d in deltas([" x"], logprobs=True))]
+    call = call_of(echo=True, logprobs=1, return_token_ids=True)
+    [whole, *_], body = chunks(answers(call, feed, ids=ids)[0]), answers(call, feed, ids=ids)[1]
+    monkeypatch.setattr(completion_reply, "_TOKENS_OF_CHUNK", 16)
+    raw, _ = answers(call, feed, ids=ids)
+    *parts, last = [chunk["choices"][0] for chunk in chunks(raw)]
+    assert [part["text"] for part in parts] == [whole["choices"][0]["text"], "", "", ""]
+    assert [len(part["logprobs"]["tokens"]) for part in parts] == [16, 16, 16, 2]
+    assert [part.get("prompt_token_ids") for part in parts] == [ids, None, None, None]
+    assert [part["finish_reason"] for part in (*parts, last)] == [None] * 4 + ["stop"]
+    for name, values in body["choices"][0]["logprobs"].items():
+        assert [value for part in (*parts, last) for value in part["logprobs"][name]] == values

@@ -12,7 +12,8 @@ from tests.unit.server.openai_cases import HELLO, LIMITS, SERVED, TOOL, WITH_PAR
 from freight.server.errors import ApiError
 from freight.server.openai.chat_request import CHAT_SCHEMA, parse_chat
 from freight.server.openai.completion_request import COMPLETION_SCHEMA, parse_completion
-from freight.server.openai.fields import ACCEPTED, REFUSED
+from freight.server.openai.fields import ACCEPTED
+from freight.server.openai.neutral import NEUTRAL
 
 
 def chat(served=SERVED, **body):
@@ -66,6 +67,12 @@ SAMPLING = {  # field -> values that neither API takes
     "ignore_eos": [0],
     "stream_options": [{"include_usage": True}, 5],
     "skip_special_tokens": ["no"],
+    "include_stop_str_in_output": ["no", 1],
+    "allowed_token_ids": [[], [-1], ["5"], [5.5], 5, [SERVED.vocab_size], [2**70], list(range(2**16 + 1))],
+    "bad_words": [[""], [5], ["x" * 257], {}, ["x"] * 1025],
+    "truncate_prompt_tokens": [0, -2, 1.5, "5", True],
+    "add_special_tokens": [0],
+    "return_tokens_as_token_ids": [1],
 }
 
 
@@ -78,7 +85,7 @@ def test_values_outside_their_range_are_refused_by_field(parse, field):
 
 @pytest.mark.parametrize("parse", [chat, completion])
 def test_null_is_absent(parse):
-    everything = dict.fromkeys([*SAMPLING, *REFUSED, *ACCEPTED, "model", "tools", "response_format"])
+    everything = dict.fromkeys([*SAMPLING, *NEUTRAL, *ACCEPTED, "model", "tools", "response_format"])
     if parse is completion:
         del everything["tools"]
     assert parse(**everything) == parse()
@@ -119,7 +126,7 @@ def test_null_is_absent(parse):
         ({"continue_final_message": True}, "continue_final_message"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"allowed_token_ids": []}, "allowed_token_ids"),
-        ({"bad_words": [""]}, "bad_words"),
+        ({"bad_words": ["x", ""]}, "bad_words[1]"),
         ({"user": json.loads("[" * 200 + "]" * 200)}, "user"),
         ({"metadata": {"x": ["\ud800"]}}, "metadata"),
     ],
@@ -164,21 +171,97 @@ def test_a_bad_completion_is_refused_by_field(body, param):
 
 
 @pytest.mark.parametrize("parse", [chat, completion])
-@pytest.mark.parametrize("field", [*REFUSED, "temprature"])
+@pytest.mark.parametrize("field", [*(name for name in NEUTRAL if name != "echo"), "temprature"])
 def test_what_is_not_supported_is_refused_by_name(parse, field):
     assert refused(parse, **{field: "x"}).param == field
     lenient = replace(SERVED, unknown_fields="ignore")
-    if field in REFUSED:
+    if field in NEUTRAL:
         assert refused(parse, served=lenient, **{field: "x"}).param == field
     else:
         assert parse(lenient, **{field: "x"}).ignored == (field,)
         assert "temperature" in refused(parse, **{field: "x"}).message
 
 
-@pytest.mark.parametrize("body", [{"best_of": 1}, {"use_beam_search": False}, {"suffix": ""}, {"echo": False}])
+# What sglang-router 0.3.2 and vllm-router 0.1.17 write into every request, as a worker behind them receives it.
+OF_COMPLETIONS = {
+    "echo": False,
+    "no_stop_trim": False,
+    "ignore_eos": False,
+    "skip_special_tokens": True,
+    "return_hidden_states": False,
+}
+OF_CHAT = {
+    "logprobs": False,
+    "no_stop_trim": False,
+    "ignore_eos": False,
+    "continue_final_message": False,
+    "skip_special_tokens": True,
+    "separate_reasoning": True,
+    "stream_reasoning": True,
+    "return_hidden_states": False,
+}
+# The defaults of vLLM's and SGLang's own request classes.
+DEFAULTS = {
+    "use_beam_search": False,
+    "best_of": 1,
+    "suffix": "",
+    "length_penalty": 1.0,
+    "early_stopping": False,
+    "spaces_between_special_tokens": True,
+    "truncation_side": "left",
+    "stream_interval": 1,
+    "stop_regex": [],
+    "include_stop_str_in_output": False,
+    "bad_words": [],
+    "min_tokens": 0,
+    "ignore_eos": False,
+    "logprob_start_len": -1,
+    "thinking_token_budget": -1,
+    "documents": [],
+    "vllm_xargs": {},
+    "stop_token_ids": [],
+    "return_tokens_as_token_ids": False,
+}
+
+
+@pytest.mark.parametrize("body", [*({name: value} for name, value in (DEFAULTS | OF_COMPLETIONS).items()), DEFAULTS])
 def test_values_that_ask_for_nothing_are_no_fault(body):
     assert completion(**body) == completion()
     assert chat(**body) == chat()
+
+
+def test_what_routers_add_asks_for_nothing():
+    assert completion(**OF_COMPLETIONS) == completion()
+    assert chat(**OF_CHAT) == chat()
+    assert chat(**OF_CHAT, include_reasoning=True).ignored == ("include_reasoning",)
+
+
+def test_another_value_is_refused_with_the_one_that_is_possible():
+    for name, value, words in (
+        ("no_stop_trim", True, "only false is possible: use include_stop_str_in_output"),
+        ("return_hidden_states", True, "only false is possible"),
+        ("separate_reasoning", False, "only true is possible"),
+        ("length_penalty", 0.5, "only 1.0 is possible"),
+        ("length_penalty", True, "only 1.0 is possible"),
+        ("best_of", 1.5, "only 1 is possible"),
+        ("best_of", True, "only 1 is possible"),
+        ("stop_regex", "a+", "only [] is possible"),
+        ("sampling_seed", 5, "sampling_seed is not supported: use seed"),
+        ("lora_path", "x", "lora_path is not supported: LoRA adapters"),
+    ):
+        for parse in (chat, completion):
+            error = refused(parse, **{name: value})
+            assert (error.param, error.code) == (name, "unsupported_parameter")
+            assert words in error.message
+    assert completion(best_of=1.0) == completion()
+    assert "use /v1/completions" in refused(chat, echo=True).message
+
+
+def test_the_table_says_a_way_out_of_every_field():
+    for name, known in NEUTRAL.items():
+        assert known.instead, name
+        assert all(known.asks_nothing(value) for value in known.values)
+        json.dumps(known.values)
 
 
 def test_what_changes_nothing_is_named():
@@ -253,7 +336,7 @@ def test_schemas_stand_alone_and_name_every_field():
     for schema in (CHAT_SCHEMA, COMPLETION_SCHEMA):
         assert "$ref" not in json.dumps(schema)
         assert set(SAMPLING) | set(ACCEPTED) <= set(schema["properties"])
-        assert schema["additionalProperties"] is False
+        assert schema["additionalProperties"] == {"type": "null"}
 
 
 @pytest.mark.parametrize("name", [name for name, field in CHAT_SCHEMA["properties"].items() if "minimum" in field])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import httpx2
 import openai
@@ -232,6 +233,19 @@ def test_allowed_tools_leave_the_others_out():
     assert [tool["function"]["name"] for tool in call.work[0].prompt.template_values["tools"]] == ["other"]
     choice["tools"] = [{"name": {}}]  # no name at all
     assert "tools" not in call_of(tools=[TOOL], tool_choice=choice).work[0].prompt.template_values
+
+
+def test_a_function_that_is_named_is_called_once_and_wins_over_a_form():
+    asked = []
+    served = replace(WITH_PARSER, forced_call=lambda tools, names, many, prompt: asked.append(many) or {"regex": "x"})
+    form = {"format": {"type": "json_schema", "name": "x", "schema": {"type": "array", "uniqueItems": True}}}
+    call = call_of(served, tools=[TOOL], tool_choice={"type": "function", "name": "weather"}, text=form)
+    assert (asked, call.ignored) == ([False], ("text.format",))
+    call_of(served, tools=[TOOL], tool_choice="required")
+    assert asked[1:] == [True]
+    assert call_of(text=form).ignored == ("text.format.schema.uniqueItems",)
+    tool = {**TOOL, "parameters": {"type": "object", "dependentRequired": {}}}
+    assert call_of(served, tools=[tool], tool_choice="required").ignored == ("tools[].parameters.dependentRequired",)
 
 
 def test_a_call_of_a_tool_that_nobody_offered_is_text():

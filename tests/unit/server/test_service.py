@@ -106,6 +106,36 @@ def count_of(service: Service, series: str) -> float:
     return float(next(line.rpartition(" ")[2] for line in text.splitlines() if line.startswith(series)))
 
 
+def test_an_answer_whose_time_has_passed_ends_also_without_its_engine() -> None:
+    async def test(service: Service, client: FakeClient) -> None:
+        now = 0.0
+        service.clock = lambda: now
+        answer = await service.begin(call([1, 2], timeout_s=5.0), "id", None)
+        answer.end_if_late()
+        client.say("1", "a")
+        assert await answer.advance() == b"0a "
+        now = 6.0
+        answer.end_if_late()
+        with pytest.raises(ApiError) as ended:
+            await answer.advance()
+        assert (ended.value.status, ended.value.code) == (504, "timeout")
+        answer.close(504)
+
+    run(test)
+
+
+def test_more_log_probabilities_than_one_answer_may_have_are_refused() -> None:
+    async def test(service: Service, client: FakeClient) -> None:
+        service.limits = ServingLimits(scores=12)
+        with pytest.raises(ApiError, match=r"2 prompts with 7 tokens together and 1 log-prob.* 14 values.* at most 12"):
+            await service.begin(call([1, 2, 3, 4], [1, 2, 3], prompt_logprobs=1), "id", None)
+        answer = await service.begin(call([1, 2, 3], [1, 2, 3], prompt_logprobs=1), "id", None)
+        answer.close(499)
+        await service.begin(call([1] * 7), "id", None)
+
+    run(test)
+
+
 def test_what_came_before_a_failure_is_sent() -> None:
     async def test(service: Service, client: FakeClient) -> None:
         answer = await service.begin(call(IDS, IDS), "r", None)
@@ -265,8 +295,15 @@ def test_a_grammar_that_is_refused_names_the_field_that_it_came_from(source: str
 
 def test_only_the_last_tokens_of_a_prompt_are_kept_where_that_was_asked_for() -> None:
     async def test(service: Service, client: FakeClient) -> None:
-        work = Work(tuple(range(60)), SamplingParams(), truncate=4)
-        assert (await service.tokenize(work)).token_ids == (56, 57, 58, 59)
+        context, prompt = SERVED.max_model_len, tuple(range(60))
+        for most, max_tokens, kept in ((4, 16, 4), (-1, 16, context - 16), (-1, None, context - 1)):
+            work = Work(prompt, SamplingParams(truncate_prompt_tokens=most, max_tokens=max_tokens))
+            assert (await service.tokenize(work)).token_ids == prompt[-kept:]
+        with pytest.raises(ApiError, match="truncate_prompt_tokens is -1, and 50 tokens") as error:
+            await service.tokenize(Work(prompt, SamplingParams(truncate_prompt_tokens=-1, max_tokens=context)))
+        assert (error.value.status, error.value.param) == (400, "truncate_prompt_tokens")
+        with pytest.raises(ApiError, match="the prompt has 55 tokens"):
+            await service.tokenize(Work(prompt, SamplingParams(truncate_prompt_tokens=55)))
 
     run(test)
 

@@ -9,6 +9,7 @@ import pytest
 from huggingface_hub import TextGenerationOutput, TextGenerationStreamOutput
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.unit.server.openai_cases import as_scores
 
 import freight
 from freight.detokenizer import Detokenizer
@@ -43,7 +44,7 @@ def logprobs_of(token):
     return {7: Logprob(-0.5, 1), 8: Logprob(-1.0, 2), 9: Logprob(-math.inf, 3), token: Logprob(-2.0, 5)}
 
 
-def run(tokens, params, finish=FinishReason.LENGTH, cuts=(), prompt_logprobs=None):
+def run(tokens, params, finish=FinishReason.LENGTH, cuts=(), scores=None):
     """Deltas as an engine gives them for `tokens`, in pieces that end at `cuts`; a stop string ends them early."""
     detokenizer = Detokenizer(TOKENIZER, params, PROMPT_IDS)
     pieces = []  # of text, by token
@@ -66,7 +67,7 @@ def run(tokens, params, finish=FinishReason.LENGTH, cuts=(), prompt_logprobs=Non
             stop_reason=detokenizer.stop_reason if last else None,
             error=None,
         )
-        deltas.append(RequestDelta("1", [completion], last, prompt_logprobs if begin == 0 else None))
+        deltas.append(RequestDelta("1", [completion], last, scores if begin == 0 else None))
         begin = end
     return deltas
 
@@ -77,8 +78,7 @@ def reply_of(call):
 
 def body_of(call, deltas):
     reply = reply_of(call)
-    for delta in deltas:
-        assert reply.advance(0, delta) == b""
+    assert not any(reply.advance(0, delta) for delta in deltas)
     return json.loads(json.dumps(reply.body()))
 
 
@@ -86,7 +86,7 @@ def events_of(call, deltas):
     reply = reply_of(call)
     stream = reply.start() + b"".join(reply.advance(0, delta) for delta in deltas) + reply.end()
     *events, rest = stream.decode().split("\n\n")
-    assert rest == ""
+    assert not rest
     assert all(event.startswith("data:") for event in events)
     return [json.loads(event.removeprefix("data:")) for event in events]
 
@@ -96,8 +96,8 @@ WORDS = TOKENIZER.encode(" das Haus und 😀 — der Weg", add_special_tokens=Fa
 
 def test_a_body_as_huggingface_hub_reads_it():
     call = parse({"details": True, "top_n_tokens": 2, "decoder_input_details": True, "max_new_tokens": len(WORDS)})
-    scored = [None, *(logprobs_of(token) for token in PROMPT_IDS[1:])]
-    body = body_of(call, run(WORDS, call.work[0].params, prompt_logprobs=scored))
+    scores = as_scores(PROMPT_IDS[1:], [logprobs_of(token) for token in PROMPT_IDS[1:]])
+    body = body_of(call, run(WORDS, call.work[0].params, scores=scores))
     output = TextGenerationOutput.parse_obj_as_instance(body)
     assert output.generated_text == " das Haus und 😀 — der Weg"
     assert output.details.finish_reason == "length"
@@ -146,7 +146,7 @@ def test_a_stream_as_huggingface_hub_reads_it():
 
 def test_without_details_the_last_event_still_has_the_text():
     call = parse(None, stream=True)
-    events = events_of(call, run(WORDS, call.work[0].params, prompt_logprobs=None))
+    events = events_of(call, run(WORDS, call.work[0].params))
     assert events[-1]["details"] is None
     assert events[-1]["generated_text"] == " das Haus und 😀 — der Weg"
 
@@ -241,8 +241,8 @@ def test_what_is_drawn_without_a_seed_gets_one_that_is_told():
 
 
 def test_truncate_is_left_to_who_tokenizes():
-    assert parse({"truncate": 3}).work[0].truncate == 3
-    assert parse({}).work[0].truncate is None
+    assert parse({"truncate": 3}).work[0].params.truncate_prompt_tokens == 3
+    assert parse({}).work[0].params.truncate_prompt_tokens is None
 
 
 def test_a_bare_url_decides_by_stream():

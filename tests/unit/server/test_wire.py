@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from dataclasses import fields
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freight.outputs import CompletionDelta, EngineStats, FinishReason, Logprob, RequestDelta, RequestTimes
+from freight.outputs import CompletionDelta, EngineStats, FinishReason, Logprob, RequestDelta, RequestTimes, Scores
 from freight.sampling import SamplingParams
 from freight.server import wire
 from freight.structured import StructuredOutputs
@@ -31,12 +32,25 @@ COMPLETION = st.builds(
     st.none() | st.integers(0, 9) | st.text(max_size=4),
     st.none() | st.text(max_size=9),
 )
+
+
+@st.composite
+def scores(draw: st.DrawFn, width: int = 3) -> Scores:
+    """Of 0 to 5 tokens, each with two likely ones."""
+    count = draw(st.integers(0, 5))
+    ids = draw(st.lists(st.integers(0, 2**31 - 1), min_size=count * width, max_size=count * width))
+    logprob = st.floats(max_value=0, allow_nan=False, width=32)
+    logprobs = draw(st.lists(logprob, min_size=count * width, max_size=count * width))
+    ranks = draw(st.lists(st.integers(1, 9), min_size=count, max_size=count))
+    return Scores(width, array("i", ids), array("f", logprobs), array("i", ranks))
+
+
 DELTA = st.builds(
     RequestDelta,
     st.text(min_size=1, max_size=9),
     st.lists(COMPLETION, max_size=3),
     st.booleans(),
-    st.none() | st.lists(st.none() | ENTRY, max_size=3),
+    st.none() | scores(),
     st.integers(0, 99),
     st.none() | st.builds(RequestTimes, SECONDS, SECONDS, SECONDS, st.integers(0, 9)),
 )
@@ -68,6 +82,10 @@ PARAMS = st.builds(
     stop=st.lists(st.text(min_size=1, max_size=4), max_size=3),
     stop_token_ids=st.lists(st.integers(0, 99), max_size=3),
     logit_bias=st.dictionaries(st.integers(0, 99), st.floats(-9, 9), max_size=3),
+    allowed_token_ids=st.none() | st.lists(st.integers(0, 99), min_size=1, max_size=3),
+    bad_words=st.lists(st.text(min_size=1, max_size=4), max_size=3),
+    include_stop_str_in_output=st.booleans(),
+    truncate_prompt_tokens=st.none() | st.just(-1) | st.integers(1, 99),
     logprobs=st.none() | st.integers(0, 5),
     cache_salt=st.none() | st.text(min_size=1, max_size=5),
     timeout_s=st.none() | st.floats(0.1, 9),

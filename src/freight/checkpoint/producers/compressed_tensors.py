@@ -23,15 +23,35 @@ from freight.fp8.scheme import Activations, LinearScheme, Rule, Scheme, WeightSc
 
 
 def read_compressed_tensors(declared: Mapping[str, Any]) -> Scheme:
-    for key in ("transform_config", "sparsity_config"):
-        value = mapping(declared.get(key), key)
-        if value and value.get("format", "dense" if key == "sparsity_config" else None) != "dense":
-            raise CheckpointError(f"compressed-tensors with {key} = {value!r} is not implemented")
+    _refuse_transforms(mapping(declared.get("transform_config"), "transform_config"))
+    sparsity = mapping(declared.get("sparsity_config"), "sparsity_config")
+    if sparsity.get("format", "dense") != "dense":
+        raise CheckpointError(f"compressed-tensors with sparsity_config = {dict(sparsity)!r} is not implemented")
     rules, kv_outputs = read_groups(declared, "compressed-tensors")
     scheme = Scheme("compressed-tensors", E4M3 if any(rule.linear for rule in rules) else None, rules=tuple(rules))
     if kv_outputs:  # before kv_cache_scheme there was `output_activations` of k_proj and v_proj
         scheme = replace(scheme, kv_format=E4M3, kv_static=True)
     return with_kv_scheme(declared, scheme)
+
+
+def _refuse_transforms(declared: Mapping[str, Any]) -> None:
+    """Raises CheckpointError for rotations of values at run time.
+
+    Those at `weight_input` and `weight_output` are part of the stored weights, and nothing is left to compute
+    (compressed-tensors, TransformLocation.is_online).
+    """
+    groups = mapping(declared.get("config_groups"), "transform_config.config_groups")
+    for name, group in groups.items():
+        steps = mapping(group, f"transform_config {name}").get("apply") or []
+        for step in steps if isinstance(steps, list) else [steps]:
+            location = step.get("location") if isinstance(step, Mapping) else step
+            if location not in ("weight_input", "weight_output"):
+                raise CheckpointError(
+                    f"compressed-tensors with transform_config: {name} at {location!r} is not implemented; only "
+                    "rotations that are part of the stored weights are (weight_input, weight_output)"
+                )
+    if declared and not groups:
+        raise CheckpointError(f"compressed-tensors with transform_config = {dict(declared)!r} is not implemented")
 
 
 def read_groups(declared: Mapping[str, Any], method: str) -> tuple[list[Rule], bool]:

@@ -23,11 +23,12 @@ def read_modelopt(declared: Mapping[str, Any]) -> Scheme:
     """An FP8 cache may have no stored scales (ModelOpt's cast mode), so `kv_static` is False."""
     rules = _rules(declared)
     scheme = Scheme("modelopt", E4M3 if any(rule.linear for rule in rules) else None, rules=tuple(rules))
-    kv_algo = declared.get("kv_cache_quant_algo")
-    if kv_algo not in (None, "FP8"):
-        raise CheckpointError(f"modelopt with kv_cache_quant_algo {kv_algo!r} is not implemented; FP8 is")
-    if kv_algo == "FP8":
-        return replace(scheme, kv_format=E4M3)
+    for key in ("kv_cache_quant_algo", "kv_cache_scheme"):  # version 0.31 wrote the word under the second name
+        word = declared.get(key)
+        if isinstance(word, str) and word != "FP8":
+            raise CheckpointError(f"modelopt with {key} {word!r} is not implemented; FP8 is")
+        if word == "FP8":
+            return replace(scheme, kv_format=E4M3)
     return replace(with_kv_scheme(declared, scheme), kv_static=False)
 
 

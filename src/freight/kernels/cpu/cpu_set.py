@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from freight.kernels.cpu import attention, elementwise, experts, linear, rowwise, store, tuning
-from freight.kernels.cpu.experts import PackedExperts
+from freight.kernels.cpu.experts import CpuExperts
 from freight.kernels.cpu.library import Library
-from freight.kernels.cpu.linear import PackedWeight
+from freight.kernels.cpu.linear import CpuWeight
 from freight.operands.activation import Activation, GatedActivation, GateFunction
 from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KVPages
+from freight.operands.packed import PackedExperts, PackedWeight, Rows
 from freight.operands.rotary import Rotary
 from freight.operands.routing import Routing
 from freight.operands.weight import Weight, Weights
@@ -35,13 +36,15 @@ class CpuKernels:
     def packs_mxfp4(self) -> bool:
         return True
 
-    def pack(self, weight: Weight) -> PackedWeight:
+    def pack(self, weight: Weight) -> CpuWeight:
         packed = linear.pack(self.library, weight)
         if packed.num_bytes >= tuning.LARGE:
             tuning.tune(self.library)
         return packed
 
-    def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Rows, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+        assert isinstance(x, Tensor)
+        assert isinstance(weight, CpuWeight)
         return linear.linear(self.library, x, weight, bias)
 
     def add_rms_norm(
@@ -50,20 +53,26 @@ class CpuKernels:
         delta: Tensor | None,
         weight: Tensor,
         eps: float,
-        consumer: object = None,
+        consumer: PackedWeight | None = None,
         delta_weight: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         return elementwise.add_rms_norm(self.library, x, delta, weight, eps, delta_weight)
 
     def add_layer_norm(
-        self, x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor, eps: float, consumer: object = None
+        self,
+        x: Tensor,
+        delta: Tensor | None,
+        weight: Tensor,
+        bias: Tensor,
+        eps: float,
+        consumer: PackedWeight | None = None,
     ) -> tuple[Tensor, Tensor]:
         return rowwise.add_layer_norm(self.library, x, delta, weight, bias, eps)
 
-    def activated(self, x: Tensor, activation: Activation, consumer: object = None) -> Tensor:
+    def activated(self, x: Tensor, activation: Activation, consumer: PackedWeight | None = None) -> Tensor:
         return rowwise.activated(self.library, x, activation)
 
-    def gated(self, gate_up: Tensor, activation: GatedActivation, consumer: object = None) -> Tensor:
+    def gated(self, gate_up: Tensor, activation: GatedActivation, consumer: PackedWeight | None = None) -> Tensor:
         return elementwise.gated(self.library, gate_up, activation)
 
     def gate(self, x: Tensor, logits: Tensor, function: GateFunction) -> Tensor:
@@ -72,7 +81,7 @@ class CpuKernels:
     def join(self, parts: Sequence[tuple[Tensor, Tensor | None]], eps: float = 0.0) -> Tensor:
         return rowwise.join(self.library, parts, eps)
 
-    def pack_experts(self, weights: Weights, bias: Tensor | None = None) -> PackedExperts:
+    def pack_experts(self, weights: Weights, bias: Tensor | None = None) -> CpuExperts:
         packed = experts.pack(self.library, weights, bias)
         if packed.num_bytes >= tuning.LARGE:
             tuning.tune(self.library)
@@ -87,6 +96,7 @@ class CpuKernels:
         choice_bias: Tensor | None = None,
         expert_scale: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
+        assert isinstance(gate, CpuWeight)
         return experts.route(self.library, x, gate, routing, bias, choice_bias, expert_scale)
 
     def experts(
@@ -99,6 +109,8 @@ class CpuKernels:
         activation: GatedActivation,
         base: Tensor | None = None,
     ) -> Tensor:
+        assert isinstance(gate_up, CpuExperts)
+        assert isinstance(down, CpuExperts)
         return experts.experts(self.library, x, ids, weights, gate_up, down, activation, base)
 
     def rotate_store(
@@ -115,6 +127,6 @@ class CpuKernels:
         window: int | None = None,
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
-        consumer: object = None,
+        consumer: PackedWeight | None = None,
     ) -> Tensor:
         return attention.attention(self.library, q, pages, sequences, softmax_scale, window, soft_cap, sinks)

@@ -50,8 +50,8 @@ def gated(library: Library, gate_up: Tensor, activation: GatedActivation) -> Ten
     out = library.empty((rows, size), gate_up.dtype)
     library.functions.freight_gated(
         FreightGated(
-            *(gate_up.data_ptr(), out.data_ptr(), rows, size),
-            *(FORMATS[gate_up.dtype], GATED_ACTIVATIONS[activation], torch.get_num_threads()),
+            *(gate_up.data_ptr(), out.data_ptr(), rows, size, FORMATS[gate_up.dtype]),
+            *(GATED_ACTIVATIONS[activation.function], activation.limit, torch.get_num_threads()),
         )
     )
     return out

@@ -24,7 +24,7 @@ from freight.kernels.cpu.interface import (
 from freight.kernels.cpu.library import Library
 from freight.kernels.cpu.linear import (
     LARGE,
-    PackedWeight,
+    CpuWeight,
     aligned,
     check,
     give_back_freed_memory,
@@ -32,12 +32,13 @@ from freight.kernels.cpu.linear import (
     packed_bytes,
 )
 from freight.operands.activation import GatedActivation
+from freight.operands.packed import PackedExperts
 from freight.operands.routing import Routing
 from freight.operands.weight import Weights
 
 
 @dataclass(frozen=True, eq=False)
-class PackedExperts:
+class CpuExperts(PackedExperts):
     """One matrix of each expert in the layout of one build, in one piece of memory, which the other fields own.
 
     Thousands of mappings, one of each expert, would come close to what Linux allows a process.
@@ -61,12 +62,12 @@ class PackedExperts:
         return sum(t.numel() * t.element_size() for t in (self.data, self.scale, self.block_scale) if t is not None)
 
 
-def pack(library: Library, weights: Weights, bias: Tensor | None = None) -> PackedExperts:
+def pack(library: Library, weights: Weights, bias: Tensor | None = None) -> CpuExperts:
     """`weights`, one of each expert, of one shape and format. Each is released before the next one is read.
 
     Raises KernelError for what `linear.pack` refuses.
     """
-    packed: list[PackedWeight] = []
+    packed: list[CpuWeight] = []
     data: Tensor | None = None
     for weight in weights:
         check(weight)
@@ -93,13 +94,13 @@ def pack(library: Library, weights: Weights, bias: Tensor | None = None) -> Pack
     bias = None if bias is None else bias.contiguous()
     assert bias is None or bias.shape == (len(packed), out_features)
     at = ctypes.addressof(descriptors)
-    return PackedExperts(out_features, in_features, data, scale, block_scale, bias, descriptors, at)
+    return CpuExperts(out_features, in_features, data, scale, block_scale, bias, descriptors, at)
 
 
 def route(
     library: Library,
     x: Tensor,
-    gate: PackedWeight,
+    gate: CpuWeight,
     routing: Routing,
     bias: Tensor | None = None,
     choice_bias: Tensor | None = None,
@@ -130,8 +131,8 @@ def experts(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    gate_up: PackedExperts,
-    down: PackedExperts,
+    gate_up: CpuExperts,
+    down: CpuExperts,
     activation: GatedActivation,
     base: Tensor | None = None,
 ) -> Tensor:
@@ -152,8 +153,8 @@ def experts(
         FreightExperts(
             *(gate_up.address, down.address, address(gate_up.bias), address(down.bias)),
             *(x.data_ptr(), address(base), address(ids), address(weights), out.data_ptr(), rows),
-            *(gate_up.num_experts, ids.shape[1], FORMATS[x.dtype], GATED_ACTIVATIONS[activation]),
-            torch.get_num_threads(),
+            *(gate_up.num_experts, ids.shape[1], FORMATS[x.dtype], GATED_ACTIVATIONS[activation.function]),
+            *(activation.limit, torch.get_num_threads()),
         )
     )
     return out

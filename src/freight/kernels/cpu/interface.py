@@ -12,11 +12,11 @@ from typing import Any
 from freight.errors import CapacityError, FreightError, KernelError
 from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
-from freight.operands.activation import Activation, GatedActivation, GateFunction
+from freight.operands.activation import Activation, GatedFunction, GateFunction
 from freight.operands.routing import Scoring
 from freight.operands.weight import Activations
 
-ABI = 18
+ABI = 19
 LANES, CACHE_LINE, MAX_HEAD_DIM = 16, 64, 1024
 
 FORMAT_CODES = {
@@ -31,7 +31,12 @@ FORMAT_CODES = {
 MXFP4 = 7  # of weights alone
 FORMATS = {torch_dtype(format): code for format, code in FORMAT_CODES.items()}  # by dtype
 ACTIVATIONS = {Activations.PLAIN: 0, Activations.DYNAMIC: 1, Activations.STATIC: 2}
-GATED_ACTIVATIONS = {GatedActivation.SILU: 0, GatedActivation.GELU_TANH: 1, GatedActivation.CLAMPED_SWIGLU: 2}
+GATED_ACTIVATIONS = {
+    GatedFunction.SILU: 0,
+    GatedFunction.GELU_TANH: 1,
+    GatedFunction.CLAMPED_SWIGLU: 2,
+    GatedFunction.CLAMPED_SILU: 3,
+}
 UNGATED_ACTIVATIONS = {Activation.RELU: 0, Activation.RELU_SQUARED: 1}
 GATE_FUNCTIONS = {GateFunction.SOFTPLUS: 0, GateFunction.SIGMOID: 1, GateFunction.IDENTITY: 2}
 SCORINGS = {Scoring.SOFTMAX: 0, Scoring.SIGMOID: 1, Scoring.CHOSEN: 2}
@@ -85,7 +90,9 @@ class FreightGated(ctypes.Structure):
     _fields_ = (
         *((name, _POINTER) for name in ("gate_up", "out")),
         *((name, _LONG) for name in ("rows", "size")),
-        *((name, _INT) for name in ("format", "activation", "threads")),
+        *((name, _INT) for name in ("format", "activation")),
+        ("limit", _FLOAT),
+        ("threads", _INT),
     )
 
 
@@ -140,7 +147,9 @@ class FreightExperts(ctypes.Structure):
         *((name, _POINTER) for name in ("gate_up", "down", "gate_up_bias", "down_bias")),
         *((name, _POINTER) for name in ("x", "base", "ids", "weights", "out")),
         ("rows", _LONG),
-        *((name, _INT) for name in ("num_experts", "top_k", "format", "activation", "threads")),
+        *((name, _INT) for name in ("num_experts", "top_k", "format", "activation")),
+        ("limit", _FLOAT),
+        ("threads", _INT),
     )
 
 

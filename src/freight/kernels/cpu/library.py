@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from freight.device import bound_nodes, cpu_features
+from freight.device import bound_nodes, check_stack, cpu_features
 from freight.errors import KernelError, choices
 from freight.kernels.cpu.interface import ABI, open_library
 
@@ -120,8 +120,10 @@ def describe(features: tuple[str, ...] | None = None, folder: Path | None = None
 def load(build: str | None = None) -> Library:
     """Load `build`, or the best that this processor runs.
 
-    Raises KernelError when none is installed, when the processor does not run `build`, and for a stale library.
+    Raises KernelError when none is installed, when the processor does not run `build`, and for a stale library;
+    ConfigError as `check_stack`.
     """
+    check_stack()
     usable = runnable()
     if not usable or (build is not None and build not in usable):
         wanted = f"the {build} build of the CPU kernels" if build else "the CPU kernels"

@@ -27,6 +27,7 @@ from freight.kernels.cpu.interface import (
     FreightWeight,
 )
 from freight.kernels.cpu.library import Library
+from freight.operands.packed import PackedWeight
 from freight.operands.weight import Weight
 
 _WEIGHTS = {torch_dtype(format): FORMATS[torch_dtype(format)] for format in (*COMPUTE_FORMATS, Format.E4M3FN)} | {
@@ -37,7 +38,7 @@ _LARGE_PAGE = 2**21  # bytes; such pages are requested where whole ones fit
 
 
 @dataclass(frozen=True, eq=False)
-class PackedWeight:
+class CpuWeight(PackedWeight):
     """A weight in the layout of one build. The other fields own the memory that `descriptor` points to."""
 
     out_features: int
@@ -70,7 +71,7 @@ def aligned(num_bytes: int) -> Tensor:
     return memory[start : start + num_bytes]
 
 
-def pack(library: Library, weight: Weight) -> PackedWeight:
+def pack(library: Library, weight: Weight) -> CpuWeight:
     """`weight` in the layout of this build. Raises KernelError for a weight that it does not compute with."""
     check(weight)
     if weight.data.numel() >= LARGE:
@@ -100,7 +101,7 @@ def packed_bytes(library: Library, weight: Weight) -> int:
     return int(library.functions.freight_packed_bytes(_WEIGHTS[weight.data.dtype], *weight.shape))
 
 
-def pack_into(library: Library, weight: Weight, packed: Tensor) -> PackedWeight:
+def pack_into(library: Library, weight: Weight, packed: Tensor) -> CpuWeight:
     """`pack`, into memory of `packed_bytes` that begins at a cache line."""
     out_features, in_features = weight.shape
     data = _with_scales(weight) if weight.is_mxfp4 else weight.data.contiguous()
@@ -125,7 +126,7 @@ def pack_into(library: Library, weight: Weight, packed: Tensor) -> PackedWeight:
         input_scale=weight.input_scale or 1.0,
     )
     address = ctypes.addressof(descriptor)
-    return PackedWeight(out_features, in_features, packed, scale, blocks, descriptor, address)
+    return CpuWeight(out_features, in_features, packed, scale, blocks, descriptor, address)
 
 
 def _with_scales(weight: Weight) -> Tensor:
@@ -139,7 +140,7 @@ def _with_scales(weight: Weight) -> Tensor:
     return torch.cat((blocks, scales[..., None]), -1)
 
 
-def linear(library: Library, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+def linear(library: Library, x: Tensor, weight: CpuWeight, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias. x: [rows, in_features]; returns [rows, out_features] in x's dtype."""
     rows, in_features = x.shape
     assert in_features == weight.in_features

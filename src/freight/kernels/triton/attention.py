@@ -27,6 +27,7 @@ the division by their sum cancels.
     sm_90           Q·Kᵀ, prefill; P·V would need V transposed      wgmma e4m3
     sm_100          both products, prefill; decode as sm_90: none   tcgen05 kind::f8f6f4
     gfx942          both products, prefill and decode               v_mfma fp8_fp8
+    gfx950          both products, prefill and decode               v_mfma f8f6f4, fp8_fp8
 
 Online softmax (Milakov and Gimelshein 2018) over tiles as in FlashAttention-2 (Dao 2023), with powers of 2.
 Shapes: M = ROWS rows of a tile, row m is query m // GROUP of the tile and head m % GROUP of the KV head's group;

@@ -73,8 +73,8 @@ def add_layer_norm_kernel(
 
 
 @triton.jit
-def _gated(gate, up, ACTIVATION: tl.constexpr):
-    """The activation of the gate times up, in their type. ACTIVATION: a `GatedActivation`'s name."""
+def _gated(gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr):
+    """The activation of the gate times up, in their type. ACTIVATION, LIMIT: what a `GatedActivation` has."""
     value = gate.to(tl.float32)
     factor = up.to(tl.float32)
     exponent = value
@@ -85,30 +85,38 @@ def _gated(gate, up, ACTIVATION: tl.constexpr):
         exponent = 1.702 * value
     if ACTIVATION == "gelu_tanh":  # (1 + tanh(u)) / 2 = 1 / (1 + e ** -2u)
         exponent = 1.5957691216057308 * (value + 0.044715 * value * value * value)  # 2 * sqrt(2 / pi)
-    return (value / (1.0 + tl.exp(-exponent)) * factor).to(gate.dtype)
+    value = value / (1.0 + tl.exp(-exponent))
+    if ACTIVATION == "clamped_silu":
+        value = tl.minimum(value, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        factor = tl.minimum(factor, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        factor = tl.maximum(factor, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    return (value * factor).to(gate.dtype)
 
 
 @triton.jit
-def gated_kernel(x_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr):
+def gated_kernel(
+    x_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr
+):  # fmt: skip
     """A program: BLOCK values of one row."""
     row = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = index < SIZE
     gate = tl.load(x_ptr + row * 2 * SIZE + index, mask=mask, other=0.0)
     up = tl.load(x_ptr + row * 2 * SIZE + SIZE + index, mask=mask, other=0.0)
-    tl.store(out_ptr + row * SIZE + index, _gated(gate, up, ACTIVATION), mask=mask)
+    tl.store(out_ptr + row * SIZE + index, _gated(gate, up, ACTIVATION, LIMIT), mask=mask)
 
 
 @triton.jit
 def gated_row_kernel(
     x_ptr, out_ptr, scale_ptr, static_scale, SIZE: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
     NUM_SCALES: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr, ACTIVATION: tl.constexpr,
+    LIMIT: tl.constexpr,
 ):  # fmt: skip
     """A program: one row."""
     row, group, index, mask = this_row(SIZE, BLOCK_GROUPS)
     gate = tl.load(x_ptr + row * 2 * SIZE + index, mask=mask, other=0.0)
     up = tl.load(x_ptr + row * 2 * SIZE + SIZE + index, mask=mask, other=0.0)
-    result = _gated(gate, up, ACTIVATION)
+    result = _gated(gate, up, ACTIVATION, LIMIT)
     write_row(result, out_ptr, scale_ptr, static_scale, row, group, index, mask, SIZE, NUM_SCALES, FORMAT, SCALES)
 
 
@@ -163,12 +171,12 @@ def gated(
     """`reference.gated`, quantized if `consumer` takes quantized rows. gate_up: [rows, 2 * size], contiguous."""
     assert gate_up.is_contiguous()
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    applied = {"ACTIVATION": str(activation.function), "LIMIT": activation.limit}
     if quantizes(consumer) and size <= WIDE:
         result, pointers, constants = allocate_output(target, gate_up, size, consumer)
-        gated_row_kernel[(rows,)](gate_up, *pointers, **constants, ACTIVATION=str(activation))
+        gated_row_kernel[(rows,)](gate_up, *pointers, **constants, **applied)
         return result
     out = gate_up.new_empty(rows, size)
     block = min(1024, triton.next_power_of_2(size))
-    constants = {"SIZE": size, "BLOCK": block, "ACTIVATION": str(activation), "num_warps": 4}
-    gated_kernel[(rows, triton.cdiv(size, block))](gate_up, out, **constants)
+    gated_kernel[(rows, triton.cdiv(size, block))](gate_up, out, SIZE=size, BLOCK=block, **applied, num_warps=4)
     return quantize(target, out, consumer) if quantizes(consumer) else out

@@ -24,13 +24,14 @@ from freight.kernels.triton.formats import Target, carrier
 from freight.kernels.triton.linear import FEW_ROWS, Tile, dot_type, matmul_tile, product
 from freight.kernels.triton.rows import Quantized, quantize, quantizes
 from freight.operands.activation import GatedActivation
+from freight.operands.packed import PackedExperts
 from freight.operands.weight import Weight, Weights
 
 SORTED = 1024  # slots that `sort_kernel` looks at together
 
 
 @dataclass(frozen=True)
-class ExpertStack:
+class ExpertStack(PackedExperts):
     """One matrix of every expert.
 
     data     [num_experts, out_features, in_features]

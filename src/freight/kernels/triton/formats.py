@@ -22,7 +22,7 @@ from torch import Tensor
 from triton import knobs
 
 from freight.fp8.cast import format_of
-from freight.fp8.formats import Format, ScaleKind
+from freight.fp8.formats import Format, ScaleKind, amd_fp8
 from freight.kernels.reference import Fp8Products
 
 # Whether multiplications are fused with additions where a launch says nothing: Triton 3.9 warns that 3.10 will not.
@@ -54,7 +54,7 @@ class Target:
     def native(self) -> frozenset[Format]:
         """FP8 formats that this GPU converts and multiplies in hardware."""
         if self.backend == "hip":
-            return frozenset({Format.E4M3FNUZ} if str(self.arch).startswith("gfx94") else ())
+            return amd_fp8(str(self.arch))
         return frozenset({Format.E4M3FN, Format.E5M2} if int(self.arch) >= 89 else ())
 
     def fp8_products(self, format: Format, decoding: bool) -> Fp8Products:
@@ -79,6 +79,11 @@ class Target:
         if not format.is_fp8:
             return ""
         return "ptx" if self.backend == "cuda" and format in self.native else "triton"
+
+    @property
+    def small(self) -> bool:
+        """Whether a multiprocessor holds 1536 threads, in 100 KiB: ptxas gives a program fewer registers there."""
+        return self.backend == "cuda" and int(self.arch) in (86, 89)
 
     @property
     def hopper_or_newer(self) -> bool:

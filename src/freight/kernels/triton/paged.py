@@ -52,9 +52,11 @@ class Tile:
 def prefill_tile(target: Target, block_dim: int, bytes_per_value: int, centered: bool) -> Tile:
     """`bytes_per_value` is that of the product's operands; `centered` is whether keys have a center."""
     if bytes_per_value == 4:
-        return Tile(32, 32, 4, 1) if block_dim <= 128 else Tile(16, 16, 4, 1)
-    if block_dim > 256:  # 64 rows of sums spill everywhere
-        return Tile(32, 32, 4, 1) if target.backend == "hip" else Tile(32, 32, 8, 3)
+        return Tile(32, 32, 4, 1) if block_dim <= 128 else Tile(16, 16, _warps(target, block_dim), 1)
+    if block_dim > 256:  # 64 rows of sums spill everywhere, and on gfx950 32 keys, which FP8 products need
+        if target.backend == "hip":
+            return Tile(32, 16 if target.arch == "gfx950" and bytes_per_value > 1 else 32, 4, 1)
+        return Tile(32, 32, 8, 3)
     if target.backend == "hip":
         return Tile(128, 64, 4, 1) if block_dim <= 128 else Tile(64, 32, 4, 1)
     if target.hopper_or_newer:
@@ -64,13 +66,18 @@ def prefill_tile(target: Target, block_dim: int, bytes_per_value: int, centered:
     return Tile(32 if centered else 64, 32, 8, 3)
 
 
+def _warps(target: Target, block_dim: int) -> int:
+    """Of a program of 16 rows, which keeps their sums in registers."""
+    return 8 if target.small and block_dim > 256 else 4
+
+
 def decode_tile(target: Target, block_dim: int, bytes_per_value: int, pairs: str) -> Tile:
     """`rows` is the least that the matrix units take; a KV head's group mostly has fewer. `pairs` is `Target.pairs`."""
     if bytes_per_value == 4:
         return Tile(16, 32 if block_dim <= 128 else 16, 4, 1)
     if block_dim > 256:  # 32 keys spill on sm_80 and gfx942, but products of FP8 sum over no fewer
         stages = 5 if target.hopper_or_newer else 2 if target.backend == "hip" else 3
-        return Tile(16, 32 if bytes_per_value == 1 else 16, 4, stages)
+        return Tile(16, 32 if bytes_per_value == 1 else 16, _warps(target, block_dim), stages)
     if target.backend == "hip":
         return Tile(16, 64 if block_dim <= 128 else 32, 4, 2)
     if pairs and block_dim <= 128 and target.hopper_or_newer:

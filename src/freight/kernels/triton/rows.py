@@ -19,11 +19,12 @@ from freight.fp8.cast import format_of, torch_dtype
 from freight.fp8.formats import Format
 from freight.fp8.weights import BLOCK
 from freight.kernels.triton.formats import Target, carrier, encode, finite_amax, scale_from_amax
+from freight.operands.packed import QuantizedRows
 from freight.operands.weight import Activations, Weight
 
 
 @dataclass(frozen=True)
-class Quantized:
+class Quantized(QuantizedRows):
     """Rows in FP8: codes [rows, size], and float32 scales [rows, 1], or [rows, groups of 128] for block scales.
 
     `dtype` is that of the values before quantization, and of the results of products with them.

@@ -19,9 +19,16 @@ from freight.kernels.triton.rows import Quantized
 from freight.operands.activation import Activation, GatedActivation, GateFunction
 from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KVPages
+from freight.operands.packed import PackedExperts, PackedWeight, Rows
 from freight.operands.rotary import Rotary
 from freight.operands.routing import Routing
 from freight.operands.weight import Weight, Weights
+
+
+def _own(consumer: PackedWeight | None) -> Weight | None:
+    """`consumer`, which `TritonKernels.pack` returned."""
+    assert consumer is None or isinstance(consumer, Weight)
+    return consumer
 
 
 @dataclass(frozen=True)
@@ -41,7 +48,9 @@ class TritonKernels:
     def pack(self, weight: Weight) -> Weight:
         return weight
 
-    def linear(self, x: Tensor | Quantized, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Rows, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+        assert isinstance(x, (Tensor, Quantized))
+        assert isinstance(weight, Weight)
         return linear.linear(self.target, x, weight, bias)
 
     def add_rms_norm(
@@ -50,21 +59,29 @@ class TritonKernels:
         delta: Tensor | None,
         weight: Tensor,
         eps: float,
-        consumer: Weight | None = None,
+        consumer: PackedWeight | None = None,
         delta_weight: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | Quantized]:
-        return elementwise.add_rms_norm(self.target, x, delta, weight, eps, consumer, delta_weight)
+        return elementwise.add_rms_norm(self.target, x, delta, weight, eps, _own(consumer), delta_weight)
 
     def add_layer_norm(
-        self, x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor, eps: float, consumer: Weight | None = None
+        self,
+        x: Tensor,
+        delta: Tensor | None,
+        weight: Tensor,
+        bias: Tensor,
+        eps: float,
+        consumer: PackedWeight | None = None,
     ) -> tuple[Tensor, Tensor | Quantized]:
-        return elementwise.add_layer_norm(self.target, x, delta, weight, bias, eps, consumer)
+        return elementwise.add_layer_norm(self.target, x, delta, weight, bias, eps, _own(consumer))
 
-    def activated(self, x: Tensor, activation: Activation, consumer: Weight | None = None) -> Tensor | Quantized:
-        return elementwise.activated(self.target, x, activation, consumer)
+    def activated(self, x: Tensor, activation: Activation, consumer: PackedWeight | None = None) -> Tensor | Quantized:
+        return elementwise.activated(self.target, x, activation, _own(consumer))
 
-    def gated(self, gate_up: Tensor, activation: GatedActivation, consumer: Weight | None = None) -> Tensor | Quantized:
-        return elementwise.gated(self.target, gate_up, activation, consumer)
+    def gated(
+        self, gate_up: Tensor, activation: GatedActivation, consumer: PackedWeight | None = None
+    ) -> Tensor | Quantized:
+        return elementwise.gated(self.target, gate_up, activation, _own(consumer))
 
     def gate(self, x: Tensor, logits: Tensor, function: GateFunction) -> Tensor:
         return gates.gate(x, logits, function)
@@ -78,12 +95,13 @@ class TritonKernels:
     def route(
         self,
         x: Tensor,
-        gate: Weight,
+        gate: PackedWeight,
         routing: Routing,
         bias: Tensor | None = None,
         choice_bias: Tensor | None = None,
         expert_scale: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
+        assert isinstance(gate, Weight)
         return route.route(x, gate, routing, bias, choice_bias, expert_scale)
 
     def experts(
@@ -91,11 +109,13 @@ class TritonKernels:
         x: Tensor,
         ids: Tensor,
         weights: Tensor,
-        gate_up: ExpertStack,
-        down: ExpertStack,
+        gate_up: PackedExperts,
+        down: PackedExperts,
         activation: GatedActivation,
         base: Tensor | None = None,
     ) -> Tensor:
+        assert isinstance(gate_up, ExpertStack)
+        assert isinstance(down, ExpertStack)
         return experts.experts(self.target, x, ids, weights, gate_up, down, activation, base)
 
     def rotate_store(
@@ -112,8 +132,9 @@ class TritonKernels:
         window: int | None = None,
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
-        consumer: Weight | None = None,
+        consumer: PackedWeight | None = None,
     ) -> Tensor | Quantized:
         return paged.attention(
-            self.target, q, pages, sequences, softmax_scale, window, soft_cap, self.fp8_attention, sinks, consumer
+            *(self.target, q, pages, sequences, softmax_scale, window, soft_cap),
+            *(self.fp8_attention, sinks, _own(consumer)),
         )

@@ -79,6 +79,7 @@ def _parse(given: dict[str, Any], served: Served, limits: ServingLimits) -> Mess
         (r"response_format\.json_schema", "output_config.format"),
         (r"response_format", "output_config.format"),
         (r"reasoning_effort", "output_config.effort"),
+        (r"tools\[\]\.function\.parameters", "tools[].input_schema"),
         *(
             pair
             for at, index in enumerate(reader.places)

@@ -22,8 +22,10 @@ Renamed = Sequence[tuple[str, str]]  # (pattern of a chat's field, what stands f
 
 # Fields that are no part of these APIs, and mean here what they mean in a chat.
 OURS = (
-    *("cache_salt", "chat_template_kwargs", "frequency_penalty", "ignore_eos", "logit_bias", "min_p", "min_tokens"),
+    *("add_special_tokens", "allowed_token_ids", "bad_words", "cache_salt", "chat_template_kwargs"),
+    *("frequency_penalty", "ignore_eos", "include_stop_str_in_output", "logit_bias", "min_p", "min_tokens"),
     *("presence_penalty", "repetition_penalty", "request_id", "seed", "stop_token_ids", "structured_outputs"),
+    "truncate_prompt_tokens",
 )
 
 
@@ -111,7 +113,8 @@ def chat_call(body: Mapping[str, Any], served: Served, limits: ServingLimits, re
         call = parse_chat(dict(body), served, limits)
     except ApiError as error:
         raise retold(error, renamed) from None
-    return replace(call, work=tuple(replace(one, form_from=_told(one.form_from, renamed)) for one in call.work))
+    work = tuple(replace(one, form_from=_told(one.form_from, renamed)) for one in call.work)
+    return replace(call, work=work, ignored=tuple(_told(name, renamed) for name in call.ignored))
 
 
 def retold(error: ApiError, renamed: Renamed) -> ApiError:

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from freight.outputs import CompletionDelta, FinishReason, RequestDelta, TokenLogprobs
+from freight.outputs import CompletionDelta, FinishReason, RequestDelta, Scores
 from freight.server.call import ReplyHead, Served, TokenizedWork
 from freight.server.errors import ApiError
-from freight.server.openai.logprobs import chat_entries, prompt_body
+from freight.server.openai.logprobs import PromptLogprobs, chat_entries
 from freight.server.openai.stream import AnswerOptions, Chunks, Usage, check_ending, common_fields, failure_events
 from freight.server.pieces import MessageParser, Piece, PieceKind
 
@@ -62,7 +62,7 @@ class ChatReply:
             _Choice(index, parser_of(work.text, tools) if parser_of else None) for index in range(work.params.n)
         ]
         self._usage = Usage(len(work.token_ids))
-        self._prompt_logprobs: list[TokenLogprobs | None] = []
+        self._scores: list[Scores] = []
         self._chunks = Chunks(common_fields(head, "chatcmpl", "chat.completion.chunk"), options, self._usage)
 
     def start(self) -> bytes:
@@ -72,8 +72,8 @@ class ChatReply:
 
     def advance(self, index: int, delta: RequestDelta) -> bytes:
         self._usage.cached = max(self._usage.cached, delta.num_cached_tokens)
-        if delta.prompt_logprobs and self._options.prompt_logprobs:
-            self._prompt_logprobs += delta.prompt_logprobs
+        if delta.scores is not None and self._options.prompt_logprobs:
+            self._scores.append(delta.scores)
         chunks: list[str] = []
         for output in delta.outputs:
             self._advance(self._choices[output.index], output, chunks)
@@ -86,7 +86,8 @@ class ChatReply:
             choice.token_ids += output.token_ids
         if output.logprobs:
             asked = self._work.params.logprobs or 0
-            choice.logprobs += chat_entries(output.token_ids, output.logprobs, asked, self._tokenizer)
+            as_ids = self._options.tokens_as_ids
+            choice.logprobs += chat_entries(output.token_ids, output.logprobs, asked, self._tokenizer, as_ids)
         if choice.parser is None:
             if output.text:
                 choice.content.append(output.text)
@@ -162,7 +163,7 @@ class ChatReply:
         body["choices"] = [self._choice_body(choice) for choice in self._choices]
         body["usage"] = self._usage.body()
         if self._options.prompt_logprobs:
-            body["prompt_logprobs"] = prompt_body(self._prompt_logprobs, self._tokenizer)
+            body["prompt_logprobs"] = PromptLogprobs(self._scores, self._tokenizer)
         if self._options.token_ids:
             body["prompt_token_ids"] = list(self._work.token_ids)
         return body

@@ -7,7 +7,7 @@ form that templates read by `freight.messages`, so a conversation means the same
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from reprlib import repr as show
 from typing import Annotated, Any, Literal
@@ -22,8 +22,8 @@ from freight.server.errors import ApiError
 from freight.server.limits import ServingLimits, check_context, check_template_values
 from freight.server.openai.chat_reply import ChatReply
 from freight.server.openai.fields import (
+    body_schema,
     from_request_error,
-    inlined,
     named,
     read_fields,
     refuse,
@@ -32,7 +32,7 @@ from freight.server.openai.fields import (
 )
 from freight.server.openai.sampling_fields import SharedFields, check_shared, sampling_from, shape, within
 from freight.server.openai.stream import AnswerOptions
-from freight.server.openai.structure import structured_from
+from freight.server.openai.structure import enforced, form_of
 from freight.server.openai.tool_fields import ToolUse, tool_use
 from freight.server.pieces import AfterReasoning
 
@@ -61,9 +61,9 @@ _TOOL = {
             "type": "object",
             "properties": {
                 "name": {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,64}$"},
-                "description": {"type": "string"},
-                "parameters": {"type": "object"},
-                "strict": {"type": "boolean"},
+                "description": {"type": ["string", "null"]},
+                "parameters": {"type": ["object", "null"]},
+                "strict": {"type": ["boolean", "null"]},
             },
             "required": ["name"],
         },
@@ -112,7 +112,7 @@ class ChatRequest(SharedFields):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-CHAT_SCHEMA: dict[str, Any] = inlined(ChatRequest)
+CHAT_SCHEMA: dict[str, Any] = body_schema(ChatRequest)
 
 
 @dataclass(frozen=True)
@@ -151,33 +151,40 @@ def parse_chat(body: object, served: Served, limits: ServingLimits) -> ChatCall:
     messages, ignored = _messages(fields.values["messages"])
     tools = tool_use(request.tools, request.tool_choice, limits)
     parallel = request.parallel_tool_calls is not False
+    form = form_of(request, served.strict_schemas)
+    forcing, unheld = _forcing(tools, served.strict_schemas)
+    if tools.forced:  # a call is no answer yet: the form is that of the answer that comes after it
+        unheld += () if form.values is None else (form.field,)
+    else:
+        unheld += form.ignored
     conversation = _conversation(request, messages, tools, limits)
     renamed, own = _own_values(request, served)
 
     def params_of(prompt_text: str | None) -> SamplingParams:
-        forced = _forced_call(served, tools, parallel, prompt_text) if tools.forced else None
+        forced = _forced_call(served, forcing, parallel and not tools.named, prompt_text) if tools.forced else None
         after = served.after_reasoning
         around = None if after is None or prompt_text is None else partial(_reasoned, after, prompt_text)
-        return sampling_from(request, served, limits, own, renamed, forced, around)
+        return sampling_from(request, served, limits, own, renamed, form, forced, around)
 
-    form, form_from = structured_from(request)
-    depends = bool(tools.forced) or (served.after_reasoning is not None and form is not None)
+    depends = bool(tools.forced) or (served.after_reasoning is not None and form.values is not None)
     work = Work(
         conversation,
         params_of(None),
+        add_special_tokens=request.add_special_tokens,
         params_of=params_of if depends else None,
-        form_from="tool_choice" if tools.forced else form_from,
+        form_from="tool_choice" if tools.forced else form.field,
     )
     stream_options = request.stream_options
     return ChatCall(
         stream=bool(request.stream),
         model=model,
         work=(work,),
-        ignored=(*fields.ignored, *named(ignored)),
+        ignored=(*fields.ignored, *named((*ignored, *unheld))),
         options=AnswerOptions(
             include_usage=bool(stream_options and stream_options.include_usage),
             continuous_usage=bool(stream_options and stream_options.continuous_usage_stats),
             token_ids=bool(request.return_token_ids),
+            tokens_as_ids=bool(request.return_tokens_as_token_ids),
             prompt_logprobs=request.prompt_logprobs is not None,
         ),
         tools=tools,
@@ -191,6 +198,23 @@ def _forced_call(served: Served, tools: ToolUse, parallel: bool, prompt_text: st
     if served.forced_call is None:
         raise refuse("tool_choice", "tool_choice demands a call, and the form of this model's calls is not known")
     return served.forced_call(tools.tools, tools.forced, parallel, prompt_text)
+
+
+def _forcing(tools: ToolUse, strict_schemas: bool) -> tuple[ToolUse, tuple[str, ...]]:
+    """`tools` with parameters that a grammar can hold, where a call is forced, and what of them is left out."""
+    if not tools.forced:
+        return tools, ()
+    held, left_out = [], []
+    for index, tool in enumerate(tools.tools):
+        function = tool["function"]
+        if function["name"] in tools.forced and "parameters" in function:
+            path = f"tools[{index}].function.parameters"
+            form, names = enforced(function["parameters"], path, path, strict_schemas)
+            left_out += [name.replace(f"[{index}]", "[]", 1) for name in names]
+            if names:
+                function = {**function, "parameters": form.get("json", {})}
+        held.append({**tool, "function": function})
+    return replace(tools, tools=tuple(held)), tuple(left_out)
 
 
 def _reasoned(after: AfterReasoning, prompt_text: str, form: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -10,11 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from freight.outputs import CompletionDelta, RequestDelta, TokenLogprobs
+from freight.outputs import CompletionDelta, RequestDelta, Scores
 from freight.server.call import ReplyHead, Served, TokenizedWork
 from freight.server.errors import ApiError
-from freight.server.openai.logprobs import TextLogprobs, prompt_body
+from freight.server.openai.logprobs import PromptLogprobs, TextLogprobs
 from freight.server.openai.stream import AnswerOptions, Chunks, Usage, check_ending, common_fields, failure_events
+
+_TOKENS_OF_CHUNK = 1024  # of a prompt with log-probabilities: to write more at once holds up everybody else
 
 
 @dataclass(eq=False, slots=True)
@@ -36,7 +38,8 @@ class _Prompt:
     work: TokenizedWork
     choices: list[_Choice]
     waits: bool
-    scores: list[TokenLogprobs | None] = field(default_factory=list)
+    scores: list[Scores] = field(default_factory=list)
+    num_scored: int = 1  # nothing precedes the first token
     held: list[CompletionDelta] = field(default_factory=list)
     cached: int = 0
 
@@ -69,7 +72,7 @@ class CompletionReply:
             return _Choice(index, None)
         skips = self._tokenizer is not None and work.params.skip_special_tokens
         skipped = self._tokenizer.special_token_ids if self._tokenizer and skips else frozenset()
-        return _Choice(index, TextLogprobs(self._tokenizer, skipped))
+        return _Choice(index, TextLogprobs(self._tokenizer, skipped, self._options.tokens_as_ids))
 
     def _prompt_text(self, work: TokenizedWork) -> str:
         if work.text is not None:
@@ -85,25 +88,30 @@ class CompletionReply:
         return "".join(chunks).encode("ascii")
 
     def _send_prompt(self, prompt: _Prompt, chunks: list[str]) -> None:
-        chunks += [self._chunk(prompt, choice, choice.text[0]) for choice in prompt.choices]
+        """The text of a prompt, and its log-probabilities, of which there may be many, in several chunks."""
+        for choice in prompt.choices:
+            chunks.append(self._chunk(prompt, choice, choice.text[0], most=_TOKENS_OF_CHUNK))
+            while choice.logprobs is not None and choice.logprobs.has_more:
+                chunks.append(self._chunk(prompt, choice, "", most=_TOKENS_OF_CHUNK))
 
     def advance(self, index: int, delta: RequestDelta) -> bytes:
         prompt, chunks = self._prompts[index], []  # type: tuple[_Prompt, list[str]]
         self._usage.cached += max(0, delta.num_cached_tokens - prompt.cached)
         prompt.cached = max(prompt.cached, delta.num_cached_tokens)
-        if delta.prompt_logprobs:
-            prompt.scores += delta.prompt_logprobs
+        if delta.scores is not None:
+            prompt.scores.append(delta.scores)
+            prompt.num_scored += len(delta.scores)
         outputs: Sequence[CompletionDelta] = delta.outputs
         for output in outputs:
             check_ending(output)
         if prompt.waits:
             prompt.held += outputs
-            if len(prompt.scores) < len(prompt.work.token_ids):
+            if prompt.num_scored < len(prompt.work.token_ids):
                 return b""
             prompt.waits, outputs, prompt.held = False, prompt.held, []
             for choice in prompt.choices:
                 if choice.logprobs is not None:
-                    choice.logprobs.add(prompt.work.token_ids, prompt.scores)
+                    choice.logprobs.add_prompt(prompt.work.token_ids, prompt.scores)
             self._send_prompt(prompt, chunks)
         for output in outputs:
             self._advance(prompt, prompt.choices[output.index], output, chunks)
@@ -122,8 +130,11 @@ class CompletionReply:
         if output.text or output.finish_reason is not None or options.token_ids or options.continuous_usage:
             chunks.append(self._chunk(prompt, choice, output.text, output.token_ids))
 
-    def _chunk(self, prompt: _Prompt, choice: _Choice, text: str, token_ids: Sequence[int] = ()) -> str:
-        logprobs = "null" if choice.logprobs is None else json.dumps(choice.logprobs.take())
+    def _chunk(
+        self, prompt: _Prompt, choice: _Choice, text: str, token_ids: Sequence[int] = (), most: int | None = None
+    ) -> str:
+        """A chunk with the log-probabilities that were not told yet, of `most` tokens at most."""
+        logprobs = "null" if choice.logprobs is None else json.dumps(choice.logprobs.take(most))
         finish_reason = "null" if choice.finish_reason is None else f'"{choice.finish_reason}"'
         more = f', "token_ids": {json.dumps(list(token_ids))}' if self._options.token_ids else ""
         if self._options.token_ids and not choice.begun:
@@ -151,7 +162,7 @@ class CompletionReply:
             "finish_reason": choice.finish_reason,
         }
         if self._options.prompt_logprobs:
-            result["prompt_logprobs"] = prompt_body(prompt.scores, self._tokenizer)
+            result["prompt_logprobs"] = PromptLogprobs(prompt.scores, self._tokenizer)
         if self._options.token_ids:
             result |= {"prompt_token_ids": list(prompt.work.token_ids), "token_ids": choice.token_ids}
         return result

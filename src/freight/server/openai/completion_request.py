@@ -17,10 +17,10 @@ from freight.server.call import Reply, ReplyHead, Served, TokenizedWork, Work
 from freight.server.errors import ApiError
 from freight.server.limits import ServingLimits, check_context
 from freight.server.openai.completion_reply import CompletionReply
-from freight.server.openai.fields import inlined, read_fields, refuse, served_name, validated
+from freight.server.openai.fields import body_schema, named, read_fields, refuse, served_name, validated
 from freight.server.openai.sampling_fields import SharedFields, check_shared, sampling_from, within
 from freight.server.openai.stream import AnswerOptions
-from freight.server.openai.structure import structured_from
+from freight.server.openai.structure import form_of
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 _MOST = ServingLimits()
@@ -45,7 +45,7 @@ class CompletionRequest(SharedFields):
     echo: bool | None = Field(default=None, description="The text begins with the prompt.")
 
 
-COMPLETION_SCHEMA: dict[str, Any] = inlined(CompletionRequest)
+COMPLETION_SCHEMA: dict[str, Any] = body_schema(CompletionRequest)
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def parse_completion(body: object, served: Served, limits: ServingLimits) -> Com
     request = validated(CompletionRequest, fields.values)
     model = served_name(request.model, served)
     check_shared(request, limits)
-    prompts = _prompts(request.prompt, served, limits.prompts, request.max_tokens)
+    prompts = _prompts(request, served, limits.prompts)
     echo = bool(request.echo)
     if request.max_tokens == 0 and not echo:
         raise refuse("max_tokens", "max_tokens is 0, which needs echo: true; else ask for 1 or more")
@@ -94,17 +94,19 @@ def parse_completion(body: object, served: Served, limits: ServingLimits) -> Com
     }
     if request.max_tokens is None and "max_tokens" not in served.defaults:
         own["max_tokens"] = DEFAULT_MAX_TOKENS
-    params = sampling_from(request, served, limits, own, {})
+    form = form_of(request, served.strict_schemas)
+    params = sampling_from(request, served, limits, own, {}, form)
     stream_options = request.stream_options
     return CompletionCall(
         stream=bool(request.stream),
         model=model,
-        work=tuple(Work(prompt, params, form_from=structured_from(request)[1]) for prompt in prompts),
-        ignored=fields.ignored,
+        work=tuple(Work(prompt, params, request.add_special_tokens, form_from=form.field) for prompt in prompts),
+        ignored=(*fields.ignored, *named(form.ignored)),
         options=AnswerOptions(
             include_usage=bool(stream_options and stream_options.include_usage),
             continuous_usage=bool(stream_options and stream_options.continuous_usage_stats),
             token_ids=bool(request.return_token_ids),
+            tokens_as_ids=bool(request.return_tokens_as_token_ids),
             prompt_logprobs=request.prompt_logprobs is not None,
         ),
         echo=echo,
@@ -113,8 +115,9 @@ def parse_completion(body: object, served: Served, limits: ServingLimits) -> Com
     )
 
 
-def _prompts(given: object, served: Served, most: int, max_tokens: int | None) -> list[str | list[int]]:
-    """The prompts of `given`, each with at least one character or token id."""
+def _prompts(request: CompletionRequest, served: Served, most: int) -> list[str | list[int]]:
+    """The prompts of `request`, each with at least one character or token id."""
+    given = request.prompt
     if isinstance(given, str):
         return [_text("prompt", given)]
     if not isinstance(given, list):
@@ -123,7 +126,7 @@ def _prompts(given: object, served: Served, most: int, max_tokens: int | None) -
         raise refuse("prompt", "prompt is []: it has no tokens")
     first = given[0]
     if not isinstance(first, str | list):
-        return [_ids("prompt", given, served, max_tokens)]
+        return [_ids("prompt", given, served, request)]
     if len(given) > most:
         raise refuse("prompt", f"prompt has {len(given)} prompts; at most {most} are allowed")
     prompts: list[str | list[int]] = []
@@ -132,7 +135,7 @@ def _prompts(given: object, served: Served, most: int, max_tokens: int | None) -
         if isinstance(prompt, str) and isinstance(first, str):
             prompts.append(_text(where, prompt))
         elif isinstance(prompt, list) and isinstance(first, list):
-            prompts.append(_ids(where, prompt, served, max_tokens))
+            prompts.append(_ids(where, prompt, served, request))
         else:
             raise refuse(where, f"{where} is {show(prompt)}; all prompts must be strings, or all lists of token ids")
     return prompts
@@ -144,12 +147,13 @@ def _text(where: str, text: str) -> str:
     return text
 
 
-def _ids(where: str, ids: list[Any], served: Served, max_tokens: int | None) -> list[int]:
+def _ids(where: str, ids: list[Any], served: Served, request: CompletionRequest) -> list[int]:
     vocab_size = served.vocab_size
     if not ids:
         raise refuse(where, f"{where} is []: it has no tokens")
-    if len(ids) > served.max_model_len:  # first: to look at a million ids takes time
-        check_context(len(ids), max_tokens, served.max_model_len, where)
+    if len(ids) > served.max_model_len and request.truncate_prompt_tokens is None:
+        # first: to look at a million ids takes time
+        check_context(len(ids), request.max_tokens, served.max_model_len, where)
     if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:
         return ids
     for position, token in enumerate(ids):  # slower: finds which one it is

@@ -1,11 +1,13 @@
 """What every request of OpenAI's API goes through: its fields, their types, and one error for the first fault.
 
-A field is acted on, or accepted without effect and then named to the client, or refused. `null` means that a field is
-absent. Each failure is one ApiError with status 400 and the path of the field, such as `messages[2].role`.
+A field is acted on, or accepted without effect and then named to the client, or accepted at a value that asks for
+nothing (`neutral.py`), or refused. `null` means that a field is absent. Each failure is one ApiError with status 400
+and the path of the field, such as `messages[2].role`.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,37 +20,17 @@ from freight.errors import RequestError, nearest
 from freight.server.call import Served
 from freight.server.errors import ApiError
 from freight.server.limits import ServingLimits, check_body
+from freight.server.openai.neutral import NEUTRAL
 
 # Accepted without effect: what changes nothing about the tokens of an answer.
 ACCEPTED = (
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
-    *("prompt_cache_options", "verbosity", "modalities", "prediction", "include_reasoning"),
+    *("prompt_cache_options", "verbosity", "modalities", "prediction", "include_reasoning", "session_id"),
 )
 _ANY_MODEL = ("", "dummy", "tgi")  # what clients send that know of one model only
 _MOST_NAMED = 32  # names in `ignored`, which becomes a header
-_NAME = re.compile(r"[A-Za-z0-9_.\[\]-]{1,64}")
+_NAME = re.compile(r"[A-Za-z0-9_.$\[\]-]{1,64}")
 _PATH = re.compile(r"[A-Za-z_]\w*(?:\[\d+\]|\.\w+)*")
-
-# Refused, with the reason and the way out.
-REFUSED: Mapping[str, str] = {
-    "audio": "this server answers with text",
-    "functions": "use tools",
-    "function_call": "use tool_choice",
-    "web_search_options": "this server fetches nothing",
-    "moderation": "this server does not moderate",
-    "chat_template": "the model's own template is used",
-    "use_beam_search": "there is no beam search; n gives several completions",
-    "best_of": "use n, and choose among the completions",
-    "suffix": "text is only continued at its end",
-    "prompt_embeds": "give text or token ids",
-}
-# Values that ask for nothing, so that refusing them would help nobody.
-_NEUTRAL: Mapping[str, tuple[object, ...]] = {
-    "use_beam_search": (False,),
-    "best_of": (1,),
-    "suffix": ("",),
-    "echo": (False,),
-}
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -79,9 +61,12 @@ def read_fields(body: object, model: type[BaseModel], served: Served, limits: Se
             ignored.append(name)
         elif name in model.model_fields:
             values[name] = value
-        elif name in REFUSED or served.unknown_fields == "refuse":
-            if not any(type(value) is type(neutral) and value == neutral for neutral in _NEUTRAL.get(name, ())):
-                raise _unsupported(name, model)
+        elif name in NEUTRAL:
+            if not NEUTRAL[name].asks_nothing(value):
+                raise _unsupported(name, value)
+        elif served.unknown_fields == "refuse":
+            hint = nearest(name[:60], model.model_fields)
+            raise ApiError(400, f"there is no field {name[:60]!r}{hint}", param=name[:60], code="unknown_parameter")
         else:
             ignored.append(name)
     return Fields(values, named(ignored))
@@ -93,11 +78,13 @@ def named(names: Sequence[str]) -> tuple[str, ...]:
     return (*safe[:_MOST_NAMED], "...") if len(safe) > _MOST_NAMED else tuple(safe)
 
 
-def _unsupported(name: str, model: type[BaseModel]) -> ApiError:
-    if name in REFUSED:
-        return ApiError(400, f"{name} is not supported: {REFUSED[name]}", param=name, code="unsupported_parameter")
-    hint = nearest(name[:60], model.model_fields)
-    return ApiError(400, f"there is no field {name[:60]!r}{hint}", param=name[:60], code="unknown_parameter")
+def _unsupported(name: str, value: object) -> ApiError:
+    known = NEUTRAL[name]
+    fault = f"{name} is not supported"
+    if known.values:
+        possible = " or ".join(json.dumps(neutral) for neutral in known.values)
+        fault = f"{name} is {show(value)}; only {possible} is possible"
+    return ApiError(400, f"{fault}: {known.instead}", param=name, code="unsupported_parameter")
 
 
 def validated(model: type[M], values: Mapping[str, Any]) -> M:
@@ -165,3 +152,10 @@ def inlined(model: type[BaseModel]) -> dict[str, Any]:
 
     result: dict[str, Any] = replace(schema)
     return result
+
+
+def body_schema(model: type[BaseModel]) -> dict[str, Any]:
+    """`inlined`, of a whole body: whose fields may all be null if they are not required, whatever their name."""
+    schema = inlined(model)
+    neutral = {name: {"enum": [*field.values, None]} for name, field in NEUTRAL.items()}
+    return schema | {"properties": neutral | schema["properties"], "additionalProperties": {"type": "null"}}

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from freight.outputs import Logprob, TokenLogprobs
+from freight.outputs import Logprob, Scores, TokenLogprobs
 from freight.tokenizer import Tokenizer
 
 LOWEST = -9999.0
+_ROWS_OF_SLICE = 64
 
 
 def finite(logprob: float) -> float:
@@ -17,11 +19,19 @@ def finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else LOWEST
 
 
+def name_of(token: int) -> str:
+    """A token by its id, as vLLM writes it."""
+    return f"token_id:{token}"
+
+
 def text_of(token: int, entry: Logprob, tokenizer: Tokenizer | None) -> str:
     """The text of a token by itself; its id where there is no tokenizer."""
-    if entry.decoded_token is not None:
-        return entry.decoded_token
-    return tokenizer.token_text(token) if tokenizer else f"token_id:{token}"
+    return plain_text(token, tokenizer) if entry.decoded_token is None else entry.decoded_token
+
+
+def plain_text(token: int, tokenizer: Tokenizer | None) -> str:
+    """`text_of` a token whose text the engine did not tell."""
+    return tokenizer.token_text(token) if tokenizer else name_of(token)
 
 
 def _bytes_of(token: int, text: str, tokenizer: Tokenizer | None) -> list[int]:
@@ -32,16 +42,23 @@ def _bytes_of(token: int, text: str, tokenizer: Tokenizer | None) -> list[int]:
 
 
 def chat_entries(
-    token_ids: Sequence[int], entries: Sequence[TokenLogprobs], asked: int, tokenizer: Tokenizer | None
+    token_ids: Sequence[int],
+    entries: Sequence[TokenLogprobs],
+    asked: int,
+    tokenizer: Tokenizer | None,
+    as_ids: bool = False,
 ) -> list[dict[str, Any]]:
-    """An entry of `logprobs.content` for each token, with the `asked` most likely tokens in their order."""
+    """An entry of `logprobs.content` for each token, with the `asked` most likely tokens in their order.
+
+    as_ids: `token` is "token_id:42"; `bytes` are those of its text all the same.
+    """
     result = []
     for token, candidates in zip(token_ids, entries, strict=True):
         shown = {
             other: {
-                "token": (text := text_of(other, entry, tokenizer)),
+                "token": name_of(other) if as_ids else text_of(other, entry, tokenizer),
                 "logprob": finite(entry.logprob),
-                "bytes": _bytes_of(other, text, tokenizer),
+                "bytes": _bytes_of(other, text_of(other, entry, tokenizer), tokenizer),
             }
             for other, entry in sorted(candidates.items(), key=lambda item: item[1].rank)
         }
@@ -50,31 +67,62 @@ def chat_entries(
     return result
 
 
-def prompt_body(entries: Sequence[TokenLogprobs | None], tokenizer: Tokenizer | None) -> list[Any]:
-    """`prompt_logprobs`: for each token of the prompt its candidates by token id; None for the first."""
-    return [
-        entry
-        and {
-            str(token): {
-                "logprob": finite(value.logprob),
-                "rank": value.rank,
-                "decoded_token": text_of(token, value, tokenizer),
-            }
-            for token, value in entry.items()
-        }
-        for entry in entries
-    ]
+class PromptLogprobs:
+    """`prompt_logprobs`: for each token of the prompt its candidates by token id; None for the first.
+
+    There may be millions: they are values where they are looped over, and otherwise text, a slice at a time.
+    """
+
+    def __init__(self, scores: Sequence[Scores], tokenizer: Tokenizer | None) -> None:
+        """scores: of the prompt's tokens from the second on, in parts."""
+        self._scores, self._tokenizer = scores, tokenizer
+
+    def __iter__(self) -> Iterator[Any]:
+        yield None
+        for part in self._scores:
+            for entries in part:
+                yield {
+                    str(token): {
+                        "logprob": finite(logprob),
+                        "rank": rank,
+                        "decoded_token": plain_text(token, self._tokenizer),
+                    }
+                    for token, logprob, rank in entries
+                }
+
+    def json_slices(self) -> Iterator[str]:
+        """The same as JSON, without white space. Twice as fast as to make dictionaries and write them."""
+        around: dict[int, tuple[str, str]] = {}  # what each token has before its log-probability and behind its rank
+        yield "[null"
+        for part in self._scores:
+            rows: list[str] = []
+            for entries in part:
+                texts = []
+                for token, logprob, rank in entries:
+                    known = around.get(token)
+                    if known is None:
+                        text = json.dumps(plain_text(token, self._tokenizer), ensure_ascii=False)
+                        known = around[token] = f'"{token}":{{"logprob":', f',"decoded_token":{text}}}'
+                    texts.append(f'{known[0]}{finite(logprob)!r},"rank":{rank}{known[1]}')
+                rows.append(f",{{{','.join(texts)}}}")
+                if len(rows) == _ROWS_OF_SLICE:
+                    yield "".join(rows)
+                    rows.clear()
+            yield "".join(rows)
+        yield "]"
 
 
 class TextLogprobs:
     """`logprobs` of one choice of a completion, as four lists that grow together.
 
     skipped  ids of tokens that add no text, because special tokens are left out
+    as_ids   tokens are "token_id:42"; offsets are those of their text all the same
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, skipped: frozenset[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, skipped: frozenset[int], as_ids: bool = False) -> None:
         self._tokenizer = tokenizer
         self._skipped = skipped
+        self._as_ids = as_ids
         self._offset = 0  # in characters of the choice's text
         self._tokens: list[str] = []
         self._logprobs: list[float | None] = []
@@ -82,39 +130,69 @@ class TextLogprobs:
         self._offsets: list[int] = []
         self._told = 0
 
-    def add(self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None]) -> None:
-        """Take tokens. An entry is None for the first token of a prompt, which nothing precedes."""
+    def add(self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> None:
+        """Take tokens of the answer."""
         for token, candidates in zip(token_ids, entries, strict=True):
-            own = None if candidates is None else candidates[token]
-            text = text_of(token, own or Logprob(0.0, 1), self._tokenizer)
-            self._tokens.append(text)
-            self._logprobs.append(None if own is None else finite(own.logprob))
-            self._top.append(None if candidates is None else self._by_text(candidates))
-            self._offsets.append(self._offset)
-            if token not in self._skipped:
-                self._offset += len(text)
+            texts = {other: text_of(other, entry, self._tokenizer) for other, entry in candidates.items()}
+            logprobs = ((other, entry.logprob) for other, entry in candidates.items())
+            self._add(token, texts[token], candidates[token].logprob, self._by_text(logprobs, texts))
 
-    def _by_text(self, candidates: TokenLogprobs) -> dict[str, float]:
+    def add_prompt(self, token_ids: Sequence[int], scores: Sequence[Scores]) -> None:
+        """Take the tokens of a prompt with their scores, in parts; nothing precedes the first token."""
+        texts = _PlainTexts(self._tokenizer)
+        self._add(token_ids[0], texts[token_ids[0]], None, None)
+        scored = (entries for part in scores for entries in part)
+        for token, entries in zip(token_ids[1:], scored, strict=True):
+            own = next(logprob for other, logprob, _ in entries if other == token)
+            self._add(token, texts[token], own, self._by_text((entry[:2] for entry in entries), texts))
+
+    def _add(self, token: int, text: str, logprob: float | None, top: dict[str, float] | None) -> None:
+        self._tokens.append(name_of(token) if self._as_ids else text)
+        self._logprobs.append(None if logprob is None else finite(logprob))
+        self._top.append(top)
+        self._offsets.append(self._offset)
+        if token not in self._skipped:
+            self._offset += len(text)
+
+    def _by_text(self, candidates: Iterable[tuple[int, float]], texts: Mapping[int, str]) -> dict[str, float]:
         """Candidates by text. Of tokens with the same text the most likely one counts, as a reader cannot tell them."""
         best: dict[str, float] = {}
-        for token, entry in candidates.items():
-            text, value = text_of(token, entry, self._tokenizer), finite(entry.logprob)
+        for token, logprob in candidates:
+            text = name_of(token) if self._as_ids else texts[token]
+            value = finite(logprob)
             best[text] = max(value, best.get(text, value))
         return best
 
-    def take(self) -> dict[str, Any]:
-        """What is new since the last call."""
-        first, self._told = self._told, len(self._tokens)
-        return self._body(first)
+    @property
+    def has_more(self) -> bool:
+        """Whether `take` has not given all."""
+        return self._told < len(self._tokens)
+
+    def take(self, most: int | None = None) -> dict[str, Any]:
+        """What is new since the last call, of `most` tokens at most."""
+        first, end = self._told, len(self._tokens)
+        self._told = end if most is None else min(end, first + most)
+        return self._body(first, self._told)
 
     def body(self) -> dict[str, Any]:
         """Everything."""
-        return self._body(0)
+        return self._body(0, len(self._tokens))
 
-    def _body(self, first: int) -> dict[str, Any]:
+    def _body(self, first: int, end: int) -> dict[str, Any]:
         return {
-            "tokens": self._tokens[first:],
-            "token_logprobs": self._logprobs[first:],
-            "top_logprobs": self._top[first:],
-            "text_offset": self._offsets[first:],
+            "tokens": self._tokens[first:end],
+            "token_logprobs": self._logprobs[first:end],
+            "top_logprobs": self._top[first:end],
+            "text_offset": self._offsets[first:end],
         }
+
+
+class _PlainTexts(dict[int, str]):
+    """`plain_text` of tokens."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token: int) -> str:
+        text = self[token] = plain_text(token, self._tokenizer)
+        return text

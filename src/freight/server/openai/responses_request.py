@@ -64,6 +64,7 @@ def parse_responses(body: object, served: Served, limits: ServingLimits) -> Resp
         (r"response_format\.json_schema", "text.format"),
         (r"response_format", "text.format"),
         (r"messages", "input"),
+        (r"tools\[\]\.function", "tools[]"),
         *((rf"tools\[{at}\]\.function", f"tools[{index}]") for at, index in enumerate(reader.places)),
     ]
     call = chat_call(chat, served, limits, renamed)

@@ -18,14 +18,15 @@ from freight.sampling import LARGEST, LARGEST_WHOLE, SamplingParams, check_limit
 from freight.server.call import Served
 from freight.server.limits import ServingLimits
 from freight.server.openai.fields import from_request_error, refuse
-from freight.server.openai.structure import structured_from
+from freight.server.openai.structure import Form
 
 _MOST = ServingLimits()
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,18}")
 _SAME_NAME = (  # fields that SamplingParams has under the same name
     *("n", "temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "stop", "stop_token_ids", "ignore_eos"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "prompt_logprobs", "skip_special_tokens"),
-    *("cache_salt", "max_tokens"),
+    *("cache_salt", "max_tokens", "include_stop_str_in_output", "allowed_token_ids", "bad_words"),
+    "truncate_prompt_tokens",
 )
 
 
@@ -42,11 +43,10 @@ def shape(*kinds: dict[str, Any]) -> WithJsonSchema:
 
 _STRING = {"type": "string", "minLength": 1, "maxLength": _MOST.sampling.stop_length}
 _STOPS = {"type": "array", "items": _STRING, "maxItems": _MOST.sampling.stop}
-_IDS = {
-    "type": "array",
-    "items": {"type": "integer", "minimum": 0, "maximum": LARGEST_WHOLE},
-    "maxItems": _MOST.sampling.stop_token_ids,
-}
+_ID = {"type": "integer", "minimum": 0, "maximum": LARGEST_WHOLE}
+_IDS = {"type": "array", "items": _ID, "maxItems": _MOST.sampling.stop_token_ids}
+_ALLOWED = {"type": "array", "items": _ID, "minItems": 1, "maxItems": _MOST.sampling.allowed_token_ids}
+_WORDS = {"type": "array", "items": _STRING, "maxItems": _MOST.sampling.bad_words}
 _BIASES = {
     "type": "object",
     "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,18})$"},
@@ -83,14 +83,20 @@ class SharedFields(BaseModel):
     min_tokens: int | None = within(0, LARGEST_WHOLE)
     stop: Annotated[Any, shape(_STRING, _STOPS)] = None
     stop_token_ids: Annotated[Any, shape(_IDS)] = None
+    include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     presence_penalty: float | None = within(-2, 2)
     frequency_penalty: float | None = within(-2, 2)
     repetition_penalty: float | None = within(0.01, 100)
     logit_bias: Annotated[Any, shape(_BIASES)] = None
+    allowed_token_ids: Annotated[Any, shape(_ALLOWED)] = None
+    bad_words: Annotated[Any, shape(_STRING, _WORDS)] = None
     prompt_logprobs: int | None = within(0, _MOST.sampling.prompt_logprobs)
     skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[Any, shape({"const": -1}, _ID | {"minimum": 1})] = None
+    add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     cache_salt: str | None = Field(
         default=None, json_schema_extra={"minLength": 1, "maxLength": _MOST.sampling.cache_salt}
     )
@@ -117,6 +123,7 @@ class SharedFields(BaseModel):
     modalities: Annotated[Any, shape({"const": ["text"]})] = None
     prediction: Any = None
     include_reasoning: Any = None
+    session_id: Any = None
 
 
 def check_shared(request: SharedFields, limits: ServingLimits) -> None:
@@ -140,6 +147,7 @@ def sampling_from(
     limits: ServingLimits,
     own: Mapping[str, Any],
     renamed: Mapping[str, str],
+    form: Form,
     forced: Mapping[str, Any] | None = None,
     around: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
 ) -> SamplingParams:
@@ -147,7 +155,8 @@ def sampling_from(
 
     own      values that the API decides itself, by SamplingParams' names; None: the default
     renamed  SamplingParams' name -> the field of this API that it came from
-    forced   keyword arguments of StructuredOutputs that hold whatever else is given: a forced tool call
+    form     that the request gives its answer
+    forced   keyword arguments of StructuredOutputs that hold in place of `form`: a forced tool call
     around   makes the form of the whole answer out of the one that the request gives
 
     Raises ApiError, 400, with the field that is at fault.
@@ -156,10 +165,8 @@ def sampling_from(
     given |= {name: value for name, value in own.items() if value is not None}
     if request.logit_bias is not None:
         given["logit_bias"] = _biases(request.logit_bias)
-    structured, source = structured_from(request)
+    structured, source = form.values, form.field
     if forced is not None:
-        if structured is not None:
-            raise refuse("tool_choice", f"tool_choice demands a tool call and {source} another form; give one of both")
         structured, source = dict(forced), "tool_choice"
     elif structured is not None and around is not None:
         structured = dict(around(structured))

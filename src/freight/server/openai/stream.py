@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from freight.outputs import CompletionDelta, FinishReason
+from freight.sampling import NO_TOKEN_LEFT
 from freight.server.call import ReplyHead
-from freight.server.errors import ApiError
+from freight.server.errors import ApiError, took_too_long
+from freight.structured import CANNOT_GO_ON
 from freight.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
@@ -22,12 +24,14 @@ class AnswerOptions:
     include_usage     the stream ends with a chunk of usage
     continuous_usage  every chunk has the usage so far
     token_ids         the ids of prompt and answer
+    tokens_as_ids     tokens of log-probabilities by their ids, "token_id:42", in place of their text
     prompt_logprobs   log-probabilities of the prompt, in a field of their own
     """
 
     include_usage: bool = False
     continuous_usage: bool = False
     token_ids: bool = False
+    tokens_as_ids: bool = False
     prompt_logprobs: bool = False
 
 
@@ -102,9 +106,13 @@ def failure_events(error: ApiError) -> bytes:
 def check_ending(output: CompletionDelta) -> None:
     """Raises ApiError for a completion that ended otherwise than by its own end or a limit on its length."""
     if output.finish_reason is FinishReason.ERROR:
+        if (output.error or "").startswith(CANNOT_GO_ON):  # the request's own grammar: nothing failed here
+            raise ApiError(400, f"the answer was ended: {output.error}", code="invalid_grammar")
+        if (output.error or "").startswith(NO_TOKEN_LEFT):  # nor here: its parameters and its grammar bar everything
+            raise ApiError(400, f"the answer was ended: {output.error}", code="no_token_left")
         raise ApiError(500, f"the answer could not be computed further: {output.error or 'no reason is known'}")
     if output.finish_reason is FinishReason.TIMEOUT:
-        raise ApiError(504, "the answer took longer than this server allows; ask for fewer tokens", code="timeout")
+        raise took_too_long()
     if output.finish_reason is FinishReason.ABORT:
         raise ApiError(503, "the request was aborted before its answer was complete", code="aborted")
 

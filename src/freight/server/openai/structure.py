@@ -6,24 +6,77 @@ Four ways to say it are in use: OpenAI's `response_format`, the form that the hu
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from reprlib import repr as show
 from typing import Any
 
-from freight.errors import choices
-from freight.server.openai.fields import refuse
+from freight.errors import RequestError, choices
+from freight.server.errors import ApiError
+from freight.server.openai.fields import from_request_error, refuse
+from freight.structured import StructuredOutputs
 
 _FORMS = ("json", "regex", "choice", "grammar", "json_object")
 _GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 _FORMAT_FIELDS = ("type", "json_schema", "schema", "value")
 
 
-def structured_from(request: Any) -> tuple[dict[str, Any] | None, str]:
-    """Keyword arguments of StructuredOutputs, None for free text, and the field that they come from.
+@dataclass(frozen=True)
+class Form:
+    """The form that a request gives its answer.
 
-    request: has the fields `response_format`, `structured_outputs` and `guided_…`. Raises ApiError, 400, for a form
-    that is not known or for several at once.
+    values   keyword arguments of StructuredOutputs; None: free text
+    field    of the request, that they come from
+    ignored  keywords of a JSON schema that are not enforced, as paths of the request
     """
+
+    values: dict[str, Any] | None
+    field: str
+    ignored: tuple[str, ...] = ()
+
+
+def form_of(request: Any, strict_schemas: bool) -> Form:
+    """What `response_format`, `structured_outputs` and `guided_…` of a request ask for.
+
+    Raises ApiError, 400, for a form that is not known, for several at once, and with strict_schemas for a schema that
+    cannot be enforced whole.
+    """
+    values, field = _values(request)
+    if values is None or "json" not in values:
+        return Form(values, field)
+    where = {"response_format": "response_format.schema", "structured_outputs": "structured_outputs.json"}
+    schema, ignored = enforced(values["json"], field, where.get(field, field), strict_schemas)
+    return Form(schema, field, ignored)
+
+
+def enforced(schema: Any, field: str, where: str, strict_schemas: bool) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Arguments of StructuredOutputs for a JSON schema as far as a grammar can hold it, and what of it is left out.
+
+    field, where  the field that is at fault in errors, and the schema's path in what is left out
+
+    A format that is not known is never a fault: to JSON Schema it is an annotation. Raises ApiError, 400.
+    """
+    try:
+        form, left_out = StructuredOutputs.enforceable(schema)
+    except RequestError as error:
+        raise from_request_error(error, {"structured_outputs": field}) from error
+    constraints = [name for name in left_out if name != "format"]
+    if strict_schemas and constraints:
+        one, those = ("it", "this") if len(constraints) == 1 else ("them", "these")
+        raise ApiError(
+            400,
+            f"{where} has {', '.join(constraints)}, and a grammar cannot enforce {those}; leave {one} out, or start "
+            "the server without --strict-schemas",
+            param=field,
+            code="invalid_grammar",
+        )
+    kept = {"json": json.loads(str(form.json))} if form.json is not None else form.given()
+    return kept, tuple(f"{where}.{name}" for name in left_out)
+
+
+def _values(request: Any) -> tuple[dict[str, Any] | None, str]:
+    """Keyword arguments of StructuredOutputs, and the field that they come from."""
     found: dict[str, dict[str, Any]] = {}
     if request.response_format is not None:
         form = _response_format(request.response_format)

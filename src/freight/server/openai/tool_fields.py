@@ -25,10 +25,12 @@ class ToolUse:
 
     tools   as they were given; empty when none may be called
     forced  the names of which one has to be called; empty: the model decides
+    named   whether `tool_choice` names the function: then there is exactly one call, whatever parallel_tool_calls says
     """
 
     tools: tuple[Mapping[str, Any], ...] = ()
     forced: tuple[str, ...] = ()
+    named: bool = False
 
 
 def tool_use(tools: object, choice: object, limits: ServingLimits) -> ToolUse:
@@ -45,7 +47,7 @@ def tool_use(tools: object, choice: object, limits: ServingLimits) -> ToolUse:
     name = _chosen(choice)
     if name not in offered:
         raise refuse("tool_choice", f"tool_choice names {name[:64]!r}; tools has {', '.join(offered) or 'none'}")
-    return ToolUse(tuple(offered.values()), (name,))
+    return ToolUse(tuple(offered.values()), (name,), named=True)
 
 
 def _tools(tools: object, limits: ServingLimits) -> dict[str, Mapping[str, Any]]:

@@ -42,7 +42,7 @@ class Browser:
         self._path = f"/session/{session['sessionId']}"
 
     def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        connection = HTTPConnection("127.0.0.1", self._port, timeout=60)
+        connection = HTTPConnection("127.0.0.1", self._port, timeout=300)
         try:
             connection.request(method, self._path + path, json.dumps(body or {}) if method == "POST" else None)
             value = json.loads(connection.getresponse().read())["value"]
@@ -121,7 +121,7 @@ def browser() -> Iterator[Browser]:
             window.quit()
     finally:
         driver.terminate()
-        driver.communicate(timeout=10)
+        driver.communicate(timeout=300)
 
 
 in_browser = pytest.mark.skipif(bool(missing()), reason=f"needs Debian's chromium and chromium-driver: {missing()}")

@@ -1,0 +1,209 @@
+"""LoRA adapters as PEFT writes them: adapter_config.json and adapter_model.safetensors -> what changes in which tensor.
+
+    W' = W + scaling * B @ A        scaling = alpha / r, or alpha / sqrt(r) with use_rslora
+    W' = m * (W + scaling * B @ A) / |W + scaling * B @ A|     by output row, with use_dora
+
+A [r, inputs], B [outputs, r], m [outputs]; of an embedding A [r, rows], B [width, r]. What a config declares beyond
+that is refused: an adapter that was merged without it would be another one.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from freight.checkpoint.headers import TensorEntry, read_header
+from freight.checkpoint.reader import read_json, resolve_model
+from freight.errors import CheckpointError, ConfigError, shown
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_READ = {"peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"}
+_READ |= {"init_lora_weights", "ensure_weight_tying"}
+_NO_EFFECT = {  # on what a trained adapter computes: they decided what was trained, and how
+    *("auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode", "peft_version"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save", "bias"),
+    *("lora_dropout", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config", "kasa_config"),
+    *("megatron_core", "qalora_group_size", "monteclora_config", "velora_config"),
+}
+_INITIAL = (True, False, None, "gaussian", "eva", "orthogonal")  # the others change the base model's weights as well
+_WAY_OUT = "merge it with peft's merge_and_unload"
+_PARTS = {
+    ".lora_A.weight": "a",
+    ".lora_B.weight": "b",
+    ".lora_embedding_A": "a",
+    ".lora_embedding_B": "b",
+    ".lora_magnitude_vector": "magnitude",
+}
+
+
+@dataclass
+class Change:
+    """What an adapter does to one module's weight: names of tensors in its file.
+
+    whole  takes the place of the weight, before the rest
+    """
+
+    scaling: float = 0.0
+    is_embedding: bool = False
+    whole: str | None = None
+    parts: dict[str, str] = field(default_factory=dict)  # a, b, magnitude
+
+
+class Adapter:
+    """An opened adapter. `changes`: by the name of the tensor of the base model, as transformers calls it."""
+
+    def __init__(self, name: str) -> None:
+        """`name`: a folder or a hub id. Raises CheckpointError for a damaged one, ConfigError for one that is not
+        merged here."""
+        self.path = resolve_model(name, fetched=(CONFIG, "adapter_model.*"))
+        config = read_json(self.path / CONFIG)
+        if config is None:
+            raise CheckpointError(f"{self.path} has no {CONFIG}, so it is not a PEFT adapter")
+        if not (self.path / WEIGHTS).is_file():
+            pickled = (self.path / "adapter_model.bin").is_file()
+            hint = "; load adapter_model.bin with peft and save it again, as safetensors" if pickled else ""
+            raise CheckpointError(f"{self.path} has no {WEIGHTS}{hint}")
+        _check_config(self.path / CONFIG, config)
+        self.ties_weights = config.get("ensure_weight_tying") is True
+        self._file = self.path / WEIGHTS
+        self._entries = read_header(self._file)
+        self.changes = self._changes(config)
+
+    def merged(self, change: Change, weight: Tensor) -> Tensor:
+        """`weight` [outputs, inputs] with the change, computed in float32 and rounded once to `weight`'s dtype."""
+        if change.whole is not None:
+            weight = self._read(change.whole).to(weight.dtype)
+        if not change.parts:
+            return weight
+        a, b = self._read(change.parts["a"]).float(), self._read(change.parts["b"]).float()
+        whole = (b @ a).mul_(change.scaling)
+        whole = (whole.T if change.is_embedding else whole) + weight.float()
+        if "magnitude" in change.parts:
+            magnitude = self._read(change.parts["magnitude"]).float().view(-1)
+            whole *= (magnitude / torch.linalg.norm(whole, dim=1)).view(-1, 1)
+        rounded = whole.to(weight.dtype)  # float16 ends at 65,504
+        if not rounded.isfinite().all():
+            raise CheckpointError(f"{self._file}: with {change.parts['b']} the weight is not finite in {weight.dtype}")
+        return rounded
+
+    def check(self, name: str, change: Change, shape: tuple[int, ...]) -> None:
+        """Raises CheckpointError unless `change` fits the tensor `name` of the base model, of `shape`."""
+        found = self._shape(change)
+        if found is not None and found != shape:
+            is_vocabulary = found[1:] == shape[1:] and name.endswith(("embed_tokens.weight", "lm_head.weight"))
+            hint = ". Its vocabulary was extended: merge it with peft" if is_vocabulary else ""
+            raise CheckpointError(
+                f"{self._file} has {list(found)} for {name}, which is {list(shape)} in the base model: they do not "
+                f"belong together{hint}"
+            )
+        whole = None if change.whole is None else self._entries[change.whole].shape
+        if whole is not None and whole != shape:
+            raise CheckpointError(
+                f"{self._file}: {change.whole} is {list(whole)}, and {name} of the base model {list(shape)}: the "
+                f"vocabulary was extended, which is not merged here; {_WAY_OUT}"
+            )
+
+    def _shape(self, change: Change) -> tuple[int, ...] | None:
+        """The shape of what is added, [outputs, inputs]; None where nothing is."""
+        if not change.parts:
+            return None
+        inputs, outputs = self._entries[change.parts["a"]].shape[1], self._entries[change.parts["b"]].shape[0]
+        return (inputs, outputs) if change.is_embedding else (outputs, inputs)
+
+    def _changes(self, config: Mapping[str, Any]) -> dict[str, Change]:
+        changes: dict[str, Change] = {}
+        for name in self._entries:
+            if not name.startswith(_PREFIX):
+                raise CheckpointError(f"{self._file}: {name} does not begin with {_PREFIX}, as PEFT's tensors do")
+            module = name.removeprefix(_PREFIX)
+            suffix = next((end for end in _PARTS if module.endswith(end)), None)
+            if suffix is not None:
+                module = module.removesuffix(suffix)
+                change = changes.setdefault(f"{module}.weight", Change())
+                change.parts[_PARTS[suffix]] = name
+                change.is_embedding = change.is_embedding or "embedding" in suffix
+                change.scaling = _scaling(config, module)
+            elif ".lora_" in module:
+                raise ConfigError(f"{self._file}: {name} is not merged here (lora_bias, target_parameters); {_WAY_OUT}")
+            else:
+                changes.setdefault(module.replace(".base_layer.", "."), Change()).whole = name
+        for tensor, change in changes.items():
+            self._check_parts(config, tensor, change)
+        if not changes:
+            raise CheckpointError(f"{self._file} has no tensor")
+        return changes
+
+    def _check_parts(self, config: Mapping[str, Any], tensor: str, change: Change) -> None:
+        parts = {part: self._entries[name] for part, name in change.parts.items()}
+        if not parts:
+            return
+        magnitude = parts.pop("magnitude", None)
+        if parts.keys() != {"a", "b"} or (magnitude is None) is bool(config.get("use_dora")):
+            raise CheckpointError(f"{self._file}: of what is added to {tensor} it has {', '.join(change.parts)} alone")
+        if magnitude is not None and change.is_embedding:
+            raise ConfigError(f"{self._file}: DoRA of the embedding {tensor} is not merged here; {_WAY_OUT}")
+        rank = _of_module(config, "rank_pattern", "r", tensor.removesuffix(".weight"))
+        a, b = parts["a"].shape, parts["b"].shape
+        if not (len(a) == len(b) == 2 and a[0] == b[1] == rank and _has_room(magnitude, b[0])):
+            raise CheckpointError(
+                f"{self._file}: what is added to {tensor} is {list(b)} by {list(a)}, and {CONFIG} has rank {rank}"
+            )
+
+    def _read(self, name: str) -> Tensor:
+        try:
+            with safe_open(self._file, framework="pt") as handle:
+                tensor: Tensor = handle.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{self._file}: tensor {name} cannot be read: {error}") from error
+        if not tensor.is_floating_point() or tensor.element_size() < 2:
+            raise CheckpointError(f"{self._file}: {name} is {tensor.dtype}; an adapter has 16 or 32 bits")
+        return tensor
+
+
+def _has_room(magnitude: TensorEntry | None, outputs: int) -> bool:
+    return magnitude is None or math.prod(magnitude.shape) == outputs
+
+
+def _check_config(file: Path, config: Mapping[str, Any]) -> None:
+    """Raises ConfigError for what is declared and not merged here."""
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        raise ConfigError(f"{file}: peft_type is {shown(kind)}; only LORA is merged here, {_WAY_OUT}")
+    initial = config.get("init_lora_weights")
+    if not any(initial is known or (isinstance(initial, str) and initial == known) for known in _INITIAL):
+        raise ConfigError(
+            f"{file}: init_lora_weights is {shown(initial)}, which changes the base model as well; {_WAY_OUT}"
+        )
+    for key, value in config.items():
+        if key not in _READ | _NO_EFFECT and value not in (None, False, 0) and value not in ({}, [], ""):
+            if key == "megatron_config" or key.startswith("_"):
+                continue
+            raise ConfigError(f"{file}: {key} is {shown(value)}, which is not merged here; {_WAY_OUT}")
+
+
+def _scaling(config: Mapping[str, Any], module: str) -> float:
+    rank = _of_module(config, "rank_pattern", "r", module)
+    alpha = _of_module(config, "alpha_pattern", "lora_alpha", module)
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _of_module(config: Mapping[str, Any], pattern: str, default: str, module: str) -> float:
+    """The number of a module: that of the first pattern which its name ends with, as PEFT looks it up."""
+    given = config.get(pattern) or {}
+    try:
+        key = next((key for key in given if re.match(rf"(.*\.)?({key})$", module)), None)
+        value = config[default] if key is None else given[key]
+        if isinstance(value, bool) or not value > 0:
+            raise ValueError(value)
+    except (re.error, TypeError, KeyError, ValueError) as error:
+        raise CheckpointError(f"{CONFIG}: {default} or {pattern} is damaged: {error}") from None
+    return float(value)

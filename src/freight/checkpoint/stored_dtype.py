@@ -1,0 +1,102 @@
+"""The dtype of the weights that are not quantized, from headers of safetensors: of a folder, or of a model on the hub.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from freight.checkpoint.headers import FORMAT_NAMES, read_header
+from freight.errors import CheckpointError
+from freight.fp8.formats import COMPUTE_FORMATS, Format
+
+HUB_SECONDS = 20.0  # for all requests; after it the dtype counts as not known
+_HUB_FILES = 3  # shards of which the header is read at most; the first decides, unless it has no tensor that counts
+
+Size = tuple[str, str, int]  # a tensor's name, its dtype as safetensors names it, its bytes
+
+_OTHER = re.compile(  # scales, buffers, and the parts beside the text model
+    r"(scale|zero_point|inv_freq)[^.]*$|(^|\.)(vision|visual|audio|image|sound|mm_|multi_modal)"
+)
+_QUANTIZED = ("F4", "F6", "F8", "I8", "U8")  # of U8: codes of MXFP4
+
+
+def stored_format(tensors: Iterable[Size]) -> Format | None:
+    """The dtype of the weights that are not quantized: bfloat16, float16 or float32, that of the most bytes.
+
+    Scales do not count, nor do tensors of vision and audio models. Beside quantized weights float32 counts only if
+    nothing is in 16 bits: routers and their biases are often in float32 there, and can outweigh norms. None: no tensor
+    is in one of these dtypes.
+    """
+    sizes, quantized = Counter[Format](), False
+    for name, dtype, size in tensors:
+        quantized |= dtype.startswith(_QUANTIZED)
+        format = FORMAT_NAMES.get(dtype)
+        if format in COMPUTE_FORMATS and not _OTHER.search(name):
+            sizes[format] += size
+    if quantized and len(sizes) > 1:
+        del sizes[Format.FLOAT32]
+    return max(sizes, key=lambda format: sizes[format], default=None)
+
+
+def stored_in_folder(folder: Path) -> Format | None:
+    """`stored_format` of the safetensors files in `folder`; None also for files that cannot be read."""
+    files = sorted(folder.glob("*.safetensors"))
+    files = [file for file in files if not file.name.startswith("consolidated")] or files  # the same weights again
+    try:
+        headers = [read_header(file) for file in files]
+    except CheckpointError:
+        return None  # loading says what is wrong with it
+    return stored_format((name, one.dtype, one.size) for header in headers for name, one in header.items())
+
+
+def stored_on_hub(model: str, revision: str | None = None, seconds: float = HUB_SECONDS) -> Format | None:
+    """`stored_format` of a hub model, from the header of one file of its weights, read by range requests.
+
+    None where that cannot be had: no network, no safetensors, or more than `seconds`.
+    """
+    found: list[Format | None] = []
+
+    def read() -> None:
+        try:
+            found.append(next((one for one in _hub_formats(model, revision) if one is not None), None))
+        except Exception:  # the client's errors, and whatever its network stack raises
+            found.append(None)
+
+    thread = threading.Thread(target=read, daemon=True)  # which ends with the process where a request hangs
+    thread.start()
+    thread.join(seconds)
+    return found[0] if found else None
+
+
+def _hub_formats(model: str, revision: str | None) -> Iterator[Format | None]:
+    from huggingface_hub.errors import EntryNotFoundError
+
+    try:
+        yield _in_hub_file(model, revision, "model.safetensors")
+    except EntryNotFoundError:
+        for file in _shards(model, revision)[:_HUB_FILES]:
+            yield _in_hub_file(model, revision, file)
+
+
+def _in_hub_file(model: str, revision: str | None, file: str) -> Format | None:
+    from huggingface_hub import parse_safetensors_file_metadata
+
+    header = parse_safetensors_file_metadata(model, file, revision=revision).tensors
+    return stored_format((name, one.dtype, one.data_offsets[1] - one.data_offsets[0]) for name, one in header.items())
+
+
+def _shards(model: str, revision: str | None) -> list[str]:
+    """The files of the weights, that with the embedding first: few checkpoints have it quantized."""
+    from huggingface_hub import hf_hub_download
+
+    index = Path(hf_hub_download(model, "model.safetensors.index.json", revision=revision))
+    places: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    embeddings = (file for name, file in places.items() if name.endswith("embed_tokens.weight"))
+    return list(dict.fromkeys([*embeddings, *sorted(places.values())]))

@@ -1,0 +1,80 @@
+"""The dtype of a checkpoint's weights, and where it was found. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from enum import StrEnum
+from typing import Any
+
+from freight.errors import CheckpointError, choices
+from freight.fp8.formats import COMPUTE_FORMATS, Format
+
+_TEXT_KEYS = ("text_config", "llm_config")  # every `Family.text_key`
+
+
+class DtypeSource(StrEnum):
+    """Where a dtype was found, in the order of precedence. The value is the name in every JSON."""
+
+    OPTION = "--dtype"  # of what is computed in; never that of a checkpoint
+    CONFIG = "config.json"
+    TEXT_CONFIG = "text_config"  # the object in config.json that describes the text model
+    TENSORS = "tensors"  # the headers of the safetensors files
+    ASSUMED = "assumed"
+
+
+_FOUND = {
+    DtypeSource.OPTION: "from --dtype",
+    DtypeSource.CONFIG: "from config.json",
+    DtypeSource.TEXT_CONFIG: "from text_config in config.json",
+    DtypeSource.TENSORS: "as the tensors are stored: config.json names none",
+    DtypeSource.ASSUMED: "assumed: neither config.json nor a tensor names one",
+}
+
+
+def checkpoint_dtype(config: Mapping[str, Any], stored: Format | None = None) -> tuple[Format, DtypeSource]:
+    """The dtype of the checkpoint that has `config`, the content of its config.json.
+
+    In this order: config.json, its `text_config`, `stored` (that of the tensors, None: not known), bfloat16. Raises
+    CheckpointError for a dtype that is not implemented, and for two that differ in one object.
+    """
+    for source, part in _places(config):
+        named = _named(part)
+        if named is not None:
+            return named, source
+    return (Format.BFLOAT16, DtypeSource.ASSUMED) if stored is None else (stored, DtypeSource.TENSORS)
+
+
+def names_dtype(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json names a dtype, implemented or not: then the tensors do not decide."""
+    return any(_values(part) for _, part in _places(config))
+
+
+def describe_dtype(format: Format, source: DtypeSource) -> str:
+    """'bfloat16, from config.json'."""
+    return f"{format}, {_FOUND[source]}"
+
+
+def _places(config: Mapping[str, Any]) -> Iterator[tuple[DtypeSource, Mapping[str, Any]]]:
+    yield DtypeSource.CONFIG, config
+    for key in _TEXT_KEYS:
+        if isinstance(config.get(key), Mapping):
+            yield DtypeSource.TEXT_CONFIG, config[key]
+
+
+def _values(part: Mapping[str, Any]) -> dict[str, str]:
+    """What `dtype` and `torch_dtype` name; 'torch.bfloat16' is 'bfloat16'."""
+    return {key: str(part[key]).removeprefix("torch.") for key in ("dtype", "torch_dtype") if part.get(key) is not None}
+
+
+def _named(part: Mapping[str, Any]) -> Format | None:
+    values = _values(part)
+    if not values:
+        return None
+    if len(set(values.values())) > 1:
+        raise CheckpointError(
+            f"config.json contradicts itself: dtype = {values['dtype']}, torch_dtype = {values['torch_dtype']}"
+        )
+    name = next(iter(values.values()))
+    if name not in tuple(COMPUTE_FORMATS):
+        raise CheckpointError(f"config.json: dtype {name!r} is not implemented; {choices(COMPUTE_FORMATS)} are")
+    return Format(name)

@@ -1,0 +1,130 @@
+"""GLM 4 of Zhipu: dense, mixtures of experts, and those with pictures. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from freight.config.deriving import with_attention
+from freight.config.experts import MoEFamily
+from freight.config.family import LANGUAGE_MODEL, Family, RopeForm, words
+from freight.config.fields import flag
+from freight.config.layer import NormPlacement
+from freight.config.tensor_names import VISUAL, TensorNames
+from freight.operands.routing import Scoring
+
+_OUTSIDE = words("vision_config image_token_id image_start_token_id image_end_token_id video_token_id") | words(
+    "video_start_token_id video_end_token_id"
+)
+_GLM = Family(
+    "GlmForCausalLM",
+    {
+        "vocab_size": 151552,
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "rms_norm_eps": 1.5625e-7,
+        "attention_bias": True,
+        "eos_token_id": [151329, 151336, 151338],
+    },
+    words("attention_bias"),
+    bias_keys=("attention_bias", "", ""),
+    rotary_factor=0.5,
+    interleaved=True,
+    tensors=TensorNames(gate_up=("mlp.gate_up_proj",)),
+)
+_GLM4 = replace(
+    _GLM,
+    architecture="Glm4ForCausalLM",
+    norms=NormPlacement.SANDWICH,
+    tensors=TensorNames(
+        gate_up=("mlp.gate_up_proj",),
+        attention_post="post_self_attn_layernorm.weight",
+        mlp_post="post_mlp_layernorm.weight",
+    ),
+)
+_GLM4_MOE = Family(
+    "Glm4MoeForCausalLM",
+    {
+        "vocab_size": 151552,
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "moe_intermediate_size": 1408,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+    },
+    words("attention_bias use_qk_norm"),
+    bias_keys=("attention_bias", "", ""),
+    derive=lambda config, model: with_attention(model, qk_norm=flag(config, "use_qk_norm")),
+    rotary_factor=0.5,
+    moe=MoEFamily(
+        128,
+        scoring=Scoring.SIGMOID,
+        factor_key="routed_scaling_factor",
+        group_keys=("n_group", "topk_group"),
+        choice_bias=True,
+        shared_count_key="n_shared_experts",
+        dense_keys=words("first_k_dense_replace"),
+    ),
+    next_token_keys=words("num_nextn_predict_layers num_mtp_layers"),
+    tensors=TensorNames(shared="mlp.shared_experts."),
+)
+_GLM4V = replace(
+    _GLM4,
+    architecture="Glm4vForConditionalGeneration",
+    defaults={
+        "vocab_size": 151552,
+        "hidden_size": 4096,
+        "intermediate_size": 13696,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-5,
+    },
+    qkv_bias=True,
+    rotary_factor=1.0,
+    ropes=frozenset({RopeForm.SECTIONS}),
+    bodies=LANGUAGE_MODEL,
+    text_type="glm4v_text",
+    wrapper_keys=_OUTSIDE,
+    tensors=replace(_GLM4.tensors, unused=VISUAL),
+)
+
+ROWS = {
+    "glm": _GLM,
+    "glm4": _GLM4,
+    "glm4_moe": _GLM4_MOE,
+    "glm4v": _GLM4V,
+    "glm46v": replace(_GLM4V, architecture="Glm46VForConditionalGeneration"),
+    "glmga": replace(_GLM4V, architecture="Glm46VForConditionalGeneration"),
+    "glm4v_moe": replace(
+        _GLM4_MOE,
+        architecture="Glm4vMoeForConditionalGeneration",
+        defaults={
+            "vocab_size": 151424,
+            "hidden_size": 4096,
+            "intermediate_size": 10944,
+            "num_hidden_layers": 46,
+            "num_attention_heads": 96,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 65536,
+            "rms_norm_eps": 1e-5,
+            "attention_bias": True,
+            "moe_intermediate_size": 1408,
+            "num_experts_per_tok": 8,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+        },
+        keys=words("attention_bias"),
+        derive=None,
+        ropes=frozenset({RopeForm.SECTIONS}),
+        bodies=LANGUAGE_MODEL,
+        text_type="glm4v_moe_text",
+        wrapper_keys=_OUTSIDE,
+        tensors=replace(_GLM4_MOE.tensors, unused=VISUAL),
+    ),
+}

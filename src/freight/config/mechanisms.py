@@ -1,0 +1,153 @@
+"""Mechanisms of published models that Freight does not have, told from keys of a config.json. Imports no torch.
+
+A model type without a row is refused for the mechanism that stands in the way, before transformers' modules are tried:
+a user then knows what is missing, and docs/models.md counts models by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from freight.errors import CheckpointError
+
+Json = Mapping[str, Any]
+# where a config.json of several parts describes its decoder
+_TEXTS = ("text_config", "llm_config", "language_config", "thinker_config")
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """`keys` show it where they have a value, `prefixes` are beginnings of such keys; `sign` is a rule for others.
+
+    `excluded` says of a config.json that beginnings of keys show nothing in it.
+    """
+
+    name: str
+    keys: tuple[str, ...] = ()
+    prefixes: tuple[str, ...] = ()
+    sign: Callable[[Json], str | None] | None = None
+    excluded: Callable[[Json], bool] = lambda config: False
+
+    def key_in(self, config: Json) -> str | None:
+        """The key of `config` that shows this mechanism."""
+        named = next((key for key in self.keys if config.get(key)), None)
+        prefixes = () if self.excluded(config) else self.prefixes
+        begins = next((key for key, value in config.items() if value and prefixes and key.startswith(prefixes)), None)
+        return named or begins or (self.sign(config) if self.sign is not None else None)
+
+
+def _kind(words: tuple[str, ...]) -> Callable[[Json], str | None]:
+    """A key that lists the kinds of layers, one of which has one of `words` in its name."""
+
+    def find(config: Json) -> str | None:
+        for key in ("layer_types", "layers_block_type"):
+            kinds = config.get(key)
+            if isinstance(kinds, list) and any(word in str(kind) for kind in kinds for word in words):
+                return key
+        return None
+
+    return find
+
+
+def only_attention(config: Json) -> bool:
+    """Whether every layer is listed, and attends: then keys of recurrent layers describe none (Granite 4.0 350M)."""
+    kinds = config.get("layer_types") or config.get("layers_block_type")
+    return isinstance(kinds, list) and all("attention" in str(kind) and "linear" not in str(kind) for kind in kinds)
+
+
+_recurrent_kind = _kind(("linear", "mamba", "conv", "recurrent", "delta"))
+_sparse_kind = _kind(("sparse",))
+
+
+def _sparse(config: Json) -> str | None:
+    sparse = config.get("sparse_attention_config")
+    switched_on = isinstance(sparse, Mapping) and sparse.get("use_sparse_attention")
+    return "sparse_attention_config" if switched_on else _sparse_kind(config)
+
+
+def _chunked(config: Json) -> str | None:
+    """MiMo-V2's files have a chunk size too, which nothing reads."""
+    is_llama_4 = str(config.get("model_type")).startswith("llama4")
+    return "attention_chunk_size" if is_llama_4 and "attention_chunk_size" in config else None
+
+
+def _linear_kinds(config: Json) -> str | None:
+    kinds = config.get("attn_type_list")  # of MiniMax: 0 is a linear layer
+    return "attn_type_list" if isinstance(kinds, list) and 0 in kinds else None
+
+
+def _alibi(config: Json) -> str | None:
+    attention = config.get("attn_config")  # of MPT
+    if isinstance(attention, Mapping) and attention.get("alibi"):
+        return "attn_config"
+    return "model_type" if config.get("model_type") == "bloom" else None
+
+
+MECHANISMS = (
+    Mechanism("compressed keys and values (CSA, HCA)", ("compress_ratios", "compress_rates")),
+    Mechanism(
+        "sparse attention over keys that an indexer chooses (DSA, MSA)", ("index_topk", "indexer_budget"), sign=_sparse
+    ),
+    Mechanism(
+        "layers with a recurrent state (Mamba, linear attention, short convolutions)",
+        (
+            "linear_attn_config",
+            "hybrid_override_pattern",
+            "conv_L_cache",
+            "conv_kernel",
+            "state_size",
+            "full_attention_interval",
+        ),
+        ("mamba_", "ssm_", "linear_num_", "linear_conv_"),
+        lambda config: _recurrent_kind(config) or _linear_kinds(config),
+        only_attention,
+    ),
+    Mechanism("latent attention (MLA)", ("kv_lora_rank",)),
+    Mechanism("layers that attend in chunks (Llama 4)", sign=_chunked),
+    Mechanism("blocks without attention, or of different widths (block_configs)", ("block_configs",)),
+    Mechanism("biases of scores by position (ALiBi)", ("alibi",), sign=_alibi),
+    Mechanism(
+        "an encoder, or cross attention", ("is_encoder_decoder", "add_cross_attention", "cross_attention_layers")
+    ),
+)
+
+
+# model types whose results could be compared with nothing -> their models
+UNCOMPARED: Mapping[str, str] = {"plamo3": "PLaMo 3", "bailing_moe": "Ling and Ring 1T", "step3p5": "Step-3.5"}
+
+
+def refuse_uncompared(model_type: object) -> None:
+    """Raises CheckpointError for a model that Freight could compute, but with nothing to show that it does."""
+    if model_type in UNCOMPARED:
+        raise CheckpointError(
+            f"config.json: model_type {model_type!r} ({UNCOMPARED[str(model_type)]}) is not implemented: no public "
+            "implementation of it can be run to compare with. transformers has no causal language model of this type, "
+            "and code that a checkpoint brings along is never run"
+        )
+
+
+def missing_mechanisms(config: Json) -> dict[str, str]:
+    """{name of a mechanism: "KEY" or "text_config: KEY"} of all that the model needs and Freight does not have."""
+    texts = [("", config)] + [(f"{key}: ", config[key]) for key in _TEXTS if isinstance(config.get(key), Mapping)]
+    found: dict[str, str] = {}
+    for where, text in texts:
+        for mechanism in MECHANISMS:
+            key = mechanism.key_in(text)
+            if key is not None:
+                found.setdefault(mechanism.name, f"{where}{key} = {_short(text.get(key))}")
+    return found
+
+
+def refuse_mechanisms(config: Json, model_type: object) -> None:
+    """Raises CheckpointError for a model that needs a mechanism which Freight does not have."""
+    found = missing_mechanisms(config)
+    if found:
+        said = "; ".join(f"{name}: {key}" for name, key in found.items())
+        raise CheckpointError(f"config.json: model_type {model_type!r} needs what Freight does not have: {said}")
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."

@@ -1,0 +1,30 @@
+"""FAMILIES: the row of each model_type, from every file of `families/`. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from importlib import import_module
+from pathlib import Path
+
+from freight.config.family import Family
+
+_FIRST = ("llama", "mistral", "qwen")  # lists of model types begin with what is best known; then by file
+
+
+def family_files() -> tuple[str, ...]:
+    """The names of the modules in `families/`, in the order of FAMILIES."""
+    names = sorted(path.stem for path in Path(__file__).with_name("families").glob("[a-z]*.py"))
+    return (*_FIRST, *(name for name in names if name not in _FIRST))
+
+
+def read_rows(names: Iterable[str]) -> dict[str, Family]:
+    """The rows of these modules of `families/`, in their order."""
+    found: dict[str, Family] = {}
+    for name in names:
+        rows: Mapping[str, Family] = import_module(f"freight.config.families.{name}").ROWS
+        assert not found.keys() & rows.keys(), f"families/{name}.py has model types that another file has"
+        found |= rows
+    return found
+
+
+FAMILIES = read_rows(family_files())

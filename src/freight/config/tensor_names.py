@@ -1,0 +1,123 @@
+"""TensorNames: what the tensors of a checkpoint are called. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from freight.config.layer import AttentionConfig
+
+
+@dataclass(frozen=True)
+class AttentionNames:
+    """Names of attention within a layer. `qkv` may be one name, for a tensor of all three.
+
+    head_gate   of what attention returns (`AttentionConfig.gate`)
+    sinks       in models that have them
+    """
+
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    o: str = "self_attn.o_proj"
+    q_norm: str = "self_attn.q_norm.weight"
+    k_norm: str = "self_attn.k_norm.weight"
+    sinks: str = "self_attn.sinks"
+    head_gate: str = "self_attn.g_proj"
+
+    def qkv_of(self, mixer: AttentionConfig) -> tuple[str, ...]:
+        """The modules of q, k and v that a layer has: those of `AttentionConfig.projected_sizes`, or one for all."""
+        return self.qkv if len(self.qkv) == 1 else self.qkv[: len(mixer.projected_sizes)]
+
+
+@dataclass(frozen=True)
+class TensorNames:
+    """Checkpoint names; `{}` is the layer's index. Projections of one field may also be stored as one tensor, in the
+    order of their names: then the field has that name alone.
+
+    embedding, norm, layer, head, positions, project_in, project_out   follow `ModelConfig.prefixes`
+    attention                      of layers whose mixer is attention; another kind of mixer has a value of its own here
+    positions                      learned embedding of positions, in models that have it
+    project_in, project_out        Linear modules behind the embedding and before the head, in models that have them
+    router, choice_bias            of a mixture of experts; `expert` is followed by the expert's index, and by the names
+                                   of its projections, and `shared` by those of `gate_up` and `down`
+    interleaved                    the experts of a layer are one tensor [experts, inputs, outputs] for each projection,
+                                   with its bias [experts, outputs]; of gate and up, one output of each in turn. With
+                                   `ModelConfig.separate_experts` they have the names that other families' experts have
+    stacked                        `gate_up` and `down` of all experts, or gate, up and down, where a checkpoint has a
+                                   3-D tensor of each
+    stacked_turned                 whether these may be [experts, inputs, outputs]
+    router_scale, expert_scale     where `MoEConfig.beside`: they multiply the router's input and experts' weights
+    experts_norm, shared_post, experts_post   the norm before the experts then, and those behind the shared
+                                   feed-forward and the experts
+    attention_norm, mlp_norm       norms of mixer and feed-forward (`NormPlacement`); where layers have one part, both
+                                   may have the same name
+    attention_post, mlp_post       norms of the outputs, in layers that have them (`NormPlacement.has_outputs`)
+    choice_bias_outer              dimensions of `choice_bias` before that of experts
+    for_pictures                   whether as many experts follow, for pictures, with a router of their own and a second
+                                   row of the choice bias; routers are stored as [inputs, experts] then (ERNIE 4.5 VL)
+    scalar                         what the output of a layer is multiplied by, in models that have it
+    own_table, own_projection, own_norm   of what each token has for each layer, in models that have it
+                                   (`LayerConfig.input`); they follow `ModelConfig.prefixes`
+    own_gate, own_down, own_post   the same within a layer
+    unused                         patterns of tensors that the decoder does not need, with the reason
+    """
+
+    embedding: str = "embed_tokens.weight"
+    norm: str = "norm.weight"
+    layer: str = "layers.{}."
+    head: str = "lm_head.weight"
+    positions: str = "embed_positions.weight"
+    project_in: str = "project_in"
+    project_out: str = "project_out"
+    attention: AttentionNames = AttentionNames()
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+    router: str = "mlp.gate"
+    choice_bias: str = "mlp.gate.e_score_correction_bias"
+    choice_bias_outer: tuple[int, ...] = ()
+    for_pictures: bool = False
+    expert: str = "mlp.experts.{}."
+    expert_gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    expert_down: str = "down_proj"
+    interleaved: bool = False
+    stacked: tuple[str, ...] = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+    stacked_turned: bool = False
+    shared: str = "mlp.shared_expert."
+    shared_gate: str = "mlp.shared_expert_gate"
+    router_scale: str = "router.scale"
+    expert_scale: str = "router.per_expert_scale"
+    experts_norm: str = "pre_feedforward_layernorm_2.weight"
+    shared_post: str = "post_feedforward_layernorm_1.weight"
+    experts_post: str = "post_feedforward_layernorm_2.weight"
+    attention_norm: str = "input_layernorm.weight"
+    mlp_norm: str = "post_attention_layernorm.weight"
+    attention_post: str = ""
+    mlp_post: str = ""
+    scalar: str = "layer_scalar"
+    own_table: str = "embed_tokens_per_layer.weight"
+    own_projection: str = "per_layer_model_projection"
+    own_norm: str = "per_layer_projection_norm.weight"
+    own_gate: str = "per_layer_input_gate"
+    own_down: str = "per_layer_projection"
+    own_post: str = "post_per_layer_input_norm.weight"
+    unused: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def outer(self) -> frozenset[str]:
+        """Matrices outside of the layers."""
+        projections = (f"{name}.weight" for name in (self.project_in, self.project_out, self.own_projection))
+        return frozenset((self.embedding, self.positions, self.head, self.own_table, *projections))
+
+
+NORMED_OUTPUTS = TensorNames(
+    attention_post="post_attention_layernorm.weight",
+    mlp_post="post_feedforward_layernorm.weight",
+)
+
+
+def not_run(part: str, *patterns: str) -> tuple[tuple[str, str], ...]:
+    """`TensorNames.unused` for a part of the model that is not its text model."""
+    return tuple((pattern, f"of the {part} model: Freight runs the text model alone") for pattern in patterns)
+
+
+VISION_TOWER = not_run("vision", "*vision_tower.*", "*multi_modal_projector.*")
+VISUAL = not_run("vision", "*visual.*")
+PREDICTS = "of a layer that predicts further tokens"  # a reason in `TensorNames.unused`

@@ -1,0 +1,241 @@
+"""JSON schemas of answers: their size, their references, and what of them a grammar enforces. Standard library only.
+
+Everything is checked without recursion, in a time that grows linearly with the schema, before any compiler sees it.
+No reference is ever fetched. `enforceable` leaves out what JSON Schema lets a reader leave out, or what no grammar can
+hold, and says what it was: pydantic writes `uniqueItems` for a set and `format: "password"` for a secret, and a request
+that has them is no worse than one that has not.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+from urllib.parse import unquote
+
+from freight.errors import RequestError, shown
+
+Json = None | bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"]  # a JSON value
+
+MOST_SCHEMA = 32 * 1024  # bytes of a JSON schema, as compact JSON
+MOST_NESTING = 64  # objects and arrays of a schema inside each other
+MOST_REFERENCES = 64  # `$ref`s that follow from one another
+
+_MAPS = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))  # name -> schema
+_DATA = frozenset(("const", "enum", "default", "examples"))  # values, in which "$ref" is a name like any other
+_SCHEMAS = frozenset(("items", "additionalItems", "additionalProperties", "prefixItems", "allOf", "anyOf", "oneOf"))
+
+# Keywords that the compiler of grammars refuses; it passes over all others that it does not know, as it should.
+UNENFORCED = frozenset(
+    (
+        *("not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", "propertyNames"),
+        *("dependencies", "dependentRequired", "dependentSchemas", "unevaluatedItems", "unevaluatedProperties"),
+        *("$dynamicAnchor", "$dynamicRef", "$recursiveAnchor", "$recursiveRef"),
+    )
+)
+FORMATS = frozenset(  # that the compiler has a grammar for
+    (*("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid", "unknown"),)
+)
+_ASKS_NOTHING: tuple[tuple[str, object], ...] = (
+    ("uniqueItems", False),
+    ("unevaluatedItems", True),
+    ("unevaluatedProperties", True),
+)
+# Look-around, word boundaries and back-references, after any number of escaped characters.
+_LOOKS_AROUND = re.compile(r"(?:[^\\]|\\[^1-9bBk])*?(?:\(\?(?:<?[=!])|\\[1-9bBk])")
+
+
+def enforceable(schema: dict[str, Any], constraints: bool = True) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """`schema` without what a grammar cannot enforce, and the names of the keywords that were left out of it.
+
+    schema       within this module's limits (`check_size`)
+    constraints  False: leave out no constraint, only formats that the compiler does not know, which JSON Schema calls
+                 annotations
+
+    What is left still holds: the result allows all that `schema` allows. A `oneOf` becomes an `anyOf`, because the
+    compiler sees of few that their branches exclude each other. It counts as left out where two may both match.
+    """
+    left_out: dict[str, None] = {}
+    kept = _enforceable(schema, schema, constraints, left_out)
+    return kept, tuple(left_out)
+
+
+def _enforceable(
+    schema: Mapping[str, Any], root: dict[str, Any], constraints: bool, left_out: dict[str, None]
+) -> dict[str, Any]:
+    """One schema within `root`. Adds to `left_out`. Recurses as deep as a schema may be nested."""
+
+    def inner(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [inner(entry) for entry in value]
+        return _enforceable(value, root, constraints, left_out) if isinstance(value, Mapping) else value
+
+    kept: dict[str, Any] = {}
+    for name, value in schema.items():
+        if _is_left_out(name, value, constraints):
+            if (name, value) not in _ASKS_NOTHING:
+                left_out[name] = None
+        elif name in _SCHEMAS:
+            kept[name] = inner(value)
+        elif name in _MAPS and isinstance(value, Mapping):
+            kept[name] = {key: inner(entry) for key, entry in value.items()}
+        else:
+            kept[name] = value
+    branches = schema.get("oneOf")
+    if isinstance(branches, list) and ((exclusive := _exclusive(branches, root)) or constraints):
+        if not exclusive:
+            left_out["oneOf"] = None
+        either = {"anyOf": kept.pop("oneOf")}
+        if "anyOf" in kept:
+            others = kept.get("allOf", [])
+            kept["allOf"] = [*others, either] if isinstance(others, list) else others  # no list: the compiler refuses
+        else:
+            kept |= either
+    return kept
+
+
+def _is_left_out(name: str, value: object, constraints: bool) -> bool:
+    if name == "format":
+        return isinstance(value, str) and value not in FORMATS
+    if not constraints:
+        return False
+    if name == "pattern":
+        return isinstance(value, str) and _LOOKS_AROUND.match(value) is not None
+    return name in UNENFORCED
+
+
+def _exclusive(branches: list[Any], root: dict[str, Any]) -> bool:
+    """Whether it is plain that no value matches two of `branches`: one thing tells each of them from all others."""
+    told = [_told_by(branch, root) for branch in branches]
+    names = frozenset.intersection(*map(frozenset, told)) if told else frozenset()
+    return any(
+        sum(len(one[name]) for one in told) == len(frozenset.union(*(one[name] for one in told))) for name in names
+    )
+
+
+def _told_by(branch: Any, root: dict[str, Any]) -> dict[str, frozenset[str]]:
+    """What tells a branch from others: its types (under ""), and the values of its required constant properties."""
+    for _ in range(MOST_REFERENCES):
+        if not isinstance(branch, Mapping) or not isinstance(branch.get("$ref"), str):
+            break
+        try:
+            branch = resolve(branch["$ref"], root)
+        except RequestError:
+            return {}
+    if not isinstance(branch, Mapping):
+        return {}
+    told: dict[str, frozenset[str]] = {}
+    types = branch.get("type")
+    if isinstance(types, str) or (isinstance(types, list) and all(isinstance(kind, str) for kind in types)):
+        kinds = [types] if isinstance(types, str) else types
+        told[""] = frozenset("number" if kind == "integer" else kind for kind in kinds)
+    if "const" in branch or isinstance(branch.get("enum"), list):
+        told["="] = _values(branch)
+    properties, required = branch.get("properties"), branch.get("required")
+    if branch.get("type") == "object" and isinstance(properties, Mapping) and isinstance(required, list):
+        for name in required:
+            one = properties.get(name) if isinstance(name, str) else None
+            if isinstance(one, Mapping) and ("const" in one or isinstance(one.get("enum"), list)):
+                told[f".{name}"] = _values(one)
+    return told
+
+
+def _values(schema: Mapping[str, Any]) -> frozenset[str]:
+    values: Iterable[Any] = [schema["const"]] if "const" in schema else schema["enum"]
+    equal = [json.loads(json.dumps(value), parse_float=_number) for value in values]
+    return frozenset(json.dumps(value, sort_keys=True) for value in equal)
+
+
+def _number(text: str) -> float:
+    """1.0 is 1 in JSON."""
+    value = float(text)
+    return int(value) if value.is_integer() else value
+
+
+def too_deep() -> RequestError:
+    return RequestError(
+        f"structured_outputs.json is nested deeper than {MOST_NESTING} objects and arrays, which is the most allowed"
+    )
+
+
+def check_size(schema: dict[str, Any]) -> None:
+    """Raises RequestError for what is nested too deeply, too large, or has names that are no text."""
+    size = 0
+    todo: list[tuple[Any, int]] = [(schema, 1)]
+    while todo:
+        value, depth = todo.pop()
+        if depth > MOST_NESTING and isinstance(value, dict | list | tuple):
+            raise too_deep()
+        if isinstance(value, dict):
+            for name in value:
+                if not isinstance(name, str):
+                    raise RequestError(f"structured_outputs.json has the name {shown(name)}; names in JSON are text")
+                size += len(name)
+        if isinstance(value, dict | list | tuple | str):
+            size += len(value)
+        if size > MOST_SCHEMA:  # before the entries are queued
+            raise RequestError(
+                f"structured_outputs.json has more than {MOST_SCHEMA} characters; at most {MOST_SCHEMA} bytes "
+                "are allowed"
+            )
+        if isinstance(value, dict | list | tuple):
+            entries = value.values() if isinstance(value, dict) else value
+            todo += [(entry, depth + 1) for entry in entries]
+
+
+def check_references(schema: dict[str, Any]) -> None:
+    """Raises RequestError for a `$ref` out of the schema, or into nothing, and for a chain of too many.
+
+    Walks every part once, depth first, references included, and counts for each how many references follow from one
+    another below it. A reference back to a part that the walk is still in is recursion, and ends a chain.
+    """
+    below: dict[int, list[tuple[Any, bool, bool]]] = {}  # by id of a part: what it has, as `_parts` gives it
+    lengths: dict[int, int] = {}
+    todo: list[tuple[Any, bool, bool]] = [(schema, False, False)]  # part, is it a map of schemas, is all below it done
+    while todo:
+        part, is_map, done = todo.pop()
+        if done:
+            lengths[id(part)] = max((lengths.get(id(one), 0) + count for one, _, count in below[id(part)]), default=0)
+        elif id(part) not in below:
+            below[id(part)] = list(_parts(part, is_map, schema))
+            todo.append((part, is_map, True))
+            todo += [(one, one_is_map, False) for one, one_is_map, _ in below[id(part)]]
+    if lengths[id(schema)] > MOST_REFERENCES:
+        raise RequestError(
+            f"structured_outputs.json has {lengths[id(schema)]} $ref that follow from one another; "
+            f"at most {MOST_REFERENCES} are allowed"
+        )
+
+
+def _parts(part: Any, is_map: bool, schema: dict[str, Any]) -> Iterator[tuple[Any, bool, bool]]:
+    """Objects and lists right below a part: each with whether it maps names to schemas, and is reached by a `$ref`."""
+    if isinstance(part, list):
+        yield from ((entry, False, False) for entry in part if isinstance(entry, dict | list))
+        return
+    for name, value in part.items():
+        if not is_map and name == "$ref" and isinstance(value, str):
+            target = resolve(value, schema)
+            if isinstance(target, dict):
+                yield target, False, True
+        elif isinstance(value, dict | list) and (is_map or name not in _DATA):
+            yield value, not is_map and name in _MAPS, False
+
+
+def resolve(reference: str, schema: dict[str, Any]) -> Any:
+    """What `reference`, a JSON pointer after '#', names in the schema."""
+    if reference != "#" and not reference.startswith("#/"):
+        raise RequestError(
+            f"structured_outputs.json refers to {shown(reference)}; a $ref must be within the schema, as in "
+            "'#/$defs/name', and nothing is ever fetched"
+        )
+    found: Any = schema
+    for step in unquote(reference[1:]).split("/")[1:]:
+        name = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and name.isascii() and name.isdigit() and len(name) < 6 and int(name) < len(found):
+            found = found[int(name)]
+        elif isinstance(found, dict) and name in found:
+            found = found[name]
+        else:
+            raise RequestError(f"structured_outputs.json refers to {shown(reference)}, which it does not have")
+    return found

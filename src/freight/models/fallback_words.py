@@ -1,0 +1,96 @@
+"""The words for what keeps a model from running through transformers' modules."""
+
+from __future__ import annotations
+
+import re
+import sys
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from freight.config.mechanisms import only_attention
+from freight.config.registry import FAMILIES
+from freight.errors import CheckpointError, choices
+
+OTHER_ATTENTION = "its attention does not go through transformers' AttentionInterface"
+# what a key of config.json says that Freight's cache or its attention does not do
+_REFUSED_KEYS: Mapping[str, str] = {
+    "is_encoder_decoder": "an encoder beside the decoder",
+    "add_cross_attention": "cross attention",
+    "vision_config": "inputs other than text",
+    "vq_config": "inputs other than text",
+    "audio_config": "inputs other than text",
+    "kv_lora_rank": "latent attention (MLA), whose cache is not implemented",
+    "num_kv_shared_layers": "layers that share keys and values",
+    "alibi": "biases by position (ALiBi)",
+}
+_RECURRENT = ("mamba_", "ssm_", "linear_num_", "linear_conv_", "conv_")  # how keys of recurrent layers begin
+
+
+def refused(model_type: object, why: str) -> CheckpointError:
+    """The error for a model that does not pass."""
+    return CheckpointError(
+        f"config.json: model_type {model_type!r} has no row in Freight, and transformers' modules cannot be "
+        f"used: {why}. Model types that need none of them: {choices(FAMILIES)}"
+    )
+
+
+def refuse_recurrent(config: Mapping[str, Any]) -> None:
+    kinds = config.get("layer_types") or config.get("layers_block_type")
+    kinds = kinds if isinstance(kinds, list) else []  # transformers' class says what is wrong with another value
+    kind = next((kind for kind in map(str, kinds) if "attention" not in kind or "linear" in kind), None)
+    keys = () if only_attention(config) else config
+    key = next((key for key in keys if config[key] and key.startswith(_RECURRENT)), None)
+    if kind is not None or key is not None:
+        found = f"layers of kind {kind!r}" if kind is not None else f"{key} = {_short(config.get(str(key)))}"
+        raise refused(
+            config.get("model_type"),
+            f"{found} means recurrent layers or convolutions over tokens, whose state the cache does not hold",
+        )
+
+
+def refuse_keys(model_type: str, config: Mapping[str, Any]) -> None:
+    for key, why in _REFUSED_KEYS.items():
+        if config.get(key):
+            raise refused(model_type, f"{key} = {_short(config[key])} means {why}")
+
+
+def why_not_built(hf: PreTrainedConfig, cls: type[PreTrainedModel], attention: str, error: Exception) -> str:
+    """A key without a value that the failing line reads, if there is one; else what was raised. `attention` is the name
+    of the attention function that it was to be made with."""
+    if isinstance(error, KeyError) and error.args == (attention,):  # a table of attention classes in its file
+        return OTHER_ATTENTION
+    values = hf.get_text_config().to_dict()
+    for frame in traceback.extract_tb(error.__traceback__)[:-4:-1]:  # torch may stand behind transformers' line
+        missing = [name for name in re.findall(r"\w+", frame.line or "") if values.get(name, 0) is None]
+        if missing:
+            return f"config.json has no {missing[0]}, which {cls.__name__} needs"
+    return f"{cls.__name__} cannot be made from this config.json: {_raised(error)}"
+
+
+def why_not_run(model: PreTrainedModel, error: Exception) -> str:
+    files = {type(module).__module__ for module in model.modules()}
+    if not any(hasattr(sys.modules[file], "ALL_ATTENTION_FUNCTIONS") for file in files):
+        return OTHER_ATTENTION
+    name = type(model).__name__
+    if any(
+        words in str(error) for words in ("on meta tensors", "out of meta tensor", "on device meta", "register_meta")
+    ):
+        return (
+            f"what {name} computes depends on the values of tensors, so its attention cannot be seen before weights "
+            "are read"
+        )
+    return f"{name} does not run without a cache and a mask of transformers: {_raised(error)}"
+
+
+def _raised(error: Exception) -> str:
+    if isinstance(error, KeyError):
+        return f"it looks for {error} and does not find it"
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) < 40 else text[:37] + "..."

@@ -1,0 +1,85 @@
+"""What each kind of mixer is made of: its tensors and Linear modules, from its config alone. Imports no torch.
+
+The shapes of tensors (`models/shapes.py`), the bytes of a loaded model (`models/sizes.py`) and the modules that the
+quantizer knows (`calibrate/modules.py`) follow from these values; none of them knows a kind. `models/mixers.py` builds
+the layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from freight.config.layer import AttentionConfig, Mixer
+from freight.config.tensor_names import TensorNames
+
+
+@dataclass(frozen=True)
+class Projected:
+    """Linear modules that share their input and are computed together.
+
+    modules    names within the layer; one name may have the rows of several projections
+    sizes      outputs of each projection
+    columns    inputs
+    """
+
+    modules: tuple[str, ...]
+    sizes: tuple[int, ...]
+    columns: int
+    bias: bool = False
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Outputs of each module."""
+        return self.sizes if len(self.modules) > 1 else (sum(self.sizes),)
+
+
+@dataclass(frozen=True)
+class MixerParts:
+    """All names are those within the layer.
+
+    module        of the whole mixer: KV scales stand beside its parts, and messages name it
+    projections   by the field that they are of the built mixer (`layers/attention.py`); these are quantized
+    kept          a Linear module that stays in 16 bits -> outputs, inputs
+    norms         the weight of an RMSNorm -> its channels
+    exact         a tensor that is held in float32 -> its shape
+    made          float32 numbers that are made at load, beside tensors
+    factors       numbers in the compute dtype that are made at load
+    """
+
+    module: str = ""
+    projections: Mapping[str, Projected] = field(default_factory=dict)
+    kept: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    norms: Mapping[str, int] = field(default_factory=dict)
+    exact: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    made: int = 0
+    factors: int = 0
+
+
+def mixer_parts(mixer: Mixer, hidden_size: int, names: TensorNames) -> MixerParts:
+    """The parts of a layer's mixer; none of a layer without one."""
+    return MixerParts() if mixer is None else _PARTS[type(mixer)](mixer, hidden_size, names)
+
+
+def _attention(mixer: AttentionConfig, hidden_size: int, of_all: TensorNames) -> MixerParts:
+    names = of_all.attention
+    norms: dict[str, int] = {}
+    if mixer.qk_norm and not mixer.qk_norm_bare:
+        own = (names.q_norm,) if mixer.kv_from is not None else (names.q_norm, names.k_norm)
+        norms = dict(zip(own, mixer.qk_norm_sizes, strict=False))
+    return MixerParts(
+        module=names.qkv[0].rpartition(".")[0],
+        projections={
+            "qkv": Projected(names.qkv_of(mixer), mixer.projected_sizes, hidden_size, mixer.qkv_bias),
+            "o": Projected((names.o,), (hidden_size,), mixer.num_heads * mixer.v_dim, mixer.o_bias),
+        },
+        kept={} if mixer.gate is None else {names.head_gate: (mixer.gate_size, hidden_size)},
+        norms=norms,
+        exact={names.sinks: (mixer.num_heads,)} if mixer.sinks else {},
+        made=mixer.v_norm * mixer.v_dim + mixer.qk_norm_bare * mixer.k_dim,
+        factors=0 if mixer.v_factor is None else sum(mixer.factor_groups),
+    )
+
+
+_PARTS: Mapping[type, Callable[[Any, int, TensorNames], MixerParts]] = {AttentionConfig: _attention}

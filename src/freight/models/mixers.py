@@ -1,0 +1,94 @@
+"""The mixers of layers from their configs: a builder for each kind, so that the loader knows none of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from freight.config.layer import AttentionConfig, OutputGate
+from freight.config.layer import Mixer as MixerConfig
+from freight.layers.attention import Attention, HeadGate, NormedLast, QKNorm, ValueFactor, ValueNorm
+from freight.layers.rope import half_pairs
+from freight.models.building import Builder
+from freight.models.decoder import Mixer
+from freight.operands.rotary import Rotary
+
+Ropes = Mapping[int | None, Rotary]  # by `AttentionConfig.rope`
+
+
+def build_mixer(mixer: MixerConfig, builder: Builder, prefix: str, ropes: Ropes) -> Mixer | None:
+    """The mixer of the layer whose tensors begin with `prefix`; None for a layer without one."""
+    return None if mixer is None else _BUILDERS[type(mixer)](mixer, builder, prefix, ropes)
+
+
+def _attention(mixer: AttentionConfig, builder: Builder, prefix: str, ropes: Ropes) -> Attention:
+    names, eps, kernels = builder.names.attention, builder.config.norm_eps, builder.kernels
+    norms = _qk_norms(mixer, builder, prefix, ropes[mixer.rope].cos.device) if mixer.qk_norm else None
+    rotary, last = replace(ropes[mixer.rope], eps=eps), None
+    if norms and mixer.qk_norm_last:
+        assert mixer.k_dim == mixer.v_dim
+        assert mixer.kv_from is None
+        last = NormedLast(rotary, *norms, mixer.qkv_sizes[:2], eps, kernels)
+        norms, rotary = None, ropes[None]
+    return Attention(
+        qkv=builder.linear(prefix, *names.qkv_of(mixer), rows=_qkv_rows(mixer, builder)),
+        o=builder.linear(prefix, names.o),
+        rotary=rotary if norms is None or mixer.qk_norm_whole else replace(rotary, norms=norms),
+        softmax_scale=mixer.softmax_scale,
+        window=mixer.window,
+        soft_cap=mixer.soft_cap,
+        shares=mixer.kv_from is not None,
+        gate=_head_gate(mixer.gate, builder, prefix),
+        last=last,
+        norm=QKNorm(*norms, eps, kernels) if norms and mixer.qk_norm_whole else None,
+        v_norm=_value_norm(mixer, builder, rotary) if mixer.v_norm else _value_factor(mixer, builder, prefix),
+        sinks=builder.tensor(prefix + names.sinks).float() if mixer.sinks else None,
+    )
+
+
+def _qk_norms(mixer: AttentionConfig, builder: Builder, prefix: str, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The weights for q and k. A layer that reads another's keys has none for k: q's stands there, unused."""
+    if mixer.qk_norm_bare:
+        ones = torch.ones(mixer.k_dim, dtype=torch.float32, device=device)
+        return ones, ones
+    q = builder.norm_weight(prefix + builder.names.attention.q_norm)
+    return q, q if mixer.kv_from is not None else builder.norm_weight(prefix + builder.names.attention.k_norm)
+
+
+def _head_gate(gate: OutputGate | None, builder: Builder, prefix: str) -> HeadGate | None:
+    projection = None if gate is None else builder.outer(prefix + builder.names.attention.head_gate)
+    return None if gate is None or projection is None else HeadGate(projection, gate.function)
+
+
+def _value_factor(mixer: AttentionConfig, builder: Builder, prefix: str) -> ValueFactor | None:
+    if mixer.v_factor is None:
+        return None
+    others, values = mixer.factor_groups
+    like = builder.tensor(prefix + builder.names.attention_norm)  # for the compute dtype and the device
+    return ValueFactor(like.new_tensor([[1.0] * others + [mixer.v_factor] * values]), builder.kernels)
+
+
+def _value_norm(mixer: AttentionConfig, builder: Builder, rotary: Rotary) -> ValueNorm:
+    assert mixer.v_factor is None, "the norm would take the factor back"
+    ones = torch.ones(mixer.v_dim, dtype=torch.float32, device=rotary.cos.device)
+    return ValueNorm(ones, mixer.qkv_sizes[2], mixer.k_eq_v, builder.config.norm_eps, builder.kernels)
+
+
+def _qkv_rows(mixer: AttentionConfig, builder: Builder) -> tuple[Tensor | None, ...]:
+    """The order of the rows of each matrix that q, k and v are stored in; None: as they are (`RopeConfig`)."""
+    if mixer.rope is None or not builder.config.ropes[mixer.rope].interleaved:
+        return ()
+    assert not mixer.qk_norm, "the weights of these norms would need the same order"
+    rotary_dim = builder.config.ropes[mixer.rope].rotary_dim
+    q, k = (half_pairs(heads, mixer.k_dim, rotary_dim) for heads in (mixer.num_heads, mixer.num_kv_heads))
+    if len(builder.names.attention.qkv) > 1:
+        return q, k, None
+    v = torch.arange(sum(mixer.qkv_sizes), dtype=torch.int64, device="cpu")[len(q) + len(k) :]
+    return (torch.cat((q, k + len(q), v)),)
+
+
+_BUILDERS: Mapping[type, Callable[[Any, Builder, str, Ropes], Mixer]] = {AttentionConfig: _attention}

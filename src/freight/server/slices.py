@@ -1,0 +1,91 @@
+"""Large answers: made in a thread, one at a time, so that the event loop goes on meanwhile.
+
+A thread alone is not enough: Python's JSON encoder lets no other thread run until all of a value is written. So a large
+value is written in slices, each of which takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ParamSpec, Protocol, TypeVar, runtime_checkable
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_DEPTH = 3  # containers around what is written as a slice: body, choices, choice
+_ITEMS = 64  # of a list, in one slice
+
+_BYTES = 1 << 18  # of a part: to write 100 MB as one is a copy that takes a tenth of a second
+
+
+@runtime_checkable
+class Sliced(Protocol):
+    """A long list that is written without being made: a loop over it gives the list's values."""
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+    def json_slices(self) -> Iterator[str]:
+        """The list as JSON, in slices that take milliseconds each. No white space, and no NaN or infinities."""
+
+
+# Several would take turns with the event loop, which would wait for each of them.
+_maker = ThreadPoolExecutor(1, thread_name_prefix="large answers")
+
+
+async def in_turn(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """What `function` returns, called in the one thread for large answers."""
+    return await asyncio.get_running_loop().run_in_executor(_maker, lambda: function(*args, **kwargs))
+
+
+def json_bytes(value: object) -> bytes:
+    """`value` as JSON, which has no NaN and no infinities."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=plain)
+    return text.encode("utf-8", "replace")
+
+
+def plain(value: object) -> object:
+    """What json.dumps cannot write: a Sliced as a list. Raises TypeError for all else."""
+    if isinstance(value, Sliced):
+        return list(value)
+    raise TypeError(f"{type(value).__name__} is nothing that JSON has")
+
+
+def json_in_slices(value: object) -> list[bytes]:
+    """The same bytes as `json_bytes`, written in slices, in parts. Keys of mappings have to be strings."""
+    parts, held, size = [], [], 0
+    for piece in _slices(value, 0):
+        held.append(piece)
+        size += len(piece)
+        if size >= _BYTES:
+            parts.append(b"".join(held))
+            held, size = [], 0
+    return [*parts, b"".join(held)]
+
+
+def _slices(value: object, depth: int) -> Iterator[bytes]:
+    if isinstance(value, dict) and depth <= _DEPTH:
+        between = b"{"
+        for name, inner in value.items():
+            yield between + json_bytes(name) + b":"
+            yield from _slices(inner, depth + 1)
+            between = b","
+        yield b"}" if value else b"{}"
+    elif isinstance(value, list) and value:
+        between = b"["
+        if depth < _DEPTH:
+            for inner in value:
+                yield between
+                yield from _slices(inner, depth + 1)
+                between = b","
+        else:
+            for begin in range(0, len(value), _ITEMS):
+                yield between + json_bytes(value[begin : begin + _ITEMS])[1:-1]
+                between = b","
+        yield b"]"
+    elif isinstance(value, Sliced):
+        yield from (text.encode("utf-8", "replace") for text in value.json_slices())
+    else:
+        yield json_bytes(value)

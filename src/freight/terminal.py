@@ -1,0 +1,43 @@
+"""The terminal: the one place that decides whether text gets colours and weights, and bars move.
+
+Nothing is styled where NO_COLOR is set (https://no-color.org) or TERM is dumb, and nothing in a pipe or a file. A bar
+moves on a terminal only, and not on a dumb one, which cannot take a line back.
+Imports no torch, and rich where it is used.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+
+
+def is_plain() -> bool:
+    """Whether the environment asks for text without any escape sequence of style."""
+    return bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM", "").lower() in ("dumb", "unknown")
+
+
+def console(stderr: bool = False, **options: Any) -> Console:
+    """A console of rich, on stdout or stderr."""
+    from rich.console import Console
+
+    return Console(stderr=stderr, color_system=None if is_plain() else "auto", **options)
+
+
+def write(text: str, err: bool = False, newline: bool = True, **style: Any) -> None:
+    """Print with a style of `typer.style`, such as dim=True or fg="red"."""
+    import typer
+
+    typer.echo(typer.style(text, **style), err=err, nl=newline, color=False if is_plain() else None)
+
+
+def bars(label: str = "{task.description}") -> Progress:
+    """Bars on stderr with a label, a count and the time that is left; none where stderr is no terminal."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    on = console(stderr=True)
+    return Progress(*columns, console=on, disable=not on.is_terminal or on.is_dumb_terminal, transient=True)

@@ -1,0 +1,378 @@
+"""A model with layers that keep a state, through all that runs a model: the kind is that of `tests/means.py`.
+
+The oracle is the same model computed as plainly as it can be: one request, all of its prompt in one step.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.means import LENGTH, MEANS, Mean, register, save_means
+from tests.parity.random_models import freight_logits, tokens
+
+import freight
+from freight import LLM, SamplingParams
+from freight.cli.plan import _print as print_plan
+from freight.config.engine import EngineArgs
+from freight.engine.fingerprint import fingerprint
+from freight.errors import ConfigError, GenerationError
+from freight.evaluate import long
+from freight.evaluate.capacity import Wish, as_json, make_plan
+from freight.evaluate.grid import GridArgs, evaluate_grid
+from freight.evaluate.perplexity import Window
+from freight.evaluate.report import cache_run, compare_caches
+from freight.evaluate.retrieval import Question, RetrievalContext
+from freight.evaluate.sensitivity import per_layer
+from freight.models.open import open_checkpoint, open_model
+from freight.models.sizes import Layout, loaded_bytes
+from freight.models.weight_bytes import weight_bytes
+
+IDS = tokens(300)
+CACHES: dict[str, dict[str, Any]] = {
+    "bfloat16": {"kv_cache_dtype": "bfloat16"},
+    "fp8-token": {"kv_cache_dtype": "fp8", "kv_scales": "dynamic"},
+}
+DRAWN = SamplingParams(max_tokens=24, temperature=0.9, seed=7, logprobs=2, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True)
+def kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    register(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_means(tmp_path_factory.mktemp("means"))
+
+
+def engine(folder: Path, cache: str = "bfloat16", **options: Any) -> LLM:
+    options = {"kv_cache_memory": "4MiB", "state_every": 64, **CACHES[cache], **options}
+    return LLM(str(folder), skip_tokenizer_init=True, **options)
+
+
+def said(llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams = DRAWN) -> list[Any]:
+    """Tokens and log-probabilities of each prompt, to the bit."""
+    outputs = llm.generate([{"prompt_token_ids": list(ids)} for ids in prompts], params)
+    assert not any(one.outputs[0].finish_reason == "error" for one in outputs)
+    return [(list(one.outputs[0].token_ids), repr(one.outputs[0].logprobs)) for one in outputs]
+
+
+PROMPTS = [IDS[:count] for count in (300, 1, 63, 64, 65, 130, 16, 15, 129, 200, 7, 33, 250, 128, 100, 192)]
+OTHERS = [list(reversed(ids)) for ids in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> dict[str, list[Any]]:
+    """What each prompt gives alone, without hits, its prompt in one step."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        register(monkeypatch)
+        made = {}
+        for cache in CACHES:
+            llm = engine(folder, cache, enable_prefix_caching=False, max_num_batched_tokens=LENGTH)
+            made[cache] = [said(llm, [ids])[0] for ids in PROMPTS]
+        return made
+
+
+# ------------------------------------------------------------------------------------------------------------ same bits
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("chunk", [1, 7, 16, 33])
+def test_chunks_change_no_bit(folder: Path, plain: dict[str, list[Any]], cache: str, chunk: int) -> None:
+    llm = engine(folder, cache, enable_prefix_caching=False, max_num_batched_tokens=chunk)
+    for index in (0, 4, 9):
+        assert said(llm, [PROMPTS[index]])[0] == plain[cache][index]
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("every", [16, 64, 256])
+def test_neighbours_and_the_size_of_blocks_change_no_bit(
+    folder: Path, plain: dict[str, list[Any]], cache: str, every: int
+) -> None:
+    llm = engine(folder, cache, enable_prefix_caching=False, max_num_batched_tokens=48, state_every=every)
+    assert said(llm, PROMPTS) == plain[cache]
+    assert llm.engine.cache.num_held == 0
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_prefix_hits_change_no_bit(folder: Path, plain: dict[str, list[Any]], cache: str) -> None:
+    llm = engine(folder, cache, max_num_batched_tokens=48)
+    assert said(llm, PROMPTS) == plain[cache]
+    before = llm.engine.scheduler.totals.prefix_hits
+    assert said(llm, PROMPTS) == plain[cache]
+    assert llm.engine.scheduler.totals.prefix_hits > before + 500
+
+
+def test_preemption_changes_no_bit(folder: Path, plain: dict[str, list[Any]]) -> None:
+    llm = engine(folder, kv_cache_memory="140KiB", max_num_seqs=16, max_num_batched_tokens=48, max_model_len=340)
+    assert said(llm, PROMPTS) == plain["bfloat16"]
+    assert llm.engine.scheduler.totals.preemptions > 0
+    assert llm.engine.cache.num_held == 0
+
+
+def test_siblings_share_states(folder: Path, plain: dict[str, list[Any]]) -> None:
+    """Completions of one prompt begin with its last full state, and each goes on in a block of its own."""
+    llm = engine(folder, max_num_batched_tokens=48)
+    params = replace(DRAWN, n=3)
+    together = llm.generate([{"prompt_token_ids": IDS[:200]}], params)[0].outputs
+    again = engine(folder, enable_prefix_caching=False).generate([{"prompt_token_ids": IDS[:200]}], params)[0].outputs
+    assert [repr((one.token_ids, one.logprobs)) for one in together] == [
+        repr((one.token_ids, one.logprobs)) for one in again
+    ]
+
+
+@pytest.mark.parametrize(("shared", "hit"), [(300, 256), (200, 192), (63, 0), (64, 64), (128, 128)])
+def test_hits_are_multiples_of_a_state(folder: Path, shared: int, hit: int) -> None:
+    llm = engine(folder, max_num_batched_tokens=48)
+    said(llm, [IDS])
+    other = IDS[:shared] + [token ^ 1 for token in IDS[shared:]]
+    output = llm.generate([{"prompt_token_ids": other}], DRAWN)[0]
+    assert output.num_cached_tokens == hit
+    assert said(engine(folder, enable_prefix_caching=False), [other])[0][0] == list(output.outputs[0].token_ids)
+
+
+def test_the_mean_is_the_mean(folder: Path) -> None:
+    """The layer alone, in float64 from its weights, against what the engine's layer gives in float32 over chunks."""
+    opened = open_model(EngineArgs(str(folder), skip_tokenizer_init=True, dtype="float32"))
+    decoder = opened.load(opened.resolve(opened.args))
+    mean = decoder.layers[0].mixer  # type: ignore[attr-defined]
+    assert isinstance(mean, Mean)
+    from freight.cache.pool import PagedState
+    from freight.operands.batch import ForwardBatch
+    from freight.operands.states import States
+
+    x = torch.randn(100, 64, generator=torch.Generator().manual_seed(0))
+    cache = PagedState(States({"sum": torch.full((4, 48), float("nan"))}, 32))
+    found, start = [], 0
+    for count in (1, 30, 2, 40, 27):
+        rows = torch.arange(start, start + count)
+        batch = ForwardBatch(
+            rows, rows, torch.tensor([0, count], dtype=torch.int32), torch.tensor([start + count], dtype=torch.int32),
+            (rows[:0],), (torch.tensor([[2, 0, 3, 1]], dtype=torch.int32),), rows[:0],
+        )  # fmt: skip
+        found.append(mean(x[rows], batch, cache))
+        start += count
+    stored = load_file(folder / "model.safetensors")
+    inner, out = (stored[f"model.layers.0.mean.{name}.weight"].double() for name in ("in_proj", "out_proj"))
+    u = x.double() @ inner.T
+    expected = (u.cumsum(0) / torch.arange(1, 101)[:, None]) @ out.T
+    torch.testing.assert_close(torch.cat(found).double(), expected, rtol=1e-4, atol=1e-5)
+    assert cache.states.parts["sum"].isfinite().all()
+
+
+# ------------------------------------------------------------------------------------------------------ what goes wrong
+
+
+def test_a_step_that_fails_is_not_computed_twice(folder: Path, plain: dict[str, list[Any]], monkeypatch: Any) -> None:
+    """Behind the mixer of the first layer, which has changed its states: those requests end, and others are right."""
+    llm, calls = engine(folder, max_num_batched_tokens=512), [0]
+    call = Mean.__call__
+
+    def failing(self: Mean, *args: Any) -> Any:
+        calls[0] += 1
+        result = call(self, *args)
+        if calls[0] == 21:
+            raise RuntimeError("once")
+        return result
+
+    monkeypatch.setattr(Mean, "__call__", failing)
+    prompts = [{"prompt_token_ids": ids} for ids in (PROMPTS[0], PROMPTS[9])]
+    with pytest.raises(GenerationError, match="layers with a state do not compute a step twice") as failed:
+        llm.generate(prompts, DRAWN)
+    outputs = failed.value.outputs
+    assert [one.outputs[0].finish_reason for one in outputs] == ["error", "error"]
+    assert llm.engine.cache.num_held == 0
+    assert said(llm, [PROMPTS[0], PROMPTS[9]]) == [plain["bfloat16"][0], plain["bfloat16"][9]]
+
+
+def test_an_interrupt_within_a_step_computes_states_anew(
+    folder: Path, plain: dict[str, list[Any]], monkeypatch: Any
+) -> None:
+    llm, calls = engine(folder, max_num_batched_tokens=512), [0]
+    call = Mean.__call__
+
+    def interrupted(self: Mean, *args: Any) -> Any:
+        calls[0] += 1
+        result = call(self, *args)
+        if calls[0] == 21:
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(Mean, "__call__", interrupted)
+    running = llm.engine
+    for name, ids in (("a", PROMPTS[0]), ("b", PROMPTS[9])):
+        running.add(name, running.accept(ids, DRAWN), DRAWN)
+    with pytest.raises(KeyboardInterrupt):
+        deque(running.step() for _ in range(1000))
+    while running.has_unfinished:
+        running.step()
+    outputs = [running.output(name).outputs[0] for name in "ab"]
+    expected = [plain["bfloat16"][0], plain["bfloat16"][9]]
+    assert [(list(one.token_ids), repr(one.logprobs)) for one in outputs] == expected
+
+
+# -------------------------------------------------------------------------------------------------------------- options
+
+
+def test_the_line_at_start_has_the_states(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "freight"):
+        llm = engine(folder, max_num_seqs=8)
+    line = next(message for message in caplog.messages if message.startswith("KV cache"))
+    assert "2 layers with a state every 64 tokens: 34 blocks, 2,176 tokens, 12.8 KiB" in line
+    assert "steps are not captured: layers with a state find its blocks on the host" in caplog.messages
+    assert llm.engine.runner.captured is None
+
+
+def test_the_default_is_at_most_an_eighth_of_the_context(folder: Path) -> None:
+    for length, every in ((512, 64), (256, 32), (64, 16)):
+        opened = open_model(EngineArgs(str(folder), skip_tokenizer_init=True, max_model_len=length))
+        assert opened.cache_spec(opened.resolve(opened.args)).state_every == every
+
+
+@pytest.mark.parametrize("every", [0, 8, 48, 96, -64, True, "64"])
+def test_other_numbers_are_refused(every: Any) -> None:
+    with pytest.raises(ConfigError, match=r"--state-every .* must be a power of two, 16 or more"):
+        open_model(EngineArgs("demo", state_every=every))
+
+
+def test_it_is_a_multiple_of_the_block_size(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--state-every 32 .* of --block-size 64; give 64, 128 or 256"):
+        open_model(EngineArgs(str(folder), state_every=32, block_size=64))
+    assert said(engine(folder, block_size=64, state_every=64), [IDS[:70]])
+
+
+def test_a_model_without_states_refuses_it_before_weights_are_read() -> None:
+    with pytest.raises(ConfigError, match=r"--state-every 64: no layer of this model \(\w+\) keeps a state"):
+        LLM("demo", state_every=64)
+
+
+def test_it_is_in_no_fingerprint(folder: Path) -> None:
+    """It decides no bit (`test_neighbours_and_the_size_of_blocks_change_no_bit`)."""
+    found = set()
+    for every in (None, 16, 256):
+        opened = open_model(EngineArgs(str(folder), skip_tokenizer_init=True, state_every=every))
+        config = opened.resolve(opened.args)
+        found.add(fingerprint(opened, config, opened.kernels(config), "1"))
+    assert len(found) == 1
+
+
+# ------------------------------------------------------------------------------------- calibration, evaluation and plan
+
+
+def test_quantizing_gives_scales_for_attention_and_keeps_means(folder: Path, tmp_path: Path) -> None:
+    """The scales are those of what the engine stores, so layers behind a mean have seen what it gives."""
+    options: dict[str, Any] = {
+        "weights": "fp8", "activations": "static", "kv_cache": "fp8", "calibration_data": [IDS[:200], IDS[100:]],
+    }  # fmt: skip
+    freight.quantize(str(folder), tmp_path / "made", **options)
+    made = open_checkpoint(str(tmp_path / "made"))
+    assert [layer is None for layer in made.kv_scales.layers] == [True, False, True, False]
+    assert not made.kv_scales.missing
+    stored = load_file(tmp_path / "made" / "model.safetensors")
+    for index in MEANS:
+        for name in ("in_proj", "out_proj"):
+            assert stored[f"model.layers.{index}.mean.{name}.weight"].dtype == torch.float8_e4m3fn
+            assert stored[f"model.layers.{index}.mean.{name}.input_scale"] > 0
+    logits, plain = (
+        freight_logits(one, IDS, "auto", kv_cache_dtype="auto", state_every=512) for one in (tmp_path / "made", folder)
+    )
+    assert torch.nn.functional.cosine_similarity(logits, plain).mean() > 0.98
+    unmoved = freight_logits(folder, IDS, "auto", "reference", kv_cache_dtype="bfloat16", state_every=512)
+    assert torch.nn.functional.cosine_similarity(unmoved, plain).mean() > 0.999
+
+
+def test_calibrated_scales_are_those_of_the_stored_keys(folder: Path, tmp_path: Path) -> None:
+    freight.quantize(str(folder), tmp_path / "made", kv_cache="fp8", weights="none", calibration_data=[IDS])
+    layers = open_checkpoint(str(tmp_path / "made")).kv_scales.layers
+    llm = engine(folder, enable_prefix_caching=False, kernels="reference", max_num_batched_tokens=LENGTH)
+    llm.generate([{"prompt_token_ids": IDS}], SamplingParams(max_tokens=1))
+    for index, layer in llm.engine.runner.pool.paged.items():
+        if index == 3:
+            amax = [float(page.flatten(0, 1)[:300].abs().max()) for page in (layer.pages.k, layer.pages.v)]
+            scales = layers[index]
+            assert scales is not None
+            assert [scales.k[0] * 448, scales.v[0] * 448] == pytest.approx(amax, rel=0.02)
+
+
+def test_evaluation_does_not_depend_on_chunks(folder: Path) -> None:
+    caches = [("fp8", "dynamic"), ("fp8", "unit")]
+    args = EngineArgs(str(folder), skip_tokenizer_init=True, state_every=64)
+    whole = compare_caches(args, caches, IDS, window=150)
+    parts = compare_caches(replace(args, max_num_batched_tokens=32, state_every=16), caches, IDS, window=150)
+    for one, other in zip(whole, parts, strict=True):
+        assert (one.perplexity, one.mean_kl) == (other.perplexity, other.mean_kl)
+        assert (one.num_tokens, one.cut_off_share) == (300, other.cut_off_share)
+    assert whole[0].mean_kl == 0.0 < whole[1].mean_kl
+
+
+def test_the_whole_evaluation_runs(folder: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"input_ids": IDS}))
+    grid = GridArgs(caches=("tensor", "token"), calibration_data=str(data), window=150, per_layer=True)
+    args = EngineArgs(str(folder), skip_tokenizer_init=True)
+    runs = evaluate_grid(args, [IDS], grid).runs
+    by_layer = [one.layer_kl for one in runs if one.layer_kl]
+    chunks = evaluate_grid(replace(args, max_num_batched_tokens=32), [IDS], replace(grid, speed=False)).runs
+    assert [one.layer_kl for one in chunks if one.layer_kl] == by_layer
+    assert [one.kl_mean for one in chunks] == [one.kl_mean for one in runs]
+    assert len(by_layer) == 2
+    assert all(layers[0] == layers[2] == 0.0 < min(layers[1], layers[3]) for layers in by_layer)
+    assert all((one.decode_tokens_per_second or 0) > 0 for one in runs)
+    found = per_layer(EngineArgs(str(folder), skip_tokenizer_init=True), lambda opened, longest: [Window(IDS, [])])
+    assert [layer.layer for layer in found.layers] == [1, 3]
+
+
+@pytest.mark.parametrize("length", [128, 150])
+def test_every_question_goes_behind_the_context_alone(folder: Path, length: int) -> None:
+    """The answer to a question does not depend on those before it, which went through the same states."""
+    opened = open_model(EngineArgs(str(folder), skip_tokenizer_init=True, state_every=64))
+    config = opened.resolve(opened.args)
+    runner = cache_run(opened, opened.load(config), config, 256).runner
+    questions = [Question(1, IDS[at : at + 3], IDS[at + 3 : at + 5]) for at in (200, 220, 240)]
+    context = RetrievalContext(IDS[:length], questions)
+    together = long._ask(runner, context, RetrievalContext([], []), 512)
+    alone = [long._ask(runner, replace(context, questions=[one]), RetrievalContext([], []), 32)[0] for one in questions]
+    assert together == alone
+
+
+def test_the_plan_counts_states(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    plan = make_plan(config, Wish(2**24, context=256, concurrency=4, device="cpu", state_every=32))
+    setting = plan.settings[0]
+    args = EngineArgs(
+        str(folder), skip_tokenizer_init=True, state_every=32, max_model_len=256, max_num_seqs=4,
+        kv_cache_memory=setting.cache_bytes,
+    )  # fmt: skip
+    llm = LLM(**vars(args))
+    assert llm.engine.runner.pool.num_blocks == setting.num_blocks
+    groups = as_json(plan)["settings"][0]["groups"]
+    assert groups[0] == {"layers": 2, "state_every": 32, "bytes_per_block": 2 * 48 * 4, "blocks": setting.num_blocks[0]}
+    assert "--state-every 32" in as_json(plan)["verdict"]
+    print_plan("means", plan)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert (
+        "for states: 0.0 MiB for each request, and as much again for those that stay behind every 32 tokens." in printed
+    )
+    assert setting.needed_bytes <= 2**24
+    opened = open_model(replace(args, kernels="reference"))
+    resolved = opened.resolve(opened.args)
+    formats = resolved.compute_format, resolved.weight_format
+    counted = loaded_bytes(opened.model, *formats, lambda _: None, Layout.PLAIN, resolved.max_model_len)
+    assert counted.layers == weight_bytes(opened.load(resolved)).layers
+
+
+def test_a_plan_refuses_states_that_are_not_there() -> None:
+    demo = open_checkpoint("demo").checkpoint.config
+    with pytest.raises(ConfigError, match="--state-every 64: no layer of this model"):
+        make_plan(demo, Wish(2**30, device="cpu", state_every=64))
+    with pytest.raises(ConfigError, match="--state-every 33 must be a power of two"):
+        make_plan(demo, Wish(2**30, device="cpu", state_every=33))

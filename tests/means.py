@@ -1,0 +1,109 @@
+"""A kind of mixer that lives in tests alone: a running mean, the simplest layer that keeps a state.
+
+It comes in as any kind does, through the tables of `models/mixer_parts.py`, `models/mixers.py` and `cache/spec.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.parity.random_models import save_random
+from tests.parity.variants import SHAPE
+from torch import Tensor
+from transformers import LlamaConfig
+
+from freight.cache import spec
+from freight.cache.pool import PagedState
+from freight.cache.spec import LayerStateSpec, StatePart
+from freight.config.model import ModelConfig
+from freight.config.registry import FAMILIES
+from freight.fp8.formats import Format
+from freight.layers.linear import Projection
+from freight.models import mixer_parts, mixers
+from freight.models.mixer_parts import MixerParts, Projected
+from freight.operands.batch import ForwardBatch
+
+MEANS, WINDOWED = (0, 2), 1  # the layers with a mean; of the others, which have attention, the one with a window
+LENGTH, WINDOW = 512, 40
+
+
+@dataclass(frozen=True)
+class MeanConfig:
+    """out(mean of in(x) over all tokens so far), `size` channels wide."""
+
+    size: int
+
+
+@dataclass(frozen=True)
+class Mean:
+    inner: Projection
+    out: Projection
+
+    @property
+    def consumer(self) -> Any:
+        return self.inner.consumer
+
+    def __call__(self, x: Any, batch: ForwardBatch, cache: PagedState) -> Tensor:
+        u, sums = self.inner(x), cache.states.parts["sum"]
+        mean = torch.empty_like(u)
+        for stretch in cache.stretches(batch):
+            total = torch.zeros_like(sums[0]) if stretch.source is None else sums[stretch.source]
+            for row in range(stretch.rows.start, stretch.rows.stop):
+                total = total + u[row].float()
+                mean[row] = total / (batch.positions[row] + 1)
+            sums[stretch.target] = total
+        return self.out(mean)
+
+
+def _parts(mixer: MeanConfig, hidden_size: int, names: object) -> MixerParts:
+    projections = {
+        "inner": Projected(("mean.in_proj",), (mixer.size,), hidden_size),
+        "out": Projected(("mean.out_proj",), (hidden_size,), mixer.size),
+    }
+    return MixerParts(module="mean", projections=projections)
+
+
+def _build(mixer: MeanConfig, builder: Any, prefix: str, ropes: object) -> Mean:
+    return Mean(builder.linear(prefix, "mean.in_proj"), builder.linear(prefix, "mean.out_proj"))
+
+
+def _spec(mixer: MeanConfig, kind: object, compute: Format) -> LayerStateSpec:
+    return LayerStateSpec((StatePart("sum", (mixer.size,), Format.FLOAT32),))
+
+
+def _derive(config: object, model: ModelConfig) -> ModelConfig:
+    layers: list[Any] = list(model.layers)
+    for index in MEANS:
+        layers[index] = replace(layers[index], mixer=MeanConfig(48))
+    layers[WINDOWED] = replace(layers[WINDOWED], mixer=replace(layers[WINDOWED].mixer, window=WINDOW))
+    return replace(model, layers=tuple(layers))
+
+
+def register(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kind, and a row whose model_type is "means"."""
+    monkeypatch.setitem(mixer_parts._PARTS, MeanConfig, _parts)  # type: ignore[arg-type]
+    monkeypatch.setitem(mixers._BUILDERS, MeanConfig, _build)  # type: ignore[arg-type]
+    monkeypatch.setitem(spec._SPECS, MeanConfig, _spec)  # type: ignore[arg-type]
+    monkeypatch.setitem(FAMILIES, "means", replace(FAMILIES["llama"], derive=_derive))  # type: ignore[arg-type]
+
+
+def save_means(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """A random model of four layers: mean, attention in a window, mean, attention."""
+    save_random(LlamaConfig(**{**SHAPE, "num_hidden_layers": 4, "max_position_embeddings": LENGTH}), folder, dtype)
+    tensors = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(3)
+    for index in MEANS:
+        layer = f"model.layers.{index}."
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(f"{layer}self_attn.")}
+        for name, shape in (("in_proj", (48, 64)), ("out_proj", (64, 48))):
+            tensors[f"{layer}mean.{name}.weight"] = (0.3 * torch.randn(shape, generator=generator)).to(dtype)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "means"}))
+    return folder

@@ -1,0 +1,71 @@
+"""A model of a config with random parameters, saved by transformers; prompts for it, and what Freight makes of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tests.parity.variants import SHAPE
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
+
+from freight.cache.pool import allocate_pool
+from freight.config.engine import EngineArgs
+from freight.engine.runner import ModelRunner
+from freight.kernels.select import select_kernels
+from freight.models.open import open_model
+
+
+def save_random(config: PretrainedConfig, folder: Path, dtype: torch.dtype) -> Any:
+    """A model with every parameter random, biases and norms too, saved as its users save theirs."""
+    torch.manual_seed(0)
+    auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    model = auto.from_config(config, attn_implementation="eager").eval()
+    frequencies = {name: buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq")}
+    model = model.to(dtype)
+    for name, buffer in frequencies.items():  # from_pretrained keeps them in float32
+        module, _, own = name.rpartition(".")
+        setattr(model.get_submodule(module), own, buffer)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape)
+            if name.endswith("e_score_correction_bias"):
+                continue
+            one = 1  # of norms, or 0 where these store the difference from 1
+            if config.model_type in ("gemma2", "gemma3_text", "step3p7"):
+                one = 0
+            if config.model_type == "muse_glimmer" and "layernorm" in name:
+                one = 0
+            if config.model_type.startswith("gemma4") and name.endswith(("q_norm.weight", "k_norm.weight")):
+                one = 0.4  # nothing else keeps scores small: the softmax has no scale
+            small = 1.0 if name.endswith("sinks") else 0.1 if parameter.ndim == 1 else 0.12
+            if name.endswith(("router.scale", "per_expert_scale")):
+                parameter.copy_(4 + noise if name.endswith("router.scale") else 1 + 0.3 * noise)
+                continue
+            parameter.copy_(one + 0.1 * noise if "norm" in name else noise * small)
+        for name, bias in model.state_dict().items():  # buffers in most families
+            if name.endswith("e_score_correction_bias"):
+                bias.copy_(0.1 * torch.randn(bias.shape))
+            if name.endswith("layer_scalar"):
+                bias.copy_(0.5 + torch.rand(bias.shape))
+    model.save_pretrained(folder)
+    return model
+
+
+def tokens(count: int = 150) -> list[int]:
+    return torch.randint(0, SHAPE["vocab_size"], (count,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+def freight_logits(
+    folder: Path, token_ids: list[int], dtype: str, kernel_set: str = "auto", **options: Any
+) -> torch.Tensor:
+    """float32 [len(token_ids), vocab_size]"""
+    args = EngineArgs(model=str(folder), dtype=dtype, kernels=kernel_set, skip_tokenizer_init=True, **options)
+    opened = open_model(args)
+    config = opened.resolve(opened.args)
+    kernels = select_kernels(kernel_set)
+    decoder, num_blocks = opened.load(config), -(-len(token_ids) // config.block_size)
+    spec = opened.cache_spec(config)
+    pool = allocate_pool(spec, config.kv, [num_blocks] * len(spec.groups), kernels, rotaries=decoder.rotaries)
+    runner = ModelRunner(decoder, pool, "cpu")
+    return runner.logits(token_ids, 0, pool.whole)

@@ -1,0 +1,87 @@
+"""Which rows of a step go on from which state, and where what comes of them is written."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import torch
+from hypothesis import given, settings
+from tests.shares import examples
+
+from freight.cache.pool import KVPool, PagedState, allocate_pool
+from freight.cache.spec import KVCacheSpec, LayerStateSpec, StatePart
+from freight.config.engine import KVCacheConfig
+from freight.engine.prepare import Logits, SequenceSlice, prepare
+from freight.fp8.formats import Format
+from freight.kernels.reference_set import REFERENCE
+from freight.operands.states import Stretch
+
+PARTS = StatePart("sum", (2, 3), Format.FLOAT32), StatePart("columns", (4,), Format.BFLOAT16)
+
+
+def pool_of(num_blocks: int, every: int) -> KVPool:
+    spec = KVCacheSpec((None, LayerStateSpec(PARTS), LayerStateSpec(PARTS[:1])), 16, every)
+    return allocate_pool(spec, KVCacheConfig(Format.BFLOAT16, None, None, None), [num_blocks], REFERENCE)
+
+
+def stretches(layer: PagedState, *slices: SequenceSlice) -> list[Stretch]:
+    pool = pool_of(8, layer.states.every)
+    return list(layer.stretches(prepare(slices, pool.spec.groups)))
+
+
+def part(start: int, count: int, *blocks: int) -> SequenceSlice:
+    return SequenceSlice([0] * count, start, [blocks], Logits.LAST)
+
+
+def test_a_layer_has_its_parts_for_every_block() -> None:
+    pool = pool_of(8, 32)
+    assert list(pool.states) == [1, 2]
+    assert not pool.paged
+    shapes = {name: (tuple(one.shape), one.dtype) for name, one in pool.states[1].states.parts.items()}
+    assert shapes == {"sum": ((8, 2, 3), torch.float32), "columns": ((8, 4), torch.bfloat16)}
+    held = sum(one.nbytes for kept in pool.states.values() for one in kept.states.parts.values())
+    assert held == pool.num_bytes == 8 * (24 + 8 + 24)
+    assert pool.capacity_tokens == 8 * 32
+
+
+def test_a_boundary_begins_a_block_from_the_one_before() -> None:
+    layer = pool_of(8, 32).states[1]
+    assert stretches(layer, part(0, 5, 3)) == [Stretch(slice(0, 5), None, 3)]
+    assert stretches(layer, part(5, 1, 3)) == [Stretch(slice(0, 1), 3, 3)]
+    assert stretches(layer, part(31, 2, 3, 6)) == [Stretch(slice(0, 1), 3, 3), Stretch(slice(1, 2), 3, 6)]
+    assert stretches(layer, part(32, 1, 3, 6)) == [Stretch(slice(0, 1), 3, 6)]
+    assert stretches(layer, part(33, 1, 0, 6)) == [Stretch(slice(0, 1), 6, 6)]
+    assert stretches(layer, part(32, 1, 3, 6), part(0, 33, 1, 2)) == [
+        Stretch(slice(0, 1), 3, 6),
+        Stretch(slice(1, 33), None, 1),
+        Stretch(slice(33, 34), 1, 2),
+    ]
+
+
+@settings(max_examples=examples(200))
+@given(
+    lengths=st.lists(st.integers(1, 200), min_size=1, max_size=3),
+    every=st.sampled_from([16, 32, 64]),
+    data=st.data(),
+)
+def test_however_a_sequence_is_cut_its_blocks_have_its_own_prefixes(
+    lengths: list[int], every: int, data: st.DataObject
+) -> None:
+    """A state is a list of tokens here: each row appends its own."""
+    numbers = iter(data.draw(st.permutations(range(60))))
+    tables = [[next(numbers) for _ in range(-(-length // every))] for length in lengths]
+    layer, memory, done = pool_of(60, every).states[1], dict[int, list[tuple[int, int]]](), [0] * len(lengths)
+    while left := [index for index, length in enumerate(lengths) if done[index] < length]:
+        counts = {index: data.draw(st.integers(1, lengths[index] - done[index])) for index in left}
+        rows = [(index, done[index] + i) for index, count in counts.items() for i in range(count)]
+        slices = [part(done[index], count, *tables[index]) for index, count in counts.items()]
+        for one in stretches(layer, *slices):
+            state = [] if one.source is None else memory[one.source]
+            new = rows[one.rows]
+            full = memory.get(one.target, [])
+            assert len(full) % every or not full, "a full block is written"
+            memory[one.target] = [*state, *new]
+        for index, count in counts.items():
+            done[index] += count
+    for index, (length, table) in enumerate(zip(lengths, tables, strict=True)):
+        for entry, block in enumerate(table):
+            assert memory[block] == [(index, at) for at in range(min(length, (entry + 1) * every))]

@@ -1,0 +1,31 @@
+"""Which models' bits are promised: `x-freight-reproducible` says it to clients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PhiConfig
+
+from freight.config.engine import EngineArgs
+from freight.engine.fingerprint import is_reproducible
+from freight.models.open import OpenModel, open_model
+
+
+@pytest.fixture
+def through_transformers(tmp_path: Path) -> OpenModel:
+    shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    config = PhiConfig(**shape, num_attention_heads=2, dtype=torch.float32)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    return open_model(EngineArgs(model=str(tmp_path), skip_tokenizer_init=True, device="cpu"))
+
+
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+def test_bits_are_promised_of_native_models_on_compiled_kernels(kernels: str, through_transformers: OpenModel) -> None:
+    args = EngineArgs(device="cpu", kernels=kernels)
+    native = open_model(args)
+    kernel_set = native.kernels(native.resolve(args))
+    assert is_reproducible(native, kernel_set) is (kernels == "auto")
+    assert through_transformers.model.foreign is not None
+    assert not is_reproducible(through_transformers, kernel_set)

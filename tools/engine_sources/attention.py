@@ -1,0 +1,105 @@
+"""Where a model's attention has its scales: the path of its attention module within a layer, and whether it gets a
+quantization configuration. Read from what the classes assign to themselves."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from engine_sources.modules import ClassRef
+
+KERNELS = frozenset({"RadixAttention", "Attention", "attn_cls", "EncoderOnlyAttention", "UnifiedRadixAttention"})
+LAYER_NAMES = ("self_attn", "self_attention", "attn", "attention", "mixer")
+
+
+@dataclass(frozen=True)
+class AttentionPath:
+    """'self_attn' and 'attn' of `model.layers.0.self_attn.attn`; `quantized`: the layer is given a configuration."""
+
+    outer: str
+    inner: str
+    quantized: bool
+
+
+def reachable(start: ClassRef) -> list[ClassRef]:
+    """The classes of the tree that `start` refers to, and those that they refer to."""
+    found, waiting = [start], [start]
+    while waiting:
+        one = waiting.pop()
+        for name in sorted(one.referred):
+            other = one.module.resolve_expression(ast.Name(name))
+            if isinstance(other, ClassRef) and other not in found and _is_of_models(other):
+                found.append(other)
+                waiting.append(other)
+    return found
+
+
+def _is_of_models(cls: ClassRef) -> bool:
+    return ".models" in cls.module.name
+
+
+def attention_paths(start: ClassRef) -> frozenset[AttentionPath]:
+    """Every place of an attention kernel in the model; empty if none was found.
+
+    A model that defines layers of its own gives them to the model that it inherits from, so where the two differ in
+    what they pass on, those of the file of `start` count.
+    """
+    classes = reachable(start)
+    found = _paths(classes)
+    if len({(one.outer, one.inner) for one in found}) < len(found):
+        return _paths([one for one in classes if one.module is start.module]) or found
+    return found
+
+
+def _paths(classes: list[ClassRef]) -> frozenset[AttentionPath]:
+    inner = {cls: found for cls in classes if (found := list(_kernels(cls)))}
+    paths = set()
+    for cls in classes:
+        for attribute, value in _assigned(cls):
+            created = _created(value, cls)
+            for attention in created & inner.keys():
+                paths |= {AttentionPath(attribute, name, quantized) for name, quantized in inner[attention]}
+    if not paths:  # the class is chosen at run time: its usual names
+        names = {attribute for cls in classes for attribute, _ in _assigned(cls)} & set(LAYER_NAMES)
+        kernels = {one for found in inner.values() for one in found}
+        paths = {
+            AttentionPath(outer, name, quantized) for outer in names for name, quantized in kernels if outer != name
+        }
+    return frozenset(paths)
+
+
+def _assigned(cls: ClassRef) -> Iterable[tuple[str, ast.expr]]:
+    for one in cls.mro:
+        for attribute, found in one.assignments.items():
+            yield from ((attribute, value) for value, _ in found)
+
+
+def _kernels(cls: ClassRef) -> Iterable[tuple[str, bool]]:
+    for attribute, value in _assigned(cls):
+        for call in ast.walk(value):
+            if not isinstance(call, ast.Call):
+                continue
+            callee = cls.module.resolve_expression(call.func)
+            names = callee.base_names if isinstance(callee, ClassRef) else {ast.unparse(call.func).rpartition(".")[2]}
+            # Of the tree's classes named *Attention, those in models/ hold a kernel and are none.
+            if names & KERNELS and not (
+                isinstance(callee, ClassRef) and _is_of_models(callee) and not _extends(callee)
+            ):
+                given = {one.arg for one in call.keywords}
+                yield attribute, bool(given & {"quant_config", None})
+
+
+def _extends(cls: ClassRef) -> bool:
+    return any(one.name in KERNELS and not _is_of_models(one) for one in cls.mro)
+
+
+def _created(value: ast.expr, cls: ClassRef) -> set[ClassRef]:
+    """The classes that an expression may create, and the ones that those inherit from."""
+    found = set()
+    for node in ast.walk(value):
+        if isinstance(node, ast.Call | ast.Name):
+            callee = cls.module.resolve_expression(node.func if isinstance(node, ast.Call) else node)
+            if isinstance(callee, ClassRef):
+                found.add(callee)
+    return found
