@@ -97,7 +97,7 @@ Plan make_plan(const Call<Tiles>& call) {
 std::vector<float> factors_per_head(const FreightAttention& a) {
   std::vector<float> factors;
   if (a.scales != FREIGHT_STATIC_SCALES) return factors;
-  const float* scale = static_cast<const float*>(a.k_scale);
+  const float* scale = static_cast<const float*>(a.k.scale);
   for (int h = 0; h < a.num_kv_heads; h++, scale += a.k_dim) {
     if (std::count(scale, scale + a.k_dim, scale[0]) < a.k_dim) return {};
     factors.push_back(scale[0]);
@@ -125,8 +125,8 @@ template <class Tiles>
 void attend(const FreightAttention& a) {
   const std::vector<float> k_factor = factors_per_head(a);
   const Tiles tiles(a.k_dim, a.v_dim, a.scales == FREIGHT_STATIC_SCALES && k_factor.empty());
-  const size_t token = static_cast<size_t>(a.num_kv_heads) * std::max(a.k_dim, a.v_dim);
-  const std::vector<uint8_t> nothing(token * bytes_of(Tiles::format));
+  const size_t last_head = static_cast<size_t>(a.num_kv_heads - 1) * std::max(a.k.head, a.v.head);
+  const std::vector<uint8_t> nothing(last_head + std::max(a.k_dim, a.v_dim) * bytes_of(Tiles::format));
   Call<Tiles> call{a, tiles, k_factor, nothing, nullptr, nullptr};
   const Plan plan = make_plan(call);
   const std::unique_ptr<Partial[]> partials(new Partial[plan.partials]);

@@ -1,7 +1,7 @@
 // The C interface of attention over the pages of the KV cache, and of storing into them.
 //
-// A struct per call: src/freight/kernels/cpu/{attention,store}.py mirrors it field by field. Pages are
-// [num_blocks, block_size, num_kv_heads, k_dim or v_dim], contiguous. Nothing is read beyond what was stored.
+// A struct per call: src/freight/kernels/cpu/interface.py mirrors it field by field. Nothing is read beyond what was
+// stored.
 #pragma once
 #include "freight.h"
 
@@ -13,11 +13,19 @@ enum FreightKvScales : int32_t {
 
 constexpr int32_t FREIGHT_MAX_HEAD_DIM = 1024;  // of k_dim and v_dim
 
+// The pages of K or of V: vectors [num_blocks, block_size, num_kv_heads] of k_dim or v_dim values, next to each other.
+// Strides are bytes. V may lie inside the vectors of K: at the first byte of V's first, and with K's strides.
+struct FreightPages {
+  void* data;
+  void* scale;                                   // as FreightKvScales has it
+  int64_t block, token, head;                    // from vector to vector of the next block, token, KV head
+  int64_t scale_block, scale_token, scale_head;  // likewise between token scales
+};
+
 struct FreightAttention {
   const void* q;                // [num_tokens, num_heads, k_dim] of q_type; rows q_stride values apart
   void* out;                    // [num_tokens, num_heads, v_dim] of q_type
-  const void *k, *v;            // pages of kv_format
-  const void *k_scale, *v_scale;
+  FreightPages k, v;            // of kv_format
   const int32_t* query_starts;  // [num_seqs + 1]
   const int32_t* context_lens;  // [num_seqs]
   const int32_t* block_tables;  // [num_seqs, max_blocks]
@@ -42,18 +50,19 @@ struct FreightAttention {
 FREIGHT_API FreightStatus freight_attention(const FreightAttention* arguments);
 
 struct FreightStore {
-  const void* qkv;  // [rows, num_heads * k_dim + num_kv_heads * (k_dim + v_dim)] of type, contiguous: q, then k, then v
+  const void* qkv;  // [rows, num_heads * k_dim + num_kv_heads * k_dim + num_v_heads * v_dim] of type, contiguous
   void* q;          // [rows, num_heads, k_dim] of type: normed, rotated, times q_factor
-  void *k_pages, *v_pages;
-  void *k_scale, *v_scale;              // read if static, written if per token
-  const int64_t *positions, *slots;     // [rows]; a negative slot stores nothing
+  FreightPages k, v;                    // of kv_format; scales are read if static, written if per token
+  const int64_t *positions, *slots;     // [rows]; slot s is token s % block_size of block s / block_size; < 0: nothing
   const float *cos, *sin;               // [max_positions, rotary_dim / 2]
   const float* q_factor;                // [max_positions], rounded to type: multiplies rotated queries; null: nothing
   const void *q_norm, *k_norm;          // [k_dim]: RMSNorm of each head before all else; null: none
   const float* k_center;                // [num_kv_heads, k_dim]: subtracted from keys before rotation; null: none
   int64_t* counters;                    // [2], added to: NaNs, and values beyond their scale's range
   int64_t rows;
-  int32_t num_heads, num_kv_heads, k_dim, v_dim;
+  int32_t num_heads, num_kv_heads;
+  int32_t num_v_heads;  // num_kv_heads, or 0 where V lies inside K
+  int32_t k_dim, v_dim, block_size;
   int32_t rotary_dim;  // the first channels of q and k, in pairs (i, i + rotary_dim / 2); the others are not rotated
   int32_t type, kv_format, scales;
   int32_t q_norm_type, k_norm_type;  // type, or float32: as the weights of FreightNorm

@@ -50,7 +50,7 @@ inline void finish(const FreightAttention& a, int64_t row, int head, const Parti
   for (int d = 0; d < dim; d++) values[d] = out[d] / total + 0.0f;
   if (a.scales == FREIGHT_STATIC_SCALES) {
     const int64_t kv_head = head / (a.num_heads / a.num_kv_heads);
-    const float* scale = static_cast<const float*>(a.v_scale) + kv_head * dim;
+    const float* scale = static_cast<const float*>(a.v.scale) + kv_head * dim;
     for (int d = 0; d < dim; d++) values[d] *= scale[d];
   }
   write_row(values, a.q_type, dim, element(a.out, (row * a.num_heads + head) * dim, a.q_type));

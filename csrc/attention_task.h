@@ -34,7 +34,7 @@ struct Call {
   const FreightAttention& a;
   Tiles tiles;
   std::vector<float> k_factor;   // [num_kv_heads] if each head has one static K scale, which multiplies its scores
-  std::vector<uint8_t> nothing;  // a token of zeros, read in place of keys that no row sees
+  std::vector<uint8_t> nothing;  // zeros as far as a token's heads reach, read in place of keys that no row sees
   Partial* partials;
   float* partial_outs;  // [][value_dim]
 
@@ -106,8 +106,8 @@ class Worker {
   struct Tile {
     int key;         // position of the first
     int begin, end;  // those that some row sees
-    int64_t slot[kKeyTile];
-    const uint8_t *k[kKeyTile], *v[kKeyTile];  // whole tokens
+    const uint8_t *k[kKeyTile], *v[kKeyTile];              // each token's first head
+    const uint8_t *k_scale[kKeyTile], *v_scale[kKeyTile];  // of those that some row sees, if tokens have scales
   };
 
   void read_queries() {
@@ -120,7 +120,7 @@ class Worker {
         read_row(element(a.q, from, a.q_type), a.q_type, a.k_dim, values);
         if (a.center_size) read_center(values, kv_head, center_of(h * rows + row));
         if (scaled) {
-          const float* scale = static_cast<const float*>(a.k_scale) + static_cast<size_t>(kv_head) * a.k_dim;
+          const float* scale = static_cast<const float*>(a.k.scale) + static_cast<size_t>(kv_head) * a.k_dim;
           for (int d = 0; d < a.k_dim; d++) values[d] *= scale[d];
         }
         tiles.pack_q(values, row, q + h * q_size);
@@ -131,6 +131,11 @@ class Worker {
 
   // Of one KV head of a token in the pages.
   static int64_t head_bytes(int dim) { return static_cast<int64_t>(dim) * bytes_of(Tiles::format); }
+
+  bool v_is_in_k() const {
+    const auto first = reinterpret_cast<uintptr_t>(a.k.data), v = reinterpret_cast<uintptr_t>(a.v.data);
+    return v >= first && v < first + head_bytes(a.k_dim);
+  }
 
   float* center_of(int state) const { return center + static_cast<size_t>(state) * a.center_size * 2; }
 
@@ -193,36 +198,49 @@ class Worker {
     tile.begin = std::max(0, call.first_key(task.position) - tile.key);
     tile.end = static_cast<int>(std::min<int64_t>(kKeyTile, end - key));
     const int32_t* table = a.block_tables + static_cast<int64_t>(task.sequence) * a.max_blocks;
-    const int64_t k_bytes = head_bytes(a.k_dim) * a.num_kv_heads, v_bytes = head_bytes(a.v_dim) * a.num_kv_heads;
     int block = (tile.key + tile.begin) / a.block_size, offset = (tile.key + tile.begin) % a.block_size;
     for (int i = 0; i < kKeyTile; i++) tile.k[i] = tile.v[i] = call.nothing.data();
     for (int i = tile.begin; i < tile.end; i++) {
-      tile.slot[i] = static_cast<int64_t>(table[block]) * a.block_size + offset;
-      tile.k[i] = static_cast<const uint8_t*>(a.k) + tile.slot[i] * k_bytes;
-      tile.v[i] = static_cast<const uint8_t*>(a.v) + tile.slot[i] * v_bytes;
+      tile.k[i] = vectors_of(a.k, table[block], offset);
+      tile.v[i] = vectors_of(a.v, table[block], offset);
+      if (a.scales == FREIGHT_TOKEN_SCALES) {
+        tile.k_scale[i] = scales_of(a.k, table[block], offset);
+        tile.v_scale[i] = scales_of(a.v, table[block], offset);
+      }
       if (++offset == a.block_size) offset = 0, block++;
     }
   }
 
-  // Prefetch a few more cache lines of the next tile: whole tokens, K first, in memory order. Called all along the work
-  // on this tile, because a core has few outstanding misses at a time and stalls on more.
+  // Prefetch a few more cache lines of the next tile: whole tokens, K first, in memory order; V that is part of K comes
+  // with it. Called all along the work on this tile, because a core has few outstanding misses at a time and stalls on
+  // more.
   void prefetch() {
     if (!next) return;
     const int calls = kPrefetches * task.heads, until = asked_for + (2 * kKeyTile + calls - 1) / calls;
     for (; asked_for < std::min(until, 2 * kKeyTile); asked_for++) {
       const bool is_v = asked_for >= kKeyTile;
       const int i = asked_for % kKeyTile;
-      const int64_t bytes = head_bytes(is_v ? a.v_dim : a.k_dim);
-      const uint8_t *token = (is_v ? next->v[i] : next->k[i]) + task.head * bytes, *end = token + task.heads * bytes;
-      for (; token < end; token += 64) __builtin_prefetch(token);
+      if (is_v && v_in_k) continue;
+      const FreightPages& pages = is_v ? a.v : a.k;
+      fetch(is_v ? next->v[i] : next->k[i], pages.head, head_bytes(is_v ? a.v_dim : a.k_dim));
       if (a.scales != FREIGHT_TOKEN_SCALES || i < next->begin || i >= next->end) continue;
-      __builtin_prefetch(static_cast<const uint16_t*>(is_v ? a.v_scale : a.k_scale) + next->slot[i] * a.num_kv_heads);
+      fetch(is_v ? next->v_scale[i] : next->k_scale[i], pages.scale_head, sizeof(uint16_t));
+    }
+  }
+
+  // Prefetch `bytes` of each of the task's heads of a token; `stride` lies between heads, and `first` is the first.
+  void fetch(const uint8_t* first, int64_t stride, int64_t bytes) const {
+    const bool together = stride == bytes;  // heads are neighbours: one run
+    const uint8_t* run = first + task.head * stride;
+    for (int i = 0; i < (together ? 1 : task.heads); i++, run += stride) {
+      const uint8_t* end = run + (together ? task.heads * bytes : bytes);
+      for (const uint8_t* line = run; line < end; line += 64) __builtin_prefetch(line);
     }
   }
 
   void walk_tile(const Tile& tile, int h) {
     read_scales(tile, task.head + h);
-    const int64_t k_offset = head_bytes(a.k_dim) * (task.head + h), v_offset = head_bytes(a.v_dim) * (task.head + h);
+    const int64_t k_offset = a.k.head * (task.head + h), v_offset = a.v.head * (task.head + h);
     const auto between = [this] { prefetch(); };
     tiles.pack_k(tile.k, k_offset, k, between);
     tiles.pack_v(tile.v, v_offset, v, between);
@@ -242,6 +260,10 @@ class Worker {
     }
   }
 
+  static float token_scale(const uint8_t* stored) {
+    return bf16_to_float(*reinterpret_cast<const uint16_t*>(stored));
+  }
+
   // The factors of the scores, and of the probabilities.
   void read_scales(const Tile& tile, int head) {
     const float factor = coefficient() * (call.k_factor.empty() ? 1.0f : call.k_factor[head]);
@@ -249,9 +271,8 @@ class Worker {
     if (a.scales != FREIGHT_TOKEN_SCALES) return;
     std::fill(v_scale, v_scale + kKeyTile, 0.0f);
     for (int i = tile.begin; i < tile.end; i++) {
-      const int64_t from = tile.slot[i] * a.num_kv_heads + head;
-      k_scale[i] = factor * bf16_to_float(static_cast<const uint16_t*>(a.k_scale)[from]);
-      v_scale[i] = bf16_to_float(static_cast<const uint16_t*>(a.v_scale)[from]);
+      k_scale[i] = factor * token_scale(tile.k_scale[i] + head * a.k.scale_head);
+      v_scale[i] = token_scale(tile.v_scale[i] + head * a.v.scale_head);
     }
   }
 
@@ -382,6 +403,7 @@ class Worker {
   static constexpr int kPrefetches = 2 * kKeyTile / kPackTogether + 2;  // calls of prefetch per head of a tile
   const Tile* next = nullptr;                                           // the tile to come, if there is one
   int asked_for = 0;                                                    // of its 64 keys, then of its 64 values
+  const bool v_in_k = v_is_in_k();
   const int group, rows, states;  // query heads per KV head; rows of one KV head; of all of the task's
   const size_t q_size;            // floats of one KV head's queries
   std::vector<Running> running;   // [heads][rows]

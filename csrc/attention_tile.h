@@ -13,4 +13,14 @@ constexpr int kMaxHeadDim = FREIGHT_MAX_HEAD_DIM;
 
 struct NoRegisters {};  // what arithmetic on vectors has to set up for a task
 
+// Where a token's first KV head lies.
+inline uint8_t* vectors_of(const FreightPages& pages, int64_t block, int64_t token) {
+  return static_cast<uint8_t*>(pages.data) + block * pages.block + token * pages.token;
+}
+
+// Where a token's first scale lies, if tokens have scales.
+inline uint8_t* scales_of(const FreightPages& pages, int64_t block, int64_t token) {
+  return static_cast<uint8_t*>(pages.scale) + block * pages.scale_block + token * pages.scale_token;
+}
+
 }  // namespace freight

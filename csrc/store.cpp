@@ -87,20 +87,20 @@ Counts encode(const float* x, int n, const Scale& scale, uint8_t* to) {
 template <FreightFormat F>
 Counts store_head(const FreightStore& a, Kind kind, int head, int64_t slot, const float* x) {
   const int n = kind == kKey ? a.k_dim : a.v_dim;
-  const int64_t place = slot * a.num_kv_heads + head;
-  uint8_t* to = static_cast<uint8_t*>(kind == kKey ? a.k_pages : a.v_pages) + place * n * bytes_of(F);
-  void* scales = kind == kKey ? a.k_scale : a.v_scale;
+  const FreightPages& pages = kind == kKey ? a.k : a.v;
+  const int64_t block = slot / a.block_size, token = slot % a.block_size;
+  uint8_t* to = vectors_of(pages, block, token) + head * pages.head;
   if constexpr (!is_quantized(F)) {
     write_row(x, F, n, to);
     Counts counts;
     for (int i = 0; i < n; i++) counts.nan += (float_to_bits(x[i]) & 0x7FFFFFFFu) > 0x7F800000u;
     return counts;
   } else if (a.scales == FREIGHT_STATIC_SCALES) {
-    const float* scale = static_cast<const float*>(scales) + static_cast<int64_t>(head) * n;
+    const float* scale = static_cast<const float*>(pages.scale) + static_cast<int64_t>(head) * n;
     return encode<F>(x, n, [scale](int i) { return scale[i]; }, to);
   } else if (a.scales == FREIGHT_TOKEN_SCALES) {
     const uint16_t stored = float_to_bf16(scale_from(largest_finite(x, n), max_of(F)));
-    static_cast<uint16_t*>(scales)[place] = stored;
+    *reinterpret_cast<uint16_t*>(scales_of(pages, block, token) + head * pages.scale_head) = stored;
     const float scale = bf16_to_float(stored);
     return encode<F>(x, n, [scale](int) { return scale; }, to);
   } else {
@@ -110,8 +110,8 @@ Counts store_head(const FreightStore& a, Kind kind, int head, int64_t slot, cons
 
 template <FreightFormat F>
 void store_rows(const FreightStore& a) {
-  const int first_value = a.num_heads + a.num_kv_heads, heads = first_value + a.num_kv_heads;
-  const int64_t k_size = static_cast<int64_t>(first_value) * a.k_dim, width = k_size + a.num_kv_heads * a.v_dim;
+  const int first_value = a.num_heads + a.num_kv_heads, heads = first_value + a.num_v_heads;
+  const int64_t k_size = static_cast<int64_t>(first_value) * a.k_dim, width = k_size + a.num_v_heads * a.v_dim;
   const int threads = threads_for(a.rows * width, a.threads);
   std::atomic<int64_t> nan{0}, beyond{0};
   parallel_for((a.rows + kRowsPerTask - 1) / kRowsPerTask, threads, [&](int64_t task) {

@@ -26,7 +26,7 @@ from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from freight.cache.contiguous import Storage, StoredTokens
-from freight.cache.pool import expand_scale
+from freight.cache.pages import expand_scale
 from freight.checkpoint.kv_scales import read_scale_json
 from freight.config.engine import EngineArgs, KVCacheConfig
 from freight.config.keys import EVERY_KEY

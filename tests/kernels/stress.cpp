@@ -90,7 +90,9 @@ std::vector<Work> attention_works(void* library) {
         for (int i = 0; i < blocks; i++) table[i] = i;
         const int32_t starts[] = {0, rows};
         FreightAttention a{};
-        a.q = q.data(), a.out = y.data(), a.k = k.data(), a.v = k.data(), a.block_tables = table.data();
+        a.q = q.data(), a.out = y.data(), a.block_tables = table.data();
+        a.k.data = a.v.data = const_cast<uint8_t*>(k.data()), a.k.head = a.v.head = dim;
+        a.k.token = a.v.token = kv_heads * dim, a.k.block = a.v.block = block * kv_heads * dim;
         a.query_starts = starts, a.context_lens = &keys, a.q_stride = heads * dim, a.q_type = type;
         a.kv_format = FREIGHT_E4M3FN, a.num_seqs = 1, a.max_blocks = blocks, a.num_heads = heads;
         a.num_kv_heads = kv_heads, a.k_dim = a.v_dim = dim, a.block_size = block, a.softmax_scale = .01f;
@@ -133,11 +135,16 @@ std::vector<Work> row_works(void* library) {
     std::vector<int64_t> positions(rows), slots(rows), counters(2);
     for (int64_t i = 0; i < rows; i++) slots[i] = rows - 1 - i;
     FreightStore a{};
-    a.qkv = qkv.data(), a.q = q.data(), a.k_pages = pages.data(), a.v_pages = pages.data() + pages.size() / 2;
-    a.k_scale = scales.data(), a.v_scale = scales.data() + rows * kv_heads, a.scales = FREIGHT_TOKEN_SCALES;
+    a.qkv = qkv.data(), a.q = q.data(), a.scales = FREIGHT_TOKEN_SCALES;
+    for (FreightPages* part : {&a.k, &a.v}) {
+      const int64_t skipped = part == &a.k ? 0 : rows * kv_heads;
+      part->data = pages.data() + skipped * dim, part->scale = scales.data() + skipped;
+      part->head = dim, part->token = part->block = kv_heads * dim;
+      part->scale_head = 2, part->scale_token = part->scale_block = 2 * kv_heads;
+    }
     a.positions = positions.data(), a.slots = slots.data(), a.cos = a.sin = angles.data();
-    a.counters = counters.data(), a.rows = rows, a.num_heads = 2 * kv_heads, a.num_kv_heads = kv_heads;
-    a.k_dim = a.v_dim = a.rotary_dim = dim, a.type = FREIGHT_BFLOAT16, a.kv_format = FREIGHT_E4M3FN;
+    a.counters = counters.data(), a.rows = rows, a.num_heads = 2 * kv_heads, a.num_kv_heads = a.num_v_heads = kv_heads;
+    a.block_size = 1, a.k_dim = a.v_dim = a.rotary_dim = dim, a.type = FREIGHT_BFLOAT16, a.kv_format = FREIGHT_E4M3FN;
     a.threads = threads;
     require(store(&a));
     return pages;

@@ -39,7 +39,7 @@ def declared(kind: str, argument: str) -> object:
     """The ctypes type of a declaration: of a base type and what stands behind it."""
     if "*" in argument or kind == "FreightGompParallel":
         return ctypes.c_void_p
-    return TYPES[kind]
+    return TYPES[kind] if kind in TYPES else getattr(interface, kind)
 
 
 def fields_of(body: str) -> list[tuple[str, object]]:

@@ -11,11 +11,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from freight.cache.spec import KVCacheSpec, LayerKVSpec, LayerStateSpec
+from freight.cache.pages import allocate_pages, expand_scale
+from freight.cache.spec import KVCacheSpec, LayerStateSpec
 from freight.config.engine import KVCacheConfig
 from freight.fp8.cast import torch_dtype
-from freight.fp8.formats import Granularity
-from freight.fp8.scheme import LayerScales
 from freight.kernels.interface import KernelSet
 from freight.operands.batch import ForwardBatch
 from freight.operands.kv_pages import KeyCenter, KVPages
@@ -192,7 +191,8 @@ def allocate_pool(
             pages_of[index] = replace(pages_of[layer.source], shared=True)
             continue
         group = groups[index]
-        pages = _allocate_layer(layer, scales, num_blocks[group], spec.groups[group].tokens_per_block, device)
+        block_size = spec.groups[group].tokens_per_block
+        pages = allocate_pages(layer, kv.layout, scales, num_blocks[group], block_size, device)
         if scales is not None and scales.k_center:
             rotary = None if rotaries is None else rotaries[index]
             assert rotary is not None
@@ -222,34 +222,3 @@ def _allocate_states(spec: LayerStateSpec, num_blocks: int, cache: KVCacheSpec, 
     shapes = {part.name: ((num_blocks, *part.shape), torch_dtype(part.format)) for part in spec.parts}
     parts = {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes.items()}
     return States(parts, cache.state_every)
-
-
-def _allocate_layer(
-    spec: LayerKVSpec, scales: LayerScales | None, num_blocks: int, block_size: int, device: str
-) -> KVPages:
-    assert scales is None or (spec.format.is_fp8 and spec.granularity is not Granularity.TOKEN)
-    shape = (num_blocks, block_size, spec.num_kv_heads)
-
-    def page(dim: int) -> Tensor:
-        return torch.empty(*shape, dim, dtype=torch_dtype(spec.format), device=device)
-
-    def scale(values: tuple[float, ...] | None, dim: int) -> Tensor | None:
-        if spec.granularity is Granularity.TOKEN:
-            return torch.empty(shape, dtype=torch.bfloat16, device=device)
-        if values is None:
-            return None
-        return expand_scale(values, spec.num_kv_heads, dim).to(device)
-
-    k_scale = scale(scales.k if scales else None, spec.k_dim)
-    v_scale = scale(scales.v if scales else None, spec.v_dim)
-    return KVPages(
-        page(spec.k_dim), page(spec.v_dim), k_scale, v_scale, torch.zeros(2, dtype=torch.int64, device=device)
-    )
-
-
-def expand_scale(values: tuple[float, ...], num_kv_heads: int, head_dim: int) -> Tensor:
-    """1, num_kv_heads or num_kv_heads * head_dim scales -> [num_kv_heads, head_dim] float32."""
-    size = num_kv_heads * head_dim
-    assert len(values) in (1, num_kv_heads, size), f"{len(values)} scales for {num_kv_heads} KV heads"
-    scale = torch.tensor(values, dtype=torch.float32, device="cpu")
-    return scale.repeat_interleave(size // len(values)).view(num_kv_heads, head_dim)

@@ -23,6 +23,7 @@ from freight.kernels import reference
 from freight.layers.linear import Projection, UnmergedLinear
 from freight.models.decoder import MLP, DecoderLayer
 from freight.operands.batch import ForwardBatch
+from freight.operands.kv_pages import read_slots
 from freight.operands.packed import Rows, plain
 from freight.operands.rotary import Rotary
 
@@ -97,7 +98,7 @@ class WatchedKV(PagedKV):
             self.projected(*reference.split_heads(qkv, rotary, self.pages)[:2])
         q = super().store(qkv, rotary, batch)
         slots = batch.slots[self.group]
-        self.stored(*(page.flatten(0, 1)[slots] for page in (self.pages.k, self.pages.v)))
+        self.stored(read_slots(self.pages.k, slots), read_slots(self.pages.v, slots))
         return q
 
 

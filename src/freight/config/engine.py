@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, fields, replace
+from enum import StrEnum
 from numbers import Integral, Real
 from typing import Any
 
@@ -113,6 +114,14 @@ _LISTED = 8
 MIXED = "mixed"  # for `dtype` or `granularity` in a JSON of a cache whose layers differ
 
 
+class PageLayout(StrEnum):
+    """How a layer's pages lie in memory. No bit of a result depends on it."""
+
+    TOKENS = "tokens"  # K apart from V; in a block one token after another, its heads next to each other
+    HEADS = "heads"  # K apart from V; in a block one head after another, its tokens next to each other
+    BLOCKS = "blocks"  # a block's K, V and token scales are one run of bytes
+
+
 @dataclass(frozen=True)
 class KVCacheConfig:
     """The resolved KV cache. `scales` holds static scales; it is None for `token` granularity, `unit` and 16 bits.
@@ -128,6 +137,7 @@ class KVCacheConfig:
     scales: KVScales | None
     note: str = ""
     layers: tuple[LayerKVFormat, ...] | None = None
+    layout: PageLayout = PageLayout.TOKENS
 
     def of_layer(self, index: int) -> LayerKVFormat:
         """How layer `index` is stored."""

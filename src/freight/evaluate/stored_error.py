@@ -21,7 +21,7 @@ from freight.cache.pool import KVPool, PagedKV
 from freight.fp8.cast import decode
 from freight.kernels import reference
 from freight.operands.batch import ForwardBatch
-from freight.operands.kv_pages import KVPages
+from freight.operands.kv_pages import KVPages, read_slots
 from freight.operands.packed import PackedWeight, Rows, plain
 from freight.operands.rotary import Rotary
 
@@ -119,11 +119,10 @@ def _square(x: Tensor) -> Tensor:
 
 def _kept(page: Tensor, scale: Tensor | None, slots: Tensor) -> Tensor:
     """What the cache has for these slots: float32 [rows, num_kv_heads, head_dim]."""
-    flat = page.flatten(0, 1)
-    rows = flat.view(torch.uint8)[slots].view(page.dtype) if page.element_size() == 1 else flat[slots]
+    rows = read_slots(page, slots)
     if scale is None:
         return decode(rows)
-    return decode(rows, scale.flatten(0, 1)[slots][..., None].float() if scale.ndim == 3 else scale)
+    return decode(rows, read_slots(scale, slots)[..., None].float() if scale.ndim == 3 else scale)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from freight.fp8.formats import Format, ScaleKind
 from freight.fp8.weights import BLOCK, expand_blocks
 from freight.operands.activation import Activation, GatedActivation, GatedFunction, GateFunction
 from freight.operands.batch import Sequences
-from freight.operands.kv_pages import KVPages
+from freight.operands.kv_pages import KVPages, read_slots, write_slots
 from freight.operands.rotary import Rotary
 from freight.operands.tiles import KEY_TILE
 from freight.operands.weight import Activations, Weight
@@ -200,7 +200,7 @@ def split_heads(qkv: Tensor, rotary: Rotary, pages: KVPages) -> tuple[Tensor, Te
     qkv: [rows, num_heads * k_dim + num_kv_heads * (k_dim + v_dim)], the heads of q, then of k, then of v.
     """
     num_kv_heads, k_dim = pages.k.shape[2:]
-    k_size, v_size = num_kv_heads * k_dim, num_kv_heads * pages.v.shape[3]
+    k_size, v_size = num_kv_heads * k_dim, 0 if pages.v_in_k else num_kv_heads * pages.v.shape[3]
     parts = qkv.split((qkv.shape[1] - k_size - v_size, k_size, v_size), 1)
     q, k, v = (part.unflatten(1, (-1, dim)) for part, dim in zip(parts, (k_dim, k_dim, pages.v.shape[3]), strict=True))
     if rotary.norms is not None:
@@ -228,23 +228,23 @@ def rotate_store(qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor |
 def store_kv(k: Tensor, v: Tensor, slots: Tensor, pages: KVPages) -> None:
     """Quantize k and v, [rows, num_kv_heads, k_dim or v_dim], into the pages' slots; slot -1 stores nothing."""
     kept = slots >= 0
-    k, v, slots = k[kept], v[kept], slots[kept]
-    pages.counters[0] += torch.isnan(k).sum() + torch.isnan(v).sum()
-    for values, page, scale in ((k, pages.k, pages.k_scale), (v, pages.v, pages.v_scale)):
+    parts = ((k, pages.k, pages.k_scale), (v, pages.v, pages.v_scale))
+    for given, page, scale in parts[:1] if pages.v_in_k else parts:
+        values = given[kept]
+        pages.counters[0] += torch.isnan(values).sum()
         if not pages.format.is_quantized:
-            page.flatten(0, 1)[slots] = values.to(page.dtype)
+            write_slots(page, slots[kept], values.to(page.dtype))
             continue
         factor: Tensor | float = 1.0
         if pages.dynamic:
             assert scale is not None
             measured = token_scale(amax(values, -1), pages.format)  # [rows, num_kv_heads] bfloat16
-            scale.flatten(0, 1)[slots] = measured
+            write_slots(scale, slots[kept], measured)
             factor = measured.float()[..., None]
         elif scale is not None:
             factor = scale
         pages.counters[1] += num_clipped(values, factor, pages.format)
-        stored = encode(values, factor, pages.format)
-        page.view(torch.uint8).flatten(0, 1)[slots] = stored.view(torch.uint8)
+        write_slots(page, slots[kept], encode(values, factor, pages.format))
 
 
 def load_kv(page: Tensor, token_scale: Tensor | None, blocks: Tensor, length: int, skipped: int = 0) -> Tensor:
@@ -257,10 +257,9 @@ def load_kv(page: Tensor, token_scale: Tensor | None, blocks: Tensor, length: in
     begin = skipped * KEY_TILE
     position = torch.arange(begin, length, dtype=torch.int64, device=page.device)
     slots = blocks[position // page.shape[1]] * page.shape[1] + position % page.shape[1]
-    rows = page.flatten(0, 1)
-    values = decode(rows.view(torch.uint8)[slots].view(page.dtype) if page.itemsize == 1 else rows[slots])
+    values = decode(read_slots(page, slots))
     if token_scale is not None:
-        values = values * token_scale.flatten(0, 1)[slots].float()[..., None]
+        values = values * read_slots(token_scale, slots).float()[..., None]
     tiles = -(-length // KEY_TILE) - skipped
     padded = values.new_zeros(tiles * KEY_TILE, heads, dim)
     padded[: length - begin] = values

@@ -70,17 +70,26 @@ class KeyCenter:
         return torch.cat((self.cos[tile][pairs], self.sin[tile][pairs]), 1)
 
 
+Strides = tuple[int, int, int]  # in values: from block to block, token to token, head to head
+
+
+def _strides_of(tensor: Tensor | None) -> Strides:
+    return (0, 0, 0) if tensor is None else (tensor.stride(0), tensor.stride(1), tensor.stride(2))
+
+
 @dataclass(frozen=True)
 class KVPages:
     """One layer's pages, the scales they were written with, and the center subtracted from keys before that.
 
-    k, v                [num_blocks, block_size, num_kv_heads, k_dim or v_dim], quantized or 16/32-bit
+    k, v                [num_blocks, block_size, num_kv_heads, k_dim or v_dim], quantized or 16/32-bit, of any strides
+                        that keep the values of one head of a token neighbours: they are the layout of a block.
     k_scale, v_scale    None: stored values are the true ones (16 or 32 bits, or `unit`);
                         [num_kv_heads, k_dim or v_dim] float32: static, whatever the granularity they came in;
-                        [num_blocks, block_size, num_kv_heads] bfloat16: `token`
+                        [num_blocks, block_size, num_kv_heads] bfloat16, of any strides: `token`
     counters            [2] int64: NaNs that were stored so far (they stay NaN), and values that were clipped
                         because they lay beyond the range of their scale
     k_center            subtracted from keys by `rotate_store`, added back to the scores by `attention`
+    v_in_k              v is a view of channels of k, as a latent's values are: who stores the keys has stored them
     """
 
     k: Tensor
@@ -89,6 +98,11 @@ class KVPages:
     v_scale: Tensor | None
     counters: Tensor
     k_center: KeyCenter | None = None
+    v_in_k: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.k.stride(3) == self.v.stride(3) == 1
+        assert self.k_center is None or not self.v_in_k, "what is subtracted from keys would be missing in the values"
 
     @property
     def format(self) -> Format:
@@ -97,6 +111,13 @@ class KVPages:
     @property
     def block_size(self) -> int:
         return self.k.shape[1]
+
+    @property
+    def strides(self) -> tuple[Strides, Strides, Strides, Strides]:
+        """From vector to vector of the next block, token and KV head: of k, v, their `token` scales (else zeros)."""
+        scales = (self.k_scale, self.v_scale) if self.dynamic else (None, None)
+        k, v, k_scale, v_scale = (_strides_of(tensor) for tensor in (self.k, self.v, *scales))
+        return k, v, k_scale, v_scale
 
     @property
     def dynamic(self) -> bool:
@@ -108,3 +129,23 @@ class KVPages:
         if self.k_scale is None:
             return ScaleKind.NONE
         return ScaleKind.TOKEN if self.k_scale.ndim == 3 else ScaleKind.STATIC
+
+
+def read_slots(page: Tensor, slots: Tensor) -> Tensor:
+    """What `slots` [rows] hold: [rows, num_kv_heads, dim] of k or v, [rows, num_kv_heads] of `token` scales.
+
+    Slot s is token s % block_size of block s // block_size, whatever the strides of `page`.
+    """
+    block_size = page.shape[1]
+    return _bytes(page)[slots // block_size, slots % block_size].view(page.dtype)
+
+
+def write_slots(page: Tensor, slots: Tensor, values: Tensor) -> None:
+    """Make `slots` [rows] hold `values`, of the dtype and shape that `read_slots` returns."""
+    block_size = page.shape[1]
+    _bytes(page)[slots // block_size, slots % block_size] = _bytes(values)
+
+
+def _bytes(values: Tensor) -> Tensor:
+    """FP8 as bytes, because torch does not index it; other dtypes as they are."""
+    return values.view(torch.uint8) if values.itemsize == 1 else values

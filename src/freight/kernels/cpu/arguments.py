@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from freight.errors import KernelError
-from freight.kernels.cpu.interface import FORMATS, MAX_HEAD_DIM
+from freight.kernels.cpu.interface import FORMATS, MAX_HEAD_DIM, FreightPages
 from freight.operands.kv_pages import KVPages
 
 
@@ -22,6 +22,21 @@ def address(tensor: Tensor | None) -> int | None:
         return None
     assert tensor.is_contiguous()
     return tensor.data_ptr()
+
+
+def pages_of(page: Tensor, scale: Tensor | None) -> FreightPages:
+    """K or V of `KVPages` and its scales, wherever its vectors lie."""
+    assert page.stride(3) == 1
+    fields = FreightPages(data=page.data_ptr())
+    fields.block, fields.token, fields.head = (step * page.itemsize for step in page.stride()[:3])
+    if scale is None:
+        return fields
+    if scale.ndim == 2:  # static
+        fields.scale = address(scale)
+        return fields
+    fields.scale = scale.data_ptr()
+    fields.scale_block, fields.scale_token, fields.scale_head = (step * scale.itemsize for step in scale.stride())
+    return fields
 
 
 def check_head_dim(pages: KVPages) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from freight.kernels.cpu.arguments import address, check_head_dim
+from freight.kernels.cpu.arguments import address, check_head_dim, pages_of
 from freight.kernels.cpu.interface import FORMATS, FreightAttention
 from freight.kernels.cpu.library import Library
 from freight.operands.batch import Sequences
@@ -43,10 +43,8 @@ def attention(
         FreightAttention(
             q=q.data_ptr(),
             out=out.data_ptr(),
-            k=address(pages.k),
-            v=address(pages.v),
-            k_scale=address(pages.k_scale),
-            v_scale=address(pages.v_scale),
+            k=pages_of(pages.k, pages.k_scale),
+            v=pages_of(pages.v, pages.v_scale),
             query_starts=address(sequences.query_starts),
             context_lens=address(sequences.context_lens),
             block_tables=address(sequences.block_tables),

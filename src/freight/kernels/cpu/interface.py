@@ -16,7 +16,7 @@ from freight.operands.activation import Activation, GatedFunction, GateFunction
 from freight.operands.routing import Scoring
 from freight.operands.weight import Activations
 
-ABI = 19
+ABI = 20
 LANES, CACHE_LINE, MAX_HEAD_DIM = 16, 64, 1024
 
 FORMAT_CODES = {
@@ -153,9 +153,17 @@ class FreightExperts(ctypes.Structure):
     )
 
 
+class FreightPages(ctypes.Structure):
+    _fields_ = (
+        *((name, _POINTER) for name in ("data", "scale")),
+        *((name, _LONG) for name in ("block", "token", "head", "scale_block", "scale_token", "scale_head")),
+    )
+
+
 class FreightAttention(ctypes.Structure):
     _fields_ = (
-        *((name, _POINTER) for name in ("q", "out", "k", "v", "k_scale", "v_scale")),
+        *((name, _POINTER) for name in ("q", "out")),
+        *((name, FreightPages) for name in ("k", "v")),
         *((name, _POINTER) for name in ("query_starts", "context_lens", "block_tables")),
         *((name, _POINTER) for name in ("center_pairs", "center_parts", "center_cos", "center_sin", "sinks")),
         ("q_stride", _LONG),
@@ -169,11 +177,13 @@ class FreightAttention(ctypes.Structure):
 
 class FreightStore(ctypes.Structure):
     _fields_ = (
-        *((name, _POINTER) for name in ("qkv", "q", "k_pages", "v_pages", "k_scale", "v_scale")),
+        *((name, _POINTER) for name in ("qkv", "q")),
+        *((name, FreightPages) for name in ("k", "v")),
         *((name, _POINTER) for name in ("positions", "slots", "cos", "sin", "q_factor", "q_norm")),
         *((name, _POINTER) for name in ("k_norm", "k_center", "counters")),
         ("rows", _LONG),
-        *((name, _INT) for name in ("num_heads", "num_kv_heads", "k_dim", "v_dim", "rotary_dim")),
+        *((name, _INT) for name in ("num_heads", "num_kv_heads", "num_v_heads", "k_dim", "v_dim", "block_size")),
+        ("rotary_dim", _INT),
         *((name, _INT) for name in ("type", "kv_format", "scales", "q_norm_type", "k_norm_type")),
         ("eps", _FLOAT),
         ("threads", _INT),

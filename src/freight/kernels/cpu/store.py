@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from freight.kernels.cpu.arguments import address, check_head_dim, weight_format
+from freight.kernels.cpu.arguments import address, check_head_dim, pages_of, weight_format
 from freight.kernels.cpu.interface import FORMATS, FreightStore
 from freight.kernels.cpu.library import Library
 from freight.operands.kv_pages import KVPages
@@ -27,8 +27,9 @@ def rotate_store(
     num_kv_heads, k_dim, v_dim = *pages.k.shape[2:], pages.v.shape[3]
     if slots is None:
         num_kv_heads = 0
-    num_heads = (width - num_kv_heads * (k_dim + v_dim)) // k_dim
-    assert width == num_heads * k_dim + num_kv_heads * (k_dim + v_dim)
+    num_v_heads = 0 if pages.v_in_k else num_kv_heads
+    num_heads = (width - num_kv_heads * k_dim - num_v_heads * v_dim) // k_dim
+    assert width == (num_heads + num_kv_heads) * k_dim + num_v_heads * v_dim
     assert rotary.rotary_dim <= k_dim
     q = library.empty((rows, num_heads, k_dim), qkv.dtype)
     q_norm, k_norm = rotary.norms or (None, None)
@@ -36,10 +37,8 @@ def rotate_store(
         FreightStore(
             qkv=address(qkv),
             q=q.data_ptr(),
-            k_pages=address(pages.k),
-            v_pages=address(pages.v),
-            k_scale=address(pages.k_scale),
-            v_scale=address(pages.v_scale),
+            k=pages_of(pages.k, pages.k_scale),
+            v=pages_of(pages.v, pages.v_scale),
             positions=address(positions),
             slots=address(positions if slots is None else slots),
             cos=address(rotary.cos),
@@ -52,8 +51,10 @@ def rotate_store(
             rows=rows,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
+            num_v_heads=num_v_heads,
             k_dim=k_dim,
             v_dim=v_dim,
+            block_size=pages.block_size,
             rotary_dim=rotary.rotary_dim,
             type=FORMATS[qkv.dtype],
             kv_format=FORMATS[pages.k.dtype],

@@ -73,8 +73,8 @@ def _sequence_of(starts_ptr, tile, num_seqs, QUERIES: tl.constexpr):
 def prefill_kernel(
     q_ptr, out_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, starts_ptr, lengths_ptr, tables_ptr, num_seqs,
     table_stride, q_row_stride, q_head_stride, softmax_scale, window, center_ptr, cos_ptr, sin_ptr,
-    pairs_ptr, num_pairs, cap, sinks_ptr, GROUP: tl.constexpr, HEADS: tl.constexpr, K_DIM: tl.constexpr,
-    K_BLOCK: tl.constexpr, V_DIM: tl.constexpr, V_BLOCK: tl.constexpr, HALF: tl.constexpr,
+    pairs_ptr, num_pairs, cap, sinks_ptr, GROUP: tl.constexpr, HEADS: tl.constexpr, STRIDES: tl.constexpr,
+    K_DIM: tl.constexpr, K_BLOCK: tl.constexpr, V_DIM: tl.constexpr, V_BLOCK: tl.constexpr, HALF: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, FORMAT: tl.constexpr,
     SCALES: tl.constexpr, WINDOWED: tl.constexpr, K_DOT: tl.constexpr, V_DOT: tl.constexpr, CENTERED: tl.constexpr,
     CAPPED: tl.constexpr,
@@ -112,12 +112,12 @@ def prefill_kernel(
         acc, best, total, unit = walk(
             acc, best, total, unit, q, factor, position, 0, edge, length, window, k_ptr, v_ptr, k_scale_ptr,
             v_scale_ptr, table_ptr, head, center_ptr, center_place, live, cos_ptr, sin_ptr, pairs_ptr, num_pairs, cap,
-            HEADS, K_DIM, K_BLOCK, V_DIM, V_BLOCK, HALF, BLOCK_SIZE, KEYS, FORMAT, SCALES, WINDOWED, False, K_DOT,
+            STRIDES, K_DIM, K_BLOCK, V_DIM, V_BLOCK, HALF, BLOCK_SIZE, KEYS, FORMAT, SCALES, WINDOWED, False, K_DOT,
             V_DOT, CENTERED, CAPPED, "", None,
         )  # fmt: skip
     acc, best, total, unit = walk(
         acc, best, total, unit, q, factor, position, edge, last, length, window, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
-        table_ptr, head, center_ptr, center_place, live, cos_ptr, sin_ptr, pairs_ptr, num_pairs, cap, HEADS, K_DIM,
+        table_ptr, head, center_ptr, center_place, live, cos_ptr, sin_ptr, pairs_ptr, num_pairs, cap, STRIDES, K_DIM,
         K_BLOCK, V_DIM, V_BLOCK, HALF, BLOCK_SIZE, KEYS, FORMAT, SCALES, WINDOWED, True, K_DOT, V_DOT, CENTERED, CAPPED,
         "", None,
     )  # fmt: skip
@@ -134,11 +134,11 @@ def prefill_kernel(
 def decode_kernel(
     q_ptr, partial_ptr, stats_ptr, arrived_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, starts_ptr, lengths_ptr,
     tables_ptr, table_stride, max_splits, q_row_stride, q_head_stride, softmax_scale, window, center_ptr, cos_ptr,
-    sin_ptr, pairs_ptr, num_pairs, cap, GROUP: tl.constexpr, HEADS: tl.constexpr, K_DIM: tl.constexpr,
-    K_BLOCK: tl.constexpr, V_DIM: tl.constexpr, V_BLOCK: tl.constexpr, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr,
-    WINDOWED: tl.constexpr, K_DOT: tl.constexpr, V_DOT: tl.constexpr, CENTERED: tl.constexpr, CAPPED: tl.constexpr,
-    PAIRS: tl.constexpr,
+    sin_ptr, pairs_ptr, num_pairs, cap, GROUP: tl.constexpr, HEADS: tl.constexpr, STRIDES: tl.constexpr,
+    K_DIM: tl.constexpr, K_BLOCK: tl.constexpr, V_DIM: tl.constexpr, V_BLOCK: tl.constexpr, HALF: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, FORMAT: tl.constexpr,
+    SCALES: tl.constexpr, WINDOWED: tl.constexpr, K_DOT: tl.constexpr, V_DOT: tl.constexpr, CENTERED: tl.constexpr,
+    CAPPED: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """A program: every num_programs(0)-th split of one sequence and KV head. Sets arrived [num_seqs] to 0.
 
@@ -175,14 +175,14 @@ def decode_kernel(
         acc, best, total, unit = walk(
             acc, best, total, unit, q, factor, position, begin, edge, length, window, k_ptr, v_ptr, k_scale_ptr,
             v_scale_ptr, table_ptr, head, center_ptr, center_place, live, cos_ptr, sin_ptr, pairs_ptr, num_pairs, cap,
-            HEADS, K_DIM, K_BLOCK, V_DIM, V_BLOCK, HALF, BLOCK_SIZE, KEYS, FORMAT, SCALES, WINDOWED, False, K_DOT,
+            STRIDES, K_DIM, K_BLOCK, V_DIM, V_BLOCK, HALF, BLOCK_SIZE, KEYS, FORMAT, SCALES, WINDOWED, False, K_DOT,
             V_DOT, CENTERED, CAPPED, PAIRS, None,
         )  # fmt: skip
         acc, best, total, unit = walk(
             acc, best, total, unit, q, factor, position, edge, end, length, window, k_ptr, v_ptr, k_scale_ptr,
             v_scale_ptr, table_ptr, head, center_ptr, center_place, live, cos_ptr, sin_ptr, pairs_ptr, num_pairs, cap,
-            HEADS, K_DIM, K_BLOCK, V_DIM, V_BLOCK, HALF, BLOCK_SIZE, KEYS, FORMAT, SCALES, WINDOWED, True, K_DOT, V_DOT,
-            CENTERED, CAPPED, PAIRS, 1,
+            STRIDES, K_DIM, K_BLOCK, V_DIM, V_BLOCK, HALF, BLOCK_SIZE, KEYS, FORMAT, SCALES, WINDOWED, True, K_DOT,
+            V_DOT, CENTERED, CAPPED, PAIRS, 1,
         )  # fmt: skip
         values = summed_values(acc, unit, SCALES, V_DOT, PAIRS)
         place = ((seq.to(tl.int64) * HEADS + head) * max_splits + split) * GROUP + m

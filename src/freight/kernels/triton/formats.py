@@ -240,6 +240,13 @@ def power_of_two(amax):
 
 
 @triton.jit
+def places(block, token, head, STRIDES: tl.constexpr, WIDTH: tl.constexpr):
+    """Where the vectors of a KV head lie in pages, in units of WIDTH values; STRIDES by block, token and head."""
+    start = block.to(tl.int64) * (STRIDES[0] // WIDTH) + token * (STRIDES[1] // WIDTH)
+    return start + head * (STRIDES[2] // WIDTH)
+
+
+@triton.jit
 def token_scale(scale_ptr, place, stored, MASKED: tl.constexpr):
     """The `token` scales of a tile's keys or values, float32 [N]."""
     if MASKED:

@@ -108,6 +108,7 @@ def constants(q: Tensor, pages: KVPages, window: int | None, soft_cap: float | N
     return {
         "GROUP": q.shape[1] // num_kv_heads,
         "HEADS": num_kv_heads,
+        "STRIDES": pages.strides,
         "K_DIM": k_dim,
         # matrix units sum over 16 values or more at a time, over 32 of FP8
         "K_BLOCK": max(32 if pages.format.is_fp8 else 16, triton.next_power_of_2(k_dim)),
@@ -177,7 +178,6 @@ def attention(
     q: [num_tokens, num_heads, k_dim]. With `fp8`, the products that `Target.fp8_products` names multiply FP8.
     """
     assert q.stride(2) == 1
-    assert math.prod(pages.k.shape[:3]) < 2**31  # vectors of a layer; offsets of their values have 64 bits
     assert sinks is None or (sinks.dtype is torch.float32 and sinks.shape == q.shape[1:2] and sinks.is_contiguous())
     scale = softmax_scale * math.log2(math.e) * (2 / soft_cap if soft_cap else 1)
     work = _Work(
@@ -234,7 +234,8 @@ def _decode(work: _Work, consumer: Weight | None) -> Quantized | None:
     """
     target, q, pages, sequences = work.target, work.q, work.pages, work.sequences
     shared = work.constants | work.dot_types(decoding=True)
-    in_pairs = shared["V_DOT"] is not tl.uint8 and shared["V_DIM"] % 2 == 0
+    even = all(size % 2 == 0 for size in (shared["V_DIM"], *shared["STRIDES"][1], pages.v.data_ptr()))
+    in_pairs = shared["V_DOT"] is not tl.uint8 and even
     shared["PAIRS"] = target.pairs(pages.format) if in_pairs else ""
     bytes_per_value = shared["V_DOT"].primitive_bitwidth // 8
     tile = decode_tile(target, max(shared["K_BLOCK"], shared["V_BLOCK"]), bytes_per_value, shared["PAIRS"])

@@ -20,6 +20,7 @@ from freight.kernels.triton.formats import (
     encode,
     finite_amax,
     overflow,
+    places,
     scale_from_amax,
 )
 from freight.kernels.triton.rows import warps_for
@@ -85,14 +86,15 @@ def _encoded(x, scale, target, mask, like: tl.constexpr, FORMAT: tl.constexpr):
 
 @triton.jit
 def _store(
-    x, page_ptr, scale_ptr, counters_ptr, slots, head, index, HEADS: tl.constexpr, DIM: tl.constexpr,
-    FORMAT: tl.constexpr, SCALES: tl.constexpr,
+    x, page_ptr, scale_ptr, counters_ptr, slots, head, index, STRIDES: tl.constexpr, SCALE_STRIDES: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
     """Store one head of a tile of rows, of K or of V; slots that are negative are left out."""
     inside = index < DIM
     mask = (slots >= 0)[:, None] & inside[None, :]
-    place = slots * HEADS + head  # of the vector, among all vectors of the page
-    target = page_ptr + place[:, None] * DIM + index[None, :]
+    block = slots // BLOCK_SIZE
+    token = slots % BLOCK_SIZE
+    target = page_ptr + places(block, token, head, STRIDES, 1)[:, None] + index[None, :]
     like: tl.constexpr = page_ptr.dtype.element_ty
     if FORMAT == "":
         tl.store(target, x.to(like), mask=mask)
@@ -100,7 +102,7 @@ def _store(
         divisor = None
         if SCALES == TOKEN:
             scale = scale_from_amax(finite_amax(x.to(tl.float32), 1), FORMAT).to(tl.bfloat16)
-            tl.store(scale_ptr + place, scale, mask=slots >= 0)
+            tl.store(scale_ptr + places(block, token, head, SCALE_STRIDES, 1), scale, mask=slots >= 0)
             divisor = scale.to(tl.float32)[:, None]
         elif SCALES == STATIC:
             divisor = tl.load(scale_ptr + head * DIM + index, mask=inside, other=1.0)[None, :]
@@ -115,18 +117,20 @@ def _store(
 def rotate_store_kernel(
     qkv_ptr, q_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, q_factor_ptr, q_norm_ptr, k_norm_ptr, eps, k_center_ptr,
     k_page_ptr, v_page_ptr, k_scale_ptr, v_scale_ptr, counters_ptr, num_rows, HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr, K_DIM: tl.constexpr, K_BLOCK: tl.constexpr, V_DIM: tl.constexpr, V_BLOCK: tl.constexpr,
-    HALF: tl.constexpr, ROWS: tl.constexpr, TURNS: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr,
+    KV_HEADS: tl.constexpr, V_HEADS: tl.constexpr, STRIDES: tl.constexpr, K_DIM: tl.constexpr, K_BLOCK: tl.constexpr,
+    V_DIM: tl.constexpr, V_BLOCK: tl.constexpr, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr,
+    TURNS: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
     """A program: ROWS rows of TURNS heads, one after the other, of q, k and v. FORMAT '' is 16 or 32 bits; SCALES is
     a `ScaleKind`.
 
-    K_BLOCK and V_BLOCK are K_DIM and V_DIM padded to powers of two; HALF is rotary_dim / 2.
+    V_HEADS is KV_HEADS, or 0 where V lies inside K. STRIDES are `KVPages.strides`. K_BLOCK and V_BLOCK are K_DIM and
+    V_DIM padded to powers of two; HALF is rotary_dim / 2.
     """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = rows < num_rows
     slots = tl.load(slots_ptr + rows, mask=live, other=-1)
-    row_ptr = qkv_ptr + rows.to(tl.int64)[:, None] * ((HEADS + KV_HEADS) * K_DIM + KV_HEADS * V_DIM)
+    row_ptr = qkv_ptr + rows.to(tl.int64)[:, None] * ((HEADS + KV_HEADS) * K_DIM + V_HEADS * V_DIM)
     index = tl.arange(0, K_BLOCK)
     positions = tl.load(positions_ptr + rows, mask=live, other=0)
     first = tl.program_id(1) * TURNS
@@ -135,7 +139,7 @@ def rotate_store_kernel(
     if HALF > 0:  # the same for all heads
         turned = live[:, None] & (index < 2 * HALF)[None, :]
         cos, sin = _angles(cos_ptr, sin_ptr, positions, turned, index, HALF)
-    for head in range(first, tl.minimum(first + TURNS, HEADS + 2 * KV_HEADS)):
+    for head in range(first, tl.minimum(first + TURNS, HEADS + KV_HEADS + V_HEADS)):
         if head < HEADS + KV_HEADS:
             source = row_ptr + head * K_DIM
             if head < HEADS:
@@ -151,7 +155,10 @@ def rotate_store_kernel(
                 if k_center_ptr is not None:
                     center += kv_head * K_DIM
                 x = _rotated(source, cos, sin, k_norm_ptr, eps, center, live, index, K_DIM, HALF)
-                _store(x, k_page_ptr, k_scale_ptr, counters_ptr, slots, kv_head, index, KV_HEADS, K_DIM, FORMAT, SCALES)
+                _store(
+                    x, k_page_ptr, k_scale_ptr, counters_ptr, slots, kv_head, index, STRIDES[0], STRIDES[2], K_DIM,
+                    BLOCK_SIZE, FORMAT, SCALES,
+                )  # fmt: skip
         else:  # no name of the other branch that would have another shape here
             v_head = head - HEADS - KV_HEADS
             channel = tl.arange(0, V_BLOCK)
@@ -159,8 +166,9 @@ def rotate_store_kernel(
             mask = live[:, None] & (channel < V_DIM)[None, :]
             value = tl.load(values + channel[None, :], mask=mask, other=0.0)
             _store(
-                value, v_page_ptr, v_scale_ptr, counters_ptr, slots, v_head, channel, KV_HEADS, V_DIM, FORMAT, SCALES
-            )
+                value, v_page_ptr, v_scale_ptr, counters_ptr, slots, v_head, channel, STRIDES[1], STRIDES[3], V_DIM,
+                BLOCK_SIZE, FORMAT, SCALES,
+            )  # fmt: skip
 
 
 TURNS = 4  # heads of a program over many rows, for which it loads its angles once
@@ -177,22 +185,27 @@ def rotate_store(
     v_dim = pages.v.shape[3]
     if slots is None:
         slots, kv_heads = positions, 0
-    q = torch.empty(rows, (width - kv_heads * (k_dim + v_dim)) // k_dim, k_dim, dtype=qkv.dtype, device=qkv.device)
+    v_heads = 0 if pages.v_in_k else kv_heads
+    num_heads = (width - kv_heads * k_dim - v_heads * v_dim) // k_dim
+    q = torch.empty(rows, num_heads, k_dim, dtype=qkv.dtype, device=qkv.device)
     q_norm, k_norm = rotary.norms or (None, None)
     k_center = None if pages.k_center is None else pages.k_center.b
     k_block, v_block = triton.next_power_of_2(k_dim), triton.next_power_of_2(v_dim)
     block = max(k_block, v_block)
     tile, turns = (1, 1) if rows <= FEW_ROWS else (16 if block <= 256 else 8, TURNS)  # 16 rows of 512 dims spill
-    rotate_store_kernel[(triton.cdiv(rows, tile), triton.cdiv(q.shape[1] + 2 * kv_heads, turns))](
+    rotate_store_kernel[(triton.cdiv(rows, tile), triton.cdiv(num_heads + kv_heads + v_heads, turns))](
         *(qkv, q, positions, slots, rotary.cos, rotary.sin, rotary.q_factor, q_norm, k_norm, rotary.eps, k_center),
         *(carrier(pages.k, target), carrier(pages.v, target), pages.k_scale, pages.v_scale, pages.counters, rows),
-        HEADS=q.shape[1],
+        HEADS=num_heads,
         KV_HEADS=kv_heads,
+        V_HEADS=v_heads,
+        STRIDES=pages.strides,
         K_DIM=k_dim,
         K_BLOCK=k_block,
         V_DIM=v_dim,
         V_BLOCK=v_block,
         HALF=rotary.rotary_dim // 2,
+        BLOCK_SIZE=pages.block_size,
         ROWS=tile,
         TURNS=turns,
         FORMAT=str(pages.format) if pages.format.is_fp8 else "",

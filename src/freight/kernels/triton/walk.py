@@ -178,26 +178,24 @@ def _soften(scores, cap):
 
 
 @triton.jit
-def _places(
-    table_ptr, key, stored, head, HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Of each `key` [N] the number of its vector, among all vectors of the pages (fewer than 2 ** 31)."""
+def _blocks(table_ptr, key, stored, BLOCK_SIZE: tl.constexpr, MASKED: tl.constexpr):
+    """The block that holds each `key` [N]."""
     if MASKED:
         block = tl.load(table_ptr + key // BLOCK_SIZE, mask=stored, other=0)
     else:
         block = tl.load(table_ptr + key // BLOCK_SIZE)
-    return (block * BLOCK_SIZE + key % BLOCK_SIZE) * HEADS + head
+    return block
 
 
 @triton.jit
 def _load_values(
     v_ptr, place, stored, V_DIM: tl.constexpr, V_BLOCK: tl.constexpr, MASKED: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """V [N, D] as it is stored; with PAIRS int16 [N, D / 2], two neighbouring dims in each."""
+    """V [N, D] as it is stored, from `place` [N] on; with PAIRS int16 [N, D / 2], two neighbouring dims in each."""
     WIDTH: tl.constexpr = 2 if PAIRS != "" else 1
     dims = tl.arange(0, V_BLOCK // WIDTH)
     inside = (dims < V_DIM // WIDTH)[None, :]
-    source = place.to(tl.int64)[:, None] * (V_DIM // WIDTH) + dims[None, :]
+    source = place[:, None] + dims[None, :]
     if PAIRS != "":
         source = v_ptr.to(tl.pointer_type(tl.int16), bitcast=True) + source
     else:
@@ -214,13 +212,15 @@ def _load_values(
 @triton.jit
 def walk(
     acc, best, total, unit, q, factor, position, begin, end, length, window, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
-    table_ptr, head, center_ptr, center_place, live, cos_ptr, sin_ptr, pairs_ptr, num_pairs, cap, HEADS: tl.constexpr,
-    K_DIM: tl.constexpr, K_BLOCK: tl.constexpr, V_DIM: tl.constexpr, V_BLOCK: tl.constexpr, HALF: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr, WINDOWED: tl.constexpr,
-    MASKED: tl.constexpr, K_DOT: tl.constexpr, V_DOT: tl.constexpr, CENTERED: tl.constexpr, CAPPED: tl.constexpr,
-    PAIRS: tl.constexpr, STAGES: tl.constexpr,
+    table_ptr, head, center_ptr, center_place, live, cos_ptr, sin_ptr, pairs_ptr, num_pairs, cap,
+    STRIDES: tl.constexpr, K_DIM: tl.constexpr, K_BLOCK: tl.constexpr, V_DIM: tl.constexpr, V_BLOCK: tl.constexpr,
+    HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr,
+    WINDOWED: tl.constexpr, MASKED: tl.constexpr, K_DOT: tl.constexpr, V_DOT: tl.constexpr, CENTERED: tl.constexpr,
+    CAPPED: tl.constexpr, PAIRS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Add the keys of [begin, end), begin on a tile's edge, to (acc (`no_values`), best [M], total [M]).
+
+    STRIDES are `KVPages.strides`.
 
     Without MASKED every key of these tiles is stored, no row is before any, and `end` is on an edge, too.
     """
@@ -228,14 +228,15 @@ def walk(
     for start in tl.range(begin, end, KEYS, num_stages=STAGES):
         key = start + tl.arange(0, KEYS)
         stored = key < length
-        place = _places(table_ptr, key, stored, head, HEADS, BLOCK_SIZE, MASKED)
-        source = place.to(tl.int64)[None, :] * K_DIM + dims[:, None]
+        block = _blocks(table_ptr, key, stored, BLOCK_SIZE, MASKED)
+        source = formats.places(block, key % BLOCK_SIZE, head, STRIDES[0], 1)[None, :] + dims[:, None]
         if K_DIM == K_BLOCK:
             k = tl.load(k_ptr + source)
         else:
             k = tl.load(k_ptr + source, mask=(dims < K_DIM)[:, None], other=0.0)
         scores = _scores(q, k, FORMAT, K_DOT) * factor[:, None]
         if SCALES == TOKEN:
+            place = formats.places(block, key % BLOCK_SIZE, head, STRIDES[2], 1)
             scores *= formats.token_scale(k_scale_ptr, place, stored, MASKED)[None, :]
         if CENTERED:
             scores = _add_center(
@@ -255,8 +256,10 @@ def walk(
             probability = tl.exp2(scores - reference[:, None])
         decay = tl.exp2(best - reference)
         total = total * decay + tl.sum(probability, 1)
+        place = formats.places(block, key % BLOCK_SIZE, head, STRIDES[1], 2 if PAIRS != "" else 1)
         v = _load_values(v_ptr, place, stored, V_DIM, V_BLOCK, MASKED, PAIRS)
         if SCALES == TOKEN:
+            place = formats.places(block, key % BLOCK_SIZE, head, STRIDES[3], 1)
             scale = formats.token_scale(v_scale_ptr, place, stored, MASKED)
             if V_DOT == tl.float16:
                 old = unit

@@ -1,0 +1,56 @@
+"""The memory of one layer's pages. Kernels follow the strides they find; a layout is chosen here alone."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from freight.cache.spec import LayerKVSpec
+from freight.config.engine import PageLayout
+from freight.fp8.cast import torch_dtype
+from freight.fp8.formats import Granularity
+from freight.fp8.scheme import LayerScales
+from freight.operands.kv_pages import KVPages
+
+
+def allocate_pages(
+    spec: LayerKVSpec, layout: PageLayout, scales: LayerScales | None, num_blocks: int, block_size: int, device: str
+) -> KVPages:
+    """`num_blocks` blocks of one layer, in memory that is touched when it is first written. `scales` are static."""
+    dynamic = spec.granularity is Granularity.TOKEN
+    assert scales is None or (spec.format.is_fp8 and not dynamic)
+    dtype = torch_dtype(spec.format)
+    parts = [(spec.k_dim, dtype), (spec.v_dim, dtype)] + [(1, torch.bfloat16)] * (2 if dynamic else 0)
+    tensors = _tensors(parts, layout, (num_blocks, block_size, spec.num_kv_heads), device)
+    k, v = tensors[:2]
+    k_scale = v_scale = None
+    if dynamic:
+        k_scale, v_scale = (scale.squeeze(-1) for scale in tensors[2:])
+    elif scales is not None:
+        k_scale = expand_scale(scales.k, spec.num_kv_heads, spec.k_dim).to(device)
+        v_scale = expand_scale(scales.v, spec.num_kv_heads, spec.v_dim).to(device)
+    return KVPages(k, v, k_scale, v_scale, torch.zeros(2, dtype=torch.int64, device=device))
+
+
+def _tensors(
+    parts: list[tuple[int, torch.dtype]], layout: PageLayout, shape: tuple[int, int, int], device: str
+) -> list[Tensor]:
+    """[num_blocks, block_size, num_kv_heads, size] of each part's size and dtype, laid out as `layout` says."""
+    num_blocks, block_size, heads = shape
+    if layout is PageLayout.TOKENS:
+        return [torch.empty(*shape, size, dtype=dtype, device=device) for size, dtype in parts]
+    if layout is PageLayout.HEADS:
+        by_head = num_blocks, heads, block_size
+        return [torch.empty(*by_head, size, dtype=dtype, device=device).transpose(1, 2) for size, dtype in parts]
+    widths = [block_size * heads * size * dtype.itemsize for size, dtype in parts]
+    blocks = torch.empty(num_blocks, sum(widths), dtype=torch.uint8, device=device).split(widths, 1)
+    typed = [block.view(dtype) for block, (_, dtype) in zip(blocks, parts, strict=True)]
+    return [block.unflatten(1, (block_size, heads, -1)) for block in typed]
+
+
+def expand_scale(values: tuple[float, ...], num_kv_heads: int, head_dim: int) -> Tensor:
+    """1, num_kv_heads or num_kv_heads * head_dim scales -> [num_kv_heads, head_dim] float32."""
+    size = num_kv_heads * head_dim
+    assert len(values) in (1, num_kv_heads, size), f"{len(values)} scales for {num_kv_heads} KV heads"
+    scale = torch.tensor(values, dtype=torch.float32, device="cpu")
+    return scale.repeat_interleave(size // len(values)).view(num_kv_heads, head_dim)

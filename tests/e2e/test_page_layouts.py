@@ -1,0 +1,53 @@
+"""Pages in another layout under the whole engine: the same tokens and log-probabilities to the bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.parity.random_models import save_random, tokens
+from tests.parity.variants import VARIANTS
+
+from freight import LLM, SamplingParams
+from freight.cache.pool import KVPool, allocate_pool
+from freight.config.engine import KVCacheConfig, PageLayout
+from freight.engine import build
+
+PROMPTS = [tokens(70), tokens(70)[:50] + tokens(9), tokens(3)]
+CACHES = [("bfloat16", "auto"), ("fp8", "dynamic"), ("fp8", "unit"), ("int8", "auto")]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Windows and none in turn, layers that read the pages of others, heads of two widths."""
+    folder = tmp_path_factory.mktemp("layouts") / "model"
+    save_random(VARIANTS["gemma4-shared"], folder, torch.float32)
+    return folder
+
+
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+@pytest.mark.parametrize(("cache", "scales"), CACHES)
+def test_no_layout_changes_a_bit(folder, cache, scales, kernels, monkeypatch):
+    def answers(layout: PageLayout) -> list[Any]:
+        def allocate(spec: Any, kv: KVCacheConfig, *rest: Any) -> KVPool:
+            pool = allocate_pool(spec, replace(kv, layout=layout), *rest)
+            made.append(pool)
+            return pool
+
+        made: list[KVPool] = []
+        monkeypatch.setattr(build, "allocate_pool", allocate)
+        options = {"kv_cache_dtype": cache, "kv_scales": scales, "kernels": kernels, "dtype": "bfloat16"}
+        llm = LLM(str(folder), skip_tokenizer_init=True, max_num_batched_tokens=64, **options)
+        params = SamplingParams(max_tokens=9, logprobs=2, ignore_eos=True)
+        outputs = [*llm.generate(PROMPTS, params), *llm.generate(PROMPTS[:1], params)]
+        strides.append(made[0].paged[0].pages.strides)
+        assert outputs[-1].num_cached_tokens == 64
+        return [(one.outputs[0].token_ids, one.outputs[0].logprobs) for one in outputs]
+
+    strides: list[Any] = []
+    expected, *others = (answers(layout) for layout in PageLayout)
+    assert all(other == expected for other in others)
+    assert len(set(strides)) == len(PageLayout)

@@ -1,0 +1,56 @@
+"""Where the pages of each layout lie in memory, and that no layout takes more of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from freight.cache.pages import allocate_pages
+from freight.cache.spec import LayerKVSpec
+from freight.config.engine import PageLayout
+from freight.fp8.formats import Format, Granularity
+from freight.fp8.scheme import LayerScales
+from freight.operands.kv_pages import KVPages
+
+BLOCKS, SIZE, HEADS, K, V = 5, 16, 3, 40, 24
+TOKEN = LayerKVSpec(Format.E4M3FN, Granularity.TOKEN, HEADS, K, V)
+LAYERS = [TOKEN, LayerKVSpec(Format.E4M3FN, Granularity.HEAD, HEADS, K, V), LayerKVSpec(Format.BFLOAT16, None, 1, 8, 8)]
+
+
+def allocated(spec: LayerKVSpec, layout: PageLayout) -> KVPages:
+    heads = tuple(float(head + 1) for head in range(HEADS))
+    scales = LayerScales(heads, heads, Granularity.HEAD) if spec.granularity is Granularity.HEAD else None
+    return allocate_pages(spec, layout, scales, BLOCKS, SIZE, "cpu")
+
+
+@pytest.mark.parametrize("layout", PageLayout)
+@pytest.mark.parametrize("spec", LAYERS, ids=lambda spec: str(spec.granularity))
+def test_no_layout_takes_more_memory_than_another(spec, layout):
+    pages = allocated(spec, layout)
+    assert pages.k.shape == (BLOCKS, SIZE, spec.num_kv_heads, spec.k_dim)
+    assert pages.v.shape == (BLOCKS, SIZE, spec.num_kv_heads, spec.v_dim)
+    tensors = [pages.k, pages.v] + ([pages.k_scale, pages.v_scale] if pages.dynamic else [])
+    memory = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    assert sum(memory.values()) == BLOCKS * SIZE * spec.bytes_per_token
+    if spec.granularity is Granularity.HEAD:
+        assert pages.k_scale.tolist() == [[head + 1] * K for head in range(HEADS)]
+
+
+def test_the_strides_are_those_that_the_layout_says():
+    tokens, heads, blocks = (allocated(TOKEN, layout).strides for layout in PageLayout)
+    assert tokens[:3] == ((SIZE * HEADS * K, HEADS * K, K), (SIZE * HEADS * V, HEADS * V, V), (SIZE * HEADS, HEADS, 1))
+    assert heads[:3] == ((SIZE * HEADS * K, K, SIZE * K), (SIZE * HEADS * V, V, SIZE * V), (SIZE * HEADS, 1, SIZE))
+    block = SIZE * HEADS * (K + V + 4)
+    assert blocks == ((block, HEADS * K, K), (block, HEADS * V, V), (block // 2, HEADS, 1), (block // 2, HEADS, 1))
+
+
+def test_a_block_is_one_run_of_bytes():
+    """Bytes written as one run are its keys, its values and its scales."""
+    pages = allocated(TOKEN, PageLayout.BLOCKS)
+    storage = pages.k.untyped_storage()
+    memory = torch.empty(0, dtype=torch.uint8).set_(storage).view(BLOCKS, -1)
+    memory.zero_()
+    memory[3] = 0x40
+    for tensor in (pages.k, pages.v, pages.k_scale, pages.v_scale):
+        assert [bool(tensor[block].float().all()) for block in range(BLOCKS)] == [False, False, False, True, False]
+        assert not tensor[[0, 1, 2, 4]].float().any()
