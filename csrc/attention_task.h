@@ -234,7 +234,7 @@ class Worker {
     const uint8_t* run = first + task.head * stride;
     for (int i = 0; i < (together ? 1 : task.heads); i++, run += stride) {
       const uint8_t* end = run + (together ? task.heads * bytes : bytes);
-      for (const uint8_t* line = run; line < end; line += 64) __builtin_prefetch(line);
+      for (const uint8_t* line = run; line < end; line += 64) prefetch_line(line);
     }
   }
 

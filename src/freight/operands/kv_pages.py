@@ -5,6 +5,7 @@ The format follows from the tensor's dtype and is never passed.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -70,11 +71,18 @@ class KeyCenter:
         return torch.cat((self.cos[tile][pairs], self.sin[tile][pairs]), 1)
 
 
-Strides = tuple[int, int, int]  # in values: from block to block, token to token, head to head
+# From block to block, token to token and head to head in units of as many values as the last one says, the largest that
+# there can be: numbers of units have 32 bits.
+Strides = tuple[int, int, int, int]
 
 
 def _strides_of(tensor: Tensor | None) -> Strides:
-    return (0, 0, 0) if tensor is None else (tensor.stride(0), tensor.stride(1), tensor.stride(2))
+    if tensor is None:
+        return 0, 1, 0, 1
+    block, token, head = tensor.stride()[:3]
+    unit = math.gcd(block, token, head)
+    assert sum(size * step for size, step in zip(tensor.shape, (block, token, head), strict=False)) // unit < 2**31
+    return block // unit, token // unit, head // unit, unit
 
 
 @dataclass(frozen=True)
@@ -114,7 +122,7 @@ class KVPages:
 
     @property
     def strides(self) -> tuple[Strides, Strides, Strides, Strides]:
-        """From vector to vector of the next block, token and KV head: of k, v, their `token` scales (else zeros)."""
+        """Of k, v, and their `token` scales, without meaning where there are none."""
         scales = (self.k_scale, self.v_scale) if self.dynamic else (None, None)
         k, v, k_scale, v_scale = (_strides_of(tensor) for tensor in (self.k, self.v, *scales))
         return k, v, k_scale, v_scale

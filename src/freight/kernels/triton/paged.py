@@ -234,7 +234,7 @@ def _decode(work: _Work, consumer: Weight | None) -> Quantized | None:
     """
     target, q, pages, sequences = work.target, work.q, work.pages, work.sequences
     shared = work.constants | work.dot_types(decoding=True)
-    even = all(size % 2 == 0 for size in (shared["V_DIM"], *shared["STRIDES"][1], pages.v.data_ptr()))
+    even = all(size % 2 == 0 for size in (shared["V_DIM"], pages.strides[1][-1], pages.v.data_ptr()))
     in_pairs = shared["V_DOT"] is not tl.uint8 and even
     shared["PAIRS"] = target.pairs(pages.format) if in_pairs else ""
     bytes_per_value = shared["V_DOT"].primitive_bitwidth // 8
