@@ -213,7 +213,8 @@ class Worker {
 
   // Prefetch a few more cache lines of the next tile: whole tokens, K first, in memory order; V that is part of K comes
   // with it. Called all along the work on this tile, because a core has few outstanding misses at a time and stalls on
-  // more.
+  // more. The loops are no functions of their own: GCC takes one that only prefetches for one without effects, and
+  // leaves its calls out.
   void prefetch() {
     if (!next) return;
     const int calls = kPrefetches * task.heads, until = asked_for + (2 * kKeyTile + calls - 1) / calls;
@@ -222,19 +223,15 @@ class Worker {
       const int i = asked_for % kKeyTile;
       if (is_v && v_in_k) continue;
       const FreightPages& pages = is_v ? a.v : a.k;
-      fetch(is_v ? next->v[i] : next->k[i], pages.head, head_bytes(is_v ? a.v_dim : a.k_dim));
+      const int64_t bytes = head_bytes(is_v ? a.v_dim : a.k_dim);
+      const int runs = pages.head == bytes ? 1 : task.heads;  // heads that are neighbours are one run
+      const int64_t size = bytes * task.heads / runs;
+      const uint8_t* run = (is_v ? next->v[i] : next->k[i]) + task.head * pages.head;
+      for (int j = 0; j < runs; j++, run += pages.head)
+        for (const uint8_t* line = run; line < run + size; line += 64) __builtin_prefetch(line);
       if (a.scales != FREIGHT_TOKEN_SCALES || i < next->begin || i >= next->end) continue;
-      fetch(is_v ? next->v_scale[i] : next->k_scale[i], pages.scale_head, sizeof(uint16_t));
-    }
-  }
-
-  // Prefetch `bytes` of each of the task's heads of a token; `stride` lies between heads, and `first` is the first.
-  void fetch(const uint8_t* first, int64_t stride, int64_t bytes) const {
-    const bool together = stride == bytes;  // heads are neighbours: one run
-    const uint8_t* run = first + task.head * stride;
-    for (int i = 0; i < (together ? 1 : task.heads); i++, run += stride) {
-      const uint8_t* end = run + (together ? task.heads * bytes : bytes);
-      for (const uint8_t* line = run; line < end; line += 64) prefetch_line(line);
+      const uint8_t* scale = (is_v ? next->v_scale[i] : next->k_scale[i]) + task.head * pages.scale_head;
+      for (int j = 0; j < runs; j++, scale += pages.scale_head) __builtin_prefetch(scale);
     }
   }
 

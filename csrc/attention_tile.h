@@ -13,18 +13,6 @@ constexpr int kMaxHeadDim = FREIGHT_MAX_HEAD_DIM;
 
 struct NoRegisters {};  // what arithmetic on vectors has to set up for a task
 
-// Ask for the cache line of an address. Not by the compiler's builtin: GCC takes a function that does nothing else for one
-// without effects, and leaves its calls out.
-inline void prefetch_line(const uint8_t* address) {
-#if defined(__x86_64__)
-  asm volatile("prefetcht0 %0" ::"m"(*address));
-#elif defined(__aarch64__)
-  asm volatile("prfm pldl1keep, %0" ::"Q"(*address));
-#else
-  __builtin_prefetch(address);
-#endif
-}
-
 // Where a token's first KV head lies.
 inline uint8_t* vectors_of(const FreightPages& pages, int64_t block, int64_t token) {
   return static_cast<uint8_t*>(pages.data) + block * pages.block + token * pages.token;
