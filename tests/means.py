@@ -73,7 +73,7 @@ def _build(mixer: MeanConfig, builder: Any, prefix: str, ropes: object) -> Mean:
     return Mean(builder.linear(prefix, "mean.in_proj"), builder.linear(prefix, "mean.out_proj"))
 
 
-def _spec(mixer: MeanConfig, kind: object, compute: Format) -> LayerStateSpec:
+def _spec(mixer: MeanConfig, kind: object, compute: Format, state: Format) -> LayerStateSpec:
     return LayerStateSpec((StatePart("sum", (mixer.size,), Format.FLOAT32),))
 
 

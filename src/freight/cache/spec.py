@@ -13,7 +13,7 @@ from functools import cached_property
 
 from freight.cache.groups import LayerGroup, Pages, StateBlocks
 from freight.config.engine import KVCacheConfig, LayerKVFormat
-from freight.config.layer import AttentionConfig, Mixer
+from freight.config.layer import AttentionConfig, DeltaNetConfig, Mamba2Config, Mixer, ShortConvConfig
 from freight.config.model import ModelConfig
 from freight.errors import ConfigError
 from freight.fp8.formats import Format, Granularity
@@ -123,19 +123,69 @@ class LayerStateSpec:
 LayerSpec = LayerKVSpec | LayerStateSpec  # what the cache holds of one layer
 
 
-def _pages_of(mixer: Mixer, kind: LayerKVFormat, compute: Format) -> LayerKVSpec:
+def _pages_of(mixer: Mixer, kind: LayerKVFormat, compute: Format, state: Format) -> LayerKVSpec:
     assert isinstance(mixer, AttentionConfig)
     heads = mixer.num_kv_heads, mixer.k_dim, mixer.v_dim
     return LayerKVSpec(kind.format, kind.granularity, *heads, mixer.window, mixer.kv_from)
 
 
-# The mixer, how its layer's keys and values would be stored, and what is computed in -> the layer's spec.
-_SPECS: Mapping[type, Callable[[Mixer, LayerKVFormat, Format], LayerSpec]] = {AttentionConfig: _pages_of}
+def _columns(channels: int, width: int, compute: Format) -> StatePart:
+    """The last inputs of a convolution."""
+    return StatePart("columns", (width - 1, channels), compute)
 
 
-def layer_spec(mixer: Mixer, kind: LayerKVFormat, compute: Format) -> LayerSpec | None:
-    """What the cache holds of a layer with this mixer, stored as `kind` and computed in `compute`; None: nothing."""
-    return None if mixer is None else _SPECS[type(mixer)](mixer, kind, compute)
+def _matrices(
+    key_heads: int, heads: int, k_dim: int, v_dim: int, compute: Format, state: Format
+) -> tuple[StatePart, ...]:
+    """What `KernelSet.recurrence` keeps (`operands/states.py`)."""
+    scale = (StatePart("scale", (heads, v_dim), Format.BFLOAT16),) if state.is_quantized else ()
+    return (
+        StatePart("state", (heads, k_dim, v_dim), state),
+        *scale,
+        StatePart("k", (STATE_TILE, key_heads, k_dim), compute),
+        StatePart("u", (STATE_TILE, heads, v_dim), compute),
+        StatePart("decay", (STATE_TILE, heads), Format.FLOAT32),
+    )
+
+
+def _short_conv(mixer: Mixer, kind: LayerKVFormat, compute: Format, state: Format) -> LayerStateSpec:
+    assert isinstance(mixer, ShortConvConfig)
+    return LayerStateSpec((_columns(mixer.channels, mixer.width, compute),))
+
+
+def _delta_net(mixer: Mixer, kind: LayerKVFormat, compute: Format, state: Format) -> LayerStateSpec:
+    assert isinstance(mixer, DeltaNetConfig)
+    matrices = _matrices(mixer.key_heads, mixer.heads, mixer.k_dim, mixer.v_dim, compute, state)
+    return LayerStateSpec((*matrices, _columns(mixer.channels, mixer.width, compute)))
+
+
+def _mamba2(mixer: Mixer, kind: LayerKVFormat, compute: Format, state: Format) -> LayerStateSpec:
+    assert isinstance(mixer, Mamba2Config)
+    matrices = _matrices(mixer.groups, mixer.heads, mixer.state_size, mixer.head_dim, compute, state)
+    return LayerStateSpec((*matrices, _columns(mixer.channels, mixer.width, compute)))
+
+
+# The mixer, how its layer's keys and values would be stored, what is computed in, and how states are stored -> the
+# layer's spec.
+_SPECS: Mapping[type, Callable[[Mixer, LayerKVFormat, Format, Format], LayerSpec]] = {
+    AttentionConfig: _pages_of,
+    ShortConvConfig: _short_conv,
+    DeltaNetConfig: _delta_net,
+    Mamba2Config: _mamba2,
+}
+
+
+def layer_spec(mixer: Mixer, kind: LayerKVFormat, compute: Format, state: Format | None = None) -> LayerSpec | None:
+    """What the cache holds of a layer with this mixer; None: nothing.
+
+    Pages are stored as `kind`, states as `state` (None: `default_state`), all else in `compute`.
+    """
+    return None if mixer is None else _SPECS[type(mixer)](mixer, kind, compute, state or default_state(compute))
+
+
+def default_state(compute: Format) -> Format:
+    """The format of states that are not quantized: float32 beside float32, else bfloat16, whose range they need."""
+    return Format.FLOAT32 if compute is Format.FLOAT32 else Format.BFLOAT16
 
 
 def cache_spec(
@@ -155,7 +205,9 @@ def cache_spec(
     Raises ConfigError for a `state_every` where no layer keeps a state.
     """
     compute = compute or model.checkpoint_format
-    layers = (layer_spec(layer.mixer, kv.of_layer(index), compute) for index, layer in enumerate(model.layers))
+    layers = (
+        layer_spec(layer.mixer, kv.of_layer(index), compute, kv.state) for index, layer in enumerate(model.layers)
+    )
     spec = KVCacheSpec(tuple(layers), block_size)
     if spec.bytes_per_state == 0:
         if state_every is not None:

@@ -129,6 +129,7 @@ class KVCacheConfig:
     `granularity` and `scale_source` are None for a 16-bit cache. `note` explains the choice in the log at start-up.
     `layers`, if not None, is how each layer is stored where they differ; `format` and `granularity` are then those of
     the quantized layers, the finest of the granularities, and `scales` has None for layers that need no static ones.
+    `state` is how layers with a state store it (`cache.spec.default_state` if None).
     """
 
     format: Format
@@ -138,6 +139,7 @@ class KVCacheConfig:
     note: str = ""
     layers: tuple[LayerKVFormat, ...] | None = None
     layout: PageLayout = PageLayout.TOKENS
+    state: Format | None = None
 
     def of_layer(self, index: int) -> LayerKVFormat:
         """How layer `index` is stored."""

@@ -1,14 +1,15 @@
 """LayerConfig: one decoder layer as data. Imports no torch.
 
-A layer is a mixer (attention over the tokens before), a feed-forward, and norms around both. It may lack one of the
-two. Models that differ in these values need no code of their own; layers of one model may differ as well.
+A layer is a mixer (attention over the tokens before, or a state of them), a feed-forward, and norms around both. It may
+lack one of the two. Models that differ in these values need no code of their own; layers of one model may differ as
+well.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from math import gcd
+from math import gcd, inf
 
 from freight.operands.activation import Activation, GatedActivation, GateFunction
 from freight.operands.routing import Routing
@@ -106,9 +107,75 @@ class AttentionConfig:
         return self.num_kv_heads * (self.k_dim + self.v_dim)
 
 
+@dataclass(frozen=True)
+class ShortConvConfig:
+    """out(c * convolution(b * x)), where b, c and x are projections of the input (LFM2).
+
+    channels   of each of the three
+    width      inputs of a channel that its convolution sees, the token's own included
+    bias       whether the convolution and both projections have one
+    """
+
+    channels: int
+    width: int
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class DeltaNetConfig:
+    """A gated delta net (Yang et al. 2024): linear attention whose state decays, and forgets what it knew of a key.
+
+    q, k and v go through one convolution of `width` inputs and SiLU; the result of each head is normed, and weighed by
+    SiLU of a gate, before it is projected.
+
+    key_heads   heads of q and k; each serves heads / key_heads neighbouring value heads
+    """
+
+    key_heads: int
+    heads: int
+    k_dim: int
+    v_dim: int
+    width: int
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: q, k, v."""
+        return 2 * self.key_heads * self.k_dim + self.heads * self.v_dim
+
+
+@dataclass(frozen=True)
+class Mamba2Config:
+    """Mamba-2 (Dao and Gu 2024): linear attention with a decay of each head and token.
+
+    Its x (values), B (keys) and C (queries) go through one convolution of `width` inputs and SiLU. The result, weighed
+    by SiLU of a gate, is normed in `norm_groups` equal parts and projected.
+
+    groups       heads of B and C; each serves heads / groups neighbouring heads of x
+    head_dim     channels of a head of x
+    state_size   channels of a head of B and C
+    bias         whether both projections have one
+    limits       bounds of the step size dt
+    """
+
+    groups: int
+    heads: int
+    head_dim: int
+    state_size: int
+    width: int
+    norm_groups: int
+    conv_bias: bool = True
+    bias: bool = False
+    limits: tuple[float, float] = (0.0, inf)
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: x, B, C."""
+        return self.heads * self.head_dim + 2 * self.groups * self.state_size
+
+
 # What a layer does across tokens; None: nothing. Another kind stands here, in `models/mixers.py` with its builder, in
 # `models/mixer_parts.py` with its tensors, and in `cache/spec.py` with what it keeps of the tokens before.
-Mixer = AttentionConfig | None
+Mixer = AttentionConfig | ShortConvConfig | DeltaNetConfig | Mamba2Config | None
 
 
 @dataclass(frozen=True)

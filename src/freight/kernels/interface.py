@@ -7,6 +7,7 @@ the source: rows are tokens, laid end to end over all sequences of a step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -18,6 +19,7 @@ from freight.operands.kv_pages import KVPages
 from freight.operands.packed import PackedExperts, PackedWeight, Rows
 from freight.operands.rotary import Rotary
 from freight.operands.routing import Routing
+from freight.operands.states import States
 from freight.operands.weight import Weight, Weights
 
 
@@ -188,5 +190,94 @@ class KernelSet(Protocol):
         is added back here, to the whole score of every key, so that sinks count as they do without a center.
         sinks: [num_heads] float32, one more score of each row, which takes part in the sum of the softmax alone.
         Raises KernelError for a context shorter than its queries.
+        """
+        ...
+
+    def convolve(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        silu: bool,
+        states: States,
+        sequences: Sequences,
+    ) -> Tensor:
+        """A causal convolution of each channel over its own sequence, [rows, channels] in x's dtype.
+
+        The row at position t becomes f(bias + sum over j of weight[:, j] * x[t - width + 1 + j]), j ascending, in
+        float32, rounded once; f is SiLU or nothing, and inputs before the sequence are 0. Inputs before this step come
+        from `states.parts["columns"]`, and the last width - 1 of each block go there.
+
+        x: [rows, channels], which may be columns of a larger tensor; weight: [channels, width], width 2 to 8; bias:
+        [channels]; both in x's dtype.
+        """
+        ...
+
+    def decays(
+        self,
+        a: Tensor,
+        b: Tensor | None,
+        a_log: Tensor,
+        dt_bias: Tensor,
+        limits: tuple[float, float] = (0.0, math.inf),
+    ) -> tuple[Tensor, Tensor]:
+        """What `recurrence` takes of each row and head: beta and log_decay, [rows, heads] float32.
+
+        dt = softplus(a + dt_bias), bounded by `limits`; log_decay = -exp(a_log) * dt; beta = sigmoid(b), or dt without
+        b (Mamba-2). a, b: [rows, heads], which may be columns of a larger tensor; a_log, dt_bias: [heads] float32.
+        """
+        ...
+
+    def recurrence(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        beta: Tensor,
+        log_decay: Tensor,
+        states: States,
+        sequences: Sequences,
+        *,
+        delta: bool,
+        norm: bool,
+        skip: Tensor | None = None,
+    ) -> Tensor:
+        """Linear attention with a decay over each row's own sequence, [rows, heads * v_dim] in v's dtype.
+
+        Of each head, S is a matrix [k_dim, v_dim] that decays by exp(log_decay) and then gains k uᵀ at every token;
+        a row's result is qᵀ S. u = beta * v, or with `delta` beta * (v - kᵀ S), S decayed (gated delta net, Yang et al.
+        2024; without: Mamba-2, Dao and Gu 2024). With `norm` each head of q and k is divided by the root of its sum of
+        squares plus 1e-6, and q by the root of k_dim as well. `skip`, [heads] float32, adds skip * v.
+
+        Tokens come in tiles of STATE_TILE at absolute positions. S0 is S at the start of a row's tile as `states`
+        stores it, G_t the sum of log_decay from the tile's start to row t. In float32, in this order:
+
+            u_t = round(beta_t (v_t - [delta] (exp(G_t) k_tᵀ S0 + sum over j < t of (exp(G_t - G_j) k_j · k_t) u_j)))
+            o_t = exp(G_t) q_tᵀ S0 + sum over j <= t of (exp(G_t - G_j) k_j · q_t) u_j + skip v_t
+
+        with k and u rounded to v's dtype, as they are kept in `states`. The first row of the next tile sets S0 to
+        exp(G) S0 + sum over j of (exp(G - G_j) k_j) u_jᵀ, G that of the tile's last row, and stores it. So S is rounded
+        once per tile, in prefill and in decoding alike.
+
+        q, k: [rows, key_heads * k_dim], v: [rows, heads * v_dim], which may be columns of larger tensors; the heads of
+        one key head are neighbours. beta, log_decay: [rows, heads] float32.
+        """
+        ...
+
+    def gated_norm(
+        self,
+        x: Tensor,
+        gate: Tensor,
+        weight: Tensor,
+        eps: float,
+        group: int,
+        norm_first: bool,
+        consumer: PackedWeight | None = None,
+    ) -> Rows:
+        """The RMSNorm of each `group` columns of x, and SiLU of `gate` as a factor, [rows, size], for `consumer`.
+
+        With `norm_first` the norm, as `add_rms_norm` rounds it, times the factor, rounded; else the norm of x times the
+        factor, which is not rounded. x, gate: [rows, size], which may be columns of larger tensors; weight: [size], or
+        [group] for all groups.
         """
         ...

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from freight.kernels import experts, reference
+from freight.kernels import experts, reference, reference_states
 from freight.kernels.experts import ExpertList
 from freight.kernels.reference import Fp8Products
 from freight.operands.activation import Activation, GatedActivation, GateFunction
@@ -16,11 +17,67 @@ from freight.operands.kv_pages import KVPages
 from freight.operands.packed import PackedExperts, PackedWeight, Rows
 from freight.operands.rotary import Rotary
 from freight.operands.routing import Routing
+from freight.operands.states import States
 from freight.operands.weight import Weight, Weights
 
 
+class ReferenceStates:
+    """The operations that keep a state."""
+
+    def convolve(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        silu: bool,
+        states: States,
+        sequences: Sequences,
+    ) -> Tensor:
+        return reference_states.convolve(x, weight, bias, silu, states, sequences)
+
+    def decays(
+        self,
+        a: Tensor,
+        b: Tensor | None,
+        a_log: Tensor,
+        dt_bias: Tensor,
+        limits: tuple[float, float] = (0.0, math.inf),
+    ) -> tuple[Tensor, Tensor]:
+        return reference_states.decays(a, b, a_log, dt_bias, limits)
+
+    def recurrence(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        beta: Tensor,
+        log_decay: Tensor,
+        states: States,
+        sequences: Sequences,
+        *,
+        delta: bool,
+        norm: bool,
+        skip: Tensor | None = None,
+    ) -> Tensor:
+        return reference_states.recurrence(
+            q, k, v, beta, log_decay, states, sequences, delta=delta, norm=norm, skip=skip
+        )
+
+    def gated_norm(
+        self,
+        x: Tensor,
+        gate: Tensor,
+        weight: Tensor,
+        eps: float,
+        group: int,
+        norm_first: bool,
+        consumer: PackedWeight | None = None,
+    ) -> Rows:
+        return reference_states.gated_norm(x, gate, weight, eps, group, norm_first)
+
+
 @dataclass(frozen=True)
-class ReferenceKernels:
+class ReferenceKernels(ReferenceStates):
     """Plain torch on any device. `products`: which products of attention multiply FP8 by FP8."""
 
     products: Fp8Products = Fp8Products.NONE

@@ -15,11 +15,13 @@ class Stretch:
     """Consecutive rows of one sequence that fall into one block.
 
     rows      of the batch
+    position  of the first of them in the sequence
     source    the block with the state before them; None: they begin the sequence, whose state is that of no token
     target    the block that has the state behind them; it may be the source, and nobody else reads it then
     """
 
     rows: slice[int, int, None]
+    position: int
     source: int | None
     target: int
 
@@ -29,6 +31,17 @@ class States:
     """The states of one layer. A block has that of one sequence behind the last token so far of its `every` tokens.
 
     parts    by name: [num_blocks, *shape of one state]. A block that was never written holds anything
+
+    Names of parts that the operations of `KernelSet` know:
+
+    columns  [width - 1, channels] in the compute dtype: the last inputs of a convolution, that of position p at
+             p % (width - 1)
+    state    [heads, k_dim, v_dim] float32, bfloat16, int8 or E4M3: the matrix S of each head at the start of the
+             open tile of STATE_TILE tokens, as it was stored there. A tile stays open until the first token behind it
+             is computed, so a block that is full holds its last tile's start and rows
+    scale    [heads, v_dim] bfloat16: of each column of S, in the formats of 8 bits
+    k, u     [STATE_TILE, key_heads, k_dim], [STATE_TILE, heads, v_dim] in the compute dtype: the rows of the open tile
+    decay    [STATE_TILE, heads] float32: the logarithm of each row's decay since the tile's start
     """
 
     parts: Mapping[str, Tensor]
@@ -47,5 +60,5 @@ class States:
             while row < end:
                 block = position // self.every
                 count = min((block + 1) * self.every - position, end - row)
-                yield Stretch(slice(row, row + count), source, table[block])
+                yield Stretch(slice(row, row + count), position, source, table[block])
                 row, position, source = row + count, position + count, table[block]

@@ -45,15 +45,15 @@ def test_a_layer_has_its_parts_for_every_block() -> None:
 
 def test_a_boundary_begins_a_block_from_the_one_before() -> None:
     layer = pool_of(8, 32).states[1]
-    assert stretches(layer, part(0, 5, 3)) == [Stretch(slice(0, 5), None, 3)]
-    assert stretches(layer, part(5, 1, 3)) == [Stretch(slice(0, 1), 3, 3)]
-    assert stretches(layer, part(31, 2, 3, 6)) == [Stretch(slice(0, 1), 3, 3), Stretch(slice(1, 2), 3, 6)]
-    assert stretches(layer, part(32, 1, 3, 6)) == [Stretch(slice(0, 1), 3, 6)]
-    assert stretches(layer, part(33, 1, 0, 6)) == [Stretch(slice(0, 1), 6, 6)]
+    assert stretches(layer, part(0, 5, 3)) == [Stretch(slice(0, 5), 0, None, 3)]
+    assert stretches(layer, part(5, 1, 3)) == [Stretch(slice(0, 1), 5, 3, 3)]
+    assert stretches(layer, part(31, 2, 3, 6)) == [Stretch(slice(0, 1), 31, 3, 3), Stretch(slice(1, 2), 32, 3, 6)]
+    assert stretches(layer, part(32, 1, 3, 6)) == [Stretch(slice(0, 1), 32, 3, 6)]
+    assert stretches(layer, part(33, 1, 0, 6)) == [Stretch(slice(0, 1), 33, 6, 6)]
     assert stretches(layer, part(32, 1, 3, 6), part(0, 33, 1, 2)) == [
-        Stretch(slice(0, 1), 3, 6),
-        Stretch(slice(1, 33), None, 1),
-        Stretch(slice(33, 34), 1, 2),
+        Stretch(slice(0, 1), 32, 3, 6),
+        Stretch(slice(1, 33), 0, None, 1),
+        Stretch(slice(33, 34), 32, 1, 2),
     ]
 
 
@@ -77,6 +77,7 @@ def test_however_a_sequence_is_cut_its_blocks_have_its_own_prefixes(
         for one in stretches(layer, *slices):
             state = [] if one.source is None else memory[one.source]
             new = rows[one.rows]
+            assert new[0][1] == one.position
             full = memory.get(one.target, [])
             assert len(full) % every or not full, "a full block is written"
             memory[one.target] = [*state, *new]

@@ -11,6 +11,7 @@ from freight.kernels.cpu import attention, elementwise, experts, linear, rowwise
 from freight.kernels.cpu.experts import CpuExperts
 from freight.kernels.cpu.library import Library
 from freight.kernels.cpu.linear import CpuWeight
+from freight.kernels.reference_set import ReferenceStates
 from freight.operands.activation import Activation, GatedActivation, GateFunction
 from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KVPages
@@ -21,7 +22,7 @@ from freight.operands.weight import Weight, Weights
 
 
 @dataclass(frozen=True)
-class CpuKernels:
+class CpuKernels(ReferenceStates):
     """The compiled kernels. They take no `consumer`: activations are quantized by the product itself."""
 
     library: Library

@@ -12,6 +12,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from freight.kernels.reference_set import ReferenceStates
 from freight.kernels.triton import elementwise, experts, gates, linear, paged, route, store
 from freight.kernels.triton.experts import ExpertStack
 from freight.kernels.triton.formats import Target
@@ -32,7 +33,7 @@ def _own(consumer: PackedWeight | None) -> Weight | None:
 
 
 @dataclass(frozen=True)
-class TritonKernels:
+class TritonKernels(ReferenceStates):
     """The set for `target`; `fp8_attention` as in `select_kernels`."""
 
     target: Target

@@ -1,0 +1,196 @@
+"""The operations that keep a state, in plain torch: convolutions, and linear attention with a decay.
+
+As everywhere (`reference.py`) a row's result depends on nothing but its own history, to the bit: products with a state
+are called in one shape, STATE_TILE rows padded with zeros, and every other sum adds one row after the other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from freight.fp8.cast import amax, decode, encode, format_of, token_scale
+from freight.kernels.reference import rms_norm
+from freight.operands.batch import Sequences
+from freight.operands.states import States, Stretch
+from freight.operands.tiles import STATE_TILE
+
+
+def silu(x: Tensor) -> Tensor:
+    """x / (1 + exp(-x)), float32."""
+    values = x.float()
+    return values / (1.0 + torch.exp(-values))
+
+
+def convolve(
+    x: Tensor, weight: Tensor, bias: Tensor | None, use_silu: bool, states: States, sequences: Sequences
+) -> Tensor:
+    """`KernelSet.convolve`."""
+    columns, width = states.parts["columns"], weight.shape[1]
+    kept = width - 1  # position p lies at p % kept
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    for stretch in states.stretches(sequences):
+        inputs, first = x[stretch.rows], stretch.position
+        before = inputs.new_zeros(kept, inputs.shape[1])
+        for i in range(max(0, kept - first), kept):
+            before[i] = columns[stretch.source, (first - kept + i) % kept]
+        padded = torch.cat((before, inputs))
+        total = torch.zeros(inputs.shape, dtype=torch.float32, device=x.device)
+        if bias is not None:
+            total += bias.float()
+        for j in range(width):
+            total += weight[:, j].float() * padded[j : j + len(inputs)].float()
+        out[stretch.rows] = (silu(total) if use_silu else total).to(x.dtype)
+        for i in range(max(0, kept - first - len(inputs)), kept):
+            columns[stretch.target, (first + len(inputs) - kept + i) % kept] = padded[len(inputs) + i]
+    return out
+
+
+def decays(
+    a: Tensor, b: Tensor | None, a_log: Tensor, dt_bias: Tensor, limits: tuple[float, float] = (0.0, math.inf)
+) -> tuple[Tensor, Tensor]:
+    """`KernelSet.decays`, in float64, so that no value depends on its neighbours."""
+    dt = F.softplus(a.double() + dt_bias.double()).clamp(*limits)
+    beta = dt if b is None else torch.sigmoid(b.double())
+    return beta.float(), (-torch.exp(a_log.double()) * dt).float()
+
+
+def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, group: int, norm_first: bool) -> Tensor:
+    """`KernelSet.gated_norm`."""
+    weights, factor = weight.view(-1, group), silu(gate)
+    if norm_first:
+        normed = rms_norm(x.unflatten(1, (-1, group)), weights, eps).flatten(1)
+        return (normed.float() * factor).to(x.dtype)
+    values = (x.float() * factor).unflatten(1, (-1, group))
+    normed = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
+    rounded: Tensor = weights * normed.to(x.dtype) if weight.dtype == x.dtype else (normed * weights).to(x.dtype)
+    return rounded.flatten(1)
+
+
+def recurrence(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor,
+    states: States,
+    sequences: Sequences,
+    *,
+    delta: bool,
+    norm: bool,
+    skip: Tensor | None = None,
+) -> Tensor:
+    """`KernelSet.recurrence`."""
+    key_heads, k_dim = states.parts["k"].shape[2:]
+    heads, v_dim = states.parts["u"].shape[2:]
+    queries, keys = (x.unflatten(1, (key_heads, k_dim)).float() for x in (q, k))
+    if norm:
+        queries, keys = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (queries, keys))
+        queries = queries * k_dim**-0.5
+    keys = keys.to(v.dtype)
+    values = v.unflatten(1, (heads, v_dim)).float()
+    out = torch.empty(len(v), heads, v_dim, dtype=v.dtype, device=v.device)
+    for part in _tiles(states.stretches(sequences)):
+        _open_tile(states, part)
+        rows, tile = part.rows, _Tile(states, part, keys[part.rows], log_decay[part.rows])
+        results = tile.rows(queries[rows], values[rows], beta[rows], delta)
+        if skip is not None:
+            results = results + skip[:, None] * values[rows]
+        out[rows] = results.to(v.dtype)
+    return out.flatten(1)
+
+
+def _tiles(stretches: Iterator[Stretch]) -> Iterator[Stretch]:
+    """Each stretch cut where tiles begin; only its first part has its source."""
+    for stretch in stretches:
+        row, position, source = stretch.rows.start, stretch.position, stretch.source
+        while row < stretch.rows.stop:
+            count = min(STATE_TILE - position % STATE_TILE, stretch.rows.stop - row)
+            yield Stretch(slice(row, row + count), position, source, stretch.target)
+            row, position, source = row + count, position + count, stretch.target
+
+
+def _open_tile(states: States, part: Stretch) -> None:
+    """Where `part` begins a tile, store S at its start: zeros, or the tile before added up."""
+    if part.position % STATE_TILE:
+        assert part.source == part.target, "blocks begin where tiles do"
+        return
+    stored, target = states.parts["state"], part.target
+    if part.source is None:
+        advanced = torch.zeros(stored.shape[1:], dtype=torch.float32, device=stored.device)
+    else:
+        advanced = _advanced(states, part.source)
+    if "scale" in states.parts:
+        scale = token_scale(amax(advanced, 1), format_of(stored))
+        states.parts["scale"][target] = scale
+        stored[target] = encode(advanced, scale.float()[:, None], format_of(stored))
+    else:
+        stored[target] = advanced.to(stored.dtype)
+
+
+def _state(states: States, block: int) -> Tensor:
+    """S as it is stored, [heads, k_dim, v_dim] float32."""
+    scale = states.parts["scale"][block].float()[:, None] if "scale" in states.parts else None
+    return decode(states.parts["state"][block], scale)
+
+
+def _advanced(states: States, block: int) -> Tensor:
+    """S behind the rows of a tile that is full, [heads, k_dim, v_dim] float32."""
+    k, u, decay = (states.parts[name][block].float() for name in ("k", "u", "decay"))
+    state = _state(states, block) * torch.exp(decay[-1])[:, None, None]
+    k = k.repeat_interleave(u.shape[1] // k.shape[1], 1) * torch.exp(decay[-1] - decay)[..., None]
+    for row in range(STATE_TILE):
+        state = state + k[row][:, :, None] * u[row][:, None, :]
+    return state
+
+
+class _Tile:
+    """The open tile of one sequence, whose rows [begin, end) are computed; those before are read from `states`."""
+
+    def __init__(self, states: States, part: Stretch, keys: Tensor, log_decay: Tensor) -> None:
+        """keys: [rows, key_heads, k_dim] in the compute dtype; log_decay: [rows, heads]."""
+        kept_k, self.kept_u, decay = (states.parts[name][part.target] for name in ("k", "u", "decay"))
+        self.begin = part.position % STATE_TILE
+        self.end = self.begin + len(keys)
+        kept_k[self.begin : self.end] = keys
+        for row, own in enumerate(log_decay, self.begin):
+            decay[row] = own + decay[row - 1] if row else own
+        heads = self.kept_u.shape[1]
+        self.k = self._padded(kept_k[: self.end].repeat_interleave(heads // kept_k.shape[1], 1).float())
+        self.decay = self._padded(decay[: self.end])  # G
+        self.state = _state(states, part.target)
+
+    def _padded(self, rows: Tensor) -> Tensor:
+        return F.pad(rows, (0, 0) * (rows.ndim - 1) + (0, STATE_TILE - len(rows)))
+
+    def rows(self, queries: Tensor, values: Tensor, beta: Tensor, delta: bool) -> Tensor:
+        """Compute u of each row and keep it; returns o, [rows, heads, v_dim] float32."""
+        heads = self.k.shape[1]
+        q = torch.zeros_like(self.k)
+        q[self.begin : self.end] = queries.repeat_interleave(heads // queries.shape[1], 1)
+        factor = torch.exp(self.decay)[..., None]
+        k_state, q_state = (self._product(x * factor) for x in (self.k, q))
+        out = torch.empty_like(values)
+        for i, row in enumerate(range(self.begin, self.end)):
+            keys = self.k[: row + 1] * torch.exp(self.decay[row] - self.decay[: row + 1])[..., None]
+            u = values[i]
+            if delta:
+                u = u - self._over(row, k_state[row], keys, self.k[row])
+            self.kept_u[row] = u * beta[i][:, None]
+            out[i] = self._over(row + 1, q_state[row], keys, q[row])
+        return out
+
+    def _product(self, rows: Tensor) -> Tensor:
+        """rows @ S of every head, [STATE_TILE, heads, v_dim]."""
+        return torch.bmm(rows.transpose(0, 1), self.state).transpose(0, 1)
+
+    def _over(self, count: int, total: Tensor, keys: Tensor, with_key: Tensor) -> Tensor:
+        """total + the sum over the first `count` rows of (key · with_key) u, one row after the other."""
+        weights = (keys[:count] * with_key).sum(-1, keepdim=True)
+        for j in range(count):
+            total = total + weights[j] * self.kept_u[j].float()
+        return total

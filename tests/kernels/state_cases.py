@@ -1,0 +1,94 @@
+"""Random layers that keep a state, and sequences in calls of any cut, for the tests of each set of kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from freight.fp8.cast import torch_dtype
+from freight.fp8.formats import Format
+from freight.operands.batch import Sequences
+from freight.operands.states import States
+from freight.operands.tiles import STATE_TILE
+
+STATE_FORMATS = (Format.FLOAT32, Format.BFLOAT16, Format.INT8, Format.E4M3FN)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Sizes of a layer. `delta`: a gated delta net, else Mamba-2."""
+
+    key_heads: int = 2
+    heads: int = 4
+    k_dim: int = 64
+    v_dim: int = 32
+    delta: bool = True
+    dtype: torch.dtype = torch.float32
+    format: Format = Format.FLOAT32
+    every: int = 32
+
+    def states(self, num_blocks: int, garbage: float = torch.nan) -> States:
+        """Blocks that nothing was written to."""
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "state": ((self.heads, self.k_dim, self.v_dim), torch_dtype(self.format)),
+            "k": ((STATE_TILE, self.key_heads, self.k_dim), self.dtype),
+            "u": ((STATE_TILE, self.heads, self.v_dim), self.dtype),
+            "decay": ((STATE_TILE, self.heads), torch.float32),
+        }
+        if self.format.is_quantized:
+            shapes["scale"] = ((self.heads, self.v_dim), torch.bfloat16)
+        parts = {}
+        for name, (shape, dtype) in shapes.items():
+            part = torch.empty((num_blocks, *shape), dtype=dtype)
+            part.view(torch.uint8).fill_(0x7F) if dtype.itemsize == 1 else part.fill_(garbage)
+            parts[name] = part
+        return States(parts, self.every)
+
+    def inputs(self, rows: int, seed: int = 0, half_life: float = 20.0) -> dict[str, Tensor]:
+        """q, k, v, beta, log_decay of one sequence."""
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator)
+
+        decay = -0.693 / half_life * torch.exp(normal(rows, self.heads))
+        return {
+            "q": normal(rows, self.key_heads * self.k_dim).to(self.dtype),
+            "k": normal(rows, self.key_heads * self.k_dim).to(self.dtype),
+            "v": normal(rows, self.heads * self.v_dim).to(self.dtype),
+            "beta": torch.sigmoid(normal(rows, self.heads)),
+            "log_decay": decay,
+        }
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        skip = None if self.delta else torch.linspace(-1.0, 1.0, self.heads)
+        return {"delta": self.delta, "norm": self.delta, "skip": skip}
+
+    def plain(self) -> Layer:
+        return replace(self, dtype=torch.float32, format=Format.FLOAT32)
+
+
+def sequences(parts: Sequence[tuple[int, int, Sequence[int]]]) -> Sequences:
+    """(tokens before, rows in this call, blocks) of each sequence."""
+    starts, lengths = [0], []
+    for before, rows, _ in parts:
+        starts.append(starts[-1] + rows)
+        lengths.append(before + rows)
+    longest = max(len(blocks) for _, _, blocks in parts)
+    tables = [[*blocks, *(0,) * (longest - len(blocks))] for _, _, blocks in parts]
+    return Sequences(*(torch.tensor(numbers, dtype=torch.int32) for numbers in (starts, lengths, tables)))
+
+
+def in_calls(call: Any, rows: int, cuts: Sequence[int], blocks: Sequence[int]) -> Tensor:
+    """call(rows of this call as a slice, sequences) for one sequence, cut where `cuts` says in turns."""
+    outs, done = [], 0
+    while done < rows:
+        count = min(cuts[len(outs) % len(cuts)], rows - done)
+        outs.append(call(slice(done, done + count), sequences([(done, count, blocks)])))
+        done += count
+    return torch.cat(outs)
