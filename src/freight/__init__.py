@@ -7,12 +7,15 @@ The names listed in `__all__` are public; everything else may change. They are l
 from __future__ import annotations
 
 import os
+import platform
+import sys
 from typing import TYPE_CHECKING
 
 # GNU OpenMP, which torch brings, reads this when torch is loaded. By default its threads spin for milliseconds when
-# they wait for each other: on cores that other programs use too, that makes a step ten times slower.
-if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+# they wait for each other, which stops steps on cores that other programs use too. A spin of x86-64 takes some 30 to 50
+# ns, so these take as long as waking a thread does a few times; other processors spin ten times faster.
+if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000" if platform.machine().lower() in ("x86_64", "amd64") else "10000")
 
 if TYPE_CHECKING:
     from freight.calibrate.quantize import QuantizeResult, quantize

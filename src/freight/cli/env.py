@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 from importlib import metadata
 from typing import Annotated, Any
 
 import typer
+
+from freight import openmp
 
 PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy")
 
@@ -33,11 +36,22 @@ def collect() -> dict[str, Any]:
     import torch
 
     import freight
-    from freight.device import bound_nodes, cpu_features, cpu_name, gpu_present, numa_nodes, probe
+    from freight.device import (
+        bound_nodes,
+        choose_threads,
+        cpu_features,
+        cpu_name,
+        gpu_present,
+        numa_nodes,
+        physical_cores,
+        probe,
+    )
     from freight.kernels.cpu import library as cpu_library
     from freight.kernels.select import select_kernels
 
     device = probe("auto")
+    threads, possible = choose_threads(None, device.cores).count, min(device.cores, physical_cores() or device.cores)
+    notes = (openmp.few_threads(os.environ, threads, possible), openmp.long_waits(os.environ))
     hip = getattr(torch.version, "hip", None)
     return {
         "versions": {"freight": freight.__version__, "python": platform.python_version()} | _versions(),
@@ -45,6 +59,9 @@ def collect() -> dict[str, Any]:
         "cpu": cpu_name(),
         "cpu_features": list(cpu_features()),
         "cores": device.cores,
+        "threads": threads,
+        "openmp": openmp.variables(os.environ),
+        "threads_note": "; ".join(filter(None, notes)),
         "numa_nodes": len(numa_nodes()),
         "threads_bound": bool(bound_nodes()),
         "device": str(device.kind),

@@ -7,12 +7,14 @@ Whatever runs a model opens it here: the engine, calibration, evaluation, benchm
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from freight import openmp
 from freight.cache.spec import KVCacheSpec, cache_spec
 from freight.checkpoint.kv_scales import read_kv_scales, read_scale_json
 from freight.checkpoint.layouts import read_scheme
@@ -163,7 +165,11 @@ class OpenModel:
         angles end there, with the same values.
         """
         begin = time.perf_counter()
-        with self.threads(config):
+        threads = self.threads(config)
+        waits = openmp.long_waits(os.environ) if threads.count > 1 and config.device == "cpu" else ""
+        if waits:
+            logger.warning("%s", waits)
+        with threads:
             decoder = self._load(config, num_positions or config.max_model_len)
         seconds = time.perf_counter() - begin
         logger.info("loading weights took %.3g GB and %.2f s", weight_bytes(decoder).total / 1e9, seconds)

@@ -1,0 +1,230 @@
+"""How fast engines decode alone and beside each other on the same cores, by how OpenMP's threads wait.
+
+    python benchmarks/shared_cores.py --setting GOMP_SPINCOUNT=10000 --setting '' --rounds 24
+    python benchmarks/shared_cores.py --setting '' --setting OMP_NUM_THREADS=1 --random-weights llama-1b --seconds 1
+
+A setting is a list of variables with commas between them; '' is what Freight sets by itself. The others are compared
+with the first one. For each setting `--processes` engines stay loaded, each in a process of its own with `--threads`
+threads, started anew every `--restart` rounds. In a round every setting has two turns, in an order that changes from
+round to round: one of its engines decodes alone for `--seconds`, then all of them at once. Engines that have no turn
+wait for a line and take no time of a core. Prompts are computed before the time runs. Ratios are taken within a round;
+their interval is that of order statistics, of at least 95 %. `CPU` is processor time for a step.
+
+A turn begins once other programs take less than `--quiet` of all cores, and is repeated if they took more in it; after
+`--patience` seconds the quietest one counts. `others` is the median of their share in the turns that count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PROMPT = 64  # tokens
+LOOK = 0.1  # seconds for which others are watched before a turn
+LEAD = 0.05  # seconds from the last answer to the start of the time, so that all begin at once
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Steps a second of all engines of a turn together, processor milliseconds a step, and the share of all cores that
+    other programs took meanwhile."""
+
+    rate: float
+    cpu: float
+    others: float
+
+
+@dataclass(frozen=True)
+class Work:
+    """What an engine's process is told at its start."""
+
+    model: str
+    random_weights: str | None
+    threads: int
+    batch: int
+    context: int
+
+
+def work(told: Work) -> None:
+    """In an engine's own process. Of two lines the first asks for prompts, the second has when to begin and to end."""
+    from freight.bench.drive import greedy, random_prompt
+    from freight.config.engine import EngineArgs
+    from freight.device import choose_threads, usable_cores
+    from freight.engine.build import start_engine
+    from freight.models.open import open_model, open_random
+
+    args = EngineArgs(
+        model=told.model,
+        max_num_seqs=told.batch,
+        max_model_len=told.context,
+        threads=told.threads,
+        skip_tokenizer_init=True,
+    )
+    engine, _ = start_engine(open_random(args, told.random_weights) if told.random_weights else open_model(args))
+    numbers, vocabulary = random.Random(0), engine.runner.model.config.vocab_size
+    params, ids = greedy(told.context - PROMPT), [str(index) for index in range(told.batch)]
+    with choose_threads(told.threads, usable_cores()):
+        print("ready", flush=True)
+        while sys.stdin.readline():
+            for request_id in ids:
+                engine.release(request_id)
+                prompt = random_prompt(PROMPT, vocabulary, numbers)
+                engine.add(request_id, engine.intake.accept(prompt, params), params)
+            while len(engine.step()) < told.batch:
+                pass
+            print("prompted", flush=True)
+            begin, end = json.loads(sys.stdin.readline())
+            time.sleep(max(0.0, begin - time.monotonic()))
+            steps, cpu = 0, time.process_time()
+            while time.monotonic() < end and engine.has_unfinished:
+                engine.step()
+                steps += 1
+            seconds = time.monotonic() - begin
+            print(json.dumps([steps, seconds, time.process_time() - cpu]), flush=True)
+
+
+class Engine:
+    """One engine's process."""
+
+    def __init__(self, setting: str, told: Work) -> None:
+        variables = dict(one.split("=", 1) for one in setting.split(",") if one)
+        known = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_NUM_THREADS")
+        env = {name: value for name, value in os.environ.items() if name not in known} | variables
+        command = [sys.executable, __file__, "--worker", json.dumps(vars(told))]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+        if self.answer() != "ready":
+            raise SystemExit(f"an engine with {setting or 'no setting'} did not start: see the lines above")
+
+    def tell(self, line: Any) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(line) + "\n")
+        self._process.stdin.flush()
+
+    def answer(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+    def end(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def busy() -> float:
+    """Seconds that all processors of this machine have worked, for anybody, since it started."""
+    fields = Path("/proc/stat").read_text(encoding="utf-8").split("\n", 1)[0].split()[1:]
+    user, nice, system, _, _, *interrupts = (int(field) for field in fields[:8])
+    return (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK")
+
+
+def others(begin: float, worked: float, own: float) -> float:
+    """The share of all cores that other programs took since `begin`, when `busy()` was `worked`."""
+    return max(0.0, busy() - worked - own) / ((time.monotonic() - begin) * (os.cpu_count() or 1))
+
+
+def quiet_turn(engines: list[Engine], args: argparse.Namespace) -> Turn:
+    """A turn in which others take less than `--quiet` of the cores, or the quietest one within `--patience` seconds."""
+    turns: list[Turn] = []
+    late = time.monotonic() + args.patience
+    while not turns or (turns[-1].others >= args.quiet and time.monotonic() < late):
+        share = 1.0
+        while share >= args.quiet and time.monotonic() < late:
+            worked, begin = busy(), time.monotonic()
+            time.sleep(LOOK)
+            share = others(begin, worked, 0.0)
+        turns.append(decode(engines, args.seconds))
+    return min(turns, key=lambda turn: turn.others)
+
+
+def decode(engines: list[Engine], seconds: float) -> Turn:
+    """All `engines` at once."""
+    for engine in engines:
+        engine.tell("prompts")
+        if engine.answer() != "prompted":
+            raise SystemExit("an engine has ended: see the lines above")
+    worked, told = busy(), time.monotonic()
+    begin = told + LEAD
+    for engine in engines:
+        engine.tell([begin, begin + seconds])
+    found = [json.loads(engine.answer()) for engine in engines]
+    steps, own = sum(one[0] for one in found), sum(one[2] for one in found)
+    return Turn(sum(one[0] / one[1] for one in found), own / steps * 1e3, others(told, worked, own))
+
+
+def end(running: dict[str, list[Engine]]) -> None:
+    for engines in running.values():
+        for engine in engines:
+            engine.end()
+
+
+def measure(args: argparse.Namespace) -> dict[tuple[str, str], list[Turn]]:
+    """Turns by setting and 'alone' or 'together'."""
+    told = Work(args.model, args.random_weights, args.threads, args.batch, args.context)
+    found: dict[tuple[str, str], list[Turn]] = {(one, how): [] for one in args.setting for how in ("alone", "together")}
+    running: dict[str, list[Engine]] = {}
+    order = random.Random(0)
+    for number in range(args.rounds):
+        if number % args.restart == 0:
+            end(running)
+            running = {one: [Engine(one, told) for _ in range(args.processes)] for one in args.setting}
+            for engines in running.values():
+                decode(engines, args.seconds)  # warms up
+        for one in order.sample(args.setting, len(args.setting)):
+            chosen = running[one][number % args.processes]
+            found[one, "alone"].append(quiet_turn([chosen], args))
+            found[one, "together"].append(quiet_turn(running[one], args))
+        print(f"round {number + 1} of {args.rounds}", file=sys.stderr)
+    end(running)
+    return found
+
+
+def table(found: dict[tuple[str, str], list[Turn]], first: str) -> None:
+    from freight.bench.serving_figures import interval
+
+    print("| setting | engines | steps/s | first = 1 | interval | CPU ms/step | others |")
+    print("|---|---|---:|---:|---|---:|---:|")
+    for (setting, how), turns in found.items():
+        ratios = [turn.rate / other.rate for turn, other in zip(turns, found[first, how], strict=True)]
+        low, high, _ = interval(ratios)
+        rate, cpu, share = (
+            statistics.median(getattr(turn, figure) for turn in turns) for figure in ("rate", "cpu", "others")
+        )
+        ratio = f"{statistics.median(ratios):.3f} | {low:.3f} to {high:.3f}"
+        print(f"| {setting or 'by itself'} | {how} | {rate:.1f} | {ratio} | {cpu:.2f} | {share:.2f} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--setting", action="append", default=[], help="NAME=VALUE,NAME=VALUE; may be repeated")
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--random-weights", metavar="SHAPE")
+    parser.add_argument("--threads", type=int, default=2, help="of each engine")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=24)
+    parser.add_argument("--seconds", type=float, default=0.3)
+    parser.add_argument("--restart", type=int, default=8)
+    parser.add_argument("--quiet", type=float, default=0.05)
+    parser.add_argument("--patience", type=float, default=10.0)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        work(Work(**json.loads(args.worker)))
+        return
+    if not args.setting:
+        parser.error("at least one --setting is needed")
+    table(measure(args), args.setting[0])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""How OpenMP's threads wait: what GNU OpenMP has read in processes that Freight starts, and what is said to users."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.serving import ServeProcess
+
+from freight import openmp
+
+gnu = pytest.mark.skipif(sys.platform != "linux", reason="GNU OpenMP is torch's on Linux alone")
+NAMES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "OMP_NUM_THREADS", "PYTEST_XDIST_WORKER")
+SET = {"GOMP_SPINCOUNT": "5"}
+
+
+def given(**variables: str) -> dict[str, str]:
+    """An environment in which GNU OpenMP tells, when it is loaded, what it has read."""
+    rest = {name: value for name, value in os.environ.items() if name not in NAMES}
+    return rest | {"OMP_DISPLAY_ENV": "VERBOSE"} | variables
+
+
+def has_read(said: str) -> set[int]:
+    """The spin counts of those that were loaded."""
+    return {int(count) for count in re.findall(r"GOMP_SPINCOUNT = '(\d+)'", said)}
+
+
+def run(*argv: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *argv]
+    return subprocess.run(command, env=given(**variables), capture_output=True, text=True, check=True)
+
+
+@pytest.fixture(scope="module")
+def ours() -> int:
+    """What Freight sets by itself."""
+    code = "import freight, os; print(os.environ['GOMP_SPINCOUNT'])"
+    return int(run("-c", code).stdout)
+
+
+@gnu
+def test_a_command_sets_it_before_torch_is_loaded(ours: int) -> None:
+    assert has_read(run("-m", "freight", "env").stderr) == {ours}
+
+
+@gnu
+@pytest.mark.parametrize(("variables", "count"), [(SET, 5), ({"OMP_WAIT_POLICY": "passive"}, 0)])
+def test_what_the_user_has_set_wins(variables: dict[str, str], count: int) -> None:
+    assert has_read(run("-m", "freight", "env", **variables).stderr) == {count}
+
+
+@gnu
+@pytest.mark.parametrize("variables", [{}, SET])
+def test_the_process_of_the_engine_has_it_too(ours: int, monkeypatch: pytest.MonkeyPatch, variables) -> None:
+    """The server's own process loads no torch, so the one that tells is the engine's."""
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given(**variables).items():
+        monkeypatch.setenv(name, value)
+    server = ServeProcess("demo", ["--kv-cache-memory", "16MiB"])
+    try:
+        server.wait_until_healthy()
+        torch_in = [
+            name for name, pid in server.children().items() if "libgomp" in Path(f"/proc/{pid}/maps").read_text()
+        ]
+        assert torch_in == ["worker"]
+        assert has_read(server.said) == {int(variables.get("GOMP_SPINCOUNT", ours))}
+    finally:
+        server.close()
+
+
+@gnu
+def test_a_process_that_loads_torch_first_is_told() -> None:
+    code = "import torch, freight; freight.LLM('demo', threads=2, kv_cache_memory='16MiB')"
+    told = "torch was imported before freight: threads that wait spin for milliseconds"
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("one core: nothing waits")
+    said = run("-c", code).stderr
+    assert has_read(said) == {300_000}
+    assert said.count(told) == 1
+    assert told not in run("-c", code.replace("torch, freight", "freight, torch")).stderr
+    assert told not in run("-c", code, **SET).stderr
+
+
+@gnu
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        {"GOMP_SPINCOUNT": " 12K"},
+        {"GOMP_SPINCOUNT": "7", "OMP_WAIT_POLICY": "active"},
+        {"GOMP_SPINCOUNT": "many"},
+        {"GOMP_SPINCOUNT": "INFINITE"},
+        {"OMP_WAIT_POLICY": " Passive "},
+        {"OMP_WAIT_POLICY": "ACTIVE"},
+        {"OMP_WAIT_POLICY": "never"},
+    ],
+)
+def test_spins_are_those_that_gnu_openmp_reads(variables: dict[str, str]) -> None:
+    found = has_read(run("-c", "import torch", **variables).stderr)
+    assert found == {openmp.spins(variables)} or (variables.get("GOMP_SPINCOUNT") == "INFINITE" and min(found) > 10**10)
+
+
+@gnu
+def test_long_waits_are_named_with_their_cause() -> None:
+    assert "unset it" in openmp.long_waits({"OMP_WAIT_POLICY": "active"})
+    assert openmp.long_waits({"GOMP_SPINCOUNT": "300k"}).startswith("GOMP_SPINCOUNT=300k: ")
+    assert openmp.long_waits({"GOMP_SPINCOUNT": "10000"}) == ""
+    assert openmp.long_waits({"OMP_WAIT_POLICY": "passive"}) == ""
+
+
+@gnu
+def test_env_warns_of_variables_that_make_steps_slow() -> None:
+    text = run("-m", "freight", "env", OMP_WAIT_POLICY="active").stdout
+    (note,) = re.findall(r"^threads note +(.*)$", text, re.M)
+    assert note.startswith("OMP_WAIT_POLICY=active: threads that wait spin")
+    assert "OMP_WAIT_POLICY active" in text
+    assert re.search(r"^threads note +none$", run("-m", "freight", "env").stdout, re.M)
+
+
+def test_env_warns_of_fewer_threads_than_cores() -> None:
+    said = openmp.few_threads({"OMP_NUM_THREADS": "1"}, 1, 2)
+    assert said.startswith("OMP_NUM_THREADS=1")
+    assert "--threads 2" in said
+    assert openmp.few_threads({"OMP_NUM_THREADS": "2"}, 2, 2) == ""
+    assert openmp.few_threads({}, 1, 2) == ""
+    if len(os.sched_getaffinity(0)) > 1:
+        assert "computes with 1 of " in run("-m", "freight", "env", OMP_NUM_THREADS="1").stdout
