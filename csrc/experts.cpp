@@ -2,7 +2,7 @@
 //
 // Rows are sorted by expert. The tasks of all experts' products are distributed over the threads at once, so that every
 // thread reads weights all the time, however few the rows of an expert are. A row's bits are those that freight_linear
-// and freight_gated give it for that expert.
+// and freight_gated or freight_activated give it for that expert.
 #include <algorithm>
 #include <vector>
 
@@ -109,7 +109,7 @@ struct Mixture {
     thread_local std::vector<Product> products;
     thread_local std::vector<float> biases;
     pairs.sort(a.ids + first * a.top_k, rows, a.top_k, a.num_experts);
-    const int64_t wide = pairs.count() * std::max(2 * inner, hidden) * bytes_of(a.format) + kUnit;
+    const int64_t wide = pairs.count() * std::max(gate_up->out_features, hidden) * bytes_of(a.format) + kUnit;
     uint8_t* results = memory.of(wide + pairs.count() * inner * bytes_of(a.format));  // of both products in turn
     uint8_t* between = results + wide;
     const Side outer{gate_up, a.gate_up_bias, a.format}, last{down, a.down_bias, a.format};
@@ -120,13 +120,22 @@ struct Mixture {
     if (alike)
       for (Product& one : products) one.staged = products[0].staged;
     multiply(products.data(), count, a.format, a.threads);
-    const FreightGated gated{results, between, pairs.count(), inner, a.format, a.activation, a.limit, a.threads};
-    if (freight_gated(&gated) != FREIGHT_OK) throw std::bad_alloc();
+    if (activate(results, between, pairs.count()) != FREIGHT_OK) throw std::bad_alloc();
     last.products(pairs, between, false, results, biases, products);
     count = static_cast<int64_t>(products.size());
     stage_all(products.data(), count, a.format, a.threads);
     multiply(products.data(), count, a.format, a.threads);
     sum(pairs.place.data(), results, first, rows);
+  }
+
+  // out: [count, inner], of what the first products are of `count` pairs.
+  FreightStatus activate(const void* first, void* out, int64_t count) const {
+    if (a.gated) {
+      const FreightGated gated{first, out, count, inner, a.format, a.activation, a.limit, a.threads};
+      return freight_gated(&gated);
+    }
+    const FreightActivated activated{first, out, count, inner, a.format, a.activation, a.threads};
+    return freight_activated(&activated);
   }
 
   // place: [rows, top_k], where each result is.

@@ -10,7 +10,7 @@
 #define FREIGHT_API extern "C" __attribute__((visibility("default")))
 
 // Changes when any declaration changes, so that a library from an older build is refused instead of called wrongly.
-constexpr int32_t FREIGHT_ABI = 20;
+constexpr int32_t FREIGHT_ABI = 21;
 FREIGHT_API int32_t freight_abi();
 
 constexpr int32_t FREIGHT_LANES = 16;      // outputs that are computed together: arrays by output are padded to it
@@ -228,13 +228,15 @@ struct FreightExperts {
   int64_t rows;
   int32_t num_experts, top_k;
   int32_t format;      // of x, base, the biases and out
-  int32_t activation;  // FreightGatedActivation
+  int32_t gated;       // 1: gate_up has the rows of gate, then of up; 0: those of up alone
+  int32_t activation;  // FreightGatedActivation, or without a gate FreightUngated
   float limit;         // as in FreightGated
   int32_t threads;
 };
 
-// out = base + the sum over a row's experts of weight * down(activation(gate) * up); each product and the activation are
-// rounded as those of freight_linear and freight_gated. The sum is float32, in the order of ids; one rounding, at the end.
+// out = base + the sum over a row's experts of weight * down(activation(gate) * up), or of weight * down(activation(up));
+// each product and the activation are rounded as those of freight_linear, freight_gated and freight_activated. The sum is
+// float32, in the order of ids; one rounding, at the end.
 FREIGHT_API FreightStatus freight_experts(const FreightExperts* arguments);
 
 // Several calls at once.

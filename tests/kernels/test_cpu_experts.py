@@ -20,7 +20,7 @@ from freight.fp8.weights import quantize_blocks, quantize_rows
 from freight.kernels import experts as loop
 from freight.kernels.cpu import library
 from freight.kernels.cpu.cpu_set import CpuKernels
-from freight.operands.activation import GatedActivation, clamped_silu
+from freight.operands.activation import Activation, AnyActivation, GatedActivation, clamped_silu
 from freight.operands.weight import Activations, Weight
 
 BUILDS = library.runnable()
@@ -28,7 +28,7 @@ FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 KINDS = ("rows", "blocks", *FLOATS)
 PATHS = [(kind, a) for kind in KINDS for a in Activations if kind not in FLOATS or a is Activations.PLAIN]
 SILU = GatedActivation.SILU
-EVERY = (SILU, GatedActivation.GELU_TANH, GatedActivation.CLAMPED_SWIGLU, clamped_silu(0.5))
+EVERY = (SILU, GatedActivation.GELU_TANH, GatedActivation.CLAMPED_SWIGLU, clamped_silu(0.5), *Activation)
 
 
 @pytest.fixture(autouse=True)
@@ -57,17 +57,19 @@ class Mixture:
         hidden: int,
         inner: int,
         biased: torch.dtype | None = None,
+        activation: AnyActivation = SILU,
     ) -> None:
-        self.shapes = ((2 * inner, hidden), (hidden, inner))
+        self.activation = activation
+        self.shapes = (((1 if isinstance(activation, Activation) else 2) * inner, hidden), (hidden, inner))
         self.sides = [[make(kind, activations, *shape, e) for e in range(count)] for shape in self.shapes]
         self.biases = [None if biased is None else torch.randn(count, shape[0]).to(biased) for shape in self.shapes]
 
     def both(
-        self, kernels: CpuKernels, x: Tensor, ids: Tensor, weights: Tensor, base: Tensor | None = None, act=SILU
+        self, kernels: CpuKernels, x: Tensor, ids: Tensor, weights: Tensor, base: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        sides = list(zip(self.sides, self.biases, strict=True))
-        fused = kernels.experts(x, ids, weights, *(kernels.pack_experts(*side) for side in sides), act, base)
-        looped = loop.experts(kernels, x, ids, weights, *(loop.pack(kernels, *side) for side in sides), act, base)
+        sides, rest = list(zip(self.sides, self.biases, strict=True)), (self.activation, base)
+        fused = kernels.experts(x, ids, weights, *(kernels.pack_experts(*side) for side in sides), *rest)
+        looped = loop.experts(kernels, x, ids, weights, *(loop.pack(kernels, *side) for side in sides), *rest)
         return fused, looped
 
 
@@ -80,10 +82,11 @@ def chosen(rows: int, top_k: int, among: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("build", BUILDS)
 @pytest.mark.parametrize(("kind", "activations"), PATHS)
 @pytest.mark.parametrize("dtype", FLOATS.values())
-def test_every_path_has_the_bits_of_the_loop(build, kind, activations, dtype):
+@pytest.mark.parametrize("function", [SILU, Activation.RELU_SQUARED])
+def test_every_path_has_the_bits_of_the_loop(build, kind, activations, dtype, function):
     torch.manual_seed(0)
     kernels = CpuKernels(library.load(build))
-    mixture = Mixture(kind, activations, 5, 160, 144, dtype)
+    mixture = Mixture(kind, activations, 5, 160, 144, dtype, function)
     for rows, top_k, used in (
         (1, 3, 5),
         (3, 2, 5),
@@ -107,14 +110,15 @@ def test_every_shape_has_the_bits_of_the_loop(data):
     hidden, inner = data.draw(st.integers(1, 150)), data.draw(st.integers(1, 140))
     top_k = data.draw(st.integers(1, count))
     among = torch.randperm(count)[: data.draw(st.integers(top_k, count))]
-    mixture = Mixture(kind, activations, count, hidden, inner, data.draw(st.sampled_from([None, dtype])))
+    biased, function = data.draw(st.sampled_from([None, dtype])), data.draw(st.sampled_from(EVERY))
+    mixture = Mixture(kind, activations, count, hidden, inner, biased, function)
     ids, weights = (
         chosen(rows, top_k, among) if rows else (torch.empty(0, top_k, dtype=torch.int32), torch.empty(0, top_k))
     )
     x = torch.randn(rows, hidden).to(dtype) * data.draw(st.sampled_from([1.0, 1e-3, 30.0]))
     base = torch.randn(rows, hidden).to(dtype) if data.draw(st.booleans()) else None
     torch.set_num_threads(data.draw(st.integers(1, 3)))
-    fused, looped = mixture.both(kernels, x, ids, weights, base, data.draw(st.sampled_from(EVERY)))
+    fused, looped = mixture.both(kernels, x, ids, weights, base)
     assert torch.equal(fused, looped)
 
 
@@ -133,17 +137,31 @@ def test_more_rows_than_are_computed_at_once(build):
 
 
 @pytest.mark.parametrize("build", BUILDS)
-def test_a_row_does_not_depend_on_the_others_or_on_threads(build):
+@pytest.mark.parametrize("function", [SILU, Activation.RELU_SQUARED])
+def test_a_row_does_not_depend_on_the_others_or_on_threads(build, function):
     torch.manual_seed(2)
-    kernels, mixture = CpuKernels(library.load(build)), Mixture("blocks", Activations.DYNAMIC, 6, 256, 128)
+    kernels = CpuKernels(library.load(build))
+    mixture = Mixture("blocks", Activations.DYNAMIC, 6, 256, 128, activation=function)
     gate_up, down = (kernels.pack_experts(side) for side in mixture.sides)
     x = torch.randn(30, 256).bfloat16()
     ids, weights = chosen(30, 3, torch.arange(6))
     torch.set_num_threads(1)
-    alone = [kernels.experts(x[i : i + 1], ids[i : i + 1], weights[i : i + 1], gate_up, down, SILU) for i in range(30)]
+    rows = [slice(i, i + 1) for i in range(30)]
+    alone = [kernels.experts(x[row], ids[row], weights[row], gate_up, down, function) for row in rows]
     for number in (1, 2, 3):
         torch.set_num_threads(number)
-        assert torch.equal(kernels.experts(x, ids, weights, gate_up, down, SILU), torch.cat(alone))
+        assert torch.equal(kernels.experts(x, ids, weights, gate_up, down, function), torch.cat(alone))
+
+
+@pytest.mark.parametrize("function", [SILU, Activation.RELU_SQUARED])
+def test_matrices_of_the_other_kind_of_activation_are_not_taken(function):
+    kernels, other = CpuKernels(library.load()), Activation.RELU if function is SILU else SILU
+    packed = [kernels.pack_experts(side) for side in Mixture("float32", Activations.PLAIN, 2, 32, 16).sides]
+    if function is not SILU:
+        mixture = Mixture("float32", Activations.PLAIN, 2, 32, 16, activation=function)
+        packed = [kernels.pack_experts(side) for side in mixture.sides]
+    with pytest.raises(AssertionError):
+        kernels.experts(torch.ones(1, 32), torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, 1), *packed, other)
 
 
 def test_every_scale_and_bias_counts():

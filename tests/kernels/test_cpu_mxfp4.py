@@ -10,7 +10,7 @@ from freight.errors import KernelError
 from freight.fp8 import mxfp4
 from freight.kernels.cpu import library
 from freight.kernels.cpu.cpu_set import CpuKernels
-from freight.operands.activation import GatedActivation
+from freight.operands.activation import Activation, AnyActivation, GatedActivation
 from freight.operands.weight import Weight
 
 BUILDS = library.runnable()
@@ -37,10 +37,16 @@ def in_bfloat16(weight: Weight) -> Weight:
     return Weight(mxfp4.to_bfloat16(blocks, scales.masked_fill(zeros, 127)))
 
 
-def experts_of(kernels: CpuKernels, weights: tuple[list[Weight], list[Weight]], x: Tensor, ids: Tensor) -> Tensor:
+def experts_of(
+    kernels: CpuKernels,
+    weights: tuple[list[Weight], list[Weight]],
+    x: Tensor,
+    ids: Tensor,
+    activation: AnyActivation = GatedActivation.CLAMPED_SWIGLU,
+) -> Tensor:
     gate_up, down = (kernels.pack_experts(side) for side in weights)
     shares = torch.full(ids.shape, 0.5)
-    return kernels.experts(x, ids, shares, gate_up, down, GatedActivation.CLAMPED_SWIGLU)
+    return kernels.experts(x, ids, shares, gate_up, down, activation)
 
 
 @pytest.mark.parametrize("build", BUILDS)
@@ -86,15 +92,18 @@ def test_sums_of_tiny_values_have_them_too(build: str):
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("build", BUILDS)
-def test_experts_have_the_bits_of_those_in_bfloat16(build: str, dtype: torch.dtype):
+@pytest.mark.parametrize("activation", [GatedActivation.CLAMPED_SWIGLU, Activation.RELU_SQUARED], ids=str)
+def test_experts_have_the_bits_of_those_in_bfloat16(build: str, dtype: torch.dtype, activation: AnyActivation):
     torch.manual_seed(3)
     kernels = CpuKernels(library.load(build))
-    sides = [random_weight(192, 64) for _ in range(4)], [random_weight(64, 96) for _ in range(4)]
+    width = 96 if isinstance(activation, Activation) else 192
+    sides = [random_weight(width, 64) for _ in range(4)], [random_weight(64, 96) for _ in range(4)]
     wide = [in_bfloat16(one) for one in sides[0]], [in_bfloat16(one) for one in sides[1]]
     for rows in (1, 3, 40):
         x = torch.randn(rows, 64).to(dtype) / 64
         ids = torch.rand(rows, 4).argsort(-1)[:, :2].sort(-1).values.to(torch.int32)
-        assert torch.equal(experts_of(kernels, sides, x, ids), experts_of(kernels, wide, x, ids))
+        found, expected = (experts_of(kernels, every, x, ids, activation) for every in (sides, wide))
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("build", BUILDS)

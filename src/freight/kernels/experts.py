@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from freight.operands.activation import GatedActivation
+from freight.operands.activation import Activation, AnyActivation, GatedActivation
 from freight.operands.packed import PackedExperts, PackedWeight, Rows
 from freight.operands.routing import Routing, Scoring
 from freight.operands.weight import Weight, Weights
@@ -25,6 +25,8 @@ class _Products(Protocol):
     def linear(self, x: Rows, weight: PackedWeight, bias: Tensor | None = None) -> Tensor: ...
 
     def gated(self, gate_up: Tensor, activation: GatedActivation, consumer: PackedWeight | None = None) -> Rows: ...
+
+    def activated(self, x: Tensor, activation: Activation, consumer: PackedWeight | None = None) -> Rows: ...
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ def experts(
     weights: Tensor,
     gate_up: ExpertList,
     down: ExpertList,
-    activation: GatedActivation,
+    activation: AnyActivation,
     base: Tensor | None = None,
 ) -> Tensor:
     """`KernelSet.experts`: the products of each expert as this set rounds them, weighed and summed by id in float32."""
@@ -84,7 +86,11 @@ def experts(
         if len(rows):
             inner, inner_bias = gate_up.of(expert)
             outer, outer_bias = down.of(expert)
-            hidden = products.gated(products.linear(x[rows], inner, inner_bias), activation, outer)
+            first = products.linear(x[rows], inner, inner_bias)
+            if isinstance(activation, Activation):
+                hidden = products.activated(first, activation, outer)
+            else:
+                hidden = products.gated(first, activation, outer)
             out = products.linear(hidden, outer, outer_bias).float()
             total[rows] += weights[rows, slots][:, None] * out
     return total.to(x.dtype)

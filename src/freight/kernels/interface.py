@@ -13,7 +13,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from freight.operands.activation import Activation, GatedActivation, GateFunction
+from freight.operands.activation import Activation, AnyActivation, GatedActivation, GateFunction
 from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KVPages
 from freight.operands.packed import PackedExperts, PackedWeight, Rows
@@ -148,14 +148,16 @@ class KernelSet(Protocol):
         weights: Tensor,
         gate_up: PackedExperts,
         down: PackedExperts,
-        activation: GatedActivation,
+        activation: AnyActivation,
         base: Tensor | None = None,
     ) -> Tensor:
-        """base + the sum over a row's experts e of weight * down_e(activation(gate_e(x)) * up_e(x)), in x's dtype.
+        """base + the sum over a row's experts e of weight * down_e(activation(gate_e(x)) * up_e(x)), in x's dtype;
+        with an `Activation`, which has no gate, of weight * down_e(activation(up_e(x))).
 
         x, base: [rows, hidden_size]; ids, weights: as `route` returns them; gate_up, down: what `pack_experts` returned
-        for [2 * intermediate_size, hidden_size], gate first, and [hidden_size, intermediate_size]. Each expert's result
-        is rounded to x's dtype. The sum is in float32 in the order of ids, beginning with base, and rounded once.
+        for [2 * intermediate_size, hidden_size], gate first, or without a gate [intermediate_size, hidden_size], and
+        for [hidden_size, intermediate_size]. Each expert's result is rounded to x's dtype. The sum is in float32 in the
+        order of ids, beginning with base, and rounded once.
         """
         ...
 

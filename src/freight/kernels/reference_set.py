@@ -11,7 +11,7 @@ from torch import Tensor
 from freight.kernels import experts, reference, reference_states
 from freight.kernels.experts import ExpertList
 from freight.kernels.reference import Fp8Products
-from freight.operands.activation import Activation, GatedActivation, GateFunction
+from freight.operands.activation import Activation, AnyActivation, GatedActivation, GateFunction
 from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KVPages
 from freight.operands.packed import PackedExperts, PackedWeight, Rows
@@ -151,7 +151,7 @@ class ReferenceKernels(ReferenceStates):
         weights: Tensor,
         gate_up: PackedExperts,
         down: PackedExperts,
-        activation: GatedActivation,
+        activation: AnyActivation,
         base: Tensor | None = None,
     ) -> Tensor:
         assert isinstance(gate_up, ExpertList)

@@ -55,6 +55,9 @@ class Activation(StrEnum):
     RELU_SQUARED = "relu_squared"  # max(x, 0)² (So et al. 2021, "Primer")
 
 
+AnyActivation = GatedActivation | Activation  # of a feed-forward
+
+
 class GateFunction(StrEnum):
     """What makes a factor of the number that a gate projects to."""
 

@@ -13,7 +13,7 @@ from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
 from freight.kernels.triton import elementwise, experts, gates, linear, paged, route, rows, store
 from freight.kernels.triton.formats import Target
-from freight.operands.activation import GatedActivation, GateFunction, clamped_silu
+from freight.operands.activation import Activation, AnyActivation, GatedActivation, GateFunction, clamped_silu
 from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KeyCenter, KVPages
 from freight.operands.rotary import Rotary
@@ -118,27 +118,31 @@ def norm(blocks: bool, activations: Activations, size: int, target: Target, sand
 
 
 def activate(
-    blocks: bool, activations: Activations, size: int, target: Target, function: GatedActivation = GatedActivation.SILU
+    blocks: bool, activations: Activations, size: int, target: Target, function: AnyActivation = GatedActivation.SILU
 ) -> None:
-    elementwise.gated(target, empty(64, 2 * size), function, consumer(blocks, activations, size))
+    to = consumer(blocks, activations, size)
+    if isinstance(function, Activation):
+        elementwise.activated(target, empty(64, size), function, to)
+    else:
+        elementwise.gated(target, empty(64, 2 * size), function, to)
 
 
 def mix(
     format: Format, blocks: bool, activations: Activations, rows: int, target: Target,
-    hidden: int = 2048, inner: int = 768, function: GatedActivation = GatedActivation.SILU, biases: bool = False,
-    shared: bool = False,
+    hidden: int = 2048, inner: int = 768, function: AnyActivation = GatedActivation.SILU, biases: bool = False,
+    shared: bool = False, count: int = 128, top_k: int = 8,
 ) -> None:  # fmt: skip
     """Experts of the size of Qwen3-30B-A3B's; in 16 bits without scales. `shared`: beside one that takes every row."""
 
     def stack(outputs: int, inputs: int) -> experts.ExpertStack:
         shape = (-(-outputs // 128), -(-inputs // 128)) if blocks else (outputs,)
-        scale = empty(128, *shape, dtype=torch.float32) if format.is_fp8 else None
-        data = empty(128, outputs, inputs, dtype=torch_dtype(format))
+        scale = empty(count, *shape, dtype=torch.float32) if format.is_fp8 else None
+        data = empty(count, outputs, inputs, dtype=torch_dtype(format))
         one = Weight(data[0], None if scale is None else scale[0], activations)
-        return experts.ExpertStack(data, scale, empty(128, outputs) if biases else None, one)
+        return experts.ExpertStack(data, scale, empty(count, outputs) if biases else None, one)
 
-    ids, weights = empty(rows, 8, dtype=torch.int32), empty(rows, 8, dtype=torch.float32)
-    pair = stack(2 * inner, hidden), stack(hidden, inner)
+    ids, weights = empty(rows, top_k, dtype=torch.int32), empty(rows, top_k, dtype=torch.float32)
+    pair = stack(inner if isinstance(function, Activation) else 2 * inner, hidden), stack(hidden, inner)
     base = empty(rows, hidden) if shared else None
     experts.experts(target, empty(rows, hidden), ids, weights, *pair, function, base)
 
@@ -180,6 +184,9 @@ CASES: dict[str, Callable[[Target], object]] = {
     "route": partial(choose, 64, Routing(128, 8)),
     "norm by row": partial(norm, False, Activations.DYNAMIC, 4096),
     "gated": lambda target: elementwise.gated(target, empty(64, 28672), GatedActivation.SILU),
+    "relu": lambda target: elementwise.activated(target, empty(64, 28672), Activation.RELU),
+    "relu squared": lambda target: elementwise.activated(target, empty(64, 28672), Activation.RELU_SQUARED),
+    "relu squared by row": partial(activate, False, Activations.STATIC, 5376, function=Activation.RELU_SQUARED),
     "gated clamped": lambda target: elementwise.gated(target, empty(64, 5760), GatedActivation.CLAMPED_SWIGLU),
     "gated clamped silu": lambda target: elementwise.gated(target, empty(64, 2560), clamped_silu(7.0)),
     "gated by row": partial(activate, False, Activations.DYNAMIC, 14336),
@@ -281,6 +288,19 @@ LARGE_CASES: dict[str, Callable[[Target], object]] = {
     "experts fp8 blocks, shared": partial(  # Qwen3-Coder-480B, GLM-4.6
         mix, Format.E4M3FN, True, Activations.DYNAMIC, 64, hidden=6144, inner=2560, shared=True
     ),
+    "experts fp8, no gate, 22 of 512": partial(  # Nemotron 3 Super
+        mix,
+        Format.E4M3FN,
+        False,
+        Activations.STATIC,
+        64,
+        hidden=1024,
+        inner=2688,
+        function=Activation.RELU_SQUARED,
+        count=512,
+        top_k=22,
+    ),  # fmt: skip
+    "route sigmoid, 22 of 512 experts": partial(choose, 64, Routing(512, 22, Scoring.SIGMOID), hidden=8192),
     "route chosen": partial(choose, 64, Routing(128, 4, Scoring.CHOSEN), hidden=2880),
     "route sigmoid, 192 experts": partial(choose, 64, Routing(192, 8, Scoring.SIGMOID), hidden=6144),
     "join, whole rows": lambda target: gates.join([(empty(64, 6144), empty(6144)), (empty(64, 1024), None)], 1e-5),

@@ -17,7 +17,7 @@ import pytest
 
 from freight.fp8.formats import ScaleKind
 from freight.kernels.triton import paged
-from freight.operands.activation import GatedFunction, GateFunction
+from freight.operands.activation import Activation, GatedFunction, GateFunction
 from freight.operands.routing import Scoring
 
 AOT = Path(__file__).parent / "aot.py"
@@ -46,7 +46,7 @@ def test_every_kernel_is_compiled(launched):
 
 
 def test_every_kind_of_operand_is_compiled(launched):
-    assert values(launched, "ACTIVATION", "gated_kernel") == set(GatedFunction)
+    assert values(launched, "ACTIVATION", "activation_kernel") == {*GatedFunction, *Activation}
     assert values(launched, "FUNCTION") == set(GateFunction)
     assert values(launched, "SCORING") == set(Scoring)
     assert values(launched, "OUT_SCALES") == {"", "static", "group", "row"}

@@ -21,7 +21,7 @@ from freight.kernels.triton import linear, route
 from freight.kernels.triton.experts import FEW_ROWS, sort_slots
 from freight.kernels.triton.formats import current_target
 from freight.kernels.triton.triton_set import TritonKernels
-from freight.operands.activation import GatedActivation
+from freight.operands.activation import Activation, AnyActivation, GatedActivation
 from freight.operands.routing import Routing, Scoring
 from freight.operands.weight import Activations, Weight
 
@@ -43,9 +43,16 @@ def matrices(outputs: int, inputs: int, blocks: bool | None, activations: Activa
     return made
 
 
-def both(blocks: bool | None, activations: Activations, device: str) -> tuple[list[Weight], list[Weight]]:
+def width(function: AnyActivation) -> int:
+    """Outputs of the first product."""
+    return INTERMEDIATE if isinstance(function, Activation) else 2 * INTERMEDIATE
+
+
+def both(
+    blocks: bool | None, activations: Activations, device: str, function: AnyActivation = SILU
+) -> tuple[list[Weight], list[Weight]]:
     """gate_up and down."""
-    gate_up = matrices(2 * INTERMEDIATE, HIDDEN, blocks, activations, device)
+    gate_up = matrices(width(function), HIDDEN, blocks, activations, device)
     return gate_up, matrices(HIDDEN, INTERMEDIATE, blocks, activations, device)
 
 
@@ -60,11 +67,16 @@ def packed(weights: tuple[list[Weight], list[Weight]], bias: tuple[Tensor | None
     return [KERNELS.pack_experts(one, add) for one, add in zip(weights, bias, strict=True)]
 
 
-def one_by_one(weights: tuple[list[Weight], list[Weight]], *operands: Any, bias: Any = (None, None)) -> Tensor:
-    """The definition, over the Triton set's `linear` and `gated`."""
+def one_by_one(
+    weights: tuple[list[Weight], list[Weight]],
+    *operands: Any,
+    bias: Any = (None, None),
+    function: AnyActivation = SILU,
+) -> Tensor:
+    """The definition, over the Triton set's `linear`, `gated` and `activated`."""
     x, ids, row_weights, base = operands
     lists = [definition.pack(KERNELS, one, add) for one, add in zip(weights, bias, strict=True)]
-    return definition.experts(KERNELS, x, ids, row_weights, *lists, SILU, base)
+    return definition.experts(KERNELS, x, ids, row_weights, *lists, function, base)
 
 
 @pytest.fixture
@@ -85,27 +97,29 @@ def tiles_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
         (torch.float32, False, Activations.PLAIN),
     ],
 )
-def test_experts_are_products_one_by_one(dtype, blocks, activations, device):
+@pytest.mark.parametrize("function", [SILU, Activation.RELU_SQUARED], ids=str)
+def test_experts_are_products_one_by_one(dtype, blocks, activations, function, device):
     """Bit for bit, with biases and a sum to begin with; the last tile of an expert is not whole."""
     torch.manual_seed(0)
-    weights = both(blocks, activations, device)
-    bias = tuple(torch.randn(NUM_EXPERTS, size, device=device).to(dtype) for size in (2 * INTERMEDIATE, HIDDEN))
+    weights = both(blocks, activations, device, function)
+    bias = tuple(torch.randn(NUM_EXPERTS, size, device=device).to(dtype) for size in (width(function), HIDDEN))
     x, ids, row_weights = some(4, device, dtype)
     base = torch.randn(4, HIDDEN, device=device).to(dtype)
-    got = KERNELS.experts(x, ids, row_weights, *packed(weights, bias), SILU, base)
+    got = KERNELS.experts(x, ids, row_weights, *packed(weights, bias), function, base)
     assert got.dtype == dtype
-    assert torch.equal(got, one_by_one(weights, x, ids, row_weights, base, bias=bias))
+    assert torch.equal(got, one_by_one(weights, x, ids, row_weights, base, bias=bias, function=function))
 
 
 @pytest.mark.parametrize("blocks", [None, True])
-def test_experts_are_those_of_the_reference(blocks, device):
+@pytest.mark.parametrize("function", [SILU, Activation.RELU, Activation.RELU_SQUARED], ids=str)
+def test_experts_are_those_of_the_reference(blocks, function, device):
     """In float32, where no rounding to 16 bits turns into another FP8 activation."""
     torch.manual_seed(1)
-    weights = both(blocks, Activations.DYNAMIC, device)
+    weights = both(blocks, Activations.DYNAMIC, device, function)
     x, ids, row_weights = some(3, device, torch.float32)
-    got = KERNELS.experts(x, ids, row_weights, *packed(weights), SILU)
+    got = KERNELS.experts(x, ids, row_weights, *packed(weights), function)
     lists = [REFERENCE.pack_experts(one) for one in weights]
-    expected = REFERENCE.experts(x, ids, row_weights, *lists, SILU)
+    expected = REFERENCE.experts(x, ids, row_weights, *lists, function)
     assert (got - expected).abs().max() <= (2e-5 if device == "cpu" else 0.02) * expected.abs().max()
 
 
@@ -132,13 +146,14 @@ def test_one_row_and_many_rows_of_the_same_experts(rows, device):
 
 
 @pytest.mark.parametrize("blocks", [None, False])
-def test_the_bits_of_a_row_are_its_own(blocks, device):
+@pytest.mark.parametrize("function", [SILU, Activation.RELU_SQUARED], ids=str)
+def test_the_bits_of_a_row_are_its_own(blocks, function, device):
     torch.manual_seed(4)
-    stacks = packed(both(blocks, Activations.DYNAMIC, device))
+    stacks = packed(both(blocks, Activations.DYNAMIC, device, function))
     x, ids, row_weights = some(5, device, torch.float32 if blocks is None else torch.bfloat16)
-    together = KERNELS.experts(x, ids, row_weights, *stacks, SILU)
+    together = KERNELS.experts(x, ids, row_weights, *stacks, function)
     for part in (slice(1, 2), slice(2, 5)):
-        alone = KERNELS.experts(x[part], ids[part].contiguous(), row_weights[part].contiguous(), *stacks, SILU)
+        alone = KERNELS.experts(x[part], ids[part].contiguous(), row_weights[part].contiguous(), *stacks, function)
         assert torch.equal(alone, together[part])
 
 
@@ -228,9 +243,10 @@ class OperationsOfTorch(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("activations", "launches"), [(Activations.DYNAMIC, 8), (Activations.PLAIN, 7)])
-def test_the_launches_follow_from_shapes(activations, launches, monkeypatch, device):
+@pytest.mark.parametrize("function", [SILU, Activation.RELU_SQUARED], ids=str)
+def test_the_launches_follow_from_shapes(activations, launches, function, monkeypatch, device):
     """Routing and experts launch kernels alone, the same for any ids: so they can be captured, and wait for nothing."""
-    stacks = packed(both(False, activations, device))
+    stacks = packed(both(False, activations, device, function))
     x, ids, row_weights = some(3, device)
     made: list[tuple[Any, ...]] = []
     for executor, method, note in (
@@ -244,7 +260,7 @@ def test_the_launches_follow_from_shapes(activations, launches, monkeypatch, dev
     with torch.inference_mode(), OperationsOfTorch() as operations:
         for chosen in (ids, same):
             KERNELS.route(x, gate, Routing(NUM_EXPERTS, TOP_K))
-            KERNELS.experts(x, chosen, row_weights, *stacks, SILU)
+            KERNELS.experts(x, chosen, row_weights, *stacks, function)
             steps.append(list(made))
             made.clear()
     assert steps[0] == steps[1]

@@ -113,7 +113,7 @@ def test_registers(reports, target):
     names = {report["kernel"] for report in reports[target]}
     assert names == {
         *("rotate_store_kernel", "prefill_kernel", "decode_kernel", "merge_kernel", "quantize_kernel", "matmul_kernel"),
-        *("add_rms_norm_kernel", "gated_kernel", "gated_row_kernel"),
+        *("add_rms_norm_kernel", "activation_kernel", "activation_row_kernel"),
         *("sort_kernel", "experts_kernel", "weigh_kernel", "choose_kernel"),
     }
     for report in reports[target]:

@@ -111,6 +111,19 @@ def test_gated(activation, dtype, size, device):
     assert_close(elementwise.gated(current_target(), x, activation), reference.gated(x, activation))
 
 
+@pytest.mark.parametrize("activation", Activation)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [72, 1100])
+def test_activated(activation, dtype, size, device):
+    """The bits of the reference, NaN and infinities included."""
+    torch.manual_seed(0)
+    x = (torch.randn(3, size) * 5).to(dtype).to(device)
+    x[0, :3] = torch.tensor([torch.nan, -torch.inf, 200.0])
+    found = elementwise.activated(current_target(), x, activation)
+    assert torch.equal(found.nan_to_num(-1), reference.activated(x, activation).nan_to_num(-1))
+    assert found[0, :3].isnan().tolist() == [True, False, False]
+
+
 @pytest.mark.parametrize("function", GateFunction)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("groups", "group"), [(1, 1100), (3, 20), (72, 1)])

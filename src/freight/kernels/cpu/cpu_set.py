@@ -12,7 +12,7 @@ from freight.kernels.cpu.experts import CpuExperts
 from freight.kernels.cpu.library import Library
 from freight.kernels.cpu.linear import CpuWeight
 from freight.kernels.reference_set import ReferenceStates
-from freight.operands.activation import Activation, GatedActivation, GateFunction
+from freight.operands.activation import Activation, AnyActivation, GatedActivation, GateFunction
 from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KVPages
 from freight.operands.packed import PackedExperts, PackedWeight, Rows
@@ -107,7 +107,7 @@ class CpuKernels(ReferenceStates):
         weights: Tensor,
         gate_up: PackedExperts,
         down: PackedExperts,
-        activation: GatedActivation,
+        activation: AnyActivation,
         base: Tensor | None = None,
     ) -> Tensor:
         assert isinstance(gate_up, CpuExperts)

@@ -17,6 +17,7 @@ from freight.kernels.cpu.interface import (
     FORMATS,
     GATED_ACTIVATIONS,
     SCORINGS,
+    UNGATED_ACTIVATIONS,
     FreightExperts,
     FreightRoute,
     FreightWeight,
@@ -31,7 +32,7 @@ from freight.kernels.cpu.linear import (
     pack_into,
     packed_bytes,
 )
-from freight.operands.activation import GatedActivation
+from freight.operands.activation import Activation, AnyActivation
 from freight.operands.packed import PackedExperts
 from freight.operands.routing import Routing
 from freight.operands.weight import Weights
@@ -133,13 +134,15 @@ def experts(
     weights: Tensor,
     gate_up: CpuExperts,
     down: CpuExperts,
-    activation: GatedActivation,
+    activation: AnyActivation,
     base: Tensor | None = None,
 ) -> Tensor:
     """`KernelSet.experts`. ids: int32, weights: float32, both [rows, top_k]."""
     rows, hidden_size = x.shape
+    gated = not isinstance(activation, Activation)
+    code = UNGATED_ACTIVATIONS[activation] if not gated else GATED_ACTIVATIONS[activation.function]
     assert hidden_size == gate_up.in_features == down.out_features
-    assert gate_up.out_features == 2 * down.in_features
+    assert gate_up.out_features == (1 + gated) * down.in_features
     assert gate_up.num_experts == down.num_experts
     assert ids.dtype == torch.int32
     assert weights.dtype == torch.float32
@@ -153,8 +156,8 @@ def experts(
         FreightExperts(
             *(gate_up.address, down.address, address(gate_up.bias), address(down.bias)),
             *(x.data_ptr(), address(base), address(ids), address(weights), out.data_ptr(), rows),
-            *(gate_up.num_experts, ids.shape[1], FORMATS[x.dtype], GATED_ACTIVATIONS[activation.function]),
-            *(activation.limit, torch.get_num_threads()),
+            *(gate_up.num_experts, ids.shape[1], FORMATS[x.dtype], gated, code),
+            *(activation.limit if gated else 0.0, torch.get_num_threads()),
         )
     )
     return out

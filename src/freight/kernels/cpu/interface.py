@@ -16,7 +16,7 @@ from freight.operands.activation import Activation, GatedFunction, GateFunction
 from freight.operands.routing import Scoring
 from freight.operands.weight import Activations
 
-ABI = 20
+ABI = 21
 LANES, CACHE_LINE, MAX_HEAD_DIM = 16, 64, 1024
 
 FORMAT_CODES = {
@@ -147,7 +147,7 @@ class FreightExperts(ctypes.Structure):
         *((name, _POINTER) for name in ("gate_up", "down", "gate_up_bias", "down_bias")),
         *((name, _POINTER) for name in ("x", "base", "ids", "weights", "out")),
         ("rows", _LONG),
-        *((name, _INT) for name in ("num_experts", "top_k", "format", "activation")),
+        *((name, _INT) for name in ("num_experts", "top_k", "format", "gated", "activation")),
         ("limit", _FLOAT),
         ("threads", _INT),
     )

@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from freight.kernels import reference
 from freight.kernels.triton.formats import Target
 from freight.kernels.triton.rows import WIDE, Quantized, allocate_output, quantize, quantizes, this_row, write_row
 from freight.operands.activation import Activation, GatedActivation
@@ -94,29 +93,42 @@ def _gated(gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr):
 
 
 @triton.jit
-def gated_kernel(
+def _applied(x_ptr, row, index, mask, SIZE: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr):
+    """The activation of values `index` of a row, in their type. A row is gate, then up, or alone where there is no gate.
+
+    ACTIVATION: that of `_gated`, or an `Activation`.
+    """
+    if ACTIVATION == "relu" or ACTIVATION == "relu_squared":
+        x = tl.load(x_ptr + row * SIZE + index, mask=mask, other=0.0)
+        positive = tl.maximum(x.to(tl.float32), 0.0, propagate_nan=tl.PropagateNan.ALL)
+        return (positive * positive if ACTIVATION == "relu_squared" else positive).to(x.dtype)
+    else:
+        gate = tl.load(x_ptr + row * 2 * SIZE + index, mask=mask, other=0.0)
+        up = tl.load(x_ptr + row * 2 * SIZE + SIZE + index, mask=mask, other=0.0)
+        return _gated(gate, up, ACTIVATION, LIMIT)
+
+
+@triton.jit
+def activation_kernel(
     x_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr
 ):  # fmt: skip
     """A program: BLOCK values of one row."""
     row = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = index < SIZE
-    gate = tl.load(x_ptr + row * 2 * SIZE + index, mask=mask, other=0.0)
-    up = tl.load(x_ptr + row * 2 * SIZE + SIZE + index, mask=mask, other=0.0)
-    tl.store(out_ptr + row * SIZE + index, _gated(gate, up, ACTIVATION, LIMIT), mask=mask)
+    result = _applied(x_ptr, row, index, mask, SIZE, ACTIVATION, LIMIT)
+    tl.store(out_ptr + row * SIZE + index, result, mask=mask)
 
 
 @triton.jit
-def gated_row_kernel(
+def activation_row_kernel(
     x_ptr, out_ptr, scale_ptr, static_scale, SIZE: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
     NUM_SCALES: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr, ACTIVATION: tl.constexpr,
     LIMIT: tl.constexpr,
 ):  # fmt: skip
     """A program: one row."""
     row, group, index, mask = this_row(SIZE, BLOCK_GROUPS)
-    gate = tl.load(x_ptr + row * 2 * SIZE + index, mask=mask, other=0.0)
-    up = tl.load(x_ptr + row * 2 * SIZE + SIZE + index, mask=mask, other=0.0)
-    result = _gated(gate, up, ACTIVATION, LIMIT)
+    result = _applied(x_ptr, row, index, mask, SIZE, ACTIVATION, LIMIT)
     write_row(result, out_ptr, scale_ptr, static_scale, row, group, index, mask, SIZE, NUM_SCALES, FORMAT, SCALES)
 
 
@@ -160,23 +172,29 @@ def add_layer_norm(
 
 
 def activated(target: Target, x: Tensor, activation: Activation, consumer: Weight | None = None) -> Tensor | Quantized:
-    """`reference.activated`, quantized if `consumer` takes quantized rows. x: [rows, size]."""
-    out = reference.activated(x, activation)
-    return quantize(target, out, consumer) if quantizes(consumer) else out
+    """`reference.activated`, quantized if `consumer` takes quantized rows. x: [rows, size], contiguous."""
+    return _apply(target, x, x.shape[1], {"ACTIVATION": str(activation), "LIMIT": 0.0}, consumer)
 
 
 def gated(
     target: Target, gate_up: Tensor, activation: GatedActivation, consumer: Weight | None = None
 ) -> Tensor | Quantized:
     """`reference.gated`, quantized if `consumer` takes quantized rows. gate_up: [rows, 2 * size], contiguous."""
-    assert gate_up.is_contiguous()
-    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     applied = {"ACTIVATION": str(activation.function), "LIMIT": activation.limit}
+    return _apply(target, gate_up, gate_up.shape[1] // 2, applied, consumer)
+
+
+def _apply(
+    target: Target, x: Tensor, size: int, applied: dict[str, str | float], consumer: Weight | None
+) -> Tensor | Quantized:
+    """The activation that `applied` names, of rows whose results are `size` wide."""
+    assert x.is_contiguous()
+    rows = len(x)
     if quantizes(consumer) and size <= WIDE:
-        result, pointers, constants = allocate_output(target, gate_up, size, consumer)
-        gated_row_kernel[(rows,)](gate_up, *pointers, **constants, **applied)
+        result, pointers, constants = allocate_output(target, x, size, consumer)
+        activation_row_kernel[(rows,)](x, *pointers, **constants, **applied)
         return result
-    out = gate_up.new_empty(rows, size)
+    out = x.new_empty(rows, size)
     block = min(1024, triton.next_power_of_2(size))
-    gated_kernel[(rows, triton.cdiv(size, block))](gate_up, out, SIZE=size, BLOCK=block, **applied, num_warps=4)
+    activation_kernel[(rows, triton.cdiv(size, block))](x, out, SIZE=size, BLOCK=block, **applied, num_warps=4)
     return quantize(target, out, consumer) if quantizes(consumer) else out

@@ -23,7 +23,7 @@ from freight.kernels.triton import elementwise
 from freight.kernels.triton.formats import Target, carrier
 from freight.kernels.triton.linear import FEW_ROWS, Tile, dot_type, matmul_tile, product
 from freight.kernels.triton.rows import Quantized, quantize, quantizes
-from freight.operands.activation import GatedActivation
+from freight.operands.activation import Activation, AnyActivation
 from freight.operands.packed import PackedExperts
 from freight.operands.weight import Weight, Weights
 
@@ -223,7 +223,7 @@ def experts(
     weights: Tensor,
     gate_up: ExpertStack,
     down: ExpertStack,
-    activation: GatedActivation,
+    activation: AnyActivation,
     base: Tensor | None = None,
 ) -> Tensor:
     """`KernelSet.experts`: five launches, or six if x is quantized. x: its last dimension is contiguous."""
@@ -238,7 +238,9 @@ def experts(
         if order is None or order.rows != tile.rows:
             order = sort_slots(ids, len(stack.data), tile.rows)
         hidden = multiply(target, hidden, stack, order, tile, x)
-        if stack is gate_up:
+        if stack is gate_up and isinstance(activation, Activation):
+            hidden = elementwise.activated(target, hidden, activation, down.one)
+        elif stack is gate_up:
             hidden = elementwise.gated(target, hidden, activation, down.one)
     assert isinstance(hidden, Tensor)
     return weigh(hidden, weights, base)

@@ -17,7 +17,7 @@ from freight.kernels.triton import elementwise, experts, gates, linear, paged, r
 from freight.kernels.triton.experts import ExpertStack
 from freight.kernels.triton.formats import Target
 from freight.kernels.triton.rows import Quantized
-from freight.operands.activation import Activation, GatedActivation, GateFunction
+from freight.operands.activation import Activation, AnyActivation, GatedActivation, GateFunction
 from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KVPages
 from freight.operands.packed import PackedExperts, PackedWeight, Rows
@@ -112,7 +112,7 @@ class TritonKernels(ReferenceStates):
         weights: Tensor,
         gate_up: PackedExperts,
         down: PackedExperts,
-        activation: GatedActivation,
+        activation: AnyActivation,
         base: Tensor | None = None,
     ) -> Tensor:
         assert isinstance(gate_up, ExpertStack)
