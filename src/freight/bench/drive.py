@@ -124,8 +124,9 @@ def _experts_left_out(model: ModelConfig, weight_format: Format, num_rows: int) 
     for layer in model.layers:
         moe = layer.feed_forward
         if isinstance(moe, MoEConfig):
-            outputs = sum(moe.up_sizes) + model.hidden_size
-            values = sum(moe.up_sizes) * model.hidden_size + model.hidden_size * moe.intermediate_size
+            channels = moe.expert_channels(model.hidden_size)
+            outputs = sum(moe.up_sizes) + channels
+            values = (sum(moe.up_sizes) + moe.intermediate_size) * channels
             expert = values * weight_format.bytes + (outputs * Format.FLOAT32.bytes if weight_format.is_fp8 else 0)
             total += moe.num_experts * expert * (1 - moe.routing.top_k / moe.num_experts) ** num_rows
     return total

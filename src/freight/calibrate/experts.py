@@ -17,7 +17,7 @@ from freight.kernels import experts
 from freight.kernels.experts import ExpertList
 from freight.kernels.interface import KernelSet
 from freight.layers.moe import MoE
-from freight.operands.activation import GatedActivation
+from freight.operands.activation import Activation, AnyActivation, GatedActivation
 from freight.operands.packed import PackedExperts, PackedWeight, Rows, plain
 from freight.operands.weight import Weights
 
@@ -59,7 +59,12 @@ class _OneByOne:
         return getattr(self.inner, name)
 
     def gated(self, gate_up: Tensor, activation: GatedActivation, consumer: PackedWeight | None = None) -> Rows:
-        hidden = self.inner.gated(gate_up, activation, consumer)
+        return self._seen(self.inner.gated(gate_up, activation, consumer))
+
+    def activated(self, x: Tensor, activation: Activation, consumer: PackedWeight | None = None) -> Rows:
+        return self._seen(self.inner.activated(x, activation, consumer))
+
+    def _seen(self, hidden: Rows) -> Rows:
         if self.watch is not None:
             self.watch.down(plain(hidden).reshape(1, -1))  # weights in calibration are not quantized
         return hidden
@@ -74,7 +79,7 @@ class _OneByOne:
         weights: Tensor,
         gate_up: PackedExperts,
         down: PackedExperts,
-        activation: GatedActivation,
+        activation: AnyActivation,
         base: Tensor | None = None,
     ) -> Tensor:
         """`KernelSet.experts`"""

@@ -43,6 +43,7 @@ class LayerModules:
     mixed           by the field of the mixer that they are (`MixerParts.projections`); empty in a layer without one
     gate_up, down   of the feed-forward, or of the shared experts; empty in a layer without these
     experts         None in a layer without experts
+    latent_in, latent_out   before and behind experts in a smaller space; empty without one (`MoEConfig.latent_size`)
     own_gate, own_down   of what each token has for this layer alone (`LayerConfig.input`); empty without it
     kept            a router, and what weighs shared experts or heads: they stay in 16 bits
     """
@@ -55,13 +56,15 @@ class LayerModules:
     kept: tuple[str, ...] = ()
     own_gate: tuple[str, ...] = ()
     own_down: tuple[str, ...] = ()
+    latent_in: tuple[str, ...] = ()
+    latent_out: tuple[str, ...] = ()
 
     @property
     def groups(self) -> tuple[tuple[str, ...], ...]:
         """Those that share an input scale: all experts of a layer do, on each side."""
         experts = () if self.experts is None else (self.experts.gate_up, self.experts.down)
-        own = (self.own_gate, self.own_down)
-        return tuple(group for group in (*self.mixed.values(), self.gate_up, self.down, *experts, *own) if group)
+        others = (self.latent_in, self.latent_out, self.own_gate, self.own_down)
+        return tuple(group for group in (*self.mixed.values(), self.gate_up, self.down, *experts, *others) if group)
 
     def input_of(self, group: tuple[str, ...]) -> str:
         """What the input that the modules of `group` share is called in messages."""
@@ -95,9 +98,10 @@ def layer_modules(config: ModelConfig) -> tuple[LayerModules, ...]:
             down=tuple(one + names.expert_down for one in every),
         )
         kept += (prefix + names.router, *((prefix + names.shared_gate,) if mlp.shared_gate else ()))
-        if mlp.shared is None:
-            return replace(mixer, experts=experts, kept=kept)
-        return replace(mixer, gate_up=gate_up, down=down, experts=experts, kept=kept)
+        mixer = replace(mixer, experts=experts, kept=kept)
+        if mlp.latent_size is not None:
+            mixer = replace(mixer, latent_in=(prefix + names.latent_in,), latent_out=(prefix + names.latent_out,))
+        return mixer if mlp.shared is None else replace(mixer, gate_up=gate_up, down=down)
 
     def with_own(index: int, layer: LayerConfig) -> LayerModules:
         if layer.input is None:

@@ -282,7 +282,8 @@ def require_blocks(model: ModelConfig, plan: QuantizePlan, ignored: Collection[s
         mlp, experts = layer.feed_forward, modules.experts
         if not isinstance(mlp, MoEConfig) or experts is None or left_out.issuperset(experts.gate_up):
             continue
-        if plan.weights is WeightScheme.BLOCK and mlp.intermediate_size % BLOCK:
+        merged = len(mlp.up_sizes) > 1
+        if plan.weights is WeightScheme.BLOCK and merged and mlp.intermediate_size % BLOCK:
             raise ConfigError(
                 f"--weights fp8-block: {experts.named(0)} has an intermediate size of {mlp.intermediate_size}, no "
                 f"multiple of {BLOCK}, so that a block would span gate and up; use --weights fp8-channel"

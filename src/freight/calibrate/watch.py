@@ -141,6 +141,10 @@ class LayerWatch:
         elif mlp is not None:
             if isinstance(mlp.shared, MLP):
                 mlp = replace(mlp, shared=dense(mlp.shared))
+            if mlp.latent is not None:
+                inner = watched(mlp.latent.inner, modules.latent_in)
+                outer = watched(mlp.latent.outer, modules.latent_out)
+                mlp = replace(mlp, latent=replace(mlp.latent, inner=inner, outer=outer))
             if self.experts is not None:
                 mlp = self.experts.around(mlp)
         beside = layer.beside

@@ -9,7 +9,7 @@ from typing import Any
 from freight.config.fields import flag, integer, number
 from freight.config.layer import DenseConfig, MoEConfig
 from freight.errors import CheckpointError
-from freight.operands.activation import GatedActivation
+from freight.operands.activation import AnyActivation
 from freight.operands.routing import Routing, Scoring
 
 
@@ -30,6 +30,7 @@ class MoEFamily:
     shared_gate      whether a projection to one number weighs the shared experts
     router_bias      whether the router adds a bias to its logits; bias: whether the projections of experts have one
     activation       of experts, where `hidden_act` does not name it
+    latent_key       `MoEConfig.latent_size`; none, or null: the experts take the token itself
     switch_key       whether there are experts at all; None: there are
     beside           `MoEConfig.beside`; the shared feed-forward is as wide as `intermediate_size` says
     dense_keys       what tells the layers without experts: `decoder_sparse_step`, `mlp_only_layers`,
@@ -51,8 +52,9 @@ class MoEFamily:
     shared_gate: bool = False
     router_bias: bool = False
     bias: bool = False
-    activation: GatedActivation | None = None
+    activation: AnyActivation | None = None
     dense_keys: frozenset[str] = frozenset()
+    latent_key: str | None = None
     switch_key: str | None = None
     beside: bool = False
 
@@ -65,16 +67,18 @@ class MoEFamily:
             self.factor_key,
             self.shared_width_key,
             self.shared_count_key,
+            self.latent_key,
             self.switch_key,
         )
         own = {*self.top_k_keys, *self.count_keys, *(self.group_keys or ()), *self.dense_keys}
         return frozenset(own | {key for key in named if key is not None})
 
 
-def parse_moe(config: Mapping[str, Any], family: MoEFamily, activation: GatedActivation) -> MoEConfig:
+def parse_moe(config: Mapping[str, Any], family: MoEFamily, activation: AnyActivation) -> MoEConfig:
     """The experts of every layer that has them. Raises CheckpointError for what is missing or contradictory."""
     width = integer(config, family.width_key)
     activation = family.activation or activation
+    latent = None if family.latent_key is None or config.get(family.latent_key) is None else family.latent_key
     return MoEConfig(
         routing=_routing(config, family),
         intermediate_size=width,
@@ -85,6 +89,7 @@ def parse_moe(config: Mapping[str, Any], family: MoEFamily, activation: GatedAct
         shared=_shared(config, family, width, activation),
         shared_gate=family.shared_gate,
         beside=family.beside,
+        latent_size=None if latent is None else integer(config, latent),
     )
 
 
@@ -118,9 +123,7 @@ def _one_of(config: Mapping[str, Any], keys: tuple[str, ...]) -> str:
     return next(iter(named), keys[0])
 
 
-def _shared(
-    config: Mapping[str, Any], family: MoEFamily, width: int, activation: GatedActivation
-) -> DenseConfig | None:
+def _shared(config: Mapping[str, Any], family: MoEFamily, width: int, activation: AnyActivation) -> DenseConfig | None:
     if family.shared_width_key is not None:
         size = integer(config, family.shared_width_key, 0, least=0)
     elif family.shared_count_key is not None:

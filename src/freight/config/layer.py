@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import gcd, inf
 
-from freight.operands.activation import Activation, GatedActivation, GateFunction
+from freight.operands.activation import AnyActivation, GatedActivation, GateFunction
 from freight.operands.routing import Routing
 
 
@@ -185,7 +185,7 @@ class DenseConfig:
     """
 
     intermediate_size: int
-    activation: GatedActivation | Activation = GatedActivation.SILU
+    activation: AnyActivation = GatedActivation.SILU
     bias: bool = False
 
     @property
@@ -200,6 +200,11 @@ class MoEConfig:
 
     routing            how experts are chosen
     intermediate_size  of each expert
+    activation         of each expert, with a gate or without
+    latent_size        channels of what the experts take and return: the token goes through one projection to them, and
+                       the sum of its experts through another one back. Router and `shared` take the token itself, and
+                       what `shared` returns is added behind the second projection (Nemotron 3 Super, "LatentMoE").
+                       None: the experts take the token
     router_bias, choice_bias   whether the router has these (`KernelSet.route`)
     bias               whether the projections of experts have biases
     shared             a feed-forward that every token goes through
@@ -211,13 +216,17 @@ class MoEConfig:
 
     routing: Routing
     intermediate_size: int
-    activation: GatedActivation = GatedActivation.SILU
+    activation: AnyActivation = GatedActivation.SILU
     router_bias: bool = False
     choice_bias: bool = False
     bias: bool = False
     shared: DenseConfig | None = None
     shared_gate: bool = False
     beside: bool = False
+    latent_size: int | None = None
+
+    def __post_init__(self) -> None:
+        assert not (self.beside and self.latent_size), "experts with a norm of their own take the stream"
 
     @property
     def num_experts(self) -> int:
@@ -232,6 +241,10 @@ class MoEConfig:
     def up_sizes(self) -> tuple[int, ...]:
         """As `DenseConfig.up_sizes`, of each expert."""
         return self.expert.up_sizes
+
+    def expert_channels(self, hidden_size: int) -> int:
+        """Channels of what each expert takes and returns."""
+        return self.latent_size or hidden_size
 
 
 FeedForward = DenseConfig | MoEConfig | None

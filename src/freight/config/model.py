@@ -30,7 +30,7 @@ from freight.config.rope import RopeConfig as RopeConfig
 from freight.config.rope import parse_ropes
 from freight.errors import CheckpointError, choices
 from freight.fp8.formats import Format
-from freight.operands.activation import Activation, GatedActivation
+from freight.operands.activation import Activation, AnyActivation, GatedActivation
 
 # last or inner names of modules that choose experts
 _ROUTERS = frozenset(("gate", "router", "shared_expert_gate", "wg", "classifier"))
@@ -274,9 +274,9 @@ def _ropes(config: Mapping[str, Any], family: Family, model: ModelConfig) -> tup
     return parse_ropes(config, family, model.max_position_embeddings, head_dims)
 
 
-def _activation(config: Mapping[str, Any], family: Family) -> GatedActivation | Activation:
+def _activation(config: Mapping[str, Any], family: Family) -> AnyActivation:
     """What the family's key names; another key, which transformers does not read, must not name another."""
-    known: Mapping[str, GatedActivation | Activation] = _ACTIVATIONS if family.gated else _UNGATED
+    known: Mapping[str, AnyActivation] = _ACTIVATIONS if family.gated else _UNGATED
     own = config.get(family.activation_key, "silu")
     for key in dict.fromkeys((family.activation_key, "hidden_act", "hidden_activation")):
         named = config.get(key, own)
@@ -302,6 +302,5 @@ def _feed_forwards(config: Mapping[str, Any], family: Family, num_layers: int) -
     if described is None:
         assert dense is not None
         return [dense] * num_layers
-    assert isinstance(activation, GatedActivation)
     moe = parse_moe(config, described, activation)
     return [moe if sparse else dense or moe for sparse in experts]

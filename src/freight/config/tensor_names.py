@@ -38,12 +38,14 @@ class TensorNames:
     project_in, project_out        Linear modules behind the embedding and before the head, in models that have them
     router, choice_bias            of a mixture of experts; `expert` is followed by the expert's index, and by the names
                                    of its projections, and `shared` by those of `gate_up` and `down`
+    expert_gate_up                 of up alone in experts without a gate, as `gate_up`
     interleaved                    the experts of a layer are one tensor [experts, inputs, outputs] for each projection,
                                    with its bias [experts, outputs]; of gate and up, one output of each in turn. With
                                    `ModelConfig.separate_experts` they have the names that other families' experts have
     stacked                        `gate_up` and `down` of all experts, or gate, up and down, where a checkpoint has a
                                    3-D tensor of each
     stacked_turned                 whether these may be [experts, inputs, outputs]
+    latent_in, latent_out          Linear modules before and behind the experts where `MoEConfig.latent_size`
     router_scale, expert_scale     where `MoEConfig.beside`: they multiply the router's input and experts' weights
     experts_norm, shared_post, experts_post   the norm before the experts then, and those behind the shared
                                    feed-forward and the experts
@@ -82,6 +84,8 @@ class TensorNames:
     stacked_turned: bool = False
     shared: str = "mlp.shared_expert."
     shared_gate: str = "mlp.shared_expert_gate"
+    latent_in: str = "mlp.fc1_latent_proj"
+    latent_out: str = "mlp.fc2_latent_proj"
     router_scale: str = "router.scale"
     expert_scale: str = "router.per_expert_scale"
     experts_norm: str = "pre_feedforward_layernorm_2.weight"

@@ -17,7 +17,7 @@ from freight.layers.layer_inputs import LayerInput, LayerInputs
 from freight.layers.linear import Projection
 from freight.layers.moe import ExpertsBeside, MoE
 from freight.layers.norm import Norm
-from freight.operands.activation import Activation, GatedActivation, GateFunction
+from freight.operands.activation import Activation, AnyActivation, GateFunction
 from freight.operands.batch import ForwardBatch
 from freight.operands.packed import PackedWeight, Rows, plain
 from freight.operands.rotary import Rotary
@@ -32,7 +32,7 @@ class MLP:
 
     gate_up: Projection
     down: Projection
-    activation: GatedActivation | Activation
+    activation: AnyActivation
     kernels: KernelSet
 
     @property

@@ -2,7 +2,8 @@
 
 transformers keeps all experts of a layer in two 3-D tensors, `mlp.experts.gate_up_proj` [experts, 2 * width, hidden]
 and `mlp.experts.down_proj` [experts, hidden, width], and writes them so when it is asked not to restore a model's
-first format. The scales of its FP8 models lie beside them (`gate_up_proj_scale_inv`). Qwen3-VL's files have them as
+first format. Experts without a gate have `up_proj` instead. The scales of its FP8 models lie beside them
+(`gate_up_proj_scale_inv`). Qwen3-VL's files have them as
 [experts, hidden, 2 * width] and [experts, width, hidden]. It also names the modules of Mixtral as those of its other
 families. Loading, quantizing and inspecting see the separate matrices of `shapes.py`, whatever is stored: each is read
 as a part, and no tensor of all experts is copied.
@@ -52,7 +53,8 @@ def present_experts(checkpoint: Checkpoint, config: ModelConfig, scheme: Scheme)
         if isinstance(layer.feed_forward, MoEConfig):
             prefix = names.layer.format(index)
             _rename(checkpoint, prefix, layer.feed_forward, names)
-            both = _stacked(prefix, layer.feed_forward, config.hidden_size, names)
+            channels = layer.feed_forward.expert_channels(config.hidden_size)
+            both = _stacked(prefix, layer.feed_forward, channels, names)
             turned = names.stacked_turned and any(_is_turned(checkpoint, stacked) for stacked in both)
             for stacked in both:
                 _divide(checkpoint, stacked, scheme, turned)
@@ -104,20 +106,26 @@ def _rename(checkpoint: Checkpoint, prefix: str, moe: MoEConfig, names: TensorNa
 
     llm-compressor restores the name of Mixtral's block and not those of its projections.
     """
-    halfway = replace(_COMMON, expert=names.expert)
-    modules = {_COMMON.router: names.router}
+    common = _common(names)
+    halfway = replace(common, expert=names.expert)
+    modules = {common.router: names.router}
     for expert in range(moe.num_experts):
-        for others in (_COMMON, halfway):
+        for others in (common, halfway):
             modules |= dict(zip(_modules(others, expert), _modules(names, expert), strict=True))
-    other = {prefix + common: prefix + own for common, own in modules.items() if common != own}
+    other = {prefix + its: prefix + own for its, own in modules.items() if its != own}
     for stored in sorted(checkpoint.names) if other else ():
         module, _, suffix = stored.rpartition(".")
         if module in other:
             checkpoint.divide(stored, {f"{other[module]}.{suffix}": ((), module)})
 
 
+def _common(names: TensorNames) -> TensorNames:
+    """transformers' names for the experts that `names` names: of up and down alone where there is no gate."""
+    return replace(_COMMON, expert_gate_up=_COMMON.expert_gate_up[-len(names.expert_gate_up) :])
+
+
 def _modules(names: TensorNames, expert: int) -> list[str]:
-    """Gate, up and down of one expert."""
+    """Gate, up and down of one expert, or up and down."""
     return [names.expert.format(expert) + part for part in (*names.expert_gate_up, names.expert_down)]
 
 
@@ -135,21 +143,23 @@ class _Stacked:
         return len(self.modules), len(self.modules[0]) * self.rows, self.columns
 
 
-def _stacked(prefix: str, moe: MoEConfig, hidden: int, names: TensorNames) -> tuple[_Stacked, ...]:
-    """gate_up and down of a layer, or gate, up and down; `rows` of one module."""
+def _stacked(prefix: str, moe: MoEConfig, channels: int, names: TensorNames) -> tuple[_Stacked, ...]:
+    """gate_up and down of a layer, or gate, up and down, or up and down; `rows` of one module. channels: those that an
+    expert takes and returns."""
+    common = _common(names)
     modules = [
-        [(prefix + own, prefix + common) for own, common in zip(_modules(names, i), _modules(_COMMON, i), strict=True)]
+        [(prefix + own, prefix + its) for own, its in zip(_modules(names, i), _modules(common, i), strict=True)]
         for i in range(moe.num_experts)
     ]
     *before, down = (prefix + name for name in names.stacked)
     width = moe.intermediate_size
-    each = 2 // len(before)  # modules of a tensor
+    each = len(moe.up_sizes) // len(before)  # modules of a tensor
     return (
         *(
-            _Stacked(name, width, hidden, tuple(tuple(of[at * each : (at + 1) * each]) for of in modules))
+            _Stacked(name, width, channels, tuple(tuple(of[at * each : (at + 1) * each]) for of in modules))
             for at, name in enumerate(before)
         ),
-        _Stacked(down, hidden, width, tuple((own,) for _, _, own in modules)),
+        _Stacked(down, channels, width, tuple((of[-1],) for of in modules)),
     )
 
 
@@ -174,7 +184,7 @@ def _divide(checkpoint: Checkpoint, stacked: _Stacked, scheme: Scheme, turned: b
         if kind == "weight" and shape != stacked.shape:
             raise CheckpointError(
                 f"{checkpoint.path}: {name} has shape {list(shape)}, config.json asks for {list(stacked.shape)}: "
-                "experts, outputs (of gate, then of up), inputs"
+                f"experts, outputs{' (of gate, then of up)' * (len(stacked.modules[0]) > 1)}, inputs"
             )
         if kind != "weight" and math.prod(shape) > 1 and shape[0] != len(stacked.modules):
             raise CheckpointError(

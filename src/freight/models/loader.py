@@ -25,7 +25,7 @@ from freight.fp8.scheme import Scheme
 from freight.kernels.interface import KernelSet
 from freight.layers.embedding import Embedding, LogitsHead
 from freight.layers.layer_inputs import LayerInput, LayerInputs
-from freight.layers.moe import ExpertsBeside, MoE
+from freight.layers.moe import ExpertsBeside, Latent, MoE
 from freight.layers.norm import Norm, RMSNorm
 from freight.layers.rope import build_ropes
 from freight.models.architectures import skipped_parts, tensor_names
@@ -164,7 +164,19 @@ class _ModelBuilder(Builder):
             shared=None if mlp.shared is None else self.dense(mlp.shared, prefix, *shared_names(names)),
             shared_gate=self.outer(prefix + names.shared_gate) if mlp.shared_gate else None,
             expert_scale=self.exact(prefix + names.expert_scale) if mlp.beside else None,
+            latent=self.latent(mlp, prefix, matrix.device),
         )
+
+    def latent(self, mlp: MoEConfig, prefix: str, device: torch.device) -> Latent | None:
+        """What surrounds experts in a smaller space (`MoEConfig.latent_size`)."""
+        if mlp.latent_size is None:
+            return None
+        into, out = (self.linear(prefix, name) for name in (self.names.latent_in, self.names.latent_out))
+        norm = None
+        if mlp.shared is not None:
+            ones = torch.ones(self.config.hidden_size, dtype=torch.float32, device=device)
+            norm = RMSNorm(ones, self.config.norm_eps, self.kernels)
+        return Latent(into, out, norm)
 
     def dense(self, mlp: DenseConfig, prefix: str, gate_up: tuple[str, ...], down: str) -> MLP:
         return MLP(self.linear(prefix, *gate_up), self.linear(prefix, down), mlp.activation, self.kernels)

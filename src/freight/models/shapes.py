@@ -120,7 +120,10 @@ def _feed_forward(mlp: FeedForward, hidden: int, names: TensorNames) -> dict[str
     if isinstance(mlp, DenseConfig):
         return _dense(mlp, hidden, names.gate_up, names.down)
     experts = {names.router: (mlp.num_experts, hidden, mlp.router_bias)}
-    one = _dense(mlp.expert, hidden, names.expert_gate_up, names.expert_down)
+    channels = mlp.expert_channels(hidden)
+    if mlp.latent_size is not None:
+        experts |= {names.latent_in: (channels, hidden, False), names.latent_out: (hidden, channels, False)}
+    one = _dense(mlp.expert, channels, names.expert_gate_up, names.expert_down)
     for index in range(0 if names.interleaved else mlp.num_experts):
         experts |= {names.expert.format(index) + name: shape for name, shape in one.items()}
     if mlp.shared is not None:
@@ -133,7 +136,8 @@ def _feed_forward(mlp: FeedForward, hidden: int, names: TensorNames) -> dict[str
 def _interleaved(mlp: MoEConfig, hidden: int, names: TensorNames) -> dict[str, tuple[int, ...]]:
     """The tensors of all experts of a layer, where `TensorNames.interleaved`."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for name, (rows, columns, bias) in _dense(mlp.expert, hidden, names.expert_gate_up, names.expert_down).items():
+    one = _dense(mlp.expert, mlp.expert_channels(hidden), names.expert_gate_up, names.expert_down)
+    for name, (rows, columns, bias) in one.items():
         shapes[names.expert + name] = (mlp.num_experts, columns, rows)
         if bias:
             shapes[f"{names.expert}{name}_bias"] = (mlp.num_experts, rows)

@@ -182,23 +182,28 @@ class _Count:
         if mlp is None:
             return 0
         if isinstance(mlp, DenseConfig):
-            return self.dense(prefix, mlp, names.gate_up, names.down)
+            return self.dense(prefix, mlp, hidden, names.gate_up, names.down)
         size = matrix_bytes(mlp.num_experts, hidden, Format.FLOAT32, None, self.layout)  # the router
         size += mlp.num_experts * 4 * (mlp.router_bias + mlp.choice_bias + mlp.beside)
         size += 4 * hidden + 3 * self.norm_weight(hidden) if mlp.beside else 0
+        channels, parts = mlp.expert_channels(hidden), (names.expert_gate_up, names.expert_down)
         size += sum(
-            self.dense(prefix + names.expert.format(index), mlp.expert, names.expert_gate_up, names.expert_down)
+            self.dense(prefix + names.expert.format(index), mlp.expert, channels, *parts)
             for index in range(mlp.num_experts)
         )
+        if mlp.latent_size is not None:
+            size += self.projections(prefix, (names.latent_in,), (channels,), hidden, False)
+            size += self.projections(prefix, (names.latent_out,), (hidden,), channels, False)
+            size += 4 * hidden if mlp.shared is not None else 0  # what adds both is a norm, which has a weight
         if mlp.shared is not None:
-            size += self.dense(prefix, mlp.shared, *shared_names(names))
+            size += self.dense(prefix, mlp.shared, hidden, *shared_names(names))
             size += self.matrix(1, hidden) if mlp.shared_gate else 0
         return size
 
-    def dense(self, prefix: str, mlp: DenseConfig, gate_up: tuple[str, ...], down: str) -> int:
-        hidden = self.model.hidden_size
-        size = self.projections(prefix, gate_up, mlp.up_sizes, hidden, mlp.bias)
-        return size + self.projections(prefix, (down,), (hidden,), mlp.intermediate_size, mlp.bias)
+    def dense(self, prefix: str, mlp: DenseConfig, channels: int, gate_up: tuple[str, ...], down: str) -> int:
+        """channels: of its input and output."""
+        size = self.projections(prefix, gate_up, mlp.up_sizes, channels, mlp.bias)
+        return size + self.projections(prefix, (down,), (channels,), mlp.intermediate_size, mlp.bias)
 
     def projections(self, prefix: str, parts: Sequence[str], sizes: Sequence[int], columns: int, bias: bool) -> int:
         """Those of one input, merged where `Weight.mergeable`; one module for several has the rows of all."""

@@ -299,7 +299,7 @@ LARGE_CASES: dict[str, Callable[[Target], object]] = {
         function=Activation.RELU_SQUARED,
         count=512,
         top_k=22,
-    ),  # fmt: skip
+    ),
     "route sigmoid, 22 of 512 experts": partial(choose, 64, Routing(512, 22, Scoring.SIGMOID), hidden=8192),
     "route chosen": partial(choose, 64, Routing(128, 4, Scoring.CHOSEN), hidden=2880),
     "route sigmoid, 192 experts": partial(choose, 64, Routing(192, 8, Scoring.SIGMOID), hidden=6144),

@@ -139,8 +139,10 @@ def experts(
 ) -> Tensor:
     """`KernelSet.experts`. ids: int32, weights: float32, both [rows, top_k]."""
     rows, hidden_size = x.shape
-    gated = not isinstance(activation, Activation)
-    code = UNGATED_ACTIVATIONS[activation] if not gated else GATED_ACTIVATIONS[activation.function]
+    if isinstance(activation, Activation):
+        gated, code, limit = 0, UNGATED_ACTIVATIONS[activation], 0.0
+    else:
+        gated, code, limit = 1, GATED_ACTIVATIONS[activation.function], activation.limit
     assert hidden_size == gate_up.in_features == down.out_features
     assert gate_up.out_features == (1 + gated) * down.in_features
     assert gate_up.num_experts == down.num_experts
@@ -157,7 +159,7 @@ def experts(
             *(gate_up.address, down.address, address(gate_up.bias), address(down.bias)),
             *(x.data_ptr(), address(base), address(ids), address(weights), out.data_ptr(), rows),
             *(gate_up.num_experts, ids.shape[1], FORMATS[x.dtype], gated, code),
-            *(activation.limit if gated else 0.0, torch.get_num_threads()),
+            *(limit, torch.get_num_threads()),
         )
     )
     return out

@@ -5,6 +5,8 @@ Computed in float32, rounded where the reference rounds.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from freight.kernels.triton.formats import Target
 from freight.kernels.triton.rows import WIDE, Quantized, allocate_output, quantize, quantizes, this_row, write_row
-from freight.operands.activation import Activation, GatedActivation
+from freight.operands.activation import Activation, AnyActivation, GatedActivation
 from freight.operands.weight import Weight
 
 
@@ -94,18 +96,18 @@ def _gated(gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr):
 
 @triton.jit
 def _applied(x_ptr, row, index, mask, SIZE: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr):
-    """The activation of values `index` of a row, in their type. A row is gate, then up, or alone where there is no gate.
-
-    ACTIVATION: that of `_gated`, or an `Activation`.
+    """The activation of values `index` of a row, in their type. ACTIVATION: that of `_gated`, whose rows are gate, then
+    up, or an `Activation`.
     """
     if ACTIVATION == "relu" or ACTIVATION == "relu_squared":
         x = tl.load(x_ptr + row * SIZE + index, mask=mask, other=0.0)
         positive = tl.maximum(x.to(tl.float32), 0.0, propagate_nan=tl.PropagateNan.ALL)
-        return (positive * positive if ACTIVATION == "relu_squared" else positive).to(x.dtype)
+        result = (positive * positive if ACTIVATION == "relu_squared" else positive).to(x.dtype)
     else:
         gate = tl.load(x_ptr + row * 2 * SIZE + index, mask=mask, other=0.0)
         up = tl.load(x_ptr + row * 2 * SIZE + SIZE + index, mask=mask, other=0.0)
-        return _gated(gate, up, ACTIVATION, LIMIT)
+        result = _gated(gate, up, ACTIVATION, LIMIT)
+    return result
 
 
 @triton.jit
@@ -171,6 +173,13 @@ def add_layer_norm(
     return total, out
 
 
+def applied(target: Target, x: Tensor, activation: AnyActivation, consumer: Weight | None = None) -> Tensor | Quantized:
+    """`activated` or `gated`."""
+    if isinstance(activation, Activation):
+        return activated(target, x, activation, consumer)
+    return gated(target, x, activation, consumer)
+
+
 def activated(target: Target, x: Tensor, activation: Activation, consumer: Weight | None = None) -> Tensor | Quantized:
     """`reference.activated`, quantized if `consumer` takes quantized rows. x: [rows, size], contiguous."""
     return _apply(target, x, x.shape[1], {"ACTIVATION": str(activation), "LIMIT": 0.0}, consumer)
@@ -180,21 +189,19 @@ def gated(
     target: Target, gate_up: Tensor, activation: GatedActivation, consumer: Weight | None = None
 ) -> Tensor | Quantized:
     """`reference.gated`, quantized if `consumer` takes quantized rows. gate_up: [rows, 2 * size], contiguous."""
-    applied = {"ACTIVATION": str(activation.function), "LIMIT": activation.limit}
-    return _apply(target, gate_up, gate_up.shape[1] // 2, applied, consumer)
+    named = {"ACTIVATION": str(activation.function), "LIMIT": activation.limit}
+    return _apply(target, gate_up, gate_up.shape[1] // 2, named, consumer)
 
 
-def _apply(
-    target: Target, x: Tensor, size: int, applied: dict[str, str | float], consumer: Weight | None
-) -> Tensor | Quantized:
-    """The activation that `applied` names, of rows whose results are `size` wide."""
+def _apply(target: Target, x: Tensor, size: int, named: dict[str, Any], consumer: Weight | None) -> Tensor | Quantized:
+    """The activation that `named` says, of rows whose results are `size` wide."""
     assert x.is_contiguous()
     rows = len(x)
     if quantizes(consumer) and size <= WIDE:
         result, pointers, constants = allocate_output(target, x, size, consumer)
-        activation_row_kernel[(rows,)](x, *pointers, **constants, **applied)
+        activation_row_kernel[(rows,)](x, *pointers, **constants, **named)
         return result
     out = x.new_empty(rows, size)
     block = min(1024, triton.next_power_of_2(size))
-    activation_kernel[(rows, triton.cdiv(size, block))](x, out, SIZE=size, BLOCK=block, **applied, num_warps=4)
+    activation_kernel[(rows, triton.cdiv(size, block))](x, out, SIZE=size, BLOCK=block, **named, num_warps=4)
     return quantize(target, out, consumer) if quantizes(consumer) else out

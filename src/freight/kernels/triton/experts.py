@@ -23,7 +23,7 @@ from freight.kernels.triton import elementwise
 from freight.kernels.triton.formats import Target, carrier
 from freight.kernels.triton.linear import FEW_ROWS, Tile, dot_type, matmul_tile, product
 from freight.kernels.triton.rows import Quantized, quantize, quantizes
-from freight.operands.activation import Activation, AnyActivation
+from freight.operands.activation import AnyActivation
 from freight.operands.packed import PackedExperts
 from freight.operands.weight import Weight, Weights
 
@@ -238,9 +238,7 @@ def experts(
         if order is None or order.rows != tile.rows:
             order = sort_slots(ids, len(stack.data), tile.rows)
         hidden = multiply(target, hidden, stack, order, tile, x)
-        if stack is gate_up and isinstance(activation, Activation):
-            hidden = elementwise.activated(target, hidden, activation, down.one)
-        elif stack is gate_up:
-            hidden = elementwise.gated(target, hidden, activation, down.one)
+        if stack is gate_up:
+            hidden = elementwise.applied(target, hidden, activation, down.one)
     assert isinstance(hidden, Tensor)
     return weigh(hidden, weights, base)
