@@ -45,6 +45,7 @@ _EXPERTS = {
     "router_bias": "bias of the router",
     "bias": "biases of experts",
     "beside": "experts and a dense part, summed",
+    "latent_size": "experts in a smaller space",
 }
 _ROUTED = frozenset({"routing", "intermediate_size", "activation", "shared", "shared_gate"})
 _SCORING = {
@@ -200,15 +201,19 @@ def of_feed_forward(model: ModelConfig) -> list[str]:
         if part.shared is not None:
             found.append("gated shared expert" if part.shared_gate else "shared expert")
         if part.activation != GatedActivation.SILU:
-            found.append(str(part.activation).replace("_", " "))
+            found.append(activation_of(part))
     return list(dict.fromkeys(found))
+
+
+def activation_of(part: DenseConfig | MoEConfig) -> str:
+    gate = "" if isinstance(part.activation, GatedActivation) else ", no gate"
+    return f"{str(part.activation).replace('_', ' ')}{gate}"
 
 
 def of_dense(part: object) -> list[str]:
     if not isinstance(part, DenseConfig):
         return [type(part).__name__]
-    gate = "" if isinstance(part.activation, GatedActivation) else ", no gate"
-    return [f"{str(part.activation).replace('_', ' ')}{gate}", *(["biases"] if part.bias else [])]
+    return [activation_of(part), *(["biases"] if part.bias else [])]
 
 
 def of_norms(model: ModelConfig) -> list[str]:

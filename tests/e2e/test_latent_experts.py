@@ -273,6 +273,26 @@ def test_blocks_need_no_whole_number_of_them_where_there_is_no_gate(tmp_path: Pa
     assert freight_logits(tmp_path / "out", IDS, "float32").isfinite().all()
 
 
+@pytest.mark.parametrize("pattern", ["model.layers.*.mlp.fc*_latent_proj", "*latent_proj*"])
+def test_a_file_of_modelopt_s_form_may_leave_the_projections_out(pattern: str, tmp_path: Path) -> None:
+    """With one scale for a matrix and its inputs, and patterns of what stays in 16 bits."""
+    save(tmp_path / "plain", torch.bfloat16)
+    options: dict[str, Any] = {"weights": "fp8", "activations": "static", "calibration_data": [IDS]}
+    freight.quantize(tmp_path / "plain", tmp_path / "out", ignore=["re:_latent_proj$"], **options)
+    expected = freight_logits(tmp_path / "out", IDS, "float32")
+    path = tmp_path / "out" / "config.json"
+    routers = [f"model.layers.{index}.mlp.gate" for index in range(3)]
+    said = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head", pattern, *routers]}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": said}))
+    stored = {
+        name: one.reshape(()) if name.endswith("scale") else one for name, one in tensors(tmp_path / "out").items()
+    }
+    save_file(stored, tmp_path / "out" / "model.safetensors", metadata={"format": "pt"})
+    assert torch.equal(freight_logits(tmp_path / "out", IDS, "float32"), expected)
+    opened = open_model(EngineArgs(str(tmp_path / "out"), device="cpu", skip_tokenizer_init=True))
+    require_equal(opened, "auto", opened.scheme.linear)
+
+
 @pytest.mark.parametrize("ignore", ["re:_latent_proj$", "re:experts"])
 def test_projections_and_experts_may_stay_in_16_bits(ignore: str, tmp_path: Path) -> None:
     """Each without the other, as published files have it."""
