@@ -15,6 +15,8 @@ from freight.engine.runner import ModelRunner
 from freight.kernels.select import select_kernels
 from freight.models.open import open_model
 
+DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe", "minicpmv4_6")
+
 
 def save_random(config: PretrainedConfig, folder: Path, dtype: torch.dtype) -> Any:
     """A model with every parameter random, biases and norms too, saved as its users save theirs."""
@@ -33,6 +35,8 @@ def save_random(config: PretrainedConfig, folder: Path, dtype: torch.dtype) -> A
                 continue
             one = 1  # of norms, or 0 where these store the difference from 1
             if config.model_type in ("gemma2", "gemma3_text", "step3p7"):
+                one = 0
+            if config.model_type in DELTA_NETS and not name.endswith("linear_attn.norm.weight"):
                 one = 0
             if config.model_type == "muse_glimmer" and "layernorm" in name:
                 one = 0

@@ -30,6 +30,7 @@ from transformers import (
     LlamaConfig,
     MellumConfig,
     MiMoV2FlashConfig,
+    MiniCPMV4_6Config,
     MiniMaxM2Config,
     Ministral3Config,
     MistralConfig,
@@ -44,8 +45,13 @@ from transformers import (
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen2VLConfig,
+    Qwen3_5Config,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     Qwen3VLConfig,
     Qwen3VLMoeConfig,
     SeedOssConfig,
@@ -124,6 +130,15 @@ OPT: dict[str, Any] = {
     "num_attention_heads": 4,
     "max_position_embeddings": 256,
 }
+
+# two delta nets, whose value heads share key heads, around one layer with attention
+DELTA_NET: dict[str, Any] = {
+    **SHAPE, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
+MINICPM_VISION: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "image_size": 28,
+                                  "num_attention_heads": 2, "insert_layer_id": 0, "patch_size": 14}  # fmt: skip
+QWEN3_5_VISION = {**VISION, "num_position_embeddings": 16}
 
 VARIANTS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**SHAPE),
@@ -330,6 +345,24 @@ VARIANTS: dict[str, PretrainedConfig] = {
         text_config={**SHAPE, **GLM_MOE, "n_group": 4, "topk_group": 2,
                      "rope_parameters": HALF},
         vision_config=VISION,
+    ),
+    "qwen3-next": Qwen3NextConfig(**DELTA_NET, **MOE, shared_expert_intermediate_size=48),
+    "qwen3-next-dense-layer": Qwen3NextConfig(
+        **DELTA_NET | {"linear_num_value_heads": 2}, **MOE, shared_expert_intermediate_size=48, mlp_only_layers=[1],
+        norm_topk_prob=False, tie_word_embeddings=True, linear_conv_kernel_dim=3,
+    ),
+    "qwen3-5-text": Qwen3_5TextConfig(**DELTA_NET),
+    "qwen3-5": Qwen3_5Config(
+        text_config={**DELTA_NET, "rope_parameters": {**HALF, "mrope_interleaved": True, "partial_rotary_factor": 0.5}},
+        vision_config=QWEN3_5_VISION, tie_word_embeddings=True,
+    ),
+    "qwen3-5-moe-text": Qwen3_5MoeTextConfig(**DELTA_NET, **MOE, shared_expert_intermediate_size=48),
+    "qwen3-5-moe": Qwen3_5MoeConfig(
+        text_config={**DELTA_NET, **MOE, "shared_expert_intermediate_size": 48, "attention_bias": True},
+        vision_config=QWEN3_5_VISION,
+    ),
+    "minicpmv4-6": MiniCPMV4_6Config(
+        text_config={**DELTA_NET, "model_type": "qwen3_5_text"}, vision_config=MINICPM_VISION
     ),
     "step3p7": Step3p7Config(
         text_config={**STEP, "num_sliding_attention_heads": 6, "swiglu_limits": [0.0, 0.3, 0.0],

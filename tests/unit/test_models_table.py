@@ -57,7 +57,7 @@ def test_every_family_is_compared(tests: Tables) -> None:
         ("mistral3", {"text_type": "mistral4"}, REFUSED, MLA),
         ("cohere2", {}, "through transformers", ""),
         ("deepseek_v3", {}, REFUSED, MLA),
-        ("qwen3_5", {"text_type": "qwen3_5_text"}, REFUSED, RECURRENT),
+        ("kimi_linear", {}, REFUSED, RECURRENT),
         ("deepseek_v3", {"keys": {"kv_lora_rank": 64}}, REFUSED, MLA),
         ("granite_swa", {}, REFUSED, "s_aux (a sink)"),
         ("llava", {}, REFUSED, "it has several parts"),

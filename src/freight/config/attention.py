@@ -15,7 +15,10 @@ MOST_LAYERS = 10_000  # a damaged number would take all memory, one layer after 
 
 
 def parse_mixers(config: Mapping[str, Any], family: Family) -> tuple[AttentionConfig, ...]:
-    """The attention of each layer. `config` has the family's defaults."""
+    """The attention of each layer, also of those that will have another mixer (`Family.other_layers`).
+
+    `config` has the family's defaults.
+    """
     mixer = _mixer(config, family)
     local = 0 if family.local_theta is None else 1  # the rope of layers with a window
     num_layers = integer(config, "num_hidden_layers")
@@ -90,6 +93,7 @@ def _windows(config: Mapping[str, Any], family: Family, num_layers: int) -> tupl
     if not layer_types:
         return tuple(window if slides else None for slides in default)
     kinds = {"full_attention": False, "attention": False, "sliding_attention": True}
+    kinds |= dict.fromkeys(family.other_layers, False)
     if not isinstance(layer_types, list) or len(layer_types) != num_layers:
         raise CheckpointError(
             f"config.json contradicts itself: layer_types = {layer_types!r} is not a list of "

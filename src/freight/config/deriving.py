@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from freight.config.layer import AttentionConfig
+from freight.config.layer import AttentionConfig, Mixer
 
 if TYPE_CHECKING:
     from freight.config.model import ModelConfig
@@ -23,6 +23,15 @@ def with_mixers(model: ModelConfig, mixers: Iterable[AttentionConfig]) -> ModelC
 def with_attention(model: ModelConfig, **values: Any) -> ModelConfig:
     """`model` with these fields of `AttentionConfig` in every layer that has it."""
     return with_mixers(model, [replace(mixer, **values) for mixer in model.attention.values()])
+
+
+def with_layers(config: Mapping[str, Any], model: ModelConfig, kinds: Mapping[str, Mixer]) -> ModelConfig:
+    """`model` with these mixers in the layers of these kinds, by `layer_types` (`Family.other_layers`)."""
+    layers = tuple(
+        replace(layer, mixer=kinds[kind]) if kind in kinds else layer
+        for layer, kind in zip(model.layers, config["layer_types"], strict=True)
+    )
+    return replace(model, layers=layers)
 
 
 def rotate_in_windows(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:

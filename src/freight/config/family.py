@@ -57,6 +57,7 @@ class Family:
     scales_embedding   whether the embedding's rows are multiplied by the square root of `hidden_size`, rounded to the
                        compute dtype
     mixed_windows      whether layers may differ in their window
+    other_layers       kinds in `layer_types` whose mixer is no attention: `derive` puts it in
     gated              whether the feed-forward has a gate
     activation_key     names the activation; the other one is not read
     theta              of rotary embedding, where config.json names none
@@ -91,6 +92,7 @@ class Family:
     wide_norms: bool = False
     scales_embedding: bool = False
     mixed_windows: bool = True
+    other_layers: tuple[str, ...] = ()
     gated: bool = True
     activation_key: str = "hidden_act"
     bias_keys: tuple[str, str, str] = ("", "", "mlp_bias")

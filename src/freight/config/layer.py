@@ -20,10 +20,12 @@ class OutputGate:
     """A projection of the layer's input, whose `function` multiplies what attention returns, before it is projected.
 
     by_head   whether all channels of a head have one factor; else each channel has its own
+    in_q      whether it is part of the projection of q: the rows of each head's gate stand behind those of its q
     """
 
     function: GateFunction
     by_head: bool
+    in_q: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,9 +94,12 @@ class AttentionConfig:
     @property
     def projected_sizes(self) -> tuple[int, ...]:
         """Rows of the projections of q and, if it has them, k and v."""
+        q, k, v = self.qkv_sizes
+        if self.gate is not None and self.gate.in_q:
+            q += self.gate_size
         if self.kv_from is not None:
-            return self.qkv_sizes[:1]
-        return self.qkv_sizes[:2] if self.k_eq_v else self.qkv_sizes
+            return (q,)
+        return (q, k) if self.k_eq_v else (q, k, v)
 
     @property
     def qk_norm_sizes(self) -> tuple[int, int]:

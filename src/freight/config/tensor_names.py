@@ -28,12 +28,28 @@ class AttentionNames:
 
 
 @dataclass(frozen=True)
+class DeltaNetNames:
+    """Names of a gated delta net within a layer.
+
+    qkvz, ba   projections; one name alone has the rows of all, key head by key head with its value heads (Qwen3-Next)
+    """
+
+    qkvz: tuple[str, ...] = ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z")
+    ba: tuple[str, ...] = ("linear_attn.in_proj_b", "linear_attn.in_proj_a")
+    conv: str = "linear_attn.conv1d.weight"
+    a_log: str = "linear_attn.A_log"
+    dt_bias: str = "linear_attn.dt_bias"
+    norm: str = "linear_attn.norm.weight"
+    out: str = "linear_attn.out_proj"
+
+
+@dataclass(frozen=True)
 class TensorNames:
     """Checkpoint names; `{}` is the layer's index. Projections of one field may also be stored as one tensor, in the
     order of their names: then the field has that name alone.
 
     embedding, norm, layer, head, positions, project_in, project_out   follow `ModelConfig.prefixes`
-    attention                      of layers whose mixer is attention; another kind of mixer has a value of its own here
+    attention, delta_net           of layers with these mixers
     positions                      learned embedding of positions, in models that have it
     project_in, project_out        Linear modules behind the embedding and before the head, in models that have them
     router, choice_bias            of a mixture of experts; `expert` is followed by the expert's index, and by the names
@@ -70,6 +86,7 @@ class TensorNames:
     project_in: str = "project_in"
     project_out: str = "project_out"
     attention: AttentionNames = AttentionNames()
+    delta_net: DeltaNetNames = DeltaNetNames()
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
     router: str = "mlp.gate"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from freight.cache.pool import LayerCache, LayerKV, PagedState
 from freight.kernels.interface import KernelSet
-from freight.layers.linear import Linear, Projection
+from freight.layers.linear import Projection
 from freight.operands.activation import GateFunction
 from freight.operands.batch import ForwardBatch
 from freight.operands.packed import PackedWeight, Rows, plain
@@ -97,12 +97,13 @@ class ValueFactor:
 class HeadGate:
     """Factors of what attention returns, of the layer's input: one for each head, or for each channel of a head."""
 
-    projection: Linear
+    projection: Projection
     function: GateFunction
+    kernels: KernelSet
 
     def __call__(self, x: Tensor, attended: Tensor) -> Tensor:
         """x: [num_tokens, hidden_size], attended: [num_tokens, num_heads, v_dim] -> [num_tokens, num_heads * v_dim]"""
-        return self.projection.kernels.gate(attended.flatten(1), self.projection(x), self.function)
+        return self.kernels.gate(attended.flatten(1), self.projection(x), self.function)
 
 
 @dataclass(frozen=True)

@@ -91,6 +91,12 @@ class Builder:
             return LayerNorm(self.tensor(name), self.tensor(bias_of(name)), eps, self.kernels)
         return RMSNorm(self.norm_weight(name) if weight is None else weight, eps, self.kernels)
 
+    def kept(self, modules: Sequence[str], rows: Tensor | None = None) -> Linear:
+        """Projections that are not quantized at load, merged. `rows`: the order of the outputs of one alone."""
+        weights = [self.source.head(f"{module}.weight", self.shapes[f"{module}.weight"]) for module in modules]
+        merged = Weight.concat(weights)
+        return self.packed(merged if rows is None else merged.reordered(rows, modules[0]), None)
+
     def outer(self, module: str) -> Linear | None:
         """A projection outside of the layers, if the model has it."""
         name = f"{module}.weight"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from freight.config.layer import AttentionConfig, Mixer
+from freight.config.layer import AttentionConfig, DeltaNetConfig, Mixer
 from freight.config.tensor_names import TensorNames
 
 
@@ -43,6 +43,7 @@ class MixerParts:
     projections   by the field that they are of the built mixer (`layers/attention.py`); these are quantized
     kept          a Linear module that stays in 16 bits -> outputs, inputs
     norms         the weight of an RMSNorm -> its channels
+    plain         a tensor that is held in the compute dtype, whatever the matrices are -> its shape
     exact         a tensor that is held in float32 -> its shape
     made          float32 numbers that are made at load, beside tensors
     factors       numbers in the compute dtype that are made at load
@@ -52,6 +53,7 @@ class MixerParts:
     projections: Mapping[str, Projected] = field(default_factory=dict)
     kept: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     norms: Mapping[str, int] = field(default_factory=dict)
+    plain: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     exact: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     made: int = 0
     factors: int = 0
@@ -74,7 +76,7 @@ def _attention(mixer: AttentionConfig, hidden_size: int, of_all: TensorNames) ->
             "qkv": Projected(names.qkv_of(mixer), mixer.projected_sizes, hidden_size, mixer.qkv_bias),
             "o": Projected((names.o,), (hidden_size,), mixer.num_heads * mixer.v_dim, mixer.o_bias),
         },
-        kept={} if mixer.gate is None else {names.head_gate: (mixer.gate_size, hidden_size)},
+        kept={} if mixer.gate is None or mixer.gate.in_q else {names.head_gate: (mixer.gate_size, hidden_size)},
         norms=norms,
         exact={names.sinks: (mixer.num_heads,)} if mixer.sinks else {},
         made=mixer.v_norm * mixer.v_dim + mixer.qk_norm_bare * mixer.k_dim,
@@ -82,4 +84,22 @@ def _attention(mixer: AttentionConfig, hidden_size: int, of_all: TensorNames) ->
     )
 
 
-_PARTS: Mapping[type, Callable[[Any, int, TensorNames], MixerParts]] = {AttentionConfig: _attention}
+def _delta_net(mixer: DeltaNetConfig, hidden_size: int, of_all: TensorNames) -> MixerParts:
+    names, values = of_all.delta_net, mixer.heads * mixer.v_dim
+    heads = (mixer.heads,) if len(names.ba) > 1 else (2 * mixer.heads,)
+    return MixerParts(
+        module=names.out.rpartition(".")[0],
+        projections={
+            "qkvz": Projected(names.qkvz, (mixer.channels, values), hidden_size),
+            "out": Projected((names.out,), (hidden_size,), values),
+        },
+        kept=dict.fromkeys(names.ba, (*heads, hidden_size)),
+        exact={names.a_log: (mixer.heads,), names.dt_bias: (mixer.heads,)},
+        plain={names.conv: (mixer.channels, 1, mixer.width), names.norm: (mixer.v_dim,)},
+    )
+
+
+_PARTS: Mapping[type, Callable[[Any, int, TensorNames], MixerParts]] = {
+    AttentionConfig: _attention,
+    DeltaNetConfig: _delta_net,
+}

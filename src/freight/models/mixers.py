@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from freight.config.layer import AttentionConfig, OutputGate
+from freight.config.layer import AttentionConfig, DeltaNetConfig
 from freight.config.layer import Mixer as MixerConfig
 from freight.layers.attention import Attention, HeadGate, NormedLast, QKNorm, ValueFactor, ValueNorm
+from freight.layers.delta_net import DeltaNet
+from freight.layers.linear import Projection
 from freight.layers.rope import half_pairs
 from freight.models.building import Builder
 from freight.models.decoder import Mixer
@@ -42,7 +44,7 @@ def _attention(mixer: AttentionConfig, builder: Builder, prefix: str, ropes: Rop
         window=mixer.window,
         soft_cap=mixer.soft_cap,
         shares=mixer.kv_from is not None,
-        gate=_head_gate(mixer.gate, builder, prefix),
+        gate=_head_gate(mixer, builder, prefix),
         last=last,
         norm=QKNorm(*norms, eps, kernels) if norms and mixer.qk_norm_whole else None,
         v_norm=_value_norm(mixer, builder, rotary) if mixer.v_norm else _value_factor(mixer, builder, prefix),
@@ -59,9 +61,22 @@ def _qk_norms(mixer: AttentionConfig, builder: Builder, prefix: str, device: tor
     return q, q if mixer.kv_from is not None else builder.norm_weight(prefix + builder.names.attention.k_norm)
 
 
-def _head_gate(gate: OutputGate | None, builder: Builder, prefix: str) -> HeadGate | None:
-    projection = None if gate is None else builder.outer(prefix + builder.names.attention.head_gate)
-    return None if gate is None or projection is None else HeadGate(projection, gate.function)
+def _head_gate(mixer: AttentionConfig, builder: Builder, prefix: str) -> HeadGate | None:
+    gate, names = mixer.gate, builder.names.attention
+    if gate is None:
+        return None
+    projection: Projection | None
+    if gate.in_q:
+        projection = builder.linear(prefix, names.qkv[0], rows=(_of_heads(mixer, 1),))
+    else:
+        projection = builder.outer(prefix + names.head_gate)
+    return None if projection is None else HeadGate(projection, gate.function, builder.kernels)
+
+
+def _of_heads(mixer: AttentionConfig, part: int) -> Tensor:
+    """The rows of q (0) or of its gate (1), where each head has both, one behind the other."""
+    rows = torch.arange(2 * mixer.num_heads * mixer.k_dim, dtype=torch.int64, device="cpu")
+    return rows.view(mixer.num_heads, 2, mixer.k_dim)[:, part].flatten()
 
 
 def _value_factor(mixer: AttentionConfig, builder: Builder, prefix: str) -> ValueFactor | None:
@@ -80,6 +95,9 @@ def _value_norm(mixer: AttentionConfig, builder: Builder, rotary: Rotary) -> Val
 
 def _qkv_rows(mixer: AttentionConfig, builder: Builder) -> tuple[Tensor | None, ...]:
     """The order of the rows of each matrix that q, k and v are stored in; None: as they are (`RopeConfig`)."""
+    if mixer.gate is not None and mixer.gate.in_q:
+        assert mixer.rope is None or not builder.config.ropes[mixer.rope].interleaved
+        return (_of_heads(mixer, 0), None, None)
     if mixer.rope is None or not builder.config.ropes[mixer.rope].interleaved:
         return ()
     assert not mixer.qk_norm, "the weights of these norms would need the same order"
@@ -91,4 +109,33 @@ def _qkv_rows(mixer: AttentionConfig, builder: Builder) -> tuple[Tensor | None, 
     return (torch.cat((q, k + len(q), v)),)
 
 
-_BUILDERS: Mapping[type, Callable[[Any, Builder, str, Ropes], Mixer]] = {AttentionConfig: _attention}
+def _delta_net(mixer: DeltaNetConfig, builder: Builder, prefix: str, ropes: Ropes) -> DeltaNet:
+    names = builder.names.delta_net
+    heads = mixer.heads // mixer.key_heads  # value heads of a key head
+    keys, values = mixer.k_dim, heads * mixer.v_dim
+    of_qkvz = None if len(names.qkvz) > 1 else _side_by_side(mixer.key_heads, keys, keys, values, values)
+    of_ba = None if len(names.ba) > 1 else _side_by_side(mixer.key_heads, heads, heads)
+    return DeltaNet(
+        qkvz=builder.linear(prefix, *names.qkvz, rows=(of_qkvz,)),
+        ba=builder.kept([prefix + name for name in names.ba], of_ba),
+        conv=builder.tensor(prefix + names.conv).flatten(1),
+        a_log=builder.exact(prefix + names.a_log),
+        dt_bias=builder.exact(prefix + names.dt_bias),
+        norm=builder.tensor(prefix + names.norm),
+        out=builder.linear(prefix, names.out),
+        sizes=(mixer.key_heads * mixer.k_dim, mixer.channels),
+        eps=builder.config.norm_eps,
+        kernels=builder.kernels,
+    )
+
+
+def _side_by_side(groups: int, *sizes: int) -> Tensor:
+    """The order that brings rows of `groups` groups, each of parts of these sizes, into parts of all groups."""
+    rows = torch.arange(groups * sum(sizes), dtype=torch.int64, device="cpu").view(groups, -1)
+    return torch.cat([part.flatten() for part in rows.split(sizes, 1)])
+
+
+_BUILDERS: Mapping[type, Callable[[Any, Builder, str, Ropes], Mixer]] = {
+    AttentionConfig: _attention,
+    DeltaNetConfig: _delta_net,
+}

@@ -88,6 +88,7 @@ def _layer_shapes(layer: LayerConfig, config: ModelConfig, names: TensorNames) -
     shapes |= {name: (size,) for name, size in parts.norms.items()}
     if layer.scalar:
         shapes[names.scalar] = (1,)
+    shapes |= parts.plain
     shapes |= parts.exact
     if isinstance(layer.feed_forward, MoEConfig) and layer.feed_forward.choice_bias:
         shapes[names.choice_bias] = (*names.choice_bias_outer, layer.feed_forward.num_experts)

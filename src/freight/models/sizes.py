@@ -166,7 +166,7 @@ class _Count:
         )
         size += sum(self.matrix(*shape) for shape in parts.kept.values())
         size += sum(map(self.norm_weight, parts.norms.values()))
-        size += self.compute.bytes * parts.factors
+        size += self.compute.bytes * (sum(map(prod, parts.plain.values())) + parts.factors)
         return size + 4 * (sum(map(prod, parts.exact.values())) + parts.made)
 
     def layer_input(self, prefix: str, layer: LayerConfig) -> int:

@@ -68,18 +68,21 @@ class Weight(PackedWeight):
         return decode(self.data, scale)
 
     def reordered(self, rows: Tensor, name: str) -> Weight:
-        """The matrix with output rows `rows`, a permutation [out_features] int64: exact, every row keeps its bits.
+        """The matrix of the output rows `rows`, int64, each at most once: exact, every row keeps its bits.
 
-        Raises CheckpointError, which calls the matrix `name`, for a row that would leave its block of 128 x 128 scales.
+        Raises CheckpointError, which calls the matrix `name`, where 128 rows would not be those of one block of scales.
         """
         rows = rows.to(self.data.device)
         data, scale = self.data.view(torch.uint8) if self.data.itemsize == 1 else self.data, self.scale
         if scale is not None and scale.ndim == 2:
-            if not torch.equal(rows // BLOCK, rows.sort().values // BLOCK):
+            blocks = rows // BLOCK
+            taken = blocks[::BLOCK]  # of the first of each 128 rows
+            if not torch.equal(blocks, taken.repeat_interleave(BLOCK)[: len(rows)]):
                 raise CheckpointError(
-                    f"{name}: its rope turns neighbouring channels, so its rows are brought into another order, and "
-                    "heads that span blocks of 128 x 128 scales do not allow it; quantize it with a scale per row"
+                    f"{name}: its rows are brought into another order, and heads that span blocks of 128 x 128 scales "
+                    "do not allow it; quantize it with a scale per row"
                 )
+            scale = scale[taken]
         elif scale is not None:
             scale = scale[rows]
         return replace(self, data=data[rows].view(self.data.dtype), scale=scale)

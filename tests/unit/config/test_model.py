@@ -12,6 +12,7 @@ from transformers import AutoConfig
 
 from freight.config import registry
 from freight.config.dtype import DtypeSource, checkpoint_dtype, names_dtype
+from freight.config.layer import AttentionConfig
 from freight.config.model import ModelConfig, parse_model_config, stop_token_ids
 from freight.errors import CheckpointError
 from freight.fp8.formats import Format
@@ -31,6 +32,7 @@ FAMILIES = {
     name: row.architecture for name, row in registry.FAMILIES.items() if row.text_type is None and name not in APART
 }
 TWO_ROPES = ("gemma3_text", "gemma4_text", "gemma4_unified_text", "laguna", "mellum", "mimo_v2_flash", "olmo3")
+STATEFUL = ("conv", "linear_attention")  # kinds of layers without attention
 NOT_ALWAYS = {"gemma4_text": {"hidden_size_per_layer_input": 0}}
 ALL_WINDOWS = ("mistral", "phi3")  # families whose configuration has no layer_types
 
@@ -42,8 +44,12 @@ ACTIVATIONS = {
 }
 
 
+def attention_of(model: ModelConfig) -> list[AttentionConfig]:
+    return [layer.mixer for layer in model.layers if isinstance(layer.mixer, AttentionConfig)]
+
+
 def windows_of(model: ModelConfig) -> tuple[int | None, ...]:
-    return tuple(layer.mixer.window for layer in model.layers)
+    return tuple(mixer.window for mixer in attention_of(model))
 
 
 def config(model_type="llama", **more):
@@ -68,7 +74,7 @@ def test_absent_keys_mean_what_transformers_takes(model_type):
     said = config(model_type)
     ours, theirs = parse_model_config(said), AutoConfig.for_model(**said)
     theirs.allow_global_per_layer_attribute_access = True
-    mixer = ours.layers[0].mixer
+    mixer = attention_of(ours)[0]
     assert ours.architecture == FAMILIES[model_type]
     assert ours.max_position_embeddings == theirs.max_position_embeddings
     assert ours.norm_eps == theirs.rms_norm_eps
@@ -83,7 +89,7 @@ def test_absent_keys_mean_what_transformers_takes(model_type):
     assert mixer.softmax_scale == getattr(theirs, "attention_multiplier", scale)
     factor = (ropes[0]["rope_type"] == "default" and ropes[0].get("partial_rotary_factor")) or 1.0
     assert (ours.ropes[0].rotary_dim, mixer.qkv_bias) == (
-        int(factor * ours.layers[-1].mixer.k_dim),
+        int(factor * attention_of(ours)[-1].k_dim),
         getattr(theirs, "attention_bias", model_type == "qwen2"),
     )
     assert mixer.soft_cap == getattr(theirs, "attn_logit_softcapping", None)
@@ -94,7 +100,8 @@ def test_absent_keys_mean_what_transformers_takes(model_type):
     stops = theirs.eos_token_id
     assert list(ours.eos_token_ids) == ([] if stops is None else stops if isinstance(stops, list) else [stops])
     slides = getattr(theirs, "layer_types", None) or ["sliding_attention" if model_type in ALL_WINDOWS else None] * 4
-    assert windows_of(ours) == tuple(theirs.sliding_window if kind == "sliding_attention" else None for kind in slides)
+    attends = [kind for kind in slides if kind not in STATEFUL]
+    assert windows_of(ours) == tuple(theirs.sliding_window if kind == "sliding_attention" else None for kind in attends)
 
 
 def acts(theirs):
@@ -119,7 +126,7 @@ def test_what_transformers_writes_is_read(model_type, tmp_path):
     AutoConfig.for_model(**config(model_type, **more)).save_pretrained(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
     ours = parse_model_config({**written, "architectures": [FAMILIES[model_type]]})
-    assert (ours.num_layers, ours.layers[0].mixer.num_kv_heads, ours.ropes[0].theta) == (4, 2, 5e5)
+    assert (ours.num_layers, attention_of(ours)[0].num_kv_heads, ours.ropes[0].theta) == (4, 2, 5e5)
     assert ours.checkpoint_format is Format.FLOAT16
     assert (ours.bos_token_id, ours.eos_token_ids) == (3, (4, 5))
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from tests.unit.config.test_model import config
 
+from freight.cache.spec import cache_spec
 from freight.checkpoint.layouts import read_scheme
-from freight.config.engine import EngineArgs, names_of
+from freight.config.engine import EngineArgs, KVCacheConfig, names_of
 from freight.config.keys import HARMLESS
 from freight.config.layer import MoEConfig
 from freight.config.mechanisms import MECHANISMS
@@ -22,10 +23,6 @@ FILES = sorted((Path(__file__).parents[2] / "fixtures/published").glob("*.json")
 NVFP4, LACKS = "quant_algo 'NVFP4'", "lacks text_config"
 REFUSED = {  # words that the error has, by the beginning of a file's name; every other file is read
     "MiniMaxAI--MiniMax-M3": "sparse attention",
-    "Qwen--Qwen3-Next": "recurrent state",
-    "Qwen--Qwen3.5": "recurrent state",
-    "Qwen--Qwen3.6": "recurrent state",
-    "Qwen--Qwen3.8": "recurrent state",
     "deepseek-ai--DeepSeek-R1": "latent attention",
     "deepseek-ai--DeepSeek-V3.2": "sparse attention",
     "deepseek-ai--DeepSeek-V3": "latent attention",
@@ -250,3 +247,23 @@ def test_mellum_2_as_published() -> None:
     model = parse_model_config(MELLUM)
     assert [layer.mixer.window for layer in model.layers[:4]] == [1024, 1024, 1024, None]
     assert sum(math.prod(shape) for shape in tensor_shapes(model).values()) == pytest.approx(12.1e9, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("form", "size"),
+    [
+        (Format.INT8, 54_018_048),
+        (Format.E4M3FN, 54_018_048),
+        (Format.BFLOAT16, 91_176_960),
+        (Format.FLOAT32, 166_674_432),
+    ],
+)
+def test_bytes_of_a_sequences_states(form: Format, size: int) -> None:
+    """48 gated delta nets as in Qwen3.6-27B: S, 128 x 128, of 48 heads, with a scale for each head and value channel
+    where it is quantized; 16 rows of k, u and decay; 3 inputs of the convolution.
+    """
+    model, _ = read(next(file for file in FILES if file.stem == "Qwen--Qwen3.5-27B"))
+    spec = cache_spec(KVCacheConfig(Format.BFLOAT16, None, None, None, state=form), model, 16)
+    scales = 2 * 48 * 128 if form.is_quantized else 0
+    rows = 16 * (16 * 128 * 2 + 48 * 128 * 2 + 48 * 4)
+    assert spec.bytes_per_state == 48 * (48 * 128 * 128 * form.bytes + scales + rows + 3 * 10_240 * 2) == size
