@@ -3,7 +3,7 @@
 // Plain functions on raw pointers; every array is contiguous and row-major unless its comment says otherwise. Nothing
 // here allocates what it returns, throws, or keeps a pointer beyond the call. `threads` is how many threads may work.
 // Functions that compute return a FreightStatus; their output is undefined unless that is FREIGHT_OK.
-// Attention and the KV cache have their own header, attention.h.
+// Attention and the KV cache have their own header, attention.h; operations that keep a state have states.h.
 #pragma once
 #include <cstdint>
 
@@ -193,6 +193,34 @@ struct FreightPart {
 // Columns of a larger matrix: out = x, or with a weight the RMSNorm of each `group` values of a row, as add_rms_norm.
 FREIGHT_API FreightStatus freight_part(const FreightPart* arguments);
 
+struct FreightDecays {
+  const void *a, *b;             // [rows, heads], rows at multiples of a_stride and b_stride; b may be null
+  const float *a_log, *dt_bias;  // [heads]
+  float *beta, *log_decay;       // [rows, heads]
+  int64_t rows, heads, a_stride, b_stride;
+  float least, most;  // bounds of dt
+  int32_t format;     // of a and b
+  int32_t threads;
+};
+
+// dt = softplus(a + dt_bias), bounded; log_decay = -exp(a_log) * dt; beta = sigmoid(b), or dt without b.
+FREIGHT_API FreightStatus freight_decays(const FreightDecays* arguments);
+
+struct FreightGatedNorm {
+  const void *x, *gate;  // [rows, size], rows at multiples of x_stride and gate_stride
+  const void* weight;    // [size], or [group] for all groups
+  void* out;             // [rows, size]
+  int64_t rows, size, group, weight_size, x_stride, gate_stride;
+  int32_t format, weight_format;  // weight_format: `format`, or float32
+  float eps;
+  int32_t norm_first;  // 0 or 1
+  int32_t threads;
+};
+
+// The RMSNorm of each `group` values of x, as add_rms_norm rounds it, times SiLU of the gate, rounded; or, unless
+// norm_first, the norm of x times SiLU of the gate.
+FREIGHT_API FreightStatus freight_gated_norm(const FreightGatedNorm* arguments);
+
 // A mixture of experts.
 
 enum FreightScoring : int32_t {
@@ -253,6 +281,10 @@ enum FreightFunction : int32_t {
   FREIGHT_ACTIVATED = 8,
   FREIGHT_GATE = 9,
   FREIGHT_PART = 10,
+  FREIGHT_DECAYS = 11,
+  FREIGHT_GATED_NORM = 12,
+  FREIGHT_CONVOLUTION = 13,
+  FREIGHT_RECURRENCE = 14,
 };
 
 struct FreightCall {

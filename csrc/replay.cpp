@@ -1,5 +1,6 @@
 // A sequence of calls, made one after another without a return to the caller in between.
 #include "attention.h"
+#include "states.h"
 
 namespace {
 
@@ -16,6 +17,10 @@ FreightStatus run(const FreightCall& call) {
     case FREIGHT_ACTIVATED: return freight_activated(static_cast<const FreightActivated*>(call.arguments));
     case FREIGHT_GATE: return freight_gate(static_cast<const FreightGate*>(call.arguments));
     case FREIGHT_PART: return freight_part(static_cast<const FreightPart*>(call.arguments));
+    case FREIGHT_DECAYS: return freight_decays(static_cast<const FreightDecays*>(call.arguments));
+    case FREIGHT_GATED_NORM: return freight_gated_norm(static_cast<const FreightGatedNorm*>(call.arguments));
+    case FREIGHT_CONVOLUTION: return freight_convolution(static_cast<const FreightConvolution*>(call.arguments));
+    case FREIGHT_RECURRENCE: return freight_recurrence(static_cast<const FreightRecurrence*>(call.arguments));
     default: return FREIGHT_FAILED;
   }
 }

@@ -1,5 +1,5 @@
-// Row-wise operations that some families have: LayerNorm, activations without a gate, gates of results, and columns that
-// are normed on their own.
+// Row-wise operations that some families have: LayerNorm, activations without a gate, gates of results, columns that are
+// normed on their own, and what comes before and after a recurrence.
 //
 // As the reference, they round where it rounds; a row's bits depend on that row alone.
 #include <vector>
@@ -133,6 +133,67 @@ void part(const FreightPart& a) {
   });
 }
 
+// ln(1 + e^x).
+inline VF softplus(VF x) { return (x < VF{} ? VF{} : x) + log1p(exp((VF)((VI)x | INT32_MIN))); }
+
+inline VF sigmoid(VF x) {
+  const VF e = exp((VF)((VI)x | INT32_MIN));
+  return (x < VF{} ? e : set1(1.f)) / (e + set1(1.f));
+}
+
+// NaN stays NaN.
+inline VF bounded(VF x, VF least, VF most) {
+  x = x < least ? least : x;
+  return x > most ? most : x;
+}
+
+void decays(const FreightDecays& a) {
+  const VF least = set1(a.least), most = set1(a.most);
+  parallel_for(a.rows, threads_for(a.rows * a.heads * 8, a.threads), [&](int64_t row) {
+    for (int64_t i = 0; i < a.heads; i += kLanes) {
+      const int count = lanes_at(i, a.heads);
+      const V16 x = load_as(element(a.a, row * a.a_stride + i, a.format), a.format, count);
+      const V16 bias = load_as<FREIGHT_FLOAT32>(a.dt_bias + i, count), rate = load_as<FREIGHT_FLOAT32>(a.a_log + i, count);
+      const V16 dt = each([&](int lanes) { return bounded(softplus(x.v[lanes] + bias.v[lanes]), least, most); });
+      const V16 log_decay = each([&](int lanes) { return -exp(rate.v[lanes]) * dt.v[lanes]; });
+      V16 beta = dt;
+      if (a.b) {
+        const V16 logits = load_as(element(a.b, row * a.b_stride + i, a.format), a.format, count);
+        beta = each([&](int lanes) { return sigmoid(logits.v[lanes]); });
+      }
+      store_as(a.beta + row * a.heads + i, beta, FREIGHT_FLOAT32, count);
+      store_as(a.log_decay + row * a.heads + i, log_decay, FREIGHT_FLOAT32, count);
+    }
+  });
+}
+
+void gated_norm(const FreightGatedNorm& a) {
+  const int32_t format = a.format;
+  parallel_for(a.rows, threads_for(a.rows * a.size, a.threads), [&](int64_t row) {
+    float* values = scratch_of(a.group);
+    const auto factor_at = [&](int64_t at, int count) {
+      const V16 gate = load_as(element(a.gate, row * a.gate_stride + at, format), format, count);
+      return each([&](int lanes) { return silu(gate.v[lanes]); });
+    };
+    for (int64_t begin = 0; begin < a.size; begin += a.group) {
+      const char* x = element(a.x, row * a.x_stride + begin, format);
+      char* out = element(a.out, row * a.size + begin, format);
+      const char* weight = element(a.weight, begin % a.weight_size, a.weight_format);
+      for (int64_t i = 0; i < a.group; i += kLanes) {
+        const int count = lanes_at(i, a.group);
+        const V16 value = load_as(element(x, i, format), format, count);
+        store(values + i, a.norm_first ? value : value * factor_at(begin + i, count));
+      }
+      rms_norm(values, weight, a.weight_format, a.group, format, a.eps);
+      for (int64_t i = 0; i < a.group; i += kLanes) {
+        const int count = lanes_at(i, a.group);
+        const V16 normed = load16(values + i);
+        store_as(element(out, i, format), a.norm_first ? normed * factor_at(begin + i, count) : normed, format, count);
+      }
+    }
+  });
+}
+
 }  // namespace
 }  // namespace freight
 
@@ -150,4 +211,12 @@ FREIGHT_API FreightStatus freight_gate(const FreightGate* arguments) {
 
 FREIGHT_API FreightStatus freight_part(const FreightPart* arguments) {
   return freight::status_of([&] { freight::part(*arguments); });
+}
+
+FREIGHT_API FreightStatus freight_decays(const FreightDecays* arguments) {
+  return freight::status_of([&] { freight::decays(*arguments); });
+}
+
+FREIGHT_API FreightStatus freight_gated_norm(const FreightGatedNorm* arguments) {
+  return freight::status_of([&] { freight::gated_norm(*arguments); });
 }

@@ -151,20 +151,43 @@ inline float reduce_max(VF v) {
   return v[0];
 }
 
-// 2 ** x for x <= 0, within 1 ulp; exactly 1 at 0 and exactly 0 below -126.5; NaN stays NaN.
-inline VF exp2(VF x) {
-  const VF magic = set1(12582912.0f);  // 1.5 * 2**23: adding it rounds to an integer
-  x = max(set1(-127.0f), x);
-  const VF rounded = x + magic;
-  const VF f = x - (rounded - magic);
+// 2 ** f for f of -0.5 .. 0.5.
+inline VF exp2_of_fraction(VF f) {
   VF p = set1(0.0001535335322842002f);
   p = fma(p, f, set1(0.0013398875016719103f));
   p = fma(p, f, set1(0.009618437848985195f));
   p = fma(p, f, set1(0.055503323674201965f));
   p = fma(p, f, set1(0.24022647738456726f));
   p = fma(p, f, set1(0.6931471824645996f));
-  p = fma(p, f, set1(1.0f));
-  return p * (VF)(((VU)rounded + 127u) << 23);  // a NaN's bits may overflow
+  return fma(p, f, set1(1.0f));
+}
+
+constexpr float kRound = 12582912.0f;  // 1.5 * 2**23: adding it rounds to an integer
+
+// 2 ** x for x <= 0, within 1 ulp; exactly 1 at 0 and exactly 0 below -126.5; NaN stays NaN.
+inline VF exp2(VF x) {
+  const VF magic = set1(kRound);
+  x = max(set1(-127.0f), x);
+  const VF rounded = x + magic;
+  return exp2_of_fraction(x - (rounded - magic)) * (VF)(((VU)rounded + 127u) << 23);  // a NaN's bits may overflow
+}
+
+// e ** x, within 2 ulp, subnormals, 0 and infinity included; NaN stays NaN. The multiple of log(2) is subtracted in two
+// parts, so that a large x loses no digits.
+inline VF exp(VF x) {
+  const VF magic = set1(kRound), log2e = set1(1.44269504088896f);
+  x = max(set1(-104.0f), x);
+  x = x > 89.0f ? set1(89.0f) : x;
+  const VF rounded = x * log2e + magic, n = rounded - magic;
+  const VF rest = (x - n * set1(0.693145751953125f)) - n * set1(1.42860682030941723e-6f);
+  const VU whole = (VU)rounded - float_to_bits(kRound), half = (VU)((VI)whole >> 1);  // a NaN's bits are any number
+  return exp2_of_fraction(rest * log2e) * (VF)((half + 127u) << 23) * (VF)((whole - half + 127u) << 23);
+}
+
+// x / (1 + e ** -x), by the exponential of -|x|, which cannot overflow.
+inline VF silu(VF x) {
+  const VF e = exp((VF)((VI)x | INT32_MIN));
+  return (x < VF{} ? x * e : x) / (e + set1(1.0f));
 }
 
 // tanh(x * log(2) / 2), within 2 ** -23 of it: what exp2 makes it from. NaN stays NaN.

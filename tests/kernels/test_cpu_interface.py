@@ -15,7 +15,8 @@ from freight.fp8.formats import ScaleKind
 from freight.kernels.cpu import interface
 
 CSRC = Path(__file__).parents[2] / "csrc"
-SOURCE = re.sub(r"//[^\n]*", "", "".join((CSRC / name).read_text() for name in ("freight.h", "attention.h")))
+HEADERS = ("freight.h", "attention.h", "states.h")
+SOURCE = re.sub(r"//[^\n]*", "", "".join((CSRC / name).read_text() for name in HEADERS))
 TYPES = {"int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64, "float": ctypes.c_float, "void": None}
 STRUCTS = dict(re.findall(r"struct (\w+) \{(.*?)\};", SOURCE, re.DOTALL))
 FUNCTIONS = {name: (result, arguments) for result, name, arguments in re.findall(
@@ -59,9 +60,8 @@ def test_every_number_is_the_headers() -> None:
     }
     assert in_c == NUMBERS
     constants = re.findall(r"constexpr int32_t FREIGHT_(\w+) = (\d+);", SOURCE)
-    assert {name: int(number) for name, number in constants} == {
-        name: getattr(interface, name) for name in ("ABI", "LANES", "CACHE_LINE", "MAX_HEAD_DIM")
-    }
+    names = ("ABI", "LANES", "CACHE_LINE", "MAX_HEAD_DIM", "STATE_TILE", "MAX_WIDTH")
+    assert {name: int(number) for name, number in constants} == {name: getattr(interface, name) for name in names}
 
 
 def test_every_struct_is_the_headers() -> None:

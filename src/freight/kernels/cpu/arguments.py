@@ -24,6 +24,13 @@ def address(tensor: Tensor | None) -> int | None:
     return tensor.data_ptr()
 
 
+def strided(rows: Tensor) -> int:
+    """Of rows that may be columns of a larger tensor: they lie `rows.stride(0)` values apart."""
+    assert rows.ndim == 2
+    assert rows.stride(1) == 1 or rows.shape[1] == 1
+    return rows.data_ptr()
+
+
 def pages_of(page: Tensor, scale: Tensor | None) -> FreightPages:
     """K or V of `KVPages` and its scales, wherever its vectors lie."""
     assert page.stride(3) == 1

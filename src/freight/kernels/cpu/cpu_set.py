@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from freight.kernels.cpu import attention, elementwise, experts, linear, rowwise, store, tuning
+from freight.kernels.cpu import states as state_kernels
 from freight.kernels.cpu.experts import CpuExperts
 from freight.kernels.cpu.library import Library
 from freight.kernels.cpu.linear import CpuWeight
-from freight.kernels.reference_set import ReferenceStates
 from freight.operands.activation import Activation, AnyActivation, GatedActivation, GateFunction
 from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KVPages
 from freight.operands.packed import PackedExperts, PackedWeight, Rows
 from freight.operands.rotary import Rotary
 from freight.operands.routing import Routing
+from freight.operands.states import States
 from freight.operands.weight import Weight, Weights
 
 
 @dataclass(frozen=True)
-class CpuKernels(ReferenceStates):
+class CpuKernels:
     """The compiled kernels. They take no `consumer`: activations are quantized by the product itself."""
 
     library: Library
@@ -131,3 +133,53 @@ class CpuKernels(ReferenceStates):
         consumer: PackedWeight | None = None,
     ) -> Tensor:
         return attention.attention(self.library, q, pages, sequences, softmax_scale, window, soft_cap, sinks)
+
+    def convolve(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        silu: bool,
+        states: States,
+        sequences: Sequences,
+    ) -> Tensor:
+        return state_kernels.convolve(self.library, x, weight, bias, silu, states, sequences)
+
+    def decays(
+        self,
+        a: Tensor,
+        b: Tensor | None,
+        a_log: Tensor,
+        dt_bias: Tensor,
+        limits: tuple[float, float] = (0.0, math.inf),
+    ) -> tuple[Tensor, Tensor]:
+        return state_kernels.decays(self.library, a, b, a_log, dt_bias, limits)
+
+    def recurrence(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        beta: Tensor,
+        log_decay: Tensor,
+        states: States,
+        sequences: Sequences,
+        *,
+        delta: bool,
+        norm: bool,
+        skip: Tensor | None = None,
+    ) -> Tensor:
+        inputs = q, k, v, beta, log_decay
+        return state_kernels.recurrence(self.library, *inputs, states, sequences, delta=delta, norm=norm, skip=skip)
+
+    def gated_norm(
+        self,
+        x: Tensor,
+        gate: Tensor,
+        weight: Tensor,
+        eps: float,
+        group: int,
+        norm_first: bool,
+        consumer: PackedWeight | None = None,
+    ) -> Tensor:
+        return state_kernels.gated_norm(self.library, x, gate, weight, eps, group, norm_first)

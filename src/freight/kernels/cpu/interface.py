@@ -1,4 +1,4 @@
-"""The C interface of csrc/ (freight.h, attention.h) in Python: its numbers, its structs, and its functions' types.
+"""The C interface of csrc/ (freight.h, attention.h, states.h) in Python: numbers, structs, and types of functions.
 
 The test of this file compares all of it with the headers, and fails for what one of them has alone.
 """
@@ -14,10 +14,11 @@ from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
 from freight.operands.activation import Activation, GatedFunction, GateFunction
 from freight.operands.routing import Scoring
+from freight.operands.tiles import STATE_TILE as STATE_TILE  # FREIGHT_STATE_TILE
 from freight.operands.weight import Activations
 
-ABI = 21
-LANES, CACHE_LINE, MAX_HEAD_DIM = 16, 64, 1024
+ABI = 22
+LANES, CACHE_LINE, MAX_HEAD_DIM, MAX_WIDTH = 16, 64, 1024, 8
 
 FORMAT_CODES = {
     Format.FLOAT32: 0,
@@ -45,6 +46,7 @@ OK, OUT_OF_MEMORY, FAILED, SHORT_CONTEXT = range(4)  # FreightStatus
 FUNCTIONS = (
     *("linear", "add_rms_norm", "gated", "attention", "rotate_store", "experts", "route"),
     *("add_layer_norm", "activated", "gate", "part"),
+    *("decays", "gated_norm", "convolution", "recurrence"),
 )
 
 _ERRORS: dict[int, tuple[type[FreightError], str]] = {
@@ -132,6 +134,25 @@ class FreightPart(ctypes.Structure):
     )
 
 
+class FreightDecays(ctypes.Structure):
+    _fields_ = (
+        *((name, _POINTER) for name in ("a", "b", "a_log", "dt_bias", "beta", "log_decay")),
+        *((name, _LONG) for name in ("rows", "heads", "a_stride", "b_stride")),
+        *((name, _FLOAT) for name in ("least", "most")),
+        *((name, _INT) for name in ("format", "threads")),
+    )
+
+
+class FreightGatedNorm(ctypes.Structure):
+    _fields_ = (
+        *((name, _POINTER) for name in ("x", "gate", "weight", "out")),
+        *((name, _LONG) for name in ("rows", "size", "group", "weight_size", "x_stride", "gate_stride")),
+        *((name, _INT) for name in ("format", "weight_format")),
+        ("eps", _FLOAT),
+        *((name, _INT) for name in ("norm_first", "threads")),
+    )
+
+
 class FreightRoute(ctypes.Structure):
     _fields_ = (
         *((name, _POINTER) for name in ("gate", "x", "bias", "choice_bias", "expert_scale", "ids", "weights")),
@@ -190,6 +211,29 @@ class FreightStore(ctypes.Structure):
     )
 
 
+class FreightConvolution(ctypes.Structure):
+    _fields_ = (
+        *((name, _POINTER) for name in ("x", "weight", "bias", "out", "columns")),
+        *((name, _POINTER) for name in ("query_starts", "context_lens", "block_tables")),
+        ("x_stride", _LONG),
+        *((name, _INT) for name in ("num_seqs", "max_blocks", "every", "channels", "width")),
+        *((name, _INT) for name in ("format", "silu", "threads")),
+    )
+
+
+class FreightRecurrence(ctypes.Structure):
+    _fields_ = (
+        *((name, _POINTER) for name in ("q", "k", "v", "beta", "log_decay", "skip", "out")),
+        *((name, _POINTER) for name in ("state", "scale", "kept_k", "kept_u", "kept_decay")),
+        *((name, _POINTER) for name in ("query_starts", "context_lens", "block_tables")),
+        *((name, _LONG) for name in ("q_stride", "k_stride", "v_stride")),
+        *((name, _INT) for name in ("num_seqs", "max_blocks", "every", "key_heads", "heads", "k_dim", "v_dim")),
+        *((name, _INT) for name in ("format", "state_format", "delta", "norm")),
+        ("q_factor", _FLOAT),
+        ("threads", _INT),
+    )
+
+
 class FreightCall(ctypes.Structure):
     _fields_ = (("arguments", _POINTER), ("function", _INT))
 
@@ -208,6 +252,10 @@ COMPUTE: dict[str, tuple[Any, ...]] = {
     "freight_experts": (ctypes.POINTER(FreightExperts),),
     "freight_attention": (ctypes.POINTER(FreightAttention),),
     "freight_rotate_store": (ctypes.POINTER(FreightStore),),
+    "freight_decays": (ctypes.POINTER(FreightDecays),),
+    "freight_gated_norm": (ctypes.POINTER(FreightGatedNorm),),
+    "freight_convolution": (ctypes.POINTER(FreightConvolution),),
+    "freight_recurrence": (ctypes.POINTER(FreightRecurrence),),
     "freight_replay": (ctypes.POINTER(FreightCall), _LONG, ctypes.POINTER(_LONG)),
 }
 # The others: what they return, then their arguments.

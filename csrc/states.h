@@ -1,0 +1,61 @@
+// The C interface of the operations that keep a state of each sequence: convolutions and recurrences.
+//
+// A struct per call: src/freight/kernels/cpu/interface.py mirrors it field by field. States lie in blocks; a block belongs
+// to `every` positions of one sequence, and holds the state behind the last of them so far. The first row of block i reads
+// the state of block i - 1 (src/freight/operands/states.py). Lengths and tables are read when the function is called.
+#pragma once
+#include "freight.h"
+
+constexpr int32_t FREIGHT_STATE_TILE = 16;  // positions between two roundings of a state; `every` is a multiple of it
+constexpr int32_t FREIGHT_MAX_WIDTH = 8;    // of a convolution
+
+struct FreightConvolution {
+  const void* x;                // [rows, channels], rows at multiples of x_stride
+  const void* weight;           // [channels, width]
+  const void* bias;             // [channels], or null
+  void* out;                    // [rows, channels]
+  void* columns;                // [num_blocks, width - 1, channels]: the input at position p lies at p % (width - 1)
+  const int32_t* query_starts;  // [num_seqs + 1]
+  const int32_t* context_lens;  // [num_seqs]
+  const int32_t* block_tables;  // [num_seqs, max_blocks]
+  int64_t x_stride;
+  int32_t num_seqs, max_blocks, every;
+  int32_t channels, width;  // width: 2 to FREIGHT_MAX_WIDTH
+  int32_t format;           // of all but the integers
+  int32_t silu;             // 0 or 1
+  int32_t threads;
+};
+
+// A causal convolution of each channel over its sequence: `KernelSet.convolve` of src/freight/kernels/interface.py has the
+// formula. Its sums are those of the reference, to the bit. A context shorter than its rows is refused
+// (FREIGHT_SHORT_CONTEXT) before anything is written.
+FREIGHT_API FreightStatus freight_convolution(const FreightConvolution* arguments);
+
+struct FreightRecurrence {
+  const void *q, *k;             // [rows, key_heads * k_dim], rows q_stride and k_stride values apart
+  const void* v;                 // [rows, heads * v_dim], rows v_stride values apart
+  const float *beta, *log_decay;  // [rows, heads]
+  const float* skip;             // [heads], or null
+  void* out;                     // [rows, heads * v_dim]
+  void* state;                   // [num_blocks, heads, k_dim, v_dim] of state_format: S at the start of the open tile
+  void* scale;                   // [num_blocks, heads, v_dim] bfloat16; null for the formats of 16 and 32 bits
+  void* kept_k;                  // [num_blocks, FREIGHT_STATE_TILE, key_heads, k_dim] of format: rows of the open tile
+  void* kept_u;                  // [num_blocks, FREIGHT_STATE_TILE, heads, v_dim] of format
+  float* kept_decay;             // [num_blocks, FREIGHT_STATE_TILE, heads]: log decay since the tile's start
+  const int32_t* query_starts;   // [num_seqs + 1]
+  const int32_t* context_lens;   // [num_seqs]
+  const int32_t* block_tables;   // [num_seqs, max_blocks]
+  int64_t q_stride, k_stride, v_stride;
+  int32_t num_seqs, max_blocks, every;
+  int32_t key_heads, heads, k_dim, v_dim;  // heads: a multiple of key_heads; those of one key head are neighbours
+  int32_t format;                          // of q, k, v, out and the kept rows: float32, float16 or bfloat16
+  int32_t state_format;                    // float32, bfloat16, INT8 or E4M3
+  int32_t delta, norm;                     // 0 or 1
+  float q_factor;                          // multiplies q with `norm`
+  int32_t threads;
+};
+
+// Linear attention with a decay: `KernelSet.recurrence` of src/freight/kernels/interface.py has the formulas. A row's bits,
+// and those of what is stored, depend on its own history alone. A context shorter than its rows is refused
+// (FREIGHT_SHORT_CONTEXT) before anything is written.
+FREIGHT_API FreightStatus freight_recurrence(const FreightRecurrence* arguments);

@@ -1,0 +1,148 @@
+"""The operations that keep a state of each sequence (csrc/states.h), in the blocks of `States`, and the row-wise ones
+beside them.
+
+A row's bits, and those of what is stored, depend on its own history alone: not on the other rows, the cuts into calls
+or the threads. They differ from the reference's by the order of sums and the last bits of exponentials. Lengths and
+tables are read by the C functions, so a recorded call follows them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from freight.errors import KernelError
+from freight.kernels.cpu.arguments import address, strided
+from freight.kernels.cpu.interface import (
+    FORMATS,
+    MAX_WIDTH,
+    FreightConvolution,
+    FreightDecays,
+    FreightGatedNorm,
+    FreightRecurrence,
+)
+from freight.kernels.cpu.library import Library
+from freight.operands.batch import Sequences
+from freight.operands.states import States
+from freight.operands.tiles import STATE_TILE
+
+
+def convolve(
+    library: Library,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    silu: bool,
+    states: States,
+    sequences: Sequences,
+) -> Tensor:
+    """`KernelSet.convolve`. Raises KernelError for a width that is not 2 to MAX_WIDTH, and for a context shorter than
+    its rows."""
+    columns = states.parts["columns"]
+    rows, channels = x.shape
+    width = weight.shape[1]
+    if not 2 <= width <= MAX_WIDTH:
+        raise KernelError(
+            f"the CPU kernels support convolutions of a width of 2 to {MAX_WIDTH}, not {width}; use --kernels reference"
+        )
+    assert weight.dtype == columns.dtype == x.dtype
+    assert weight.shape[0] == channels
+    assert columns.shape[1:] == (width - 1, channels)
+    assert bias is None or (bias.dtype == x.dtype and bias.shape == (channels,))
+    out = library.empty((rows, channels), x.dtype)
+    library.functions.freight_convolution(
+        FreightConvolution(  # by position, which takes a third of the time
+            *(strided(x), address(weight), address(bias), out.data_ptr(), address(columns)),
+            *(address(sequences.query_starts), address(sequences.context_lens), address(sequences.block_tables)),
+            *(x.stride(0), sequences.num_seqs, sequences.block_tables.shape[1], states.every, channels, width),
+            *(FORMATS[x.dtype], silu, torch.get_num_threads()),
+        )
+    )
+    return out
+
+
+def decays(
+    library: Library, a: Tensor, b: Tensor | None, a_log: Tensor, dt_bias: Tensor, limits: tuple[float, float]
+) -> tuple[Tensor, Tensor]:
+    """`KernelSet.decays`. b has a's dtype."""
+    rows, heads = a.shape
+    assert b is None or (b.shape == a.shape and b.dtype == a.dtype)
+    assert a_log.dtype == dt_bias.dtype == torch.float32
+    assert a_log.shape == dt_bias.shape == (heads,)
+    beta, log_decay = (library.empty((rows, heads), torch.float32) for _ in range(2))
+    with_b = (None, 0) if b is None else (strided(b), b.stride(0))
+    library.functions.freight_decays(
+        FreightDecays(
+            *(strided(a), with_b[0], address(a_log), address(dt_bias), beta.data_ptr(), log_decay.data_ptr()),
+            *(rows, heads, a.stride(0), with_b[1], *limits, FORMATS[a.dtype], torch.get_num_threads()),
+        )
+    )
+    return beta, log_decay
+
+
+def recurrence(
+    library: Library,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor,
+    states: States,
+    sequences: Sequences,
+    *,
+    delta: bool,
+    norm: bool,
+    skip: Tensor | None = None,
+) -> Tensor:
+    """`KernelSet.recurrence`. Raises KernelError for a context shorter than its rows."""
+    parts, rows = states.parts, len(v)
+    state, kept_k, kept_u, kept_decay = (parts[name] for name in ("state", "k", "u", "decay"))
+    scale = parts.get("scale")
+    blocks, heads, k_dim, v_dim = state.shape
+    key_heads = kept_k.shape[2]
+    assert q.dtype == k.dtype == v.dtype == kept_k.dtype == kept_u.dtype
+    assert beta.dtype == log_decay.dtype == kept_decay.dtype == torch.float32
+    assert q.shape == k.shape == (rows, key_heads * k_dim)
+    assert v.shape == (rows, heads * v_dim)
+    assert beta.shape == log_decay.shape == (rows, heads)
+    assert skip is None or (skip.dtype is torch.float32 and skip.shape == (heads,))
+    assert (state.itemsize == 1) == (scale is not None)
+    assert scale is None or (scale.dtype is torch.bfloat16 and scale.shape == (blocks, heads, v_dim))
+    assert kept_k.shape == (blocks, STATE_TILE, key_heads, k_dim)
+    assert kept_u.shape == (blocks, STATE_TILE, heads, v_dim)
+    assert kept_decay.shape == (blocks, STATE_TILE, heads)
+    assert heads % key_heads == 0
+    assert states.every % STATE_TILE == 0
+    out = library.empty((rows, heads * v_dim), v.dtype)
+    library.functions.freight_recurrence(
+        FreightRecurrence(
+            *(strided(q), strided(k), strided(v), address(beta), address(log_decay), address(skip), out.data_ptr()),
+            *(address(state), address(scale), address(kept_k), address(kept_u), address(kept_decay)),
+            *(address(sequences.query_starts), address(sequences.context_lens), address(sequences.block_tables)),
+            *(q.stride(0), k.stride(0), v.stride(0)),
+            *(sequences.num_seqs, sequences.block_tables.shape[1], states.every, key_heads, heads, k_dim, v_dim),
+            *(FORMATS[v.dtype], FORMATS[state.dtype], delta, norm, k_dim**-0.5, torch.get_num_threads()),
+        )
+    )
+    return out
+
+
+def gated_norm(
+    library: Library, x: Tensor, gate: Tensor, weight: Tensor, eps: float, group: int, norm_first: bool
+) -> Tensor:
+    """`KernelSet.gated_norm`."""
+    rows, size = x.shape
+    assert gate.shape == x.shape
+    assert gate.dtype == x.dtype
+    assert size % group == 0
+    assert weight.dtype in (x.dtype, torch.float32)
+    assert weight.shape in ((size,), (group,))
+    out = library.empty((rows, size), x.dtype)
+    library.functions.freight_gated_norm(
+        FreightGatedNorm(
+            *(strided(x), strided(gate), address(weight), out.data_ptr()),
+            *(rows, size, group, len(weight), x.stride(0), gate.stride(0)),
+            *(FORMATS[x.dtype], FORMATS[weight.dtype], eps, norm_first, torch.get_num_threads()),
+        )
+    )
+    return out
