@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -129,6 +130,7 @@ class LLM:
     def _advance(self, request_id: str, seen: int) -> tuple[RequestOutput | None, int]:
         """The output of a request, after a step if it had only `seen` deltas; None if still. And how many it had."""
         engine = self.engine
+        engine.report()  # of steps that `generate` took in another thread
         if engine.num_deltas(request_id) == seen and not engine.is_finished(request_id):
             engine.step()
         count = engine.num_deltas(request_id)
@@ -216,7 +218,7 @@ class LLM:
             while pending and self.engine.is_finished(pending[0]):
                 pending.popleft()
             if pending:
-                self.engine.step()
+                self.engine.step(quiet_until=math.inf)  # nobody reads what is new of a single step
             return sum(map(self.engine.is_finished, ids)) if progress else 0
 
         columns = (TextColumn("generating"), MofNCompleteColumn(), TextColumn("requests"), TimeElapsedColumn())

@@ -77,7 +77,7 @@ class Engine:
         self._num_added = 0
         self._groups: dict[str, Group] = {}  # the requests that there are: a group is put in last and taken out last
         self._completions: dict[str, tuple[Group, Completion]] = {}
-        self._unreported: dict[str, tuple[Group, dict[Completion, None]]] = {}  # what advanced since its last delta
+        self._unreported: dict[tuple[Group, Completion], None] = {}  # what advanced since its last delta, in order
         self._deadlines: dict[str, float] = {}  # of groups with timeout_s, in seconds of the clock
         self._torn = False
         assert repeatable or not overlaps, "a step that was launched ahead may be computed again"
@@ -152,8 +152,7 @@ class Engine:
             prompt = sum(chunk.num_tokens for chunk in step.chunks if chunk.num_tokens > 1)
             self._pace.note(self._clock() - started, prompt)
         changed = [*expired, *advanced]
-        for group, completion in changed:
-            self._unreported.setdefault(group.request_id, (group, {}))[1][completion] = None
+        self._unreported.update(dict.fromkeys(changed))
         urgent = any(one.request.is_finished or group.stamps.first_token is None for group, one in changed)
         deltas = self._report() if urgent or self._clock() >= quiet_until else []
         self._torn = False
@@ -227,7 +226,7 @@ class Engine:
         for completion in group.completions:
             self._completions.pop(completion.request.request_id, None)
         self._deadlines.pop(request_id, None)
-        self._unreported.pop(request_id, None)
+        self._unreported = {one: None for one in self._unreported if one[0] is not group}
         self._groups.pop(request_id)
         self._torn = False
 
@@ -238,7 +237,10 @@ class Engine:
 
     def _report(self) -> list[RequestDelta]:
         now = self._clock()
-        deltas = [group.delta(list(completions), now) for group, completions in self._unreported.values()]
+        groups: dict[str, tuple[Group, list[Completion]]] = {}
+        for group, completion in self._unreported:
+            groups.setdefault(group.request_id, (group, []))[1].append(completion)
+        deltas = [group.delta(completions, now) for group, completions in groups.values()]
         self._unreported = {}
         return deltas
 
@@ -287,7 +289,7 @@ class Engine:
                 self._read(completion, completion.rebuild)
             group.stamp(self._clock())
         self._ahead = None
-        self._unreported = {name: one for name, one in self._unreported.items() if name in self._groups}
+        self._unreported = {one: None for one in self._unreported if one[0].request_id in self._groups}
         self._deadlines = {name: deadline for name, deadline in self._deadlines.items() if name in self._groups}
         self._torn = False
 
