@@ -55,6 +55,7 @@ class SamplingRow:
         penalised = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
         masked = not (grammar is None and params.allowed_token_ids is None and bad_words is None)
         self._always_changes = penalised or bool(params.logit_bias) or masked
+        self._may_bar_stop_ids = params.min_tokens > 0 and bool(stop_token_ids)
         self._changes: _Changes | None = None
         self._allowed: NDArray[np.bool_] | None = None  # allowed_token_ids as a mask, once it is needed
 
@@ -65,7 +66,7 @@ class SamplingRow:
 
     @property
     def bars_stop_ids(self) -> bool:
-        return self.position < self.params.min_tokens and bool(self.stop_token_ids)
+        return self._may_bar_stop_ids and self.position < self.params.min_tokens
 
     @property
     def changes_logits(self) -> bool:

@@ -33,7 +33,6 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -46,12 +45,12 @@ from freight.outputs import LogprobEntry, Scores
 from freight.sampling import NO_TOKEN_LEFT, SamplingParams
 
 _GOLDEN = 0x9E3779B97F4A7C15  # SplitMix64's increment
+_ALL_BITS = 2**64 - 1
 _NUCLEUS = 1024  # most likely tokens tried first for top_p; of a row that they do not reach, all are sorted
 _ROWS_AT_ONCE = 32  # bounds what log-probabilities of a long prompt hold in memory
 
 
-@dataclass(frozen=True)
-class Sampled:
+class Sampled(NamedTuple):
     """A drawn token, or why there is none.
 
     token_id  -1 when `error` is set
@@ -89,9 +88,9 @@ def draw(logits: Tensor, rows: Sequence[Draw]) -> tuple[Tensor, Tensor]:
     Returns the tokens, int64 [num_rows], ids of the vocabulary in any case, and int64 [2, num_rows]: the tokens and 1
     where they are what `sample` gives, 0 where it gives an error or looks at more of the vocabulary.
     """
-    tokens, reached = _choose(logits, rows, _NUCLEUS)
+    tokens, reached, peaks = _choose(logits, rows, _NUCLEUS)
     tokens = tokens.clamp(0, logits.shape[1] - 1)  # of a row of NaN it may be anything, and another step looks it up
-    return tokens, torch.stack((tokens, (reached & logits.amax(-1).isfinite()).long()))
+    return tokens, torch.stack((tokens, (reached & peaks.isfinite()).long()))
 
 
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
@@ -103,17 +102,18 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
     assert logits.dtype == torch.float32
     assert logits.shape[0] == len(rows)
     adjusted = adjust(logits, rows)
-    tokens, reached = _choose(adjusted, rows, _NUCLEUS)
-    peaks = logits.amax(-1)  # a maximum passes NaN on
-    adjusted_peaks = peaks if adjusted is logits else adjusted.amax(-1)
+    tokens, reached, adjusted_peaks = _choose(adjusted, rows, _NUCLEUS)
+    peaks = adjusted_peaks if adjusted is logits else logits.amax(-1)
     gathered = torch.stack((tokens.double(), reached.double(), peaks.double(), adjusted_peaks.double()))
-    drawn, all_reached, *both_peaks = gathered.tolist()  # where the host waits for a GPU, the only place
-    errors = [_fault(row, *values) for row, *values in zip(rows, *both_peaks, strict=True)]
-    token_ids = [int(token) for token in drawn]
-    rest = [i for i, error in enumerate(errors) if error is None and not all_reached[i]]
+    drawn, all_reached, *both_peaks = gathered.cpu().numpy()  # where the host waits for a GPU, the only place
+    token_ids: list[int] = drawn.astype(np.int64).tolist()
+    errors: list[str | None] = [None] * len(rows)
+    if not np.isfinite(both_peaks).all():
+        errors = [_fault(row, *map(float, values)) for row, *values in zip(rows, *both_peaks, strict=True)]
+    rest = [i for i in np.flatnonzero(all_reached == 0).tolist() if errors[i] is None]
     if rest:
         index = send(rest, torch.int64, logits.device)
-        tokens[index], _ = _choose(adjusted[index], [rows[i] for i in rest], logits.shape[1])
+        tokens[index] = _choose(adjusted[index], [rows[i] for i in rest], logits.shape[1])[0]
         token_ids = tokens.tolist()
     entries: list[tuple[LogprobEntry, ...] | None] = [None] * len(rows)
     wanted = [i for i, row in enumerate(rows) if row.params.logprobs is not None and errors[i] is None]
@@ -152,31 +152,24 @@ def _floats(values: Tensor) -> array[float]:
 
 def sibling_seed(seed: int, index: int) -> int:
     """The seed, in [0, 2 ** 64), of the index-th completion that shares `seed`; different for every index."""
-    return int(_mix(_mix(_int64([seed])) + _int64([index * _GOLDEN]))) % 2**64
+    return _mix(_mix(seed) + index * _GOLDEN)
 
 
 def uniforms(seeds: Sequence[int], positions: Sequence[int], device: torch.device | None = None) -> Tensor:
     """float64 [num_rows] in [0, 1): the random number of each (seed, output position)."""
-    stream = _mix(_int64(seeds, device) + _int64([_GOLDEN], device))
-    bits = _mix(stream + _int64([(position + 1) * _GOLDEN for position in positions], device))
-    return _shifted(bits, 11).double() * 2.0**-53
+    bits = [
+        _mix(_mix(seed + _GOLDEN) + (position + 1) * _GOLDEN) for seed, position in zip(seeds, positions, strict=True)
+    ]
+    return send([math.ldexp(one >> 11, -53) for one in bits], torch.float64, device or torch.device("cpu"))
 
 
-def _int64(values: Sequence[int], device: torch.device | None = None) -> Tensor:
-    """Whole numbers modulo 2 ** 64, as the int64 of the same bits."""
-    return send([(value + 2**63) % 2**64 - 2**63 for value in values], torch.int64, device or torch.device("cpu"))
-
-
-def _shifted(bits: Tensor, by: int) -> Tensor:
-    """A right shift that brings in zeros; torch's own repeats the sign."""
-    return (bits >> by) & ((1 << (64 - by)) - 1)
-
-
-def _mix(bits: Tensor) -> Tensor:
-    """SplitMix64's output function on int64, whose products wrap around."""
-    bits = (bits ^ _shifted(bits, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
-    bits = (bits ^ _shifted(bits, 27)) * (0x94D049BB133111EB - 2**64)
-    return bits ^ _shifted(bits, 31)
+def _mix(bits: int) -> int:
+    """SplitMix64's output function of `bits` modulo 2 ** 64. Python's whole numbers take less time than any array's for
+    the rows of a step."""
+    bits &= _ALL_BITS
+    bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9 & _ALL_BITS
+    bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB & _ALL_BITS
+    return bits ^ (bits >> 31)
 
 
 def _fault(row: SamplingRow, peak: float, adjusted_peak: float) -> str | None:
@@ -227,22 +220,25 @@ def highest(x: Tensor) -> Tensor:
     return torch.from_numpy(x.numpy().argmax(-1)) if x.device.type == "cpu" else x.argmax(-1)
 
 
-def _choose(x: Tensor, rows: Sequence[_Row], width: int) -> tuple[Tensor, Tensor]:
-    """Tokens int64 [num_rows] from adjusted logits x; bool [num_rows], whether the `width` most likely were enough."""
+def _choose(x: Tensor, rows: Sequence[_Row], width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """From adjusted logits x: tokens int64 [num_rows]; bool [num_rows], whether the `width` most likely were enough;
+    and the maximum of each row, NaN where it has one."""
     drawn = [i for i, row in enumerate(rows) if not row.params.greedy]
     if len(drawn) == len(rows):
         return _draw(x, rows, width)
     tokens = highest(x)
     reached = torch.ones_like(tokens, dtype=torch.bool)
+    peaks = x.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
     if drawn:
         index = send(drawn, torch.int64, x.device)
-        tokens[index], reached[index] = _draw(x[index], [rows[i] for i in drawn], width)
-    return tokens, reached
+        tokens[index], reached[index], _ = _draw(x[index], [rows[i] for i in drawn], width)
+    return tokens, reached, peaks
 
 
-def _draw(x: Tensor, rows: Sequence[_Row], width: int) -> tuple[Tensor, Tensor]:
+def _draw(x: Tensor, rows: Sequence[_Row], width: int) -> tuple[Tensor, Tensor, Tensor]:
     """`_choose` for rows with temperature > 0."""
-    x = (x - x.amax(-1, keepdim=True)) / _column([row.params.temperature for row in rows], x).float()
+    peaks = x.amax(-1, keepdim=True)
+    x = (x - peaks) / _column([row.params.temperature for row in rows], x).float()
     x = _on(x, rows, lambda params: params.min_p > 0, _min_p)
     x = _on(x, rows, lambda params: 0 < params.top_k < x.shape[-1], _top_k)
     p = x.softmax(-1)
@@ -256,7 +252,7 @@ def _draw(x: Tensor, rows: Sequence[_Row], width: int) -> tuple[Tensor, Tensor]:
     total = mass[:, -1:]
     u = uniforms([row.seed for row in rows], [row.position for row in rows], x.device).unsqueeze(-1)
     point = torch.minimum(u * total, total.nextafter(torch.zeros_like(total)))  # < total, also after rounding
-    return torch.searchsorted(mass, point, right=True).squeeze(-1), reached
+    return torch.searchsorted(mass, point, right=True).squeeze(-1), reached, peaks.squeeze(-1)
 
 
 def _on(
