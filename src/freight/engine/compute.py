@@ -14,6 +14,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
@@ -28,8 +29,7 @@ SCORED_AT_ONCE = 256  # rows of logits that log-probabilities of a prompt hold a
 logger = logging.getLogger("freight")
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkWork:
+class ChunkWork(NamedTuple):
     """A chunk to compute. `row` is what its token is drawn with.
 
     `num_scored` counts the log-probabilities of prompt tokens that are there already, the first token's None included;

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -33,8 +32,7 @@ class BlockLayout(Protocol):
     def has_slots(self) -> bool: ...
 
 
-@dataclass(frozen=True)
-class SequenceSlice:
+class SequenceSlice(NamedTuple):
     """`token_ids` of one sequence at positions start, start + 1, …, and its block tables by cache group.
 
     Entry i of a table is the block of tokens i * tokens_per_block … of its group, for all that are stored and those of

@@ -101,7 +101,7 @@ def _in_turns(runners: Sequence[ModelRunner], step: Sequence[SequenceSlice], rep
     for turn in range(repeats + 1):
         for runner, times in zip(runners, taken, strict=True):
             begin = now(device)
-            runner.run([replace(part, block_ids=runner.pool.whole) for part in step]).all_logits()
+            runner.run([part._replace(block_ids=runner.pool.whole) for part in step]).all_logits()
             if turn:
                 times.append(now(device) - begin)
     return [min(times) for times in taken]

@@ -9,7 +9,6 @@ import hashlib
 import random
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -63,7 +62,7 @@ class FakeRunner:
         if tokens is not None:  # the step was launched ahead
             self.num_ahead += 1
             given = tokens.tolist()
-            slices = [replace(part, token_ids=[token]) for part, token in zip(slices, given, strict=True)]
+            slices = [part._replace(token_ids=[token]) for part, token in zip(slices, given, strict=True)]
         self.fails(slices)
         rows = []
         for part in slices:

@@ -235,7 +235,7 @@ def test_a_kernel_that_fails_is_reported_and_does_no_harm(steps_before):
     for _ in range(steps_before):
         step = batch.advance((0, 1))
         assert torch.equal(recorded.run(step).all_logits(), plain.run(step).all_logits())
-    bad = [replace(part, start=-1) for part in batch.advance((0, 1))]
+    bad = [part._replace(start=-1) for part in batch.advance((0, 1))]
     with pytest.raises(KernelError, match="freight_attention failed: a sequence has more queries than keys"):
         recorded.run(bad)
     batch.lengths = [steps_before] * 2 + [0, 0]
