@@ -10,7 +10,7 @@
 #define FREIGHT_API extern "C" __attribute__((visibility("default")))
 
 // Changes when any declaration changes, so that a library from an older build is refused instead of called wrongly.
-constexpr int32_t FREIGHT_ABI = 21;
+constexpr int32_t FREIGHT_ABI = 22;
 FREIGHT_API int32_t freight_abi();
 
 constexpr int32_t FREIGHT_LANES = 16;      // outputs that are computed together: arrays by output are padded to it
@@ -21,6 +21,7 @@ enum FreightStatus : int32_t {
   FREIGHT_OUT_OF_MEMORY = 1,  // no room for working memory; a later call may succeed
   FREIGHT_FAILED = 2,         // the system refused something else, such as a thread
   FREIGHT_SHORT_CONTEXT = 3,  // attention: a sequence has fewer keys than queries
+  FREIGHT_NO_SUCH_ROW = 4,    // lookup: an id is no row of the table
 };
 
 // How values are stored; the numbers are part of the interface.
@@ -85,7 +86,8 @@ struct FreightLinear {
   const void* bias;    // [out_features], or null
   void* y;             // [rows, out_features]
   int64_t rows;
-  int32_t format;  // of x, bias and y: float32, float16 or bfloat16
+  int32_t format;  // of x and bias: float32, float16 or bfloat16
+  int32_t wide;    // 0: y is in `format`; 1: its values are, and stored as float32
   int32_t threads;
 };
 
@@ -221,6 +223,21 @@ struct FreightGatedNorm {
 // norm_first, the norm of x times SiLU of the gate.
 FREIGHT_API FreightStatus freight_gated_norm(const FreightGatedNorm* arguments);
 
+struct FreightLookup {
+  const void* table;   // [table_rows, size], rows at multiples of table_stride
+  const int64_t* ids;  // [rows]
+  const void* base;    // [rows, size], or null
+  void* out;           // [rows, size]
+  int64_t rows, size, table_rows, table_stride;
+  int32_t table_format, format;  // format: of base and out
+  float multiplier, factor;
+  int32_t threads;
+};
+
+// out = (base + table[ids] * multiplier) * factor: the rows, each product and the sum are rounded to `format`. An id beyond
+// the table is refused (FREIGHT_NO_SUCH_ROW) before anything is written.
+FREIGHT_API FreightStatus freight_lookup(const FreightLookup* arguments);
+
 // A mixture of experts.
 
 enum FreightScoring : int32_t {
@@ -285,6 +302,7 @@ enum FreightFunction : int32_t {
   FREIGHT_GATED_NORM = 12,
   FREIGHT_CONVOLUTION = 13,
   FREIGHT_RECURRENCE = 14,
+  FREIGHT_LOOKUP = 15,
 };
 
 struct FreightCall {

@@ -132,6 +132,7 @@ void finish(const Product& call, int32_t format, const float* sums, int64_t row,
   const int64_t first = block * kLanes;
   const int count = static_cast<int>(std::min<int64_t>(kLanes, weight.out_features - first));
   const bool scaled = weight.scale != nullptr;
+  const int32_t stored = call.wide ? FREIGHT_FLOAT32 : format;
   const V16 scale = scaled ? load16(weight.scale + first) * set16(factor) : set16(factor);
   const V16 bias = call.bias ? load16(call.bias + first) : V16{};
   for (int64_t m = 0; m < rows; m++) {
@@ -139,7 +140,8 @@ void finish(const Product& call, int32_t format, const float* sums, int64_t row,
     if (call.staged.row_scale) value = value * set16(call.staged.row_scale[row + m]);
     if (scaled || factor != 1.f) value = value * scale;
     if (call.bias) value = value + bias;
-    store_as(element(call.y, (row + m) * weight.out_features + first, format), value, format, count);
+    if (call.wide) value = rounded_to(value, format);
+    store_as(element(call.y, (row + m) * weight.out_features + first, stored), value, stored, count);
   }
 }
 
@@ -283,7 +285,8 @@ void linear(const FreightLinear& a) {
   for (int64_t first = 0; first < a.rows; first += most) {
     Product call{&weight, element(a.x, first * weight.in_features, a.format), nullptr, std::min(most, a.rows - first)};
     call.bias = a.bias ? bias_values.data() : nullptr;
-    call.y = element(a.y, first * weight.out_features, a.format);
+    call.wide = a.wide != 0;
+    call.y = element(a.y, first * weight.out_features, call.wide ? FREIGHT_FLOAT32 : a.format);
     stage_one(call, a.format, a.threads);
     multiply(&call, 1, a.format, a.threads);
   }

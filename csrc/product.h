@@ -19,6 +19,7 @@ struct Product {
   int64_t rows = 0;
   const float* bias = nullptr;  // [out_features padded to 16], or null
   void* y = nullptr;            // [rows, out_features]
+  bool wide = false;            // y is float32, of values in the call's format
   Staged staged = {};
 
   int64_t row_of(int64_t row) const { return index ? index[row] : row; }

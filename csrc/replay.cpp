@@ -21,6 +21,7 @@ FreightStatus run(const FreightCall& call) {
     case FREIGHT_GATED_NORM: return freight_gated_norm(static_cast<const FreightGatedNorm*>(call.arguments));
     case FREIGHT_CONVOLUTION: return freight_convolution(static_cast<const FreightConvolution*>(call.arguments));
     case FREIGHT_RECURRENCE: return freight_recurrence(static_cast<const FreightRecurrence*>(call.arguments));
+    case FREIGHT_LOOKUP: return freight_lookup(static_cast<const FreightLookup*>(call.arguments));
     default: return FREIGHT_FAILED;
   }
 }

@@ -1,7 +1,8 @@
-// Row-wise operations that some families have: LayerNorm, activations without a gate, gates of results, columns that are
-// normed on their own, and what comes before and after a recurrence.
+// Rows of an embedding, and row-wise operations that some families have: LayerNorm, activations without a gate, gates of
+// results, columns that are normed on their own, and what comes before and after a recurrence.
 //
 // As the reference, they round where it rounds; a row's bits depend on that row alone.
+#include <algorithm>
 #include <vector>
 
 #include "parallel.h"
@@ -194,8 +195,38 @@ void gated_norm(const FreightGatedNorm& a) {
   });
 }
 
+bool are_rows(const FreightLookup& a) {
+  return std::all_of(a.ids, a.ids + a.rows, [&](int64_t id) { return id >= 0 && id < a.table_rows; });
+}
+
+void lookup(const FreightLookup& a) {
+  const int32_t format = a.format;
+  const bool same = !a.base && a.table_format == format && a.multiplier == 1.f && a.factor == 1.f;
+  const V16 multiplier = set16(a.multiplier), factor = set16(a.factor);
+  parallel_for(a.rows, threads_for(a.rows * a.size, a.threads), [&](int64_t row) {
+    const char* from = element(a.table, a.ids[row] * a.table_stride, a.table_format);
+    char* to = element(a.out, row * a.size, format);
+    if (same) {
+      std::memcpy(to, from, static_cast<size_t>(a.size * bytes_of(format)));
+      return;
+    }
+    for (int64_t i = 0; i < a.size; i += kLanes) {
+      const int count = lanes_at(i, a.size);
+      V16 v = rounded_to(load_as(element(from, i, a.table_format), a.table_format, count), format);
+      v = rounded_to(v * multiplier, format);
+      if (a.base) v = rounded_to(load_as(element(a.base, row * a.size + i, format), format, count) + v, format);
+      store_as(element(to, i, format), v * factor, format, count);
+    }
+  });
+}
+
 }  // namespace
 }  // namespace freight
+
+FREIGHT_API FreightStatus freight_lookup(const FreightLookup* arguments) {
+  if (!freight::are_rows(*arguments)) return FREIGHT_NO_SUCH_ROW;
+  return freight::status_of([&] { freight::lookup(*arguments); });
+}
 
 FREIGHT_API FreightStatus freight_add_layer_norm(const FreightLayerNorm* arguments) {
   return freight::status_of([&] { freight::add_layer_norm(*arguments); });

@@ -21,7 +21,7 @@ TYPES = {"int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64, "float": ctypes.c
 STRUCTS = dict(re.findall(r"struct (\w+) \{(.*?)\};", SOURCE, re.DOTALL))
 FUNCTIONS = {name: (result, arguments) for result, name, arguments in re.findall(
     r"FREIGHT_API (\w+) (\w+)\(([^)]*)\);", SOURCE)}  # fmt: skip
-STATUSES = ("OK", "OUT_OF_MEMORY", "FAILED", "SHORT_CONTEXT")
+STATUSES = ("OK", "OUT_OF_MEMORY", "FAILED", "SHORT_CONTEXT", "NO_SUCH_ROW")
 NUMBERS = {
     "FreightFormat": {format.name: code for format, code in interface.FORMAT_CODES.items()}
     | {"MXFP4": interface.MXFP4},

@@ -172,6 +172,25 @@ def test_products_of_odd_shapes_are_the_references(build, kind, activations, dty
         test_product_is_the_references(build, outputs, inputs, kind, activations, dtype)
 
 
+@pytest.mark.parametrize("dtype", FLOATS.values(), ids=list(FLOATS))
+@pytest.mark.parametrize(("kind", "activations"), PATHS)
+@pytest.mark.parametrize("build", BUILDS)
+def test_results_stored_as_float32_have_the_same_values(build, kind, activations, dtype):
+    torch.manual_seed(0)
+    loaded = library.load(build)
+    packed = CpuKernels(loaded).pack(make(kind, activations, 150, 200))
+    x, bias = torch.randn(MANY_ROWS, 200).to(dtype), torch.randn(150).to(dtype)
+    x[3] = torch.nan
+    x[4] = 1e30 if dtype is not torch.float16 else 6e4  # infinite in float16, where a float32 would hold the sum
+    for rows in (1, 5, 40, MANY_ROWS):
+        for one in (None, bias):
+            stored = CpuKernels(loaded).linear(x[:rows], packed, one, float32=True)
+            assert stored.dtype == torch.float32
+            expected = CpuKernels(loaded).linear(x[:rows], packed, one).float()
+            assert torch.equal(stored.nan_to_num(7), expected.nan_to_num(7))
+            assert torch.equal(stored.isnan(), expected.isnan())
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("kind", "activations"), PATHS)
 @pytest.mark.parametrize("build", BUILDS)

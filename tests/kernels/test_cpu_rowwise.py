@@ -1,7 +1,7 @@
-"""The compiled row-wise operations of some families: every build that runs here against float64, and its bits.
+"""Rows of an embedding and the compiled row-wise operations of some families: every build that runs here, and its bits.
 
-Results are within one unit in the last place of the dtype, as they are rounded once; of float32 within 1e-5. Norms of
-columns have the bits of `add_rms_norm`, activations without a gate those of the reference.
+Against float64, results are within one unit in the last place of the dtype, as they are rounded once; of float32 within
+1e-5. Norms of columns have the bits of `add_rms_norm`, activations without a gate and rows those of the reference.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from tests.kernels.test_cpu_elementwise import BUILDS, DTYPES, agrees
 from torch import Tensor
 
-from freight.kernels import reference
+from freight.errors import KernelError
+from freight.kernels import reference_rows
 from freight.kernels.cpu import library
 from freight.kernels.cpu.cpu_set import CpuKernels
 from freight.kernels.reference_set import REFERENCE
@@ -67,7 +68,7 @@ def test_activations_without_a_gate_have_the_bits_of_the_reference(kernels, size
     torch.manual_seed(size)
     x = (torch.randn(5, size) * 4).to(dtype)
     x[0, 0], x[1, 0], x[2, 0], x[3, 0] = torch.inf, -torch.inf, torch.nan, 0.0
-    out, want = kernels.activated(x, activation), reference.activated(x, activation)
+    out, want = kernels.activated(x, activation), reference_rows.activated(x, activation)
     assert out.dtype == dtype
     assert torch.equal(out.nan_to_num(-1), want.nan_to_num(-1))
     assert out[:4, 0].isnan().tolist() == [False, False, True, False]
@@ -109,13 +110,62 @@ def test_joined_columns_are_those_of_the_parts(kernels, dtype, wide):
     out = kernels.join(parts, 1e-5)
     norms = (kernels.add_rms_norm(a.reshape(-1, len(w)), None, w, 1e-5)[1].view(5, -1) for a, w in parts[:2])
     assert torch.equal(out, torch.cat((*norms, other[:, 2], x), 1))
-    assert agrees(out, reference.join(parts, 1e-5), 2)
+    assert agrees(out, reference_rows.join(parts, 1e-5), 2)
     assert torch.equal(kernels.join([(part[1:2], weight) for part, weight in parts], 1e-5), out[1:2])
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
+@pytest.mark.parametrize("size", SIZES)
+def test_lookup_gives_the_rows_of_an_embedding(kernels, size, dtype):
+    torch.manual_seed(size)
+    table, ids = (torch.randn(9, size + 3) * 30).to(dtype)[::2, 1 : size + 1], torch.tensor([4, 0, 2, 2, 1, 3, 0])
+    table[0, 0], table[1, 0], table[2, 0] = torch.inf, torch.nan, -0.0
+    rows = F.embedding(ids, table)
+    for one in (kernels, REFERENCE):
+        for multiplier in (1.0, 0.5, 45.254834):  # the last is no number of 16 bits
+            out = one.lookup(table, ids, multiplier)
+            assert out.dtype == dtype
+            assert same_bits(out, (rows.float() * multiplier).to(dtype))
+        assert one.lookup(table, ids[:0]).shape == (0, size)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
+@pytest.mark.parametrize("stored", DTYPES.values(), ids=list(DTYPES))
+@pytest.mark.parametrize("size", SIZES)
+def test_lookup_adds_rows_to_a_base_and_rounds_at_each_step(kernels, size, stored, dtype):
+    torch.manual_seed(size)
+    table, base, ids = torch.randn(5, size).to(stored), torch.randn(7, size).to(dtype), torch.arange(7) % 5
+    rows = F.embedding(ids, table).to(dtype)
+    for one in (kernels, REFERENCE):
+        for multiplier, factor in ((1.0, 1.0), (16.0, 0.5**0.5)):
+            product = (rows.float() * multiplier).to(dtype)
+            summed = (base.float() + product.float()).to(dtype)
+            out = one.lookup(table, ids, multiplier, base, factor)
+            assert out.dtype == dtype
+            assert same_bits(out, (summed.float() * factor).to(dtype))
+
+
+@pytest.mark.parametrize("outside", [-1, 5, 2**40])
+def test_an_id_beyond_the_table_is_refused(kernels, outside):
+    table, ids = torch.randn(5, 64), torch.tensor([0, 1, 2])
+    ids[2] = outside
+    with pytest.raises(KernelError, match="freight_lookup failed: a token id or position lies outside"):
+        kernels.lookup(table, ids)
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """NaN equals NaN, and 0 is not -0."""
+    return torch.equal(one.isnan(), other.isnan()) and torch.equal(bits(one.nan_to_num(7)), bits(other.nan_to_num(7)))
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.view(torch.int32 if x.itemsize == 4 else torch.int16)
 
 
 def test_rows_do_not_see_each_other_nor_the_threads(kernels):
     torch.manual_seed(0)
     x, delta, weight, bias = (torch.randn(n, 4096).bfloat16() for n in (40, 40, 1, 1))
+    ids = torch.arange(40) * 7 % 40
 
     def every(rows: slice) -> list[Tensor]:
         logits = delta[rows]
@@ -125,6 +175,7 @@ def test_rows_do_not_see_each_other_nor_the_threads(kernels):
             *(kernels.activated(x[rows], activation) for activation in Activation),
             *gates,
             kernels.join([(x[rows, :4000], weight[0, :50]), (logits, None)], 1e-5),
+            kernels.lookup(x, ids[rows], 3.0, logits, 0.7),
         ]
 
     torch.set_num_threads(1)

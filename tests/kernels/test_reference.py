@@ -15,7 +15,7 @@ from freight.cache.groups import Pages
 from freight.engine.prepare import Logits, SequenceSlice, prepare
 from freight.fp8.cast import decode, encode, torch_dtype
 from freight.fp8.formats import Format
-from freight.kernels import reference
+from freight.kernels import reference, reference_rows
 from freight.kernels.reference import Fp8Products
 from freight.operands.activation import GatedActivation, GateFunction
 from freight.operands.kv_pages import KVPages
@@ -297,20 +297,20 @@ def test_row_wise_operations_do_not_see_other_rows(size):
     for operation in (
         lambda t: reference.rms_norm(t, weight, 1e-5),
         lambda t: reference.gated(t, SILU),
-        lambda t: reference.layer_norm(t, weight, weight.flip(0), 1e-5),
+        lambda t: reference_rows.layer_norm(t, weight, weight.flip(0), 1e-5),
     ):
         whole = operation(x)
         assert all(torch.equal(operation(x[i:j]), whole[i:j]) for i in range(0, 70, 9) for j in range(i + 1, 71, 7))
     assert torch.allclose(reference.rms_norm(x, weight, 1e-5), F.rms_norm(x, (2 * size,), weight, 1e-5), atol=1e-6)
     expected = F.layer_norm(x + 30, (2 * size,), weight, weight.flip(0), 1e-5)
-    assert torch.allclose(reference.layer_norm(x + 30, weight, weight.flip(0), 1e-5), expected, atol=2e-5)
+    assert torch.allclose(reference_rows.layer_norm(x + 30, weight, weight.flip(0), 1e-5), expected, atol=2e-5)
     gate, up = x.chunk(2, dim=-1)
     assert torch.allclose(reference.gated(x, SILU), F.silu(gate) * up, atol=1e-6)
 
 
 @pytest.mark.parametrize("function", GateFunction)
 def test_a_gate_takes_no_rows(function):
-    assert reference.gate(torch.empty(0, 6), torch.empty(0, 2), function).shape == (0, 6)
+    assert reference_rows.gate(torch.empty(0, 6), torch.empty(0, 2), function).shape == (0, 6)
 
 
 def test_store_skips_slot_minus_one_and_counts_nan_and_clipped_values():

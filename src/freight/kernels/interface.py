@@ -51,8 +51,18 @@ class KernelSet(Protocol):
         """`weight` as this set's `linear` takes it; called once, at load. Raises KernelError for other formats."""
         ...
 
-    def linear(self, x: Rows, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-        """x @ weight.T + bias, [rows, out_features] in x's dtype.
+    def lookup(
+        self, table: Tensor, ids: Tensor, multiplier: float = 1.0, base: Tensor | None = None, factor: float = 1.0
+    ) -> Tensor:
+        """(base + table[ids] * multiplier) * factor, [rows, size] in base's dtype, or in table's without `base`.
+
+        table: [table_rows, size] in a dtype of 16 or 32 bits; ids: [rows] int64; base: [rows, size]. The rows, each
+        product and the sum are rounded to that dtype.
+        """
+        ...
+
+    def linear(self, x: Rows, weight: PackedWeight, bias: Tensor | None = None, float32: bool = False) -> Tensor:
+        """x @ weight.T + bias, [rows, out_features] in x's dtype; with `float32` the same values, stored as float32.
 
         x: [rows, in_features], or what an operation returned for `consumer=weight`; weight: what `pack` returned;
         bias: [out_features] in x's dtype.

@@ -13,7 +13,6 @@ Row-wise operations compute in float32 and round once, to their input's dtype, u
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from enum import StrEnum
 
 import torch
@@ -24,7 +23,7 @@ from freight.errors import KernelError
 from freight.fp8.cast import amax, decode, encode, format_of, num_clipped, scale_from_amax, token_scale
 from freight.fp8.formats import Format, ScaleKind
 from freight.fp8.weights import BLOCK, expand_blocks
-from freight.operands.activation import Activation, GatedActivation, GatedFunction, GateFunction
+from freight.operands.activation import GatedActivation, GatedFunction
 from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KVPages, read_slots, write_slots
 from freight.operands.rotary import Rotary
@@ -127,29 +126,6 @@ def add_rms_norm(
     return x, rms_norm(x, weight, eps)
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """(x - mean(x)) / sqrt(mean((x - mean(x))²) + eps) * weight + bias over the last dimension (Ba et al. 2016).
-
-    Rounded once, at the end.
-    """
-    values = x.float()
-    values = values - values.mean(-1, keepdim=True)
-    normed = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
-    return (normed * weight.float() + bias.float()).to(x.dtype)
-
-
-def add_layer_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x + delta in x's dtype, and the `layer_norm` of that. x, delta: [rows, size]; no delta adds nothing."""
-    x = x if delta is None else x + delta
-    return x, layer_norm(x, weight, bias, eps)
-
-
-def activated(x: Tensor, activation: Activation) -> Tensor:
-    """activation(x), element by element; NaN stays NaN."""
-    positive = torch.relu(x)
-    return positive.square() if activation is Activation.RELU_SQUARED else positive
-
-
 def gated(gate_up: Tensor, activation: GatedActivation) -> Tensor:
     """activation(gate) * up of a merged [rows, 2 * intermediate]."""
     gate, up = gate_up.float().chunk(2, dim=-1)
@@ -159,19 +135,6 @@ def gated(gate_up: Tensor, activation: GatedActivation) -> Tensor:
     is_gelu, limit = activation.function is GatedFunction.GELU_TANH, activation.limit or math.inf
     value = F.gelu(gate, approximate="tanh") if is_gelu else gate / (1.0 + torch.exp(-gate))
     return (value.clamp(max=limit) * up.clamp(-limit, limit)).to(gate_up.dtype)
-
-
-def gate(x: Tensor, logits: Tensor, function: GateFunction) -> Tensor:
-    """x * function(logits) of [rows, size] and [rows or 1, groups], in float64: no factor depends on its neighbours."""
-    wide, soft = logits.double(), function is GateFunction.SOFTPLUS
-    factors = F.softplus(wide) if soft else torch.sigmoid(wide) if function is GateFunction.SIGMOID else wide
-    return (x.double() * factors.repeat_interleave(x.shape[1] // logits.shape[1], 1)).to(x.dtype)
-
-
-def join(parts: Sequence[tuple[Tensor, Tensor | None]], eps: float = 0.0) -> Tensor:
-    """The columns of all parts; a part: x [rows, size], and the weight [group] of an `rms_norm` of groups, or None."""
-    made = (x if w is None else rms_norm(x.unflatten(1, (-1, len(w))), w, eps).flatten(1) for x, w in parts)
-    return torch.cat(tuple(made), 1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from freight.kernels import experts, reference, reference_states
+from freight.kernels import experts, reference, reference_rows, reference_states
 from freight.kernels.experts import ExpertList
 from freight.kernels.reference import Fp8Products
 from freight.operands.activation import Activation, AnyActivation, GatedActivation, GateFunction
@@ -91,10 +91,16 @@ class ReferenceKernels(ReferenceStates):
     def pack(self, weight: Weight) -> Weight:
         return weight
 
-    def linear(self, x: Rows, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    def lookup(
+        self, table: Tensor, ids: Tensor, multiplier: float = 1.0, base: Tensor | None = None, factor: float = 1.0
+    ) -> Tensor:
+        return reference_rows.lookup(table, ids, multiplier, base, factor)
+
+    def linear(self, x: Rows, weight: PackedWeight, bias: Tensor | None = None, float32: bool = False) -> Tensor:
         assert isinstance(x, Tensor)
         assert isinstance(weight, Weight)
-        return reference.linear(x, weight, bias)
+        out = reference.linear(x, weight, bias)
+        return out.float() if float32 else out
 
     def add_rms_norm(
         self,
@@ -116,19 +122,19 @@ class ReferenceKernels(ReferenceStates):
         eps: float,
         consumer: PackedWeight | None = None,
     ) -> tuple[Tensor, Tensor]:
-        return reference.add_layer_norm(x, delta, weight, bias, eps)
+        return reference_rows.add_layer_norm(x, delta, weight, bias, eps)
 
     def activated(self, x: Tensor, activation: Activation, consumer: PackedWeight | None = None) -> Tensor:
-        return reference.activated(x, activation)
+        return reference_rows.activated(x, activation)
 
     def gated(self, gate_up: Tensor, activation: GatedActivation, consumer: PackedWeight | None = None) -> Tensor:
         return reference.gated(gate_up, activation)
 
     def gate(self, x: Tensor, logits: Tensor, function: GateFunction) -> Tensor:
-        return reference.gate(x, logits, function)
+        return reference_rows.gate(x, logits, function)
 
     def join(self, parts: Sequence[tuple[Tensor, Tensor | None]], eps: float = 0.0) -> Tensor:
-        return reference.join(parts, eps)
+        return reference_rows.join(parts, eps)
 
     def pack_experts(self, weights: Weights, bias: Tensor | None = None) -> ExpertList:
         return experts.pack(self, weights, bias)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from freight.kernels import reference
+from freight.kernels import reference, reference_rows
 from freight.kernels.triton import elementwise, gates
 from freight.kernels.triton.formats import current_target
 from freight.kernels.triton.rows import quantize
@@ -44,7 +44,7 @@ def test_add_layer_norm(dtype, device):
     x, delta = (torch.randn(2, 5, 200) * 4 + 30).to(dtype).to(device)
     weight, bias = torch.randn(2, 200).to(dtype).to(device)
     total, normed = elementwise.add_layer_norm(current_target(), x, delta, weight, bias, 1e-5)
-    expected = reference.add_layer_norm(x, delta, weight, bias, 1e-5)
+    expected = reference_rows.add_layer_norm(x, delta, weight, bias, 1e-5)
     assert torch.equal(total, expected[0])
     bound = torch.finfo(dtype).eps * (expected[1].float().abs() + 4) + 2e-6  # the product and the bias may cancel
     assert ((normed.float() - expected[1].float()).abs() <= bound).all()
@@ -120,7 +120,7 @@ def test_activated(activation, dtype, size, device):
     x = (torch.randn(3, size) * 5).to(dtype).to(device)
     x[0, :3] = torch.tensor([torch.nan, -torch.inf, 200.0])
     found = elementwise.activated(current_target(), x, activation)
-    assert torch.equal(found.nan_to_num(-1), reference.activated(x, activation).nan_to_num(-1))
+    assert torch.equal(found.nan_to_num(-1), reference_rows.activated(x, activation).nan_to_num(-1))
     assert found[0, :3].isnan().tolist() == [True, False, False]
 
 
@@ -131,9 +131,9 @@ def test_gate(groups, group, dtype, function, device):
     torch.manual_seed(0)
     x = torch.randn(3, groups * group).to(dtype).to(device)
     logits = (torch.randn(3, 2 * groups) * 8).to(dtype).to(device)[:, :groups]
-    assert_close(gates.gate(x, logits, function), reference.gate(x, logits, function))
+    assert_close(gates.gate(x, logits, function), reference_rows.gate(x, logits, function))
     same = gates.gate(x, logits[:1], function)  # one row of logits for all rows
-    assert_close(same, reference.gate(x, logits[:1], function))
+    assert_close(same, reference_rows.gate(x, logits[:1], function))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -144,5 +144,5 @@ def test_join(wide, dtype, device):
     whole, of_heads = (torch.rand(size).to(torch.float32 if wide else dtype).to(device) for size in (70, 20))
     parts = ((x[:, 3:73], whole), (x[:, 100:160], of_heads), (other[:, 1], None))
     out = gates.join(parts, 1e-5)
-    assert_close(out, reference.join(parts, 1e-5))
+    assert_close(out, reference_rows.join(parts, 1e-5))
     assert torch.equal(out[:, -33:], other[:, 1])

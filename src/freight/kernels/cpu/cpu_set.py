@@ -45,10 +45,15 @@ class CpuKernels:
             tuning.tune(self.library)
         return packed
 
-    def linear(self, x: Rows, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    def lookup(
+        self, table: Tensor, ids: Tensor, multiplier: float = 1.0, base: Tensor | None = None, factor: float = 1.0
+    ) -> Tensor:
+        return rowwise.lookup(self.library, table, ids, multiplier, base, factor)
+
+    def linear(self, x: Rows, weight: PackedWeight, bias: Tensor | None = None, float32: bool = False) -> Tensor:
         assert isinstance(x, Tensor)
         assert isinstance(weight, CpuWeight)
-        return linear.linear(self.library, x, weight, bias)
+        return linear.linear(self.library, x, weight, bias, float32)
 
     def add_rms_norm(
         self,

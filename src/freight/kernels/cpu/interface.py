@@ -41,12 +41,12 @@ GATED_ACTIVATIONS = {
 UNGATED_ACTIVATIONS = {Activation.RELU: 0, Activation.RELU_SQUARED: 1}
 GATE_FUNCTIONS = {GateFunction.SOFTPLUS: 0, GateFunction.SIGMOID: 1, GateFunction.IDENTITY: 2}
 SCORINGS = {Scoring.SOFTMAX: 0, Scoring.SIGMOID: 1, Scoring.CHOSEN: 2}
-OK, OUT_OF_MEMORY, FAILED, SHORT_CONTEXT = range(4)  # FreightStatus
+OK, OUT_OF_MEMORY, FAILED, SHORT_CONTEXT, NO_SUCH_ROW = range(5)  # FreightStatus
 # By FreightFunction: those that can be replayed.
 FUNCTIONS = (
     *("linear", "add_rms_norm", "gated", "attention", "rotate_store", "experts", "route"),
     *("add_layer_norm", "activated", "gate", "part"),
-    *("decays", "gated_norm", "convolution", "recurrence"),
+    *("decays", "gated_norm", "convolution", "recurrence", "lookup"),
 )
 
 _ERRORS: dict[int, tuple[type[FreightError], str]] = {
@@ -56,6 +56,7 @@ _ERRORS: dict[int, tuple[type[FreightError], str]] = {
         KernelError,
         "a sequence has more queries than keys: its context must include the tokens of this step",
     ),
+    NO_SUCH_ROW: (KernelError, "a token id or position lies outside of the embedding"),
 }
 
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
@@ -74,7 +75,7 @@ class FreightLinear(ctypes.Structure):
     _fields_ = (
         *((name, _POINTER) for name in ("weight", "x", "bias", "y")),
         ("rows", _LONG),
-        *((name, _INT) for name in ("format", "threads")),
+        *((name, _INT) for name in ("format", "wide", "threads")),
     )
 
 
@@ -150,6 +151,16 @@ class FreightGatedNorm(ctypes.Structure):
         *((name, _INT) for name in ("format", "weight_format")),
         ("eps", _FLOAT),
         *((name, _INT) for name in ("norm_first", "threads")),
+    )
+
+
+class FreightLookup(ctypes.Structure):
+    _fields_ = (
+        *((name, _POINTER) for name in ("table", "ids", "base", "out")),
+        *((name, _LONG) for name in ("rows", "size", "table_rows", "table_stride")),
+        *((name, _INT) for name in ("table_format", "format")),
+        *((name, _FLOAT) for name in ("multiplier", "factor")),
+        ("threads", _INT),
     )
 
 
@@ -248,6 +259,7 @@ COMPUTE: dict[str, tuple[Any, ...]] = {
     "freight_activated": (ctypes.POINTER(FreightActivated),),
     "freight_gate": (ctypes.POINTER(FreightGate),),
     "freight_part": (ctypes.POINTER(FreightPart),),
+    "freight_lookup": (ctypes.POINTER(FreightLookup),),
     "freight_route": (ctypes.POINTER(FreightRoute),),
     "freight_experts": (ctypes.POINTER(FreightExperts),),
     "freight_attention": (ctypes.POINTER(FreightAttention),),

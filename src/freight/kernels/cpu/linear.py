@@ -140,17 +140,18 @@ def _with_scales(weight: Weight) -> Tensor:
     return torch.cat((blocks, scales[..., None]), -1)
 
 
-def linear(library: Library, x: Tensor, weight: CpuWeight, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias. x: [rows, in_features]; returns [rows, out_features] in x's dtype."""
+def linear(library: Library, x: Tensor, weight: CpuWeight, bias: Tensor | None = None, float32: bool = False) -> Tensor:
+    """x @ weight.T + bias. x: [rows, in_features]; returns [rows, out_features] in x's dtype, or its values in
+    float32."""
     rows, in_features = x.shape
     assert in_features == weight.in_features
     assert bias is None or (bias.dtype == x.dtype and bias.is_contiguous() and bias.shape == (weight.out_features,))
     x = x.contiguous()
-    out = library.empty((rows, weight.out_features), x.dtype)
+    out = library.empty((rows, weight.out_features), torch.float32 if float32 else x.dtype)
     library.functions.freight_linear(
         FreightLinear(
             *(weight.address, x.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr()),
-            *(rows, FORMATS[x.dtype], torch.get_num_threads()),
+            *(rows, FORMATS[x.dtype], int(float32), torch.get_num_threads()),
         )
     )
     return out

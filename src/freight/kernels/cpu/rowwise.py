@@ -1,5 +1,5 @@
-"""Row-wise operations that some families have (csrc/rowwise.cpp): LayerNorm, activations without a gate, gates of
-results, and columns that are normed on their own and put side by side.
+"""Rows of an embedding, and row-wise operations that some families have (csrc/rowwise.cpp): LayerNorm, activations
+without a gate, gates of results, and columns that are normed on their own and put side by side.
 
 A row's bits depend on that row alone. They differ from the reference's by the order of a sum or the last bits of an
 exponential, before the same roundings.
@@ -20,6 +20,7 @@ from freight.kernels.cpu.interface import (
     FreightActivated,
     FreightGate,
     FreightLayerNorm,
+    FreightLookup,
     FreightPart,
 )
 from freight.kernels.cpu.library import Library
@@ -29,7 +30,7 @@ from freight.operands.activation import Activation, GateFunction
 def add_layer_norm(
     library: Library, x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """`reference.add_layer_norm`. x, delta: [rows, size]; weight, bias: [size]; one dtype."""
+    """`reference_rows.add_layer_norm`. x, delta: [rows, size]; weight, bias: [size]; one dtype."""
     assert delta is None or (delta.shape == x.shape and delta.dtype == x.dtype)
     assert weight.shape == bias.shape == x.shape[1:]
     assert weight.dtype == bias.dtype == x.dtype
@@ -48,7 +49,7 @@ def add_layer_norm(
 
 
 def activated(library: Library, x: Tensor, activation: Activation) -> Tensor:
-    """`reference.activated`, to the bit. x: [rows, size]."""
+    """`reference_rows.activated`, to the bit. x: [rows, size]."""
     x = x.contiguous()
     out = library.empty((x.shape[0], x.shape[1]), x.dtype)
     code = UNGATED_ACTIVATIONS[activation]
@@ -59,7 +60,7 @@ def activated(library: Library, x: Tensor, activation: Activation) -> Tensor:
 
 
 def gate(library: Library, x: Tensor, logits: Tensor, function: GateFunction) -> Tensor:
-    """`reference.gate`. x: [rows, size]; logits: [rows, groups] or [1, groups], in x's dtype."""
+    """`reference_rows.gate`. x: [rows, size]; logits: [rows, groups] or [1, groups], in x's dtype."""
     rows, size = x.shape
     same, groups = len(logits) != rows, logits.shape[1]
     assert logits.dtype == x.dtype
@@ -77,7 +78,7 @@ def gate(library: Library, x: Tensor, logits: Tensor, function: GateFunction) ->
 
 
 def join(library: Library, parts: Sequence[tuple[Tensor, Tensor | None]], eps: float = 0.0) -> Tensor:
-    """`reference.join`. Each x: [rows, size], its columns one after another in memory."""
+    """`reference_rows.join`. Each x: [rows, size], its columns one after another in memory."""
     first = parts[0][0]
     rows, width = len(first), sum(x.shape[1] for x, _ in parts)
     out = library.empty((rows, width), first.dtype)
@@ -97,4 +98,25 @@ def join(library: Library, parts: Sequence[tuple[Tensor, Tensor | None]], eps: f
             )
         )
         at += size * first.itemsize
+    return out
+
+
+def lookup(
+    library: Library, table: Tensor, ids: Tensor, multiplier: float, base: Tensor | None, factor: float
+) -> Tensor:
+    """`reference_rows.lookup`, to the bit. Raises KernelError for an id that is no row of `table`."""
+    rows, size = len(ids), table.shape[1]
+    dtype = table.dtype if base is None else base.dtype
+    assert ids.dtype == torch.int64
+    assert table.stride(1) == 1 or size == 1
+    assert base is None or base.shape == (rows, size)
+    base = None if base is None else base.contiguous()
+    ids = ids.contiguous()
+    out = library.empty((rows, size), dtype)
+    library.functions.freight_lookup(
+        FreightLookup(
+            *(table.data_ptr(), ids.data_ptr(), address(base), out.data_ptr(), rows, size, len(table)),
+            *(table.stride(0), FORMATS[table.dtype], FORMATS[dtype], multiplier, factor, torch.get_num_threads()),
+        )
+    )
     return out

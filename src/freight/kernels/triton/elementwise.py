@@ -163,7 +163,7 @@ def add_layer_norm(
     eps: float,
     consumer: Weight | None = None,
 ) -> tuple[Tensor, Tensor | Quantized]:
-    """`reference.add_layer_norm`; the norm is quantized if `consumer` takes quantized rows. x, delta: contiguous."""
+    """`reference_rows.add_layer_norm`; the norm is quantized if `consumer` takes such rows. x, delta: contiguous."""
     assert x.is_contiguous()
     assert delta is None or delta.is_contiguous()
     rows, size = x.shape
@@ -181,7 +181,7 @@ def applied(target: Target, x: Tensor, activation: AnyActivation, consumer: Weig
 
 
 def activated(target: Target, x: Tensor, activation: Activation, consumer: Weight | None = None) -> Tensor | Quantized:
-    """`reference.activated`, quantized if `consumer` takes quantized rows. x: [rows, size], contiguous."""
+    """`reference_rows.activated`, quantized if `consumer` takes quantized rows. x: [rows, size], contiguous."""
     return _apply(target, x, x.shape[1], {"ACTIVATION": str(activation), "LIMIT": 0.0}, consumer)
 
 

@@ -63,7 +63,7 @@ def part_kernel(
 
 
 def gate(x: Tensor, logits: Tensor, function: GateFunction) -> Tensor:
-    """`reference.gate`. x: [rows, size], contiguous; logits: [rows, groups] or [1, groups], columns contiguous."""
+    """`reference_rows.gate`. x: [rows, size], contiguous; logits: [rows, groups] or [1, groups], columns contiguous."""
     rows, size = x.shape
     assert x.is_contiguous()
     assert len(logits) in (1, rows)
@@ -76,7 +76,7 @@ def gate(x: Tensor, logits: Tensor, function: GateFunction) -> Tensor:
 
 
 def join(parts: Sequence[tuple[Tensor, Tensor | None]], eps: float = 0.0) -> Tensor:
-    """`reference.join`. Each x: [rows, size], its columns one after another in memory."""
+    """`reference_rows.join`. Each x: [rows, size], its columns one after another in memory."""
     rows, width = len(parts[0][0]), sum(x.shape[1] for x, _ in parts)
     out = parts[0][0].new_empty(rows, width)
     column = 0

@@ -12,6 +12,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from freight.kernels import reference_rows
 from freight.kernels.reference_set import ReferenceStates
 from freight.kernels.triton import elementwise, experts, gates, linear, paged, route, store
 from freight.kernels.triton.experts import ExpertStack
@@ -49,10 +50,16 @@ class TritonKernels(ReferenceStates):
     def pack(self, weight: Weight) -> Weight:
         return weight
 
-    def linear(self, x: Rows, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    def lookup(
+        self, table: Tensor, ids: Tensor, multiplier: float = 1.0, base: Tensor | None = None, factor: float = 1.0
+    ) -> Tensor:
+        return reference_rows.lookup(table, ids, multiplier, base, factor)
+
+    def linear(self, x: Rows, weight: PackedWeight, bias: Tensor | None = None, float32: bool = False) -> Tensor:
         assert isinstance(x, (Tensor, Quantized))
         assert isinstance(weight, Weight)
-        return linear.linear(self.target, x, weight, bias)
+        out = linear.linear(self.target, x, weight, bias)
+        return out.float() if float32 else out
 
     def add_rms_norm(
         self,
