@@ -1,8 +1,8 @@
-"""Decode steps as recorded calls of the CPU kernels: one call of C for all layers, with the bits of an ordinary step.
+"""Decode steps as recorded calls of the CPU kernels: one call of C for all of a step, with the bits of an ordinary one.
 
-What stays outside of a recording are the embeddings, those of single layers too, and the head, which torch has a part
-in. A model with operations of
-torch between its kernels is not recorded: its steps run as they were written (`kernels/cpu/recording.py`).
+A recording begins with the embedding and ends with the head's product. What bounds the logits behind that, a divisor or
+a soft cap, is torch's and stays outside; so does a head in float32 or with clipped inputs. A model with operations of
+torch between its other kernels is not recorded: its steps run as they were written (`kernels/cpu/recording.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from freight.engine.decode_steps import Replay
 from freight.kernels.cpu.cpu_set import CpuKernels
 from freight.kernels.cpu.library import Library
 from freight.kernels.cpu.recording import Arena, Recorded, Recording, record
-from freight.models.decoder import Decoder, Residual
+from freight.models.decoder import Decoder
 from freight.operands.batch import ForwardBatch
 
 MAX_NUM_SEQS = 64  # beyond, a step's products take so long that Python between them does not count
@@ -50,13 +50,13 @@ class CpuRecordings:
     def capture(self, batch: ForwardBatch) -> Replay:
         return CpuStep(self, batch)
 
-    def record(self, stream: Residual, batch: ForwardBatch) -> Recorded:
-        def layers(library: Library) -> Tensor:
+    def record(self, batch: ForwardBatch) -> Recorded:
+        def step(library: Library) -> Tensor:
             kernels = CpuKernels(library)
             kv_cache = with_kernels(self.pool.layers, kernels)
-            return with_kernels(self.model, kernels).layers_over(stream, batch, kv_cache)
+            return with_kernels(self.model, kernels).by_kernels(batch, kv_cache)
 
-        recorded = record(self._library, self.arena, layers)
+        recorded = record(self._library, self.arena, step)
         if recorded.obstacle and not self.obstacle:
             self.obstacle = recorded.obstacle
             logger.debug("decode steps are not recorded: %s", recorded.obstacle)
@@ -68,7 +68,6 @@ class CpuStep:
 
     def __init__(self, owner: CpuRecordings, batch: ForwardBatch) -> None:
         self._owner, self._batch = owner, batch
-        self._stream: Residual | None = None
         self._recordings: dict[int, Recording] = {}
 
     def __call__(self) -> Tensor:
@@ -76,24 +75,13 @@ class CpuStep:
         model = self._owner.model
         if self._owner.obstacle:
             return model.forward(self._batch, self._owner.pool.layers)
-        stream = self._placed(model.begin(self._batch))
         threads = torch.get_num_threads()  # the arguments of each call have it
         if threads in self._recordings:
-            return model.logits(self._recordings[threads].replay())
-        recorded = self._owner.record(stream, self._batch)
+            return model.logits_of(self._recordings[threads].replay())
+        recorded = self._owner.record(self._batch)
         if recorded.recording is not None:
             self._recordings[threads] = recorded.recording
-        return model.logits(recorded.output)
-
-    def _placed(self, begun: Residual) -> Residual:
-        """`begun`, where the first one lies: recorded calls have its addresses."""
-        if self._stream is None:
-            self._stream = begun
-            return begun
-        self._stream.x.copy_(begun.x)
-        if self._stream.inputs is not None and begun.inputs is not None:
-            self._stream.inputs.copy_(begun.inputs)
-        return self._stream
+        return model.logits_of(recorded.output)
 
 
 def with_kernels(part: Part, kernels: CpuKernels) -> Part:

@@ -23,6 +23,7 @@ class Embedding:
     """
 
     weight: Tensor
+    kernels: KernelSet
     multiplier: float | None = None
     projection: Projection | None = None
     positions: Tensor | None = None
@@ -30,14 +31,12 @@ class Embedding:
 
     def __call__(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """[num_tokens], and the position of each in its sequence -> [num_tokens, hidden_size]"""
-        rows = self.weight[token_ids]
-        if self.multiplier is not None:
-            rows = rows * self.multiplier
+        rows = self.kernels.lookup(self.weight, token_ids, 1.0 if self.multiplier is None else self.multiplier)
         if self.norm is not None:
             rows = plain(self.norm(rows, None)[1])
         if self.projection is not None:
             rows = self.projection(rows)
-        return rows if self.positions is None else rows + self.positions[positions]
+        return rows if self.positions is None else self.kernels.lookup(self.positions, positions, base=rows)
 
 
 @dataclass(frozen=True)
@@ -59,13 +58,25 @@ class LogitsHead:
     float32: bool = False
 
     def __call__(self, hidden: Tensor) -> Tensor:
+        return self.bounded(self.product(hidden))
+
+    @property
+    def begins_with_kernels(self) -> bool:
+        """Whether `product` is made by `kernels` alone, and torch has no part in it."""
+        return self.input_limit is None and not self.float32
+
+    def product(self, hidden: Tensor) -> Tensor:
+        """The logits, float32, before `divisor` and `soft_cap`."""
         if self.projection is not None:
             hidden = self.projection(hidden)
         if self.float32:
             hidden = hidden.float()
         if self.input_limit is not None:
             hidden = hidden.clamp(-self.input_limit, self.input_limit)
-        logits = self.kernels.linear(hidden, self.weight, None).float()
+        return self.kernels.linear(hidden, self.weight, None, float32=True)
+
+    def bounded(self, logits: Tensor) -> Tensor:
+        """What `divisor` and `soft_cap` make of `product`."""
         if self.divisor is not None:
             logits = logits / self.divisor
         return logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)

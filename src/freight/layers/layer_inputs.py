@@ -14,7 +14,6 @@ from freight.kernels.interface import KernelSet
 from freight.layers.linear import Projection
 from freight.layers.norm import RMSNorm
 from freight.operands.activation import GatedActivation
-from freight.operands.packed import plain
 
 _HALF = 0.5**0.5  # the sum of two parts keeps the variance of one
 
@@ -34,11 +33,11 @@ class LayerInputs:
 
     def __call__(self, embedded: Tensor, token_ids: Tensor) -> Tensor:
         """[num_tokens, hidden_size] and [num_tokens] -> [num_tokens, layers, size] in the dtype of `embedded`"""
-        shape = (len(token_ids), -1, len(self.norm.weight))
-        rows = self.table[token_ids].to(embedded.dtype) * self.multiplier
-        _, normed = self.norm(self.projection(embedded).view(-1, shape[-1]), None)
-        vectors: Tensor = (plain(normed).view(shape) + rows.view(shape)) * _HALF
-        return vectors
+        weight, kernels = self.norm.weight, self.norm.kernels
+        # as columns: rows of all layers, one under another, would be more than those of the batch
+        normed = kernels.join(((self.projection(embedded), weight),), self.norm.eps)
+        vectors = kernels.lookup(self.table, token_ids, self.multiplier, normed, _HALF)
+        return vectors.view(len(token_ids), -1, len(weight))
 
 
 @dataclass(frozen=True)

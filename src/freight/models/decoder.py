@@ -226,6 +226,16 @@ class Decoder:
         """
         return self.layers_over(self.begin(batch), batch, kv_cache)
 
+    def by_kernels(self, batch: ForwardBatch, kv_cache: Sequence[LayerCache]) -> Tensor:
+        """The part of `forward` that kernels alone can compute: up to the head's product, or to the head where torch
+        has a part in that."""
+        hidden = self.hidden(batch, kv_cache)
+        return self.head.product(hidden) if self.head.begins_with_kernels else hidden
+
+    def logits_of(self, computed: Tensor) -> Tensor:
+        """The rest of `forward`, behind `by_kernels`. float32 logits [num_logit_rows, vocab_size]."""
+        return self.head.bounded(computed) if self.head.begins_with_kernels else self.head(computed)
+
     def begin(self, batch: ForwardBatch) -> Residual:
         """The stream that the first layer takes: the rows of the embedding, and what tokens have for single layers."""
         embedded = self.embedding(batch.token_ids, batch.positions)

@@ -60,7 +60,7 @@ class _ModelBuilder(Builder):
             multiplier = (1.0 if multiplier is None else multiplier) / self.divisor
         offset = self.config.position_offset
         positions = None if offset is None else self.tensor(self.names.positions)[offset:]
-        return Embedding(weight, multiplier, self.outer(self.names.project_in), positions, norm)
+        return Embedding(weight, self.kernels, multiplier, self.outer(self.names.project_in), positions, norm)
 
     def layer(self, index: int, ropes: Mapping[int | None, Rotary]) -> DecoderLayer:
         layer, names, prefix = self.config.layers[index], self.names, self.names.layer.format(index)

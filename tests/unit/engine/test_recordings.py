@@ -22,6 +22,7 @@ from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.fp8.scheme import KVScales, LayerScales
 from freight.kernels.cpu import library
 from freight.kernels.cpu.cpu_set import CpuKernels
+from freight.kernels.cpu.interface import FreightLinear, FreightLookup
 from freight.kernels.cpu.linear import CpuWeight
 from freight.layers.linear import Linear, UnmergedLinear
 from freight.models.decoder import Decoder
@@ -181,6 +182,33 @@ def test_a_decode_step_is_recorded_once_and_then_replayed(monkeypatch):
     assert len(layers) == 2
     recorded.run(batch.advance((0, 1), 2))  # not a decode step
     assert len(layers) == 3
+
+
+def test_a_recording_is_the_whole_step_from_token_ids_to_logits():
+    recorded, _ = build(SHAPE, "bfloat16")
+    recorded.run(Batch(1).advance((0, 1)))
+    assert recorded.captured is not None
+    replay = recorded.captured._captured[2][1]
+    assert isinstance(replay, CpuStep)
+    (recording,) = replay._recordings.values()
+    first, last = recording.arguments[0], recording.arguments[-1]
+    assert isinstance(first, FreightLookup)
+    assert isinstance(last, FreightLinear)
+    assert (last.rows, last.wide) == (2, 1)
+    assert recording.output.shape == (2, 64)
+
+
+@pytest.mark.parametrize("change", [{"input_limit": 0.5}, {"float32": True}, {"divisor": 3.0, "soft_cap": 2.0}])
+def test_what_torch_has_of_a_head_follows_the_recording(change):
+    recorded, plain = build(SHAPE, "bfloat16")
+    head = replace(plain.model.head, **change)
+    if head.float32:
+        numbers = torch.randn(64, 64, generator=torch.Generator().manual_seed(3))
+        head = replace(head, weight=KERNELS.pack(Weight(numbers)))
+    model = replace(plain.model, head=head)
+    recorded = recording_runner(model, recorded.pool)
+    compare(recorded, replace(plain, model=model))
+    assert recordings_of(recorded).obstacle == ""
 
 
 def test_another_number_of_threads_is_another_recording():
