@@ -350,14 +350,14 @@ class Engine:
     def _apply(self, step: Step, results: Sequence[ChunkResult]) -> list[tuple[Group, Completion]]:
         """Take in what was computed; returns the completions that advanced or ended."""
         tokens: dict[str, list[int]] = {}
-        advanced = []
+        advanced, computed = [], []
         for chunk, result in zip(step.chunks, results, strict=True):
             request_id = chunk.request.request_id
-            group, completion = self._completions[request_id]
+            one = group, completion = self._completions[request_id]
             if result.error is not None:
                 self.scheduler.fail(request_id, result.error)
                 completion.flush()
-                advanced.append((group, completion))
+                advanced.append(one)
                 continue
             if result.scored is not None:
                 group.scores.append(result.scored)
@@ -365,12 +365,13 @@ class Engine:
                 if result.sampled.logprobs is not None:  # before the token: a rebuild drops what is too many
                     completion.logprobs.append(to_logprobs(result.sampled.logprobs, completion.tokenizer))
                 tokens[request_id] = [result.sampled.token_id]
+            computed.append(one)
         self.num_computed_tokens += step.num_tokens
         self.scheduler.apply(step, tokens)
-        for chunk, result in zip(step.chunks, results, strict=True):
-            if result.error is None and (result.sampled is not None or chunk.request.is_finished):
-                group, completion = self._completions[chunk.request.request_id]
-                advanced.append((group, completion))
+        for one in computed:
+            completion = one[1]
+            if completion.request.request_id in tokens or completion.request.is_finished:
+                advanced.append(one)
                 self._read(completion, completion.advance)
         return advanced
 

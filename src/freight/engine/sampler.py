@@ -104,8 +104,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
     adjusted = adjust(logits, rows)
     tokens, reached, adjusted_peaks = _choose(adjusted, rows, _NUCLEUS)
     peaks = adjusted_peaks if adjusted is logits else logits.amax(-1)
-    gathered = torch.stack((tokens.double(), reached.double(), peaks.double(), adjusted_peaks.double()))
-    drawn, all_reached, *both_peaks = gathered.cpu().numpy()  # where the host waits for a GPU, the only place
+    drawn, all_reached, *both_peaks = (one.numpy() for one in _on_host(tokens, reached, peaks, adjusted_peaks))
     token_ids: list[int] = drawn.astype(np.int64).tolist()
     errors: list[str | None] = [None] * len(rows)
     if not np.isfinite(both_peaks).all():
@@ -124,6 +123,13 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
             entries[i] = found
     results = zip(token_ids, entries, errors, strict=True)
     return [Sampled(-1 if error else token, found, error) for token, found, error in results]
+
+
+def _on_host(*columns: Tensor) -> Sequence[Tensor]:
+    """`columns` [num_rows]; those on a GPU all at once, in float64. The only place where the host waits for a GPU."""
+    if columns[0].device.type == "cpu":
+        return columns
+    return torch.stack([column.double() for column in columns]).cpu().unbind()
 
 
 def prompt_logprobs(logits: Tensor, targets: Tensor, k: int) -> Scores | None:
