@@ -10,7 +10,7 @@
 #define FREIGHT_API extern "C" __attribute__((visibility("default")))
 
 // Changes when any declaration changes, so that a library from an older build is refused instead of called wrongly.
-constexpr int32_t FREIGHT_ABI = 22;
+constexpr int32_t FREIGHT_ABI = 23;
 FREIGHT_API int32_t freight_abi();
 
 constexpr int32_t FREIGHT_LANES = 16;      // outputs that are computed together: arrays by output are padded to it
@@ -170,10 +170,10 @@ enum FreightGateFunction : int32_t {
 };
 
 struct FreightGate {
-  const void* x;       // [rows, size]
+  const void* x;       // [rows, size], rows at multiples of x_stride
   const void* logits;  // [rows, groups], rows at multiples of logits_stride; 0: all rows have the same
   void* out;           // [rows, size]
-  int64_t rows, size, groups, logits_stride;
+  int64_t rows, size, groups, x_stride, logits_stride;
   int32_t format;
   int32_t function;  // FreightGateFunction
   int32_t threads;

@@ -104,7 +104,7 @@ void gate(const FreightGate& a) {
       store(factors + i, each([&](int lanes) { return factor_of(logits.v[lanes], a.function); }));
     }
     const auto multiply = [&](int64_t at, V16 factor, int count) {
-      const V16 x = load_as(element(a.x, row * a.size + at, format), format, count);
+      const V16 x = load_as(element(a.x, row * a.x_stride + at, format), format, count);
       store_as(element(a.out, row * a.size + at, format), x * factor, format, count);
     };
     if (group == 1) {

@@ -65,6 +65,8 @@ DIFFERENT = (
     "mimo-v2-flash",
     "olmo3",
     "step3p7",
+    "lfm2",
+    "lfm2-moe",
 )
 FAMILIES = [(variant, kernels) for variant, kernels in CASES if variant in DIFFERENT]
 FROM_FAMILIES = [(variant, "e4m3-token", kernels) for variant, kernels in FAMILIES]
@@ -107,9 +109,13 @@ class Trace:
 
 
 def cache_of(llm: LLM, block_ids: tuple[tuple[int, ...], ...], length: int) -> list[torch.Tensor]:
-    """Of a layer with a window, the part that the last token has seen: the rest is given back."""
+    """Of a layer with a window, the part that the last token has seen: the rest is given back. Of one with a state, the
+    one behind the last token."""
     pool, parts = llm.engine.runner.pool, []
-    for layer in pool.layers:
+    for layer in pool.states.values():
+        block = block_ids[layer.group][(length - 1) // layer.states.every]
+        parts += [part[block].clone() for part in layer.states.parts.values()]
+    for layer in pool.paged.values():
         pages, window = layer.pages, getattr(pool.spec.groups[layer.group], "window", None)
         seen = slice(max(0, length - (window or length)), length)
         tensors = [pages.k.view(torch.uint8), pages.v.view(torch.uint8)]
@@ -259,7 +265,7 @@ def open_llm(
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(opening, "select_kernels", lambda *_: select_kernels(kernels))
             llm = LLM(model, **{**CACHES[cache], "max_model_len": 512, "kv_cache_memory": "64MiB", **options})
-        assert kernels in ("auto", llm.engine.runner.pool.layers[0].kernels.name)
+        assert kernels in ("auto", llm.engine.runner.model.kernels.name)
         return llm
 
     return build
@@ -332,7 +338,7 @@ def test_preempted_and_recomputed(open_llm, expected, prefix_caching):
     others, grow = OTHERS[:4], 40
     blocks = sum(len(llm.engine.tokenizer.encode(text)) // 16 + 2 for text in (PROMPT, *others))
     groups = llm.engine.runner.pool.spec.groups
-    full = next((index for index, group in enumerate(groups) if group.window is None), None)
+    full = next((index for index, group in enumerate(groups) if group.keeps_all), None)
     if full is None:  # a request that is longer than the window grows no more: those beside start with a block of three
         llm = open_llm(enable_prefix_caching=prefix_caching, max_model_len=160, max_num_batched_tokens=16)
         others, grow, full, blocks = OTHERS[:1] * 4, 60, 0, 13

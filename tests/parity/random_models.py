@@ -42,13 +42,13 @@ def save_random(config: PretrainedConfig, folder: Path, dtype: torch.dtype) -> A
                 one = 0
             if config.model_type.startswith("gemma4") and name.endswith(("q_norm.weight", "k_norm.weight")):
                 one = 0.4  # nothing else keeps scores small: the softmax has no scale
-            small = 1.0 if name.endswith("sinks") else 0.1 if parameter.ndim == 1 else 0.12
+            small = 1.0 if name.endswith(("sinks", "conv.conv.weight")) else 0.1 if parameter.ndim == 1 else 0.12
             if name.endswith(("router.scale", "per_expert_scale")):
                 parameter.copy_(4 + noise if name.endswith("router.scale") else 1 + 0.3 * noise)
                 continue
             parameter.copy_(one + 0.1 * noise if "norm" in name else noise * small)
         for name, bias in model.state_dict().items():  # buffers in most families
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "feed_forward.expert_bias")):
                 bias.copy_(0.1 * torch.randn(bias.shape))
             if name.endswith("layer_scalar"):
                 bias.copy_(0.5 + torch.rand(bias.shape))

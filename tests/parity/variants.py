@@ -27,6 +27,9 @@ from transformers import (
     HunYuanMoEV1Config,
     HYV3Config,
     LagunaConfig,
+    Lfm2Config,
+    Lfm2MoeConfig,
+    Lfm2VlConfig,
     LlamaConfig,
     MellumConfig,
     MiMoV2FlashConfig,
@@ -122,6 +125,14 @@ STEP: dict[str, Any] = {**SHAPE, **WINDOWS, "n_routed_experts": 8, "num_experts_
                         "mlp_layer_types": ["dense", "sparse", "sparse"]}  # fmt: skip
 STEP_VISION: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "mlp_ratio": 2.0,
                                "image_size": 28}  # fmt: skip
+# short convolutions, and attention in one layer; the width of the feed-forward becomes 2/3 * 150 * 0.9 -> 96
+LFM2: dict[str, Any] = {
+    **SHAPE, "intermediate_size": 150, "block_ffn_dim_multiplier": 0.9, "block_multiple_of": 32,
+    "layer_types": ["conv", "full_attention", "conv"],
+}  # fmt: skip
+LFM2_MOE: dict[str, Any] = {**SHAPE, **MOE, "num_dense_layers": 1, "routed_scaling_factor": 1.7,
+                            "layer_types": ["full_attention", "conv", "conv"]}  # fmt: skip
+SIGLIP: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 OPT: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 64,
@@ -373,6 +384,17 @@ VARIANTS: dict[str, PretrainedConfig] = {
         text_config={**STEP, "attention_bias": True, "query_pre_attn_scalar": 24, "mlp_layer_types": ["sparse"] * 3},
         vision_config=STEP_VISION, tie_word_embeddings=True,
     ),
+    "lfm2": Lfm2Config(**LFM2),
+    "lfm2-biases": Lfm2Config(
+        **LFM2 | {"block_auto_adjust_ff_dim": False, "intermediate_size": 96, "tie_word_embeddings": False},
+        conv_bias=True, conv_L_cache=5, rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+    ),
+    "lfm2-moe": Lfm2MoeConfig(**LFM2_MOE),
+    "lfm2-moe-plain": Lfm2MoeConfig(
+        **LFM2_MOE | {"num_dense_layers": 0, "norm_topk_prob": False, "use_expert_bias": False}, conv_bias=True,
+        tie_word_embeddings=False,
+    ),
+    "lfm2-vl": Lfm2VlConfig(text_config=LFM2, vision_config=SIGLIP, image_token_id=9),
     "opt": OPTConfig(**OPT),
     "opt-untied": OPTConfig(**OPT, tie_word_embeddings=False, enable_bias=False),
     "opt-350m": OPTConfig(**OPT, do_layer_norm_before=False, word_embed_proj_dim=48),  # its norms and projections

@@ -93,7 +93,7 @@ def find_experts(
     Raises CheckpointError for what is stored so and not declared, or declared and stored in 16 bits, for other modules
     than experts, and for scales of NaN and values that are not finite.
     """
-    experts = {name: shape for name, shape in shapes.items() if len(shape) == 3}
+    experts = {name: shape for name, shape in shapes.items() if len(shape) == 3 and not name.endswith(".weight")}
     for name in sorted(checkpoint.names):
         if name.endswith((_BLOCKS, _SCALES)) and name.rpartition("_")[0] not in experts and scheme.method == "mxfp4":
             raise CheckpointError(f"{checkpoint.path}: {name} is not of an expert; MXFP4 is read for experts alone")

@@ -44,12 +44,21 @@ class DeltaNetNames:
 
 
 @dataclass(frozen=True)
+class ShortConvNames:
+    """Names of a short convolution within a layer (`ShortConvConfig`); `conv` has a weight and perhaps a bias."""
+
+    in_proj: str = "conv.in_proj"
+    conv: str = "conv.conv"
+    out_proj: str = "conv.out_proj"
+
+
+@dataclass(frozen=True)
 class TensorNames:
     """Checkpoint names; `{}` is the layer's index. Projections of one field may also be stored as one tensor, in the
     order of their names: then the field has that name alone.
 
     embedding, norm, layer, head, positions, project_in, project_out   follow `ModelConfig.prefixes`
-    attention, delta_net           of layers with these mixers
+    attention, delta_net, short_conv   of layers with these mixers
     positions                      learned embedding of positions, in models that have it
     project_in, project_out        Linear modules behind the embedding and before the head, in models that have them
     router, choice_bias            of a mixture of experts; `expert` is followed by the expert's index, and by the names
@@ -87,6 +96,7 @@ class TensorNames:
     project_out: str = "project_out"
     attention: AttentionNames = AttentionNames()
     delta_net: DeltaNetNames = DeltaNetNames()
+    short_conv: ShortConvNames = ShortConvNames()
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
     router: str = "mlp.gate"

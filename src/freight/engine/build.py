@@ -106,7 +106,7 @@ def captured_steps(
     capture: Capture | None = None  # the reference asks lengths of the device while it runs, and cannot be captured
     if not isinstance(decoder, Decoder):
         logger.info("steps are not captured: the modules of transformers run as they are")
-    elif not pool.spec.repeatable:
+    elif kernels.name == "triton" and not pool.spec.repeatable:
         logger.info("steps are not captured: layers with a state find its blocks on the host")
     elif kernels.name == "triton":
         capture = CudaGraphs(decoder, pool, config.max_num_seqs)

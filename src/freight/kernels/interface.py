@@ -113,7 +113,7 @@ class KernelSet(Protocol):
         """x * function(logits), [rows, size], rounded once.
 
         x: [rows, size]; logits: [rows, groups] in x's dtype, one for each of `groups` equal parts of a row, or
-        [1, groups] for all rows.
+        [1, groups] for all rows. Both may be columns of larger tensors.
         """
         ...
 

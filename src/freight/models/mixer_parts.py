@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from freight.config.layer import AttentionConfig, DeltaNetConfig, Mixer
+from freight.config.layer import AttentionConfig, DeltaNetConfig, Mixer, ShortConvConfig
 from freight.config.tensor_names import TensorNames
 
 
@@ -99,7 +99,21 @@ def _delta_net(mixer: DeltaNetConfig, hidden_size: int, of_all: TensorNames) -> 
     )
 
 
+def _short_conv(mixer: ShortConvConfig, hidden_size: int, of_all: TensorNames) -> MixerParts:
+    names, channels = of_all.short_conv, mixer.channels
+    bias = {f"{names.conv}.bias": (channels,)} if mixer.bias else {}
+    return MixerParts(
+        module=names.in_proj.rpartition(".")[0],
+        projections={
+            "in_proj": Projected((names.in_proj,), (3 * channels,), hidden_size, mixer.bias),
+            "out_proj": Projected((names.out_proj,), (hidden_size,), channels, mixer.bias),
+        },
+        plain={f"{names.conv}.weight": (channels, 1, mixer.width), **bias},
+    )
+
+
 _PARTS: Mapping[type, Callable[[Any, int, TensorNames], MixerParts]] = {
     AttentionConfig: _attention,
     DeltaNetConfig: _delta_net,
+    ShortConvConfig: _short_conv,
 }

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from freight.config.layer import AttentionConfig, DeltaNetConfig
+from freight.config.layer import AttentionConfig, DeltaNetConfig, ShortConvConfig
 from freight.config.layer import Mixer as MixerConfig
 from freight.layers.attention import Attention, HeadGate, NormedLast, QKNorm, ValueFactor, ValueNorm
 from freight.layers.delta_net import DeltaNet
 from freight.layers.linear import Projection
 from freight.layers.rope import half_pairs
+from freight.layers.short_conv import ShortConv
 from freight.models.building import Builder
 from freight.models.decoder import Mixer
 from freight.operands.rotary import Rotary
@@ -129,6 +130,17 @@ def _delta_net(mixer: DeltaNetConfig, builder: Builder, prefix: str, ropes: Rope
     )
 
 
+def _short_conv(mixer: ShortConvConfig, builder: Builder, prefix: str, ropes: Ropes) -> ShortConv:
+    names = builder.names.short_conv
+    return ShortConv(
+        in_proj=builder.linear(prefix, names.in_proj),
+        weight=builder.tensor(f"{prefix}{names.conv}.weight").flatten(1),
+        bias=builder.tensor(f"{prefix}{names.conv}.bias") if mixer.bias else None,
+        out_proj=builder.linear(prefix, names.out_proj),
+        kernels=builder.kernels,
+    )
+
+
 def _side_by_side(groups: int, *sizes: int) -> Tensor:
     """The order that brings rows of `groups` groups, each of parts of these sizes, into parts of all groups."""
     rows = torch.arange(groups * sum(sizes), dtype=torch.int64, device="cpu").view(groups, -1)
@@ -138,4 +150,5 @@ def _side_by_side(groups: int, *sizes: int) -> Tensor:
 _BUILDERS: Mapping[type, Callable[[Any, Builder, str, Ropes], Mixer]] = {
     AttentionConfig: _attention,
     DeltaNetConfig: _delta_net,
+    ShortConvConfig: _short_conv,
 }

@@ -47,7 +47,7 @@ class RandomSource:
             return values.zero_()
         if len(shape) == 1:
             return values.fill_(self.norm)
-        bound = math.sqrt(3.0 / shape[1])
+        bound = math.sqrt(3.0 / math.prod(shape[1:]))
         return values.uniform_(-bound, bound, generator=self.generator)
 
     def table(self, name: str, shape: tuple[int, ...], format: Format) -> Tensor:

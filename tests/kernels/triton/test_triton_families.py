@@ -5,7 +5,7 @@ are values, and a norm of values; Phi-3 rotates a part of each head; OPT has lea
 feed-forward without a gate; gpt-oss has sinks, windows and experts with biases. Arcee squares a ReLU; Olmo 3 norms what
 layers add to the residual; Laguna has gates of heads, numbers of heads that differ, and a shared expert. MiMo-V2 has
 values of another width than keys, with a factor; Step-3.7 bounds what SiLU returns. Gemma 4's larger models add inputs
-of their own to layers, share keys between them, or add experts to a feed-forward.
+of their own to layers, share keys between them, or add experts to a feed-forward. LFM2 has short convolutions.
 A layer with a window has a cache group of its own: its block table is another, and loses what the window has left.
 """
 
@@ -26,6 +26,7 @@ from transformers import (
     Gemma4TextConfig,
     GptOssConfig,
     LagunaConfig,
+    Lfm2Config,
     MiMoV2FlashConfig,
     Olmo3Config,
     OPTConfig,
@@ -104,11 +105,15 @@ FAMILIES: dict[str, PretrainedConfig] = {
                      "swiglu_limits_shared": [0.3, 0.1]},
         vision_config=STEP_VISION,
     ),
+    "lfm2": Lfm2Config(
+        **{**SHAPE, "sliding_window": None}, layer_types=["conv", "full_attention"], conv_bias=True,
+        block_multiple_of=16,
+    ),
 }  # fmt: skip
 
 
 # each kind of cache: of layers with windows, of two head sizes, shared by layers, under sinks, of one group
-WITH_FP8_CACHE = ("gemma4", "gemma4-own-inputs", "gpt-oss", "opt")
+WITH_FP8_CACHE = ("gemma4", "gemma4-own-inputs", "gpt-oss", "opt", "lfm2")
 OVER_FP8 = [name if name in WITH_FP8_CACHE else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 
 
@@ -130,8 +135,8 @@ def freight_logits(folder: Path, ids: list[int], kernel_set: str, kv: KVCacheCon
 
     def runner(kernels: KernelSet) -> ModelRunner:
         decoder = load_model(opened.checkpoint, opened.model, kernels, Format.FLOAT32, Format.FLOAT32, 128, device)
-        layers = tuple(replace(layer, kernels=kernels) for layer in pool.layers)
-        return ModelRunner(decoder, replace(pool, layers=layers), device)
+        layers = {index: replace(layer, kernels=kernels) for index, layer in pool.paged.items()}
+        return ModelRunner(decoder, pool.with_layers(layers), device)
 
     manager = CacheManager(spec.groups, pool.num_blocks, BLOCK, PROMPT)
     nothing = Held(((),) * len(spec.groups), (0,) * len(spec.groups))
@@ -143,12 +148,16 @@ def freight_logits(folder: Path, ids: list[int], kernel_set: str, kv: KVCacheCon
     for start, end in [(PROMPT, PROMPT + CHUNK), *((end - 1, end) for end in range(PROMPT + CHUNK + 1, len(ids) + 1))]:
         held = manager.grow(manager.trim(held, start), end)
         assert held is not None
-        for layer in pool.layers:
-            others = sorted(set(range(NUM_BLOCKS)) - set(held.block_ids[layer.group]) | {0})
-            for page in (layer.pages.k, layer.pages.v):
-                page.view(torch.uint8)[others] = 0xFF  # NaN in float32 and in E4M3
+        kept = [(layer.group, (layer.pages.k, layer.pages.v)) for layer in pool.paged.values()]
+        kept += [(layer.group, tuple(layer.states.parts.values())) for layer in pool.states.values()]
+        for group, tensors in kept:
+            others = sorted(set(range(NUM_BLOCKS)) - set(held.block_ids[group]) | {0})
+            for tensor in tensors:
+                tensor.view(torch.uint8)[others] = 0xFF  # NaN in float32 and in E4M3
         rows.append(under_test.logits(ids[start:end], start, held.block_ids))
-    assert held.given_back == tuple(0 if group.window is None else KEY_TILE // BLOCK for group in spec.groups)
+    for group, given_back in zip(spec.groups, held.given_back, strict=True):
+        kept_of = {"window": KEY_TILE // BLOCK, "state": PROMPT // BLOCK} if not group.keeps_all else {}
+        assert given_back == kept_of.get("window" if group.has_slots else "state", 0)
     return torch.cat(rows).cpu()
 
 

@@ -73,7 +73,7 @@ def test_a_quantized_model_of_every_family_uses_every_scale(variant: str, tmp_pa
 
     modules, layers = linear_modules(config), layer_modules(config)
     named = {f"{module}.{kind}_scale" for module in modules for kind in ("weight", "input")}
-    named |= {f"{layer.mixer}.{kind}_scale" for layer in layers for kind in "kv"}
+    named |= {f"{layers[index].mixer}.{kind}_scale" for index in config.attention for kind in "kv"}
     scales = {name: x for name, x in stored.items() if name in named}
     assert scales.keys() == named
     assert all(bool((x.isfinite() & (x > 0) & (x != 1)).all()) for x in scales.values())

@@ -65,7 +65,7 @@ class Rounding(CpuKernels):
 
 
 def cache(name: str, config: ModelConfig) -> KVCacheConfig:
-    mixer = config.layers[0].mixer
+    mixer = next(iter(config.attention.values()))
     size = mixer.num_kv_heads * mixer.k_dim
     scales = LayerScales((0.05,), (0.05,), Granularity.TENSOR)
     centered = replace(scales, k_center=tuple(0.3 - 0.01 * i for i in range(size)))
@@ -100,9 +100,10 @@ def new_pool(model: Decoder, cache_name: str) -> KVPool:
 
 
 def tensors_of(pool: KVPool) -> list[torch.Tensor]:
-    pages = [layer.pages for layer in pool.layers]
+    states = [part for layer in pool.states.values() for part in layer.states.parts.values()]
+    pages = [layer.pages for layer in pool.paged.values()]
     tokens = [one for page in pages for one in (page.k_scale, page.v_scale) if one is not None and page.dynamic]
-    return [*(page.k for page in pages), *(page.v for page in pages), *tokens]
+    return [*(page.k for page in pages), *(page.v for page in pages), *tokens, *states]
 
 
 def recording_runner(model: Decoder, pool: KVPool) -> ModelRunner:

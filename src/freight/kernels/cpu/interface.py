@@ -17,7 +17,7 @@ from freight.operands.routing import Scoring
 from freight.operands.tiles import STATE_TILE as STATE_TILE  # FREIGHT_STATE_TILE
 from freight.operands.weight import Activations
 
-ABI = 22
+ABI = 23
 LANES, CACHE_LINE, MAX_HEAD_DIM, MAX_WIDTH = 16, 64, 1024, 8
 
 FORMAT_CODES = {
@@ -120,7 +120,7 @@ class FreightActivated(ctypes.Structure):
 class FreightGate(ctypes.Structure):
     _fields_ = (
         *((name, _POINTER) for name in ("x", "logits", "out")),
-        *((name, _LONG) for name in ("rows", "size", "groups", "logits_stride")),
+        *((name, _LONG) for name in ("rows", "size", "groups", "x_stride", "logits_stride")),
         *((name, _INT) for name in ("format", "function", "threads")),
     )
 

@@ -60,18 +60,20 @@ def activated(library: Library, x: Tensor, activation: Activation) -> Tensor:
 
 
 def gate(library: Library, x: Tensor, logits: Tensor, function: GateFunction) -> Tensor:
-    """`reference_rows.gate`. x: [rows, size]; logits: [rows, groups] or [1, groups], in x's dtype."""
+    """`reference_rows.gate`. x: [rows, size]; logits: [rows, groups] or [1, groups], in x's dtype; the columns of both lie
+    one after another in memory."""
     rows, size = x.shape
     same, groups = len(logits) != rows, logits.shape[1]
     assert logits.dtype == x.dtype
     assert len(logits) == 1 or not same
     assert size % groups == 0
-    x, logits = x.contiguous(), logits.contiguous()
+    assert x.stride(1) == 1 or size == 1
+    assert logits.stride(1) == 1 or groups == 1
     out = library.empty((rows, size), x.dtype)
     library.functions.freight_gate(
         FreightGate(
-            *(x.data_ptr(), logits.data_ptr(), out.data_ptr(), rows, size, groups, 0 if same else groups),
-            *(FORMATS[x.dtype], GATE_FUNCTIONS[function], torch.get_num_threads()),
+            *(x.data_ptr(), logits.data_ptr(), out.data_ptr(), rows, size, groups, x.stride(0)),
+            *(0 if same else logits.stride(0), FORMATS[x.dtype], GATE_FUNCTIONS[function], torch.get_num_threads()),
         )
     )
     return out

@@ -33,14 +33,14 @@ def _factor(logit, FUNCTION: tl.constexpr):
 
 @triton.jit
 def gate_kernel(
-    x_ptr, logits_ptr, logits_stride, out_ptr, SIZE: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, x_stride, logits_ptr, logits_stride, out_ptr, SIZE: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
     FUNCTION: tl.constexpr,
 ):  # fmt: skip
     """A program: BLOCK values of one row."""
     row = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = index < SIZE
-    x = tl.load(x_ptr + row * SIZE + index, mask=mask, other=0.0)
+    x = tl.load(x_ptr + row * x_stride + index, mask=mask, other=0.0)
     logit = tl.load(logits_ptr + row * logits_stride + index // GROUP, mask=mask, other=0.0)
     result = x.to(tl.float32) * _factor(logit.to(tl.float32), FUNCTION)
     tl.store(out_ptr + row * SIZE + index, result.to(x.dtype), mask=mask)
@@ -63,15 +63,16 @@ def part_kernel(
 
 
 def gate(x: Tensor, logits: Tensor, function: GateFunction) -> Tensor:
-    """`reference_rows.gate`. x: [rows, size], contiguous; logits: [rows, groups] or [1, groups], columns contiguous."""
+    """`reference_rows.gate`. x: [rows, size]; logits: [rows, groups] or [1, groups]; columns of both contiguous."""
     rows, size = x.shape
-    assert x.is_contiguous()
+    assert x.stride(1) == 1 or size == 1
+    assert logits.stride(1) == 1 or logits.shape[1] == 1
     assert len(logits) in (1, rows)
     out = x.new_empty(rows, size)
     block = min(1024, triton.next_power_of_2(size))
     constants = {"SIZE": size, "GROUP": size // logits.shape[1], "BLOCK": block, "FUNCTION": str(function)}
     stride = logits.stride(0) if len(logits) == rows else 0
-    gate_kernel[(rows, triton.cdiv(size, block))](x, logits, stride, out, **constants, num_warps=4)
+    gate_kernel[(rows, triton.cdiv(size, block))](x, x.stride(0), logits, stride, out, **constants, num_warps=4)
     return out
 
 

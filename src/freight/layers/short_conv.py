@@ -1,0 +1,45 @@
+"""A short convolution between two gates, the mixer of LFM2 (Liquid AI 2025): out(c * convolution(b * x))."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from freight.cache.pool import LayerCache, PagedState
+from freight.kernels.interface import KernelSet
+from freight.layers.linear import Projection
+from freight.operands.activation import GateFunction
+from freight.operands.batch import ForwardBatch
+from freight.operands.packed import PackedWeight, Rows
+
+
+@dataclass(frozen=True)
+class ShortConv:
+    """`in_proj` computes b, c and x, concatenated along the output; what the convolution sees of the tokens before is
+    b * x, rounded to the compute dtype.
+
+    weight   [channels, width] in the compute dtype, as `KernelSet.convolve` takes it
+    bias     [channels] in it, or None
+    """
+
+    in_proj: Projection
+    weight: Tensor
+    bias: Tensor | None
+    out_proj: Projection
+    kernels: KernelSet
+
+    @property
+    def consumer(self) -> PackedWeight | None:
+        """As `Linear.consumer`."""
+        return self.in_proj.consumer
+
+    def __call__(self, x: Rows, batch: ForwardBatch, cache: LayerCache) -> Tensor:
+        """x: [num_tokens, hidden_size], a tensor or what the norm returned for `consumer`; returns x's shape."""
+        assert isinstance(cache, PagedState), "a layer with a convolution has states"
+        kernels, size, projected = self.kernels, len(self.weight), self.in_proj(x)
+        b, c, inputs = (projected[:, at : at + size] for at in (0, size, 2 * size))
+        inputs = kernels.gate(inputs, b, GateFunction.IDENTITY)
+        sequences = batch.sequences(cache.group)
+        convolved = kernels.convolve(inputs, self.weight, self.bias, False, cache.states, sequences)
+        return self.out_proj(kernels.gate(convolved, c, GateFunction.IDENTITY))

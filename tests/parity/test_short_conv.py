@@ -1,0 +1,70 @@
+"""Models with short convolutions against transformers: prompts of every length that begins, ends or fits in a block of
+states, then token by token, on every set of kernels that runs here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.parity.random_models import save_random, tokens
+from tests.parity.variants import VARIANTS
+
+from freight.cache.manager import CacheManager, Held
+from freight.cache.pool import allocate_pool
+from freight.config.engine import EngineArgs
+from freight.engine.prepare import Logits, SequenceSlice
+from freight.engine.runner import ModelRunner
+from freight.kernels.cpu import library
+from freight.kernels.select import select_kernels
+from freight.models import open as opening
+from freight.models.open import open_model
+
+PROMPTS, DECODED, EVERY = (1, 2, 3, 15, 16, 17, 40), 40, 16
+KERNELS = ("reference", *(f"cpu-{build}" for build in library.runnable()))
+MODELS = ("lfm2", "lfm2-biases", "lfm2-moe", "lfm2-moe-plain", "lfm2-vl")
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    folder = tmp_path_factory.mktemp(request.param)
+    return folder, save_random(VARIANTS[request.param], folder, torch.float32)
+
+
+def in_steps(folder: Path, kernel_set: str, prompt: int, ids: Sequence[int]) -> torch.Tensor:
+    """float32 [len(ids), vocab_size]: the first `prompt` tokens in one step, then one in each."""
+    args = EngineArgs(str(folder), skip_tokenizer_init=True, state_every=EVERY)
+    opened, kernels = open_model(args), select_kernels(kernel_set)
+    config = opened.resolve(args)
+    spec = opened.cache_spec(config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(opening, "select_kernels", lambda *_: kernels)
+        decoder = opened.load(config)
+    assert decoder.kernels.name == kernel_set
+    pool = allocate_pool(spec, config.kv, [8] * len(spec.groups), kernels)
+    for state in pool.states.values():
+        for part in state.states.parts.values():
+            part.fill_(torch.nan)  # a block that was never written holds anything
+    runner, rows = ModelRunner(decoder, pool, "cpu"), []
+    manager = CacheManager(spec.groups, pool.num_blocks, config.block_size, len(ids))
+    held = Held(((),) * len(spec.groups), (0,) * len(spec.groups))
+    for start, end in [(0, prompt), *((at, at + 1) for at in range(prompt, len(ids)))]:
+        grown = manager.grow(manager.trim(held, start), end)
+        assert grown is not None
+        held = grown
+        rows.append(runner.run([SequenceSlice(ids[start:end], start, held.block_ids, Logits.ALL)]).all_logits())
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("kernel_set", KERNELS)
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_a_prompt_and_the_tokens_behind_it(model: tuple[Path, Any], kernel_set: str, prompt: int) -> None:
+    folder, theirs = model
+    ids = tokens(prompt + DECODED)
+    with torch.no_grad():
+        expected = theirs(torch.tensor([ids])).logits[0]
+    assert expected.std() > 0.1
+    assert (in_steps(folder, kernel_set, prompt, ids) - expected).abs().max() <= 1e-4
