@@ -91,7 +91,7 @@ MECHANISMS = (
         "sparse attention over keys that an indexer chooses (DSA, MSA)", ("index_topk", "indexer_budget"), sign=_sparse
     ),
     Mechanism(
-        "layers with a recurrent state (Mamba, linear attention, short convolutions)",
+        "layers with a recurrent state (Mamba, linear attention)",
         (
             "linear_attn_config",
             "hybrid_override_pattern",

@@ -77,7 +77,7 @@ def test_absent_keys_mean_what_transformers_takes(model_type):
     mixer = attention_of(ours)[0]
     assert ours.architecture == FAMILIES[model_type]
     assert ours.max_position_embeddings == theirs.max_position_embeddings
-    assert ours.norm_eps == theirs.rms_norm_eps
+    assert ours.norm_eps == (theirs.norm_eps if model_type.startswith("lfm2") else theirs.rms_norm_eps)
     if model_type in TWO_ROPES:
         ropes = [theirs.rope_parameters[kind] for kind in ("full_attention", "sliding_attention")]
     else:
@@ -105,7 +105,7 @@ def test_absent_keys_mean_what_transformers_takes(model_type):
 
 
 def acts(theirs):
-    return getattr(theirs, "hidden_activation", None) or theirs.hidden_act
+    return getattr(theirs, "hidden_activation", None) or getattr(theirs, "hidden_act", "silu")  # LFM2 names none
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

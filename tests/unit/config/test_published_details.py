@@ -93,7 +93,7 @@ def test_keys_of_recurrent_layers_show_none_where_every_layer_attends() -> None:
     mixed = {**GRANITE_4, "layer_types": ["mamba"] + ["attention"] * 27}
     for recurrent in (mixed, {**GRANITE_4, "layer_types": None}, {**GRANITE_4, "layer_types": ["linear_attention"]}):
         assert list(missing_mechanisms(recurrent)) == [
-            "layers with a recurrent state (Mamba, linear attention, short convolutions)"
+            "layers with a recurrent state (Mamba, linear attention)"
         ]
     with pytest.raises(CheckpointError) as error:
         read_model_config(GRANITE_4)
@@ -119,7 +119,7 @@ def test_a_key_of_the_text_model_may_stand_outside_again() -> None:
         parse_model_config({**wrapper, "sliding_window": 25})
 
 
-RECURRENT = "layers with a recurrent state (Mamba, linear attention, short convolutions)"
+RECURRENT = "layers with a recurrent state (Mamba, linear attention)"
 SPARSE = "sparse attention over keys that an indexer chooses (DSA, MSA)"
 
 

@@ -170,8 +170,10 @@ ROWS = {
         other_texts=("lfm2_moe",),
         wrapper_keys=words(
             """
-            vision_config image_token_id projector_hidden_act projector_hidden_size projector_bias
-            projector_use_layernorm downsample_factor tie_embedding
+            vision_config image_token_id image_token_index projector_hidden_act projector_hidden_size projector_bias
+            projector_use_layernorm downsample_factor tie_embedding vision_feature_layer
+            do_image_splitting encoder_patch_size max_image_tokens max_num_patches max_pixels_tolerance max_tiles
+            min_image_tokens min_tiles tile_size use_image_special_tokens use_thumbnail
             """
         ),
         bodies=LANGUAGE_MODEL,
