@@ -156,6 +156,8 @@ class KVPool:
     def counters(self) -> tuple[int, int]:
         """(NaNs stored since the start, values clipped to their scale's range); a working model stores no NaN."""
         counts = [layer.pages.counters for layer in self.paged.values() if not layer.shared]
+        if not counts:  # states are not counted
+            return 0, 0
         nans, clipped = torch.stack(counts).sum(0).tolist()
         return nans, clipped
 

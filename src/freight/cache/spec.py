@@ -286,7 +286,10 @@ class KVCacheSpec:
         return replace(self, layers=tuple(layer and layer.unquantized(format) for layer in self.layers))
 
     def tokens_in(self, memory: int) -> int:
-        """How many tokens that every layer sees `memory` bytes hold, in whole blocks."""
+        """How many tokens that every layer sees `memory` bytes hold, in whole blocks; where no layer has pages, those
+        of the states that stay behind."""
+        if self.bytes_per_token == 0 and self.state_every is not None:
+            return memory // self.bytes_per_state * self.state_every
         return memory // (self.bytes_per_token * self.block_size) * self.block_size
 
     def capacity_tokens(self, num_blocks: tuple[int, ...]) -> int:

@@ -266,9 +266,9 @@ def _tied(
 
 def _ropes(config: Mapping[str, Any], family: Family, model: ModelConfig) -> tuple[RopeConfig, ...]:
     """By `AttentionConfig.rope`; a rope that no layer has is made for heads like the others."""
-    if model.position_offset is not None:
-        return ()
     mixers = list(model.attention.values())
+    if model.position_offset is not None or not mixers:
+        return ()
     sizes = {mixer.rope: mixer.k_dim for mixer in mixers}
     head_dims = tuple(sizes.get(rope, mixers[0].k_dim) for rope in (0, 1))
     return parse_ropes(config, family, model.max_position_embeddings, head_dims)

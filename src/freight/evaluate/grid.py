@@ -76,6 +76,11 @@ def evaluate_grid(
     opened = open_model(args)
     plain = plain_config(opened)
     names = _names(args, grid)
+    if names and not opened.model.attention:
+        raise ConfigError(
+            f"caches of keys and values are compared ({', '.join(names)}), and no layer of this model "
+            f"({opened.model.model_type}) stores any; freight bench latency times it"
+        )
     check_schemes(opened, grid.weights, args.quantization)
     chosen = opened.resolve(args) if not names else None
     length = window_length(grid.window, plain.max_model_len)

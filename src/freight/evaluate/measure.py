@@ -64,7 +64,7 @@ class SettingRun:
     @property
     def clipped_share(self) -> float:
         """Share of the stored keys and values that lay beyond the range of their scales."""
-        return self.clipped / (self.num_stored * self.runner.pool.values_per_token)
+        return self.clipped / max(1, self.num_stored * self.runner.pool.values_per_token)
 
     @torch.inference_mode()
     def hidden(self, token_ids: Sequence[int], start: int) -> Tensor:

@@ -36,7 +36,7 @@ class Speed:
 
 def contexts_for(max_model_len: int, bytes_per_token: int) -> tuple[int, ...]:
     """Up to five contexts, by factors of 4, the longest that the model and MEMORY allow the last."""
-    longest = max(1, min(max_model_len, MEMORY // bytes_per_token))
+    longest = max(1, min(max_model_len, MEMORY // max(1, bytes_per_token)))
     return tuple(sorted({max(1, longest // 4**i) for i in range(5) if longest // 4**i >= 16 or i == 0}))
 
 

@@ -1,0 +1,138 @@
+"""LFM2 through all that runs a model: quantized, and with convolutions alone, where no layer has pages."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.parity.random_models import freight_logits, save_random, tokens
+from tests.parity.variants import LFM2, VARIANTS
+from tests.serving import freight_serve
+from transformers import Lfm2Config
+
+import freight
+from freight import LLM, SamplingParams
+from freight.bench.latency import measure_latency
+from freight.config.engine import EngineArgs
+from freight.errors import ConfigError
+from freight.evaluate.capacity import Wish, make_plan
+from freight.evaluate.grid import GridArgs, evaluate_grid
+from freight.evaluate.report import compare_caches
+from freight.models.open import open_checkpoint, open_model
+
+DEMO = Path(freight.__file__).parent / "demo"
+IDS = tokens(200)
+PARAMS = SamplingParams(max_tokens=24, temperature=0.9, seed=7, logprobs=2, ignore_eos=True, detokenize=False)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three layers, all of them convolutions, with the tokenizer of the demo."""
+    folder = tmp_path_factory.mktemp("alone") / "alone"
+    save_random(Lfm2Config(**LFM2 | {"layer_types": ["conv"] * 3, "vocab_size": 1024}), folder, torch.bfloat16)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / name, folder)
+    return folder
+
+
+def said(llm: LLM, prompts: list[list[int]]) -> list[Any]:
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], PARAMS)
+    return [(one.outputs[0].token_ids, repr(one.outputs[0].logprobs)) for one in outputs]
+
+
+# ------------------------------------------------------------------------------------------------------------ quantized
+
+
+@pytest.mark.parametrize("variant", ["lfm2", "lfm2-biases", "lfm2-moe", "lfm2-vl"])
+def test_linears_are_quantized_and_convolutions_are_not(variant: str, tmp_path: Path) -> None:
+    theirs = save_random(VARIANTS[variant], tmp_path / "plain", torch.bfloat16)
+    options: dict[str, Any] = {
+        "weights": "fp8", "activations": "static", "kv_cache": "fp8", "calibration_data": [IDS, IDS[70:]],
+    }  # fmt: skip
+    freight.quantize(str(tmp_path / "plain"), tmp_path / "made", **options)
+    before, stored = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "made"))
+    text = theirs.config.get_text_config()
+    for index, kind in enumerate(text.layer_types):
+        (prefix,) = {name.partition(f".{index}.")[0] for name in before if f"layers.{index}.operator_norm" in name}
+        layer = f"{prefix}.{index}."
+        if kind == "conv":
+            for name in ("in_proj", "out_proj"):
+                assert stored[f"{layer}conv.{name}.weight"].dtype == torch.float8_e4m3fn
+                assert stored[f"{layer}conv.{name}.input_scale"] > 0
+            plain = [name for name in before if name.startswith(f"{layer}conv.") and "proj.weight" not in name]
+            assert f"{layer}conv.conv.weight" in plain
+        else:
+            assert stored[f"{layer}self_attn.out_proj.weight"].dtype == torch.float8_e4m3fn
+            plain = []
+        plain += [name for name in before if name.startswith(f"{layer}feed_forward.gate.")]
+        assert bool(plain) or kind != "conv"
+        assert all(torch.equal(stored[name], before[name]) for name in plain)
+    assert any("feed_forward.gate.weight" in name for name in stored) == (variant == "lfm2-moe")
+    made = open_checkpoint(str(tmp_path / "made"))
+    assert [layer is None for layer in made.kv_scales.layers] == [kind == "conv" for kind in text.layer_types]
+    assert not made.kv_scales.missing
+    logits, plain_logits = (freight_logits(tmp_path / name, IDS, "auto") for name in ("made", "plain"))
+    assert torch.nn.functional.cosine_similarity(logits, plain_logits).mean() > (
+        0.94 if variant == "lfm2-moe" else 0.97  # a router that changes its choice changes much
+    )
+
+
+# --------------------------------------------------------------------------------------------------- convolutions alone
+
+
+def test_convolutions_alone_generate_the_same_however_they_are_cut(alone: Path) -> None:
+    options: dict[str, Any] = {"kv_cache_memory": "1MiB", "state_every": 16}
+    prompts = [IDS, IDS[:1], IDS[:16], IDS[:17], IDS[:100], IDS]
+    plain = LLM(str(alone), max_num_batched_tokens=256, enable_prefix_caching=False, **options)
+    expected = [said(plain, [ids])[0] for ids in prompts]
+    llm = LLM(str(alone), max_num_batched_tokens=24, **options)
+    assert said(llm, prompts) == expected
+    assert said(llm, prompts) == expected
+    assert llm.engine.scheduler.totals.prefix_hits > 300
+    stats = llm.engine.stats()
+    assert (stats.nans, stats.clipped, stats.held_tokens) == (0, 0, 0)
+    facts = llm.kv_cache_info()
+    assert stats.capacity_tokens == facts["capacity_tokens"] == facts["tokens_at_16_bits"]
+    assert facts["bytes_per_token"] == 0
+
+
+def test_convolutions_alone_are_planned(alone: Path) -> None:
+    plan = make_plan(json.loads((alone / "config.json").read_text()), Wish(2**30, context=256, concurrency=4))
+    setting = plan.settings[plan.choice or 0]
+    assert setting.requests >= 4
+    spec = setting.spec
+    assert (spec.bytes_per_token, spec.bytes_per_state) == (0, 3 * 2 * 64 * 2)
+    assert spec.tokens_in(10 * spec.bytes_per_state + 1) == 10 * (spec.state_every or 0)
+
+
+def test_convolutions_alone_are_timed(alone: Path) -> None:
+    found = measure_latency(open_model(EngineArgs(str(alone))), "alone", 2, 20, 4, 1)
+    assert found["tokens_that_fit"] > 0
+
+
+def test_there_are_no_caches_to_compare(alone: Path) -> None:
+    args = EngineArgs(str(alone))
+    with pytest.raises(ConfigError, match=r"tensor, token\), and no layer of this model \(lfm2\) stores any"):
+        evaluate_grid(args, [IDS], GridArgs(caches=("tensor", "token")))
+    found = compare_caches(args, [("fp8", "dynamic")], IDS, window=100)
+    assert [one.mean_kl for one in found] == [0.0, 0.0]
+    assert all(one.tokens_in_64_mib > 0 for one in found)
+
+
+def test_convolutions_alone_are_served(alone: Path) -> None:
+    with freight_serve(alone, ["--kv-cache-memory", "1MiB"]) as url:
+        body = {"model": "alone", "prompt": "def f(", "max_tokens": 8, "temperature": 0}
+        answer = httpx.post(f"{url}/v1/completions", json=body).json()
+        assert answer["usage"]["completion_tokens"] > 0
+        metrics = httpx.get(f"{url}/metrics").text
+        found = {
+            line.split("{")[0].split(" ")[0]: line.rsplit(" ", 1)[1] for line in metrics.splitlines() if line[:1] != "#"
+        }
+        assert float(found["freight:cache_capacity_tokens"]) > 0
+        assert httpx.get(f"{url}/health").status_code == 200
