@@ -20,7 +20,7 @@ import freight
 from freight import LLM, SamplingParams
 from freight.bench.latency import measure_latency
 from freight.config.engine import EngineArgs
-from freight.errors import ConfigError
+from freight.errors import CheckpointError, ConfigError
 from freight.evaluate.capacity import Wish, make_plan
 from freight.evaluate.grid import GridArgs, evaluate_grid
 from freight.evaluate.report import compare_caches
@@ -136,3 +136,10 @@ def test_convolutions_alone_are_served(alone: Path) -> None:
         }
         assert float(found["freight:cache_capacity_tokens"]) > 0
         assert httpx.get(f"{url}/health").status_code == 200
+
+
+def test_there_are_no_keys_and_values_to_quantize(alone: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"--kv-cache fp8: no layer of this model \(lfm2\).*--kv-cache none"):
+        freight.quantize(str(alone), tmp_path / "made", kv_cache="fp8", calibration_data=[IDS])
+    freight.quantize(str(alone), tmp_path / "made", weights="fp8", activations="dynamic", kv_cache="none")
+    assert said(LLM(str(tmp_path / "made"), kv_cache_memory="1MiB"), [IDS])[0][0]

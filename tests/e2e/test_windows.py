@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, GptOssConfig, MistralConfig, Pret
 from freight import LLM, SamplingParams
 from freight.cache.sizing import bytes_of_request
 from freight.engine import build as engine_build
-from freight.engine.scheduler import Step
+from freight.engine.step import Step
 from freight.outputs import RequestOutput
 
 WINDOW = 24

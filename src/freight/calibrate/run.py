@@ -142,6 +142,11 @@ def _sources(config: ModelConfig, plan: QuantizePlan) -> tuple[list[int], list[i
     """(for each layer the one whose keys and values it reads, the layers that read another's)."""
     read = {index: mixer.kv_from for index, mixer in config.attention.items() if mixer.kv_from is not None}
     sources, sharing = [read.get(index, index) for index in range(config.num_layers)], list(read)
+    if plan.kv_granularity is not None and not config.attention:
+        raise CheckpointError(
+            f"--kv-cache fp8: no layer of this model ({config.model_type}) has attention, and stores keys and values; "
+            "use --kv-cache none"
+        )
     if config.without_pages and (plan.center or plan.kv_budget):
         flag = "--center" if plan.center else "--kv-budget"
         raise CheckpointError(

@@ -32,7 +32,7 @@ from freight.engine.compute import ChunkWork
 from freight.engine.prepare import Logits, SequenceSlice
 from freight.engine.runner import ModelRunner
 from freight.engine.sampler import Draw, draw
-from freight.engine.scheduler import ScheduledChunk, Step
+from freight.engine.step import ScheduledChunk, Step
 
 logger = logging.getLogger("freight")
 

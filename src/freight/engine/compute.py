@@ -21,7 +21,7 @@ import torch
 from freight.engine.prepare import Logits, SequenceSlice
 from freight.engine.runner import ModelRunner, StepRows
 from freight.engine.sampler import Sampled, SamplingRow, prompt_logprobs, sample
-from freight.engine.scheduler import ScheduledChunk
+from freight.engine.step import ScheduledChunk
 from freight.outputs import Scores
 
 SCORED_AT_ONCE = 256  # rows of logits that log-probabilities of a prompt hold at once; 8,192 x 152k would be 5 GB

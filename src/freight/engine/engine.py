@@ -31,7 +31,8 @@ from freight.engine.progress import Completion, Group, to_logprobs
 from freight.engine.request import Request
 from freight.engine.runner import ModelRunner
 from freight.engine.sampler import Sampled, sibling_seed
-from freight.engine.scheduler import ScheduledChunk, Scheduler, Step
+from freight.engine.scheduler import Scheduler
+from freight.engine.step import ScheduledChunk, Step
 from freight.errors import RequestError
 from freight.outputs import EngineStats, FinishReason, RequestDelta, RequestOutput, RequestTimes
 from freight.sampling import SamplingParams

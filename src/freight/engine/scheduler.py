@@ -27,47 +27,15 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from operator import attrgetter
-from typing import NamedTuple
 
 from freight.cache.manager import NOTHING, CacheManager, Shortfall
 from freight.cache.prefix import extend_keys
 from freight.engine.accounts import Totals
 from freight.engine.request import Request, RequestState, check_length
+from freight.engine.step import ScheduledChunk, Step
 from freight.errors import CapacityError, RequestError
 from freight.outputs import FinishReason
-
-
-class ScheduledChunk(NamedTuple):  # made for every row of every step: a frozen dataclass takes three times as long
-    """Compute the known tokens start … start + num_tokens - 1 of `request`, storing into `block_ids`.
-
-    `block_ids` are the block tables of the sequence, by cache group, up to the end of the chunk. With `samples`, the
-    last row's logits give the request's next token.
-    """
-
-    request: Request
-    start: int
-    num_tokens: int
-    block_ids: tuple[tuple[int, ...], ...]
-    samples: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One forward pass. `preempted` lost their blocks while it was scheduled, and are not part of it.
-
-    admitted  the requests whose first step it is
-    """
-
-    chunks: tuple[ScheduledChunk, ...]
-    preempted: tuple[Request, ...]
-    admitted: tuple[Request, ...] = ()
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(chunk.num_tokens for chunk in self.chunks)
-
 
 _arrival = attrgetter("arrival")
 

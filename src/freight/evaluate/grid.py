@@ -15,6 +15,7 @@ from freight.cache.pool import allocate_pool
 from freight.calibrate.data import read_samples
 from freight.checkpoint.reader import resolve_model
 from freight.config.engine import EngineArgs, EngineConfig, KVCacheConfig, listed_layers
+from freight.config.model import ModelConfig
 from freight.config.resolve import for_variant
 from freight.errors import ConfigError, choices
 from freight.evaluate.documents import Document, cut_documents, window_length
@@ -75,12 +76,7 @@ def evaluate_grid(
     begin = time.perf_counter()
     opened = open_model(args)
     plain = plain_config(opened)
-    names = _names(args, grid)
-    if names and not opened.model.attention:
-        raise ConfigError(
-            f"caches of keys and values are compared ({', '.join(names)}), and no layer of this model "
-            f"({opened.model.model_type}) stores any; freight bench latency times it"
-        )
+    names = _names(args, grid, opened.model)
     check_schemes(opened, grid.weights, args.quantization)
     chosen = opened.resolve(args) if not names else None
     length = window_length(grid.window, plain.max_model_len)
@@ -130,17 +126,23 @@ def evaluate_grid(
 _TOKEN = (Granularity.TOKEN, ScaleSource.DYNAMIC)
 
 
-def _names(args: EngineArgs, grid: GridArgs) -> tuple[str, ...]:
+def _names(args: EngineArgs, grid: GridArgs, model: ModelConfig) -> tuple[str, ...]:
     """The caches by name; empty where the engine's options name one."""
     given = args.quantization_param_path or args.kv_scales != "auto" or args.kv_cache_dtype != "auto"
-    if grid.caches is None:
-        return () if given else CACHES
-    for name in grid.caches:
+    names = CACHES if grid.caches is None else grid.caches
+    for name in names:
         if name not in (*CACHES, *OTHERS):
             raise ConfigError(f"--caches {name!r} is unknown: choose among {choices((*CACHES, *OTHERS))}")
-    if given:
+    if given and grid.caches is not None:
         raise ConfigError("--caches with --kv-cache-dtype or --kv-scales: both name what is measured; omit one")
-    return grid.caches
+    if given:
+        return ()
+    if names and not model.attention:
+        raise ConfigError(
+            f"caches of keys and values are compared ({', '.join(names)}), and no layer of this model "
+            f"({model.model_type}) stores any; freight bench latency times it"
+        )
+    return names
 
 
 def _fp8(opened: OpenModel) -> EngineConfig:

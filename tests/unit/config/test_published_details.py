@@ -92,9 +92,7 @@ def test_keys_of_recurrent_layers_show_none_where_every_layer_attends() -> None:
     assert missing_mechanisms(GRANITE_4) == {}
     mixed = {**GRANITE_4, "layer_types": ["mamba"] + ["attention"] * 27}
     for recurrent in (mixed, {**GRANITE_4, "layer_types": None}, {**GRANITE_4, "layer_types": ["linear_attention"]}):
-        assert list(missing_mechanisms(recurrent)) == [
-            "layers with a recurrent state (Mamba, linear attention)"
-        ]
+        assert list(missing_mechanisms(recurrent)) == ["layers with a recurrent state (Mamba, linear attention)"]
     with pytest.raises(CheckpointError) as error:
         read_model_config(GRANITE_4)
     assert "recurrent" not in str(error.value)

@@ -18,7 +18,8 @@ from freight import LLM
 from freight.cache.groups import Pages
 from freight.cache.manager import NOTHING, CacheManager
 from freight.engine.request import Request, RequestState
-from freight.engine.scheduler import Scheduler, Step
+from freight.engine.scheduler import Scheduler
+from freight.engine.step import Step
 from freight.operands.tiles import KEY_TILE
 from freight.outputs import FinishReason
 from freight.sampling import SamplingParams
