@@ -6,6 +6,7 @@ It comes in as any kind does, through the tables of `models/mixer_parts.py`, `mo
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.parity.random_models import save_random
+from tests.parity.random_models import save_random, tokens
 from tests.parity.variants import SHAPE
 from torch import Tensor
 from transformers import LlamaConfig
 
+from freight import LLM, SamplingParams
 from freight.cache import spec
 from freight.cache.pool import PagedState
 from freight.cache.spec import LayerStateSpec, StatePart
@@ -107,3 +109,35 @@ def save_means(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "means"}))
     return folder
+
+
+IDS = tokens(300)
+CACHES: dict[str, dict[str, Any]] = {
+    "bfloat16": {"kv_cache_dtype": "bfloat16"},
+    "fp8-token": {"kv_cache_dtype": "fp8", "kv_scales": "dynamic"},
+}
+DRAWN = SamplingParams(max_tokens=24, temperature=0.9, seed=7, logprobs=2, ignore_eos=True)
+PROMPTS = [IDS[:count] for count in (300, 1, 63, 64, 65, 130, 16, 15, 129, 200, 7, 33, 250, 128, 100, 192)]
+
+
+def engine(folder: Path, cache: str = "bfloat16", **options: Any) -> LLM:
+    options = {"kv_cache_memory": "4MiB", "state_every": 64, **CACHES[cache], **options}
+    return LLM(str(folder), skip_tokenizer_init=True, **options)
+
+
+def said(llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams = DRAWN) -> list[Any]:
+    """Tokens and log-probabilities of each prompt, to the bit."""
+    outputs = llm.generate([{"prompt_token_ids": list(ids)} for ids in prompts], params)
+    assert not any(one.outputs[0].finish_reason == "error" for one in outputs)
+    return [(list(one.outputs[0].token_ids), repr(one.outputs[0].logprobs)) for one in outputs]
+
+
+def plain_answers(folder: Path) -> dict[str, list[Any]]:
+    """By cache, what each of PROMPTS gives alone, without hits, its prompt in one step."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        register(monkeypatch)
+        made = {}
+        for cache in CACHES:
+            llm = engine(folder, cache, enable_prefix_caching=False, max_num_batched_tokens=LENGTH)
+            made[cache] = [said(llm, [ids])[0] for ids in PROMPTS]
+        return made

@@ -11,6 +11,7 @@ import httpx2 as httpx
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.faults import ERROR, inject
 from tests.parity.random_models import freight_logits, save_random, tokens
 from tests.parity.variants import LFM2, VARIANTS
 from tests.serving import freight_serve
@@ -143,3 +144,29 @@ def test_there_are_no_keys_and_values_to_quantize(alone: Path, tmp_path: Path) -
         freight.quantize(str(alone), tmp_path / "made", kv_cache="fp8", calibration_data=[IDS])
     freight.quantize(str(alone), tmp_path / "made", weights="fp8", activations="dynamic", kv_cache="none")
     assert said(LLM(str(tmp_path / "made"), kv_cache_memory="1MiB"), [IDS])[0][0]
+
+
+# ------------------------------------------------------------------------------------------------------ what goes wrong
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+@pytest.mark.parametrize("position", [0, 79, 80, 81, 99])
+def test_a_request_that_raises_fails_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, position: int, kernels: str, caching: bool
+) -> None:
+    """In its first step, at the end of its prompt and while it decodes; behind the layers, whose states are changed."""
+    save_random(VARIANTS["lfm2"], tmp_path, torch.bfloat16)
+    prompts = [IDS[:count] for count in (100, 80, 1, 33)] + [IDS[100:180]]
+    options: dict[str, Any] = {"kv_cache_memory": "1MiB", "max_num_batched_tokens": 48, "kernels": kernels}
+    expected = [said(LLM(str(tmp_path), skip_tokenizer_init=True, **options), [ids])[0] for ids in prompts]
+    inject(monkeypatch, {tuple(prompts[4]): position})
+    llm = LLM(str(tmp_path), skip_tokenizer_init=True, enable_prefix_caching=caching, **options)
+    outputs = [
+        one.outputs[0]
+        for one in llm.generate([{"prompt_token_ids": ids} for ids in prompts], PARAMS, on_error="return")
+    ]
+    assert [(one.token_ids, repr(one.logprobs)) for one in outputs[:4]] == expected[:4]
+    assert outputs[4].error == ERROR
+    assert list(outputs[4].token_ids) == list(expected[4][0])[: max(0, position - 79)]
+    assert llm.engine.cache.num_held == 0

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections import deque
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,15 +14,28 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.means import LENGTH, MEANS, Mean, register, save_means
-from tests.parity.random_models import freight_logits, tokens
+from tests.means import (
+    CACHES,
+    DRAWN,
+    IDS,
+    LENGTH,
+    MEANS,
+    PROMPTS,
+    Mean,
+    engine,
+    plain_answers,
+    register,
+    said,
+    save_means,
+)
+from tests.parity.random_models import freight_logits
 
 import freight
 from freight import LLM, SamplingParams
 from freight.cli.plan import _print as print_plan
 from freight.config.engine import EngineArgs
 from freight.engine.fingerprint import fingerprint
-from freight.errors import ConfigError, GenerationError
+from freight.errors import ConfigError
 from freight.evaluate import long
 from freight.evaluate.capacity import Wish, as_json, make_plan
 from freight.evaluate.grid import GridArgs, evaluate_grid
@@ -35,13 +46,6 @@ from freight.evaluate.sensitivity import per_layer
 from freight.models.open import open_checkpoint, open_model
 from freight.models.sizes import Layout, loaded_bytes
 from freight.models.weight_bytes import weight_bytes
-
-IDS = tokens(300)
-CACHES: dict[str, dict[str, Any]] = {
-    "bfloat16": {"kv_cache_dtype": "bfloat16"},
-    "fp8-token": {"kv_cache_dtype": "fp8", "kv_scales": "dynamic"},
-}
-DRAWN = SamplingParams(max_tokens=24, temperature=0.9, seed=7, logprobs=2, ignore_eos=True)
 
 
 @pytest.fixture(autouse=True)
@@ -54,32 +58,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_means(tmp_path_factory.mktemp("means"))
 
 
-def engine(folder: Path, cache: str = "bfloat16", **options: Any) -> LLM:
-    options = {"kv_cache_memory": "4MiB", "state_every": 64, **CACHES[cache], **options}
-    return LLM(str(folder), skip_tokenizer_init=True, **options)
-
-
-def said(llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams = DRAWN) -> list[Any]:
-    """Tokens and log-probabilities of each prompt, to the bit."""
-    outputs = llm.generate([{"prompt_token_ids": list(ids)} for ids in prompts], params)
-    assert not any(one.outputs[0].finish_reason == "error" for one in outputs)
-    return [(list(one.outputs[0].token_ids), repr(one.outputs[0].logprobs)) for one in outputs]
-
-
-PROMPTS = [IDS[:count] for count in (300, 1, 63, 64, 65, 130, 16, 15, 129, 200, 7, 33, 250, 128, 100, 192)]
-OTHERS = [list(reversed(ids)) for ids in PROMPTS]
-
-
 @pytest.fixture(scope="module")
 def plain(folder: Path) -> dict[str, list[Any]]:
-    """What each prompt gives alone, without hits, its prompt in one step."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        register(monkeypatch)
-        made = {}
-        for cache in CACHES:
-            llm = engine(folder, cache, enable_prefix_caching=False, max_num_batched_tokens=LENGTH)
-            made[cache] = [said(llm, [ids])[0] for ids in PROMPTS]
-        return made
+    return plain_answers(folder)
 
 
 # ------------------------------------------------------------------------------------------------------------ same bits
@@ -169,67 +150,14 @@ def test_the_mean_is_the_mean(folder: Path) -> None:
     assert cache.states.parts["sum"].isfinite().all()
 
 
-# ------------------------------------------------------------------------------------------------------ what goes wrong
-
-
-def test_a_step_that_fails_is_not_computed_twice(folder: Path, plain: dict[str, list[Any]], monkeypatch: Any) -> None:
-    """Behind the mixer of the first layer, which has changed its states: those requests end, and others are right."""
-    llm, calls = engine(folder, max_num_batched_tokens=512), [0]
-    call = Mean.__call__
-
-    def failing(self: Mean, *args: Any) -> Any:
-        calls[0] += 1
-        result = call(self, *args)
-        if calls[0] == 21:
-            raise RuntimeError("once")
-        return result
-
-    monkeypatch.setattr(Mean, "__call__", failing)
-    prompts = [{"prompt_token_ids": ids} for ids in (PROMPTS[0], PROMPTS[9])]
-    with pytest.raises(GenerationError, match="layers with a state do not compute a step twice") as failed:
-        llm.generate(prompts, DRAWN)
-    outputs = failed.value.outputs
-    assert [one.outputs[0].finish_reason for one in outputs] == ["error", "error"]
-    assert llm.engine.cache.num_held == 0
-    assert said(llm, [PROMPTS[0], PROMPTS[9]]) == [plain["bfloat16"][0], plain["bfloat16"][9]]
-
-
-def test_an_interrupt_within_a_step_computes_states_anew(
-    folder: Path, plain: dict[str, list[Any]], monkeypatch: Any
-) -> None:
-    llm, calls = engine(folder, max_num_batched_tokens=512), [0]
-    call = Mean.__call__
-
-    def interrupted(self: Mean, *args: Any) -> Any:
-        calls[0] += 1
-        result = call(self, *args)
-        if calls[0] == 21:
-            raise KeyboardInterrupt
-        return result
-
-    monkeypatch.setattr(Mean, "__call__", interrupted)
-    running = llm.engine
-    for name, ids in (("a", PROMPTS[0]), ("b", PROMPTS[9])):
-        running.add(name, running.accept(ids, DRAWN), DRAWN)
-    with pytest.raises(KeyboardInterrupt):
-        deque(running.step() for _ in range(1000))
-    while running.has_unfinished:
-        running.step()
-    outputs = [running.output(name).outputs[0] for name in "ab"]
-    expected = [plain["bfloat16"][0], plain["bfloat16"][9]]
-    assert [(list(one.token_ids), repr(one.logprobs)) for one in outputs] == expected
-
-
 # -------------------------------------------------------------------------------------------------------------- options
 
 
 def test_the_line_at_start_has_the_states(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "freight"):
-        llm = engine(folder, max_num_seqs=8)
+        engine(folder, max_num_seqs=8)
     line = next(message for message in caplog.messages if message.startswith("KV cache"))
     assert "2 layers with a state every 64 tokens: 34 blocks, 2,176 tokens, 12.8 KiB" in line
-    assert "steps are not captured: layers with a state find its blocks on the host" in caplog.messages
-    assert llm.engine.runner.captured is None
 
 
 def test_the_default_is_at_most_an_eighth_of_the_context(folder: Path) -> None:

@@ -43,6 +43,14 @@ class Shortfall:
     needed: int
     num_blocks: int
 
+    def describe(self, limit: int) -> str:
+        """Tokens that there is room for, and those needed at once where a window makes them less than all `limit`."""
+        size = self.group.tokens_per_block
+        has, needed = self.num_blocks * size, self.needed * size
+        return (
+            f"{has}" if needed >= limit else f"{has} of the {needed} that it needs at once in {self.group.describe()}"
+        )
+
 
 class CacheManager:
     """The blocks of all groups: `num_blocks` of each. Prefix keys are made for every `block_size` tokens.

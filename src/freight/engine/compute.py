@@ -4,8 +4,8 @@ Whatever goes wrong stays with its chunk. A row without a usable result says so 
 raises is repeated in halves, and each half that raises again in halves of its own, until a chunk fails alone: that one
 gets the error. A row has the same bits whatever other rows the pass has, so the others get what the full step would
 have given. A step of n chunks, k of which fail, takes at most 1 + 2k log2(n) passes (rounded up), and at most 2n.
-Where layers keep states, nothing is repeated: a state that a failed pass has changed would have its tokens twice. All
-chunks of that step fail.
+Where layers keep states, a pass is not repeated: a state that a failed one has changed would have its tokens twice. The
+step is lost, and `Scheduler.lose` has its requests compute their tokens again, from sound blocks, one at a time.
 """
 
 from __future__ import annotations
@@ -65,17 +65,21 @@ class ChunkResult:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """A result for each chunk of a step, in order. `repeated`: a forward pass raised, so the step took several."""
+    """A result for each chunk of a step, in order. `repeated`: a forward pass raised, so the step took several.
+
+    lost   a forward pass raised that cannot be repeated: there are no results, and states may be changed
+    """
 
     chunks: Sequence[ChunkResult]
     repeated: bool = False
+    lost: bool = False
 
 
 def compute(runner: ModelRunner, work: Sequence[ChunkWork], repeatable: bool = True) -> StepResult:
     """Compute `work`. Raises no Exception of the model, the sampler or the kernels; others, as Ctrl-C, pass through.
 
     A chunk has an `error` only if it failed twice, the second time alone: what passes when it is repeated ends nobody.
-    If a pass is not `repeatable`, all chunks of one that fails have an error.
+    If a pass is not `repeatable`, a step in which one fails is lost.
     """
     if not work:
         return StepResult([])
@@ -83,14 +87,22 @@ def compute(runner: ModelRunner, work: Sequence[ChunkWork], repeatable: bool = T
         return StepResult(_compute(runner, work))
     except Exception as error:
         if not repeatable:
-            logger.warning("a step of %d sequences failed, and they end", len(work), exc_info=error)
-            reason = f"its step failed: {_describe(error)}; layers with a state do not compute a step twice"
-            return StepResult([ChunkResult(error=reason) for _ in work])
+            told = "a step of %d sequences failed, and each computes its tokens again alone: %s"
+            logger.warning(told, len(work), _describe(error))
+            return StepResult([], repeated=True, lost=True)
         logger.warning("a step of %d sequences failed and is repeated in parts: %s", len(work), _describe(error))
     # Outside of `except`: the traceback holds the failed pass's tensors, and memory may be what it lacked.
     logged: set[str] = set()
     parts = _halves(work) if len(work) > 1 else [work]
     return StepResult([result for part in parts for result in _isolate(runner, part, logged)], repeated=True)
+
+
+def compute_alone(runner: ModelRunner, work: ChunkWork, logged: set[str]) -> StepResult:
+    """Compute one chunk of a request whose step was lost before; it has an `error` if it fails again.
+
+    `logged`: the errors of such chunks that are in the log already.
+    """
+    return StepResult(_isolate(runner, [work], logged))
 
 
 def _isolate(runner: ModelRunner, work: Sequence[ChunkWork], logged: set[str]) -> list[ChunkResult]:

@@ -23,7 +23,7 @@ from freight.cache.manager import CacheManager
 from freight.detokenizer import Detokenizer
 from freight.engine.accounts import Stamps
 from freight.engine.ahead import Launched, can_launch, launch
-from freight.engine.compute import ChunkResult, ChunkWork, StepResult, compute
+from freight.engine.compute import ChunkResult, ChunkWork, StepResult, compute, compute_alone
 from freight.engine.grammar import Grammars, Matcher
 from freight.engine.intake import AcceptedPrompt, Intake
 from freight.engine.pace import Pace
@@ -84,6 +84,7 @@ class Engine:
         assert repeatable or not overlaps, "a step that was launched ahead may be computed again"
         self.overlaps = overlaps
         self._repeatable = repeatable
+        self._logged: set[str] = set()  # the errors of steps that were computed alone, since one was lost
         self._pace = pace
         self._ahead: Launched | None = None  # the step after the one that was applied last
         self._stored: tuple[float, int, int] | None = None  # when the pool's counters were read, NaNs, clipped values
@@ -147,7 +148,9 @@ class Engine:
         with self._threads:
             step, result, following = self._compute(step, launched)
         self._torn = True
-        advanced = self._apply(step, result.chunks)
+        if result.lost:
+            self.scheduler.lose(step)
+        advanced = [] if result.lost else self._apply(step, result.chunks)
         self._ahead = following
         if self._pace is not None and step.chunks and not result.repeated:  # its time is not that of a step
             prompt = sum(chunk.num_tokens for chunk in step.chunks if chunk.num_tokens > 1)
@@ -313,7 +316,10 @@ class Engine:
         if launched is None:
             work = [self._to_work(chunk) for chunk in step.chunks]
             launched = launch(self.runner, step) if self.overlaps and can_launch(work) else None
+            if step.alone:
+                return step, compute_alone(self.runner, work[0], self._logged), None
             if launched is None:
+                self._logged = set()
                 return step, compute(self.runner, work, self._repeatable), None
         self._torn = True
         after = self.scheduler.follow(step)

@@ -12,6 +12,9 @@ the rest within a budget of `max_num_batched_tokens`. A chunk that reaches the e
   whole cache could not hold, so every request comes to an end.
 - A waiting request is admitted only if the blocks for all its known tokens are there, and one more for each running
   request, so that it is not preempted right after.
+- After a step that was lost (`lose`) its requests compute their tokens again, each in steps of its own until it is past
+  that step: one that fails again has failed alone. The latest goes first, so those that are past it, which pause, came
+  later than it, and lose their blocks first if they run out. Nobody new is admitted meanwhile.
 - Prefix hits leave at least the last known token to compute, so a shared block is never written. The completions of one
   prompt wait for the first of them to compute the prompt, and then share its blocks.
 
@@ -29,7 +32,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 
-from freight.cache.manager import NOTHING, CacheManager, Shortfall
+from freight.cache.manager import NOTHING, CacheManager
 from freight.cache.prefix import extend_keys
 from freight.engine.accounts import Totals
 from freight.engine.request import Request, RequestState, check_length
@@ -38,18 +41,6 @@ from freight.errors import CapacityError, RequestError
 from freight.outputs import FinishReason
 
 _arrival = attrgetter("arrival")
-
-
-def _chunk(request: Request, start: int, count: int) -> ScheduledChunk:
-    samples = start + count == request.num_tokens < request.token_limit
-    return ScheduledChunk(request, start, count, request.held.block_ids, samples)
-
-
-def _capacity(short: Shortfall, limit: int) -> str:
-    """Tokens that there is room for, and those needed at once where a window makes them less than all `limit`."""
-    size = short.group.tokens_per_block
-    has, needed = short.num_blocks * size, short.needed * size
-    return f"{has}" if needed >= limit else f"{has} of the {needed} that it needs at once in {short.group.describe()}"
 
 
 def _remove(queue: list[Request], request: Request) -> None:
@@ -73,6 +64,7 @@ class Scheduler:
         self._leaders: dict[str, Request] = {}  # group -> its unfinished completion 0
         self._waiting: list[Request] = []  # both queues by arrival
         self._running: list[Request] = []
+        self._suspects: dict[str, int] = {}  # requests of a step that was lost -> tokens that it would have computed
         self._num_arrived = 0
         self.totals = Totals()
 
@@ -107,7 +99,7 @@ class Scheduler:
         if short is not None:
             raise CapacityError(
                 f"the request may grow to {limit} tokens ({num_prompt} of prompt), and the KV cache holds "
-                f"{_capacity(short, limit)}; lower max_tokens, shorten the prompt or raise kv_cache_memory"
+                f"{short.describe(limit)}; lower max_tokens, shorten the prompt or raise kv_cache_memory"
             )
         return limit
 
@@ -130,6 +122,8 @@ class Scheduler:
 
         With fewer than max_num_batched_tokens, if `max_tokens` is less; but one for each running request in any case.
         """
+        if (suspect := self._suspect()) is not None:
+            return self._schedule_alone(suspect)
         chunks: list[ScheduledChunk] = []
         preempted: list[Request] = []
         running, budget = self._running, self._max_num_batched_tokens
@@ -142,7 +136,7 @@ class Scheduler:
             changes = self._gives_back or start + count > request.held.room  # in most steps, neither
             if changes and not self._grow(request, start, start + count, preempted):
                 break  # it preempted itself, being the last
-            chunks.append(_chunk(request, start, count))
+            chunks.append(ScheduledChunk.of(request, start, count))
             budget -= count
         num_continuing = len(chunks)
         if not preempted:
@@ -194,6 +188,17 @@ class Scheduler:
         self.totals.generated += num_drawn
         return advanced
 
+    def lose(self, step: Step) -> None:
+        """Take note that `step` failed as a whole, and left blocks that are not full in any state.
+
+        What was full before it is sound, and found again if prefixes are cached.
+        """
+        assert not self._suspects, "a step of one request, computed alone, is not lost: the request fails"
+        chunks = sorted(step.chunks, key=lambda chunk: chunk.request.arrival)
+        self._suspects = {chunk.request.request_id: chunk.start + chunk.num_tokens for chunk in chunks}
+        while self._running:
+            self._preempt_latest()
+
     def finish(self, request_id: str, reason: FinishReason, stop_reason: str | int | None = None) -> None:
         """End a request from outside, e.g. at a stop string. An unknown or finished id changes nothing."""
         request = self._requests.get(request_id)
@@ -221,7 +226,7 @@ class Scheduler:
         indexed. What their last token decides is decided anew. May be interrupted, and then has to be called again.
         """
         self._cache.reset()
-        self._requests, self._leaders, self._waiting, self._running = {}, {}, [], []
+        self._requests, self._leaders, self._waiting, self._running, self._suspects = {}, {}, [], [], {}
         for request in sorted(requests, key=_arrival):
             request.held = NOTHING
             if request.is_finished:
@@ -237,6 +242,31 @@ class Scheduler:
             self._waiting.append(request)
         for request in [request for request in self._waiting if request.output_token_ids]:
             self._finish_if_done(request)
+
+    def _suspect(self) -> Request | None:
+        """The request to compute alone, if there is one: the latest that is not past the step that was lost."""
+        while self._suspects:
+            name, end = next(reversed(self._suspects.items()))
+            request = self._requests.get(name)
+            if request is not None and request.num_computed_tokens < end:
+                return request
+            del self._suspects[name]
+        return None
+
+    def _schedule_alone(self, request: Request) -> Step:
+        """The next step of `request`, of all that run the first that came; it has the whole budget."""
+        preempted: list[Request] = []
+        budget, start = self._max_num_batched_tokens, request.num_computed_tokens
+        if request.state is RequestState.RUNNING:
+            count = min(request.num_tokens - start, budget)
+            grown = self._grow(request, start, start + count, preempted)
+            assert grown, f"request {request.request_id} does not fit alone"
+            return Step((ScheduledChunk.of(request, start, count),), tuple(preempted), alone=True)
+        while (chunk := self._admit(request, budget)) is None:
+            preempted.append(self._preempt_latest())
+        _remove(self._waiting, request)
+        insort(self._running, request, key=_arrival)
+        return Step((chunk,), tuple(preempted), alone=True)
 
     def _grow(self, request: Request, start: int, num_tokens: int, preempted: list[Request]) -> bool:
         """Give a running request what a chunk from `start` to `num_tokens` needs, and take back what it does not.
@@ -290,7 +320,7 @@ class Scheduler:
         if request.num_preemptions == 0:
             request.num_cached_tokens = start
         request.state = RequestState.RUNNING
-        return _chunk(request, start, count)
+        return ScheduledChunk.of(request, start, count)
 
     def _count_admitted(self, request: Request) -> None:
         """Count what a request looked up and found in the prefix cache when it was first admitted."""

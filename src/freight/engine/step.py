@@ -21,6 +21,12 @@ class ScheduledChunk(NamedTuple):  # made for every row of every step: a frozen 
     block_ids: tuple[tuple[int, ...], ...]
     samples: bool
 
+    @classmethod
+    def of(cls, request: Request, start: int, num_tokens: int) -> ScheduledChunk:
+        """Of a request that holds the blocks for it."""
+        samples = start + num_tokens == request.num_tokens < request.token_limit
+        return cls(request, start, num_tokens, request.held.block_ids, samples)
+
 
 @dataclass(frozen=True, slots=True)
 class Step:

@@ -168,11 +168,17 @@ def essence(outputs: Sequence[RequestOutput]) -> list[Any]:
 
 
 def new_engine(
-    num_blocks: int = 24, max_num_seqs: int = 4, budget: int = 16, max_model_len: int = 64, overlaps: bool = False
+    num_blocks: int = 24,
+    max_num_seqs: int = 4,
+    budget: int = 16,
+    max_model_len: int = 64,
+    overlaps: bool = False,
+    repeatable: bool = True,
 ) -> Engine:
     cache = CacheManager((Pages((0,), 1, None, BLOCK),), (num_blocks,), BLOCK, budget)
     scheduler = Scheduler(cache, max_num_seqs, budget, max_model_len)
     intake = Intake(FakeTokenizer(), VOCAB, max_model_len)  # type: ignore[arg-type]
     runner: Any = FakeRunner(num_blocks)
     parts = (runner, cache, scheduler, intake, frozenset({EOS}))
-    return Engine(*parts, seed=0, threads=nullcontext(), clock=Clock(), overlaps=overlaps)
+    options: Any = {"overlaps": overlaps, "repeatable": repeatable}
+    return Engine(*parts, seed=0, threads=nullcontext(), clock=Clock(), **options)

@@ -1,0 +1,198 @@
+"""Steps that are lost because a forward pass raises where layers keep states: only the request that is at fault ends.
+
+The model is that of `tests/means.py`, and the oracle what each prompt gives alone.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.faults import ERROR, inject, raising_behind
+from tests.means import DRAWN, IDS, PROMPTS, Mean, engine, plain_answers, register, save_means
+
+from freight import LLM
+from freight.engine import compute
+
+
+@pytest.fixture(autouse=True)
+def kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    register(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_means(tmp_path_factory.mktemp("means"))
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> dict[str, list[Any]]:
+    return plain_answers(folder)
+
+
+FAULTS = [(0, 0), (0, 47), (0, 299), (0, 300), (4, 64), (4, 66), (9, 200), (9, 215), (1, 1), (14, 122), (15, 191)]
+ROOM: dict[str, dict[str, Any]] = {
+    "caching": {"max_num_batched_tokens": 48},
+    "without": {"max_num_batched_tokens": 512, "enable_prefix_caching": False},
+    "scarce": {"max_num_batched_tokens": 48, "kv_cache_memory": "140KiB", "max_num_seqs": 16, "max_model_len": 340},
+}
+
+
+def answers(llm: LLM, prompts: Sequence[Sequence[int]], bad: Mapping[int, int], expected: Sequence[Any]) -> None:
+    """Every prompt has what it has alone; those of `bad` until the token at that position, and then the error."""
+    outputs = llm.generate([{"prompt_token_ids": list(ids)} for ids in prompts], DRAWN, on_error="return")
+    for index, (output, (token_ids, logprobs)) in enumerate(zip(outputs, expected, strict=True)):
+        (one,) = output.outputs
+        if index not in bad:
+            assert (list(one.token_ids), repr(one.logprobs)) == (token_ids, logprobs)
+            continue
+        count = max(0, bad[index] - len(prompts[index]) + 1)
+        assert (one.finish_reason, one.error) == ("error", ERROR)
+        assert list(one.token_ids) == token_ids[:count]
+    assert llm.engine.cache.num_held == 0
+    assert llm.engine.scheduler._suspect() is None
+
+
+@pytest.mark.parametrize("room", ROOM)
+@pytest.mark.parametrize(("index", "position"), FAULTS)
+@pytest.mark.parametrize("within", [True, False], ids=["within", "behind"])
+def test_a_request_that_raises_fails_alone(
+    folder: Path, plain: dict[str, list[Any]], monkeypatch: Any, index: int, position: int, room: str, within: bool
+) -> None:
+    """Behind the mixer of the first layer, which has changed its states, or behind all layers."""
+    faults = inject(monkeypatch, {tuple(PROMPTS[index]): position})
+    if within:
+        monkeypatch.setattr(Mean, "__call__", raising_behind(Mean.__call__, faults))
+    llm = engine(folder, **ROOM[room])
+    answers(llm, PROMPTS, {index: position}, plain["bfloat16"])
+    assert 1 in faults.sizes
+    faults.at = {}
+    answers(llm, PROMPTS, {}, plain["bfloat16"])  # what the failed one stored is nobody's prefix
+
+
+@pytest.mark.parametrize("room", ROOM)
+def test_several_that_raise_fail_alone(folder: Path, plain: dict[str, list[Any]], monkeypatch: Any, room: str) -> None:
+    bad = {0: 299, 2: 70, 5: 130, 9: 205, 10: 7, 15: 191}
+    inject(monkeypatch, {tuple(PROMPTS[index]): position for index, position in bad.items()})
+    answers(engine(folder, "fp8-token", **ROOM[room]), PROMPTS, bad, plain["fp8-token"])
+
+
+@pytest.mark.parametrize("room", ROOM)
+def test_what_raises_once_ends_nobody(
+    folder: Path, plain: dict[str, list[Any]], monkeypatch: Any, room: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    faults = inject(monkeypatch, {tuple(PROMPTS[index]): at for index, at in ((0, 100), (9, 205), (4, 80))}, once=True)
+    monkeypatch.setattr(Mean, "__call__", raising_behind(Mean.__call__, faults))
+    answers(engine(folder, **ROOM[room]), PROMPTS, {}, plain["bfloat16"])
+    assert faults.at == {}
+    assert "each computes its tokens again alone: FloatingPointError: injected" in caplog.text
+    assert "failed alone" not in caplog.text
+
+
+def test_a_fault_of_all_ends_all_and_is_logged_once(
+    folder: Path, monkeypatch: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    faults = inject(monkeypatch, {tuple(ids): 0 for ids in PROMPTS})
+    llm = engine(folder, max_num_batched_tokens=2048, max_num_seqs=16)
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], DRAWN, on_error="return")
+    assert {one.outputs[0].error for one in outputs} == {ERROR}
+    assert faults.sizes == [16] + [1] * 16
+    assert sum("failed alone" in message for message in caplog.messages) == 1
+    assert llm.engine.cache.num_held == 0
+
+
+def test_others_may_come_and_go_while_requests_run_alone(
+    folder: Path, plain: dict[str, list[Any]], monkeypatch: Any
+) -> None:
+    """One is aborted before its turn, and one that comes meanwhile waits until all have had theirs."""
+    faults = inject(monkeypatch, {tuple(PROMPTS[9]): 205})
+    running = engine(folder, max_num_batched_tokens=48, max_num_seqs=8).engine
+    for index in (0, 9, 5, 8):
+        running.add(str(index), running.accept(PROMPTS[index], DRAWN), DRAWN)
+    while running.scheduler._suspect() is None:
+        running.step()
+    assert faults.sizes[-1] == 4
+    running.abort("0")
+    running.add("late", running.accept(PROMPTS[4], DRAWN), DRAWN)
+    while running.has_unfinished:
+        waits = running.scheduler._suspect() is not None
+        running.step()
+        assert not waits or faults.sizes[-1] == 1
+    for name, index in (("5", 5), ("8", 8), ("late", 4)):
+        (one,) = running.output(name).outputs
+        assert (list(one.token_ids), repr(one.logprobs)) == plain["bfloat16"][index]
+    assert running.output("9").outputs[0].error == ERROR
+    assert running.output("0").outputs[0].finish_reason == "abort"
+    assert running.cache.num_held == 0
+
+
+def test_an_interrupt_while_requests_run_alone(folder: Path, plain: dict[str, list[Any]], monkeypatch: Any) -> None:
+    inject(monkeypatch, {tuple(PROMPTS[9]): 205})
+    running = engine(folder, max_num_batched_tokens=48).engine
+    for index in (0, 9, 5):
+        running.add(str(index), running.accept(PROMPTS[index], DRAWN), DRAWN)
+    while running.scheduler._suspect() is None:
+        running.step()
+    run = compute._compute
+
+    def interrupted(*args: Any) -> Any:
+        monkeypatch.setattr(compute, "_compute", run)
+        run(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compute, "_compute", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        running.step()
+    while running.has_unfinished:
+        running.step()
+    for index in (0, 5):
+        (one,) = running.output(str(index)).outputs
+        assert (list(one.token_ids), repr(one.logprobs)) == plain["bfloat16"][index]
+    assert running.output("9").outputs[0].error == ERROR
+
+
+@pytest.mark.parametrize("bad", [0, 1, 2])
+def test_one_of_several_completions_fails_alone(folder: Path, monkeypatch: Any, bad: int) -> None:
+    params = replace(DRAWN, n=3, prompt_logprobs=1)
+    prompt = {"prompt_token_ids": IDS[:100]}
+    expected = engine(folder, max_num_batched_tokens=48).generate([prompt], params)[0]
+    faults = inject(monkeypatch, {tuple(IDS[:100]): 110})
+    hits = faults.hits
+    monkeypatch.setattr(faults, "hits", lambda work: hits([one for one in work if one.chunk.request.index == bad]))
+    found = engine(folder, max_num_batched_tokens=48).generate([prompt], params, on_error="return")[0]
+    for index, (one, other) in enumerate(zip(found.outputs, expected.outputs, strict=True)):
+        if index == bad:
+            assert (one.error, list(one.token_ids)) == (ERROR, list(other.token_ids[:11]))
+        else:
+            assert repr((one.token_ids, one.logprobs)) == repr((other.token_ids, other.logprobs))
+    assert found.prompt_logprobs == expected.prompt_logprobs
+
+
+def test_an_interrupt_within_a_step_computes_states_anew(
+    folder: Path, plain: dict[str, list[Any]], monkeypatch: Any
+) -> None:
+    llm, calls = engine(folder, max_num_batched_tokens=512), [0]
+    call = Mean.__call__
+
+    def interrupted(self: Mean, *args: Any) -> Any:
+        calls[0] += 1
+        result = call(self, *args)
+        if calls[0] == 21:
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(Mean, "__call__", interrupted)
+    running = llm.engine
+    for name, ids in (("a", PROMPTS[0]), ("b", PROMPTS[9])):
+        running.add(name, running.accept(ids, DRAWN), DRAWN)
+    with pytest.raises(KeyboardInterrupt):
+        deque(running.step() for _ in range(1000))
+    while running.has_unfinished:
+        running.step()
+    outputs = [running.output(name).outputs[0] for name in "ab"]
+    expected = [plain["bfloat16"][0], plain["bfloat16"][9]]
+    assert [(list(one.token_ids), repr(one.logprobs)) for one in outputs] == expected
