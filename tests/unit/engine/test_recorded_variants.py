@@ -14,7 +14,8 @@ from tests.parity.variants import VARIANTS
 from tests.unit.engine.test_recordings import Batch, build, recordings_of, tensors_of
 from transformers import PretrainedConfig
 
-NOT_RECORDED: dict[str, str] = {}  # variant -> the obstacle's operation, such as "aten.cat"
+# variant -> the obstacle's operation; the convolution is computed by torch
+NOT_RECORDED: dict[str, str] = {name: "aten.empty_like" for name in VARIANTS if name.startswith("lfm2")}
 
 
 def as_written(config: PretrainedConfig) -> dict[str, Any]:
@@ -24,7 +25,7 @@ def as_written(config: PretrainedConfig) -> dict[str, Any]:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_decode_step_is_recorded(variant):
     recorded, plain = build(as_written(VARIANTS[variant]), "fp8_e4m3fn")
-    batch = Batch(len(recorded.pool.spec.groups))
+    batch = Batch.of(recorded)
     steps = [batch.advance((0,), 3), batch.advance((1,), 30)]
     steps += [batch.advance((0, 1)), batch.advance((0, 1)), batch.advance((0, 1))]
     for step in steps:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -119,12 +120,16 @@ def recordings_of(runner: ModelRunner) -> CpuRecordings:
 
 
 class Batch:
-    """Four sequences; a step takes some of them by one token."""
+    """Four sequences; a step takes some of them by one token. Their blocks have `sizes` tokens, by group."""
 
-    def __init__(self, groups: int) -> None:
-        per = MAX_LEN // BLOCK
+    def __init__(self, sizes: Sequence[int]) -> None:
+        counts = [MAX_LEN // size for size in sizes]
         self.lengths = [0] * 4
-        self.blocks = [(tuple(range(per * i, per * i + per)),) * groups for i in range(4)]
+        self.blocks = [tuple(tuple(range(count * i, count * i + count)) for count in counts) for i in range(4)]
+
+    @classmethod
+    def of(cls, runner: ModelRunner) -> Batch:
+        return cls([group.tokens_per_block for group in runner.pool.spec.groups])
 
     def advance(self, sequences: tuple[int, ...], count: int = 1, logits: Logits = Logits.LAST) -> list[SequenceSlice]:
         slices = []
@@ -138,7 +143,7 @@ class Batch:
 
 def compare(recorded: ModelRunner, plain: ModelRunner) -> None:
     """Steps of growing contexts, over the edges of blocks and windows, by changing numbers of sequences."""
-    batch = Batch(len(recorded.pool.spec.groups))
+    batch = Batch.of(recorded)
     steps = [batch.advance((i,), count) for i, count in enumerate((3, 6, 40, 17))]
     for which in [(0, 1, 2, 3), (2,), (3, 1), (0, 1, 2), (1,)] * 2:
         steps += [batch.advance(which), batch.advance(which)]
@@ -173,7 +178,7 @@ def test_products_that_round_their_inputs_have_the_same_bits():
 
 def test_a_decode_step_is_recorded_once_and_then_replayed(monkeypatch):
     recorded, _ = build(SHAPE, "bfloat16")
-    batch, layers = Batch(1), []
+    batch, layers = Batch([BLOCK]), []
     original = Decoder.layers_over
     monkeypatch.setattr(Decoder, "layers_over", lambda *a: layers.append(1) or original(*a))
     for step in range(1, 4):
@@ -214,7 +219,7 @@ def test_what_torch_has_of_a_head_follows_the_recording(change):
 
 def test_another_number_of_threads_is_another_recording():
     recorded, plain = build(SHAPE, "bfloat16")
-    batch, before = Batch(1), torch.get_num_threads()
+    batch, before = Batch([BLOCK]), torch.get_num_threads()
     try:
         for threads in (1, 2, 1):
             torch.set_num_threads(threads)
@@ -260,7 +265,7 @@ def test_a_model_with_an_operation_of_torch_runs_as_written():
 @pytest.mark.parametrize("steps_before", [0, 1, 3])
 def test_a_kernel_that_fails_is_reported_and_does_no_harm(steps_before):
     recorded, plain = build(SHAPE, "bfloat16")
-    batch = Batch(1)
+    batch = Batch([BLOCK])
     for _ in range(steps_before):
         step = batch.advance((0, 1))
         assert torch.equal(recorded.run(step).all_logits(), plain.run(step).all_logits())

@@ -47,14 +47,15 @@ def test_every_variant_is_planned(variant: str) -> None:
     """With bytes for weights and cache in every setting, and the cache's groups cover its layers."""
     plan = make_plan(VARIANTS[variant].to_dict(), Wish(64 * MIB, 128, 2, "cpu", LAYOUT))
     assert plan.choice is not None
-    layers = parse_model_config(VARIANTS[variant].to_dict()).layers
-    stored = sum(layer.mixer.kv_from is None for layer in layers)
+    model = parse_model_config(VARIANTS[variant].to_dict())
+    stored = sum(mixer.kv_from is None for mixer in model.attention.values())
     for setting in plan.settings:
         assert setting.loaded.layers > 0
         assert setting.loaded.embeddings > 0
         assert setting.requests >= 2
         assert len(setting.num_blocks) == len(setting.spec.groups)
         assert sum(layer.bytes_per_token > 0 for layer in setting.spec.layers) == stored
+        assert sum(layer.bytes_per_state > 0 for layer in setting.spec.layers) == len(model.without_pages)
 
 
 def engine_args(setting: Setting, wish: Wish) -> EngineArgs:
