@@ -28,7 +28,7 @@ COMPILER, EMULATOR, LIBRARIES = "aarch64-linux-gnu-g++", "qemu-aarch64", "/usr/a
 PROCESSORS = {"neon": "cortex-a72", "neon_bf16": "max"}  # the first has no bfloat16, nor float16 arithmetic
 MISSING = [tool for tool in ("cmake", COMPILER, EMULATOR) if shutil.which(tool) is None]
 KERNELS = ("linear", "mxfp4", "experts", "route", "attention", "store", "elementwise", "rowwise", "states")
-# Not for other processes, or too long in emulation; `test_attention_of_a_row_has_the_same_bits` stands for the third one.
+# Not for other processes, or too long in emulation; `test_attention_of_a_row_has_the_same_bits` stands for the third.
 LEFT_OUT = ("threads_of_our_own", "python_threads", "chunks_batches_and_threads", "a_recording_follows")
 
 pytestmark = [
