@@ -179,22 +179,26 @@ void advance_state(const StoredState<F>& s, float decay, FloatRows k, FloatRows 
   });
 }
 
+// The codes of a row's values. Nothing else that is read here may change, so that the loop becomes vectors.
+template <FreightFormat F>
+void encode_row(const float* __restrict values, const float* __restrict divisors, int64_t size,
+                uint8_t* __restrict codes) {
+  for (int64_t i = 0; i < size; i++) codes[i] = code_of<F>(values[i] / divisors[i]);
+}
+
 // Store `matrix` [k_dim, v_dim]. largest: [v_dim], of each column; divisors: room for as many.
 template <FreightFormat F>
 void encode_state(FloatRows matrix, const float* largest, [[maybe_unused]] float* divisors, const StoredState<F>& s) {
-  for (int64_t row = 0; row < s.k_dim; row++) {
-    const float* values = matrix.row(row);
-    uint8_t* to = s.data + row * s.v_dim * bytes_of(F);
-    if constexpr (!is_quantized(F)) {
-      write_row(values, F, s.v_dim, to);
-    } else {
-      if (row == 0)
-        for (int64_t i = 0; i < s.v_dim; i++) {
-          s.scale[i] = float_to_bf16(scale_from(largest[i], max_of(F)));
-          divisors[i] = bf16_to_float(s.scale[i]);
-        }
-      for (int64_t i = 0; i < s.v_dim; i++) to[i] = code_of<F>(values[i] / divisors[i]);
+  if constexpr (is_quantized(F)) {
+    for (int64_t i = 0; i < s.v_dim; i++) {
+      s.scale[i] = float_to_bf16(scale_from(largest[i], max_of(F)));
+      divisors[i] = bf16_to_float(s.scale[i]);
     }
+    for (int64_t row = 0; row < s.k_dim; row++)
+      encode_row<F>(matrix.row(row), divisors, s.v_dim, s.data + row * s.v_dim);
+  } else {
+    for (int64_t row = 0; row < s.k_dim; row++)
+      write_row(matrix.row(row), F, s.v_dim, s.data + row * s.v_dim * bytes_of(F));
   }
 }
 
