@@ -43,6 +43,7 @@ POINTERS = {
     torch.int64: "*i64",
     torch.int32: "*i32",
     torch.uint8: "*u8",
+    torch.int8: "*i8",
     torch.float8_e4m3fn: "*fp8e4nv",
     torch.float8_e4m3fnuz: "*fp8e4b8",
     torch.float8_e5m2: "*fp8e5",

@@ -11,13 +11,26 @@ from torch import Tensor
 
 from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
-from freight.kernels.triton import elementwise, experts, gates, linear, paged, route, rows, store
+from freight.kernels.triton import (
+    convolution,
+    elementwise,
+    experts,
+    gates,
+    linear,
+    paged,
+    recurrence,
+    route,
+    rows,
+    store,
+)
 from freight.kernels.triton.formats import Target
 from freight.operands.activation import Activation, AnyActivation, GatedActivation, GateFunction, clamped_silu
 from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KeyCenter, KVPages
 from freight.operands.rotary import Rotary
 from freight.operands.routing import Routing, Scoring
+from freight.operands.states import States
+from freight.operands.tiles import STATE_TILE
 from freight.operands.weight import Activations, Weight
 
 BF16 = torch.bfloat16
@@ -160,6 +173,49 @@ def layer_norm(size: int, consumer: Weight | None, target: Target) -> None:
     elementwise.add_layer_norm(target, x, x, weight, weight, 1e-5, consumer)
 
 
+def convolve(channels: int, width: int, rows: int, target: Target, more: bool = True) -> None:
+    """`more`: a bias, and SiLU."""
+    x = empty(rows, 2 * channels)[:, :channels]
+    states = States({"columns": empty(64, width - 1, channels)}, 2048)
+    bias = empty(channels) if more else None
+    convolution.convolve(x, empty(channels, width), bias, more, states, sequences(64))
+
+
+def recur(
+    format: Format, delta: bool, rows: int, target: Target, key_heads: int = 16, heads: int = 48, k_dim: int = 128,
+    v_dim: int = 128, dtype: torch.dtype = BF16,
+) -> None:  # fmt: skip
+    """A gated delta net of the size of Qwen3.6-27B's, or Mamba-2."""
+    float32 = torch.float32
+    parts = {
+        "state": empty(64, heads, k_dim, v_dim, dtype=torch_dtype(format)),
+        "k": empty(64, STATE_TILE, key_heads, k_dim, dtype=dtype),
+        "u": empty(64, STATE_TILE, heads, v_dim, dtype=dtype),
+        "decay": empty(64, STATE_TILE, heads, dtype=float32),
+    }
+    if format.is_quantized:
+        parts["scale"] = empty(64, heads, v_dim)
+    qkv = empty(rows, (2 * key_heads * k_dim) + heads * v_dim, dtype=dtype)
+    q, k, v = qkv.split((key_heads * k_dim, key_heads * k_dim, heads * v_dim), 1)
+    beta, decay = empty(rows, heads, dtype=float32), empty(rows, heads, dtype=float32)
+    skip = None if delta else empty(heads, dtype=float32)
+    recurrence.recurrence(
+        *(target, q, k, v, beta, decay, States(parts, 2048), sequences(64)), delta=delta, norm=delta, skip=skip
+    )
+
+
+def gated_norm(
+    size: int, group: int, norm_first: bool, target: Target, to: tuple[bool, Activations] | None = None
+) -> None:
+    x, weight = empty(64, size), empty(group if norm_first else size)
+    gates.gated_norm(target, x, x, weight, 1e-6, group, norm_first, consumer(*to, size) if to else None)
+
+
+def decay(heads: int, target: Target, delta: bool = True) -> None:
+    a, of_heads = empty(64, 2 * heads), empty(heads, dtype=torch.float32)
+    gates.decays(a[:, :heads], a[:, heads:] if delta else None, of_heads, of_heads, (0.0, 1.0))
+
+
 # compiled whenever the tests run
 CASES: dict[str, Callable[[Target], object]] = {
     "attention fp8 static": partial(attend, Format.E4M3FN, "static", 8, 4, 128, 8192, None),
@@ -187,6 +243,14 @@ CASES: dict[str, Callable[[Target], object]] = {
     "relu": lambda target: elementwise.activated(target, empty(64, 28672), Activation.RELU),
     "relu squared": lambda target: elementwise.activated(target, empty(64, 28672), Activation.RELU_SQUARED),
     "relu squared by row": partial(activate, False, Activations.STATIC, 5376, function=Activation.RELU_SQUARED),
+    "recurrence int8": partial(recur, Format.INT8, True, 64),
+    "recurrence e4m3": lambda target: recur(native(target), True, 64, target),
+    "recurrence mamba": partial(recur, Format.BFLOAT16, False, 64, key_heads=8, heads=64, v_dim=64),
+    "convolve": partial(convolve, 10240, 4, 8192),
+    "convolve, one row": partial(convolve, 10240, 4, 64),
+    "decays": partial(decay, 48),
+    "gated norm by row": partial(gated_norm, 6144, 128, True, to=(False, Activations.DYNAMIC)),
+    "gated norm of groups": partial(gated_norm, 4096, 512, False, to=(False, Activations.DYNAMIC)),
     "gated clamped": lambda target: elementwise.gated(target, empty(64, 5760), GatedActivation.CLAMPED_SWIGLU),
     "gated clamped silu": lambda target: elementwise.gated(target, empty(64, 2560), clamped_silu(7.0)),
     "gated by row": partial(activate, False, Activations.DYNAMIC, 14336),
@@ -249,6 +313,14 @@ MORE_CASES: dict[str, Callable[[Target], object]] = {
     "experts plain": partial(mix, Format.E4M3FN, False, Activations.PLAIN, 64),
     "experts bf16": partial(mix, Format.BFLOAT16, False, Activations.PLAIN, 64),
     "experts fnuz": partial(mix, Format.E4M3FNUZ, False, Activations.DYNAMIC, 64),
+    "recurrence float32": partial(recur, Format.FLOAT32, True, 64, dtype=torch.float32),
+    "recurrence bf16": partial(recur, Format.BFLOAT16, True, 64),
+    "recurrence int8, dims 64": partial(recur, Format.INT8, True, 64, k_dim=64, v_dim=64),
+    "recurrence e4m3 by bits": partial(recur, Format.E4M3FN, True, 64),
+    "convolve, no bias": partial(convolve, 2048, 3, 8192, more=False),
+    "decays, mamba": partial(decay, 64, delta=False),
+    "gated norm": partial(gated_norm, 6144, 128, True),
+    "gated norm by group": partial(gated_norm, 6144, 128, True, to=(True, Activations.DYNAMIC)),
     "route groups": partial(choose, 64, Routing(256, 8, Scoring.SIGMOID, num_groups=8, top_groups=4)),
     "norm": lambda target: elementwise.add_rms_norm(target, empty(64, 4096), None, empty(4096), 1e-5),
     "gate": lambda target: gates.gate(empty(64, 4096), empty(64, 32), GateFunction.SOFTPLUS),
@@ -301,6 +373,13 @@ LARGE_CASES: dict[str, Callable[[Target], object]] = {
         top_k=22,
     ),
     "route sigmoid, 22 of 512 experts": partial(choose, 64, Routing(512, 22, Scoring.SIGMOID), hidden=8192),
+    "recurrence int8, dims 256": partial(recur, Format.INT8, True, 64, k_dim=256, v_dim=256),
+    "recurrence float32, dims 256": partial(recur, Format.FLOAT32, True, 64, k_dim=256, v_dim=256, dtype=torch.float32),
+    "recurrence int8, dims 192 and 96": partial(recur, Format.INT8, False, 64, k_dim=192, v_dim=96),
+    "recurrence mamba, one key head": partial(  # Granite
+        recur, Format.INT8, False, 64, key_heads=1, heads=128, k_dim=128, v_dim=64
+    ),
+    "gated norm of rows": partial(gated_norm, 8192, 8192, False, to=(False, Activations.DYNAMIC)),
     "route chosen": partial(choose, 64, Routing(128, 4, Scoring.CHOSEN), hidden=2880),
     "route sigmoid, 192 experts": partial(choose, 64, Routing(192, 8, Scoring.SIGMOID), hidden=6144),
     "join, whole rows": lambda target: gates.join([(empty(64, 6144), empty(6144)), (empty(64, 1024), None)], 1e-5),

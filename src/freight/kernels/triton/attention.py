@@ -55,7 +55,7 @@ def _finished(
 
 
 @triton.jit
-def _sequence_of(starts_ptr, tile, num_seqs, QUERIES: tl.constexpr):
+def sequence_of(starts_ptr, tile, num_seqs, QUERIES: tl.constexpr):
     """The sequence that a tile of QUERIES rows belongs to; sequence i's tiles begin at starts[i] // QUERIES + i."""
     low = 0
     high = num_seqs
@@ -82,7 +82,7 @@ def prefill_kernel(
     """A program: one tile of QUERIES rows of a sequence and all heads of one KV head. softmax_scale holds log2(e)."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last rows of a sequence see most keys: they go first
     head = tl.program_id(1)
-    seq = _sequence_of(starts_ptr, tile, num_seqs, QUERIES)
+    seq = sequence_of(starts_ptr, tile, num_seqs, QUERIES)
     begin = tl.load(starts_ptr + seq)
     end = tl.load(starts_ptr + seq + 1)
     first_row = begin + (tile - begin // QUERIES - seq) * QUERIES

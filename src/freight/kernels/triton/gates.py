@@ -1,18 +1,24 @@
-"""Gates of results, and columns that are normed on their own and put side by side.
+"""Gates of results and decays of states, and columns that are normed on their own, with a gate or put side by side.
 
 Computed in float32, rounded where the reference rounds.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from freight.fp8.weights import BLOCK
 from freight.kernels.triton.elementwise import weighted
+from freight.kernels.triton.formats import Target
+from freight.kernels.triton.rows import WIDE, Quantized, allocate_output, quantize, quantizes, this_row, write_row
 from freight.operands.activation import GateFunction
+from freight.operands.weight import Weight
 
 
 @triton.jit
@@ -62,6 +68,74 @@ def part_kernel(
     tl.store(out_ptr + row * out_stride + out_column + column + index, stored, mask=mask)
 
 
+@triton.jit(do_not_specialize=["rows"])
+def decays_kernel(
+    a_ptr, a_stride, b_ptr, b_stride, a_log_ptr, dt_bias_ptr, least, most, beta_ptr, decay_ptr, rows,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A program: BLOCK values of all rows and heads."""
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = index < rows * HEADS
+    row, head = (index // HEADS).to(tl.int64), index % HEADS
+    a = tl.load(a_ptr + row * a_stride + head, mask=mask, other=0.0).to(tl.float32)
+    dt = _factor(a + tl.load(dt_bias_ptr + head, mask=mask, other=0.0), "softplus")
+    dt = tl.maximum(dt, least, propagate_nan=tl.PropagateNan.ALL)
+    dt = tl.minimum(dt, most, propagate_nan=tl.PropagateNan.ALL)
+    beta = dt
+    if b_ptr is not None:
+        beta = _factor(tl.load(b_ptr + row * b_stride + head, mask=mask, other=0.0).to(tl.float32), "sigmoid")
+    tl.store(beta_ptr + index, beta, mask=mask)
+    tl.store(decay_ptr + index, -tl.exp(tl.load(a_log_ptr + head, mask=mask, other=0.0)) * dt, mask=mask)
+
+
+@triton.jit
+def _gated_norm(x, gate, weight, eps, GROUP: tl.constexpr, WHOLE: tl.constexpr, NORM_FIRST: tl.constexpr):
+    """Norm of x [groups, values] with a gate, in x's type; each group on its own, or WHOLE: all of x as one."""
+    factor = gate.to(tl.float32)
+    factor = factor / (1.0 + tl.exp(-factor))
+    values = x.to(tl.float32)
+    if not NORM_FIRST:
+        values *= factor
+    squares = tl.sum(values * values, 1)
+    if WHOLE:
+        squares = tl.zeros(squares.shape, tl.float32) + tl.sum(squares, 0)
+    normed = weighted(values * tl.rsqrt(squares / GROUP + eps)[:, None], weight, x.dtype)
+    if NORM_FIRST:
+        normed = (normed.to(tl.float32) * factor).to(x.dtype)
+    return normed
+
+
+@triton.jit
+def gated_norm_row_kernel(
+    x_ptr, x_stride, gate_ptr, gate_stride, weight_ptr, eps, out_ptr, scale_ptr, static_scale, SIZE: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr, NUM_SCALES: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr,
+    GROUP: tl.constexpr, REPEATED: tl.constexpr, NORM_FIRST: tl.constexpr,
+):  # fmt: skip
+    """A program: one row, normed as a whole or by 128. REPEATED: the weight is that of each group."""
+    row, group, index, mask = this_row(SIZE, BLOCK_GROUPS)
+    x = tl.load(x_ptr + row * x_stride + index, mask=mask, other=0.0)
+    gate = tl.load(gate_ptr + row * gate_stride + index, mask=mask, other=0.0)
+    weight = tl.load(weight_ptr + (index % GROUP if REPEATED else index), mask=mask, other=0.0)
+    result = _gated_norm(x, gate, weight, eps, GROUP, GROUP == SIZE, NORM_FIRST)
+    write_row(result, out_ptr, scale_ptr, static_scale, row, group, index, mask, SIZE, NUM_SCALES, FORMAT, SCALES)
+
+
+@triton.jit
+def gated_norm_kernel(
+    x_ptr, x_stride, gate_ptr, gate_stride, weight_ptr, eps, out_ptr, SIZE: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK: tl.constexpr, REPEATED: tl.constexpr, NORM_FIRST: tl.constexpr,
+):  # fmt: skip
+    """A program: one group of one row."""
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * GROUP
+    index = tl.arange(0, BLOCK)[None, :]
+    mask = index < GROUP
+    x = tl.load(x_ptr + row * x_stride + column + index, mask=mask, other=0.0)
+    gate = tl.load(gate_ptr + row * gate_stride + column + index, mask=mask, other=0.0)
+    weight = tl.load(weight_ptr + (index if REPEATED else column + index), mask=mask, other=0.0)
+    result = _gated_norm(x, gate, weight, eps, GROUP, False, NORM_FIRST)
+    tl.store(out_ptr + row * SIZE + column + index, result, mask=mask)
+
+
 def gate(x: Tensor, logits: Tensor, function: GateFunction) -> Tensor:
     """`reference_rows.gate`. x: [rows, size]; logits: [rows, groups] or [1, groups]; columns of both contiguous."""
     rows, size = x.shape
@@ -89,3 +163,50 @@ def join(parts: Sequence[tuple[Tensor, Tensor | None]], eps: float = 0.0) -> Ten
         part_kernel[(rows, x.shape[1] // group)](*pointers, **constants)
         column += x.shape[1]
     return out
+
+
+def decays(
+    a: Tensor, b: Tensor | None, a_log: Tensor, dt_bias: Tensor, limits: tuple[float, float] = (0.0, math.inf)
+) -> tuple[Tensor, Tensor]:
+    """`KernelSet.decays`. a, b: [rows, heads], heads one after another in memory."""
+    assert a.stride(1) == 1
+    assert b is None or b.stride(1) == 1
+    rows, heads = a.shape
+    beta, decay = (a_log.new_empty(rows, heads) for _ in range(2))
+    block = 256
+    decays_kernel[(triton.cdiv(rows * heads, block),)](
+        *(a, a.stride(0), b, 0 if b is None else b.stride(0), a_log, dt_bias, *map(float, limits), beta, decay, rows),
+        HEADS=heads,
+        BLOCK=block,
+        num_warps=4,
+    )
+    return beta, decay
+
+
+def gated_norm(
+    target: Target,
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    eps: float,
+    group: int,
+    norm_first: bool,
+    consumer: Weight | None = None,
+) -> Tensor | Quantized:
+    """`KernelSet.gated_norm`, quantized if `consumer` takes quantized rows. Columns lie one after another in memory.
+
+    One launch where a row is normed as a whole, or by 128 as Freight quantizes; which does not depend on `consumer`.
+    """
+    assert x.stride(1) == gate.stride(1) == 1
+    rows, size = x.shape
+    inputs = (x, x.stride(0), gate, gate.stride(0), weight, eps)
+    norm = {"GROUP": group, "REPEATED": len(weight) < size, "NORM_FIRST": norm_first}
+    if group in (BLOCK, size) and size <= WIDE:
+        result, pointers, constants = allocate_output(target, x, size, consumer)
+        gated_norm_row_kernel[(rows,)](*inputs, *pointers, **constants, **norm)
+        return result
+    out = x.new_empty(rows, size)
+    block = triton.next_power_of_2(group)
+    sizes: dict[str, Any] = {"SIZE": size, "BLOCK": block, "num_warps": min(16, max(1, block // 512))}
+    gated_norm_kernel[(rows, size // group)](*inputs, out, **sizes, **norm)
+    return quantize(target, out, consumer) if quantizes(consumer) else out

@@ -6,6 +6,7 @@ divisors of its arguments. Arguments that change from step to step are therefore
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -13,8 +14,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from freight.kernels import reference_rows
-from freight.kernels.reference_set import ReferenceStates
-from freight.kernels.triton import elementwise, experts, gates, linear, paged, route, store
+from freight.kernels.triton import convolution, elementwise, experts, gates, linear, paged, recurrence, route, store
 from freight.kernels.triton.experts import ExpertStack
 from freight.kernels.triton.formats import Target
 from freight.kernels.triton.rows import Quantized
@@ -24,6 +24,7 @@ from freight.operands.kv_pages import KVPages
 from freight.operands.packed import PackedExperts, PackedWeight, Rows
 from freight.operands.rotary import Rotary
 from freight.operands.routing import Routing
+from freight.operands.states import States
 from freight.operands.weight import Weight, Weights
 
 
@@ -34,7 +35,7 @@ def _own(consumer: PackedWeight | None) -> Weight | None:
 
 
 @dataclass(frozen=True)
-class TritonKernels(ReferenceStates):
+class TritonKernels:
     """The set for `target`; `fp8_attention` as in `select_kernels`."""
 
     target: Target
@@ -146,3 +147,54 @@ class TritonKernels(ReferenceStates):
             *(self.target, q, pages, sequences, softmax_scale, window, soft_cap),
             *(self.fp8_attention, sinks, _own(consumer)),
         )
+
+    def convolve(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        silu: bool,
+        states: States,
+        sequences: Sequences,
+    ) -> Tensor:
+        return convolution.convolve(x, weight, bias, silu, states, sequences)
+
+    def decays(
+        self,
+        a: Tensor,
+        b: Tensor | None,
+        a_log: Tensor,
+        dt_bias: Tensor,
+        limits: tuple[float, float] = (0.0, math.inf),
+    ) -> tuple[Tensor, Tensor]:
+        return gates.decays(a, b, a_log, dt_bias, limits)
+
+    def recurrence(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        beta: Tensor,
+        log_decay: Tensor,
+        states: States,
+        sequences: Sequences,
+        *,
+        delta: bool,
+        norm: bool,
+        skip: Tensor | None = None,
+    ) -> Tensor:
+        return recurrence.recurrence(
+            *(self.target, q, k, v, beta, log_decay, states, sequences), delta=delta, norm=norm, skip=skip
+        )
+
+    def gated_norm(
+        self,
+        x: Tensor,
+        gate: Tensor,
+        weight: Tensor,
+        eps: float,
+        group: int,
+        norm_first: bool,
+        consumer: PackedWeight | None = None,
+    ) -> Tensor | Quantized:
+        return gates.gated_norm(self.target, x, gate, weight, eps, group, norm_first, _own(consumer))

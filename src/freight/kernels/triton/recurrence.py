@@ -1,0 +1,294 @@
+"""Linear attention with a decay, the recurrence of `KernelSet.recurrence`, in two launches.
+
+`products_kernel` multiplies each row's key and query with the keys of its tile: work that all value heads of a key head
+share, and all blocks of their channels. `recurrence_kernel` computes the rows of a sequence one after the other. A
+program has BLOCK_V channels of one value head, so that S and the tile's u are its own alone and stay in registers. Each
+row is computed by the same instructions whether a step has one row of a sequence or thousands, so prefill and decoding
+have the same bits. A tile's end is a condition on positions, which are read on the device: a graph can hold the step.
+
+All programs of a key head share its kept keys, and those of a value head its decays. A step may begin a tile in the
+block of the tile before it, whose rows each program reads when it adds them up. So the first launch copies those rows,
+the second reads the copies, and one program writes the block.
+
+Products of a row with S are sums in float32, not matrix instructions: those take 16 rows at least, and in decoding
+there is one. The tile's end has 16, and is a matrix product. Shapes are named as in `states.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from freight.fp8.cast import format_of
+from freight.fp8.formats import Format
+from freight.kernels.triton.formats import Target, carrier
+from freight.kernels.triton.states import TILE, by_block, copy_tile, rounded, sequence_of_row, stored_tile
+from freight.operands.batch import Sequences
+from freight.operands.states import States
+from freight.operands.tiles import STATE_TILE
+
+
+@triton.jit(do_not_specialize=["num_seqs", "table_stride"])
+def products_kernel(
+    q_ptr, q_stride, k_ptr, k_stride, kept_ptr, kept_stride, decay_ptr, decay_stride, factors_ptr, products_ptr,
+    old_k_ptr, old_decay_ptr, starts_ptr, lengths_ptr, tables_ptr, table_stride, num_seqs, KEY_HEADS: tl.constexpr,
+    RATIO: tl.constexpr, RATIO_BLOCK: tl.constexpr, K_DIM: tl.constexpr, K_BLOCK: tl.constexpr, EVERY: tl.constexpr,
+    NORM: tl.constexpr,
+):  # fmt: skip
+    """A program: one row and one key head.
+
+    factors    [rows, KEY_HEADS, 2]: what the row's query and key are multiplied with, by NORM
+    products   [rows, KEY_HEADS, 2, T]: of the row's query, and of its key, with the key of each row of its tile so far
+    old_k      [num_seqs, T, KEY_HEADS, K_DIM]: keys that `States` has of the open tile, where this step goes beyond it
+    old_decay  [num_seqs, T, KEY_HEADS * RATIO]: its decays
+    """
+    row, head = tl.program_id(0), tl.program_id(1)
+    seq = sequence_of_row(starts_ptr, row, num_seqs)
+    begin = tl.load(starts_ptr + seq)
+    end = tl.load(starts_ptr + seq + 1)
+    length = tl.load(lengths_ptr + seq)
+    if length < end - begin:
+        return
+    first = length - (end - begin)  # position of the first row in this step
+    position = first + row - begin
+    t = position % TILE
+    table_ptr = tables_ptr + seq.to(tl.int64) * table_stride
+    j = tl.arange(0, TILE)
+    dims = tl.arange(0, K_BLOCK)
+    exists = dims < K_DIM
+    here = position - t + j >= first
+    until = (j <= t)[:, None] & exists[None, :]
+    place = (row - t + j).to(tl.int64)[:, None] * k_stride + head * K_DIM + dims[None, :]
+    keys = tl.load(k_ptr + place, mask=until & here[:, None], other=0.0).to(tl.float32)
+    block = tl.load(table_ptr + position // EVERY, mask=t > row - begin, other=0).to(tl.int64)
+    place = block * kept_stride + (j * KEY_HEADS + head)[:, None] * K_DIM + dims[None, :]
+    kept = tl.load(kept_ptr + place, mask=until & (here == 0)[:, None], other=0.0)
+    query_place = row.to(tl.int64) * q_stride + head * K_DIM + dims
+    query = tl.load(q_ptr + query_place, mask=exists, other=0.0).to(tl.float32)
+    factors = factors_ptr + (row.to(tl.int64) * KEY_HEADS + head) * 2
+    if NORM:
+        of_query = tl.rsqrt(tl.sum(query * query, 0) + 1e-6) * (K_DIM**-0.5)
+        of_keys = tl.rsqrt(tl.sum(keys * keys, 1) + 1e-6)
+        tl.store(factors, of_query)
+        tl.store(factors + 1, tl.sum(tl.where(j == t, of_keys, 0.0), 0))
+        query *= of_query
+        keys *= of_keys[:, None]
+    keys = tl.where(here[:, None], keys.to(kept.dtype), kept).to(tl.float32)
+    key = tl.sum(tl.where((j == t)[:, None], keys, 0.0), 0)
+    products = products_ptr + (row.to(tl.int64) * KEY_HEADS + head) * 2 * TILE + j
+    tl.store(products, tl.sum(keys * query[None, :], 1))
+    tl.store(products + TILE, tl.sum(keys * key[None, :], 1))
+    if (row == begin) & (first > 0):
+        copy_tile(
+            seq, tl.load(table_ptr + (first - 1) // EVERY).to(tl.int64), first, length, head, kept_ptr, kept_stride,
+            old_k_ptr, decay_ptr, decay_stride, old_decay_ptr, KEY_HEADS, RATIO, RATIO_BLOCK, K_DIM, K_BLOCK,
+        )  # fmt: skip
+
+
+@triton.jit
+def _advanced(
+    state, u, decay, last, seq, row, position, first, k_ptr, k_stride, factors_ptr, old_k_ptr, head,
+    KEY_HEADS: tl.constexpr, K_DIM: tl.constexpr, K_BLOCK: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """S [D, C] behind the tile before `position`, which begins one; `last` is that tile's whole decay."""
+    j = tl.arange(0, TILE)
+    dims = tl.arange(0, K_BLOCK)
+    of = position - TILE + j
+    here, exists = of >= first, (dims < K_DIM)[:, None]
+    rows = (row - TILE + j).to(tl.int64)
+    keys = tl.load(
+        k_ptr + rows[None, :] * k_stride + head * K_DIM + dims[:, None], mask=exists & here[None, :], other=0.0
+    )
+    old_place = ((seq.to(tl.int64) * TILE + j) * KEY_HEADS + head)[None, :] * K_DIM + dims[:, None]
+    old = tl.load(old_k_ptr + old_place, mask=exists & ((of < first) & (of >= 0))[None, :], other=0.0)
+    if NORM:
+        factor = tl.load(factors_ptr + (rows * KEY_HEADS + head) * 2 + 1, mask=here, other=0.0)
+        keys = keys.to(tl.float32) * factor[None, :]
+    keys = tl.where(here[None, :], keys.to(old.dtype), old).to(tl.float32)
+    return tl.dot(keys * tl.exp(last - decay)[None, :], u, state * tl.exp(last), input_precision="ieee")
+
+
+@triton.jit
+def _stays(start, length, EVERY: tl.constexpr):
+    """Whether the tile that begins at `start` is the last one of its block in a step that ends at `length`."""
+    return start + TILE >= tl.minimum(length, (start // EVERY + 1) * EVERY)
+
+
+@triton.jit
+def _load_row(
+    row, end, rows, head, channel, LIKE: tl.constexpr, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr,
+    K_DIM: tl.constexpr, K_BLOCK: tl.constexpr, V_DIM: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """Of a row, the last one behind `end`: query [D], key [D], value [C], beta, log_decay, products with both [T]."""
+    q_ptr, q_stride, k_ptr, k_stride, v_ptr, v_stride, beta_ptr, decay_ptr, factors_ptr, products_ptr = rows
+    key_head = head // (HEADS // KEY_HEADS)
+    wide = tl.minimum(row, end - 1).to(tl.int64)
+    dims, j = tl.arange(0, K_BLOCK), tl.arange(0, TILE)
+    exists = dims < K_DIM
+    query = tl.load(q_ptr + wide * q_stride + key_head * K_DIM + dims, mask=exists, other=0.0).to(tl.float32)
+    key = tl.load(k_ptr + wide * k_stride + key_head * K_DIM + dims, mask=exists, other=0.0).to(tl.float32)
+    place = wide * KEY_HEADS + key_head
+    if NORM:
+        query *= tl.load(factors_ptr + place * 2)
+        key *= tl.load(factors_ptr + place * 2 + 1)
+    value_place = wide * v_stride + head * V_DIM + channel
+    value = tl.load(v_ptr + value_place, mask=channel < V_DIM, other=0.0).to(tl.float32)
+    beta = tl.load(beta_ptr + wide * HEADS + head)
+    decay = tl.load(decay_ptr + wide * HEADS + head)
+    with_query = tl.load(products_ptr + place * 2 * TILE + j)
+    with_key = tl.load(products_ptr + place * 2 * TILE + TILE + j)
+    return query, key.to(LIKE).to(tl.float32), value, beta, decay, with_query, with_key
+
+
+@triton.jit
+def _next_row(state, u, decay, total, t, this, skip, DELTA: tl.constexpr, LIKE: tl.constexpr):
+    """u [T, C], decay [T] and its last with row t, `this` (`_load_row`), in them; the row's u and its result [C]."""
+    query, key, value, beta, log_decay, with_query, with_key = this
+    j = tl.arange(0, TILE)
+    total += log_decay
+    decay = tl.where(j == t, total, decay)
+    from_start, since = tl.exp(total), tl.exp(total - decay)
+    own = value
+    if DELTA:
+        before = tl.where(j < t, since * with_key, 0.0)
+        own -= tl.sum(state * (key * from_start)[:, None], 0) + tl.sum(u * before[:, None], 0)
+    own = (own * beta).to(LIKE)
+    u = tl.where((j == t)[:, None], own.to(tl.float32)[None, :], u)
+    until = tl.where(j <= t, since * with_query, 0.0)
+    result = tl.sum(state * (query * from_start)[:, None], 0) + tl.sum(u * until[:, None], 0)
+    if skip is not None:
+        result += skip * value
+    return u, decay, total, own, result
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def recurrence_kernel(
+    q_ptr, q_stride, k_ptr, k_stride, v_ptr, v_stride, beta_ptr, log_decay_ptr, skip_ptr, factors_ptr, products_ptr,
+    old_k_ptr, old_decay_ptr, state_ptr, state_stride, scale_ptr, scale_stride, kept_k_ptr, k_part_stride, kept_u_ptr,
+    u_part_stride, kept_decay_ptr, decay_part_stride, out_ptr, starts_ptr, lengths_ptr, tables_ptr, table_stride,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, K_DIM: tl.constexpr, K_BLOCK: tl.constexpr, V_DIM: tl.constexpr,
+    BLOCK_V: tl.constexpr, EVERY: tl.constexpr, FORMAT: tl.constexpr, DELTA: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """A program: BLOCK_V channels of one value head of one sequence."""
+    head, seq = tl.program_id(1), tl.program_id(2)
+    RATIO: tl.constexpr = HEADS // KEY_HEADS
+    begin, length = tl.load(starts_ptr + seq), tl.load(lengths_ptr + seq)
+    end = tl.load(starts_ptr + seq + 1)
+    if (begin == end) | (length < end - begin):
+        return
+    first = length - (end - begin)  # position of the first row in this step
+    table_ptr = tables_ptr + seq.to(tl.int64) * table_stride
+    channel, dims = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V), tl.arange(0, K_BLOCK)
+    in_v = channel < V_DIM
+    in_state = (dims < K_DIM)[:, None] & in_v[None, :]
+    state_place = (head * K_DIM + dims)[:, None] * V_DIM + channel[None, :]
+    u_place = head * V_DIM + channel
+    like = kept_u_ptr.dtype.element_ty
+    block = tl.load(table_ptr + (first - 1) // EVERY, mask=first > 0, other=0).to(tl.int64)
+    state, u, decay, total = stored_tile(
+        tl.where(first > 0, (first - 1) % TILE + 1, 0), block, state_ptr, state_stride, state_place, in_state,
+        scale_ptr, scale_stride, kept_u_ptr, u_part_stride, u_place, in_v,
+        old_decay_ptr + seq.to(tl.int64) * TILE * HEADS + head, HEADS, V_DIM, FORMAT,
+    )  # fmt: skip
+    kept = _stays(first // TILE * TILE, length, EVERY)
+    skip = tl.load(skip_ptr + head) if skip_ptr is not None else None
+    rows = (q_ptr, q_stride, k_ptr, k_stride, v_ptr, v_stride, beta_ptr, log_decay_ptr, factors_ptr, products_ptr)
+    coming = _load_row(begin, end, rows, head, channel, like, HEADS, KEY_HEADS, K_DIM, K_BLOCK, V_DIM, NORM)
+    for done in range(end - begin):
+        row, position = begin + done, first + done
+        t = position % TILE
+        this = coming
+        coming = _load_row(row + 1, end, rows, head, channel, like, HEADS, KEY_HEADS, K_DIM, K_BLOCK, V_DIM, NORM)
+        if t == 0:
+            state = _advanced(
+                state, u, decay, total, seq, row, position, first, k_ptr, k_stride, factors_ptr, old_k_ptr,
+                head // RATIO, KEY_HEADS, K_DIM, K_BLOCK, NORM,
+            )  # fmt: skip
+            block = tl.load(table_ptr + position // EVERY).to(tl.int64)
+            kept = _stays(position, length, EVERY)
+            state = rounded(
+                state, kept, state_ptr + block * state_stride + state_place, scale_ptr, block * scale_stride + u_place,
+                in_state, in_v, FORMAT,
+            )  # fmt: skip
+            u, decay = tl.zeros((TILE, BLOCK_V), tl.float32), tl.zeros((TILE,), tl.float32)
+            total = tl.full((), 0.0, tl.float32)
+        u, decay, total, own, result = _next_row(state, u, decay, total, t, this, skip, DELTA, like)
+        tl.store(out_ptr + row.to(tl.int64) * (HEADS * V_DIM) + u_place, result.to(like), mask=in_v)
+        if kept:
+            tl.store(kept_u_ptr + block * u_part_stride + t * (HEADS * V_DIM) + u_place, own, mask=in_v)
+            if tl.program_id(0) == 0:
+                tl.store(kept_decay_ptr + block * decay_part_stride + t * HEADS + head, total)
+                if head % RATIO == 0:
+                    key_place = block * k_part_stride + (t * KEY_HEADS + head // RATIO) * K_DIM + dims
+                    tl.store(kept_k_ptr + key_place, this[1].to(like), mask=dims < K_DIM)
+
+
+BLOCK_V = 16  # channels of a program: a step of one sequence with 48 heads of 128 is 384 programs
+
+
+def _warps(target: Target, format: Format, k_block: int) -> int:
+    """With which a thread has 32 values of S, or 16 where 32 spill: if S is not quantized, and on AMD GPUs."""
+    return max(1, k_block // (64 if format.is_quantized or target.backend == "hip" else 32))
+
+
+def recurrence(
+    target: Target,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor,
+    states: States,
+    sequences: Sequences,
+    *,
+    delta: bool,
+    norm: bool,
+    skip: Tensor | None = None,
+) -> Tensor:
+    """`KernelSet.recurrence`. q, k, v: columns one after another in memory."""
+    assert q.stride(1) == k.stride(1) == v.stride(1) == 1
+    assert beta.is_contiguous()
+    assert log_decay.is_contiguous()
+    assert states.every % STATE_TILE == 0
+    parts = states.parts
+    assert parts["k"].dtype == parts["u"].dtype == v.dtype
+    key_heads, k_dim = parts["k"].shape[2:]
+    heads, v_dim = parts["u"].shape[2:]
+    rows, num_seqs, tables = len(v), sequences.num_seqs, sequences.block_tables
+    format = format_of(parts["state"])
+    factors = beta.new_empty(rows, key_heads, 2)
+    products = beta.new_empty(rows, key_heads, 2, STATE_TILE)
+    old_k = parts["k"].new_empty(num_seqs, STATE_TILE, key_heads, k_dim)
+    old_decay = beta.new_empty(num_seqs, STATE_TILE, heads)
+    out = torch.empty(rows, heads * v_dim, dtype=v.dtype, device=v.device)
+    k_block = max(16, triton.next_power_of_2(k_dim))
+    shared: dict[str, Any] = {"KEY_HEADS": key_heads, "K_DIM": k_dim, "K_BLOCK": k_block, "NORM": norm}
+    shared["EVERY"] = states.every
+    lengths = (sequences.query_starts, sequences.context_lens, tables, tables.stride(0))
+    kept_k, kept_u, kept_decay = (by_block(parts[name]) for name in ("k", "u", "decay"))
+    products_kernel[(rows, key_heads)](
+        *(q, q.stride(0), k, k.stride(0), *kept_k, *kept_decay, factors, products, old_k, old_decay),
+        *(*lengths, num_seqs),
+        **shared,
+        RATIO=heads // key_heads,
+        RATIO_BLOCK=triton.next_power_of_2(heads // key_heads),
+        num_warps=max(1, k_block // 64),
+    )
+    scale = by_block(parts["scale"]) if format.is_quantized else (None, 0)
+    recurrence_kernel[(triton.cdiv(v_dim, BLOCK_V), heads, num_seqs)](
+        *(q, q.stride(0), k, k.stride(0), v, v.stride(0), beta, log_decay, skip, factors, products, old_k, old_decay),
+        *(carrier(parts["state"], target), parts["state"].stride(0), *scale, *kept_k, *kept_u, *kept_decay, out),
+        *lengths,
+        **shared,
+        HEADS=heads,
+        V_DIM=v_dim,
+        BLOCK_V=BLOCK_V,
+        FORMAT=str(format) if format.is_quantized else "",
+        DELTA=delta,
+        num_warps=_warps(target, format, k_block),
+    )
+    return out
