@@ -2,6 +2,7 @@
 #   make demo    install into .venv and run the main job on the model that ships with Freight
 #   make test    install into .venv, then lint, types and tests (make test-all: and the tests that take long)
 #   make sanitize    the compiled kernels under address and undefined-behaviour sanitizers; make sanitize-threads: races
+#   make test-tiles  the AMX build of the kernels on a machine without AMX: its tile instructions are emulated
 #   make test-defaults   the end-to-end tests under other torch defaults, and under python -O
 #   make test-busy   the tests that depend on the clock beside 30 busy processes
 #   make test-clients  clients and routers from PyPI against servers, installed into .venv-clients and .venv-clients-older
@@ -19,7 +20,7 @@ STAMP = .venv/ready-$(TORCH)
 # the tests start hundreds of interpreters: each would compile the source again
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo style test test-all test-busy test-clients test-defaults soak real wheel sanitize sanitize-threads check format clean
+.PHONY: setup demo style test test-all test-tiles test-busy test-clients test-defaults soak real wheel sanitize sanitize-threads check format clean
 
 setup: $(STAMP)
 
@@ -66,6 +67,10 @@ sanitize: setup
 
 sanitize-threads: setup
 	@tools/sanitize.sh thread
+
+# needs AVX-512 with VBMI and BF16
+test-tiles: setup
+	@tools/test_tiles.sh -n 2
 
 # pytest's own rewriting keeps the assertions of test modules under -O; those of the source are gone, and it warns of that
 test-defaults: setup

@@ -7,7 +7,9 @@ A property is tried on 40 examples, and on 100 where slow tests run too (`make t
 test has another number. The examples differ from run to run.
 
 FREIGHT_TEST_KERNELS=folder runs them with the compiled kernels of that folder (`make sanitize`), on the pool of
-csrc/parallel.cpp, which is checked with them; without it they use torch's.
+csrc/parallel.cpp, which is checked with them; without it they use torch's. With FREIGHT_TEST_TILES=emulated as well,
+the AMX build of that folder emulates its tile instructions (`make test-tiles`), and is run as if the processor and the
+system had them.
 
 FREIGHT_TEST_REMOTE='qemu-aarch64 … driver …/freight_neon.so' runs them with that library, in the process that the
 command starts (tests/kernels/test_arm.py).
@@ -56,6 +58,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
         library.FOLDER = Path(folder)
         library._gomp_parallel = lambda: None
+        if os.environ.get("FREIGHT_TEST_TILES") == "emulated":
+            features = (*library.cpu_features(), "amx_tile", "amx_bf16")
+            library.cpu_features = lambda: features
+            library.tile_obstacle = lambda: ""
         assert library.runnable(), f"no build in {folder} runs here"
     command = shlex.split(os.environ.get("FREIGHT_TEST_REMOTE", ""))
     if command:

@@ -4,6 +4,7 @@
 #
 # address,undefined: the kernels' tests; further arguments are pytest's. Loads and stores of AMX tiles are not checked,
 # because the compiler adds no check to those instructions; what they read is written and sized by code that is checked.
+# BUILD=emulated-tiles: the AMX build with its tiles in C++ (tests/kernels/tiles/emulated_tiles.h), which are checked.
 # thread: tests/kernels/stress.cpp, without Python, whose interpreter and torch are not compiled with the checks.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -11,10 +12,14 @@ checks=$1 python=.venv/bin/python compiler=${CXX:-c++}
 folder=$PWD/build/sanitize/${checks%%,*}
 PATH=$PATH:$PWD/.venv/bin
 command -v cmake >/dev/null || .venv/bin/pip install -q cmake  # as the installation does where the system has none
-build=${BUILD:-$($python -c 'from freight.kernels.cpu import library; print(library.runnable()[0])')}
+build=${BUILD:-$($python -c 'from freight.kernels.cpu import library; print(library.runnable()[0])')} emulate=OFF
+if [ "$build" = emulated-tiles ]; then
+  export FREIGHT_TEST_TILES=emulated
+  build=amx emulate=ON folder=$folder-tiles
+fi
 echo "compiling the $build build with -fsanitize=$checks"
 mkdir -p "$folder"
-{ cmake -S csrc -B "$folder" -DFREIGHT_SANITIZE="$checks" && cmake --build "$folder" -j2 --target "freight_$build"; } \
+{ cmake -S csrc -B "$folder" -DFREIGHT_SANITIZE="$checks" -DFREIGHT_EMULATE_TILES=$emulate && cmake --build "$folder" -j2 --target "freight_$build"; } \
   >"$folder/log" 2>&1 || { cat "$folder/log"; exit 1; }
 
 if [ "$checks" = thread ]; then

@@ -1,0 +1,143 @@
+"""Whether two builds of the CPU kernels compute the same bits in products, of one weight and of experts.
+
+    python benchmarks/same_products.py OLD.so [NEW.so] [--only "FP8 blocks"]
+
+Both libraries have this checkout's C interface; NEW is the installed build if it is not named. The AMX build with
+emulated tiles (`make test-tiles` leaves it in build/tiles) runs on machines without AMX. Numbers of rows end at many
+places of a tile, of a pair of tiles and of the rows that are computed at once; values are ordinary, or their products
+subnormal, or some infinite or no numbers. Ends with 1 if a case differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from freight.fp8 import mxfp4
+from freight.fp8.formats import Format
+from freight.fp8.weights import quantize_blocks, quantize_rows
+from freight.kernels.cpu.cpu_set import CpuKernels
+from freight.kernels.cpu.library import load_file, path_of, runnable
+from freight.operands.activation import GatedActivation
+from freight.operands.weight import Activations, Weight
+
+SHAPES = [(1, 32), (17, 64), (33, 96), (48, 160), (130, 224), (260, 320), (129, 1024), (1000, 544)]
+ODD_SHAPES = [(1, 1), (33, 129), (260, 300)]  # not for MXFP4, whose groups have 32 inputs
+ROWS = (1, 3, 4, 5, 7, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 511, 512, 513, 1025)
+DTYPES = (torch.bfloat16, torch.float32)  # the second where activations become FP8, which pairs and tiles take as well
+THREADS = 3  # in turns: one, two, three, which is how many bands a task has
+EXPERTS, HIDDEN, INNER, TOP_K = 5, 288, 160, 2
+
+Maker = Callable[[Tensor], Weight]
+
+
+def in_mxfp4(matrix: Tensor) -> Weight:
+    """Codes at random, some groups of zeros, under scales about as large as the matrix."""
+    outputs, groups = matrix.shape[0], matrix.shape[1] // mxfp4.GROUP
+    blocks = torch.randint(0, 256, (outputs, groups, 16), dtype=torch.uint8)
+    blocks[torch.rand(outputs, groups) < 0.1] &= 0x88
+    exponent = int(matrix.abs().mean().clamp_min(2.0**-120).log2())
+    scales = torch.randint(125 + exponent, 129 + exponent, (outputs, groups)).clamp(3, 252).to(torch.uint8)
+    return Weight(blocks.flatten(1).view(mxfp4.CODES), scales.view(mxfp4.SCALES))
+
+
+def in_fp8(quantize: Callable[[Tensor, Format], tuple[Tensor, Tensor]], activations: Activations) -> Maker:
+    given = 0.013 if activations is Activations.STATIC else None
+    return lambda matrix: Weight(*quantize(matrix, Format.E4M3FN), activations, given)
+
+
+MAKERS: dict[str, Maker] = {
+    "BF16": lambda matrix: Weight(matrix.bfloat16()),
+    "MXFP4": in_mxfp4,
+    **{f"FP8 rows, {one}": in_fp8(quantize_rows, one) for one in Activations},
+    **{f"FP8 blocks, {one}": in_fp8(quantize_blocks, one) for one in Activations},
+}
+
+
+def values(shape: tuple[int, int], kind: str) -> Tensor:
+    """float32 [rows, inputs]."""
+    x = torch.randn(shape)
+    if kind == "subnormal":
+        return torch.ldexp(x, torch.randint(-140, -60, shape))
+    if kind == "not finite":
+        x.view(-1)[:: max(1, x.numel() // 7)] = torch.tensor(float("inf"))
+        x[-1, 0] = float("nan")
+    return x
+
+
+def matrix_of(shape: tuple[int, int], kind: str) -> Tensor:
+    matrix = torch.randn(shape) / shape[1] ** 0.5
+    matrix[0] *= 1e-38
+    return matrix * 2.0**-60 if kind == "subnormal" else matrix
+
+
+def same_bits(first: Tensor, second: Tensor) -> bool:
+    return torch.equal(first.view(torch.uint8), second.view(torch.uint8))
+
+
+def products(sets: list[CpuKernels], name: str) -> Iterator[tuple[str, bool]]:
+    """Each case with whether the bits are the same."""
+    count = 0
+    for shape in SHAPES if name == "MXFP4" else SHAPES + ODD_SHAPES:
+        for kind in ("ordinary", "subnormal", "not finite"):
+            weight = MAKERS[name](matrix_of(shape, kind))
+            packed = [kernels.pack(weight) for kernels in sets]
+            for rows in ROWS:
+                x = values((rows, shape[1]), kind)
+                for dtype in DTYPES[: 1 if weight.activations is Activations.PLAIN else 2]:
+                    count += 1
+                    torch.set_num_threads(count % THREADS + 1)
+                    bias = torch.randn(shape[0]).to(dtype) if count % 2 else None
+                    found = [kernels.linear(x.to(dtype), one, bias) for kernels, one in zip(sets, packed, strict=True)]
+                    case = f"{name}, {list(shape)}, {rows} rows, {dtype}, {kind}, bias {bias is not None}"
+                    yield case, same_bits(*found)
+
+
+def experts(sets: list[CpuKernels], name: str) -> Iterator[tuple[str, bool]]:
+    """The same of mixtures of experts: of their rows few have many, and one has none."""
+    shapes = (2 * INNER, HIDDEN), (HIDDEN, INNER)
+    sides = [[MAKERS[name](matrix_of(shape, "ordinary")) for _ in range(EXPERTS)] for shape in shapes]
+    for dtype in DTYPES:
+        biases = [torch.randn(EXPERTS, shape[0]).to(dtype) for shape in shapes]
+        packed = [[kernels.pack_experts(*side) for side in zip(sides, biases, strict=True)] for kernels in sets]
+        for rows in ROWS:
+            torch.set_num_threads(rows % THREADS + 1)
+            x, shares = torch.randn(rows, HIDDEN).to(dtype), torch.rand(rows, TOP_K)
+            ids = torch.stack([torch.randperm(EXPERTS - 1)[:TOP_K] for _ in range(rows)]).sort(-1).values.int()
+            found = [
+                kernels.experts(x, ids, shares, gate_up, down, GatedActivation.SILU)
+                for kernels, (gate_up, down) in zip(sets, packed, strict=True)
+            ]
+            yield f"experts, {name}, {rows} rows, {dtype}", same_bits(*found)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("old", type=Path)
+    parser.add_argument("new", type=Path, nargs="?")
+    parser.add_argument("--only", default="", help="kinds of weights with this in their name")
+    asked = parser.parse_args()
+    new = asked.new or path_of(runnable()[0])
+    sets = [CpuKernels(load_file(path, path.stem.removeprefix("freight_"))) for path in (asked.old, new)]
+    torch.manual_seed(0)
+    different = 0
+    for name in [name for name in MAKERS if asked.only in name]:
+        for what, cases in (("products", products(sets, name)), ("experts", experts(sets, name))):
+            begin = time.monotonic()
+            found = list(cases)
+            wrong = [case for case, same in found if not same]
+            different += len(wrong)
+            print(f"{what}, {name}: {len(wrong)} differ of {len(found)} ({time.monotonic() - begin:.0f} s)", flush=True)
+            for case in wrong[:5]:
+                print(f"  {case}")
+    return 1 if different else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
