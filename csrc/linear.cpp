@@ -231,6 +231,46 @@ void by_vectors(const Product* products, int64_t count, int32_t format, int thre
 
 #if FREIGHT_AMX
 
+// What comes of sums of tiles: `finish`, by blocks or by bands.
+struct Finish {
+  const Product& call;
+  const int32_t format;
+
+  void operator()(const float* sums, int64_t row, int64_t rows, int64_t block) const {
+    finish(call, format, sums, row, rows, block, 1.f);
+  }
+
+  // The band that begins with `block`: sums[rows][16] of each of its two blocks, `apart` floats apart. In bfloat16 a row
+  // of both is as long as a line of the cache, and written at once. By blocks all rows' lines would be visited twice.
+  void band(const float* sums, int64_t apart, int64_t row, int64_t rows, int64_t block) const {
+    const FreightWeight& weight = *call.weight;
+    const int64_t out = weight.out_features, first = block * kLanes;
+    if (format == FREIGHT_BFLOAT16 && first + kBand * kLanes <= out) return lines(sums, apart, row, rows, first);
+    for (int64_t j = 0; j < kBand && first + j * kLanes < out; j++) (*this)(sums + j * apart, row, rows, block + j);
+  }
+
+ private:
+  // `finish` of two blocks in bfloat16, from output `first` on.
+  void lines(const float* sums, int64_t apart, int64_t row, int64_t rows, int64_t first) const {
+    const FreightWeight& weight = *call.weight;
+    const float* row_scale = call.staged.row_scale;
+    V16 scale[kBand], bias[kBand];
+    for (int j = 0; j < kBand; j++) {
+      scale[j] = weight.scale ? load16(weight.scale + first + j * kLanes) : set16(1.f);
+      bias[j] = call.bias ? load16(call.bias + first + j * kLanes) : V16{};
+    }
+    for (int64_t m = 0; m < rows; m++)
+      for (int j = 0; j < kBand; j++) {
+        V16 value = load16(sums + j * apart + m * kLanes);
+        if (row_scale) value = value * set16(row_scale[row + m]);
+        if (weight.scale) value = value * scale[j];
+        if (call.bias) value = value + bias[j];
+        const int64_t at = (row + m) * weight.out_features + first + j * kLanes;
+        store_as<FREIGHT_BFLOAT16>(element(call.y, at, FREIGHT_BFLOAT16), value);
+      }
+  }
+};
+
 // The same on tiles, or for few rows by vectors with the tiles' bits.
 template <int32_t FORMAT>
 void by_tiles(const Product* products, int64_t count, int32_t format, int threads) {
@@ -251,9 +291,7 @@ void by_tiles(const Product* products, int64_t count, int32_t format, int thread
       [&](int64_t i, int64_t task) {
         const Product& call = products[i];
         if (call.rows > kDotRows) {
-          const auto finished = [&](const float* sums, int64_t row, int64_t there, int64_t block) {
-            finish(call, format, sums, row, there, block, 1.f);
-          };
+          const Finish finished{call, format};
           if constexpr (FORMAT == FREIGHT_E4M3FN)
             if (call.rows <= kFewRows) return few_task(job_of(call), tile_decoder, task, finished);
           return tile_task<FORMAT>(job_of(call), tile_decoder, task, finished);

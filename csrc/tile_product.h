@@ -1,8 +1,9 @@
 // The product on tiles (tiles.h), for 5 rows and more; of FP8 weights for more than 32 (tile_few.h).
 //
-// A task has a few bands of 32 outputs and goes through their inputs in panels; within a panel all rows meet all
-// its bands, and their sums rest in memory between panels, which changes no bit. FP8 and MXFP4 weights are decoded once for all rows:
-// the next panel, a few registers after every step of this one, so that both the tiles and the vector units work.
+// A task has a few bands of 32 outputs and goes through their inputs in panels; within a panel all rows meet all its
+// bands, and their sums rest in memory between panels, which changes no bit. FP8 and MXFP4 weights are decoded once for
+// all rows: the next panel, a few registers after every step of this one, so that both the tiles and the vector units
+// work. Without block scales, results are finished within the last panel: scaled, rounded and written beside the tiles.
 #pragma once
 #include <algorithm>
 
@@ -17,6 +18,7 @@ namespace freight {
 
 constexpr int64_t kTileAhead = 4096;     // bytes between what is decoded and what is prefetched
 constexpr int kStepBytes = 2 * kTileBytes;  // 32 inputs of a band in bfloat16: [16 pairs of inputs][2 blocks][64]
+constexpr int kPairBytes = 2 * kGroupSteps * kTileBytes;  // a pair of row tiles in a group of inputs
 constexpr int kSquare = 4 * kTileLines * kLanes;  // sums of 32 rows and a band: [2 row tiles][2 blocks][16][16]
 
 struct TileJob {
@@ -42,6 +44,7 @@ struct TileJob {
   int64_t row_pairs() const { return (row_tiles() + 1) / 2; }
   int64_t all_bands() const { return bands_of(weight.out_features); }
   int64_t tasks() const { return (all_bands() + bands - 1) / bands; }
+  const uint8_t* panel_rows(int64_t panel) const { return x + panel * panel_steps * row_tiles() * kTileBytes; }
 };
 
 template <int32_t FORMAT>
@@ -98,11 +101,18 @@ struct Ahead {
   }
 };
 
+// What tiles load next, prefetched while they multiply: many rows do not stay in L2, nor their sums in L1.
+struct Soon {
+  const uint8_t* rows;  // this band's part of the next pair of row tiles, into L2
+  int lines;            // of that, in each group of inputs, by a step
+  const float* sums;    // the next square, into L1
+};
+
 // sums += up to 32 rows x a band over a panel, or, where `fresh`, = that. After each step `each` pieces of `ahead`.
 template <int ROW_TILES, int32_t FORMAT>
 inline void multiply(const uint8_t* a, int64_t a_group, const uint8_t* b, int steps, bool fresh, float* sums,
-                     Ahead<FORMAT>& ahead, int each) {
-  constexpr int kSums = kTileLines * kLanes;
+                     Ahead<FORMAT>& ahead, int each, const Soon& soon) {
+  constexpr int kSums = kTileLines * kLanes, kStepSums = kSquare / (2 * kGroupSteps);
   memory_barrier();
   if (fresh) {
     _tile_zero(0);
@@ -129,6 +139,11 @@ inline void multiply(const uint8_t* a, int64_t a_group, const uint8_t* b, int st
       _tile_dpbf16ps(2, 5, 6);
       _tile_dpbf16ps(3, 5, 7);
     }
+    // The loops are no functions of their own: GCC takes one that only prefetches for one without effects, and leaves
+    // its calls out.
+    const uint8_t* rows = soon.rows + step / kGroupSteps * a_group + step % kGroupSteps * soon.lines * kUnit;
+    for (int i = 0; i < soon.lines; i++) _mm_prefetch(reinterpret_cast<const char*>(rows + i * kUnit), _MM_HINT_T1);
+    for (int i = 0; i < kStepSums; i += kLanes) __builtin_prefetch(soon.sums + step * kStepSums + i, 1);
     ahead.advance(each);
   }
   _tile_stored(0, sums, kTileRowBytes);
@@ -152,7 +167,7 @@ inline void add_scaled(const float* sums, int64_t rows, float weight_scale, cons
 }
 
 // One task on one thread. `scratch`: two panels of its bands; sums: [row pairs][bands of the task][kSquare].
-template <int32_t FORMAT>
+template <int32_t FORMAT, class Finish>
 struct TileTask {
   const TileJob& job;
   int64_t first_band;
@@ -160,6 +175,7 @@ struct TileTask {
   uint8_t* scratch;
   float* sums;
   const TileDecoder<FORMAT>& decoder;
+  const Finish& finish;
 
   static constexpr int64_t kStored = kStoredStep<FORMAT>;
   static constexpr bool kDecodes = FORMAT != FREIGHT_BFLOAT16;
@@ -191,57 +207,72 @@ struct TileTask {
     const int each = (ahead.pieces() + places - 1) / places;
     const uint8_t* b = kDecodes ? decoded(panel) : stored(panel);
     const int64_t b_stride = kDecodes ? job.band_panel() : job.steps() * kStepBytes;
-    const uint8_t* a = job.x + panel * job.panel_steps * job.row_tiles() * kTileBytes;
-    for (int64_t pair = 0; pair < job.row_pairs(); pair++, a += 2 * kGroupSteps * kTileBytes)
+    const uint8_t* a = job.panel_rows(panel);
+    const bool last = panel + 1 == job.panels(), finishes = last && !job.weight.block_scale;
+    const uint8_t* following = job.panel_rows(last ? 0 : panel + 1);  // the next task begins with the first
+    const int lines = (kPairBytes / (kGroupSteps * kUnit) + bands - 1) / bands;
+    for (int64_t pair = 0; pair < job.row_pairs(); pair++, a += kPairBytes) {
+      const uint8_t* next = pair + 1 < job.row_pairs() ? a + kPairBytes : following;
       for (int band = 0; band < bands; band++) {
-        float* to = sums + (pair * bands + band) * kSquare;
+        const int64_t square = pair * bands + band;
+        float* to = sums + square * kSquare;
+        const Soon soon{next + band * kGroupSteps * lines * kUnit, lines, to + kSquare};
         if (!job.weight.block_scale) {
-          rows_of(pair, a, b + band * b_stride, steps, panel == 0, to, ahead, each);
+          rows_of(pair, a, b + band * b_stride, steps, panel == 0, to, ahead, each, soon);
+          if (finishes && square) finish_square(square - 1);
           continue;
         }
         alignas(64) float group[kSquare];
-        rows_of(pair, a, b + band * b_stride, steps, true, group, ahead, each);
+        rows_of(pair, a, b + band * b_stride, steps, true, group, ahead, each, soon);
         const int64_t groups = job.panels(), row = pair * 2 * kTileLines;
         add_scaled(group, std::min<int64_t>(2 * kTileLines, job.rows - row),
                    job.weight.block_scale[(first_band + band) * kBand * kLanes / kGroup * groups + panel],
                    job.x_scale ? job.x_scale + row * groups + panel : nullptr, groups, to);
       }
+    }
     ahead.advance(ahead.pieces());
+    if (finishes) finish_square(job.row_pairs() * bands - 1);
+  }
+
+  // Called a square later than its sums are stored, so that reading them waits for no store.
+  void finish_square(int64_t square) const {
+    const int64_t pair = square / bands, band = square % bands;
+    const float* from = sums + square * kSquare;
+    for (int64_t row = pair * 2 * kTileLines, i = 0; i < 2 && row < job.rows; i++, row += kTileLines)
+      finish.band(from + i * 2 * kTileLines * kLanes, kTileLines * kLanes, row,
+                  std::min<int64_t>(kTileLines, job.rows - row), (first_band + band) * kBand);
   }
 
   void rows_of(int64_t pair, const uint8_t* a, const uint8_t* b, int steps, bool fresh, float* to, Ahead<FORMAT>& ahead,
-               int each) const {
+               int each, const Soon& soon) const {
     const int64_t a_group = job.row_tiles() * kGroupSteps * kTileBytes;
     if (2 * pair + 1 < job.row_tiles())
-      multiply<2>(a, a_group, b, steps, fresh, to, ahead, each);
+      multiply<2>(a, a_group, b, steps, fresh, to, ahead, each, soon);
     else
-      multiply<1>(a, a_group, b, steps, fresh, to, ahead, each);
+      multiply<1>(a, a_group, b, steps, fresh, to, ahead, each, soon);
   }
 };
 
-// Some bands. Calls finish(sums[rows][16], row, rows, block) for all rows and their blocks of 16 outputs.
+// Some bands. Calls finish.band(sums of its first block, floats from there to the second's, row, rows, first block) for
+// all rows of each band.
 template <int32_t FORMAT, class Finish>
 void tile_task(const TileJob& job, const TileDecoder<FORMAT>& decoder, int64_t task, const Finish& finish) {
   thread_local WorkingMemory memory;
-  const int64_t all = job.all_bands(), blocks = blocks_of(job.weight.out_features);
+  const int64_t all = job.all_bands();
   const int64_t first = task * job.bands, squares = job.row_pairs() * job.bands;
   const int bands = static_cast<int>(std::min<int64_t>(job.bands, all - first));
   const int64_t scratch = FORMAT != FREIGHT_BFLOAT16 ? 2 * job.bands * job.band_panel() : 0;
   uint8_t* at = memory.of(scratch + squares * kSquare * 4);
   float* sums = reinterpret_cast<float*>(at + scratch);
+  const TileTask<FORMAT, Finish> all_rows{job, first, bands, at, sums, decoder, finish};
+  TileRegisters tiles;
+  tiles.set_rows(static_cast<int>(std::min<int64_t>(job.rows, kTileLines)));
+  if (!job.weight.block_scale) return all_rows.compute();  // vectors decode, and finish where subnormals count
   {
     const SubnormalsAreZero subnormals;
-    TileRegisters tiles;
-    tiles.set_rows(static_cast<int>(std::min<int64_t>(job.rows, kTileLines)));
-    TileTask<FORMAT>{job, first, bands, at, sums, decoder}.compute();
+    all_rows.compute();
   }
-  for (int64_t row = 0; row < job.rows; row += kTileLines)
-    for (int64_t block = first * kBand; block < std::min((first + bands) * kBand, blocks); block++) {
-      const int64_t pair = row / (2 * kTileLines), band = block / kBand - first;
-      const int64_t tile = row / kTileLines % 2 * 2 + block % kBand;
-      finish(sums + (pair * bands + band) * kSquare + tile * kTileLines * kLanes, row,
-             std::min<int64_t>(kTileLines, job.rows - row), block);
-    }
+  for (int64_t square = 0; square < job.row_pairs() * bands; square++) all_rows.finish_square(square);
 }
 
 }  // namespace freight
