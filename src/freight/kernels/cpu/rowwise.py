@@ -60,8 +60,8 @@ def activated(library: Library, x: Tensor, activation: Activation) -> Tensor:
 
 
 def gate(library: Library, x: Tensor, logits: Tensor, function: GateFunction) -> Tensor:
-    """`reference_rows.gate`. x: [rows, size]; logits: [rows, groups] or [1, groups], in x's dtype; the columns of both lie
-    one after another in memory."""
+    """`reference_rows.gate`. x: [rows, size]; logits: [rows, groups] or [1, groups], in x's dtype; columns of both
+    contiguous."""
     rows, size = x.shape
     same, groups = len(logits) != rows, logits.shape[1]
     assert logits.dtype == x.dtype
