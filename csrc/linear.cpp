@@ -245,7 +245,8 @@ struct Finish {
   void band(const float* sums, int64_t apart, int64_t row, int64_t rows, int64_t block) const {
     const FreightWeight& weight = *call.weight;
     const int64_t out = weight.out_features, first = block * kLanes;
-    if (format == FREIGHT_BFLOAT16 && first + kBand * kLanes <= out) return lines(sums, apart, row, rows, first);
+    const bool whole = first + kBand * kLanes <= out;
+    if (format == FREIGHT_BFLOAT16 && !call.wide && whole) return lines(sums, apart, row, rows, first);
     for (int64_t j = 0; j < kBand && first + j * kLanes < out; j++) (*this)(sums + j * apart, row, rows, block + j);
   }
 

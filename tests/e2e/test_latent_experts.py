@@ -143,7 +143,7 @@ def test_chunks_and_neighbours_change_no_bit(
 
 def test_a_decode_step_is_recorded() -> None:
     recorded, plain = build(config_of(), "fp8_e4m3fn")
-    batch = Batch(recorded.pool)
+    batch = Batch.of(recorded)
     steps = [batch.advance((0,), 3), batch.advance((1,), 30), *(batch.advance((0, 1)) for _ in range(3))]
     for step in steps:
         assert torch.equal(recorded.run(step).all_logits(), plain.run(step).all_logits())

@@ -134,13 +134,9 @@ LFM2_MOE: dict[str, Any] = {**SHAPE, **MOE, "num_dense_layers": 1, "routed_scali
                             "layer_types": ["full_attention", "conv", "conv"]}  # fmt: skip
 SIGLIP: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 OPT: dict[str, Any] = {
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "ffn_dim": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
+    "vocab_size": 320, "hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
     "max_position_embeddings": 256,
-}
+}  # fmt: skip
 
 # two delta nets, whose value heads share key heads, around one layer with attention
 DELTA_NET: dict[str, Any] = {

@@ -192,7 +192,7 @@ def test_a_decode_step_is_recorded_once_and_then_replayed(monkeypatch):
 
 def test_a_recording_is_the_whole_step_from_token_ids_to_logits():
     recorded, _ = build(SHAPE, "bfloat16")
-    recorded.run(Batch(1).advance((0, 1)))
+    recorded.run(Batch([BLOCK]).advance((0, 1)))
     assert recorded.captured is not None
     replay = recorded.captured._captured[2][1]
     assert isinstance(replay, CpuStep)
