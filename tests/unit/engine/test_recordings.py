@@ -92,7 +92,7 @@ def build(shape: dict[str, Any], cache_name: str, kernels: CpuKernels = KERNELS)
 
 def new_pool(model: Decoder, cache_name: str) -> KVPool:
     kv = cache(cache_name, model.config)
-    spec = cache_spec(kv, model.config, BLOCK)
+    spec = cache_spec(kv, model.config, BLOCK, Format.BFLOAT16)
     blocks = [4 * MAX_LEN // BLOCK] * len(spec.groups)
     pool = allocate_pool(spec, kv, blocks, KERNELS, "cpu", model.rotaries)
     for tensor in tensors_of(pool):
