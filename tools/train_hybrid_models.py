@@ -1,0 +1,315 @@
+"""Train the two small models with recurrent states in tests/fixtures/hybrids.
+
+    python tools/train_hybrid_models.py delta_net OUT [--tokens 1.8e6] [--seed 0]
+    python tools/train_hybrid_models.py mamba2 OUT [--tokens 1.8e6] [--seed 0]
+
+`delta_net` is Qwen3.5's text architecture: three gated delta nets, then attention. `mamba2` is Granite 4's without
+experts: three Mamba-2 layers, then attention without rotary embedding. Both are transformers' own modules, on its plain
+torch code. The tokenizer is the demo model's, cut to its first 1024 tokens.
+
+Half of the rows of a batch are text, the one that the demo model is trained on. Half are records, of which most are an
+earlier one again, in the form of `freight evaluate --long`: there only the words that can be known count, which are an
+earlier record's second word of the key and its value. The optimizers are Muon for the matrices inside the layers and
+AdamW for the rest, with linear decay to zero, as in tools/train_demo_model.py. One thread; the same Python, torch,
+transformers and processor give the same bytes.
+
+OUT gets config.json and model.safetensors in bfloat16 as transformers writes them, the tokenizer, and training.log. The
+figures at the log's end are of the weights in bfloat16, computed in float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import platform
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from tokenizers import Tokenizer
+from torch import Tensor
+from train_demo_model import BOS, EOS, HELD_OUT, source_files
+from transformers import (
+    DynamicCache,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
+    PreTrainedModel,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+)
+
+from freight.evaluate.retrieval import KEY, VALUE, Vocabulary, make_contexts, vocabulary
+from freight.tokenizer import Tokenizer as FreightTokenizer
+
+Say = Callable[[str], None]
+VOCAB, HIDDEN, INTERMEDIATE, CONTEXT = 1024, 96, 192, 1024
+DEMO = Path(__file__).parents[1] / "src/freight/demo"
+BATCH = 1024  # tokens, and twice as many where a row has as many
+AGAIN = 0.7  # chance that a record is an earlier one
+# Tokens after which a head's state has decayed to a half, before training. transformers' initialization forgets
+# within a token or two, and training hardly finds the way from there to a memory.
+HALF_LIVES = {"delta_net": (16, 64, 256, 1024), "mamba2": (8, 32, 64, 128, 256, 1024)}
+STEP = 0.05  # of Mamba-2's time, before training
+
+
+def build(kind: str, seed: int) -> PreTrainedModel:
+    """The untrained model in float32, as transformers initializes it, except for the recurrent layers (`start`)."""
+    torch.manual_seed(seed)
+    shared: dict[str, Any] = {
+        "vocab_size": VOCAB, "hidden_size": HIDDEN, "num_hidden_layers": 4, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "max_position_embeddings": CONTEXT, "tie_word_embeddings": True,
+        "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None,
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    }  # fmt: skip
+    if kind == "delta_net":
+        rope = {
+            "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [6, 5, 5],
+            "mrope_interleaved": True,
+        }  # fmt: skip
+        delta = Qwen3_5TextConfig(
+            **shared, intermediate_size=INTERMEDIATE, head_dim=64, rope_parameters=rope, linear_num_key_heads=2,
+            linear_key_head_dim=64, linear_num_value_heads=4, linear_value_head_dim=64,
+        )  # fmt: skip
+        model: PreTrainedModel = Qwen3_5ForCausalLM(delta)
+    else:
+        mamba = GraniteMoeHybridConfig(
+            **shared, num_local_experts=0, num_experts_per_tok=0, shared_intermediate_size=2 * INTERMEDIATE,
+            attention_multiplier=48**-0.5, position_embedding_type=None, mamba_n_heads=6, mamba_d_head=32,
+            mamba_d_state=64, mamba_chunk_size=32,
+        )  # fmt: skip
+        model = GraniteMoeHybridForCausalLM(mamba)
+    mixers = [module for module in model.modules() if hasattr(module, "A_log")]
+    for lag, mixer in enumerate(mixers):
+        start(mixer, kind, lag)
+    return model
+
+
+@torch.no_grad()
+def start(mixer: Any, kind: str, lag: int) -> None:
+    """Let a recurrent layer begin as a memory: it looks up what followed the token that stands `lag` tokens back.
+
+    Queries and keys are one random projection, of the token `lag` back and of the one before that; heads have
+    `HALF_LIVES`. Trockman et al. 2024, "Mimetic Initialization Helps State Space Models Learn to Recall", begin so.
+    """
+    if kind == "delta_net":
+        rows, query, key, first = mixer.in_proj_qkv.weight, 0, mixer.key_dim, 0
+    else:
+        first = mixer.intermediate_size  # rows of the gate, which has no convolution
+        rows, key, query = mixer.in_proj.weight, mixer.intermediate_size, mixer.intermediate_size + mixer.ssm_state_size
+    size = abs(key - query)
+    shared = torch.randn(size, HIDDEN) * HIDDEN**-0.5
+    taps = mixer.conv1d.weight[:, 0]  # [channels, 4]; the last one is of the token itself
+    taps[:, -1] = 1.0
+    for at, back in ((query, lag), (key, lag + 1)):
+        rows[first + at : first + at + size] = shared
+        taps[at : at + size, -1] = 0.0
+        taps[at : at + size, -1 - back] = 1.0
+    rates = math.log(2) / torch.tensor(HALF_LIVES[kind])  # of a token
+    steps = rates if kind == "delta_net" else torch.full_like(rates, STEP)
+    mixer.A_log.copy_((rates / steps).log())
+    mixer.dt_bias.copy_(steps.expm1().log())  # softplus(dt_bias) = steps
+
+
+def write_tokenizer(out: Path) -> Tokenizer:
+    """Write the demo's tokenizer with its first `VOCAB` tokens.
+
+    The merges of BPE are in the order in which training found them, so the first ones are what training with a
+    smaller vocabulary finds.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    stored = json.loads((DEMO / "tokenizer.json").read_text(encoding="utf-8"))
+    model = stored["model"]
+    model["vocab"] = {token: index for token, index in model["vocab"].items() if index < VOCAB}
+    model["merges"] = [pair for pair in model["merges"] if "".join(pair) in model["vocab"]]
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS,
+        "model_max_length": CONTEXT, "clean_up_tokenization_spaces": False,
+    }  # fmt: skip
+    for name, value in [("tokenizer.json", stored), ("tokenizer_config.json", settings)]:
+        (out / name).write_text(json.dumps(value, ensure_ascii=False) + "\n", encoding="utf-8")
+    return Tokenizer.from_file(str(out / "tokenizer.json"))
+
+
+def record_row(words: Vocabulary, length: int, draw: random.Random) -> tuple[list[int], list[bool]]:
+    """`length` + 1 tokens of records, and which of them are words that an earlier record and its first word tell."""
+    told: list[list[int]] = []
+    ids, known = [*words.begin], [False] * len(words.begin)
+    while len(ids) <= length:
+        again = bool(told) and draw.random() < AGAIN
+        if not again:
+            key, value = draw.choices(words.words, k=KEY), draw.choices(words.words, k=VALUE)
+            told.append([*key, *words.equals, *value, *words.end])
+        ids += draw.choice(told) if again else told[-1]
+        known += [False] + [again] * (KEY - 1) + [False] * len(words.equals)
+        known += [again] * VALUE + [False] * len(words.end)
+    return ids[: length + 1], known[: length + 1]
+
+
+def length_at(progress: float) -> int:
+    """Tokens of a row at so much of the training, 0 … 1."""
+    return 128 if progress < 0.3 else 256 if progress < 0.6 else 512 if progress < 0.9 else CONTEXT
+
+
+def optimizers_of(model: PreTrainedModel) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices inside the layers; AdamW for the rest, at a tenth of its rate for what makes decays."""
+    matrices, decays, others = [], [], []
+    for name, parameter in model.named_parameters():
+        if name.endswith(("in_proj_a.weight", "A_log", "dt_bias")):
+            decays.append(parameter)
+        elif parameter.ndim == 2 and "embed" not in name:
+            matrices.append(parameter)
+        else:
+            others.append(parameter)
+    groups = [{"params": others, "lr": 5e-3}, {"params": decays, "lr": 5e-4}]
+    return [
+        torch.optim.Muon(matrices, lr=0.02, momentum=0.95, weight_decay=0.05, adjust_lr_fn="original"),
+        torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=0.0),
+    ]
+
+
+def train(model: PreTrainedModel, text: Tensor, words: Vocabulary, steps: int, seed: int, say: Say) -> None:
+    draw = random.Random(seed)
+    optimizers = optimizers_of(model)
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    rates = [group["lr"] for group in groups]
+    begin, done = time.monotonic(), 0
+    model.train()
+    for step in range(steps):
+        length = length_at(step / steps)
+        half = max(BATCH // length // 2, 1)
+        starts = [draw.randrange(len(text) - length) for _ in range(half)]
+        records = [record_row(words, length, draw) for _ in range(half)]
+        rows = [*(text[start : start + length + 1] for start in starts), *(torch.tensor(ids) for ids, _ in records)]
+        known = torch.tensor([flags[1:] for _, flags in records])
+        batch = torch.stack(rows)
+        done += len(rows) * length
+        logits = model(input_ids=batch[:, :-1], use_cache=False).logits
+        losses = F.cross_entropy(logits.transpose(1, 2), batch[:, 1:], reduction="none")
+        text_loss, known_loss = losses[:half].mean(), losses[half:][known].mean()
+        (text_loss + known_loss).backward()
+        share = min((step + 1) / 40, (steps - step) / (steps * 0.6), 1.0)
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate * share
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        if step % 50 == 0 or step == steps - 1:
+            speed = done / (time.monotonic() - begin)
+            losses_said = f"text {float(text_loss.detach()):.3f}, known words {float(known_loss.detach()):.3f}"
+            say(f"step {step} of {steps}: {losses_said}, {speed:.0f} tokens/s")
+
+
+def log_probs(model: PreTrainedModel, ids: Tensor, cache: DynamicCache) -> Tensor:
+    logits: Tensor = model(input_ids=ids, past_key_values=cache, use_cache=True).logits
+    return logits.float().log_softmax(-1)
+
+
+def forget(cache: DynamicCache) -> None:
+    """Set the recurrent states to zero. The last inputs of the convolutions, and attention's keys, stay."""
+    for layer in cache.layers:
+        for state in getattr(layer, "recurrent_states", {}).values():
+            if state is not None:
+                state.zero_()
+
+
+@torch.no_grad()
+def bits_per_byte(model: PreTrainedModel, stream: Tensor, sizes: Tensor, context: int, most: int, reset: bool) -> float:
+    """Of the first `most` windows of `context` tokens, computed 64 tokens at a time.
+
+    sizes: the bytes of each token of `stream`. reset: whether the states are set to zero after each 64 tokens.
+    """
+    most = min(most, (len(stream) - 1) // context)
+    windows = stream[: most * context + 1].unfold(0, context + 1, context)
+    nats = 0.0
+    for part in windows.split(max(1, 8192 // context)):
+        cache = DynamicCache(config=model.config)
+        for start in range(0, context, 64):
+            found = log_probs(model, part[:, start : start + 64], cache)
+            nats += float(F.nll_loss(found.flatten(0, 1), part[:, start + 1 : start + 65].flatten(), reduction="sum"))
+            if reset:
+                forget(cache)
+    return nats / math.log(2) / int(sizes[1 : most * context + 1].sum())
+
+
+@torch.no_grad()
+def recall(model: PreTrainedModel, words: Vocabulary, context: int, count: int, states: bool) -> dict[int, float]:
+    """Depth in tokens -> share of questions of `freight evaluate --long` whose whole value is the most likely one.
+
+    states: whether the recurrent states are still there when the question comes.
+    """
+    found: dict[int, list[bool]] = {}
+    for made in make_contexts(words, context, count, 4, seed=977):
+        cache = DynamicCache(config=model.config)
+        log_probs(model, torch.tensor([made.token_ids]).expand(len(made.questions), -1), cache)
+        if not states:
+            forget(cache)
+        asked = torch.tensor([[*question.key, *question.value[:-1]] for question in made.questions])
+        best = log_probs(model, asked, cache)[:, -VALUE:].argmax(-1)
+        for question, tokens in zip(made.questions, best.tolist(), strict=True):
+            found.setdefault(question.depth, []).append(tokens == list(question.value))
+    return {depth: sum(hits) / len(hits) for depth, hits in found.items()}
+
+
+def measure(model: PreTrainedModel, held_out: Tensor, sizes: Tensor, words: Vocabulary, say: Say) -> None:
+    """Bits per byte of the held-out text, and records found, with the states and without."""
+    model.eval()
+    for context, most in ((256, 8), (CONTEXT, len(held_out))):
+        for reset in (False, True):
+            bits = bits_per_byte(model, held_out, sizes, context, most, reset)
+            which = f"first {most} windows" if most < len(held_out) else "windows"
+            how = "set to 0 every 64 tokens" if reset else "kept"
+            say(f"held out, {which} of {context} tokens, states {how}: {bits:.4f} bits per byte")
+    for context in (256, CONTEXT // 2, CONTEXT):
+        for states in (True, False):
+            shares = recall(model, words, context, 16, states).items()
+            how = "kept" if states else "set to 0 before the question"
+            said = ", ".join(f"{share:.0%} of {depth} back" for depth, share in shares)
+            say(f"records found in {context} tokens, states {how}: {said}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("kind", choices=HALF_LIVES)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--tokens", type=float, default=1.8e6, help="steps times BATCH (default 1.8e6)")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # it says that it uses its plain torch code: wanted here
+
+    tokenizer = write_tokenizer(args.out)
+    files = source_files()
+    names = [name for name in files if name not in HELD_OUT]
+    random.Random(args.seed).shuffle(names)
+    encoded = tokenizer.encode_batch([files[name] for name in names])
+    text = torch.tensor([token for one in encoded for token in [*one.ids, 1]])
+    held_out = tokenizer.encode((DEMO / "heldout.txt").read_text(encoding="utf-8"))
+    sizes = torch.tensor([len(token) for token in held_out.tokens])  # a byte is written as a character
+    words = vocabulary(FreightTokenizer.load(args.out), VOCAB, 0)
+    model = build(args.kind, args.seed)
+
+    log = open(args.out / "training.log", "w")  # noqa: SIM115 - closed at exit
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+        print(line, file=log, flush=True)
+
+    count = sum(parameter.numel() for parameter in model.parameters())
+    versions = f"python {platform.python_version()} torch {torch.__version__} transformers {transformers.__version__}"
+    say(f"{versions} seed {args.seed}, {args.kind}, {count} parameters")
+    say(f"{len(names)} files, {len(text)} tokens to train on; {len(sizes)} held out; {len(words.words)} words")
+    train(model, text, words, int(args.tokens) // BATCH, args.seed, say)
+    model.bfloat16().save_pretrained(args.out)
+    measure(model.float(), torch.tensor(held_out.ids), sizes, words, say)
+    log.close()
+
+
+if __name__ == "__main__":
+    main()
