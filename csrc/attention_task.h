@@ -212,9 +212,9 @@ class Worker {
   }
 
   // Prefetch a few more cache lines of the next tile: whole tokens, K first, in memory order; V that is part of K comes
-  // with it. Called all along the work on this tile, because a core has few outstanding misses at a time and stalls on
-  // more. The loops are no functions of their own: GCC takes one that only prefetches for one without effects, and
-  // leaves its calls out.
+  // with it. Into L2, because a tile of all heads does not fit in L1 beside what this one is packed into. Called all
+  // along the work on this tile, because a core has few outstanding misses at a time and stalls on more. The loops are
+  // no functions of their own: GCC takes one that only prefetches for one without effects, and leaves its calls out.
   void prefetch() {
     if (!next) return;
     const int calls = kPrefetches * task.heads, until = asked_for + (2 * kKeyTile + calls - 1) / calls;
@@ -228,7 +228,7 @@ class Worker {
       const int64_t size = bytes * task.heads / runs;
       const uint8_t* run = (is_v ? next->v[i] : next->k[i]) + task.head * pages.head;
       for (int j = 0; j < runs; j++, run += pages.head)
-        for (const uint8_t* line = run; line < run + size; line += 64) __builtin_prefetch(line);
+        for (const uint8_t* line = run; line < run + size; line += 64) __builtin_prefetch(line, 0, kToL2);
       if (a.scales != FREIGHT_TOKEN_SCALES || i < next->begin || i >= next->end) continue;
       const uint8_t* scale = (is_v ? next->v_scale[i] : next->k_scale[i]) + task.head * pages.scale_head;
       for (int j = 0; j < runs; j++, scale += pages.scale_head) __builtin_prefetch(scale);
@@ -398,6 +398,7 @@ class Worker {
   const Tiles& tiles;
   const Task& task;
   static constexpr int kPrefetches = 2 * kKeyTile / kPackTogether + 2;  // calls of prefetch per head of a tile
+  static constexpr int kToL2 = 2;                                       // as __builtin_prefetch counts locality
   const Tile* next = nullptr;                                           // the tile to come, if there is one
   int asked_for = 0;                                                    // of its 64 keys, then of its 64 values
   const bool v_in_k = v_is_in_k();
