@@ -20,11 +20,9 @@ struct AmxTiles : Bf16Tiles<F> {
   using Base::pairs, Base::q_parts, Base::v_dim, Base::value_dim;
   using Registers = TileRegisters;
   static constexpr int max_rows = 16;
-  static constexpr bool pipelined = true;
+  static constexpr bool pipelined = true, side_by_side = false;
 
   AmxTiles(int k_dim, int v_dim, bool scaled_q) : Base(k_dim, v_dim, scaled_q) { pairs = (k_dim + 31) / 32 * 16; }
-
-  size_t p_size() const { return 0; }  // a Block keeps them
 
   // Rows that go through together: their products with K, then scores, then probabilities, which replace the scores as
   // BF16 numbers in the first half of each row.
@@ -97,20 +95,6 @@ struct AmxTiles : Bf16Tiles<F> {
     return part[0];
   }
 
-  // 2 ** x for x <= 0, within 2 ** -18: a probability keeps 8 bits of it. Exactly 1 at 0 and exactly 0 below -126.5;
-  // NaN stays NaN.
-  static __m512 power(__m512 x) {
-    const __m512 magic = _mm512_set1_ps(12582912.0f + 127.0f);  // adding it rounds to an integer, the exponent's bits
-    x = _mm512_max_ps(_mm512_set1_ps(-127.0f), x);
-    const __m512 rounded = _mm512_add_ps(x, magic), f = _mm512_sub_ps(x, _mm512_sub_ps(rounded, magic));
-    __m512 p = _mm512_set1_ps(0.0095828240737319f);
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.055906422436237335f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.24024099111557007f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.6931241750717163f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
-    return _mm512_mul_ps(p, (__m512)_mm512_slli_epi32((__m512i)rounded, 23));
-  }
-
   // Scores -> probabilities against the largest score so far of each row, and `out`, the
   // sums so far, times their decay: long before tiles load them, which wait for stores.
   // running: .best and .total of the block's rows; scale: that of V by key, or null.
@@ -127,29 +111,14 @@ struct AmxTiles : Bf16Tiles<F> {
     store(base, from);
     for (int r = 0; r < n; r++) {
       running[r].best = best[r];
-      running[r].total = put_row(running[r].total * set1(block.decay[r]), base[r], scale, block.scores + r * kKeyTile);
+      VF s[4];
+      for (int i = 0; i < 4; i++) s[i] = load(block.scores + r * kKeyTile + i * W);
+      const VF total = running[r].total * set1(block.decay[r]);
+      running[r].total = Base::put_row(total, set1(base[r]), s, scale, block.scores + r * kKeyTile);
       if (block.decay[r] == 1.0f) continue;
       for (float *at = out + (size_t)r * value_dim, *end = at + value_dim; at < end; at += W)
         store(at, load(at) * set1(block.decay[r]));
     }
-  }
-
-  // One row; returns `total` and its probabilities, by lane.
-  static VF put_row(VF total, float base, const float* scale, float* row) {
-    const __m512i ones = _mm512_set1_epi32(0x3F803F80);
-    __m512 p[4];
-    for (int i = 0; i < 4; i++) p[i] = power(_mm512_sub_ps(_mm512_load_ps(row + i * W), _mm512_set1_ps(base)));
-    if (scale)
-      for (int i = 0; i < 4; i++) {
-        total = total + (VF)p[i];
-        p[i] = _mm512_mul_ps(p[i], _mm512_load_ps(scale + i * W));
-      }
-    for (int i = 0; i < 4; i += 2) {
-      const __m512bh two = _mm512_cvtne2ps_pbh(p[i + 1], p[i]);
-      if (!scale) total = (VF)_mm512_dpbf16_ps((__m512)total, two, (__m512bh)ones);  // those that are rounded
-      _mm512_store_si512(row + i / 2 * W, (__m512i)two);
-    }
-    return total;
   }
 
   // out[row] += p[row] @ v

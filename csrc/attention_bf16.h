@@ -25,9 +25,9 @@ inline void transpose_lanes(const __m512i (&in)[4], __m512i (&out)[4]) {
 
 // What does not depend on the stored format, and so is compiled once.
 struct Bf16Products {
-  static constexpr bool pipelined = false;
+  static constexpr bool pipelined = false, side_by_side = true;
   using Registers = NoRegisters;
-  static constexpr int max_rows = 6;           // rows whose sums stay in registers
+  static constexpr int max_rows = 6;  // rows whose sums stay in registers
 
   int k_dim, v_dim;
   int value_dim;  // v_dim padded to 64: how long an output row is in the working memory
@@ -45,7 +45,13 @@ struct Bf16Products {
   size_t q_size(int rows) const { return (size_t)rows * q_parts * pairs; }
   size_t k_size() const { return (size_t)pairs * kKeyTile; }
   size_t v_size() const { return (size_t)kKeyTile / 2 * value_dim; }
-  size_t p_size() const { return (size_t)max_rows * kKeyTile / 2; }
+  size_t p_size() const { return 0; }  // a Block keeps them
+
+  // Rows that go through together: their products with K, then their probabilities.
+  struct Block {
+    alignas(64) float scores[max_rows * kKeyTile];
+    alignas(64) float decay[W];
+  };
 
   // A row of q, k_dim floats -> [rows][q_parts][pairs][2]
   void pack_q(const float* q, int row, float* packed) const {
@@ -100,28 +106,104 @@ struct Bf16Products {
       for (int i = 0; i < 4; i++) _mm512_storeu_ps(out + r * kKeyTile + 16 * i, sum[r][i]);
   }
 
-  // Store W probabilities of a row, times their V scales if there are any; returns the summands of their sum.
-  VF put_p(float* packed, int row, int key, VF p, const float* scale) const {
-    const __m256bh one = _mm512_cvtneps_pbh((__m512)(scale ? p * load(scale + key) : p));
-    _mm256_storeu_si256((__m256i*)((uint16_t*)packed + row * kKeyTile + key), (__m256i)one);
-    return scale ? p : (VF)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)one), 16);
+  // 2 ** x for x <= 0, within 2 ** -18: a probability keeps 8 bits of it. Exactly 1 at 0 and exactly 0 below -126.5;
+  // NaN stays NaN.
+  static __m512 power(__m512 x) {
+    const __m512 magic = _mm512_set1_ps(12582912.0f + 127.0f);  // adding it rounds to an integer, the exponent's bits
+    x = _mm512_max_ps(_mm512_set1_ps(-127.0f), x);
+    const __m512 rounded = _mm512_add_ps(x, magic), f = _mm512_sub_ps(x, _mm512_sub_ps(rounded, magic));
+    __m512 p = _mm512_set1_ps(0.0095828240737319f);
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.055906422436237335f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.24024099111557007f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.6931241750717163f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
+    return _mm512_mul_ps(p, (__m512)_mm512_slli_epi32((__m512i)rounded, 23));
+  }
+
+  // Lane r: the largest lane of rows[r]; as many rows as ROWS rounded up to 4 or 8.
+  template <int ROWS>
+  static VF largest_of(VF* rows) {
+    constexpr int count = ROWS > 4 ? 8 : 4;
+    for (int r = ROWS; r < count; r++) rows[r] = rows[0];
+    FREIGHT_UNROLL
+    for (int half = count / 2; half >= 1; half /= 2)
+      FREIGHT_UNROLL
+      for (int i = 0; i < half; i++) {
+        VF first, last;
+        interleave(rows[i], rows[i + half], first, last);
+        rows[i] = larger(first, last);
+      }
+    __m512 v = (__m512)rows[0];
+    if (count == 4) v = _mm512_max_ps(v, _mm512_shuffle_f32x4(v, v, 0xB1));
+    return larger((VF)v, (VF)_mm512_shuffle_f32x4(v, v, 0x4E));
+  }
+  static VF larger(VF a, VF b) { return (VF)_mm512_max_ps((__m512)a, (__m512)b); }
+
+  // Products -> probabilities against the largest score so far of each row, as BF16 numbers in the first half of each
+  // row, and the decay of older sums. factors: from a product to a score, by key; scale: that of V by key, or null.
+  template <int ROWS, class Running>
+  void softmax(Running* running, const float* factors, const float* scale, Block& block) const {
+    constexpr int parts = kKeyTile / W;
+    VF s[ROWS][parts], largest[8];
+    alignas(64) float best[W] = {};
+    FREIGHT_UNROLL
+    for (int r = 0; r < ROWS; r++) {
+      FREIGHT_UNROLL
+      for (int i = 0; i < parts; i++) s[r][i] = load(block.scores + r * kKeyTile + i * W) * load(factors + i * W);
+      largest[r] = larger(larger(s[r][0], s[r][1]), larger(s[r][2], s[r][3]));
+      best[r] = running[r].best;
+    }
+    const VF before = load(best), of_tile = largest_of<ROWS>(largest), after = of_tile > before ? of_tile : before;
+    const VF base = after == set1(-__builtin_inff()) ? set1(0.0f) : after;
+    const VF decay = after == before ? set1(1.0f) : exp2(before - base);
+    store(block.decay, decay);
+    store(best, after);
+    FREIGHT_UNROLL
+    for (int r = 0; r < ROWS; r++) {
+      running[r].best = best[r];
+      const VF total = running[r].total * lane(decay, r);
+      running[r].total = put_row(total, lane(base, r), s[r], scale, block.scores + r * kKeyTile);
+    }
+  }
+  static VF lane(VF v, int i) { return (VF)_mm512_permutexvar_ps(_mm512_set1_epi32(i), (__m512)v); }
+
+  // One row of scores -> probabilities; returns `total` and them, by lane.
+  static VF put_row(VF total, VF base, const VF* s, const float* scale, float* row) {
+    const __m512i ones = _mm512_set1_epi32(0x3F803F80);
+    __m512 p[4];
+    FREIGHT_UNROLL
+    for (int i = 0; i < 4; i++) p[i] = power((__m512)(s[i] - base));
+    if (scale)
+      FREIGHT_UNROLL
+      for (int i = 0; i < 4; i++) {
+        total = total + (VF)p[i];
+        p[i] = _mm512_mul_ps(p[i], _mm512_load_ps(scale + i * W));
+      }
+    FREIGHT_UNROLL
+    for (int i = 0; i < 4; i += 2) {
+      const __m512bh two = _mm512_cvtne2ps_pbh(p[i + 1], p[i]);
+      if (!scale) total = (VF)_mm512_dpbf16_ps((__m512)total, two, (__m512bh)ones);  // those that are rounded
+      _mm512_store_si512(row + i / 2 * W, (__m512i)two);
+    }
+    return total;
+  }
+
+  static __m512 decayed(const float* sum, float decay) {
+    return _mm512_mul_ps(_mm512_loadu_ps(sum), _mm512_set1_ps(decay));
   }
 
   // out[row] = out[row] * decay[row] + p[row] @ v
   template <int ROWS>
-  void accumulate(const float* p, const float* v, const float* decay, float* out) const {
+  void accumulate(const Block& block, const float* v, float* out) const {
     for (int d = 0; d < value_dim; d += 64) {
       __m512 sum[ROWS][4];
       for (int r = 0; r < ROWS; r++)
-        for (int i = 0; i < 4; i++) {
-          const __m512 before = _mm512_loadu_ps(out + (size_t)r * value_dim + d + 16 * i);
-          sum[r][i] = _mm512_mul_ps(before, _mm512_set1_ps(decay[r]));
-        }
+        for (int i = 0; i < 4; i++) sum[r][i] = decayed(out + (size_t)r * value_dim + d + 16 * i, block.decay[r]);
       for (int pair = 0; pair < kKeyTile / 2; pair++) {
         __m512i values[4];
         for (int i = 0; i < 4; i++) values[i] = _mm512_loadu_si512(v + (size_t)pair * value_dim + d + 16 * i);
         for (int r = 0; r < ROWS; r++)
-          for (int i = 0; i < 4; i++) sum[r][i] = dot(sum[r][i], values[i], p + r * kKeyTile / 2 + pair);
+          for (int i = 0; i < 4; i++) sum[r][i] = dot(sum[r][i], values[i], block.scores + r * kKeyTile + pair);
       }
       for (int r = 0; r < ROWS; r++)
         for (int i = 0; i < 4; i++) _mm512_storeu_ps(out + (size_t)r * value_dim + d + 16 * i, sum[r][i]);

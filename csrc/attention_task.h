@@ -8,9 +8,11 @@
 // `Tiles` (attention_amx.h, attention_bf16.h, attention_f32.h) does the arithmetic of a tile: it packs K and V, calling
 // `between` after every 16 keys, and multiplies q with K and the probabilities with V. Rows of a task are numbered by
 // position, then by query head of the group: row = i * group + g. Up to max_rows rows are multiplied at once: each
-// number of them by its own code, or, if `pipelined`, all by the same, which keeps them in a Tiles::Block.
+// number of them by its own code, or, if `pipelined`, all by the same. Where rows are `side_by_side` or `pipelined`, a
+// Tiles::Block keeps what is computed of them; elsewhere a row's softmax is computed after another's.
 #pragma once
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 #include "attention_partial.h"
@@ -240,6 +242,15 @@ class Worker {
     const int64_t k_offset = a.k.head * (task.head + h), v_offset = a.v.head * (task.head + h);
     const auto between = [this] { prefetch(); };
     tiles.pack_k(tile.k, k_offset, k, between);
+    if constexpr (Tiles::side_by_side)
+      if (rows <= Tiles::max_rows && sees_all(tile, 0) && sees_all(tile, task.positions - 1)) {
+        typename Tiles::Block block;
+        scores(h, 0, rows, block);
+        softmax(tile, h, 0, rows, block);
+        tiles.pack_v(tile.v, v_offset, v, between);  // while the softmax, a long chain, is still computed
+        accumulate(h, 0, rows, block);
+        return;
+      }
     tiles.pack_v(tile.v, v_offset, v, between);
     if ((sees_all(tile, 0) && sees_all(tile, task.positions - 1)) || tiles.finite(v)) {
       walk_rows(tile, h, 0, rows);
@@ -291,10 +302,12 @@ class Worker {
     const int blocks = (count + Tiles::max_rows - 1) / Tiles::max_rows, step = (count + blocks - 1) / blocks;
     if constexpr (Tiles::pipelined) {
       pipeline(tile, h, first, count, step);
+    } else if constexpr (Tiles::side_by_side) {
+      side_by_side(tile, h, first, count, step);
     } else {
       for (int row = first; row < first + count; row += step) {
         const int n = std::min(step, first + count - row);
-        if (sees_any(tile, row, n)) block<Tiles::max_rows>(tile, h, row, n);
+        if (sees_any(tile, row, n)) with_rows(n, [&](auto n_rows) { one_by_one<n_rows>(tile, h, row); });
       }
     }
   }
@@ -307,12 +320,46 @@ class Worker {
     return begin < kKeyTile && end > 0;
   }
 
-  template <int ROWS>
-  void block(const Tile& tile, int h, int row, int n) {
-    if (n < ROWS) {
-      if constexpr (ROWS > 1) block<ROWS - 1>(tile, h, row, n);
-      return;
+  // of(std::integral_constant<int, n>()), with code of its own for each number of rows.
+  template <int ROWS = Tiles::max_rows, class Of>
+  static void with_rows(int n, const Of& of) {
+    if (n == ROWS) return of(std::integral_constant<int, ROWS>());
+    if constexpr (ROWS > 1) with_rows<ROWS - 1>(n, of);
+  }
+
+  template <class Block>
+  void scores(int h, int row, int n, Block& block) const {
+    with_rows(n, [&](auto count) { tiles.template scores<count>(q + h * q_size, row, k, block.scores); });
+  }
+
+  template <class Block>
+  void softmax(const Tile& tile, int h, int row, int n, Block& block) {
+    with_rows(n, [&](auto count) { softmax_block<count>(tile, h, row, block); });
+  }
+
+  template <class Block>
+  void accumulate(int h, int row, int n, const Block& block) const {
+    with_rows(n, [&](auto count) { tiles.template accumulate<count>(block, v, out_of(h, row)); });
+  }
+
+  // One block after another, two at a time. A softmax is a long chain, beside which the core multiplies the scores of
+  // the next block if they come right behind it; the products with V follow.
+  void side_by_side(const Tile& tile, int h, int first, int count, int step) {
+    typename Tiles::Block blocks[2];
+    int turn = 0, before = -1, of_before = 0;
+    for (int row = first; row < first + count; row += step) {
+      const int n = std::min(step, first + count - row);
+      if (!sees_any(tile, row, n)) continue;
+      scores(h, row, n, blocks[turn]);
+      if (before >= 0) accumulate(h, before, of_before, blocks[turn ^ 1]);
+      softmax(tile, h, row, n, blocks[turn]);
+      before = row, of_before = n, turn ^= 1;
     }
+    if (before >= 0) accumulate(h, before, of_before, blocks[turn ^ 1]);
+  }
+
+  template <int ROWS>
+  void one_by_one(const Tile& tile, int h, int row) {
     alignas(64) float scores[ROWS * kKeyTile];
     float decay[ROWS];
     tiles.template scores<ROWS>(q + h * q_size, row, k, scores);
@@ -344,8 +391,7 @@ class Worker {
           tiles.put_scores(s, r, block);
         }
         prefetch();
-        const float* scale = a.scales == FREIGHT_TOKEN_SCALES ? v_scale : nullptr;
-        tiles.softmax(running.data() + h * rows + block.row, scale, block, out_of(h, block.row));
+        tiles.softmax(running.data() + h * rows + block.row, v_scales(), block, out_of(h, block.row));
         prefetch();
       }
       if (i > 1) {
@@ -353,6 +399,43 @@ class Worker {
         if (block.rows) tiles.accumulate(registers, v, block, out_of(h, block.row));
       }
     }
+  }
+
+  // Products -> probabilities of ROWS rows side by side.
+  template <int ROWS, class Block>
+  void softmax_block(const Tile& tile, int h, int row, Block& block) {
+    alignas(64) static constexpr FloatsOfTile kOnes = all_ones();
+    const float* factors = k_scale;
+    prefetch();
+    if (a.center_size || a.soft_cap > 0.0f || !whole(tile, row, ROWS)) {
+      factors = kOnes.values;
+      for (int r = 0; r < ROWS; r++) {
+        VF s[kKeyTile / W];
+        read_scores(tile, h * rows + row + r, row + r, block.scores + r * kKeyTile, s);
+        for (int i = 0; i < kKeyTile / W; i++) store(block.scores + r * kKeyTile + i * W, s[i]);
+      }
+    }
+    tiles.template softmax<ROWS>(running.data() + h * rows + row, factors, v_scales(), block);
+    prefetch();
+  }
+
+  struct FloatsOfTile {
+    float values[kKeyTile];
+  };
+  static constexpr FloatsOfTile all_ones() {
+    FloatsOfTile ones{};
+    for (float& one : ones.values) one = 1.0f;
+    return ones;
+  }
+
+  const float* v_scales() const { return a.scales == FREIGHT_TOKEN_SCALES ? v_scale : nullptr; }
+
+  // Whether n rows see all keys of the tile.
+  bool whole(const Tile& tile, int row, int n) const {
+    int begin, end, unused;
+    seen(tile, row / group, unused, end);
+    seen(tile, (row + n - 1) / group, begin, unused);
+    return begin <= 0 && end >= kKeyTile;
   }
 
   // Products of q and k -> scores in base 2, those of keys that the row does not see -infinity.
@@ -378,7 +461,7 @@ class Worker {
     const float of_tile = reduce_max(largest), best = of_tile > so_far.best ? of_tile : so_far.best;
     const float base = best == -kInfinity ? 0.0f : best;
     const float decay = best == so_far.best ? 1.0f : exp2_of(so_far.best - base);  // 1 is what it would be
-    const float* scale = a.scales == FREIGHT_TOKEN_SCALES ? v_scale : nullptr;
+    const float* scale = v_scales();
     VF total = so_far.total * set1(decay);
     for (int i = 0; i < parts; i++) total = total + tiles.put_p(p, place, i * W, exp2(s[i] - set1(base)), scale);
     so_far.best = best;
