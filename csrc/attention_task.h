@@ -230,7 +230,7 @@ class Worker {
       const int64_t size = bytes * task.heads / runs;
       const uint8_t* run = (is_v ? next->v[i] : next->k[i]) + task.head * pages.head;
       for (int j = 0; j < runs; j++, run += pages.head)
-        for (const uint8_t* line = run; line < run + size; line += 64) __builtin_prefetch(line, 0, kToL2);
+        for (const uint8_t* line = run; line < run + size; line += 64) __builtin_prefetch(line, 0, kLocality);
       if (a.scales != FREIGHT_TOKEN_SCALES || i < next->begin || i >= next->end) continue;
       const uint8_t* scale = (is_v ? next->v_scale[i] : next->k_scale[i]) + task.head * pages.scale_head;
       for (int j = 0; j < runs; j++, scale += pages.scale_head) __builtin_prefetch(scale);
@@ -481,7 +481,11 @@ class Worker {
   const Tiles& tiles;
   const Task& task;
   static constexpr int kPrefetches = 2 * kKeyTile / kPackTogether + 2;  // calls of prefetch per head of a tile
-  static constexpr int kToL2 = 2;                                       // as __builtin_prefetch counts locality
+#if FREIGHT_AMX  // into L1 there: measured on no processor with matrix tiles
+  static constexpr int kLocality = 3;  // as __builtin_prefetch counts it
+#else
+  static constexpr int kLocality = 2;
+#endif
   const Tile* next = nullptr;                                           // the tile to come, if there is one
   int asked_for = 0;                                                    // of its 64 keys, then of its 64 values
   const bool v_in_k = v_is_in_k();
