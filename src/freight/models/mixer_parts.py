@@ -41,7 +41,7 @@ class MixerParts:
 
     module        of the whole mixer: KV scales stand beside its parts, and messages name it
     projections   by the field that they are of the built mixer (`layers/attention.py`); these are quantized
-    kept          a Linear module that stays in 16 bits -> outputs, inputs
+    kept          Linear modules of one input that stay in 16 bits, merged -> outputs, inputs
     norms         the weight of an RMSNorm -> its channels
     plain         a tensor that is held in the compute dtype, whatever the matrices are -> its shape
     exact         a tensor that is held in float32 -> its shape

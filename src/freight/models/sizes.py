@@ -164,7 +164,9 @@ class _Count:
             self.projections(prefix, one.modules, one.sizes, one.columns, one.bias)
             for one in parts.projections.values()
         )
-        size += sum(self.matrix(*shape) for shape in parts.kept.values())
+        if parts.kept:  # merged, which pads once
+            (columns,) = {columns for _, columns in parts.kept.values()}
+            size += self.matrix(sum(rows for rows, _ in parts.kept.values()), columns)
         size += sum(map(self.norm_weight, parts.norms.values()))
         size += self.compute.bytes * (sum(map(prod, parts.plain.values())) + parts.factors)
         return size + 4 * (sum(map(prod, parts.exact.values())) + parts.made)
