@@ -1,4 +1,4 @@
-"""ReferenceKernels: the functions of `reference.py` as a KernelSet."""
+"""ReferenceKernels: the functions of `reference.py`, `reference_rows.py` and `reference_states.py` as a KernelSet."""
 
 from __future__ import annotations
 
@@ -21,63 +21,8 @@ from freight.operands.states import States
 from freight.operands.weight import Weight, Weights
 
 
-class ReferenceStates:
-    """The operations that keep a state."""
-
-    def convolve(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        silu: bool,
-        states: States,
-        sequences: Sequences,
-    ) -> Tensor:
-        return reference_states.convolve(x, weight, bias, silu, states, sequences)
-
-    def decays(
-        self,
-        a: Tensor,
-        b: Tensor | None,
-        a_log: Tensor,
-        dt_bias: Tensor,
-        limits: tuple[float, float] = (0.0, math.inf),
-    ) -> tuple[Tensor, Tensor]:
-        return reference_states.decays(a, b, a_log, dt_bias, limits)
-
-    def recurrence(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        beta: Tensor,
-        log_decay: Tensor,
-        states: States,
-        sequences: Sequences,
-        *,
-        delta: bool,
-        norm: bool,
-        skip: Tensor | None = None,
-    ) -> Tensor:
-        return reference_states.recurrence(
-            q, k, v, beta, log_decay, states, sequences, delta=delta, norm=norm, skip=skip
-        )
-
-    def gated_norm(
-        self,
-        x: Tensor,
-        gate: Tensor,
-        weight: Tensor,
-        eps: float,
-        group: int,
-        norm_first: bool,
-        consumer: PackedWeight | None = None,
-    ) -> Rows:
-        return reference_states.gated_norm(x, gate, weight, eps, group, norm_first)
-
-
 @dataclass(frozen=True)
-class ReferenceKernels(ReferenceStates):
+class ReferenceKernels:
     """Plain torch on any device. `products`: which products of attention multiply FP8 by FP8."""
 
     products: Fp8Products = Fp8Products.NONE
@@ -181,6 +126,57 @@ class ReferenceKernels(ReferenceStates):
         consumer: PackedWeight | None = None,
     ) -> Tensor:
         return reference.attention(q, pages, sequences, softmax_scale, window, soft_cap, self.products, sinks)
+
+    def convolve(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        silu: bool,
+        states: States,
+        sequences: Sequences,
+    ) -> Tensor:
+        return reference_states.convolve(x, weight, bias, silu, states, sequences)
+
+    def decays(
+        self,
+        a: Tensor,
+        b: Tensor | None,
+        a_log: Tensor,
+        dt_bias: Tensor,
+        limits: tuple[float, float] = (0.0, math.inf),
+    ) -> tuple[Tensor, Tensor]:
+        return reference_states.decays(a, b, a_log, dt_bias, limits)
+
+    def recurrence(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        beta: Tensor,
+        log_decay: Tensor,
+        states: States,
+        sequences: Sequences,
+        *,
+        delta: bool,
+        norm: bool,
+        skip: Tensor | None = None,
+    ) -> Tensor:
+        return reference_states.recurrence(
+            q, k, v, beta, log_decay, states, sequences, delta=delta, norm=norm, skip=skip
+        )
+
+    def gated_norm(
+        self,
+        x: Tensor,
+        gate: Tensor,
+        weight: Tensor,
+        eps: float,
+        group: int,
+        norm_first: bool,
+        consumer: PackedWeight | None = None,
+    ) -> Rows:
+        return reference_states.gated_norm(x, gate, weight, eps, group, norm_first)
 
 
 REFERENCE = ReferenceKernels()
