@@ -107,7 +107,7 @@ def captured_steps(
     if not isinstance(decoder, Decoder):
         logger.info("steps are not captured: the modules of transformers run as they are")
     elif kernels.name == "triton" and not pool.spec.repeatable:
-        logger.info("steps are not captured: layers with a state find its blocks on the host")
+        logger.info("steps are not captured: a capture computes a step, and states would have its tokens twice")
     elif kernels.name == "triton":
         capture = CudaGraphs(decoder, pool, config.max_num_seqs)
     elif isinstance(kernels, CpuKernels):
