@@ -21,12 +21,12 @@ import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from line_process import LineProcess
 
 PROMPT = 64  # tokens
 LOOK = 0.1  # seconds for which others are watched before a turn
@@ -92,7 +92,7 @@ def work(told: Work) -> None:
             print(json.dumps([steps, seconds, time.process_time() - cpu]), flush=True)
 
 
-class Engine:
+class Engine(LineProcess):
     """One engine's process."""
 
     def __init__(self, setting: str, told: Work) -> None:
@@ -100,23 +100,7 @@ class Engine:
         known = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_NUM_THREADS")
         env = {name: value for name, value in os.environ.items() if name not in known} | variables
         command = [sys.executable, __file__, "--worker", json.dumps(vars(told))]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
-        if self.answer() != "ready":
-            raise SystemExit(f"an engine with {setting or 'no setting'} did not start: see the lines above")
-
-    def tell(self, line: Any) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(line) + "\n")
-        self._process.stdin.flush()
-
-    def answer(self) -> str:
-        assert self._process.stdout is not None
-        return self._process.stdout.readline().strip()
-
-    def end(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+        super().__init__(f"an engine with {setting or 'no setting'}", command, env)
 
 
 def busy() -> float:

@@ -24,6 +24,8 @@ import subprocess
 import sys
 from typing import Any
 
+from line_process import LineProcess
+
 Workload = tuple[int, int, int]
 Run = dict[str, float]  # "prefill" and "decode step": seconds
 
@@ -91,31 +93,18 @@ def comparison(old: list[float], new: list[float]) -> str:
     return f"{medians} | {statistics.median(ratios):.2f} | {low:.2f} to {high:.2f}"
 
 
-class Checkout:
+class Checkout(LineProcess):
     """One checkout's process."""
 
     def __init__(self, where: str, args: argparse.Namespace, largest: Workload) -> None:
         python, env = interpreter(where)
         command = [python, __file__, "--worker", json.dumps([args.shape, json.loads(args.options), largest])]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
-        if self._answer() != "ready":
-            raise SystemExit(f"{where} did not start: see the lines above")
+        super().__init__(where, command, env)
 
     def run(self, workload: Workload) -> Run:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(workload) + "\n")
-        self._process.stdin.flush()
-        run: Run = json.loads(self._answer())
+        self.tell(workload)
+        run: Run = json.loads(self.answer())
         return run
-
-    def _answer(self) -> str:
-        assert self._process.stdout is not None
-        return self._process.stdout.readline().strip()
-
-    def end(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
 
 
 def pairs(args: argparse.Namespace, workloads: list[Workload]) -> dict[Workload, list[dict[str, Run]]]:

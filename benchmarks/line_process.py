@@ -1,0 +1,33 @@
+"""A process of a benchmark's own that is told lines and answers with lines: `shared_cores.py`, `two_checkouts.py`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+class LineProcess:
+    """`command` in the environment `env`, once it has answered "ready". Raises SystemExit, which calls it `name`, if it
+    does not."""
+
+    def __init__(self, name: str, command: Sequence[str], env: Mapping[str, str]) -> None:
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=env)
+        if self.answer() != "ready":
+            raise SystemExit(f"{name} did not start: see the lines above")
+
+    def tell(self, line: Any) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(line) + "\n")
+        self._process.stdin.flush()
+
+    def answer(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+    def end(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
