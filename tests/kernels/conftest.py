@@ -4,12 +4,22 @@ their names. The other cases, and the builds behind these two, are `slow`: `make
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
 
 import pytest
+import torch
 
 from freight.kernels.cpu import library
 
 SHARE = 4
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    """Tests may set the number of threads: it is what it was behind each."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -8,7 +8,6 @@ dtype, which rounds twice. The residual sum has the reference's bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -25,13 +24,6 @@ SILU, GELU, CLAMPED = GatedActivation.SILU, GatedActivation.GELU_TANH, GatedActi
 BUILDS = library.runnable()
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 SIZES = [1, 16, 31, 64, 300, 2048, 5000]
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def agrees(out: Tensor, expected: Tensor, units: int) -> bool:

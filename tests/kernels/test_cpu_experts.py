@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,13 +28,6 @@ KINDS = ("rows", "blocks", *FLOATS)
 PATHS = [(kind, a) for kind in KINDS for a in Activations if kind not in FLOATS or a is Activations.PLAIN]
 SILU = GatedActivation.SILU
 EVERY = (SILU, GatedActivation.GELU_TANH, GatedActivation.CLAMPED_SWIGLU, clamped_silu(0.5), *Activation)
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def make(kind: str, activations: Activations, outputs: int, inputs: int, expert: int) -> Weight:

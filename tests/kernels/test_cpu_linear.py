@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -36,13 +35,6 @@ SHAPES = [(1, 1), (48, 64), (7, 99), (130, 127), (33, 129), (260, 300)]  # out_f
 ODD_SHAPES = [(15, 31), (17, 33), (1, 127), (130, 129), (33, 160)]
 ROWS = 40
 MANY_ROWS = 530  # more than is staged at once
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def make(kind: str, activations: Activations, outputs: int, inputs: int) -> Weight:

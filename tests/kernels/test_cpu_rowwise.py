@@ -6,8 +6,6 @@ Against float64, results are within one unit in the last place of the dtype, as 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -27,13 +25,6 @@ FUNCTIONS = {
     GateFunction.SOFTPLUS: lambda x: torch.logaddexp(x, torch.zeros_like(x)),
     GateFunction.IDENTITY: lambda x: x,
 }
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=BUILDS)

@@ -7,7 +7,6 @@ by what a step costs, and a call that continues from the reference's own blocks 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -36,13 +35,6 @@ LAYERS = {
     "odd mamba2": Layer(key_heads=3, heads=3, k_dim=5, v_dim=130, delta=False),
     "wide": Layer(key_heads=1, heads=2, k_dim=128, v_dim=128),
 }
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=BUILDS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -63,30 +63,49 @@ def test_the_others_answer_as_without_them(new_llm: Callable[..., LLM], bad: lis
     assert len(llm.generate(prompts[0], params[0])[0].outputs[0].token_ids) > 0  # the engine lives on
 
 
+@dataclass(frozen=True)
+class Mixture:
+    """Requests of every kind, three of which have `BAD` in their prompt, and what all give where nothing fails."""
+
+    llm: LLM
+    prompts: list[list[int]]
+    params: list[SamplingParams]
+    bad: list[int]
+    expected: list[Any]
+
+    @classmethod
+    def of(cls, new_llm: Callable[..., LLM], rng: random.Random, **more: Any) -> Mixture:
+        """`more`: of the engine in which requests fail."""
+        limits = {
+            "num_blocks": rng.choice([24, 100]),
+            "budget": rng.choice([8, 16]),
+            "max_num_seqs": 8,
+            "max_model_len": 40,
+        }
+        prompts = [prompt_of(rng) for _ in range(16)]
+        params = [replace(params_of(rng), logit_bias={BAD: -100.0}) for _ in prompts]  # nobody draws it
+        expected = essence(new_llm(**limits).generate(prompts, params))
+        bad = rng.sample(range(16), 3)
+        damaged = [[*prompt[:-1], BAD] if i in bad else prompt for i, prompt in enumerate(prompts)]
+        return cls(new_llm(**limits, **more), damaged, params, bad, expected)
+
+    def check(self) -> None:
+        """Those of `bad` fail, and change no other."""
+        outputs = self.llm.generate(self.prompts, self.params, on_error="return")
+        for index, output in enumerate(outputs):
+            if index in self.bad:
+                assert {one.error for one in output.outputs} == {f"its step failed: RuntimeError: row of {BAD}"}
+            else:
+                assert essence([output]) == [self.expected[index]]
+        check_clean(self.llm)
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_any_mixture(new_llm: Callable[..., LLM], seed: int):
     """Chunks of prompts, few blocks, hits, several completions, scored prompts: a failing kernel changes no other."""
-    rng = random.Random(seed)
-    limits = {
-        "num_blocks": rng.choice([24, 100]),
-        "budget": rng.choice([8, 16]),
-        "max_num_seqs": 8,
-        "max_model_len": 40,
-    }
-    prompts = [prompt_of(rng) for _ in range(16)]
-    params = [replace(params_of(rng), logit_bias={BAD: -100.0}) for _ in prompts]  # nobody draws it
-    expected = essence(new_llm(**limits).generate(prompts, params))
-    bad = rng.sample(range(16), 3)
-    llm = new_llm(**limits)
-    runner_of(llm).fails = raises_for(BAD)
-    damaged = [[*prompt[:-1], BAD] if i in bad else prompt for i, prompt in enumerate(prompts)]
-    outputs = llm.generate(damaged, params, on_error="return")
-    for index, output in enumerate(outputs):
-        if index in bad:
-            assert {one.error for one in output.outputs} == {f"its step failed: RuntimeError: row of {BAD}"}
-        else:
-            assert essence([output]) == [expected[index]]
-    check_clean(llm)
+    case = Mixture.of(new_llm, random.Random(seed))
+    runner_of(case.llm).fails = raises_for(BAD)
+    case.check()
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -95,18 +114,8 @@ def test_any_mixture_where_a_pass_cannot_be_repeated(new_llm: Callable[..., LLM]
     """A pass that raises spoils the blocks that are not full, as one over layers with a state may. With `rarely` others
     raise now and then for no fault of a row."""
     rng = random.Random(seed)
-    limits = {
-        "num_blocks": rng.choice([24, 100]),
-        "budget": rng.choice([8, 16]),
-        "max_num_seqs": 8,
-        "max_model_len": 40,
-    }
-    prompts = [prompt_of(rng) for _ in range(16)]
-    params = [replace(params_of(rng), logit_bias={BAD: -100.0}) for _ in prompts]  # nobody draws it
-    expected = essence(new_llm(**limits).generate(prompts, params))
-    bad = rng.sample(range(16), 3)
-    llm = new_llm(**limits, repeatable=False)
-    runner = runner_of(llm)
+    case = Mixture.of(new_llm, rng, repeatable=False)
+    runner = runner_of(case.llm)
     raises, alone = raises_for(BAD), 0
 
     def fails(slices: Sequence[SequenceSlice]) -> None:
@@ -123,15 +132,8 @@ def test_any_mixture_where_a_pass_cannot_be_repeated(new_llm: Callable[..., LLM]
             raise
 
     runner.fails = fails
-    damaged = [[*prompt[:-1], BAD] if i in bad else prompt for i, prompt in enumerate(prompts)]
-    outputs = llm.generate(damaged, params, on_error="return")
-    for index, output in enumerate(outputs):
-        if index in bad:
-            assert {one.error for one in output.outputs} == {f"its step failed: RuntimeError: row of {BAD}"}
-        else:
-            assert essence([output]) == [expected[index]]
+    case.check()
     assert alone > 3
-    check_clean(llm)
 
 
 def test_one_that_fails_later_gives_its_tokens_until_then(new_llm: Callable[..., LLM]):
