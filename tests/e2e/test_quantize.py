@@ -239,8 +239,8 @@ def test_the_demo_needs_no_data_and_loses_little(out: Path):
         "LICENSE.txt",
     }  # fmt: skip
     text = (source / "heldout.txt").read_text(encoding="utf-8")
-    (plain,) = compare_caches(EngineArgs("demo"), [], text, 512, max_tokens=4096)
-    _, quantized = compare_caches(EngineArgs(str(out)), [("auto", "auto")], text, 512, max_tokens=4096)
+    (plain,) = compare_caches(EngineArgs("demo"), [], text, 512, max_tokens=8192)
+    _, quantized = compare_caches(EngineArgs(str(out)), [("auto", "auto")], text, 512, max_tokens=8192)
     assert (quantized.dtype, quantized.granularity, quantized.scale_source) == ("fp8_e4m3fn", "tensor", "checkpoint")
     assert quantized.perplexity == pytest.approx(plain.perplexity, rel=0.01)
 
