@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.covering import covered
 from tests.kernels.triton.test_triton_attention import CACHES, DECODES, MIXED, Case, small
 from tests.kernels.triton.test_triton_store import assert_same, make_pages, make_rotary, rotate_store
 from tests.layouts import LAYOUTS, apart, laid_out, latent
@@ -14,7 +15,7 @@ from freight.fp8.formats import Format
 from freight.operands.kv_pages import KVPages, read_slots
 
 __all__ = ["small"]  # a fixture, used by all tests here
-STEPS = [pytest.param(DECODES, id="decode"), pytest.param(MIXED, id="mixed")]
+STEPS = {"decode": DECODES, "mixed": MIXED}
 STORED = [(Format.E4M3FN, "static"), (Format.E4M3FN, "token"), (Format.E5M2, "unit"), (Format.BFLOAT16, "unit")]
 
 
@@ -25,28 +26,33 @@ def attended(case: Case, pages: KVPages) -> torch.Tensor:
     return out
 
 
-@pytest.mark.parametrize("sequences", STEPS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("format", "scales"), [kind for kind in CACHES if kind[0] is not Format.E4M3FNUZ])
-def test_attention_reads_any_layout(format, scales, layout, sequences, device):
-    case = Case(sequences, format, scales, torch.bfloat16, 2, 2, 40, device, v_dim=24)
+@pytest.mark.parametrize(
+    ("stored", "layout", "step"), covered([kind for kind in CACHES if kind[0] is not Format.E4M3FNUZ], LAYOUTS, STEPS)
+)
+def test_attention_reads_any_layout(stored, layout, step, device):
+    case = Case(STEPS[step], *stored, torch.bfloat16, 2, 2, 40, device, v_dim=24)
     pages = case.pages
     moved = laid_out(pages, layout)
     assert moved.strides != pages.strides
     assert torch.equal(attended(case, moved), attended(case, pages))
 
 
-@pytest.mark.parametrize("sequences", STEPS)
-@pytest.mark.parametrize("first", [0, 7, 16])
-@pytest.mark.parametrize(("format", "scales"), STORED)
-def test_values_inside_keys_are_those_of_their_own(format, scales, first, sequences, device):
-    case = Case(sequences, format, scales, torch.bfloat16, 1, 3, 48, device, v_dim=32)
+@pytest.mark.parametrize(("stored", "first", "step"), covered(STORED, [0, 7, 16], STEPS))
+def test_values_inside_keys_are_those_of_their_own(stored, first, step, device):
+    case = Case(STEPS[step], *stored, torch.bfloat16, 1, 3, 48, device, v_dim=32)
     inside = latent(case.pages, first)
     assert torch.equal(attended(case, inside), attended(case, apart(inside)))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("format", "scales"), STORED)
+# the kernel knows strides and formats apart
+@pytest.mark.parametrize(
+    ("format", "scales", "layout"),
+    [
+        pytest.param(*kind, layout, marks=() if i % len(LAYOUTS) == j else pytest.mark.slow)
+        for i, kind in enumerate(STORED)
+        for j, layout in enumerate(LAYOUTS)
+    ],
+)
 def test_rotate_store_writes_any_layout(format, scales, layout, device):
     heads, kv_heads, dim, v_dim, rows = 3, 2, 32, 24, 20
     torch.manual_seed(0)
@@ -61,8 +67,14 @@ def test_rotate_store_writes_any_layout(format, scales, layout, device):
     assert read_slots(moved.k, slots[slots >= 0]).float().any()
 
 
-@pytest.mark.parametrize("first", [0, 7])
-@pytest.mark.parametrize(("format", "scales"), STORED)
+@pytest.mark.parametrize(
+    ("format", "scales", "first"),
+    [
+        pytest.param(*kind, first, marks=() if i % 2 == bool(first) else pytest.mark.slow)
+        for i, kind in enumerate(STORED)
+        for first in (0, 7)
+    ],
+)
 def test_keys_are_stored_with_the_values_inside_them(format, scales, first, device):
     heads, kv_heads, dim, v_dim, rows = 3, 2, 32, 24, 20
     torch.manual_seed(0)
