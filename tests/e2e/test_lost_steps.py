@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.covering import covered
 from tests.faults import ERROR, inject, raising_behind
 from tests.means import DRAWN, IDS, PROMPTS, Mean, engine, plain_answers, register, save_means
 
@@ -57,15 +58,14 @@ def answers(llm: LLM, prompts: Sequence[Sequence[int]], bad: Mapping[int, int], 
     assert llm.engine.scheduler._suspect() is None
 
 
-@pytest.mark.parametrize("room", ROOM)
-@pytest.mark.parametrize(("index", "position"), FAULTS)
-@pytest.mark.parametrize("within", [True, False], ids=["within", "behind"])
+@pytest.mark.parametrize(("fault", "room", "place"), covered(FAULTS, ROOM, ["within", "behind"]))
 def test_a_request_that_raises_fails_alone(
-    folder: Path, plain: dict[str, list[Any]], monkeypatch: Any, index: int, position: int, room: str, within: bool
+    folder: Path, plain: dict[str, list[Any]], monkeypatch: Any, fault: tuple[int, int], room: str, place: str
 ) -> None:
     """Behind the mixer of the first layer, which has changed its states, or behind all layers."""
+    index, position = fault
     faults = inject(monkeypatch, {tuple(PROMPTS[index]): position})
-    if within:
+    if place == "within":
         monkeypatch.setattr(Mean, "__call__", raising_behind(Mean.__call__, faults))
     llm = engine(folder, **ROOM[room])
     answers(llm, PROMPTS, {index: position}, plain["bfloat16"])

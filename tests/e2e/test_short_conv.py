@@ -11,6 +11,7 @@ import httpx2 as httpx
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.covering import covered
 from tests.faults import ERROR, inject
 from tests.parity.random_models import freight_logits, save_random, tokens
 from tests.parity.variants import LFM2, VARIANTS
@@ -149,9 +150,9 @@ def test_there_are_no_keys_and_values_to_quantize(alone: Path, tmp_path: Path) -
 # ------------------------------------------------------------------------------------------------------ what goes wrong
 
 
-@pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("kernels", ["auto", "reference"])
-@pytest.mark.parametrize("position", [0, 79, 80, 81, 99])
+@pytest.mark.parametrize(
+    ("position", "kernels", "caching"), covered([0, 79, 80, 81, 99], ["auto", "reference"], [True, False])
+)
 def test_a_request_that_raises_fails_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, position: int, kernels: str, caching: bool
 ) -> None:
