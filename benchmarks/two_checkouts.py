@@ -3,6 +3,8 @@
     python benchmarks/two_checkouts.py --old ENV/bin/python=OLD/src --new .venv/bin/python=src --pairs 24 \
         --workload 1x128+33 --workload 8x128+33 [--options '{"quantization": "fp8", "kv_cache_dtype": "fp8"}']
 
+--old-options are the old one's alone, over --options: the same checkout twice then compares two settings.
+
 With `--kernel attention` instead of workloads: rows of `freight bench kernels --only attention --seconds 0.05`, each
 run a process.
 
@@ -96,9 +98,9 @@ def comparison(old: list[float], new: list[float]) -> str:
 class Checkout(LineProcess):
     """One checkout's process."""
 
-    def __init__(self, where: str, args: argparse.Namespace, largest: Workload) -> None:
+    def __init__(self, where: str, args: argparse.Namespace, options: dict[str, Any], largest: Workload) -> None:
         python, env = interpreter(where)
-        command = [python, __file__, "--worker", json.dumps([args.shape, json.loads(args.options), largest])]
+        command = [python, __file__, "--worker", json.dumps([args.shape, options, largest])]
         super().__init__(where, command, env)
 
     def run(self, workload: Workload) -> Run:
@@ -110,6 +112,8 @@ class Checkout(LineProcess):
 def pairs(args: argparse.Namespace, workloads: list[Workload]) -> dict[Workload, list[dict[str, Run]]]:
     """Runs of both checkouts by workload."""
     largest = (max(one[0] for one in workloads), max(one[1] for one in workloads), max(one[2] for one in workloads))
+    shared = json.loads(args.options)
+    options = {"old": shared | json.loads(args.old_options), "new": shared}
     found: dict[Workload, list[dict[str, Run]]] = {one: [] for one in workloads}
     running: dict[str, Checkout] = {}
     for pair in range(args.pairs):
@@ -117,7 +121,7 @@ def pairs(args: argparse.Namespace, workloads: list[Workload]) -> dict[Workload,
             for one in running.values():
                 one.end()
             started = ("old", "new") if pair // args.restart % 2 else ("new", "old")  # the second is a little slower
-            running = {name: Checkout(getattr(args, name), args, largest) for name in started}
+            running = {name: Checkout(getattr(args, name), args, options[name], largest) for name in started}
             for one in running.values():
                 for workload in workloads:
                     one.run(workload)  # warms up
@@ -140,6 +144,7 @@ def main() -> None:
     parser.add_argument("--restart", type=int, default=6)
     parser.add_argument("--shape", default="llama-1b")
     parser.add_argument("--options", default='{"quantization": "fp8", "kv_cache_dtype": "fp8", "threads": 2}')
+    parser.add_argument("--old-options", default="{}")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:

@@ -106,6 +106,38 @@ _MIXTRAL_8X7B = {
     "sliding_window": None,
     "tie_word_embeddings": False,
 }
+_QWEN3_5_9B = {  # its text model; every fourth layer has attention, the others a gated delta net
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "dtype": "bfloat16",
+    "vocab_size": 248320,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
+    "tie_word_embeddings": False,
+}
+_QWEN3_5_08B = {
+    **_QWEN3_5_9B,
+    "hidden_size": 1024,
+    "intermediate_size": 3584,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "linear_num_value_heads": 16,
+    "tie_word_embeddings": True,
+}
 _OPT_125M = {"architectures": ["OPTForCausalLM"], "model_type": "opt", "torch_dtype": "float16"}  # the defaults
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
@@ -120,6 +152,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "qwen3-30b-a3b": _QWEN3_30B_A3B,
     "qwen3-coder-30b-a3b": {**_QWEN3_30B_A3B, "max_position_embeddings": 262144, "rope_theta": 10000000.0},
     "mixtral-8x7b": _MIXTRAL_8X7B,
+    "qwen3.5-0.8b": _QWEN3_5_08B,
+    "qwen3.5-9b": _QWEN3_5_9B,
 }
 
 

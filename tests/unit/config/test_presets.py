@@ -31,6 +31,15 @@ def test_presets_have_the_size_they_are_named_for(name, size):
     assert c.layers[0].mixer.num_kv_heads == 8
 
 
+@pytest.mark.parametrize(("name", "size"), [("qwen3.5-0.8b", 0.8e9), ("qwen3.5-9b", 9e9)])
+def test_presets_with_states_have_the_size_they_are_named_for(name, size):
+    config = parse_model_config(shape_config(name))
+    assert sum(map(math.prod, tensor_shapes(config).values())) == pytest.approx(size, rel=0.07)
+    assert [index for index, layer in enumerate(config.layers) if index in config.attention] == list(
+        range(3, config.num_layers, 4)
+    )
+
+
 def test_llama_1b_is_the_shape_that_benchmarks_compare():
     c = parse_model_config(PRESETS["llama-1b"])
     mixer, intermediate = c.layers[0].mixer, c.layers[0].feed_forward.intermediate_size
