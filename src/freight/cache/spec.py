@@ -15,6 +15,7 @@ from freight.cache.groups import LayerGroup, Pages, StateBlocks
 from freight.config.engine import KVCacheConfig, LayerKVFormat
 from freight.config.layer import AttentionConfig, DeltaNetConfig, Mamba2Config, Mixer, ShortConvConfig
 from freight.config.model import ModelConfig
+from freight.config.state_dtype import default_state
 from freight.errors import ConfigError
 from freight.fp8.formats import Format, Granularity
 from freight.operands.tiles import STATE_TILE
@@ -104,6 +105,17 @@ class LayerStateSpec:
         return sum(part.bytes for part in self.parts)
 
     @property
+    def state_format(self) -> Format | None:
+        """Of the matrices; None for a layer that keeps none."""
+        return next((part.format for part in self.parts if part.name == "state"), None)
+
+    @property
+    def float32_bytes_per_state(self) -> int:
+        """With the matrices in float32, which need no scales."""
+        parts = (replace(part, format=Format.FLOAT32) if part.name == "state" else part for part in self.parts)
+        return sum(part.bytes for part in parts if part.name != "scale")
+
+    @property
     def key(self) -> Hashable:
         return "states"
 
@@ -181,11 +193,6 @@ def layer_spec(mixer: Mixer, kind: LayerKVFormat, compute: Format, state: Format
     Pages are stored as `kind`, states as `state` (None: `default_state`), all else in `compute`.
     """
     return None if mixer is None else _SPECS[type(mixer)](mixer, kind, compute, state or default_state(compute))
-
-
-def default_state(compute: Format) -> Format:
-    """The format of states that are not quantized: float32 beside float32, else bfloat16, whose range they need."""
-    return Format.FLOAT32 if compute is Format.FLOAT32 else Format.BFLOAT16
 
 
 def cache_spec(
@@ -266,6 +273,20 @@ class KVCacheSpec:
     def bytes_per_state(self) -> int:
         """Of the states of one sequence in all layers."""
         return sum(layer.bytes_per_state for layer in self.kept.values())
+
+    @property
+    def state_format(self) -> Format | None:
+        """How recurrent states are stored; None where no layer keeps one."""
+        return next((one.state_format for one in self._states if one.state_format is not None), None)
+
+    @property
+    def float32_bytes_per_state(self) -> int:
+        """`bytes_per_state` if recurrent states were stored in float32."""
+        return sum(one.float32_bytes_per_state for one in self._states)
+
+    @property
+    def _states(self) -> tuple[LayerStateSpec, ...]:
+        return tuple(one for one in self.layers if isinstance(one, LayerStateSpec))
 
     @property
     def bytes_per_token(self) -> int:

@@ -27,6 +27,7 @@ from freight.config.foreign import as_flag, instead_of
 from freight.config.kv_source import KV_DTYPES, KV_SCALES
 from freight.config.skip_layers import FLAG as SKIP_LAYERS
 from freight.config.skip_layers import SLIDING
+from freight.config.state_dtype import STATE_DTYPES
 from freight.device import DEVICES
 from freight.errors import ConfigError, RequestError
 from freight.sampling import SamplingParams
@@ -38,6 +39,7 @@ CHOICES: dict[str, Sequence[object]] = {  # for --help; `config.resolve.check` v
     "kv_cache_dtype": KV_DTYPES,
     "kv_scales": (*KV_SCALES, "FILE", "K,V"),
     "block_size": resolve.BLOCK_SIZES,
+    "state_dtype": STATE_DTYPES,
     "device": DEVICES,
     "kernels": resolve.KERNELS,
     "attention_compute": resolve.ATTENTION_COMPUTES,
@@ -92,6 +94,7 @@ ENGINE_FLAGS = (
     Flag("max_step_seconds", float | None, "Seconds that prompts may make a step take while others decode.", "SECONDS"),
     Flag("block_size", int, "Tokens per block of the cache."),
     Flag("state_every", int | None, "Tokens between states that recurrent layers leave for later prompts.", "TOKENS"),
+    Flag("state_dtype", str, "What recurrent layers store their states in; auto: int8 beside an 8-bit KV cache."),
     Flag("enable_prefix_caching", bool, "Keep the blocks of earlier prompts for later ones.", negatable=True),
     Flag("kv_cache_memory", str | None, "Memory for the KV cache; default: a share of what is free.", "BYTES|4GiB"),
     Flag("device", str, "What to compute on; auto: a GPU if torch sees one."),
@@ -141,6 +144,7 @@ def _engine_option(field: str) -> Any:
 IgnoredKeys = Annotated[list[str] | None, _engine_option("ignore_config_keys")]
 SkippedLayers = Annotated[list[str] | None, _engine_option("kv_cache_dtype_skip_layers")]
 StateEvery = Annotated[int | None, _engine_option("state_every")]
+StateDtype = Annotated[str, _engine_option("state_dtype")]
 
 
 class Command(TyperCommand):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from freight import terminal
-from freight.cli.options import IgnoredKeys, SkippedLayers, StateEvery, takes_model
+from freight.cli.options import IgnoredKeys, SkippedLayers, StateDtype, StateEvery, takes_model
 from freight.config.engine import names_of
 from freight.config.skip_layers import layer_names
 
@@ -38,6 +38,7 @@ def plan(
     revision: Annotated[str | None, typer.Option(metavar="NAME", help="Branch, tag or commit of a hub model.")] = None,
     kv_cache_dtype_skip_layers: SkippedLayers = None,
     state_every: StateEvery = None,
+    state_dtype: StateDtype = "auto",
     ignore_config_keys: IgnoredKeys = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -57,7 +58,7 @@ def plan(
     packed = Layout.TILES if {"amx_tile", "amx_bf16"} <= set(cpu_features()) else Layout.PACKED
     layout = packed if device == "cpu" else Layout.PLAIN
     skipped = layer_names(kv_cache_dtype_skip_layers or ())
-    wish = Wish(read_memory(memory), context, concurrency, device, layout, dtype, skipped, state_every)
+    wish = Wish(read_memory(memory), context, concurrency, device, layout, dtype, skipped, state_every, state_dtype)
     config, hf_quant_config = read_config_only(model, revision)
     stored = tensors_dtype(model, config, revision) if dtype == "auto" else None
     made = make_plan(config, wish, hf_quant_config, stored, names_of(ignore_config_keys or ()))
@@ -99,18 +100,27 @@ def _print(model: str, made: Plan) -> None:
         f"KV cache: {share} of what weights and rotary tables leave, as the engine takes by itself. Not counted: "
         "activations, logits, torch and its kernels; they have the rest."
     )
-    spec = made.settings[0].spec
-    if spec.bytes_per_state:
-        console.print(
-            f"A part of it is for states: {size(spec.bytes_per_state)} for each request, and as much again for those "
-            f"that stay behind every {spec.state_every:,} tokens."
-        )
+    if made.settings[0].spec.bytes_per_state:
+        console.print(_states(made))
     if made.through_transformers:
         console.print(
             "It runs through transformers' modules: all weights are read in 16 bits before any is rounded, and experts "
             "that are stacked tensors, routers, embedding and head stay so."
         )
     console.print(Text(verdict(made), "bold"))
+
+
+def _states(made: Plan) -> str:
+    """What a request's states take, beside a cache of 16 bits and, if it is less, beside one of 8."""
+    from freight.evaluate.capacity import size
+
+    plain, eight = made.settings[0].spec, made.settings[-1].spec
+    line = f"A part of it is for states: {size(plain.bytes_per_state)} for each request"
+    if plain.state_format is not None:
+        line += f" in {plain.state_format}"
+    if eight.state_format is not plain.state_format:
+        line += f", {size(eight.bytes_per_state)} in {eight.state_format} beside 8-bit caches"
+    return f"{line}, and as much again for those that stay behind every {plain.state_every:,} tokens."
 
 
 def _row(one: Setting, made: Plan, mark: str, longest: int) -> tuple[str, ...]:

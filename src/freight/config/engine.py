@@ -42,6 +42,7 @@ class EngineArgs:
     max_step_seconds: float | None = None
     block_size: int = 16
     state_every: int | None = None
+    state_dtype: str = "auto"
     enable_prefix_caching: bool = True
     kv_cache_memory: int | str | None = None
     device: str = "auto"
@@ -80,8 +81,11 @@ class EngineArgs:
         return replace(self, kv_cache_dtype=kv_cache_dtype, kv_cache_dtype_skip_layers=skipped)
 
     def with_plain_cache(self, kv_cache_dtype: str = "float32") -> EngineArgs:
-        """The same with an unquantized cache, and without the options that only a quantized one has."""
-        plain = replace(self, kv_scales="auto", quantization_param_path=None, attention_compute="auto")
+        """The same with an unquantized cache, states too, and without the options that only a quantized one has."""
+        state = self.state_dtype if self.state_dtype in map(str, COMPUTE_FORMATS) else "auto"
+        plain = replace(
+            self, kv_scales="auto", quantization_param_path=None, attention_compute="auto", state_dtype=state
+        )
         return plain.with_cache(kv_cache_dtype)
 
 
@@ -129,7 +133,7 @@ class KVCacheConfig:
     `granularity` and `scale_source` are None for a 16-bit cache. `note` explains the choice in the log at start-up.
     `layers`, if not None, is how each layer is stored where they differ; `format` and `granularity` are then those of
     the quantized layers, the finest of the granularities, and `scales` has None for layers that need no static ones.
-    `state` is how layers with a state store it (`cache.spec.default_state` if None).
+    `state` is how layers with a recurrent state store it (`state_dtype.default_state` if None).
     """
 
     format: Format
@@ -140,6 +144,11 @@ class KVCacheConfig:
     layers: tuple[LayerKVFormat, ...] | None = None
     layout: PageLayout = PageLayout.TOKENS
     state: Format | None = None
+
+    @property
+    def stores(self) -> tuple[Format, Format | None]:
+        """The formats of pages and of states."""
+        return self.format, self.state
 
     def of_layer(self, index: int) -> LayerKVFormat:
         """How layer `index` is stored."""

@@ -23,6 +23,8 @@ RENAMED = {  # other engines' names -> ours
     "max_running_requests": "max_num_seqs",
     "chunked_prefill_size": "max_num_batched_tokens",
     "page_size": "block_size",
+    "mamba_ssm_cache_dtype": "state_dtype",
+    "mamba_ssm_dtype": "state_dtype",
     "n_threads": "threads",
     "num_threads": "threads",
     "attention_backend": "kernels",
@@ -47,6 +49,7 @@ SENTENCES = {
     "calculate_kv_scales": "{kv_scales}='dynamic' measures a scale for each token as it is stored, and is what happens "
     "without scales",
     "kv_cache_scheme": "{kv_cache_dtype} selects what the cache stores, and the checkpoint's scheme decides without it",
+    "mamba_cache_dtype": "use {state_dtype} for recurrent states; what convolutions keep has the dtype of computing",
     "fp8_kv_cache": "{kv_cache_dtype}='fp8' does it",
     **dict.fromkeys(("gpu_memory_utilization", "mem_fraction_static", "num_gpu_blocks_override"), _MEMORY),
     **dict.fromkeys(("swap_space", "cpu_offload_gb", "preemption_mode", "max_cpu_loras"), _NO_SWAP),

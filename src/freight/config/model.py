@@ -20,8 +20,10 @@ from freight.config.fields import flag, integer, number, token_ids
 from freight.config.keys import UnreadKeys, check_keys, decoder_config, find_family, with_defaults
 from freight.config.layer import (
     AttentionConfig,
+    DeltaNetConfig,
     DenseConfig,
     LayerConfig,
+    Mamba2Config,
     MoEConfig,
     NormKind,
 )
@@ -159,6 +161,11 @@ class ModelConfig:
     def without_pages(self) -> frozenset[int]:
         """The layers that neither store keys and values nor read another's: they have no KV scales and miss none."""
         return frozenset(range(self.num_layers)) - self.attention.keys()
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether a layer keeps a recurrent state, whose format --state-dtype chooses."""
+        return any(isinstance(layer.mixer, DeltaNetConfig | Mamba2Config) for layer in self.layers)
 
     @property
     def input_size(self) -> int:

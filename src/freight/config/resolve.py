@@ -18,6 +18,7 @@ from freight.config.kv_source import KV_DTYPES, kv_source, require_fit
 from freight.config.layer import MoEConfig
 from freight.config.options import choose
 from freight.config.skip_layers import check_skipped, nothing_left, skipped_layers, unquantized
+from freight.config.state_dtype import check_state_dtype, with_state
 from freight.config.state_every import check_state_every
 from freight.device import DEVICES, check_threads
 from freight.errors import CheckpointError, ConfigError, choices
@@ -75,6 +76,7 @@ def check(args: EngineArgs) -> None:
     if not isinstance(args.block_size, int) or args.block_size not in BLOCK_SIZES:
         raise ConfigError(f"--block-size {args.block_size!r}: choose {choices(map(str, BLOCK_SIZES))} tokens")
     check_state_every(args.state_every, args.block_size)
+    check_state_dtype(args.state_dtype)
     parse_memory(args.kv_cache_memory)
     check_skipped(args.kv_cache_dtype_skip_layers, args.kv_cache_dtype)
     kv_source(args)
@@ -96,6 +98,7 @@ def resolve(
     compute = model.checkpoint_format if args.dtype == "auto" else DTYPES[args.dtype]
     skipped = skipped_layers(args.kv_cache_dtype_skip_layers, model.attention, model.num_layers)
     kv = resolve_kv_cache(args, compute, scheme, kv_scales, device.native_e4m3, skipped)
+    kv = with_state(kv, args.state_dtype, compute, device.native_e4m3, model)
     if kv.format is Format.INT8 and device.kind != "cpu" and args.kernels != "reference":
         raise _no_int8(device.name)
     return EngineConfig(

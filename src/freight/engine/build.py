@@ -34,6 +34,7 @@ from freight.models.architectures import tensor_names
 from freight.models.decoder import Decoder, LanguageModel
 from freight.models.loader import tensor_shapes
 from freight.models.open import OpenModel, open_model
+from freight.operands.tiles import STATE_TILE
 
 logger = logging.getLogger("freight")
 
@@ -185,9 +186,10 @@ def cache_facts(pool: KVPool, config: EngineConfig) -> dict[str, Json]:
     bytes_per_token includes `token` scales; tokens_at_16_bits is the capacity of a 16-bit cache in the same
     memory, with the same share of its blocks for windows.
     A cache whose layers differ also has `layers`, a list of {dtype, granularity}; where they differ in one of these,
-    that is 'mixed' for the whole.
+    that is 'mixed' for the whole. One with recurrent states has their `state_dtype` and `bytes_per_state`, those of a
+    sequence in all layers.
     """
-    kv, layers = config.kv, config.kv.layer_names()
+    kv, layers, state = config.kv, config.kv.layer_names(), pool.spec.state_format
     return {
         **kv.names(),
         "bytes_per_token": pool.spec.bytes_per_token,
@@ -196,6 +198,7 @@ def cache_facts(pool: KVPool, config: EngineConfig) -> dict[str, Json]:
         "capacity_tokens": pool.capacity_tokens,
         "tokens_at_16_bits": _tokens_at_16_bits(pool, config),
         **({} if layers is None else {"layers": layers}),
+        **({} if state is None else {"state_dtype": state, "bytes_per_state": pool.spec.bytes_per_state}),
     }
 
 
@@ -212,6 +215,19 @@ def _layers(count: int) -> str:
     return "1 layer" if count == 1 else f"{count} layers"
 
 
+def _describe_states(spec: KVCacheSpec) -> str:
+    """'states: int8, rounded every 16 tokens; a sequence has 50.1 MiB, in float32 151.0 MiB; ', '' without any."""
+    if spec.state_format is None:
+        return ""
+    line = f"states: {spec.state_format}"
+    if spec.state_format is not Format.FLOAT32:
+        line += f", rounded every {STATE_TILE} tokens"
+    line += f"; a sequence has {_size(spec.bytes_per_state)}"
+    if spec.bytes_per_state < spec.float32_bytes_per_state:
+        line += f", in float32 {_size(spec.float32_bytes_per_state)}"
+    return line + "; "
+
+
 def _describe_groups(pool: KVPool, config: EngineConfig) -> str:
     spec, length = pool.spec, config.max_model_len
     groups = [
@@ -220,7 +236,8 @@ def _describe_groups(pool: KVPool, config: EngineConfig) -> str:
         for group, count in zip(spec.groups, pool.num_blocks, strict=True)
     ]
     takes = bytes_of_request(spec, length, config.max_num_batched_tokens)
-    line = f"{_size(pool.num_bytes)}; {'; '.join(groups)}; a request of {length:,} tokens takes {_size(takes)}"
+    line = f"{_size(pool.num_bytes)}; {'; '.join(groups)}; "
+    line += f"{_describe_states(spec)}a request of {length:,} tokens takes {_size(takes)}"
     if not any(group.has_slots and not group.keeps_all for group in spec.groups):
         return line
     alone = [group.most_blocks(length, config.max_num_batched_tokens) for group in spec.groups]

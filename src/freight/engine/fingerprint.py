@@ -21,6 +21,7 @@ from freight.kernels.cpu.cpu_set import CpuKernels
 from freight.kernels.cpu.library import path_of
 from freight.kernels.interface import KernelSet
 from freight.models.open import OpenModel
+from freight.operands.tiles import STATE_TILE
 
 _SAMPLES, _SAMPLE = 64, 1 << 16  # of each file of weights: how many, and their bytes
 _HEADER = 1 << 20
@@ -29,11 +30,13 @@ _HEADER = 1 << 20
 def fingerprint(opened: OpenModel, config: EngineConfig, kernels: KernelSet, version: str) -> str:
     """'fp_' and 16 hexadecimal digits; `version` is Freight's.
 
-    Threads, the memory of the cache and --state-every change no bit, and do not count.
+    Threads, the memory of the cache and --state-every change no bit, and do not count. `config.kv` has the format of
+    states.
     """
     state = hashlib.sha256()
     decides = (config.compute_format, config.weight_format, config.kv, config.fp8_attention, config.max_model_len)
-    for part in (version, torch.__version__, kernels.name, config.device, opened.model, decides):
+    tile = STATE_TILE if opened.model.recurrent else None  # tokens between roundings of a state
+    for part in (version, torch.__version__, kernels.name, config.device, opened.model, decides, tile):
         state.update(repr(part).encode())
     if isinstance(kernels, CpuKernels):
         state.update(path_of(kernels.library.build).read_bytes())

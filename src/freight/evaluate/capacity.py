@@ -22,6 +22,7 @@ from freight.config.options import choose
 from freight.config.registry import FAMILIES
 from freight.config.resolve import DTYPES, parse_memory, step_tokens
 from freight.config.skip_layers import FLAG, check_skipped, skipped_layers
+from freight.config.state_dtype import check_state_dtype, with_state
 from freight.config.state_every import check_state_every
 from freight.errors import CapacityError, ConfigError
 from freight.fp8.formats import Format, Granularity, ScaleSource
@@ -42,6 +43,7 @@ class Wish:
     dtype          what is computed in; 'auto': the checkpoint's (`ModelConfig.checkpoint_format`)
     skip_layers    layers that stay unquantized in every 8-bit cache, as `EngineArgs.kv_cache_dtype_skip_layers`
     state_every    tokens between states that stay behind, as `EngineArgs.state_every`
+    state_dtype    how recurrent states are stored, as `EngineArgs.state_dtype`
     """
 
     memory: int
@@ -52,6 +54,7 @@ class Wish:
     dtype: str = "auto"
     skip_layers: tuple[str, ...] = ()
     state_every: int | None = None
+    state_dtype: str = "auto"
 
     @property
     def num_requests(self) -> int:
@@ -177,6 +180,7 @@ def _check(wish: Wish, model: ModelConfig) -> int:
     choose("--dtype", wish.dtype, ("auto", *DTYPES))
     choose("--device", wish.device, tuple(MEMORY_SHARE))
     check_state_every(wish.state_every, EngineArgs.block_size)
+    check_state_dtype(wish.state_dtype)
     for flag, value in (("--context", wish.context), ("--concurrency", wish.concurrency)):
         if value is not None and value < 1:
             raise ConfigError(f"{flag} {value} must be an integer ≥ 1")
@@ -216,7 +220,8 @@ def _caches(compute: Format, scheme: Scheme, wish: Wish, model: ModelConfig) -> 
     skipped = skipped_layers(wish.skip_layers, model.attention, model.num_layers)
     flags = (FLAG, ",".join(wish.skip_layers)) if skipped else ()
     plain, *quantized = _formats(compute, scheme, wish.device)
-    return [plain, *((kv.skipping(skipped, model.num_layers, compute), (*given, *flags)) for kv, given in quantized)]
+    caches = [plain, *((kv.skipping(skipped, model.num_layers, compute), (*given, *flags)) for kv, given in quantized)]
+    return [(with_state(kv, wish.state_dtype, compute, Format.E4M3FN, model), given) for kv, given in caches]
 
 
 def _formats(compute: Format, scheme: Scheme, device: str) -> Iterator[Cache]:
@@ -309,6 +314,8 @@ def verdict(plan: Plan) -> str:
         options += ["--max-num-seqs", str(wish.concurrency)]
     if wish.state_every:
         options += ["--state-every", str(wish.state_every)]
+    if wish.state_dtype != "auto":
+        options += ["--state-dtype", wish.state_dtype]
     first = ""
     if one.kv.scale_source is ScaleSource.CALIBRATED:
         first = ", whose scales freight quantize --kv-cache fp8 measures,"
@@ -365,6 +372,7 @@ def _setting_json(one: Setting) -> dict[str, Any]:
         "needed_bytes": one.needed_bytes,
         "bytes_per_token": one.spec.bytes_per_token,
         "bytes_per_state": one.spec.bytes_per_state,
+        "state_dtype": one.spec.state_format,
         "block_size": one.spec.block_size,
         "groups": [
             {"layers": len(group.layers), **group.facts(), "bytes_per_block": group.bytes_per_block, "blocks": n}

@@ -99,12 +99,13 @@ def evaluate_grid(
         caches = [("16 bits", plain)]
         if chosen is None:
             caches += _caches(opened, plain, eight, names, scales)
-        elif chosen.kv.format is not plain.kv.format:
+        elif chosen.kv.stores != plain.kv.stores:
             caches.append((_named(chosen.kv), chosen))
         settings = [(name, "as stored", decoder, config) for name, config in caches]
         for scheme in grid.weights:
             rounded = load_rounded(opened, plain, scheme, longest)
-            token = opened.skipping(replace(plain, kv=KVCacheConfig(opened.device.native_e4m3, *_TOKEN, None)))
+            kv = KVCacheConfig(opened.device.native_e4m3, *_TOKEN, None, state=_state(opened))
+            token = opened.skipping(replace(plain, kv=kv))
             settings += [(name, scheme, rounded, config) for name, config in (("16 bits", plain), ("token", token))]
         num_layers = opened.model.num_layers
         runs: list[SettingRun] = [
@@ -149,6 +150,12 @@ def _fp8(opened: OpenModel) -> EngineConfig:
     return opened.resolve(replace(opened.args, kv_cache_dtype="fp8", kv_scales="dynamic"))
 
 
+def _state(opened: OpenModel) -> Format | None:
+    """How states are stored beside a cache of 8 bits."""
+    args = replace(opened.args.with_plain_cache("fp8"), state_dtype=opened.args.state_dtype)
+    return opened.resolve(args).kv.state
+
+
 def _caches(
     opened: OpenModel,
     plain: EngineConfig,
@@ -157,14 +164,15 @@ def _caches(
     scales: dict[str, KVScales | None],
 ) -> list[tuple[str, EngineConfig]]:
     """A configuration for each name. A checkpoint's own static scales are one, in the place of all static names."""
-    found, format = [], opened.device.native_e4m3
+    found, format, state = [], opened.device.native_e4m3, _state(opened)
     for name in names:
         if name == "token":
             found.append((name, eight))
         elif name == "unit":
-            found.append((name, replace(eight, kv=KVCacheConfig(format, Granularity.TENSOR, ScaleSource.UNIT, None))))
+            kv = KVCacheConfig(format, Granularity.TENSOR, ScaleSource.UNIT, None, state=state)
+            found.append((name, replace(eight, kv=kv)))
         elif name == "e5m2":
-            kv = KVCacheConfig(Format.E5M2, Granularity.TENSOR, ScaleSource.UNIT, None)
+            kv = KVCacheConfig(Format.E5M2, Granularity.TENSOR, ScaleSource.UNIT, None, state=state)
             found.append((name, replace(plain, kv=kv)))
         elif name == "int8":
             found.append((name, opened.resolve(replace(opened.args, kv_cache_dtype="int8", attention_compute="auto"))))
@@ -175,7 +183,7 @@ def _caches(
                 found.append(("checkpoint", own))
         elif (measured := scales[name]) is not None:
             granularity = Granularity.CHANNEL if name == "centered" else Granularity(name)
-            kv = KVCacheConfig(format, granularity, ScaleSource.CALIBRATED, for_variant(measured, format))
+            kv = KVCacheConfig(format, granularity, ScaleSource.CALIBRATED, for_variant(measured, format), state=state)
             found.append((name, replace(eight, kv=kv)))
     return [(name, opened.skipping(config)) for name, config in found]
 

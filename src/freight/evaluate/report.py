@@ -108,10 +108,11 @@ def resolve_caches(opened: OpenModel, caches: Sequence[tuple[str, str] | KVCache
     configs = [plain_config(opened)]
     for cache in caches:
         if isinstance(cache, KVCacheConfig):
-            configs.append(replace(configs[0], kv=cache))
+            state = cache.state or configs[0].kv.state
+            configs.append(replace(configs[0], kv=replace(cache, state=state)))
         else:
             config = opened.resolve(replace(opened.args.with_cache(cache[0]), kv_scales=cache[1]))
-            if config.kv.format is not configs[0].kv.format:  # that one is the first row
+            if config.kv.stores != configs[0].kv.stores:  # that one is the first row
                 configs.append(config)
     return configs
 

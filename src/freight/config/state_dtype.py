@@ -1,0 +1,54 @@
+"""--state-dtype: how layers with a recurrent state store it. Imports no torch.
+
+The layers are those of `ModelConfig.recurrent`. All kernel sets take the same formats, and 16 bits are bfloat16 alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from freight.config.options import choose
+from freight.errors import ConfigError
+from freight.fp8.formats import Format
+
+if TYPE_CHECKING:
+    from freight.config.engine import KVCacheConfig
+    from freight.config.model import ModelConfig
+
+STATE_DTYPES = ("auto", "bfloat16", "float32", "int8", "fp8", "fp8_e4m3", "fp8_e4m3fn", "fp8_e4m3fnuz")
+_REFUSED: dict[object, str] = {
+    "float16": "a state may grow beyond its largest number, 65,504; use bfloat16, which takes as much, or float32",
+    "fp8_e5m2": "two bits of mantissa make twice the error of E4M3; use int8, which has the least of 8 bits, or fp8",
+}
+
+
+def check_state_dtype(value: object) -> None:
+    """Raises ConfigError for a format that states are not stored in."""
+    if isinstance(value, str) and value in _REFUSED:
+        raise ConfigError(f"--state-dtype {value}: {_REFUSED[value]}")
+    choose("--state-dtype", value, STATE_DTYPES)
+
+
+def default_state(compute: Format) -> Format:
+    """The format of states that are not quantized: float32 beside float32, else bfloat16, whose range they need."""
+    return Format.FLOAT32 if compute is Format.FLOAT32 else Format.BFLOAT16
+
+
+def with_state(kv: KVCacheConfig, asked: str, compute: Format, native: Format, model: ModelConfig) -> KVCacheConfig:
+    """`kv` with the format of states that --state-dtype `asked` means beside it. `native`: the device's E4M3.
+
+    `auto` is INT8 where keys and values have 8 bits: it has less error in states than E4M3. The dtype that a
+    config.json may name (`mamba_ssm_dtype`) is that of its publisher's own code, and decides nothing here. Raises
+    ConfigError for a format that is named where no layer has such a state.
+    """
+    if not model.recurrent:
+        if asked != "auto":
+            raise ConfigError(
+                f"--state-dtype {asked}: no layer of this model ({model.model_type}) keeps a recurrent state, and "
+                "inputs of convolutions are kept in the compute dtype; omit --state-dtype"
+            )
+        return kv
+    if asked == "auto":
+        return replace(kv, state=Format.INT8 if kv.format.is_quantized else default_state(compute))
+    return replace(kv, state=native if asked in ("fp8", "fp8_e4m3") else Format(asked))
