@@ -15,7 +15,7 @@ from freight.cache.groups import LayerGroup, Pages, StateBlocks
 from freight.config.engine import KVCacheConfig, LayerKVFormat
 from freight.config.layer import AttentionConfig, DeltaNetConfig, Mamba2Config, Mixer, ShortConvConfig
 from freight.config.model import ModelConfig
-from freight.config.state_dtype import default_state
+from freight.config.states import default_state
 from freight.errors import ConfigError
 from freight.fp8.formats import Format, Granularity
 from freight.operands.tiles import STATE_TILE

@@ -27,7 +27,7 @@ from freight.config.foreign import as_flag, instead_of
 from freight.config.kv_source import KV_DTYPES, KV_SCALES
 from freight.config.skip_layers import FLAG as SKIP_LAYERS
 from freight.config.skip_layers import SLIDING
-from freight.config.state_dtype import STATE_DTYPES
+from freight.config.states import STATE_DTYPES
 from freight.device import DEVICES
 from freight.errors import ConfigError, RequestError
 from freight.sampling import SamplingParams

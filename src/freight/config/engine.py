@@ -133,7 +133,7 @@ class KVCacheConfig:
     `granularity` and `scale_source` are None for a 16-bit cache. `note` explains the choice in the log at start-up.
     `layers`, if not None, is how each layer is stored where they differ; `format` and `granularity` are then those of
     the quantized layers, the finest of the granularities, and `scales` has None for layers that need no static ones.
-    `state` is how layers with a recurrent state store it (`state_dtype.default_state` if None).
+    `state` is how layers with a recurrent state store it (`states.default_state` if None).
     """
 
     format: Format

@@ -18,8 +18,7 @@ from freight.config.kv_source import KV_DTYPES, kv_source, require_fit
 from freight.config.layer import MoEConfig
 from freight.config.options import choose
 from freight.config.skip_layers import check_skipped, nothing_left, skipped_layers, unquantized
-from freight.config.state_dtype import check_state_dtype, with_state
-from freight.config.state_every import check_state_every
+from freight.config.states import check_states, with_state
 from freight.device import DEVICES, check_threads
 from freight.errors import CheckpointError, ConfigError, choices
 from freight.fp8.formats import COMPUTE_FORMATS, Format, Granularity, ScaleSource
@@ -75,8 +74,7 @@ def check(args: EngineArgs) -> None:
     _check_step_seconds(args.max_step_seconds)
     if not isinstance(args.block_size, int) or args.block_size not in BLOCK_SIZES:
         raise ConfigError(f"--block-size {args.block_size!r}: choose {choices(map(str, BLOCK_SIZES))} tokens")
-    check_state_every(args.state_every, args.block_size)
-    check_state_dtype(args.state_dtype)
+    check_states(args.state_every, args.state_dtype, args.block_size)
     parse_memory(args.kv_cache_memory)
     check_skipped(args.kv_cache_dtype_skip_layers, args.kv_cache_dtype)
     kv_source(args)
@@ -98,13 +96,12 @@ def resolve(
     compute = model.checkpoint_format if args.dtype == "auto" else DTYPES[args.dtype]
     skipped = skipped_layers(args.kv_cache_dtype_skip_layers, model.attention, model.num_layers)
     kv = resolve_kv_cache(args, compute, scheme, kv_scales, device.native_e4m3, skipped)
-    kv = with_state(kv, args.state_dtype, compute, device.native_e4m3, model)
     if kv.format is Format.INT8 and device.kind != "cpu" and args.kernels != "reference":
         raise _no_int8(device.name)
     return EngineConfig(
         compute_format=compute,
         weight_format=device.native_e4m3 if args.quantization == "fp8" or scheme.weight_format else compute,
-        kv=kv,
+        kv=with_state(kv, args.state_dtype, compute, device.native_e4m3, model),
         max_model_len=_max_model_len(args, model),
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens or step_tokens(str(device.kind), model),

@@ -22,8 +22,7 @@ from freight.config.options import choose
 from freight.config.registry import FAMILIES
 from freight.config.resolve import DTYPES, parse_memory, step_tokens
 from freight.config.skip_layers import FLAG, check_skipped, skipped_layers
-from freight.config.state_dtype import check_state_dtype, with_state
-from freight.config.state_every import check_state_every
+from freight.config.states import check_states, with_state
 from freight.errors import CapacityError, ConfigError
 from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.fp8.scheme import Scheme
@@ -179,8 +178,7 @@ def _check(wish: Wish, model: ModelConfig) -> int:
     """The wished context. Raises ConfigError."""
     choose("--dtype", wish.dtype, ("auto", *DTYPES))
     choose("--device", wish.device, tuple(MEMORY_SHARE))
-    check_state_every(wish.state_every, EngineArgs.block_size)
-    check_state_dtype(wish.state_dtype)
+    check_states(wish.state_every, wish.state_dtype, EngineArgs.block_size)
     for flag, value in (("--context", wish.context), ("--concurrency", wish.concurrency)):
         if value is not None and value < 1:
             raise ConfigError(f"{flag} {value} must be an integer ≥ 1")

@@ -104,8 +104,7 @@ def evaluate_grid(
         settings = [(name, "as stored", decoder, config) for name, config in caches]
         for scheme in grid.weights:
             rounded = load_rounded(opened, plain, scheme, longest)
-            kv = KVCacheConfig(opened.device.native_e4m3, *_TOKEN, None, state=_state(opened))
-            token = opened.skipping(replace(plain, kv=kv))
+            token = opened.skipping(replace(plain, kv=_token(opened)))
             settings += [(name, scheme, rounded, config) for name, config in (("16 bits", plain), ("token", token))]
         num_layers = opened.model.num_layers
         runs: list[SettingRun] = [
@@ -124,7 +123,9 @@ def evaluate_grid(
     return replace(evaluation, seconds=time.perf_counter() - begin, calibration_seconds=calibrated.forward_seconds)
 
 
-_TOKEN = (Granularity.TOKEN, ScaleSource.DYNAMIC)
+def _token(opened: OpenModel) -> KVCacheConfig:
+    format = opened.device.native_e4m3
+    return KVCacheConfig(format, Granularity.TOKEN, ScaleSource.DYNAMIC, None, state=_state(opened))
 
 
 def _names(args: EngineArgs, grid: GridArgs, model: ModelConfig) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from tests.parity.variants import VARIANTS
 from tests.shares import examples
 from tests.unit.evaluate.published import GEMMA_3_27B, LLAMA_3_1_8B, LLAMA_3_1_70B, SMALL
 
+from freight.cache.pool import PagedState
 from freight.cache.sizing import MEMORY_SHARE, bytes_of_request, split_memory, useful_memory
 from freight.cache.spec import KVCacheSpec, LayerKVSpec
 from freight.config.engine import EngineArgs
@@ -98,6 +99,45 @@ def test_every_setting_is_what_the_engine_allocates(
         assert bool(scales) is (one.kv.granularity is Granularity.TOKEN)
         stored += sum(scale.nbytes for scale in scales if scale is not None)
         assert stored == pool.num_bytes <= one.cache_bytes
+
+
+STATEFUL = json.loads((Path(__file__).parents[2] / "fixtures/hybrids/delta_net/config.json").read_text())
+
+
+@pytest.mark.parametrize("asked", ["auto", "float32", "bfloat16", "int8", "fp8"])
+def test_states_are_what_the_engine_allocates(asked: str, tmp_path: Path) -> None:
+    """To the byte, in every setting, whose options give the engine the same format of states."""
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(STATEFUL))
+    wish = Wish(16 * MIB, 256, 4, "cpu", LAYOUT, state_every=32, state_dtype=asked)
+    plan = make_plan(STATEFUL, wish)
+    assert (f"--state-dtype {asked}" in verdict(plan)) is (asked != "auto")
+    for one, said in zip(plan.settings, as_json(plan)["settings"], strict=True):
+        args = replace(engine_args(one, wish), state_every=32, state_dtype=asked)
+        engine, config = start_engine(open_random(args, str(file)))
+        pool, facts = engine.runner.pool, cache_facts(engine.runner.pool, config)
+        eight = asked == "auto" and one.kv.format.is_quantized
+        wanted = {"auto": "int8" if eight else "bfloat16", "fp8": "fp8_e4m3fn"}.get(asked, asked)
+        assert config.kv.state == said["state_dtype"] == facts["state_dtype"] == wanted
+        assert (pool.spec, pool.num_blocks) == (one.spec, one.num_blocks)
+        of_layers = [layer.states.parts for layer in pool.layers if isinstance(layer, PagedState)]
+        states = sum(part.nbytes for parts in of_layers for part in parts.values())
+        assert states == pool.num_blocks[0] * said["bytes_per_state"] == pool.num_blocks[0] * facts["bytes_per_state"]
+        pages = [page for layer in pool.paged.values() for page in (layer.pages.k, layer.pages.v)]
+        scales = [scale for layer in pool.paged.values() for scale in (layer.pages.k_scale, layer.pages.v_scale)]
+        measured = sum(scale.nbytes for scale in scales if scale is not None and one.kv.granularity == "token")
+        assert states + sum(page.nbytes for page in pages) + measured == pool.num_bytes <= one.cache_bytes
+        held = weight_bytes(engine.runner.model)
+        assert (held.layers, held.embeddings) == (one.loaded.layers, one.loaded.embeddings)
+
+
+def test_a_plan_refuses_what_an_engine_does() -> None:
+    with pytest.raises(
+        ConfigError, match=r"--state-dtype int8: no layer of this model \(llama\) keeps a recurrent state"
+    ):
+        make_plan(LLAMA_3_1_8B, Wish(24 * GIB, state_dtype="int8"))
+    with pytest.raises(ConfigError, match="--state-dtype fp8_e5m2: two bits of mantissa"):
+        make_plan(STATEFUL, Wish(GIB, state_dtype="fp8_e5m2"))
 
 
 def test_a_model_with_windows_has_two_groups() -> None:

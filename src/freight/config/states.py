@@ -1,6 +1,6 @@
-"""--state-dtype: how layers with a recurrent state store it. Imports no torch.
+"""--state-every: after how many tokens a state stays behind; --state-dtype: how recurrent states are stored.
 
-The layers are those of `ModelConfig.recurrent`. All kernel sets take the same formats, and 16 bits are bfloat16 alone.
+All kernel sets take the same formats of states, and 16 bits are bfloat16 alone. Imports no torch.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from freight.config.options import choose
 from freight.errors import ConfigError
 from freight.fp8.formats import Format
+from freight.operands.tiles import STATE_TILE
 
 if TYPE_CHECKING:
     from freight.config.engine import KVCacheConfig
@@ -23,8 +24,25 @@ _REFUSED: dict[object, str] = {
 }
 
 
-def check_state_dtype(value: object) -> None:
-    """Raises ConfigError for a format that states are not stored in."""
+def check_states(every: object, dtype: object, block_size: int) -> None:
+    """Raises ConfigError for values of --state-every and --state-dtype that no model takes."""
+    _check_every(every, block_size)
+    _check_dtype(dtype)
+
+
+def _check_every(value: object, block_size: int) -> None:
+    """None, or a power of two that is a multiple of the block size and of a state's tile. Raises ConfigError."""
+    if value is None:
+        return
+    least = max(STATE_TILE, block_size)
+    if not isinstance(value, int) or isinstance(value, bool) or value < least or value & (value - 1):
+        raise ConfigError(
+            f"--state-every {value!r} must be a power of two, {least} or more: a multiple of {STATE_TILE} and "
+            f"of --block-size {block_size}; give {least}, {2 * least} or {4 * least}, or omit it"
+        )
+
+
+def _check_dtype(value: object) -> None:
     if isinstance(value, str) and value in _REFUSED:
         raise ConfigError(f"--state-dtype {value}: {_REFUSED[value]}")
     choose("--state-dtype", value, STATE_DTYPES)

@@ -1,0 +1,154 @@
+"""A trained model with delta nets, its states in every format: same bits in any company, and the line at start.
+
+The oracle is each request alone, its prompt in one step.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.means import said
+
+from freight import LLM, SamplingParams
+from freight.config.engine import EngineArgs
+from freight.engine.fingerprint import fingerprint
+from freight.errors import ConfigError
+from freight.evaluate.grid import GridArgs, evaluate_grid
+from freight.evaluate.report import compare_caches
+from freight.models.open import open_model
+
+FOLDER = Path(__file__).parents[1] / "fixtures/hybrids/delta_net"
+TEXT = (Path(__file__).parents[2] / "src/freight/demo/heldout.txt").read_text()[:6000]
+FORMATS = ["float32", "bfloat16", "int8", "fp8", "fp8_e4m3fnuz"]
+DRAWN = SamplingParams(max_tokens=20, temperature=0.9, seed=7, logprobs=2, ignore_eos=True)
+
+
+def engine(state_dtype: str = "auto", **options: Any) -> LLM:
+    made: dict[str, Any] = {"kv_cache_memory": "3MiB", "state_every": 32, "max_model_len": 256, **options}
+    return LLM(str(FOLDER), state_dtype=state_dtype, **made)
+
+
+def ids(count: int) -> list[int]:
+    tokenizer = open_model(EngineArgs(str(FOLDER))).load_tokenizer()
+    assert tokenizer is not None
+    return tokenizer.encode(TEXT, add_special_tokens=False)[:count]
+
+
+PROMPTS = [ids(200)[:count] for count in (150, 1, 31, 32, 33, 96, 17, 16)]
+
+
+@pytest.mark.parametrize("state_dtype", FORMATS)
+@pytest.mark.parametrize("cache", ["bfloat16", "fp8"])
+def test_no_company_changes_a_bit(state_dtype: str, cache: str) -> None:
+    """Chunks, one token a step, batches, and prefix hits."""
+    alone = engine(state_dtype, kv_cache_dtype=cache, enable_prefix_caching=False, max_num_batched_tokens=256)
+    plain = [said(alone, [prompt], DRAWN)[0] for prompt in PROMPTS]
+    for chunk in (1, 7, 48):
+        parts = engine(state_dtype, kv_cache_dtype=cache, enable_prefix_caching=False, max_num_batched_tokens=chunk)
+        assert said(parts, PROMPTS[:1] + PROMPTS[4:5], DRAWN) == [plain[0], plain[4]], chunk
+    together = engine(state_dtype, kv_cache_dtype=cache, max_num_batched_tokens=48)
+    assert said(together, PROMPTS, DRAWN) == plain
+    before = together.engine.scheduler.totals.prefix_hits
+    assert said(together, PROMPTS, DRAWN) == plain
+    assert together.engine.scheduler.totals.prefix_hits > before + 200
+    assert together.engine.cache.num_held == 0
+
+
+@pytest.mark.parametrize("state_dtype", FORMATS)
+def test_the_reference_has_the_same_promise(state_dtype: str) -> None:
+    options: dict[str, Any] = {"kernels": "reference", "dtype": "float32", "enable_prefix_caching": False}
+    params = SamplingParams(max_tokens=6, temperature=0.0, logprobs=2)
+    prompts = [PROMPTS[4], PROMPTS[6]]
+    whole, parts = (engine(state_dtype, max_num_batched_tokens=chunk, **options) for chunk in (256, 5))
+    plain = [said(whole, [prompt], params)[0] for prompt in prompts]
+    assert [tokens for tokens, _ in said(parts, prompts, params)] == [tokens for tokens, _ in plain]
+    compiled = engine(state_dtype, dtype="float32")
+    assert [tokens for tokens, _ in said(compiled, prompts, params)] == [tokens for tokens, _ in plain]
+
+
+def test_formats_have_their_own_bits_and_fingerprints() -> None:
+    """`auto` is the format that it stands for."""
+    bits, prints = {}, {}
+    for name in ("auto", *FORMATS):
+        args = EngineArgs(str(FOLDER), state_dtype=name, dtype="bfloat16")
+        opened = open_model(args)
+        config = opened.resolve(args)
+        prints[name] = fingerprint(opened, config, opened.kernels(config), "1")
+        bits[name] = said(engine(name), PROMPTS[:1], DRAWN)[0][1]
+    assert prints["auto"] == prints["bfloat16"]
+    assert bits["auto"] == bits["bfloat16"]
+    assert len(set(prints.values())) == len(set(bits.values())) == len(FORMATS)
+
+
+def test_the_tile_is_in_the_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = set()
+    for tile in (16, 32):
+        monkeypatch.setattr("freight.engine.fingerprint.STATE_TILE", tile)
+        for model in (str(FOLDER), "demo"):
+            opened = open_model(EngineArgs(model))
+            config = opened.resolve(opened.args)
+            found.add((model == "demo", fingerprint(opened, config, opened.kernels(config), "1")))
+    assert len(found) == 3  # a model without states has no tile
+
+
+# Bytes of 3 layers beside the 4 heads of 64 x 64 values: 16 rows of 2 keys and 4 values of 64 channels and 3 columns of
+# 512 inputs in bfloat16, 16 decays of 4 heads in float32.
+REST = 3 * (2 * 16 * (2 + 4) * 64 + 2 * 3 * 512 + 4 * 16 * 4)
+
+
+@pytest.mark.parametrize(("state_dtype", "size"), [("float32", 4), ("bfloat16", 2), ("int8", 1), ("fp8", 1)])
+def test_the_line_at_start_says_what_a_format_saves(
+    state_dtype: str, size: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "freight"):
+        llm = engine(state_dtype)
+    line = next(message for message in caplog.messages if message.startswith("KV cache"))
+    taken = REST + 3 * 4 * 64 * 64 * size + (3 * 2 * 4 * 64 if size == 1 else 0)
+    whole = REST + 3 * 4 * 64 * 64 * 4
+    name = "fp8_e4m3fn" if state_dtype == "fp8" else state_dtype
+    wanted = f"states: {name}, rounded every 16 tokens; a sequence has {taken / 1024:.1f} KiB"
+    wanted += f", in float32 {whole / 1024:.1f} KiB; "
+    if size == 4:
+        wanted = f"states: float32; a sequence has {whole / 1024:.1f} KiB; "
+    assert wanted in line
+    assert llm.engine.runner.pool.spec.bytes_per_state == taken
+
+
+def test_a_model_without_states_refuses_it_before_weights_are_read() -> None:
+    with pytest.raises(
+        ConfigError, match=r"--state-dtype int8: no layer of this model \(\w+\) keeps a recurrent state"
+    ):
+        LLM("demo", state_dtype="int8")
+
+
+def test_evaluation_stores_states_as_the_engine_would() -> None:
+    """Beside 16 bits unquantized; an 8-bit format beside a 16-bit cache is a row of its own."""
+    args = EngineArgs(str(FOLDER), state_dtype="int8")
+    plain, kept = compare_caches(args, [("bfloat16", "auto")], TEXT, window=128, max_tokens=256)
+    assert plain.mean_kl == 0.0 < kept.mean_kl < 1e-3
+    assert plain.bytes_per_token == kept.bytes_per_token
+    grid = GridArgs(caches=("token", "e5m2", "unit"), window=128, max_tokens=256, speed=False)
+    for asked, wanted in (("auto", "int8"), ("float32", "float32")):
+        opened = open_model(EngineArgs(str(FOLDER), state_dtype=asked))
+        assert opened.resolve(EngineArgs(str(FOLDER), state_dtype=asked, kv_cache_dtype="fp8")).kv.state == wanted
+    runs = [
+        [one.kl_mean for one in evaluate_grid(EngineArgs(str(FOLDER), state_dtype=asked), [TEXT], grid).runs]
+        for asked in ("auto", "int8", "float32", "fp8")
+    ]
+    assert runs[0] == runs[1]
+    assert runs[0] != runs[2] != runs[3] != runs[0]
+
+
+def test_config_json_may_name_the_publishers_dtype(tmp_path: Path) -> None:
+    """It changes neither bits nor fingerprint: `--state-dtype float32` is what asks for it."""
+    for file in FOLDER.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "config.json").unlink()
+    config = json.loads((FOLDER / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "mamba_ssm_dtype": "float32"}))
+    named = LLM(str(tmp_path), kv_cache_memory="3MiB", state_every=32, max_model_len=256)
+    assert said(named, PROMPTS[:1], DRAWN) == said(engine(), PROMPTS[:1], DRAWN)
