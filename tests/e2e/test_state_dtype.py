@@ -24,7 +24,7 @@ from freight.models.open import open_model
 FOLDER = Path(__file__).parents[1] / "fixtures/hybrids/delta_net"
 TEXT = (Path(__file__).parents[2] / "src/freight/demo/heldout.txt").read_text()[:6000]
 FORMATS = ["float32", "bfloat16", "int8", "fp8", "fp8_e4m3fnuz"]
-DRAWN = SamplingParams(max_tokens=20, temperature=0.9, seed=7, logprobs=2, ignore_eos=True)
+DRAWN = SamplingParams(max_tokens=12, temperature=0.9, seed=7, logprobs=2, ignore_eos=True)
 
 
 def engine(state_dtype: str = "auto", **options: Any) -> LLM:
@@ -41,13 +41,14 @@ def ids(count: int) -> list[int]:
 PROMPTS = [ids(200)[:count] for count in (150, 1, 31, 32, 33, 96, 17, 16)]
 
 
-@pytest.mark.parametrize("state_dtype", FORMATS)
-@pytest.mark.parametrize("cache", ["bfloat16", "fp8"])
+@pytest.mark.parametrize(
+    ("state_dtype", "cache"), [*((one, "bfloat16") for one in FORMATS), ("int8", "fp8"), ("float32", "fp8")]
+)
 def test_no_company_changes_a_bit(state_dtype: str, cache: str) -> None:
     """Chunks, one token a step, batches, and prefix hits."""
     alone = engine(state_dtype, kv_cache_dtype=cache, enable_prefix_caching=False, max_num_batched_tokens=256)
     plain = [said(alone, [prompt], DRAWN)[0] for prompt in PROMPTS]
-    for chunk in (1, 7, 48):
+    for chunk in (1, 7):
         parts = engine(state_dtype, kv_cache_dtype=cache, enable_prefix_caching=False, max_num_batched_tokens=chunk)
         assert said(parts, PROMPTS[:1] + PROMPTS[4:5], DRAWN) == [plain[0], plain[4]], chunk
     together = engine(state_dtype, kv_cache_dtype=cache, max_num_batched_tokens=48)

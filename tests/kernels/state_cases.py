@@ -15,7 +15,7 @@ from freight.operands.batch import Sequences
 from freight.operands.states import States
 from freight.operands.tiles import STATE_TILE
 
-STATE_FORMATS = (Format.FLOAT32, Format.BFLOAT16, Format.INT8, Format.E4M3FN)
+STATE_FORMATS = (Format.FLOAT32, Format.BFLOAT16, Format.INT8, Format.E4M3FN, Format.E4M3FNUZ)
 
 
 @dataclass(frozen=True)

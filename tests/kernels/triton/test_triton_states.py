@@ -71,7 +71,9 @@ def assert_near(found: Tensor, wanted: Tensor, share: float) -> None:
     assert (found.float() - wanted.float()).abs().max() <= share * wanted.float().abs().max()
 
 
-CUTS = {Format.FLOAT32: (1,), Format.BFLOAT16: (7,), Format.INT8: (16, 3), Format.E4M3FN: (33, 1)}
+CUTS = {
+    Format.FLOAT32: (1,), Format.BFLOAT16: (7,), Format.INT8: (16, 3), Format.E4M3FN: (33, 1), Format.E4M3FNUZ: (5,)
+}  # fmt: skip
 # in every run, each with one cut; the others, and all cuts of all, are slow
 OFTEN = [
     (True, torch.float32, Format.FLOAT32),

@@ -71,6 +71,7 @@ _TEXT = Family(
         "num_attention_heads": 16,
         "num_key_value_heads": 4,
     },
+    # mamba_ssm_dtype: what the publisher's code stores states in; --state-dtype chooses it here
     _KEYS | words("mtp_num_hidden_layers mtp_use_dedicated_embeddings mamba_ssm_dtype mlp_only_layers"),
     fixed={"attn_output_gate": (True,), "mlp_only_layers": (), "output_gate_type": ("swish", "silu")},  # of gated norms
     bias_keys=ATTENTION_BIAS,
