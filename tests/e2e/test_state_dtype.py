@@ -17,6 +17,7 @@ from freight import LLM, SamplingParams
 from freight.config.engine import EngineArgs
 from freight.engine.fingerprint import fingerprint
 from freight.errors import ConfigError
+from freight.evaluate.advice import how_to
 from freight.evaluate.grid import GridArgs, evaluate_grid
 from freight.evaluate.report import compare_caches
 from freight.models.open import open_model
@@ -136,12 +137,29 @@ def test_evaluation_stores_states_as_the_engine_would() -> None:
     for asked, wanted in (("auto", "int8"), ("float32", "float32")):
         opened = open_model(EngineArgs(str(FOLDER), state_dtype=asked))
         assert opened.resolve(EngineArgs(str(FOLDER), state_dtype=asked, kv_cache_dtype="fp8")).kv.state == wanted
-    runs = [
-        [one.kl_mean for one in evaluate_grid(EngineArgs(str(FOLDER), state_dtype=asked), [TEXT], grid).runs]
+    found = {
+        asked: evaluate_grid(EngineArgs(str(FOLDER), state_dtype=asked), [TEXT], grid)
         for asked in ("auto", "int8", "float32", "fp8")
-    ]
+    }
+    runs = [[one.kl_mean for one in evaluation.runs] for evaluation in found.values()]
     assert runs[0] == runs[1]
     assert runs[0] != runs[2] != runs[3] != runs[0]
+    assert [one.state_dtype for one in found["auto"].runs] == ["bfloat16", "int8", "int8", "int8"]
+    assert [one.state_dtype for one in found["float32"].runs] == ["float32"] * 4
+    for asked, option in (("auto", ""), ("int8", " --state-dtype int8"), ("fp8", " --state-dtype fp8_e4m3fn")):
+        command = how_to(found[asked].runs[1], found[asked].overview)
+        assert command == f"freight serve {FOLDER} --kv-cache-dtype fp8 --kv-scales dynamic{option}"
+
+
+def test_states_alone_are_evaluated_beside_16_bits() -> None:
+    args = EngineArgs(str(FOLDER), kv_cache_dtype="bfloat16", state_dtype="int8")
+    evaluation = evaluate_grid(args, [TEXT], GridArgs(window=128, max_tokens=256, speed=False, per_layer=True))
+    assert [(one.name, one.state_dtype) for one in evaluation.runs] == [
+        ("16 bits", "bfloat16"),
+        ("bfloat16, states int8", "int8"),
+    ]
+    assert evaluation.runs[1].kl_mean > 0.0
+    assert evaluation.runs[1].layer_kl == [0.0] * 4  # of pages, which are the same
 
 
 def test_config_json_may_name_the_publishers_dtype(tmp_path: Path) -> None:

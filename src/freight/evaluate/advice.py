@@ -57,6 +57,7 @@ def how_to(run: Figures, over: Overview) -> str:
     """The command line that gives this setting, with what `freight evaluate` was given for it."""
     model = shlex.quote(over.model)
     more = f" --quantization {over.quantization}" if over.quantization else ""
+    more += f" --state-dtype {run.state_dtype}" if over.state_dtype != "auto" else ""
     if run.granularity is None:
         return f"freight serve {model} --kv-cache-dtype {run.kv_cache_dtype}{more}"
     more += f" {FLAG} {','.join(map(str, over.skipped_layers))}" if over.skipped_layers else ""

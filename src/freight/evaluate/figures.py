@@ -31,6 +31,7 @@ class Figures:
     """One setting. KL in nats per token, against the first; intervals are of 95 %, None below `safety.MIN_UNITS`.
 
     layers             dtype and granularity of each layer where they differ; else None
+    state_dtype        how recurrent states are stored; None: no layer keeps one
     verdict            whether it may be recommended (`safety`), and why not
     perplexity_ratio   to the first setting's perplexity
     layer_errors       by layer, relative errors of `k`, `v` and `attention` (`stored_error`)
@@ -47,6 +48,7 @@ class Figures:
     granularity: str | None
     scale_source: str | None
     layers: list[dict[str, str | None]] | None
+    state_dtype: str | None
     centered: bool
     verdict: Verdict
     reasons: tuple[str, ...]
@@ -80,8 +82,9 @@ class Figures:
 class Overview:
     """What was measured. Bytes are of the first setting's weights; `window` is the tokens judged together.
 
-    `kv_scales`, `quantization`, `calibration_data` and `skipped_layers` are the options as given, for the command that
-    repeats a setting; `chosen_by_layer`: the checkpoint has a choice of its own for each layer (`KVScales.mixed`).
+    `kv_scales`, `quantization`, `calibration_data`, `skipped_layers` and `state_dtype` are the options as given, for
+    the command that repeats a setting; `chosen_by_layer`: the checkpoint has a choice of its own for each layer
+    (`KVScales.mixed`).
     """
 
     model: str
@@ -96,6 +99,7 @@ class Overview:
     calibration_data: str | None = None
     skipped_layers: Sequence[str | int] = ()
     chosen_by_layer: bool = False
+    state_dtype: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -257,6 +261,7 @@ def _figures(
         granularity=names["granularity"],
         scale_source=names["scale_source"],
         layers=kv.layer_names(),
+        state_dtype=None if kv.state is None else str(kv.state),
         centered=kv.scales is not None and any(layer is not None and layer.k_center for layer in kv.scales.layers),
         verdict=judged.verdict,
         reasons=judged.reasons,

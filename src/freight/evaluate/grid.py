@@ -117,7 +117,7 @@ def evaluate_grid(
     notes = (*_notes(args, grid, static, scales, samples), *_skip_notes(opened, plain))
     sizes = (str(plain.weight_format), size.layers, size.embeddings)
     given = (args.quantization_param_path or args.kv_scales, args.quantization, grid.calibration_data)
-    layers = (args.kv_cache_dtype_skip_layers, bool(opened.kv_scales.mixed))
+    layers = (args.kv_cache_dtype_skip_layers, bool(opened.kv_scales.mixed), args.state_dtype)
     overview = Overview(args.model, source, *sizes, length, notes, *given, *layers)
     evaluation = summarize(overview, [setting[:2] for setting in settings], runs, parts, speeds, worst)
     return replace(evaluation, seconds=time.perf_counter() - begin, calibration_seconds=calibrated.forward_seconds)
@@ -153,7 +153,8 @@ def _fp8(opened: OpenModel) -> EngineConfig:
 
 def _state(opened: OpenModel) -> Format | None:
     """How states are stored beside a cache of 8 bits."""
-    args = replace(opened.args.with_plain_cache("fp8"), state_dtype=opened.args.state_dtype)
+    plain = opened.args.with_plain_cache("fp8")
+    args = replace(plain, kv_scales="dynamic", state_dtype=opened.args.state_dtype)
     return opened.resolve(args).kv.state
 
 
@@ -190,7 +191,9 @@ def _caches(
 
 
 def _named(kv: KVCacheConfig) -> str:
-    return f"{kv.granularity}, {kv.scale_source}" if kv.granularity else str(kv.format)
+    if kv.granularity:
+        return f"{kv.granularity}, {kv.scale_source}"
+    return f"{kv.format}, states {kv.state}" if kv.state else str(kv.format)
 
 
 def _samples(opened: OpenModel, grid: GridArgs, length: int) -> list[list[int]]:

@@ -84,7 +84,7 @@ def compare_tasks(
     asked = replace(args.with_cache(cache[0]), kv_scales=cache[1])
     plain = _plain(args)
     opened = open_model(asked)
-    if opened.resolve(asked).kv.format is opened.resolve(plain).kv.format:
+    if opened.resolve(asked).kv.stores == opened.resolve(plain).kv.stores:
         raise ConfigError(f"--tasks compares a cache with {plain.kv_cache_dtype}: ask for another --kv-cache-dtype")
     caches, found = [], []
     for one in (plain, asked):
