@@ -111,7 +111,7 @@ def _print(model: str, made: Plan) -> None:
 
 
 def _states(made: Plan) -> str:
-    """What a request's states take, beside a cache of 16 bits and, if it is less, beside one of 8."""
+    """What a request's states take: beside a cache of 16 bits, beside one of 8 where that differs, and in float32."""
     from freight.evaluate.capacity import size
 
     plain, eight = made.settings[0].spec, made.settings[-1].spec
@@ -120,6 +120,8 @@ def _states(made: Plan) -> str:
         line += f" in {plain.state_format}"
     if eight.state_format is not plain.state_format:
         line += f", {size(eight.bytes_per_state)} in {eight.state_format} beside 8-bit caches"
+    if eight.bytes_per_state < eight.float32_bytes_per_state:
+        line += f" (in float32 {size(eight.float32_bytes_per_state)})"
     return f"{line}, and as much again for those that stay behind every {plain.state_every:,} tokens."
 
 

@@ -224,3 +224,20 @@ def test_what_modelopt_declares_beside_is_read() -> None:
     config, beside = read_config_only(str(folder))
     assert config["model_type"] == "llama"
     assert beside is not None
+
+
+@pytest.mark.parametrize(
+    ("asked", "said_of_it"),
+    [
+        ("auto", "87.0 MiB for each request in bfloat16, 51.5 MiB in int8 beside 8-bit caches (in float32 159.0 MiB)"),
+        ("int8", "51.5 MiB for each request in int8 (in float32 159.0 MiB)"),
+        ("float32", "159.0 MiB for each request in float32"),
+    ],
+)
+def test_states_by_format(freight: Run, asked: str, said_of_it: str) -> None:
+    """Of Qwen3.5-27B: 48 layers with 48 heads of 128 x 128 and 16 of keys; the convolution sees 10,240 channels."""
+    published = Path(__file__).parents[2] / "fixtures/published/Qwen--Qwen3.5-27B.json"
+    memory = ("--memory", "80GiB", "--context", "8192", "--device", "cuda")
+    printed = freight("plan", str(published), *memory, "--state-dtype", asked).out
+    assert f"A part of it is for states: {said_of_it}, and as much again for those that stay behind every" in printed
+    assert (f"--state-dtype {asked}" in printed.splitlines()[-1]) is (asked != "auto")
