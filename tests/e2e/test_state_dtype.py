@@ -133,22 +133,39 @@ def test_evaluation_stores_states_as_the_engine_would() -> None:
     plain, kept = compare_caches(args, [("bfloat16", "auto")], TEXT, window=128, max_tokens=256)
     assert plain.mean_kl == 0.0 < kept.mean_kl < 1e-3
     assert plain.bytes_per_token == kept.bytes_per_token
-    grid = GridArgs(caches=("token", "e5m2", "unit"), window=128, max_tokens=256, speed=False)
-    for asked, wanted in (("auto", "int8"), ("float32", "float32")):
-        opened = open_model(EngineArgs(str(FOLDER), state_dtype=asked))
-        assert opened.resolve(EngineArgs(str(FOLDER), state_dtype=asked, kv_cache_dtype="fp8")).kv.state == wanted
-    found = {
-        asked: evaluate_grid(EngineArgs(str(FOLDER), state_dtype=asked), [TEXT], grid)
-        for asked in ("auto", "int8", "float32", "fp8")
-    }
-    runs = [[one.kl_mean for one in evaluation.runs] for evaluation in found.values()]
-    assert runs[0] == runs[1]
-    assert runs[0] != runs[2] != runs[3] != runs[0]
-    assert [one.state_dtype for one in found["auto"].runs] == ["bfloat16", "int8", "int8", "int8"]
-    assert [one.state_dtype for one in found["float32"].runs] == ["float32"] * 4
-    for asked, option in (("auto", ""), ("int8", " --state-dtype int8"), ("fp8", " --state-dtype fp8_e4m3fn")):
-        command = how_to(found[asked].runs[1], found[asked].overview)
-        assert command == f"freight serve {FOLDER} --kv-cache-dtype fp8 --kv-scales dynamic{option}"
+
+
+@pytest.mark.parametrize(
+    ("options", "rows"),
+    [
+        ({}, [("token", "bfloat16"), ("states int8", "int8"), ("states fp8_e4m3fn", "fp8_e4m3fn")]),
+        ({"state_dtype": "float32"}, [("token", "float32")]),
+        ({"state_dtype": "fp8"}, [("token", "bfloat16"), ("states fp8_e4m3fn", "fp8_e4m3fn")]),
+    ],
+)
+def test_evaluation_measures_states_apart(options: dict[str, str], rows: list[tuple[str, str]]) -> None:
+    args = EngineArgs(str(FOLDER), **options)
+    grid = GridArgs(caches=("token",), window=128, max_tokens=256, speed=False)
+    evaluation = evaluate_grid(args, [TEXT], grid)
+    first, *others = evaluation.runs
+    assert first.state_dtype == rows[0][1]
+    assert [(one.name, one.state_dtype) for one in others] == rows
+    assert all(one.kl_mean > 0 for one in others)
+    command = f"freight serve {FOLDER} --kv-cache-dtype fp8 --kv-scales dynamic --state-dtype {rows[0][1]}"
+    assert how_to(others[0], evaluation.overview) == command
+
+
+@pytest.mark.parametrize("state_dtype", ["auto", "fp8"])
+def test_a_cache_that_is_asked_for_is_measured_by_its_parts_and_whole(state_dtype: str) -> None:
+    args = EngineArgs(str(FOLDER), kv_cache_dtype="fp8", state_dtype=state_dtype)
+    name = "int8" if state_dtype == "auto" else "fp8_e4m3fn"
+    evaluation = evaluate_grid(args, [TEXT], GridArgs(window=128, max_tokens=256, speed=False))
+    assert [(one.name, one.kv_cache_dtype, one.state_dtype) for one in evaluation.runs] == [
+        ("16 bits", "bfloat16", "bfloat16"),
+        ("token, dynamic", "fp8_e4m3fn", "bfloat16"),
+        (f"states {name}", "bfloat16", name),
+        (f"token, dynamic, states {name}", "fp8_e4m3fn", name),
+    ]
 
 
 def test_states_alone_are_evaluated_beside_16_bits() -> None:
@@ -156,10 +173,28 @@ def test_states_alone_are_evaluated_beside_16_bits() -> None:
     evaluation = evaluate_grid(args, [TEXT], GridArgs(window=128, max_tokens=256, speed=False, per_layer=True))
     assert [(one.name, one.state_dtype) for one in evaluation.runs] == [
         ("16 bits", "bfloat16"),
-        ("bfloat16, states int8", "int8"),
+        ("states int8", "int8"),
     ]
-    assert evaluation.runs[1].kl_mean > 0.0
-    assert evaluation.runs[1].layer_kl == [0.0] * 4  # of pages, which are the same
+    assert evaluation.runs[1].layer_kl is not None
+    assert [kl > 0 for kl in evaluation.runs[1].layer_kl] == [True] * 3 + [False]  # the last one has attention
+
+
+@pytest.mark.parametrize(
+    ("options", "states", "message"),
+    [
+        ({}, ("int4",), "--states 'int4' is unknown: choose among float32, bfloat16, int8 or fp8"),
+        ({"state_dtype": "int8"}, ("fp8",), "--states with --state-dtype: both name what is measured; omit one"),
+        (
+            {"model": "demo"},
+            ("int8",),
+            r"--states int8: no layer of this model \(llama\) keeps a recurrent state; omit",
+        ),
+    ],
+)
+def test_other_states_are_refused(options: dict[str, str], states: tuple[str, ...], message: str) -> None:
+    args = EngineArgs(**{"model": str(FOLDER), **options})
+    with pytest.raises(ConfigError, match=message):
+        evaluate_grid(args, [TEXT], GridArgs(states=states))
 
 
 def test_config_json_may_name_the_publishers_dtype(tmp_path: Path) -> None:

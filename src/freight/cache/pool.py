@@ -145,9 +145,9 @@ class KVPool:
         """The layers with a state, by index."""
         return {index: layer for index, layer in enumerate(self.layers) if isinstance(layer, PagedState)}
 
-    def with_layers(self, paged: Mapping[int, PagedKV]) -> KVPool:
-        """The pool with these in place of the layers with pages, by index."""
-        return replace(self, layers=tuple(paged.get(index, layer) for index, layer in enumerate(self.layers)))
+    def with_layers(self, layers: Mapping[int, PagedKV | PagedState]) -> KVPool:
+        """The pool with these in place of its own, by index."""
+        return replace(self, layers=tuple(layers.get(index, layer) for index, layer in enumerate(self.layers)))
 
     @property
     def values_per_token(self) -> int:

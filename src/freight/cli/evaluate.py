@@ -6,7 +6,6 @@ import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,6 +34,10 @@ Tokens = Annotated[int | None, typer.Option(metavar="TOKENS", min=2, help="Token
 MaxTokens = Annotated[int | None, typer.Option(metavar="COUNT", min=2, help="Judge the first tokens only.")]
 Caches = Annotated[
     str | None, typer.Option(metavar="LIST", help="Of unit,tensor,head,channel,token,e5m2,centered,int8.")
+]
+States = Annotated[
+    str | None,
+    typer.Option(metavar="LIST", help="Formats of recurrent states to measure: float32,bfloat16,int8,fp8."),
 ]
 Weights = Annotated[
     str | None, typer.Option(metavar="LIST", help="Weights to measure as well: fp8,fp8-channel,fp8-block.")
@@ -69,6 +72,7 @@ def evaluate(
     window: Tokens = None,
     max_tokens: MaxTokens = None,
     caches: Caches = None,
+    states: States = None,
     weights: Weights = None,
     calibration_data: CalibrationData = None,
     speed: Speed = True,
@@ -89,7 +93,8 @@ def evaluate(
     _refuse_unused(
         {"--tasks": tasks, "--long": long, "--per-layer": per_layer},
         {"--data": data, "--field": field, "--window": window, "--max-tokens": max_tokens, "--caches": caches}
-        | {"--weights": weights, "--calibration-data": calibration_data, "--no-speed": not speed, "--report": report}
+        | {"--states": states, "--weights": weights, "--calibration-data": calibration_data}
+        | {"--no-speed": not speed, "--report": report}
         | {"--include-path": include_path, "--limit": limit, "--num-fewshot": num_fewshot, "--contexts": contexts},
     )
     named = args.quantization_param_path or args.kv_scales != "auto" or args.kv_cache_dtype != "auto"
@@ -113,13 +118,14 @@ def evaluate(
         show_layers(args, path, field, window, as_json)
         return
     lists = _list(caches), _list(weights) or ()
-    _evaluate_grid(args, path, field, (*lists, calibration_data, window, max_tokens, speed), report, as_json)
+    options = *lists, calibration_data, window, max_tokens, speed, report is not None, _list(states)
+    _evaluate_grid(args, path, field, options, report, as_json)
 
 
 _UNSET = {"--field": "text", "--contexts": 16, "--no-speed": False}  # what stands for "not given"; else None
 _TEXT = frozenset(("--data", "--field", "--window"))
 _USED = {  # by each measurement; "": that of the caches over a text
-    "": _TEXT | {"--max-tokens", "--caches", "--weights", "--calibration-data", "--no-speed", "--report"},
+    "": _TEXT | {"--max-tokens", "--caches", "--states", "--weights", "--calibration-data", "--no-speed", "--report"},
     "--tasks": frozenset(("--include-path", "--limit", "--num-fewshot")),
     "--long": _TEXT | {"--contexts"},
     "--per-layer": _TEXT,
@@ -145,7 +151,7 @@ def _refuse_unused(kinds: Mapping[str, object], options: Mapping[str, object]) -
 def _evaluate_grid(
     args: EngineArgs, path: Path, field: str, options: tuple[Any, ...], report: Path | None, as_json: bool
 ) -> None:
-    """Every cache over the text. `options`: the fields of GridArgs but `per_layer`."""
+    """Every cache over the text. `options`: the fields of GridArgs."""
     if report is not None:
         require_writable(report)
     log_to_stderr()
@@ -155,7 +161,7 @@ def _evaluate_grid(
     from freight.evaluate.report_page import write_report
     from freight.evaluate.table import legend, speed_table, table
 
-    grid = replace(GridArgs(*options), per_layer=report is not None)
+    grid = GridArgs(*options)
     with progress("evaluating") as on_progress:
         evaluation = evaluate_grid(args, read_documents(path, field), grid, on_progress, path.name)
     if report is not None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from freight.config.skip_layers import FLAG
 from freight.evaluate.figures import Evaluation, Figures, Overview
 from freight.evaluate.safety import CLIPPED, KL, RATIO, SAME_TOP, Verdict
+from freight.evaluate.table import nats
 
 NEAR = 1.05  # of the fewest bytes: a cache within this factor is as small
 BOUNDS = (
@@ -47,17 +48,34 @@ def recommended(evaluation: Evaluation) -> Figures | None:
     return min((run for run in safe if run.bytes_per_token <= NEAR * fewest), key=lambda run: run.kl_mean)
 
 
+def recommended_states(evaluation: Evaluation) -> Figures | None:
+    """As `recommended`, of the settings that differ from the first in their states alone."""
+    safe = [run for run in _smaller_states(evaluation) if run.verdict is Verdict.SAFE]
+    if not safe:
+        return None
+    fewest = min(run.bytes_per_state for run in safe)
+    return min((run for run in safe if run.bytes_per_state <= NEAR * fewest), key=lambda run: run.kl_mean)
+
+
+def _smaller_states(evaluation: Evaluation) -> list[Figures]:
+    first, *others = evaluation.runs
+    alike = (run for run in others if (run.weights, run.bytes_per_token) == (first.weights, first.bytes_per_token))
+    return [run for run in alike if run.bytes_per_state < first.bytes_per_state]
+
+
 def _smaller(evaluation: Evaluation) -> list[Figures]:
     """The caches that could be taken in the place of the first."""
     first, *others = evaluation.runs
-    return [run for run in others if run.weights == first.weights and run.bytes_per_token < first.bytes_per_token]
+    alike = (run for run in others if (run.weights, run.state_dtype) == (first.weights, first.state_dtype))
+    return [run for run in alike if run.bytes_per_token < first.bytes_per_token]
 
 
 def how_to(run: Figures, over: Overview) -> str:
     """The command line that gives this setting, with what `freight evaluate` was given for it."""
     model = shlex.quote(over.model)
     more = f" --quantization {over.quantization}" if over.quantization else ""
-    more += f" --state-dtype {run.state_dtype}" if over.state_dtype != "auto" else ""
+    if run.state_dtype is not None:
+        more += f" --state-dtype {'fp8' if 'e4m3' in run.state_dtype else run.state_dtype}"
     if run.granularity is None:
         return f"freight serve {model} --kv-cache-dtype {run.kv_cache_dtype}{more}"
     more += f" {FLAG} {','.join(map(str, over.skipped_layers))}" if over.skipped_layers else ""
@@ -78,8 +96,31 @@ def how_to(run: Figures, over: Overview) -> str:
 def advice(evaluation: Evaluation) -> Advice:
     """The setting to take with the reasons, or why none is."""
     first, chosen, over = evaluation.runs[0], recommended(evaluation), evaluation.overview
+    states = recommended_states(evaluation) or first
+    command = how_to(replace(chosen or first, state_dtype=states.state_dtype), over)
+    found = _of_pages(evaluation, chosen, command)
+    return replace(found, text=found.text + _of_states(evaluation, states))
+
+
+def _of_states(evaluation: Evaluation, chosen: Figures) -> str:
+    """The format of states to take, in a sentence; "" where no smaller one was measured."""
+    first, smaller = evaluation.runs[0], _smaller_states(evaluation)
+    if chosen is first and not smaller:
+        return ""
+    if chosen is first:
+        found = ", ".join(f"{run.state_dtype} {run.verdict}" for run in smaller)
+        return f" States stay in {first.state_dtype}: {found}."
+    share = chosen.bytes_per_state / first.bytes_per_state
+    return (
+        f" States, measured apart from keys and values: take {chosen.state_dtype}, {share:.2f} of the bytes, mean KL "
+        f"{nats(chosen.kl_mean)}."
+    )
+
+
+def _of_pages(evaluation: Evaluation, chosen: Figures | None, command: str) -> Advice:
+    first = evaluation.runs[0]
     if chosen is None:
-        return _none(evaluation, how_to(first, over))
+        return _none(evaluation, command)
     assert chosen.perplexity_ratio_interval is not None, "what is safe has intervals"
     low, high = chosen.perplexity_ratio_interval
     sample = evaluation.sample
@@ -93,7 +134,7 @@ def advice(evaluation: Evaluation) -> Advice:
         f"most likely next token stays the same {chosen.same_top:.1%} of the time. Among the smallest caches that are "
         f"safe on this text it changes the model's answers least. Safe means: {BOUNDS}. {_speed(chosen, first)}"
     )
-    return Advice(Verdict.SAFE, chosen, text.rstrip(), how_to(chosen, over))
+    return Advice(Verdict.SAFE, chosen, text.rstrip(), command)
 
 
 def _none(evaluation: Evaluation, command: str) -> Advice:

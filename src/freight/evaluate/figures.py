@@ -31,7 +31,7 @@ class Figures:
     """One setting. KL in nats per token, against the first; intervals are of 95 %, None below `safety.MIN_UNITS`.
 
     layers             dtype and granularity of each layer where they differ; else None
-    state_dtype        how recurrent states are stored; None: no layer keeps one
+    state_dtype        how recurrent states are stored; None: no layer keeps one. bytes_per_state: of one sequence
     verdict            whether it may be recommended (`safety`), and why not
     perplexity_ratio   to the first setting's perplexity
     layer_errors       by layer, relative errors of `k`, `v` and `attention` (`stored_error`)
@@ -64,6 +64,7 @@ class Figures:
     same_top_interval: Interval | None
     bytes_per_token: int
     tokens_per_gib: int
+    bytes_per_state: int
     clipped_share: float
     flushed_share: float
     layer_errors: list[dict[str, float]]
@@ -82,9 +83,8 @@ class Figures:
 class Overview:
     """What was measured. Bytes are of the first setting's weights; `window` is the tokens judged together.
 
-    `kv_scales`, `quantization`, `calibration_data`, `skipped_layers` and `state_dtype` are the options as given, for
-    the command that repeats a setting; `chosen_by_layer`: the checkpoint has a choice of its own for each layer
-    (`KVScales.mixed`).
+    `kv_scales`, `quantization`, `calibration_data` and `skipped_layers` are the options as given, for the command that
+    repeats a setting; `chosen_by_layer`: the checkpoint has a choice of its own for each layer (`KVScales.mixed`).
     """
 
     model: str
@@ -99,7 +99,6 @@ class Overview:
     calibration_data: str | None = None
     skipped_layers: Sequence[str | int] = ()
     chosen_by_layer: bool = False
-    state_dtype: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -261,7 +260,7 @@ def _figures(
         granularity=names["granularity"],
         scale_source=names["scale_source"],
         layers=kv.layer_names(),
-        state_dtype=None if kv.state is None else str(kv.state),
+        state_dtype=None if spec.state_format is None else str(spec.state_format),
         centered=kv.scales is not None and any(layer is not None and layer.k_center for layer in kv.scales.layers),
         verdict=judged.verdict,
         reasons=judged.reasons,
@@ -277,6 +276,7 @@ def _figures(
         same_top_interval=of_same,
         bytes_per_token=spec.bytes_per_token,
         tokens_per_gib=spec.tokens_in(GIB),
+        bytes_per_state=spec.bytes_per_state,
         clipped_share=clipped,
         flushed_share=run.probe.flushed_share,
         layer_errors=run.probe.errors,

@@ -2,6 +2,8 @@
 
 Without options: a 16-bit cache, E4M3 with every source of scales, E5M2, and centered keys where a layer gains from
 them. Static scales are those of the checkpoint, or else measured on calibration text before the pass (`static_scales`).
+Where layers keep states, each format of theirs is a setting of its own, beside keys and values as in the first: what
+pages cost and what states cost stand apart.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from freight.tokenizer import Tokenizer
 CACHES = ("unit", "tensor", "head", "channel", "token", "e5m2", "centered")
 OTHERS = ("int8",)  # measured when asked for
 STATIC = ("tensor", "head", "channel", "centered")
+STATES = ("float32", "bfloat16", "int8", "fp8")
 SAMPLES, SAMPLE_TOKENS = 32, 512  # calibration text, at most
 
 
@@ -45,6 +48,8 @@ class GridArgs:
     """What is measured, beside the engine's own options.
 
     caches            names of CACHES and OTHERS; None: those of CACHES, or the one that the engine's options name
+    states            names of STATES; None: where layers keep states, those that the engine's options choose, or else
+                      those of at most 16 bits
     weights           schemes of weights, each measured with a 16-bit and with a `token` cache
     calibration_data  for static scales that the checkpoint does not have; None: text that ships with Freight
     window            tokens judged together; max_tokens: of the documents, this many count
@@ -59,6 +64,7 @@ class GridArgs:
     max_tokens: int | None = None
     speed: bool = True
     per_layer: bool = False
+    states: tuple[str, ...] | None = None
 
 
 def evaluate_grid(
@@ -79,6 +85,7 @@ def evaluate_grid(
     names = _names(args, grid, opened.model)
     check_schemes(opened, grid.weights, args.quantization)
     chosen = opened.resolve(args) if not names else None
+    states = _states(opened, plain, chosen, grid)
     length = window_length(grid.window, plain.max_model_len)
     parts = cut_documents(opened, documents, length, grid.max_tokens)
     if opened.model.foreign is not None and grid.caches is None:
@@ -98,13 +105,16 @@ def evaluate_grid(
         scales = calibrated.scales
         caches = [("16 bits", plain)]
         if chosen is None:
-            caches += _caches(opened, plain, eight, names, scales)
-        elif chosen.kv.stores != plain.kv.stores:
-            caches.append((_named(chosen.kv), chosen))
+            caches += [(name, _with_state(one, plain)) for name, one in _caches(opened, plain, eight, names, scales)]
+        elif chosen.kv.format is not plain.kv.format:
+            caches.append((_named(chosen.kv), _with_state(chosen, plain)))
+        caches += states
+        if chosen is not None and all(one.kv.stores != chosen.kv.stores for _, one in caches):
+            caches.append((f"{_named(chosen.kv)}, states {chosen.kv.state}", chosen))
         settings = [(name, "as stored", decoder, config) for name, config in caches]
         for scheme in grid.weights:
             rounded = load_rounded(opened, plain, scheme, longest)
-            token = opened.skipping(replace(plain, kv=_token(opened)))
+            token = opened.skipping(replace(plain, kv=KVCacheConfig(opened.device.native_e4m3, *_TOKEN, None)))
             settings += [(name, scheme, rounded, config) for name, config in (("16 bits", plain), ("token", token))]
         num_layers = opened.model.num_layers
         runs: list[SettingRun] = [
@@ -117,15 +127,46 @@ def evaluate_grid(
     notes = (*_notes(args, grid, static, scales, samples), *_skip_notes(opened, plain))
     sizes = (str(plain.weight_format), size.layers, size.embeddings)
     given = (args.quantization_param_path or args.kv_scales, args.quantization, grid.calibration_data)
-    layers = (args.kv_cache_dtype_skip_layers, bool(opened.kv_scales.mixed), args.state_dtype)
+    layers = (args.kv_cache_dtype_skip_layers, bool(opened.kv_scales.mixed))
     overview = Overview(args.model, source, *sizes, length, notes, *given, *layers)
     evaluation = summarize(overview, [setting[:2] for setting in settings], runs, parts, speeds, worst)
     return replace(evaluation, seconds=time.perf_counter() - begin, calibration_seconds=calibrated.forward_seconds)
 
 
-def _token(opened: OpenModel) -> KVCacheConfig:
-    format = opened.device.native_e4m3
-    return KVCacheConfig(format, Granularity.TOKEN, ScaleSource.DYNAMIC, None, state=_state(opened))
+_TOKEN = (Granularity.TOKEN, ScaleSource.DYNAMIC)
+
+
+def _states(
+    opened: OpenModel, plain: EngineConfig, chosen: EngineConfig | None, grid: GridArgs
+) -> list[tuple[str, EngineConfig]]:
+    """Settings that differ from `plain` in the format of states alone."""
+    names = grid.states or ()
+    for name in names:
+        if name not in STATES:
+            raise ConfigError(f"--states {name!r} is unknown: choose among {choices(STATES)}")
+    if names and opened.args.state_dtype != "auto":
+        raise ConfigError("--states with --state-dtype: both name what is measured; omit one")
+    if not opened.model.recurrent:
+        if names:
+            raise ConfigError(
+                f"--states {','.join(names)}: no layer of this model ({opened.model.model_type}) keeps a recurrent "
+                "state; omit --states"
+            )
+        return []
+    formats: list[Format | None]
+    if grid.states is not None:
+        formats = [opened.device.native_e4m3 if name == "fp8" else Format(name) for name in names]
+    elif chosen is not None or opened.args.state_dtype != "auto":
+        formats = [(chosen or opened.resolve(opened.args)).kv.state]
+    else:
+        formats = [Format.BFLOAT16, Format.INT8, opened.device.native_e4m3]
+    kinds = [replace(plain.kv, state=format) for format in formats if format is not plain.kv.state]
+    return [(f"states {kv.state}", replace(plain, kv=kv)) for kv in kinds]
+
+
+def _with_state(config: EngineConfig, plain: EngineConfig) -> EngineConfig:
+    """The same with states as in `plain`."""
+    return replace(config, kv=replace(config.kv, state=plain.kv.state))
 
 
 def _names(args: EngineArgs, grid: GridArgs, model: ModelConfig) -> tuple[str, ...]:
@@ -151,13 +192,6 @@ def _fp8(opened: OpenModel) -> EngineConfig:
     return opened.resolve(replace(opened.args, kv_cache_dtype="fp8", kv_scales="dynamic"))
 
 
-def _state(opened: OpenModel) -> Format | None:
-    """How states are stored beside a cache of 8 bits."""
-    plain = opened.args.with_plain_cache("fp8")
-    args = replace(plain, kv_scales="dynamic", state_dtype=opened.args.state_dtype)
-    return opened.resolve(args).kv.state
-
-
 def _caches(
     opened: OpenModel,
     plain: EngineConfig,
@@ -166,15 +200,14 @@ def _caches(
     scales: dict[str, KVScales | None],
 ) -> list[tuple[str, EngineConfig]]:
     """A configuration for each name. A checkpoint's own static scales are one, in the place of all static names."""
-    found, format, state = [], opened.device.native_e4m3, _state(opened)
+    found, format = [], opened.device.native_e4m3
     for name in names:
         if name == "token":
             found.append((name, eight))
         elif name == "unit":
-            kv = KVCacheConfig(format, Granularity.TENSOR, ScaleSource.UNIT, None, state=state)
-            found.append((name, replace(eight, kv=kv)))
+            found.append((name, replace(eight, kv=KVCacheConfig(format, Granularity.TENSOR, ScaleSource.UNIT, None))))
         elif name == "e5m2":
-            kv = KVCacheConfig(Format.E5M2, Granularity.TENSOR, ScaleSource.UNIT, None, state=state)
+            kv = KVCacheConfig(Format.E5M2, Granularity.TENSOR, ScaleSource.UNIT, None)
             found.append((name, replace(plain, kv=kv)))
         elif name == "int8":
             found.append((name, opened.resolve(replace(opened.args, kv_cache_dtype="int8", attention_compute="auto"))))
@@ -185,15 +218,13 @@ def _caches(
                 found.append(("checkpoint", own))
         elif (measured := scales[name]) is not None:
             granularity = Granularity.CHANNEL if name == "centered" else Granularity(name)
-            kv = KVCacheConfig(format, granularity, ScaleSource.CALIBRATED, for_variant(measured, format), state=state)
+            kv = KVCacheConfig(format, granularity, ScaleSource.CALIBRATED, for_variant(measured, format))
             found.append((name, replace(eight, kv=kv)))
     return [(name, opened.skipping(config)) for name, config in found]
 
 
 def _named(kv: KVCacheConfig) -> str:
-    if kv.granularity:
-        return f"{kv.granularity}, {kv.scale_source}"
-    return f"{kv.format}, states {kv.state}" if kv.state else str(kv.format)
+    return f"{kv.granularity}, {kv.scale_source}" if kv.granularity else str(kv.format)
 
 
 def _samples(opened: OpenModel, grid: GridArgs, length: int) -> list[list[int]]:

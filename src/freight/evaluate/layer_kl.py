@@ -1,4 +1,4 @@
-"""The KL that each layer's cache costs alone: one layer in the setting's format, all others in 16 bits.
+"""The KL that each layer's cache costs alone: one layer as the setting stores it, all others as the first one does.
 
 Layers that read the keys and values of another have no cache: what they lose is in the KL of that one, and theirs is 0.
 """
@@ -35,7 +35,9 @@ def layer_kl(runs: Sequence[SettingRun], parts: Sequence[Part], tokens: int = TO
             found.append(None)
             continue
         pool, length = run.runner.pool, max(len(window.token_ids) for window in windows)
-        alone = {layer: _only(first, run, layer, length) for layer, kv in pool.paged.items() if not kv.shared}
+        plain = first.runner.pool.spec.layers
+        changed = [i for i, kept in pool.spec.kept.items() if kept.source is None and kept != plain[i]]
+        alone = {layer: _only(first, run, layer, length) for layer in changed}
         measure([_only(first, first, next(iter(alone)), length), *alone.values()], windows, lambda done, total: None)
         by_layer = {layer: float(one.token_kl.double().mean()) for layer, one in alone.items()}
         found.append([by_layer.get(layer, 0.0) for layer in range(len(pool.layers))])
@@ -45,7 +47,7 @@ def layer_kl(runs: Sequence[SettingRun], parts: Sequence[Part], tokens: int = TO
 def _only(first: SettingRun, run: SettingRun, layer: int, length: int) -> SettingRun:
     """The first setting's run with one layer of `run`'s cache, and with those that read it, in steps of `length`."""
     pool, other = first.runner.pool, run.runner.pool
-    kept = pool.spec.kept
-    layers = {i: other.paged[i] if layer in (i, kept[i].source) else kv for i, kv in pool.paged.items()}
+    readers = {i for i, kept in pool.spec.kept.items() if layer in (i, kept.source)}
+    layers = {i: one for i, one in enumerate(other.layers) if i in readers and one is not None}
     config = replace(first.config, max_num_batched_tokens=length)
     return SettingRun(config, replace(first.runner, pool=pool.with_layers(layers)))

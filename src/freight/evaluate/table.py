@@ -10,10 +10,13 @@ from freight.evaluate.safety import MIN_UNITS, Interval
 def table(evaluation: Evaluation) -> str:
     """A row a setting. KL in nats."""
     several = len({run.weights for run in evaluation.runs}) > 1
+    states = evaluation.runs[0].state_dtype is not None
     headings = [
         *(["weights"] if several else []),
-        *("cache", "format", "verdict", "same top", "mean KL", "clipped", "to zero"),
+        *("cache", "format", *(["states"] if states else []), "verdict"),
+        *("same top", "mean KL", "clipped", "to zero"),
         *("change", "perplexity", "p99 KL", "bytes/token", "tokens/GiB"),
+        *(["bytes/state"] if states else []),
     ]
     rows = [headings]
     for index, run in enumerate(evaluation.runs):
@@ -21,7 +24,7 @@ def table(evaluation: Evaluation) -> str:
         if index == 0:  # it is compared with itself: its intervals say nothing
             cells = [cell.partition(" (")[0] for cell in cells]
         rows.append([*([run.weights] if several else []), *cells])
-    return markdown(rows, num_left=4 if several else 3)
+    return markdown(rows, num_left=3 + several + states)
 
 
 def _row(run: Figures, verdict: str) -> list[str]:
@@ -31,6 +34,7 @@ def _row(run: Figures, verdict: str) -> list[str]:
     return [
         run.name,
         run.kv_cache_dtype,
+        *([] if run.state_dtype is None else [run.state_dtype]),
         verdict,
         _with(f"{run.same_top:.2%}", run.same_top_interval, ".2%"),
         _with(nats(run.kl_mean), run.kl_interval, ""),
@@ -41,6 +45,7 @@ def _row(run: Figures, verdict: str) -> list[str]:
         nats(run.kl_p99),
         str(run.bytes_per_token),
         f"{run.tokens_per_gib:,}",
+        *([] if run.state_dtype is None else [f"{run.bytes_per_state:,}"]),
     ]
 
 
@@ -53,7 +58,9 @@ def _with(figure: str, interval: Interval | None, form: str) -> str:
 
 
 def nats(value: float) -> str:
-    """Five digits behind the point, six for what is small."""
+    """Five digits behind the point, six for what is small, an exponent for what they would make nothing of."""
+    if 0 < abs(value) < 0.00001:
+        return f"{value:.1e}"
     return f"{value:.5f}" if abs(value) >= 0.0005 else f"{value:.6f}"
 
 
