@@ -74,11 +74,15 @@ class PositionScore:
 
 @dataclass(frozen=True)
 class LongScore:
-    """One cache. `positions` is empty without a text, or where the text has no whole window."""
+    """One cache. `positions` is empty without a text, or where the text has no whole window.
+
+    state_dtype   how recurrent states are stored; None: no layer keeps one
+    """
 
     kv_cache_dtype: str
     granularity: str | None
     scale_source: str | None
+    state_dtype: str | None
     depths: list[DepthScore]
     positions: list[PositionScore]
 
@@ -207,6 +211,7 @@ def _score(
         str(names["dtype"]),
         names["granularity"],
         names["scale_source"],
+        None if config.kv.state is None else str(config.kv.state),
         [_depth(depth, contexts, *asked) for depth in depths(length)],
         positions,
     )

@@ -17,34 +17,38 @@ CHANGES = (
     f"— where n is below {MIN_UNITS}, which is too few for an interval."
 )
 
+HEADS = ("KV cache", "scales")
+
 
 def retrieval_rows(scores: Sequence[LongScore]) -> list[Sequence[str]]:
     """A row for each cache, the first with the headings; a column for each depth."""
-    rows: list[Sequence[str]] = [("KV cache", "scales", *(f"{part.depth:,} back" for part in scores[0].depths))]
+    rows: list[Sequence[str]] = [(*HEADS, *(f"{part.depth:,} back" for part in scores[0].depths))]
     for index, score in enumerate(scores):
         cells = []
         for part in score.depths:
             plain = f"{part.gain.mean:+.3f}, {part.found.mean:.1%}"
             cells.append(plain if index == 0 else f"{plain} ({_change(part.gain_change)})")
-        rows.append((score.kv_cache_dtype, _scales(score), *cells))
+        rows.append((*_cache(score), *cells))
     return rows
 
 
 def position_rows(scores: Sequence[LongScore]) -> list[Sequence[str]]:
     """The same of perplexity; the change is in nats a token."""
     heads = (f"{part.start:,} … {part.stop - 1:,}" for part in scores[0].positions)
-    rows: list[Sequence[str]] = [("KV cache", "scales", *heads)]
+    rows: list[Sequence[str]] = [(*HEADS, *heads)]
     for index, score in enumerate(scores):
         cells = []
         for part in score.positions:
             plain = f"{part.perplexity:.3f}"
             cells.append(plain if index == 0 else f"{plain} ({_change(part.nll_change)})")
-        rows.append((score.kv_cache_dtype, _scales(score), *cells))
+        rows.append((*_cache(score), *cells))
     return rows
 
 
-def _scales(score: LongScore) -> str:
-    return f"{score.granularity}, {score.scale_source}" if score.granularity else "none"
+def _cache(score: LongScore) -> tuple[str, str]:
+    states = f", states {score.state_dtype}" if score.state_dtype else ""
+    scales = f"{score.granularity}, {score.scale_source}" if score.granularity else "none"
+    return score.kv_cache_dtype + states, scales
 
 
 def _change(change: Estimate) -> str:
