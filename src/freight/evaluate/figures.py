@@ -243,16 +243,14 @@ def _figures(
     same = _array(run.token_same)
     change = loss - tokens.reference
     counts = np.bincount(tokens.units).astype(np.float64)
-    intervals = [_interval(sums, counts) for sums in unit_sums(tokens.units, change, kl, same)]
-    of_change, of_kl, of_same = intervals
+    of_change, of_kl, of_same = (_interval(sums, counts) for sums in unit_sums(tokens.units, change, kl, same))
     ratio = float(np.exp(np.mean(change)))
     median, p99 = (float(value) for value in np.percentile(kl, (50, 99)))
     losses = by_position(tokens.positions, loss, tokens.edges)
     assert run.probe is not None
     kl_mean, same_top = float(kl.mean(dtype=np.float64)), float(same.mean())
     of_ratio = _exp(of_change)
-    clipped = run.clipped_share
-    judged = judge((ratio, of_ratio), (kl_mean, of_kl), (same_top, of_same), clipped, sample)
+    judged = judge((ratio, of_ratio), (kl_mean, of_kl), (same_top, of_same), run.clipped_share, sample)
     return Figures(
         name=label[0],
         weights=label[1],
@@ -277,7 +275,7 @@ def _figures(
         bytes_per_token=spec.bytes_per_token,
         tokens_per_gib=spec.tokens_in(GIB),
         bytes_per_state=spec.bytes_per_state,
-        clipped_share=clipped,
+        clipped_share=run.clipped_share,
         flushed_share=run.probe.flushed_share,
         layer_errors=run.probe.errors,
         layer_kl=layer_kl,

@@ -102,15 +102,8 @@ def evaluate_grid(
         if static:
             assert isinstance(decoder, Decoder), "others are refused above"
             calibrated = _measure_scales(opened, decoder, plain, samples, static)
-        scales = calibrated.scales
-        caches = [("16 bits", plain)]
-        if chosen is None:
-            caches += [(name, _with_state(one, plain)) for name, one in _caches(opened, plain, eight, names, scales)]
-        elif chosen.kv.format is not plain.kv.format:
-            caches.append((_named(chosen.kv), _with_state(chosen, plain)))
-        caches += states
-        if chosen is not None and all(one.kv.stores != chosen.kv.stores for _, one in caches):
-            caches.append((f"{_named(chosen.kv)}, states {chosen.kv.state}", chosen))
+        caches = [(_named(chosen.kv), chosen)] if chosen else _caches(opened, plain, eight, names, calibrated.scales)
+        caches = _apart(plain, caches, states, chosen)
         settings = [(name, "as stored", decoder, config) for name, config in caches]
         for scheme in grid.weights:
             rounded = load_rounded(opened, plain, scheme, longest)
@@ -124,7 +117,7 @@ def evaluate_grid(
         speeds: list[Speed] | None = time_settings(opened, runs) if grid.speed else None
         worst = layer_kl(runs, parts) if grid.per_layer else None
         size = weight_bytes(decoder)
-    notes = (*_notes(args, grid, static, scales, samples), *_skip_notes(opened, plain))
+    notes = (*_notes(args, grid, static, calibrated.scales, samples), *_skip_notes(opened, plain))
     sizes = (str(plain.weight_format), size.layers, size.embeddings)
     given = (args.quantization_param_path or args.kv_scales, args.quantization, grid.calibration_data)
     layers = (args.kv_cache_dtype_skip_layers, bool(opened.kv_scales.mixed))
@@ -164,9 +157,21 @@ def _states(
     return [(f"states {kv.state}", replace(plain, kv=kv)) for kv in kinds]
 
 
-def _with_state(config: EngineConfig, plain: EngineConfig) -> EngineConfig:
-    """The same with states as in `plain`."""
-    return replace(config, kv=replace(config.kv, state=plain.kv.state))
+def _apart(
+    plain: EngineConfig,
+    caches: Sequence[tuple[str, EngineConfig]],
+    states: Sequence[tuple[str, EngineConfig]],
+    chosen: EngineConfig | None,
+) -> list[tuple[str, EngineConfig]]:
+    """`plain`, the pages of `caches` beside its states, and `states`; then `chosen` if it is none of these."""
+    found = [("16 bits", plain)]
+    for name, config in caches:
+        if config.kv.format is not plain.kv.format:
+            found.append((name, replace(config, kv=replace(config.kv, state=plain.kv.state))))
+    found += states
+    if chosen is not None and all(one.kv.stores != chosen.kv.stores for _, one in found):
+        found.append((f"{_named(chosen.kv)}, states {chosen.kv.state}", chosen))
+    return found
 
 
 def _names(args: EngineArgs, grid: GridArgs, model: ModelConfig) -> tuple[str, ...]:
