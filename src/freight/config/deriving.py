@@ -1,15 +1,20 @@
-"""What `derive` functions of families share: a model with changed attention. Imports no torch."""
+"""What `derive` functions of families share: a model with changed mixers. Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from freight.config.layer import AttentionConfig, Mixer
+from freight.errors import CheckpointError
 
 if TYPE_CHECKING:
     from freight.config.model import ModelConfig
+
+
+_LARGEST = 3.4e38  # of float32
 
 
 def with_mixers(model: ModelConfig, mixers: Iterable[AttentionConfig]) -> ModelConfig:
@@ -40,6 +45,18 @@ def rotate_in_windows(config: Mapping[str, Any], model: ModelConfig) -> ModelCon
         return model
     mixers = model.attention.values()
     return with_mixers(model, [replace(mixer, rope=None if mixer.window is None else mixer.rope) for mixer in mixers])
+
+
+def step_limits(config: Mapping[str, Any]) -> tuple[float, float]:
+    """`Mamba2Config.limits` as `time_step_limit` has them: two numbers; infinity may be an object, as transformers
+    writes it, or beyond float32. Raises CheckpointError for anything else."""
+    given = config.get("time_step_limit") or (0.0, inf)
+    values = [inf if one == {"__float__": "Infinity"} else one for one in given] if isinstance(given, Sequence) else []
+    if len(values) == 2 and all(isinstance(one, int | float) and not isinstance(one, bool) for one in values):
+        low, high = (inf if one > _LARGEST else float(one) for one in values)
+        if 0 <= low <= high and low < inf:
+            return low, high
+    raise CheckpointError(f"config.json: time_step_limit = {given!r} must be two numbers, 0 ≤ low ≤ high")
 
 
 def default_rope(config: Mapping[str, Any], rope: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -31,7 +31,7 @@ class MoEFamily:
     router_bias      whether the router adds a bias to its logits; bias: whether the projections of experts have one
     activation       of experts, where `hidden_act` does not name it
     latent_key       `MoEConfig.latent_size`; none, or null: the experts take the token itself
-    switch_key       whether there are experts at all; None: there are
+    switch_key       whether there are experts at all, or how many, which may be 0; None: there are
     beside           `MoEConfig.beside`; the shared feed-forward is as wide as `intermediate_size` says
     dense_keys       what tells the layers without experts: `decoder_sparse_step`, `mlp_only_layers`,
                      `first_k_dense_replace`, `num_dense_layers`, `mlp_layer_types`, `moe_layer_start_index`,
@@ -72,6 +72,14 @@ class MoEFamily:
         )
         own = {*self.top_k_keys, *self.count_keys, *(self.group_keys or ()), *self.dense_keys}
         return frozenset(own | {key for key in named if key is not None})
+
+
+def has_experts(config: Mapping[str, Any], family: MoEFamily) -> bool:
+    """Whether there are experts at all (`MoEFamily.switch_key`)."""
+    key = family.switch_key
+    if key is None:
+        return True
+    return integer(config, key, least=0) > 0 if key in family.count_keys else flag(config, key)
 
 
 def parse_moe(config: Mapping[str, Any], family: MoEFamily, activation: AnyActivation) -> MoEConfig:

@@ -14,7 +14,7 @@ from typing import Any
 
 from freight.config.attention import parse_mixers, soft_cap
 from freight.config.dtype import DtypeSource, checkpoint_dtype
-from freight.config.experts import layers_with_experts, parse_moe
+from freight.config.experts import has_experts, layers_with_experts, parse_moe
 from freight.config.family import Family
 from freight.config.fields import flag, integer, number, token_ids
 from freight.config.keys import UnreadKeys, check_keys, decoder_config, find_family, with_defaults
@@ -299,9 +299,7 @@ def _activation(config: Mapping[str, Any], family: Family) -> AnyActivation:
 def _feed_forwards(config: Mapping[str, Any], family: Family, num_layers: int) -> list[DenseConfig | MoEConfig]:
     """The feed-forward of each layer."""
     activation = _activation(config, family)
-    described = family.moe
-    if described is not None and described.switch_key is not None and not flag(config, described.switch_key):
-        described = None
+    described = family.moe if family.moe is not None and has_experts(config, family.moe) else None
     experts = [False] * num_layers if described is None else layers_with_experts(config, num_layers)
     dense: DenseConfig | MoEConfig | None = None
     if not all(experts):

@@ -53,12 +53,25 @@ class ShortConvNames:
 
 
 @dataclass(frozen=True)
+class MambaNames:
+    """Names of Mamba-2 within a layer (`Mamba2Config`); `conv` and the projections have a weight and perhaps a bias."""
+
+    in_proj: str = "mamba.in_proj"
+    conv: str = "mamba.conv1d"
+    a_log: str = "mamba.A_log"
+    skip: str = "mamba.D"
+    dt_bias: str = "mamba.dt_bias"
+    norm: str = "mamba.norm.weight"
+    out: str = "mamba.out_proj"
+
+
+@dataclass(frozen=True)
 class TensorNames:
     """Checkpoint names; `{}` is the layer's index. Projections of one field may also be stored as one tensor, in the
     order of their names: then the field has that name alone.
 
     embedding, norm, layer, head, positions, project_in, project_out   follow `ModelConfig.prefixes`
-    attention, delta_net, short_conv   of layers with these mixers
+    attention, delta_net, short_conv, mamba   of layers with these mixers
     positions                      learned embedding of positions, in models that have it
     project_in, project_out        Linear modules behind the embedding and before the head, in models that have them
     router, choice_bias            of a mixture of experts; `expert` is followed by the expert's index, and by the names
@@ -97,6 +110,7 @@ class TensorNames:
     attention: AttentionNames = AttentionNames()
     delta_net: DeltaNetNames = DeltaNetNames()
     short_conv: ShortConvNames = ShortConvNames()
+    mamba: MambaNames = MambaNames()
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
     router: str = "mlp.gate"

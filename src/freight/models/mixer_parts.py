@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from freight.config.layer import AttentionConfig, DeltaNetConfig, Mixer, ShortConvConfig
+from freight.config.layer import AttentionConfig, DeltaNetConfig, Mamba2Config, Mixer, ShortConvConfig
 from freight.config.tensor_names import TensorNames
 
 
@@ -112,8 +112,23 @@ def _short_conv(mixer: ShortConvConfig, hidden_size: int, of_all: TensorNames) -
     )
 
 
+def _mamba2(mixer: Mamba2Config, hidden_size: int, of_all: TensorNames) -> MixerParts:
+    names, values, heads = of_all.mamba, mixer.heads * mixer.head_dim, (mixer.heads,)
+    bias = {f"{names.conv}.bias": (mixer.channels,)} if mixer.conv_bias else {}
+    return MixerParts(
+        module=names.out.rpartition(".")[0],
+        projections={
+            "in_proj": Projected((names.in_proj,), (values + mixer.channels + mixer.heads,), hidden_size, mixer.bias),
+            "out": Projected((names.out,), (hidden_size,), values, mixer.bias),
+        },
+        exact=dict.fromkeys((names.a_log, names.skip, names.dt_bias), heads),
+        plain={f"{names.conv}.weight": (mixer.channels, 1, mixer.width), **bias, names.norm: (values,)},
+    )
+
+
 _PARTS: Mapping[type, Callable[[Any, int, TensorNames], MixerParts]] = {
     AttentionConfig: _attention,
     DeltaNetConfig: _delta_net,
     ShortConvConfig: _short_conv,
+    Mamba2Config: _mamba2,
 }

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from freight.config.layer import AttentionConfig, DeltaNetConfig, ShortConvConfig
+from freight.config.layer import AttentionConfig, DeltaNetConfig, Mamba2Config, ShortConvConfig
 from freight.config.layer import Mixer as MixerConfig
 from freight.layers.attention import Attention, HeadGate, NormedLast, QKNorm, ValueFactor, ValueNorm
 from freight.layers.delta_net import DeltaNet
 from freight.layers.linear import Projection
+from freight.layers.mamba import Mamba2
 from freight.layers.rope import half_pairs
 from freight.layers.short_conv import ShortConv
 from freight.models.building import Builder
@@ -141,6 +142,25 @@ def _short_conv(mixer: ShortConvConfig, builder: Builder, prefix: str, ropes: Ro
     )
 
 
+def _mamba2(mixer: Mamba2Config, builder: Builder, prefix: str, ropes: Ropes) -> Mamba2:
+    names = builder.names.mamba
+    return Mamba2(
+        in_proj=builder.linear(prefix, names.in_proj),
+        conv=builder.tensor(f"{prefix}{names.conv}.weight").flatten(1),
+        conv_bias=builder.tensor(f"{prefix}{names.conv}.bias") if mixer.conv_bias else None,
+        a_log=builder.exact(prefix + names.a_log),
+        skip=builder.exact(prefix + names.skip),
+        dt_bias=builder.exact(prefix + names.dt_bias),
+        norm=builder.tensor(prefix + names.norm),
+        out=builder.linear(prefix, names.out),
+        group=mixer.heads * mixer.head_dim // mixer.norm_groups,
+        limits=mixer.limits,
+        keys=mixer.groups * mixer.state_size,
+        eps=builder.config.norm_eps,
+        kernels=builder.kernels,
+    )
+
+
 def _side_by_side(groups: int, *sizes: int) -> Tensor:
     """The order that brings rows of `groups` groups, each of parts of these sizes, into parts of all groups."""
     rows = torch.arange(groups * sum(sizes), dtype=torch.int64, device="cpu").view(groups, -1)
@@ -151,4 +171,5 @@ _BUILDERS: Mapping[type, Callable[[Any, Builder, str, Ropes], Mixer]] = {
     AttentionConfig: _attention,
     DeltaNetConfig: _delta_net,
     ShortConvConfig: _short_conv,
+    Mamba2Config: _mamba2,
 }

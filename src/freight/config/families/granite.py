@@ -6,11 +6,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from freight.config.deriving import with_attention
-from freight.config.experts import MoEFamily
+from freight.config.attention import require_multiple
+from freight.config.deriving import step_limits, with_attention, with_layers
+from freight.config.experts import MoEFamily, has_experts
 from freight.config.family import ATTENTION_BIAS, Family, words
-from freight.config.fields import number
+from freight.config.fields import flag, integer, number
+from freight.config.layer import Mamba2Config
 from freight.config.tensor_names import TensorNames
+from freight.errors import CheckpointError
 from freight.operands.routing import Scoring
 
 if TYPE_CHECKING:
@@ -34,6 +37,51 @@ def _unless_1(config: Mapping[str, Any], key: str) -> float | None:
     return None if value == 1 else value
 
 
+_STATEFUL = ("linear_attention", "mamba")  # in `layer_types`: transformers' word, and that of published files
+_SIZES = words("mamba_d_conv mamba_d_head mamba_d_state mamba_expand mamba_n_groups mamba_n_heads")
+
+
+def _translate_hybrid(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Without `layer_types` every layer has a state; without experts the shared one is the feed-forward."""
+    own = {"layer_types": config.get("layer_types") or [_STATEFUL[0]] * integer(config, "num_hidden_layers")}
+    if not has_experts(config, _HYBRID_MOE):
+        own["intermediate_size"] = config["shared_intermediate_size"]
+    return {**config, **own}
+
+
+def _derive_hybrid(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
+    model = _derive(config, model)
+    if config.get("position_embedding_type") != "rope":  # 'nope', or null
+        model = with_attention(model, rope=None)
+    if not set(_STATEFUL).intersection(config["layer_types"]):
+        return model  # Granite 4.0 350M, whose sizes of Mamba-2 describe nothing
+    return with_layers(config, model, dict.fromkeys(_STATEFUL, _mamba2(config, model.hidden_size)))
+
+
+def _mamba2(config: Mapping[str, Any], hidden_size: int) -> Mamba2Config:
+    heads, groups = integer(config, "mamba_n_heads"), integer(config, "mamba_n_groups")
+    channels = integer(config, "mamba_expand") * hidden_size
+    require_multiple(channels, heads, "mamba_n_heads", "mamba_expand * hidden_size")
+    require_multiple(heads, groups, "mamba_n_groups", "mamba_n_heads")
+    head_dim = channels // heads
+    if config["mamba_d_head"] != "auto" and integer(config, "mamba_d_head") != head_dim:
+        raise CheckpointError(
+            f"config.json contradicts itself: mamba_d_head = {config['mamba_d_head']} with mamba_n_heads = {heads}, "
+            f"but mamba_expand * hidden_size = {channels}"
+        )
+    return Mamba2Config(
+        groups=groups,
+        heads=heads,
+        head_dim=head_dim,
+        state_size=integer(config, "mamba_d_state"),
+        width=integer(config, "mamba_d_conv", least=2),
+        norm_groups=groups,
+        conv_bias=flag(config, "mamba_conv_bias"),
+        bias=flag(config, "mamba_proj_bias"),
+        limits=step_limits(config),
+    )
+
+
 _GRANITE = Family(
     "GraniteForCausalLM",
     {
@@ -48,18 +96,63 @@ _GRANITE = Family(
     derive=_derive,
 )
 
+_MOE = replace(
+    _GRANITE,
+    architecture="GraniteMoeForCausalLM",
+    defaults={**_GRANITE.defaults, "num_experts_per_tok": 2},
+    keys=words("attention_bias") | _MULTIPLIERS,
+    moe=MoEFamily(8, width_key="intermediate_size", scoring=Scoring.CHOSEN, norm_key=None),
+    tensors=TensorNames(
+        router="block_sparse_moe.router.layer",
+        expert="block_sparse_moe.experts.{}.",
+        stacked=("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
+    ),
+)
+_HYBRID_MOE = MoEFamily(
+    8,
+    ("num_local_experts",),
+    width_key="intermediate_size",
+    scoring=Scoring.CHOSEN,
+    norm_key=None,
+    shared_width_key="shared_intermediate_size",
+    switch_key="num_local_experts",
+)
+
 ROWS = {
     "granite": _GRANITE,
-    "granitemoe": replace(
-        _GRANITE,
-        architecture="GraniteMoeForCausalLM",
-        defaults={**_GRANITE.defaults, "num_experts_per_tok": 2},
-        keys=words("attention_bias") | _MULTIPLIERS,
-        moe=MoEFamily(8, width_key="intermediate_size", scoring=Scoring.CHOSEN, norm_key=None),
-        tensors=TensorNames(
-            router="block_sparse_moe.router.layer",
-            expert="block_sparse_moe.experts.{}.",
-            stacked=("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
+    "granitemoe": _MOE,
+    "granitemoehybrid": replace(
+        _MOE,
+        architecture="GraniteMoeHybridForCausalLM",
+        defaults={
+            **_MOE.defaults,
+            "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_local_experts": 8,
+            "shared_intermediate_size": 1024,
+            "mamba_n_heads": 128,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 256,
+            "mamba_d_head": "auto",
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+            "mamba_conv_bias": True,
+        },
+        keys=_MOE.keys
+        | _SIZES
+        | words("layer_types mamba_chunk_size mamba_conv_bias mamba_proj_bias time_step_limit position_embedding_type"),
+        synonyms={"layers_block_type": "layer_types"},
+        other_layers=_STATEFUL,
+        moe=_HYBRID_MOE,
+        tensors=replace(
+            _MOE.tensors,
+            gate_up=("shared_mlp.input_linear",),
+            down="shared_mlp.output_linear",
+            shared="shared_mlp.",
         ),
+        translate=_translate_hybrid,
+        derive=_derive_hybrid,
     ),
 }

@@ -1,0 +1,62 @@
+"""Mamba-2 (Dao and Gu 2024, arXiv 2405.21060): project; convolve; recur; gate and norm; project back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from freight.cache.pool import LayerCache, PagedState
+from freight.kernels.interface import KernelSet
+from freight.layers.linear import Projection
+from freight.operands.batch import ForwardBatch
+from freight.operands.packed import PackedWeight, Rows
+
+
+@dataclass(frozen=True)
+class Mamba2:
+    """`in_proj` computes, side by side, the gate z, what is convolved (x, B, C), and dt of each head.
+
+    It is one product, of which the parts are columns: where they end need not be where blocks of scales do.
+
+    conv, conv_bias       [channels of x, B and C, width] and [channels] in the compute dtype; the bias may be None
+    a_log, skip, dt_bias  [heads] float32 (`KernelSet.decays`, `KernelSet.recurrence`)
+    norm                  [channels of x] in the compute dtype
+    group                 channels of x that are normed together
+    limits                bounds of dt
+    keys                  channels of B, which C has as well
+    """
+
+    in_proj: Projection
+    conv: Tensor
+    conv_bias: Tensor | None
+    a_log: Tensor
+    skip: Tensor
+    dt_bias: Tensor
+    norm: Tensor
+    out: Projection
+    group: int
+    limits: tuple[float, float]
+    keys: int
+    eps: float
+    kernels: KernelSet
+
+    @property
+    def consumer(self) -> PackedWeight | None:
+        """As `Linear.consumer`."""
+        return self.in_proj.consumer
+
+    def __call__(self, x: Rows, batch: ForwardBatch, cache: LayerCache) -> Tensor:
+        """x: [num_tokens, hidden_size], a tensor or what the norm returned for `consumer`; returns x's shape."""
+        assert isinstance(cache, PagedState), "Mamba-2 has a state"
+        kernels, states, sequences = self.kernels, cache.states, batch.sequences(cache.group)
+        values, channels = len(self.norm), len(self.conv)
+        projected = self.in_proj(x)
+        z, convolved, dt = projected.split((values, channels, len(self.a_log)), 1)
+        mixed = kernels.convolve(convolved, self.conv, self.conv_bias, True, states, sequences)
+        v, k, q = mixed.split((values, self.keys, self.keys), 1)
+        beta, log_decay = kernels.decays(dt, None, self.a_log, self.dt_bias, self.limits)
+        result = kernels.recurrence(
+            q, k, v, beta, log_decay, states, sequences, delta=False, norm=False, skip=self.skip
+        )
+        return self.out(kernels.gated_norm(result, z, self.norm, self.eps, self.group, False, self.out.consumer))
