@@ -16,6 +16,13 @@ from freight.kernels.select import select_kernels
 from freight.models.open import open_model
 
 DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe", "minicpmv4_6")
+# the end of a name -> mean and spread. With these of A_log some heads remember a few tokens, and some a hundred
+OWN: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(("sinks", "conv.conv.weight", "mamba.conv1d.weight", "mixer.conv1d.weight"), (0, 1)),
+    **dict.fromkeys(("mamba.A_log", "mixer.A_log"), (-3, 1)),
+    "router.scale": (4, 1),
+    "per_expert_scale": (1, 0.3),
+}
 
 
 def save_random(config: PretrainedConfig, folder: Path, dtype: torch.dtype) -> Any:
@@ -42,11 +49,10 @@ def save_random(config: PretrainedConfig, folder: Path, dtype: torch.dtype) -> A
                 one = 0
             if config.model_type.startswith("gemma4") and name.endswith(("q_norm.weight", "k_norm.weight")):
                 one = 0.4  # nothing else keeps scores small: the softmax has no scale
-            small = 1.0 if name.endswith(("sinks", "conv.conv.weight")) else 0.1 if parameter.ndim == 1 else 0.12
-            if name.endswith(("router.scale", "per_expert_scale")):
-                parameter.copy_(4 + noise if name.endswith("router.scale") else 1 + 0.3 * noise)
-                continue
-            parameter.copy_(one + 0.1 * noise if "norm" in name else noise * small)
+            small = 0.1 if parameter.ndim == 1 else 0.12
+            own = [(mean, spread) for end, (mean, spread) in OWN.items() if name.endswith(end)]
+            mean, spread = own[0] if own else (one, 0.1) if "norm" in name else (0, small)
+            parameter.copy_(mean + spread * noise)
         for name, bias in model.state_dict().items():  # buffers in most families
             if name.endswith(("e_score_correction_bias", "feed_forward.expert_bias")):
                 bias.copy_(0.1 * torch.randn(bias.shape))

@@ -23,6 +23,7 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     GraniteMoeConfig,
+    GraniteMoeHybridConfig,
     HunYuanDenseV1Config,
     HunYuanMoEV1Config,
     HYV3Config,
@@ -39,6 +40,8 @@ from transformers import (
     MistralConfig,
     MixtralConfig,
     MuseGlimmerConfig,
+    NemotronH_Omni_Reasoning_V3_Config,
+    NemotronHConfig,
     Olmo2Config,
     Olmo3Config,
     OPTConfig,
@@ -146,6 +149,24 @@ DELTA_NET: dict[str, Any] = {
 MINICPM_VISION: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "image_size": 28,
                                   "num_attention_heads": 2, "insert_layer_id": 0, "patch_size": 14}  # fmt: skip
 QWEN3_5_VISION = {**VISION, "num_position_embeddings": 16}
+
+# Mamba-2 around one layer with attention; heads share B and C
+GRANITE_H: dict[str, Any] = {
+    **SHAPE, **GRANITE, "mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 24, "shared_intermediate_size": 48,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
+# each layer has one part; transformers raises steps to time_step_min, and Freight does not
+NEMOTRON: dict[str, Any] = {
+    **SHAPE, "head_dim": 16, "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 24,
+    "time_step_min": 1e-30, "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+}  # fmt: skip
+NEMOTRON_MOE: dict[str, Any] = {
+    **NEMOTRON, "layers_block_type": ["linear_attention", "moe", "full_attention", "moe", "linear_attention"],
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "routed_scaling_factor": 1.7,
+    "moe_shared_expert_intermediate_size": 48,
+}  # fmt: skip
+RADIO: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32,
+                         "max_img_size": 32, "video_temporal_patch_size": 2}  # fmt: skip
 
 VARIANTS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**SHAPE),
@@ -370,6 +391,20 @@ VARIANTS: dict[str, PretrainedConfig] = {
     ),
     "minicpmv4-6": MiniCPMV4_6Config(
         text_config={**DELTA_NET, "model_type": "qwen3_5_text"}, vision_config=MINICPM_VISION
+    ),
+    "granite-h": GraniteMoeHybridConfig(
+        **GRANITE_H, num_local_experts=0, num_experts_per_tok=0, time_step_limit=(0.3, 0.8)
+    ),
+    "granite-h-moe": GraniteMoeHybridConfig(
+        **GRANITE_H | {"mamba_n_groups": 1}, num_local_experts=8, num_experts_per_tok=3, mamba_proj_bias=True,
+        position_embedding_type="rope", attention_bias=True, mamba_d_conv=3, tie_word_embeddings=True,
+    ),
+    "nemotron-h": NemotronHConfig(**NEMOTRON),
+    "nemotron-h-biases": NemotronHConfig(**NEMOTRON, use_bias=True, mlp_bias=True, use_conv_bias=False, conv_kernel=2),
+    "nemotron-h-moe": NemotronHConfig(**NEMOTRON_MOE, n_group=4, topk_group=2),
+    "nemotron-h-latent": NemotronHConfig(**NEMOTRON_MOE, moe_latent_size=24, norm_topk_prob=False),
+    "nemotron-h-omni": NemotronH_Omni_Reasoning_V3_Config(
+        text_config=NEMOTRON_MOE, vision_config=RADIO, vision_hidden_size=16, projector_hidden_size=24
     ),
     "step3p7": Step3p7Config(
         text_config={**STEP, "num_sliding_attention_heads": 6, "swiglu_limits": [0.0, 0.3, 0.0],

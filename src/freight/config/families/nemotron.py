@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +46,7 @@ def _translate(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"num_hidden_layers": len(kinds), **config, "layer_types": kinds, "mlp_layer_types": sparse}
 
 
-def _kinds(key: str, value: Any, form: type, known: Mapping[str, str]) -> list[str]:
+def _kinds(key: str, value: Any, form: type[Sequence[Any]], known: Mapping[str, str]) -> list[str]:
     """The kind of each layer."""
     if not isinstance(value, form) or not value or not all(isinstance(one, str) and one in known for one in value):
         raise CheckpointError(f"config.json: {key} = {value!r} is not implemented; layers of {choices(known)} are")

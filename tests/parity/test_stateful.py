@@ -1,4 +1,4 @@
-"""Models with short convolutions against transformers: prompts of every length that begins, ends or fits in a block of
+"""Models with short convolutions or Mamba-2 against transformers: prompts of every length that begins, ends or fits in a block of
 states, then token by token, on every set of kernels that runs here.
 """
 
@@ -25,7 +25,10 @@ from freight.models.open import open_model
 
 PROMPTS, DECODED, EVERY = (1, 2, 3, 15, 16, 17, 40), 40, 16
 KERNELS = ("reference", *(f"cpu-{build}" for build in library.runnable()))
-MODELS = ("lfm2", "lfm2-biases", "lfm2-moe", "lfm2-moe-plain", "lfm2-vl")
+MODELS = (
+    *("lfm2", "lfm2-biases", "lfm2-moe", "lfm2-moe-plain", "lfm2-vl"),
+    *("granite-h", "granite-h-moe", "nemotron-h", "nemotron-h-moe", "nemotron-h-latent"),
+)
 
 
 @pytest.fixture(scope="module", params=MODELS)
