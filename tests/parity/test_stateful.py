@@ -1,10 +1,11 @@
-"""Models with short convolutions or Mamba-2 against transformers: prompts of every length that begins, ends or fits in a block of
-states, then token by token, on every set of kernels that runs here.
+"""Models with short convolutions or Mamba-2 against transformers: prompts of every length that begins, ends or fits in
+a block of states, then token by token, on every set of kernels that runs here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,27 @@ from freight.models.open import open_model
 
 PROMPTS, DECODED, EVERY = (1, 2, 3, 15, 16, 17, 40), 40, 16
 KERNELS = ("reference", *(f"cpu-{build}" for build in library.runnable()))
-MODELS = (
-    *("lfm2", "lfm2-biases", "lfm2-moe", "lfm2-moe-plain", "lfm2-vl"),
-    *("granite-h", "granite-h-moe", "nemotron-h", "nemotron-h-moe", "nemotron-h-latent"),
-)
+CONVOLUTIONS = ("lfm2", "lfm2-biases", "lfm2-moe", "lfm2-moe-plain", "lfm2-vl")
+MAMBA = ("granite-h", "granite-h-moe", "nemotron-h", "nemotron-h-moe", "nemotron-h-latent")
 
 
-@pytest.fixture(scope="module", params=MODELS)
+def cases() -> list[Any]:
+    """(model, kernels, prompt); of Mamba-2 those that take long, or have a prompt for convolutions, are slow tests."""
+    late = [
+        (MAMBA, KERNELS, (2, 3)),
+        (MAMBA, ("reference",), [prompt for prompt in PROMPTS if prompt != 17]),
+    ]
+    return [
+        pytest.param(*case, marks=[pytest.mark.slow] if any(map(_among, late, [case] * len(late))) else [])
+        for case in product((*CONVOLUTIONS, *MAMBA), KERNELS, PROMPTS)
+    ]
+
+
+def _among(sets: Sequence[Sequence[Any]], case: Sequence[Any]) -> bool:
+    return all(one in members for one, members in zip(case, sets, strict=True))
+
+
+@pytest.fixture(scope="module")
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     folder = tmp_path_factory.mktemp(request.param)
     return folder, save_random(VARIANTS[request.param], folder, torch.float32)
@@ -62,8 +77,7 @@ def in_steps(folder: Path, kernel_set: str, prompt: int, ids: Sequence[int]) -> 
     return torch.cat(rows)
 
 
-@pytest.mark.parametrize("kernel_set", KERNELS)
-@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize(("model", "kernel_set", "prompt"), cases(), indirect=["model"])
 def test_a_prompt_and_the_tokens_behind_it(model: tuple[Path, Any], kernel_set: str, prompt: int) -> None:
     folder, theirs = model
     ids = tokens(prompt + DECODED)

@@ -52,9 +52,10 @@ class Mamba2:
         kernels, states, sequences = self.kernels, cache.states, batch.sequences(cache.group)
         values, channels = len(self.norm), len(self.conv)
         projected = self.in_proj(x)
-        z, convolved, dt = projected.split((values, channels, len(self.a_log)), 1)
+        z, dt = projected[:, :values], projected[:, values + channels :]
+        convolved = projected[:, values : values + channels]
         mixed = kernels.convolve(convolved, self.conv, self.conv_bias, True, states, sequences)
-        v, k, q = mixed.split((values, self.keys, self.keys), 1)
+        v, k, q = mixed[:, :values], mixed[:, values : values + self.keys], mixed[:, values + self.keys :]
         beta, log_decay = kernels.decays(dt, None, self.a_log, self.dt_bias, self.limits)
         result = kernels.recurrence(
             q, k, v, beta, log_decay, states, sequences, delta=False, norm=False, skip=self.skip

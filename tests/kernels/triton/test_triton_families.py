@@ -6,6 +6,7 @@ feed-forward without a gate; gpt-oss has sinks, windows and experts with biases.
 layers add to the residual; Laguna has gates of heads, numbers of heads that differ, and a shared expert. MiMo-V2 has
 values of another width than keys, with a factor; Step-3.7 bounds what SiLU returns. Gemma 4's larger models add inputs
 of their own to layers, share keys between them, or add experts to a feed-forward. LFM2 has short convolutions.
+Granite-H and Nemotron-H have Mamba-2; Nemotron-H's layers have one part, its experts no gate and a smaller space.
 A layer with a window has a cache group of its own: its block table is another, and loses what the window has left.
 """
 
@@ -25,9 +26,11 @@ from transformers import (
     Gemma3TextConfig,
     Gemma4TextConfig,
     GptOssConfig,
+    GraniteMoeHybridConfig,
     LagunaConfig,
     Lfm2Config,
     MiMoV2FlashConfig,
+    NemotronHConfig,
     Olmo3Config,
     OPTConfig,
     Phi3Config,
@@ -61,6 +64,7 @@ SHAPE: dict[str, Any] = {
     "max_position_embeddings": 128,
     "sliding_window": WINDOW,
 }
+WITHOUT_WINDOW: dict[str, Any] = {**SHAPE, "sliding_window": None}
 TYPES: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"]}
 GEMMA: dict[str, Any] = {**SHAPE, **TYPES, "head_dim": 16}
 GEMMA4: dict[str, Any] = {**GEMMA, "global_head_dim": 32, "hidden_size_per_layer_input": 0}
@@ -88,7 +92,7 @@ FAMILIES: dict[str, PretrainedConfig] = {
         vocab_size=320, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=2,
         max_position_embeddings=128,
     ),
-    "arcee": ArceeConfig(**{**SHAPE, "sliding_window": None}),
+    "arcee": ArceeConfig(**WITHOUT_WINDOW),
     "olmo3": Olmo3Config(**SHAPE, **TYPES),
     "laguna": LagunaConfig(
         **SHAPE, **TYPES, **MOE, head_dim=16, num_experts_per_tok=2, shared_expert_intermediate_size=16,
@@ -106,14 +110,23 @@ FAMILIES: dict[str, PretrainedConfig] = {
         vision_config=STEP_VISION,
     ),
     "lfm2": Lfm2Config(
-        **{**SHAPE, "sliding_window": None}, layer_types=["conv", "full_attention"], conv_bias=True,
+        **WITHOUT_WINDOW, layer_types=["conv", "full_attention"], conv_bias=True,
         block_multiple_of=16,
+    ),
+    "granite-h": GraniteMoeHybridConfig(
+        **WITHOUT_WINDOW, layer_types=["linear_attention", "full_attention"], mamba_n_heads=4, mamba_d_state=16,
+        shared_intermediate_size=16, num_local_experts=4, time_step_limit=(0.3, 0.8),
+    ),
+    "nemotron-h": NemotronHConfig(
+        **WITHOUT_WINDOW, layers_block_type=["linear_attention", "full_attention", "moe"], head_dim=16,
+        mamba_num_heads=4, mamba_head_dim=16, n_groups=2, ssm_state_size=16, time_step_min=1e-30, n_routed_experts=4,
+        moe_intermediate_size=16, moe_shared_expert_intermediate_size=16, moe_latent_size=24,
     ),
 }  # fmt: skip
 
 
 # each kind of cache: of layers with windows, of two head sizes, shared by layers, under sinks, of one group
-WITH_FP8_CACHE = ("gemma4", "gemma4-own-inputs", "gpt-oss", "opt", "lfm2")
+WITH_FP8_CACHE = ("gemma4", "gemma4-own-inputs", "gpt-oss", "opt", "lfm2", "nemotron-h")
 OVER_FP8 = [name if name in WITH_FP8_CACHE else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 
 
