@@ -27,13 +27,16 @@ SHAPE = {
     "num_key_value_heads": 2,
 }
 # tested on their own: what transformers does not know, and mixtures and OPT in their files
-APART = ("mimo", "mixtral", "qwen2_moe", "qwen3_moe", "opt")
+APART = ("mimo", "mixtral", "qwen2_moe", "qwen3_moe", "opt", "nemotron_h")
 FAMILIES = {
     name: row.architecture for name, row in registry.FAMILIES.items() if row.text_type is None and name not in APART
 }
 TWO_ROPES = ("gemma3_text", "gemma4_text", "gemma4_unified_text", "laguna", "mellum", "mimo_v2_flash", "olmo3")
 STATEFUL = ("conv", "linear_attention")  # kinds of layers without attention
-NOT_ALWAYS = {"gemma4_text": {"hidden_size_per_layer_input": 0}}
+NOT_ALWAYS = {
+    "gemma4_text": {"hidden_size_per_layer_input": 0},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},  # by default no layer attends
+}
 ALL_WINDOWS = ("mistral", "phi3")  # families whose configuration has no layer_types
 
 

@@ -32,8 +32,6 @@ REFUSED = {  # words that the error has, by the beginning of a file's name; ever
     "moonshotai--Kimi-K3": "recurrent state",
     "nvidia--Gemma-4-31B-IT-NVFP4": NVFP4,
     "nvidia--Llama-3_3-Nemotron": "block_configs",
-    "nvidia--NVIDIA-Nemotron-3": "recurrent state",
-    "nvidia--Nemotron-H": "recurrent state",
     "sgl-project--DeepSeek-V4": "compressed keys",
     "stepfun-ai--Step-3.7": LACKS,
     "zai-org--GLM-5": "sparse attention",
@@ -82,12 +80,14 @@ def test_most_of_the_files_are_there() -> None:
         ("meta-llama--Llama-2-7b-hf", 6_738_415_616, 2 * 32 * 32 * 128 * 2),
         ("Qwen--Qwen2.5-7B", 7_615_616_512, 2 * 28 * 4 * 128 * 2),
         ("openai--gpt-oss-20b", 20_914_757_184, 2 * 24 * 8 * 64 * 2),
+        ("nvidia--NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", 31_577_940_288, 2 * 6 * 2 * 128 * 2),
+        ("nvidia--Nemotron-H-56B-Base-8K", 56_324_350_464, 2 * 10 * 8 * 128 * 2),
     ],
 )
 def test_sizes_are_those_that_are_published(name: str, parameters: int, kv_bytes: int) -> None:
     model, _ = read(next(file for file in FILES if file.stem == name))
     assert sum(math.prod(shape) for shape in tensor_shapes(model).values()) == parameters
-    mixers = [layer.mixer for layer in model.layers]
+    mixers = model.attention.values()
     assert sum(mixer.num_kv_heads * (mixer.k_dim + mixer.v_dim) * 2 for mixer in mixers) == kv_bytes
 
 
