@@ -67,6 +67,8 @@ DIFFERENT = (
     "step3p7",
     "lfm2",
     "lfm2-moe",
+    "granite-h",
+    "nemotron-h-latent",
 )
 FAMILIES = [(variant, kernels) for variant, kernels in CASES if variant in DIFFERENT]
 FROM_FAMILIES = [(variant, "e4m3-token", kernels) for variant, kernels in FAMILIES]

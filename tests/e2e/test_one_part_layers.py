@@ -1,6 +1,6 @@
 """Layers of one part: one without a mixer and one without a feed-forward, through everything that runs a model.
 
-No published family has them yet, so the row is made here. The oracle is the same model with both parts everywhere: a
+Nemotron-H has them beside Mamba-2; this row is made here. The oracle is the same model with both parts everywhere: a
 part whose last matrix is zero adds zero, which changes no bit.
 """
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.parity.random_models import save_random, tokens
+from tests.parity.random_models import freight_logits, save_random, tokens
 from tests.parity.variants import VARIANTS
+from transformers import AutoModelForCausalLM
 
 from freight.cache.manager import CacheManager, Held
 from freight.cache.pool import allocate_pool
@@ -24,6 +25,7 @@ from freight.kernels.select import select_kernels
 from freight.models import open as opening
 from freight.models.open import open_model
 
+HYBRIDS = Path(__file__).parents[1] / "fixtures/hybrids"
 PROMPTS, DECODED, EVERY = (1, 2, 3, 15, 16, 17, 40), 40, 16
 KERNELS = ("reference", *(f"cpu-{build}" for build in library.runnable()))
 CONVOLUTIONS = ("lfm2", "lfm2-biases", "lfm2-moe", "lfm2-moe-plain", "lfm2-vl")
@@ -85,3 +87,14 @@ def test_a_prompt_and_the_tokens_behind_it(model: tuple[Path, Any], kernel_set: 
         expected = theirs(torch.tensor([ids])).logits[0]
     assert expected.std() > 0.1
     assert (in_steps(folder, kernel_set, prompt, ids) - expected).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("kind", ["delta_net", "mamba2"])
+def test_trained_hybrids(kind: str) -> None:
+    """Their logits spread by 5, those of random models by 1."""
+    theirs = AutoModelForCausalLM.from_pretrained(HYBRIDS / kind, dtype=torch.float32, attn_implementation="eager")
+    ids = tokens(150)
+    with torch.no_grad():
+        expected = theirs.eval()(torch.tensor([ids])).logits[0]
+    assert expected.std() > 3
+    assert (freight_logits(HYBRIDS / kind, ids, "float32") - expected).abs().max() <= 1e-4

@@ -31,7 +31,7 @@ BFLOAT16 = (
     *("gemma4-own-inputs", "gemma4-moe", "gemma4-unified"),
     *("laguna", "mellum", "olmo2", "olmo3", "exaone4", "afmoe", "arcee", "hunyuan", "hunyuan-moe"),
     *("muse-glimmer", "ernie4-5-vl-moe"),
-    *("mimo-v2-flash", "lfm2", "lfm2-moe"),
+    *("mimo-v2-flash", "lfm2", "lfm2-moe", "granite-h", "granite-h-moe"),
 )
 
 

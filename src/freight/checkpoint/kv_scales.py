@@ -34,7 +34,10 @@ _NAME = re.compile(
           | qk(?:qk)?v_proj\.(?P<e>[kv])_scale          # fused projections
           | (?P<f>[kv])_cache\.scale                    # Hy3
         )
-      | mixer\.(?P<g>[kv])_proj\.(?P=g)_scale           # NemotronH
+      | mixer\.(?:                                      # Nemotron-H
+            (?P<g>[kv])_proj\.(?P=g)_scale              # ModelOpt
+          | (?:attn\.)?(?P<j>[kv])_scale                # compressed-tensors, vLLM
+        )
       | attention\.(?:
             (?P<h>k|v|kv)_fake_quantizer\.qscale_act    # Mistral's own files
           | (?P<i>kv)_cache_scaling_factor              # TensorRT-LLM, AMMO

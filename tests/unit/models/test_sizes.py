@@ -103,6 +103,7 @@ OF_FAMILIES = (
     *("laguna", "laguna-by-channel", "mellum", "mellum-plain", "olmo2", "olmo3", "exaone4", "afmoe", "arcee"),
     *("hunyuan", "hunyuan-moe", "muse-glimmer", "ernie4-5-vl-moe"),
     *("mimo-v2-flash", "step3p7", "lfm2", "lfm2-biases", "lfm2-moe"),
+    *("granite-h", "granite-h-moe", "nemotron-h-biases", "nemotron-h-latent"),
 )
 
 
