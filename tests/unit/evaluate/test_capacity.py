@@ -50,13 +50,15 @@ def test_every_variant_is_planned(variant: str) -> None:
     assert plan.choice is not None
     model = parse_model_config(VARIANTS[variant].to_dict())
     stored = sum(mixer.kv_from is None for mixer in model.attention.values())
+    mixers = sum(layer.mixer is not None for layer in model.layers)
     for setting in plan.settings:
         assert setting.loaded.layers > 0
         assert setting.loaded.embeddings > 0
         assert setting.requests >= 2
         assert len(setting.num_blocks) == len(setting.spec.groups)
-        assert sum(layer.bytes_per_token > 0 for layer in setting.spec.layers) == stored
-        assert sum(layer.bytes_per_state > 0 for layer in setting.spec.layers) == len(model.without_pages)
+        kept = setting.spec.kept.values()
+        assert sum(layer.bytes_per_token > 0 for layer in kept) == stored
+        assert sum(layer.bytes_per_state > 0 for layer in kept) == mixers - len(model.attention)
 
 
 def engine_args(setting: Setting, wish: Wish) -> EngineArgs:

@@ -45,7 +45,7 @@ def _translate_hybrid(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Without `layer_types` every layer has a state; without experts the shared one is the feed-forward."""
     own = {"layer_types": config.get("layer_types") or [_STATEFUL[0]] * integer(config, "num_hidden_layers")}
     if not has_experts(config, _HYBRID_MOE):
-        own["intermediate_size"] = config["shared_intermediate_size"]
+        own["intermediate_size"] = integer(config, "shared_intermediate_size")
     return {**config, **own}
 
 
