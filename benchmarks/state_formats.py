@@ -28,7 +28,8 @@ def measure(model: str, every: int, tokens: int, window: int, data: Path) -> lis
     from freight.evaluate.grid import GridArgs, evaluate_grid
 
     args = EngineArgs(model, dtype="float32", kernels="reference")
-    grid = GridArgs(caches=(), max_tokens=tokens, window=window, speed=False)
+    kinds = "bfloat16", "int8", "fp8"
+    grid = GridArgs(caches=(), states=kinds, max_tokens=tokens, window=window, speed=False)
     runs: list[dict[str, Any]] = evaluate_grid(args, [data.read_text(encoding="utf-8")], grid).as_json()["runs"]
     return runs
 

@@ -19,8 +19,11 @@ from freight.evaluate.table import table
 HYBRIDS = Path(__file__).parents[1] / "fixtures" / "hybrids"
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "state_formats.py"
 TEXT = Path(__file__).parents[2] / "src" / "freight" / "demo" / "heldout.txt"
-# Mean KL in nats against float32. Written every token, the same formats cost 12 to 16 times as much (docs/numerics.md).
-BOUNDS = {"delta_net": {"bfloat16": 3e-6, "int8": 4e-5, "fp8_e4m3fn": 5e-4}}
+# Mean KL in nats against float32. Written every token, the same formats cost 11 to 50 times as much (docs/numerics.md).
+BOUNDS = {
+    "delta_net": {"bfloat16": 3e-6, "int8": 4e-5, "fp8_e4m3fn": 5e-4},
+    "mamba2": {"bfloat16": 8e-6, "int8": 2.5e-4, "fp8_e4m3fn": 6e-4},
+}
 
 
 def evaluated(name: str, tokens: int = 4096) -> Evaluation:
@@ -38,7 +41,7 @@ def test_each_format_keeps_its_bound(evaluation: Evaluation) -> None:
     found = {run.state_dtype: run.kl_mean for run in evaluation.runs if run.name.startswith("states ")}
     assert set(found) == set(bounds)
     assert all(0 < found[name] < bound for name, bound in bounds.items()), found
-    assert found["bfloat16"] < found["int8"] / 3 < found["fp8_e4m3fn"] / 9, "otherwise the formats are not those named"
+    assert 4 * found["bfloat16"] < found["int8"] < found["fp8_e4m3fn"] / 1.5, "otherwise these are other formats"
 
 
 def test_pages_and_states_are_measured_apart(evaluation: Evaluation) -> None:
