@@ -107,8 +107,6 @@ def captured_steps(
     capture: Capture | None = None  # the reference asks lengths of the device while it runs, and cannot be captured
     if not isinstance(decoder, Decoder):
         logger.info("steps are not captured: the modules of transformers run as they are")
-    elif kernels.name == "triton" and not pool.spec.repeatable:
-        logger.info("steps are not captured: a capture computes a step, and states would have its tokens twice")
     elif kernels.name == "triton":
         capture = CudaGraphs(decoder, pool, config.max_num_seqs)
     elif isinstance(kernels, CpuKernels):
