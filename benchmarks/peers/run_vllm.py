@@ -35,7 +35,7 @@ def prepare(args: argparse.Namespace) -> None:
 def main() -> None:
     made = parser(__doc__)
     made.add_argument("--kv-cache-dtype", default="auto", help="as vLLM's own; auto is BF16")
-    made.add_argument("--kv-cache-memory", type=int, default=GIBIBYTE, metavar="BYTES")
+    made.add_argument("--kv-cache-memory", type=int, default=4 * GIBIBYTE, metavar="BYTES")
     args = made.parse_args()
     prepare(args)
     import torch

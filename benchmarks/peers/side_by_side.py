@@ -24,7 +24,11 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 FIGURES = {"prefill": "prefill_tokens_per_second", "decode": "decode_tokens_per_second"}
 BASE = "freight-fp8"  # what the others are compared with
-WORKLOADS = ("1x128+33", "8x128+33", "32x128+33", "1x1024+9")
+WORKLOADS = {
+    "short": ("1x128+33", "8x128+33", "32x128+33", "1x1024+9"),
+    "long": ("1x16384+65", "8x4096+65"),  # decoding behind keys that take more memory than the weights
+    "many": ("64x128+33", "256x32+33"),
+}
 LONGEST_REASON = 200  # characters of an error in the table; the JSON file has it all
 
 
@@ -62,12 +66,16 @@ class Workload:
     output_len: int
 
     @staticmethod
-    def parse(text: str) -> Workload:
-        """From `8x128+33`: sequences, prompt tokens, generated tokens."""
+    def parse(text: str) -> list[Workload]:
+        """From `8x128+33`: sequences, prompt tokens, generated tokens; or those of a name of WORKLOADS."""
+        if text in WORKLOADS:
+            return [one for known in WORKLOADS[text] for one in Workload.parse(known)]
         found = re.fullmatch(r"(\d+)x(\d+)\+(\d+)", text)
         if not found:
-            raise argparse.ArgumentTypeError(f"{text!r}: write SEQUENCESxPROMPT+GENERATED, for example 8x128+33")
-        return Workload(*map(int, found.groups()))
+            raise argparse.ArgumentTypeError(
+                f"{text!r}: write {', '.join(WORKLOADS)}, or SEQUENCESxPROMPT+GENERATED, for example 8x128+33"
+            )
+        return [Workload(*map(int, found.groups()))]
 
     def __str__(self) -> str:
         return f"{self.batch_size}x{self.input_len}+{self.output_len}"
@@ -213,9 +221,10 @@ def arguments() -> argparse.ArgumentParser:
         help=f"rows to measure, default all of the engines given: {', '.join(PEERS)}",
     )  # fmt: skip
     made.add_argument(
-        "--workload", type=Workload.parse, nargs="+", default=[Workload.parse(text) for text in WORKLOADS],
+        "--workload", type=Workload.parse, nargs="+", default=[Workload.parse("short")],
         metavar="SEQUENCESxPROMPT+GENERATED",
-        help=f"batch sizes and lengths in tokens; default {' '.join(WORKLOADS)}",
+        help="batch sizes and lengths in tokens, or a name: "
+        + "; ".join(f"{name} (= {' '.join(known)})" for name, known in WORKLOADS.items()) + "; default short",
     )  # fmt: skip
     made.add_argument("--rounds", type=int, default=3)
     made.add_argument("--repeats", type=int, default=3, help="runs that count in each process")
@@ -228,6 +237,7 @@ def arguments() -> argparse.ArgumentParser:
 def main() -> None:
     parser = arguments()
     args = parser.parse_args()
+    args.workload = [one for named in args.workload for one in named]
     missing = sorted({PEERS[name].environment for name in args.peers or ()} - {None, *dict(args.engine)})
     if missing:
         parser.error(f"--peers needs the environment of {', '.join(missing)}: add --engine {missing[0]}=PYTHON")

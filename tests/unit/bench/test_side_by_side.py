@@ -64,6 +64,18 @@ def test_every_round_starts_with_another_row_and_only_those_asked_for_run(
     assert "- Freight 9.9, kernels cpu-portable\n- engine 1.2\n" in out
 
 
+def test_a_name_stands_for_its_workloads(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    words = ("--peers", "freight-fp8", "--rounds", "1", "--workload", "long", "1x8+3")
+    out, _ = run_script(capsys, monkeypatch, tmp_path, *words)
+    assert [line for line in out.splitlines() if line.startswith("### ")] == [
+        "### 1x16384+65",
+        "### 8x4096+65",
+        "### 1x8+3",
+    ]
+
+
 def test_a_row_without_its_environment_is_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
