@@ -42,24 +42,6 @@ def ids(count: int) -> list[int]:
 PROMPTS = [ids(200)[:count] for count in (150, 1, 31, 32, 33, 96, 17, 16)]
 
 
-@pytest.mark.parametrize(
-    ("state_dtype", "cache"), [*((one, "bfloat16") for one in FORMATS), ("int8", "fp8"), ("float32", "fp8")]
-)
-def test_no_company_changes_a_bit(state_dtype: str, cache: str) -> None:
-    """Chunks, one token a step, batches, and prefix hits."""
-    alone = engine(state_dtype, kv_cache_dtype=cache, enable_prefix_caching=False, max_num_batched_tokens=256)
-    plain = [said(alone, [prompt], DRAWN)[0] for prompt in PROMPTS]
-    for chunk in (1, 7):
-        parts = engine(state_dtype, kv_cache_dtype=cache, enable_prefix_caching=False, max_num_batched_tokens=chunk)
-        assert said(parts, PROMPTS[:1] + PROMPTS[4:5], DRAWN) == [plain[0], plain[4]], chunk
-    together = engine(state_dtype, kv_cache_dtype=cache, max_num_batched_tokens=48)
-    assert said(together, PROMPTS, DRAWN) == plain
-    before = together.engine.scheduler.totals.prefix_hits
-    assert said(together, PROMPTS, DRAWN) == plain
-    assert together.engine.scheduler.totals.prefix_hits > before + 200
-    assert together.engine.cache.num_held == 0
-
-
 @pytest.mark.parametrize("state_dtype", FORMATS)
 def test_the_reference_has_the_same_promise(state_dtype: str) -> None:
     options: dict[str, Any] = {"kernels": "reference", "dtype": "float32", "enable_prefix_caching": False}
