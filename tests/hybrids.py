@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +73,11 @@ class Setup:
 
 @dataclass(frozen=True)
 class Answer:
-    """`state`: what the request left behind its last token, by layer and part; of kept rows, those of the open tile."""
+    """`state`: digests of what the request left behind its last token; of kept rows, those of the open tile."""
 
     tokens: list[int]
     logprobs: str
-    state: list[bytes]
+    state: dict[tuple[int, str], str]  # by layer and part
 
 
 class Run:
@@ -125,14 +126,15 @@ class Run:
         output = self.llm.engine.output(self.name).outputs[0]
         return Answer(list(output.token_ids), repr(output.logprobs), self._state())
 
-    def _state(self) -> list[bytes]:
-        last, found = self.chunks[-1], []
+    def _state(self) -> dict[tuple[int, str], str]:
+        last, found = self.chunks[-1], {}
         length = last.start + last.num_tokens
-        for layer in self.llm.engine.runner.pool.states.values():
+        for index, layer in self.llm.engine.runner.pool.states.items():
             block = last.block_ids[layer.group][(length - 1) // layer.states.every]
             for name, part in layer.states.parts.items():
                 rows = slice((length - 1) % STATE_TILE + 1 if name in ("k", "u", "decay") else None)
-                found.append(part[block][rows].flatten().view(torch.uint8).cpu().numpy().tobytes())
+                stored = part[block][rows].flatten().view(torch.uint8).cpu().numpy().tobytes()
+                found[index, name] = sha256(stored).hexdigest()
         return found
 
 
