@@ -54,7 +54,7 @@ def test_nor_on_other_kernels(model: str, kernels: str, chunk: int, states: str)
 @pytest.mark.parametrize("model", MODELS)
 def test_formats_have_bits_of_their_own(model: str) -> None:
     """Otherwise the rest shows nothing of them."""
-    found = {oracle(Setup(model, states, pages))[0].logprobs for states in STATES for pages in PAGES}
+    found = {tuple(oracle(Setup(model, states, pages))[0].logprobs) for states in STATES for pages in PAGES}
     assert len(found) == len(STATES) * len(PAGES)
 
 
