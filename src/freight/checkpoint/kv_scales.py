@@ -45,14 +45,16 @@ _NAME = re.compile(
     )$""",
     re.VERBOSE,
 )
-_AFFINE = re.compile(r"layers\.\d+\.self_attn\.(?:k_proj\.k|v_proj\.v)_bias$")  # ModelOpt's affine cache
+_AFFINE = re.compile(r"layers\.\d+\.(?:self_attn|mixer)\.(?:k_proj\.k|v_proj\.v)_bias$")  # ModelOpt's affine cache
+# parts with layers of their own, numbered from 0: one that predicts further tokens, and models of pictures and sounds
+_OTHER_PART = re.compile(r"(?:^|\.)(?:mtp|\w*(?:vision|visual|audio|sound)\w*)\.")
 _ORDER = (Granularity.TENSOR, Granularity.HEAD, Granularity.CHANNEL)  # from coarse to fine
 
 
 def parse_scale_name(name: str) -> tuple[int, str] | None:
-    """(layer, 'k', 'v' or 'kv') of a KV scale's tensor name; None for any other tensor."""
+    """(layer, 'k', 'v' or 'kv') of a KV scale's tensor name; None for any other tensor, and for other parts' scales."""
     match = _NAME.search(name)
-    if match is None:
+    if match is None or _OTHER_PART.search(name):
         return None
     sides = {key: side for key, side in match.groupdict().items() if side and key != "layer"}
     return int(match["layer"]), next(iter(sides.values()))
@@ -69,7 +71,7 @@ def read_kv_scales(checkpoint: Checkpoint, model: ModelConfig, scheme: Scheme, e
     CheckpointError, naming tensor and value, for a scale that is not positive and finite, has a shape that fits neither
     tensor, head nor channel granularity, or has different values under two names, and for affine (biased) KV scales.
     """
-    affine = sorted(filter(_AFFINE.search, checkpoint.names))
+    affine = sorted(name for name in checkpoint.names if _AFFINE.search(name) and not _OTHER_PART.search(name))
     if affine:
         raise CheckpointError(
             f"{checkpoint.path}: {affine[0]}: an affine KV cache (a bias beside each scale) is not implemented; export "
