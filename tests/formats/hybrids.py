@@ -69,9 +69,15 @@ MODELS: dict[str, PretrainedConfig] = {
     "granitemoehybrid": GraniteMoeHybridConfig(**GRANITE_H, num_local_experts=4, num_experts_per_tok=2),
 }
 # what no producer quantizes
-ALWAYS_PLAIN = r"lm_head|embed|norm|visual|router|\.gate\.|shared_expert_gate|conv1d|in_proj_(a|b|ba)\.|A_log|dt_bias|\.D$"
+ALWAYS_PLAIN = (
+    r"lm_head|embed|norm|visual|router|\.gate\.|shared_expert_gate|conv1d|in_proj_(a|b|ba)\.|A_log|dt_bias|\.D$"
+)
 # what a layer that predicts further tokens is like
-BEHIND = {"qwen3_5": "model.language_model.layers.1.", "qwen3_next": "model.layers.1.", "nemotron_h": "backbone.layers.2."}
+BEHIND = {
+    "qwen3_5": "model.language_model.layers.1.",
+    "qwen3_next": "model.layers.1.",
+    "nemotron_h": "backbone.layers.2.",
+}
 
 
 @dataclass(frozen=True)
@@ -135,21 +141,20 @@ def _own(prefix: str, *names: str) -> dict[str, Any]:
 _GATES = ("mlp.gate", "mlp.shared_expert_gate", "input_layernorm", "post_attention_layernorm", "linear_attn.conv1d")
 _NET = ("linear_attn.in_proj_a", "linear_attn.in_proj_b")
 _CACHE = ("k_scale", "v_scale")
-_IGNORED = ["lm_head", "re:.*visual.*", "re:.*mlp.gate$", "re:.*shared_expert_gate$", "re:.*linear_attn.in_proj_[ab]$",
-            "re:.*mtp.*"]  # fmt: skip
-_NVIDIA = ["lm_head", "backbone.layers.0.mixer.conv1d", "backbone.layers.*.mixer.gate", "backbone.layers.0.mixer.in_proj",
-           "backbone.layers.2.mixer.o_proj", "backbone.embeddings", "mtp*"]  # fmt: skip
+_IGNORED = ["lm_head", "re:.*visual.*", "re:.*mlp.gate$", "re:.*shared_expert_gate$", "re:.*linear_attn.in_proj_[ab]$"]
+_NVIDIA = ["lm_head", "backbone.embeddings", "backbone.layers.0.mixer.conv1d", "backbone.layers.*.mixer.gate",
+           "backbone.layers.0.mixer.in_proj", "backbone.layers.2.mixer.o_proj", "mtp.layers.0.mixer.o_proj"]  # fmt: skip
 _PER_TENSOR = {"dynamic": False, "num_bits": 8, "type": "float"}
 _ROUTERS = ["lm_head", "re:.*block_sparse_moe.router"]
 FORMS = {
     "qwen3.5's own blocks": HybridForm(
         ("qwen3_5", "qwen3_5_moe"), _own("model.language_model.", *_GATES, *_NET), _own_blocks, "groups"
     ),
-    "qwen3.5's own blocks, experts stacked": HybridForm(
-        ("qwen3_5_moe",), _own("model.language_model.", *_GATES, *_NET), _own_blocks, "groups", stacked=True
-    ),
     "qwen3-next's own blocks": HybridForm(
         ("qwen3_next",), _own("model.", *_GATES, "linear_attn.in_proj_ba"), _own_blocks, "groups"
+    ),
+    "qwen3.5's own blocks, experts stacked": HybridForm(
+        ("qwen3_5_moe",), _own("model.language_model.", *_GATES, *_NET), _own_blocks, "groups", stacked=True
     ),
     "ct channel token": HybridForm(
         ("qwen3_5", "qwen3_5_moe"),
@@ -296,7 +301,7 @@ class Hybrid:
         return (saturated(parts / scale).float() * scale).flatten(-2)
 
     def one_of_each_kind(self) -> list[str]:
-        """Scales that are used, each layer's kinds once: norms of q and k undo theirs, and further tokens do not run."""
+        """Of the scales that are used: norms of q and k undo theirs, and further tokens do not run."""
         kinds = {}
         for name in self.tensors:
             if re.search(r"scale(_inv)?$", name) and not re.search(r"[qk]_proj\.(w|i)|mtp|\.[gz]\w*_proj\.in", name):
@@ -319,6 +324,11 @@ def _unrounded(family: str) -> tuple[Tensors, dict[str, Any]]:
         save_random(MODELS[family], Path(folder), BF16)
         tensors = {name: one.clone() for name, one in load_file(Path(folder) / "model.safetensors").items()}
         return tensors, json.loads((Path(folder) / "config.json").read_text())
+
+
+def save_unrounded(family: str, folder: Path) -> Path:
+    tensors, config = _unrounded(family)
+    return Path(_save(folder, tensors, {"config.json": config}))
 
 
 def make(form: HybridForm, family: str) -> Hybrid:

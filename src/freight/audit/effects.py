@@ -47,6 +47,7 @@ class Facts:
     `input_scales` counts the scales of static activations by the last part of their names. `rounded` maps the names of
     `kv_scale` tensors to their values in the model's dtype. `architecture` is the first of config.json's
     `architectures`. `scheme` is a kv_cache_scheme that is an object. `query_scales` counts the scales of queries.
+    `without_keys` are the layers that store no keys and values, and need no scale.
     """
 
     method: str
@@ -60,6 +61,7 @@ class Facts:
     architecture: str = ""
     scheme: KVScheme | None = None
     query_scales: int = 0
+    without_keys: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,9 @@ class LayerEffect:
 
 @dataclass(frozen=True)
 class EngineView:
-    """One engine and this checkpoint. `refusal` says why the engine does not load it; '' if it does.
+    """One engine and this checkpoint. `layers` are those of its `num_layers` that store keys and values.
+
+    `refusal` says why the engine does not load it; '' if it does.
 
     `auto_fp8`: whether the engine stores FP8 without being asked. `doubled`: whether scales are doubled for E4M3FNUZ.
     `input_scales`: (last part of the name, how many, effect) of the scales of static activations. `family` is what the
@@ -93,6 +97,7 @@ class EngineView:
     engine: Engine
     version: str
     rules_of: str
+    num_layers: int
     layers: tuple[LayerEffect, ...]
     auto_fp8: bool
     doubled: bool
@@ -180,6 +185,7 @@ def view(engine: Engine, version: str, facts: Facts) -> EngineView:
     layers = tuple(
         _layer(index, [(one, _rule(engine, rules_of, one, facts)) for one in found], assembly, facts)
         for index, found in enumerate(by_layer)
+        if index not in facts.without_keys
     )
     refused = [side for layer in layers for side in (layer.k, layer.v) if side.effect is Effect.REFUSED]
     refusal = f"{refused[0].name}: {refused[0].why} ({refused[0].source})" if refused else ""
@@ -191,7 +197,8 @@ def view(engine: Engine, version: str, facts: Facts) -> EngineView:
     inputs = tuple((name, count, read.get(name, Effect.IGNORED)) for name, count in facts.input_scales)
     family = family_of(engine, facts.architecture, facts.model_type)
     caveat, notes = _conditions(facts) if recent else ("", ())
-    return EngineView(engine, version, rules_of, layers, auto, assembly.doubled, refusal, inputs, family, caveat, notes)
+    shown = facts.num_layers, layers, auto, assembly.doubled, refusal
+    return EngineView(engine, version, rules_of, *shown, inputs, family, caveat, notes)
 
 
 def _conditions(facts: Facts) -> tuple[str, tuple[str, ...]]:

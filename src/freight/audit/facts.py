@@ -5,8 +5,9 @@ It is read without Freight's own model code, so that families which Freight does
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,17 @@ from freight.audit.effects import Facts, StoredScale
 from freight.audit.rules import NONE
 from freight.audit.schemes import KVScheme
 from freight.checkpoint.headers import FORMAT_NAMES
-from freight.checkpoint.kv_scales import parse_scale_name
+from freight.checkpoint.kv_scales import is_other_part, parse_scale_name
 from freight.checkpoint.reader import Checkpoint
 from freight.errors import CheckpointError
 from freight.fp8.cast import torch_dtype
 
 _INPUTS = ("input_scale", "activation_scale", "act_scale", "qscale_act")
 _QUERIES = (".q_scale", ".q_proj.output_scale")
+# of projections of keys: alone, with those of values, and of latents
+_KEYS = re.compile(
+    r"layers\.(\d+)\.[\w.]*(?:attn|attention|mixer)[\w.]*\.(?:\w*k_?v?_proj|kv_a\w*|W?qkv\w*|\w*key\w*|wk)\."
+)
 _SIDES = {"k": 0, "v": 1, "kv": 2}  # engines that know both forms take separate scales first
 
 
@@ -30,7 +35,7 @@ def read_facts(path: Path) -> tuple[Checkpoint, Facts]:
     config = checkpoint.config
     text = config.get("text_config", config.get("llm_config"))
     inner: Mapping[str, Any] = text if isinstance(text, Mapping) else config
-    layers = inner.get("num_hidden_layers")
+    layers = _num_layers(inner)
     if not isinstance(layers, int) or layers < 1:
         raise CheckpointError(f"{path}/config.json: num_hidden_layers {layers!r} is not a number of layers")
     declared = _declared(checkpoint)
@@ -58,8 +63,22 @@ def read_facts(path: Path) -> tuple[Checkpoint, Facts]:
         _architecture(config),
         _scheme(declared.get("kv_cache_scheme")),
         sum(name.endswith(_QUERIES) for name in checkpoint.names),
+        _without_keys(checkpoint.names, layers),
     )
     return checkpoint, facts
+
+
+def _num_layers(config: Mapping[str, Any]) -> object:
+    """Where config.json does not say it, as many as it names kinds of layers (Nemotron-H)."""
+    listed = [config[key] for key in ("layers_block_type", "hybrid_override_pattern") if config.get(key)]
+    return config.get("num_hidden_layers", len(listed[0]) if listed and isinstance(listed[0], list | str) else None)
+
+
+def _without_keys(names: Collection[str], num_layers: int) -> frozenset[int]:
+    """The layers without a projection of keys, where others have one: they keep a state, or have no mixer at all."""
+    matches = (match for match in map(_KEYS.search, names) if match and not is_other_part(match.string))
+    having = {int(match[1]) for match in matches}
+    return frozenset(range(num_layers)) - having if having else frozenset()
 
 
 def _declared(checkpoint: Checkpoint) -> Mapping[str, Any]:

@@ -43,7 +43,9 @@ def engine_scales(view: EngineView) -> KVScales | None:
     """The scales that the engine divides by, made for E4M3FN; None if it does not load the checkpoint, or not known."""
     if view.refusal or view.unknown:
         return None
-    return KVScales(tuple(map(_layer_scales, view.layers)))
+    found = {layer.layer: _layer_scales(layer) for layer in view.layers}
+    layers = tuple(found.get(index) for index in range(view.num_layers))
+    return KVScales(layers, unneeded=frozenset(range(view.num_layers)) - found.keys())
 
 
 def _layer_scales(layer: LayerEffect) -> LayerScales:

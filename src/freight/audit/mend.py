@@ -103,7 +103,9 @@ def write_mended(checkpoint: Checkpoint, scales: KVScales, form: Form, out: Path
             with safe_open(checkpoint.entry(name).file, framework="pt") as handle:
                 writer.add({name: handle.get_tensor(name)})
         for index, layer in enumerate(scales.layers):
-            assert layer is not None, "mended scales have every layer"
+            if layer is None:
+                assert index in scales.unneeded, "mended scales have every layer with attention"
+                continue
             module = f"{prefix}{index}."
             pairs = (("k", layer.k), ("v", layer.v))
             writer.add({module + form.names.format(side=side): _scale(max(values)) for side, values in pairs})

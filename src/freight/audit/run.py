@@ -140,8 +140,8 @@ def _measure(
 
 def _per_tensor(scales: KVScales) -> KVScales:
     """The largest scale of each layer and side."""
-    layers = (layer for layer in scales.layers if layer is not None)
-    return KVScales(tuple(LayerScales((max(x.k),), (max(x.v),), Granularity.TENSOR) for x in layers), scales.format)
+    layers = tuple(x and LayerScales((max(x.k),), (max(x.v),), Granularity.TENSOR) for x in scales.layers)
+    return KVScales(layers, scales.format, unneeded=scales.unneeded)
 
 
 def _stored_scales(path: Path, args: EngineArgs) -> tuple[KVScales | None, str]:
@@ -155,8 +155,8 @@ def _stored_scales(path: Path, args: EngineArgs) -> tuple[KVScales | None, str]:
     if scales.missing or scales.alone("k") or scales.alone("v") or fine:
         return None, ""
     # The names of the tensors are no part of what is compared.
-    layers = tuple(LayerScales(x.k, x.v, x.granularity) for x in scales.layers if x is not None)
-    return KVScales(layers, scales.format), ""
+    layers = tuple(x and LayerScales(x.k, x.v, x.granularity) for x in scales.layers)
+    return KVScales(layers, scales.format, unneeded=scales.unneeded), ""
 
 
 def _cost(score: CacheScore) -> Cost:

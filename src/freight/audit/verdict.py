@@ -41,15 +41,16 @@ def sentence(view: EngineView, cost: Cost | None, plain: Cost | None, dynamic: C
 
 def _does(view: EngineView) -> str:
     count, unit, lost = len(view.layers), len(view.unit), len(view.lost)
+    layers = "layers" if count == view.num_layers else "layers with attention"
     if not unit:
-        return f"uses the stored scales of all {count} layers"
+        return f"uses the stored scales of all {count} {layers}"
     if lost:
-        where = "in all layers" if lost == count else f"in {lost} of {count} layers ({_numbers(view.lost)})"
+        where = f"in all {layers}" if lost == count else f"in {lost} of {count} {layers} ({_numbers(view.lost)})"
         none = f", finds none in {unit - lost} more," if unit > lost else ""
         return f"drops stored scales {where}{none} and divides by 1.0 there"
     if unit == count:
-        return "finds no scales and divides by 1.0 in every layer"
-    return f"finds no scales in {unit} of {count} layers ({_numbers(view.unit)}) and divides by 1.0 there"
+        return f"finds no scales and divides by 1.0 in every {layers.replace('layers', 'layer')}"
+    return f"finds no scales in {unit} of {count} {layers} ({_numbers(view.unit)}) and divides by 1.0 there"
 
 
 def _numbers(layers: tuple[int, ...]) -> str:

@@ -41,6 +41,7 @@ from freight.fp8.weights import BLOCK
 from freight.kernels.select import select_kernels
 from freight.models.architectures import tensor_names
 from freight.models.expert_names import separate
+from freight.models.mixer_parts import mixer_parts
 from freight.models.open import OpenCheckpoint, open_checkpoint, require_native
 from freight.models.shapes import tensor_shapes
 from freight.models.sources import CheckpointSource
@@ -273,11 +274,13 @@ def require_any(model: ModelConfig, plan: QuantizePlan, ignored: Collection[str]
 
 def require_blocks(model: ModelConfig, plan: QuantizePlan, ignored: Collection[str]) -> None:
     """Raises ConfigError for experts whose blocks of scales would span gate and up, which engines compute as one matrix
-    with one scale for a block.
+    with one scale for a block; and for matrices that engines take apart by head, where blocks would span heads.
     """
     if plan.weights is WeightScheme.NONE:
         return
     left_out = frozenset(ignored)
+    if plan.weights is WeightScheme.BLOCK:
+        _require_whole_heads(model, left_out)
     for layer, modules in zip(model.layers, layer_modules(model), strict=True):
         mlp, experts = layer.feed_forward, modules.experts
         if not isinstance(mlp, MoEConfig) or experts is None or left_out.issuperset(experts.gate_up):
@@ -288,6 +291,19 @@ def require_blocks(model: ModelConfig, plan: QuantizePlan, ignored: Collection[s
                 f"--weights fp8-block: {experts.named(0)} has an intermediate size of {mlp.intermediate_size}, no "
                 f"multiple of {BLOCK}, so that a block would span gate and up; use --weights fp8-channel"
             )
+
+
+def _require_whole_heads(model: ModelConfig, ignored: Collection[str]) -> None:
+    """Raises ConfigError for a matrix whose rows are brought into another order at load (`MixerParts.whole`)."""
+    names = tensor_names(model)
+    for index, layer in enumerate(model.layers):
+        for module, sizes in mixer_parts(layer.mixer, model.hidden_size, names).whole.items():
+            name, uneven = names.layer.format(index) + module, [size for size in sizes if size % BLOCK]
+            if uneven and name not in ignored:
+                raise ConfigError(
+                    f"--weights fp8-block: {name} has parts of {uneven[0]} rows for each head, no multiple of {BLOCK}, "
+                    "so that a block would span parts that engines take apart; use --weights fp8-channel"
+                )
 
 
 def require_gain(plan: QuantizePlan, calibration: Calibration) -> None:

@@ -51,10 +51,15 @@ _OTHER_PART = re.compile(r"(?:^|\.)(?:mtp|\w*(?:vision|visual|audio|sound)\w*)\.
 _ORDER = (Granularity.TENSOR, Granularity.HEAD, Granularity.CHANNEL)  # from coarse to fine
 
 
+def is_other_part(name: str) -> bool:
+    """Whether the tensor is of a part with layers of its own, whose numbers are not those of the decoder."""
+    return _OTHER_PART.search(name) is not None
+
+
 def parse_scale_name(name: str) -> tuple[int, str] | None:
     """(layer, 'k', 'v' or 'kv') of a KV scale's tensor name; None for any other tensor, and for other parts' scales."""
     match = _NAME.search(name)
-    if match is None or _OTHER_PART.search(name):
+    if match is None or is_other_part(name):
         return None
     sides = {key: side for key, side in match.groupdict().items() if side and key != "layer"}
     return int(match["layer"]), next(iter(sides.values()))
@@ -71,7 +76,7 @@ def read_kv_scales(checkpoint: Checkpoint, model: ModelConfig, scheme: Scheme, e
     CheckpointError, naming tensor and value, for a scale that is not positive and finite, has a shape that fits neither
     tensor, head nor channel granularity, or has different values under two names, and for affine (biased) KV scales.
     """
-    affine = sorted(name for name in checkpoint.names if _AFFINE.search(name) and not _OTHER_PART.search(name))
+    affine = sorted(name for name in checkpoint.names if _AFFINE.search(name) and not is_other_part(name))
     if affine:
         raise CheckpointError(
             f"{checkpoint.path}: {affine[0]}: an affine KV cache (a bias beside each scale) is not implemented; export "

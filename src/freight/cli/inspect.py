@@ -81,7 +81,8 @@ def describe(model: str, revision: str | None = None, ignore_keys: Collection[st
     matrices stored in FP8 by what is declared of them, {"scales per tensor, activations static": 14}; kv_cache:
     {scales_format, scales_format_assumed, scales}. scales_format_assumed says that nothing declares the format; scales
     has an entry per layer, {layer, k, v}, and is empty when there are none. k and v are null, or {granularity, min,
-    max, value, centered, names}; where a checkpoint chooses by layer (`freight quantize --kv-budget`), an entry also
+    max, value, centered, names}; an entry of a layer without keys and values, which needs no scale, has `stores_keys`,
+    false; where a checkpoint chooses by layer (`freight quantize --kv-budget`), an entry also
     has `dtype` (scales_format or '16 bits') and `granularity`;
     `value` is there for granularity 'tensor', and `centered`, whether a mean was
     subtracted, for k. An export of AMMO or ModelOpt for TensorRT-LLM has the same keys; num_parameters is null there,
@@ -109,6 +110,7 @@ def describe(model: str, revision: str | None = None, ignore_keys: Collection[st
     described = checkpoint.config, checkpoint.hf_quant_config, checkpoint.names, checkpoint.stored_format
     architecture, found, scheme = _read(*described, ignore_keys)
     scales = None if found is None else read_kv_scales(checkpoint, found, scheme)
+    without_keys = frozenset[int]() if found is None else found.without_pages
     return {
         "model": model,
         "path": str(folder),
@@ -116,7 +118,7 @@ def describe(model: str, revision: str | None = None, ignore_keys: Collection[st
         **_sizes(checkpoint),
         "skipped": {} if found is None else skipped_parts(found, checkpoint.names),
         "scheme": _scheme(scheme) | {"fp8_weights": _fp8_weights(checkpoint, scheme)},
-        **_kv_cache(scales),
+        **_kv_cache(scales, without_keys),
     }
 
 
@@ -181,13 +183,13 @@ def _scheme(scheme: Scheme) -> dict[str, Any]:
     }
 
 
-def _kv_cache(scales: KVScales | None) -> dict[str, Any]:
+def _kv_cache(scales: KVScales | None, without_keys: Collection[int] = ()) -> dict[str, Any]:
     empty = scales is None or scales.empty
     return {
         "kv_cache": {
             "scales_format": None if scales is None or empty else scales.format,
             "scales_format_assumed": scales is not None and scales.format_assumed,
-            "scales": [] if scales is None or empty else _scales(scales),
+            "scales": [] if scales is None or empty else _scales(scales, without_keys),
         }
     }
 
@@ -261,9 +263,11 @@ def _fp8_weights(checkpoint: Checkpoint, scheme: Scheme) -> dict[str, int]:
     return dict(kinds.most_common())
 
 
-def _scales(scales: KVScales) -> list[dict[str, Any]]:
+def _scales(scales: KVScales, without_keys: Collection[int]) -> list[dict[str, Any]]:
     entries: list[dict[str, Any]]
     entries = [{"layer": i, "k": _side(layer, "k"), "v": _side(layer, "v")} for i, layer in enumerate(scales.layers)]
+    for index in without_keys:
+        entries[index]["stores_keys"] = False
     for entry, granularity in zip(entries, scales.mixed, strict=False):  # empty unless layers differ
         entry["dtype"], entry["granularity"] = scales.format if granularity else "16 bits", granularity
     return entries
@@ -346,7 +350,9 @@ def _scale_table(layers: list[dict[str, Any]]) -> Any:
         if k is None:
             chosen = entry.get("granularity")
             what = "missing" if "granularity" not in entry else "measured as stored" if chosen else "16 bits"
-            table.add_row(str(entry["layer"]), chosen or "", what, what, "")
+            if not entry.get("stores_keys", True):
+                chosen, what = None, "no keys"
+            table.add_row(str(entry["layer"]), chosen or "", what, what.replace("keys", "values"), "")
             continue
         names = "\n".join(name.rpartition(f".{entry['layer']}.")[2] for name in dict.fromkeys(k["names"] + v["names"]))
         table.add_row(str(entry["layer"]), k["granularity"], _range(k), _range(v), names)

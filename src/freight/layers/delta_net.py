@@ -9,7 +9,7 @@ from torch import Tensor
 
 from freight.cache.pool import LayerCache, PagedState
 from freight.kernels.interface import KernelSet
-from freight.layers.linear import Linear, Projection
+from freight.layers.linear import Projection
 from freight.operands.batch import ForwardBatch
 from freight.operands.packed import Rows, plain
 
@@ -25,7 +25,7 @@ class DeltaNet:
     """
 
     qkvz: Projection
-    ba: Linear
+    ba: Projection
     conv: Tensor
     a_log: Tensor
     dt_bias: Tensor

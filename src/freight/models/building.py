@@ -91,11 +91,15 @@ class Builder:
             return LayerNorm(self.tensor(name), self.tensor(bias_of(name)), eps, self.kernels)
         return RMSNorm(self.norm_weight(name) if weight is None else weight, eps, self.kernels)
 
-    def kept(self, modules: Sequence[str], rows: Tensor | None = None) -> Linear:
-        """Projections that are not quantized at load, merged. `rows`: the order of the outputs of one alone."""
+    def kept(self, modules: Sequence[str], rows: Tensor | None = None) -> Projection:
+        """Projections that are not quantized at load, merged if they can be: a checkpoint may have some of them in FP8.
+        `rows`: the order of the outputs of one alone."""
         weights = [self.source.head(f"{module}.weight", self.shapes[f"{module}.weight"]) for module in modules]
-        merged = Weight.concat(weights)
-        return self.packed(merged if rows is None else merged.reordered(rows, modules[0]), None)
+        if rows is not None:
+            weights = [weights[0].reordered(rows, modules[0])]
+        if Weight.mergeable(weights):
+            return self.packed(Weight.concat(weights), None)
+        return UnmergedLinear(tuple(self.packed(weight, None) for weight in weights))
 
     def outer(self, module: str) -> Linear | None:
         """A projection outside of the layers, if the model has it."""

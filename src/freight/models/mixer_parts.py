@@ -47,6 +47,8 @@ class MixerParts:
     exact         a tensor that is held in float32 -> its shape
     made          float32 numbers that are made at load, beside tensors
     factors       numbers in the compute dtype that are made at load
+    whole         modules whose rows are those of heads in turn, taken apart at load -> rows of each part of a head, in
+                  which no block of scales may end
     """
 
     module: str = ""
@@ -57,6 +59,7 @@ class MixerParts:
     exact: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     made: int = 0
     factors: int = 0
+    whole: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 def mixer_parts(mixer: Mixer, hidden_size: int, names: TensorNames) -> MixerParts:
@@ -81,6 +84,7 @@ def _attention(mixer: AttentionConfig, hidden_size: int, of_all: TensorNames) ->
         exact={names.sinks: (mixer.num_heads,)} if mixer.sinks else {},
         made=mixer.v_norm * mixer.v_dim + mixer.qk_norm_bare * mixer.k_dim,
         factors=0 if mixer.v_factor is None else sum(mixer.factor_groups),
+        whole={names.qkv[0]: (mixer.k_dim,)} if mixer.gate is not None and mixer.gate.in_q else {},
     )
 
 
@@ -94,6 +98,7 @@ def _delta_net(mixer: DeltaNetConfig, hidden_size: int, of_all: TensorNames) -> 
             "out": Projected((names.out,), (hidden_size,), values),
         },
         kept=dict.fromkeys(names.ba, (*heads, hidden_size)),
+        whole={} if len(names.qkvz) > 1 else {names.qkvz[0]: (mixer.k_dim, values // mixer.key_heads)},
         exact={names.a_log: (mixer.heads,), names.dt_bias: (mixer.heads,)},
         plain={names.conv: (mixer.channels, 1, mixer.width), names.norm: (mixer.v_dim,)},
     )

@@ -18,7 +18,12 @@ from freight.fp8.scheme import LinearScheme, Rule
 Syntax = Callable[[str], "re.Pattern[str]"]
 
 CLASSES = ("Linear", "LinearBase")  # every module that is looked up here is one
-_MERGED = {"qkv_proj": "(?:q|k|v|qkv)_proj", "gate_up_proj": "(?:gate|up|gate_up)_proj"}
+_MERGED = {
+    "qkv_proj": "(?:q|k|v|qkv)_proj",
+    "gate_up_proj": "(?:gate|up|gate_up)_proj",
+    "in_proj_qkvz": "in_proj_(?:qkv|z|qkvz)",
+    "in_proj_ba": "in_proj_(?:b|a|ba)",
+}
 
 
 def every() -> re.Pattern[str]:
