@@ -142,10 +142,24 @@ _GATES = ("mlp.gate", "mlp.shared_expert_gate", "input_layernorm", "post_attenti
 _NET = ("linear_attn.in_proj_a", "linear_attn.in_proj_b")
 _CACHE = ("k_scale", "v_scale")
 _IGNORED = ["lm_head", "re:.*visual.*", "re:.*mlp.gate$", "re:.*shared_expert_gate$", "re:.*linear_attn.in_proj_[ab]$"]
-_NVIDIA = ["lm_head", "backbone.embeddings", "backbone.layers.0.mixer.conv1d", "backbone.layers.*.mixer.gate",
-           "backbone.layers.0.mixer.in_proj", "backbone.layers.2.mixer.o_proj", "mtp.layers.0.mixer.o_proj"]  # fmt: skip
+_NVIDIA = [
+    *("lm_head", "backbone.embeddings", "backbone.layers.0.mixer.conv1d", "backbone.layers.*.mixer.gate"),
+    *("backbone.layers.0.mixer.in_proj", "backbone.layers.2.mixer.o_proj", "mtp.layers.0.mixer.o_proj"),
+]
 _PER_TENSOR = {"dynamic": False, "num_bits": 8, "type": "float"}
 _ROUTERS = ["lm_head", "re:.*block_sparse_moe.router"]
+
+
+def _ct_rows(*ignored: str, **more: Any) -> dict[str, Any]:
+    return groups(arguments("channel"), arguments("token", True), ignore=list(ignored), **more)
+
+
+def _of_classes(said: dict[str, Any]) -> dict[str, Any]:
+    """llm-compressor's own class for the experts of a layer is a target, too."""
+    group = said["config_groups"]["group_0"] | {"targets": ["Linear", "GraniteMoeHybridParallelExpertsLinear"]}
+    return said | {"config_groups": {"group_0": group}}
+
+
 FORMS = {
     "qwen3.5's own blocks": HybridForm(
         ("qwen3_5", "qwen3_5_moe"), _own("model.language_model.", *_GATES, *_NET), _own_blocks, "groups"
@@ -158,7 +172,7 @@ FORMS = {
     ),
     "ct channel token": HybridForm(
         ("qwen3_5", "qwen3_5_moe"),
-        groups(arguments("channel"), arguments("token", True), ignore=_IGNORED, kv_cache_scheme=arguments("tensor")),
+        _ct_rows(*_IGNORED, kv_cache_scheme=arguments("tensor")),
         _rows,
         "rows",
         kv=_CACHE,
@@ -171,19 +185,9 @@ FORMS = {
         kv=_CACHE,
     ),
     "ct, delta nets ignored": HybridForm(
-        ("qwen3_5",),
-        groups(arguments("channel"), arguments("token", True), ignore=[*_IGNORED, "re:.*linear_attn.*"]),
-        _rows,
-        "rows",
-        plain="linear_attn",
+        ("qwen3_5",), _ct_rows(*_IGNORED, "re:.*linear_attn.*"), _rows, "rows", plain="linear_attn"
     ),
-    "ct, z ignored": HybridForm(
-        ("qwen3_5",),
-        groups(arguments("channel"), arguments("token", True), ignore=[*_IGNORED, "re:.*in_proj_z$"]),
-        _rows,
-        "rows",
-        plain="in_proj_z",
-    ),
+    "ct, z ignored": HybridForm(("qwen3_5",), _ct_rows(*_IGNORED, "re:.*in_proj_z$"), _rows, "rows", plain="in_proj_z"),
     "modelopt": HybridForm(
         ("nemotron_h", "nemotron_h_moe"),
         None,
@@ -212,28 +216,13 @@ FORMS = {
     ),
     "ct channel token, as granite's": HybridForm(
         ("granitemoehybrid",),
-        groups(arguments("channel"), arguments("token", True), ignore=_ROUTERS, kv_cache_scheme=arguments("tensor")),
+        _ct_rows(*_ROUTERS, kv_cache_scheme=arguments("tensor")),
         _rows,
         "rows",
         kv=_CACHE,
     ),
     "ct channel token, as granite's, experts stacked": HybridForm(
-        ("granitemoehybrid",),
-        groups(
-            arguments("channel"),
-            arguments("token", True),
-            ignore=_ROUTERS,
-            config_groups={
-                "group_0": {
-                    "targets": ["Linear", "GraniteMoeHybridParallelExpertsLinear"],
-                    "weights": arguments("channel"),
-                    "input_activations": arguments("token", True),
-                }
-            },
-        ),
-        _rows,
-        "rows",
-        stacked=True,
+        ("granitemoehybrid",), _of_classes(_ct_rows(*_ROUTERS)), _rows, "rows", stacked=True
     ),
 }
 CASES = [(name, family) for name, form in FORMS.items() for family in form.families]

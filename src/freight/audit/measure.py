@@ -45,7 +45,7 @@ def engine_scales(view: EngineView) -> KVScales | None:
         return None
     found = {layer.layer: _layer_scales(layer) for layer in view.layers}
     layers = tuple(found.get(index) for index in range(view.num_layers))
-    return KVScales(layers, unneeded=frozenset(range(view.num_layers)) - found.keys())
+    return KVScales(layers, unneeded=frozenset(range(view.num_layers)).difference(found))
 
 
 def _layer_scales(layer: LayerEffect) -> LayerScales:

@@ -160,7 +160,7 @@ class ModelConfig:
     @property
     def without_pages(self) -> frozenset[int]:
         """The layers that neither store keys and values nor read another's: they have no KV scales and miss none."""
-        return frozenset(range(self.num_layers)) - self.attention.keys()
+        return frozenset(range(self.num_layers)).difference(self.attention)  # `-` of keys is a set, which has no hash
 
     @property
     def recurrent(self) -> bool:
