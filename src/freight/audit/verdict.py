@@ -43,7 +43,8 @@ def _does(view: EngineView) -> str:
     count, unit, lost = len(view.layers), len(view.unit), len(view.lost)
     layers = "layers" if count == view.num_layers else "layers with attention"
     if not unit:
-        return f"uses the stored scales of all {count} {layers}"
+        which = f"all {count} {layers}" if count > 1 else layers.replace("layers", "the one layer")
+        return f"uses the stored scales of {which}"
     if lost:
         where = f"in all {layers}" if lost == count else f"in {lost} of {count} {layers} ({_numbers(view.lost)})"
         none = f", finds none in {unit - lost} more," if unit > lost else ""

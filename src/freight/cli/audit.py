@@ -74,7 +74,8 @@ def audit(
         _print(report)
         if fix is not None and report.fixed is not None:
             named = " and ".join(map(str, report.fixed.engines))
-            typer.echo(f"{fix}: KV scales of {report.facts.num_layers} layers, as {named} load them")
+            count = report.facts.num_layers - len(report.facts.without_keys)
+            typer.echo(f"{fix}: KV scales of {count} layer{'s' * (count > 1)}, as {named} load them")
 
 
 def _print(report: AuditReport) -> None:

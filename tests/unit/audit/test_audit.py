@@ -63,6 +63,19 @@ def test_the_fix_is_a_checkpoint_that_the_engine_loads(
     assert not open_checkpoint(str(out)).kv_scales.missing
 
 
+def test_layers_that_keep_a_state_need_no_scales(freight: Run, text: str, tmp_path: Path):
+    """One layer of four has attention: it is measured, mended, and alone in what is said."""
+    model, out = Path(__file__).parents[2] / "fixtures/hybrids/delta_net", tmp_path / "fixed"
+    options = ("--engine", "vllm", "--data", text, *FEW)
+    said = freight("audit", str(model), *options, "--calibration-data", text, "--fix", str(out))
+    assert said.code == 0, said.err
+    assert "divides by 1.0 in every layer with attention" in said.out
+    assert "KV scales of 1 layer," in said.out
+    (vllm,) = json.loads(freight("audit", str(out), *options, "--json").out)["engines"]
+    assert (vllm["scales"], [layer["layer"] for layer in vllm["layers"]]) == ({"used": 2}, [3])
+    assert "uses the stored scales of the one layer with attention: safe on this text" in vllm["verdict"]
+
+
 def test_an_undeclared_checkpoint_is_declared_and_keeps_its_scales(
     freight: Run,
     write: Write,
