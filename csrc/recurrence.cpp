@@ -240,7 +240,8 @@ FREIGHT_API FreightStatus freight_recurrence(const FreightRecurrence* arguments)
       case FREIGHT_BFLOAT16: return freight::recurrence<FREIGHT_BFLOAT16>(*arguments);
       case FREIGHT_INT8: return freight::recurrence<FREIGHT_INT8>(*arguments);
       case FREIGHT_E4M3FN: return freight::recurrence<FREIGHT_E4M3FN>(*arguments);
-      default: return freight::recurrence<FREIGHT_E4M3FNUZ>(*arguments);
+      case FREIGHT_E4M3FNUZ: return freight::recurrence<FREIGHT_E4M3FNUZ>(*arguments);
+      default: throw std::invalid_argument("states have no such format");  // FREIGHT_FAILED, and nothing is written
     }
   });
 }

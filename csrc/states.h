@@ -57,5 +57,5 @@ struct FreightRecurrence {
 
 // Linear attention with a decay: `KernelSet.recurrence` of src/freight/kernels/interface.py has the formulas. A row's bits,
 // and those of what is stored, depend on its own history alone. A context shorter than its rows is refused
-// (FREIGHT_SHORT_CONTEXT) before anything is written.
+// (FREIGHT_SHORT_CONTEXT) before anything is written, and so is another format of states (FREIGHT_FAILED).
 FREIGHT_API FreightStatus freight_recurrence(const FreightRecurrence* arguments);

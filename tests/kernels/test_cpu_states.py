@@ -306,14 +306,19 @@ def test_a_recording_follows_lengths_and_tables() -> None:
     assert same_bits(kept, recorded, [3, 1, 6, 0])
 
 
-def test_a_short_context_and_a_wide_convolution_are_refused(kernels):
+def test_a_short_context_another_format_and_a_wide_convolution_are_refused(kernels):
     layer = Layer()
     inputs, states = layer.inputs(4), layer.states(2)
     where = sequences([(0, 4, (0,))])
     where.context_lens.fill_(3)
     with pytest.raises(KernelError, match="more queries than keys"):
         kernels.recurrence(**inputs, states=states, sequences=where, **layer.flags)
+    where.context_lens.fill_(4)
+    half = {name: part.half() if name == "state" else part for name, part in states.parts.items()}
+    with pytest.raises(KernelError, match="freight_recurrence"):  # 16 bits are bfloat16 alone
+        kernels.recurrence(**inputs, states=replace(states, parts=half), sequences=where, **layer.flags)
     assert states.parts["decay"].isnan().all()
+    where.context_lens.fill_(3)
     x = torch.zeros(4, 8)
     for width, words in ((4, "more queries than keys"), (9, "a width of 2 to 8, not 9")):
         columns = States({"columns": torch.zeros(2, width - 1, 8)}, 16)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING, Any
 
+from freight.config.fields import integer
 from freight.config.layer import AttentionConfig, Mixer
 from freight.errors import CheckpointError
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 
 _LARGEST = 3.4e38  # of float32
+_WIDEST = 8  # convolution of the CPU kernels
 
 
 def with_mixers(model: ModelConfig, mixers: Iterable[AttentionConfig]) -> ModelConfig:
@@ -45,6 +47,24 @@ def rotate_in_windows(config: Mapping[str, Any], model: ModelConfig) -> ModelCon
         return model
     mixers = model.attention.values()
     return with_mixers(model, [replace(mixer, rope=None if mixer.window is None else mixer.rope) for mixer in mixers])
+
+
+def conv_width(config: Mapping[str, Any], key: str) -> int:
+    """Inputs of a channel that a convolution sees. Raises CheckpointError for what no kernel computes."""
+    width = integer(config, key)
+    if not 2 <= width <= _WIDEST:
+        raise CheckpointError(f"config.json: {key} = {width} is not implemented; 2 to {_WIDEST} are")
+    return width
+
+
+def require_silu(config: Mapping[str, Any]) -> None:
+    """For mixers whose convolution has the activation that `hidden_act` names. Raises CheckpointError for another."""
+    named = config.get("hidden_act", "silu")
+    if named not in ("silu", "swish"):
+        raise CheckpointError(
+            f"config.json: hidden_act = {named!r} is not implemented for layers with a recurrent state, whose "
+            "convolution it follows; silu or swish are"
+        )
 
 
 def step_limits(config: Mapping[str, Any]) -> tuple[float, float]:

@@ -19,7 +19,7 @@ from freight.fp8.formats import Format
 from freight.models.architectures import skipped_parts, tensor_names
 from freight.models.open import read_model_config
 from freight.models.shapes import tensor_shapes
-from freight.operands.activation import Activation
+from freight.operands.activation import Activation, GatedActivation
 from freight.operands.routing import Scoring
 
 Json = dict[str, Any]
@@ -171,6 +171,10 @@ def test_kinds_of_layers_have_two_spellings() -> None:
         ({"mamba_hidden_act": "gelu"}, "mamba_hidden_act"),
         ({"n_groups": 3}, "mamba_num_heads = 128 is not a multiple of n_groups = 3"),
         ({"norm_eps": 1e-6, "layer_norm_epsilon": 1e-5}, "contradicts itself"),
+        ({"time_step_limit": [0, 1], "mamba_dt_limit": [0, 2]}, "contradicts itself: mamba_dt_limit"),
+        ({"conv_kernel": 9}, "conv_kernel = 9 is not implemented; 2 to 8 are"),
+        ({"hybrid_override_pattern": "-E"}, "no layer of mamba or attention"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings = True is not implemented"),
         *(
             ({"time_step_limit": limit}, "time_step_limit")
             for limit in ([0.1], "ab", [0.2, 0.1], [-1, 1], [math.inf, math.inf], [math.nan, 1], [0, True], 3)
@@ -188,6 +192,8 @@ def test_what_nemotron_does_not_compute_is_refused(keys: Json, words: str) -> No
     [
         ({"mamba_d_head": 32}, "mamba_d_head = 32 with mamba_n_heads = 128, but mamba_expand * hidden_size = 8192"),
         ({"mamba_n_heads": 100}, "mamba_n_heads = 100"),
+        ({"mamba_d_conv": 9}, "mamba_d_conv = 9 is not implemented; 2 to 8 are"),
+        ({"hidden_act": "gelu_pytorch_tanh"}, "hidden_act = 'gelu_pytorch_tanh' is not implemented for layers with a"),
         ({"mamba_n_groups": 3}, "mamba_n_groups = 3"),
         ({"layer_types": ["mamba"] * 39 + ["conv"]}, "layer_types has 'conv'"),
         ({"layer_types": ["mamba"] * 39}, "num_hidden_layers = 40"),
@@ -199,6 +205,21 @@ def test_what_granite_does_not_compute_is_refused(keys: Json, words: str) -> Non
     with pytest.raises(CheckpointError) as error:
         read_model_config({**GRANITE, **keys})
     assert words in str(error.value)
+
+
+def test_without_a_state_granite_may_have_another_activation() -> None:
+    model = read_model_config(
+        {**GRANITE, "layer_types": ["attention"] * 40, "num_local_experts": 0, "hidden_act": "gelu_pytorch_tanh"}
+    )
+    assert {layer.feed_forward for layer in model.layers} == {DenseConfig(1536, GatedActivation.GELU_TANH)}
+
+
+def test_an_older_name_of_the_limits() -> None:
+    """It is that of transformers' configuration class; others of its kind are refused."""
+    assert mamba_of(read_model_config({**NEMOTRON, "mamba_dt_limit": [0.1, 0.5]})).limits == (0.1, 0.5)
+    for name in ("mamba_d_conv", "mamba_n_groups", "mamba_conv_bias"):
+        with pytest.raises(CheckpointError, match=name):
+            read_model_config({**NEMOTRON, name: 3})
 
 
 @pytest.mark.parametrize(("key", "bound"), [("time_step_min", 0.5), ("time_step_max", 0.7), ("time_step_floor", 0.1)])

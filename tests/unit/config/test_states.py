@@ -145,6 +145,18 @@ def test_every_published_model_with_recurrent_states_is_known_as_one() -> None:
     assert {name for name in found if name.startswith("qwen3_5")}
 
 
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"hidden_act": "gelu_pytorch_tanh"}, "hidden_act = 'gelu_pytorch_tanh' is not implemented for layers with a"),
+        ({"linear_conv_kernel_dim": 9}, "linear_conv_kernel_dim = 9 is not implemented; 2 to 8 are"),
+    ],
+)
+def test_convolutions_that_no_delta_net_has_are_refused(keys: dict[str, Any], words: str) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        parse_model_config({**DELTA_NET, **keys})
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_dtype_of_a_publishers_own_code_decides_nothing(dtype: str) -> None:
     model = parse_model_config({**DELTA_NET, "mamba_ssm_dtype": dtype})

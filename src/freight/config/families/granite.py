@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from freight.config.attention import require_multiple
-from freight.config.deriving import step_limits, with_attention, with_layers
+from freight.config.deriving import conv_width, require_silu, step_limits, with_attention, with_layers
 from freight.config.experts import MoEFamily, has_experts
 from freight.config.family import ATTENTION_BIAS, Family, words
 from freight.config.fields import flag, integer, number
@@ -59,6 +59,7 @@ def _derive_hybrid(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig
 
 
 def _mamba2(config: Mapping[str, Any], hidden_size: int) -> Mamba2Config:
+    require_silu(config)
     heads, groups = integer(config, "mamba_n_heads"), integer(config, "mamba_n_groups")
     channels = integer(config, "mamba_expand") * hidden_size
     require_multiple(channels, heads, "mamba_n_heads", "mamba_expand * hidden_size")
@@ -74,7 +75,7 @@ def _mamba2(config: Mapping[str, Any], hidden_size: int) -> Mamba2Config:
         heads=heads,
         head_dim=head_dim,
         state_size=integer(config, "mamba_d_state"),
-        width=integer(config, "mamba_d_conv", least=2),
+        width=conv_width(config, "mamba_d_conv"),
         norm_groups=groups,
         conv_bias=flag(config, "mamba_conv_bias"),
         bias=flag(config, "mamba_proj_bias"),

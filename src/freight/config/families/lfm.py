@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from freight.config.deriving import with_layers
+from freight.config.deriving import conv_width, with_layers
 from freight.config.experts import MoEFamily
 from freight.config.family import LANGUAGE_MODEL, Family, words
 from freight.config.fields import flag, integer, number
@@ -59,10 +59,7 @@ def _width(config: Mapping[str, Any]) -> int:
 
 
 def _derive(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
-    width = integer(config, "conv_L_cache")
-    if not 2 <= width <= 8:
-        raise CheckpointError(f"config.json: conv_L_cache = {width} is not implemented; 2 to 8 are")
-    conv = ShortConvConfig(model.hidden_size, width, flag(config, "conv_bias"))
+    conv = ShortConvConfig(model.hidden_size, conv_width(config, "conv_L_cache"), flag(config, "conv_bias"))
     return with_layers(config, model, {_CONV: conv})
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from freight.config.attention import require_multiple
-from freight.config.deriving import step_limits
+from freight.config.deriving import conv_width, step_limits
 from freight.config.experts import MoEFamily
 from freight.config.family import Family, words
 from freight.config.fields import flag, integer
@@ -57,6 +57,16 @@ def _derive(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
     """Each layer has the one part that its kind names. Attention rotates nothing."""
     if flag(config, "mlp_bias") and _MOE in config["layer_types"]:
         raise CheckpointError("config.json: mlp_bias = True is not implemented for layers with experts")
+    if flag(config, "tie_word_embeddings"):
+        raise CheckpointError(
+            "config.json: tie_word_embeddings = True is not implemented: NVIDIA's code takes the embedding for the head "
+            "then, and transformers a head of its own"
+        )
+    if not {_MAMBA, _ATTENTION}.intersection(config["layer_types"]):
+        raise CheckpointError(
+            "config.json: layers_block_type has no layer of mamba or attention, so that no token would see another; "
+            "such a model is not implemented"
+        )
     mamba, layers = _mamba2(config), []
     for layer, kind in zip(model.layers, config["layer_types"], strict=True):
         if kind in (_MLP, _MOE):
@@ -79,7 +89,7 @@ def _mamba2(config: Mapping[str, Any]) -> Mamba2Config:
         heads=heads,
         head_dim=integer(config, "mamba_head_dim"),
         state_size=integer(config, "ssm_state_size"),
-        width=integer(config, "conv_kernel", least=2),
+        width=conv_width(config, "conv_kernel"),
         norm_groups=groups,
         conv_bias=flag(config, "use_conv_bias"),
         bias=flag(config, "use_bias"),
@@ -159,6 +169,7 @@ _NEMOTRON_H = Family(
         "layer_norm_epsilon": "rms_norm_eps",
         "norm_eps": "rms_norm_eps",
         "attention_head_dim": "head_dim",
+        "mamba_dt_limit": "time_step_limit",
     },
     wide_norms=True,
     other_layers=(_MAMBA, _MLP, _MOE),

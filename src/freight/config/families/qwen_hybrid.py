@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from freight.config.attention import require_multiple
-from freight.config.deriving import with_attention, with_layers
+from freight.config.deriving import conv_width, require_silu, with_attention, with_layers
 from freight.config.experts import MoEFamily
 from freight.config.family import ATTENTION_BIAS, LANGUAGE_MODEL, Family, RopeForm, words
 from freight.config.fields import integer
@@ -46,6 +46,8 @@ def _translate(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _derive(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
     """Norms multiply by 1 + weight, and attention is weighed by a gate; the other layers have a delta net."""
+    if _STATEFUL in config["layer_types"]:
+        require_silu(config)
     key_heads, heads = integer(config, "linear_num_key_heads"), integer(config, "linear_num_value_heads")
     require_multiple(heads, key_heads, "linear_num_key_heads", "linear_num_value_heads")
     net = DeltaNetConfig(
@@ -53,7 +55,7 @@ def _derive(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
         heads=heads,
         k_dim=integer(config, "linear_key_head_dim"),
         v_dim=integer(config, "linear_value_head_dim"),
-        width=integer(config, "linear_conv_kernel_dim", least=2),
+        width=conv_width(config, "linear_conv_kernel_dim"),
     )
     model = with_attention(model, gate=OutputGate(GateFunction.SIGMOID, by_head=False, in_q=True))
     return replace(with_layers(config, model, {_STATEFUL: net}), norm_offset=1.0, wide_norms=True)
