@@ -124,6 +124,8 @@ What was compared:
 - *kernels*: the CPU kernels and the Triton kernels both have every operation. Those of Triton run in its interpreter,
   and `make test-all` compiles them for {num_targets} GPUs ({targets}).
   Compared in the interpreter: {triton}.
+- *steps of Nemotron-H* are bounded by `time_step_limit`, as in NVIDIA's code. transformers 5.23 bounds them from below
+  by `time_step_min` instead (transformers#48989), so the models compared with it have a `time_step_min` of 1e-30.
 - *FP8 files*: one code reads Linear modules, whatever the family: all {num_forms} forms of `tests/formats/forms.py`,
   compared on a Llama ([checkpoint-formats.md](checkpoint-formats.md)). Experts are stored in further ways: for
   mixtures the column has the forms of `tests/formats/experts.py` and `mixtures.py` that were compared with experts.

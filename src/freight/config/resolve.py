@@ -333,6 +333,8 @@ def _from_checkpoint(format: Format, source: str, scheme: Scheme, scales: KVScal
             f"the checkpoint has a KV scale of V, but none of K, for {_layers(scales.alone('v'))} of "
             f"{len(scales.layers)}; use --kv-scales dynamic to measure them all, or unit"
         )
+    if not scales.missing and scales.empty:
+        return _dynamic(format, "no layer needs any")
     if not scales.missing:
         alone = scales.alone("k")
         note = f"K's scale for V too in {_layers(alone)}, where V has none" if alone else ""

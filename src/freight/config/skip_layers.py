@@ -75,7 +75,7 @@ def skipped_layers(given: Sequence[object], layers: Mapping[int, KVLayer], num_l
     numbers = {name: _number(name, num_layers) for name in names if name != SLIDING}
     for name, index in numbers.items():
         if index not in layers:
-            kept = ", ".join(map(str, list(layers)[:8])) + (", …" if len(layers) > 8 else "")
+            kept = ", ".join(map(str, list(layers)[:8])) + (", …" if len(layers) > 8 else "") or "none: omit it"
             raise ConfigError(
                 f"{FLAG} {name}: layer {index} has no attention, and stores no keys and values; choose among {kept}"
             )

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from freight.config.engine import KVCacheConfig
     from freight.config.model import ModelConfig
 
+_MOST_EVERY = 2**30  # kernels take 32 bits, and no context is as long
 STATE_DTYPES = ("auto", "bfloat16", "float32", "int8", "fp8", "fp8_e4m3", "fp8_e4m3fn", "fp8_e4m3fnuz")
 _REFUSED: dict[object, str] = {
     "float16": "a state may grow beyond its largest number, 65,504; use bfloat16, which takes as much, or float32",
@@ -40,6 +41,8 @@ def _check_every(value: object, block_size: int) -> None:
             f"--state-every {value!r} must be a power of two, {least} or more: a multiple of {STATE_TILE} and "
             f"of --block-size {block_size}; give {least}, {2 * least} or {4 * least}, or omit it"
         )
+    if value > _MOST_EVERY:
+        raise ConfigError(f"--state-every {value} must be at most {_MOST_EVERY}, beyond any context; or omit it")
 
 
 def _check_dtype(value: object) -> None:

@@ -14,7 +14,7 @@ from freight.config.engine import EngineArgs, EngineConfig
 from freight.config.model import ModelConfig, parse_model_config
 from freight.config.resolve import check, resolve
 from freight.errors import CheckpointError, ConfigError
-from freight.fp8.formats import Format, Granularity
+from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.fp8.scheme import KVScales, Scheme
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -36,7 +36,7 @@ def resolved(
     model: ModelConfig, native: Format = Format.E4M3FN, scheme: Scheme | None = None, kind: str = "cpu", **args: Any
 ) -> EngineConfig:
     device: Any = SimpleNamespace(kind=kind, name="a device", native_e4m3=native, multiplies_fp8=True, cores=2)
-    scales = KVScales((None,) * model.num_layers)
+    scales = KVScales((None,) * model.num_layers, unneeded=model.without_pages)
     return resolve(EngineArgs(**args), model, scheme or Scheme(), scales, device)
 
 
@@ -155,6 +155,22 @@ def test_every_published_model_with_recurrent_states_is_known_as_one() -> None:
 def test_convolutions_that_no_delta_net_has_are_refused(keys: dict[str, Any], words: str) -> None:
     with pytest.raises(CheckpointError, match=words):
         parse_model_config({**DELTA_NET, **keys})
+
+
+@pytest.mark.parametrize("source", ["auto", "checkpoint"])
+def test_a_model_of_states_alone_needs_no_scales(source: str) -> None:
+    layers = {"layer_types": ["linear_attention"] * 2, "num_hidden_layers": 2}
+    model = parse_model_config({**DELTA_NET, **layers})
+    kv = resolved(model, kv_cache_dtype="fp8", kv_scales=source).kv
+    assert (kv.format, kv.scale_source, kv.state) == (Format.E4M3FN, ScaleSource.DYNAMIC, Format.INT8)
+    with pytest.raises(ConfigError, match=r"layer 0 has no attention, .* choose among none"):
+        resolved(model, kv_cache_dtype="fp8", kv_cache_dtype_skip_layers="0")
+
+
+def test_states_may_lie_no_further_apart_than_kernels_count() -> None:
+    check(EngineArgs(state_every=2**30))
+    with pytest.raises(ConfigError, match="--state-every 2147483648 must be at most 1073741824"):
+        check(EngineArgs(state_every=2**31))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -59,8 +59,8 @@ def _derive(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
         raise CheckpointError("config.json: mlp_bias = True is not implemented for layers with experts")
     if flag(config, "tie_word_embeddings"):
         raise CheckpointError(
-            "config.json: tie_word_embeddings = True is not implemented: NVIDIA's code takes the embedding for the head "
-            "then, and transformers a head of its own"
+            "config.json: tie_word_embeddings = True is not implemented: NVIDIA's code takes the embedding for the "
+            "head then, and transformers a head of its own"
         )
     if not {_MAMBA, _ATTENTION}.intersection(config["layer_types"]):
         raise CheckpointError(
