@@ -149,7 +149,7 @@ class Head {
       read_key(a_, row, key_head_, room_.k.row(t));
       const void* query = element(a_.q, row * a_.q_stride + key_head_ * a_.k_dim, a_.format);
       read_head(query, a_.format, a_.k_dim, a_.norm, a_.q_factor, room_.q.row(i));
-      const float own = a_.log_decay[row * a_.heads + head_];
+      const float own = std::max(a_.log_decay[row * a_.heads + head_], kLeastDecay);  // a NaN stays
       room_.decay[t] = kept_decay(part.target, t) = t ? own + room_.decay[t - 1] : own;
       const V16 factor = set16(exp_of(room_.decay[t]));
       float *with_k = room_.factors.row(i * each_row), *with_q = room_.factors.row(i * each_row + each_row - 1);

@@ -9,6 +9,7 @@
 namespace freight {
 
 constexpr int kStateTile = FREIGHT_STATE_TILE;
+constexpr float kLeastDecay = -104.0f;  // LEAST_DECAY of operands/tiles.py, which says why
 constexpr int64_t kStateAhead = 4096;  // bytes between what is decoded and what is prefetched
 
 // Column vectors that are summed at a time: of one or two rows while S is decoded, of `kRowsOfMany` rows behind that.

@@ -168,6 +168,19 @@ def test_sequences_of_a_call_do_not_see_each_other(kernels, format):
     assert same_bits(states, replace(states, parts={n: x[[0, 1, 2, 3, 4, 1]] for n, x in states.parts.items()}), [5])
 
 
+@pytest.mark.parametrize("decay", [-1e5, -1e30, -torch.inf])
+@pytest.mark.parametrize("which", ["reference", "compiled"])
+def test_what_a_row_forgets_entirely_costs_the_rows_behind_no_digit(kernels, which, decay):
+    """exp(-104) is 0 in float32 as exp(-inf) is: rows from there on have the result of a sequence that begins there."""
+    layer = Layer()
+    inputs = layer.inputs(40)
+    inputs["log_decay"][21] = decay
+    out, _ = run(kernels if which == "compiled" else REFERENCE, layer, inputs, (40,))
+    alone = {name: x[21:] for name, x in inputs.items()}
+    wanted, _ = run(REFERENCE, layer, alone, (19,))
+    assert agrees(out[21:], wanted, 300)
+
+
 def test_a_nan_in_a_state_stays_in_its_column(kernels):
     for format in (Format.INT8, Format.E4M3FN, Format.E4M3FNUZ):
         layer = Layer(format=format, delta=False)

@@ -262,7 +262,8 @@ class KernelSet(Protocol):
         squares plus 1e-6, and q by the root of k_dim as well. `skip`, [heads] float32, adds skip * v.
 
         Tokens come in tiles of STATE_TILE at absolute positions. S0 is S at the start of a row's tile as `states`
-        stores it, G_t the sum of log_decay from the tile's start to row t. In float32, in this order:
+        stores it, G_t the sum of log_decay, each at least LEAST_DECAY, from the tile's start to row t. In float32, in
+        this order:
 
             u_t = round(beta_t (v_t - [delta] (exp(G_t) k_tᵀ S0 + sum over j < t of (exp(G_t - G_j) k_j · k_t) u_j)))
             o_t = exp(G_t) q_tᵀ S0 + sum over j <= t of (exp(G_t - G_j) k_j · q_t) u_j + skip v_t

@@ -17,7 +17,7 @@ from freight.fp8.cast import amax, decode, encode, format_of, token_scale
 from freight.kernels.reference import rms_norm
 from freight.operands.batch import Sequences
 from freight.operands.states import States, Stretch
-from freight.operands.tiles import STATE_TILE
+from freight.operands.tiles import LEAST_DECAY, STATE_TILE
 
 
 def silu(x: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ class _Tile:
         self.begin = part.position % STATE_TILE
         self.end = self.begin + len(keys)
         kept_k[self.begin : self.end] = keys
-        for row, own in enumerate(log_decay, self.begin):
+        for row, own in enumerate(log_decay.clamp(min=LEAST_DECAY), self.begin):
             decay[row] = own + decay[row - 1] if row else own
         heads = self.kept_u.shape[1]
         self.k = self._padded(kept_k[: self.end].repeat_interleave(heads // kept_k.shape[1], 1).float())

@@ -38,8 +38,10 @@ def where(parts: Sequence[tuple[int, int, Sequence[int]]], device: str) -> Seque
     return Sequences(made.query_starts.to(device), made.context_lens.to(device), made.block_tables.to(device))
 
 
-def run(kernels: Any, layer: Layer, rows: int, cuts: tuple[int, ...], device: str) -> tuple[Tensor, States]:
-    inputs, states = layer.inputs(rows), moved(layer.states(6), device)
+def run(
+    kernels: Any, layer: Layer, rows: int, cuts: tuple[int, ...], device: str, half_life: float = 20.0
+) -> tuple[Tensor, States]:
+    inputs, states = layer.inputs(rows, half_life=half_life), moved(layer.states(6), device)
     inputs = {name: x.to(device) for name, x in inputs.items()}
     flags = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in layer.flags.items()}
 
@@ -111,6 +113,12 @@ def test_a_recurrence_is_the_reference_in_any_cut(delta, dtype, format, cuts, de
         assert torch.equal(whole, parts), cut
         for name, part in written(states, rows).items():
             assert torch.equal(part, written(again, rows)[name]), (cut, name)
+
+
+def test_a_decay_beyond_float32_forgets_what_was_before(device):
+    found, _ = run(TRITON, SMALL, 18, (18,), device, half_life=1e-42)
+    wanted, _ = run(REFERENCE, SMALL, 18, (18,), device, half_life=1e-42)
+    assert_near(found, wanted, 2e-6)
 
 
 def test_sequences_of_a_batch_do_not_see_each_other(device):

@@ -29,7 +29,9 @@ from freight.kernels.triton.formats import Target, carrier
 from freight.kernels.triton.states import TILE, by_block, copy_tile, rounded, sequence_of_row, stored_tile
 from freight.operands.batch import Sequences
 from freight.operands.states import States
-from freight.operands.tiles import STATE_TILE
+from freight.operands.tiles import LEAST_DECAY, STATE_TILE
+
+LEAST = tl.constexpr(LEAST_DECAY)
 
 
 @triton.jit(do_not_specialize=["num_seqs", "table_stride"])
@@ -139,6 +141,7 @@ def _load_row(
     value = tl.load(v_ptr + value_place, mask=channel < V_DIM, other=0.0).to(tl.float32)
     beta = tl.load(beta_ptr + wide * HEADS + head)
     decay = tl.load(decay_ptr + wide * HEADS + head)
+    decay = tl.where(decay < LEAST, LEAST, decay)  # a NaN stays
     with_query = tl.load(products_ptr + place * 2 * TILE + j)
     with_key = tl.load(products_ptr + place * 2 * TILE + TILE + j)
     return query, key.to(LIKE).to(tl.float32), value, beta, decay, with_query, with_key
