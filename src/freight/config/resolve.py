@@ -333,9 +333,7 @@ def _from_checkpoint(format: Format, source: str, scheme: Scheme, scales: KVScal
             f"the checkpoint has a KV scale of V, but none of K, for {_layers(scales.alone('v'))} of "
             f"{len(scales.layers)}; use --kv-scales dynamic to measure them all, or unit"
         )
-    if not scales.missing and scales.empty:
-        return _dynamic(format, "no layer needs any")
-    if not scales.missing:
+    if not scales.missing and not scales.empty:
         alone = scales.alone("k")
         note = f"K's scale for V too in {_layers(alone)}, where V has none" if alone else ""
         return _static(format, scales, ScaleSource.CHECKPOINT, note)
@@ -345,9 +343,9 @@ def _from_checkpoint(format: Format, source: str, scheme: Scheme, scales: KVScal
             f"the checkpoint has KV scales, but none for {layers} of {len(scales.layers)}; "
             "use --kv-scales dynamic to measure them all, or unit"
         )
-    if source == "checkpoint":
+    if source == "checkpoint" and scales.missing:
         raise ConfigError(f"--kv-scales checkpoint, but the checkpoint has no KV scales: {_MAKE_SCALES}")
-    if scheme.kv_static:
+    if scheme.kv_static and scales.missing:
         raise CheckpointError(
             f"the checkpoint declares static KV scales ({scheme.description}), but has none for {layers}; "
             "use --kv-scales dynamic to measure them, or unit"
