@@ -44,6 +44,13 @@ def pack(products: _Products, weights: Weights, bias: Tensor | None) -> ExpertLi
     return ExpertList(tuple(map(products.pack, weights)), bias)
 
 
+def by_head(products: _Products, x: Tensor, matrices: ExpertList) -> Tensor:
+    """`KernelSet.by_head`, head after head."""
+    assert matrices.bias is None
+    heads = zip(x.unbind(1), matrices.matrices, strict=True)
+    return torch.stack([products.linear(one, matrix) for one, matrix in heads], 1)
+
+
 def choose(
     logits: Tensor, routing: Routing, choice_bias: Tensor | None = None, expert_scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:

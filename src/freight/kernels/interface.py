@@ -171,6 +171,14 @@ class KernelSet(Protocol):
         """
         ...
 
+    def by_head(self, x: Tensor, matrices: PackedExperts) -> Tensor:
+        """Each head times its own matrix, [rows, heads, out_features] in x's dtype: of head h the bits of `linear`.
+
+        x: [rows, heads, in_features], inputs one after another, which may be columns of a larger tensor; matrices: what
+        `pack_experts` returned for one [out_features, in_features] of each head, without biases.
+        """
+        ...
+
     def rotate_store(
         self, qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor | None, pages: KVPages
     ) -> Tensor:

@@ -109,6 +109,10 @@ class ReferenceKernels:
         assert isinstance(down, ExpertList)
         return experts.experts(self, x, ids, weights, gate_up, down, activation, base)
 
+    def by_head(self, x: Tensor, matrices: PackedExperts) -> Tensor:
+        assert isinstance(matrices, ExpertList)
+        return experts.by_head(self, x, matrices)
+
     def rotate_store(
         self, qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor | None, pages: KVPages
     ) -> Tensor:
