@@ -58,10 +58,11 @@ struct Stager {
   bool pair;
   int64_t steps, groups;
   float *row_scale, *group_scale;
-  const int32_t* index = nullptr;  // of Product
+  const int32_t* index = nullptr;           // of Product
+  int64_t stride = weight.in_features;  // of its rows
 
   // Where column `first` of a row is in x.
-  int64_t at(int64_t row, int64_t first) const { return (index ? index[row] : row) * weight.in_features + first; }
+  int64_t at(int64_t row, int64_t first) const { return (index ? index[row] : row) * stride + first; }
 
   void scale_row(int64_t row) const {
     const int64_t in = weight.in_features;
@@ -279,7 +280,7 @@ void stage_tile(const Product& product, int32_t format, Layout layout, int64_t t
   float* group_scale = const_cast<float*>(staged.group_scale);
   void* x = const_cast<void*>(staged.x);
   const Stager stager{weight, product.x, format, layout != Layout::kFloats, steps, staged.groups, row_scale,
-                      group_scale, product.index};
+                      group_scale, product.index, product.x_stride};
   const int64_t first = tile * tile_rows(layout), there = std::min(tile_rows(layout), product.rows - first);
   if (row_scale)
     for (int64_t row = first; row < first + there; row++) stager.scale_row(row);

@@ -10,7 +10,7 @@
 #define FREIGHT_API extern "C" __attribute__((visibility("default")))
 
 // Changes when any declaration changes, so that a library from an older build is refused instead of called wrongly.
-constexpr int32_t FREIGHT_ABI = 23;
+constexpr int32_t FREIGHT_ABI = 24;
 FREIGHT_API int32_t freight_abi();
 
 constexpr int32_t FREIGHT_LANES = 16;      // outputs that are computed together: arrays by output are padded to it
@@ -94,6 +94,19 @@ struct FreightLinear {
 // y = x @ weight.T * scales + bias. Sums are float32, in one order per build, whatever the rows and threads; one rounding,
 // at the end. Builds differ in that order: see linear.cpp.
 FREIGHT_API FreightStatus freight_linear(const FreightLinear* arguments);
+
+struct FreightByHead {
+  const void* weights;  // FreightWeight[heads]; all alike but for their data and scales
+  const void* x;        // [rows, heads, in_features], rows at multiples of x_stride, heads at multiples of head_stride
+  void* y;              // [rows, heads, out_features]
+  int64_t rows, x_stride, head_stride;
+  int32_t heads;
+  int32_t format;  // of x and y: float32, float16 or bfloat16
+  int32_t threads;
+};
+
+// y[:, h] = x[:, h] @ weights[h].T for every head, with the bits of freight_linear.
+FREIGHT_API FreightStatus freight_by_head(const FreightByHead* arguments);
 
 // Row-wise operations; all in `format` (float32, float16, bfloat16), contiguous, float32 inside.
 
@@ -303,6 +316,7 @@ enum FreightFunction : int32_t {
   FREIGHT_CONVOLUTION = 13,
   FREIGHT_RECURRENCE = 14,
   FREIGHT_LOOKUP = 15,
+  FREIGHT_BY_HEAD = 16,
 };
 
 struct FreightCall {

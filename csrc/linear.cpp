@@ -141,7 +141,7 @@ void finish(const Product& call, int32_t format, const float* sums, int64_t row,
     if (scaled || factor != 1.f) value = value * scale;
     if (call.bias) value = value + bias;
     if (call.wide) value = rounded_to(value, format);
-    store_as(element(call.y, (row + m) * weight.out_features + first, stored), value, stored, count);
+    store_as(element(call.y, (row + m) * call.y_stride + first, stored), value, stored, count);
   }
 }
 
@@ -266,7 +266,7 @@ struct Finish {
         if (row_scale) value = value * set16(row_scale[row + m]);
         if (weight.scale) value = value * scale[j];
         if (call.bias) value = value + bias[j];
-        const int64_t at = (row + m) * weight.out_features + first + j * kLanes;
+        const int64_t at = (row + m) * call.y_stride + first + j * kLanes;
         store_as<FREIGHT_BFLOAT16>(element(call.y, at, FREIGHT_BFLOAT16), value);
       }
   }

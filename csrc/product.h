@@ -1,4 +1,4 @@
-// Products over packed weights: one of freight_linear, or one of each expert, whose tasks all threads share.
+// Products over packed weights: one of freight_linear, or one of each expert or head, whose tasks all threads share.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -13,14 +13,15 @@ constexpr int64_t kMostTileRows = 512;  // of a product on tiles: their sums, an
 
 // y = x @ weight.T + bias, for some rows.
 struct Product {
-  const FreightWeight* weight = nullptr;
-  const void* x = nullptr;         // [.., in_features]
+  const FreightWeight* weight;
+  const void* x = nullptr;         // [.., in_features], rows at multiples of x_stride
   const int32_t* index = nullptr;  // [rows]: which rows of x; null: the first
   int64_t rows = 0;
   const float* bias = nullptr;  // [out_features padded to 16], or null
-  void* y = nullptr;            // [rows, out_features]
+  void* y = nullptr;            // [rows, out_features], rows at multiples of y_stride
   bool wide = false;            // y is float32, of values in the call's format
   Staged staged = {};
+  int64_t x_stride = weight->in_features, y_stride = weight->out_features;
 
   int64_t row_of(int64_t row) const { return index ? index[row] : row; }
 };
@@ -47,7 +48,7 @@ inline Layout layout_of(const FreightWeight& weight, int32_t format, int64_t row
 #endif
 }
 
-// Stage the rows of one product, each of them by all threads; or of many, a tile on one thread. The memory is the
+// Stage the rows of one product, one after another in memory, each of them by all threads; or of many, a tile on one thread. The memory is the
 // calling thread's, until its next call of the same function.
 void stage_one(Product& product, int32_t format, int threads);
 void stage_all(Product* products, int64_t count, int32_t format, int threads);

@@ -121,6 +121,10 @@ class CpuKernels:
         assert isinstance(down, CpuExperts)
         return experts.experts(self.library, x, ids, weights, gate_up, down, activation, base)
 
+    def by_head(self, x: Tensor, matrices: PackedExperts) -> Tensor:
+        assert isinstance(matrices, CpuExperts)
+        return experts.by_head(self.library, x, matrices)
+
     def rotate_store(
         self, qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor | None, pages: KVPages
     ) -> Tensor:

@@ -1,4 +1,5 @@
-"""Mixtures of experts (csrc/experts.cpp, csrc/route.cpp): the packing at load, and the calls.
+"""Mixtures of experts (csrc/experts.cpp, csrc/route.cpp), and products of heads (csrc/by_head.cpp): the packing at load,
+and the calls.
 
 Results have the bits of `kernels/experts.py` over this set's own products, which is their definition: a row's depend on
 that row and its experts alone.
@@ -18,6 +19,7 @@ from freight.kernels.cpu.interface import (
     GATED_ACTIVATIONS,
     SCORINGS,
     UNGATED_ACTIVATIONS,
+    FreightByHead,
     FreightExperts,
     FreightRoute,
     FreightWeight,
@@ -160,6 +162,22 @@ def experts(
             *(x.data_ptr(), address(base), address(ids), address(weights), out.data_ptr(), rows),
             *(gate_up.num_experts, ids.shape[1], FORMATS[x.dtype], gated, code),
             *(limit, torch.get_num_threads()),
+        )
+    )
+    return out
+
+
+def by_head(library: Library, x: Tensor, matrices: CpuExperts) -> Tensor:
+    """`KernelSet.by_head`."""
+    rows, heads, in_features = x.shape
+    assert (heads, in_features) == (matrices.num_experts, matrices.in_features)
+    assert x.stride(2) == 1 or in_features == 1
+    assert matrices.bias is None
+    out = library.empty((rows, heads, matrices.out_features), x.dtype)
+    library.functions.freight_by_head(
+        FreightByHead(
+            *(matrices.address, x.data_ptr(), out.data_ptr(), rows, x.stride(0), x.stride(1)),
+            *(heads, FORMATS[x.dtype], torch.get_num_threads()),
         )
     )
     return out

@@ -17,7 +17,7 @@ from freight.operands.routing import Scoring
 from freight.operands.tiles import STATE_TILE as STATE_TILE  # FREIGHT_STATE_TILE
 from freight.operands.weight import Activations
 
-ABI = 23
+ABI = 24
 LANES, CACHE_LINE, MAX_HEAD_DIM, MAX_WIDTH = 16, 64, 1024, 8
 
 FORMAT_CODES = {
@@ -46,7 +46,7 @@ OK, OUT_OF_MEMORY, FAILED, SHORT_CONTEXT, NO_SUCH_ROW = range(5)  # FreightStatu
 FUNCTIONS = (
     *("linear", "add_rms_norm", "gated", "attention", "rotate_store", "experts", "route"),
     *("add_layer_norm", "activated", "gate", "part"),
-    *("decays", "gated_norm", "convolution", "recurrence", "lookup"),
+    *("decays", "gated_norm", "convolution", "recurrence", "lookup", "by_head"),
 )
 
 _ERRORS: dict[int, tuple[type[FreightError], str]] = {
@@ -76,6 +76,14 @@ class FreightLinear(ctypes.Structure):
         *((name, _POINTER) for name in ("weight", "x", "bias", "y")),
         ("rows", _LONG),
         *((name, _INT) for name in ("format", "wide", "threads")),
+    )
+
+
+class FreightByHead(ctypes.Structure):
+    _fields_ = (
+        *((name, _POINTER) for name in ("weights", "x", "y")),
+        *((name, _LONG) for name in ("rows", "x_stride", "head_stride")),
+        *((name, _INT) for name in ("heads", "format", "threads")),
     )
 
 
@@ -253,6 +261,7 @@ class FreightCall(ctypes.Structure):
 COMPUTE: dict[str, tuple[Any, ...]] = {
     "freight_pack": (_POINTER, _INT, _LONG, _LONG, _POINTER, _POINTER, _INT),
     "freight_linear": (ctypes.POINTER(FreightLinear),),
+    "freight_by_head": (ctypes.POINTER(FreightByHead),),
     "freight_add_rms_norm": (ctypes.POINTER(FreightNorm),),
     "freight_gated": (ctypes.POINTER(FreightGated),),
     "freight_add_layer_norm": (ctypes.POINTER(FreightLayerNorm),),
