@@ -58,7 +58,7 @@ struct Stager {
   bool pair;
   int64_t steps, groups;
   float *row_scale, *group_scale;
-  const int32_t* index = nullptr;           // of Product
+  const int32_t* index = nullptr;       // of Product
   int64_t stride = weight.in_features;  // of its rows
 
   // Where column `first` of a row is in x.

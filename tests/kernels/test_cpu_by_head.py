@@ -1,4 +1,4 @@
-"""The compiled product of each head has the bits of its definition, the loop over the set's products, in every build."""
+"""The compiled product of each head has the bits of its definition, the loop over the set's products."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def matrices(kind: str, activations: Activations, heads: int, outputs: int, inpu
 
 
 def both(kernels: CpuKernels, x: Tensor, weights: list[Weight]) -> tuple[Tensor, Tensor]:
-    return kernels.by_head(x, kernels.pack_experts(weights)), loop.by_head(kernels, x, loop.pack(kernels, weights, None))
+    looped = loop.by_head(kernels, x, loop.pack(kernels, weights, None))
+    return kernels.by_head(x, kernels.pack_experts(weights)), looped
 
 
 @pytest.mark.parametrize("build", BUILDS)

@@ -175,7 +175,8 @@ class KernelSet(Protocol):
         """Each head times its own matrix, [rows, heads, out_features] in x's dtype: of head h the bits of `linear`.
 
         x: [rows, heads, in_features], inputs one after another, which may be columns of a larger tensor; matrices: what
-        `pack_experts` returned for one [out_features, in_features] of each head, without biases.
+        `pack_experts` returned for one [out_features, in_features] of each head, in x's dtype and without biases. Where
+        `linear` is torch's, on a GPU, its bits may differ.
         """
         ...
 

@@ -160,6 +160,13 @@ def mix(
     experts.experts(target, empty(rows, hidden), ids, weights, *pair, function, base)
 
 
+def by_head(heads: int, inputs: int, outputs: int, rows: int, target: Target, dtype: torch.dtype = BF16) -> None:
+    """What latent attention multiplies with; x: the first columns of queries with 64 of rope each."""
+    data = empty(heads, outputs, inputs, dtype=dtype)
+    x = empty(rows, heads, inputs + 64, dtype=dtype)[..., :inputs]
+    experts.by_head(target, x, experts.ExpertStack(data, None, None, Weight(data[0])))
+
+
 def choose(rows: int, routing: Routing, target: Target, hidden: int = 2048) -> None:
     """A router of logits with a bias where they are chosen first, and with one for the choice where it is sigmoid."""
     gate, bias = Weight(empty(routing.num_experts, hidden, dtype=torch.float32)), empty(routing.num_experts)
@@ -237,6 +244,9 @@ CASES: dict[str, Callable[[Target], object]] = {
     "linear plain one row": partial(multiply, Format.E4M3FN, False, Activations.PLAIN, 1),
     "experts fp8": partial(mix, Format.E4M3FN, False, Activations.DYNAMIC, 64),
     "experts fp8 blocks": partial(mix, Format.E4M3FN, True, Activations.DYNAMIC, 64),
+    "by head, one row": partial(by_head, 128, 128, 512, 1),  # DeepSeek-V3
+    "by head, few rows": partial(by_head, 20, 192, 512, 64),  # GLM-4.7-Flash
+    "by head": partial(by_head, 128, 512, 128, 8192),
     "route": partial(choose, 64, Routing(128, 8)),
     "norm by row": partial(norm, False, Activations.DYNAMIC, 4096),
     "gated": lambda target: elementwise.gated(target, empty(64, 28672), GatedActivation.SILU),
@@ -257,6 +267,9 @@ CASES: dict[str, Callable[[Target], object]] = {
 }
 # compiled with `aot.py TARGET all`
 MORE_CASES: dict[str, Callable[[Target], object]] = {
+    "by head, one row of values": partial(by_head, 20, 512, 256, 1),
+    "by head, float16, many rows": partial(by_head, 20, 192, 512, 8192, dtype=torch.float16),
+    "by head, float32": partial(by_head, 16, 128, 512, 8192, dtype=torch.float32),
     "attention fnuz static": partial(attend, Format.E4M3FNUZ, "static", 8, 4, 128, 8192, None),
     "attention fnuz token": partial(attend, Format.E4M3FNUZ, "token", 8, 4, 128, 8192, None),
     "attention e5m2": partial(attend, Format.E5M2, "unit", 8, 4, 128, 8192, None),
@@ -333,6 +346,7 @@ MORE_CASES: dict[str, Callable[[Target], object]] = {
     "gated by row, widest": partial(activate, False, Activations.DYNAMIC, rows.WIDE),
 }
 _GPT_OSS = {"hidden": 2880, "inner": 2880, "function": GatedActivation.CLAMPED_SWIGLU, "biases": True}
+_NEMOTRON = {"hidden": 1024, "inner": 2688, "function": Activation.RELU_SQUARED, "count": 512, "top_k": 22}  # 3 Super
 # compiled whenever the tests run, too: the largest heads, experts and rows of the families in docs/models.md
 LARGE_CASES: dict[str, Callable[[Target], object]] = {
     "attention bf16, dim 512": partial(attend, Format.BFLOAT16, "unit", 4, 8, 512, 8192, None),  # Gemma 4
@@ -360,18 +374,7 @@ LARGE_CASES: dict[str, Callable[[Target], object]] = {
     "experts fp8 blocks, shared": partial(  # Qwen3-Coder-480B, GLM-4.6
         mix, Format.E4M3FN, True, Activations.DYNAMIC, 64, hidden=6144, inner=2560, shared=True
     ),
-    "experts fp8, no gate, 22 of 512": partial(  # Nemotron 3 Super
-        mix,
-        Format.E4M3FN,
-        False,
-        Activations.STATIC,
-        64,
-        hidden=1024,
-        inner=2688,
-        function=Activation.RELU_SQUARED,
-        count=512,
-        top_k=22,
-    ),
+    "experts fp8, no gate, 22 of 512": partial(mix, Format.E4M3FN, False, Activations.STATIC, 64, **_NEMOTRON),
     "route sigmoid, 22 of 512 experts": partial(choose, 64, Routing(512, 22, Scoring.SIGMOID), hidden=8192),
     "recurrence int8, dims 256": partial(recur, Format.INT8, True, 64, k_dim=256, v_dim=256),
     "recurrence float32, dims 256": partial(recur, Format.FLOAT32, True, 64, k_dim=256, v_dim=256, dtype=torch.float32),

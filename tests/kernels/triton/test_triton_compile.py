@@ -54,6 +54,7 @@ FP8_ATTENTION = {
     "gfx942": (["fp8_fp8"], ["fp8_fp8"]),
     "gfx950": (["f8f6f4"], ["f8f6f4", "fp8_fp8"]),
 }
+PRODUCTS = ("prefill_kernel", "decode_kernel", "matmul_kernel", "experts_kernel", "heads_kernel")
 PREFILL_PRODUCT = {
     "sm_80": "mma.sync",
     "sm_89": "mma.sync",
@@ -119,7 +120,7 @@ def test_registers(reports, target):
     assert names == {
         *("rotate_store_kernel", "prefill_kernel", "decode_kernel", "merge_kernel", "quantize_kernel", "matmul_kernel"),
         *("add_rms_norm_kernel", "activation_kernel", "activation_row_kernel"),
-        *("sort_kernel", "experts_kernel", "weigh_kernel", "choose_kernel"),
+        *("sort_kernel", "experts_kernel", "weigh_kernel", "choose_kernel", "heads_kernel"),
         *("products_kernel", "recurrence_kernel", "convolve_kernel", "decays_kernel"),
         *("gated_norm_kernel", "gated_norm_row_kernel"),
     }
@@ -134,8 +135,7 @@ def test_registers(reports, target):
 def test_matrix_units(reports, target):
     """Tiles of prefill and of large products go to the widest unit there is; FP8 is multiplied as FP8 where it can."""
     for report in reports[target]:
-        products = report["kernel"] in ("prefill_kernel", "decode_kernel", "matmul_kernel", "experts_kernel")
-        if products and report["case"] != "route":  # a router multiplies float32
+        if report["kernel"] in PRODUCTS and report["case"] != "route":  # a router multiplies float32
             assert report["products"], report
         if report["kernel"] == "prefill_kernel":
             assert all(PREFILL_PRODUCT[target] in product for product in report["products"]), report

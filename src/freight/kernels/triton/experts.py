@@ -6,6 +6,9 @@ linear.py's `product`. Grids follow from shapes alone: the number of tiles is th
 without a tile return at once. So the host never waits for the device, and a CUDA graph can hold all of it.
 
 Tiles are of one size for any number of rows, so a row's bits do not depend on the rows beside it.
+
+`heads_kernel` is the product of each head, where every row has every matrix: nothing is sorted, and tiles are those of
+`linear.matmul_kernel`, by the number of rows.
 """
 
 from __future__ import annotations
@@ -242,3 +245,43 @@ def experts(
             hidden = elementwise.applied(target, hidden, activation, down.one)
     assert isinstance(hidden, Tensor)
     return weigh(hidden, weights, base)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def heads_kernel(
+    x_ptr, weight_ptr, out_ptr, num_rows, num_outputs, x_stride, head_stride, SIZE: tl.constexpr, ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, CHAINS: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """A program: ROWS rows of a head by OUTPUTS outputs, into out_ptr, [num_rows, heads, num_outputs]."""
+    head = tl.program_id(2).to(tl.int64)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    acc = product(
+        x_ptr + head * head_stride, weight_ptr + head * num_outputs * SIZE, None, None, None,
+        tl.minimum(row, num_rows - 1), output, num_outputs, x_stride, SIZE, ROWS, OUTPUTS, INPUTS, CHAINS, "", "",
+        False, DOT,
+    )  # fmt: skip
+    place = row.to(tl.int64) * tl.num_programs(2) + head
+    target = out_ptr + place[:, None] * num_outputs + output[None, :]
+    live = (row < num_rows)[:, None] & (output < num_outputs)[None, :]
+    tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=live)
+
+
+def by_head(target: Target, x: Tensor, stack: ExpertStack) -> Tensor:
+    """`KernelSet.by_head`."""
+    rows = len(x)
+    heads, outputs, size = stack.data.shape
+    assert x.shape == (rows, heads, size)
+    assert x.stride(2) == 1 or size == 1
+    assert x.dtype == stack.data.dtype
+    assert stack.scale is None
+    assert stack.bias is None
+    dot = dot_type(target, x, stack.one)
+    tile = matmul_tile(target, rows, heads * outputs, False, dot)
+    if rows <= FEW_ROWS and dot != tl.float32:
+        tile = replace(tile, inputs=tile.inputs // 2)  # the same bytes of shared memory as with FP8
+    out = x.new_empty(rows, heads, outputs)
+    heads_kernel[(triton.cdiv(outputs, tile.outputs), triton.cdiv(rows, tile.rows), heads)](
+        *(x, stack.data, out, rows, outputs, x.stride(0), x.stride(1)), SIZE=size, DOT=dot, **tile.constants
+    )
+    return out

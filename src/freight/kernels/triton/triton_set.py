@@ -127,6 +127,10 @@ class TritonKernels:
         assert isinstance(down, ExpertStack)
         return experts.experts(self.target, x, ids, weights, gate_up, down, activation, base)
 
+    def by_head(self, x: Tensor, matrices: PackedExperts) -> Tensor:
+        assert isinstance(matrices, ExpertStack)
+        return experts.by_head(self.target, x, matrices)
+
     def rotate_store(
         self, qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor | None, pages: KVPages
     ) -> Tensor:
