@@ -10,6 +10,7 @@ from tests.kernels.test_cpu_experts import BUILDS, FLOATS, PATHS, make
 from tests.shares import examples
 from torch import Tensor
 
+from freight.calibrate.experts import one_by_one
 from freight.kernels import experts as loop
 from freight.kernels.cpu import library
 from freight.kernels.cpu.cpu_set import CpuKernels
@@ -109,6 +110,14 @@ def test_a_recording_repeats_it():
     assert found.recording is not None, found.obstacle
     wide.copy_(torch.randn(2, 3 * 40))
     assert torch.equal(found.recording.replay(), run(kernels))
+
+
+def test_calibration_packs_every_head_alone():
+    torch.manual_seed(4)
+    kernels, weights = CpuKernels(library.load()), matrices("bfloat16", Activations.PLAIN, 3, 48, 32)
+    x, apart = columns(2, 3, 32, torch.bfloat16), one_by_one(kernels)
+    expected = kernels.by_head(x, kernels.pack_experts(weights))
+    assert torch.equal(apart.by_head(x, apart.pack_experts(weights)), expected)
 
 
 @pytest.mark.parametrize("x", [torch.zeros(2, 3, 32), torch.zeros(2, 4, 31), torch.zeros(2, 32, 4).transpose(1, 2)])

@@ -72,6 +72,11 @@ class _OneByOne:
     def pack_experts(self, weights: Weights, bias: Tensor | None = None) -> ExpertList:
         return experts.pack(self.inner, weights, bias)
 
+    def by_head(self, x: Tensor, matrices: PackedExperts) -> Tensor:
+        """`KernelSet.by_head`, of what `pack_experts` returned here"""
+        assert isinstance(matrices, ExpertList)
+        return experts.by_head(self.inner, x, matrices)
+
     def experts(
         self,
         x: Tensor,
