@@ -108,7 +108,7 @@ void route(const FreightRoute& a, int64_t first, int64_t rows) {
   float* logits = reinterpret_cast<float*>(memory.of(rows * (num_experts + hidden) * 4));
   float* inputs = logits + rows * num_experts;
   read_inputs(a, first, rows, hidden, inputs);
-  const FreightLinear product{a.gate, inputs, a.bias, logits, rows, FREIGHT_FLOAT32, a.threads};
+  const FreightLinear product{a.gate, inputs, a.bias, logits, rows, FREIGHT_FLOAT32, 0, a.threads};
   if (freight_linear(&product) != FREIGHT_OK) throw std::bad_alloc();
   const Router router{a, num_experts};
   parallel_for(rows, threads_for(rows * num_experts * kCost, a.threads), [&](int64_t row) {
