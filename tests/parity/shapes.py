@@ -37,6 +37,11 @@ ERNIE_VISION: dict[str, Any] = {"depth": 1, "hidden_size": 16, "intermediate_siz
 MOE: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 GLM_MOE: dict[str, Any] = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 16,
                            "routed_scaling_factor": 1.7}  # fmt: skip
+LATENT: dict[str, Any] = {
+    **SHAPE, "num_key_value_heads": 4, "q_lora_rank": 40, "kv_lora_rank": 32, "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 8, "v_head_dim": 20, "n_routed_experts": 8, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32, "routed_scaling_factor": 1.7,
+}  # fmt: skip
 GRANITE: dict[str, Any] = {"embedding_multiplier": 12.7, "attention_multiplier": 0.1, "residual_multiplier": 0.22,
                            "logits_scaling": 3.0}  # fmt: skip
 GPT_OSS: dict[str, Any] = {

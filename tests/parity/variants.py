@@ -14,6 +14,7 @@ from tests.parity.shapes import (
     GRANITE,
     GRANITE_H,
     HALF,
+    LATENT,
     LFM2,
     LFM2_MOE,
     LLAMA3,
@@ -44,6 +45,7 @@ from tests.parity.shapes import (
 from transformers import (
     AfmoeConfig,
     ArceeConfig,
+    DeepseekV3Config,
     Ernie4_5_MoeConfig,
     Ernie4_5_VLMoeConfig,
     Ernie4_5Config,
@@ -54,6 +56,7 @@ from transformers import (
     Gemma4UnifiedTextConfig,
     Glm4Config,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     Glm4vConfig,
     Glm4vMoeConfig,
     GlmConfig,
@@ -180,6 +183,17 @@ VARIANTS: dict[str, PretrainedConfig] = {
     "qwen3-moe-dense-layer": Qwen3MoeConfig(**SHAPE, **MOE, mlp_only_layers=[1]),
     "glm4-moe": Glm4MoeConfig(**SHAPE, **GLM_MOE, n_group=4, topk_group=2, use_qk_norm=True, attention_bias=True),
     "glm4-moe-plain": Glm4MoeConfig(**SHAPE, **GLM_MOE, norm_topk_prob=False, n_shared_experts=2),
+    "glm4-moe-lite": Glm4MoeLiteConfig(**LATENT),
+    "glm4-moe-lite-groups": Glm4MoeLiteConfig(
+        **LATENT | {"q_lora_rank": None}, n_group=4, topk_group=2, norm_topk_prob=False, n_shared_experts=2,
+        mlp_layer_types=["sparse", "dense", "sparse"], rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+        tie_word_embeddings=True,
+    ),
+    "deepseek-v3": DeepseekV3Config(**LATENT, n_group=4, topk_group=2, first_k_dense_replace=1, rope_parameters=MSCALE),
+    "deepseek-v3-without-q-lora": DeepseekV3Config(
+        **LATENT | {"q_lora_rank": None}, n_group=1, topk_group=1, first_k_dense_replace=2, rms_norm_eps=1e-5,
+        rope_parameters={**YARN, "rope_theta": 1e4},
+    ),
     "minimax-m2": MiniMaxM2Config(
         **SHAPE, num_local_experts=8, num_experts_per_tok=3, head_dim=32, rotary_dim=16, bos_token_id=1, eos_token_id=2
     ),

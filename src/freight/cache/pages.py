@@ -19,17 +19,24 @@ def allocate_pages(
     """`num_blocks` blocks of one layer, in memory that is touched when it is first written. `scales` are static."""
     dynamic = spec.granularity is Granularity.TOKEN
     assert scales is None or (spec.format.is_fp8 and not dynamic)
-    dtype = torch_dtype(spec.format)
-    parts = [(spec.k_dim, dtype), (spec.v_dim, dtype)] + [(1, torch.bfloat16)] * (2 if dynamic else 0)
+    dtype, first = torch_dtype(spec.format), spec.k_dim - spec.v_dim
+    sizes = (spec.k_dim,) if spec.v_in_k else (spec.k_dim, spec.v_dim)
+    parts = [(size, dtype) for size in sizes] + [(1, torch.bfloat16)] * (len(sizes) if dynamic else 0)
     tensors = _tensors(parts, layout, (num_blocks, block_size, spec.num_kv_heads), device)
-    k, v = tensors[:2]
+    k, v = tensors[0], tensors[0][..., first:] if spec.v_in_k else tensors[1]
     k_scale = v_scale = None
     if dynamic:
-        k_scale, v_scale = (scale.squeeze(-1) for scale in tensors[2:])
+        k_scale, v_scale = tensors[len(sizes)].squeeze(-1), tensors[-1].squeeze(-1)
     elif scales is not None:
         k_scale = expand_scale(scales.k, spec.num_kv_heads, spec.k_dim).to(device)
-        v_scale = expand_scale(scales.v, spec.num_kv_heads, spec.v_dim).to(device)
-    return KVPages(k, v, k_scale, v_scale, torch.zeros(2, dtype=torch.int64, device=device))
+        # values in keys have been stored with the scale of keys, whatever a checkpoint says of values
+        v_scale = (
+            k_scale[:, first:].contiguous()
+            if spec.v_in_k
+            else expand_scale(scales.v, spec.num_kv_heads, spec.v_dim).to(device)
+        )
+    counters = torch.zeros(2, dtype=torch.int64, device=device)
+    return KVPages(k, v, k_scale, v_scale, counters, v_in_k=spec.v_in_k)
 
 
 def _tensors(

@@ -13,7 +13,7 @@ from functools import cached_property
 
 from freight.cache.groups import LayerGroup, Pages, StateBlocks
 from freight.config.engine import KVCacheConfig, LayerKVFormat
-from freight.config.layer import AttentionConfig, DeltaNetConfig, Mamba2Config, Mixer, ShortConvConfig
+from freight.config.layer import AttentionConfig, DeltaNetConfig, LatentConfig, Mamba2Config, Mixer, ShortConvConfig
 from freight.config.model import ModelConfig
 from freight.config.states import default_state
 from freight.errors import ConfigError
@@ -27,7 +27,8 @@ LEAST_EVERY = 64  # tokens of a block of states, where nothing else is asked for
 class LayerKVSpec:
     """One layer's K and V pages. `granularity` is None for 16 bits, `window` for a layer that sees every token.
 
-    `source` is the layer whose pages this one reads; it has none of its own then.
+    `source` is the layer whose pages this one reads; it has none of its own then. With `v_in_k` values are the last
+    `v_dim` channels of keys, and take no memory (`KVPages.v_in_k`).
     """
 
     format: Format
@@ -37,20 +38,22 @@ class LayerKVSpec:
     v_dim: int
     window: int | None = None
     source: int | None = None
+    v_in_k: bool = False
 
     @property
     def values_per_token(self) -> int:
         if self.source is not None:
             return 0
-        return self.num_kv_heads * (self.k_dim + self.v_dim)
+        return self.num_kv_heads * (self.k_dim if self.v_in_k else self.k_dim + self.v_dim)
 
     @property
     def bytes_per_token(self) -> int:
-        """K and V of one token, with its `token` scales (one bfloat16 per KV head, K and V apart)."""
+        """K and V of one token, with its `token` scales (one bfloat16 per KV head, K and V apart unless V is in K)."""
         if self.source is not None:
             return 0
         values = self.values_per_token * self.format.bytes
-        return values + (2 * 2 * self.num_kv_heads if self.granularity is Granularity.TOKEN else 0)
+        scales = 2 * self.num_kv_heads * (1 if self.v_in_k else 2)
+        return values + (scales if self.granularity is Granularity.TOKEN else 0)
 
     @property
     def bytes_per_state(self) -> int:
@@ -141,6 +144,11 @@ def _pages_of(mixer: Mixer, kind: LayerKVFormat, compute: Format, state: Format)
     return LayerKVSpec(kind.format, kind.granularity, *heads, mixer.window, mixer.kv_from)
 
 
+def _latents_of(mixer: Mixer, kind: LayerKVFormat, compute: Format, state: Format) -> LayerKVSpec:
+    assert isinstance(mixer, LatentConfig)
+    return LayerKVSpec(kind.format, kind.granularity, 1, mixer.k_dim, mixer.v_dim, v_in_k=True)
+
+
 def _columns(channels: int, width: int, compute: Format) -> StatePart:
     """The last inputs of a convolution."""
     return StatePart("columns", (width - 1, channels), compute)
@@ -181,6 +189,7 @@ def _mamba2(mixer: Mixer, kind: LayerKVFormat, compute: Format, state: Format) -
 # layer's spec.
 _SPECS: Mapping[type, Callable[[Mixer, LayerKVFormat, Format, Format], LayerSpec]] = {
     AttentionConfig: _pages_of,
+    LatentConfig: _latents_of,
     ShortConvConfig: _short_conv,
     DeltaNetConfig: _delta_net,
     Mamba2Config: _mamba2,

@@ -25,7 +25,7 @@ _SHAPE: Mapping[str, Callable[[ModelConfig], object]] = {  # what two models sha
 
 def _by_layer(model: ModelConfig, what: str) -> object:
     """A number of the layers with attention: one if all of them agree, else one each."""
-    values = [getattr(mixer, what) for mixer in model.attention.values()]
+    values = [getattr(mixer, what) for mixer in model.paged.values()]
     return values[0] if len(set(values)) == 1 else values
 
 

@@ -135,14 +135,14 @@ def calibrate(
             )
         watched.append(watch)
         del layer, own, inputs, through  # before the next one is read
-    return _summary(plan, watched, {index: watched[sources[index]] for index in config.attention}, centered, lengths)
+    return _summary(plan, watched, {index: watched[sources[index]] for index in config.paged}, centered, lengths)
 
 
 def _sources(config: ModelConfig, plan: QuantizePlan) -> tuple[list[int], list[int]]:
     """(for each layer the one whose keys and values it reads, the layers that read another's)."""
-    read = {index: mixer.kv_from for index, mixer in config.attention.items() if mixer.kv_from is not None}
+    read = {index: mixer.kv_from for index, mixer in config.paged.items() if mixer.kv_from is not None}
     sources, sharing = [read.get(index, index) for index in range(config.num_layers)], list(read)
-    if plan.kv_granularity is not None and not config.attention:
+    if plan.kv_granularity is not None and not config.paged:
         raise CheckpointError(
             f"--kv-cache fp8: no layer of this model ({config.model_type}) has attention, and stores keys and values; "
             "use --kv-cache none"
@@ -152,6 +152,11 @@ def _sources(config: ModelConfig, plan: QuantizePlan) -> tuple[list[int], list[i
         raise CheckpointError(
             f"layer {min(config.without_pages)} has no attention, and stores no keys and values: {flag} is implemented "
             f"for models in which every layer does; omit {flag}"
+        )
+    if plan.center and len(config.attention) < len(config.paged):
+        raise CheckpointError(
+            f"--center: what layer {min(config.paged.keys() - config.attention.keys())} stores are latents, of which "
+            "keys and values are made (MLA): a center would be missing in the values; omit --center"
         )
     if sharing and plan.kv_budget:
         raise CheckpointError(

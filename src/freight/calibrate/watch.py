@@ -14,7 +14,7 @@ from freight.calibrate.centers import LayerCenters
 from freight.calibrate.experts import ExpertWatch
 from freight.calibrate.modules import LayerModules
 from freight.calibrate.observers import Observer, by_group, make_observer
-from freight.config.layer import AttentionConfig, Mixer
+from freight.config.layer import LatentConfig, Mixer, PagedMixer
 from freight.config.plan import KV_GRANULARITIES, ActivationScheme, QuantizePlan
 from freight.fp8.cast import SMALLEST_SCALE, scale_from_amax
 from freight.fp8.formats import Format, Granularity
@@ -107,9 +107,10 @@ class LayerWatch:
     """All observers of one layer."""
 
     modules: LayerModules
-    kv: Mapping[tuple[str, Granularity], Watch]  # by ('k' or 'v', granularity)
+    kv: Mapping[tuple[str, Granularity], Watch]  # by ('k' or 'v', granularity); without 'v' where V is in K
     inputs: Mapping[tuple[str, ...], Watch]  # by the modules that share the input
     experts: ExpertWatch | None = None
+    v_dim: int = 0  # of values that are the last channels of keys
 
     @property
     def all(self) -> list[Watch]:
@@ -168,6 +169,8 @@ class LayerWatch:
         return LayerScales(k, v, granularity, (), () if b is None else tuple(b.flatten().tolist()))
 
     def _side(self, side: str, granularity: Granularity) -> tuple[float, ...]:
+        if (side, granularity) not in self.kv:
+            return self._side("k", granularity)[-self.v_dim :]
         coarse = self.kv[side, Granularity.TENSOR].scales()
         scales = torch.maximum(self.kv[side, granularity].scales(), coarse * FLOOR)
         return tuple(scales.tolist())
@@ -187,8 +190,9 @@ def watch_layer(
         return Watch(make_observer(plan.observer, name, groups, device), name)
 
     kv, inputs = {}, {}
-    if plan.kv_granularity is not None and isinstance(mixer, AttentionConfig) and mixer.kv_from is None:
-        for side, what in (("k", "keys"), ("v", "values")):
+    latent = isinstance(mixer, LatentConfig)
+    if plan.kv_granularity is not None and isinstance(mixer, PagedMixer) and mixer.kv_from is None:
+        for side, what in (("k", "latents"),) if latent else (("k", "keys"), ("v", "values")):
             for granularity in observed(plan):
                 groups = granularity.num_scales(mixer.num_kv_heads, mixer.k_dim if side == "k" else mixer.v_dim)
                 kv[side, granularity] = watch(f"{modules.mixer}: {what}", groups)
@@ -201,4 +205,4 @@ def watch_layer(
         gate_up, down = inputs[modules.experts.gate_up], inputs[modules.experts.down]
         num_tokens = torch.zeros(modules.experts.count, dtype=torch.int64, device=device)
         experts = ExpertWatch(gate_up.observe, down.observe, num_tokens)
-    return LayerWatch(modules, kv, inputs, experts)
+    return LayerWatch(modules, kv, inputs, experts, mixer.v_dim if isinstance(mixer, LatentConfig) else 0)

@@ -96,7 +96,7 @@ def write_quantized(
 def _add_kv(writer: CheckpointWriter, model: ModelConfig, plan: QuantizePlan, kv: KVScales, format: Format) -> None:
     """The KV scales of every layer that stores keys and values, in `format`."""
     modules = layer_modules(model)
-    for index, mixer in model.attention.items():
+    for index, mixer in model.paged.items():
         layer = kv.layers[index]
         assert layer is not None
         if mixer.kv_from is None:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from freight.checkpoint.reader import Checkpoint
-from freight.config.layer import AttentionConfig
+from freight.config.layer import LatentConfig, PagedMixer
 from freight.config.model import ModelConfig
 from freight.errors import CheckpointError
 from freight.files import read_bytes
@@ -114,22 +114,22 @@ def _parse(path: Path, data: bytes, model: ModelConfig) -> KVScales:
         )
     scales: list[LayerScales | None] = []
     for index, layer in enumerate(layers):
-        where, mixer, own = f"{path}: layer {index}", model.attention.get(index), mixed[index] if mixed else granularity
+        where, mixer, own = f"{path}: layer {index}", model.paged.get(index), mixed[index] if mixed else granularity
         if own is None or own is Granularity.TOKEN or mixer is None:
             if layer:
                 raise CheckpointError(f"{where} has {sorted(layer)}, but it is stored without static scales")
             scales.append(None)
             continue
         _check_layer(where, layer, own, mixer)
-        rotary_dim = 0 if mixer.rope is None else model.ropes[mixer.rope].rotary_dim
+        # a center of latents would be missing in their values: no channel may have one
+        rotated = None if isinstance(mixer, LatentConfig) else mixer.rope
+        rotary_dim = 0 if rotated is None else model.ropes[rotated].rotary_dim
         _check_rotated(where, layer.get("k_center", ()), mixer.k_dim, rotary_dim)
         scales.append(LayerScales(**layer, granularity=own, names=(f"{path.name}:layers[{index}]",), alone=""))
     return KVScales(tuple(scales), format, mixed=mixed, unneeded=model.without_pages)
 
 
-def _check_layer(
-    where: str, layer: dict[str, tuple[float, ...]], granularity: Granularity, mixer: AttentionConfig
-) -> None:
+def _check_layer(where: str, layer: dict[str, tuple[float, ...]], granularity: Granularity, mixer: PagedMixer) -> None:
     """Raises CheckpointError if scales or centers do not fit the layer, or are no valid numbers."""
     if "v_center" in layer:
         raise CheckpointError(

@@ -17,7 +17,7 @@ from typing import Any
 
 from freight.checkpoint.extras import read_extras
 from freight.checkpoint.reader import Checkpoint
-from freight.config.layer import AttentionConfig
+from freight.config.layer import LatentConfig, PagedMixer
 from freight.config.model import ModelConfig
 from freight.errors import CheckpointError
 from freight.files import read_text
@@ -97,7 +97,7 @@ def read_kv_scales(checkpoint: Checkpoint, model: ModelConfig, scheme: Scheme, e
                 f"{name} is a KV scale of layer {layer}, which has no attention and stores no keys and values; remove "
                 "it from the checkpoint"
             )
-        values = _read(checkpoint, name, sides, model.attention[layer])
+        values = _read(checkpoint, name, sides, model.paged[layer])
         for side in sides:
             other, present = found[layer].get(side, (name, values))
             if present != values:
@@ -108,7 +108,7 @@ def read_kv_scales(checkpoint: Checkpoint, model: ModelConfig, scheme: Scheme, e
     finer = read_extras(checkpoint, model)
     if finer is not None and extras:
         return finer
-    for index, mixer in model.attention.items():
+    for index, mixer in model.paged.items():
         source = mixer.kv_from
         if source is not None and found[index]:
             raise CheckpointError(
@@ -116,7 +116,7 @@ def read_kv_scales(checkpoint: Checkpoint, model: ModelConfig, scheme: Scheme, e
                 f"values of layer {source} and stores none; remove it from the checkpoint"
             )
         found[index] = found[index] if source is None else found[source]
-    layers = tuple(_layer(sides, model.attention.get(index)) for index, sides in enumerate(found))
+    layers = tuple(_layer(sides, model.paged.get(index)) for index, sides in enumerate(found))
     return KVScales(
         layers,
         scheme.kv_format or Format.E4M3FN,
@@ -125,10 +125,12 @@ def read_kv_scales(checkpoint: Checkpoint, model: ModelConfig, scheme: Scheme, e
     )
 
 
-def _layer(sides: dict[str, tuple[str, tuple[float, ...]]], mixer: AttentionConfig | None) -> LayerScales | None:
+def _layer(sides: dict[str, tuple[str, tuple[float, ...]]], mixer: PagedMixer | None) -> LayerScales | None:
     """Scales of K and V, both in the finer of their granularities; expanding is exact."""
     if not sides or mixer is None:
         return None
+    if isinstance(mixer, LatentConfig):
+        return _latent_layer(sides, mixer)
     (k_name, k), (v_name, v) = (sides.get(side) or next(iter(sides.values())) for side in "kv")
     heads, dims = mixer.num_kv_heads, (mixer.k_dim, mixer.v_dim)
     found = (
@@ -141,12 +143,19 @@ def _layer(sides: dict[str, tuple[str, tuple[float, ...]]], mixer: AttentionConf
     return LayerScales(k, v, granularity, names, alone=next(iter(sides)) if len(sides) == 1 else "")
 
 
+def _latent_layer(sides: dict[str, tuple[str, tuple[float, ...]]], mixer: LatentConfig) -> LayerScales:
+    """Values are channels of keys, so K's scale is that of both, and one of V is not used."""
+    name, k = sides.get("k") or sides["v"]
+    granularity = next((one for one in _ORDER if one.num_scales(1, mixer.k_dim) == len(k)), _ORDER[-1])
+    return LayerScales(k, k[-mixer.v_dim :], granularity, (name,), alone="" if "k" in sides else "v")
+
+
 def _repeat(values: tuple[float, ...], size: int) -> tuple[float, ...]:
     """Each value as often as it takes to fill `size`, row-major: (a, b) -> (a, a, b, b)."""
     return tuple(value for value in values for _ in range(size // len(values)))
 
 
-def _read(checkpoint: Checkpoint, name: str, sides: str, mixer: AttentionConfig) -> tuple[float, ...]:
+def _read(checkpoint: Checkpoint, name: str, sides: str, mixer: PagedMixer) -> tuple[float, ...]:
     shape, heads = checkpoint.shape_of(name), mixer.num_kv_heads
     channels = mixer.k_dim if "k" in sides else mixer.v_dim
     known = [(heads,), (heads, 1, 1), (1, heads, 1, 1), (heads, channels)]
@@ -188,11 +197,11 @@ def read_scale_json(path: Path, model: ModelConfig) -> KVScales:
         raise CheckpointError(f"{path}: kv_cache.dtype is {kv_cache.get('dtype')!r}; only 'float8_e4m3fn' can be read")
     ranks = _object(path, kv_cache, "scaling_factor")
     _check_ranks(path, ranks, model)
-    expected = [str(layer) for layer in model.attention]
+    expected = [str(layer) for layer in model.paged]
     by_rank = [_rank_layers(path, ranks, rank, expected) for rank in map(str, range(len(ranks)))]
     differing = [
         f"layer {layer} ({', '.join(f'rank {rank}: {_short(own.k)}' for rank, own in enumerate(of_layer))})"
-        for layer, of_layer in zip(model.attention, zip(*by_rank, strict=True), strict=True)
+        for layer, of_layer in zip(model.paged, zip(*by_rank, strict=True), strict=True)
         if len({own.k for own in of_layer}) > 1
     ]
     if differing:
@@ -201,7 +210,7 @@ def read_scale_json(path: Path, model: ModelConfig) -> KVScales:
             f"{path}: its ranks have different factors in {'; '.join(differing[:3])}{more}; one factor per layer can "
             "be read: write the largest for every rank"
         )
-    found = dict(zip(model.attention, by_rank[0], strict=True))
+    found = dict(zip(model.paged, by_rank[0], strict=True))
     layers = tuple(found.get(index) for index in range(model.num_layers))
     return KVScales(layers, Format.E4M3FN, unneeded=model.without_pages)
 
@@ -213,7 +222,7 @@ def _check_ranks(path: Path, ranks: dict[str, Any], model: ModelConfig) -> None:
         bad = [rank for rank in ranks if not rank.isdecimal()]
         why = f"{bad[0]!r} is not a rank number" if bad else f"it has {count} ranks, {_some(ranks) or 'none'}"
         raise CheckpointError(f"{path}: scaling_factor must have ranks '0', '1' and so on without a gap, but {why}")
-    for index, mixer in model.attention.items():
+    for index, mixer in model.paged.items():
         heads = mixer.num_kv_heads
         if heads % count and count % heads:
             raise CheckpointError(

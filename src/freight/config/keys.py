@@ -75,7 +75,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {  # keys that change the computatio
 _NULLABLE = words(
     """
     num_key_value_heads head_dim sliding_window bos_token_id eos_token_id attn_logit_softcapping
-    final_logit_softcapping attention_value_scale
+    final_logit_softcapping attention_value_scale q_lora_rank
     """
 )
 

@@ -113,6 +113,53 @@ class AttentionConfig:
 
 
 @dataclass(frozen=True)
+class LatentConfig:
+    """Latent attention (MLA, DeepSeek-V2, Liu et al. 2024): keys and values of all heads are projections of one latent
+    vector of the token, which the cache holds, beside one rotated part that the keys of all heads share.
+
+    It is computed absorbed: queries are multiplied by each head's projection of keys, and what attention returns by
+    that of values. So there is one KV head. Its key is the rotated part and the latent, and its value is the latent.
+
+    q_rank          channels of the latent of q, normed before q is projected; None: q is projected from the input
+    latent          channels of the latent of keys and values
+    nope, rotated   channels of a query that are not rotated, and that are
+    head_size       channels of a value of each head
+    softmax_scale   multiplies q . k
+    rope            index into `ModelConfig.ropes`
+    eps             of the norms of both latents
+    """
+
+    num_heads: int
+    q_rank: int | None
+    latent: int
+    nope: int
+    rotated: int
+    head_size: int
+    softmax_scale: float
+    rope: int = 0
+    eps: float = 1e-6
+
+    num_kv_heads = 1
+    window = kv_from = None
+
+    @property
+    def k_dim(self) -> int:
+        """Channels of a stored key."""
+        return self.rotated + self.latent
+
+    @property
+    def v_dim(self) -> int:
+        """Channels of a value, the last of the key."""
+        return self.latent
+
+    @property
+    def q_sizes(self) -> tuple[int, int]:
+        """Values of q that a token has, and of what is computed of the layer's input for it."""
+        size = self.num_heads * (self.nope + self.rotated)
+        return size, self.q_rank or size
+
+
+@dataclass(frozen=True)
 class ShortConvConfig:
     """out(c * convolution(b * x)), where b, c and x are projections of the input (LFM2).
 
@@ -180,7 +227,8 @@ class Mamba2Config:
 
 # What a layer does across tokens; None: nothing. Another kind stands here, in `models/mixers.py` with its builder, in
 # `models/mixer_parts.py` with its tensors, and in `cache/spec.py` with what it keeps of the tokens before.
-Mixer = AttentionConfig | ShortConvConfig | DeltaNetConfig | Mamba2Config | None
+Mixer = AttentionConfig | LatentConfig | ShortConvConfig | DeltaNetConfig | Mamba2Config | None
+PagedMixer = AttentionConfig | LatentConfig  # those whose layers read keys and values
 
 
 @dataclass(frozen=True)

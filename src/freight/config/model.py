@@ -22,10 +22,12 @@ from freight.config.layer import (
     AttentionConfig,
     DeltaNetConfig,
     DenseConfig,
+    LatentConfig,
     LayerConfig,
     Mamba2Config,
     MoEConfig,
     NormKind,
+    PagedMixer,
 )
 from freight.config.registry import FAMILIES
 from freight.config.rope import RopeConfig as RopeConfig
@@ -153,14 +155,19 @@ class ModelConfig:
 
     @cached_property
     def attention(self) -> dict[int, AttentionConfig]:
-        """The layers whose mixer is attention, by index: those that read keys and values."""
+        """The layers whose mixer is attention with keys and values of their own, by index."""
+        return {index: mixer for index, mixer in self.paged.items() if isinstance(mixer, AttentionConfig)}
+
+    @cached_property
+    def paged(self) -> dict[int, PagedMixer]:
+        """The layers that read stored keys and values, by index: with attention, or with latent attention."""
         mixers = enumerate(layer.mixer for layer in self.layers)
-        return {index: mixer for index, mixer in mixers if isinstance(mixer, AttentionConfig)}
+        return {index: mixer for index, mixer in mixers if isinstance(mixer, PagedMixer)}
 
     @property
     def without_pages(self) -> frozenset[int]:
         """The layers that neither store keys and values nor read another's: they have no KV scales and miss none."""
-        return frozenset(range(self.num_layers)).difference(self.attention)  # `-` of keys is a set, which has no hash
+        return frozenset(range(self.num_layers)).difference(self.paged)  # `-` of keys is a set, which has no hash
 
     @property
     def recurrent(self) -> bool:
@@ -273,12 +280,17 @@ def _tied(
 
 def _ropes(config: Mapping[str, Any], family: Family, model: ModelConfig) -> tuple[RopeConfig, ...]:
     """By `AttentionConfig.rope`; a rope that no layer has is made for heads like the others."""
-    mixers = list(model.attention.values())
+    mixers = list(model.paged.values())
     if model.position_offset is not None or not mixers:
         return ()
-    sizes = {mixer.rope: mixer.k_dim for mixer in mixers}
-    head_dims = tuple(sizes.get(rope, mixers[0].k_dim) for rope in (0, 1))
+    sizes = {mixer.rope: _rotary_size(mixer) for mixer in mixers}
+    head_dims = tuple(sizes.get(rope, _rotary_size(mixers[0])) for rope in (0, 1))
     return parse_ropes(config, family, model.max_position_embeddings, head_dims)
+
+
+def _rotary_size(mixer: PagedMixer) -> int:
+    """Channels of a head of which a rope rotates all, or a share."""
+    return mixer.rotated if isinstance(mixer, LatentConfig) else mixer.k_dim
 
 
 def _activation(config: Mapping[str, Any], family: Family) -> AnyActivation:

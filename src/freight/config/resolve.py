@@ -94,7 +94,7 @@ def resolve(
         raise ConfigError(f"--device {args.device}, but the device found is {device.kind} ({device.name})")
     check_threads(args.threads, device.cores)
     compute = model.checkpoint_format if args.dtype == "auto" else DTYPES[args.dtype]
-    skipped = skipped_layers(args.kv_cache_dtype_skip_layers, model.attention, model.num_layers)
+    skipped = skipped_layers(args.kv_cache_dtype_skip_layers, model.paged, model.num_layers)
     kv = resolve_kv_cache(args, compute, scheme, kv_scales, device.native_e4m3, skipped)
     if kv.format is Format.INT8 and device.kind != "cpu" and args.kernels != "reference":
         raise _no_int8(device.name)

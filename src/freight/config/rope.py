@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -68,6 +69,11 @@ _OPTIONAL = {
 _OTHER = frozenset({"type", "rope_type", "rope_theta", "partial_rotary_factor", "finetuned"})
 _LAYER_KINDS = ("full_attention", "sliding_attention")
 _LENGTH = "original_max_position_embeddings"
+
+
+def yarn_mscale(scale: float, weight: float = 1.0) -> float:
+    """How much sharper attention is made for contexts that are `scale` times as long (YaRN, Peng et al. 2023)."""
+    return 1.0 if scale <= 1 else 0.1 * weight * math.log(scale) + 1.0
 
 
 def parse_ropes(

@@ -28,6 +28,20 @@ class AttentionNames:
 
 
 @dataclass(frozen=True)
+class LatentNames:
+    """Names of latent attention within a layer (`LatentConfig`): `q`, or `q_a`, `q_norm` and `q_b`."""
+
+    q: str = "self_attn.q_proj"
+    q_a: str = "self_attn.q_a_proj"
+    q_norm: str = "self_attn.q_a_layernorm.weight"
+    q_b: str = "self_attn.q_b_proj"
+    kv_a: str = "self_attn.kv_a_proj_with_mqa"
+    kv_norm: str = "self_attn.kv_a_layernorm.weight"
+    kv_b: str = "self_attn.kv_b_proj"
+    o: str = "self_attn.o_proj"
+
+
+@dataclass(frozen=True)
 class DeltaNetNames:
     """Names of a gated delta net within a layer.
 
@@ -71,7 +85,7 @@ class TensorNames:
     order of their names: then the field has that name alone.
 
     embedding, norm, layer, head, positions, project_in, project_out   follow `ModelConfig.prefixes`
-    attention, delta_net, short_conv, mamba   of layers with these mixers
+    attention, latent, delta_net, short_conv, mamba   of layers with these mixers
     positions                      learned embedding of positions, in models that have it
     project_in, project_out        Linear modules behind the embedding and before the head, in models that have them
     router, choice_bias            of a mixture of experts; `expert` is followed by the expert's index, and by the names
@@ -108,6 +122,7 @@ class TensorNames:
     project_in: str = "project_in"
     project_out: str = "project_out"
     attention: AttentionNames = AttentionNames()
+    latent: LatentNames = LatentNames()
     delta_net: DeltaNetNames = DeltaNetNames()
     short_conv: ShortConvNames = ShortConvNames()
     mamba: MambaNames = MambaNames()

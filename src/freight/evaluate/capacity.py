@@ -215,7 +215,7 @@ Cache = tuple[KVCacheConfig, tuple[str, ...]]  # and the options that give it
 def _caches(compute: Format, scheme: Scheme, wish: Wish, model: ModelConfig) -> list[Cache]:
     """In order of preference, with the layers that stay unquantized in those of 8 bits. Raises ConfigError."""
     check_skipped(wish.skip_layers, "auto")
-    skipped = skipped_layers(wish.skip_layers, model.attention, model.num_layers)
+    skipped = skipped_layers(wish.skip_layers, model.paged, model.num_layers)
     flags = (FLAG, ",".join(wish.skip_layers)) if skipped else ()
     plain, *quantized = _formats(compute, scheme, wish.device)
     caches = [plain, *((kv.skipping(skipped, model.num_layers, compute), (*given, *flags)) for kv, given in quantized)]

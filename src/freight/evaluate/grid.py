@@ -185,7 +185,7 @@ def _names(args: EngineArgs, grid: GridArgs, model: ModelConfig) -> tuple[str, .
         raise ConfigError("--caches with --kv-cache-dtype or --kv-scales: both name what is measured; omit one")
     if given:
         return ()
-    if names and not model.attention:
+    if names and not model.paged:
         raise ConfigError(
             f"caches of keys and values are compared ({', '.join(names)}), and no layer of this model "
             f"({model.model_type}) stores any; freight bench latency times it"

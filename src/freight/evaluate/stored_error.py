@@ -67,6 +67,7 @@ class Probe:
         _, whole, v = reference.split_heads(qkv[rows], rotary, replace(pages, k_center=None))
         k = whole if pages.k_center is None else (whole.float() - pages.k_center.b).to(whole.dtype)
         k = reference.rotate(k, rotary.cos[positions], rotary.sin[positions])
+        v = k[..., -pages.v.shape[3] :] if pages.v_in_k else v
         squares, zeros = [], []
         for given, of, page, scale in ((k, whole, pages.k, pages.k_scale), (v, v, pages.v, pages.v_scale)):
             kept = _kept(page, scale, slots)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from freight.config.model import RopeConfig
-from freight.config.rope import QUERY_SCALING
+from freight.config.rope import QUERY_SCALING, yarn_mscale
 from freight.operands.rotary import Rotary
 
 
@@ -130,12 +130,9 @@ def yarn_attention_factor(config: RopeConfig) -> float:
         return float(p["attention_factor"])
     multiplier = float(p.get("attn_factor", 1.0))
 
-    def mscale(scale: float, weight: float = 1.0) -> float:
-        return 1.0 if scale <= 1 else 0.1 * weight * math.log(scale) + 1.0
-
     if p.get("mscale") and p.get("mscale_all_dim"):
-        return multiplier * mscale(p["factor"], p["mscale"]) / mscale(p["factor"], p["mscale_all_dim"])
-    return multiplier * mscale(p["factor"])
+        return multiplier * yarn_mscale(p["factor"], p["mscale"]) / yarn_mscale(p["factor"], p["mscale_all_dim"])
+    return multiplier * yarn_mscale(p["factor"])
 
 
 def _longrope(config: RopeConfig, wavelengths: Tensor, max_positions: int) -> tuple[Tensor, float]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from freight.config.layer import AttentionConfig, DeltaNetConfig, Mamba2Config, Mixer, ShortConvConfig
+from freight.config.layer import AttentionConfig, DeltaNetConfig, LatentConfig, Mamba2Config, Mixer, ShortConvConfig
 from freight.config.tensor_names import TensorNames
 
 
@@ -42,6 +42,7 @@ class MixerParts:
     module        of the whole mixer: KV scales stand beside its parts, and messages name it
     projections   by the field that they are of the built mixer (`layers/attention.py`); these are quantized
     kept          Linear modules of one input that stay in 16 bits, merged -> outputs, inputs
+    by_head       matrices that these are cut into at load instead: how many, outputs, inputs
     norms         the weight of an RMSNorm -> its channels
     plain         a tensor that is held in the compute dtype, whatever the matrices are -> its shape
     exact         a tensor that is held in float32 -> its shape
@@ -54,6 +55,7 @@ class MixerParts:
     module: str = ""
     projections: Mapping[str, Projected] = field(default_factory=dict)
     kept: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    by_head: tuple[tuple[int, int, int], ...] = ()
     norms: Mapping[str, int] = field(default_factory=dict)
     plain: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     exact: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -85,6 +87,23 @@ def _attention(mixer: AttentionConfig, hidden_size: int, of_all: TensorNames) ->
         made=mixer.v_norm * mixer.v_dim + mixer.qk_norm_bare * mixer.k_dim,
         factors=0 if mixer.v_factor is None else sum(mixer.factor_groups),
         whole={names.qkv[0]: (mixer.k_dim,)} if mixer.gate is not None and mixer.gate.in_q else {},
+    )
+
+
+def _latent(mixer: LatentConfig, hidden_size: int, of_all: TensorNames) -> MixerParts:
+    names, heads, (of_q, first) = of_all.latent, mixer.num_heads, mixer.q_sizes
+    ranked = mixer.q_rank is not None
+    q_b = {"q_b": Projected((names.q_b,), (of_q,), first)} if ranked else {}
+    return MixerParts(
+        module=names.o.rpartition(".")[0],
+        projections={
+            "first": Projected((names.q_a if ranked else names.q, names.kv_a), (first, mixer.k_dim), hidden_size),
+            **q_b,
+            "o": Projected((names.o,), (hidden_size,), heads * mixer.head_size),
+        },
+        kept={names.kv_b: (heads * (mixer.nope + mixer.head_size), mixer.latent)},
+        by_head=((heads, mixer.latent, mixer.nope), (heads, mixer.head_size, mixer.latent)),
+        norms={**({names.q_norm: first} if ranked else {}), names.kv_norm: mixer.latent},
     )
 
 
@@ -133,6 +152,7 @@ def _mamba2(mixer: Mamba2Config, hidden_size: int, of_all: TensorNames) -> Mixer
 
 _PARTS: Mapping[type, Callable[[Any, int, TensorNames], MixerParts]] = {
     AttentionConfig: _attention,
+    LatentConfig: _latent,
     DeltaNetConfig: _delta_net,
     ShortConvConfig: _short_conv,
     Mamba2Config: _mamba2,

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from freight.config.layer import AttentionConfig, DeltaNetConfig, Mamba2Config, ShortConvConfig
+from freight.config.layer import AttentionConfig, DeltaNetConfig, LatentConfig, Mamba2Config, ShortConvConfig
 from freight.config.layer import Mixer as MixerConfig
 from freight.layers.attention import Attention, HeadGate, NormedLast, QKNorm, ValueFactor, ValueNorm
 from freight.layers.delta_net import DeltaNet
+from freight.layers.latent import Latent
 from freight.layers.linear import Projection
 from freight.layers.mamba import Mamba2
 from freight.layers.rope import half_pairs
@@ -20,6 +21,7 @@ from freight.layers.short_conv import ShortConv
 from freight.models.building import Builder
 from freight.models.decoder import Mixer
 from freight.operands.rotary import Rotary
+from freight.operands.weight import Weight
 
 Ropes = Mapping[int | None, Rotary]  # by `AttentionConfig.rope`
 
@@ -111,6 +113,40 @@ def _qkv_rows(mixer: AttentionConfig, builder: Builder) -> tuple[Tensor | None, 
     return (torch.cat((q, k + len(q), v)),)
 
 
+def _latent(mixer: LatentConfig, builder: Builder, prefix: str, ropes: Ropes) -> Latent:
+    names, kernels = builder.names.latent, builder.kernels
+    interleaved = builder.config.ropes[mixer.rope].interleaved
+    of_q = _rotated_last(mixer.num_heads, mixer.nope, mixer.rotated, interleaved)
+    of_kv = _rotated_last(1, mixer.latent, mixer.rotated, interleaved)
+    ranked = mixer.q_rank is not None
+    first = {names.q_a: None, names.kv_a: of_kv} if ranked else {names.q: of_q, names.kv_a: of_kv}
+    whole = builder.tensor(f"{prefix}{names.kv_b}.weight")
+    heads = whole.view(mixer.num_heads, mixer.nope + mixer.head_size, mixer.latent)
+    return Latent(
+        first=builder.linear(prefix, *first, rows=tuple(first.values())),
+        q_norm=builder.norm_weight(prefix + names.q_norm) if ranked else None,
+        q_b=builder.linear(prefix, names.q_b, rows=(of_q,)) if ranked else None,
+        kv_norm=builder.norm_weight(prefix + names.kv_norm),
+        keys=kernels.pack_experts([Weight(head[: mixer.nope].t().contiguous()) for head in heads]),
+        values=kernels.pack_experts([Weight(head[mixer.nope :].contiguous()) for head in heads]),
+        o=builder.linear(prefix, names.o),
+        rotary=ropes[mixer.rope],
+        num_heads=mixer.num_heads,
+        nope=mixer.nope,
+        softmax_scale=mixer.softmax_scale,
+        eps=mixer.eps,
+        kernels=kernels,
+    )
+
+
+def _rotated_last(num_heads: int, plain: int, rotated: int, interleaved: bool) -> Tensor | None:
+    """The order of rows of heads whose last `rotated` channels have a rope; None: as they are (`RopeConfig`)."""
+    if not interleaved:
+        return None
+    head = torch.cat((torch.arange(plain, dtype=torch.int64, device="cpu"), plain + half_pairs(1, rotated, rotated)))
+    return (torch.arange(num_heads, dtype=torch.int64, device="cpu")[:, None] * len(head) + head).flatten()
+
+
 def _delta_net(mixer: DeltaNetConfig, builder: Builder, prefix: str, ropes: Ropes) -> DeltaNet:
     names = builder.names.delta_net
     heads = mixer.heads // mixer.key_heads  # value heads of a key head
@@ -169,6 +205,7 @@ def _side_by_side(groups: int, *sizes: int) -> Tensor:
 
 _BUILDERS: Mapping[type, Callable[[Any, Builder, str, Ropes], Mixer]] = {
     AttentionConfig: _attention,
+    LatentConfig: _latent,
     DeltaNetConfig: _delta_net,
     ShortConvConfig: _short_conv,
     Mamba2Config: _mamba2,

@@ -144,7 +144,7 @@ class OpenModel:
 
     def skipped_layers(self) -> frozenset[int]:
         """The layers whose cache stays unquantized beside others of 8 bits. Raises ConfigError."""
-        return skipped_layers(self.args.kv_cache_dtype_skip_layers, self.model.attention, self.model.num_layers)
+        return skipped_layers(self.args.kv_cache_dtype_skip_layers, self.model.paged, self.model.num_layers)
 
     def skipping(self, config: EngineConfig) -> EngineConfig:
         """`config`, whose cache is quantized in every layer, with those of `skipped_layers` left out of that."""

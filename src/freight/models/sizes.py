@@ -96,7 +96,7 @@ def loaded_bytes(
     count = _Count(model, compute, weights, linear_of, layout, tensor_names(model))
     layers = sum(count.layer(index, layer) for index, layer in enumerate(model.layers))
     # layers hold the tables: a config may describe a rope that none of them has
-    named = {mixer.rope for mixer in model.attention.values()}
+    named = {mixer.rope for mixer in model.paged.values()}
     ropes = [rope for index, rope in enumerate(model.ropes) if index in named]
     tables = sum(2 * _SCALE * max_len * (rope.rotary_dim // 2) for rope in ropes)
     tables += sum(_SCALE * max_len for rope in ropes if rope.parameters.get(QUERY_SCALING))
@@ -164,7 +164,9 @@ class _Count:
             self.projections(prefix, one.modules, one.sizes, one.columns, one.bias)
             for one in parts.projections.values()
         )
-        if parts.kept:  # merged, which pads once
+        if parts.by_head:
+            size += sum(count * self.matrix(rows, columns) for count, rows, columns in parts.by_head)
+        elif parts.kept:  # merged, which pads once
             (columns,) = {columns for _, columns in parts.kept.values()}
             size += self.matrix(sum(rows for rows, _ in parts.kept.values()), columns)
         size += sum(map(self.norm_weight, parts.norms.values()))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from torch import Tensor
 
 from freight.layers.attention import Attention
+from freight.layers.latent import Latent
 from freight.models.decoder import Decoder, LanguageModel
 
 
@@ -33,7 +34,7 @@ def weight_bytes(model: LanguageModel) -> WeightBytes:
     outer = held_tensors((model.embedding, model.head, model.layer_inputs))
     inner = held_tensors((model.layers, model.norm))
     mixers = [layer.mixer for layer in model.layers]
-    rotaries = [rotary for mixer in mixers if isinstance(mixer, Attention) for rotary in mixer.rotaries]
+    rotaries = [rotary for mixer in mixers if isinstance(mixer, Attention | Latent) for rotary in mixer.rotaries]
     rope = held_tensors(tuple((rotary.cos, rotary.sin, rotary.q_factor) for rotary in rotaries))
     return WeightBytes(
         layers=sum(size for at, size in inner.items() if at not in outer and at not in rope),

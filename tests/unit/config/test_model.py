@@ -26,8 +26,8 @@ SHAPE = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-# tested on their own: what transformers does not know, and mixtures and OPT in their files
-APART = ("mimo", "mixtral", "qwen2_moe", "qwen3_moe", "opt", "nemotron_h")
+# tested on their own: what transformers does not know, and mixtures, latents and OPT in their files
+APART = ("mimo", "mixtral", "qwen2_moe", "qwen3_moe", "opt", "nemotron_h", "deepseek_v3", "glm4_moe_lite")
 FAMILIES = {
     name: row.architecture for name, row in registry.FAMILIES.items() if row.text_type is None and name not in APART
 }

@@ -8,6 +8,7 @@ from freight.config.deriving import with_attention
 from freight.config.experts import MoEFamily
 from freight.config.family import LANGUAGE_MODEL, Family, RopeForm, words
 from freight.config.fields import flag
+from freight.config.latent import LATENT_FIXED, LATENT_KEYS, translate_latent, with_latent
 from freight.config.layer import NormPlacement
 from freight.config.tensor_names import VISUAL, TensorNames
 from freight.operands.routing import Scoring
@@ -42,6 +43,15 @@ _GLM4 = replace(
         mlp_post="post_mlp_layernorm.weight",
     ),
 )
+_EXPERTS = MoEFamily(
+    128,
+    scoring=Scoring.SIGMOID,
+    factor_key="routed_scaling_factor",
+    group_keys=("n_group", "topk_group"),
+    choice_bias=True,
+    shared_count_key="n_shared_experts",
+    dense_keys=words("first_k_dense_replace"),
+)
 _GLM4_MOE = Family(
     "Glm4MoeForCausalLM",
     {
@@ -59,17 +69,43 @@ _GLM4_MOE = Family(
     bias_keys=("attention_bias", "", ""),
     derive=lambda config, model: with_attention(model, qk_norm=flag(config, "use_qk_norm")),
     rotary_factor=0.5,
-    moe=MoEFamily(
-        128,
-        scoring=Scoring.SIGMOID,
-        factor_key="routed_scaling_factor",
-        group_keys=("n_group", "topk_group"),
-        choice_bias=True,
-        shared_count_key="n_shared_experts",
-        dense_keys=words("first_k_dense_replace"),
-    ),
+    moe=_EXPERTS,
     next_token_keys=words("num_nextn_predict_layers num_mtp_layers"),
     tensors=TensorNames(shared="mlp.shared_experts."),
+)
+_GLM4_MOE_LITE = replace(
+    _GLM4_MOE,
+    architecture="Glm4MoeLiteForCausalLM",
+    defaults={
+        "vocab_size": 154880,
+        "hidden_size": 2048,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 47,
+        "num_attention_heads": 20,
+        "max_position_embeddings": 202752,
+        "rms_norm_eps": 1e-5,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 768,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
+        "moe_intermediate_size": 1536,
+        "num_experts_per_tok": 4,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.8,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    },
+    keys=LATENT_KEYS,
+    fixed={**LATENT_FIXED, "topk_method": ("noaux_tc",)},
+    bias_keys=("", "", ""),
+    rotary_factor=None,
+    interleaved=True,
+    moe=replace(_EXPERTS, count=64, dense_keys=words("first_k_dense_replace mlp_layer_types")),
+    translate=translate_latent,
+    derive=with_latent,
 )
 _GLM4V = replace(
     _GLM4,
@@ -97,6 +133,7 @@ ROWS = {
     "glm": _GLM,
     "glm4": _GLM4,
     "glm4_moe": _GLM4_MOE,
+    "glm4_moe_lite": _GLM4_MOE_LITE,
     "glm4v": _GLM4V,
     "glm46v": replace(_GLM4V, architecture="Glm46VForConditionalGeneration"),
     "glmga": replace(_GLM4V, architecture="Glm46VForConditionalGeneration"),

@@ -1,0 +1,57 @@
+"""Latent attention (`LatentConfig`) in a config.json: what its families share. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from freight.config.family import words
+from freight.config.fields import integer, number
+from freight.config.layer import LatentConfig
+from freight.config.rope import yarn_mscale
+from freight.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from freight.config.model import ModelConfig
+
+LATENT_KEYS = words("q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim")
+# `Family.fixed`: other values of these are in no published file. False is the only `attention_bias` that is run
+LATENT_FIXED: Mapping[str, tuple[object, ...]] = {"rope_interleave": (True,), "attention_bias": (False,)}
+
+
+def translate_latent(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`config` with the heads that the common reading asks for. Raises CheckpointError for heads of another size."""
+    heads, rotated = integer(config, "num_attention_heads"), integer(config, "qk_rope_head_dim")
+    whole = integer(config, "qk_nope_head_dim") + rotated
+    for key, expected in (("num_key_value_heads", heads), ("head_dim", rotated), ("qk_head_dim", whole)):
+        if config.get(key) is not None and config[key] != expected:
+            raise CheckpointError(
+                f"config.json contradicts itself: {key} = {config[key]!r}, but latent attention with "
+                f"num_attention_heads = {heads}, qk_nope_head_dim = {whole - rotated} and qk_rope_head_dim = {rotated} "
+                f"has {expected}"
+            )
+    return {**config, "num_key_value_heads": heads, "head_dim": rotated}
+
+
+def with_latent(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
+    """`model` with latent attention in every layer."""
+    nope, rotated = integer(config, "qk_nope_head_dim"), integer(config, "qk_rope_head_dim")
+    mixer = LatentConfig(
+        num_heads=integer(config, "num_attention_heads"),
+        q_rank=None if config.get("q_lora_rank") is None else integer(config, "q_lora_rank"),
+        latent=integer(config, "kv_lora_rank"),
+        nope=nope,
+        rotated=rotated,
+        head_size=integer(config, "v_head_dim"),
+        softmax_scale=(nope + rotated) ** -0.5 * _sharper(config),
+    )
+    return replace(model, layers=tuple(replace(layer, mixer=mixer) for layer in model.layers))
+
+
+def _sharper(config: Mapping[str, Any]) -> float:
+    """What YaRN multiplies scores by, where it has `mscale_all_dim`."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    if not isinstance(rope, Mapping) or not rope.get("mscale_all_dim"):
+        return 1.0
+    return yarn_mscale(number(rope, "factor"), number(rope, "mscale_all_dim")) ** 2

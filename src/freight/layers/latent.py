@@ -1,0 +1,75 @@
+"""Latent attention (MLA, DeepSeek-V2, arXiv 2405.04434), absorbed: project; norm; multiply q by each head's keys;
+store; attend; multiply by each head's values; project back.
+
+A prompt is computed as its decoded tokens are, from the latents that are stored, so both have the same bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from freight.cache.pool import LayerCache, PagedState
+from freight.kernels.interface import KernelSet
+from freight.layers.linear import Projection
+from freight.operands.batch import ForwardBatch
+from freight.operands.packed import PackedExperts, PackedWeight, Rows, plain
+from freight.operands.rotary import Rotary
+
+
+@dataclass(frozen=True)
+class Latent:
+    """`first` computes, side by side, the latent of q (or q itself), the latent of keys and values, and what all keys
+    share, which is rotated. Of the heads of q, the last channels are rotated.
+
+    q_norm, q_b    norm and projection of the latent of q; None: `first` computes q
+    kv_norm        [latent]
+    keys, values   of each head: [latent, nope], which brings q into the latent, and [head_size, latent], which brings
+                   the result out of it (`KernelSet.by_head`)
+    nope           channels of a head of q that are not rotated
+    eps            of both norms
+    """
+
+    first: Projection
+    q_norm: Tensor | None
+    q_b: Projection | None
+    kv_norm: Tensor
+    keys: PackedExperts
+    values: PackedExperts
+    o: Projection
+    rotary: Rotary
+    num_heads: int
+    nope: int
+    softmax_scale: float
+    eps: float
+    kernels: KernelSet
+
+    @property
+    def rotaries(self) -> tuple[Rotary, ...]:
+        """All whose tables the layer reads."""
+        return (self.rotary,)
+
+    @property
+    def consumer(self) -> PackedWeight | None:
+        """As `Linear.consumer`."""
+        return self.first.consumer
+
+    def __call__(self, x: Rows, batch: ForwardBatch, kv: LayerCache) -> Tensor:
+        """x: [num_tokens, hidden_size], a tensor or what the norm returned for `consumer`; returns x's shape."""
+        assert kv is not None, "a layer with latent attention has pages"
+        assert not isinstance(kv, PagedState)
+        kernels, rotated, latent = self.kernels, self.rotary.rotary_dim, len(self.kv_norm)
+        projected = self.first(x)
+        size = projected.shape[1] - rotated - latent  # of what is of q
+        q = kernels.join(((projected[:, :size], self.q_norm),), self.eps)
+        q = q if self.q_b is None else self.q_b(q)
+        heads = q.unflatten(1, (self.num_heads, self.nope + rotated))
+        absorbed = kernels.by_head(heads[:, :, : self.nope], self.keys)
+        # the rotated channels come first, as in all heads that are rotated in part
+        q = kernels.join(((heads.flatten(0, 1)[:, self.nope :], None), (absorbed.flatten(0, 1), None)))
+        q = q.unflatten(0, (len(projected), self.num_heads)).flatten(1)
+        key = (projected[:, size + latent :], None), (projected[:, size : size + latent], self.kv_norm)
+        q = kv.store(kernels.join(((q, None), *key), self.eps), self.rotary, batch)
+        attended = plain(kv.attend(q, batch, self.softmax_scale, None, None))
+        return self.o(kernels.by_head(attended, self.values).flatten(1))
