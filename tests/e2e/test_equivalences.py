@@ -69,6 +69,7 @@ DIFFERENT = (
     "lfm2-moe",
     "granite-h",
     "nemotron-h-latent",
+    "deepseek-v3",
 )
 FAMILIES = [(variant, kernels) for variant, kernels in CASES if variant in DIFFERENT]
 FROM_FAMILIES = [(variant, "e4m3-token", kernels) for variant, kernels in FAMILIES]

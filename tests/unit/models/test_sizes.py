@@ -23,6 +23,7 @@ from freight.fp8.formats import Format
 from freight.kernels.cpu.interface import FORMATS
 from freight.kernels.cpu.library import load, runnable
 from freight.layers.attention import Attention
+from freight.layers.latent import Latent
 from freight.models.open import OpenModel, open_model, open_random
 from freight.models.sizes import ONLINE, Layout, LinearOf, loaded_bytes, matrix_bytes
 from freight.models.weight_bytes import weight_bytes
@@ -41,7 +42,7 @@ def require_equal(opened: OpenModel, kernels: str, linear_of: LinearOf) -> None:
     decoder = opened.load(config)
     held = weight_bytes(decoder)
     mixers = [layer.mixer for layer in decoder.layers]
-    rotaries = [rotary for mixer in mixers if isinstance(mixer, Attention) for rotary in mixer.rotaries]
+    rotaries = [rotary for mixer in mixers if isinstance(mixer, Attention | Latent) for rotary in mixer.rotaries]
     tables = (table for rotary in rotaries for table in (rotary.cos, rotary.sin, rotary.q_factor))
     rope = {table.data_ptr(): table.nbytes for table in tables if table is not None}
     counted = loaded_bytes(
@@ -103,7 +104,7 @@ OF_FAMILIES = (
     *("laguna", "laguna-by-channel", "mellum", "mellum-plain", "olmo2", "olmo3", "exaone4", "afmoe", "arcee"),
     *("hunyuan", "hunyuan-moe", "muse-glimmer", "ernie4-5-vl-moe"),
     *("mimo-v2-flash", "step3p7", "lfm2", "lfm2-biases", "lfm2-moe"),
-    *("granite-h", "granite-h-moe", "nemotron-h-biases", "nemotron-h-latent"),
+    *("granite-h", "granite-h-moe", "nemotron-h-biases", "nemotron-h-latent", "deepseek-v3", "glm4-moe-lite-groups"),
 )
 
 
