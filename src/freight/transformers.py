@@ -254,6 +254,11 @@ def _decide(
             f"KV scales of {len(shape.layers)} layers, but the model has {num_layers}; name the model's own folder, "
             "FP8Cache(config, model=FOLDER)"
         )
+    if len(shape.attention) < len(shape.paged):
+        raise ConfigError(
+            "the KV scales of a model with latent attention (MLA) are for keys and values in one: transformers' cache "
+            "has the parts of a latent in two; use kv_scales='dynamic'"
+        )
     return kv, [
         None
         if layer is None  # skipped: `resolve_kv_cache` refuses other layers without scales

@@ -106,6 +106,17 @@ def test_joined_columns_are_those_of_the_parts(kernels, dtype, wide):
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
+def test_joined_columns_of_heads_are_those_of_each_head(kernels, dtype):
+    torch.manual_seed(0)
+    x, other, weight = (torch.randn(shape).to(dtype) for shape in ((5, 3, 40), (5, 3, 16), (10,)))
+    parts = ((x[:, :, 24:], None), (other, None), (x[:, :, :20], weight))
+    out = kernels.join(parts, 1e-5)
+    assert out.shape == (5, 3, 52)
+    assert torch.equal(out.flatten(0, 1), kernels.join([(part.flatten(0, 1), w) for part, w in parts], 1e-5))
+    assert agrees(out, reference_rows.join(parts, 1e-5), 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
 @pytest.mark.parametrize("size", SIZES)
 def test_lookup_gives_the_rows_of_an_embedding(kernels, size, dtype):
     torch.manual_seed(size)

@@ -46,17 +46,20 @@ class Case:
 
 @dataclass(frozen=True)
 class Heads:
-    """The heads of an attention layer. `v_dim`: channels of a head of v; None: `head_dim`, as of q and k."""
+    """The heads of an attention layer. `v_dim`: channels of a head of v; None: `head_dim`, as of q and k; `v_in_k`:
+    whether they are the last of k (`KVPages.v_in_k`)."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     v_dim: int | None = None
+    v_in_k: bool = False
 
     @property
     def width(self) -> int:
         """Values of q, k and v that a token has."""
-        return (self.num_heads + self.num_kv_heads) * self.head_dim + self.num_kv_heads * (self.v_dim or self.head_dim)
+        of_v = 0 if self.v_in_k else self.num_kv_heads * (self.v_dim or self.head_dim)
+        return (self.num_heads + self.num_kv_heads) * self.head_dim + of_v
 
 
 @dataclass(frozen=True)
@@ -170,7 +173,7 @@ class Bench:
             source = ScaleSource.CALIBRATED
             k, v = ((SCALE,) * granularity.num_scales(heads.num_kv_heads, dim) for dim in dims)
             scales = KVScales((LayerScales(k, v, granularity),), format)
-        layer = LayerKVSpec(format, granularity, heads.num_kv_heads, *dims)
+        layer = LayerKVSpec(format, granularity, heads.num_kv_heads, *dims, v_in_k=heads.v_in_k)
         spec, config = KVCacheSpec((layer,), BLOCK_SIZE), KVCacheConfig(format, granularity, source, scales)
         copies = self._copies(spec.bytes_per_token * blocks * BLOCK_SIZE)
         pools = [allocate_pool(spec, config, (blocks,), self.kernels, self.device) for _ in copies]

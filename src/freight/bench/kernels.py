@@ -15,9 +15,12 @@ import torch
 
 from freight.bench.cases import Bench, Case, Heads
 from freight.bench.timing import MemoryProbe, bytes_beyond_caches, time_alternately
+from freight.config.layer import LatentConfig
 from freight.config.model import ModelConfig
 from freight.fp8.formats import Format, Granularity
 from freight.kernels.interface import KernelSet
+from freight.models.architectures import tensor_names
+from freight.models.mixer_parts import mixer_parts
 
 CACHES: tuple[tuple[Format, Granularity | None], ...] = (
     (Format.BFLOAT16, None),
@@ -87,8 +90,9 @@ def _cases(
                 yield partial(bench.torch_linear, count, shape)
             if wanted("torch._scaled_mm") and count == rows[0]:
                 yield partial(bench.scaled_mm, count, shape)
-    mixer = next(iter(model.attention.values()))
-    heads = Heads(mixer.num_heads, mixer.num_kv_heads, mixer.k_dim, mixer.v_dim)
+    mixer = next(iter(model.paged.values()))
+    v_in_k = isinstance(mixer, LatentConfig)
+    heads = Heads(mixer.num_heads, mixer.num_kv_heads, mixer.k_dim, mixer.v_dim, v_in_k)
     for format, granularity in CACHES:
         if wanted("attention"):
             yield partial(bench.attention, 1, 1, context, heads, format, granularity)
@@ -99,11 +103,10 @@ def _cases(
 
 def linear_shapes(model: ModelConfig) -> list[tuple[int, int]]:
     """[out_features, in_features] of the merged projections of the first layer that has them."""
-    mixer = next(iter(model.attention.values()))
+    parts = mixer_parts(next(iter(model.paged.values())), model.hidden_size, tensor_names(model))
     feed_forward = next(one.feed_forward for one in model.layers if one.feed_forward is not None)
     return [
-        (sum(mixer.qkv_sizes), model.hidden_size),
-        (model.hidden_size, mixer.num_heads * mixer.v_dim),
+        *((sum(one.sizes), one.columns) for one in parts.projections.values()),
         (sum(feed_forward.up_sizes), model.hidden_size),
         (model.hidden_size, feed_forward.intermediate_size),
     ]

@@ -121,7 +121,7 @@ class KernelSet(Protocol):
         """The columns of all parts side by side, [rows, sum of sizes]. A part: x, and the weight of a norm or None.
 
         x: [rows, size], which may be columns of a larger tensor; weight: [group] as in `add_rms_norm`, of the RMSNorm
-        of each `group` columns.
+        of each `group` columns. Or every x has heads, [rows, heads, size], and so has what is returned.
         """
         ...
 

@@ -63,6 +63,7 @@ def gate(x: Tensor, logits: Tensor, function: GateFunction) -> Tensor:
 
 
 def join(parts: Sequence[tuple[Tensor, Tensor | None]], eps: float = 0.0) -> Tensor:
-    """The columns of all parts; a part: x [rows, size], and the weight [group] of an `rms_norm` of groups, or None."""
-    made = (x if w is None else rms_norm(x.unflatten(1, (-1, len(w))), w, eps).flatten(1) for x, w in parts)
-    return torch.cat(tuple(made), 1)
+    """The columns of all parts; a part: x [rows, size] or [rows, heads, size], and the weight [group] of an `rms_norm`
+    of groups, or None."""
+    made = (x if w is None else rms_norm(x.unflatten(-1, (-1, len(w))), w, eps).flatten(-2) for x, w in parts)
+    return torch.cat(tuple(made), -1)

@@ -64,11 +64,10 @@ class Latent:
         size = projected.shape[1] - rotated - latent  # of what is of q
         q = kernels.join(((projected[:, :size], self.q_norm),), self.eps)
         q = q if self.q_b is None else self.q_b(q)
-        heads = q.unflatten(1, (self.num_heads, self.nope + rotated))
+        heads = q.view(len(q), self.num_heads, self.nope + rotated)
         absorbed = kernels.by_head(heads[:, :, : self.nope], self.keys)
         # the rotated channels come first, as in all heads that are rotated in part
-        q = kernels.join(((heads.flatten(0, 1)[:, self.nope :], None), (absorbed.flatten(0, 1), None)))
-        q = q.unflatten(0, (len(projected), self.num_heads)).flatten(1)
+        q = kernels.join(((heads[:, :, self.nope :], None), (absorbed, None))).flatten(1)
         key = (projected[:, size + latent :], None), (projected[:, size : size + latent], self.kv_norm)
         q = kv.store(kernels.join(((q, None), *key), self.eps), self.rotary, batch)
         attended = plain(kv.attend(q, batch, self.softmax_scale, None, None))

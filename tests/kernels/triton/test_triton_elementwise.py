@@ -146,3 +146,6 @@ def test_join(wide, dtype, device):
     out = gates.join(parts, 1e-5)
     assert_close(out, reference_rows.join(parts, 1e-5))
     assert torch.equal(out[:, -33:], other[:, 1])
+    heads = x.view(3, 2, 100)  # columns of each head
+    of_each = ((heads[:, :, 60:], None), (other, None), (heads[:, :, :20], of_heads))
+    assert_close(gates.join(of_each, 1e-5), reference_rows.join(of_each, 1e-5))

@@ -66,7 +66,7 @@ class Rounding(CpuKernels):
 
 
 def cache(name: str, config: ModelConfig) -> KVCacheConfig:
-    mixer = next(iter(config.attention.values()))
+    mixer = next(iter(config.paged.values()))
     size = mixer.num_kv_heads * mixer.k_dim
     scales = LayerScales((0.05,), (0.05,), Granularity.TENSOR)
     centered = replace(scales, k_center=tuple(0.3 - 0.01 * i for i in range(size)))

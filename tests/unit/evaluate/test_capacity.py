@@ -49,7 +49,7 @@ def test_every_variant_is_planned(variant: str) -> None:
     plan = make_plan(VARIANTS[variant].to_dict(), Wish(64 * MIB, 128, 2, "cpu", LAYOUT))
     assert plan.choice is not None
     model = parse_model_config(VARIANTS[variant].to_dict())
-    stored = sum(mixer.kv_from is None for mixer in model.attention.values())
+    stored = sum(mixer.kv_from is None for mixer in model.paged.values())
     mixers = sum(layer.mixer is not None for layer in model.layers)
     for setting in plan.settings:
         assert setting.loaded.layers > 0
@@ -58,7 +58,7 @@ def test_every_variant_is_planned(variant: str) -> None:
         assert len(setting.num_blocks) == len(setting.spec.groups)
         kept = setting.spec.kept.values()
         assert sum(layer.bytes_per_token > 0 for layer in kept) == stored
-        assert sum(layer.bytes_per_state > 0 for layer in kept) == mixers - len(model.attention)
+        assert sum(layer.bytes_per_state > 0 for layer in kept) == mixers - len(model.paged)
 
 
 def engine_args(setting: Setting, wish: Wish) -> EngineArgs:

@@ -80,12 +80,13 @@ def gate(library: Library, x: Tensor, logits: Tensor, function: GateFunction) ->
 
 
 def join(library: Library, parts: Sequence[tuple[Tensor, Tensor | None]], eps: float = 0.0) -> Tensor:
-    """`reference_rows.join`. Each x: [rows, size], its columns one after another in memory."""
+    """`reference_rows.join`. Each x: its columns one after another in memory."""
     first = parts[0][0]
-    rows, width = len(first), sum(x.shape[1] for x, _ in parts)
-    out = library.empty((rows, width), first.dtype)
+    leading, width = first.shape[:-1], sum(x.shape[-1] for x, _ in parts)
+    rows, out = leading.numel(), library.empty((*leading, width), first.dtype)
     code, at = FORMATS[first.dtype], out.data_ptr()
-    for x, weight in parts:
+    for heads, weight in parts:
+        x = heads.flatten(0, -2)
         size = x.shape[1]
         group = size if weight is None else len(weight)
         assert len(x) == rows

@@ -151,11 +151,12 @@ def gate(x: Tensor, logits: Tensor, function: GateFunction) -> Tensor:
 
 
 def join(parts: Sequence[tuple[Tensor, Tensor | None]], eps: float = 0.0) -> Tensor:
-    """`reference_rows.join`. Each x: [rows, size], its columns one after another in memory."""
-    rows, width = len(parts[0][0]), sum(x.shape[1] for x, _ in parts)
-    out = parts[0][0].new_empty(rows, width)
+    """`reference_rows.join`. Each x: its columns one after another in memory."""
+    leading, width = parts[0][0].shape[:-1], sum(x.shape[-1] for x, _ in parts)
+    rows, out = leading.numel(), parts[0][0].new_empty(*leading, width)
     column = 0
-    for x, weight in parts:
+    for heads, weight in parts:
+        x = heads.flatten(0, -2)
         group = x.shape[1] if weight is None else len(weight)
         block = triton.next_power_of_2(group)
         constants = {"GROUP": group, "BLOCK": block, "num_warps": min(16, max(1, block // 512))}
