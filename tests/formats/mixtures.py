@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from tests.formats.forms import BLOCKS, FP8, INVERSE, SCALES, arguments, groups, kv, number
+from tests.formats.mixture_models import EXPERTS, HIDDEN, MODELS, VOCAB
 from tests.formats.writers import (
     BF16,
     F32,
@@ -34,78 +35,10 @@ from tests.formats.writers import (
 )
 from tests.parity.random_models import save_random
 from torch import Tensor
-from transformers import (
-    AfmoeConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    Ernie4_5_MoeConfig,
-    Gemma4TextConfig,
-    Glm4MoeConfig,
-    Glm4vMoeConfig,
-    GraniteMoeConfig,
-    HunYuanMoEV1Config,
-    HYV3Config,
-    LagunaConfig,
-    MellumConfig,
-    MiMoV2FlashConfig,
-    MiniMaxM2Config,
-    PretrainedConfig,
-    Qwen3VLMoeConfig,
-)
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-HIDDEN, WIDTH, EXPERTS, VOCAB = 128, 256, 4, 64
 # short ones: an input that is rounded to another code changes the rows behind it in its prompt alone
 PROMPTS = torch.randint(3, VOCAB, (6, 5), generator=torch.Generator().manual_seed(1)).tolist()
-SHAPE: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-HEADS = {**SHAPE, "head_dim": 64}
-MOE: dict[str, Any] = {"num_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": WIDTH}
-WINDOWS: dict[str, Any] = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
-VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": HIDDEN}
-GLM: dict[str, Any] = {**MOE, "n_routed_experts": EXPERTS, "n_shared_experts": 1, "first_k_dense_replace": 1}
-MODELS: dict[str, PretrainedConfig] = {
-    "glm4_moe": Glm4MoeConfig(**HEADS, **GLM, use_qk_norm=True, attention_bias=True, routed_scaling_factor=1.7),
-    "glm4v_moe": Glm4vMoeConfig(
-        text_config={**HEADS, **GLM, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
-                                                         "partial_rotary_factor": 0.5, "mrope_section": [4, 6, 6]}},
-        vision_config=VISION,
-    ),
-    "minimax_m2": MiniMaxM2Config(
-        **HEADS | {"intermediate_size": WIDTH}, num_local_experts=EXPERTS, num_experts_per_tok=2, rotary_dim=32
-    ),
-    "hy_v3": HYV3Config(**HEADS, **MOE, num_shared_experts=1),
-    "hunyuan_v1_moe": HunYuanMoEV1Config(**HEADS | {"intermediate_size": WIDTH}, num_experts=EXPERTS, moe_topk=2),
-    "ernie4_5_moe": Ernie4_5_MoeConfig(**SHAPE, moe_num_experts=EXPERTS, moe_k=2, moe_intermediate_size=WIDTH,
-                                       tie_word_embeddings=False),
-    "granitemoe": GraniteMoeConfig(**SHAPE, num_local_experts=EXPERTS, num_experts_per_tok=2, logits_scaling=2.0,
-                                   attention_multiplier=0.1, residual_multiplier=0.5),
-    "laguna": LagunaConfig(**HEADS, **MOE, **WINDOWS, shared_expert_intermediate_size=WIDTH,
-                           num_attention_heads_per_layer=[4, 2], moe_routed_scaling_factor=1.7),
-    "mellum": MellumConfig(**HEADS, **MOE, **WINDOWS, norm_topk_prob=True),
-    "mimo_v2_flash": MiMoV2FlashConfig(**HEADS | MOE | {"head_dim": 128, "v_head_dim": 64}, n_routed_experts=EXPERTS,
-                                       sliding_window=8),
-    "afmoe": AfmoeConfig(**HEADS, **MOE, **WINDOWS, num_shared_experts=1, num_dense_layers=1, mup_enabled=True),
-    "gemma4_text": Gemma4TextConfig(
-        **HEADS, **WINDOWS, global_head_dim=128, hidden_size_per_layer_input=0, enable_moe_block=True,
-        num_experts=EXPERTS, top_k_experts=2, moe_intermediate_size=WIDTH, attention_k_eq_v=True,
-        num_global_key_value_heads=1, tie_word_embeddings=True,
-    ),
-    "qwen3_vl_moe": Qwen3VLMoeConfig(
-        text_config={**HEADS, **MOE, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
-                                                         "mrope_section": [8, 12, 12], "mrope_interleaved": True}},
-        vision_config={**VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
-    ),
-}  # fmt: skip
 # modules of Linear that transformers names otherwise than it stores them
 _SHARED = {"hy_v3": "shared_mlp", "laguna": "shared_expert"}
 # what no form quantizes
@@ -197,6 +130,19 @@ FORMS = {
         "groups",
         kv=kv(*SCALES),
     ),
+    "deepseek's own blocks": MixtureForm(
+        ("deepseek_v3",),
+        {**BLOCKS, "fmt": "e4m3"},
+        _own_blocks,
+        "groups",
+        kv=kv(SCALES[0]),
+        behind=True,
+        more={"num_nextn_predict_layers": 1},
+    ),
+    "ct channel token, latents": MixtureForm(
+        ("glm4_moe_lite",), _ct_rows("re:.*mlp.gate$", "re:.*kv_b_proj"), _rows, "rows", plain="kv_b_proj",
+        kv=kv(SCALES[0], "", BF16, (1,)),
+    ),
     "tencent's static tensors": MixtureForm(
         ("hy_v3",),
         {**FP8, "activation_scheme": "static", "kv_cache_scheme": "static",
@@ -264,7 +210,7 @@ class Made:
         model: Any = auto.from_pretrained(saved, dtype=torch.float32, attn_implementation="eager")
         for name, module in model.named_modules():
             stored = name.replace("shared_experts", _SHARED.get(self.family, "shared_experts"))
-            if stored in self.quantized:
+            if stored in self.quantized and "kv_b" not in stored:  # absorbed into the products beside it
                 module.register_forward_pre_hook(lambda _, args, m=stored: (self._rounded(args[0], m), *args[1:]))
             elif name.endswith(".experts"):
                 module.forward = functools.partial(self._experts, module, self._inputs_of_experts(name))
@@ -308,7 +254,7 @@ class Made:
         """
         kinds = {}
         for name in self.tensors:
-            ours = re.search(r"expert|shared|block_sparse|v_proj|[kv]_(cache\.)?scale", name)
+            ours = re.search(r"expert|shared|block_sparse|v_proj|kv_[ab]_proj|[kv]_(cache\.)?scale", name)
             if (
                 ours
                 and re.search(r"scale(_inv)?$", name)

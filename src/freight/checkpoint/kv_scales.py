@@ -145,9 +145,9 @@ def _layer(sides: dict[str, tuple[str, tuple[float, ...]]], mixer: PagedMixer | 
 
 def _latent_layer(sides: dict[str, tuple[str, tuple[float, ...]]], mixer: LatentConfig) -> LayerScales:
     """Values are channels of keys, so K's scale is that of both, and one of V is not used."""
-    name, k = sides.get("k") or sides["v"]
+    k, names = (sides.get("k") or sides["v"])[1], tuple(dict.fromkeys(name for name, _ in sides.values()))
     granularity = next((one for one in _ORDER if one.num_scales(1, mixer.k_dim) == len(k)), _ORDER[-1])
-    return LayerScales(k, k[-mixer.v_dim :], granularity, (name,), alone="" if "k" in sides else "v")
+    return LayerScales(k, k[-mixer.v_dim :], granularity, names, alone="" if "k" in sides else "v")
 
 
 def _repeat(values: tuple[float, ...], size: int) -> tuple[float, ...]:
