@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from freight.config.layer import AttentionConfig, DenseConfig, MoEConfig, NormKind, NormPlacement
+from freight.config.layer import DenseConfig, LatentConfig, MoEConfig, NormKind, NormPlacement, PagedMixer
 from freight.config.model import ModelConfig, parse_model_config
 from freight.config.registry import FAMILIES
 from freight.config.rope import QUERY_SCALING
@@ -148,7 +148,7 @@ def flags(config: object, known: Mapping[str, str], other: frozenset[str]) -> li
 
 def of_attention(model: ModelConfig) -> list[str]:
     mixers = list(model.attention.values())
-    found = []
+    found = of_latents(model)
     windows = [mixer.window is not None for mixer in mixers]
     if any(windows):
         found.append("window" if all(windows) else "windows in some layers")
@@ -172,7 +172,16 @@ def of_attention(model: ModelConfig) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def of_rope(model: ModelConfig, mixer: AttentionConfig) -> list[str]:
+def of_latents(model: ModelConfig) -> list[str]:
+    found = []
+    for mixer in model.paged.values():
+        if isinstance(mixer, LatentConfig):
+            found += ["keys and values from a latent (MLA)"] + ["queries from another"] * (mixer.q_rank is not None)
+            found += of_rope(model, mixer)
+    return list(dict.fromkeys(found))
+
+
+def of_rope(model: ModelConfig, mixer: PagedMixer) -> list[str]:
     assert mixer.rope is not None
     rope = model.ropes[mixer.rope]
     found = [] if rope.kind == "default" else [f"{rope.kind} rope"]

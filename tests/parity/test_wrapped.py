@@ -14,9 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.parity.random_models import freight_logits, save_random, tokens
+from tests.parity.shapes import LATENT
 from tests.parity.variants import LONG, SHAPE, VARIANTS
 from torch import Tensor
 from transformers import (
+    DeepseekV3Config,
     Glm46VConfig,
     InternVLConfig,
     Phi3Config,
@@ -212,7 +214,8 @@ def test_phi_4_multimodal_with_adapters_for_pictures_and_sound(tmp_path: Path):
 
 
 PUBLISHED = Path(__file__).parents[1] / "fixtures/published"
-SAME_WEIGHTS = {"mimo": "qwen2"}  # model types that transformers does not know -> one that computes the same
+# model types that transformers does not know -> one that computes the same
+SAME_WEIGHTS = {"mimo": "qwen2", "kimi_k2": "deepseek_v3"}
 
 
 def mimo(folder: Path) -> tuple[Tensor, dict[str, Tensor]]:
@@ -227,6 +230,17 @@ def mimo(folder: Path) -> tuple[Tensor, dict[str, Tensor]]:
     further["model.mtp_layers.0.input_proj.weight"] = torch.randn(64, 128)
     change(folder, small, lambda stored: stored | further)
     return expected, further
+
+
+def test_kimi_k2_as_deepseek_v3_with_the_same_weights(tmp_path: Path):
+    published = json.loads((PUBLISHED / "moonshotai--Kimi-K2-Instruct.json").read_text())
+    del published["quantization_config"]
+    small = published | LATENT | {"torch_dtype": "float32"}
+    known = {key: value for key, value in small.items() if key not in ("model_type", "architectures", "auto_map")}
+    expected = theirs(save_random(DeepseekV3Config(**known), tmp_path, torch.float32))
+    change(tmp_path, small)
+    assert said(tmp_path)["model_type"] == "kimi_k2"
+    close(tmp_path, expected)
 
 
 def test_mimo_as_qwen_2_with_the_same_weights(tmp_path: Path):

@@ -50,7 +50,7 @@ HARMLESS = words(
     output_router_logits router_aux_loss_coef router_jitter_noise activation_dropout dropout layerdrop init_std prefix
     attn_implementation residual_dropout unsloth_version unsloth_fixed is_llama_config transformers.js_config is_decoder
     pretraining_tp ep_size pruned_heads cache_implementation max_window_layers
-    block_mlp_init_scale block_out_init_scale block_use_xavier_init conv_use_xavier_init
+    aux_loss_alpha seq_aux block_mlp_init_scale block_out_init_scale block_use_xavier_init conv_use_xavier_init
     """
 )
 NEUTRAL: Mapping[str, tuple[object, ...]] = {  # keys that change the computation, and the values that do not

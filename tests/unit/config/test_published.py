@@ -26,7 +26,7 @@ REFUSED = {  # words that the error has, by the beginning of a file's name; ever
     "deepseek-ai--DeepSeek-V3.2": "sparse attention",
     "deepseek-ai--DeepSeek-V4": "compressed keys",
     "meta-llama--Llama-4": "chunks",
-    "moonshotai--Kimi-K2": "latent attention",
+    "moonshotai--Kimi-K2.5": "latent attention",
     "moonshotai--Kimi-K3": "recurrent state",
     "nvidia--Gemma-4-31B-IT-NVFP4": NVFP4,
     "nvidia--Llama-3_3-Nemotron": "block_configs",
