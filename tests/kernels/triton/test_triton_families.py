@@ -7,6 +7,7 @@ layers add to the residual; Laguna has gates of heads, numbers of heads that dif
 values of another width than keys, with a factor; Step-3.7 bounds what SiLU returns. Gemma 4's larger models add inputs
 of their own to layers, share keys between them, or add experts to a feed-forward. LFM2 has short convolutions.
 Granite-H and Nemotron-H have Mamba-2; Nemotron-H's layers have one part, its experts no gate and a smaller space.
+DeepSeek-V3 stores latents, whose keys are of all heads and have the values in them.
 A layer with a window has a cache group of its own: its block table is another, and loses what the window has left.
 """
 
@@ -22,6 +23,7 @@ from tests.parity.random_models import save_random, tokens
 from tests.parity.variants import STEP_VISION
 from transformers import (
     ArceeConfig,
+    DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
@@ -84,6 +86,11 @@ FAMILIES: dict[str, PretrainedConfig] = {
         **GEMMA4 | {"num_hidden_layers": 3, "layer_types": [*TYPES["layer_types"], "full_attention"]}
         | {"hidden_size_per_layer_input": 16}, vocab_size_per_layer_input=320, num_kv_shared_layers=1,
         use_double_wide_mlp=True,
+    ),
+    "deepseek-v3": DeepseekV3Config(
+        **SHAPE | {"num_key_value_heads": 2, "sliding_window": None}, q_lora_rank=24, kv_lora_rank=32,
+        qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
+        topk_group=1, moe_intermediate_size=16, first_k_dense_replace=1,
     ),
     "gemma4-moe": Gemma4TextConfig(**GEMMA4, **MOE, enable_moe_block=True, top_k_experts=2),
     "phi3": Phi3Config(**SHAPE, pad_token_id=0, rope_parameters=PARTIAL),
