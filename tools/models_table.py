@@ -126,6 +126,8 @@ What was compared:
   Compared in the interpreter: {triton}.
 - *steps of Nemotron-H* are bounded by `time_step_limit`, as in NVIDIA's code. transformers 5.23 bounds them from below
   by `time_step_min` instead (transformers#48989), so the models compared with it have a `time_step_min` of 1e-30.
+- *norms of latents* (MLA) have an eps of 1e-6, as transformers 5.23 has them, whatever `rms_norm_eps` is: 1e-5 in
+  GLM-4.7-Flash.
 - *FP8 files*: one code reads Linear modules, whatever the family: all {num_forms} forms of `tests/formats/forms.py`,
   compared on a Llama ([checkpoint-formats.md](checkpoint-formats.md)). Experts are stored in further ways: for
   mixtures the column has the forms of `tests/formats/experts.py` and `mixtures.py` that were compared with experts.
