@@ -27,9 +27,9 @@ BUILD = ROOT / "build" / "arm64"
 COMPILER, EMULATOR, LIBRARIES = "aarch64-linux-gnu-g++", "qemu-aarch64", "/usr/aarch64-linux-gnu"
 PROCESSORS = {"neon": "cortex-a72", "neon_bf16": "max"}  # the first has no bfloat16, nor float16 arithmetic
 MISSING = [tool for tool in ("cmake", COMPILER, EMULATOR) if shutil.which(tool) is None]
-KERNELS = ("linear", "mxfp4", "experts", "route", "attention", "store", "elementwise", "rowwise", "states")
+KERNELS = ("linear", "mxfp4", "experts", "route", "attention", "store", "elementwise", "rowwise", "states", "by_head")
 # Not for other processes, or too long in emulation; `test_attention_of_a_row_has_the_same_bits` stands for the third.
-LEFT_OUT = ("threads_of_our_own", "python_threads", "chunks_batches_and_threads", "a_recording_follows")
+LEFT_OUT = ("threads_of_our_own", "python_threads", "chunks_batches_and_threads", "a_recording")
 
 pytestmark = [
     pytest.mark.slow,

@@ -93,12 +93,15 @@ def same_bits(a: States, b: States, blocks: list[int]) -> bool:
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("half_life", [0.01, 1.0, 1000.0])
 def test_a_recurrence_is_the_references(kernels, name, half_life):
-    """In float32; a half-life of 0.01 leaves nothing of a state, and decays by e ** -1000 and more."""
+    """In float32; a half-life of 0.01 leaves nothing of a state, and decays by e ** -1000 and more.
+
+    A row whose sums cancel has 58 units between two orders of summation (portable), and 77 (NEON).
+    """
     layer = LAYERS[name]
     inputs = layer.inputs(70, half_life=half_life)
     wanted, theirs = run(REFERENCE, layer, inputs, (70,))
     found, own = run(kernels, layer, among_other_columns(inputs), (70,))
-    assert agrees(found, wanted, 64)
+    assert agrees(found, wanted, 128)
     for part in ("state", "k", "u", "decay"):
         blocks = torch.tensor([3, 1])
         assert agrees(own.parts[part][blocks].flatten(1), theirs.parts[part][blocks].flatten(1), 64), part
