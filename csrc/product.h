@@ -48,8 +48,8 @@ inline Layout layout_of(const FreightWeight& weight, int32_t format, int64_t row
 #endif
 }
 
-// Stage the rows of one product, one after another in memory, each of them by all threads; or of many, a tile on one thread. The memory is the
-// calling thread's, until its next call of the same function.
+// Stage the rows of one product, one after another in memory, each of them by all threads; or of many, a tile on one
+// thread. The memory is the calling thread's, until its next call of the same function.
 void stage_one(Product& product, int32_t format, int threads);
 void stage_all(Product* products, int64_t count, int32_t format, int threads);
 

@@ -74,6 +74,18 @@ class MoEFamily:
         return frozenset(own | {key for key in named if key is not None})
 
 
+# those of DeepSeek-V3, which later models have in other numbers
+DEEPSEEK_EXPERTS = MoEFamily(
+    256,
+    scoring=Scoring.SIGMOID,
+    factor_key="routed_scaling_factor",
+    group_keys=("n_group", "topk_group"),
+    choice_bias=True,
+    shared_count_key="n_shared_experts",
+    dense_keys=frozenset(("first_k_dense_replace",)),
+)
+
+
 def has_experts(config: Mapping[str, Any], family: MoEFamily) -> bool:
     """Whether there are experts at all (`MoEFamily.switch_key`)."""
     key = family.switch_key

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,20 +42,20 @@ class Advice:
 
 def recommended(evaluation: Evaluation) -> Figures | None:
     """The safe setting of least error among the smallest, with the first one's weights; None if none is safe."""
-    safe = [run for run in _smaller(evaluation) if run.verdict is Verdict.SAFE]
-    if not safe:
-        return None
-    fewest = min(run.bytes_per_token for run in safe)
-    return min((run for run in safe if run.bytes_per_token <= NEAR * fewest), key=lambda run: run.kl_mean)
+    return _best(_smaller(evaluation), lambda run: run.bytes_per_token)
 
 
 def recommended_states(evaluation: Evaluation) -> Figures | None:
     """As `recommended`, of the settings that differ from the first in their states alone."""
-    safe = [run for run in _smaller_states(evaluation) if run.verdict is Verdict.SAFE]
+    return _best(_smaller_states(evaluation), lambda run: run.bytes_per_state)
+
+
+def _best(runs: Sequence[Figures], size: Callable[[Figures], int]) -> Figures | None:
+    safe = [run for run in runs if run.verdict is Verdict.SAFE]
     if not safe:
         return None
-    fewest = min(run.bytes_per_state for run in safe)
-    return min((run for run in safe if run.bytes_per_state <= NEAR * fewest), key=lambda run: run.kl_mean)
+    fewest = min(map(size, safe))
+    return min((run for run in safe if size(run) <= NEAR * fewest), key=lambda run: run.kl_mean)
 
 
 def _smaller_states(evaluation: Evaluation) -> list[Figures]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from freight.config.experts import MoEFamily
+from freight.config.experts import DEEPSEEK_EXPERTS
 from freight.config.family import Family, words
 from freight.config.latent import LATENT_FIXED, LATENT_KEYS, translate_latent, with_latent
 from freight.config.tensor_names import TensorNames
-from freight.operands.routing import Scoring
 
 _DEEPSEEK_V3 = Family(
     "DeepseekV3ForCausalLM",
@@ -41,15 +40,7 @@ _DEEPSEEK_V3 = Family(
         "moe_layer_freq": (1,),
     },
     interleaved=True,
-    moe=MoEFamily(
-        256,
-        scoring=Scoring.SIGMOID,
-        factor_key="routed_scaling_factor",
-        group_keys=("n_group", "topk_group"),
-        choice_bias=True,
-        shared_count_key="n_shared_experts",
-        dense_keys=words("first_k_dense_replace"),
-    ),
+    moe=DEEPSEEK_EXPERTS,
     next_token_keys=words("num_nextn_predict_layers num_mtp_layers"),
     tensors=TensorNames(shared="mlp.shared_experts."),
     translate=translate_latent,

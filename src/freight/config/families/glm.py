@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from freight.config.deriving import with_attention
-from freight.config.experts import MoEFamily
+from freight.config.experts import DEEPSEEK_EXPERTS
 from freight.config.family import LANGUAGE_MODEL, Family, RopeForm, words
 from freight.config.fields import flag
 from freight.config.latent import LATENT_FIXED, LATENT_KEYS, translate_latent, with_latent
 from freight.config.layer import NormPlacement
 from freight.config.tensor_names import VISUAL, TensorNames
-from freight.operands.routing import Scoring
 
 _OUTSIDE = words("vision_config image_token_id image_start_token_id image_end_token_id video_token_id") | words(
     "video_start_token_id video_end_token_id"
@@ -43,15 +42,6 @@ _GLM4 = replace(
         mlp_post="post_mlp_layernorm.weight",
     ),
 )
-_EXPERTS = MoEFamily(
-    128,
-    scoring=Scoring.SIGMOID,
-    factor_key="routed_scaling_factor",
-    group_keys=("n_group", "topk_group"),
-    choice_bias=True,
-    shared_count_key="n_shared_experts",
-    dense_keys=words("first_k_dense_replace"),
-)
 _GLM4_MOE = Family(
     "Glm4MoeForCausalLM",
     {
@@ -69,7 +59,7 @@ _GLM4_MOE = Family(
     bias_keys=("attention_bias", "", ""),
     derive=lambda config, model: with_attention(model, qk_norm=flag(config, "use_qk_norm")),
     rotary_factor=0.5,
-    moe=_EXPERTS,
+    moe=replace(DEEPSEEK_EXPERTS, count=128),
     next_token_keys=words("num_nextn_predict_layers num_mtp_layers"),
     tensors=TensorNames(shared="mlp.shared_experts."),
 )
@@ -103,7 +93,7 @@ _GLM4_MOE_LITE = replace(
     bias_keys=("", "", ""),
     rotary_factor=None,
     interleaved=True,
-    moe=replace(_EXPERTS, count=64, dense_keys=words("first_k_dense_replace mlp_layer_types")),
+    moe=replace(DEEPSEEK_EXPERTS, count=64, dense_keys=words("first_k_dense_replace mlp_layer_types")),
     translate=translate_latent,
     derive=with_latent,
 )
