@@ -138,6 +138,33 @@ _QWEN3_5_08B = {
     "linear_num_value_heads": 16,
     "tie_word_embeddings": True,
 }
+_GLM_4_7_FLASH = {  # latent attention
+    "architectures": ["Glm4MoeLiteForCausalLM"],
+    "model_type": "glm4_moe_lite",
+    "dtype": "bfloat16",
+    "vocab_size": 154880,
+    "hidden_size": 2048,
+    "intermediate_size": 10240,
+    "num_hidden_layers": 47,
+    "num_attention_heads": 20,
+    "num_key_value_heads": 20,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 768,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 192,
+    "v_head_dim": 256,
+    "n_routed_experts": 64,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1536,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.8,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 202752,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    "rms_norm_eps": 1e-05,
+    "tie_word_embeddings": False,
+}
 _OPT_125M = {"architectures": ["OPTForCausalLM"], "model_type": "opt", "torch_dtype": "float16"}  # the defaults
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
@@ -154,6 +181,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "mixtral-8x7b": _MIXTRAL_8X7B,
     "qwen3.5-0.8b": _QWEN3_5_08B,
     "qwen3.5-9b": _QWEN3_5_9B,
+    "glm-4.7-flash": _GLM_4_7_FLASH,
 }
 
 

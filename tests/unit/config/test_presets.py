@@ -60,13 +60,14 @@ def test_a_shape_from_a_file_or_a_folder(tmp_path):
         ("qwen3-30b-a3b", 30.53e9, 3.35e9, 40960),
         ("qwen3-coder-30b-a3b", 30.53e9, 3.35e9, 262144),
         ("mixtral-8x7b", 46.70e9, 12.88e9, 32768),
+        ("glm-4.7-flash", 29.94e9, 3.90e9, 202752),
     ],
 )
 def test_presets_with_experts_have_the_published_number_of_parameters(name, parameters, active, context):
     config = parse_model_config(shape_config(name))
     shapes = tensor_shapes(config)
     assert sum(map(math.prod, shapes.values())) == pytest.approx(parameters, rel=0.002)
-    routing = config.layers[0].feed_forward.routing
+    routing = config.layers[-1].feed_forward.routing
     share = {tensor: routing.top_k / routing.num_experts if ".experts." in tensor else 1 for tensor in shapes}
     assert sum(math.prod(shape) * share[tensor] for tensor, shape in shapes.items()) == pytest.approx(active, rel=0.01)
     assert config.max_position_embeddings == context
