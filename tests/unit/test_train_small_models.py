@@ -1,4 +1,4 @@
-"""tools/train_hybrid_models.py, and the two models in tests/fixtures/hybrids that it trained."""
+"""tools/train_small_models.py, and the two models in tests/fixtures/hybrids that it trained."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-import train_hybrid_models
+import train_small_models
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
@@ -46,7 +46,7 @@ def test_the_fixture_reaches_the_bits_per_byte_of_its_log(kind: str):
     losses = F.cross_entropy(model(input_ids=ids).logits.transpose(1, 2), targets, reduction="sum")
     bits = float(losses) / math.log(2) / num_bytes
     assert abs(bits - logged_bits(fixture, "kept")) < 0.01
-    assert bits < 0.75 * math.log2(train_hybrid_models.VOCAB) * targets.numel() / num_bytes  # of a uniform guess
+    assert bits < 0.75 * math.log2(train_small_models.VOCAB) * targets.numel() / num_bytes  # of a uniform guess
     without = logged_bits(fixture, "set to 0 every 64 tokens")
     assert without > bits + 0.01  # its states carry memory
 
@@ -61,7 +61,7 @@ def test_the_fixture_is_small_and_in_bfloat16(kind: str):
 
 def test_known_are_the_words_of_a_record_told_before():
     words = Vocabulary(range(100, 4000), [0], [1], [2])
-    ids, known = train_hybrid_models.record_row(words, 6000, random.Random(0))
+    ids, known = train_small_models.record_row(words, 6000, random.Random(0))
     assert len(ids) == len(known) == 6001
     assert not known[0]
     told: dict[tuple[int, ...], list[int]] = {}

@@ -1,11 +1,13 @@
-"""Train the two small models with recurrent states in tests/fixtures/hybrids.
+"""Train the small models in tests/fixtures/hybrids, which have recurrent states, and in tests/fixtures/latents.
 
-    python tools/train_hybrid_models.py delta_net OUT [--tokens 1.8e6] [--seed 0]
-    python tools/train_hybrid_models.py mamba2 OUT [--tokens 1.8e6] [--seed 0]
+    python tools/train_small_models.py delta_net OUT [--tokens 1.8e6] [--seed 0]
+    python tools/train_small_models.py mamba2 OUT [--tokens 1.8e6] [--seed 0]
+    python tools/train_small_models.py latent OUT [--tokens 4e6] [--seed 0]
 
 `delta_net` is Qwen3.5's text architecture: three gated delta nets, then attention. `mamba2` is Granite 4's without
-experts: three Mamba-2 layers, then attention without rotary embedding. Both are transformers' own modules, on its plain
-torch code. The tokenizer is the demo model's, cut to its first 1024 tokens.
+experts: three Mamba-2 layers, then attention without rotary embedding. `latent` is DeepSeek-V3's without experts, with
+latents of 256 channels. All are transformers' own modules, on its plain torch code. The tokenizer is the demo model's,
+cut to its first 1024 tokens.
 
 Half of the rows of a batch are text, the one that the demo model is trained on. Half are records, of which most are an
 earlier one again, in the form of `freight evaluate --long`: there only the words that can be known count, which are an
@@ -37,6 +39,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from train_demo_model import BOS, EOS, HELD_OUT, source_files
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     DynamicCache,
     GraniteMoeHybridConfig,
     GraniteMoeHybridForCausalLM,
@@ -62,6 +66,8 @@ STEP = 0.05  # of Mamba-2's time, before training
 def build(kind: str, seed: int) -> PreTrainedModel:
     """The untrained model in float32, as transformers initializes it, except for the recurrent layers (`start`)."""
     torch.manual_seed(seed)
+    if kind == "latent":
+        return latent_model()
     shared: dict[str, Any] = {
         "vocab_size": VOCAB, "hidden_size": HIDDEN, "num_hidden_layers": 4, "num_attention_heads": 2,
         "num_key_value_heads": 1, "max_position_embeddings": CONTEXT, "tie_word_embeddings": True,
@@ -89,6 +95,18 @@ def build(kind: str, seed: int) -> PreTrainedModel:
     for lag, mixer in enumerate(mixers):
         start(mixer, kind, lag)
     return model
+
+
+def latent_model() -> PreTrainedModel:
+    """Three layers of latent attention; two groups of 128 channels a latent, as a scale for each group needs them."""
+    config = DeepseekV3Config(
+        vocab_size=VOCAB, hidden_size=192, intermediate_size=2 * INTERMEDIATE, num_hidden_layers=3,
+        first_k_dense_replace=3, num_attention_heads=4, num_key_value_heads=4, q_lora_rank=None, kv_lora_rank=256,
+        qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64, max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True, bos_token_id=0, eos_token_id=1, pad_token_id=None,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )  # fmt: skip
+    return DeepseekV3ForCausalLM(config)
 
 
 @torch.no_grad()
@@ -260,14 +278,15 @@ def recall(model: PreTrainedModel, words: Vocabulary, context: int, count: int, 
 def measure(model: PreTrainedModel, held_out: Tensor, sizes: Tensor, words: Vocabulary, say: Say) -> None:
     """Bits per byte of the held-out text, and records found, with the states and without."""
     model.eval()
+    recurrent = any(hasattr(module, "A_log") for module in model.modules())
     for context, most in ((256, 8), (CONTEXT, len(held_out))):
-        for reset in (False, True):
+        for reset in (False, True)[: 1 + recurrent]:
             bits = bits_per_byte(model, held_out, sizes, context, most, reset)
             which = f"first {most} windows" if most < len(held_out) else "windows"
             how = "set to 0 every 64 tokens" if reset else "kept"
             say(f"held out, {which} of {context} tokens, states {how}: {bits:.4f} bits per byte")
     for context in (256, CONTEXT // 2, CONTEXT):
-        for states in (True, False):
+        for states in (True, False)[: 1 + recurrent]:
             shares = recall(model, words, context, 16, states).items()
             how = "kept" if states else "set to 0 before the question"
             said = ", ".join(f"{share:.0%} of {depth} back" for depth, share in shares)
@@ -276,7 +295,7 @@ def measure(model: PreTrainedModel, held_out: Tensor, sizes: Tensor, words: Voca
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("kind", choices=HALF_LIVES)
+    parser.add_argument("kind", choices=[*HALF_LIVES, "latent"])
     parser.add_argument("out", type=Path)
     parser.add_argument("--tokens", type=float, default=1.8e6, help="steps times BATCH (default 1.8e6)")
     parser.add_argument("--seed", type=int, default=0)

@@ -1,0 +1,130 @@
+"""What of a prompt's time is attention, and how fast attention computes: by operation, on a CPU.
+
+    python benchmarks/attention_share.py [--shape glm-4.7-flash:8] [--input-len 1024 8192 32768] [--repeats 3]
+
+Each length is one sequence of random tokens, computed in steps as the engine computes them; then 32 tokens are decoded
+behind it. Operations are timed as they are called, which a prompt's are one by one. Attention's GFLOP/s count the two
+products of each query with every key that it sees. A decode step is recorded and runs as one call, so its attention is
+the difference to a step behind 16 tokens. Medians of the repeats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from freight.bench.drive import drive, greedy, random_prompt
+from freight.bench.latency import split
+from freight.config.engine import EngineArgs
+from freight.config.layer import AttentionConfig, LatentConfig
+from freight.config.model import ModelConfig
+from freight.device import cpu_name
+from freight.engine.build import start_engine
+from freight.engine.engine import Engine
+from freight.evaluate.report import markdown
+from freight.kernels.interface import KernelSet
+from freight.models.open import open_random
+
+SHORT, DECODED = 16, 32  # tokens
+OPERATIONS = ("attention", "by_head", "linear", "experts")
+
+
+@dataclass
+class Clock:
+    """Seconds in each operation since `start`."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def watch(self, kernels: KernelSet, name: str) -> None:
+        """Time the operation `name` of the class of `kernels` from now on."""
+        operation: Callable[..., Any] = getattr(type(kernels), name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begin = time.perf_counter()
+            result = operation(*args, **kwargs)
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
+            return result
+
+        setattr(type(kernels), name, timed)
+
+
+@dataclass
+class Run:
+    prefill: float  # seconds
+    shares: dict[str, float]  # seconds by operation, of the prompt
+    step: float  # median seconds of a decode step
+
+
+def run(engine: Engine, clock: Clock, prompt: list[int]) -> Run:
+    """Compute `prompt` and decode behind it."""
+    clock.seconds.clear()
+    prefill, steps = split(drive(engine, [prompt], [greedy(DECODED)]), batch_size=1)
+    return Run(prefill, dict(clock.seconds), statistics.median(step.seconds for step in steps))
+
+
+def flops(model: ModelConfig, num_keys: int) -> float:
+    """Of attention over `num_keys` keys of one query, in all layers; a window is not taken into account."""
+    total = 0.0
+    for layer in model.layers:
+        mixer = layer.mixer
+        if isinstance(mixer, AttentionConfig):
+            total += 2.0 * mixer.num_heads * (mixer.k_dim + mixer.v_dim) * num_keys
+        elif isinstance(mixer, LatentConfig):  # a latent is the key, and all but its rotated channels are the value
+            total += 2.0 * mixer.num_heads * (mixer.rotated + 2 * mixer.latent) * num_keys
+    return total
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="glm-4.7-flash:8")
+    parser.add_argument("--input-len", type=int, nargs="+", default=[1024, 8192, 32768])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--kv-cache-dtype", default="fp8")
+    parser.add_argument("--quantization", default="fp8", choices=["fp8", "none"], help="of weights")
+    asked = parser.parse_args()
+    args = EngineArgs(
+        quantization=None if asked.quantization == "none" else asked.quantization,
+        kv_cache_dtype=asked.kv_cache_dtype,
+        threads=asked.threads,
+        max_num_seqs=1,
+        max_model_len=max(asked.input_len) + DECODED,
+        enable_prefix_caching=False,
+        skip_tokenizer_init=True,
+    )
+    engine, config = start_engine(open_random(args, asked.shape))
+    model = engine.runner.model.config
+    clock = Clock()
+    for name in OPERATIONS:
+        clock.watch(engine.runner.model.kernels, name)
+    numbers = random.Random(0)
+
+    def repeated(length: int) -> Run:
+        prompts = [random_prompt(length, model.vocab_size, numbers) for _ in range(asked.repeats)]
+        runs = [run(engine, clock, prompt) for prompt in prompts]
+        middle = sorted(runs, key=lambda one: one.prefill)[len(runs) // 2]
+        return Run(middle.prefill, middle.shares, statistics.median(one.step for one in runs))
+
+    repeated(SHORT)  # warms up
+    base = repeated(SHORT).step
+    print(f"{cpu_name()}, {asked.shape}, weights {config.weight_format}, cache {asked.kv_cache_dtype}: a decode step")
+    print(f"behind {SHORT} tokens {base * 1e3:.2f} ms")
+    rows = [["tokens", "prefill tokens/s", *OPERATIONS, "GFLOP/s", "decode ms", "attention of it", "GFLOP/s"]]
+    for length in asked.input_len:
+        found = repeated(length)
+        speed = flops(model, length * (length + 1) // 2) / found.shares["attention"] / 1e9
+        shares = [f"{found.shares.get(name, 0.0) / found.prefill:.0%}" for name in OPERATIONS]
+        behind = found.step - base
+        decoding = flops(model, length) / behind / 1e9
+        decoded = [f"{found.step * 1e3:.2f}", f"{behind / found.step:.0%}", f"{decoding:.0f}"]
+        rows.append([f"{length:,}", f"{length / found.prefill:.0f}", *shares, f"{speed:.0f}", *decoded])
+    print(markdown(rows, num_left=0))
+
+
+if __name__ == "__main__":
+    main()
