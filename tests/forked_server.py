@@ -37,7 +37,8 @@ from typing import Any, NoReturn
 # before torch: the process that renders templates does not want it, and what transformers finds once is kept
 _FIRST = ("transformers.utils.chat_parsing", "transformers.utils.chat_template_utils")
 _IMPORTED = (
-    *("freight.cli.main", "freight.server.lifecycle", "freight.server.render_process", "freight.server.worker"),
+    *("freight.cli.main", "freight.server.lifecycle"),
+    *("freight.server.processes.render_process", "freight.server.processes.worker"),
     *("freight.engine.build", "freight.engine.loop", "freight.engine.fingerprint", "freight.models.open"),
     *("freight.engine.grammar", "freight.kernels.cpu.cpu_set", "freight.calibrate.quantize", "freight.cli.streams"),
     *("llguidance", "uvicorn.protocols.http.httptools_impl"),
@@ -286,7 +287,7 @@ def main() -> None:
     gc.freeze()
     module = _fork_on_request(control)
     control.detach()  # it is closed
-    children: Any = importlib.import_module("freight.server.children")
+    children: Any = importlib.import_module("freight.server.processes.children")
     children.subprocess = types.SimpleNamespace(Popen=_Child)
     _run(module)
 

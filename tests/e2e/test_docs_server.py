@@ -16,14 +16,16 @@ import pytest
 from tests.serving import freight_serve
 
 from freight import json_schema, structured
-from freight.server import renderer, service, stream, tokens
-from freight.server.http_limits import HttpLimits
+from freight.server import service, tokens
 from freight.server.limits import ServingLimits
 from freight.server.openai.chat_request import ChatRequest
 from freight.server.openai.completion_request import CompletionRequest
 from freight.server.openai.fields import ACCEPTED
 from freight.server.openai.neutral import NEUTRAL
+from freight.server.processes import renderer
 from freight.server.settings import ServerSettings
+from freight.server.transport import stream
+from freight.server.transport.http_limits import HttpLimits
 
 TEXT = (Path(__file__).parents[2] / "docs" / "server.md").read_text(encoding="utf-8")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```\n", re.MULTILINE | re.DOTALL)

@@ -11,7 +11,7 @@ import freight
 from freight.llm import LLM
 from freight.sampling import SamplingLimits
 from freight.server.call import ReplyHead, Served, TokenizedWork
-from freight.server.tgi import parse_generate
+from freight.server.tgi.request import parse_generate
 
 DEMO = Path(freight.__file__).parent / "demo"
 PROMPT = "The license applies to"

@@ -1,0 +1,1 @@
+"""What other engines do with a checkpoint's KV scales."""

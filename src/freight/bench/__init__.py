@@ -1,0 +1,1 @@
+"""Speed: of kernels, of one batch, of many requests, of a server under load."""

@@ -1,0 +1,1 @@
+"""Every checkpoint format, read and written."""

@@ -1,0 +1,1 @@
+"""The command `freight`, a file for each verb."""

@@ -82,8 +82,8 @@ def serve(
         if args.model != "demo":
             raise ConfigError(f"MODEL is {args.model!r} and --random-weights {random_weights!r}: give one of the two")
         shape_config(random_weights)  # refused before anything is started
-    from freight.server.client import WorkerOptions
     from freight.server.lifecycle import run
+    from freight.server.processes.client import WorkerOptions
     from freight.server.settings import ServerSettings
 
     server |= {name: tuple(server.pop(field)) for name, field in _LISTS.items()}

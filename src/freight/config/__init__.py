@@ -1,0 +1,1 @@
+"""Settings: from what the user gave to what was decided."""

@@ -1,0 +1,1 @@
+"""Requests in, deltas out: scheduling, forward passes, sampling."""

@@ -1,0 +1,1 @@
+"""What an FP8 cache costs: perplexity, divergence, retrieval, tasks."""

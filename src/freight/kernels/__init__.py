@@ -1,0 +1,1 @@
+"""Functions on tensors: their definitions, and the sets that compute them."""

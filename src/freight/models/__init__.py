@@ -1,0 +1,1 @@
+"""Decoder models: from a checkpoint to layers that run."""

@@ -1,0 +1,1 @@
+"""What kernels read and write: tensors with their scales."""

@@ -1,0 +1,1 @@
+"""HTTP: the clients that people have."""

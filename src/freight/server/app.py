@@ -11,9 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from freight import __version__
-from freight.server import tgi
 from freight.server.anthropic.messages_request import parse_count, parse_messages
-from freight.server.body import parse_object, read_body
 from freight.server.call import Call, Conversation, Served
 from freight.server.documented import (
     DETOKENIZE_SCHEMA,
@@ -26,22 +24,24 @@ from freight.server.documented import (
     request_body,
 )
 from freight.server.documented_next import COUNT_SCHEMA, MESSAGES_SCHEMA, RESPONSES_SCHEMA
-from freight.server.errors import ApiError
-from freight.server.http_limits import HttpLimits
 from freight.server.limits import ServingLimits
-from freight.server.log import RequestLine, current_request, log_request
-from freight.server.metrics import Metrics
-from freight.server.middleware import App, guarded
-from freight.server.monitor import Monitor
+from freight.server.observe.log import RequestLine, current_request, log_request
+from freight.server.observe.metrics import Metrics
+from freight.server.observe.monitor import Monitor
 from freight.server.openai.chat_request import CHAT_SCHEMA, parse_chat
 from freight.server.openai.completion_request import COMPLETION_SCHEMA, parse_completion
 from freight.server.openai.responses_request import parse_responses
 from freight.server.page import PAGE, page_response
 from freight.server.service import Service
 from freight.server.settings import ServerSettings
-from freight.server.slices import json_bytes
-from freight.server.stream import AnswerResponse
+from freight.server.tgi import request as tgi
 from freight.server.tokens import detokenize, parse_tokenize, tokenizer_info
+from freight.server.transport.body import parse_object, read_body
+from freight.server.transport.errors import ApiError
+from freight.server.transport.http_limits import HttpLimits
+from freight.server.transport.middleware import App, guarded
+from freight.server.transport.slices import json_bytes
+from freight.server.transport.stream import AnswerResponse
 
 T = TypeVar("T")
 Body = dict[str, Any]

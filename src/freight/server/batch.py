@@ -17,23 +17,23 @@ from typing import Any
 
 from freight.server.anthropic.messages_request import parse_messages
 from freight.server.app import Parse
-from freight.server.auth import Keys
 from freight.server.batch_files import BatchInput, BatchOutput, InputLine
-from freight.server.body import parse_object
 from freight.server.call import Call
-from freight.server.client import WorkerOptions
-from freight.server.errors import ApiError
-from freight.server.http import loop_factory
-from freight.server.http_limits import HttpLimits
 from freight.server.lifecycle import Lifecycle, read_template
-from freight.server.log import set_up_logging
-from freight.server.middleware import FAILED, error_body
+from freight.server.observe.log import set_up_logging
 from freight.server.openai.chat_request import parse_chat
 from freight.server.openai.completion_request import parse_completion
 from freight.server.openai.responses_request import parse_responses
+from freight.server.processes.client import WorkerOptions
 from freight.server.service import Service
 from freight.server.settings import ServerSettings
-from freight.server.slices import json_bytes
+from freight.server.transport.auth import Keys
+from freight.server.transport.body import parse_object
+from freight.server.transport.errors import ApiError
+from freight.server.transport.http import loop_factory
+from freight.server.transport.http_limits import HttpLimits
+from freight.server.transport.middleware import FAILED, error_body
+from freight.server.transport.slices import json_bytes
 
 URLS: dict[str, Parse] = {
     "/v1/chat/completions": parse_chat,

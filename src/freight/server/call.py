@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 from freight.outputs import RequestDelta
 from freight.sampling import SamplingParams
-from freight.server.errors import ApiError
-from freight.server.pieces import AfterReasoning, ForcedCall, ParserOf
+from freight.server.answers.pieces import AfterReasoning, ForcedCall, ParserOf
+from freight.server.transport.errors import ApiError
 from freight.tokenizer import Tokenizer
 
 

@@ -26,22 +26,22 @@ import uvicorn
 
 from freight.errors import CheckpointError, ConfigError
 from freight.files import read_text
+from freight.server.answers.harmony_format import AnswerFormat, answer_format
 from freight.server.app import make_app
-from freight.server.auth import Keys, check_binding
 from freight.server.call import Served
-from freight.server.client import EngineClient, EngineState, WorkerOptions, describe_exit
-from freight.server.errors import ApiError
-from freight.server.harmony_format import AnswerFormat, answer_format
-from freight.server.http import HttpLimits, loop_factory, server_config
 from freight.server.limits import ServingLimits
-from freight.server.log import set_up_logging
-from freight.server.metrics import Metrics
-from freight.server.monitor import Monitor
-from freight.server.renderer import Renderer
+from freight.server.observe.log import set_up_logging
+from freight.server.observe.metrics import Metrics
+from freight.server.observe.monitor import Monitor
+from freight.server.processes.client import EngineClient, EngineState, WorkerOptions, describe_exit
+from freight.server.processes.renderer import Renderer
+from freight.server.processes.wire import EngineFacts
 from freight.server.service import Service
 from freight.server.settings import ServerSettings
-from freight.server.tls import Server, tls_context
-from freight.server.wire import EngineFacts
+from freight.server.transport.auth import Keys, check_binding
+from freight.server.transport.errors import ApiError
+from freight.server.transport.http import HttpLimits, loop_factory, server_config
+from freight.server.transport.tls import Server, tls_context
 from freight.tokenizer import Tokenizer
 
 logger = logging.getLogger("freight")

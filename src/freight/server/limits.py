@@ -13,7 +13,7 @@ from freight.errors import RequestError
 from freight.messages import check_unicode
 from freight.sampling import SamplingLimits
 from freight.server.call import TokenizedWork
-from freight.server.errors import ApiError
+from freight.server.transport.errors import ApiError
 
 TEMPLATE_VALUES = frozenset(  # what published chat templates read besides messages and tools
     {

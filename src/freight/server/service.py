@@ -24,18 +24,18 @@ from freight.engine.intake import Intake
 from freight.errors import RequestError
 from freight.outputs import EngineStats, FinishReason, RequestDelta, RequestTimes
 from freight.sampling import SamplingParams, check_limits
-from freight.server.auth import Keys
 from freight.server.call import Call, Conversation, Reply, ReplyHead, Served, TokenizedWork, Work
-from freight.server.client import EngineClient, EngineState, Running
-from freight.server.errors import ApiError, took_too_long
-from freight.server.inbox import Inbox, merged
 from freight.server.limits import CONTEXT_IS, ServingLimits, check_context, check_scores, num_scores
-from freight.server.log import RequestLine, log_request, loggable
-from freight.server.metrics import UNNAMED, Metrics
+from freight.server.observe.log import RequestLine, log_request, loggable
+from freight.server.observe.metrics import UNNAMED, Metrics
 from freight.server.openai.fields import from_request_error
-from freight.server.renderer import Renderer
-from freight.server.slices import in_turn
-from freight.server.wire import EngineFacts
+from freight.server.processes.client import EngineClient, EngineState, Running
+from freight.server.processes.inbox import Inbox, merged
+from freight.server.processes.renderer import Renderer
+from freight.server.processes.wire import EngineFacts
+from freight.server.transport.auth import Keys
+from freight.server.transport.errors import ApiError, took_too_long
+from freight.server.transport.slices import in_turn
 from freight.structured import StructuredOutputs
 
 logger = logging.getLogger("freight")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from freight.errors import ConfigError
-from freight.server.call_families import check_parser
+from freight.server.answers.call_families import check_parser
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from typing import Any
 from freight.chat_text import ChatText
 from freight.errors import RequestError, nearest
 from freight.server.call import Conversation, Served
-from freight.server.errors import ApiError
 from freight.server.limits import ServingLimits, check_template_values
+from freight.server.transport.errors import ApiError
 from freight.tokenizer import Tokenizer
 
 MOST_TOKENS = 1 << 20  # in one /detokenize

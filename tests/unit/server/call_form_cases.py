@@ -8,11 +8,11 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from freight.server import call_families, response_templates
-from freight.server.call_families import Tags
-from freight.server.parsing import markup_of
-from freight.server.response_templates import CallForm
-from freight.server.tools import MessageFormat, parser_for
+from freight.server.answers import call_families, response_templates
+from freight.server.answers.call_families import Tags
+from freight.server.answers.parsing import markup_of
+from freight.server.answers.response_templates import CallForm
+from freight.server.answers.tools import MessageFormat, parser_for
 from freight.tokenizer import Tokenizer
 
 FORMS = {

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from freight.harmony import MARKERS
-from freight.server.harmony_format import AnswerFormat, answer_format
-from freight.server.pieces import Piece
+from freight.server.answers.harmony_format import AnswerFormat, answer_format
+from freight.server.answers.pieces import Piece
 from freight.tokenizer import Tokenizer
 
 # Reads, leaves out and refuses what gpt-oss's own template does.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from freight.server.pieces import Piece, PieceKind
+from freight.server.answers.pieces import Piece, PieceKind
 
 
 def joined(parser: Any, chunks: Iterable[str], complete: bool) -> list[Piece]:

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import freight
 from freight.outputs import CompletionDelta, FinishReason, Logprob, RequestDelta, Scores
+from freight.server.answers.pieces import Piece, PieceKind
 from freight.server.call import ReplyHead, Served, TokenizedWork
 from freight.server.limits import ServingLimits
-from freight.server.pieces import Piece, PieceKind
-from freight.server.slices import plain
+from freight.server.transport.slices import plain
 from freight.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.load(Path(freight.__file__).parent / "demo")

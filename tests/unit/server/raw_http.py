@@ -15,9 +15,9 @@ from typing import Any
 
 import uvicorn
 
-from freight.server.http import server_config
-from freight.server.http_limits import HttpLimits
-from freight.server.tls import Server
+from freight.server.transport.http import server_config
+from freight.server.transport.http_limits import HttpLimits
+from freight.server.transport.tls import Server
 
 QUICK = HttpLimits(head_seconds=0.2, body_seconds=0.2, body_total=1.0, write_seconds=0.3, linger_seconds=0.2)
 GET = b"GET /x HTTP/1.1\r\nHost: localhost\r\n\r\n"

@@ -11,7 +11,7 @@ import pytest
 from freight.errors import ConfigError
 from freight.server.batch import _parts as parts
 from freight.server.batch_files import BatchInput, BatchOutput, require_different
-from freight.server.errors import ApiError
+from freight.server.transport.errors import ApiError
 
 NAMES = ("demo",)
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tests.clock import takes_less
 from tests.unit.server.raw_http import post, running
 
-from freight.server.body import DisconnectedError, parse_object, read_body
-from freight.server.errors import ApiError
-from freight.server.http_limits import HttpLimits
+from freight.server.transport.body import DisconnectedError, parse_object, read_body
+from freight.server.transport.errors import ApiError
+from freight.server.transport.http_limits import HttpLimits
 
 pytestmark = pytest.mark.clock
 
@@ -191,7 +191,7 @@ def test_a_client_that_leaves_is_not_answered() -> None:
 
 
 def test_chunks_without_end_are_read_to_the_limit_and_no_further() -> None:
-    from freight.server.middleware import Errors
+    from freight.server.transport.middleware import Errors
 
     taken: list[int] = []
 

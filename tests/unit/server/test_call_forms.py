@@ -22,10 +22,10 @@ from tests.unit.server.call_form_cases import (
 from tests.unit.server.joined_pieces import call, content, joined
 from tests.unit.server.test_tools import QWEN3
 
-from freight.server import parsing
-from freight.server.call_families import form_of, tags_of
-from freight.server.listed_calls import ListedCalls
-from freight.server.pieces import Piece, PieceKind
+from freight.server.answers import parsing
+from freight.server.answers.call_families import form_of, tags_of
+from freight.server.answers.listed_calls import ListedCalls
+from freight.server.answers.pieces import Piece, PieceKind
 
 EXPECTED: dict[str, tuple[str | None, str | None]] = {  # template -> form of calls, tags of reasoning
     "ByteDance-Seed-OSS": ("SEED_OSS", "THINK_SEED"),

@@ -20,11 +20,11 @@ from freight import LLM
 from freight.config.engine import EngineArgs
 from freight.outputs import FinishReason
 from freight.sampling import SamplingParams
-from freight.server import children
 from freight.server.call import TokenizedWork
-from freight.server.client import EngineClient, EngineState, WorkerOptions
-from freight.server.errors import ApiError
-from freight.server.inbox import Inbox
+from freight.server.processes import children
+from freight.server.processes.client import EngineClient, EngineState, WorkerOptions
+from freight.server.processes.inbox import Inbox
+from freight.server.transport.errors import ApiError
 
 pytestmark = pytest.mark.clock
 
@@ -177,7 +177,7 @@ def test_the_process_ends_with_its_server() -> None:
     code = (
         "import asyncio, os, signal\n"
         "from freight.config.engine import EngineArgs\n"
-        "from freight.server.client import EngineClient, WorkerOptions\n"
+        "from freight.server.processes.client import EngineClient, WorkerOptions\n"
         "async def run():\n"
         "    client = EngineClient(WorkerOptions(vars(EngineArgs())), print, print, print)\n"
         "    await client.start()\n"

@@ -15,17 +15,17 @@ import pytest
 from tests.unit.server.raw_http import Echo, post, running
 
 from freight.sampling import SamplingParams
-from freight.server.auth import Keys
-from freight.server.body import parse_object
 from freight.server.call import Served, Work
-from freight.server.client import EngineState
-from freight.server.errors import ApiError
-from freight.server.http_limits import HttpLimits
 from freight.server.limits import ServingLimits
-from freight.server.metrics import Metrics
+from freight.server.observe.metrics import Metrics
 from freight.server.openai.chat_request import parse_chat
 from freight.server.openai.completion_request import parse_completion
+from freight.server.processes.client import EngineState
 from freight.server.service import Service
+from freight.server.transport.auth import Keys
+from freight.server.transport.body import parse_object
+from freight.server.transport.errors import ApiError
+from freight.server.transport.http_limits import HttpLimits
 
 SERVED = Served(("demo",), None, 4096, 1024, {}, "fp_0")
 MANY = 10**5

@@ -18,11 +18,11 @@ from freight.server.documented import (
     TOKENIZE_SCHEMA,
     request_body,
 )
-from freight.server.errors import ApiError
 from freight.server.openai.chat_request import CHAT_SCHEMA, parse_chat
 from freight.server.openai.completion_request import COMPLETION_SCHEMA, parse_completion
-from freight.server.tgi import parse_generate
+from freight.server.tgi.request import parse_generate
 from freight.server.tokens import detokenize, parse_tokenize
+from freight.server.transport.errors import ApiError
 
 Parse = Callable[[dict[str, Any], Any], object]
 APIS: list[tuple[dict[str, Any], Parse, dict[str, Any]]] = [

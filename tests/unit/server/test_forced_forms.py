@@ -15,8 +15,8 @@ from tests.unit.server.call_form_cases import FORMS, named_format, tokenizer
 from tests.unit.server.joined_pieces import joined
 
 from freight.engine.grammar import Grammars, Matcher
-from freight.server.errors import ApiError
-from freight.server.pieces import PieceKind
+from freight.server.answers.pieces import PieceKind
+from freight.server.transport.errors import ApiError
 from freight.structured import StructuredOutputs
 from freight.tokenizer import Tokenizer
 

@@ -25,7 +25,7 @@ from tests.unit.server.harmony_cases import (
 from tests.unit.server.joined_pieces import call, content, reasoning
 
 from freight.harmony import MARKERS
-from freight.server.pieces import Piece, PieceKind
+from freight.server.answers.pieces import Piece, PieceKind
 
 
 @pytest.mark.parametrize("end", ["<|return|>", "<|end|>", "<|return|><|endoftext|>", ""])

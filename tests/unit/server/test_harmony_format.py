@@ -34,14 +34,14 @@ from freight.engine.grammar import Grammars, _source
 from freight.harmony import MARKERS
 from freight.outputs import CompletionDelta, FinishReason, RequestDelta
 from freight.sampling import SamplingParams
+from freight.server.answers.harmony_format import answer_format
+from freight.server.answers.pieces import PieceKind
 from freight.server.call import ReplyHead, Served, TokenizedWork
-from freight.server.errors import ApiError
-from freight.server.harmony_format import answer_format
 from freight.server.limits import ServingLimits
 from freight.server.openai.chat_reply import ChatReply
 from freight.server.openai.chat_request import parse_chat
 from freight.server.openai.stream import AnswerOptions
-from freight.server.pieces import PieceKind
+from freight.server.transport.errors import ApiError
 from freight.structured import StructuredOutputs
 from freight.tokenizer import Tokenizer
 

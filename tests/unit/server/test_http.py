@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.server.raw_http import GET, QUICK, Client, Echo, in_time, post, running, until_disconnect, wait_for
 
-from freight.server.http import server_config
-from freight.server.http_limits import HttpLimits
+from freight.server.transport.http import server_config
+from freight.server.transport.http_limits import HttpLimits
 
 pytestmark = pytest.mark.clock
 

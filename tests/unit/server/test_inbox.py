@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from freight.outputs import CompletionDelta, FinishReason, Logprob, RequestDelta, RequestTimes, Scores, TokenLogprobs
-from freight.server.inbox import merged
+from freight.server.processes.inbox import merged
 
 ENDINGS = st.sampled_from([FinishReason.STOP, FinishReason.LENGTH, FinishReason.ERROR, FinishReason.TIMEOUT])
 

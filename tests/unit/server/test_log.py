@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 
 from freight.outputs import EngineStats
-from freight.server.log import (
+from freight.server.observe.log import (
     LogFormat,
     RequestLine,
     current_request,

@@ -14,9 +14,9 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from freight.outputs import EngineStats, FinishReason, RequestTimes
-from freight.server.histogram import Buckets
-from freight.server.metrics import MOST_HANDLERS, MOST_KEYS, Metrics, ModelFacts, Rejection, token_buckets
-from freight.server.state import CacheFacts
+from freight.server.observe.histogram import Buckets
+from freight.server.observe.metrics import MOST_HANDLERS, MOST_KEYS, Metrics, ModelFacts, Rejection, token_buckets
+from freight.server.observe.state import CacheFacts
 
 DOCS = Path(__file__).parents[3] / "docs" / "metrics.md"
 ZERO = EngineStats(*[0] * len(fields(EngineStats)))

@@ -18,9 +18,9 @@ from starlette.routing import Mount, Route
 from tests.unit.server.raw_http import Answer, Client, post, running
 
 from freight.errors import ConfigError
-from freight.server.auth import Keys
-from freight.server.errors import ApiError
-from freight.server.middleware import RequireKey, guarded
+from freight.server.transport.auth import Keys
+from freight.server.transport.errors import ApiError
+from freight.server.transport.middleware import RequireKey, guarded
 
 KEY = "sk-the-key"
 PATHS = ["/v1/models", "/v1/chat/completions", "/metrics", "/docs", "/openapi.json", "/tokenize", "/info", "/generate"]

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tests.unit.server.openai_cases import LIMITS, SERVED
 
 from freight.server.anthropic.messages_request import parse_count, parse_messages
-from freight.server.errors import ApiError
 from freight.server.openai.responses_request import parse_responses
+from freight.server.transport.errors import ApiError
 
 WORDS = ["", "x", "user", "assistant", "text", "auto", "function", "message", "tool_use", "tool_result", "thinking"]
 WORDS += [

@@ -28,8 +28,8 @@ from tests.unit.server.openai_cases import (
 )
 
 from freight.outputs import CompletionDelta, FinishReason, RequestDelta
-from freight.server.errors import ApiError
 from freight.server.openai.chat_request import parse_chat
+from freight.server.transport.errors import ApiError
 
 CALL = '<call>{"name": "weather", "arguments": {"city": "Zürich"}}</call>'
 TEXTS = [

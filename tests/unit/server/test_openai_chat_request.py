@@ -13,11 +13,11 @@ from tests.unit.server.openai_cases import HEAD, HELLO, LIMITS, SERVED, TOOL, WI
 
 from freight.errors import RequestError
 from freight.sampling import SamplingParams
-from freight.server.errors import ApiError
 from freight.server.openai import sampling_fields
 from freight.server.openai.chat_request import parse_chat
 from freight.server.openai.completion_request import parse_completion
-from freight.server.tgi import parse_generate
+from freight.server.tgi.request import parse_generate
+from freight.server.transport.errors import ApiError
 from freight.structured import StructuredOutputs
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 from tests.unit.server.openai_cases import HELLO, LIMITS, SERVED, TOOL, WITH_PARSER
 
-from freight.server.errors import ApiError
 from freight.server.openai.chat_request import CHAT_SCHEMA, parse_chat
 from freight.server.openai.completion_request import COMPLETION_SCHEMA, parse_completion
 from freight.server.openai.fields import ACCEPTED
 from freight.server.openai.neutral import NEUTRAL
+from freight.server.transport.errors import ApiError
 
 
 def chat(served=SERVED, **body):

@@ -15,8 +15,8 @@ from tests.unit.server.joined_pieces import call, content, joined, reasoning
 
 from freight.errors import ConfigError
 from freight.harmony import MARKERS
-from freight.server.call_families import REASONING_PARSERS, TOOL_CALL_PARSERS
-from freight.server.harmony_format import HarmonyFormat, answer_format
+from freight.server.answers.call_families import REASONING_PARSERS, TOOL_CALL_PARSERS
+from freight.server.answers.harmony_format import HarmonyFormat, answer_format
 from freight.server.lifecycle import Lifecycle
 from freight.server.settings import ServerSettings
 from freight.tokenizer import Tokenizer

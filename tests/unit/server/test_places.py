@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from tests.unit.server.raw_http import GET, Echo, post, running, until_disconnect, wait_for
 
-from freight.server.http_limits import HttpLimits
-from freight.server.places import asks_for_health, fitted
+from freight.server.transport.http_limits import HttpLimits
+from freight.server.transport.places import asks_for_health, fitted
 
 pytestmark = pytest.mark.clock
 

@@ -13,8 +13,8 @@ import pytest
 from tests.unit.server.call_form_cases import named_format
 from tests.unit.server.joined_pieces import joined
 
-from freight.server.argument_types import types_of, value_text
-from freight.server.pieces import PieceKind
+from freight.server.answers.argument_types import types_of, value_text
+from freight.server.answers.pieces import PieceKind
 
 TYPES = {  # of the tools' parameters
     "get_current_weather": {"city": "string", "state": "string", "unit": "string"},

@@ -6,10 +6,10 @@ import socket
 import time
 from typing import Any, cast
 
-from freight.server import wire
-from freight.server.frames import Decoder
-from freight.server.pulse import Progress, Silence
-from freight.server.worker import Channel
+from freight.server.processes import wire
+from freight.server.processes.frames import Decoder
+from freight.server.processes.pulse import Progress, Silence
+from freight.server.processes.worker import Channel
 
 
 def test_a_turn_that_uses_no_processor_is_stuck() -> None:

@@ -19,10 +19,10 @@ from tests.serving import CAN_FORK, has_ended
 
 import freight
 from freight.chat_text import ChatText
-from freight.server import children
 from freight.server.call import Conversation
-from freight.server.errors import ApiError
-from freight.server.renderer import Renderer
+from freight.server.processes import children
+from freight.server.processes.renderer import Renderer
+from freight.server.transport.errors import ApiError
 from freight.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.clock
@@ -337,7 +337,7 @@ def test_the_process_ends_with_its_parent_even_while_it_loops(folder):
     program = f"""
         import asyncio
         from freight.server.call import Conversation
-        from freight.server.renderer import Renderer
+        from freight.server.processes.renderer import Renderer
 
         async def main():
             renderer = Renderer({str(folder)!r}, 7)

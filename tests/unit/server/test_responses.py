@@ -14,8 +14,8 @@ from openai.types.responses import Response
 from tests.unit.server.openai_cases import HEAD, LIMITS, SERVED, WITH_PARSER, answers, deltas, split, tokenized
 
 from freight.outputs import CompletionDelta, FinishReason, RequestDelta
-from freight.server.errors import ApiError
 from freight.server.openai.responses_request import parse_responses
+from freight.server.transport.errors import ApiError
 
 CALL = '<call>{"name": "weather", "arguments": {"city": "Zürich"}}</call>'
 TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}}

@@ -14,14 +14,14 @@ import pytest
 import freight
 from freight.outputs import CompletionDelta, FinishReason, RequestDelta
 from freight.sampling import SamplingParams
-from freight.server.auth import Keys
 from freight.server.call import Conversation, ReplyHead, Served, TokenizedWork, Work
-from freight.server.client import EngineState, Running
-from freight.server.errors import ApiError
-from freight.server.inbox import Inbox
 from freight.server.limits import ServingLimits
-from freight.server.metrics import Metrics
+from freight.server.observe.metrics import Metrics
+from freight.server.processes.client import EngineState, Running
+from freight.server.processes.inbox import Inbox
 from freight.server.service import Service
+from freight.server.transport.auth import Keys
+from freight.server.transport.errors import ApiError
 from freight.tokenizer import Tokenizer
 
 DEMO = Path(freight.__file__).parent / "demo"

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tests.unit.server.test_wire import DELTA, sent
 
 from freight.outputs import RequestDelta, Scores
-from freight.server import wire
-from freight.server.inbox import merged
-from freight.server.slices import _slices, json_bytes, json_in_slices
+from freight.server.processes import wire
+from freight.server.processes.inbox import merged
+from freight.server.transport.slices import _slices, json_bytes, json_in_slices
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=3),

@@ -16,9 +16,9 @@ from freight.detokenizer import Detokenizer
 from freight.outputs import CompletionDelta, FinishReason, Logprob, RequestDelta
 from freight.sampling import SamplingLimits, SamplingParams
 from freight.server.call import ReplyHead, Served, TokenizedWork
-from freight.server.errors import ApiError
-from freight.server.middleware import error_body
-from freight.server.tgi import ServerFacts, as_tgi_error, info, parse_generate
+from freight.server.tgi.request import ServerFacts, as_tgi_error, info, parse_generate
+from freight.server.transport.errors import ApiError
+from freight.server.transport.middleware import error_body
 from freight.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.load(Path(freight.__file__).parent / "demo")
@@ -269,7 +269,7 @@ def test_a_grammar(grammar, outputs, monkeypatch):
         seen.update(fields)
         return SamplingParams(**{name: value for name, value in fields.items() if name != "structured_outputs"})
 
-    monkeypatch.setattr("freight.server.tgi.SamplingParams", stand_in)
+    monkeypatch.setattr("freight.server.tgi.request.SamplingParams", stand_in)
     parse({"grammar": grammar})
     assert seen["structured_outputs"] == outputs
 

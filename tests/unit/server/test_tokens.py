@@ -8,9 +8,9 @@ import pytest
 
 import freight
 from freight.server.call import Conversation, Served
-from freight.server.errors import ApiError
 from freight.server.limits import ServingLimits
 from freight.server.tokens import detokenize, parse_tokenize, tokenizer_info
+from freight.server.transport.errors import ApiError
 from freight.tokenizer import Tokenizer
 
 DEMO = Path(freight.__file__).parent / "demo"

@@ -11,13 +11,13 @@ import pytest
 
 from freight.outputs import CompletionDelta, FinishReason, RequestDelta
 from freight.sampling import SamplingParams
-from freight.server import wire
 from freight.server.call import TokenizedWork
-from freight.server.client import EngineClient, EngineState, WorkerOptions
-from freight.server.errors import ApiError
-from freight.server.frames import Decoder, FrameError
-from freight.server.inbox import Inbox
-from freight.server.worker import Channel
+from freight.server.processes import wire
+from freight.server.processes.client import EngineClient, EngineState, WorkerOptions
+from freight.server.processes.frames import Decoder, FrameError
+from freight.server.processes.inbox import Inbox
+from freight.server.processes.worker import Channel
+from freight.server.transport.errors import ApiError
 
 SHORT = 2000  # bytes
 

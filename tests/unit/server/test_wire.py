@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from freight.outputs import CompletionDelta, EngineStats, FinishReason, Logprob, RequestDelta, RequestTimes, Scores
 from freight.sampling import SamplingParams
-from freight.server import wire
+from freight.server.processes import wire
 from freight.structured import StructuredOutputs
 
 SECONDS = st.floats(0, 1e6)

@@ -1,0 +1,1 @@
+"""What the config.json of each producer of quantized checkpoints declares."""

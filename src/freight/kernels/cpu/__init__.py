@@ -1,0 +1,1 @@
+"""The compiled kernels of csrc/, called through ctypes."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from freight.server.errors import ApiError
+from freight.server.transport.errors import ApiError
 
 PATHS = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
 _TYPES = {

@@ -15,10 +15,10 @@ from typing import Any
 from freight.server.anthropic.errors import error_body
 from freight.server.anthropic.messages_reply import MessagesReply
 from freight.server.call import Reply, ReplyHead, Served, TokenizedWork
-from freight.server.errors import ApiError
 from freight.server.limits import ServingLimits, check_body, check_context
 from freight.server.openai.as_chat import OURS, CallAsChat, Messages, chat_call, entries, mapping, string
 from freight.server.openai.fields import named, refuse
+from freight.server.transport.errors import ApiError
 
 # Fields with the same name and meaning in a chat.
 _SAME = ("model", "max_tokens", "stream", "temperature", "top_p", "top_k", *OURS)

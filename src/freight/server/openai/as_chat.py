@@ -13,10 +13,10 @@ from reprlib import repr as show
 from typing import Any
 
 from freight.server.call import Served, Work
-from freight.server.errors import ApiError
 from freight.server.limits import ServingLimits
 from freight.server.openai.chat_request import ChatCall, parse_chat
 from freight.server.openai.fields import refuse
+from freight.server.transport.errors import ApiError
 
 Renamed = Sequence[tuple[str, str]]  # (pattern of a chat's field, what stands for it in the API's own names)
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from freight.outputs import CompletionDelta, FinishReason, RequestDelta, Scores
+from freight.server.answers.pieces import MessageParser, Piece, PieceKind
 from freight.server.call import ReplyHead, Served, TokenizedWork
-from freight.server.errors import ApiError
 from freight.server.openai.logprobs import PromptLogprobs, chat_entries
 from freight.server.openai.stream import AnswerOptions, Chunks, Usage, check_ending, common_fields, failure_events
-from freight.server.pieces import MessageParser, Piece, PieceKind
+from freight.server.transport.errors import ApiError
 
 Delta = dict[str, Any]
 

@@ -17,8 +17,8 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field
 from freight.errors import RequestError
 from freight.messages import to_template_messages
 from freight.sampling import LARGEST_WHOLE, SamplingParams
+from freight.server.answers.pieces import AfterReasoning
 from freight.server.call import Conversation, Reply, ReplyHead, Served, TokenizedWork, Work
-from freight.server.errors import ApiError
 from freight.server.limits import ServingLimits, check_context, check_template_values
 from freight.server.openai.chat_reply import ChatReply
 from freight.server.openai.fields import (
@@ -34,7 +34,7 @@ from freight.server.openai.sampling_fields import SharedFields, check_shared, sa
 from freight.server.openai.stream import AnswerOptions
 from freight.server.openai.structure import enforced, form_of
 from freight.server.openai.tool_fields import ToolUse, tool_use
-from freight.server.pieces import AfterReasoning
+from freight.server.transport.errors import ApiError
 
 _MOST = ServingLimits()
 _TEXT_PART = {

@@ -12,9 +12,9 @@ from typing import Any
 
 from freight.outputs import CompletionDelta, RequestDelta, Scores
 from freight.server.call import ReplyHead, Served, TokenizedWork
-from freight.server.errors import ApiError
 from freight.server.openai.logprobs import PromptLogprobs, TextLogprobs
 from freight.server.openai.stream import AnswerOptions, Chunks, Usage, check_ending, common_fields, failure_events
+from freight.server.transport.errors import ApiError
 
 _TOKENS_OF_CHUNK = 1024  # of a prompt with log-probabilities: to write more at once holds up everybody else
 

@@ -14,13 +14,13 @@ from pydantic import Field, WithJsonSchema
 
 from freight.sampling import LARGEST_WHOLE
 from freight.server.call import Reply, ReplyHead, Served, TokenizedWork, Work
-from freight.server.errors import ApiError
 from freight.server.limits import ServingLimits, check_context
 from freight.server.openai.completion_reply import CompletionReply
 from freight.server.openai.fields import body_schema, named, read_fields, refuse, served_name, validated
 from freight.server.openai.sampling_fields import SharedFields, check_shared, sampling_from, within
 from freight.server.openai.stream import AnswerOptions
 from freight.server.openai.structure import form_of
+from freight.server.transport.errors import ApiError
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 _MOST = ServingLimits()

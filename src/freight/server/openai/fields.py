@@ -18,9 +18,9 @@ from pydantic import BaseModel, ValidationError
 
 from freight.errors import RequestError, nearest
 from freight.server.call import Served
-from freight.server.errors import ApiError
 from freight.server.limits import ServingLimits, check_body
 from freight.server.openai.neutral import NEUTRAL
+from freight.server.transport.errors import ApiError
 
 # Accepted without effect: what changes nothing about the tokens of an answer.
 ACCEPTED = (

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from freight.outputs import FinishReason, RequestDelta
-from freight.server.blocks import Block, Blocks, Step, StepKind, sse
+from freight.server.answers.blocks import Block, Blocks, Step, StepKind, sse
+from freight.server.answers.pieces import PieceKind
 from freight.server.call import ReplyHead, Served, TokenizedWork
-from freight.server.errors import ApiError
-from freight.server.pieces import PieceKind
+from freight.server.transport.errors import ApiError
 
 Item = dict[str, Any]
 

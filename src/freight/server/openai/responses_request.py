@@ -13,12 +13,12 @@ from reprlib import repr as show
 from typing import Any
 
 from freight.server.call import Reply, ReplyHead, Served, TokenizedWork
-from freight.server.errors import ApiError
 from freight.server.limits import ServingLimits, check_body, check_context
 from freight.server.openai.as_chat import OURS, CallAsChat, Messages, chat_call, entries, mapping, string
 from freight.server.openai.chat_request import ChatCall
 from freight.server.openai.fields import named, refuse
 from freight.server.openai.responses_reply import ResponsesReply
+from freight.server.transport.errors import ApiError
 
 # Fields with the same name and meaning in a chat.
 _SAME = ("model", "stream", "temperature", "top_p", "top_k", "stop", "parallel_tool_calls", *OURS)

@@ -10,7 +10,7 @@ from typing import Any
 from freight.outputs import CompletionDelta, FinishReason
 from freight.sampling import NO_TOKEN_LEFT
 from freight.server.call import ReplyHead
-from freight.server.errors import ApiError, took_too_long
+from freight.server.transport.errors import ApiError, took_too_long
 from freight.structured import CANNOT_GO_ON
 from freight.tokenizer import Tokenizer
 

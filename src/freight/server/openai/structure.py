@@ -13,8 +13,8 @@ from reprlib import repr as show
 from typing import Any
 
 from freight.errors import RequestError, choices
-from freight.server.errors import ApiError
 from freight.server.openai.fields import from_request_error, refuse
+from freight.server.transport.errors import ApiError
 from freight.structured import StructuredOutputs
 
 _FORMS = ("json", "regex", "choice", "grammar", "json_object")

@@ -1,0 +1,1 @@
+"""The text of an answer: regions, reasoning, tool calls, and the grammars that force them."""

@@ -1,0 +1,352 @@
+"""A model's text divided into pieces by transformers' ResponseParser, with guarantees that it does not give.
+
+- Nothing raises. A call that cannot be read, or that is not whole, is content, exactly as the model wrote it.
+- Nothing is lost but markup that was understood, with the white space that touches it, and special tokens.
+- Chunks of any size give the same pieces when these are joined.
+- The cost is linear. transformers' parser keeps all text that it was given and searches in it, so it gets no more than
+  a few thousand characters before another one continues in its place.
+
+transformers' parser only finds regions here: it runs on a copy of the template in which every field is plain text.
+The text of a call is read once it is whole, by the template itself.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from freight.server.answers.finder import Finder, as_text, finder_of, load_fields, searchable, strings_in
+from freight.server.answers.out import Pieces, SpecialTokens
+from freight.server.answers.pieces import MessageParser, Piece, PieceKind
+from freight.server.answers.response_templates import CallForm
+from freight.server.answers.tagged_calls import Tagged
+from freight.server.answers.verbatim import arguments_texts
+from freight.tokenizer import Tokenizer, load_response_template, parse_response, response_parser
+
+logger = logging.getLogger("freight")
+
+_CALLS = "tool_calls"
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+_OTHER = "text outside of all fields"  # the name of a field of ours
+_SLICE = 4096  # characters that transformers' parser gets at once
+_LIFE = 16384  # characters that one of transformers' parsers gets in its life
+_LONGEST_CALL = 1 << 20  # characters; longer ones are content
+
+
+@dataclass(frozen=True)
+class Markup:
+    """A response template, prepared. `with_calls` and `without_calls` find regions; None: there are none to find.
+
+    calls       the template that reads the text of one region of calls
+    form        the form that reads it in place of `calls`, where it has a syntax of its own
+    typed       whether `calls` needs the tools' schemas, because values have no types in its markup
+    reasoning   the name of the field of reasoning
+    implicit    the name of the field of text outside of markup
+    keeps_rest  whether that text is content; no, where the template has a markup for content
+    special     strips special tokens
+    anchor      finds where an answer begins in a prompt
+    """
+
+    with_calls: Finder | None
+    without_calls: Finder | None
+    calls: Any
+    form: CallForm | None
+    typed: bool
+    reasoning: str | None
+    implicit: str
+    keeps_rest: bool
+    special: SpecialTokens
+    anchor: Any
+
+    def parser(self, prompt_text: str | None, tools: Sequence[Mapping[str, Any]]) -> MessageParser:
+        """Reads one answer to `prompt_text` (None: not known). Without tools, markup of calls is content."""
+        return _Reader(self, prompt_text or "", tools)
+
+    def begins_in_reasoning(self, prompt_text: str) -> bool:
+        """Whether an answer to this prompt begins within reasoning."""
+        return self.reasoning is not None and self.entry(prompt_text, self.without_calls)[0] == self.reasoning
+
+    def entry(self, prompt_text: str, finder: Finder | None) -> tuple[str | None, str]:
+        """The region in which an answer to this prompt begins, and a text that leads a new parser there."""
+        if finder is None:
+            return None, ""
+        template = finder.template
+        ends = [found.end() for found in self.anchor.finditer(prompt_text)]
+        begun = prompt_text[ends[-1] :] if ends else ""
+        if self.reasoning is None:
+            return None, "." if begun.strip() else ""
+        tag = template.fields[self.reasoning].open_re
+        tags = list(tag.finditer(begun or prompt_text[-256:]))
+        if not tags:
+            return None, "." if begun.strip() else ""
+        opening = tags[-1].group()
+        if not ends:  # no answer begins at a place that we know: only a tag at the very end counts
+            inside = prompt_text.rstrip().endswith(opening.strip())
+        else:
+            inside = _region(response_parser(template, begun)) == self.reasoning
+        return (self.reasoning, opening) if inside else (None, "." if begun.strip() else "")
+
+
+def markup_of(tokenizer: Tokenizer, template: Mapping[str, Any], form: CallForm | None = None) -> Markup:
+    """`template` prepared for the model with this tokenizer. Raises ValueError where transformers cannot read it.
+
+    form: the one of which `template` was made
+    """
+    anchor = load_response_template(template).start_anchor_re
+    fields = {name: searchable(dict(field)) for name, field in template["fields"].items()}
+    explicit = {name: field for name, field in fields.items() if "open" in field or "open_pattern" in field}
+    implicit = next((name for name in fields if name not in explicit), _OTHER)
+    skeleton = {name: as_text(field) for name, field in explicit.items()}
+    quiet = {name: field for name, field in skeleton.items() if name != _CALLS}
+    calls = explicit.get(_CALLS)
+    written = "".join([*strings_in(explicit), *(form.markers if form is not None else ())]).replace("\\", "")
+    return Markup(
+        with_calls=finder_of(skeleton, implicit) if calls else None,
+        without_calls=finder_of(quiet, implicit) if quiet else None,
+        calls=load_fields({_CALLS: {**calls, "repeats": True}}, _OTHER) if calls else None,
+        form=form,
+        typed=bool(calls) and (calls or {}).get("content") in ("xml-inline", "kv-lines"),
+        reasoning=next((name for name in _REASONING if name in explicit), None),
+        implicit=implicit,
+        keeps_rest=implicit == "content" or (implicit == _OTHER and "content" not in explicit),
+        special=SpecialTokens(tokenizer.special_texts - {text for text in tokenizer.special_texts if text in written}),
+        anchor=anchor,
+    )
+
+
+def _region(parser: Any) -> str | None:
+    """The explicit region in which a new parser is after its prefix."""
+    region = None
+    for event in parser.initial_events:
+        region = event["field"] if event["type"] != "region_close" else None
+    return region
+
+
+class _Reader:
+    """A `MessageParser`."""
+
+    def __init__(self, markup: Markup, prompt_text: str, tools: Sequence[Mapping[str, Any]]) -> None:
+        self._markup = markup
+        finder = markup.with_calls if tools and markup.with_calls else markup.without_calls
+        self._tools = tools
+        self._names = {(tool.get("function") or tool).get("name") for tool in tools}
+        self._special = markup.special.stripper()
+        self._out = Pieces()
+        self._held = ""  # what transformers' parser was given, and has no event for yet
+        self._fed = 0
+        self._region: str | None = None  # None: outside of markup
+        self._opening = ""  # the text that opened the region
+        self._call: list[str] = []  # the text of a call so far, after its opening
+        self._call_size = 0
+        self._given_up = False  # the call is too long, and comes as content
+        self._section_end = markup.form.section_end if markup.form is not None else ""
+        self._behind: str | None = None  # after a call: what may become the end of the section; None: not after a call
+        self._finished = False
+        self._parser: Any = None
+        if finder is not None:
+            self._template, self._first_of = finder.template, finder.first_of
+            self._region, self._opening = markup.entry(prompt_text, finder)
+            self._parser = response_parser(self._template, self._opening)
+            if self._region is not None:
+                self._out.mark()
+
+    def feed(self, text: str) -> list[Piece]:
+        """Take more text, special tokens included; returns what is certain by now."""
+        if self._finished:
+            return []
+        text = self._special.feed(text)
+        for at in range(0, len(text), _SLICE):
+            self._guarded(text[at : at + _SLICE])
+        return self._out.take()
+
+    def finish(self, complete: bool) -> list[Piece]:
+        """No more text comes. `complete`: the model ended by itself. A call that is not whole comes as content."""
+        if self._finished:
+            return []
+        self._guarded(self._special.finish())
+        self._finished = True
+        if self._parser is not None:
+            try:
+                _, events = self._parser.finalize()
+                self._walk(events, complete)
+                if self._region == _CALLS:
+                    self._close_call("", complete)
+            except Exception:
+                self._give_up()
+        self._give_behind()
+        self._out.finish()
+        return self._out.take()
+
+    def _guarded(self, text: str) -> None:
+        if self._parser is None:
+            self._out.verbatim(text)
+            return
+        try:
+            self._scan(text)
+        except Exception:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """The rest is content: a fault of a checkpoint's template must not end a request."""
+        logger.exception("reading an answer by its response template failed; the rest of it is given as content")
+        self._give_behind()
+        if self._region == _CALLS:
+            self._out.verbatim("".join(self._raw_call()))
+        self._out.verbatim(self._held)
+        self._parser, self._region, self._held = None, None, ""
+
+    def _scan(self, text: str) -> None:
+        if self._region == _CALLS and self._template.fields[_CALLS].close_re is None:
+            self._add_to_call(text)  # nothing ends this region but the end of the answer
+            return
+        first = None if self._held else self._first_of.get(self._region)
+        if first is not None and first.isdisjoint(text):
+            self._text(text)  # as transformers' parser would, at a tenth of the cost
+            return
+        self._held += text
+        self._walk(self._parser.feed(text), False)
+        self._fed += len(text)
+        if self._fed > _LIFE or len(self._held) > _SLICE:
+            self._renew()
+
+    def _renew(self) -> None:
+        """Let a new parser go on in the same region, without the text behind it."""
+        if self._region == _CALLS and self._template.fields[_CALLS].close_re is None:
+            return
+        parser = response_parser(self._template, "." if self._region is None else self._opening)
+        self._fed = 0
+        current = _region(parser)
+        if (current if current != self._markup.implicit else None) != self._region:
+            return
+        self._parser = parser
+        if len(self._held) > _SLICE:  # a pattern that matches without end
+            self._text(self._held)
+            self._held = ""
+        self._walk(parser.feed(self._held), False)
+
+    def _walk(self, events: Sequence[Mapping[str, Any]], complete: bool) -> None:
+        """Follow transformers' events through the held text: they do not tell the text of the markup itself."""
+        held, at = self._held, 0
+        for event in events:
+            kind, name = event["type"], event["field"]
+            if kind == "region_chunk":
+                at += len(event["text"])
+                self._text(event["text"])
+            elif name == self._markup.implicit:
+                continue
+            elif kind == "region_open":
+                found = self._template.fields[name].open_re.match(held, at)
+                at = found.end() if found else at
+                self._open(name, found.group() if found else "")
+            else:
+                pattern = self._template.fields[name].close_re
+                found = pattern.match(held, at) if pattern is not None else None
+                at = found.end() if found else at
+                self._close(found.group() if found else None, complete)
+        self._held = held[at:]
+
+    def _open(self, name: str, opening: str) -> None:
+        self._give_behind()
+        self._region, self._opening = name, opening
+        if name == _CALLS:
+            self._call, self._call_size, self._given_up = [], 0, False
+        else:
+            self._out.mark()
+
+    def _text(self, text: str) -> None:
+        if self._region == _CALLS:
+            self._add_to_call(text)
+        elif self._region is None:
+            if self._behind is not None:
+                text = self._after_call(self._behind + text)
+            if self._markup.keeps_rest:
+                self._out.add(PieceKind.CONTENT, text)
+        else:
+            kind = PieceKind.REASONING if self._region == self._markup.reasoning else PieceKind.CONTENT
+            self._out.add(kind, text)
+
+    def _after_call(self, text: str) -> str:
+        """What of `text`, which follows a call, is content. The end of the section is none."""
+        text = text.lstrip(" \t\r\n")  # which touches markup
+        if text.startswith(self._section_end):
+            self._behind = None
+            return text.removeprefix(self._section_end)
+        self._behind = text if self._section_end.startswith(text) else None
+        return text if self._behind is None else ""
+
+    def _give_behind(self) -> None:
+        """What was held back after a call is no end of a section."""
+        text, self._behind = self._behind or "", None
+        self._out.add(PieceKind.CONTENT, text)
+
+    def _add_to_call(self, text: str) -> None:
+        self._call_size += len(text)
+        if self._call_size <= _LONGEST_CALL:
+            self._call.append(text)
+        else:  # the end of this call changes nothing any more
+            self._out.verbatim("".join([*self._raw_call(), text]))
+            self._given_up = True
+
+    def _raw_call(self) -> list[str]:
+        """What of the call has not been given as content."""
+        raw = [] if self._given_up else [self._opening, *self._call]
+        self._call = []
+        return raw
+
+    def _close(self, closing: str | None, complete: bool) -> None:
+        """`closing` None: the answer ended within the region."""
+        if self._region == _CALLS:
+            self._close_call(closing or "", complete or closing is not None)
+        elif closing is not None:
+            self._out.mark()
+        self._region = None
+
+    def _close_call(self, closing: str, whole: bool) -> None:
+        body = "".join(self._call)
+        raw = "".join([*self._raw_call(), closing])
+        syntax = self._markup.form.syntax if self._markup.form is not None else None
+        end = len(body)
+        if isinstance(syntax, Tagged):
+            end, body = (len(body + closing), body + closing) if closing else (syntax.rest(body), body)
+        calls = self._calls(raw, body[:end]) if whole and not self._given_up else None
+        if calls:
+            self._out.calls(calls)
+            self._behind = "" if self._section_end else None
+            self._out.add(PieceKind.CONTENT, body[end:])
+        else:
+            self._out.verbatim(raw)
+        self._region = None
+
+    def _calls(self, raw: str, body: str) -> list[Piece] | None:
+        """The calls in a region, or None when they cannot be read."""
+        try:
+            calls = self._read(raw, body)
+            for name, text in calls:
+                f"{name}{text}".encode()  # raises for what is no Unicode
+        except Exception:
+            return None
+        names = [name for name, _ in calls]
+        if not calls or not all(isinstance(name, str) and name for name in names):
+            return None
+        if not self._opening.strip() and not self._names.issuperset(names):
+            return None  # JSON without any markup is a call only if it names a tool
+        return [Piece(PieceKind.TOOL_CALL, text, name) for name, text in calls]
+
+    def _read(self, raw: str, body: str) -> list[tuple[str, str]]:
+        """(name, arguments as JSON) of the calls in a region. Raises where these cannot be read."""
+        form = self._markup.form
+        if form is not None and form.syntax is not None:
+            return form.syntax.read(self._opening, body, self._tools)
+        message = parse_response(raw, self._markup.calls, self._tools if self._markup.typed else ())
+        functions = [call["function"] for call in _flat(message[_CALLS])]
+        texts = arguments_texts(body, [function.get("arguments") for function in functions])
+        if texts is None:
+            raise ValueError("arguments are no object")
+        return list(zip([function["name"] for function in functions], texts, strict=True))
+
+
+def _flat(calls: list[Any]) -> list[Any]:
+    """Calls of all regions; a region has one, or a list."""
+    return [call for entry in calls for call in (entry if isinstance(entry, list) else [entry])]

@@ -1,0 +1,1 @@
+"""What operators see: metrics, the log, and the live view."""

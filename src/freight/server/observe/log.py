@@ -1,0 +1,176 @@
+"""The server's log: one line a finished request, one summary every few seconds, as text or as JSON.
+
+No line has text of a prompt or an answer. What a client chose, its request id, is checked before it is used, so that a
+line is always one line. A line that is written while a request is handled has its id.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+import uuid
+from collections.abc import Mapping
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import Any
+
+from freight.outputs import EngineStats
+from freight.server.observe.state import cache_use, prefix_hit_rate, rates
+
+SECONDS_BETWEEN_SUMMARIES = 10.0
+
+logger = logging.getLogger("freight.server")
+current_request: ContextVar[str | None] = ContextVar("current_request", default=None)  # id of what is being handled
+
+current_trace: ContextVar[str | None] = ContextVar("current_trace", default=None)  # the trace that it belongs to
+
+_TRACEPARENT = re.compile(
+    r"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-.*)?", re.ASCII
+)
+_ID = re.compile(r"[A-Za-z0-9._-]{1,128}", re.ASCII)
+_PARAM = re.compile(r"[A-Za-z_]{1,40}(?:\.[A-Za-z_]{1,40}|\[[0-9]{1,9}\]){0,8}", re.ASCII)
+_PLAIN = re.compile(r"[^\s\"'=\\\x00-\x1f\x7f-\x9f]+")
+
+
+class LogFormat(StrEnum):
+    """`--log-format`."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+@dataclass(frozen=True)
+class RequestLine:
+    """A finished request, as it is logged. Token counts are over all its completions.
+
+    status         of the HTTP answer
+    finish_reason  None if the request was refused
+    key_name       of the API key; None without keys
+    route          what was asked, and `code` and `param` of the error: of a request that was refused
+    """
+
+    request_id: str
+    status: int
+    seconds: float
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    cached_tokens: int = 0
+    finish_reason: str | None = None
+    key_name: str | None = None
+    route: str | None = None
+    code: str | None = None
+    param: str | None = None
+
+
+def request_id_of(header: str | None) -> str:
+    """The client's X-Request-Id if it is 1 to 128 of A-Z a-z 0-9 . _ -, else a new one."""
+    return header if header is not None and _ID.fullmatch(header) else uuid.uuid4().hex
+
+
+def loggable(param: str | None) -> str | None:
+    """The path of a field as a log may have it: a name that a client made up may be any text."""
+    return param if param is None or _PARAM.fullmatch(param) else "other"
+
+
+def trace_id_of(header: str | None) -> str | None:
+    """The trace id of a `traceparent` header (W3C Trace Context); None for an invalid one.
+
+    What a later version than 00 adds comes behind a dash, and is not read.
+    """
+    match = _TRACEPARENT.fullmatch(header or "")
+    return None if match is None or (match[1] == "00" and match[3] is not None) else match[2]
+
+
+def log_request(line: RequestLine) -> None:
+    """Log a finished request: a failure of the server as WARNING, all else as INFO."""
+    fields = asdict(line)
+    fields["seconds"] = round(line.seconds, 4)
+    if line.code is None:
+        for name in ("route", "code", "param"):
+            del fields[name]
+    logger.log(logging.WARNING if line.status >= 500 else logging.INFO, "request", extra={"fields": fields})
+
+
+def summary(stats: EngineStats, previous: EngineStats | None, seconds: float) -> tuple[int, dict[str, Any]]:
+    """The level and the fields of the summary line: what the engine did in the `seconds` since `previous`.
+
+    The level is DEBUG when it did nothing and has nothing to do.
+    """
+    done = rates(stats, previous, seconds)
+    idle = not (stats.running or stats.waiting or done.prompt_tokens or done.generated_tokens)
+    return logging.DEBUG if idle else logging.INFO, {
+        "running": stats.running,
+        "waiting": stats.waiting,
+        "cache_use": round(cache_use(stats), 4),
+        "prefix_hit_rate": round(prefix_hit_rate(stats), 4),
+        "prompt_tokens_per_s": round(done.prompt_tokens_per_s, 1),
+        "generated_tokens_per_s": round(done.generated_tokens_per_s, 1),
+        "preemptions": stats.preemptions,
+    }
+
+
+def log_summary(stats: EngineStats, previous: EngineStats | None, seconds: float) -> None:
+    """Log one summary; called every SECONDS_BETWEEN_SUMMARIES."""
+    level, fields = summary(stats, previous, seconds)
+    logger.log(level, "summary", extra={"fields": fields})
+
+
+def _fields_of(record: logging.LogRecord) -> dict[str, Any]:
+    """The fields of an event, and the ids of the request that is being handled and of its trace, if there are any."""
+    given: Mapping[str, Any] = getattr(record, "fields", {})
+    handled = {"request_id": current_request.get(), "trace_id": current_trace.get()}
+    return {**{name: value for name, value in handled.items() if value is not None}, **given}
+
+
+class TextFormatter(logging.Formatter):
+    """`2026-01-31T12:00:00.000Z INFO request request_id=… status=200 …`, always one line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        parts = [_time_of(record), record.levelname, _one_line(record.getMessage())]
+        parts += [f"{name}={_text(value)}" for name, value in _fields_of(record).items() if value is not None]
+        if record.exc_info:
+            parts.append(f"error={_text(self.formatException(record.exc_info))}")
+        return " ".join(parts)
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: time, level, message, and the fields of the event."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry = {"time": _time_of(record), "level": record.levelname, "message": record.getMessage()}
+        entry |= _fields_of(record)
+        if record.exc_info:
+            entry["error"] = self.formatException(record.exc_info)
+        return json.dumps(entry, default=str)
+
+
+def set_up_logging(log_format: str, level: int = logging.INFO) -> None:
+    """Log to stderr, in this process. Raises ValueError for an unknown format."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(formatter_of(LogFormat(log_format)))
+    for name in ("freight", "uvicorn"):
+        log = logging.getLogger(name)
+        log.handlers, log.propagate = [handler], False
+        log.setLevel(level if name == "freight" else logging.WARNING)
+
+
+def formatter_of(log_format: LogFormat) -> logging.Formatter:
+    return JsonFormatter() if log_format is LogFormat.JSON else TextFormatter()
+
+
+def _time_of(record: logging.LogRecord) -> str:
+    return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _one_line(text: str) -> str:
+    return "".join(character if character.isprintable() else json.dumps(character)[1:-1] for character in text)
+
+
+def _text(value: object) -> str:
+    """A value without blanks as it is, any other as a JSON string."""
+    text = str(value)
+    return text if _PLAIN.fullmatch(text) and text.isprintable() else json.dumps(text)

@@ -1,0 +1,285 @@
+"""EngineClient: the engine's process, from the server's side. Starts it, sends requests, hands out what comes back.
+
+What comes of the requests of an answer is put into its `Inbox`. When the process ends, every request that runs fails
+with an ApiError, `state` says so, and `on_end` is called: the server decides whether to start another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any, cast
+
+from freight.outputs import EngineStats
+from freight.server.call import TokenizedWork
+from freight.server.processes import wire
+from freight.server.processes.children import spawn, without_secrets
+from freight.server.processes.frames import Decoder, FrameError, encode
+from freight.server.processes.inbox import Inbox
+from freight.server.processes.pulse import Silence
+from freight.server.transport.errors import ApiError
+
+logger = logging.getLogger("freight")
+
+
+class EngineState(StrEnum):
+    LOADING = "loading"
+    READY = "ready"
+    STALLED = "stalled"  # it was ready, and gives no sign of life
+    ENDED = "ended"
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """What the engine's process is started with: the fields of EngineArgs, and more than these.
+
+    events_per_second  how often tokens are told at most (`engine.loop`)
+    stall_timeout      seconds without a sign of life after which the engine counts as stalled; 0: never
+    """
+
+    engine_args: Mapping[str, Any]
+    random_weights: str | None = None
+    log_level: int = logging.INFO
+    log_format: str = "text"
+    events_per_second: float = 0.0
+    stall_timeout: float = 0.0
+
+
+class Running:
+    """One request in the engine, the index-th of its answer."""
+
+    def __init__(self, request_id: str, index: int, num_sequences: int, inbox: Inbox) -> None:
+        self.request_id = request_id
+        self.num_sequences = num_sequences
+        self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.index = index
+        self.inbox = inbox
+
+    def fail(self, error: ApiError) -> None:
+        self.inbox.fail(error)
+        if not self.accepted.done():
+            self.accepted.set_exception(error)
+            self.accepted.exception()  # seen: nobody may be waiting for it any more
+
+
+class EngineClient(asyncio.Protocol):
+    """The engine's process and its connection. To be used within one event loop."""
+
+    def __init__(
+        self,
+        options: WorkerOptions,
+        on_stats: Callable[[EngineStats], None],
+        on_step: Callable[[float, int], None],
+        on_end: Callable[[], None],
+    ) -> None:
+        self._options = options
+        self._on_stats, self._on_step, self._on_end = on_stats, on_step, on_end
+        self.state = EngineState.LOADING
+        self.failure: tuple[str, int] | None = None  # why it could not be loaded, and the exit status for that
+        self.stats: EngineStats | None = None
+        self._running: dict[str, Running] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._transport: asyncio.Transport | None = None
+        self._frames = Decoder(wire.CAP)
+        self.between_ticks = min(1.0, options.stall_timeout / 4)  # seconds
+        self._silence = Silence(self.between_ticks)
+        self._was_asked = False  # a ping has no answer yet
+
+    def not_ready(self) -> ApiError:
+        """The answer while no request can be served: an engine may be ready before the rest of the server."""
+        if self.state is EngineState.ENDED:
+            return ApiError(503, "the engine's process has ended", code="engine_ended")
+        if self.state is EngineState.STALLED:
+            message = "the engine's process gives no sign of life; try again later"
+            return ApiError(503, message, code="engine_stalled", headers={"Retry-After": "5"})
+        return ApiError(503, "the model is still loading", code="loading", headers={"Retry-After": "5"})
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have not ended."""
+        return len(self._running)
+
+    @property
+    def num_sequences(self) -> int:
+        """Their completions."""
+        return sum(one.num_sequences for one in self._running.values())
+
+    async def start(self) -> None:
+        """Start the process, which begins to load the model."""
+        loop = asyncio.get_running_loop()
+        self.opened: asyncio.Future[wire.EngineFacts] = loop.create_future()
+        self.ready: asyncio.Future[wire.EngineFacts] = loop.create_future()
+        self.ended: asyncio.Future[int] = loop.create_future()  # the exit status
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        with theirs:
+            command = [sys.executable, *_flags(), "-m", "freight.server.processes.worker", str(theirs.fileno())]
+            environ, files = without_secrets(os.environ), (theirs.fileno(),)
+            self._process = spawn(command, env=environ, pass_fds=files, stdin=subprocess.DEVNULL)
+        await loop.create_unix_connection(lambda: self, sock=ours)
+        options = self._options
+        values = asdict(options)
+        self._send([wire.START, values.pop("engine_args"), values])
+
+    def submit(self, request_id: str, index: int, work: TokenizedWork, inbox: Inbox) -> Running:
+        """Send a request, whose deltas go to `inbox`. Raises ApiError 503 while no engine is ready, 413 for
+        one that is too long for a message."""
+        if self.state is not EngineState.READY:
+            raise self.not_ready()
+        try:
+            self._send([wire.ADD, request_id, work.text, work.token_ids, wire.params_to_json(work.params)])
+        except FrameError as error:
+            message = f"the request is too long to be handed to the engine: {error}. Send a shorter prompt"
+            raise ApiError(413, message, code="request_too_large") from None
+        running = self._running[request_id] = Running(request_id, index, work.params.n, inbox)
+        return running
+
+    def abort(self, running: Running) -> None:
+        """Nothing of the request is wanted any more. One that has ended is left alone."""
+        if self._running.pop(running.request_id, None) is not None and self.state is not EngineState.ENDED:
+            self._send([wire.ABORT, running.request_id])
+
+    def tick(self, now: float) -> float:
+        """Called every `between_ticks` seconds: asks for a sign of life. Returns the seconds without one.
+
+        `state` is STALLED while they are more than `stall_timeout`. A model that loads is asked for nothing.
+        """
+        if self.state not in (EngineState.READY, EngineState.STALLED):
+            return 0.0
+        silent = self._silence.tick(now)
+        self.state = EngineState.STALLED if silent > self._options.stall_timeout else EngineState.READY
+        if not self._was_asked:
+            self._was_asked = True
+            self._send([wire.PING])
+        return silent
+
+    def kill(self) -> None:
+        """End the process at once; `on_end` is called."""
+        assert self._process is not None
+        self._process.kill()
+
+    async def stop(self) -> None:
+        """End the process: it leaves after the step under way, or is killed, as one that loads or is stalled is."""
+        if self._process is not None and self.state in (EngineState.LOADING, EngineState.STALLED):
+            self._process.kill()
+        if self._transport is not None:
+            self._transport.close()
+        if self._process is not None:
+            try:
+                await asyncio.wait_for(asyncio.to_thread(self._process.wait), 10)
+            except TimeoutError:
+                self._process.kill()
+                await asyncio.to_thread(self._process.wait)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's derives from nothing
+
+    def data_received(self, data: bytes) -> None:
+        self._silence.heard()
+        try:
+            messages = self._frames.feed(data)
+        except FrameError:
+            logger.exception("the engine's process sent what cannot be read")
+            self.kill()
+            return
+        for message in messages:
+            self._take(*message)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.state = EngineState.ENDED
+        error = self.not_ready()
+        for running in self._running.values():
+            running.fail(error)
+        self._running.clear()
+        asyncio.get_running_loop().create_task(self._reap())
+
+    async def _reap(self) -> None:
+        assert self._process is not None
+        status = await asyncio.to_thread(self._process.wait)
+        for waiting in (self.opened, self.ready):
+            if not waiting.done():
+                waiting.cancel()
+        self.ended.set_result(status)
+        self._on_end()
+
+    def _send(self, message: list[Any]) -> None:
+        assert self._transport is not None
+        self._transport.write(encode(message, wire.CAP))
+
+    def _take(self, name: str, *values: Any) -> None:
+        if name == wire.STEPPED:
+            self._stepped(*values)
+        elif name == wire.ACCEPTED:
+            self._accept(*values)
+        elif name == wire.REFUSED:
+            self._refuse(*values)
+        elif name == wire.LOST:
+            self._lose(*values)
+        elif name == wire.PONG:
+            self._was_asked = False
+            self._silence.told(values[0])
+        elif name == wire.STATS:
+            self.stats = wire.stats_from_json(values[0])
+            self._on_stats(self.stats)
+        elif name == wire.OPENED:
+            _tell(self.opened, values[0])
+        elif name == wire.READY:
+            self.state = EngineState.READY
+            _tell(self.ready, values[0])
+        elif name == wire.FAILED:
+            self.failure = (str(values[0]), int(values[1]))
+
+    def _stepped(self, deltas: Sequence[Any], steps: Sequence[tuple[float, int]]) -> None:
+        for one in deltas:
+            running = self._running.get(one[0])
+            if running is not None:
+                delta = wire.delta_from_json(one)
+                if delta.finished:
+                    del self._running[delta.request_id]
+                running.inbox.put(running.index, delta)
+        for seconds, num_tokens in steps:
+            self._on_step(seconds, num_tokens)
+
+    def _accept(self, request_id: str) -> None:
+        running = self._running.get(request_id)
+        if running is not None and not running.accepted.done():
+            running.accepted.set_result(None)
+
+    def _refuse(self, request_id: str, error: str, capacity: bool) -> None:
+        running = self._running.pop(request_id, None)
+        if running is not None:
+            running.fail(ApiError(400, error, code="cache_too_small" if capacity else None))
+
+    def _lose(self, request_id: str, error: str) -> None:
+        running = self._running.get(request_id)
+        if running is not None:
+            self.abort(running)
+            running.fail(ApiError(500, f"what the engine said of the answer is too long: {error}"))
+
+
+def _tell(waiting: asyncio.Future[wire.EngineFacts], facts: dict[str, Any]) -> None:
+    """Give facts to who waits for them: nobody does any more where the server was ended meanwhile."""
+    if not waiting.done():
+        waiting.set_result(wire.facts_from_json(facts))
+
+
+def _flags() -> list[str]:
+    """The interpreter's own options that change what code does: -O, -X dev, -W."""
+    optimize = ["-" + "O" * sys.flags.optimize] if sys.flags.optimize else []
+    return [*optimize, *(["-X", "dev"] if sys.flags.dev_mode else [])]
+
+
+def describe_exit(status: int) -> str:
+    """'signal 9' or 'exit status 1'."""
+    return f"signal {-status}" if status < 0 else f"exit status {status}"

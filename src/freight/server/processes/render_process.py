@@ -1,0 +1,145 @@
+"""The process that renders chat templates and tries grammars: `python -m freight.server.processes.render_process FD`.
+
+A template is a program that comes with a model, and a grammar is one that comes with a request. Either may run for
+ever, take all memory or crash the library that reads it. Only a process can be ended then without harm to others, so
+this one holds nothing but a tokenizer, and answers one message after another over the socket FD (`renderer.py` has the
+other end). It limits its own memory, ends with its parent, and keeps no request.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import re
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from freight.errors import FreightError
+from freight.server.processes import frames
+from freight.tokenizer import Tokenizer
+
+CAP = 64 << 20  # bytes of a frame: the longest conversation, with twelve bytes for a character
+LONGEST_TEXT = 4 << 20  # characters of a rendered conversation
+_LONGEST_REASON = 500  # characters of an error's message
+_OWN_NAMES = ("self", "messages", "add_generation_prompt", "continue_final_message")
+_PR_SET_PDEATHSIG = 1
+_PAGE = resource.getpagesize()
+
+
+class Answers:
+    """What this process can be asked. Each answer is {"value": ...} or {"refused": why}.
+
+    With "last": True this process ends after it, because memory was short within it.
+    """
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        """Raises CheckpointError when there is no tokenizer in the folder."""
+        self._settings = settings
+        self._tokenizer = Tokenizer.load(settings["folder"])
+        if settings["chat_template"] is not None:
+            self._tokenizer = self._tokenizer.with_chat_template(settings["chat_template"])
+        self._tokenizer.prepare_chat()
+        self._check: Callable[[Mapping[str, Any]], None] | None = None  # made for the first grammar
+
+    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            if "conversation" in request:
+                return {"value": self._render(request["conversation"])}
+            self._check_grammar(request["grammar"])
+            return {"value": None}
+        except FreightError as error:
+            if isinstance(error.__cause__, MemoryError):
+                return {"refused": "the model's chat template takes too much memory for these messages", "last": True}
+            return {"refused": _presentable(error)}
+        except MemoryError:
+            return {"refused": "it takes too much memory", "last": True}
+
+    def _render(self, conversation: Mapping[str, Any]) -> list[Any]:
+        """A ChatText, as a list of its fields."""
+        values = conversation["template_values"]
+        for name in _OWN_NAMES:
+            if name in values:
+                raise FreightError(f"{name} is not a value for the chat template")
+        chat = self._tokenizer.render_chat(
+            conversation["messages"],
+            conversation["add_generation_prompt"],
+            conversation["continue_final_message"],
+            **values,
+        )
+        if len(chat.text) > LONGEST_TEXT:
+            raise FreightError(
+                f"the conversation has {len(chat.text)} characters as text; at most {LONGEST_TEXT} are read"
+            )
+        return [chat.text, chat.plain]
+
+    def _check_grammar(self, outputs: Mapping[str, Any]) -> None:
+        if self._check is None:
+            settings = self._settings
+            module, name = settings["grammar_checker"].split(":")
+            make = getattr(importlib.import_module(module), name)
+            self._check = make(self._tokenizer, settings["vocab_size"], frozenset(settings["stop_token_ids"]))
+        assert self._check is not None
+        self._check(outputs)
+
+
+def _presentable(error: Exception) -> str:
+    """The message of an error, short and without addresses."""
+    text = re.sub(r" at 0x[0-9a-fA-F]+", "", str(error))
+    return text if len(text) <= _LONGEST_REASON else text[:_LONGEST_REASON] + "..."
+
+
+def _end_with_parent() -> None:
+    """Let the parent alone decide when this process ends, and end when it is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    if sys.platform == "linux":
+        # A template that loops does not see that the socket has ended.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def _limit_memory(more: int) -> None:
+    """At most `more` bytes of address space above what there is now, and no core file, which would hold prompts."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(OSError, ValueError):  # only Linux says how much there is, and honours the limit
+        now = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * _PAGE
+        resource.setrlimit(resource.RLIMIT_AS, (now + more, now + more))
+
+
+def serve(connection: socket.socket) -> None:
+    """Answer what comes until the connection ends. The first message has the settings."""
+    messages = frames.receive(connection, CAP)
+    settings = next(messages, None)
+    if settings is None:
+        return
+    try:
+        answers = Answers(settings)
+    except FreightError as error:
+        frames.send(connection, {"failed": str(error)})
+        return
+    gc.collect()
+    gc.freeze()
+    _limit_memory(settings["memory"])
+    frames.send(connection, {"ready": True})
+    for request in messages:
+        reply = answers.answer(request)
+        frames.send(connection, reply, CAP)
+        if reply.get("last"):
+            return
+
+
+def main() -> None:
+    _end_with_parent()
+    with socket.socket(fileno=int(sys.argv[1])) as connection, contextlib.suppress(OSError, frames.FrameError):
+        serve(connection)
+
+
+if __name__ == "__main__":
+    main()

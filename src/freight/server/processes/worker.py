@@ -1,0 +1,203 @@
+"""The engine's process: `python -m freight.server.processes.worker FD`, with FD one end of a socket pair.
+
+It owns the engine and everything of torch. Its main thread loads the model and steps; a second thread only reads
+commands, and answers pings. It ends when the other end of the socket closes, so it never outlives the server.
+Interrupts, SIGTERM and SIGHUP are the server's business, which lets requests finish first: here they are ignored.
+Until then, while Python starts, the server has them blocked (`children.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from freight import __version__
+from freight.errors import ConfigError, FreightError, RequestError
+from freight.server.observe.log import set_up_logging
+from freight.server.processes import wire
+from freight.server.processes.frames import Decoder, FrameError, encode
+from freight.server.processes.pulse import Progress
+
+if TYPE_CHECKING:
+    from freight.engine.loop import Command, Event, Loop
+    from freight.models.open import OpenModel
+
+_READ = 1 << 16  # bytes
+_PATIENCE = 5.0  # seconds for the step under way when the server is gone
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    frames = Decoder(wire.CAP)
+    name, args, options = _first(connection, frames)
+    assert name == wire.START
+    set_up_logging(options["log_format"], options["log_level"])
+    commands: SimpleQueue[Command] = SimpleQueue()
+    channel = Channel(connection)
+    threading.Thread(target=read, args=(channel, frames, commands), name="commands", daemon=True).start()
+    with contextlib.suppress(ConnectionError):  # the server is gone
+        try:
+            loop = _build(channel, args, options, commands)
+        except FreightError as error:
+            status = 2 if isinstance(error, ConfigError | RequestError) else 1
+            channel.send([wire.FAILED, str(error), status])
+            sys.exit(status)
+        gc.collect()
+        gc.freeze()  # a full collection of all that is loaded takes 0.2 s, in the middle of everybody's stream
+        loop.run()
+
+
+class Channel:
+    """The connection to the server, which the stepping thread and the one that reads commands both write to."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.loop: Loop | None = None  # once the model is loaded
+        self.progress = Progress()
+        self._lock = threading.Lock()
+
+    def send(self, message: list[Any]) -> None:
+        """Raises FrameError for a message that is too long, and ConnectionError once the server is gone."""
+        frame = encode(message, wire.CAP)
+        with self._lock:
+            self.connection.sendall(frame)
+
+    def send_step(self, message: list[Any]) -> None:
+        """Send what is new after some steps. A request whose part is too long is lost alone."""
+        try:
+            self.send(message)
+        except FrameError as error:
+            name, deltas, steps = message
+            if len(deltas) == 1:
+                self.send([wire.LOST, deltas[0][0], str(error)])
+            else:
+                for delta in deltas:
+                    self.send_step([name, [delta], []])
+            if deltas and steps:
+                self.send([name, [], steps])
+
+    def answer_ping(self) -> None:
+        began = None if self.loop is None else self.loop.turn_began
+        self.send([wire.PONG, self.progress.stuck(began, time.monotonic(), time.process_time())])
+
+
+def _build(channel: Channel, args: dict[str, Any], options: dict[str, Any], commands: Any) -> Any:
+    """Load the model, saying so on the way; returns the Loop."""
+    from freight.config.engine import EngineArgs
+    from freight.config.model import sampling_defaults
+    from freight.config.resolve import for_serving
+    from freight.engine.build import cache_facts, start_engine
+    from freight.engine.fingerprint import fingerprint, is_reproducible
+    from freight.engine.loop import Loop
+    from freight.models.open import open_model, open_random
+
+    shape = options["random_weights"]
+    engine_args = EngineArgs(**args)
+    opened = open_random(engine_args, shape) if shape else open_model(engine_args)
+    opened = replace(opened, args=for_serving(engine_args, str(opened.device.kind)))
+    config = opened.resolve(opened.args)
+    generation = opened.checkpoint.generation_config if opened.checkpoint else None
+    facts = wire.EngineFacts(
+        tokenizer=_tokenizer_folder(opened),
+        vocab_size=opened.model.vocab_size,
+        max_model_len=config.max_model_len,
+        stop_token_ids=tuple(sorted(opened.stop_token_ids())),
+        defaults=sampling_defaults(generation),
+        kv_cache={},
+    )
+    channel.send([wire.OPENED, wire.facts_to_json(facts)])
+    engine, config = start_engine(opened)
+    kernels = opened.kernels(config)
+    whole = asdict(facts) | {
+        "max_model_len": config.max_model_len,
+        "kv_cache": cache_facts(engine.runner.pool, config),
+        "kernels": kernels.name,
+        "fingerprint": fingerprint(opened, config, kernels, __version__),
+        "reproducible": is_reproducible(opened, kernels),
+    }
+    channel.send([wire.READY, whole])
+
+    def emit(event: Event) -> None:
+        for message in _messages(event):
+            (channel.send_step if message[0] == wire.STEPPED else channel.send)(message)
+
+    channel.progress = Progress(on_gpu=config.device != "cpu")
+    channel.loop = Loop(engine, commands, emit, events_per_second=options["events_per_second"])
+    return channel.loop
+
+
+def _tokenizer_folder(opened: OpenModel) -> str | None:
+    """Where the tokenizer is, so that the server's process need not look for it."""
+    if opened.checkpoint is None or opened.args.skip_tokenizer_init:
+        return None
+    from freight.checkpoint.reader import resolve_model
+
+    named = opened.args.tokenizer
+    return str(opened.checkpoint.path if named in (None, opened.args.model) else resolve_model(named or ""))
+
+
+def _messages(event: Event) -> Iterator[list[Any]]:
+    from freight.engine.loop import Accepted, Refused, Stepped
+
+    match event:
+        case Stepped(deltas, steps):
+            yield from wire.step_messages(deltas, steps)
+        case Accepted(request_id):
+            yield [wire.ACCEPTED, request_id]
+        case Refused(request_id, error, capacity):
+            yield [wire.REFUSED, request_id, error, capacity]
+        case stats:
+            yield [wire.STATS, wire.stats_to_json(stats)]
+
+
+def _first(connection: socket.socket, frames: Decoder) -> list[Any]:
+    """The message that says what to load."""
+    while True:
+        data = connection.recv(_READ)
+        if not data:
+            sys.exit(0)
+        for message in frames.feed(data):
+            return list(message)
+
+
+def read(channel: Channel, frames: Decoder, commands: Any) -> None:
+    """Pass commands on until the server is gone."""
+    from freight.engine.loop import Abort, Add, Stop
+
+    while data := _received(channel.connection):
+        for name, *values in frames.feed(data):
+            if name == wire.ADD:
+                request_id, text, token_ids, params = values
+                commands.put(Add(request_id, text, tuple(token_ids), wire.params_from_json(params)))
+            elif name == wire.ABORT:
+                commands.put(Abort(*values))
+            elif name == wire.PING:
+                with contextlib.suppress(OSError):  # the server is gone: the next read says so
+                    channel.answer_ping()
+    commands.put(Stop())
+    time.sleep(_PATIENCE)
+    os._exit(1)  # a step that hangs, or a model still loading
+
+
+def _received(connection: socket.socket) -> bytes:
+    try:
+        return connection.recv(_READ)
+    except OSError:
+        return b""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,283 @@
+"""The API of Hugging Face's text-generation-inference (TGI): a body -> `GenerateCall`, and `info`.
+
+As in TGI, a request is greedy unless it says otherwise, takes no sampling defaults from generation_config.json, and
+generates 100 tokens where it names no number. What TGI has but we do not compute is refused, not ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from freight.errors import RequestError, nearest
+from freight.sampling import SamplingLimits, SamplingParams, check_limits
+from freight.server.call import ReplyHead, Served, TokenizedWork, Work
+from freight.server.limits import check_context
+from freight.server.openai.fields import named
+from freight.server.openai.structure import as_object, enforced
+from freight.server.tgi.reply import GenerateReply, ReplyOptions, error_body
+from freight.server.transport.errors import ApiError
+
+DEFAULT_NEW_TOKENS = 100  # as in TGI
+_FIELDS = ("inputs", "parameters", "stream")
+_WITHOUT_EFFECT = ("options", "model")  # of clients for Hugging Face's hosted API
+_PARAMETERS = (
+    "adapter_id",
+    "best_of",
+    "decoder_input_details",
+    "details",
+    "do_sample",
+    "frequency_penalty",
+    "grammar",
+    "max_new_tokens",
+    "repetition_penalty",
+    "return_full_text",
+    "seed",
+    "stop",
+    "temperature",
+    "top_k",
+    "top_n_tokens",
+    "top_p",
+    "truncate",
+    "typical_p",
+    "watermark",
+)
+_SYNONYMS = {"max_tokens": "max_new_tokens", "max_length": "max_new_tokens", "stop_sequences": "stop", "n": "best_of"}
+_FLAGS = ("decoder_input_details", "details", "do_sample", "return_full_text", "watermark")
+_KINDS = "json, json_schema or regex"
+
+
+@dataclass(frozen=True)
+class GenerateCall:
+    """A request to generate, understood."""
+
+    stream: bool
+    model: str
+    work: Sequence[Work]
+    ignored: Sequence[str]
+    options: ReplyOptions
+    max_new_tokens: int | None  # as the request has it
+    request_id: str | None = None
+
+    def reply(self, head: ReplyHead, served: Served, work: Sequence[TokenizedWork]) -> GenerateReply:
+        if served.tokenizer is None:
+            raise _no_tokenizer()
+        if self.max_new_tokens is not None:
+            check_context(len(work[0].token_ids), self.max_new_tokens, served.max_model_len, "inputs")
+        return GenerateReply(self.options, work[0], served.tokenizer, served.stop_token_ids)
+
+    def failure_body(self, error: ApiError) -> object:
+        return error_body(error)
+
+
+def parse_generate(
+    body: Mapping[str, Any], served: Served, limits: SamplingLimits, stream: bool | None
+) -> GenerateCall:
+    """What a body asks for. `stream`: what the path decides; None, for `POST /`, where the body does.
+
+    Raises ApiError (422) for what cannot be served.
+    """
+    if served.tokenizer is None:
+        raise _no_tokenizer()
+    ignored = [name for name in _WITHOUT_EFFECT if body.get(name) is not None]
+    ignored += _unknown("", body, (*_FIELDS, *_WITHOUT_EFFECT), served)
+    inputs, given = body.get("inputs"), body.get("parameters")
+    if not isinstance(inputs, str) or not inputs:
+        raise _invalid("inputs must be a string of at least one character", "inputs")
+    if given is not None and not isinstance(given, Mapping):
+        raise _invalid("parameters must be an object", "parameters")
+    parameters = {name: value for name, value in (given or {}).items() if value is not None}
+    ignored += _unknown("parameters.", parameters, _PARAMETERS, served)
+    by_body = body.get("stream")
+    if by_body is not None and not isinstance(by_body, bool):
+        raise _invalid("stream must be true or false", "stream")
+    streams = bool(by_body) if stream is None else stream
+    _check_parameters(parameters, streams)
+    form, unheld = _grammar(parameters["grammar"], served.strict_schemas) if "grammar" in parameters else (None, ())
+    params = _sampling(parameters, limits, served.max_model_len, form)
+    return GenerateCall(
+        stream=streams,
+        model=served.names[0],
+        work=(Work(inputs, params, form_from="parameters.grammar"),),
+        ignored=named((*ignored, *unheld)),
+        options=ReplyOptions(
+            stream=streams,
+            details=parameters.get("details", False),
+            top_n_tokens=params.logprobs or 0,
+            prefix=inputs if parameters.get("return_full_text") else "",
+            as_list=stream is None,
+        ),
+        max_new_tokens=parameters.get("max_new_tokens"),
+    )
+
+
+def _unknown(prefix: str, given: Mapping[str, Any], known: Sequence[str], served: Served) -> list[str]:
+    """Names of fields that nothing here knows. Raises ApiError unless the server ignores them."""
+    unknown = [name for name, value in given.items() if name not in known and value is not None]
+    if unknown and served.unknown_fields != "ignore":
+        hint = nearest(unknown[0][:60], known, _SYNONYMS)
+        raise _invalid(f"{prefix}{unknown[0]:.60} is not a field of this API{hint}", f"{prefix}{unknown[0]:.60}")
+    return [f"{prefix}{name}" for name in unknown]
+
+
+def _check_parameters(given: Mapping[str, Any], streams: bool) -> None:
+    """Raises ApiError for what this API has but we do not compute, and for contradictions."""
+    for name in _FLAGS:
+        if not isinstance(given.get(name, False), bool):
+            raise _invalid(f"{name} must be true or false", f"parameters.{name}")
+    refused = {
+        "adapter_id": ("adapter_id" in given, "this server has no adapters; leave it out"),
+        "best_of": (not _is_one(given.get("best_of", 1)), "only 1 is possible; send several requests with a seed each"),
+        "typical_p": (not _is_one(given.get("typical_p", 1)), "typical sampling is not implemented; use top_p"),
+        "watermark": (given.get("watermark", False), "watermarks are not implemented; leave it out"),
+        "decoder_input_details": (
+            streams and given.get("decoder_input_details", False),
+            "a stream does not have the prompt's tokens; use /generate",
+        ),
+    }
+    for name, (wrong, why) in refused.items():
+        if wrong:
+            raise _invalid(f"{name}: {why}", f"parameters.{name}")
+
+
+def _is_one(value: Any) -> bool:
+    """The number: `true` equals 1 in Python, not in JSON."""
+    return not isinstance(value, bool) and bool(value == 1)
+
+
+def _sampling(
+    given: Mapping[str, Any], limits: SamplingLimits, max_model_len: int, form: dict[str, Any] | None
+) -> SamplingParams:
+    """Raises ApiError for a value outside its range."""
+    samples = given.get("do_sample", False) or any(name in given for name in ("temperature", "top_k", "top_p"))
+    fields: dict[str, Any] = {
+        "max_tokens": _count(given, "max_new_tokens", 1) or DEFAULT_NEW_TOKENS,
+        "logprobs": _count(given, "top_n_tokens", 0) or 0,
+        "temperature": given.get("temperature", 1.0) if samples else 0.0,
+        "truncate_prompt_tokens": _count(given, "truncate", 1, max_model_len),
+    }
+    for name in ("top_k", "top_p", "stop", "repetition_penalty", "frequency_penalty", "seed"):
+        if name in given:
+            fields[name] = given[name]
+    if given.get("decoder_input_details"):
+        fields["prompt_logprobs"] = 0
+    if form is not None:
+        fields["structured_outputs"] = form
+    try:
+        params = SamplingParams(**fields)
+        check_limits(params, limits)
+    except RequestError as error:
+        raise _invalid(_in_tgis_names(str(error)), "parameters") from None
+    if given.get("do_sample") and params.greedy:
+        raise _invalid("temperature is 0, which is greedy, and do_sample is true", "parameters.temperature")
+    if samples and not params.greedy and params.seed is None:
+        # TGI tells the seed of what it drew. Up to 2**53 every reader of JSON keeps all digits.
+        params = replace(params, seed=secrets.randbits(53))
+    return params
+
+
+def _in_tgis_names(message: str) -> str:
+    for ours, theirs in (("max_tokens", "max_new_tokens"), ("logprobs", "top_n_tokens")):
+        if message.startswith(f"{ours} "):
+            return theirs + message[len(ours) :]
+    return message
+
+
+def _grammar(given: object, strict_schemas: bool) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """`grammar` as SamplingParams.structured_outputs has it, and what of its schema is not enforced."""
+    if not isinstance(given, Mapping) or "value" not in given:
+        raise _invalid(f"grammar must be an object with type ({_KINDS}) and value", "parameters.grammar")
+    kind, value = given.get("type"), given["value"]
+    if kind == "regex":
+        if not isinstance(value, str):
+            raise _invalid("the value of a grammar of type regex must be a string", "parameters.grammar.value")
+        return {"regex": value}, ()
+    if kind not in ("json", "json_schema"):
+        raise _invalid(f"grammar.type must be {_KINDS}", "parameters.grammar.type")
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise _invalid("the value of a grammar must be a JSON schema", "parameters.grammar.value") from None
+    if kind == "json_schema" and isinstance(value, Mapping):
+        value = value.get("schema")  # beside a name
+    if not isinstance(value, Mapping):
+        raise _invalid("the value of a grammar must be a JSON schema, an object", "parameters.grammar.value")
+    where = "parameters.grammar.value"
+    try:
+        return enforced(as_object(value), where, where, strict_schemas)
+    except ApiError as error:
+        raise as_tgi_error(error) from None
+
+
+def _count(given: Mapping[str, Any], name: str, low: int, high: int | None = None) -> int | None:
+    value = given.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
+        within = f"{low} or more" if high is None else f"{low} to {high}"
+        raise _invalid(f"{name} must be a whole number, {within}", f"parameters.{name}")
+    return value
+
+
+def _invalid(message: str, param: str) -> ApiError:
+    return ApiError(422, message, param=param)
+
+
+def _no_tokenizer() -> ApiError:
+    return ApiError(422, "this server has no tokenizer; use /v1/completions with token ids")
+
+
+def as_tgi_error(error: ApiError) -> ApiError:
+    """`error` with the status that TGI's clients know: 422 for what was asked, 429 overloaded, 424 for the rest."""
+    if error.status in (400, 413):
+        status = 422
+    elif error.status in (500, 502, 504):
+        status = 424
+    else:
+        status = error.status
+    return ApiError(status, error.message, param=error.param, code=error.code, headers=error.headers)
+
+
+@dataclass(frozen=True)
+class ServerFacts:
+    """What `/info` says beyond the model.
+
+    max_concurrent_requests  that run or wait; more are refused
+    max_prompts              in one request of /v1/completions
+    kv_cache                 format, capacity, ... of the cache
+    kernels                  which kernels compute
+    """
+
+    version: str
+    max_concurrent_requests: int
+    max_prompts: int
+    kv_cache: Mapping[str, Any]
+    kernels: str
+    model_sha: str | None = None
+
+
+def info(served: Served, limits: SamplingLimits, facts: ServerFacts) -> dict[str, Any]:
+    """The answer of `/info`: TGI's keys, then ours."""
+    tokenizer = served.tokenizer
+    return {
+        "model_id": served.names[0],
+        "model_sha": facts.model_sha,
+        "vocab_size": served.vocab_size,
+        "max_concurrent_requests": facts.max_concurrent_requests,
+        "max_best_of": 1,
+        "max_stop_sequences": limits.stop,
+        "max_input_tokens": served.max_model_len - 1,
+        "max_total_tokens": served.max_model_len,
+        "max_client_batch_size": facts.max_prompts,
+        "router": "freight",
+        "version": facts.version,
+        "chat": tokenizer is not None and tokenizer.has_chat_template,
+        "defaults": dict(served.defaults),
+        "kv_cache": dict(facts.kv_cache),
+        "kernels": facts.kernels,
+        "fingerprint": served.fingerprint,
+    }

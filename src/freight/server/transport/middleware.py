@@ -1,0 +1,242 @@
+"""What stands around every route: request ids, other origins, the last resort for errors, and the key.
+
+Plain ASGI, from outside to inside in this order (`guarded`). Denied by default: a path is open only if it is listed.
+Decisions use `scope["path"]`, which is what is routed, never an address that is put together from headers.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Awaitable, Callable, Collection, MutableMapping, Sequence
+from typing import Any
+
+from starlette.middleware.cors import CORSMiddleware
+
+from freight.errors import ConfigError
+from freight.server.anthropic import errors as anthropic
+from freight.server.observe.log import current_trace, request_id_of, trace_id_of
+from freight.server.tgi import reply as tgi_reply
+from freight.server.transport.auth import Keys
+from freight.server.transport.body import DisconnectedError, Receive
+from freight.server.transport.errors import ApiError
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+TGI_PATHS = frozenset({"/", "/generate", "/generate_stream", "/info"})
+OPEN_PATHS = frozenset({"/", "/health", "/ping"})  # for GET and HEAD: the page itself holds nothing that is secret
+FAILED = "the server failed on this request; its log has the cause under the request's id"
+
+EXPOSED = (  # headers of answers that a page of another origin may read
+    *("x-request-id", "x-freight-ignored", "x-freight-reproducible", "x-should-retry", "retry-after"),
+)
+
+_log = logging.getLogger(__name__)
+_ORIGIN = re.compile(r"https?://[A-Za-z0-9._\[\]:-]+")
+_SHORT = 1 << 16  # bytes: no error of ours is longer
+
+
+def guarded(
+    app: App, keys: Keys, *, open_paths: Collection[str] = OPEN_PATHS, allow_origins: Sequence[str] = ()
+) -> App:
+    """`app` behind everything in this module."""
+    inner: App = Errors(RequireKey(app, keys, open_paths))
+    if allow_origins:
+        inner = allowing(inner, allow_origins)
+    return RequestIds(inner)
+
+
+def error_body(path: str, error: ApiError) -> dict[str, object]:
+    """The body of an error in the shape that the clients of this path know."""
+    if path in anthropic.PATHS:
+        return anthropic.error_body(error)
+    if path not in TGI_PATHS:
+        return error.openai_body()
+    return tgi_reply.error_body(error)
+
+
+async def send_error(scope: Scope, send: Send, error: ApiError) -> None:
+    """A whole answer that says what failed."""
+    body = json.dumps(error_body(scope["path"], error)).encode()
+    headers = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in error.headers.items()]
+    headers += [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def header(scope: Scope, name: bytes) -> bytes | None:
+    """The value of a header that a request has once. None: it is absent, or its value is not certain."""
+    values = [value for key, value in scope["headers"] if key == name]
+    return values[0] if len(values) == 1 else None
+
+
+class RequestIds:
+    """Gives each request an id: the client's `x-request-id` where it is plain, else a new one.
+
+    It is in `scope["state"]["request_id"]`, in the answer's headers and in the log, and is used for nothing else.
+    """
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = request_id_of(_text(header(scope, b"x-request-id")))
+        scope.setdefault("state", {})["request_id"] = request_id
+        current_trace.set(trace_id_of(_text(header(scope, b"traceparent"))))
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                others = [pair for pair in message.get("headers", []) if pair[0].lower() != b"x-request-id"]
+                message = {**message, "headers": [*others, (b"x-request-id", request_id.encode())]}
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+class Errors:
+    """Turns what fails into an answer: ApiError as it says, anything else into a 500 that gives nothing away.
+
+    A framework's own 404, 405 and 500 get the shape of this API too. An exception after the answer began ends the
+    connection.
+    """
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        shaped = _ShapedSend(scope, send)
+        try:
+            await self._app(scope, receive, shaped)
+            await shaped.finish()
+        except DisconnectedError:
+            return
+        except Exception as raised:
+            error = raised if isinstance(raised, ApiError) else self._unexpected(scope)
+            if not shaped.started:
+                await send_error(scope, send, error)
+
+    @staticmethod
+    def _unexpected(scope: Scope) -> ApiError:
+        request_id = scope.get("state", {}).get("request_id", "")
+        _log.exception("request %s failed: %s %s", request_id, scope["method"], scope["path"][:200])
+        return ApiError(500, FAILED)
+
+
+class _ShapedSend:
+    """`send`, which holds back a framework's own 404, 405 or 500 until it is clear whether it has our shape."""
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self._scope = scope
+        self._send = send
+        self._held: Message | None = None
+        self._body = b""
+        self.started = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start" and message["status"] in (404, 405, 500):
+            self._held = message
+        elif self._held is None or len(self._body) > _SHORT:
+            self.started = True
+            await self._send(message)
+        else:
+            self._body += message.get("body", b"")
+            if len(self._body) > _SHORT:
+                await self._pass(message.get("more_body", False))
+
+    async def finish(self) -> None:
+        """The app is done: send what was held back."""
+        if self._held is None or self.started:
+            return
+        if _has_error(self._body):
+            await self._pass(False)
+            return
+        self.started = True
+        await send_error(self._scope, self._send, self._error(self._held))
+
+    async def _pass(self, more: bool) -> None:
+        assert self._held is not None
+        self.started = True
+        await self._send(self._held)
+        await self._send({"type": "http.response.body", "body": self._body, "more_body": more})
+
+    def _error(self, held: Message) -> ApiError:
+        if held["status"] == 500:
+            return ApiError(500, FAILED)
+        if held["status"] == 404:
+            return ApiError(404, "there is nothing at this path; docs/server.md lists what there is")
+        values = [value for name, value in held.get("headers", []) if name.lower() == b"allow"]
+        allowed = b", ".join(values).decode("latin-1")
+        way_out = f"; it takes {allowed}" if allowed else ""
+        headers = {"Allow": allowed} if allowed else {}
+        return ApiError(405, f"this path does not take {self._scope['method']}{way_out}", headers=headers)
+
+
+def _has_error(body: bytes) -> bool:
+    try:
+        value = json.loads(body)
+    except ValueError:
+        return False
+    return isinstance(value, dict) and "error" in value
+
+
+def allowing(app: App, origins: Sequence[str]) -> App:
+    """`app` for pages of the listed origins too. Exact origins only, such as https://chat.example.com.
+
+    A page may send any header: clients in JavaScript send many of their own. Without the key none of them opens
+    anything. Raises ConfigError for what is no origin: a path, a pattern, `*`.
+    """
+    for origin in origins:
+        if not _ORIGIN.fullmatch(origin):
+            raise ConfigError(f"--allow-origin {origin}: give one origin, such as https://chat.example.com")
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=("GET", "HEAD", "POST"),
+        allow_headers=("*",),
+        allow_private_network=True,
+        expose_headers=EXPOSED,
+    )
+
+
+class RequireKey:
+    """Lets a request through with a known key, or to a path that is open for GET and HEAD. All else is a 401.
+
+    Also what is neither HTTP nor the start of the server is refused. The key's name is in `scope["state"]["key_name"]`;
+    None without a key.
+    """
+
+    def __init__(self, app: App, keys: Keys, open_paths: Collection[str] = OPEN_PATHS) -> None:
+        self._app = app
+        self._keys = keys
+        self._open_paths = frozenset(open_paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        name = self._keys.check(*(_text(header(scope, h)) for h in (b"authorization", b"x-api-key")))
+        is_open = scope["method"] in ("GET", "HEAD") and scope["path"] in self._open_paths
+        if self._keys and name is None and not is_open:
+            message = "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'"
+            error = ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+            await send_error(scope, send, error)
+            return
+        scope.setdefault("state", {})["key_name"] = name
+        await self._app(scope, receive, send)
+
+
+def _text(value: bytes | None) -> str | None:
+    return None if value is None else value.decode("latin-1")
