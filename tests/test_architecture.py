@@ -31,10 +31,10 @@ ORDER = [
     {"json_schema"},
     {"structured", "files", "terminal"},
     {"sampling", "outputs", "fp8"},
-    {"operands", "device", "openmp", "messages", "harmony", "start_log", "token_pieces", "tokenizer_files"},
-    {"chat_text", "config"},
-    {"checkpoint", "kernels", "tokenizer"},
-    {"cache", "detokenizer"},
+    {"operands", "device", "openmp", "start_log", "text"},
+    {"config"},
+    {"checkpoint", "kernels"},
+    {"cache"},
     {"layers"},
     {"models"},
     {"engine", "calibrate"},
@@ -89,7 +89,7 @@ TORCH_FREE = [
 ]
 ONLY_IN = {  # third-party package -> the modules that may import it
     "transformers": {
-        "freight.tokenizer",
+        "freight.text.tokenizer",
         "freight.transformers",
         "freight.models.fallback",
         "freight.models.fallback_probe",
@@ -204,7 +204,7 @@ def test_the_check_sees_every_kind_of_import(module: str, source: str) -> None:
     [
         ("freight.cli.generate", "def f():\n    from freight.llm import LLM\n    from freight import __version__"),
         ("freight.cache.pool", "import torch\nfrom freight.cache.spec import X\nfrom freight import fp8"),
-        ("freight.tokenizer", "from transformers import AutoTokenizer"),
+        ("freight.text.tokenizer", "from transformers import AutoTokenizer"),
         ("freight.transformers", "from transformers import Cache"),
     ],
 )

@@ -45,7 +45,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from torch import Tensor, nn
 
 from freight.evaluate.retrieval import KEY, VALUE, Vocabulary, vocabulary
-from freight.tokenizer import Tokenizer as FreightTokenizer
+from freight.text.tokenizer import Tokenizer as FreightTokenizer
 
 HELD_OUT = ["dataclasses.py", "heapq.py", "textwrap.py", "shlex.py", "http/cookies.py", "statistics.py", "queue.py"]
 CALIBRATION = ["asyncio/queues.py", "bisect.py", "configparser.py", "fractions.py", "zipapp.py", "json/decoder.py"]

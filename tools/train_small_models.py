@@ -50,7 +50,7 @@ from transformers import (
 )
 
 from freight.evaluate.retrieval import KEY, VALUE, Vocabulary, make_contexts, vocabulary
-from freight.tokenizer import Tokenizer as FreightTokenizer
+from freight.text.tokenizer import Tokenizer as FreightTokenizer
 
 Say = Callable[[str], None]
 VOCAB, HIDDEN, INTERMEDIATE, CONTEXT = 1024, 96, 192, 1024

@@ -21,7 +21,7 @@ from compare_with_vllm import ask
 import freight
 from freight.checkpoint.reader import Checkpoint, resolve_model
 from freight.config.model import parse_model_config
-from freight.tokenizer import Tokenizer
+from freight.text.tokenizer import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 from scale_variants import key_spreads, write_biased

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 
 import freight
 from freight.checkpoint.reader import resolve_model
-from freight.tokenizer import Tokenizer
+from freight.text.tokenizer import Tokenizer
 
 SCHEMES: tuple[dict[str, str], ...] = (
     {"weights": "fp8-channel", "activations": "dynamic"},

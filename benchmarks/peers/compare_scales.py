@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM
 import freight
 from freight.calibrate.data import read_samples
 from freight.checkpoint.reader import resolve_model
-from freight.tokenizer import Tokenizer
+from freight.text.tokenizer import Tokenizer
 
 ARGUMENTS: dict[str, Any] = {
     "num_bits": 8,

@@ -67,7 +67,7 @@ def main() -> None:
     args = parser.parse_args()
     import freight
     from freight.checkpoint.reader import resolve_model
-    from freight.tokenizer import Tokenizer
+    from freight.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(resolve_model(args.model))
     prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]

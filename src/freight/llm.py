@@ -25,7 +25,7 @@ from freight.errors import ConfigError, GenerationError, RequestError, shown
 from freight.outputs import RequestOutput
 from freight.sampling import SamplingParams
 from freight.start_log import log_to_stderr
-from freight.tokenizer import require_chat_template
+from freight.text.tokenizer import require_chat_template
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]

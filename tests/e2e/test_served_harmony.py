@@ -17,7 +17,7 @@ from tests.demo_chat import demo_with_chat_template
 from tests.serving import freight_serve
 from tests.unit.server.harmony_cases import SCHEMA, TEMPLATE, TOOLS
 
-from freight.harmony import CALL, CHANNEL, END, MARKERS, RETURN
+from freight.text.harmony import CALL, CHANNEL, END, MARKERS, RETURN
 
 IDS = {marker: 4096 - len(MARKERS) + index for index, marker in enumerate(MARKERS)}  # of which no other token is made
 LIKELY = {str(IDS[END]): 12}

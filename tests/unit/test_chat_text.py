@@ -14,9 +14,9 @@ from tests.shares import examples
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 
-from freight.chat_text import ChatText, ControlTokens, read_marked
 from freight.errors import RequestError
-from freight.tokenizer import Tokenizer
+from freight.text.chat_text import ChatText, ControlTokens, read_marked
+from freight.text.tokenizer import Tokenizer
 
 SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
 MARKUP = ("<tool_call>", "</tool_call>", "<｜User｜>")  # not special, and in the template

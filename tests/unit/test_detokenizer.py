@@ -12,9 +12,9 @@ from tests.shares import examples
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Built
 
-from freight.detokenizer import Detokenizer, _StopStrings
 from freight.sampling import SamplingParams
-from freight.tokenizer import Tokenizer
+from freight.text.detokenizer import Detokenizer, _StopStrings
+from freight.text.tokenizer import Tokenizer
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 WORDS = ["▁", "▁▁", "▁the", "the▁", " x", "a", "", "é", "你", "\ufffd", "▁a▁b", "<0x4>", "##s", "<0xe4>", "\n"]

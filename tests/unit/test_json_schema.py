@@ -14,7 +14,7 @@ import freight
 from freight import RequestError, StructuredOutputs
 from freight.engine.grammar import Grammars
 from freight.json_schema import FORMATS, UNENFORCED, enforceable
-from freight.tokenizer import Tokenizer
+from freight.text.tokenizer import Tokenizer
 
 # Of the drafts of JSON Schema from 4 to 2020-12.
 KEYWORDS: dict[str, Any] = {

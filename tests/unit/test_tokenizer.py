@@ -15,10 +15,10 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Built
 
 import freight
-from freight.detokenizer import Detokenizer
 from freight.errors import CheckpointError, ConfigError, RequestError
 from freight.sampling import SamplingParams
-from freight.tokenizer import Tokenizer
+from freight.text.detokenizer import Detokenizer
+from freight.text.tokenizer import Tokenizer
 
 DEMO = Path(freight.__file__).parent / "demo"
 TEMPLATE = (
@@ -371,5 +371,5 @@ def test_a_folder_without_a_tokenizer_names_the_way_out(tmp_path):
 
 
 def test_importing_the_module_does_not_load_transformers():
-    check = "import freight.tokenizer, sys; sys.exit('transformers' in sys.modules or 'torch' in sys.modules)"
+    check = "import freight.text.tokenizer, sys; sys.exit('transformers' in sys.modules or 'torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0

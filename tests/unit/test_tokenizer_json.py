@@ -10,7 +10,7 @@ from tests.shares import examples, one_in
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Built
 
-from freight.tokenizer import Tokenizer
+from freight.text.tokenizer import Tokenizer
 
 CLASSES = [  # tokenizer_class of tokenizer_config.json and model_type of config.json
     ("LlamaTokenizer", "llama"),

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Built
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from freight.errors import CheckpointError, RequestError
-from freight.tokenizer import Tokenizer
+from freight.text.tokenizer import Tokenizer
 
 USER = [{"role": "user", "content": "hi"}]
 
@@ -168,7 +168,8 @@ def test_the_text_of_a_single_token(tmp_path):
 
 def test_a_tokenizer_json_needs_no_transformers(tmp_path):
     check = (
-        "import sys; from freight.tokenizer import Tokenizer; t = Tokenizer.load(sys.argv[1]); t.decode(t.encode('a'));"
+        "import sys; from freight.text.tokenizer import Tokenizer\n"
+        "t = Tokenizer.load(sys.argv[1]); t.decode(t.encode('a'));"
         "assert t.has_chat_template; sys.exit('transformers' in sys.modules)"
     )
     folder = write(tmp_path, tokenizer_config={"chat_template": "x"})

@@ -19,7 +19,7 @@ from typing import Any
 from freight.calibrate import hub_data
 from freight.errors import ConfigError, RequestError
 from freight.files import DATA_LIMIT, read_text
-from freight.tokenizer import Tokenizer
+from freight.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("freight")
 

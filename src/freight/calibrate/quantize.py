@@ -45,7 +45,7 @@ from freight.models.mixer_parts import mixer_parts
 from freight.models.open import OpenCheckpoint, open_checkpoint, require_native
 from freight.models.shapes import tensor_shapes
 from freight.models.sources import CheckpointSource
-from freight.tokenizer import Tokenizer
+from freight.text.tokenizer import Tokenizer
 
 NOTHING_CALIBRATED = Calibration(None, None, {}, 0, 0, {}, ())
 

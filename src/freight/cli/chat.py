@@ -40,7 +40,7 @@ def chat(
     start = [{"role": "system", "content": system}] if system else []
 
     from freight.llm import LLM
-    from freight.tokenizer import require_chat_template
+    from freight.text.tokenizer import require_chat_template
 
     llm = LLM(**vars(args), before_weights=lambda intake: require_chat_template(intake.tokenizer))
     terminal.write(HELP, err=True, dim=True)

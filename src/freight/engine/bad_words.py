@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from freight.errors import RequestError, shown
-from freight.tokenizer import Tokenizer
+from freight.text.tokenizer import Tokenizer
 
 
 class BadWords:

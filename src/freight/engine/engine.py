@@ -20,7 +20,6 @@ from dataclasses import replace
 from functools import partial
 
 from freight.cache.manager import CacheManager
-from freight.detokenizer import Detokenizer
 from freight.engine.accounts import Stamps
 from freight.engine.ahead import Launched, can_launch, launch
 from freight.engine.compute import ChunkResult, ChunkWork, StepResult, compute, compute_alone
@@ -36,6 +35,7 @@ from freight.engine.step import ScheduledChunk, Step
 from freight.errors import RequestError
 from freight.outputs import EngineStats, FinishReason, RequestDelta, RequestOutput, RequestTimes
 from freight.sampling import SamplingParams
+from freight.text.detokenizer import Detokenizer
 
 SECONDS_BETWEEN_READS = 1.0  # of the pool's counters
 

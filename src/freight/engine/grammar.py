@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from freight.errors import RequestError
 from freight.json_schema import Json, enforceable
 from freight.structured import CANNOT_GO_ON, StructuredOutputs
-from freight.tokenizer import Tokenizer
+from freight.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

@@ -16,7 +16,7 @@ from freight.engine.request import check_length
 from freight.errors import RequestError
 from freight.sampling import SamplingParams
 from freight.structured import StructuredOutputs
-from freight.tokenizer import Tokenizer
+from freight.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from freight.detokenizer import Detokenizer
 from freight.engine.accounts import Stamps
 from freight.engine.request import Request
 from freight.engine.sampler import SamplingRow
@@ -27,7 +26,8 @@ from freight.outputs import (
     TokenLogprobs,
 )
 from freight.sampling import SamplingParams
-from freight.tokenizer import Tokenizer
+from freight.text.detokenizer import Detokenizer
+from freight.text.tokenizer import Tokenizer
 
 
 def to_logprobs(entries: tuple[LogprobEntry, ...], tokenizer: Tokenizer | None) -> TokenLogprobs:

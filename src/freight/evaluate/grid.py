@@ -34,7 +34,7 @@ from freight.fp8.scheme import KVScales
 from freight.models.decoder import Decoder
 from freight.models.open import OpenModel, open_model, require_native
 from freight.models.weight_bytes import weight_bytes
-from freight.tokenizer import Tokenizer
+from freight.text.tokenizer import Tokenizer
 
 CACHES = ("unit", "tensor", "head", "channel", "token", "e5m2", "centered")
 OTHERS = ("int8",)  # measured when asked for

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from freight.errors import ConfigError
-from freight.tokenizer import Tokenizer
+from freight.text.tokenizer import Tokenizer
 
 KEY, VALUE = 2, 2  # words of each
 FEWEST_WORDS = 64  # below this the vocabulary's other tokens are taken too

@@ -41,7 +41,7 @@ from freight.models.loader import load_model
 from freight.models.random_weights import random_model
 from freight.models.sizes import ForeignBytes, Layout, foreign_bytes, online
 from freight.models.weight_bytes import weight_bytes
-from freight.tokenizer import Tokenizer
+from freight.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("freight")
 

@@ -16,7 +16,7 @@ from freight.outputs import RequestDelta
 from freight.sampling import SamplingParams
 from freight.server.answers.pieces import AfterReasoning, ForcedCall, ParserOf
 from freight.server.transport.errors import ApiError
-from freight.tokenizer import Tokenizer
+from freight.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ from freight.server.transport.auth import Keys, check_binding
 from freight.server.transport.errors import ApiError
 from freight.server.transport.http import HttpLimits, loop_factory, server_config
 from freight.server.transport.tls import Server, tls_context
-from freight.tokenizer import Tokenizer
+from freight.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("freight")
 

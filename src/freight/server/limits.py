@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from freight.errors import RequestError
-from freight.messages import check_unicode
 from freight.sampling import SamplingLimits
 from freight.server.call import TokenizedWork
 from freight.server.transport.errors import ApiError
+from freight.text.messages import check_unicode
 
 TEMPLATE_VALUES = frozenset(  # what published chat templates read besides messages and tools
     {

@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from freight.chat_text import ChatText
 from freight.engine.intake import Intake
 from freight.errors import RequestError
 from freight.outputs import EngineStats, FinishReason, RequestDelta, RequestTimes
@@ -37,6 +36,7 @@ from freight.server.transport.auth import Keys
 from freight.server.transport.errors import ApiError, took_too_long
 from freight.server.transport.slices import in_turn
 from freight.structured import StructuredOutputs
+from freight.text.chat_text import ChatText
 
 logger = logging.getLogger("freight")
 

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from freight.chat_text import ChatText
 from freight.errors import RequestError, nearest
 from freight.server.call import Conversation, Served
 from freight.server.limits import ServingLimits, check_template_values
 from freight.server.transport.errors import ApiError
-from freight.tokenizer import Tokenizer
+from freight.text.chat_text import ChatText
+from freight.text.tokenizer import Tokenizer
 
 MOST_TOKENS = 1 << 20  # in one /detokenize
 _ANY_MODEL = ("", "dummy", "tgi")  # names that clients send where there is one model

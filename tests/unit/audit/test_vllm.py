@@ -25,7 +25,7 @@ from freight.fp8.formats import Format
 from freight.kernels import reference
 from freight.operands.kv_pages import KVPages
 from freight.operands.rotary import Rotary
-from freight.tokenizer import Tokenizer
+from freight.text.tokenizer import Tokenizer
 
 __all__ = ["freight"]  # the fixture is used by tests here
 

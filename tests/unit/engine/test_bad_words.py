@@ -14,7 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from freight import LLM, RequestError, SamplingParams
 from freight.engine.bad_words import BadWords, read_bad_words
-from freight.tokenizer import Tokenizer
+from freight.text.tokenizer import Tokenizer
 
 WORDS = ["Ġyears", "Ġold", "Ġolder", "years", "old", "Ġyou", "you", "w", "ord", "Ġword"]
 

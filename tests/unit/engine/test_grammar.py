@@ -19,7 +19,7 @@ from tokenizers import Tokenizer as Built
 from freight import RequestError, StructuredOutputs
 from freight.engine import grammar as module
 from freight.engine.grammar import Grammars, Matcher, grammar_checker
-from freight.tokenizer import Tokenizer
+from freight.text.tokenizer import Tokenizer
 
 DEMO = Path(module.__file__).parents[1] / "demo"
 END = 1
@@ -194,7 +194,7 @@ from freight import RequestError
 from freight.engine.grammar import Grammars
 from freight.engine import grammar
 from freight.structured import StructuredOutputs
-from freight.tokenizer import Tokenizer
+from freight.text.tokenizer import Tokenizer
 
 tokenizer = Tokenizer.load(sys.argv[1])
 grammars = Grammars(tokenizer, tokenizer.vocab_size, [1])

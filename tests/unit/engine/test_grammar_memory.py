@@ -29,7 +29,7 @@ def memory():
 """
 COMPILED = """
 from freight.engine.grammar import Grammars
-from freight.tokenizer import Tokenizer
+from freight.text.tokenizer import Tokenizer
 
 demo = Tokenizer.load(Path(freight.__file__).parent / "demo")
 grammars = Grammars(demo, demo.vocab_size, {1})

@@ -13,7 +13,7 @@ from freight.server.answers.call_families import Tags
 from freight.server.answers.parsing import markup_of
 from freight.server.answers.response_templates import CallForm
 from freight.server.answers.tools import MessageFormat, parser_for
-from freight.tokenizer import Tokenizer
+from freight.text.tokenizer import Tokenizer
 
 FORMS = {
     name: value

@@ -9,10 +9,10 @@ from tests.unit.server.joined_pieces import joined
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from freight.harmony import MARKERS
 from freight.server.answers.harmony_format import AnswerFormat, answer_format
 from freight.server.answers.pieces import Piece
-from freight.tokenizer import Tokenizer
+from freight.text.harmony import MARKERS
+from freight.text.tokenizer import Tokenizer
 
 # Reads, leaves out and refuses what gpt-oss's own template does.
 TEMPLATE = """{%- for t in tools or [] %}{{ '<|start|>developer<|message|>' + t.function.name + '<|end|>' }}{% endfor %}

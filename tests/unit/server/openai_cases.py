@@ -15,7 +15,7 @@ from freight.server.answers.pieces import Piece, PieceKind
 from freight.server.call import ReplyHead, Served, TokenizedWork
 from freight.server.limits import ServingLimits
 from freight.server.transport.slices import plain
-from freight.tokenizer import Tokenizer
+from freight.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.load(Path(freight.__file__).parent / "demo")
 SERVED = Served(

@@ -24,7 +24,7 @@ from freight.server.answers.pieces import Piece, PieceKind
 from freight.server.answers.tools import MessageFormat, parser_for
 from freight.server.transport.errors import ApiError
 from freight.structured import StructuredOutputs
-from freight.tokenizer import Tokenizer
+from freight.text.tokenizer import Tokenizer
 
 SPECIAL = ("<|im_end|>", "[TOOL_CALLS]", "[ARGS]")
 ADDED = ("<think>", "</think>", "<tool_call>", "</tool_call>")
@@ -323,7 +323,7 @@ def test_calls_in_xml_are_not_read_as_json() -> None:
 
 def test_reading_answers_loads_no_torch() -> None:
     program = (
-        "import sys; from tokenizers import Tokenizer as B, models; from freight.tokenizer import Tokenizer;"
+        "import sys; from tokenizers import Tokenizer as B, models; from freight.text.tokenizer import Tokenizer;"
         "from freight.server.answers.tools import parser_for;"
         "form = parser_for(Tokenizer(B(models.BPE(vocab={'a': 0}, merges=[])), None, '<tool_call></tool_call>'));"
         "form.parser('', [{'name': 'f'}]).feed('a'); assert 'transformers' in sys.modules;"

@@ -18,7 +18,7 @@ from freight.engine.grammar import Grammars, Matcher
 from freight.server.answers.pieces import PieceKind
 from freight.server.transport.errors import ApiError
 from freight.structured import StructuredOutputs
-from freight.tokenizer import Tokenizer
+from freight.text.tokenizer import Tokenizer
 
 UNITS = {
     "type": "array",

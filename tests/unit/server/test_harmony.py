@@ -24,8 +24,8 @@ from tests.unit.server.harmony_cases import (
 )
 from tests.unit.server.joined_pieces import call, content, reasoning
 
-from freight.harmony import MARKERS
 from freight.server.answers.pieces import Piece, PieceKind
+from freight.text.harmony import MARKERS
 
 
 @pytest.mark.parametrize("end", ["<|return|>", "<|end|>", "<|return|><|endoftext|>", ""])

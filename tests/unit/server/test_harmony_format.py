@@ -31,7 +31,6 @@ from tests.unit.server.harmony_cases import (
 from tests.unit.server.joined_pieces import content, reasoning
 
 from freight.engine.grammar import Grammars, _source
-from freight.harmony import MARKERS
 from freight.outputs import CompletionDelta, FinishReason, RequestDelta
 from freight.sampling import SamplingParams
 from freight.server.answers.harmony_format import answer_format
@@ -43,7 +42,8 @@ from freight.server.openai.chat_request import parse_chat
 from freight.server.openai.stream import AnswerOptions
 from freight.server.transport.errors import ApiError
 from freight.structured import StructuredOutputs
-from freight.tokenizer import Tokenizer
+from freight.text.harmony import MARKERS
+from freight.text.tokenizer import Tokenizer
 
 # ---- answers with a form
 

@@ -14,12 +14,12 @@ from tests.unit.server.call_form_cases import FORMS, tokenizer
 from tests.unit.server.joined_pieces import call, content, joined, reasoning
 
 from freight.errors import ConfigError
-from freight.harmony import MARKERS
 from freight.server.answers.call_families import REASONING_PARSERS, TOOL_CALL_PARSERS
 from freight.server.answers.harmony_format import HarmonyFormat, answer_format
 from freight.server.lifecycle import Lifecycle
 from freight.server.settings import ServerSettings
-from freight.tokenizer import Tokenizer
+from freight.text.harmony import MARKERS
+from freight.text.tokenizer import Tokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 QWEN = "<tool_call>\n<function=f>\n</function>\n</tool_call>"

@@ -22,7 +22,7 @@ from freight.server.processes.inbox import Inbox
 from freight.server.service import Service
 from freight.server.transport.auth import Keys
 from freight.server.transport.errors import ApiError
-from freight.tokenizer import Tokenizer
+from freight.text.tokenizer import Tokenizer
 
 DEMO = Path(freight.__file__).parent / "demo"
 SERVED = Served(("m",), None, vocab_size=100, max_model_len=50, defaults={}, fingerprint="fp_1")

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from tests.unit.server.openai_cases import as_scores
 
 import freight
-from freight.detokenizer import Detokenizer
 from freight.outputs import CompletionDelta, FinishReason, Logprob, RequestDelta
 from freight.sampling import SamplingLimits, SamplingParams
 from freight.server.call import ReplyHead, Served, TokenizedWork
 from freight.server.tgi.request import ServerFacts, as_tgi_error, info, parse_generate
 from freight.server.transport.errors import ApiError
 from freight.server.transport.middleware import error_body
-from freight.tokenizer import Tokenizer
+from freight.text.detokenizer import Detokenizer
+from freight.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.load(Path(freight.__file__).parent / "demo")
 SERVED = Served(("demo",), TOKENIZER, TOKENIZER.vocab_size, 512, {"temperature": 0.6}, "fp-1")

@@ -11,7 +11,7 @@ from freight.server.call import Conversation, Served
 from freight.server.limits import ServingLimits
 from freight.server.tokens import detokenize, parse_tokenize, tokenizer_info
 from freight.server.transport.errors import ApiError
-from freight.tokenizer import Tokenizer
+from freight.text.tokenizer import Tokenizer
 
 DEMO = Path(freight.__file__).parent / "demo"
 TOKENIZER = Tokenizer.load(DEMO)

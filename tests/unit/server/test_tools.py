@@ -18,7 +18,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from freight.server.answers.pieces import Piece, PieceKind
 from freight.server.answers.tools import MessageFormat, parser_for
-from freight.tokenizer import Tokenizer
+from freight.text.tokenizer import Tokenizer
 
 QWEN3 = """{%- if tools %}{{ '<|im_start|>system\n<tools>' }}{% for t in tools %}{{ t | tojson }}{% endfor %}
 {{- '</tools> in <tool_call></tool_call>: {"name": ..., "arguments": ...}<|im_end|>\n' }}{% endif %}

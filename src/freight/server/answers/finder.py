@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from freight.tokenizer import load_response_template
+from freight.text.tokenizer import load_response_template
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from freight.errors import ConfigError
-from freight.harmony import CHANNEL, CONSTRAIN, END, MARKERS, MESSAGE, START, is_harmony
 from freight.server.answers.argument_types import arguments_schema
 from freight.server.answers.call_families import HARMONY, REASONING_PARSERS, TOOL_CALL_PARSERS
 from freight.server.answers.harmony_parser import Harmony, Place
 from freight.server.answers.out import SpecialTokens
 from freight.server.answers.pieces import MessageParser
 from freight.server.answers.tools import forced_functions, parser_for
-from freight.tokenizer import Tokenizer
+from freight.text.harmony import CHANNEL, CONSTRAIN, END, MARKERS, MESSAGE, START, is_harmony
+from freight.text.tokenizer import Tokenizer
 
 
 class AnswerFormat(Protocol):

@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
-from freight.harmony import CALL, CHANNEL, END, MARKERS, MESSAGE, RETURN, START
 from freight.server.answers.out import Pieces, SpecialTokens
 from freight.server.answers.pieces import MessageParser, Piece, PieceKind
 from freight.server.answers.verbatim import arguments_texts
+from freight.text.harmony import CALL, CHANNEL, END, MARKERS, MESSAGE, RETURN, START
 
 _MARKER = re.compile("|".join(map(re.escape, MARKERS)))
 _PREFIXES = frozenset(marker[:size] for marker in MARKERS for size in range(1, len(marker)))

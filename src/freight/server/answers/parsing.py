@@ -23,7 +23,7 @@ from freight.server.answers.pieces import MessageParser, Piece, PieceKind
 from freight.server.answers.response_templates import CallForm
 from freight.server.answers.tagged_calls import Tagged
 from freight.server.answers.verbatim import arguments_texts
-from freight.tokenizer import Tokenizer, load_response_template, parse_response, response_parser
+from freight.text.tokenizer import Tokenizer, load_response_template, parse_response, response_parser
 
 logger = logging.getLogger("freight")
 

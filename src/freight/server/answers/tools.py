@@ -28,7 +28,7 @@ from freight.server.answers.pieces import MessageParser
 from freight.server.answers.response_templates import CallForm
 from freight.server.transport.errors import ApiError
 from freight.structured import StructuredOutputs
-from freight.tokenizer import Tokenizer
+from freight.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("freight")
 

@@ -1,7 +1,7 @@
 """`POST /v1/chat/completions`: a body becomes a ChatCall.
 
 Whatever a client asks for is done, or named as ignored, or refused with the field's path. Messages are brought into the
-form that templates read by `freight.messages`, so a conversation means the same here and in Python.
+form that templates read by `freight.text.messages`, so a conversation means the same here and in Python.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, FailFast, Field
 
 from freight.errors import RequestError
-from freight.messages import to_template_messages
 from freight.sampling import LARGEST_WHOLE, SamplingParams
 from freight.server.answers.pieces import AfterReasoning
 from freight.server.call import Conversation, Reply, ReplyHead, Served, TokenizedWork, Work
@@ -35,6 +34,7 @@ from freight.server.openai.stream import AnswerOptions
 from freight.server.openai.structure import enforced, form_of
 from freight.server.openai.tool_fields import ToolUse, tool_use
 from freight.server.transport.errors import ApiError
+from freight.text.messages import to_template_messages
 
 _MOST = ServingLimits()
 _TEXT_PART = {

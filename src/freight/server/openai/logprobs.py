@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from freight.outputs import Logprob, Scores, TokenLogprobs
-from freight.tokenizer import Tokenizer
+from freight.text.tokenizer import Tokenizer
 
 LOWEST = -9999.0
 _ROWS_OF_SLICE = 64

@@ -12,7 +12,7 @@ from freight.sampling import NO_TOKEN_LEFT
 from freight.server.call import ReplyHead
 from freight.server.transport.errors import ApiError, took_too_long
 from freight.structured import CANNOT_GO_ON
-from freight.tokenizer import Tokenizer
+from freight.text.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from freight.errors import FreightError
 from freight.server.processes import frames
-from freight.tokenizer import Tokenizer
+from freight.text.tokenizer import Tokenizer
 
 CAP = 64 << 20  # bytes of a frame: the longest conversation, with twelve bytes for a character
 LONGEST_TEXT = 4 << 20  # characters of a rendered conversation

@@ -13,12 +13,12 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from freight.detokenizer import Detokenizer
 from freight.outputs import CompletionDelta, FinishReason, Logprob, RequestDelta, Scores, TokenLogprobs
 from freight.sampling import SamplingParams
 from freight.server.call import TokenizedWork
 from freight.server.transport.errors import ApiError
-from freight.tokenizer import Tokenizer
+from freight.text.detokenizer import Detokenizer
+from freight.text.tokenizer import Tokenizer
 
 _ERROR_TYPES = {401: "authentication", 404: "not_found", 424: "generation", 429: "overloaded", 503: "overloaded"}
 _LOWEST = -9999.0  # in place of minus infinity, which JSON does not have

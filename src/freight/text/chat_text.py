@@ -24,7 +24,7 @@ from tokenizers import AddedToken, Encoding, PreTokenizedString, models
 from tokenizers import Tokenizer as Backend
 
 from freight.errors import RequestError
-from freight.messages import check_unicode
+from freight.text.messages import check_unicode
 
 _MARKUP = re.compile(r"[^\w\s].*\w.*[^\w\s]", re.DOTALL)
 _MARK_DIGITS = 20

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from freight.sampling import SamplingParams
-from freight.token_pieces import ByteDecoder, Pieces, TextDecoder
-from freight.tokenizer import Tokenizer
+from freight.text.token_pieces import ByteDecoder, Pieces, TextDecoder
+from freight.text.tokenizer import Tokenizer
 
 _UNFINISHED = "\ufffd"  # what decoders write for bytes that are not, or not yet, a character
 _LONGEST_UNFINISHED = 3  # bytes of a UTF-8 character that can be there without the last one

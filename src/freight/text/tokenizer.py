@@ -27,12 +27,12 @@ from typing import Any
 from tokenizers import Encoding, models
 from tokenizers import Tokenizer as Backend
 
-from freight.chat_text import ChatText, ControlTokens, encode_marked, read_marked
 from freight.errors import CheckpointError, ConfigError, RequestError
-from freight.harmony import is_harmony, to_harmony_messages
-from freight.messages import check_unicode, to_template_messages
-from freight.token_pieces import Pieces, read_decoder
-from freight.tokenizer_files import TokenizerParts, read_files
+from freight.text.chat_text import ChatText, ControlTokens, encode_marked, read_marked
+from freight.text.harmony import is_harmony, to_harmony_messages
+from freight.text.messages import check_unicode, to_template_messages
+from freight.text.token_pieces import Pieces, read_decoder
+from freight.text.tokenizer_files import TokenizerParts, read_files
 
 logger = logging.getLogger("freight")
 

@@ -1,0 +1,1 @@
+"""Text: token ids, what they say, and conversations as models read them."""
