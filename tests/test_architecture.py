@@ -156,6 +156,45 @@ def import_faults(module: str, source: str) -> list[str]:
     return faults
 
 
+def run_imports(tree: ast.Module) -> Iterator[str]:
+    """Names of modules that a file imports when it runs: not those for types alone."""
+    typed = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
+    for_types = {id(inner) for node in typed for part in node.body for inner in ast.walk(part)}
+    for node in ast.walk(tree):
+        if id(node) in for_types:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def circles(imports: dict[str, set[str]]) -> list[list[str]]:
+    """Modules that import each other, directly or through others: all of one circle together."""
+    reached = {module: {module} for module in imports}
+    grown = True
+    while grown:
+        grown = False
+        for module, names in imports.items():
+            found = reached[module].union(*(reached[name] for name in names))
+            grown = grown or found != reached[module]
+            reached[module] = found
+    around = {tuple(sorted(b for b in reached[a] if a in reached[b])) for a in imports}
+    return [list(circle) for circle in sorted(around) if len(circle) > 1]
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    modules = {module_name(path): parsed(path.read_text()) for path in SOURCES}
+    known = set(modules) - {FACADE}
+    assert circles({m: {n for n in run_imports(tree) if n in known and n != m} for m, tree in modules.items()}) == []
+
+
+def test_the_check_sees_circles() -> None:
+    imports: dict[str, set[str]] = {"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}, "e": set()}
+    assert circles(imports) == [["a", "b", "c"]]
+
+
 def fp8_casts(source: str) -> list[int]:
     """Lines that name a torch float8 dtype, or cast to a dtype that is made from a format's name."""
     lines = []

@@ -8,6 +8,8 @@ Imports no torch, and rich where it is used.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -41,3 +43,11 @@ def bars(label: str = "{task.description}") -> Progress:
     columns = (TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     on = console(stderr=True)
     return Progress(*columns, console=on, disable=not on.is_terminal or on.is_dumb_terminal, transient=True)
+
+
+@contextmanager
+def progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Show a bar; give a function (done, total) that moves it."""
+    with bars(what) as bar:
+        task = bar.add_task(what)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -11,9 +11,10 @@ import typer
 
 from freight.audit.effects import EngineView, parse_engine
 from freight.audit.rules import Engine
-from freight.cli.evaluate import progress, read_text
+from freight.cli.evaluate import read_text
 from freight.cli.options import takes_engine_options
 from freight.config.engine import EngineArgs
+from freight.terminal import progress
 
 if TYPE_CHECKING:
     from freight.audit.run import AuditReport

@@ -13,7 +13,6 @@ import typer
 
 from freight import terminal
 from freight.cli.bench_serving import check_picture, positive, serving, write_picture
-from freight.cli.evaluate import progress
 from freight.cli.options import Command, takes_engine_options
 from freight.config.engine import EngineArgs
 from freight.config.presets import shape_config
@@ -21,6 +20,7 @@ from freight.config.resolve import KERNELS, check
 from freight.device import DEVICES, choose_threads
 from freight.errors import ConfigError, choices
 from freight.start_log import log_to_stderr
+from freight.terminal import progress
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from freight import terminal
-from freight.cli.evaluate import progress
 from freight.errors import ConfigError, choices
+from freight.terminal import progress
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 

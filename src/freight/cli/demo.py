@@ -11,8 +11,9 @@ from typing import Annotated
 import typer
 
 from freight import terminal
-from freight.cli.evaluate import CACHES, HELD_OUT, LEGEND, progress
+from freight.cli.evaluate import CACHES, HELD_OUT, LEGEND
 from freight.config.engine import EngineArgs
+from freight.terminal import progress
 
 PROMPTS = (
     "def read_lines(path):\n",

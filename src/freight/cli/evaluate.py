@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +16,7 @@ from freight.config.engine import EngineArgs
 from freight.errors import ConfigError
 from freight.files import DATA_LIMIT, open_regular
 from freight.start_log import log_to_stderr
-from freight.terminal import bars
+from freight.terminal import progress
 
 # What `freight demo` shows. E5M2 needs no scales, and cannot use those that a checkpoint has for E4M3.
 CACHES = [("fp8_e4m3", "auto"), ("fp8_e5m2", "unit")]
@@ -239,11 +238,3 @@ def require_writable(folder: Path) -> None:
             pass
     except OSError as error:
         raise ConfigError(f"--report {folder} cannot be written: {error}; name another folder") from None
-
-
-@contextmanager
-def progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr; gives a function (done, total) that moves it."""
-    with bars(what) as bar:
-        task = bar.add_task(what)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

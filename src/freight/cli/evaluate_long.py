@@ -9,6 +9,7 @@ from dataclasses import asdict
 import typer
 
 from freight.config.engine import EngineArgs
+from freight.terminal import progress
 
 LONG_CACHES = [("fp8_e4m3", "auto"), ("fp8_e4m3", "unit"), ("fp8_e5m2", "unit")]  # unless one is asked for
 
@@ -22,7 +23,6 @@ def evaluate_long(
     as_json: bool,
 ) -> None:
     """Measure and print two tables, or one JSON object. Without `text` there is no perplexity."""
-    from freight.cli.evaluate import progress
     from freight.evaluate.long import compare_long
     from freight.evaluate.long_table import CHANGES, POSITIONS, RETRIEVAL, position_rows, retrieval_rows
     from freight.evaluate.report import markdown

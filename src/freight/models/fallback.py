@@ -35,7 +35,7 @@ from freight.layers.linear import Linear
 from freight.models.fallback_check import self_check
 from freight.models.fallback_probe import attention, body_of, causal_class, hf_config, plain_linears, run_body
 from freight.models.fallback_words import refused
-from freight.models.weight_bytes import held_tensors
+from freight.models.held_tensors import held_tensors
 from freight.operands.batch import ForwardBatch
 from freight.operands.packed import plain
 from freight.operands.rotary import Rotary

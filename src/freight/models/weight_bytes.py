@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, is_dataclass
-
-from torch import Tensor
+from dataclasses import dataclass
 
 from freight.layers.attention import Attention
 from freight.layers.latent import Latent
 from freight.models.decoder import Decoder, LanguageModel
+from freight.models.held_tensors import held_tensors
 
 
 @dataclass(frozen=True)
@@ -27,7 +25,7 @@ class WeightBytes:
 def weight_bytes(model: LanguageModel) -> WeightBytes:
     """What the tensors of `model` occupy, packed as its kernels have them. One that is there twice counts once."""
     if not isinstance(model, Decoder):
-        from freight.models.fallback import TransformersModel
+        from freight.models.fallback import TransformersModel  # which imports transformers
 
         assert isinstance(model, TransformersModel)
         return WeightBytes(*model.num_bytes)
@@ -40,15 +38,3 @@ def weight_bytes(model: LanguageModel) -> WeightBytes:
         layers=sum(size for at, size in inner.items() if at not in outer and at not in rope),
         embeddings=sum(outer.values()),
     )
-
-
-def held_tensors(value: object) -> dict[int, int]:
-    """{address: bytes} of the tensors in `value`, however deep in tuples and dataclasses they lie."""
-    if isinstance(value, Tensor):
-        return {value.data_ptr(): value.nbytes}
-    parts: Sequence[object] = ()
-    if isinstance(value, tuple):
-        parts = value
-    elif is_dataclass(value) and not isinstance(value, type):
-        parts = [getattr(value, part.name) for part in fields(value)]
-    return {at: size for part in parts for at, size in held_tensors(part).items()}
