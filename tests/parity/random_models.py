@@ -28,7 +28,8 @@ OWN: dict[str, tuple[float, float]] = {
 def save_random(config: PretrainedConfig, folder: Path, dtype: torch.dtype) -> Any:
     """A model with every parameter random, biases and norms too, saved as its users save theirs."""
     torch.manual_seed(0)
-    auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    beside = hasattr(config, "vision_config") or config.model_type == "mistral4"  # transformers lists it there alone
+    auto = AutoModelForImageTextToText if beside else AutoModelForCausalLM
     model = auto.from_config(config, attn_implementation="eager").eval()
     frequencies = {name: buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq")}
     model = model.to(dtype)

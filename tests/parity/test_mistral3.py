@@ -56,7 +56,7 @@ def rename(folder: Path, under: str, change: Any = lambda tensors: None) -> None
     save_file(renamed, file, {"format": "pt"})
 
 
-@pytest.mark.parametrize("text", ["ministral3", "ministral3-tied", "mistral"])
+@pytest.mark.parametrize("text", ["ministral3", "ministral3-tied", "mistral", "mistral4", "mistral4-groups"])
 def test_the_text_model_of_mistral_3_beside_a_vision_model(text: str, tmp_path: Path):
     model = save_wrapped(text, tmp_path)
     with torch.no_grad():
@@ -83,20 +83,26 @@ def test_a_stored_head_is_used_and_none_means_a_tied_one_where_the_key_outside_i
         assert (freight_logits(tmp_path / text, IDS, "auto", "reference") - expected).abs().max() <= 1e-4
 
 
-def quantized(folder: Path) -> dict[str, torch.Tensor]:
-    """A plain float32 Ministral 3 as Mistral's FP8 files have it, with KV scales. Returns its tensors."""
-    save_random(VARIANTS["ministral3"], folder, torch.float32)
+def quantized(folder: Path, variant: str = "ministral3") -> dict[str, torch.Tensor]:
+    """A plain float32 model as Mistral's FP8 files have it, with KV scales. Returns its tensors.
+
+    Experts are one tensor for a layer, with a scale [experts, 1, 1] and one for inputs [experts] (Mistral Small 4).
+    """
+    save_random(VARIANTS[variant], folder, torch.float32)
     file, path = folder / "model.safetensors", folder / "config.json"
     stored = load_file(file)
-    for layer in range(VARIANTS["ministral3"].num_hidden_layers):
-        prefix = f"model.layers.{layer}."
-        for module in PROJECTIONS:
-            weight = stored[f"{prefix}{module}.weight"]
-            scale = weight.abs().max() / 448
-            stored[f"{prefix}{module}.weight"] = (weight / scale).to(torch.float8_e4m3fn)
-            stored[f"{prefix}{module}.weight_scale_inv"] = scale
-            stored[f"{prefix}{module}.activation_scale"] = torch.tensor(0.01)
-        stored |= {f"{prefix}self_attn.{side}_scale": torch.tensor(0.02) for side in "kv"}
+    for name, weight in list(stored.items()):
+        if not name.endswith(("_proj.weight", "kv_a_proj_with_mqa.weight")) and weight.ndim < 3:
+            continue
+        scale = (weight.abs().amax((1, 2), keepdim=True) if weight.ndim == 3 else weight.abs().max()) / 448
+        scale = scale.bfloat16() if variant == "mistral4" else scale
+        stored[name] = (weight / scale.float()).clamp(-448, 448).to(torch.float8_e4m3fn)
+        stored[f"{name}_scale_inv"] = scale
+        inputs = torch.full((len(weight),), 0.01) if weight.ndim == 3 else torch.tensor(0.01)
+        stored[f"{name.removesuffix('.weight')}{'_' if weight.ndim == 3 else '.'}activation_scale"] = inputs
+    for layer in range(VARIANTS[variant].num_hidden_layers):
+        sides = ("k",) if variant == "mistral4" else ("k", "v")
+        stored |= {f"model.layers.{layer}.self_attn.{side}_scale": torch.tensor(0.02) for side in sides}
     save_file(stored, file, {"format": "pt"})
     declared = {
         "quant_method": "fp8",
@@ -127,9 +133,28 @@ def test_fp8_as_mistral_publishes_it_with_every_scale_used(tmp_path: Path):
         assert (logits(tmp_path / "fp8") - fp8).abs().max() > 1e-3, name
 
 
+def test_fp8_of_mistral_4_with_every_scale_used(tmp_path: Path):
+    """But that of `q_a_proj`, which the norm behind it undoes, and that of the inputs of `kv_b_proj`, which are not
+    rounded."""
+    save_random(VARIANTS["mistral4"], tmp_path / "plain", torch.float32)
+    plain = freight_logits(tmp_path / "plain", IDS, "float32", "reference")
+    stored = quantized(tmp_path / "fp8", "mistral4")
+    fp8 = logits(tmp_path / "fp8")
+    assert (fp8 - plain).norm() < 0.35 * plain.norm()
+    assert (freight_logits(tmp_path / "fp8", IDS, "float32", kv_cache_dtype="fp8") - fp8).norm() < 0.1 * fp8.norm()
+    scales = [name for name in stored if "layers.1." in name and name.endswith(("_scale_inv", "_scale"))]
+    assert len(scales) == 2 * 5 + 2 * 2 + 2 * 3 + 1
+    for name in scales:
+        save_file(stored | {name: stored[name] * 1.5}, tmp_path / "fp8" / "model.safetensors", {"format": "pt"})
+        moved = (logits(tmp_path / "fp8") - fp8).abs().max()
+        unseen = name.endswith(("q_a_proj.weight_scale_inv", "kv_b_proj.activation_scale"))
+        assert moved < 1e-3 if unseen else moved > 1e-3, (name, moved)
+
+
 @pytest.mark.parametrize("under", NAMES)
-def test_fp8_beside_a_vision_model_in_16_bits(under: str, tmp_path: Path):
-    tensors = quantized(tmp_path)
+@pytest.mark.parametrize("text", ["ministral3", "mistral4"])
+def test_fp8_beside_a_vision_model_in_16_bits(text: str, under: str, tmp_path: Path):
+    tensors = quantized(tmp_path, text)
     expected, path = logits(tmp_path), tmp_path / "config.json"
     text = json.loads(path.read_text())
     wrapped = {"model_type": "mistral3", "architectures": ["Mistral3ForConditionalGeneration"], "dtype": "float32",

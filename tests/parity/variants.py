@@ -77,6 +77,7 @@ from transformers import (
     MiniCPMV4_6Config,
     MiniMaxM2Config,
     Ministral3Config,
+    Mistral4Config,
     MistralConfig,
     MixtralConfig,
     MuseGlimmerConfig,
@@ -121,6 +122,11 @@ VARIANTS: dict[str, PretrainedConfig] = {
     "ministral3-tied": Ministral3Config(
         **SHAPE, head_dim=16, tie_word_embeddings=True, sliding_window=24,
         rope_parameters={**SCALED, "mscale": 1.0, "mscale_all_dim": 1.0, "max_position_embeddings": 256},
+    ),
+    "mistral4": Mistral4Config(**LATENT, rope_parameters={**SCALED, "mscale": 1.0, "mscale_all_dim": 1.0}),
+    "mistral4-groups": Mistral4Config(
+        **LATENT | {"q_lora_rank": None}, n_group=4, topk_group=2, norm_topk_prob=False, n_shared_experts=2,
+        first_k_dense_replace=1, tie_word_embeddings=True, rope_parameters={**SCALED, "mscale_all_dim": 0.8},
     ),
     "qwen2": Qwen2Config(**SHAPE),
     "qwen2-window-off": Qwen2Config(**SHAPE, use_sliding_window=False, sliding_window=24),

@@ -54,11 +54,11 @@ def test_every_family_is_compared(tests: Tables) -> None:
     [
         ("qwen3", {}, NATIVE, ""),
         ("mistral3", {"text_type": "ministral3"}, NATIVE, ""),
-        ("mistral3", {"text_type": "mistral4"}, REFUSED, MLA),
+        ("mistral3", {"text_type": "mistral4"}, NATIVE, ""),
         ("cohere2", {}, "through transformers", ""),
         ("deepseek_v3", {}, NATIVE, ""),
         ("kimi_linear", {}, REFUSED, RECURRENT),
-        ("mistral4", {"keys": {"kv_lora_rank": 64}}, REFUSED, MLA),
+        ("mistral4", {"keys": {"kv_lora_rank": 64}}, NATIVE, ""),
         ("granite_swa", {}, REFUSED, "s_aux (a sink)"),
         ("llava", {}, REFUSED, "it has several parts"),
         ("of_nobody", {}, REFUSED, "transformers does not know"),

@@ -18,13 +18,20 @@ if TYPE_CHECKING:
 LATENT_KEYS = words("q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim")
 # `Family.fixed`: other values of these are in no published file. False is the only `attention_bias` that is run
 LATENT_FIXED: Mapping[str, tuple[object, ...]] = {"rope_interleave": (True,), "attention_bias": (False,)}
+_SHARE = "partial_rotary_factor"
 
 
-def translate_latent(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`config` with the heads that the common reading asks for. Raises CheckpointError for heads of another size."""
+def translate_latent(config: Mapping[str, Any], whole_heads: bool = False) -> Mapping[str, Any]:
+    """`config` with the heads that the common reading asks for. Raises CheckpointError for heads of another size.
+
+    `whole_heads`: `head_dim` counts all channels of a head, and `partial_rotary_factor` is the share of them that is
+    rotated (Mistral 4). Else `head_dim` counts those that are rotated.
+    """
     heads, rotated = integer(config, "num_attention_heads"), integer(config, "qk_rope_head_dim")
     whole = integer(config, "qk_nope_head_dim") + rotated
-    for key, expected in (("num_key_value_heads", heads), ("head_dim", rotated), ("qk_head_dim", whole)):
+    config = _without_share(config, rotated, whole) if whole_heads else config
+    named = whole if whole_heads else rotated
+    for key, expected in (("num_key_value_heads", heads), ("head_dim", named), ("qk_head_dim", whole)):
         if config.get(key) is not None and config[key] != expected:
             raise CheckpointError(
                 f"config.json contradicts itself: {key} = {config[key]!r}, but latent attention with "
@@ -32,6 +39,24 @@ def translate_latent(config: Mapping[str, Any]) -> Mapping[str, Any]:
                 f"has {expected}"
             )
     return {**config, "num_key_value_heads": heads, "head_dim": rotated}
+
+
+def _without_share(config: Mapping[str, Any], rotated: int, whole: int) -> Mapping[str, Any]:
+    """`config` without `partial_rotary_factor`, in a rope or outside. Raises CheckpointError unless it is the share
+    that `rotated` is of `whole`."""
+    found = dict(config)
+    for where in ("", "rope_parameters", "rope_scaling"):
+        part = found.get(where) if where else found
+        if not isinstance(part, Mapping) or part.get(_SHARE) is None:
+            continue
+        if abs(number(part, _SHARE) * whole - rotated) > 1e-3:
+            raise CheckpointError(
+                f"config.json contradicts itself: {_SHARE} = {part[_SHARE]!r}{f' in {where}' * bool(where)}, but "
+                f"qk_rope_head_dim = {rotated} of the {whole} channels of a head are rotated"
+            )
+        kept = {key: value for key, value in part.items() if key != _SHARE}
+        found = {**found, where: kept} if where else kept
+    return found
 
 
 def with_latent(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:

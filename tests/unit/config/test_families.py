@@ -182,7 +182,7 @@ def test_the_text_model_in_mistral_3_is_of_either_kind(text_type):
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ({"model_type": "mistral4"}, "'mistral4'.*'mistral' or 'ministral3' is"),
+        ({"model_type": "mistral5"}, "'mistral5'.*'mistral', 'ministral3' or 'mistral4' is"),
         ({"model_type": "ministral3", "scale_emb": 7}, "scale_emb = 7 decides .* ministral3"),
         ({"model_type": "mistral", "rope_parameters": {"rope_type": "yarn", "llama_4_scaling_beta": 1}}, "llama_4_sc"),
     ],

@@ -1,4 +1,4 @@
-"""Latent attention (MLA) in config.json: DeepSeek-V3 and GLM-4.7-Flash as published, defaults, and what is refused."""
+"""Latent attention (MLA) in config.json: models as published, defaults, and what is refused."""
 
 from __future__ import annotations
 
@@ -18,10 +18,17 @@ from freight.errors import CheckpointError
 from freight.fp8.formats import Format, Granularity
 from freight.models.open import read_model_config
 from freight.models.shapes import tensor_shapes
+from freight.operands.routing import Scoring
 
 PUBLISHED = Path(__file__).parents[2] / "fixtures/published"
-ROWS = {"deepseek_v3": "DeepseekV3ForCausalLM", "glm4_moe_lite": "Glm4MoeLiteForCausalLM"}
+ROWS = {
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
+    "mistral4": "Mistral4ForCausalLM",
+}
 FLASH = {"model_type": "glm4_moe_lite", "architectures": [ROWS["glm4_moe_lite"]], "dtype": "bfloat16"}
+MISTRAL_4_ROPE = {"rope_type": "yarn", "factor": 128.0, "original_max_position_embeddings": 8192, "mscale": 1.0,
+                  "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1, "beta_fast": 32.0, "beta_slow": 1.0}  # fmt: skip
 R1 = json.loads((PUBLISHED / "deepseek-ai--DeepSeek-R1.json").read_text())
 
 
@@ -59,6 +66,52 @@ def test_glm_4_7_flash_by_the_defaults_of_transformers() -> None:
     assert bytes_per_token(model, Format.E4M3FN, Granularity.TOKEN) == 27166
 
 
+def small_4(**more: Any) -> dict[str, Any]:
+    """Mistral Small 4 in the form that its keys have in a file: a text model beside a vision model."""
+    text = {"model_type": "mistral4", "head_dim": 128, "qk_head_dim": 128, "num_key_value_heads": 32, "n_group": None,
+            "rope_parameters": {**MISTRAL_4_ROPE, "type": "yarn", "rope_theta": 1e4, "partial_rotary_factor": 0.5,
+                                "max_position_embeddings": 1048576}, **more}  # fmt: skip
+    return {"model_type": "mistral3", "architectures": ["Mistral3ForConditionalGeneration"], "dtype": "bfloat16",
+            "vision_config": {"model_type": "pixtral"}, "tie_word_embeddings": False, "text_config": text}  # fmt: skip
+
+
+def test_mistral_small_4_by_the_defaults_of_transformers() -> None:
+    model = read_model_config(small_4())
+    alone = read_model_config({"model_type": "mistral4", "architectures": [ROWS["mistral4"]], "dtype": "bfloat16"})
+    assert (model.layers, model.ropes) == (alone.layers, alone.ropes)
+    assert sum(math.prod(shape) for shape in tensor_shapes(model).values()) == pytest.approx(119e9, rel=2e-3)
+    sharper = 0.1 * math.log(128) + 1
+    assert latent_of(model) == LatentConfig(32, 1024, 256, 64, 64, 128, softmax_scale=128**-0.5 * sharper**2)
+    (rope,) = model.ropes
+    assert (rope.rotary_dim, rope.interleaved, rope.parameters["llama_4_scaling_beta"]) == (64, True, 0.1)
+    assert model.position_limit == 1048576
+    experts = {layer.feed_forward for layer in model.layers}
+    assert [(moe.routing.scoring, moe.choice_bias) for moe in experts if isinstance(moe, MoEConfig)] == [
+        (Scoring.SOFTMAX, False)
+    ]
+    assert len(experts) == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "word"),
+    [
+        ({"head_dim": 64}, "head_dim = 64"),
+        ({"partial_rotary_factor": 0.25}, "partial_rotary_factor = 0.25, but qk_rope_head_dim = 64 of the 128"),
+        (
+            {"rope_parameters": {**MISTRAL_4_ROPE, "partial_rotary_factor": 1.0}},
+            "partial_rotary_factor = 1.0 in rope_parameters, but qk_rope_head_dim = 64 of the 128",
+        ),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "llama_4_scaling_beta"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq = 2"),
+        ({"rope_interleave": False}, "rope_interleave"),
+    ],
+)
+def test_what_mistral_4_does_not_compute_is_refused(more: dict[str, Any], word: str) -> None:
+    with pytest.raises(CheckpointError) as error:
+        read_model_config(small_4(**more))
+    assert word in str(error.value)
+
+
 @pytest.mark.parametrize("model_type", ROWS)
 def test_absent_keys_mean_what_transformers_takes(model_type: str) -> None:
     said = {"model_type": model_type, "architectures": [ROWS[model_type]]}
@@ -88,7 +141,10 @@ def test_absent_keys_mean_what_transformers_takes(model_type: str) -> None:
 @pytest.mark.parametrize("model_type", ROWS)
 def test_what_transformers_writes_is_read(model_type: str, tmp_path: Path) -> None:
     more = {"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": None, "num_hidden_layers": 4}
-    AutoConfig.for_model(model_type, **more, rope_theta=5e5).save_pretrained(tmp_path)
+    theta: dict[str, Any] = {"rope_theta": 5e5}
+    if model_type == "mistral4":  # has a theta in its default rope, which one outside does not change
+        theta = {"rope_parameters": {**MISTRAL_4_ROPE, **theta}}
+    AutoConfig.for_model(model_type, **more, **theta).save_pretrained(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
     ours = read_model_config({**written, "architectures": [ROWS[model_type]]})
     assert (ours.num_layers, latent_of(ours).q_rank, ours.ropes[0].theta) == (4, None, 5e5)
