@@ -10,7 +10,7 @@
 #define FREIGHT_API extern "C" __attribute__((visibility("default")))
 
 // Changes when any declaration changes, so that a library from an older build is refused instead of called wrongly.
-constexpr int32_t FREIGHT_ABI = 24;
+constexpr int32_t FREIGHT_ABI = 25;
 FREIGHT_API int32_t freight_abi();
 
 constexpr int32_t FREIGHT_LANES = 16;      // outputs that are computed together: arrays by output are padded to it
@@ -268,6 +268,7 @@ struct FreightRoute {
   int64_t rows;
   int32_t format, top_k, scoring, normed;  // scoring: FreightScoring; normed: 0 or 1
   int32_t num_groups, top_groups;          // of experts; experts are chosen among those of the top_groups best groups
+  int32_t group_best;                      // 1 or 2: how many of a group's best scores are summed
   float factor;                            // multiplies the weights
   int32_t threads;
 };

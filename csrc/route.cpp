@@ -46,14 +46,15 @@ struct Router {
   const FreightRoute& a;
   int64_t num_experts;
 
-  // wanted[e] = -infinity for the experts of groups beyond the top_groups with the largest sums of their two best.
+  // wanted[e] = -infinity for the experts of groups beyond the top_groups whose group_best best have the largest sums.
   void leave_groups_out(float* wanted, std::vector<float>& best, std::vector<uint64_t>& keys) const {
     const int64_t size = num_experts / a.num_groups;
     best.resize(static_cast<size_t>(a.num_groups));
     for (int64_t group = 0; group < a.num_groups; group++) {
       const float* of = wanted + group * size;
-      largest(of, size, std::min<int64_t>(2, size), keys);
-      best[static_cast<size_t>(group)] = of[place_of(keys[0])] + (size > 1 ? of[place_of(keys[1])] : 0.f);
+      const int64_t summed = std::min<int64_t>(a.group_best, size);
+      largest(of, size, summed, keys);
+      best[static_cast<size_t>(group)] = of[place_of(keys[0])] + (summed > 1 ? of[place_of(keys[1])] : 0.f);
     }
     largest(best.data(), a.num_groups, a.num_groups, keys);
     for (int64_t i = a.top_groups; i < a.num_groups; i++) {

@@ -42,7 +42,7 @@ DOCUMENT = ROOT / "docs/models.md"
 README = ROOT / "README.md"
 MARKERS = ("<!-- models:begin -->\n", "<!-- models:end -->")
 # well-known model types that no recipe has, for the table of what is refused
-ALSO_ASKED = ("bloom", "deepseek_v2", "falcon", "falcon_h1", "gemma3n", "granite_swa", "jamba", "llava", "t5")
+ALSO_ASKED = ("bloom", "falcon", "falcon_h1", "gemma3n", "granite_swa", "jamba", "llava", "t5")
 _INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
 _PACKED = {"format": "pack-quantized", "config_groups": {"group_0": {"targets": ["Linear"], "weights": _INT4}}}
 _OWN_CODE = {"AutoModelForCausalLM": "modeling_baichuan.BaichuanForCausalLM"}
@@ -128,6 +128,8 @@ What was compared:
   by `time_step_min` instead (transformers#48989), so the models compared with it have a `time_step_min` of 1e-30.
 - *norms of latents* (MLA) have an eps of 1e-6, as transformers 5.23 has them, whatever `rms_norm_eps` is: 1e-5 in
   GLM-4.7-Flash.
+- *norm_topk_prob of DeepSeek-V2*, false in its files, is read over, as by transformers 5.23. In DeepSeek's own code,
+  true means weights that are divided by their sum and not multiplied by `routed_scaling_factor`.
 - *FP8 files*: one code reads Linear modules, whatever the family: all {num_forms} forms of `tests/formats/forms.py`,
   compared on a Llama ([checkpoint-formats.md](checkpoint-formats.md)). Experts are stored in further ways: for
   mixtures the column has the forms of `tests/formats/experts.py` and `mixtures.py` that were compared with experts.
@@ -161,8 +163,8 @@ def layers_table(tests: Tables) -> str:
         experts = ""
         if moe is not None:
             defaults = FAMILIES[model_type].defaults
-            chosen = next((defaults[key] for key in moe.top_k_keys if key in defaults), "?")
-            experts = "" if moe.count is None else f"{chosen} of {moe.count} experts: "
+            chosen = "".join(f"{defaults[key]} of " for key in moe.top_k_keys if key in defaults)
+            experts = "" if moe.count is None else f"{chosen}{moe.count} experts: "
         rows.append(
             (
                 quoted((model_type, *wrappers)),

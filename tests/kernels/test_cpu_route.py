@@ -35,6 +35,7 @@ def routings(draw: st.DrawFn) -> Routing:
         draw(st.sampled_from([1.0, 2.5])),
         groups,
         draw(st.integers(1, groups)),
+        draw(st.sampled_from([1, 2])),
     )
 
 
@@ -81,10 +82,11 @@ def special(rows: int, size: int) -> Tensor:
 
 @pytest.mark.parametrize("build", BUILDS)
 @pytest.mark.parametrize("scoring", Scoring)
-@pytest.mark.parametrize("groups", [1, 4])
-def test_what_is_not_finite_gives_valid_ids(build, scoring, groups):
+@pytest.mark.parametrize(("groups", "best"), [(1, 2), (4, 2), (4, 1)])
+def test_what_is_not_finite_gives_valid_ids(build, scoring, groups, best):
     """`bias` has them, because an identity makes NaN of infinities."""
-    kernels, routing = CpuKernels(library.load(build)), Routing(16, 4, scoring, num_groups=groups, top_groups=2)
+    kernels = CpuKernels(library.load(build))
+    routing = Routing(16, 4, scoring, num_groups=groups, top_groups=2, group_best=best)
     gate = kernels.pack(Weight(torch.zeros(16, 8)))
     for bias in (*special(40, 16), torch.full((16,), torch.nan), torch.full((16,), -torch.inf)):
         ids, weights = kernels.route(torch.zeros(2, 8), gate, routing, bias)

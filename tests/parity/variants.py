@@ -45,6 +45,7 @@ from tests.parity.shapes import (
 from transformers import (
     AfmoeConfig,
     ArceeConfig,
+    DeepseekV2Config,
     DeepseekV3Config,
     Ernie4_5_MoeConfig,
     Ernie4_5_VLMoeConfig,
@@ -194,6 +195,14 @@ VARIANTS: dict[str, PretrainedConfig] = {
         **LATENT | {"q_lora_rank": None}, n_group=4, topk_group=2, norm_topk_prob=False, n_shared_experts=2,
         mlp_layer_types=["sparse", "dense", "sparse"], rope_parameters={"rope_type": "default", "rope_theta": 500.0},
         tie_word_embeddings=True,
+    ),
+    "deepseek-v2": DeepseekV2Config(
+        **LATENT, n_group=4, topk_group=2, topk_method="group_limited_greedy", first_k_dense_replace=1,
+        rope_parameters={**MSCALE, "mscale": 0.707, "mscale_all_dim": 0.707},
+    ),
+    "deepseek-v2-lite": DeepseekV2Config(
+        **LATENT | {"q_lora_rank": None}, n_group=4, topk_group=1, norm_topk_prob=True, tie_word_embeddings=True,
+        rope_parameters={**YARN, "rope_theta": 1e4},
     ),
     "deepseek-v3": DeepseekV3Config(**LATENT, n_group=4, topk_group=2, first_k_dense_replace=1, rope_parameters=MSCALE),
     "deepseek-v3-without-q-lora": DeepseekV3Config(

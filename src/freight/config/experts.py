@@ -24,6 +24,7 @@ class MoEFamily:
     norm_key         whether a token's weights are divided by their sum; None: they are, unless they sum up to 1 anyway
     factor_key       multiplies the weights
     group_keys       number of groups, and of those that a token chooses among
+    group_best       `Routing.group_best`
     choice_bias      whether the router has a bias for the choice
     shared_width_key `intermediate_size` of the shared experts together; shared_count_key: how many there are, each as
                      wide as an expert
@@ -46,6 +47,7 @@ class MoEFamily:
     norm_key: str | None = "norm_topk_prob"
     factor_key: str | None = None
     group_keys: tuple[str, str] | None = None
+    group_best: int = 2
     choice_bias: bool = False
     shared_width_key: str | None = None
     shared_count_key: str | None = None
@@ -130,6 +132,7 @@ def _routing(config: Mapping[str, Any], family: MoEFamily) -> Routing:
         factor=1.0 if family.factor_key is None else number(config, family.factor_key, 1.0),
         num_groups=groups,
         top_groups=top_groups,
+        group_best=family.group_best,
     )
 
 

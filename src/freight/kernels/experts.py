@@ -63,7 +63,7 @@ def choose(
     wanted = scores if choice_bias is None else scores + choice_bias
     if routing.num_groups > 1:
         groups = wanted.unflatten(1, (routing.num_groups, -1))
-        best = groups.topk(min(2, groups.shape[2]), -1).values.sum(-1)
+        best = groups.topk(min(routing.group_best, groups.shape[2]), -1).values.sum(-1)
         left_out = torch.sort(best, dim=-1, descending=True, stable=True).indices[:, routing.top_groups :]
         wanted = groups.scatter(1, left_out[..., None].expand(-1, -1, groups.shape[2]), -torch.inf).flatten(1)
     ids = torch.sort(wanted, dim=-1, descending=True, stable=True).indices[:, : routing.top_k].sort(-1).values

@@ -21,8 +21,9 @@ class Routing:
     scoring        makes scores of the float32 logits, and these are the weights of the experts
     normed         the weights of a token are divided by their sum
     factor         multiplies the weights after that
-    num_groups, top_groups   experts are in groups of equal size, and a token chooses among the `top_groups` with the
-                   largest sums of their two best scores (DeepSeek-V3)
+    num_groups, top_groups   experts are in groups of equal size, and a token chooses among the `top_groups` whose best
+                   scores have the largest sums
+    group_best     how many of a group's best scores are summed: 2 (DeepSeek-V3), or 1 (DeepSeek-V2)
     """
 
     num_experts: int
@@ -32,3 +33,4 @@ class Routing:
     factor: float = 1.0
     num_groups: int = 1
     top_groups: int = 1
+    group_best: int = 2

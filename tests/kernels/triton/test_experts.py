@@ -186,6 +186,7 @@ ROUTINGS = {
     "chosen": Routing(12, 4, Scoring.CHOSEN, normed=False),
     "sigmoid": Routing(12, 3, Scoring.SIGMOID, factor=2.5),
     "groups": Routing(12, 3, Scoring.SIGMOID, num_groups=3, top_groups=2),
+    "groups by their best": Routing(12, 3, normed=False, factor=2.5, num_groups=3, top_groups=2, group_best=1),
     "groups of one": Routing(12, 3, Scoring.SIGMOID, num_groups=12, top_groups=5),
     "all": Routing(12, 12),
 }

@@ -18,14 +18,16 @@ from freight.errors import CheckpointError
 from freight.fp8.formats import Format, Granularity
 from freight.models.open import read_model_config
 from freight.models.shapes import tensor_shapes
-from freight.operands.routing import Scoring
+from freight.operands.routing import Routing, Scoring
 
 PUBLISHED = Path(__file__).parents[2] / "fixtures/published"
 ROWS = {
+    "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
     "mistral4": "Mistral4ForCausalLM",
 }
+NEEDED = {"deepseek_v2": {"num_experts_per_tok": 6}}  # what has no default
 FLASH = {"model_type": "glm4_moe_lite", "architectures": [ROWS["glm4_moe_lite"]], "dtype": "bfloat16"}
 MISTRAL_4_ROPE = {"rope_type": "yarn", "factor": 128.0, "original_max_position_embeddings": 8192, "mscale": 1.0,
                   "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1, "beta_fast": 32.0, "beta_slow": 1.0}  # fmt: skip
@@ -112,10 +114,56 @@ def test_what_mistral_4_does_not_compute_is_refused(more: dict[str, Any], word: 
     assert word in str(error.value)
 
 
+# as DeepSeek-V2's and V2-Lite's files have them
+V2: dict[str, Any] = {
+    "model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"], "hidden_size": 5120,
+    "intermediate_size": 12288, "num_hidden_layers": 60, "num_attention_heads": 128, "num_key_value_heads": 128,
+    "max_position_embeddings": 163840, "q_lora_rank": 1536, "kv_lora_rank": 512, "first_k_dense_replace": 1,
+    "moe_intermediate_size": 1536, "moe_layer_freq": 1, "n_group": 8, "topk_group": 3, "n_routed_experts": 160,
+    "num_experts_per_tok": 6, "n_shared_experts": 2, "norm_topk_prob": False, "routed_scaling_factor": 16.0,
+    "scoring_func": "softmax", "topk_method": "group_limited_greedy", "torch_dtype": "bfloat16", "rope_theta": 10000,
+    "rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "mscale": 0.707,
+                     "mscale_all_dim": 0.707, "beta_fast": 32, "beta_slow": 1},
+}  # fmt: skip
+LITE = V2 | {
+    "hidden_size": 2048, "intermediate_size": 10944, "num_hidden_layers": 27, "num_attention_heads": 16, "n_group": 1,
+    "num_key_value_heads": 16, "q_lora_rank": None, "moe_intermediate_size": 1408, "n_routed_experts": 64,
+    "topk_group": 1, "topk_method": "greedy", "routed_scaling_factor": 1.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("said", "parameters", "routing"),
+    [
+        (V2, 235.7e9, Routing(160, 6, normed=False, factor=16.0, num_groups=8, top_groups=3, group_best=1)),
+        (LITE, 15.7e9, Routing(64, 6, normed=False, group_best=1)),
+        (LITE | {"n_group": 8, "topk_group": 3}, 15.7e9, Routing(64, 6, normed=False, group_best=1)),
+        (LITE | {"norm_topk_prob": True}, 15.7e9, Routing(64, 6, normed=False, group_best=1)),
+    ],
+)
+def test_deepseek_v2(said: dict[str, Any], parameters: float, routing: Routing) -> None:
+    model = read_model_config(said)
+    assert sum(math.prod(shape) for shape in tensor_shapes(model).values()) == pytest.approx(parameters, rel=2e-3)
+    sharper, mixer = 0.1 * 0.707 * math.log(40) + 1, latent_of(model)
+    assert (mixer.q_rank, mixer.softmax_scale) == (said["q_lora_rank"], 192**-0.5 * sharper**2)
+    parts = [layer.feed_forward for layer in model.layers]
+    assert [isinstance(part, MoEConfig) for part in parts] == [False] + [True] * (said["num_hidden_layers"] - 1)
+    assert {part.routing for part in parts if isinstance(part, MoEConfig)} == {routing}
+    assert model.unread_keys.unknown == ()
+
+
+@pytest.mark.parametrize(
+    "more", [{"moe_layer_freq": 2}, {"topk_method": "noaux_tc"}, {"scoring_func": "sigmoid"}, {"attention_bias": True}]
+)
+def test_what_deepseek_v2_does_not_compute_is_refused(more: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match=next(iter(more))):
+        read_model_config(V2 | more)
+
+
 @pytest.mark.parametrize("model_type", ROWS)
 def test_absent_keys_mean_what_transformers_takes(model_type: str) -> None:
-    said = {"model_type": model_type, "architectures": [ROWS[model_type]]}
-    ours, theirs = read_model_config(said), AutoConfig.for_model(model_type)
+    said = {"model_type": model_type, "architectures": [ROWS[model_type]], **NEEDED.get(model_type, {})}
+    ours, theirs = read_model_config(said), AutoConfig.for_model(**said)
     mixer, names = latent_of(ours), "num_attention_heads q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim"
     assert (mixer.num_heads, mixer.q_rank, mixer.latent, mixer.nope, mixer.rotated) == tuple(
         getattr(theirs, name) for name in names.split()
@@ -129,7 +177,7 @@ def test_absent_keys_mean_what_transformers_takes(model_type: str) -> None:
     assert isinstance(experts, MoEConfig)
     routing = experts.routing
     assert (routing.num_experts, routing.top_k, routing.num_groups, routing.top_groups, routing.factor) == (
-        theirs.n_routed_experts, theirs.num_experts_per_tok, theirs.n_group, theirs.topk_group,
+        theirs.n_routed_experts, theirs.num_experts_per_tok, theirs.n_group or 1, theirs.topk_group or 1,
         theirs.routed_scaling_factor,
     )  # fmt: skip
     assert (experts.intermediate_size, routing.normed) == (theirs.moe_intermediate_size, theirs.norm_topk_prob)
@@ -144,7 +192,7 @@ def test_what_transformers_writes_is_read(model_type: str, tmp_path: Path) -> No
     theta: dict[str, Any] = {"rope_theta": 5e5}
     if model_type == "mistral4":  # has a theta in its default rope, which one outside does not change
         theta = {"rope_parameters": {**MISTRAL_4_ROPE, **theta}}
-    AutoConfig.for_model(model_type, **more, **theta).save_pretrained(tmp_path)
+    AutoConfig.for_model(model_type, **more, **theta, **NEEDED.get(model_type, {})).save_pretrained(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
     ours = read_model_config({**written, "architectures": [ROWS[model_type]]})
     assert (ours.num_layers, latent_of(ours).q_rank, ours.ropes[0].theta) == (4, None, 5e5)

@@ -1,11 +1,28 @@
-"""DeepSeek-V3 and R1, and Kimi K2 of Moonshot, which is the same. Imports no torch."""
+"""DeepSeek-V2, V3 and R1, and Kimi K2 of Moonshot, which is the same as V3. Imports no torch."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 from freight.config.experts import DEEPSEEK_EXPERTS
 from freight.config.family import Family, words
 from freight.config.latent import LATENT_FIXED, LATENT_KEYS, translate_latent, with_latent
 from freight.config.tensor_names import TensorNames
+from freight.operands.routing import Scoring
+
+_GREEDY, _IN_GROUPS = "greedy", "group_limited_greedy"
+
+
+def _translate_v2(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Weights are not normed, whatever `norm_topk_prob` says: transformers 5.23 reads over it. (DeepSeek's own code
+    norms them and leaves `routed_scaling_factor` out; no published file asks for it.) A greedy choice has no groups."""
+    config = {**config, "norm_topk_prob": False}
+    if config["topk_method"] == _GREEDY:
+        config = {key: value for key, value in config.items() if key not in ("n_group", "topk_group")}
+    return translate_latent(config)
+
 
 _DEEPSEEK_V3 = Family(
     "DeepseekV3ForCausalLM",
@@ -46,7 +63,38 @@ _DEEPSEEK_V3 = Family(
     translate=translate_latent,
     derive=with_latent,
 )
+_DEEPSEEK_V2 = replace(
+    _DEEPSEEK_V3,
+    architecture="DeepseekV2ForCausalLM",
+    defaults={
+        "vocab_size": 102400,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 2048,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "moe_intermediate_size": 1407,
+        "n_shared_experts": 2,
+        "topk_method": _GREEDY,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    fixed={
+        **LATENT_FIXED,
+        "scoring_func": ("softmax",),
+        "topk_method": (_GREEDY, _IN_GROUPS),
+        "moe_layer_freq": (1,),
+    },
+    moe=replace(DEEPSEEK_EXPERTS, count=64, scoring=Scoring.SOFTMAX, choice_bias=False, group_best=1),
+    translate=_translate_v2,
+)
 ROWS = {
+    "deepseek_v2": _DEEPSEEK_V2,
     "deepseek_v3": _DEEPSEEK_V3,
     "kimi_k2": _DEEPSEEK_V3,  # the same computation, of files that name every key
 }

@@ -115,6 +115,7 @@ def route(
     assert hidden_size == gate.in_features
     assert num_experts == routing.num_experts >= top_k
     assert num_experts % routing.num_groups == 0
+    assert routing.group_best in (1, 2)
     by_expert = (bias, choice_bias, expert_scale)
     assert all(one is None or (one.dtype == torch.float32 and one.shape == (num_experts,)) for one in by_expert)
     x = x.contiguous()
@@ -123,7 +124,8 @@ def route(
         FreightRoute(
             *(gate.address, x.data_ptr(), *map(address, by_expert), ids.data_ptr(), weights.data_ptr()),
             *(rows, FORMATS[x.dtype], top_k, SCORINGS[routing.scoring], routing.normed),
-            *(routing.num_groups, routing.top_groups, routing.factor, torch.get_num_threads()),
+            *(routing.num_groups, routing.top_groups, routing.group_best),
+            *(routing.factor, torch.get_num_threads()),
         )
     )
     return ids, weights

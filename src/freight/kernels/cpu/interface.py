@@ -17,7 +17,7 @@ from freight.operands.routing import Scoring
 from freight.operands.tiles import STATE_TILE as STATE_TILE  # FREIGHT_STATE_TILE
 from freight.operands.weight import Activations
 
-ABI = 24
+ABI = 25
 LANES, CACHE_LINE, MAX_HEAD_DIM, MAX_WIDTH = 16, 64, 1024, 8
 
 FORMAT_CODES = {
@@ -176,7 +176,8 @@ class FreightRoute(ctypes.Structure):
     _fields_ = (
         *((name, _POINTER) for name in ("gate", "x", "bias", "choice_bias", "expert_scale", "ids", "weights")),
         ("rows", _LONG),
-        *((name, _INT) for name in ("format", "top_k", "scoring", "normed", "num_groups", "top_groups")),
+        *((name, _INT) for name in ("format", "top_k", "scoring", "normed")),
+        *((name, _INT) for name in ("num_groups", "top_groups", "group_best")),
         ("factor", _FLOAT),
         ("threads", _INT),
     )

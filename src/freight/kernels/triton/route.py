@@ -36,9 +36,9 @@ def _first_largest(value, free, index, END: tl.constexpr):
 @triton.jit
 def _leave_out_groups(
     wanted, expert, NUM_EXPERTS: tl.constexpr, NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
-    GROUP_BLOCK: tl.constexpr,
+    GROUP_BEST: tl.constexpr, GROUP_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`wanted`, -inf but in the TOP_GROUPS groups with the largest sums of their two best."""
+    """`wanted`, -inf but in the TOP_GROUPS groups whose GROUP_BEST best, 1 or 2, have the largest sums."""
     PER_GROUP: tl.constexpr = NUM_EXPERTS // NUM_GROUPS
     group_index = tl.arange(0, GROUP_BLOCK)
     group_of = expert // PER_GROUP
@@ -47,7 +47,7 @@ def _leave_out_groups(
         member = group_of == group
         first = _first_largest(wanted, member, expert, NUM_EXPERTS)
         both = tl.sum(tl.where(expert == first, wanted, 0.0), 0)
-        if PER_GROUP > 1:
+        if PER_GROUP > 1 and GROUP_BEST > 1:
             others = member & (expert != first)
             both += tl.max(tl.where(others, wanted, float("-inf")), 0)
         best = tl.where(group_index == group, both, best)
@@ -64,7 +64,7 @@ def _leave_out_groups(
 def choose_kernel(
     logits_ptr, choice_bias_ptr, ids_ptr, weights_ptr, factor, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
     SCORING: tl.constexpr, NORMED: tl.constexpr, NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
-    BLOCK: tl.constexpr, GROUP_BLOCK: tl.constexpr,
+    GROUP_BEST: tl.constexpr, BLOCK: tl.constexpr, GROUP_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A program: one row. SCORING: a `Scoring`'s name."""
     row = tl.program_id(0).to(tl.int64)
@@ -81,7 +81,7 @@ def choose_kernel(
         wanted += tl.load(choice_bias_ptr + expert, mask=live, other=0.0)
     wanted = tl.where(wanted != wanted, float("inf"), wanted)  # so that ids exist for a row of NaN, too
     if NUM_GROUPS > 1:
-        wanted = _leave_out_groups(wanted, expert, NUM_EXPERTS, NUM_GROUPS, TOP_GROUPS, GROUP_BLOCK)
+        wanted = _leave_out_groups(wanted, expert, NUM_EXPERTS, NUM_GROUPS, TOP_GROUPS, GROUP_BEST, GROUP_BLOCK)
     free = live
     for _ in tl.static_range(TOP_K):
         free = free & (expert != _first_largest(wanted, free, expert, NUM_EXPERTS))
@@ -125,6 +125,7 @@ def choose(scores: Tensor, routing: Routing, choice_bias: Tensor | None = None) 
         NORMED=routing.normed,
         NUM_GROUPS=routing.num_groups,
         TOP_GROUPS=routing.top_groups,
+        GROUP_BEST=routing.group_best,
         BLOCK=triton.next_power_of_2(num_experts),
         GROUP_BLOCK=triton.next_power_of_2(routing.num_groups),
         num_warps=1,
