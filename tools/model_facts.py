@@ -178,6 +178,7 @@ def of_latents(model: ModelConfig) -> list[str]:
         if isinstance(mixer, LatentConfig):
             found += ["keys and values from a latent (MLA)"] + ["queries from another"] * (mixer.q_rank is not None)
             found += of_rope(model, mixer)
+    found += ["sparse beyond index_topk tokens, which are the most that run"] * (model.dense_limit is not None)
     return list(dict.fromkeys(found))
 
 

@@ -128,6 +128,8 @@ What was compared:
   by `time_step_min` instead (transformers#48989), so the models compared with it have a `time_step_min` of 1e-30.
 - *norms of latents* (MLA) have an eps of 1e-6, as transformers 5.23 has them, whatever `rms_norm_eps` is: 1e-5 in
   GLM-4.7-Flash.
+- *sparse attention of DeepSeek-V3.2 and GLM-5* (DSA) runs in contexts of up to `index_topk` tokens, 2,048 in published
+  files, where the indexer chooses all: `--max-model-len` is that at most, and the indexer's tensors are not read.
 - *norm_topk_prob of DeepSeek-V2*, false in its files, is read over, as by transformers 5.23. In DeepSeek's own code,
   true means weights that are divided by their sum and not multiplied by `routed_scaling_factor`.
 - *FP8 files*: one code reads Linear modules, whatever the family: all {num_forms} forms of `tests/formats/forms.py`,

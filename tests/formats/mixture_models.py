@@ -7,11 +7,13 @@ from typing import Any
 from transformers import (
     AfmoeConfig,
     DeepseekV3Config,
+    DeepseekV32Config,
     Ernie4_5_MoeConfig,
     Gemma4TextConfig,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
     Glm4vMoeConfig,
+    GlmMoeDsaConfig,
     GraniteMoeConfig,
     HunYuanMoEV1Config,
     HYV3Config,
@@ -43,11 +45,14 @@ VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2
 GLM: dict[str, Any] = {**MOE, "n_routed_experts": EXPERTS, "n_shared_experts": 1, "first_k_dense_replace": 1}
 LATENT: dict[str, Any] = {"num_key_value_heads": 2, "q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 128,
                           "qk_rope_head_dim": 64, "v_head_dim": 128}  # fmt: skip
+INDEXER: dict[str, Any] = {"index_topk": 128, "index_head_dim": 128, "index_n_heads": 2}
 MODELS: dict[str, PretrainedConfig] = {
     "glm4_moe": Glm4MoeConfig(**HEADS, **GLM, use_qk_norm=True, attention_bias=True, routed_scaling_factor=1.7),
     # heads of q end in the middle of blocks of 128, as the published ones do
     "deepseek_v3": DeepseekV3Config(**SHAPE | GLM | LATENT, n_group=2, topk_group=1, routed_scaling_factor=2.5),
     "glm4_moe_lite": Glm4MoeLiteConfig(**SHAPE | GLM | LATENT | {"qk_nope_head_dim": 192}, routed_scaling_factor=1.8),
+    "deepseek_v32": DeepseekV32Config(**SHAPE | GLM | LATENT | INDEXER, n_group=2, topk_group=1),
+    "glm_moe_dsa": GlmMoeDsaConfig(**SHAPE | GLM | LATENT | INDEXER, indexer_types=["full", "shared"]),
     "glm4v_moe": Glm4vMoeConfig(
         text_config={**HEADS, **GLM, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
                                                          "partial_rotary_factor": 0.5, "mrope_section": [4, 6, 6]}},

@@ -131,7 +131,7 @@ FORMS = {
         kv=kv(*SCALES),
     ),
     "deepseek's own blocks": MixtureForm(
-        ("deepseek_v3",),
+        ("deepseek_v3", "deepseek_v32", "glm_moe_dsa"),
         {**BLOCKS, "fmt": "e4m3"},
         _own_blocks,
         "groups",

@@ -42,6 +42,7 @@ LATENT: dict[str, Any] = {
     "qk_rope_head_dim": 8, "v_head_dim": 20, "n_routed_experts": 8, "num_experts_per_tok": 3,
     "moe_intermediate_size": 32, "routed_scaling_factor": 1.7,
 }  # fmt: skip
+INDEXER: dict[str, Any] = {"index_topk": 2048, "index_head_dim": 16, "index_n_heads": 2}
 GRANITE: dict[str, Any] = {"embedding_multiplier": 12.7, "attention_multiplier": 0.1, "residual_multiplier": 0.22,
                            "logits_scaling": 3.0}  # fmt: skip
 GPT_OSS: dict[str, Any] = {

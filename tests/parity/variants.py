@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.parity.latents import LATENTS
 from tests.parity.shapes import (
     ALPHA,
     DELTA_NET,
@@ -14,7 +15,6 @@ from tests.parity.shapes import (
     GRANITE,
     GRANITE_H,
     HALF,
-    LATENT,
     LFM2,
     LFM2_MOE,
     LLAMA3,
@@ -45,8 +45,6 @@ from tests.parity.shapes import (
 from transformers import (
     AfmoeConfig,
     ArceeConfig,
-    DeepseekV2Config,
-    DeepseekV3Config,
     Ernie4_5_MoeConfig,
     Ernie4_5_VLMoeConfig,
     Ernie4_5Config,
@@ -57,7 +55,6 @@ from transformers import (
     Gemma4UnifiedTextConfig,
     Glm4Config,
     Glm4MoeConfig,
-    Glm4MoeLiteConfig,
     Glm4vConfig,
     Glm4vMoeConfig,
     GlmConfig,
@@ -78,7 +75,6 @@ from transformers import (
     MiniCPMV4_6Config,
     MiniMaxM2Config,
     Ministral3Config,
-    Mistral4Config,
     MistralConfig,
     MixtralConfig,
     MuseGlimmerConfig,
@@ -123,11 +119,6 @@ VARIANTS: dict[str, PretrainedConfig] = {
     "ministral3-tied": Ministral3Config(
         **SHAPE, head_dim=16, tie_word_embeddings=True, sliding_window=24,
         rope_parameters={**SCALED, "mscale": 1.0, "mscale_all_dim": 1.0, "max_position_embeddings": 256},
-    ),
-    "mistral4": Mistral4Config(**LATENT, rope_parameters={**SCALED, "mscale": 1.0, "mscale_all_dim": 1.0}),
-    "mistral4-groups": Mistral4Config(
-        **LATENT | {"q_lora_rank": None}, n_group=4, topk_group=2, norm_topk_prob=False, n_shared_experts=2,
-        first_k_dense_replace=1, tie_word_embeddings=True, rope_parameters={**SCALED, "mscale_all_dim": 0.8},
     ),
     "qwen2": Qwen2Config(**SHAPE),
     "qwen2-window-off": Qwen2Config(**SHAPE, use_sliding_window=False, sliding_window=24),
@@ -190,25 +181,7 @@ VARIANTS: dict[str, PretrainedConfig] = {
     "qwen3-moe-dense-layer": Qwen3MoeConfig(**SHAPE, **MOE, mlp_only_layers=[1]),
     "glm4-moe": Glm4MoeConfig(**SHAPE, **GLM_MOE, n_group=4, topk_group=2, use_qk_norm=True, attention_bias=True),
     "glm4-moe-plain": Glm4MoeConfig(**SHAPE, **GLM_MOE, norm_topk_prob=False, n_shared_experts=2),
-    "glm4-moe-lite": Glm4MoeLiteConfig(**LATENT),
-    "glm4-moe-lite-groups": Glm4MoeLiteConfig(
-        **LATENT | {"q_lora_rank": None}, n_group=4, topk_group=2, norm_topk_prob=False, n_shared_experts=2,
-        mlp_layer_types=["sparse", "dense", "sparse"], rope_parameters={"rope_type": "default", "rope_theta": 500.0},
-        tie_word_embeddings=True,
-    ),
-    "deepseek-v2": DeepseekV2Config(
-        **LATENT, n_group=4, topk_group=2, topk_method="group_limited_greedy", first_k_dense_replace=1,
-        rope_parameters={**MSCALE, "mscale": 0.707, "mscale_all_dim": 0.707},
-    ),
-    "deepseek-v2-lite": DeepseekV2Config(
-        **LATENT | {"q_lora_rank": None}, n_group=4, topk_group=1, norm_topk_prob=True, tie_word_embeddings=True,
-        rope_parameters={**YARN, "rope_theta": 1e4},
-    ),
-    "deepseek-v3": DeepseekV3Config(**LATENT, n_group=4, topk_group=2, first_k_dense_replace=1, rope_parameters=MSCALE),
-    "deepseek-v3-without-q-lora": DeepseekV3Config(
-        **LATENT | {"q_lora_rank": None}, n_group=1, topk_group=1, first_k_dense_replace=2, rms_norm_eps=1e-5,
-        rope_parameters={**YARN, "rope_theta": 1e4},
-    ),
+    **LATENTS,
     "minimax-m2": MiniMaxM2Config(
         **SHAPE, num_local_experts=8, num_experts_per_tok=3, head_dim=32, rotary_dim=16, bos_token_id=1, eos_token_id=2
     ),

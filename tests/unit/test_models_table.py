@@ -75,7 +75,7 @@ def test_the_code_is_asked(model_type: str, more: dict[str, Any], runs: str, rea
 
 
 def test_each_mechanism_that_an_error_names_is_a_reason(tests: Tables) -> None:
-    sparse, mla = ask("deepseek_v32", tests).reasons
+    sparse, mla = ask("dots3_note", tests).reasons
     assert (sparse[:16], mla) == ("sparse attention", MLA)
     assert {sparse, mla} <= {mechanism.name for mechanism in MECHANISMS}
 

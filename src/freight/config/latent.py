@@ -18,6 +18,13 @@ if TYPE_CHECKING:
 LATENT_KEYS = words("q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim")
 # `Family.fixed`: other values of these are in no published file. False is the only `attention_bias` that is run
 LATENT_FIXED: Mapping[str, tuple[object, ...]] = {"rope_interleave": (True,), "attention_bias": (False,)}
+# of an indexer, which does not run: up to `index_topk` tokens it would choose all of them
+INDEXER_KEYS = words(
+    "index_topk index_head_dim index_n_heads index_topk_freq index_topk_pattern index_skip_topk_offset"
+)
+INDEXER_KEYS |= words("index_share_for_mtp_iteration indexer_rope_interleave indexer_types layer_types")
+INDEXED = "indexed_attention"  # in `layer_types`, as transformers writes them
+INDEXER = (("*.self_attn.indexer.*", "of an indexer: up to index_topk tokens, sparse attention attends to all"),)
 _SHARE = "partial_rotary_factor"
 
 
@@ -39,6 +46,11 @@ def translate_latent(config: Mapping[str, Any], whole_heads: bool = False) -> Ma
                 f"has {expected}"
             )
     return {**config, "num_key_value_heads": heads, "head_dim": rotated}
+
+
+def translate_indexed(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`translate_latent` without `head_dim`, which transformers reads over: 192 in GLM-5.2, where 64 are rotated."""
+    return translate_latent({key: value for key, value in config.items() if key != "head_dim"})
 
 
 def _without_share(config: Mapping[str, Any], rotated: int, whole: int) -> Mapping[str, Any]:
@@ -72,6 +84,13 @@ def with_latent(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
         softmax_scale=(nope + rotated) ** -0.5 * _sharper(config),
     )
     return replace(model, layers=tuple(replace(layer, mixer=mixer) for layer in model.layers))
+
+
+def with_indexed(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
+    """`model` with latent attention in every layer, for contexts in which the sparse one attends to all tokens."""
+    limit = integer(config, "index_topk")
+    positions = min(model.max_position_embeddings, limit)
+    return replace(with_latent(config, model), max_position_embeddings=positions, dense_limit=limit)
 
 
 def _sharper(config: Mapping[str, Any]) -> float:

@@ -68,6 +68,8 @@ class ModelConfig:
 
     layers                 from the first to the last
     ropes                  the rotary embeddings that layers name by index
+    dense_limit            tokens of the longest context in which sparse attention attends to every token, which is all
+                           that runs (`index_topk`); `max_position_embeddings` is no larger. None: attention is dense
     norm_eps               of every norm
     post_norm_eps          of norms of what layers add, where theirs is another; None: it is `norm_eps`
     norm_offset            what is added to a stored norm weight
@@ -120,6 +122,7 @@ class ModelConfig:
     position_offset: int | None = None
     embedding_size: int | None = None
     foreign: ForeignModel | None = None
+    dense_limit: int | None = None
     prediction_layers: int = 0
     rounds_multiplier: bool = False
     residual_multiplier: float = 1.0
@@ -134,8 +137,20 @@ class ModelConfig:
 
     @property
     def position_limit(self) -> int:
-        """Positions that the ropes cover; linear and yarn scaling may reach past `max_position_embeddings`."""
-        return max((self.max_position_embeddings, *map(self._covered, self.ropes)))
+        """Positions that the ropes cover; linear and yarn scaling may reach past `max_position_embeddings`. None is
+        beyond `dense_limit`."""
+        covered = max((self.max_position_embeddings, *map(self._covered, self.ropes)))
+        return covered if self.dense_limit is None else min(covered, self.dense_limit)
+
+    @property
+    def limit_words(self) -> str:
+        """What no context is longer than, for errors."""
+        if self.position_limit != self.dense_limit:
+            return f"the {self.position_limit} positions of this model"
+        return (
+            f"index_topk = {self.dense_limit} of config.json: in longer contexts this model attends to keys that an "
+            "indexer chooses, which Freight does not have, and up to that length to all of them"
+        )
 
     def for_context(self, max_len: int) -> ModelConfig:
         """With the ropes of contexts of up to `max_len` tokens: tables of any length then have the same values."""
@@ -285,7 +300,7 @@ def _ropes(config: Mapping[str, Any], family: Family, model: ModelConfig) -> tup
         return ()
     sizes = {mixer.rope: _rotary_size(mixer) for mixer in mixers}
     head_dims = tuple(sizes.get(rope, _rotary_size(mixers[0])) for rope in (0, 1))
-    return parse_ropes(config, family, model.max_position_embeddings, head_dims)
+    return parse_ropes(config, family, integer(config, "max_position_embeddings"), head_dims)
 
 
 def _rotary_size(mixer: PagedMixer) -> int:

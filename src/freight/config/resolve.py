@@ -197,8 +197,8 @@ def _max_model_len(args: EngineArgs, model: ModelConfig) -> int:
         return model.max_position_embeddings
     if args.max_model_len > model.position_limit:
         raise ConfigError(
-            f"--max-model-len {args.max_model_len} is more than the {model.position_limit} positions of this model; "
-            f"use at most {model.position_limit}, or omit it"
+            f"--max-model-len {args.max_model_len} is more than {model.limit_words}; use at most "
+            f"{model.position_limit}, or omit it"
         )
     return args.max_model_len
 

@@ -57,7 +57,9 @@ def start_engine(
     """
     args = opened.args
     config = opened.resolve(args)
-    asked = config.max_model_len
+    asked, dense = config.max_model_len, opened.model.dense_limit
+    if args.max_model_len is None and asked == dense:
+        logger.info("context limited to the %d tokens of index_topk, up to which attention is not sparse", dense)
     spec = opened.cache_spec(config)
     if config.kv_cache_memory is not None:
         _check_memory(config.kv_cache_memory, _weight_bytes(opened.model, config), opened.device)

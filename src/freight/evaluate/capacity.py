@@ -184,8 +184,7 @@ def _check(wish: Wish, model: ModelConfig) -> int:
             raise ConfigError(f"{flag} {value} must be an integer ≥ 1")
     if wish.context is not None and wish.context > model.position_limit:
         raise ConfigError(
-            f"--context {wish.context} is more than the {model.position_limit} positions of this model; use at most "
-            f"{model.position_limit}, or omit it"
+            f"--context {wish.context} is more than {model.limit_words}; use at most {model.position_limit}, or omit it"
         )
     return wish.context or model.max_position_embeddings
 

@@ -24,6 +24,8 @@ PUBLISHED = Path(__file__).parents[2] / "fixtures/published"
 ROWS = {
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "deepseek_v32": "DeepseekV32ForCausalLM",
+    "glm_moe_dsa": "GlmMoeDsaForCausalLM",
     "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
     "mistral4": "Mistral4ForCausalLM",
 }
@@ -160,6 +162,31 @@ def test_what_deepseek_v2_does_not_compute_is_refused(more: dict[str, Any]) -> N
         read_model_config(V2 | more)
 
 
+@pytest.mark.parametrize(
+    ("name", "parameters", "latent", "theta"),
+    [
+        ("deepseek-ai--DeepSeek-V3.2", 671.0e9, (128, 1536, 512, 128, 64, 128), 1e4),
+        ("zai-org--GLM-5", 744e9, (64, 2048, 512, 192, 64, 256), 1e6),
+        ("zai-org--GLM-5.1-FP8", 744e9, (64, 2048, 512, 192, 64, 256), 1e6),
+        ("zai-org--GLM-5.2-FP8", 744e9, (64, 2048, 512, 192, 64, 256), 8e6),
+    ],
+)
+def test_sparse_attention_as_published(name: str, parameters: float, latent: tuple[int, ...], theta: float) -> None:
+    """Dense up to index_topk tokens; keys about the indexer, and GLM-5.2's head_dim of 192, are read over."""
+    content = json.loads((PUBLISHED / f"{name}.json").read_text())
+    model, mixer = read_model_config(content), latent_of(read_model_config(content))
+    sizes = (mixer.num_heads, mixer.q_rank, mixer.latent, mixer.nope, mixer.rotated, mixer.head_size)
+    assert sizes == latent
+    assert sum(math.prod(shape) for shape in tensor_shapes(model).values()) == pytest.approx(parameters, rel=5e-3)
+    assert (model.dense_limit, model.max_position_embeddings, model.position_limit) == (2048, 2048, 2048)
+    assert (model.ropes[0].theta, model.ropes[0].rotary_dim) == (theta, 64)
+    assert model.unread_keys.unknown == ()
+    parts = [isinstance(layer.feed_forward, MoEConfig) for layer in model.layers]
+    assert parts == [False] * 3 + [True] * (len(parts) - 3)
+    shorter = read_model_config(content | {"max_position_embeddings": 1024})
+    assert (shorter.dense_limit, shorter.max_position_embeddings) == (2048, 1024)
+
+
 @pytest.mark.parametrize("model_type", ROWS)
 def test_absent_keys_mean_what_transformers_takes(model_type: str) -> None:
     said = {"model_type": model_type, "architectures": [ROWS[model_type]], **NEEDED.get(model_type, {})}
@@ -171,7 +198,7 @@ def test_absent_keys_mean_what_transformers_takes(model_type: str) -> None:
     assert mixer.head_size == theirs.v_head_dim
     assert (ours.num_layers, ours.hidden_size, ours.vocab_size, ours.norm_eps, ours.max_position_embeddings) == (
         theirs.num_hidden_layers, theirs.hidden_size, theirs.vocab_size, theirs.rms_norm_eps,
-        theirs.max_position_embeddings,
+        getattr(theirs, "index_topk", theirs.max_position_embeddings),
     )  # fmt: skip
     experts = ours.layers[-1].feed_forward
     assert isinstance(experts, MoEConfig)
@@ -188,15 +215,16 @@ def test_absent_keys_mean_what_transformers_takes(model_type: str) -> None:
 
 @pytest.mark.parametrize("model_type", ROWS)
 def test_what_transformers_writes_is_read(model_type: str, tmp_path: Path) -> None:
-    more = {"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": None, "num_hidden_layers": 4}
+    rank = 24 if "index_topk" in AutoConfig.for_model(model_type).to_dict() else None
+    more = {"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": rank, "num_hidden_layers": 4}
     theta: dict[str, Any] = {"rope_theta": 5e5}
     if model_type == "mistral4":  # has a theta in its default rope, which one outside does not change
         theta = {"rope_parameters": {**MISTRAL_4_ROPE, **theta}}
     AutoConfig.for_model(model_type, **more, **theta, **NEEDED.get(model_type, {})).save_pretrained(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
     ours = read_model_config({**written, "architectures": [ROWS[model_type]]})
-    assert (ours.num_layers, latent_of(ours).q_rank, ours.ropes[0].theta) == (4, None, 5e5)
-    assert latent_of(ours).q_sizes[0] == latent_of(ours).q_sizes[1]
+    assert (ours.num_layers, latent_of(ours).q_rank, ours.ropes[0].theta) == (4, rank, 5e5)
+    assert (latent_of(ours).q_sizes[0] == latent_of(ours).q_sizes[1]) == (rank is None)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,10 @@ SHAPE = {
     "num_key_value_heads": 2,
 }
 # tested on their own: what transformers does not know, and mixtures, latents and OPT in their files
-LATENTS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "mistral4")
+LATENTS = (
+    *("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"),
+    *("kimi_k2", "mistral4"),
+)
 APART = ("mimo", "mixtral", "qwen2_moe", "qwen3_moe", "opt", "nemotron_h", *LATENTS)
 FAMILIES = {
     name: row.architecture for name, row in registry.FAMILIES.items() if row.text_type is None and name not in APART

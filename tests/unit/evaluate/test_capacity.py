@@ -295,6 +295,13 @@ def test_a_wish_that_no_memory_serves_is_refused(wish: Wish, says: str) -> None:
         make_plan(LLAMA_3_1_8B, wish)
 
 
+def test_a_context_of_sparse_attention_is_none_beyond_index_topk() -> None:
+    glm_5 = json.loads((Path(__file__).parents[2] / "fixtures/published/zai-org--GLM-5.json").read_text())
+    assert make_plan(glm_5, Wish(2000 * GIB)).context == 2048
+    with pytest.raises(ConfigError, match=r"--context 2049 is more than index_topk = 2048 .* use at most 2048"):
+        make_plan(glm_5, Wish(2000 * GIB, 2049))
+
+
 def test_less_memory_than_the_weights_is_refused_with_what_would_be_enough() -> None:
     with pytest.raises(CapacityError, match=r"weights alone need 8.5 GiB in fp8_e4m3fn: give at least 17.4 GiB"):
         make_plan(LLAMA_3_1_8B, Wish(8 * GIB, 8192, 16))

@@ -1,4 +1,4 @@
-"""DeepSeek-V2, V3 and R1, and Kimi K2 of Moonshot, which is the same as V3. Imports no torch."""
+"""DeepSeek-V2, V3, R1 and V3.2, and Kimi K2 of Moonshot, which is the same as V3. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,17 @@ from typing import Any
 
 from freight.config.experts import DEEPSEEK_EXPERTS
 from freight.config.family import Family, words
-from freight.config.latent import LATENT_FIXED, LATENT_KEYS, translate_latent, with_latent
+from freight.config.latent import (
+    INDEXED,
+    INDEXER,
+    INDEXER_KEYS,
+    LATENT_FIXED,
+    LATENT_KEYS,
+    translate_indexed,
+    translate_latent,
+    with_indexed,
+    with_latent,
+)
 from freight.config.tensor_names import TensorNames
 from freight.operands.routing import Scoring
 
@@ -93,8 +103,20 @@ _DEEPSEEK_V2 = replace(
     moe=replace(DEEPSEEK_EXPERTS, count=64, scoring=Scoring.SOFTMAX, choice_bias=False, group_best=1),
     translate=_translate_v2,
 )
+_DEEPSEEK_V32 = replace(
+    _DEEPSEEK_V3,
+    architecture="DeepseekV32ForCausalLM",
+    defaults={**_DEEPSEEK_V3.defaults, "max_position_embeddings": 163840, "index_topk": 2048},
+    keys=LATENT_KEYS | INDEXER_KEYS,
+    other_layers=(INDEXED,),
+    moe=replace(DEEPSEEK_EXPERTS, dense_keys=words("first_k_dense_replace mlp_layer_types")),
+    tensors=TensorNames(shared="mlp.shared_experts.", unused=INDEXER),
+    translate=translate_indexed,
+    derive=with_indexed,
+)
 ROWS = {
     "deepseek_v2": _DEEPSEEK_V2,
     "deepseek_v3": _DEEPSEEK_V3,
+    "deepseek_v32": _DEEPSEEK_V32,
     "kimi_k2": _DEEPSEEK_V3,  # the same computation, of files that name every key
 }

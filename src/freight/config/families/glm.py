@@ -1,4 +1,4 @@
-"""GLM 4 of Zhipu: dense, mixtures of experts, and those with pictures. Imports no torch."""
+"""GLM 4 of Zhipu: dense, mixtures of experts, and those with pictures; GLM 5. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,17 @@ from freight.config.deriving import with_attention
 from freight.config.experts import DEEPSEEK_EXPERTS
 from freight.config.family import LANGUAGE_MODEL, Family, RopeForm, words
 from freight.config.fields import flag
-from freight.config.latent import LATENT_FIXED, LATENT_KEYS, translate_latent, with_latent
+from freight.config.latent import (
+    INDEXED,
+    INDEXER,
+    INDEXER_KEYS,
+    LATENT_FIXED,
+    LATENT_KEYS,
+    translate_indexed,
+    translate_latent,
+    with_indexed,
+    with_latent,
+)
 from freight.config.layer import NormPlacement
 from freight.config.tensor_names import VISUAL, TensorNames
 
@@ -97,6 +107,35 @@ _GLM4_MOE_LITE = replace(
     translate=translate_latent,
     derive=with_latent,
 )
+_GLM_MOE_DSA = replace(
+    _GLM4_MOE_LITE,
+    architecture="GlmMoeDsaForCausalLM",
+    defaults={
+        **_GLM4_MOE_LITE.defaults,
+        "hidden_size": 6144,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 78,
+        "num_attention_heads": 64,
+        "q_lora_rank": 2048,
+        "moe_intermediate_size": 2048,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 3,
+        "routed_scaling_factor": 2.5,
+        "index_topk": 2048,
+    },
+    keys=LATENT_KEYS | INDEXER_KEYS,
+    fixed={
+        **_GLM4_MOE_LITE.fixed,
+        "scoring_func": ("sigmoid",),
+        "moe_layer_freq": (1,),
+        "moe_router_dtype": ("float32",),
+    },
+    other_layers=(INDEXED,),
+    moe=replace(DEEPSEEK_EXPERTS, dense_keys=words("first_k_dense_replace mlp_layer_types")),
+    tensors=replace(_GLM4_MOE_LITE.tensors, unused=INDEXER),
+    translate=translate_indexed,
+    derive=with_indexed,
+)
 _GLM4V = replace(
     _GLM4,
     architecture="Glm4vForConditionalGeneration",
@@ -124,6 +163,7 @@ ROWS = {
     "glm4": _GLM4,
     "glm4_moe": _GLM4_MOE,
     "glm4_moe_lite": _GLM4_MOE_LITE,
+    "glm_moe_dsa": _GLM_MOE_DSA,
     "glm4v": _GLM4V,
     "glm46v": replace(_GLM4V, architecture="Glm46VForConditionalGeneration"),
     "glmga": replace(_GLM4V, architecture="Glm46VForConditionalGeneration"),
