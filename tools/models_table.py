@@ -115,7 +115,7 @@ What was compared:
 - *logits compared*: the variants of `tests/parity/variants.py`. Their float32 logits are within 1e-4 of
   transformers', with the compiled CPU kernels and with the reference; those with a * are compared in bfloat16 too.
   `mistral3` and `gemma3` are compared with their text models in `tests/parity/`; so are `glm46v`, `glmga`,
-  `internvl`, `internvl_chat`, `interns1` and `phi4mm` in `tests/parity/test_wrapped.py`. "As" another type:
+  `internvl`, `internvl_chat`, `interns1`, `kimi_k25` and `phi4mm` in `tests/parity/test_wrapped.py`. "As" another type:
   transformers does not know this one, and a small checkpoint of it is compared there with transformers' model of the
   other type and the same weights.
 - *same bits*: the variants for which `tests/e2e/test_equivalences.py` compares chunks, batches, prefix hits and

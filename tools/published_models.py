@@ -145,6 +145,7 @@ def _in_short(message: str) -> str:
     reason = message.partition("cannot be used: ")[2] or message.removeprefix("config.json: ")
     reason = reason.partition(". Model types that need")[0].partition("; ")[0]
     reason = re.sub(r" of type '\w+'", "", reason)  # the row names the model
+    reason = re.sub(r" config_groups\['\w+'\]", "", reason)
     reason = re.sub(r" = \{.*(?:\}|\.\.\.)", "", reason)  # long values
     return reason.replace("|", "\\|")
 

@@ -6,13 +6,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.formats.experts import Made, make, one_of_each_kind
+from tests.formats.mixtures import make as make_mixture
 from tests.formats.test_experts import logprobs
 
 from freight import quantize
 from freight.cli.inspect import describe
+from freight.errors import CheckpointError
 
 UNDER = "model.language_model."
 _OUTSIDE = ("quantization_config", "dtype")
@@ -53,6 +56,29 @@ def test_every_scale_of_a_wrapped_mixture_is_used(tmp_path: Path) -> None:
         {"of the vision model: Freight runs the text model alone": 1},
     )
     assert facts["kv_cache"]["scales"][0]["k"]["names"] == [f"{UNDER}layers.0.self_attn.k_scale"]
+
+
+def test_a_declaration_within_the_text_model_is_read(tmp_path: Path) -> None:
+    """DeepSeek's blocks in the text model of Kimi-K2.5, which declares its weights there."""
+    made = make_mixture("deepseek's own blocks", "deepseek_v3")
+    expected = logprobs(made.save(tmp_path / "plain"))
+    text = {key: value for key, value in made.config.items() if key not in ("dtype", "architectures")}
+    whole = {"model_type": "kimi_k25", "architectures": ["KimiK25ForConditionalGeneration"],
+             "tie_word_embeddings": False, "dtype": made.config["dtype"],
+             "vision_config": {"patch_size": 14}, "text_config": text}  # fmt: skip
+    folder = tmp_path / "whole"
+    folder.mkdir()
+    stored = {f"language_model.{name}": tensor for name, tensor in made.tensors.items()}
+    stored["vision_tower.encoder.norm.weight"] = stored["mm_projector.proj.0.weight"] = torch.ones(2, 2)
+    save_file({name: tensor.clone() for name, tensor in stored.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(whole))
+    assert torch.equal(logprobs(str(folder)), expected)
+    with pytest.raises(CheckpointError, match="quantized"):
+        quantize(str(folder), tmp_path / "out", weights="fp8", kv_cache="none")
+    text["quantization_config"] = {"quant_method": "awq", "bits": 4}
+    (folder / "config.json").write_text(json.dumps(whole))
+    with pytest.raises(CheckpointError, match="'awq' is not implemented"):
+        logprobs(str(folder))
 
 
 def test_quantizing_keeps_the_vision_model(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from transformers import (
     DeepseekV3Config,
     Glm46VConfig,
     InternVLConfig,
+    Kimi_K25Config,
     Phi3Config,
     PretrainedConfig,
     Qwen2Config,
@@ -241,6 +242,43 @@ def test_kimi_k2_as_deepseek_v3_with_the_same_weights(tmp_path: Path):
     change(tmp_path, small)
     assert said(tmp_path)["model_type"] == "kimi_k2"
     close(tmp_path, expected)
+
+
+KIMI_VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
+               "pos_emb_height": 4, "pos_emb_width": 4}  # fmt: skip
+
+
+def as_kimi_publishes(stored: dict[str, Tensor]) -> dict[str, Tensor]:
+    """transformers 5.23 saves the layers of the text model as `blocks`, as those of the vision model are called."""
+    return {name.replace("language_model.model.blocks.", "language_model.model.layers."): x
+            for name, x in stored.items()}  # fmt: skip
+
+
+def as_transformers_names_it(stored: dict[str, Tensor]) -> dict[str, Tensor]:
+    inner = {name.replace("language_model.model.", "model.language_model."): x for name, x in stored.items()}
+    return {name.replace("language_model.lm_head", "lm_head"): x for name, x in inner.items()}
+
+
+def test_the_text_model_of_kimi_k2_5(tmp_path: Path):
+    """With the keys that transformers writes, and those of the published file; under both names of its tensors."""
+    whole = Kimi_K25Config(text_config=VARIANTS["deepseek-v3"].to_dict(), vision_config=KIMI_VISION,
+                           projection_hidden_size=16, tie_word_embeddings=False)  # fmt: skip
+    expected = theirs(save_random(whole, tmp_path, torch.float32))
+    change(tmp_path, rename=as_kimi_publishes)
+    close(tmp_path, expected)
+    assert (freight_logits(tmp_path, IDS, "float32") - expected).abs().max() <= 1e-4
+    published = json.loads((PUBLISHED / "moonshotai--Kimi-K2.5.json").read_text())
+    assert said(tmp_path)["architectures"] == ["Kimi_K25ForConditionalGeneration"] != published["architectures"]
+    text = published["text_config"] | said(tmp_path)["text_config"] | {"model_type": "kimi_k2"}
+    del text["quantization_config"], text["rope_scaling"], text["rope_theta"]
+    change(tmp_path, published | {"text_config": text, "dtype": "float32"}, as_transformers_names_it)
+    close(tmp_path, expected)
+    skipped = open_checkpoint(str(tmp_path)).checkpoint.names
+    assert {"mm_projector.proj.0.weight", "vision_tower.encoder.blocks.0.wqkv.weight"} <= {*skipped}
+    for wrong, word in (({"use_logn_attn": True}, "use_logn_attn"), ({"scoring_func": "softmax"}, "scoring_func")):
+        change(tmp_path, published | {"text_config": text | wrong, "dtype": "float32"})
+        with pytest.raises(CheckpointError, match=word):
+            logits(tmp_path)
 
 
 def test_mimo_as_qwen_2_with_the_same_weights(tmp_path: Path):

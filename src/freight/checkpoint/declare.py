@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from freight.config.dtype import TEXT_KEYS
 from freight.config.plan import ActivationScheme, Layout, QuantizePlan, WeightScheme
 from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
@@ -45,7 +46,8 @@ def declare(
     What the model declared of KV scales that it already has is replaced. `keeps`: it declares weights that stay as they
     are (MXFP4), and the format of its KV scales is added to that.
     """
-    declared = {key: value for key, value in config.items() if key not in _REPLACED}
+    declared = _without(config)
+    declared |= {key: _without(declared[key]) for key in TEXT_KEYS if isinstance(declared.get(key), Mapping)}
     if keeps:
         own = config.get("quantization_config") or config.get("compression_config") or {}
         kv = {} if plan.kv_granularity is None else {"kv_cache_format": str(Format.E4M3FN)}
@@ -58,6 +60,10 @@ def declare(
     elif plan.weights is not WeightScheme.NONE or plan.kv_granularity is not None:  # else a mixed cache alone
         declared["quantization_config"] = _compressed_tensors(plan, ignored)
     return declared
+
+
+def _without(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in _REPLACED}
 
 
 def _fp8(plan: QuantizePlan, ignored: Sequence[str]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from freight.checkpoint.producers.modelopt import read_modelopt
 from freight.checkpoint.producers.mxfp4 import read_mxfp4
 from freight.checkpoint.producers.quark import read_quark
 from freight.checkpoint.producers.torchao import read_torchao
+from freight.config.dtype import TEXT_KEYS
 from freight.errors import CheckpointError, choices
 from freight.fp8.formats import Format
 from freight.fp8.scheme import Scheme
@@ -42,7 +43,7 @@ def read_scheme(config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | 
 
     Raises CheckpointError for an unknown method and for what is not FP8.
     """
-    declared = config.get("quantization_config") or config.get("compression_config")
+    declared = declaration(config)
     if declared is None and hf_quant_config is not None:
         declared = {"quant_method": "modelopt"}
     if declared is None:
@@ -65,6 +66,16 @@ def read_scheme(config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | 
             raise CheckpointError(f"hf_quant_config.json: quantization = {own!r} is not a JSON object")
         declared = {**own, **declared}
     return _described(_in_named_format(_READERS[method](declared), {**declared, **config}))
+
+
+def declaration(config: Mapping[str, Any]) -> Any:
+    """What config.json says of quantization, for the whole model, else for its text model: Kimi-K2.5 has it there.
+
+    None where it says nothing.
+    """
+    parts = [config, *(config[key] for key in TEXT_KEYS if isinstance(config.get(key), Mapping))]
+    found = (part.get("quantization_config") or part.get("compression_config") for part in parts)
+    return next((declared for declared in found if declared), None)
 
 
 def _described(scheme: Scheme) -> Scheme:

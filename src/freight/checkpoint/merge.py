@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from freight.checkpoint.adapter import Adapter
+from freight.checkpoint.layouts import declaration
 from freight.checkpoint.reader import Checkpoint, resolve_model
 from freight.checkpoint.writer import CheckpointWriter, require_new, require_space
 from freight.config.model import parse_model_config
@@ -79,8 +80,7 @@ def merge(
 
 
 def _refuse_quantized(model: str, base: Checkpoint) -> None:
-    declared = base.config.get("quantization_config") or base.config.get("compression_config") or base.hf_quant_config
-    if declared:
+    if declaration(base.config) or base.hf_quant_config:
         raise ConfigError(
             f"{model} is quantized, and its rounded weights are no base for an adapter: merge into the model in 16 "
             "bits that it was made from, then quantize the result (freight quantize)"

@@ -9,7 +9,7 @@ from typing import Any
 from freight.errors import CheckpointError, choices
 from freight.fp8.formats import COMPUTE_FORMATS, Format
 
-_TEXT_KEYS = ("text_config", "llm_config")  # every `Family.text_key`
+TEXT_KEYS = ("text_config", "llm_config")  # every `Family.text_key`
 
 
 class DtypeSource(StrEnum):
@@ -56,7 +56,7 @@ def describe_dtype(format: Format, source: DtypeSource) -> str:
 
 def _places(config: Mapping[str, Any]) -> Iterator[tuple[DtypeSource, Mapping[str, Any]]]:
     yield DtypeSource.CONFIG, config
-    for key in _TEXT_KEYS:
+    for key in TEXT_KEYS:
         if isinstance(config.get(key), Mapping):
             yield DtypeSource.TEXT_CONFIG, config[key]
 

@@ -140,8 +140,8 @@ def find_family(config: Mapping[str, Any]) -> tuple[str, Family]:
         raise CheckpointError(f"config.json: model_type {model_type!r} is not implemented; {choices(FAMILIES)} are")
     assert isinstance(model_type, str)
     architectures = config.get("architectures") or [family.architecture]
-    # the first Llama files write LLaMAForCausalLM
-    if str(architectures).lower() != str([family.architecture]).lower():
+    # the first Llama files write LLaMAForCausalLM, and transformers Kimi_K25ForConditionalGeneration
+    if str(architectures).lower().replace("_", "") != str([family.architecture]).lower().replace("_", ""):
         in_parts = family.text_type is not None and not family.flat and not config.get(family.text_key)
         lacks = f". config.json lacks {family.text_key}, in which it describes the language model" if in_parts else ""
         raise CheckpointError(

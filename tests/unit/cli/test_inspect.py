@@ -112,7 +112,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str | None, str | None]] = {
     "computing key inside": (
         {**WRAPPED, "text_config": {**WRAPPED["text_config"], "scale_emb": 7}}, None, "scale_emb = 7 decides"
     ),
-    "unknown text model": ({**WRAPPED, "text_config": LLAMA}, None, "'mistral' or 'ministral3' is"),
+    "unknown text model": ({**WRAPPED, "text_config": LLAMA}, None, "'mistral', 'ministral3' or 'mistral4' is"),
     "unknown model": ({**LLAMA, "model_type": "none_such"}, None, "model_type 'none_such' is not implemented"),
     "no fallback": ({**LLAMA, "model_type": "mamba", "ssm_cfg": 1}, None, "a recurrent state"),
     "quantization": ({**LLAMA, "quantization_config": {"quant_method": "awq"}}, None, "awq"),

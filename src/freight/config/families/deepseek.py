@@ -1,4 +1,4 @@
-"""DeepSeek-V2, V3, R1 and V3.2, and Kimi K2 of Moonshot, which is the same as V3. Imports no torch."""
+"""DeepSeek-V2, V3, R1 and V3.2; Kimi K2 and K2.5 of Moonshot, whose text models are as V3. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from freight.config.experts import DEEPSEEK_EXPERTS
-from freight.config.family import Family, words
+from freight.config.family import LANGUAGE_MODEL, Family, words
 from freight.config.latent import (
     INDEXED,
     INDEXER,
@@ -19,7 +19,7 @@ from freight.config.latent import (
     with_indexed,
     with_latent,
 )
-from freight.config.tensor_names import TensorNames
+from freight.config.tensor_names import VISION_TOWER, TensorNames, not_run
 from freight.operands.routing import Scoring
 
 _GREEDY, _IN_GROUPS = "greedy", "group_limited_greedy"
@@ -119,4 +119,17 @@ ROWS = {
     "deepseek_v3": _DEEPSEEK_V3,
     "deepseek_v32": _DEEPSEEK_V32,
     "kimi_k2": _DEEPSEEK_V3,  # the same computation, of files that name every key
+    "kimi_k25": replace(
+        _DEEPSEEK_V3,
+        architecture="KimiK25ForConditionalGeneration",
+        bodies=LANGUAGE_MODEL,
+        text_type="kimi_k2",
+        other_texts=("deepseek_v3",),
+        wrapper_keys=words("vision_config media_placeholder_token_id use_unified_vision_chunk video_placeholder")
+        | words("projection_hidden_size projection_layer_norm_eps image_token_id video_token_id ignore_index")
+        | words("vision_start_token_id vision_end_token_id"),
+        tensors=TensorNames(
+            shared="mlp.shared_experts.", unused=(*VISION_TOWER, *not_run("vision", "*mm_projector.*"))
+        ),
+    ),
 }
