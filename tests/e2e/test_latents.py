@@ -14,9 +14,12 @@ from torch import Tensor
 
 import freight
 from freight.checkpoint.reader import Checkpoint
+from freight.config.engine import EngineArgs
 from freight.errors import CheckpointError
+from freight.evaluate.grid import GridArgs, evaluate_grid
 
 IDS = tokens(60)
+TRAINED = Path(__file__).parents[1] / "fixtures/latents/deepseek_v3"
 BOUNDS: dict[str, tuple[dict[str, Any], float]] = {  # KL to a float32 cache, at most; the formats' order is certain
     "bfloat16": ({"kv_cache_dtype": "bfloat16"}, 1e-5),
     "int8": ({"kv_cache_dtype": "int8"}, 1e-4),
@@ -73,3 +76,15 @@ def test_centers_are_refused(folder: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"weights": "none", "kv_cache": "fp8", "calibration_data": [IDS]}
     with pytest.raises(CheckpointError, match="latents"):
         freight.quantize(folder, tmp_path / "out", center=True, **options)
+
+
+def test_evaluate_compares_the_caches_of_latents() -> None:
+    """On the trained model: E4M3 with a scale per token costs less than one scale for all, INT8 far less than E4M3."""
+    text = (Path(__file__).parents[2] / "src/freight/demo/heldout.txt").read_text(encoding="utf-8")
+    grid = GridArgs(caches=("unit", "tensor", "token", "int8", "centered"), max_tokens=2048, window=256, speed=False)
+    found = evaluate_grid(EngineArgs(str(TRAINED), dtype="float32"), [text], grid)
+    cost = {run.name: run.kl_mean for run in found.runs[1:]}
+    assert set(cost) == {"unit", "tensor", "token", "int8"}, "latents have no centers"
+    assert 0 < 5 * cost["int8"] < cost["token"] < 0.9 * cost["tensor"]
+    assert cost["token"] < 0.9 * cost["unit"]
+    assert cost["tensor"] < 4e-3

@@ -1,4 +1,4 @@
-"""tools/train_small_models.py, and the two models in tests/fixtures/hybrids that it trained."""
+"""tools/train_small_models.py, and the models in tests/fixtures/hybrids and latents that it trained."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM
 from freight.checkpoint.reader import resolve_model
 from freight.evaluate.retrieval import Vocabulary
 
-HYBRIDS = Path(__file__).parents[1] / "fixtures/hybrids"
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+HYBRIDS, LATENT = ("hybrids/delta_net", "hybrids/mamba2"), "latents/deepseek_v3"
 CONTEXT, WINDOWS = 256, 8  # of the log's line that is read
 
 
@@ -37,26 +38,30 @@ def logged_bits(fixture: Path, states: str) -> float:
     return float(re.findall(re.escape(line) + r"(\S+) bits per byte", log)[0])
 
 
-@pytest.mark.parametrize("kind", ["delta_net", "mamba2"])
+@pytest.mark.parametrize("kind", [*HYBRIDS, LATENT])
 @torch.inference_mode()
 def test_the_fixture_reaches_the_bits_per_byte_of_its_log(kind: str):
-    fixture = HYBRIDS / kind
+    fixture = FIXTURES / kind
     model = AutoModelForCausalLM.from_pretrained(fixture, dtype=torch.float32).eval()
     ids, targets, num_bytes = held_out_windows(fixture)
     losses = F.cross_entropy(model(input_ids=ids).logits.transpose(1, 2), targets, reduction="sum")
     bits = float(losses) / math.log(2) / num_bytes
     assert abs(bits - logged_bits(fixture, "kept")) < 0.01
     assert bits < 0.75 * math.log2(train_small_models.VOCAB) * targets.numel() / num_bytes  # of a uniform guess
-    without = logged_bits(fixture, "set to 0 every 64 tokens")
-    assert without > bits + 0.01  # its states carry memory
+    if kind in HYBRIDS:
+        without = logged_bits(fixture, "set to 0 every 64 tokens")
+        assert without > bits + 0.01  # its states carry memory
 
 
-@pytest.mark.parametrize("kind", ["delta_net", "mamba2"])
-def test_the_fixture_is_small_and_in_bfloat16(kind: str):
-    assert sum(path.stat().st_size for path in (HYBRIDS / kind).iterdir()) <= 1.6e6
-    model = AutoModelForCausalLM.from_pretrained(HYBRIDS / kind, dtype="auto")
+@pytest.mark.parametrize(("kind", "most_bytes"), [(HYBRIDS[0], 1.6e6), (HYBRIDS[1], 1.6e6), (LATENT, 3.7e6)])
+def test_the_fixture_is_small_and_in_bfloat16(kind: str, most_bytes: float):
+    assert sum(path.stat().st_size for path in (FIXTURES / kind).iterdir()) <= most_bytes
+    model = AutoModelForCausalLM.from_pretrained(FIXTURES / kind, dtype="auto")
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    assert model.config.layer_types == ["linear_attention"] * 3 + ["full_attention"]
+    if kind in HYBRIDS:
+        assert model.config.layer_types == ["linear_attention"] * 3 + ["full_attention"]
+    else:
+        assert model.config.kv_lora_rank == 256
 
 
 def test_known_are_the_words_of_a_record_told_before():

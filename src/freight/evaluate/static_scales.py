@@ -103,18 +103,18 @@ def _scales(amax: Tensor, granularity: Granularity) -> tuple[float, ...]:
 
 def measure_scales(decoder: Decoder, pool: KVPool, samples: Sequence[Sequence[int]], names: Sequence[str]) -> Measured:
     """Scales for each of `names`: a static granularity, or 'centered', which is None where no layer gains from it."""
-    # centers are for layers that all have keys of their own
-    sharing = len(pool.paged) < len(pool.layers) or any(kv.shared for kv in pool.paged.values())
-    centering = "centered" in names and not sharing
-    watches = [CenterWatch(rotary.rotary_dim) for rotary in decoder.rotaries if rotary is not None] if centering else []
+    # centers are for layers that all have rotated keys of their own, which latents are not
+    shared = len(pool.paged) < len(pool.layers) or any(kv.shared for kv in pool.paged.values())
+    rotaries = [rotary for rotary in decoder.rotaries if rotary is not None]
+    centering = "centered" in names and not shared and len(rotaries) == len(pool.layers)
+    watches = [CenterWatch(rotary.rotary_dim) for rotary in rotaries] if centering else []
     amax, seconds = channel_amax(decoder, pool, samples, watches)
-    found: dict[str, KVScales | None] = {"centered": None} if "centered" in names and sharing else {}
+    found: dict[str, KVScales | None] = {"centered": None} if "centered" in names else {}
     for name in names:
         if name != "centered":
             found[name] = scales_of(amax, Granularity(name))
     if watches:
         centers = [watch.centers().k for watch in watches]
-        found["centered"] = None
         if any(center is not None for center in centers):
             amax, again = channel_amax(decoder, _centered(decoder, pool, centers), samples, ())
             seconds += again
