@@ -234,6 +234,11 @@ def _decide(
     num_layers, source = len(stored), args.kv_scales
     skipped = _skipped(args, stored)
     asked = kv_source(args)
+    if asked.word == "group":
+        raise ConfigError(
+            "kv_scales='group' has a scale for 128 channels of a latent (MLA): transformers' cache has the parts of a "
+            "latent in two; use kv_scales='dynamic'"
+        )
     scheme, scales, shape = Scheme(), KVScales((None,) * num_layers), None
     if asked.file is not None:
         shape = parse_model_config(config.to_dict(), ignore_keys=EVERY_KEY)

@@ -167,7 +167,7 @@ class Bench:
     ) -> tuple[list[KVPages], int]:
         """Copies of `blocks` blocks full of random codes, and the bytes of one token."""
         source, scales, dims = None, None, (heads.head_dim, heads.v_dim or heads.head_dim)
-        if granularity is Granularity.TOKEN:
+        if granularity is not None and granularity.is_dynamic:
             source = ScaleSource.DYNAMIC
         elif granularity is not None:
             source = ScaleSource.CALIBRATED
@@ -207,6 +207,8 @@ def _fill(pages: KVPages) -> None:
             page.normal_()
         else:
             page.view(torch.uint8).random_(0, 256).bitwise_and_(0xBF).bitwise_or_(1)  # no NaN in any FP8 format
+    if pages.rotated is not None:
+        pages.rotated.normal_()
     if pages.dynamic:
         assert pages.k_scale is not None
         assert pages.v_scale is not None

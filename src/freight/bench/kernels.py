@@ -15,6 +15,7 @@ import torch
 
 from freight.bench.cases import Bench, Case, Heads
 from freight.bench.timing import MemoryProbe, bytes_beyond_caches, time_alternately
+from freight.config.kv_source import groups_fit
 from freight.config.layer import LatentConfig
 from freight.config.model import ModelConfig
 from freight.fp8.formats import Format, Granularity
@@ -24,7 +25,7 @@ from freight.models.mixer_parts import mixer_parts
 
 CACHES: tuple[tuple[Format, Granularity | None], ...] = (
     (Format.BFLOAT16, None),
-    *((Format.E4M3FN, granularity) for granularity in Granularity),
+    *((Format.E4M3FN, granularity) for granularity in Granularity),  # `group` for latents alone
     (Format.E4M3FNUZ, Granularity.TENSOR),
     (Format.E5M2, None),
     (Format.INT8, Granularity.TOKEN),
@@ -93,10 +94,11 @@ def _cases(
     mixer = next(iter(model.paged.values()))
     v_in_k = isinstance(mixer, LatentConfig)
     heads = Heads(mixer.num_heads, mixer.num_kv_heads, mixer.k_dim, mixer.v_dim, v_in_k)
-    for format, granularity in CACHES:
+    caches = [one for one in CACHES if one[1] is not Granularity.GROUP or groups_fit({0: mixer})]
+    for format, granularity in caches:
         if wanted("attention"):
             yield partial(bench.attention, 1, 1, context, heads, format, granularity)
-    for format, granularity in CACHES:
+    for format, granularity in caches:
         if wanted("rotate_store"):
             yield partial(bench.rotate_store, max(rows), heads, format, granularity)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from freight.cache.spec import LayerKVSpec
 from freight.config.engine import PageLayout
 from freight.fp8.cast import torch_dtype
-from freight.fp8.formats import Granularity
+from freight.fp8.formats import SCALE_GROUP, Granularity
 from freight.fp8.scheme import LayerScales
 from freight.operands.kv_pages import KVPages
 
@@ -17,6 +17,8 @@ def allocate_pages(
     spec: LayerKVSpec, layout: PageLayout, scales: LayerScales | None, num_blocks: int, block_size: int, device: str
 ) -> KVPages:
     """`num_blocks` blocks of one layer, in memory that is touched when it is first written. `scales` are static."""
+    if spec.granularity is Granularity.GROUP:
+        return _grouped_pages(spec, layout, (num_blocks, block_size, spec.num_kv_heads), device)
     dynamic = spec.granularity is Granularity.TOKEN
     assert scales is None or (spec.format.is_fp8 and not dynamic)
     dtype, first = torch_dtype(spec.format), spec.k_dim - spec.v_dim
@@ -37,6 +39,15 @@ def allocate_pages(
         )
     counters = torch.zeros(2, dtype=torch.int64, device=device)
     return KVPages(k, v, k_scale, v_scale, counters, v_in_k=spec.v_in_k)
+
+
+def _grouped_pages(spec: LayerKVSpec, layout: PageLayout, shape: tuple[int, int, int], device: str) -> KVPages:
+    """`allocate_pages` of `group` scales: codes of the latent, what comes before it in bfloat16, and scales."""
+    sizes = spec.k_dim - spec.v_dim, spec.v_dim // SCALE_GROUP
+    parts = [(spec.v_dim, torch_dtype(spec.format)), *((size, torch.bfloat16) for size in sizes)]
+    codes, rotated, scale = _tensors(parts, layout, shape, device)
+    counters = torch.zeros(2, dtype=torch.int64, device=device)
+    return KVPages(codes, codes, scale, scale, counters, v_in_k=True, rotated=rotated)
 
 
 def _tensors(

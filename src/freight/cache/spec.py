@@ -17,7 +17,7 @@ from freight.config.layer import AttentionConfig, DeltaNetConfig, LatentConfig, 
 from freight.config.model import ModelConfig
 from freight.config.states import default_state
 from freight.errors import ConfigError
-from freight.fp8.formats import Format, Granularity
+from freight.fp8.formats import SCALE_GROUP, Format, Granularity
 from freight.operands.tiles import STATE_TILE
 
 LEAST_EVERY = 64  # tokens of a block of states, where nothing else is asked for
@@ -40,6 +40,10 @@ class LayerKVSpec:
     source: int | None = None
     v_in_k: bool = False
 
+    def __post_init__(self) -> None:
+        grouped = self.granularity is Granularity.GROUP
+        assert not grouped or (self.v_in_k and self.v_dim % SCALE_GROUP == 0), "refused by name in config.kv_source"
+
     @property
     def values_per_token(self) -> int:
         if self.source is not None:
@@ -48,9 +52,13 @@ class LayerKVSpec:
 
     @property
     def bytes_per_token(self) -> int:
-        """K and V of one token, with its `token` scales (one bfloat16 per KV head, K and V apart unless V is in K)."""
+        """K and V of one token, with its measured scales in bfloat16: `token`, one per KV head, K and V apart unless V
+        is in K; `group`, beside channels of K that are not of V in bfloat16."""
         if self.source is not None:
             return 0
+        if self.granularity is Granularity.GROUP:
+            wide = self.k_dim - self.v_dim + self.v_dim // SCALE_GROUP
+            return self.num_kv_heads * (self.v_dim * self.format.bytes + 2 * wide)
         values = self.values_per_token * self.format.bytes
         scales = 2 * self.num_kv_heads * (1 if self.v_in_k else 2)
         return values + (scales if self.granularity is Granularity.TOKEN else 0)

@@ -17,6 +17,7 @@ from freight.calibrate.run import Calibration, Progress
 from freight.calibrate.sensitivity import Meter, Samples, Sensitivity, at_most
 from freight.config.budget import BudgetKind, KVBudget
 from freight.config.engine import EngineArgs, EngineConfig, KVCacheConfig
+from freight.config.plan import KV_GRANULARITIES
 from freight.config.resolve import for_variant
 from freight.errors import ConfigError
 from freight.fp8.formats import Granularity, ScaleSource
@@ -24,7 +25,8 @@ from freight.fp8.scheme import KVScales
 from freight.models.open import OpenModel, open_model
 
 MEASURED = 16384  # tokens of each half, at most, that are run with one layer quantized after the other
-CANDIDATES = (*Granularity, None)  # None: unquantized
+QUANTIZED = (*KV_GRANULARITIES, Granularity.TOKEN)
+CANDIDATES = (*QUANTIZED, None)  # None: unquantized
 
 
 @dataclass(frozen=True)
@@ -123,8 +125,8 @@ def choose(
     longest = max(len(ids) for half in halves for ids in half)
     opened = open_model(replace(engine, max_model_len=longest))
     config = opened.resolve(opened.args)
-    scales = [calibration.by_granularity.get(granularity) for granularity in Granularity]
-    caches = [_candidate(opened, granularity, of_all) for granularity, of_all in zip(Granularity, scales, strict=True)]
+    scales = [calibration.by_granularity.get(granularity) for granularity in QUANTIZED]
+    caches = [_candidate(opened, granularity, of_all) for granularity, of_all in zip(QUANTIZED, scales, strict=True)]
     chosen, other = (at_most(half, MEASURED) for half in halves)
     with opened.threads(config):
         meter = Meter.open(opened, config, caches, longest)
@@ -168,7 +170,7 @@ def _choose(
         kl_verified=kl(option, 1),
         num_chosen=sum(map(len, texts[0])),
         num_verified=sum(map(len, texts[1])),
-        kl_by_layer=tuple(dict(zip(Granularity, of_layer, strict=True)) for of_layer in measured.kl),
+        kl_by_layer=tuple(dict(zip(QUANTIZED, of_layer, strict=True)) for of_layer in measured.kl),
     )
 
 

@@ -107,7 +107,8 @@ def _parse(path: Path, data: bytes, model: ModelConfig) -> KVScales:
         layers = [{key: tuple(map(float, values)) for key, values in layer.items()} for layer in by_layer]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} holds no KV scales: {type(error).__name__}: {error}") from error
-    if not format.is_e4m3 or granularity is Granularity.TOKEN or len(layers) != model.num_layers:
+    no_file = granularity.is_dynamic or Granularity.GROUP in mixed
+    if not format.is_e4m3 or no_file or len(layers) != model.num_layers:
         raise CheckpointError(
             f"{path} has {MIXED if mixed else granularity} scales for {format} and {len(layers)} layers; the model has "
             f"{model.num_layers}"

@@ -128,7 +128,7 @@ class PageLayout(StrEnum):
 
 @dataclass(frozen=True)
 class KVCacheConfig:
-    """The resolved KV cache. `scales` holds static scales; it is None for `token` granularity, `unit` and 16 bits.
+    """The resolved KV cache. `scales` holds static scales; it is None for measured ones, `unit` and 16 bits.
 
     `granularity` and `scale_source` are None for a 16-bit cache. `note` explains the choice in the log at start-up.
     `layers`, if not None, is how each layer is stored where they differ; `format` and `granularity` are then those of
@@ -144,6 +144,11 @@ class KVCacheConfig:
     layers: tuple[LayerKVFormat, ...] | None = None
     layout: PageLayout = PageLayout.TOKENS
     state: Format | None = None
+
+    @property
+    def grouped(self) -> bool:
+        """Whether layers have `group` scales."""
+        return self.granularity is Granularity.GROUP
 
     @property
     def stores(self) -> tuple[Format, Format | None]:

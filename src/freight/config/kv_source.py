@@ -7,24 +7,29 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from freight.config.layer import LatentConfig, PagedMixer
 from freight.config.options import choose
 from freight.errors import ConfigError, choices, nearest
-from freight.fp8.formats import COMPUTE_FORMATS, Format, Granularity
+from freight.fp8.formats import COMPUTE_FORMATS, SCALE_GROUP, Format, Granularity
 from freight.fp8.scheme import KVScales, LayerScales
 
 if TYPE_CHECKING:
     from freight.config.engine import EngineArgs
 
 KV_DTYPES = ("auto", *map(str, COMPUTE_FORMATS), "fp8", "fp8_e4m3", "fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2", "int8")
-KV_SCALES = ("auto", "checkpoint", "dynamic", "unit")  # or FILE.json, or numbers
+KV_SCALES = ("auto", "checkpoint", "dynamic", "group", "unit")  # or FILE.json, or numbers
+_GROUPS = f"scales per group of {SCALE_GROUP} channels are for latents (MLA)"
 _OTHERS = ("FILE.json", "a number, or two for K and V as in 0.03,0.02")
-_FITTING = {Format.INT8: ("auto", "dynamic"), Format.E5M2: ("auto", "dynamic", "unit")}  # others: E4M3 takes all
+_FITTING = {  # others: E4M3 takes all
+    Format.INT8: ("auto", "dynamic", "group"),
+    Format.E5M2: ("auto", "dynamic", "unit"),
+}
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,10 @@ def require_fit(format: Format, cache: str, source: KVSource) -> None:
     if not (source.word not in fitting or (static and not format.is_e4m3)):
         return
     scales = f"{source.flag} {source.named}"
+    if format is Format.E5M2 and source.word == "group":
+        raise ConfigError(
+            f"{scales} with {cache}: scales per group are for E4M3 and INT8; use --kv-cache-dtype fp8 or int8"
+        )
     if format is Format.E5M2:
         raise ConfigError(
             f"{scales} with {cache}: static scales are made for E4M3; "
@@ -88,6 +97,32 @@ def require_fit(format: Format, cache: str, source: KVSource) -> None:
         f"{scales} with {cache}: a cache in {format} is stored unquantized and has no scales; "
         "use --kv-cache-dtype fp8, or omit the scales"
     )
+
+
+def check_groups(layers: Mapping[int, PagedMixer], model_type: str) -> None:
+    """Raises ConfigError for `--kv-scales group` unless `layers`, those that store quantized keys and values, are
+    latents of whole groups."""
+    for index, mixer in layers.items():
+        if not isinstance(mixer, LatentConfig):
+            raise ConfigError(
+                f"--kv-scales group: {_GROUPS}, and layer {index} of this model "
+                f"({model_type}) has keys and values; use --kv-scales dynamic, one scale per token and head"
+            )
+        if mixer.latent % SCALE_GROUP:
+            raise ConfigError(
+                f"--kv-scales group: a scale is for {SCALE_GROUP} channels of a latent, and that of layer {index} has "
+                f"{mixer.latent} (kv_lora_rank), no multiple of that; use --kv-scales dynamic, one scale per token"
+            )
+    if not layers:
+        raise ConfigError(
+            f"--kv-scales group: {_GROUPS}, and no layer of this model ({model_type}) stores "
+            "keys and values; omit --kv-scales"
+        )
+
+
+def groups_fit(layers: Mapping[int, PagedMixer]) -> bool:
+    """Whether `check_groups` would pass."""
+    return bool(layers) and all(isinstance(x, LatentConfig) and x.latent % SCALE_GROUP == 0 for x in layers.values())
 
 
 def uniform_scales(values: tuple[float, float], num_layers: int) -> KVScales:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from freight.config.engine import EngineArgs, EngineConfig, KVCacheConfig, LayerKVFormat
 from freight.config.foreign import OTHER_QUANTIZATIONS
-from freight.config.kv_source import KV_DTYPES, kv_source, require_fit
+from freight.config.hardware import check_hardware, check_kernels, fp8_attention
+from freight.config.kv_source import KV_DTYPES, check_groups, kv_source, require_fit
 from freight.config.layer import MoEConfig
 from freight.config.options import choose
 from freight.config.skip_layers import check_skipped, nothing_left, skipped_layers, unquantized
@@ -78,7 +79,7 @@ def check(args: EngineArgs) -> None:
     parse_memory(args.kv_cache_memory)
     check_skipped(args.kv_cache_dtype_skip_layers, args.kv_cache_dtype)
     kv_source(args)
-    _check_hardware(args)
+    check_hardware(args, DTYPES.get(args.dtype))
 
 
 def resolve(
@@ -96,8 +97,9 @@ def resolve(
     compute = model.checkpoint_format if args.dtype == "auto" else DTYPES[args.dtype]
     skipped = skipped_layers(args.kv_cache_dtype_skip_layers, model.paged, model.num_layers)
     kv = resolve_kv_cache(args, compute, scheme, kv_scales, device.native_e4m3, skipped)
-    if kv.format is Format.INT8 and device.kind != "cpu" and args.kernels != "reference":
-        raise _no_int8(device.name)
+    if kv.grouped:
+        check_groups({i: one for i, one in model.paged.items() if i not in skipped}, model.model_type)
+    check_kernels(kv, device, args.kernels)
     return EngineConfig(
         compute_format=compute,
         weight_format=device.native_e4m3 if args.quantization == "fp8" or scheme.weight_format else compute,
@@ -111,7 +113,7 @@ def resolve(
         kv_cache_memory=parse_memory(args.kv_cache_memory),
         device=str(device.kind),
         kernels=args.kernels,
-        fp8_attention=_fp8_attention(args, compute, kv.format, device),
+        fp8_attention=fp8_attention(args, compute, kv.format, device),
         threads=args.threads,
         seed=args.seed,
         state_every=args.state_every,
@@ -203,61 +205,6 @@ def _max_model_len(args: EngineArgs, model: ModelConfig) -> int:
     return args.max_model_len
 
 
-def _check_hardware(args: EngineArgs) -> None:
-    """What the named device cannot compute, as far as the options alone say it. Raises ConfigError."""
-    if args.kv_cache_dtype == Format.INT8 and args.device == "cuda" and args.kernels != "reference":
-        raise _no_int8("--device cuda")
-    if args.attention_compute == "fp8":
-        stored = Format(args.kv_cache_dtype) if args.kv_cache_dtype in map(str, Format) else None
-        problem = _attention_problem(DTYPES.get(args.dtype), stored)
-        if not problem and args.device == "cpu" and args.kernels != "reference":
-            problem = _ON_A_CPU
-        if problem:
-            raise _no_fp8_attention(problem)
-
-
-def _no_int8(device: str) -> ConfigError:
-    return ConfigError(
-        f"--kv-cache-dtype int8 on {device}: the kernels for GPUs have no INT8 cache; "
-        "use --kv-cache-dtype fp8, --device cpu, or --kernels reference"
-    )
-
-
-_ON_A_CPU = "a CPU, which has no FP8 products; --kernels reference computes it, slowly, to measure accuracy"
-
-
-def _attention_problem(compute: Format | None, stored: Format | None) -> str:
-    """Why attention cannot multiply in FP8 with these formats, '' if it can; None is a format not known yet."""
-    if stored is not None and not stored.is_e4m3:
-        return f"a cache in {stored}: it multiplies E4M3 as it is stored; use --kv-cache-dtype fp8"
-    if compute is Format.FLOAT32:
-        return "--dtype float32, whose precision it would lose; use --dtype bfloat16 or float16"
-    return ""
-
-
-def _no_fp8_attention(problem: str) -> ConfigError:
-    return ConfigError(f"--attention-compute fp8 with {problem}, or omit --attention-compute")
-
-
-def _fp8_attention(args: EngineArgs, compute: Format, stored: Format, device: DeviceFacts) -> bool:
-    """Whether attention multiplies FP8 by FP8. The reference kernels do it anywhere, to measure its accuracy."""
-    if args.attention_compute == "auto":
-        return False
-    problem = _attention_problem(compute, stored)
-    if problem:
-        raise _no_fp8_attention(problem)
-    if args.kernels == "reference":
-        return True
-    if device.kind == "cpu":
-        raise _no_fp8_attention(_ON_A_CPU)
-    if not device.multiplies_fp8:
-        raise _no_fp8_attention(f"{device.name}, which has no FP8 matrix units")
-    if stored is not device.native_e4m3:
-        multiplies = f"{device.name} multiplies {device.native_e4m3}; use --kv-cache-dtype fp8"
-        raise _no_fp8_attention(f"a cache in {stored}: {multiplies}")
-    return True
-
-
 def _kv_format(args: EngineArgs, compute: Format, scheme: Scheme, native: Format) -> tuple[Format, str]:
     """The cache's format, and where it comes from, for messages."""
     dtype = args.kv_cache_dtype
@@ -302,6 +249,8 @@ def _cache(args: EngineArgs, compute: Format, scheme: Scheme, scales: KVScales, 
     require_fit(format, cache, source)
     if not format.is_quantized:
         return KVCacheConfig(format, None, None, None, "" if scales.empty else _skipped(args))
+    if source.word == "group":
+        return KVCacheConfig(format, Granularity.GROUP, ScaleSource.DYNAMIC, None, "measured per group as stored")
     if format is Format.INT8 and not scales.empty:
         return _dynamic(format, f"measured per token as stored; the checkpoint's, for {scales.format}, are skipped")
     if source.word == "dynamic" or format is Format.INT8:

@@ -89,8 +89,9 @@ def how_to(run: Figures, over: Overview) -> str:
         return f"{made} && freight serve OUT{more}"
     eight = next((str(one["dtype"]) for one in run.layers or () if one["granularity"]), run.kv_cache_dtype)
     dtype = "fp8" if "e4m3" in eight else eight
-    named = {"unit": "unit", "dynamic": "dynamic"} | dict.fromkeys(("file", "given"), shlex.quote(over.kv_scales))
-    source = named.get(run.scale_source or "") if dtype != "int8" else None
+    dynamic = "group" if run.granularity == "group" else "dynamic"
+    named = {"unit": "unit", "dynamic": dynamic} | dict.fromkeys(("file", "given"), shlex.quote(over.kv_scales))
+    source = named.get(run.scale_source or "") if dtype != "int8" or dynamic == "group" else None
     return f"freight serve {model} --kv-cache-dtype {dtype}{f' --kv-scales {source}' if source else ''}{more}"
 
 

@@ -17,6 +17,7 @@ from freight.cache.spec import KVCacheSpec, cache_spec
 from freight.checkpoint.layouts import read_scheme
 from freight.config.dtype import DtypeSource
 from freight.config.engine import EngineArgs, KVCacheConfig
+from freight.config.kv_source import groups_fit
 from freight.config.model import ModelConfig, parse_model_config
 from freight.config.options import choose
 from freight.config.registry import FAMILIES
@@ -101,7 +102,7 @@ class Setting:
         """'fp8_e4m3fn, token': with what its scales are; static ones are of a tensor, head or channel."""
         if self.kv.scale_source is None:
             return str(self.kv.format)
-        kinds = {ScaleSource.DYNAMIC: "token", ScaleSource.UNIT: "unit"}
+        kinds = {ScaleSource.DYNAMIC: "group" if self.kv.grouped else "token", ScaleSource.UNIT: "unit"}
         return f"{self.kv.format}, {kinds.get(self.kv.scale_source, 'static')}"
 
 
@@ -216,13 +217,14 @@ def _caches(compute: Format, scheme: Scheme, wish: Wish, model: ModelConfig) -> 
     check_skipped(wish.skip_layers, "auto")
     skipped = skipped_layers(wish.skip_layers, model.paged, model.num_layers)
     flags = (FLAG, ",".join(wish.skip_layers)) if skipped else ()
-    plain, *quantized = _formats(compute, scheme, wish.device)
+    stored = {index: mixer for index, mixer in model.paged.items() if index not in skipped}
+    plain, *quantized = _formats(compute, scheme, wish.device, groups_fit(stored))
     caches = [plain, *((kv.skipping(skipped, model.num_layers, compute), (*given, *flags)) for kv, given in quantized)]
     return [(with_state(kv, wish.state_dtype, compute, Format.E4M3FN, model), given) for kv, given in caches]
 
 
-def _formats(compute: Format, scheme: Scheme, device: str) -> Iterator[Cache]:
-    """16 bits, then FP8, scales that are measured per token before static ones.
+def _formats(compute: Format, scheme: Scheme, device: str, groups: bool) -> Iterator[Cache]:
+    """16 bits, then FP8, scales that are measured per group of a latent (`groups`) or token before static ones.
 
     INT8 and E5M2 take the bytes of what stands before them, so they are there to be seen and are never the choice.
     """
@@ -230,6 +232,9 @@ def _formats(compute: Format, scheme: Scheme, device: str) -> Iterator[Cache]:
     static = Granularity.TENSOR  # scales per head or channel take no more memory that grows
     dtype = "--kv-cache-dtype"
     yield KVCacheConfig(compute, None, None, None), (dtype, str(compute))
+    if groups and device == "cpu":
+        group = KVCacheConfig(e4m3, Granularity.GROUP, ScaleSource.DYNAMIC, None)
+        yield group, (dtype, "fp8", "--kv-scales", "group")
     yield KVCacheConfig(e4m3, token, ScaleSource.DYNAMIC, None), (dtype, "fp8", "--kv-scales", "dynamic")
     if device == "cpu":
         yield KVCacheConfig(Format.INT8, token, ScaleSource.DYNAMIC, None), (dtype, "int8")

@@ -17,7 +17,7 @@ from freight.cache.pool import allocate_pool
 from freight.calibrate.data import read_samples
 from freight.checkpoint.reader import resolve_model
 from freight.config.engine import EngineArgs, EngineConfig, KVCacheConfig, listed_layers
-from freight.config.model import ModelConfig
+from freight.config.kv_source import groups_fit
 from freight.config.resolve import for_variant
 from freight.errors import ConfigError, choices
 from freight.evaluate.documents import Document, cut_documents, window_length
@@ -36,7 +36,7 @@ from freight.models.open import OpenModel, open_model, require_native
 from freight.models.weight_bytes import weight_bytes
 from freight.text.tokenizer import Tokenizer
 
-CACHES = ("unit", "tensor", "head", "channel", "token", "e5m2", "centered")
+CACHES = ("unit", "tensor", "head", "channel", "token", "group", "e5m2", "centered")
 OTHERS = ("int8",)  # measured when asked for
 STATIC = ("tensor", "head", "channel", "centered")
 STATES = ("float32", "bfloat16", "int8", "fp8")
@@ -47,7 +47,8 @@ SAMPLES, SAMPLE_TOKENS = 32, 512  # calibration text, at most
 class GridArgs:
     """What is measured, beside the engine's own options.
 
-    caches            names of CACHES and OTHERS; None: those of CACHES, or the one that the engine's options name
+    caches            names of CACHES and OTHERS; None: those of CACHES (`group` for latents on a CPU alone), or the one
+                      that the engine's options name
     states            names of STATES; None: where layers keep states, those that the engine's options choose, or else
                       those of at most 16 bits
     weights           schemes of weights, each measured with a 16-bit and with a `token` cache
@@ -82,7 +83,7 @@ def evaluate_grid(
     begin = time.perf_counter()
     opened = open_model(args)
     plain = plain_config(opened)
-    names = _names(args, grid, opened.model)
+    names = _names(args, grid, opened)
     check_schemes(opened, grid.weights, args.quantization)
     chosen = opened.resolve(args) if not names else None
     states = _states(opened, plain, chosen, grid)
@@ -174,8 +175,9 @@ def _apart(
     return found
 
 
-def _names(args: EngineArgs, grid: GridArgs, model: ModelConfig) -> tuple[str, ...]:
+def _names(args: EngineArgs, grid: GridArgs, opened: OpenModel) -> tuple[str, ...]:
     """The caches by name; empty where the engine's options name one."""
+    model = opened.model
     given = args.quantization_param_path or args.kv_scales != "auto" or args.kv_cache_dtype != "auto"
     names = CACHES if grid.caches is None else grid.caches
     for name in names:
@@ -185,12 +187,21 @@ def _names(args: EngineArgs, grid: GridArgs, model: ModelConfig) -> tuple[str, .
         raise ConfigError("--caches with --kv-cache-dtype or --kv-scales: both name what is measured; omit one")
     if given:
         return ()
+    if grid.caches is None and not _has_groups(opened):
+        names = tuple(name for name in names if name != "group")
     if names and not model.paged:
         raise ConfigError(
             f"caches of keys and values are compared ({', '.join(names)}), and no layer of this model "
             f"({model.model_type}) stores any; freight bench latency times it"
         )
     return names
+
+
+def _has_groups(opened: OpenModel) -> bool:
+    skipped = opened.skipped_layers()
+    fits = groups_fit({index: mixer for index, mixer in opened.model.paged.items() if index not in skipped})
+    runs = opened.device.kind == "cpu" or opened.args.kernels == "reference"
+    return fits and runs and opened.args.attention_compute == "auto"
 
 
 def _fp8(opened: OpenModel) -> EngineConfig:
@@ -209,6 +220,8 @@ def _caches(
     for name in names:
         if name == "token":
             found.append((name, eight))
+        elif name == "group":
+            found.append((name, opened.resolve(replace(opened.args, kv_cache_dtype="fp8", kv_scales="group"))))
         elif name == "unit":
             found.append((name, replace(eight, kv=KVCacheConfig(format, Granularity.TENSOR, ScaleSource.UNIT, None))))
         elif name == "e5m2":

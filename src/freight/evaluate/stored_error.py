@@ -21,7 +21,7 @@ from freight.cache.pool import KVPool, PagedKV
 from freight.fp8.cast import decode
 from freight.kernels import reference
 from freight.operands.batch import ForwardBatch
-from freight.operands.kv_pages import KVPages, read_slots
+from freight.operands.kv_pages import KVPages, read_slots, spread
 from freight.operands.packed import PackedWeight, Rows, plain
 from freight.operands.rotary import Rotary
 
@@ -71,6 +71,8 @@ class Probe:
         squares, zeros = [], []
         for given, of, page, scale in ((k, whole, pages.k, pages.k_scale), (v, v, pages.v, pages.v_scale)):
             kept = _kept(page, scale, slots)
+            if page is pages.k and pages.rotated is not None and given is k:
+                kept = torch.cat((read_slots(pages.rotated, slots).float(), kept), -1)
             zeros.append(((kept == 0) & (given != 0)).sum())
             squares += [_square(kept.sub_(given)), _square(of.float())]
             self.num_values += given.numel()
@@ -123,7 +125,7 @@ def _kept(page: Tensor, scale: Tensor | None, slots: Tensor) -> Tensor:
     rows = read_slots(page, slots)
     if scale is None:
         return decode(rows)
-    return decode(rows, read_slots(scale, slots)[..., None].float() if scale.ndim == 3 else scale)
+    return decode(rows, scale if scale.ndim == 2 else spread(read_slots(scale, slots)))
 
 
 @dataclass(frozen=True)

@@ -66,13 +66,23 @@ def amd_fp8(arch: str) -> frozenset[Format]:
 COMPUTE_FORMATS = (Format.BFLOAT16, Format.FLOAT16, Format.FLOAT32)
 
 
+SCALE_GROUP = 128  # channels of a latent that share a `group` scale
+
+
 class Granularity(StrEnum):
-    """Which values share one KV scale. `TENSOR`, `HEAD` and `CHANNEL` are static; `TOKEN` is measured at the store."""
+    """Which values share one KV scale. `TENSOR`, `HEAD` and `CHANNEL` are static; `TOKEN` and `GROUP`, which is for
+    latents alone, are measured at the store."""
 
     TENSOR = "tensor"  # one per layer for K, one for V
     HEAD = "head"  # [num_kv_heads]
     CHANNEL = "channel"  # [num_kv_heads, head_dim]
     TOKEN = "token"  # one per token and KV head, stored beside the page
+    GROUP = "group"  # one per token and SCALE_GROUP channels of its latent; the rotated channels stay in bfloat16
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether scales are measured when a token is stored, and stored beside it."""
+        return self in (Granularity.TOKEN, Granularity.GROUP)
 
     def num_scales(self, num_kv_heads: int, head_dim: int) -> int:
         """How many scales one layer's keys, or its values, have; static granularities only."""
@@ -87,6 +97,7 @@ class ScaleKind(IntEnum):
     NONE = 0  # stored values are the true ones
     STATIC = 1  # per KV head and channel, fixed
     TOKEN = 2  # per token and KV head, measured when it is stored
+    GROUP = 3  # per token, KV head and SCALE_GROUP channels of V, which lies in K; measured when it is stored
 
 
 class ScaleSource(StrEnum):

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from freight.errors import KernelError
 from freight.fp8.cast import amax, decode, encode, format_of, num_clipped, scale_from_amax, token_scale
-from freight.fp8.formats import Format, ScaleKind
+from freight.fp8.formats import SCALE_GROUP, Format, ScaleKind
 from freight.fp8.weights import BLOCK, expand_blocks
 from freight.operands.activation import GatedActivation, GatedFunction
 from freight.operands.batch import Sequences
-from freight.operands.kv_pages import KVPages, read_slots, write_slots
+from freight.operands.kv_pages import KVPages, read_slots, spread, write_slots
 from freight.operands.rotary import Rotary
 from freight.operands.tiles import KEY_TILE
 from freight.operands.weight import Activations, Weight
@@ -162,7 +162,7 @@ def split_heads(qkv: Tensor, rotary: Rotary, pages: KVPages) -> tuple[Tensor, Te
 
     qkv: [rows, num_heads * k_dim + num_kv_heads * (k_dim + v_dim)], the heads of q, then of k, then of v.
     """
-    num_kv_heads, k_dim = pages.k.shape[2:]
+    num_kv_heads, k_dim = pages.k.shape[2], pages.k_dim
     k_size, v_size = num_kv_heads * k_dim, 0 if pages.v_in_k else num_kv_heads * pages.v.shape[3]
     parts = qkv.split((qkv.shape[1] - k_size - v_size, k_size, v_size), 1)
     q, k, v = (part.unflatten(1, (-1, dim)) for part, dim in zip(parts, (k_dim, k_dim, pages.v.shape[3]), strict=True))
@@ -180,7 +180,7 @@ def rotate_store(qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor |
     Returns q, [rows, num_heads, k_dim]. Without slots `qkv` has the heads of q alone.
     """
     if slots is None:
-        q = qkv.unflatten(1, (-1, pages.k.shape[3]))
+        q = qkv.unflatten(1, (-1, pages.k_dim))
         normed = q if rotary.norms is None else rms_norm(q, rotary.norms[0], rotary.eps)
         return rotate_queries(normed, rotary, positions)
     q, k, v = split_heads(qkv, rotary, pages)
@@ -189,7 +189,10 @@ def rotate_store(qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor |
 
 
 def store_kv(k: Tensor, v: Tensor, slots: Tensor, pages: KVPages) -> None:
-    """Quantize k and v, [rows, num_kv_heads, k_dim or v_dim], into the pages' slots; slot -1 stores nothing."""
+    """Quantize k and v, [rows, num_kv_heads, k_dim or v_dim], into the pages' slots; slot -1 stores nothing.
+
+    With `group` scales the first channels of k are stored in bfloat16.
+    """
     kept = slots >= 0
     parts = ((k, pages.k, pages.k_scale), (v, pages.v, pages.v_scale))
     for given, page, scale in parts[:1] if pages.v_in_k else parts:
@@ -201,9 +204,14 @@ def store_kv(k: Tensor, v: Tensor, slots: Tensor, pages: KVPages) -> None:
         factor: Tensor | float = 1.0
         if pages.dynamic:
             assert scale is not None
-            measured = token_scale(amax(values, -1), pages.format)  # [rows, num_kv_heads] bfloat16
+            vectors = values
+            if pages.rotated is not None:
+                first, values = values.split((pages.rotated.shape[3], page.shape[3]), -1)
+                write_slots(pages.rotated, slots[kept], first.to(torch.bfloat16))
+                vectors = values.unflatten(-1, (-1, SCALE_GROUP))
+            measured = token_scale(amax(vectors, -1), pages.format)  # [rows, num_kv_heads, …] bfloat16
             write_slots(scale, slots[kept], measured)
-            factor = measured.float()[..., None]
+            factor = spread(measured)
         elif scale is not None:
             factor = scale
         pages.counters[1] += num_clipped(values, factor, pages.format)
@@ -213,8 +221,9 @@ def store_kv(k: Tensor, v: Tensor, slots: Tensor, pages: KVPages) -> None:
 def load_kv(page: Tensor, token_scale: Tensor | None, blocks: Tensor, length: int, skipped: int = 0) -> Tensor:
     """The first `length` tokens of a sequence, float32, in key tiles [tiles, num_kv_heads, KEY_TILE, dim].
 
-    The first `skipped` tiles are not read and not returned. Token scales are multiplied in; static ones multiply q and
-    the output of attention instead. Slots beyond `length` may hold anything, NaN included: they become 0.
+    The first `skipped` tiles are not read and not returned. Scales of tokens and of their groups are multiplied in;
+    static ones multiply q and the output of attention instead. Slots beyond `length` may hold anything, NaN included:
+    they become 0.
     """
     heads, dim = page.shape[2:]
     begin = skipped * KEY_TILE
@@ -222,7 +231,7 @@ def load_kv(page: Tensor, token_scale: Tensor | None, blocks: Tensor, length: in
     slots = blocks[position // page.shape[1]] * page.shape[1] + position % page.shape[1]
     values = decode(read_slots(page, slots))
     if token_scale is not None:
-        values = values * read_slots(token_scale, slots).float()[..., None]
+        values = values * spread(read_slots(token_scale, slots))
     tiles = -(-length // KEY_TILE) - skipped
     padded = values.new_zeros(tiles * KEY_TILE, heads, dim)
     padded[: length - begin] = values
@@ -230,7 +239,8 @@ def load_kv(page: Tensor, token_scale: Tensor | None, blocks: Tensor, length: in
 
 
 class Fp8Products(StrEnum):
-    """Which of attention's products multiply FP8 by FP8, over E4M3 pages; the others decode K and V first."""
+    """Which of attention's products multiply FP8 by FP8, over E4M3 pages without `group` scales; the others decode K
+    and V first."""
 
     NONE = "none"
     SCORES = "scores"  # Q·Kᵀ: each row of q is rounded to E4M3, with a scale of its own
@@ -272,8 +282,11 @@ def attention(
         skipped = 0 if window is None else max(0, length - (end - begin) - window + 1) // KEY_TILE
         table = sequences.block_tables[seq, : -(-length // pages.block_size)].long()
         scales = (pages.k_scale, pages.v_scale) if pages.dynamic else (None, None)
-        k = load_kv(pages.k, scales[0], table, length, skipped).transpose(2, 3).contiguous()
-        v = load_kv(pages.v, scales[1], table, length, skipped)
+        k = load_kv(pages.k, scales[0], table, length, skipped)
+        v = k if pages.rotated is not None else load_kv(pages.v, scales[1], table, length, skipped)
+        if pages.rotated is not None:
+            k = torch.cat((load_kv(pages.rotated, None, table, length, skipped), k), -1)
+        k = k.transpose(2, 3).contiguous()
         for row in range(begin, end, QUERY_TILE):
             rows = slice(row, min(row + QUERY_TILE, end))
             first = length - (end - row)  # position of the tile's first row
@@ -326,7 +339,7 @@ def _attend(
         assert pages.k_scale is not None
         padded *= pages.k_scale[:, None]
     queries = _by_kv_head(padded)
-    if not pages.format.is_e4m3:
+    if not pages.format.is_e4m3 or pages.scale_kind is ScaleKind.GROUP:
         products = Fp8Products.NONE
     if products is not Fp8Products.NONE:
         scale = scale_from_amax(amax(queries, -1), pages.format)[..., None]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from freight.fp8.cast import format_of
-from freight.fp8.formats import Format, ScaleKind
+from freight.fp8.formats import SCALE_GROUP, Format, ScaleKind
 
 
 @dataclass(frozen=True)
@@ -93,11 +93,15 @@ class KVPages:
                         that keep the values of one head of a token neighbours: they are the layout of a block.
     k_scale, v_scale    None: stored values are the true ones (16 or 32 bits, or `unit`);
                         [num_kv_heads, k_dim or v_dim] float32: static, whatever the granularity they came in;
-                        [num_blocks, block_size, num_kv_heads] bfloat16, of any strides: `token`
+                        [num_blocks, block_size, num_kv_heads] bfloat16, of any strides: `token`;
+                        [num_blocks, block_size, num_kv_heads, v_dim / SCALE_GROUP] bfloat16, neighbours, and the same
+                        for both: `group`
     counters            [2] int64: NaNs that were stored so far (they stay NaN), and values that were clipped
                         because they lay beyond the range of their scale
     k_center            subtracted from keys by `rotate_store`, added back to the scores by `attention`
     v_in_k              v is a view of channels of k, as a latent's values are: who stores the keys has stored them
+    rotated             with `group` scales alone: the first channels of keys, [num_blocks, block_size, num_kv_heads,
+                        k_dim - v_dim] bfloat16, of any strides as k. k has the others then, which are those of v
     """
 
     k: Tensor
@@ -107,9 +111,12 @@ class KVPages:
     counters: Tensor
     k_center: KeyCenter | None = None
     v_in_k: bool = False
+    rotated: Tensor | None = None
 
     def __post_init__(self) -> None:
         assert self.k.stride(3) == self.v.stride(3) == 1
+        assert (self.rotated is not None) == (self.scale_kind is ScaleKind.GROUP)
+        assert self.rotated is None or self.v_in_k
         assert self.k_center is None or not self.v_in_k, "what is subtracted from keys would be missing in the values"
 
     @property
@@ -117,30 +124,36 @@ class KVPages:
         return format_of(self.k)
 
     @property
+    def k_dim(self) -> int:
+        """Channels of a key of one head."""
+        return self.k.shape[3] + (0 if self.rotated is None else self.rotated.shape[3])
+
+    @property
     def block_size(self) -> int:
         return self.k.shape[1]
 
     @property
     def strides(self) -> tuple[Strides, Strides, Strides, Strides]:
-        """Of k, v, and their `token` scales, without meaning where there are none."""
+        """Of k, v, and their `token` or `group` scales, without meaning where there are none."""
         scales = (self.k_scale, self.v_scale) if self.dynamic else (None, None)
         k, v, k_scale, v_scale = (_strides_of(tensor) for tensor in (self.k, self.v, *scales))
         return k, v, k_scale, v_scale
 
     @property
     def dynamic(self) -> bool:
-        """Whether each token has its own scales, measured when it is stored."""
-        return self.scale_kind is ScaleKind.TOKEN
+        """Whether each token has its own scales, `token` or `group`, measured when it is stored."""
+        return self.scale_kind in (ScaleKind.TOKEN, ScaleKind.GROUP)
 
     @property
     def scale_kind(self) -> ScaleKind:
         if self.k_scale is None:
             return ScaleKind.NONE
-        return ScaleKind.TOKEN if self.k_scale.ndim == 3 else ScaleKind.STATIC
+        return {2: ScaleKind.STATIC, 3: ScaleKind.TOKEN, 4: ScaleKind.GROUP}[self.k_scale.ndim]
 
 
 def read_slots(page: Tensor, slots: Tensor) -> Tensor:
-    """What `slots` [rows] hold: [rows, num_kv_heads, dim] of k or v, [rows, num_kv_heads] of `token` scales.
+    """What `slots` [rows] hold: [rows, num_kv_heads, dim] of k or v, [rows, num_kv_heads] of `token` scales, with
+    another dimension of `group` scales.
 
     Slot s is token s % block_size of block s // block_size, whatever the strides of `page`.
     """
@@ -152,6 +165,12 @@ def write_slots(page: Tensor, slots: Tensor, values: Tensor) -> None:
     """Make `slots` [rows] hold `values`, of the dtype and shape that `read_slots` returns."""
     block_size = page.shape[1]
     _bytes(page)[slots // block_size, slots % block_size] = _bytes(values)
+
+
+def spread(scales: Tensor) -> Tensor:
+    """`token` or `group` scales as `read_slots` returns them -> what multiplies the values: float32 [rows,
+    num_kv_heads, 1 or v_dim]."""
+    return scales.float()[..., None] if scales.ndim == 2 else scales.float().repeat_interleave(SCALE_GROUP, -1)
 
 
 def _bytes(values: Tensor) -> Tensor:

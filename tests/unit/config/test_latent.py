@@ -11,11 +11,14 @@ import pytest
 from transformers import AutoConfig
 
 from freight.cache.spec import cache_spec
-from freight.config.engine import KVCacheConfig
+from freight.config.engine import EngineArgs, KVCacheConfig
 from freight.config.layer import DenseConfig, LatentConfig, MoEConfig
 from freight.config.model import ModelConfig
-from freight.errors import CheckpointError
-from freight.fp8.formats import Format, Granularity
+from freight.config.resolve import resolve
+from freight.device import DeviceFacts, DeviceKind
+from freight.errors import CheckpointError, ConfigError
+from freight.fp8.formats import Format, Granularity, ScaleSource
+from freight.fp8.scheme import KVScales, Scheme
 from freight.models.open import read_model_config
 from freight.models.shapes import tensor_shapes
 from freight.operands.routing import Routing, Scoring
@@ -33,6 +36,8 @@ NEEDED = {"deepseek_v2": {"num_experts_per_tok": 6}}  # what has no default
 FLASH = {"model_type": "glm4_moe_lite", "architectures": [ROWS["glm4_moe_lite"]], "dtype": "bfloat16"}
 MISTRAL_4_ROPE = {"rope_type": "yarn", "factor": 128.0, "original_max_position_embeddings": 8192, "mscale": 1.0,
                   "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1, "beta_fast": 32.0, "beta_slow": 1.0}  # fmt: skip
+CPU = DeviceFacts(DeviceKind.CPU, "a CPU", Format.E4M3FN, 2**30, 2**30, 2)
+GPU = DeviceFacts(DeviceKind.CUDA, "a GPU", Format.E4M3FN, 2**30, 2**30, 2)
 R1 = json.loads((PUBLISHED / "deepseek-ai--DeepSeek-R1.json").read_text())
 
 
@@ -58,6 +63,7 @@ def test_deepseek_as_published(name: str) -> None:
     assert bytes_per_token(model, Format.BFLOAT16) == 61 * 576 * 2 == 70272
     assert bytes_per_token(model, Format.E4M3FN, Granularity.TOKEN) == 61 * 578 == 35258
     assert bytes_per_token(model, Format.E4M3FN) == 61 * 576
+    assert bytes_per_token(model, Format.E4M3FN, Granularity.GROUP) == 61 * (512 + 4 * 2 + 64 * 2) == 39528
 
 
 def test_glm_4_7_flash_by_the_defaults_of_transformers() -> None:
@@ -68,6 +74,8 @@ def test_glm_4_7_flash_by_the_defaults_of_transformers() -> None:
     assert [isinstance(layer.feed_forward, MoEConfig) for layer in model.layers] == [False] + [True] * 46
     assert bytes_per_token(model, Format.BFLOAT16) == 54144
     assert bytes_per_token(model, Format.E4M3FN, Granularity.TOKEN) == 27166
+    assert bytes_per_token(model, Format.E4M3FN, Granularity.GROUP) == 30456
+    assert bytes_per_token(model, Format.INT8, Granularity.GROUP) == 30456
 
 
 def small_4(**more: Any) -> dict[str, Any]:
@@ -247,3 +255,43 @@ def test_what_is_not_computed_is_refused(more: dict[str, Any], word: str) -> Non
     with pytest.raises(CheckpointError) as error:
         read_model_config({**R1, **more})
     assert word in str(error.value)
+
+
+def settled(model: ModelConfig, facts: DeviceFacts = CPU, **options: Any) -> KVCacheConfig:
+    args = EngineArgs(**{"kv_cache_dtype": "fp8", "kv_scales": "group", **options})
+    return resolve(args, model, Scheme(), KVScales((None,) * model.num_layers), facts).kv
+
+
+def test_scales_per_group_are_asked_for_by_name() -> None:
+    model = read_model_config(FLASH)
+    kv = settled(model)
+    assert (kv.format, kv.granularity, kv.scale_source) == (Format.E4M3FN, Granularity.GROUP, ScaleSource.DYNAMIC)
+    assert settled(model, kv_cache_dtype="int8").names() == {
+        "dtype": "int8", "granularity": "group", "scale_source": "dynamic",
+    }  # fmt: skip
+    skipped = cache_spec(settled(model, kv_cache_dtype_skip_layers="0"), model, 16)
+    assert skipped.bytes_per_token == 46 * 648 + 1152
+    assert settled(model, GPU, kernels="reference").granularity is Granularity.GROUP
+
+
+@pytest.mark.parametrize(
+    ("latent", "device", "options", "words"),
+    [
+        (192, CPU, {}, ("kv_lora_rank", "192", "128", "--kv-scales dynamic")),
+        (None, CPU, {}, ("layer 0", "qwen3", "latents", "--kv-scales dynamic")),
+        (512, GPU, {}, ("a GPU", "not on GPUs yet", "--kv-scales dynamic", "--device cpu")),
+        (512, CPU, {"device": "cuda"}, ("--device cuda", "not on GPUs yet")),
+        (512, CPU, {"kv_cache_dtype": "fp8_e5m2"}, ("fp8_e5m2", "E4M3 and INT8", "--kv-cache-dtype fp8 or int8")),
+        (512, CPU, {"kv_cache_dtype": "bfloat16"}, ("unquantized", "--kv-cache-dtype fp8")),
+        (512, CPU, {"kv_cache_dtype": "auto"}, ("unquantized", "--kv-cache-dtype fp8")),
+        (512, CPU, {"kernels": "reference", "attention_compute": "fp8"}, ("--kv-scales group", "--kv-scales dynamic")),
+    ],
+)
+def test_where_scales_per_group_are_refused(
+    latent: int | None, device: DeviceFacts, options: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    qwen = json.loads((PUBLISHED / "Qwen--Qwen3-8B.json").read_text())
+    model = read_model_config(qwen if latent is None else {**FLASH, "kv_lora_rank": latent})
+    with pytest.raises(ConfigError) as error:
+        settled(model, device, **options)
+    assert all(word in str(error.value) for word in words), str(error.value)

@@ -32,7 +32,7 @@ def strided(rows: Tensor) -> int:
 
 
 def pages_of(page: Tensor, scale: Tensor | None) -> FreightPages:
-    """K or V of `KVPages` and its scales, wherever its vectors lie."""
+    """K or V of `KVPages`, or what `group` scales keep apart, and its scales, wherever its vectors lie."""
     assert page.stride(3) == 1
     fields = FreightPages(data=page.data_ptr())
     fields.block, fields.token, fields.head = (step * page.itemsize for step in page.stride()[:3])
@@ -42,13 +42,16 @@ def pages_of(page: Tensor, scale: Tensor | None) -> FreightPages:
         fields.scale = address(scale)
         return fields
     fields.scale = scale.data_ptr()
-    fields.scale_block, fields.scale_token, fields.scale_head = (step * scale.itemsize for step in scale.stride())
+    assert scale.ndim == 3 or scale.stride(3) == 1
+    fields.scale_block, fields.scale_token, fields.scale_head = (step * scale.itemsize for step in scale.stride()[:3])
     return fields
 
 
 def check_head_dim(pages: KVPages) -> None:
-    """Raises KernelError for pages with a head_dim above MAX_HEAD_DIM."""
-    head_dim = max(pages.k.shape[3], pages.v.shape[3])
+    """Raises KernelError for pages with a head_dim above MAX_HEAD_DIM, or with `group` scales."""
+    if pages.rotated is not None:
+        raise KernelError("the CPU kernels have no `group` scales; use --kernels reference")
+    head_dim = max(pages.k_dim, pages.v.shape[3])
     if head_dim > MAX_HEAD_DIM:
         raise KernelError(
             f"the CPU kernels support a head_dim of at most {MAX_HEAD_DIM}, not {head_dim}; use --kernels reference"

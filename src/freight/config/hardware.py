@@ -1,0 +1,89 @@
+"""What a device cannot compute, said before anything is read. Takes values only: imports no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from freight.errors import ConfigError
+from freight.fp8.formats import Format
+
+if TYPE_CHECKING:
+    from freight.config.engine import EngineArgs, KVCacheConfig
+    from freight.device import DeviceFacts
+
+
+def check_hardware(args: EngineArgs, compute: Format | None) -> None:
+    """What the named device cannot compute, as far as the options alone say it: `compute` is --dtype, None for 'auto'.
+    Raises ConfigError."""
+    if args.kv_cache_dtype == Format.INT8 and args.device == "cuda" and args.kernels != "reference":
+        raise _no_int8("--device cuda")
+    if args.kv_scales == "group" and args.device == "cuda" and args.kernels != "reference":
+        raise _no_groups("--device cuda")
+    if args.attention_compute == "fp8":
+        if args.kv_scales == "group":
+            raise _no_fp8_attention("--kv-scales group: a product has one scale for a key; use --kv-scales dynamic")
+        stored = Format(args.kv_cache_dtype) if args.kv_cache_dtype in map(str, Format) else None
+        problem = _attention_problem(compute, stored)
+        if not problem and args.device == "cpu" and args.kernels != "reference":
+            problem = _ON_A_CPU
+        if problem:
+            raise _no_fp8_attention(problem)
+
+
+def check_kernels(kv: KVCacheConfig, device: DeviceFacts, kernels: str) -> None:
+    """Raises ConfigError for a cache that the kernels for `device` do not have; `kernels` is --kernels."""
+    if device.kind == "cpu" or kernels == "reference":
+        return
+    if kv.format is Format.INT8:
+        raise _no_int8(device.name)
+    if kv.grouped:
+        raise _no_groups(device.name)
+
+
+def _no_int8(device: str) -> ConfigError:
+    return ConfigError(
+        f"--kv-cache-dtype int8 on {device}: the kernels for GPUs have no INT8 cache; "
+        "use --kv-cache-dtype fp8, --device cpu, or --kernels reference"
+    )
+
+
+def _no_groups(device: str) -> ConfigError:
+    return ConfigError(
+        f"--kv-scales group on {device}: not on GPUs yet, whose kernels have one scale per token; "
+        "use --kv-scales dynamic, --device cpu, or --kernels reference"
+    )
+
+
+_ON_A_CPU = "a CPU, which has no FP8 products; --kernels reference computes it, slowly, to measure accuracy"
+
+
+def _attention_problem(compute: Format | None, stored: Format | None) -> str:
+    """Why attention cannot multiply in FP8 with these formats, '' if it can; None is a format not known yet."""
+    if stored is not None and not stored.is_e4m3:
+        return f"a cache in {stored}: it multiplies E4M3 as it is stored; use --kv-cache-dtype fp8"
+    if compute is Format.FLOAT32:
+        return "--dtype float32, whose precision it would lose; use --dtype bfloat16 or float16"
+    return ""
+
+
+def _no_fp8_attention(problem: str) -> ConfigError:
+    return ConfigError(f"--attention-compute fp8 with {problem}, or omit --attention-compute")
+
+
+def fp8_attention(args: EngineArgs, compute: Format, stored: Format, device: DeviceFacts) -> bool:
+    """Whether attention multiplies FP8 by FP8. The reference kernels do it anywhere, to measure its accuracy."""
+    if args.attention_compute == "auto":
+        return False
+    problem = _attention_problem(compute, stored)
+    if problem:
+        raise _no_fp8_attention(problem)
+    if args.kernels == "reference":
+        return True
+    if device.kind == "cpu":
+        raise _no_fp8_attention(_ON_A_CPU)
+    if not device.multiplies_fp8:
+        raise _no_fp8_attention(f"{device.name}, which has no FP8 matrix units")
+    if stored is not device.native_e4m3:
+        multiplies = f"{device.name} multiplies {device.native_e4m3}; use --kv-cache-dtype fp8"
+        raise _no_fp8_attention(f"a cache in {stored}: {multiplies}")
+    return True
