@@ -125,8 +125,9 @@ template <class Tiles>
 void attend(const FreightAttention& a) {
   const std::vector<float> k_factor = factors_per_head(a);
   const Tiles tiles(a.k_dim, a.v_dim, a.scales == FREIGHT_STATIC_SCALES && k_factor.empty());
-  const size_t last_head = static_cast<size_t>(a.num_kv_heads - 1) * std::max(a.k.head, a.v.head);
-  const std::vector<uint8_t> nothing(last_head + std::max(a.k_dim, a.v_dim) * bytes_of(Tiles::format));
+  const size_t last_head = static_cast<size_t>(a.num_kv_heads - 1) * std::max({a.k.head, a.v.head, a.rotated.head});
+  const int wide = bytes_of(a.scales == FREIGHT_GROUP_SCALES ? FREIGHT_BFLOAT16 : Tiles::format);
+  const std::vector<uint8_t> nothing(last_head + std::max(a.k_dim, a.v_dim) * wide);
   Call<Tiles> call{a, tiles, k_factor, nothing, nullptr, nullptr};
   const Plan plan = make_plan(call);
   const std::unique_ptr<Partial[]> partials(new Partial[plan.partials]);

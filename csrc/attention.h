@@ -9,12 +9,18 @@ enum FreightKvScales : int32_t {
   FREIGHT_NO_SCALES = 0,      // stored values are the true ones
   FREIGHT_STATIC_SCALES = 1,  // float32 [num_kv_heads, k_dim or v_dim]
   FREIGHT_TOKEN_SCALES = 2,   // bfloat16 [num_blocks, block_size, num_kv_heads]
+  // bfloat16 [num_blocks, block_size, num_kv_heads][v_dim / FREIGHT_SCALE_GROUP]: one scale for so many channels of V,
+  // which lies in K and is all that K's vectors hold; the channels of keys before it are apart, in bfloat16.
+  FREIGHT_GROUP_SCALES = 3,
 };
+
+constexpr int32_t FREIGHT_SCALE_GROUP = 128;  // channels; v_dim is a multiple of it
 
 constexpr int32_t FREIGHT_MAX_HEAD_DIM = 1024;  // of k_dim and v_dim
 
 // The pages of K or of V: vectors [num_blocks, block_size, num_kv_heads] of k_dim or v_dim values, next to each other.
-// Strides are bytes. V may lie inside the vectors of K: at the first byte of V's first, and with K's strides.
+// Strides are bytes. V may lie inside the vectors of K: at the first byte of V's first, and with K's strides. With
+// group scales K and V are the same vectors of v_dim values.
 struct FreightPages {
   void* data;
   void* scale;                                   // as FreightKvScales has it
@@ -26,6 +32,7 @@ struct FreightAttention {
   const void* q;                // [num_tokens, num_heads, k_dim] of q_type; rows q_stride values apart
   void* out;                    // [num_tokens, num_heads, v_dim] of q_type
   FreightPages k, v;            // of kv_format
+  FreightPages rotated;         // group scales: the first k_dim - v_dim channels of keys, bfloat16, an even number
   const int32_t* query_starts;  // [num_seqs + 1]
   const int32_t* context_lens;  // [num_seqs]
   const int32_t* block_tables;  // [num_seqs, max_blocks]
@@ -52,7 +59,8 @@ FREIGHT_API FreightStatus freight_attention(const FreightAttention* arguments);
 struct FreightStore {
   const void* qkv;  // [rows, num_heads * k_dim + num_kv_heads * k_dim + num_v_heads * v_dim] of type, contiguous
   void* q;          // [rows, num_heads, k_dim] of type: normed, rotated, times q_factor
-  FreightPages k, v;                    // of kv_format; scales are read if static, written if per token
+  FreightPages k, v;                    // of kv_format; scales are read if static, written if per token or group
+  FreightPages rotated;                 // as in FreightAttention
   const int64_t *positions, *slots;     // [rows]; slot s is token s % block_size of block s / block_size; < 0: nothing
   const float *cos, *sin;               // [max_positions, rotary_dim / 2]
   const float* q_factor;                // [max_positions], rounded to type: multiplies rotated queries; null: nothing

@@ -1,9 +1,10 @@
 // Attention's tile products by BF16 dot products (AVX-512), for BF16 queries over pages whose values are exact in BF16:
 // the quantized formats and BF16.
 //
-// K and V are exact. q is one BF16 number per channel, or two (high and low part, 16 bits of mantissa together) if a
-// scale multiplies it. A probability is one BF16 number, and the sum of probabilities adds the rounded ones. Sums are
-// float32, one chain in order per score and per output channel, so how many rows go through together changes no bit.
+// K and V are exact, unless they have group scales: these multiply stored values before the products, rounded to BF16. q
+// is one BF16 number per channel, or two (high and low part, 16 bits of mantissa together) if a scale multiplies it. A
+// probability is one BF16 number, and the sum of probabilities adds the rounded ones. Sums are float32, one chain in
+// order per score and per output channel, so how many rows go through together changes no bit.
 //
 // K tile: the stored values of 16 keys are transposed, then decoded (quantized: by table look-ups), so that a lane
 // is a key and holds two neighbouring channels. V tile: two neighbouring keys are interleaved, then decoded: a lane is
@@ -21,6 +22,15 @@ inline void transpose_lanes(const __m512i (&in)[4], __m512i (&out)[4]) {
   const __m512i c = _mm512_shuffle_i32x4(in[0], in[1], 0xEE), d = _mm512_shuffle_i32x4(in[2], in[3], 0xEE);
   out[0] = _mm512_shuffle_i32x4(a, b, 0x88), out[1] = _mm512_shuffle_i32x4(a, b, 0xDD);
   out[2] = _mm512_shuffle_i32x4(c, d, 0x88), out[3] = _mm512_shuffle_i32x4(c, d, 0xDD);
+}
+
+// Pairs of BF16 numbers times `even` and `odd`, rounded.
+inline __m512i scaled_pairs(__m512i pairs, __m512 even, __m512 odd) {
+  alignas(64) static constexpr uint16_t kInTurns[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                        8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  const __m512 first = _mm512_mul_ps((__m512)_mm512_slli_epi32(pairs, 16), even);
+  const __m512 last = _mm512_mul_ps((__m512)_mm512_and_si512(pairs, _mm512_set1_epi32((int)0xFFFF0000)), odd);
+  return _mm512_permutexvar_epi16(_mm512_load_si512(kInTurns), (__m512i)_mm512_cvtne2ps_pbh(last, first));
 }
 
 // What does not depend on the stored format, and so is compiled once.
@@ -249,27 +259,50 @@ struct Bf16Tiles : Bf16Products {
   // keys[64] + offset: k_dim stored values each -> [pairs][64][2]
   template <class Between>
   void pack_k(const uint8_t* const* keys, size_t offset, float* packed, const Between& between) const {
-    constexpr int chunk_pairs = chunk / 2;
     for (int first = 0; first < kKeyTile; first += kPackTogether, between())
-      for (int pair = 0; pair < pairs; pair += chunk_pairs) {
-        const Mask mask = chunk_mask(k_dim - 2 * pair);
-        __m512i parts[4][4];  // [part][4 keys]
+      pack_pairs<false>(keys + first, offset, k_dim, pairs, nullptr, packed + first);
+  }
+
+  // As `pack_k` where the first channels of keys, `before` of BF16, are at rotated[64] + rotated_offset, and those
+  // after them have scales: scale[group][64].
+  template <class Between>
+  void pack_k_groups(const uint8_t* const* rotated, size_t rotated_offset, int before, const uint8_t* const* keys,
+                     size_t offset, const float* scale, float* packed, const Between& between) const {
+    constexpr int group = FREIGHT_SCALE_GROUP;
+    const int used = (before + v_dim) / 2;
+    for (int first = 0; first < kKeyTile; first += kPackTogether, between()) {
+      float* to = packed + first;
+      Bf16Tiles<FREIGHT_BFLOAT16>::pack_pairs<false>(rotated + first, rotated_offset, before, before / 2, nullptr, to);
+      to += (size_t)before / 2 * kKeyTile;
+      for (int d = 0; d < v_dim; d += group, to += group / 2 * kKeyTile)
+        pack_pairs<true>(keys + first, offset + d, group, group / 2, scale + d / group * kKeyTile + first, to);
+      for (int pair = used; pair < pairs; pair++, to += kKeyTile) _mm512_storeu_si512(to, _mm512_setzero_si512());
+    }
+  }
+
+  // 16 keys, `dim` channels each -> `count` pairs of channels, [pairs][64][2]; SCALED: times the scale of their key.
+  template <bool SCALED>
+  static void pack_pairs(const uint8_t* const* keys, size_t offset, int dim, int count, const float* scale, float* to) {
+    for (int pair = 0; pair < count; pair += chunk / 2) {
+      const Mask mask = chunk_mask(dim - 2 * pair);
+      __m512i parts[4][4];  // [part][4 keys]
+      FREIGHT_UNROLL
+      for (int four = 0; four < 4; four++) {
+        __m512i rows[4], part[4];
         FREIGHT_UNROLL
-        for (int four = 0; four < 4; four++) {
-          __m512i rows[4], part[4];
-          FREIGHT_UNROLL
-          for (int i = 0; i < 4; i++)
-            rows[i] = load_chunk(keys[first + 4 * four + i] + offset + 2 * pair * bytes_of(F), mask);
-          transpose_rows(rows, part);
-          FREIGHT_UNROLL
-          for (int t = 0; t < 4; t++) parts[t][four] = part[t];
-        }
-        store_pairs(parts, pairs - pair, packed + (size_t)pair * kKeyTile + first);
+        for (int i = 0; i < 4; i++)
+          rows[i] = load_chunk(keys[4 * four + i] + offset + 2 * pair * bytes_of(F), mask);
+        transpose_rows(rows, part);
+        FREIGHT_UNROLL
+        for (int t = 0; t < 4; t++) parts[t][four] = part[t];
       }
+      store_pairs<SCALED>(parts, count - pair, scale, to + (size_t)pair * kKeyTile);
+    }
   }
 
   // The first `count` pairs of channels of 16 keys, parts[part][4 keys] -> [pairs][64][2].
-  static void store_pairs(const __m512i (&parts)[4][4], int count, float* to) {
+  template <bool SCALED>
+  static void store_pairs(const __m512i (&parts)[4][4], int count, const float* scale, float* to) {
     const Decoder<F> decode;
     FREIGHT_UNROLL
     for (int t = 0; t < 4; t++) {
@@ -282,6 +315,10 @@ struct Bf16Tiles : Bf16Products {
         if constexpr (quantized) {
           __m512i even, odd;
           decode(lanes[c], even, odd);
+          if constexpr (SCALED) {
+            const __m512 of_keys = _mm512_loadu_ps(scale);
+            even = scaled_pairs(even, of_keys, of_keys), odd = scaled_pairs(odd, of_keys, of_keys);
+          }
           _mm512_storeu_si512(to + pair * kKeyTile, even);
           _mm512_storeu_si512(to + (pair + 1) * kKeyTile, odd);
         } else {
@@ -301,6 +338,19 @@ struct Bf16Tiles : Bf16Products {
   // -> [32 pairs of keys][value_dim][2]
   template <class Between>
   void pack_v(const uint8_t* const* keys, size_t offset, float* packed, const Between& between) const {
+    pack_channels<false>(keys, offset, nullptr, packed, between);
+  }
+
+  // The same of values with scales: scale[group][64].
+  template <class Between>
+  void pack_v_groups(const uint8_t* const* keys, size_t offset, const float* scale, float* packed,
+                     const Between& between) const {
+    pack_channels<true>(keys, offset, scale, packed, between);
+  }
+
+  template <bool SCALED, class Between>
+  void pack_channels(const uint8_t* const* keys, size_t offset, const float* scale, float* packed,
+                     const Between& between) const {
     const int width = value_dim;
     for (int first = 0; first < kKeyTile; first += kPackTogether, between())
       for (int channel = 0; channel < width; channel += chunk) {
@@ -318,6 +368,12 @@ struct Bf16Tiles : Bf16Products {
             decode(_mm512_unpackhi_epi8(even, odd), out[2], out[3]);
           } else {
             out[0] = _mm512_unpacklo_epi16(even, odd), out[1] = _mm512_unpackhi_epi16(even, odd);
+          }
+          if constexpr (SCALED) {
+            const float* of_keys = scale + channel / FREIGHT_SCALE_GROUP * kKeyTile + key;
+            const __m512 first_key = _mm512_set1_ps(of_keys[0]), second_key = _mm512_set1_ps(of_keys[1]);
+            FREIGHT_UNROLL
+            for (int i = 0; i < chunk / 16; i++) out[i] = scaled_pairs(out[i], first_key, second_key);
           }
           FREIGHT_UNROLL
           for (int i = 0; i < chunk / 16; i++) _mm512_storeu_si512(to + 16 * i, out[i]);

@@ -99,18 +99,42 @@ struct Float32Tiles : Float32Products {
   template <class Between>
   void pack_k(const uint8_t* const* keys, size_t offset, float* packed, const Between& between) const {
     for (int first = 0; first < kKeyTile; first += W) {
-      for (int d = 0; d < k_dim; d += chunk) {
-        float rows[W][chunk];
-        for (int i = 0; i < W; i++)
-          store(rows[i], load_as<F>(keys[first + i] + offset + d * bytes_of(F), lanes_at(d, k_dim)));
-        for (int c = 0; c < chunk; c += W) {
-          VF part[W];
-          for (int i = 0; i < W; i++) part[i] = load(rows[i] + c);
-          transpose(part);
-          for (int i = 0; i < W; i++) store(packed + (size_t)(d + c + i) * kKeyTile + first, part[i]);
-        }
+      pack_rows<F>(keys + first, offset, k_dim, packed + first, [](V16 values, int) { return values; });
+      if ((first + W) % kPackTogether == 0) between();
+    }
+  }
+
+  // As `pack_k` where the first channels of keys, `before` of BF16, are at rotated[64] + rotated_offset, and those
+  // after them have scales: scale[group][64].
+  template <class Between>
+  void pack_k_groups(const uint8_t* const* rotated, size_t rotated_offset, int before, const uint8_t* const* keys,
+                     size_t offset, const float* scale, float* packed, const Between& between) const {
+    for (int first = 0; first < kKeyTile; first += W) {
+      const auto as_stored = [](V16 values, int) { return values; };
+      pack_rows<FREIGHT_BFLOAT16>(rotated + first, rotated_offset, before, packed + first, as_stored);
+      for (int d = 0; d < v_dim; d += FREIGHT_SCALE_GROUP) {
+        const float* of_keys = scale + d / FREIGHT_SCALE_GROUP * kKeyTile + first;
+        float* to = packed + (size_t)(before + d) * kKeyTile + first;
+        const auto scaled = [of_keys](V16 values, int i) { return values * set16(of_keys[i]); };
+        pack_rows<F>(keys + first, offset + d, FREIGHT_SCALE_GROUP, to, scaled);
       }
       if ((first + W) % kPackTogether == 0) between();
+    }
+  }
+
+  // Channels of W keys, `dim` values stored as G each -> [dim padded to chunk][64], what `of` makes of them.
+  template <FreightFormat G, class Of>
+  static void pack_rows(const uint8_t* const* keys, size_t offset, int dim, float* packed, const Of& of) {
+    for (int d = 0; d < dim; d += chunk) {
+      float rows[W][chunk];
+      for (int i = 0; i < W; i++)
+        store(rows[i], of(load_as<G>(keys[i] + offset + d * bytes_of(G), lanes_at(d, dim)), i));
+      for (int c = 0; c < chunk; c += W) {
+        VF part[W];
+        for (int i = 0; i < W; i++) part[i] = load(rows[i] + c);
+        transpose(part);
+        for (int i = 0; i < W; i++) store(packed + (size_t)(d + c + i) * kKeyTile, part[i]);
+      }
     }
   }
 
@@ -123,6 +147,17 @@ struct Float32Tiles : Float32Products {
       std::fill(row + padded(v_dim), row + value_dim, 0.0f);
       if ((key + 1) % kPackTogether == 0) between();
     }
+  }
+
+  template <class Between>
+  void pack_v_groups(const uint8_t* const* keys, size_t offset, const float* scale, float* packed,
+                     const Between& between) const {
+    pack_v(keys, offset, packed, between);
+    for (int key = 0; key < kKeyTile; key++)
+      for (int d = 0; d < v_dim; d += kLanes) {
+        float* at = packed + (size_t)key * value_dim + d;
+        store(at, load16(at) * set16(scale[d / FREIGHT_SCALE_GROUP * kKeyTile + key]));
+      }
   }
 };
 

@@ -110,6 +110,7 @@ class Worker {
     int begin, end;  // those that some row sees
     const uint8_t *k[kKeyTile], *v[kKeyTile];              // each token's first head
     const uint8_t *k_scale[kKeyTile], *v_scale[kKeyTile];  // of those that some row sees, if tokens have scales
+    const uint8_t* rotated[kKeyTile];                      // as k, with group scales
   };
 
   void read_queries() {
@@ -133,6 +134,8 @@ class Worker {
 
   // Of one KV head of a token in the pages.
   static int64_t head_bytes(int dim) { return static_cast<int64_t>(dim) * bytes_of(Tiles::format); }
+
+  int64_t rotated_bytes() const { return static_cast<int64_t>(a.k_dim - a.v_dim) * bytes_of(FREIGHT_BFLOAT16); }
 
   bool v_is_in_k() const {
     const auto first = reinterpret_cast<uintptr_t>(a.k.data), v = reinterpret_cast<uintptr_t>(a.v.data);
@@ -201,37 +204,40 @@ class Worker {
     tile.end = static_cast<int>(std::min<int64_t>(kKeyTile, end - key));
     const int32_t* table = a.block_tables + static_cast<int64_t>(task.sequence) * a.max_blocks;
     int block = (tile.key + tile.begin) / a.block_size, offset = (tile.key + tile.begin) % a.block_size;
-    for (int i = 0; i < kKeyTile; i++) tile.k[i] = tile.v[i] = call.nothing.data();
+    for (int i = 0; i < kKeyTile; i++) tile.k[i] = tile.v[i] = tile.rotated[i] = call.nothing.data();
     for (int i = tile.begin; i < tile.end; i++) {
       tile.k[i] = vectors_of(a.k, table[block], offset);
       tile.v[i] = vectors_of(a.v, table[block], offset);
-      if (a.scales == FREIGHT_TOKEN_SCALES) {
+      if (a.scales >= FREIGHT_TOKEN_SCALES) {
         tile.k_scale[i] = scales_of(a.k, table[block], offset);
         tile.v_scale[i] = scales_of(a.v, table[block], offset);
       }
+      if (grouped) tile.rotated[i] = vectors_of(a.rotated, table[block], offset);
       if (++offset == a.block_size) offset = 0, block++;
     }
   }
 
   // Prefetch a few more cache lines of the next tile: whole tokens, K first, in memory order; V that is part of K comes
-  // with it. Into L2, because a tile of all heads does not fit in L1 beside what this one is packed into. Called all
-  // along the work on this tile, because a core has few outstanding misses at a time and stalls on more. The loops are
-  // no functions of their own: GCC takes one that only prefetches for one without effects, and leaves its calls out.
+  // with it, and in V's place what K has apart. Into L2, because a tile of all heads does not fit in L1 beside what this
+  // one is packed into. Called all along the work on this tile, because a core has few outstanding misses at a time and
+  // stalls on more. The loops are no functions of their own: GCC takes one that only prefetches for one without effects,
+  // and leaves its calls out.
   void prefetch() {
     if (!next) return;
     const int calls = kPrefetches * task.heads, until = asked_for + (2 * kKeyTile + calls - 1) / calls;
     for (; asked_for < std::min(until, 2 * kKeyTile); asked_for++) {
       const bool is_v = asked_for >= kKeyTile;
       const int i = asked_for % kKeyTile;
-      if (is_v && v_in_k) continue;
-      const FreightPages& pages = is_v ? a.v : a.k;
-      const int64_t bytes = head_bytes(is_v ? a.v_dim : a.k_dim);
+      if (is_v && v_in_k && !grouped) continue;
+      const bool apart = is_v && grouped;
+      const FreightPages& pages = apart ? a.rotated : is_v ? a.v : a.k;
+      const int64_t bytes = apart ? rotated_bytes() : head_bytes(is_v || grouped ? a.v_dim : a.k_dim);
       const int runs = pages.head == bytes ? 1 : task.heads;  // heads that are neighbours are one run
       const int64_t size = bytes * task.heads / runs;
-      const uint8_t* run = (is_v ? next->v[i] : next->k[i]) + task.head * pages.head;
+      const uint8_t* run = (apart ? next->rotated[i] : is_v ? next->v[i] : next->k[i]) + task.head * pages.head;
       for (int j = 0; j < runs; j++, run += pages.head)
         for (const uint8_t* line = run; line < run + size; line += 64) __builtin_prefetch(line, 0, kLocality);
-      if (a.scales != FREIGHT_TOKEN_SCALES || i < next->begin || i >= next->end) continue;
+      if (a.scales < FREIGHT_TOKEN_SCALES || apart || i < next->begin || i >= next->end) continue;
       const uint8_t* scale = (is_v ? next->v_scale[i] : next->k_scale[i]) + task.head * pages.scale_head;
       for (int j = 0; j < runs; j++, scale += pages.scale_head) __builtin_prefetch(scale);
     }
@@ -239,19 +245,17 @@ class Worker {
 
   void walk_tile(const Tile& tile, int h) {
     read_scales(tile, task.head + h);
-    const int64_t k_offset = a.k.head * (task.head + h), v_offset = a.v.head * (task.head + h);
-    const auto between = [this] { prefetch(); };
-    tiles.pack_k(tile.k, k_offset, k, between);
+    pack_keys(tile, task.head + h);
     if constexpr (Tiles::side_by_side)
       if (rows <= Tiles::max_rows && sees_all(tile, 0) && sees_all(tile, task.positions - 1)) {
         typename Tiles::Block block;
         scores(h, 0, rows, block);
         softmax(tile, h, 0, rows, block);
-        tiles.pack_v(tile.v, v_offset, v, between);  // while the softmax, a long chain, is still computed
+        pack_values(tile, task.head + h);  // while the softmax, a long chain, is still computed
         accumulate(h, 0, rows, block);
         return;
       }
-    tiles.pack_v(tile.v, v_offset, v, between);
+    pack_values(tile, task.head + h);
     if ((sees_all(tile, 0) && sees_all(tile, task.positions - 1)) || tiles.finite(v)) {
       walk_rows(tile, h, 0, rows);
       return;
@@ -263,9 +267,29 @@ class Worker {
       Tile own = tile;
       for (int key = 0; key < kKeyTile; key++)
         if (key < begin || key >= end) own.v[key] = call.nothing.data();
-      tiles.pack_v(own.v, v_offset, v, between);
+      pack_values(own, task.head + h);
       walk_rows(tile, h, i * group, group);
     }
+  }
+
+  void pack_keys(const Tile& tile, int head) {
+    const int64_t offset = a.k.head * head;
+    const auto between = [this] { prefetch(); };
+    if constexpr (is_quantized(Tiles::format))
+      if (grouped) {
+        const int first = a.k_dim - a.v_dim;
+        tiles.pack_k_groups(tile.rotated, a.rotated.head * head, first, tile.k, offset, group_scale[0], k, between);
+        return;
+      }
+    tiles.pack_k(tile.k, offset, k, between);
+  }
+
+  void pack_values(const Tile& tile, int head) {
+    const int64_t offset = a.v.head * head;
+    const auto between = [this] { prefetch(); };
+    if constexpr (is_quantized(Tiles::format))
+      if (grouped) return tiles.pack_v_groups(tile.v, offset, group_scale[0], v, between);
+    tiles.pack_v(tile.v, offset, v, between);
   }
 
   static float token_scale(const uint8_t* stored) {
@@ -276,11 +300,22 @@ class Worker {
   void read_scales(const Tile& tile, int head) {
     const float factor = coefficient() * (call.k_factor.empty() ? 1.0f : call.k_factor[head]);
     std::fill(k_scale, k_scale + kKeyTile, factor);
+    if (grouped) read_group_scales(tile, head);
     if (a.scales != FREIGHT_TOKEN_SCALES) return;
     std::fill(v_scale, v_scale + kKeyTile, 0.0f);
     for (int i = tile.begin; i < tile.end; i++) {
       k_scale[i] = factor * token_scale(tile.k_scale[i] + head * a.k.scale_head);
       v_scale[i] = token_scale(tile.v_scale[i] + head * a.v.scale_head);
+    }
+  }
+
+  // What multiplies the values before the products.
+  void read_group_scales(const Tile& tile, int head) {
+    const int groups = a.v_dim / FREIGHT_SCALE_GROUP;
+    std::fill(group_scale[0], group_scale[0] + groups * kKeyTile, 0.0f);
+    for (int i = tile.begin; i < tile.end; i++) {
+      const uint8_t* stored = tile.k_scale[i] + head * a.k.scale_head;
+      for (int g = 0; g < groups; g++) group_scale[g][i] = token_scale(stored + 2 * g);
     }
   }
 
@@ -488,13 +523,14 @@ class Worker {
 #endif
   const Tile* next = nullptr;                                           // the tile to come, if there is one
   int asked_for = 0;                                                    // of its 64 keys, then of its 64 values
-  const bool v_in_k = v_is_in_k();
+  const bool v_in_k = v_is_in_k(), grouped = a.scales == FREIGHT_GROUP_SCALES;
   const int group, rows, states;  // query heads per KV head; rows of one KV head; of all of the task's
   const size_t q_size;            // floats of one KV head's queries
   std::vector<Running> running;   // [heads][rows]
   float *q, *k, *v, *p, *out, *merged_out, *center;
   typename Tiles::Registers registers;
   alignas(64) float k_scale[kKeyTile], v_scale[kKeyTile];
+  alignas(64) float group_scale[kMaxHeadDim / FREIGHT_SCALE_GROUP][kKeyTile];
 };
 
 }  // namespace freight

@@ -1,8 +1,8 @@
 // Rotate and store: a merged projection's queries rotated, its keys and values into their slots of the pages, one pass.
 //
 // The same bits as kernels/reference.py `rotate_store`: each step rounds to the type of the projection; then divided by
-// the scale in float32, clamped, rounded to nearest, ties to even; NaN stays NaN. A `token` scale is amax / max of the
-// finite values, rounded to bfloat16. NaNs are counted, and values clipped to the range of their scale.
+// the scale in float32, clamped, rounded to nearest, ties to even; NaN stays NaN. A `token` or `group` scale is
+// amax / max of the finite values, rounded to bfloat16. NaNs are counted, and values clipped to the range of their scale.
 #include <atomic>
 #include <utility>
 
@@ -84,6 +84,36 @@ Counts encode(const float* x, int n, const Scale& scale, uint8_t* to) {
   return {nan, beyond - nan};
 }
 
+int64_t count_nan(const float* x, int n) {
+  int64_t count = 0;
+  for (int i = 0; i < n; i++) count += (float_to_bits(x[i]) & 0x7FFFFFFFu) > 0x7F800000u;
+  return count;
+}
+
+// x [n], in codes of a scale of their own, which goes into `to_scale`.
+template <FreightFormat F>
+Counts store_scaled(const float* x, int n, uint8_t* to_scale, uint8_t* to) {
+  const uint16_t stored = float_to_bf16(scale_from(largest_finite(x, n), max_of(F)));
+  *reinterpret_cast<uint16_t*>(to_scale) = stored;
+  const float scale = bf16_to_float(stored);
+  return encode<F>(x, n, [scale](int) { return scale; }, to);
+}
+
+// A key of group scales.
+template <FreightFormat F>
+Counts store_groups(const FreightStore& a, int head, int64_t block, int64_t token, const float* x) {
+  const int first = a.k_dim - a.v_dim;
+  write_row(x, FREIGHT_BFLOAT16, first, vectors_of(a.rotated, block, token) + head * a.rotated.head);
+  Counts counts{count_nan(x, first)};
+  uint8_t* to = vectors_of(a.k, block, token) + head * a.k.head;
+  uint8_t* to_scale = scales_of(a.k, block, token) + head * a.k.scale_head;
+  for (int i = 0; i < a.v_dim; i += FREIGHT_SCALE_GROUP, to_scale += 2) {
+    const Counts group = store_scaled<F>(x + first + i, FREIGHT_SCALE_GROUP, to_scale, to + i);
+    counts.nan += group.nan, counts.beyond += group.beyond;
+  }
+  return counts;
+}
+
 template <FreightFormat F>
 Counts store_head(const FreightStore& a, Kind kind, int head, int64_t slot, const float* x) {
   const int n = kind == kKey ? a.k_dim : a.v_dim;
@@ -92,17 +122,14 @@ Counts store_head(const FreightStore& a, Kind kind, int head, int64_t slot, cons
   uint8_t* to = vectors_of(pages, block, token) + head * pages.head;
   if constexpr (!is_quantized(F)) {
     write_row(x, F, n, to);
-    Counts counts;
-    for (int i = 0; i < n; i++) counts.nan += (float_to_bits(x[i]) & 0x7FFFFFFFu) > 0x7F800000u;
-    return counts;
+    return {count_nan(x, n)};
   } else if (a.scales == FREIGHT_STATIC_SCALES) {
     const float* scale = static_cast<const float*>(pages.scale) + static_cast<int64_t>(head) * n;
     return encode<F>(x, n, [scale](int i) { return scale[i]; }, to);
   } else if (a.scales == FREIGHT_TOKEN_SCALES) {
-    const uint16_t stored = float_to_bf16(scale_from(largest_finite(x, n), max_of(F)));
-    *reinterpret_cast<uint16_t*>(scales_of(pages, block, token) + head * pages.scale_head) = stored;
-    const float scale = bf16_to_float(stored);
-    return encode<F>(x, n, [scale](int) { return scale; }, to);
+    return store_scaled<F>(x, n, scales_of(pages, block, token) + head * pages.scale_head, to);
+  } else if (a.scales == FREIGHT_GROUP_SCALES) {
+    return store_groups<F>(a, head, block, token, x);
   } else {
     return encode<F>(x, n, [](int) { return 1.f; }, to);
   }

@@ -1,4 +1,4 @@
-"""`group` scales of latents: what is stored, and attention over it, of the reference.
+"""`group` scales of latents: what is stored, and attention over it, of the reference and of every build that runs here.
 
 A latent's codes have a scale for 128 channels; what is rotated is bfloat16. Pages start as NaN, so whatever is read
 beyond a row's own keys shows.
@@ -21,6 +21,8 @@ from freight.engine.prepare import Logits, SequenceSlice, prepare
 from freight.fp8.cast import decode, encode
 from freight.fp8.formats import Format, Granularity, ScaleKind
 from freight.kernels import reference
+from freight.kernels.cpu import library
+from freight.kernels.cpu.cpu_set import CpuKernels
 from freight.kernels.interface import KernelSet
 from freight.kernels.reference_set import REFERENCE
 from freight.operands.batch import Sequences
@@ -33,9 +35,9 @@ WIDTHS = [(64, 512), (8, 128), (18, 256), (0, 128)]  # rotated, latent
 ROWS, BLOCKS, POSITIONS = 60, 14, 300
 
 
-@pytest.fixture(params=["reference"])
+@pytest.fixture(params=["reference", *library.runnable()])
 def kernels(request: pytest.FixtureRequest) -> KernelSet:
-    return REFERENCE
+    return REFERENCE if request.param == "reference" else CpuKernels(library.load(request.param))
 
 
 def empty_pages(

@@ -47,10 +47,13 @@ def pages_of(page: Tensor, scale: Tensor | None) -> FreightPages:
     return fields
 
 
+def rotated_of(pages: KVPages) -> FreightPages:
+    """The channels of keys that `group` scales keep apart."""
+    return FreightPages() if pages.rotated is None else pages_of(pages.rotated, None)
+
+
 def check_head_dim(pages: KVPages) -> None:
-    """Raises KernelError for pages with a head_dim above MAX_HEAD_DIM, or with `group` scales."""
-    if pages.rotated is not None:
-        raise KernelError("the CPU kernels have no `group` scales; use --kernels reference")
+    """Raises KernelError for pages with a head_dim above MAX_HEAD_DIM."""
     head_dim = max(pages.k_dim, pages.v.shape[3])
     if head_dim > MAX_HEAD_DIM:
         raise KernelError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from freight.kernels.cpu.arguments import address, check_head_dim, pages_of
+from freight.kernels.cpu.arguments import address, check_head_dim, pages_of, rotated_of
 from freight.kernels.cpu.interface import FORMATS, FreightAttention
 from freight.kernels.cpu.library import Library
 from freight.operands.batch import Sequences
@@ -45,6 +45,7 @@ def attention(
             out=out.data_ptr(),
             k=pages_of(pages.k, pages.k_scale),
             v=pages_of(pages.v, pages.v_scale),
+            rotated=rotated_of(pages),
             query_starts=address(sequences.query_starts),
             context_lens=address(sequences.context_lens),
             block_tables=address(sequences.block_tables),

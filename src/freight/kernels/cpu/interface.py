@@ -11,6 +11,7 @@ from typing import Any
 
 from freight.errors import CapacityError, FreightError, KernelError
 from freight.fp8.cast import torch_dtype
+from freight.fp8.formats import SCALE_GROUP as SCALE_GROUP  # FREIGHT_SCALE_GROUP
 from freight.fp8.formats import Format
 from freight.operands.activation import Activation, GatedFunction, GateFunction
 from freight.operands.routing import Scoring
@@ -204,7 +205,7 @@ class FreightPages(ctypes.Structure):
 class FreightAttention(ctypes.Structure):
     _fields_ = (
         *((name, _POINTER) for name in ("q", "out")),
-        *((name, FreightPages) for name in ("k", "v")),
+        *((name, FreightPages) for name in ("k", "v", "rotated")),
         *((name, _POINTER) for name in ("query_starts", "context_lens", "block_tables")),
         *((name, _POINTER) for name in ("center_pairs", "center_parts", "center_cos", "center_sin", "sinks")),
         ("q_stride", _LONG),
@@ -219,7 +220,7 @@ class FreightAttention(ctypes.Structure):
 class FreightStore(ctypes.Structure):
     _fields_ = (
         *((name, _POINTER) for name in ("qkv", "q")),
-        *((name, FreightPages) for name in ("k", "v")),
+        *((name, FreightPages) for name in ("k", "v", "rotated")),
         *((name, _POINTER) for name in ("positions", "slots", "cos", "sin", "q_factor", "q_norm")),
         *((name, _POINTER) for name in ("k_norm", "k_center", "counters")),
         ("rows", _LONG),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from freight.kernels.cpu.arguments import address, check_head_dim, pages_of, weight_format
+from freight.kernels.cpu.arguments import address, check_head_dim, pages_of, rotated_of, weight_format
 from freight.kernels.cpu.interface import FORMATS, FreightStore
 from freight.kernels.cpu.library import Library
 from freight.operands.kv_pages import KVPages
@@ -24,7 +24,7 @@ def rotate_store(
     """
     check_head_dim(pages)
     rows, width = qkv.shape
-    num_kv_heads, k_dim, v_dim = *pages.k.shape[2:], pages.v.shape[3]
+    num_kv_heads, k_dim, v_dim = pages.k.shape[2], pages.k_dim, pages.v.shape[3]
     if slots is None:
         num_kv_heads = 0
     num_v_heads = 0 if pages.v_in_k else num_kv_heads
@@ -39,6 +39,7 @@ def rotate_store(
             q=q.data_ptr(),
             k=pages_of(pages.k, pages.k_scale),
             v=pages_of(pages.v, pages.v_scale),
+            rotated=rotated_of(pages),
             positions=address(positions),
             slots=address(positions if slots is None else slots),
             cos=address(rotary.cos),
