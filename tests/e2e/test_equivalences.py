@@ -1,10 +1,10 @@
 """How a request is computed changes no bit of it: cache bytes, scales, log-probabilities, tokens.
 
 Alone or batched, whole or chunked prefill down to token by token, prefix hit or miss, preempted or not; for a 16-bit
-cache, E4M3 with static and with per-token scales, E5M2, INT8, and those whose layers differ; greedy
-and seeded; on the kernels that run by default, and for one cache on each other set that runs here, and for one cache
-in models whose layers differ. `slow` cases do so for every variant of `tests/parity/variants.py`, with a cache in 16
-bits and in E4M3.
+cache, E4M3 with static scales, with those of tokens and of groups of a latent, E5M2, INT8, and those whose layers
+differ; greedy and seeded; on the kernels that run by default, and for one cache on each other set that runs here, and
+for one cache in models whose layers differ. `slow` cases do so for every variant of `tests/parity/variants.py`, with a
+cache in 16 bits and in E4M3.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ CACHES: dict[str, dict[str, Any]] = {
     "e4m3-token": {"kv_cache_dtype": "fp8_e4m3", "kv_scales": "dynamic"},
     "e5m2": {"kv_cache_dtype": "fp8_e5m2"},
     "int8": {"kv_cache_dtype": "int8"},
+    "e4m3-group": {"kv_cache_dtype": "fp8", "kv_scales": "group"},
+    "int8-group": {"kv_cache_dtype": "int8", "kv_scales": "group"},
     "mixed": {"kv_cache_dtype": "auto"},
     "skipped": {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": "1,4"},
     "skipped-windows": {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": "sliding_window"},
@@ -73,13 +75,16 @@ DIFFERENT = (
 )
 FAMILIES = [(variant, kernels) for variant, kernels in CASES if variant in DIFFERENT]
 FROM_FAMILIES = [(variant, "e4m3-token", kernels) for variant, kernels in FAMILIES]
-OTHER_CACHES = [("demo", cache, "auto") for cache in CACHES if cache not in ("e4m3-token", "skipped-windows")]
+NOT_OF_DEMO = ("e4m3-token", "skipped-windows", "e4m3-group", "int8-group")
+OTHER_CACHES = [("demo", cache, "auto") for cache in CACHES if cache not in NOT_OF_DEMO]
+GROUPED = "deepseek-v3-groups"  # a latent of two groups
 SETUPS = [  # (model, cache, kernels)
     ("demo", "e4m3-token", "auto"),
     *OTHER_CACHES,
     ("gemma3", "skipped-windows", "auto"),
     *(("demo", "e4m3-token", kernels) for kernels in OTHER_KERNELS),
     *FROM_FAMILIES,
+    (GROUPED, "e4m3-group", "auto"),
 ]
 EVERY = [  # one value of each argument, and slow
     setup
@@ -87,6 +92,9 @@ EVERY = [  # one value of each argument, and slow
     for cache in ("bfloat16", "e4m3-token")
     if (setup := (variant, cache, "auto")) not in SETUPS
 ]
+EVERY += [(GROUPED, "int8-group", "auto"), *((GROUPED, "e4m3-group", kernels) for kernels in OTHER_KERNELS)]
+LATENT = VARIANTS["deepseek-v3"]
+MODELS = {**VARIANTS, GROUPED: type(LATENT)(**LATENT.to_dict() | {"kv_lora_rank": 256})}
 FULL = [("demo", "e4m3-token", "auto")]
 SAMPLING = {
     "greedy": SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=3),
@@ -96,7 +104,7 @@ SAMPLING = {
 
 @dataclass
 class Trace:
-    """All that a request left behind: `cache` is the bytes of K, V and their token scales, token by token."""
+    """All that a request left behind: `cache` is the bytes of K, V and their measured scales, token by token."""
 
     token_ids: list[int]
     logprobs: list[dict[int, Any]]
@@ -123,6 +131,7 @@ def cache_of(llm: LLM, block_ids: tuple[tuple[int, ...], ...], length: int) -> l
         seen = slice(max(0, length - (window or length)), length)
         tensors = [pages.k.view(torch.uint8), pages.v.view(torch.uint8)]
         tensors += [scale for scale in (pages.k_scale, pages.v_scale) if scale is not None and pages.dynamic]
+        tensors += [] if pages.rotated is None else [pages.rotated]
         parts += [tensor[list(block_ids[layer.group])].flatten(0, 1)[seen].clone() for tensor in tensors]
     return parts
 
@@ -215,7 +224,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     def make(variant: str) -> Path:
         folder = parent / variant
         if not folder.exists():
-            save_random(of_size(VARIANTS[variant], vocab_size), folder, torch.bfloat16)
+            save_random(of_size(MODELS[variant], vocab_size), folder, torch.bfloat16)
             for file in demo.glob("tokenizer*"):
                 shutil.copy(file, folder)
         return folder

@@ -1,4 +1,4 @@
-"""Caches of latents (MLA): every format and scale, whose values are the last channels of keys."""
+"""Caches of latents (MLA): every format and scale, whose values are the last channels of keys, and scales per group."""
 
 from __future__ import annotations
 
@@ -15,8 +15,12 @@ from torch import Tensor
 import freight
 from freight.checkpoint.reader import Checkpoint
 from freight.config.engine import EngineArgs
-from freight.errors import CheckpointError
+from freight.engine.fingerprint import fingerprint
+from freight.errors import CheckpointError, ConfigError
+from freight.evaluate.advice import how_to
+from freight.evaluate.figures import Evaluation
 from freight.evaluate.grid import GridArgs, evaluate_grid
+from freight.models.open import open_model
 
 IDS = tokens(60)
 TRAINED = Path(__file__).parents[1] / "fixtures/latents/deepseek_v3"
@@ -88,3 +92,59 @@ def test_evaluate_compares_the_caches_of_latents() -> None:
     assert 0 < 5 * cost["int8"] < cost["token"] < 0.9 * cost["tensor"]
     assert cost["token"] < 0.9 * cost["unit"]
     assert cost["tensor"] < 4e-3
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a latent of four groups."""
+    made, config = tmp_path_factory.mktemp("latents") / "wide", VARIANTS["deepseek-v3"]
+    of_groups = type(config)(**config.to_dict() | {"kv_lora_rank": 512})
+    save_random(every_expert(of_groups), made, torch.float32)
+    return made
+
+
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", "int8"])
+def test_scales_per_group_cost_less_than_one_per_token(dtype: str, kernels: str, wide: Path) -> None:
+    group, token = (divergence(wide, kernels, kv_cache_dtype=dtype, kv_scales=said) for said in ("group", "dynamic"))
+    assert 0 < group < 0.85 * token
+
+
+def test_a_latent_of_no_whole_groups_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"layer 0 has 32 \(kv_lora_rank\).*--kv-scales dynamic"):
+        freight.LLM(str(folder), kv_cache_dtype="fp8", kv_scales="group", skip_tokenizer_init=True)
+
+
+def test_an_engine_says_what_it_has(wide: Path) -> None:
+    args = EngineArgs(str(wide), kv_cache_dtype="fp8", kv_scales="group", skip_tokenizer_init=True, device="cpu")
+    llm = freight.LLM(str(wide), kv_cache_dtype="fp8", kv_scales="group", skip_tokenizer_init=True)
+    info = llm.kv_cache_info()
+    assert (info["dtype"], info["granularity"], info["scale_source"]) == ("fp8_e4m3fn", "group", "dynamic")
+    assert info["bytes_per_token"] == 3 * (512 + 4 * 2 + 8 * 2)
+    marks = set()
+    for scales in ("group", "dynamic"):
+        opened = open_model(EngineArgs(**{**vars(args), "kv_scales": scales}))
+        config = opened.resolve(opened.args)
+        marks.add(fingerprint(opened, config, opened.kernels(config), "1"))
+    assert len(marks) == 2
+
+
+def evaluated(model: Path, **options: Any) -> Evaluation:
+    args = EngineArgs(str(model), device="cpu", skip_tokenizer_init=True, **options)
+    return evaluate_grid(args, [list(IDS), list(IDS)[::-1]], GridArgs(caches=None, speed=False, window=60))
+
+
+def test_evaluate_measures_scales_per_group_of_latents(
+    wide: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("freight.evaluate.grid.CACHES", ("token", "group"))
+    runs = {run.name: run for run in evaluated(wide).runs}
+    assert list(runs) == ["16 bits", "token", "group"]
+    assert (runs["group"].granularity, runs["group"].bytes_per_token) == ("group", 3 * 536)
+    for of_group, of_token in zip(runs["group"].layer_errors, runs["token"].layer_errors, strict=True):
+        assert 0 < of_group["k"] < of_token["k"]
+        assert 0 < of_group["v"] < of_token["v"]
+    assert how_to(runs["group"], evaluated(wide, kv_cache_dtype="fp8").overview).startswith(
+        f"freight serve {wide} --kv-cache-dtype fp8 --kv-scales group"
+    )
+    assert [run.name for run in evaluated(folder).runs] == ["16 bits", "token"]

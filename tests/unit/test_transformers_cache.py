@@ -346,6 +346,7 @@ def test_skipped_layers_are_those_of_dynamic_cache(tmp_path: Path) -> None:
         ({"kv_cache_dtype": "auto"}, "FP8Cache stores FP8"),
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype 'int8' is unknown"),
         ({"kv_scales": "dynamc"}, "'dynamc' is unknown .did you mean dynamic"),
+        ({"kv_scales": "group"}, "parts of a latent in two; use kv_scales='dynamic'"),
         ({"kv_scales": "none.json"}, r"none\.json: there is no such file"),
         ({"kv_scales": "checkpoint"}, r"was not loaded from one: name it, FP8Cache\(config, model=FOLDER\)"),
         ({"kv_scales": "checkpoint", "model": BASE}, "the checkpoint has no KV scales: calibrate"),

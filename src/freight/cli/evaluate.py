@@ -32,7 +32,7 @@ Field = Annotated[str, typer.Option(metavar="NAME", help="The field of a JSONL l
 Tokens = Annotated[int | None, typer.Option(metavar="TOKENS", min=2, help="Tokens judged together.")]
 MaxTokens = Annotated[int | None, typer.Option(metavar="COUNT", min=2, help="Judge the first tokens only.")]
 Caches = Annotated[
-    str | None, typer.Option(metavar="LIST", help="Of unit,tensor,head,channel,token,e5m2,centered,int8.")
+    str | None, typer.Option(metavar="LIST", help="Of unit,tensor,head,channel,token,group,e5m2,centered,int8.")
 ]
 States = Annotated[
     str | None,

@@ -360,3 +360,17 @@ def test_skipped_layers_are_counted_in_16_bits_in_every_8_bit_cache() -> None:
     ):
         with pytest.raises(ConfigError, match=says):
             make_plan(LLAMA_3_1_8B, Wish(24 * GIB, 8192, 4, skip_layers=names))
+
+
+@pytest.mark.parametrize(("device", "rank", "offered"), [("cpu", 512, True), ("cpu", 192, False), ("cuda", 512, False)])
+def test_scales_per_group_are_planned_for_latents(device: str, rank: int, offered: bool) -> None:
+    """Where their kernels are, before one scale per token."""
+    latents = {"model_type": "glm4_moe_lite", "architectures": ["Glm4MoeLiteForCausalLM"], "kv_lora_rank": rank}
+    plan = make_plan(latents | {"dtype": "bfloat16"}, Wish(80 * GIB, 4096, 2, device, LAYOUT))
+    names = [one.cache_name for one in plan.settings if one.weights is Format.BFLOAT16]
+    assert ("fp8_e4m3fn, group" in names) == offered
+    if offered:
+        assert names[:3] == ["bfloat16", "fp8_e4m3fn, group", "fp8_e4m3fn, token"]
+        assert plan.settings[1].options == ("--kv-cache-dtype", "fp8", "--kv-scales", "group")
+        assert plan.settings[1].spec.bytes_per_token == 47 * 648
+        assert as_json(plan)["settings"][1]["granularity"] == "group"
