@@ -107,8 +107,9 @@ def _parse(path: Path, data: bytes, model: ModelConfig) -> KVScales:
         layers = [{key: tuple(map(float, values)) for key, values in layer.items()} for layer in by_layer]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} holds no KV scales: {type(error).__name__}: {error}") from error
-    no_file = granularity.is_dynamic or Granularity.GROUP in mixed
-    if not format.is_e4m3 or no_file or len(layers) != model.num_layers:
+    if Granularity.GROUP in mixed:
+        raise CheckpointError(f"{path} has a layer with scales per group, which no file chooses; quantize again")
+    if not format.is_e4m3 or granularity.is_dynamic or len(layers) != model.num_layers:
         raise CheckpointError(
             f"{path} has {MIXED if mixed else granularity} scales for {format} and {len(layers)} layers; the model has "
             f"{model.num_layers}"

@@ -82,6 +82,8 @@ def _zeroed(pool: KVPool) -> KVPool:
     for kv in pool.paged.values():
         for tensor in (kv.pages.k, kv.pages.v):
             tensor.view(torch.uint8).zero_()
+        if kv.pages.rotated is not None:
+            kv.pages.rotated.zero_()
         if kv.pages.dynamic:
             for scale in (kv.pages.k_scale, kv.pages.v_scale):
                 assert scale is not None

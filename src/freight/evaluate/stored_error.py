@@ -71,7 +71,7 @@ class Probe:
         squares, zeros = [], []
         for given, of, page, scale in ((k, whole, pages.k, pages.k_scale), (v, v, pages.v, pages.v_scale)):
             kept = _kept(page, scale, slots)
-            if page is pages.k and pages.rotated is not None and given is k:
+            if given is k and pages.rotated is not None:
                 kept = torch.cat((read_slots(pages.rotated, slots).float(), kept), -1)
             zeros.append(((kept == 0) & (given != 0)).sum())
             squares += [_square(kept.sub_(given)), _square(of.float())]

@@ -121,6 +121,8 @@ def test_what_config_says_is_checked(write_model, shape, said: dict[str, Any], s
         ({"layers": [{"k": [1.0, 0.0, 1.0], "v": [1.0] * 3}] * 2}, "a scale of k is not finite and above 0"),
         ({"format": "fp8_e5m2"}, "for fp8_e5m2"),
         ({"granularity": "token"}, "token scales"),
+        ({"granularity": "group"}, "group scales"),
+        ({"granularity": "mixed", "layers": [{"granularity": "group"}] * 2}, "scales per group"),
         ({"granularity": "mixed"}, "holds no KV scales: KeyError: 'granularity'"),
         ({"granularity": "mixed", "layers": [{"granularity": None, "k": [1.0]}] * 2}, "stored without static scales"),
         ({"granularity": "mixed", "layers": [{"granularity": "head"}] * 2}, "does not understand"),
