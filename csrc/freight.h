@@ -212,13 +212,17 @@ struct FreightDecays {
   const void *a, *b;             // [rows, heads], rows at multiples of a_stride and b_stride; b may be null
   const float *a_log, *dt_bias;  // [heads]
   float *beta, *log_decay;       // [rows, heads]
-  int64_t rows, heads, a_stride, b_stride;
+  int64_t rows, heads;
+  int64_t k_dim;  // with a decay of each channel, else 0: a and log_decay are [rows, heads, k_dim], dt_bias too; b is there
+  int64_t a_stride, b_stride;
   float least, most;  // bounds of dt
+  float bound;        // of log_decay, below 0, or 0
   int32_t format;     // of a and b
   int32_t threads;
 };
 
-// dt = softplus(a + dt_bias), bounded; log_decay = -exp(a_log) * dt; beta = sigmoid(b), or dt without b.
+// dt = softplus(a + dt_bias), bounded; log_decay = -exp(a_log) * dt; beta = sigmoid(b), or dt without b. With a bound
+// log_decay = bound * sigmoid(exp(a_log) * (a + dt_bias)).
 FREIGHT_API FreightStatus freight_decays(const FreightDecays* arguments);
 
 struct FreightGatedNorm {

@@ -1,4 +1,4 @@
-// Linear attention with a decay (gated delta nets, Mamba-2), whose state is rounded where a tile of 16 positions begins.
+// Linear attention with a decay (gated delta nets, KDA, Mamba-2), whose state is rounded where a tile of 16 positions begins.
 //
 // A task is one head of one sequence: its rows tile by tile, in float32. A row is computed from S at its tile's start as
 // it is stored and from the rows of its tile as they are kept, in one order of sums, so its bits do not depend on how rows
@@ -20,12 +20,13 @@ struct Room {
   FloatRows k, u, q;           // the tile's rows as they are kept; q of the rows of this call
   FloatRows factors, products;  // rows that multiply S, and the results: k and q of each row in turns, or q alone
   FloatRows matrix;            // S
-  float *decay, *weights;      // [kStateTile]; [2, kStateTile]
+  FloatRows decay;             // [kStateTile, 1], or by channel [kStateTile, k_dim]
+  float* weights;              // [2, kStateTile]
   float *largest, *divisors;   // [v_dim]
 
-  Room(int64_t k_dim, int64_t v_dim) {
-    const int64_t k_size = padded(k_dim), v_size = padded(v_dim);
-    const int64_t floats = (4 * k_size + 3 * v_size + 3) * kStateTile + (k_dim + 2) * v_size;
+  Room(int64_t k_dim, int64_t v_dim, bool by_channel) {
+    const int64_t k_size = padded(k_dim), v_size = padded(v_dim), decays = by_channel ? k_size : 1;
+    const int64_t floats = (4 * k_size + 3 * v_size + decays + 2) * kStateTile + (k_dim + 2) * v_size;
     thread_local WorkingMemory memory;
     float* next = reinterpret_cast<float*>(memory.of(floats * 4));
     const auto rows = [&](int64_t count, int64_t size) {
@@ -36,17 +37,21 @@ struct Room {
     k = rows(kStateTile, k_size), u = rows(kStateTile, v_size), q = rows(kStateTile, k_size);
     factors = rows(2 * kStateTile, k_size), products = rows(2 * kStateTile, v_size);
     matrix = rows(k_dim, v_size);
-    decay = rows(1, kStateTile).data, weights = rows(2, kStateTile).data;
+    decay = rows(kStateTile, decays), weights = rows(2, kStateTile).data;
     largest = rows(1, v_size).data, divisors = rows(1, v_size).data;
   }
 };
 
-float dot(const float* a, const float* b, int64_t size) {
-  V16 sums{};
-  for (int64_t i = 0; i < size; i += kLanes) sums = fma(load16(a + i), load16(b + i), sums);
+float sum_of(const V16& sums) {
   VF sum = sums.v[0];
   for (int i = 1; i < kLanes / W; i++) sum = sum + sums.v[i];
   return reduce_add(sum);
+}
+
+float dot(const float* a, const float* b, int64_t size) {
+  V16 sums{};
+  for (int64_t i = 0; i < size; i += kLanes) sums = fma(load16(a + i), load16(b + i), sums);
+  return sum_of(sums);
 }
 
 V16 exp16(V16 x) {
@@ -75,11 +80,13 @@ void read_key(const FreightRecurrence& a, int64_t row, int64_t key_head, float* 
   for (int64_t i = 0; i < a.k_dim; i += kLanes) store(to + i, rounded_to(load16(to + i), a.format));
 }
 
-template <FreightFormat F>
+// ByChannel: each channel of a key has a decay of its own. Products of decays are exponentials of a difference of sums,
+// so none is above 1.
+template <FreightFormat F, bool ByChannel>
 class Head {
  public:
   Head(const FreightRecurrence& a, int64_t head)
-      : a_(a), head_(head), key_head_(head / (a.heads / a.key_heads)), room_(a.k_dim, a.v_dim) {}
+      : a_(a), head_(head), key_head_(head / (a.heads / a.key_heads)), room_(a.k_dim, a.v_dim, ByChannel) {}
 
   void run(int64_t sequence) {
     const int64_t position = first_position(a_, sequence);
@@ -108,8 +115,8 @@ class Head {
   char* kept_u(int64_t block, int64_t t) const {
     return element(a_.kept_u, ((block * kStateTile + t) * a_.heads + head_) * a_.v_dim, a_.format);
   }
-  float& kept_decay(int64_t block, int64_t t) const {
-    return a_.kept_decay[(block * kStateTile + t) * a_.heads + head_];
+  float* kept_decay(int64_t block, int64_t t) const {
+    return a_.kept_decay + ((block * kStateTile + t) * a_.heads + head_) * (ByChannel ? a_.k_dim : 1);
   }
 
   // The first `count` rows of the tile that `block` holds.
@@ -121,7 +128,10 @@ class Head {
       prefetch_next(u, a_.v_dim * bytes_of(a_.format));
       read_row(k, a_.format, a_.k_dim, room_.k.row(t));
       read_row(u, a_.format, a_.v_dim, room_.u.row(t));
-      room_.decay[t] = kept_decay(block, t);
+      if constexpr (ByChannel)
+        read_row(kept_decay(block, t), FREIGHT_FLOAT32, a_.k_dim, room_.decay.row(t));
+      else
+        *room_.decay.row(t) = *kept_decay(block, t);
     }
   }
 
@@ -131,14 +141,52 @@ class Head {
       std::fill_n(room_.matrix.data, a_.k_dim * room_.matrix.stride, 0.f);
       std::fill_n(room_.largest, a_.v_dim, 0.f);
     } else {
-      const float last = room_.decay[kStateTile - 1];
-      for (int64_t t = 0; t < kStateTile; t++) {
-        const V16 factor = set16(exp_of(last - room_.decay[t]));
-        for (int64_t i = 0; i < a_.k_dim; i += kLanes) store(room_.k.row(t) + i, load16(room_.k.row(t) + i) * factor);
-      }
-      advance_state(state(source), exp_of(last), room_.k, room_.u, room_.matrix, room_.largest);
+      advance(source);
     }
     encode_state(room_.matrix, room_.largest, room_.divisors, state(target));
+  }
+
+  // matrix = S behind the tile whose rows are loaded; keys become those that are added to it.
+  void advance(int64_t source) {
+    const float* last = room_.decay.row(kStateTile - 1);
+    for (int64_t t = 0; t < kStateTile; t++) {
+      float *k = room_.k.row(t), *decay = room_.decay.row(t);
+      if constexpr (ByChannel) {
+        for (int64_t i = 0; i < a_.k_dim; i += kLanes)
+          store(k + i, load16(k + i) * exp16(load16(last + i) - load16(decay + i)));
+      } else {
+        const V16 factor = set16(exp_of(*last - *decay));
+        for (int64_t i = 0; i < a_.k_dim; i += kLanes) store(k + i, load16(k + i) * factor);
+      }
+    }
+    if constexpr (ByChannel) {
+      float* factors = room_.factors.row(0);
+      for (int64_t i = 0; i < a_.k_dim; i += kLanes) store(factors + i, exp16(load16(last + i)));
+      const auto decay = [&](int64_t row) { return set16(factors[row]); };
+      advance_state(state(source), decay, room_.k, room_.u, room_.matrix, room_.largest);
+    } else {
+      const V16 factor = set16(exp_of(*last));
+      const auto decay = [&](int64_t) { return factor; };
+      advance_state(state(source), decay, room_.k, room_.u, room_.matrix, room_.largest);
+    }
+  }
+
+  // The decay since the tile's start of row t of the tile, whose own is that of `row`; kept in `target`.
+  void decay_row(int64_t target, int64_t t, int64_t row) {
+    if constexpr (ByChannel) {
+      const float* own = a_.log_decay + (row * a_.heads + head_) * a_.k_dim;
+      const VF least = set1(kLeastDecay);
+      for (int64_t i = 0; i < a_.k_dim; i += kLanes) {
+        V16 sum = load_as<FREIGHT_FLOAT32>(own + i, lanes_at(i, a_.k_dim));
+        sum = each([&](int lanes) { return sum.v[lanes] < least ? least : sum.v[lanes]; });  // a NaN stays
+        if (t) sum = sum + load16(room_.decay.row(t - 1) + i);
+        store(room_.decay.row(t) + i, sum);
+      }
+      write_row(room_.decay.row(t), FREIGHT_FLOAT32, a_.k_dim, kept_decay(target, t));
+    } else {
+      const float own = std::max(a_.log_decay[row * a_.heads + head_], kLeastDecay);  // a NaN stays
+      *room_.decay.row(t) = *kept_decay(target, t) = t ? own + *room_.decay.row(t - 1) : own;
+    }
   }
 
   // Keys, queries and decays of rows `begin` .. `end` of the tile, and their products with S.
@@ -149,11 +197,11 @@ class Head {
       read_key(a_, row, key_head_, room_.k.row(t));
       const void* query = element(a_.q, row * a_.q_stride + key_head_ * a_.k_dim, a_.format);
       read_head(query, a_.format, a_.k_dim, a_.norm, a_.q_factor, room_.q.row(i));
-      const float own = std::max(a_.log_decay[row * a_.heads + head_], kLeastDecay);  // a NaN stays
-      room_.decay[t] = kept_decay(part.target, t) = t ? own + room_.decay[t - 1] : own;
-      const V16 factor = set16(exp_of(room_.decay[t]));
+      decay_row(part.target, t, row);
+      [[maybe_unused]] const V16 of_head = ByChannel ? V16{} : set16(exp_of(*room_.decay.row(t)));
       float *with_k = room_.factors.row(i * each_row), *with_q = room_.factors.row(i * each_row + each_row - 1);
       for (int64_t c = 0; c < a_.k_dim; c += kLanes) {
+        const V16 factor = ByChannel ? exp16(load16(room_.decay.row(t) + c)) : of_head;
         if (a_.delta) store(with_k + c, load16(room_.k.row(t) + c) * factor);
         store(with_q + c, load16(room_.q.row(i) + c) * factor);
       }
@@ -172,16 +220,35 @@ class Head {
   // weights[j] = exp(G_t - G_j) k_j · x for the first `count` rows of the tile.
   void weigh(int64_t t, int64_t count, const float* x, float* weights) const {
     for (int64_t j = 0; j < count; j++) weights[j] = dot(room_.k.row(j), x, room_.k.stride);
-    const V16 decays = exp16(set16(room_.decay[t]) - load16(room_.decay));
+    const V16 decays = exp16(set16(*room_.decay.row(t)) - load16(room_.decay.data));
     store(weights, load16(weights) * decays);
+  }
+
+  // with_q[j] = (exp(G_t - G_j) k_j) · q, with_k the same of the key of row t, for all rows of the tile up to it.
+  void weigh_channels(int64_t t, const float* q, float* with_k, float* with_q) const {
+    const float *decay = room_.decay.row(t), *k = room_.k.row(t);
+    for (int64_t j = 0; j <= t; j++) {
+      V16 of_k{}, of_q{};
+      for (int64_t c = 0; c < a_.k_dim; c += kLanes) {
+        const V16 factor = exp16(load16(decay + c) - load16(room_.decay.row(j) + c));
+        const V16 key = load16(room_.k.row(j) + c) * factor;
+        if (a_.delta) of_k = fma(key, load16(k + c), of_k);
+        of_q = fma(key, load16(q + c), of_q);
+      }
+      with_k[j] = sum_of(of_k), with_q[j] = sum_of(of_q);
+    }
   }
 
   // u and the result of row t of the tile, the i-th of this part.
   void finish_row(const Stretch& part, int64_t t, int64_t i) {
     const int64_t row = part.row + i, v_dim = a_.v_dim;
     float *with_k = room_.weights, *with_q = room_.weights + kStateTile;
-    if (a_.delta) weigh(t, t, room_.k.row(t), with_k);
-    weigh(t, t + 1, room_.q.row(i), with_q);
+    if constexpr (ByChannel) {
+      weigh_channels(t, room_.q.row(i), with_k, with_q);
+    } else {
+      if (a_.delta) weigh(t, t, room_.k.row(t), with_k);
+      weigh(t, t + 1, room_.q.row(i), with_q);
+    }
     const V16 beta = set16(a_.beta[row * a_.heads + head_]), skip = set16(a_.skip ? a_.skip[head_] : 0.f);
     const float* of_k = room_.products.row(a_.delta ? 2 * i : i);
     const float* of_q = room_.products.row(a_.delta ? 2 * i + 1 : i);
@@ -218,14 +285,22 @@ void keep_keys(const FreightRecurrence& a, int64_t sequence, int64_t key_head, f
 }
 
 template <FreightFormat F>
+void run(const FreightRecurrence& a, int64_t head, int64_t sequence) {
+  if (a.by_channel)
+    Head<F, true>(a, head).run(sequence);
+  else
+    Head<F, false>(a, head).run(sequence);
+}
+
+template <FreightFormat F>
 void recurrence(const FreightRecurrence& a) {
   const int64_t tasks = int64_t{a.num_seqs} * a.heads;
   const int64_t elements = static_cast<int64_t>(a.k_dim) * a.v_dim;
   parallel_for(tasks, threads_for(tasks * elements, a.threads),
-               [&](int64_t task) { Head<F>(a, task % a.heads).run(task / a.heads); });
+               [&](int64_t task) { run<F>(a, task % a.heads, task / a.heads); });
   const int64_t keys = int64_t{a.num_seqs} * a.key_heads;
   parallel_for(keys, threads_for(keys * a.k_dim, a.threads), [&](int64_t task) {
-    keep_keys(a, task / a.key_heads, task % a.key_heads, Room(a.k_dim, a.v_dim).k.data);
+    keep_keys(a, task / a.key_heads, task % a.key_heads, Room(a.k_dim, a.v_dim, false).k.data);
   });
 }
 

@@ -148,22 +148,47 @@ inline VF bounded(VF x, VF least, VF most) {
   return x > most ? most : x;
 }
 
+// Log decays of x = a + dt_bias; dt becomes what they are made of without a bound.
+V16 log_decays(const FreightDecays& a, V16 x, V16 a_log, V16* dt) {
+  const VF least = set1(a.least), most = set1(a.most), bound = set1(a.bound);
+  if (a.bound < 0) return each([&](int lanes) { return bound * sigmoid(exp(a_log.v[lanes]) * x.v[lanes]); });
+  *dt = each([&](int lanes) { return bounded(softplus(x.v[lanes]), least, most); });
+  return each([&](int lanes) { return -exp(a_log.v[lanes]) * dt->v[lanes]; });
+}
+
+// Those of all channels of a row.
+void channel_decays(const FreightDecays& a, int64_t row) {
+  for (int64_t head = 0; head < a.heads; head++) {
+    const V16 a_log = set16(a.a_log[head]);
+    for (int64_t i = 0; i < a.k_dim; i += kLanes) {
+      const int count = lanes_at(i, a.k_dim);
+      const int64_t at = head * a.k_dim + i;
+      const V16 bias = load_as<FREIGHT_FLOAT32>(a.dt_bias + at, count);
+      V16 dt{};
+      const V16 x = load_as(element(a.a, row * a.a_stride + at, a.format), a.format, count) + bias;
+      store_as(a.log_decay + row * a.heads * a.k_dim + at, log_decays(a, x, a_log, &dt), FREIGHT_FLOAT32, count);
+    }
+  }
+}
+
 void decays(const FreightDecays& a) {
-  const VF least = set1(a.least), most = set1(a.most);
-  parallel_for(a.rows, threads_for(a.rows * a.heads * 8, a.threads), [&](int64_t row) {
+  const int64_t values = a.heads * std::max<int64_t>(a.k_dim, 1);
+  parallel_for(a.rows, threads_for(a.rows * values * 8, a.threads), [&](int64_t row) {
+    if (a.k_dim) channel_decays(a, row);
     for (int64_t i = 0; i < a.heads; i += kLanes) {
       const int count = lanes_at(i, a.heads);
-      const V16 x = load_as(element(a.a, row * a.a_stride + i, a.format), a.format, count);
-      const V16 bias = load_as<FREIGHT_FLOAT32>(a.dt_bias + i, count), rate = load_as<FREIGHT_FLOAT32>(a.a_log + i, count);
-      const V16 dt = each([&](int lanes) { return bounded(softplus(x.v[lanes] + bias.v[lanes]), least, most); });
-      const V16 log_decay = each([&](int lanes) { return -exp(rate.v[lanes]) * dt.v[lanes]; });
-      V16 beta = dt;
+      V16 beta{};
+      if (!a.k_dim) {
+        const V16 bias = load_as<FREIGHT_FLOAT32>(a.dt_bias + i, count);
+        const V16 x = load_as(element(a.a, row * a.a_stride + i, a.format), a.format, count) + bias;
+        const V16 log_decay = log_decays(a, x, load_as<FREIGHT_FLOAT32>(a.a_log + i, count), &beta);
+        store_as(a.log_decay + row * a.heads + i, log_decay, FREIGHT_FLOAT32, count);
+      }
       if (a.b) {
         const V16 logits = load_as(element(a.b, row * a.b_stride + i, a.format), a.format, count);
         beta = each([&](int lanes) { return sigmoid(logits.v[lanes]); });
       }
       store_as(a.beta + row * a.heads + i, beta, FREIGHT_FLOAT32, count);
-      store_as(a.log_decay + row * a.heads + i, log_decay, FREIGHT_FLOAT32, count);
     }
   });
 }

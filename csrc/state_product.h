@@ -132,8 +132,8 @@ inline V16 larger_finite(V16 largest, V16 values) {
 }
 
 // Rows `row` .. `row + D` of what `advance_state` computes.
-template <int D, int N, FreightFormat F>
-void advance_rows(const StoredState<F>& s, V16 decay, FloatRows k, FloatRows u, FloatRows to, int64_t row,
+template <int D, int N, FreightFormat F, class Decay>
+void advance_rows(const StoredState<F>& s, const Decay& decay, FloatRows k, FloatRows u, FloatRows to, int64_t row,
                   int64_t column, V16* largest) {
   V16 sums[D][N];
   FREIGHT_UNROLL
@@ -142,7 +142,7 @@ void advance_rows(const StoredState<F>& s, V16 decay, FloatRows k, FloatRows u, 
     FREIGHT_UNROLL
     for (int n = 0; n < N; n++) {
       const int64_t at = column + n * kLanes;
-      sums[d][n] = s.scaled(load_as<F>(from + n * kLanes * bytes_of(F), lanes_at(at, s.v_dim)), at) * decay;
+      sums[d][n] = s.scaled(load_as<F>(from + n * kLanes * bytes_of(F), lanes_at(at, s.v_dim)), at) * decay(row + d);
     }
   }
   for (int j = 0; j < kStateTile; j++) {
@@ -166,16 +166,16 @@ void advance_rows(const StoredState<F>& s, V16 decay, FloatRows k, FloatRows u, 
 }
 
 // to = decay * S + the sum over j of k_j u_jᵀ, j ascending, and the largest finite magnitude of each column.
-// k: [kStateTile, padded(k_dim)], u: [kStateTile, padded(v_dim)].
-template <FreightFormat F>
-void advance_state(const StoredState<F>& s, float decay, FloatRows k, FloatRows u, FloatRows to, float* largest) {
+// decay(row): the V16 that a row of S is multiplied by; k: [kStateTile, padded(k_dim)], u: [kStateTile, padded(v_dim)].
+template <FreightFormat F, class Decay>
+void advance_state(const StoredState<F>& s, const Decay& decay, FloatRows k, FloatRows u, FloatRows to, float* largest) {
   for_column_vectors<kColumnsOfMany>(0, s.v_dim, [&](auto number, int64_t column) {
     constexpr int N = decltype(number)::value;
     V16 found[N] = {};
     int64_t row = 0;
     for (; row + kRowsOfMany <= s.k_dim; row += kRowsOfMany)
-      advance_rows<kRowsOfMany, N>(s, set16(decay), k, u, to, row, column, found);
-    for (; row < s.k_dim; row++) advance_rows<1, N>(s, set16(decay), k, u, to, row, column, found);
+      advance_rows<kRowsOfMany, N>(s, decay, k, u, to, row, column, found);
+    for (; row < s.k_dim; row++) advance_rows<1, N>(s, decay, k, u, to, row, column, found);
     for (int n = 0; n < N; n++) store(largest + column + n * kLanes, found[n]);
   });
 }

@@ -34,14 +34,14 @@ FREIGHT_API FreightStatus freight_convolution(const FreightConvolution* argument
 struct FreightRecurrence {
   const void *q, *k;             // [rows, key_heads * k_dim], rows q_stride and k_stride values apart
   const void* v;                 // [rows, heads * v_dim], rows v_stride values apart
-  const float *beta, *log_decay;  // [rows, heads]
+  const float *beta, *log_decay;  // [rows, heads]; log_decay with by_channel [rows, heads, k_dim]
   const float* skip;             // [heads], or null
   void* out;                     // [rows, heads * v_dim]
   void* state;                   // [num_blocks, heads, k_dim, v_dim] of state_format: S at the start of the open tile
   void* scale;                   // [num_blocks, heads, v_dim] bfloat16; null for the formats of 16 and 32 bits
   void* kept_k;                  // [num_blocks, FREIGHT_STATE_TILE, key_heads, k_dim] of format: rows of the open tile
   void* kept_u;                  // [num_blocks, FREIGHT_STATE_TILE, heads, v_dim] of format
-  float* kept_decay;             // [num_blocks, FREIGHT_STATE_TILE, heads]: log decay since the tile's start
+  float* kept_decay;             // [num_blocks, FREIGHT_STATE_TILE, heads], or a row of log_decay: that since the tile's start
   const int32_t* query_starts;   // [num_seqs + 1]
   const int32_t* context_lens;   // [num_seqs]
   const int32_t* block_tables;   // [num_seqs, max_blocks]
@@ -51,6 +51,7 @@ struct FreightRecurrence {
   int32_t format;                          // of q, k, v, out and the kept rows: float32, float16 or bfloat16
   int32_t state_format;                    // float32, bfloat16, INT8 or E4M3
   int32_t delta, norm;                     // 0 or 1
+  int32_t by_channel;                      // 1: a decay of each channel of a key; 0: one of each head
   float q_factor;                          // multiplies q with `norm`
   int32_t threads;
 };

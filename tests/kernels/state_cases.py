@@ -20,13 +20,14 @@ STATE_FORMATS = (Format.FLOAT32, Format.BFLOAT16, Format.INT8, Format.E4M3FN, Fo
 
 @dataclass(frozen=True)
 class Layer:
-    """Sizes of a layer. `delta`: a gated delta net, else Mamba-2."""
+    """Sizes of a layer. `delta`: a gated delta net, else Mamba-2. `by_channel`: a decay of each channel of a key."""
 
     key_heads: int = 2
     heads: int = 4
     k_dim: int = 64
     v_dim: int = 32
     delta: bool = True
+    by_channel: bool = False
     dtype: torch.dtype = torch.float32
     format: Format = Format.FLOAT32
     every: int = 32
@@ -37,7 +38,7 @@ class Layer:
             "state": ((self.heads, self.k_dim, self.v_dim), torch_dtype(self.format)),
             "k": ((STATE_TILE, self.key_heads, self.k_dim), self.dtype),
             "u": ((STATE_TILE, self.heads, self.v_dim), self.dtype),
-            "decay": ((STATE_TILE, self.heads), torch.float32),
+            "decay": ((STATE_TILE, *self.decays), torch.float32),
         }
         if self.format.is_quantized:
             shapes["scale"] = ((self.heads, self.v_dim), torch.bfloat16)
@@ -55,7 +56,7 @@ class Layer:
         def normal(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator)
 
-        decay = -0.693 / half_life * torch.exp(normal(rows, self.heads))
+        decay = -0.693 / half_life * torch.exp(normal(rows, *self.decays))
         return {
             "q": normal(rows, self.key_heads * self.k_dim).to(self.dtype),
             "k": normal(rows, self.key_heads * self.k_dim).to(self.dtype),
@@ -63,6 +64,11 @@ class Layer:
             "beta": torch.sigmoid(normal(rows, self.heads)),
             "log_decay": decay,
         }
+
+    @property
+    def decays(self) -> tuple[int, ...]:
+        """The shape of a row's."""
+        return (self.heads, self.k_dim) if self.by_channel else (self.heads,)
 
     @property
     def flags(self) -> dict[str, Any]:
@@ -92,3 +98,22 @@ def in_calls(call: Any, rows: int, cuts: Sequence[int], blocks: Sequence[int]) -
         outs.append(call(slice(done, done + count), sequences([(done, count, blocks)])))
         done += count
     return torch.cat(outs)
+
+
+def token_by_token(layer: Layer, inputs: dict[str, Tensor]) -> Tensor:
+    """The recurrence of a sequence in float64, with no tiles: S = decay S + k uᵀ, o = qᵀ S."""
+    values, rows = {name: x.double() for name, x in inputs.items()}, len(inputs["v"])
+    ratio = layer.heads // layer.key_heads
+    q, k = (values[name].view(rows, layer.key_heads, layer.k_dim).repeat_interleave(ratio, 1) for name in ("q", "k"))
+    if layer.flags["norm"]:
+        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+        q = q * layer.k_dim**-0.5
+    v, out = values["v"].view(rows, layer.heads, layer.v_dim), []
+    decay = values["log_decay"].exp()
+    state = torch.zeros(layer.heads, layer.k_dim, layer.v_dim, dtype=torch.float64)
+    for t in range(rows):
+        state = state * (decay[t, :, :, None] if layer.by_channel else decay[t, :, None, None])
+        known = (k[t][:, :, None] * state).sum(1) if layer.delta else 0.0
+        state = state + k[t][:, :, None] * (values["beta"][t][:, None] * (v[t] - known))[:, None]
+        out.append((q[t][:, :, None] * state).sum(1))
+    return torch.stack(out).flatten(1)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.kernels.state_cases import STATE_FORMATS, Layer, in_calls, sequences
+from tests.kernels.state_cases import STATE_FORMATS, Layer, in_calls, sequences, token_by_token
 from torch import Tensor
 
 from freight.errors import KernelError
@@ -24,6 +24,7 @@ from freight.kernels.cpu.recording import Arena, record
 from freight.kernels.interface import KernelSet
 from freight.kernels.reference_set import REFERENCE
 from freight.operands.states import States
+from freight.operands.tiles import LEAST_DECAY
 
 BUILDS = library.runnable()
 BLOCKS = (3, 1, 4, 2, 0)
@@ -34,7 +35,12 @@ LAYERS = {
     "odd": Layer(key_heads=1, heads=3, k_dim=37, v_dim=21),
     "odd mamba2": Layer(key_heads=3, heads=3, k_dim=5, v_dim=130, delta=False),
     "wide": Layer(key_heads=1, heads=2, k_dim=128, v_dim=128),
+    "channels": Layer(by_channel=True),
+    "odd channels": Layer(key_heads=1, heads=3, k_dim=37, v_dim=21, by_channel=True),
+    "wide channels": Layer(key_heads=2, heads=2, k_dim=128, v_dim=128, by_channel=True),
+    "channels without delta": Layer(delta=False, by_channel=True),
 }
+KINDS = {"delta": Layer(), "mamba2": Layer(delta=False), "channels": Layer(by_channel=True)}
 
 
 @pytest.fixture(params=BUILDS)
@@ -95,20 +101,21 @@ def same_bits(a: States, b: States, blocks: list[int]) -> bool:
 def test_a_recurrence_is_the_references(kernels, name, half_life):
     """In float32; a half-life of 0.01 leaves nothing of a state, and decays by e ** -1000 and more.
 
-    A row whose sums cancel has 58 units between two orders of summation (portable), and 77 (NEON).
+    A row whose sums cancel has 58 units between two orders of summation (portable), 77 (NEON), and 319 with three heads
+    of 37 channels, where the reference itself is 309 from the sum in float64.
     """
     layer = LAYERS[name]
     inputs = layer.inputs(70, half_life=half_life)
     wanted, theirs = run(REFERENCE, layer, inputs, (70,))
     found, own = run(kernels, layer, among_other_columns(inputs), (70,))
-    assert agrees(found, wanted, 128)
+    assert agrees(found, wanted, 384)
     for part in ("state", "k", "u", "decay"):
         blocks = torch.tensor([3, 1])
         assert agrees(own.parts[part][blocks].flatten(1), theirs.parts[part][blocks].flatten(1), 64), part
 
 
 @pytest.mark.parametrize("format", STATE_FORMATS)
-@pytest.mark.parametrize("name", ["delta", "mamba2", "odd"])
+@pytest.mark.parametrize("name", ["delta", "mamba2", "odd", "channels", "odd channels"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_from_a_stored_state_a_tile_is_the_references(kernels, name, format, dtype):
     """Rows 32 to 46 from the reference's blocks: rows of one tile, behind a state that it advances and stores."""
@@ -131,10 +138,10 @@ def test_from_a_stored_state_a_tile_is_the_references(kernels, name, format, dty
 
 
 @pytest.mark.parametrize("format", STATE_FORMATS)
-@pytest.mark.parametrize("delta", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_cut_into_calls_changes_a_bit(kernels, format, delta, dtype):
-    layer = Layer(delta=delta, format=format, dtype=dtype, v_dim=40)
+def test_no_cut_into_calls_changes_a_bit(kernels, format, kind, dtype):
+    layer = replace(KINDS[kind], format=format, dtype=dtype, v_dim=40)
     inputs = among_other_columns(layer.inputs(100))
     whole, states = run(kernels, layer, inputs, (100,))
     assert whole.isfinite().all()
@@ -145,10 +152,11 @@ def test_no_cut_into_calls_changes_a_bit(kernels, format, delta, dtype):
         assert same_bits(states, kept, [3, 1, 4]), cuts
 
 
+@pytest.mark.parametrize("by_channel", [False, True])
 @pytest.mark.parametrize("format", [Format.INT8, Format.FLOAT32])
-def test_sequences_of_a_call_do_not_see_each_other(kernels, format):
+def test_sequences_of_a_call_do_not_see_each_other(kernels, format, by_channel):
     """One of the two has a NaN; a third, not in the call, goes on from the first one's full block."""
-    layer = Layer(heads=8, k_dim=128, v_dim=128, format=format, dtype=torch.bfloat16)
+    layer = Layer(heads=8, k_dim=128, v_dim=128, format=format, dtype=torch.bfloat16, by_channel=by_channel)
     first, second = layer.inputs(40, 1), layer.inputs(21, 2)
     second["v"][5] = torch.nan
     states, torch_threads = layer.states(6), torch.get_num_threads()
@@ -173,15 +181,40 @@ def test_sequences_of_a_call_do_not_see_each_other(kernels, format):
 
 @pytest.mark.parametrize("decay", [-1e5, -1e30, -torch.inf])
 @pytest.mark.parametrize("which", ["reference", "compiled"])
-def test_what_a_row_forgets_entirely_costs_the_rows_behind_no_digit(kernels, which, decay):
+@pytest.mark.parametrize("by_channel", [False, True])
+def test_what_a_row_forgets_entirely_costs_the_rows_behind_no_digit(kernels, which, decay, by_channel):
     """exp(-104) is 0 in float32 as exp(-inf) is: rows from there on have the result of a sequence that begins there."""
-    layer = Layer()
+    layer = Layer(by_channel=by_channel)
     inputs = layer.inputs(40)
     inputs["log_decay"][21] = decay
     out, _ = run(kernels if which == "compiled" else REFERENCE, layer, inputs, (40,))
     alone = {name: x[21:] for name, x in inputs.items()}
     wanted, _ = run(REFERENCE, layer, alone, (19,))
     assert agrees(out[21:], wanted, 300)
+
+
+@pytest.mark.parametrize("decay", [0.0, -80.0, LEAST_DECAY, -torch.inf])
+@pytest.mark.parametrize("which", ["reference", "compiled"])
+def test_a_channel_that_is_forgotten_leaves_the_others_what_they_know(kernels, which, decay):
+    """Every second channel decays by so much at each token: with 0, none does; else those channels know one token."""
+    layer, which = Layer(by_channel=True, v_dim=40), kernels if which == "compiled" else REFERENCE
+    inputs = layer.inputs(40, half_life=1000.0)
+    inputs["log_decay"][:, :, 1::2] = decay
+    out, _ = run(which, layer, inputs, (40,))
+    assert torch.equal(out, run(which, layer, inputs, (1, 6))[0])
+    assert out.isfinite().all()
+    wanted = token_by_token(layer, inputs)
+    assert (out.double() - wanted).abs().max() < 2e-6 * wanted.abs().max() * 40
+
+
+def test_a_nan_among_decays_of_channels_stays_in_its_head(kernels):
+    layer = Layer(by_channel=True)
+    inputs = layer.inputs(40)
+    inputs["log_decay"][20, 1, 5] = torch.nan
+    out, _ = run(kernels, layer, inputs, (40,))
+    wanted = torch.zeros(40, 128, dtype=torch.bool)
+    wanted[20:, 32:64] = True
+    assert torch.equal(out.isnan(), wanted)
 
 
 def test_a_nan_in_a_state_stays_in_its_column(kernels):
@@ -254,6 +287,22 @@ def test_decays_are_the_references(kernels, dtype):
             torch.testing.assert_close(one, wanted, rtol=4e-6, atol=1e-37)  # a + dt_bias is rounded to float32
         again = kernels.decays(a[4:5], None if other is None else b[4:5], a_log, dt_bias, *limits)
         assert all(torch.equal(one, whole[4:5]) for one, whole in zip(again, found, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bound", [None, -5.0])
+def test_decays_of_channels_are_the_references(kernels, dtype, bound):
+    """Three heads of 37 channels."""
+    generator = torch.Generator().manual_seed(0)
+    matrix = (torch.randn(9, 120, generator=generator) * 8).to(DTYPES[dtype])
+    a, b = matrix[:, 3:114], matrix[:, 115:118]
+    a_log, dt_bias = (torch.randn(count, generator=generator) * 3 for count in (3, 111))
+    found = kernels.decays(a, b, a_log, dt_bias, bound=bound)
+    assert [one.shape for one in found] == [(9, 3), (9, 3, 37)]
+    for one, wanted in zip(found, REFERENCE.decays(a, b, a_log, dt_bias, bound=bound), strict=True):
+        torch.testing.assert_close(one, wanted, rtol=1e-5, atol=1e-37)  # a + dt_bias is rounded to float32
+    again = kernels.decays(a[4:5], b[4:5], a_log, dt_bias, bound=bound)
+    assert all(torch.equal(one, whole[4:5]) for one, whole in zip(again, found, strict=True))
 
 
 def test_every_decay(kernels):

@@ -7,7 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.kernels.state_cases import STATE_FORMATS, Layer, in_calls, sequences
+from tests.kernels.state_cases import STATE_FORMATS, Layer, in_calls, sequences, token_by_token
+from transformers.models.bailing_hybrid.configuration_bailing_hybrid import BailingHybridConfig
+from transformers.models.bailing_hybrid.modeling_bailing_hybrid import BailingHybridForgetGate
+from transformers.models.glm5_next.modeling_glm5_next import chunk_kimi_delta_attention
 from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridRMSNormGated
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHRMSNormGated
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated, torch_chunk_gated_delta_rule
@@ -46,6 +49,19 @@ def test_a_gated_delta_net_is_that_of_transformers(half_life: float) -> None:
 
 
 @pytest.mark.parametrize("half_life", [1.0, 20.0, 1000.0])
+def test_kimi_delta_attention_is_that_of_transformers(half_life: float) -> None:
+    layer, rows = Layer(by_channel=True, key_heads=4, every=64), 150
+    inputs = layer.inputs(rows, half_life=half_life)
+    found, _ = run(layer, rows, (150,), half_life=half_life)
+    q, k, v = (inputs[name].view(1, rows, 4, -1) for name in ("q", "k", "v"))
+    wanted, _ = chunk_kimi_delta_attention(
+        q, k, v, inputs["log_decay"][None], inputs["beta"][None], use_qk_l2norm_in_kernel=True
+    )
+    assert (found.view(rows, 4, 32) - wanted[0]).abs().max() < 2e-6
+    assert (found - token_by_token(layer, inputs)).abs().max() < 2e-6
+
+
+@pytest.mark.parametrize("half_life", [1.0, 20.0, 1000.0])
 def test_mamba2_is_the_recurrence_of_its_paper(half_life: float) -> None:
     """In float64, one token after the other: S = decay S + beta k vᵀ, o = qᵀ S + skip v."""
     layer, rows = Layer(delta=False), 100
@@ -62,10 +78,10 @@ def test_mamba2_is_the_recurrence_of_its_paper(half_life: float) -> None:
 
 
 @pytest.mark.parametrize("format", STATE_FORMATS)
-@pytest.mark.parametrize("delta", [True, False])
+@pytest.mark.parametrize("kind", [Layer(), Layer(delta=False), Layer(by_channel=True)], ids=["delta", "mamba2", "kda"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_cut_into_calls_changes_a_bit(format: Format, delta: bool, dtype: torch.dtype) -> None:
-    layer = Layer(delta=delta, format=format, dtype=dtype)
+def test_no_cut_into_calls_changes_a_bit(format: Format, kind: Layer, dtype: torch.dtype) -> None:
+    layer = replace(kind, format=format, dtype=dtype)
     whole, states = run(layer, 150, (150,))
     for cuts in ((1,), (7,), (16,), (33,), (1, 31, 5)):
         parts, kept = run(layer, 150, cuts)
@@ -112,6 +128,24 @@ def test_decays_are_those_of_transformers() -> None:
     dt, decay = REFERENCE.decays(a, None, a_log, dt_bias, (0.1, 2.0))
     torch.testing.assert_close(dt, F.softplus(a.float() + dt_bias).clamp(0.1, 2.0))
     torch.testing.assert_close(decay, -a_log.exp() * dt)
+
+
+def test_decays_of_channels_are_those_of_transformers() -> None:
+    """Of Ling 3.0, with a bound and without; Kimi Linear has those without."""
+    generator = torch.Generator().manual_seed(0)
+    config = BailingHybridConfig(hidden_size=24, num_attention_heads=3, head_dim=8)
+    config.linear_head_dim = 8
+    gate = BailingHybridForgetGate(config)
+    for own in gate.parameters():
+        own.data.copy_(torch.randn(own.shape, generator=generator))
+    x, b = torch.randn(9, 24, generator=generator), torch.randn(9, 3, generator=generator)
+    for bounded in (True, False):
+        gate.safe_gate = bounded
+        wanted = gate(x[None])[0]
+        arguments = gate.f_proj(x), b, gate.A_log.data, gate.dt_bias.data
+        beta, decay = REFERENCE.decays(*arguments, bound=gate.lower_bound if bounded else None)
+        torch.testing.assert_close(beta, b.sigmoid())
+        torch.testing.assert_close(decay, wanted.detach())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -241,11 +241,16 @@ class KernelSet(Protocol):
         a_log: Tensor,
         dt_bias: Tensor,
         limits: tuple[float, float] = (0.0, math.inf),
+        bound: float | None = None,
     ) -> tuple[Tensor, Tensor]:
         """What `recurrence` takes of each row and head: beta and log_decay, [rows, heads] float32.
 
         dt = softplus(a + dt_bias), bounded by `limits`; log_decay = -exp(a_log) * dt; beta = sigmoid(b), or dt without
         b (Mamba-2). a, b: [rows, heads], which may be columns of a larger tensor; a_log, dt_bias: [heads] float32.
+
+        With a decay of each key channel (Kimi Delta Attention) a is [rows, heads * k_dim], dt_bias [heads * k_dim] and
+        log_decay [rows, heads, k_dim]; b is there then. With `bound`, a negative number, log_decay is instead
+        bound * sigmoid(exp(a_log) * (a + dt_bias)), and b is there as well.
         """
         ...
 
@@ -265,10 +270,12 @@ class KernelSet(Protocol):
     ) -> Tensor:
         """Linear attention with a decay over each row's own sequence, [rows, heads * v_dim] in v's dtype.
 
-        Of each head, S is a matrix [k_dim, v_dim] that decays by exp(log_decay) and then gains k uᵀ at every token;
-        a row's result is qᵀ S. u = beta * v, or with `delta` beta * (v - kᵀ S), S decayed (gated delta net, Yang et al.
-        2024; without: Mamba-2, Dao and Gu 2024). With `norm` each head of q and k is divided by the root of its sum of
-        squares plus 1e-6, and q by the root of k_dim as well. `skip`, [heads] float32, adds skip * v.
+        Of each head, S is a matrix [k_dim, v_dim] that decays by exp(log_decay) and then gains k uᵀ at every token; a
+        row's result is qᵀ S. u = beta * v, or with `delta` beta * (v - kᵀ S), S decayed (gated delta net, Yang et al.
+        2024; without: Mamba-2, Dao and Gu 2024). With log_decay [rows, heads, k_dim] each row of S has a decay of its
+        own (Kimi Delta Attention, 2025): below, exp(G) multiplies channels of k and q, and rows of S. With `norm` each
+        head of q and k is divided by the root of its sum of squares plus 1e-6, and q by the root of k_dim as well.
+        `skip`, [heads] float32, adds skip * v.
 
         Tokens come in tiles of STATE_TILE at absolute positions. S0 is S at the start of a row's tile as `states`
         stores it, G_t the sum of log_decay, each at least LEAST_DECAY, from the tile's start to row t. In float32, in
@@ -282,7 +289,8 @@ class KernelSet(Protocol):
         once per tile, in prefill and in decoding alike.
 
         q, k: [rows, key_heads * k_dim], v: [rows, heads * v_dim], which may be columns of larger tensors; the heads of
-        one key head are neighbours. beta, log_decay: [rows, heads] float32.
+        one key head are neighbours. beta: [rows, heads] float32; log_decay: [rows, heads] or [rows, heads, k_dim]
+        float32, as the part `decay` of `states`. Products of decays are exponentials of sums, so none overflows.
         """
         ...
 

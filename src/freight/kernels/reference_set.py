@@ -149,8 +149,9 @@ class ReferenceKernels:
         a_log: Tensor,
         dt_bias: Tensor,
         limits: tuple[float, float] = (0.0, math.inf),
+        bound: float | None = None,
     ) -> tuple[Tensor, Tensor]:
-        return reference_states.decays(a, b, a_log, dt_bias, limits)
+        return reference_states.decays(a, b, a_log, dt_bias, limits, bound)
 
     def recurrence(
         self,

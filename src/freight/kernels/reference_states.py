@@ -51,12 +51,21 @@ def convolve(
 
 
 def decays(
-    a: Tensor, b: Tensor | None, a_log: Tensor, dt_bias: Tensor, limits: tuple[float, float] = (0.0, math.inf)
+    a: Tensor,
+    b: Tensor | None,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    limits: tuple[float, float] = (0.0, math.inf),
+    bound: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`KernelSet.decays`, in float64, so that no value depends on its neighbours."""
-    dt = F.softplus(a.double() + dt_bias.double()).clamp(*limits)
+    x, rate = a.double() + dt_bias.double(), torch.exp(a_log.double())
+    if len(dt_bias) != len(a_log):
+        x, rate = x.unflatten(1, (len(a_log), -1)), rate[:, None]
+    dt = F.softplus(x).clamp(*limits)
+    log_decay = -rate * dt if bound is None else bound * torch.sigmoid(rate * x)
     beta = dt if b is None else torch.sigmoid(b.double())
-    return beta.float(), (-torch.exp(a_log.double()) * dt).float()
+    return beta.float(), log_decay.float()
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, group: int, norm_first: bool) -> Tensor:
@@ -138,11 +147,17 @@ def _state(states: States, block: int) -> Tensor:
     return decode(states.parts["state"][block], scale)
 
 
+def _by_channel(decay: Tensor) -> Tensor:
+    """[rows, heads, k_dim], or where all channels of a head have one decay [rows, heads, 1]."""
+    return decay if decay.ndim == 3 else decay[..., None]
+
+
 def _advanced(states: States, block: int) -> Tensor:
     """S behind the rows of a tile that is full, [heads, k_dim, v_dim] float32."""
     k, u, decay = (states.parts[name][block].float() for name in ("k", "u", "decay"))
-    state = _state(states, block) * torch.exp(decay[-1])[:, None, None]
-    k = k.repeat_interleave(u.shape[1] // k.shape[1], 1) * torch.exp(decay[-1] - decay)[..., None]
+    decay = _by_channel(decay)
+    state = _state(states, block) * torch.exp(decay[-1])[..., None]
+    k = k.repeat_interleave(u.shape[1] // k.shape[1], 1) * torch.exp(decay[-1] - decay)
     for row in range(STATE_TILE):
         state = state + k[row][:, :, None] * u[row][:, None, :]
     return state
@@ -152,7 +167,7 @@ class _Tile:
     """The open tile of one sequence, whose rows [begin, end) are computed; those before are read from `states`."""
 
     def __init__(self, states: States, part: Stretch, keys: Tensor, log_decay: Tensor) -> None:
-        """keys: [rows, key_heads, k_dim] in the compute dtype; log_decay: [rows, heads]."""
+        """keys: [rows, key_heads, k_dim] in the compute dtype; log_decay: [rows, heads] or by channel."""
         kept_k, self.kept_u, decay = (states.parts[name][part.target] for name in ("k", "u", "decay"))
         self.begin = part.position % STATE_TILE
         self.end = self.begin + len(keys)
@@ -161,7 +176,7 @@ class _Tile:
             decay[row] = own + decay[row - 1] if row else own
         heads = self.kept_u.shape[1]
         self.k = self._padded(kept_k[: self.end].repeat_interleave(heads // kept_k.shape[1], 1).float())
-        self.decay = self._padded(decay[: self.end])  # G
+        self.decay = self._padded(_by_channel(decay[: self.end]))  # G
         self.state = _state(states, part.target)
 
     def _padded(self, rows: Tensor) -> Tensor:
@@ -172,11 +187,11 @@ class _Tile:
         heads = self.k.shape[1]
         q = torch.zeros_like(self.k)
         q[self.begin : self.end] = queries.repeat_interleave(heads // queries.shape[1], 1)
-        factor = torch.exp(self.decay)[..., None]
+        factor = torch.exp(self.decay)
         k_state, q_state = (self._product(x * factor) for x in (self.k, q))
         out = torch.empty_like(values)
         for i, row in enumerate(range(self.begin, self.end)):
-            keys = self.k[: row + 1] * torch.exp(self.decay[row] - self.decay[: row + 1])[..., None]
+            keys = self.k[: row + 1] * torch.exp(self.decay[row] - self.decay[: row + 1])
             u = values[i]
             if delta:
                 u = u - self._over(row, k_state[row], keys, self.k[row])

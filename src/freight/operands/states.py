@@ -41,7 +41,8 @@ class States:
              is computed, so a block that is full holds its last tile's start and rows
     scale    [heads, v_dim] bfloat16: of each column of S, in the formats of 8 bits
     k, u     [STATE_TILE, key_heads, k_dim], [STATE_TILE, heads, v_dim] in the compute dtype: the rows of the open tile
-    decay    [STATE_TILE, heads] float32: the logarithm of each row's decay since the tile's start
+    decay    [STATE_TILE, heads] float32: the logarithm of each row's decay since the tile's start; where each key
+             channel has its own, [STATE_TILE, heads, k_dim]
     """
 
     parts: Mapping[str, Tensor]

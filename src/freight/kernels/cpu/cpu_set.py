@@ -161,8 +161,9 @@ class CpuKernels:
         a_log: Tensor,
         dt_bias: Tensor,
         limits: tuple[float, float] = (0.0, math.inf),
+        bound: float | None = None,
     ) -> tuple[Tensor, Tensor]:
-        return state_kernels.decays(self.library, a, b, a_log, dt_bias, limits)
+        return state_kernels.decays(self.library, a, b, a_log, dt_bias, limits, bound)
 
     def recurrence(
         self,

@@ -147,8 +147,8 @@ class FreightPart(ctypes.Structure):
 class FreightDecays(ctypes.Structure):
     _fields_ = (
         *((name, _POINTER) for name in ("a", "b", "a_log", "dt_bias", "beta", "log_decay")),
-        *((name, _LONG) for name in ("rows", "heads", "a_stride", "b_stride")),
-        *((name, _FLOAT) for name in ("least", "most")),
+        *((name, _LONG) for name in ("rows", "heads", "k_dim", "a_stride", "b_stride")),
+        *((name, _FLOAT) for name in ("least", "most", "bound")),
         *((name, _INT) for name in ("format", "threads")),
     )
 
@@ -249,7 +249,7 @@ class FreightRecurrence(ctypes.Structure):
         *((name, _POINTER) for name in ("query_starts", "context_lens", "block_tables")),
         *((name, _LONG) for name in ("q_stride", "k_stride", "v_stride")),
         *((name, _INT) for name in ("num_seqs", "max_blocks", "every", "key_heads", "heads", "k_dim", "v_dim")),
-        *((name, _INT) for name in ("format", "state_format", "delta", "norm")),
+        *((name, _INT) for name in ("format", "state_format", "delta", "norm", "by_channel")),
         ("q_factor", _FLOAT),
         ("threads", _INT),
     )

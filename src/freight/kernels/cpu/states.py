@@ -62,19 +62,39 @@ def convolve(
 
 
 def decays(
-    library: Library, a: Tensor, b: Tensor | None, a_log: Tensor, dt_bias: Tensor, limits: tuple[float, float]
+    library: Library,
+    a: Tensor,
+    b: Tensor | None,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    limits: tuple[float, float],
+    bound: float | None,
 ) -> tuple[Tensor, Tensor]:
     """`KernelSet.decays`. b has a's dtype."""
-    rows, heads = a.shape
-    assert b is None or (b.shape == a.shape and b.dtype == a.dtype)
+    rows, heads, channels = len(a), len(a_log), len(dt_bias)
+    assert b is None or (b.shape == (rows, heads) and b.dtype == a.dtype)
+    assert b is not None or (channels == heads and bound is None)
     assert a_log.dtype == dt_bias.dtype == torch.float32
-    assert a_log.shape == dt_bias.shape == (heads,)
-    beta, log_decay = (library.empty((rows, heads), torch.float32) for _ in range(2))
+    assert a.shape[1] == channels
+    assert channels % heads == 0
+    each = channels // heads if channels != heads else 0
+    beta = library.empty((rows, heads), torch.float32)
+    log_decay = library.empty((rows, heads, each) if each else (rows, heads), torch.float32)
     with_b = (None, 0) if b is None else (strided(b), b.stride(0))
     library.functions.freight_decays(
         FreightDecays(
             *(strided(a), with_b[0], address(a_log), address(dt_bias), beta.data_ptr(), log_decay.data_ptr()),
-            *(rows, heads, a.stride(0), with_b[1], *limits, FORMATS[a.dtype], torch.get_num_threads()),
+            *(
+                rows,
+                heads,
+                each,
+                a.stride(0),
+                with_b[1],
+                *limits,
+                bound or 0.0,
+                FORMATS[a.dtype],
+                torch.get_num_threads(),
+            ),
         )
     )
     return beta, log_decay
@@ -104,13 +124,16 @@ def recurrence(
     assert beta.dtype == log_decay.dtype == kept_decay.dtype == torch.float32
     assert q.shape == k.shape == (rows, key_heads * k_dim)
     assert v.shape == (rows, heads * v_dim)
-    assert beta.shape == log_decay.shape == (rows, heads)
+    by_channel = kept_decay.ndim == 4
+    assert beta.shape == (rows, heads)
+    assert log_decay.shape == ((rows, heads, k_dim) if by_channel else (rows, heads))
+    assert log_decay.is_contiguous()
     assert skip is None or (skip.dtype is torch.float32 and skip.shape == (heads,))
     assert (state.itemsize == 1) == (scale is not None)
     assert scale is None or (scale.dtype is torch.bfloat16 and scale.shape == (blocks, heads, v_dim))
     assert kept_k.shape == (blocks, STATE_TILE, key_heads, k_dim)
     assert kept_u.shape == (blocks, STATE_TILE, heads, v_dim)
-    assert kept_decay.shape == (blocks, STATE_TILE, heads)
+    assert kept_decay.shape == (blocks, STATE_TILE, *log_decay.shape[1:])
     assert heads % key_heads == 0
     assert states.every % STATE_TILE == 0
     out = library.empty((rows, heads * v_dim), v.dtype)
@@ -121,7 +144,7 @@ def recurrence(
             *(address(sequences.query_starts), address(sequences.context_lens), address(sequences.block_tables)),
             *(q.stride(0), k.stride(0), v.stride(0)),
             *(sequences.num_seqs, sequences.block_tables.shape[1], states.every, key_heads, heads, k_dim, v_dim),
-            *(FORMATS[v.dtype], FORMATS[state.dtype], delta, norm, k_dim**-0.5, torch.get_num_threads()),
+            *(FORMATS[v.dtype], FORMATS[state.dtype], delta, norm, by_channel, k_dim**-0.5, torch.get_num_threads()),
         )
     )
     return out

@@ -70,22 +70,27 @@ def part_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def decays_kernel(
-    a_ptr, a_stride, b_ptr, b_stride, a_log_ptr, dt_bias_ptr, least, most, beta_ptr, decay_ptr, rows,
-    HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    a_ptr, a_stride, b_ptr, b_stride, a_log_ptr, dt_bias_ptr, least, most, bound, beta_ptr, decay_ptr, rows,
+    HEADS: tl.constexpr, K_DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program: BLOCK values of all rows and heads."""
+    """A program: BLOCK values of all rows, heads and, of each head, K_DIM channels with a decay of their own."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = index < rows * HEADS
-    row, head = (index // HEADS).to(tl.int64), index % HEADS
-    a = tl.load(a_ptr + row * a_stride + head, mask=mask, other=0.0).to(tl.float32)
-    dt = _factor(a + tl.load(dt_bias_ptr + head, mask=mask, other=0.0), "softplus")
+    mask = index < rows * (HEADS * K_DIM)
+    row, column = (index // (HEADS * K_DIM)).to(tl.int64), index % (HEADS * K_DIM)
+    head = column // K_DIM
+    a = tl.load(a_ptr + row * a_stride + column, mask=mask, other=0.0).to(tl.float32)
+    a += tl.load(dt_bias_ptr + column, mask=mask, other=0.0)
+    rate = tl.exp(tl.load(a_log_ptr + head, mask=mask, other=0.0))
+    dt = _factor(a, "softplus")
     dt = tl.maximum(dt, least, propagate_nan=tl.PropagateNan.ALL)
     dt = tl.minimum(dt, most, propagate_nan=tl.PropagateNan.ALL)
-    beta = dt
+    log_decay, beta = -rate * dt, dt
+    if bound is not None:
+        log_decay = bound * _factor(rate * a, "sigmoid")
     if b_ptr is not None:
         beta = _factor(tl.load(b_ptr + row * b_stride + head, mask=mask, other=0.0).to(tl.float32), "sigmoid")
-    tl.store(beta_ptr + index, beta, mask=mask)
-    tl.store(decay_ptr + index, -tl.exp(tl.load(a_log_ptr + head, mask=mask, other=0.0)) * dt, mask=mask)
+    tl.store(beta_ptr + row * HEADS + head, beta, mask=mask & (column % K_DIM == 0))
+    tl.store(decay_ptr + index, log_decay, mask=mask)
 
 
 @triton.jit
@@ -167,17 +172,26 @@ def join(parts: Sequence[tuple[Tensor, Tensor | None]], eps: float = 0.0) -> Ten
 
 
 def decays(
-    a: Tensor, b: Tensor | None, a_log: Tensor, dt_bias: Tensor, limits: tuple[float, float] = (0.0, math.inf)
+    a: Tensor,
+    b: Tensor | None,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    limits: tuple[float, float] = (0.0, math.inf),
+    bound: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`KernelSet.decays`. a, b: [rows, heads], heads one after another in memory."""
+    """`KernelSet.decays`. a, b: heads, or their channels, one after another in memory."""
     assert a.stride(1) == 1
     assert b is None or b.stride(1) == 1
-    rows, heads = a.shape
-    beta, decay = (a_log.new_empty(rows, heads) for _ in range(2))
+    rows, heads, channels = len(a), len(a_log), len(dt_bias)
+    assert b is not None or (channels == heads and bound is None)
+    each = (heads, channels // heads) if channels != heads else (heads,)
+    beta, decay = a_log.new_empty(rows, heads), a_log.new_empty(rows, *each)
     block = 256
-    decays_kernel[(triton.cdiv(rows * heads, block),)](
-        *(a, a.stride(0), b, 0 if b is None else b.stride(0), a_log, dt_bias, *map(float, limits), beta, decay, rows),
+    inputs = (a, a.stride(0), b, 0 if b is None else b.stride(0), a_log, dt_bias, *map(float, limits))
+    decays_kernel[(triton.cdiv(rows * channels, block),)](
+        *(*inputs, None if bound is None else float(bound), beta, decay, rows),
         HEADS=heads,
+        K_DIM=channels // heads,
         BLOCK=block,
         num_warps=4,
     )

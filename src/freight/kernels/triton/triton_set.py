@@ -170,8 +170,9 @@ class TritonKernels:
         a_log: Tensor,
         dt_bias: Tensor,
         limits: tuple[float, float] = (0.0, math.inf),
+        bound: float | None = None,
     ) -> tuple[Tensor, Tensor]:
-        return gates.decays(a, b, a_log, dt_bias, limits)
+        return gates.decays(a, b, a_log, dt_bias, limits, bound)
 
     def recurrence(
         self,
