@@ -190,21 +190,21 @@ def convolve(channels: int, width: int, rows: int, target: Target, more: bool = 
 
 def recur(
     format: Format, delta: bool, rows: int, target: Target, key_heads: int = 16, heads: int = 48, k_dim: int = 128,
-    v_dim: int = 128, dtype: torch.dtype = BF16,
+    v_dim: int = 128, dtype: torch.dtype = BF16, by_channel: bool = False,
 ) -> None:  # fmt: skip
-    """A gated delta net of the size of Qwen3.6-27B's, or Mamba-2."""
-    float32 = torch.float32
+    """A gated delta net of the size of Qwen3.6-27B's, or Mamba-2; `by_channel`: Kimi delta attention."""
+    float32, decays = torch.float32, (heads, k_dim) if by_channel else (heads,)
     parts = {
         "state": empty(64, heads, k_dim, v_dim, dtype=torch_dtype(format)),
         "k": empty(64, STATE_TILE, key_heads, k_dim, dtype=dtype),
         "u": empty(64, STATE_TILE, heads, v_dim, dtype=dtype),
-        "decay": empty(64, STATE_TILE, heads, dtype=float32),
+        "decay": empty(64, STATE_TILE, *decays, dtype=float32),
     }
     if format.is_quantized:
         parts["scale"] = empty(64, heads, v_dim)
     qkv = empty(rows, (2 * key_heads * k_dim) + heads * v_dim, dtype=dtype)
     q, k, v = qkv.split((key_heads * k_dim, key_heads * k_dim, heads * v_dim), 1)
-    beta, decay = empty(rows, heads, dtype=float32), empty(rows, heads, dtype=float32)
+    beta, decay = empty(rows, heads, dtype=float32), empty(rows, *decays, dtype=float32)
     skip = None if delta else empty(heads, dtype=float32)
     recurrence.recurrence(
         *(target, q, k, v, beta, decay, States(parts, 2048), sequences(64)), delta=delta, norm=delta, skip=skip
@@ -221,6 +221,12 @@ def gated_norm(
 def decay(heads: int, target: Target, delta: bool = True) -> None:
     a, of_heads = empty(64, 2 * heads), empty(heads, dtype=torch.float32)
     gates.decays(a[:, :heads], a[:, heads:] if delta else None, of_heads, of_heads, (0.0, 1.0))
+
+
+def channel_decay(target: Target, bound: float | None = None) -> None:
+    """Of 32 heads of 128 channels."""
+    a_log, dt_bias = empty(32, dtype=torch.float32), empty(4096, dtype=torch.float32)
+    gates.decays(empty(64, 4096), empty(64, 32), a_log, dt_bias, bound=bound)
 
 
 # compiled whenever the tests run
@@ -256,9 +262,11 @@ CASES: dict[str, Callable[[Target], object]] = {
     "recurrence int8": partial(recur, Format.INT8, True, 64),
     "recurrence e4m3": lambda target: recur(native(target), True, 64, target),
     "recurrence mamba": partial(recur, Format.BFLOAT16, False, 64, key_heads=8, heads=64, v_dim=64),
+    "recurrence of channels": partial(recur, Format.INT8, True, 64, key_heads=32, heads=32, by_channel=True),
     "convolve": partial(convolve, 10240, 4, 8192),
     "convolve, one row": partial(convolve, 10240, 4, 64),
     "decays": partial(decay, 48),
+    "decays of channels": channel_decay,
     "gated norm by row": partial(gated_norm, 6144, 128, True, to=(False, Activations.DYNAMIC)),
     "gated norm of groups": partial(gated_norm, 4096, 512, False, to=(False, Activations.DYNAMIC)),
     "gated clamped": lambda target: elementwise.gated(target, empty(64, 5760), GatedActivation.CLAMPED_SWIGLU),
@@ -332,6 +340,11 @@ MORE_CASES: dict[str, Callable[[Target], object]] = {
     "recurrence e4m3 by bits": partial(recur, Format.E4M3FN, True, 64),
     "convolve, no bias": partial(convolve, 2048, 3, 8192, more=False),
     "decays, mamba": partial(decay, 64, delta=False),
+    "decays of channels, bounded": partial(channel_decay, bound=-5.0),
+    "recurrence of channels, float32": partial(
+        recur, Format.FLOAT32, True, 64, key_heads=32, heads=32, by_channel=True, dtype=torch.float32
+    ),
+    "recurrence of channels, shared keys": partial(recur, Format.BFLOAT16, True, 64, by_channel=True),
     "gated norm": partial(gated_norm, 6144, 128, True),
     "gated norm by group": partial(gated_norm, 6144, 128, True, to=(True, Activations.DYNAMIC)),
     "route groups": partial(choose, 64, Routing(256, 8, Scoring.SIGMOID, num_groups=8, top_groups=4)),

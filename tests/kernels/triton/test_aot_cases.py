@@ -55,6 +55,7 @@ def test_every_kind_of_operand_is_compiled(launched):
         assert values(launched, "SCALES", kernel) >= {"", "row"}
     assert values(launched, "FORMAT", "recurrence_kernel") == {"", "int8", "fp8_e4m3fn"}
     assert values(launched, "DELTA", "recurrence_kernel") == {"True", "False"}
+    assert values(launched, "BY_CHANNEL", "recurrence_kernel") == {"True", "False"}
     assert {int(dim) for dim in values(launched, "K_DIM", "recurrence_kernel")} >= {64, 128, 192, 256}
     for kernel in ATTENTION:
         assert values(launched, "SCALES", kernel) == {str(int(kind)) for kind in ScaleKind}

@@ -121,7 +121,7 @@ def test_registers(reports, target):
         *("rotate_store_kernel", "prefill_kernel", "decode_kernel", "merge_kernel", "quantize_kernel", "matmul_kernel"),
         *("add_rms_norm_kernel", "activation_kernel", "activation_row_kernel"),
         *("sort_kernel", "experts_kernel", "weigh_kernel", "choose_kernel", "heads_kernel"),
-        *("products_kernel", "recurrence_kernel", "convolve_kernel", "decays_kernel"),
+        *("products_kernel", "channel_products_kernel", "recurrence_kernel", "convolve_kernel", "decays_kernel"),
         *("gated_norm_kernel", "gated_norm_row_kernel"),
     }
     for report in reports[target]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.kernels.state_cases import STATE_FORMATS, Layer, in_calls, sequences
+from tests.kernels.state_cases import STATE_FORMATS, Layer, in_calls, sequences, token_by_token
 from tests.kernels.triton.test_triton_elementwise import assert_close
 from torch import Tensor
 
@@ -20,7 +20,7 @@ from freight.kernels.triton.rows import quantize
 from freight.kernels.triton.triton_set import TritonKernels
 from freight.operands.batch import Sequences
 from freight.operands.states import States
-from freight.operands.tiles import STATE_TILE
+from freight.operands.tiles import LEAST_DECAY, STATE_TILE
 from freight.operands.weight import Activations, Weight
 
 BLOCKS = (3, 1, 4, 2, 0)
@@ -82,6 +82,8 @@ OFTEN = [
     (True, torch.bfloat16, Format.INT8),
     (False, torch.bfloat16, Format.BFLOAT16),
     (False, torch.float32, Format.E4M3FN),
+    ("channels", torch.float32, Format.FLOAT32),
+    ("channels", torch.bfloat16, Format.INT8),
 ]
 
 
@@ -91,13 +93,13 @@ OFTEN = [
         *((*case, (CUTS[case[2]],)) for case in OFTEN),
         *(
             pytest.param(*case, tuple(CUTS.values()), marks=pytest.mark.slow)
-            for case in itertools.product((True, False), DTYPES, STATE_FORMATS)
+            for case in itertools.product((True, False, "channels"), DTYPES, STATE_FORMATS)
         ),
     ],
     ids=str,
 )
 def test_a_recurrence_is_the_reference_in_any_cut(delta, dtype, format, cuts, device):
-    layer, rows = replace(SMALL, delta=delta, format=format, dtype=dtype), 34
+    layer, rows = replace(SMALL, delta=bool(delta), by_channel=delta == "channels", format=format, dtype=dtype), 34
     whole, states = run(TRITON, layer, rows, (rows,), device)
     wanted, kept = run(REFERENCE, layer, rows, (rows,), device)
     rounding = 2e-6 if dtype is torch.float32 else 2**-7
@@ -121,10 +123,22 @@ def test_a_decay_beyond_float32_forgets_what_was_before(device):
     assert_near(found, wanted, 2e-6)
 
 
-def test_sequences_of_a_batch_do_not_see_each_other(device):
+@pytest.mark.parametrize("decay", [0.0, -80.0, LEAST_DECAY, -torch.inf])
+def test_a_channel_that_is_forgotten_leaves_the_others_what_they_know(decay, device):
+    layer = replace(SMALL, by_channel=True)
+    inputs, flags = layer.inputs(19, half_life=1000.0), layer.flags
+    inputs["log_decay"][:, :, 1::2] = decay
+    inputs = {name: x.to(device) for name, x in inputs.items()}
+    states = moved(layer.states(2), device)
+    found = TRITON.recurrence(**inputs, states=states, sequences=where([(0, 19, (1,))], device), **flags)
+    assert_near(found.cpu().double(), token_by_token(layer, {n: x.cpu() for n, x in inputs.items()}), 1e-5)
+
+
+@pytest.mark.parametrize("by_channel", [False, True])
+def test_sequences_of_a_batch_do_not_see_each_other(by_channel, device):
     """One that goes on in its tile and beyond it, one whose block begins, a new one with NaN, and padding; q, k and v
     are columns of one tensor, and two value heads share a key head."""
-    layer = replace(SMALL, key_heads=2, heads=4, format=Format.INT8, dtype=torch.bfloat16)
+    layer = replace(SMALL, key_heads=2, heads=4, format=Format.INT8, dtype=torch.bfloat16, by_channel=by_channel)
     history, filled = layer.inputs(32, 1), layer.states(6)
     for part, blocks in ((slice(0, 15), (3,)), (slice(0, 32), (1,))):
         of = {name: x[part] for name, x in history.items()}
@@ -221,6 +235,19 @@ def test_decays(dtype, limits, device):
         for ours, theirs in zip(found, wanted, strict=True):
             assert ours.dtype is torch.float32
             torch.testing.assert_close(ours.cpu(), theirs, rtol=4e-6, atol=1e-37)
+
+
+@pytest.mark.parametrize("bound", [None, -5.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_decays_of_channels(dtype, bound, device):
+    """Three heads of seven channels."""
+    torch.manual_seed(0)
+    ab, a_log, dt_bias = (torch.randn(9, 26) * 4).to(dtype).to(device), torch.randn(3), torch.randn(21) * 4
+    wanted = REFERENCE.decays(ab[:, 1:22].cpu(), ab[:, 23:].cpu(), a_log, dt_bias, bound=bound)
+    found = TRITON.decays(ab[:, 1:22], ab[:, 23:], a_log.to(device), dt_bias.to(device), bound=bound)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours.shape == theirs.shape
+        torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-5, atol=1e-37)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])

@@ -1,7 +1,8 @@
 """Linear attention with a decay, the recurrence of `KernelSet.recurrence`, in two launches.
 
 `products_kernel` multiplies each row's key and query with the keys of its tile: work that all value heads of a key head
-share, and all blocks of their channels. `recurrence_kernel` computes the rows of a sequence one after the other. A
+share, and all blocks of their channels; where each channel of a key has its own decay, `channel_products_kernel` does
+(`channels.py`). `recurrence_kernel` computes the rows of a sequence one after the other. A
 program has BLOCK_V channels of one value head, so that S and the tile's u are its own alone and stay in registers. Each
 row is computed by the same instructions whether a step has one row of a sequence or thousands, so prefill and decoding
 have the same bits. A tile's end is a condition on positions, which are read on the device: a graph can hold the step.
@@ -25,13 +26,12 @@ from torch import Tensor
 
 from freight.fp8.cast import format_of
 from freight.fp8.formats import Format
+from freight.kernels.triton.channels import LEAST, channel_products_kernel
 from freight.kernels.triton.formats import Target, carrier
 from freight.kernels.triton.states import TILE, by_block, copy_tile, rounded, sequence_of_row, stored_tile
 from freight.operands.batch import Sequences
 from freight.operands.states import States
-from freight.operands.tiles import LEAST_DECAY, STATE_TILE
-
-LEAST = tl.constexpr(LEAST_DECAY)
+from freight.operands.tiles import STATE_TILE
 
 
 @triton.jit(do_not_specialize=["num_seqs", "table_stride"])
@@ -94,9 +94,13 @@ def products_kernel(
 @triton.jit
 def _advanced(
     state, u, decay, last, seq, row, position, first, k_ptr, k_stride, factors_ptr, old_k_ptr, head,
-    KEY_HEADS: tl.constexpr, K_DIM: tl.constexpr, K_BLOCK: tl.constexpr, NORM: tl.constexpr,
+    sums_ptr, old_decay_ptr, value_head, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, K_DIM: tl.constexpr,
+    K_BLOCK: tl.constexpr, NORM: tl.constexpr, BY_CHANNEL: tl.constexpr,
 ):  # fmt: skip
-    """S [D, C] behind the tile before `position`, which begins one; `last` is that tile's whole decay."""
+    """S [D, C] behind the tile before `position`, which begins one; `last` is that tile's whole decay.
+
+    BY_CHANNEL: decays are those of sums_ptr and, of rows before this step, of old_decay_ptr (`channels.py`).
+    """
     j = tl.arange(0, TILE)
     dims = tl.arange(0, K_BLOCK)
     of = position - TILE + j
@@ -111,7 +115,16 @@ def _advanced(
         factor = tl.load(factors_ptr + (rows * KEY_HEADS + head) * 2 + 1, mask=here, other=0.0)
         keys = keys.to(tl.float32) * factor[None, :]
     keys = tl.where(here[None, :], keys.to(old.dtype), old).to(tl.float32)
-    return tl.dot(keys * tl.exp(last - decay)[None, :], u, state * tl.exp(last), input_precision="ieee")
+    if BY_CHANNEL:
+        place = (rows * HEADS + value_head)[None, :] * K_DIM + dims[:, None]
+        sums = tl.load(sums_ptr + place, mask=exists & here[None, :], other=0.0)
+        old_place = ((seq.to(tl.int64) * TILE + j) * HEADS + value_head)[None, :] * K_DIM + dims[:, None]
+        sums += tl.load(old_decay_ptr + old_place, mask=exists & ((of < first) & (of >= 0))[None, :], other=0.0)
+        whole = tl.sum(tl.where((j == TILE - 1)[None, :], sums, 0.0), 1)[:, None]
+        keys, state = keys * tl.exp(whole - sums), state * tl.exp(whole)
+    else:
+        keys, state = keys * tl.exp(last - decay)[None, :], state * tl.exp(last)
+    return tl.dot(keys, u, state, input_precision="ieee")
 
 
 @triton.jit
@@ -123,9 +136,12 @@ def _stays(start, length, EVERY: tl.constexpr):
 @triton.jit
 def _load_row(
     row, end, rows, head, channel, LIKE: tl.constexpr, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr,
-    K_DIM: tl.constexpr, K_BLOCK: tl.constexpr, V_DIM: tl.constexpr, NORM: tl.constexpr,
+    K_DIM: tl.constexpr, K_BLOCK: tl.constexpr, V_DIM: tl.constexpr, NORM: tl.constexpr, BY_CHANNEL: tl.constexpr,
 ):  # fmt: skip
-    """Of a row, the last one behind `end`: query [D], key [D], value [C], beta, log_decay, products with both [T]."""
+    """Of a row, the last one behind `end`: query [D], key [D], value [C], beta, log_decay, products with both [T].
+
+    BY_CHANNEL: log_decay [D] is that since the tile's start, and products have the decays in them.
+    """
     q_ptr, q_stride, k_ptr, k_stride, v_ptr, v_stride, beta_ptr, decay_ptr, factors_ptr, products_ptr = rows
     key_head = head // (HEADS // KEY_HEADS)
     wide = tl.minimum(row, end - 1).to(tl.int64)
@@ -140,28 +156,36 @@ def _load_row(
     value_place = wide * v_stride + head * V_DIM + channel
     value = tl.load(v_ptr + value_place, mask=channel < V_DIM, other=0.0).to(tl.float32)
     beta = tl.load(beta_ptr + wide * HEADS + head)
-    decay = tl.load(decay_ptr + wide * HEADS + head)
-    decay = tl.where(decay < LEAST, LEAST, decay)  # a NaN stays
+    if BY_CHANNEL:
+        decay = tl.load(decay_ptr + (wide * HEADS + head) * K_DIM + dims, mask=exists, other=0.0)
+        place = wide * HEADS + head
+    else:
+        decay = tl.load(decay_ptr + wide * HEADS + head)
+        decay = tl.where(decay < LEAST, LEAST, decay)  # a NaN stays
     with_query = tl.load(products_ptr + place * 2 * TILE + j)
     with_key = tl.load(products_ptr + place * 2 * TILE + TILE + j)
     return query, key.to(LIKE).to(tl.float32), value, beta, decay, with_query, with_key
 
 
 @triton.jit
-def _next_row(state, u, decay, total, t, this, skip, DELTA: tl.constexpr, LIKE: tl.constexpr):
+def _next_row(state, u, decay, total, t, this, skip, DELTA: tl.constexpr, LIKE: tl.constexpr, BY_CHANNEL: tl.constexpr):
     """u [T, C], decay [T] and its last with row t, `this` (`_load_row`), in them; the row's u and its result [C]."""
     query, key, value, beta, log_decay, with_query, with_key = this
     j = tl.arange(0, TILE)
-    total += log_decay
-    decay = tl.where(j == t, total, decay)
-    from_start, since = tl.exp(total), tl.exp(total - decay)
+    if BY_CHANNEL:
+        from_start = tl.exp(log_decay)
+    else:
+        total += log_decay
+        decay = tl.where(j == t, total, decay)
+        from_start, since = tl.exp(total), tl.exp(total - decay)
+        with_key, with_query = since * with_key, since * with_query
     own = value
     if DELTA:
-        before = tl.where(j < t, since * with_key, 0.0)
+        before = tl.where(j < t, with_key, 0.0)
         own -= tl.sum(state * (key * from_start)[:, None], 0) + tl.sum(u * before[:, None], 0)
     own = (own * beta).to(LIKE)
     u = tl.where((j == t)[:, None], own.to(tl.float32)[None, :], u)
-    until = tl.where(j <= t, since * with_query, 0.0)
+    until = tl.where(j <= t, with_query, 0.0)
     result = tl.sum(state * (query * from_start)[:, None], 0) + tl.sum(u * until[:, None], 0)
     if skip is not None:
         result += skip * value
@@ -175,8 +199,12 @@ def recurrence_kernel(
     u_part_stride, kept_decay_ptr, decay_part_stride, out_ptr, starts_ptr, lengths_ptr, tables_ptr, table_stride,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, K_DIM: tl.constexpr, K_BLOCK: tl.constexpr, V_DIM: tl.constexpr,
     BLOCK_V: tl.constexpr, EVERY: tl.constexpr, FORMAT: tl.constexpr, DELTA: tl.constexpr, NORM: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
 ):  # fmt: skip
-    """A program: BLOCK_V channels of one value head of one sequence."""
+    """A program: BLOCK_V channels of one value head of one sequence.
+
+    BY_CHANNEL: log_decay are the `sums` of `channels.py`.
+    """
     head, seq = tl.program_id(1), tl.program_id(2)
     RATIO: tl.constexpr = HEADS // KEY_HEADS
     begin, length = tl.load(starts_ptr + seq), tl.load(lengths_ptr + seq)
@@ -195,21 +223,23 @@ def recurrence_kernel(
     state, u, decay, total = stored_tile(
         tl.where(first > 0, (first - 1) % TILE + 1, 0), block, state_ptr, state_stride, state_place, in_state,
         scale_ptr, scale_stride, kept_u_ptr, u_part_stride, u_place, in_v,
-        old_decay_ptr + seq.to(tl.int64) * TILE * HEADS + head, HEADS, V_DIM, FORMAT,
+        old_decay_ptr + seq.to(tl.int64) * TILE * HEADS + head, HEADS, V_DIM, FORMAT, BY_CHANNEL,
     )  # fmt: skip
     kept = _stays(first // TILE * TILE, length, EVERY)
     skip = tl.load(skip_ptr + head) if skip_ptr is not None else None
     rows = (q_ptr, q_stride, k_ptr, k_stride, v_ptr, v_stride, beta_ptr, log_decay_ptr, factors_ptr, products_ptr)
-    coming = _load_row(begin, end, rows, head, channel, like, HEADS, KEY_HEADS, K_DIM, K_BLOCK, V_DIM, NORM)
+    coming = _load_row(begin, end, rows, head, channel, like, HEADS, KEY_HEADS, K_DIM, K_BLOCK, V_DIM, NORM, BY_CHANNEL)
     for done in range(end - begin):
         row, position = begin + done, first + done
         t = position % TILE
         this = coming
-        coming = _load_row(row + 1, end, rows, head, channel, like, HEADS, KEY_HEADS, K_DIM, K_BLOCK, V_DIM, NORM)
+        coming = _load_row(
+            row + 1, end, rows, head, channel, like, HEADS, KEY_HEADS, K_DIM, K_BLOCK, V_DIM, NORM, BY_CHANNEL
+        )
         if t == 0:
             state = _advanced(
                 state, u, decay, total, seq, row, position, first, k_ptr, k_stride, factors_ptr, old_k_ptr,
-                head // RATIO, KEY_HEADS, K_DIM, K_BLOCK, NORM,
+                head // RATIO, log_decay_ptr, old_decay_ptr, head, KEY_HEADS, HEADS, K_DIM, K_BLOCK, NORM, BY_CHANNEL,
             )  # fmt: skip
             block = tl.load(table_ptr + position // EVERY).to(tl.int64)
             kept = _stays(position, length, EVERY)
@@ -219,12 +249,16 @@ def recurrence_kernel(
             )  # fmt: skip
             u, decay = tl.zeros((TILE, BLOCK_V), tl.float32), tl.zeros((TILE,), tl.float32)
             total = tl.full((), 0.0, tl.float32)
-        u, decay, total, own, result = _next_row(state, u, decay, total, t, this, skip, DELTA, like)
+        u, decay, total, own, result = _next_row(state, u, decay, total, t, this, skip, DELTA, like, BY_CHANNEL)
         tl.store(out_ptr + row.to(tl.int64) * (HEADS * V_DIM) + u_place, result.to(like), mask=in_v)
         if kept:
             tl.store(kept_u_ptr + block * u_part_stride + t * (HEADS * V_DIM) + u_place, own, mask=in_v)
             if tl.program_id(0) == 0:
-                tl.store(kept_decay_ptr + block * decay_part_stride + t * HEADS + head, total)
+                if BY_CHANNEL:
+                    of_head = block * decay_part_stride + (t * HEADS + head) * K_DIM
+                    tl.store(kept_decay_ptr + of_head + dims, this[4], mask=dims < K_DIM)
+                else:
+                    tl.store(kept_decay_ptr + block * decay_part_stride + t * HEADS + head, total)
                 if head % RATIO == 0:
                     key_place = block * k_part_stride + (t * KEY_HEADS + head // RATIO) * K_DIM + dims
                     tl.store(kept_k_ptr + key_place, this[1].to(like), mask=dims < K_DIM)
@@ -264,23 +298,29 @@ def recurrence(
     rows, num_seqs, tables = len(v), sequences.num_seqs, sequences.block_tables
     format = format_of(parts["state"])
     factors = beta.new_empty(rows, key_heads, 2)
-    products = beta.new_empty(rows, key_heads, 2, STATE_TILE)
+    by_channel, ratio = log_decay.ndim == 3, heads // key_heads
+    products = beta.new_empty(rows, heads if by_channel else key_heads, 2, STATE_TILE)
     old_k = parts["k"].new_empty(num_seqs, STATE_TILE, key_heads, k_dim)
-    old_decay = beta.new_empty(num_seqs, STATE_TILE, heads)
+    old_decay = beta.new_empty(num_seqs, *parts["decay"].shape[1:])
     out = torch.empty(rows, heads * v_dim, dtype=v.dtype, device=v.device)
     k_block = max(16, triton.next_power_of_2(k_dim))
     shared: dict[str, Any] = {"KEY_HEADS": key_heads, "K_DIM": k_dim, "K_BLOCK": k_block, "NORM": norm}
     shared["EVERY"] = states.every
     lengths = (sequences.query_starts, sequences.context_lens, tables, tables.stride(0))
     kept_k, kept_u, kept_decay = (by_block(parts[name]) for name in ("k", "u", "decay"))
-    products_kernel[(rows, key_heads)](
-        *(q, q.stride(0), k, k.stride(0), *kept_k, *kept_decay, factors, products, old_k, old_decay),
-        *(*lengths, num_seqs),
-        **shared,
-        RATIO=heads // key_heads,
-        RATIO_BLOCK=triton.next_power_of_2(heads // key_heads),
-        num_warps=max(1, k_block // 64),
-    )
+    rows_of = (q, q.stride(0), k, k.stride(0), *kept_k)
+    warps = max(1, k_block // 64)
+    if by_channel:
+        sums = torch.empty_like(log_decay)
+        made = (factors, products, sums, old_k, old_decay)
+        channel_products_kernel[(rows, heads)](
+            *(*rows_of, log_decay, *kept_decay, *made, *lengths, num_seqs), **shared, RATIO=ratio, num_warps=warps
+        )
+        log_decay = sums
+    else:
+        pointers = (*rows_of, *kept_decay, factors, products, old_k, old_decay, *lengths, num_seqs)
+        constants = {"RATIO": ratio, "RATIO_BLOCK": triton.next_power_of_2(ratio), "num_warps": warps}
+        products_kernel[(rows, key_heads)](*pointers, **shared, **constants)
     scale = by_block(parts["scale"]) if format.is_quantized else (None, 0)
     recurrence_kernel[(triton.cdiv(v_dim, BLOCK_V), heads, num_seqs)](
         *(q, q.stride(0), k, k.stride(0), v, v.stride(0), beta, log_decay, skip, factors, products, old_k, old_decay),
@@ -292,6 +332,7 @@ def recurrence(
         BLOCK_V=BLOCK_V,
         FORMAT=str(format) if format.is_quantized else "",
         DELTA=delta,
+        BY_CHANNEL=by_channel,
         num_warps=_warps(target, format, k_block),
     )
     return out

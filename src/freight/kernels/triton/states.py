@@ -83,10 +83,11 @@ def rounded(state, kept, state_ptr, scale_ptr, scale_place, in_state, in_v, FORM
 def stored_tile(
     count, block, state_ptr, state_stride, state_place, in_state, scale_ptr, scale_stride, u_ptr, u_stride, u_place,
     in_v, old_decay_ptr, HEADS: tl.constexpr, V_DIM: tl.constexpr, FORMAT: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
 ):  # fmt: skip
     """A tile of `count` rows: S at its start [D, C], u [T, C], decay [T], and that of its last row. All 0 without rows.
 
-    old_decay_ptr: the head's decays [T, HEADS].
+    old_decay_ptr: the head's decays [T, HEADS]. BY_CHANNEL: they are not read, and 0.
     """
     j = tl.arange(0, TILE)
     there = in_v & (u_place < tl.where(count > 0, HEADS * V_DIM, 0))
@@ -96,13 +97,15 @@ def stored_tile(
     stored = tl.load(state_ptr + block * state_stride + state_place, mask=in_state & there[None, :], other=0.0)
     rows_ptr = u_ptr + block * u_stride + j[:, None] * (HEADS * V_DIM) + u_place[None, :]
     u = tl.load(rows_ptr, mask=(j < count)[:, None] & in_v[None, :], other=0.0).to(tl.float32)
-    decay = tl.load(old_decay_ptr + j * HEADS, mask=j < count, other=0.0)
+    decay = tl.zeros((TILE,), tl.float32)
+    if not BY_CHANNEL:
+        decay = tl.load(old_decay_ptr + j * HEADS, mask=j < count, other=0.0)
     tl.debug_barrier()  # all threads have read what is written over later
     return _decoded(stored, scale, FORMAT), u, decay, tl.sum(tl.where(j == count - 1, decay, 0.0), 0)
 
 
 @triton.jit
-def _copy_rows(from_ptr, to_ptr, count, head, HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def copy_rows(from_ptr, to_ptr, count, head, HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Copy the first `count` rows [T, HEADS, WIDTH] of one head."""
     j, index = tl.arange(0, TILE), tl.arange(0, BLOCK)
     place = (j * HEADS + head)[:, None] * WIDTH + index[None, :]
@@ -124,6 +127,6 @@ def copy_tile(
     count = (first - 1) % TILE + 1
     of_seq = seq.to(tl.int64) * TILE * KEY_HEADS
     decays_ptr = decay_ptr + block * decay_stride
-    _copy_rows(decays_ptr, old_decay_ptr + of_seq * RATIO, count, head, KEY_HEADS, RATIO, RATIO_BLOCK)
+    copy_rows(decays_ptr, old_decay_ptr + of_seq * RATIO, count, head, KEY_HEADS, RATIO, RATIO_BLOCK)
     if (length - 1) // TILE > (first - 1) // TILE:
-        _copy_rows(k_ptr + block * k_stride, old_k_ptr + of_seq * K_DIM, count, head, KEY_HEADS, K_DIM, K_BLOCK)
+        copy_rows(k_ptr + block * k_stride, old_k_ptr + of_seq * K_DIM, count, head, KEY_HEADS, K_DIM, K_BLOCK)

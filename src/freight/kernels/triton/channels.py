@@ -1,0 +1,107 @@
+"""The products of a recurrence whose decays are those of channels of a key, the first launch of `recurrence.py` there.
+
+A product of two keys has the decay between them within its sum, so it belongs to a value head, not to a key head. The
+same program sums up the decays of its row's tile, one row after the other, and the second launch reads the sums.
+Shapes are named as in `states.py`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from freight.kernels.triton.states import TILE, copy_rows, sequence_of_row
+from freight.operands.tiles import LEAST_DECAY
+
+LEAST = tl.constexpr(LEAST_DECAY)
+
+
+@triton.jit
+def _sums(
+    row, t, fresh_from, head, decay_ptr, kept_ptr, HEADS: tl.constexpr, K_DIM: tl.constexpr, K_BLOCK: tl.constexpr
+):
+    """Log decays since the tile's start: of its rows up to t [T, D], and of row t [D]. Those before `fresh_from` are
+    kept at kept_ptr [T, HEADS, K_DIM]."""
+    j, dims = tl.arange(0, TILE), tl.arange(0, K_BLOCK)
+    total, mine = tl.zeros((K_BLOCK,), tl.float32), tl.zeros((K_BLOCK,), tl.float32)
+    sums = tl.zeros((TILE, K_BLOCK), tl.float32)
+    for i in range(TILE):
+        size = tl.where(i <= t, K_DIM, 0)
+        fresh = tl.where(i >= fresh_from, size, 0)
+        place = (row - t + i).to(tl.int64) * (HEADS * K_DIM) + head * K_DIM + dims
+        own = tl.load(decay_ptr + place, mask=dims < fresh, other=0.0)
+        kept_place = (i * HEADS + head) * K_DIM + dims
+        kept = tl.load(kept_ptr + kept_place, mask=dims < size - fresh, other=0.0)
+        total = tl.where(i >= fresh_from, tl.where(own < LEAST, LEAST, own) + total, kept)  # a NaN stays
+        sums = tl.where((j == i)[:, None], total[None, :], sums)
+        mine = tl.where(i == t, total, mine)
+    return sums, mine
+
+
+@triton.jit(do_not_specialize=["num_seqs", "table_stride"])
+def channel_products_kernel(
+    q_ptr, q_stride, k_ptr, k_stride, kept_ptr, kept_stride, log_decay_ptr, decay_ptr, decay_stride, factors_ptr,
+    products_ptr, sums_ptr, old_k_ptr, old_decay_ptr, starts_ptr, lengths_ptr, tables_ptr, table_stride, num_seqs,
+    KEY_HEADS: tl.constexpr, RATIO: tl.constexpr, K_DIM: tl.constexpr, K_BLOCK: tl.constexpr, EVERY: tl.constexpr,
+    NORM: tl.constexpr,
+):  # fmt: skip
+    """A program: one row and one value head.
+
+    factors    [rows, KEY_HEADS, 2]: what the row's query and key are multiplied with, by NORM
+    products   [rows, HEADS, 2, T]: of the row's query, and of its key, with the decayed key of each row of its tile
+    sums       [rows, HEADS, K_DIM]: the row's log decay since its tile's start
+    old_k      [num_seqs, T, KEY_HEADS, K_DIM]: keys that `States` has of the open tile, where this step goes beyond it
+    old_decay  [num_seqs, T, HEADS, K_DIM]: its decays, likewise
+    """
+    row, head = tl.program_id(0), tl.program_id(1)
+    HEADS: tl.constexpr = KEY_HEADS * RATIO
+    key_head = head // RATIO
+    seq = sequence_of_row(starts_ptr, row, num_seqs)
+    begin = tl.load(starts_ptr + seq)
+    end = tl.load(starts_ptr + seq + 1)
+    length = tl.load(lengths_ptr + seq)
+    if length < end - begin:
+        return
+    first = length - (end - begin)  # position of the first row in this step
+    position = first + row - begin
+    t = position % TILE
+    table_ptr = tables_ptr + seq.to(tl.int64) * table_stride
+    j, dims = tl.arange(0, TILE), tl.arange(0, K_BLOCK)
+    exists = dims < K_DIM
+    fresh_from = first - (position - t)  # the row of the tile that is this step's first
+    here = j >= fresh_from
+    until = (j <= t)[:, None] & exists[None, :]
+    place = (row - t + j).to(tl.int64)[:, None] * k_stride + key_head * K_DIM + dims[None, :]
+    keys = tl.load(k_ptr + place, mask=until & here[:, None], other=0.0).to(tl.float32)
+    block = tl.load(table_ptr + position // EVERY, mask=t > row - begin, other=0).to(tl.int64)
+    place = block * kept_stride + (j * KEY_HEADS + key_head)[:, None] * K_DIM + dims[None, :]
+    kept = tl.load(kept_ptr + place, mask=until & (here == 0)[:, None], other=0.0)
+    query_place = row.to(tl.int64) * q_stride + key_head * K_DIM + dims
+    query = tl.load(q_ptr + query_place, mask=exists, other=0.0).to(tl.float32)
+    if NORM:
+        of_query = tl.rsqrt(tl.sum(query * query, 0) + 1e-6) * (K_DIM**-0.5)
+        of_keys = tl.rsqrt(tl.sum(keys * keys, 1) + 1e-6)
+        if head % RATIO == 0:
+            factors = factors_ptr + (row.to(tl.int64) * KEY_HEADS + key_head) * 2
+            tl.store(factors, of_query)
+            tl.store(factors + 1, tl.sum(tl.where(j == t, of_keys, 0.0), 0))
+        query *= of_query
+        keys *= of_keys[:, None]
+    keys = tl.where(here[:, None], keys.to(kept.dtype), kept).to(tl.float32)
+    key = tl.sum(tl.where((j == t)[:, None], keys, 0.0), 0)
+    kept_decay_ptr = decay_ptr + block * decay_stride
+    sums, mine = _sums(row, t, fresh_from, head, log_decay_ptr, kept_decay_ptr, HEADS, K_DIM, K_BLOCK)
+    tl.store(sums_ptr + (row.to(tl.int64) * HEADS + head) * K_DIM + dims, mine, mask=exists)
+    decayed = keys * tl.where(until, tl.exp(mine[None, :] - sums), 0.0)
+    products = products_ptr + (row.to(tl.int64) * HEADS + head) * 2 * TILE + j
+    tl.store(products, tl.sum(decayed * query[None, :], 1))
+    tl.store(products + TILE, tl.sum(decayed * key[None, :], 1))
+    if (row == begin) & (first > 0) & ((length - 1) // TILE > (first - 1) // TILE):
+        count = (first - 1) % TILE + 1
+        block = tl.load(table_ptr + (first - 1) // EVERY).to(tl.int64)
+        old = seq.to(tl.int64) * TILE * K_DIM
+        copy_rows(decay_ptr + block * decay_stride, old_decay_ptr + old * HEADS, count, head, HEADS, K_DIM, K_BLOCK)
+        if head % RATIO == 0:
+            copy_rows(
+                kept_ptr + block * kept_stride, old_k_ptr + old * KEY_HEADS, count, key_head, KEY_HEADS, K_DIM, K_BLOCK
+            )
