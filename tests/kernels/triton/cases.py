@@ -218,15 +218,9 @@ def gated_norm(
     gates.gated_norm(target, x, x, weight, 1e-6, group, norm_first, consumer(*to, size) if to else None)
 
 
-def decay(heads: int, target: Target, delta: bool = True) -> None:
-    a, of_heads = empty(64, 2 * heads), empty(heads, dtype=torch.float32)
-    gates.decays(a[:, :heads], a[:, heads:] if delta else None, of_heads, of_heads, (0.0, 1.0))
-
-
-def channel_decay(target: Target, bound: float | None = None) -> None:
-    """Of 32 heads of 128 channels."""
-    a_log, dt_bias = empty(32, dtype=torch.float32), empty(4096, dtype=torch.float32)
-    gates.decays(empty(64, 4096), empty(64, 32), a_log, dt_bias, bound=bound)
+def decay(heads: int, target: Target, delta: bool = True, k_dim: int = 1, bound: float | None = None) -> None:
+    a, a_log, dt_bias = empty(64, heads * (k_dim + 1)), *(empty(n, dtype=torch.float32) for n in (heads, heads * k_dim))
+    gates.decays(a[:, :-heads], a[:, -heads:] if delta else None, a_log, dt_bias, (0.0, 1.0), bound)
 
 
 # compiled whenever the tests run
@@ -266,7 +260,7 @@ CASES: dict[str, Callable[[Target], object]] = {
     "convolve": partial(convolve, 10240, 4, 8192),
     "convolve, one row": partial(convolve, 10240, 4, 64),
     "decays": partial(decay, 48),
-    "decays of channels": channel_decay,
+    "decays of channels": partial(decay, 32, k_dim=128, bound=-5.0),
     "gated norm by row": partial(gated_norm, 6144, 128, True, to=(False, Activations.DYNAMIC)),
     "gated norm of groups": partial(gated_norm, 4096, 512, False, to=(False, Activations.DYNAMIC)),
     "gated clamped": lambda target: elementwise.gated(target, empty(64, 5760), GatedActivation.CLAMPED_SWIGLU),
@@ -340,11 +334,7 @@ MORE_CASES: dict[str, Callable[[Target], object]] = {
     "recurrence e4m3 by bits": partial(recur, Format.E4M3FN, True, 64),
     "convolve, no bias": partial(convolve, 2048, 3, 8192, more=False),
     "decays, mamba": partial(decay, 64, delta=False),
-    "decays of channels, bounded": partial(channel_decay, bound=-5.0),
-    "recurrence of channels, float32": partial(
-        recur, Format.FLOAT32, True, 64, key_heads=32, heads=32, by_channel=True, dtype=torch.float32
-    ),
-    "recurrence of channels, shared keys": partial(recur, Format.BFLOAT16, True, 64, by_channel=True),
+    "recurrence of channels, float32": partial(recur, Format.FLOAT32, True, 64, dtype=torch.float32, by_channel=True),
     "gated norm": partial(gated_norm, 6144, 128, True),
     "gated norm by group": partial(gated_norm, 6144, 128, True, to=(True, Activations.DYNAMIC)),
     "route groups": partial(choose, 64, Routing(256, 8, Scoring.SIGMOID, num_groups=8, top_groups=4)),

@@ -7,7 +7,8 @@ layers add to the residual; Laguna has gates of heads, numbers of heads that dif
 values of another width than keys, with a factor; Step-3.7 bounds what SiLU returns. Gemma 4's larger models add inputs
 of their own to layers, share keys between them, or add experts to a feed-forward. LFM2 has short convolutions.
 Granite-H and Nemotron-H have Mamba-2; Nemotron-H's layers have one part, its experts no gate and a smaller space.
-DeepSeek-V3 stores latents, whose keys are of all heads and have the values in them.
+DeepSeek-V3 stores latents, whose keys are of all heads and have the values in them. Kimi Linear has such layers without
+a rope, and states that decay by channel.
 A layer with a window has a cache group of its own: its block table is another, and loses what the window has left.
 """
 
@@ -29,6 +30,7 @@ from transformers import (
     Gemma4TextConfig,
     GptOssConfig,
     GraniteMoeHybridConfig,
+    KimiLinearConfig,
     LagunaConfig,
     Lfm2Config,
     MiMoV2FlashConfig,
@@ -91,6 +93,12 @@ FAMILIES: dict[str, PretrainedConfig] = {
         **SHAPE | {"num_key_value_heads": 2, "sliding_window": None}, q_lora_rank=24, kv_lora_rank=32,
         qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
         topk_group=1, moe_intermediate_size=16, first_k_dense_replace=1,
+    ),
+    "kimi-linear": KimiLinearConfig(
+        **SHAPE | {"num_key_value_heads": 2, "sliding_window": None}, kv_lora_rank=32, qk_nope_head_dim=16,
+        qk_rope_head_dim=8, v_head_dim=16, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
+        linear_head_dim=16, linear_num_heads=2, layer_types=["linear_attention", "full_attention"], pad_token_id=0,
+        bos_token_id=1, eos_token_id=2,
     ),
     "gemma4-moe": Gemma4TextConfig(**GEMMA4, **MOE, enable_moe_block=True, top_k_experts=2),
     "phi3": Phi3Config(**SHAPE, pad_token_id=0, rope_parameters=PARTIAL),

@@ -38,6 +38,22 @@ def _sums(
     return sums, mine
 
 
+@triton.jit
+def _copy_tile(
+    seq, first, head, block, k_ptr, k_stride, old_k_ptr, decay_ptr, decay_stride, old_decay_ptr,
+    KEY_HEADS: tl.constexpr, RATIO: tl.constexpr, K_DIM: tl.constexpr, K_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Copy what all programs of a head read of the tile before position `first`, and one of them writes over."""
+    HEADS: tl.constexpr = KEY_HEADS * RATIO
+    count = (first - 1) % TILE + 1
+    of_seq = seq.to(tl.int64) * TILE * K_DIM
+    decays_ptr = decay_ptr + block * decay_stride
+    copy_rows(decays_ptr, old_decay_ptr + of_seq * HEADS, count, head, HEADS, K_DIM, K_BLOCK)
+    if head % RATIO == 0:
+        keys_ptr = k_ptr + block * k_stride
+        copy_rows(keys_ptr, old_k_ptr + of_seq * KEY_HEADS, count, head // RATIO, KEY_HEADS, K_DIM, K_BLOCK)
+
+
 @triton.jit(do_not_specialize=["num_seqs", "table_stride"])
 def channel_products_kernel(
     q_ptr, q_stride, k_ptr, k_stride, kept_ptr, kept_stride, log_decay_ptr, decay_ptr, decay_stride, factors_ptr,
@@ -57,8 +73,7 @@ def channel_products_kernel(
     HEADS: tl.constexpr = KEY_HEADS * RATIO
     key_head = head // RATIO
     seq = sequence_of_row(starts_ptr, row, num_seqs)
-    begin = tl.load(starts_ptr + seq)
-    end = tl.load(starts_ptr + seq + 1)
+    begin, end = tl.load(starts_ptr + seq), tl.load(starts_ptr + seq + 1)
     length = tl.load(lengths_ptr + seq)
     if length < end - begin:
         return
@@ -69,8 +84,7 @@ def channel_products_kernel(
     j, dims = tl.arange(0, TILE), tl.arange(0, K_BLOCK)
     exists = dims < K_DIM
     fresh_from = first - (position - t)  # the row of the tile that is this step's first
-    here = j >= fresh_from
-    until = (j <= t)[:, None] & exists[None, :]
+    here, until = j >= fresh_from, (j <= t)[:, None] & exists[None, :]
     place = (row - t + j).to(tl.int64)[:, None] * k_stride + key_head * K_DIM + dims[None, :]
     keys = tl.load(k_ptr + place, mask=until & here[:, None], other=0.0).to(tl.float32)
     block = tl.load(table_ptr + position // EVERY, mask=t > row - begin, other=0).to(tl.int64)
@@ -89,19 +103,15 @@ def channel_products_kernel(
         keys *= of_keys[:, None]
     keys = tl.where(here[:, None], keys.to(kept.dtype), kept).to(tl.float32)
     key = tl.sum(tl.where((j == t)[:, None], keys, 0.0), 0)
-    kept_decay_ptr = decay_ptr + block * decay_stride
-    sums, mine = _sums(row, t, fresh_from, head, log_decay_ptr, kept_decay_ptr, HEADS, K_DIM, K_BLOCK)
+    olds_ptr = decay_ptr + block * decay_stride
+    sums, mine = _sums(row, t, fresh_from, head, log_decay_ptr, olds_ptr, HEADS, K_DIM, K_BLOCK)
     tl.store(sums_ptr + (row.to(tl.int64) * HEADS + head) * K_DIM + dims, mine, mask=exists)
     decayed = keys * tl.where(until, tl.exp(mine[None, :] - sums), 0.0)
     products = products_ptr + (row.to(tl.int64) * HEADS + head) * 2 * TILE + j
     tl.store(products, tl.sum(decayed * query[None, :], 1))
     tl.store(products + TILE, tl.sum(decayed * key[None, :], 1))
     if (row == begin) & (first > 0) & ((length - 1) // TILE > (first - 1) // TILE):
-        count = (first - 1) % TILE + 1
-        block = tl.load(table_ptr + (first - 1) // EVERY).to(tl.int64)
-        old = seq.to(tl.int64) * TILE * K_DIM
-        copy_rows(decay_ptr + block * decay_stride, old_decay_ptr + old * HEADS, count, head, HEADS, K_DIM, K_BLOCK)
-        if head % RATIO == 0:
-            copy_rows(
-                kept_ptr + block * kept_stride, old_k_ptr + old * KEY_HEADS, count, key_head, KEY_HEADS, K_DIM, K_BLOCK
-            )
+        _copy_tile(
+            seq, first, head, tl.load(table_ptr + (first - 1) // EVERY).to(tl.int64), kept_ptr, kept_stride, old_k_ptr,
+            decay_ptr, decay_stride, old_decay_ptr, KEY_HEADS, RATIO, K_DIM, K_BLOCK,
+        )  # fmt: skip

@@ -93,7 +93,7 @@ def products_kernel(
 
 @triton.jit
 def _advanced(
-    state, u, decay, last, seq, row, position, first, k_ptr, k_stride, factors_ptr, old_k_ptr, head,
+    state, u, decay, last, seq, row, position, first, k_ptr, k_stride, factors_ptr, old_k_ptr,
     sums_ptr, old_decay_ptr, value_head, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, K_DIM: tl.constexpr,
     K_BLOCK: tl.constexpr, NORM: tl.constexpr, BY_CHANNEL: tl.constexpr,
 ):  # fmt: skip
@@ -101,6 +101,7 @@ def _advanced(
 
     BY_CHANNEL: decays are those of sums_ptr and, of rows before this step, of old_decay_ptr (`channels.py`).
     """
+    head = value_head // (HEADS // KEY_HEADS)
     j = tl.arange(0, TILE)
     dims = tl.arange(0, K_BLOCK)
     of = position - TILE + j
@@ -192,6 +193,22 @@ def _next_row(state, u, decay, total, t, this, skip, DELTA: tl.constexpr, LIKE: 
     return u, decay, total, own, result
 
 
+@triton.jit
+def _keep_row(
+    t, head, total, this, kept_ptrs, LIKE: tl.constexpr, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr,
+    K_DIM: tl.constexpr, dims, BY_CHANNEL: tl.constexpr,
+):  # fmt: skip
+    """Store the decay of row t of a head, and with the first head of a key head the key; `this`: `_load_row`."""
+    decay_ptr, k_ptr = kept_ptrs
+    RATIO: tl.constexpr = HEADS // KEY_HEADS
+    if BY_CHANNEL:
+        tl.store(decay_ptr + (t * HEADS + head) * K_DIM + dims, this[4], mask=dims < K_DIM)
+    else:
+        tl.store(decay_ptr + t * HEADS + head, total)
+    if head % RATIO == 0:
+        tl.store(k_ptr + (t * KEY_HEADS + head // RATIO) * K_DIM + dims, this[1].to(LIKE), mask=dims < K_DIM)
+
+
 @triton.jit(do_not_specialize=["table_stride"])
 def recurrence_kernel(
     q_ptr, q_stride, k_ptr, k_stride, v_ptr, v_stride, beta_ptr, log_decay_ptr, skip_ptr, factors_ptr, products_ptr,
@@ -206,16 +223,13 @@ def recurrence_kernel(
     BY_CHANNEL: log_decay are the `sums` of `channels.py`.
     """
     head, seq = tl.program_id(1), tl.program_id(2)
-    RATIO: tl.constexpr = HEADS // KEY_HEADS
-    begin, length = tl.load(starts_ptr + seq), tl.load(lengths_ptr + seq)
-    end = tl.load(starts_ptr + seq + 1)
+    begin, end, length = tl.load(starts_ptr + seq), tl.load(starts_ptr + seq + 1), tl.load(lengths_ptr + seq)
     if (begin == end) | (length < end - begin):
         return
     first = length - (end - begin)  # position of the first row in this step
     table_ptr = tables_ptr + seq.to(tl.int64) * table_stride
     channel, dims = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V), tl.arange(0, K_BLOCK)
-    in_v = channel < V_DIM
-    in_state = (dims < K_DIM)[:, None] & in_v[None, :]
+    in_v, in_state = channel < V_DIM, (dims < K_DIM)[:, None] & (channel < V_DIM)[None, :]
     state_place = (head * K_DIM + dims)[:, None] * V_DIM + channel[None, :]
     u_place = head * V_DIM + channel
     like = kept_u_ptr.dtype.element_ty
@@ -239,7 +253,7 @@ def recurrence_kernel(
         if t == 0:
             state = _advanced(
                 state, u, decay, total, seq, row, position, first, k_ptr, k_stride, factors_ptr, old_k_ptr,
-                head // RATIO, log_decay_ptr, old_decay_ptr, head, KEY_HEADS, HEADS, K_DIM, K_BLOCK, NORM, BY_CHANNEL,
+                log_decay_ptr, old_decay_ptr, head, KEY_HEADS, HEADS, K_DIM, K_BLOCK, NORM, BY_CHANNEL,
             )  # fmt: skip
             block = tl.load(table_ptr + position // EVERY).to(tl.int64)
             kept = _stays(position, length, EVERY)
@@ -254,14 +268,8 @@ def recurrence_kernel(
         if kept:
             tl.store(kept_u_ptr + block * u_part_stride + t * (HEADS * V_DIM) + u_place, own, mask=in_v)
             if tl.program_id(0) == 0:
-                if BY_CHANNEL:
-                    of_head = block * decay_part_stride + (t * HEADS + head) * K_DIM
-                    tl.store(kept_decay_ptr + of_head + dims, this[4], mask=dims < K_DIM)
-                else:
-                    tl.store(kept_decay_ptr + block * decay_part_stride + t * HEADS + head, total)
-                if head % RATIO == 0:
-                    key_place = block * k_part_stride + (t * KEY_HEADS + head // RATIO) * K_DIM + dims
-                    tl.store(kept_k_ptr + key_place, this[1].to(like), mask=dims < K_DIM)
+                kept_ptrs = (kept_decay_ptr + block * decay_part_stride, kept_k_ptr + block * k_part_stride)
+                _keep_row(t, head, total, this, kept_ptrs, like, HEADS, KEY_HEADS, K_DIM, dims, BY_CHANNEL)
 
 
 BLOCK_V = 16  # channels of a program: a step of one sequence with 48 heads of 128 is 384 programs
@@ -298,7 +306,7 @@ def recurrence(
     rows, num_seqs, tables = len(v), sequences.num_seqs, sequences.block_tables
     format = format_of(parts["state"])
     factors = beta.new_empty(rows, key_heads, 2)
-    by_channel, ratio = log_decay.ndim == 3, heads // key_heads
+    by_channel = log_decay.ndim == 3
     products = beta.new_empty(rows, heads if by_channel else key_heads, 2, STATE_TILE)
     old_k = parts["k"].new_empty(num_seqs, STATE_TILE, key_heads, k_dim)
     old_decay = beta.new_empty(num_seqs, *parts["decay"].shape[1:])
@@ -308,19 +316,15 @@ def recurrence(
     shared["EVERY"] = states.every
     lengths = (sequences.query_starts, sequences.context_lens, tables, tables.stride(0))
     kept_k, kept_u, kept_decay = (by_block(parts[name]) for name in ("k", "u", "decay"))
-    rows_of = (q, q.stride(0), k, k.stride(0), *kept_k)
-    warps = max(1, k_block // 64)
+    read, made = (q, q.stride(0), k, k.stride(0), *kept_k), (old_k, old_decay, *lengths, num_seqs)
+    once: dict[str, Any] = {**shared, "RATIO": heads // key_heads, "num_warps": max(1, k_block // 64)}
     if by_channel:
-        sums = torch.empty_like(log_decay)
-        made = (factors, products, sums, old_k, old_decay)
-        channel_products_kernel[(rows, heads)](
-            *(*rows_of, log_decay, *kept_decay, *made, *lengths, num_seqs), **shared, RATIO=ratio, num_warps=warps
-        )
-        log_decay = sums
+        own, log_decay = log_decay, torch.empty_like(log_decay)
+        inputs = (*read, own, *kept_decay, factors, products, log_decay)
+        channel_products_kernel[(rows, heads)](*inputs, *made, **once)
     else:
-        pointers = (*rows_of, *kept_decay, factors, products, old_k, old_decay, *lengths, num_seqs)
-        constants = {"RATIO": ratio, "RATIO_BLOCK": triton.next_power_of_2(ratio), "num_warps": warps}
-        products_kernel[(rows, key_heads)](*pointers, **shared, **constants)
+        once["RATIO_BLOCK"] = triton.next_power_of_2(heads // key_heads)
+        products_kernel[(rows, key_heads)](*read, *kept_decay, factors, products, *made, **once)
     scale = by_block(parts["scale"]) if format.is_quantized else (None, 0)
     recurrence_kernel[(triton.cdiv(v_dim, BLOCK_V), heads, num_seqs)](
         *(q, q.stride(0), k, k.stride(0), v, v.stride(0), beta, log_decay, skip, factors, products, old_k, old_decay),
