@@ -177,7 +177,8 @@ def of_latents(model: ModelConfig) -> list[str]:
     for mixer in model.paged.values():
         if isinstance(mixer, LatentConfig):
             found += ["keys and values from a latent (MLA)"] + ["queries from another"] * (mixer.q_rank is not None)
-            found += of_rope(model, mixer)
+            found += ["layers without rope"] if mixer.rope is None else of_rope(model, mixer)
+            found += ["gate of the output"] * mixer.gated
     found += ["sparse beyond index_topk tokens, which are the most that run"] * (model.dense_limit is not None)
     return list(dict.fromkeys(found))
 

@@ -19,7 +19,8 @@ DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen
 # the end of a name -> mean and spread. With these of A_log some heads remember a few tokens, and some a hundred
 OWN: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("sinks", "conv.conv.weight", "mamba.conv1d.weight", "mixer.conv1d.weight"), (0, 1)),
-    **dict.fromkeys(("mamba.A_log", "mixer.A_log"), (-3, 1)),
+    **dict.fromkeys(("mamba.A_log", "mixer.A_log", "forget_gate.A_log"), (-3, 1)),
+    "self_attn.conv1d.weight": (0, 0.5),
     "router.scale": (4, 1),
     "per_expert_scale": (1, 0.3),
 }

@@ -43,6 +43,12 @@ LATENT: dict[str, Any] = {
     "moe_intermediate_size": 32, "routed_scaling_factor": 1.7,
 }  # fmt: skip
 INDEXER: dict[str, Any] = {"index_topk": 2048, "index_head_dim": 16, "index_n_heads": 2}
+_KDA: dict[str, Any] = {
+    **{key: value for key, value in LATENT.items() if key not in ("q_lora_rank", "n_routed_experts")},
+    "num_hidden_layers": 4, "num_local_experts": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
+KIMI_LINEAR: dict[str, Any] = {**_KDA, "linear_head_dim": 16, "linear_num_heads": 5}
 GRANITE: dict[str, Any] = {"embedding_multiplier": 12.7, "attention_multiplier": 0.1, "residual_multiplier": 0.22,
                            "logits_scaling": 3.0}  # fmt: skip
 GPT_OSS: dict[str, Any] = {

@@ -1,5 +1,5 @@
-"""Models with short convolutions or Mamba-2 against transformers: prompts of every length that begins, ends or fits in
-a block of states, then token by token, on every set of kernels that runs here.
+"""Models with short convolutions, Mamba-2 or Kimi delta attention against transformers: prompts of every length that
+begins, ends or fits in a block of states, then token by token, on every set of kernels that runs here.
 """
 
 from __future__ import annotations
@@ -29,19 +29,21 @@ HYBRIDS = Path(__file__).parents[1] / "fixtures/hybrids"
 PROMPTS, DECODED, EVERY = (1, 2, 3, 15, 16, 17, 40), 40, 16
 KERNELS = ("reference", *(f"cpu-{build}" for build in library.runnable()))
 CONVOLUTIONS = ("lfm2", "lfm2-biases", "lfm2-moe", "lfm2-moe-plain", "lfm2-vl")
+KIMI = ("kimi-linear", "kimi-linear-groups")
 MAMBA = ("granite-h", "granite-h-moe", "nemotron-h", "nemotron-h-moe", "nemotron-h-latent")
+RECURRENT = (*MAMBA, *KIMI)
 
 
 def cases() -> list[Any]:
-    """(model, kernels, prompt); of Mamba-2 prompts for convolutions are slow tests, and most on kernels that do not run
-    by default."""
+    """(model, kernels, prompt); of recurrences prompts for convolutions are slow tests, and most on kernels that do not
+    run by default."""
     late = [
-        (MAMBA, KERNELS, (2, 3)),
-        (MAMBA, (KERNELS[0], *KERNELS[2:]), [prompt for prompt in PROMPTS if prompt != 17]),
+        (RECURRENT, KERNELS, (2, 3)),
+        (RECURRENT, (KERNELS[0], *KERNELS[2:]), [prompt for prompt in PROMPTS if prompt != 17]),
     ]
     return [
         pytest.param(*case, marks=[pytest.mark.slow] if any(map(_among, late, [case] * len(late))) else [])
-        for case in product((*CONVOLUTIONS, *MAMBA), KERNELS, PROMPTS)
+        for case in product((*CONVOLUTIONS, *RECURRENT), KERNELS, PROMPTS)
     ]
 
 

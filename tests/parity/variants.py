@@ -15,6 +15,7 @@ from tests.parity.shapes import (
     GRANITE,
     GRANITE_H,
     HALF,
+    KIMI_LINEAR,
     LFM2,
     LFM2_MOE,
     LLAMA3,
@@ -65,6 +66,7 @@ from transformers import (
     HunYuanDenseV1Config,
     HunYuanMoEV1Config,
     HYV3Config,
+    KimiLinearConfig,
     LagunaConfig,
     Lfm2Config,
     Lfm2MoeConfig,
@@ -182,6 +184,12 @@ VARIANTS: dict[str, PretrainedConfig] = {
     "glm4-moe": Glm4MoeConfig(**SHAPE, **GLM_MOE, n_group=4, topk_group=2, use_qk_norm=True, attention_bias=True),
     "glm4-moe-plain": Glm4MoeConfig(**SHAPE, **GLM_MOE, norm_topk_prob=False, n_shared_experts=2),
     **LATENTS,
+    "kimi-linear": KimiLinearConfig(**KIMI_LINEAR),
+    "kimi-linear-groups": KimiLinearConfig(
+        **KIMI_LINEAR | {"linear_head_dim": 24}, n_group=4, topk_group=2, norm_topk_prob=False, n_shared_experts=2,
+        mlp_layer_types=["sparse", "dense", "dense", "sparse"], linear_conv_kernel_dim=3,
+        q_lora_rank=40,
+    ),
     "minimax-m2": MiniMaxM2Config(
         **SHAPE, num_local_experts=8, num_experts_per_tok=3, head_dim=32, rotary_dim=16, bos_token_id=1, eos_token_id=2
     ),

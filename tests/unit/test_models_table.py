@@ -57,7 +57,7 @@ def test_every_family_is_compared(tests: Tables) -> None:
         ("mistral3", {"text_type": "mistral4"}, NATIVE, ""),
         ("cohere2", {}, "through transformers", ""),
         ("deepseek_v3", {}, NATIVE, ""),
-        ("kimi_linear", {}, REFUSED, RECURRENT),
+        ("kimi_linear", {}, NATIVE, ""),
         ("mistral4", {"keys": {"kv_lora_rank": 64}}, NATIVE, ""),
         ("granite_swa", {}, REFUSED, "s_aux (a sink)"),
         ("llava", {}, REFUSED, "it has several parts"),

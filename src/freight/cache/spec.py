@@ -13,7 +13,15 @@ from functools import cached_property
 
 from freight.cache.groups import LayerGroup, Pages, StateBlocks
 from freight.config.engine import KVCacheConfig, LayerKVFormat
-from freight.config.layer import AttentionConfig, DeltaNetConfig, LatentConfig, Mamba2Config, Mixer, ShortConvConfig
+from freight.config.layer import (
+    AttentionConfig,
+    DeltaNetConfig,
+    KimiDeltaConfig,
+    LatentConfig,
+    Mamba2Config,
+    Mixer,
+    ShortConvConfig,
+)
 from freight.config.model import ModelConfig
 from freight.config.states import default_state
 from freight.errors import ConfigError
@@ -163,16 +171,16 @@ def _columns(channels: int, width: int, compute: Format) -> StatePart:
 
 
 def _matrices(
-    key_heads: int, heads: int, k_dim: int, v_dim: int, compute: Format, state: Format
+    key_heads: int, heads: int, k_dim: int, v_dim: int, compute: Format, state: Format, by_channel: bool = False
 ) -> tuple[StatePart, ...]:
-    """What `KernelSet.recurrence` keeps (`operands/states.py`)."""
+    """What `KernelSet.recurrence` keeps (`operands/states.py`); `by_channel`: with a decay of each channel of a key."""
     scale = (StatePart("scale", (heads, v_dim), Format.BFLOAT16),) if state.is_quantized else ()
     return (
         StatePart("state", (heads, k_dim, v_dim), state),
         *scale,
         StatePart("k", (STATE_TILE, key_heads, k_dim), compute),
         StatePart("u", (STATE_TILE, heads, v_dim), compute),
-        StatePart("decay", (STATE_TILE, heads), Format.FLOAT32),
+        StatePart("decay", (STATE_TILE, heads, *((k_dim,) if by_channel else ())), Format.FLOAT32),
     )
 
 
@@ -185,6 +193,13 @@ def _delta_net(mixer: Mixer, kind: LayerKVFormat, compute: Format, state: Format
     assert isinstance(mixer, DeltaNetConfig)
     matrices = _matrices(mixer.key_heads, mixer.heads, mixer.k_dim, mixer.v_dim, compute, state)
     return LayerStateSpec((*matrices, _columns(mixer.channels, mixer.width, compute)))
+
+
+def _kimi_delta(mixer: Mixer, kind: LayerKVFormat, compute: Format, state: Format) -> LayerStateSpec:
+    assert isinstance(mixer, KimiDeltaConfig)
+    heads, size = mixer.heads, mixer.head_dim
+    matrices = _matrices(heads, heads, size, size, compute, state, by_channel=True)
+    return LayerStateSpec((*matrices, _columns(3 * mixer.size, mixer.width, compute)))
 
 
 def _mamba2(mixer: Mixer, kind: LayerKVFormat, compute: Format, state: Format) -> LayerStateSpec:
@@ -200,6 +215,7 @@ _SPECS: Mapping[type, Callable[[Mixer, LayerKVFormat, Format, Format], LayerSpec
     LatentConfig: _latents_of,
     ShortConvConfig: _short_conv,
     DeltaNetConfig: _delta_net,
+    KimiDeltaConfig: _kimi_delta,
     Mamba2Config: _mamba2,
 }
 

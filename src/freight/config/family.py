@@ -42,7 +42,7 @@ Derive: TypeAlias = "Callable[[Mapping[str, Any], ModelConfig], ModelConfig]"
 class Family:
     """What the models of one model_type have in common. A `..._key` is the key of config.json that has the value.
 
-    architecture       the only value of `architectures`
+    architecture       the only value of `architectures`, but for `same`, which are other names of it
     tensors            what its tensors are called
     defaults           of keys that a config.json lacks, as transformers' configuration class has them
     keys               keys that this family has and others do not
@@ -82,6 +82,7 @@ class Family:
 
     architecture: str
     defaults: Mapping[str, Any]
+    same: tuple[str, ...] = field(default=(), kw_only=True)
     keys: frozenset[str] = frozenset()
     lacks: frozenset[str] = frozenset()
     fixed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from freight.config.family import Family, words
-from freight.config.mechanisms import refuse_mechanisms
+from freight.config.mechanisms import refuse_mechanisms, refuse_uncompared_architecture
 from freight.config.registry import FAMILIES
 from freight.errors import CheckpointError, ConfigError, choices, nearest
 
@@ -36,7 +36,7 @@ _SHARED = words(
     """
 )
 # training, bookkeeping, and defaults of transformers' generate(). pretraining_tp cuts products into parts of one sum;
-# max_window_layers is one of Qwen's, and of files made from theirs
+# max_window_layers is one of Qwen's, and of files made from theirs; model_max_length is a tokenizer's, but for Kimi's
 HARMLESS = words(
     """
     transformers_version use_cache initializer_range attention_dropout hidden_dropout resid_dropout embd_dropout
@@ -49,7 +49,7 @@ HARMLESS = words(
     encoder_no_repeat_ngram_size num_return_sequences exponential_decay_length_penalty begin_suppress_tokens
     output_router_logits router_aux_loss_coef router_jitter_noise activation_dropout dropout layerdrop init_std prefix
     attn_implementation residual_dropout unsloth_version unsloth_fixed is_llama_config transformers.js_config is_decoder
-    pretraining_tp ep_size pruned_heads cache_implementation max_window_layers
+    model_max_length pretraining_tp ep_size pruned_heads cache_implementation max_window_layers
     aux_loss_alpha seq_aux block_mlp_init_scale block_out_init_scale block_use_xavier_init conv_use_xavier_init
     """
 )
@@ -140,8 +140,10 @@ def find_family(config: Mapping[str, Any]) -> tuple[str, Family]:
         raise CheckpointError(f"config.json: model_type {model_type!r} is not implemented; {choices(FAMILIES)} are")
     assert isinstance(model_type, str)
     architectures = config.get("architectures") or [family.architecture]
+    refuse_uncompared_architecture(architectures)
     # the first Llama files write LLaMAForCausalLM, and transformers Kimi_K25ForConditionalGeneration
-    if str(architectures).lower().replace("_", "") != str([family.architecture]).lower().replace("_", ""):
+    known = (str([one]).lower().replace("_", "") for one in (family.architecture, *family.same))
+    if str(architectures).lower().replace("_", "") not in known:
         in_parts = family.text_type is not None and not family.flat and not config.get(family.text_key)
         lacks = f". config.json lacks {family.text_key}, in which it describes the language model" if in_parts else ""
         raise CheckpointError(

@@ -73,8 +73,14 @@ def _without_share(config: Mapping[str, Any], rotated: int, whole: int) -> Mappi
 
 def with_latent(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
     """`model` with latent attention in every layer."""
+    mixer = latent_of(config)
+    return replace(model, layers=tuple(replace(layer, mixer=mixer) for layer in model.layers))
+
+
+def latent_of(config: Mapping[str, Any]) -> LatentConfig:
+    """The latent attention that the keys describe."""
     nope, rotated = integer(config, "qk_nope_head_dim"), integer(config, "qk_rope_head_dim")
-    mixer = LatentConfig(
+    return LatentConfig(
         num_heads=integer(config, "num_attention_heads"),
         q_rank=None if config.get("q_lora_rank") is None else integer(config, "q_lora_rank"),
         latent=integer(config, "kv_lora_rank"),
@@ -83,7 +89,6 @@ def with_latent(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
         head_size=integer(config, "v_head_dim"),
         softmax_scale=(nope + rotated) ** -0.5 * _sharper(config),
     )
-    return replace(model, layers=tuple(replace(layer, mixer=mixer) for layer in model.layers))
 
 
 def with_indexed(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:

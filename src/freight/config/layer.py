@@ -125,8 +125,10 @@ class LatentConfig:
     nope, rotated   channels of a query that are not rotated, and that are
     head_size       channels of a value of each head
     softmax_scale   multiplies q . k
-    rope            index into `ModelConfig.ropes`
+    rope            index into `ModelConfig.ropes`; None: nothing is rotated, and the `rotated` channels of the key are
+                    shared by all heads as they are (Kimi Linear)
     eps             of the norms of both latents
+    gated           whether a sigmoid of one more projection weighs the result of each head (Ling 3.0)
     """
 
     num_heads: int
@@ -136,8 +138,9 @@ class LatentConfig:
     rotated: int
     head_size: int
     softmax_scale: float
-    rope: int = 0
+    rope: int | None = 0
     eps: float = 1e-6
+    gated: bool = False
 
     num_kv_heads = 1
     window = kv_from = None
@@ -196,6 +199,30 @@ class DeltaNetConfig:
 
 
 @dataclass(frozen=True)
+class KimiDeltaConfig:
+    """Kimi delta attention (Kimi Linear, 2025): a gated delta net where each channel of a key has its own decay.
+
+    q, k and v go each through a convolution of `width` inputs and SiLU; the result of each head is normed, and weighed
+    by a sigmoid of a gate, before it is projected.
+
+    head_dim   channels of a head of q, k and v
+    rank       values between the two projections of which decays come, and gates; None: each is one projection
+    bound      of log decays, below 0 (`KernelSet.decays`); None: they have none
+    """
+
+    heads: int
+    head_dim: int
+    width: int
+    rank: int | None = None
+    bound: float | None = None
+
+    @property
+    def size(self) -> int:
+        """Channels of q; of k and v, too."""
+        return self.heads * self.head_dim
+
+
+@dataclass(frozen=True)
 class Mamba2Config:
     """Mamba-2 (Dao and Gu 2024): linear attention with a decay of each head and token.
 
@@ -227,7 +254,7 @@ class Mamba2Config:
 
 # What a layer does across tokens; None: nothing. Another kind stands here, in `models/mixers.py` with its builder, in
 # `models/mixer_parts.py` with its tensors, and in `cache/spec.py` with what it keeps of the tokens before.
-Mixer = AttentionConfig | LatentConfig | ShortConvConfig | DeltaNetConfig | Mamba2Config | None
+Mixer = AttentionConfig | LatentConfig | ShortConvConfig | DeltaNetConfig | KimiDeltaConfig | Mamba2Config | None
 PagedMixer = AttentionConfig | LatentConfig  # those whose layers read keys and values
 
 

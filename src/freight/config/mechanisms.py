@@ -118,6 +118,23 @@ MECHANISMS = (
 UNCOMPARED: Mapping[str, str] = {"plamo3": "PLaMo 3", "bailing_moe": "Ling and Ring 1T", "step3p5": "Step-3.5"}
 
 
+# the same of architectures whose model_type has a row for another one
+UNCOMPARED_ARCHITECTURES: Mapping[str, str] = {
+    "BailingMoeV2_5ForCausalLM": "Ling 2.6 and Ring 2.6, with lightning attention",
+}
+
+
+def refuse_uncompared_architecture(architectures: object) -> None:
+    """Raises CheckpointError as `refuse_uncompared`."""
+    for name in architectures if isinstance(architectures, list) else ():
+        if isinstance(name, str) and name in UNCOMPARED_ARCHITECTURES:
+            raise CheckpointError(
+                f"config.json: architecture {name!r} ({UNCOMPARED_ARCHITECTURES[name]}) is not implemented: no public "
+                "implementation of it can be run to compare with. transformers has none, and code that a checkpoint "
+                "brings along is never run"
+            )
+
+
 def refuse_uncompared(model_type: object) -> None:
     """Raises CheckpointError for a model that Freight could compute, but with nothing to show that it does."""
     if model_type in UNCOMPARED:

@@ -22,6 +22,7 @@ from freight.config.layer import (
     AttentionConfig,
     DeltaNetConfig,
     DenseConfig,
+    KimiDeltaConfig,
     LatentConfig,
     LayerConfig,
     Mamba2Config,
@@ -187,7 +188,7 @@ class ModelConfig:
     @property
     def recurrent(self) -> bool:
         """Whether a layer keeps a recurrent state, whose format --state-dtype chooses."""
-        return any(isinstance(layer.mixer, DeltaNetConfig | Mamba2Config) for layer in self.layers)
+        return any(isinstance(layer.mixer, DeltaNetConfig | KimiDeltaConfig | Mamba2Config) for layer in self.layers)
 
     @property
     def input_size(self) -> int:
@@ -296,7 +297,8 @@ def _tied(
 def _ropes(config: Mapping[str, Any], family: Family, model: ModelConfig) -> tuple[RopeConfig, ...]:
     """By `AttentionConfig.rope`; a rope that no layer has is made for heads like the others."""
     mixers = list(model.paged.values())
-    if model.position_offset is not None or not mixers:
+    unrotated = all(isinstance(mixer, LatentConfig) and mixer.rope is None for mixer in mixers)  # or there is none
+    if model.position_offset is not None or unrotated:
         return ()
     sizes = {mixer.rope: _rotary_size(mixer) for mixer in mixers}
     head_dims = tuple(sizes.get(rope, _rotary_size(mixers[0])) for rope in (0, 1))

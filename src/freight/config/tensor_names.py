@@ -29,7 +29,8 @@ class AttentionNames:
 
 @dataclass(frozen=True)
 class LatentNames:
-    """Names of latent attention within a layer (`LatentConfig`): `q`, or `q_a`, `q_norm` and `q_b`."""
+    """Names of latent attention within a layer (`LatentConfig`): `q`, or `q_a`, `q_norm` and `q_b`. `gate`: of what
+    attention returns, in models that have it."""
 
     q: str = "self_attn.q_proj"
     q_a: str = "self_attn.q_a_proj"
@@ -39,6 +40,7 @@ class LatentNames:
     kv_norm: str = "self_attn.kv_a_layernorm.weight"
     kv_b: str = "self_attn.kv_b_proj"
     o: str = "self_attn.o_proj"
+    gate: str = "self_attn.g_proj"
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,27 @@ class DeltaNetNames:
     dt_bias: str = "linear_attn.dt_bias"
     norm: str = "linear_attn.norm.weight"
     out: str = "linear_attn.out_proj"
+
+
+@dataclass(frozen=True)
+class KimiDeltaNames:
+    """Names of Kimi delta attention within a layer (`KimiDeltaConfig`).
+
+    decay, gate   projections of one step, or of two, in their order
+    conv          of q, k and v
+    wide          whether `a_log` has the shape [1, 1, heads, 1]
+    """
+
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    decay: tuple[str, ...] = ("self_attn.f_a_proj", "self_attn.f_b_proj")
+    beta: str = "self_attn.b_proj"
+    gate: tuple[str, ...] = ("self_attn.g_a_proj", "self_attn.g_b_proj")
+    conv: tuple[str, ...] = ("self_attn.q_conv1d.weight", "self_attn.k_conv1d.weight", "self_attn.v_conv1d.weight")
+    a_log: str = "self_attn.A_log"
+    dt_bias: str = "self_attn.dt_bias"
+    norm: str = "self_attn.o_norm.weight"
+    out: str = "self_attn.o_proj"
+    wide: bool = True
 
 
 @dataclass(frozen=True)
@@ -85,7 +108,7 @@ class TensorNames:
     order of their names: then the field has that name alone.
 
     embedding, norm, layer, head, positions, project_in, project_out   follow `ModelConfig.prefixes`
-    attention, latent, delta_net, short_conv, mamba   of layers with these mixers
+    attention, latent, delta_net, kimi_delta, short_conv, mamba   of layers with these mixers
     positions                      learned embedding of positions, in models that have it
     project_in, project_out        Linear modules behind the embedding and before the head, in models that have them
     router, choice_bias            of a mixture of experts; `expert` is followed by the expert's index, and by the names
@@ -112,6 +135,7 @@ class TensorNames:
                                    (`LayerConfig.input`); they follow `ModelConfig.prefixes`
     own_gate, own_down, own_post   the same within a layer
     unused                         patterns of tensors that the decoder does not need, with the reason
+    also                           names of modules within a layer that transformers writes, and what they are here
     """
 
     embedding: str = "embed_tokens.weight"
@@ -124,6 +148,7 @@ class TensorNames:
     attention: AttentionNames = AttentionNames()
     latent: LatentNames = LatentNames()
     delta_net: DeltaNetNames = DeltaNetNames()
+    kimi_delta: KimiDeltaNames = KimiDeltaNames()
     short_conv: ShortConvNames = ShortConvNames()
     mamba: MambaNames = MambaNames()
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
@@ -159,6 +184,7 @@ class TensorNames:
     own_down: str = "per_layer_projection"
     own_post: str = "post_per_layer_input_norm.weight"
     unused: tuple[tuple[str, str], ...] = ()
+    also: tuple[tuple[str, str], ...] = ()
 
     @property
     def outer(self) -> frozenset[str]:

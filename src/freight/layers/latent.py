@@ -12,6 +12,7 @@ from torch import Tensor
 
 from freight.cache.pool import LayerCache, PagedState
 from freight.kernels.interface import KernelSet
+from freight.layers.attention import HeadGate
 from freight.layers.linear import Projection
 from freight.operands.batch import ForwardBatch
 from freight.operands.packed import PackedExperts, PackedWeight, Rows, plain
@@ -29,6 +30,8 @@ class Latent:
                    the result out of it (`KernelSet.by_head`)
     nope           channels of a head of q that are not rotated
     eps            of both norms
+    shared         channels that all keys share: those that are rotated, or that a rope could rotate
+    gate           of the result of each head; None: there is none
     """
 
     first: Projection
@@ -43,6 +46,8 @@ class Latent:
     nope: int
     softmax_scale: float
     eps: float
+    shared: int
+    gate: HeadGate | None
     kernels: KernelSet
 
     @property
@@ -53,13 +58,13 @@ class Latent:
     @property
     def consumer(self) -> PackedWeight | None:
         """As `Linear.consumer`."""
-        return self.first.consumer
+        return self.first.consumer if self.gate is None else None
 
     def __call__(self, x: Rows, batch: ForwardBatch, kv: LayerCache) -> Tensor:
         """x: [num_tokens, hidden_size], a tensor or what the norm returned for `consumer`; returns x's shape."""
         assert kv is not None, "a layer with latent attention has pages"
         assert not isinstance(kv, PagedState)
-        kernels, rotated, latent = self.kernels, self.rotary.rotary_dim, len(self.kv_norm)
+        kernels, rotated, latent = self.kernels, self.shared, len(self.kv_norm)
         projected = self.first(x)
         size = projected.shape[1] - rotated - latent  # of what is of q
         q = kernels.join(((projected[:, :size], self.q_norm),), self.eps)
@@ -71,4 +76,5 @@ class Latent:
         key = (projected[:, size + latent :], None), (projected[:, size : size + latent], self.kv_norm)
         q = kv.store(kernels.join(((q, None), *key), self.eps), self.rotary, batch)
         attended = plain(kv.attend(q, batch, self.softmax_scale, None, None))
-        return self.o(kernels.by_head(attended, self.values).flatten(1))
+        result = kernels.by_head(attended, self.values)
+        return self.o(result.flatten(1) if self.gate is None else self.gate(plain(x), result))

@@ -26,6 +26,7 @@ from freight.config.tensor_names import TensorNames
 from freight.errors import CheckpointError
 from freight.fp8.scheme import LinearScheme, Scheme
 from freight.models.architectures import tensor_names
+from freight.models.shapes import tensor_shapes
 
 _COMMON = TensorNames()
 # What follows the name of a 3-D weight -> the tensor of one expert's module
@@ -58,6 +59,21 @@ def present_experts(checkpoint: Checkpoint, config: ModelConfig, scheme: Scheme)
             turned = names.stacked_turned and any(_is_turned(checkpoint, stacked) for stacked in both)
             for stacked in both:
                 _divide(checkpoint, stacked, scheme, turned)
+
+
+def present_written(checkpoint: Checkpoint, config: ModelConfig) -> None:
+    """Give modules that transformers writes under another name than the hub's files the names of the latter
+    (`TensorNames.also`), in layers where that is a module and is missing."""
+    names = tensor_names(config)
+    shapes = tensor_shapes(config) if names.also else {}
+    for index in range(config.num_layers) if names.also else ():
+        prefix = names.layer.format(index)
+        for written, own in names.also:
+            if f"{prefix}{own}.weight" not in shapes or f"{prefix}{own}.weight" in checkpoint.names:
+                continue
+            module = prefix + written
+            for stored in sorted(name for name in checkpoint.names if name.rpartition(".")[0] == module):
+                checkpoint.divide(stored, {f"{prefix}{own}.{stored.rpartition('.')[2]}": ((), module)})
 
 
 def as_stored(config: ModelConfig, tensors: Collection[str]) -> ModelConfig:

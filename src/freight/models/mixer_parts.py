@@ -11,7 +11,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from freight.config.layer import AttentionConfig, DeltaNetConfig, LatentConfig, Mamba2Config, Mixer, ShortConvConfig
+from freight.config.layer import (
+    AttentionConfig,
+    DeltaNetConfig,
+    KimiDeltaConfig,
+    LatentConfig,
+    Mamba2Config,
+    Mixer,
+    ShortConvConfig,
+)
 from freight.config.tensor_names import TensorNames
 
 
@@ -41,8 +49,10 @@ class MixerParts:
 
     module        of the whole mixer: KV scales stand beside its parts, and messages name it
     projections   by the field that they are of the built mixer (`layers/attention.py`); these are quantized
-    kept          Linear modules of one input that stay in 16 bits, merged -> outputs, inputs
-    by_head       matrices that these are cut into at load instead: how many, outputs, inputs
+    kept          Linear modules that stay in 16 bits -> outputs, inputs; merged, but for those below
+    alone         those of `kept` that have an input of their own
+    cut           that of `kept` that is cut at load into the matrices of by_head
+    by_head       how many there are, outputs, inputs
     norms         the weight of an RMSNorm -> its channels
     plain         a tensor that is held in the compute dtype, whatever the matrices are -> its shape
     exact         a tensor that is held in float32 -> its shape
@@ -55,6 +65,8 @@ class MixerParts:
     module: str = ""
     projections: Mapping[str, Projected] = field(default_factory=dict)
     kept: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    alone: tuple[str, ...] = ()
+    cut: str = ""
     by_head: tuple[tuple[int, int, int], ...] = ()
     norms: Mapping[str, int] = field(default_factory=dict)
     plain: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -101,7 +113,11 @@ def _latent(mixer: LatentConfig, hidden_size: int, of_all: TensorNames) -> Mixer
             **q_b,
             "o": Projected((names.o,), (hidden_size,), heads * mixer.head_size),
         },
-        kept={names.kv_b: (heads * (mixer.nope + mixer.head_size), mixer.latent)},
+        kept={
+            names.kv_b: (heads * (mixer.nope + mixer.head_size), mixer.latent),
+            **({names.gate: (heads, hidden_size)} if mixer.gated else {}),
+        },
+        cut=names.kv_b,
         by_head=((heads, mixer.latent, mixer.nope), (heads, mixer.head_size, mixer.latent)),
         norms={**({names.q_norm: first} if ranked else {}), names.kv_norm: mixer.latent},
     )
@@ -120,6 +136,26 @@ def _delta_net(mixer: DeltaNetConfig, hidden_size: int, of_all: TensorNames) -> 
         whole={} if len(names.qkvz) > 1 else {names.qkvz[0]: (mixer.k_dim, values // mixer.key_heads)},
         exact={names.a_log: (mixer.heads,), names.dt_bias: (mixer.heads,)},
         plain={names.conv: (mixer.channels, 1, mixer.width), names.norm: (mixer.v_dim,)},
+    )
+
+
+def _kimi_delta(mixer: KimiDeltaConfig, hidden_size: int, of_all: TensorNames) -> MixerParts:
+    names, size, rank = of_all.kimi_delta, mixer.size, mixer.rank
+    beside = names.gate if rank is None else ()  # the gate's projection, with those of q, k and v
+    kept = {names.decay[0]: (rank or size, hidden_size), names.beta: (mixer.heads, hidden_size)}
+    if rank is not None:
+        kept |= {names.gate[0]: (rank, hidden_size), names.decay[1]: (size, rank), names.gate[1]: (size, rank)}
+    first = (*names.qkv, *beside)
+    return MixerParts(
+        module=names.out.rpartition(".")[0],
+        projections={
+            "first": Projected(first, (size,) * len(first), hidden_size),
+            "out": Projected((names.out,), (hidden_size,), size),
+        },
+        kept=kept,
+        alone=() if rank is None else (names.decay[1], names.gate[1]),
+        exact={names.a_log: (1, 1, mixer.heads, 1) if names.wide else (mixer.heads,), names.dt_bias: (size,)},
+        plain={**dict.fromkeys(names.conv, (size, 1, mixer.width)), names.norm: (mixer.head_dim,)},
     )
 
 
@@ -154,6 +190,7 @@ _PARTS: Mapping[type, Callable[[Any, int, TensorNames], MixerParts]] = {
     AttentionConfig: _attention,
     LatentConfig: _latent,
     DeltaNetConfig: _delta_net,
+    KimiDeltaConfig: _kimi_delta,
     ShortConvConfig: _short_conv,
     Mamba2Config: _mamba2,
 }

@@ -9,10 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from freight.config.layer import AttentionConfig, DeltaNetConfig, LatentConfig, Mamba2Config, ShortConvConfig
+from freight.config.layer import (
+    AttentionConfig,
+    DeltaNetConfig,
+    KimiDeltaConfig,
+    LatentConfig,
+    Mamba2Config,
+    ShortConvConfig,
+)
 from freight.config.layer import Mixer as MixerConfig
 from freight.layers.attention import Attention, HeadGate, NormedLast, QKNorm, ValueFactor, ValueNorm
 from freight.layers.delta_net import DeltaNet
+from freight.layers.kimi_delta import KimiDelta
 from freight.layers.latent import Latent
 from freight.layers.linear import Projection
 from freight.layers.mamba import Mamba2
@@ -20,6 +28,7 @@ from freight.layers.rope import half_pairs
 from freight.layers.short_conv import ShortConv
 from freight.models.building import Builder
 from freight.models.decoder import Mixer
+from freight.operands.activation import GateFunction
 from freight.operands.rotary import Rotary
 from freight.operands.weight import Weight
 
@@ -115,13 +124,14 @@ def _qkv_rows(mixer: AttentionConfig, builder: Builder) -> tuple[Tensor | None, 
 
 def _latent(mixer: LatentConfig, builder: Builder, prefix: str, ropes: Ropes) -> Latent:
     names, kernels = builder.names.latent, builder.kernels
-    interleaved = builder.config.ropes[mixer.rope].interleaved
+    interleaved = mixer.rope is not None and builder.config.ropes[mixer.rope].interleaved
     of_q = _rotated_last(mixer.num_heads, mixer.nope, mixer.rotated, interleaved)
     of_kv = _rotated_last(1, mixer.latent, mixer.rotated, interleaved)
     ranked = mixer.q_rank is not None
     first = {names.q_a: None, names.kv_a: of_kv} if ranked else {names.q: of_q, names.kv_a: of_kv}
     whole = builder.tensor(f"{prefix}{names.kv_b}.weight")
     heads = whole.view(mixer.num_heads, mixer.nope + mixer.head_size, mixer.latent)
+    gate = builder.outer(prefix + names.gate) if mixer.gated else None
     return Latent(
         first=builder.linear(prefix, *first, rows=tuple(first.values())),
         q_norm=builder.norm_weight(prefix + names.q_norm) if ranked else None,
@@ -135,6 +145,8 @@ def _latent(mixer: LatentConfig, builder: Builder, prefix: str, ropes: Ropes) ->
         nope=mixer.nope,
         softmax_scale=mixer.softmax_scale,
         eps=mixer.eps,
+        shared=mixer.rotated,
+        gate=None if gate is None else HeadGate(gate, GateFunction.SIGMOID, kernels),
         kernels=kernels,
     )
 
@@ -162,6 +174,25 @@ def _delta_net(mixer: DeltaNetConfig, builder: Builder, prefix: str, ropes: Rope
         norm=builder.tensor(prefix + names.norm),
         out=builder.linear(prefix, names.out),
         sizes=(mixer.key_heads * mixer.k_dim, mixer.channels),
+        eps=builder.config.norm_eps,
+        kernels=builder.kernels,
+    )
+
+
+def _kimi_delta(mixer: KimiDeltaConfig, builder: Builder, prefix: str, ropes: Ropes) -> KimiDelta:
+    names, two = builder.names.kimi_delta, mixer.rank is not None
+    gates = (names.decay[0], names.beta, *((names.gate[0],) if two else ()))
+    return KimiDelta(
+        first=builder.linear(prefix, *names.qkv, *(() if two else names.gate)),
+        gates=builder.kept([prefix + name for name in gates]),
+        decay=builder.kept([prefix + names.decay[1]]) if two else None,
+        gate=builder.kept([prefix + names.gate[1]]) if two else None,
+        conv=torch.cat([builder.tensor(prefix + name).flatten(1) for name in names.conv]),
+        a_log=builder.exact(prefix + names.a_log).flatten(),
+        dt_bias=builder.exact(prefix + names.dt_bias),
+        norm=builder.tensor(prefix + names.norm),
+        out=builder.linear(prefix, names.out),
+        bound=mixer.bound,
         eps=builder.config.norm_eps,
         kernels=builder.kernels,
     )
@@ -207,6 +238,7 @@ _BUILDERS: Mapping[type, Callable[[Any, Builder, str, Ropes], Mixer]] = {
     AttentionConfig: _attention,
     LatentConfig: _latent,
     DeltaNetConfig: _delta_net,
+    KimiDeltaConfig: _kimi_delta,
     ShortConvConfig: _short_conv,
     Mamba2Config: _mamba2,
 }

@@ -36,7 +36,7 @@ from freight.fp8.scheme import KVScales, Scheme
 from freight.kernels.interface import KernelSet
 from freight.kernels.select import select_kernels
 from freight.models.decoder import LanguageModel
-from freight.models.expert_names import as_stored, present_experts
+from freight.models.expert_names import as_stored, present_experts, present_written
 from freight.models.loader import load_model
 from freight.models.random_weights import random_model
 from freight.models.sizes import ForeignBytes, Layout, foreign_bytes, online
@@ -71,6 +71,7 @@ def open_folder(path: Path, name: str, ignore_keys: Collection[str] = ()) -> Ope
     checkpoint = Checkpoint(path)
     config = read_model_config(checkpoint.config, checkpoint.names, checkpoint.stored_format, ignore_keys)
     scheme = read_scheme(checkpoint.config, checkpoint.hf_quant_config)
+    present_written(checkpoint, config)
     present_experts(checkpoint, config, scheme)
     return OpenCheckpoint(checkpoint, config, scheme, read_kv_scales(checkpoint, config, scheme))
 

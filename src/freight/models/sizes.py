@@ -164,11 +164,12 @@ class _Count:
             self.projections(prefix, one.modules, one.sizes, one.columns, one.bias)
             for one in parts.projections.values()
         )
-        if parts.by_head:
-            size += sum(count * self.matrix(rows, columns) for count, rows, columns in parts.by_head)
-        elif parts.kept:  # merged, which pads once
-            (columns,) = {columns for _, columns in parts.kept.values()}
-            size += self.matrix(sum(rows for rows, _ in parts.kept.values()), columns)
+        size += sum(count * self.matrix(rows, columns) for count, rows, columns in parts.by_head)
+        size += sum(self.matrix(*parts.kept[name]) for name in parts.alone)
+        merged = [shape for name, shape in parts.kept.items() if name not in (*parts.alone, parts.cut)]
+        if merged:  # which pads once
+            (columns,) = {columns for _, columns in merged}
+            size += self.matrix(sum(rows for rows, _ in merged), columns)
         size += sum(map(self.norm_weight, parts.norms.values()))
         size += self.compute.bytes * (sum(map(prod, parts.plain.values())) + parts.factors)
         return size + 4 * (sum(map(prod, parts.exact.values())) + parts.made)

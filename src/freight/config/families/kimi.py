@@ -1,0 +1,139 @@
+"""Kimi Linear of Moonshot: Kimi delta attention, and latent attention without a rope in every fourth layer. Imports no
+torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from freight.config.deriving import conv_width, require_silu, with_layers
+from freight.config.experts import DEEPSEEK_EXPERTS
+from freight.config.family import Family, words
+from freight.config.fields import integer
+from freight.config.latent import LATENT_FIXED, LATENT_KEYS, latent_of, translate_latent
+from freight.config.layer import KimiDeltaConfig
+from freight.config.tensor_names import TensorNames
+from freight.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from freight.config.model import ModelConfig
+
+_STATEFUL, _ATTENTION = "linear_attention", "full_attention"
+_NESTED = "linear_attn_config"  # of the publisher's files
+# its keys -> those that transformers writes
+_SIZES = {
+    "head_dim": "linear_head_dim",
+    "num_heads": "linear_num_heads",
+    "short_conv_kernel_size": "linear_conv_kernel_dim",
+}
+_LISTS = {"kda_layers": _STATEFUL, "full_attn_layers": _ATTENTION}  # of layers, the first of which is 1
+
+
+def _translate(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`linear_attn_config` as the keys that transformers writes; `head_dim` is that of no layer.
+
+    Raises CheckpointError for keys of it that are not implemented, and for layers of no kind, or of two.
+    """
+    nested = config.get(_NESTED) or {}
+    if not isinstance(nested, Mapping):
+        raise CheckpointError(f"config.json: {_NESTED} = {nested!r} must be an object")
+    for key, value in nested.items():
+        if value and key not in _SIZES and key not in _LISTS:
+            raise CheckpointError(f"config.json: {_NESTED} has {key} = {value!r}, which is not implemented")
+    sizes = {_SIZES[key]: value for key, value in nested.items() if key in _SIZES}
+    kinds = config.get("layer_types") or _kinds(nested, integer(config, "num_hidden_layers"))
+    plain = {key: value for key, value in config.items() if key not in ("head_dim", "rope_scaling", "rope_parameters")}
+    return translate_latent({**plain, **sizes, "layer_types": kinds})
+
+
+def _kinds(nested: Mapping[str, Any], num_layers: int) -> list[str]:
+    """The kind of each layer; without lists every fourth but the first attends, as in transformers."""
+    if not _LISTS.keys() <= nested.keys():
+        return [_ATTENTION if index and index % 4 == 0 else _STATEFUL for index in range(num_layers)]
+    listed = [
+        (number, kind)
+        for key, kind in _LISTS.items()
+        for number in (nested[key] if isinstance(nested[key], list) else [nested[key]])
+    ]
+    if sorted(str(number) for number, _ in listed) != sorted(str(index + 1) for index in range(num_layers)):
+        lists = ", ".join(f"{key} = {nested[key]!r}" for key in _LISTS)
+        raise CheckpointError(
+            f"config.json contradicts itself: {_NESTED} has {lists}, which are not the layers 1 to num_hidden_layers = "
+            f"{num_layers}, each once"
+        )
+    return [kind for _, kind in sorted(listed)]
+
+
+def _derive(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
+    require_silu(config)
+    head_dim = integer(config, "linear_head_dim")
+    recurrent = KimiDeltaConfig(
+        heads=integer(config, "linear_num_heads"),
+        head_dim=head_dim,
+        width=conv_width(config, "linear_conv_kernel_dim"),
+        rank=head_dim,
+    )
+    latent = replace(latent_of(config), rope=None)
+    return with_layers(config, model, {_STATEFUL: recurrent, _ATTENTION: latent})
+
+
+ROWS = {
+    "kimi_linear": Family(
+        "KimiLinearForCausalLM",
+        {
+            "vocab_size": 163840,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 27,
+            "num_attention_heads": 32,
+            "max_position_embeddings": 1048576,
+            "rms_norm_eps": 1e-5,
+            "kv_lora_rank": 512,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 128,
+            "v_head_dim": 128,
+            "linear_head_dim": 128,
+            "linear_num_heads": 32,
+            "linear_conv_kernel_dim": 4,
+            "moe_intermediate_size": 1024,
+            "num_experts_per_tok": 8,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.446,
+            "bos_token_id": 163584,
+            "eos_token_id": 163586,
+        },
+        LATENT_KEYS | words("layer_types linear_attn_config linear_head_dim linear_num_heads linear_conv_kernel_dim"),
+        fixed={
+            **LATENT_FIXED,
+            "mla_use_nope": (True,),
+            "moe_router_activation_func": ("sigmoid",),
+            "moe_layer_freq": (1,),
+            "use_grouped_topk": (True,),
+            "topk_method": ("noaux_tc",),
+        },
+        synonyms={
+            "model_max_length": "max_position_embeddings",
+            "moe_renormalize": "norm_topk_prob",
+            "num_expert_group": "n_group",
+            "num_experts_per_token": "num_experts_per_tok",
+            "num_shared_experts": "n_shared_experts",
+        },
+        other_layers=(_STATEFUL,),
+        moe=replace(DEEPSEEK_EXPERTS, dense_keys=words("first_k_dense_replace mlp_layer_types")),
+        next_token_keys=words("num_nextn_predict_layers"),
+        tensors=TensorNames(
+            router="block_sparse_moe.gate",
+            choice_bias="block_sparse_moe.gate.e_score_correction_bias",
+            expert="block_sparse_moe.experts.{}.",
+            expert_gate_up=("w1", "w3"),
+            expert_down="w2",
+            shared="block_sparse_moe.shared_experts.",
+            also=tuple((f"block_sparse_moe.{part}", f"mlp.{part}") for part in ("gate_proj", "up_proj", "down_proj")),
+        ),
+        translate=_translate,
+        derive=_derive,
+    ),
+}
