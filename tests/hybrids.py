@@ -1,4 +1,5 @@
-"""The trained models with recurrent states, computed one way or another, and what they have to give.
+"""Models with recurrent states, computed one way or another, and what they have to give: two that are trained, and Kimi
+Linear with random weights, whose layers that attend store latents.
 
 The oracle of each pair of formats, of states and pages, is one request, its prompt in one step, nothing cached. Every
 condition is looked up in the steps that the scheduler gave.
@@ -6,6 +7,9 @@ condition is looked up in the steps that the scheduler gave.
 
 from __future__ import annotations
 
+import atexit
+import shutil
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -15,6 +19,9 @@ from typing import Any
 
 import pytest
 import torch
+from tests.parity.random_models import save_random
+from tests.parity.shapes import KIMI_LINEAR
+from transformers import KimiLinearConfig
 
 from freight import LLM, SamplingParams
 from freight.config.engine import EngineArgs
@@ -25,7 +32,7 @@ from freight.operands.tiles import STATE_TILE
 
 HYBRIDS = Path(__file__).parent / "fixtures" / "hybrids"
 TEXT = (Path(__file__).parents[1] / "src/freight/demo/heldout.txt").read_text(encoding="utf-8")[:6000]
-MODELS = ["delta_net", "mamba2"]
+MODELS = ["delta_net", "mamba2", "kimi_linear"]
 STATES = ["float32", "bfloat16", "int8", "fp8"]
 PAGES = ["bfloat16", "fp8", "int8"]
 CHUNKS = [1, 7, 16, 33]
@@ -36,8 +43,22 @@ DRAWN = SamplingParams(max_tokens=20, temperature=0.9, seed=7, logprobs=3, ignor
 
 
 @cache
+def folder(model: str) -> Path:
+    """The checkpoint of a model; that of Kimi Linear is made, with the tokenizer of the others."""
+    if model != "kimi_linear":
+        return HYBRIDS / model
+    made = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, made)
+    config = {**KIMI_LINEAR, "vocab_size": 1024, "max_position_embeddings": 1024, "pad_token_id": None}
+    save_random(KimiLinearConfig(**config | {"bos_token_id": 0, "eos_token_id": 1}), made, torch.bfloat16)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(HYBRIDS / "delta_net" / file, made)
+    return made
+
+
+@cache
 def ids(model: str) -> list[int]:
-    tokenizer = opening.open_model(EngineArgs(str(HYBRIDS / model))).load_tokenizer()
+    tokenizer = opening.open_model(EngineArgs(str(folder(model)))).load_tokenizer()
     assert tokenizer is not None
     return tokenizer.encode(TEXT, add_special_tokens=False)
 
@@ -66,7 +87,7 @@ class Setup:
             made["kv_scales"] = "dynamic"
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(opening, "select_kernels", lambda *_: select_kernels(self.kernels))
-            llm = LLM(str(HYBRIDS / self.model), **made)
+            llm = LLM(str(folder(self.model)), **made)
         assert self.kernels in ("auto", llm.engine.runner.model.kernels.name)
         return llm
 

@@ -104,12 +104,19 @@ def read_file(config: Mapping[str, Any]) -> Verdict:
     return Verdict(NATIVE if model.foreign is None else FOREIGN)
 
 
-def ask(model_type: str, tests: Tables, text_type: str | None = None, keys: Mapping[str, Any] | None = None) -> Verdict:
-    """What the code says of a model type. Where its row, or the tests of the fallback, do not settle it, the default
-    configuration of transformers is read, with `keys`."""
+def ask(
+    model_type: str,
+    tests: Tables,
+    text_type: str | None = None,
+    keys: Mapping[str, Any] | None = None,
+    architecture: str | None = None,
+) -> Verdict:
+    """What the code says of a model type, and of one of its architectures. Where its row, or the tests of the fallback,
+    do not settle it, the default configuration of transformers is read, with `keys`."""
     try:
         if keys is None and model_type in FAMILIES:
-            _, family = find_family({"model_type": model_type})
+            named = {} if architecture is None else {"architectures": [architecture]}
+            _, family = find_family({"model_type": model_type, **named})
             if text_type is not None and text_type not in (family.text_type, *family.other_texts):
                 parse_model_config({"model_type": model_type, "text_config": {"model_type": text_type}})
             return Verdict(NATIVE)
@@ -162,7 +169,7 @@ def read_recipes(tests: Tables) -> tuple[dict[str, Any], list[Published]]:
         if config is not None:
             found.append(of_file(entry["name"], config, entry["moe"], precisions))
             continue
-        asked = {key: entry.get(key) for key in ("model_type", "text_type", "keys", "precisions")}
+        asked = {key: entry.get(key) for key in ("model_type", "text_type", "keys", "architecture", "precisions")}
         named = (entry["name"], entry["model_type"], by_type(json.dumps(asked)))
         found.append(Published(*named, False, entry.get("text_type"), entry["moe"], precisions))
     return content, found
@@ -170,7 +177,7 @@ def read_recipes(tests: Tables) -> tuple[dict[str, Any], list[Published]]:
 
 def _of_type(entry: Mapping[str, Any], tests: Tables) -> Verdict:
     """By model type, and by the forms in which a recipe names it."""
-    verdict = ask(entry["model_type"], tests, entry["text_type"], entry["keys"])
+    verdict = ask(entry["model_type"], tests, entry["text_type"], entry["keys"], entry["architecture"])
     unread = [why for why in (unreadable(one, entry["model_type"]) for one in entry["precisions"]) if why]
     if verdict.runs != REFUSED and len(unread) == len(entry["precisions"]):
         return Verdict(REFUSED, (unread[0],))

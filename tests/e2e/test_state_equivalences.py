@@ -1,4 +1,4 @@
-"""How a request is computed changes no bit of a trained model with recurrent states: tokens, log-probabilities, states.
+"""How a request is computed changes no bit of a model with recurrent states: tokens, log-probabilities, states.
 
 Chunks × alone or in a batch × prefix hit or miss × preempted or not × formats of states and of pages × tokens of a
 block: a covering array of them, and as slow tests all. Then odd prompts, and requests that share, end or fail within a
@@ -19,9 +19,10 @@ from tests.means import said
 from freight import SamplingParams
 from freight.kernels.cpu import library
 from freight.layers.delta_net import DeltaNet
+from freight.layers.kimi_delta import KimiDelta
 from freight.layers.mamba import Mamba2
 
-MIXERS = [DeltaNet, Mamba2]
+MIXERS = [DeltaNet, Mamba2, KimiDelta]
 OTHER_KERNELS = ["reference", *(f"cpu-{build}" for build in library.runnable()[1:])]
 FEW = [(1, "int8"), (7, "fp8"), (16, "bfloat16"), (33, "float32"), (33, "fp8_e4m3fnuz")]  # chunks and formats of states
 EACH = [Setup(model, "int8", "fp8") for model in MODELS]

@@ -24,6 +24,8 @@ OWN: dict[str, tuple[float, float]] = {
     "router.scale": (4, 1),
     "per_expert_scale": (1, 0.3),
 }
+# of Ling, whose decays are bounded: -5 sigmoid(exp(A_log) (f + dt_bias))
+OF_LING = {"forget_gate.A_log": (0.5, 0.3), "forget_gate.dt_bias": (-2, 1)}
 
 
 def save_random(config: PretrainedConfig, folder: Path, dtype: torch.dtype) -> Any:
@@ -52,7 +54,8 @@ def save_random(config: PretrainedConfig, folder: Path, dtype: torch.dtype) -> A
             if config.model_type.startswith("gemma4") and name.endswith(("q_norm.weight", "k_norm.weight")):
                 one = 0.4  # nothing else keeps scores small: the softmax has no scale
             small = 0.1 if parameter.ndim == 1 else 0.12
-            own = [(mean, spread) for end, (mean, spread) in OWN.items() if name.endswith(end)]
+            known = {**OWN, **OF_LING} if config.model_type == "bailing_hybrid" else OWN
+            own = [(mean, spread) for end, (mean, spread) in known.items() if name.endswith(end)]
             mean, spread = own[0] if own else (one, 0.1) if "norm" in name else (0, small)
             parameter.copy_(mean + spread * noise)
         for name, bias in model.state_dict().items():  # buffers in most families

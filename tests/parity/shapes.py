@@ -48,6 +48,7 @@ _KDA: dict[str, Any] = {
     "num_hidden_layers": 4, "num_local_experts": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
 }  # fmt: skip
+LING: dict[str, Any] = {**_KDA, "head_dim": 16, "n_group": 4, "topk_group": 2}
 KIMI_LINEAR: dict[str, Any] = {**_KDA, "linear_head_dim": 16, "linear_num_heads": 5}
 GRANITE: dict[str, Any] = {"embedding_multiplier": 12.7, "attention_multiplier": 0.1, "residual_multiplier": 0.22,
                            "logits_scaling": 3.0}  # fmt: skip

@@ -29,7 +29,7 @@ HYBRIDS = Path(__file__).parents[1] / "fixtures/hybrids"
 PROMPTS, DECODED, EVERY = (1, 2, 3, 15, 16, 17, 40), 40, 16
 KERNELS = ("reference", *(f"cpu-{build}" for build in library.runnable()))
 CONVOLUTIONS = ("lfm2", "lfm2-biases", "lfm2-moe", "lfm2-moe-plain", "lfm2-vl")
-KIMI = ("kimi-linear", "kimi-linear-groups")
+KIMI = ("kimi-linear", "kimi-linear-groups", "ling", "ling-unbounded")
 MAMBA = ("granite-h", "granite-h-moe", "nemotron-h", "nemotron-h-moe", "nemotron-h-latent")
 RECURRENT = (*MAMBA, *KIMI)
 

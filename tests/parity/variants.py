@@ -18,6 +18,7 @@ from tests.parity.shapes import (
     KIMI_LINEAR,
     LFM2,
     LFM2_MOE,
+    LING,
     LLAMA3,
     LONG,
     MIMO,
@@ -46,6 +47,7 @@ from tests.parity.shapes import (
 from transformers import (
     AfmoeConfig,
     ArceeConfig,
+    BailingHybridConfig,
     Ernie4_5_MoeConfig,
     Ernie4_5_VLMoeConfig,
     Ernie4_5Config,
@@ -189,6 +191,12 @@ VARIANTS: dict[str, PretrainedConfig] = {
         **KIMI_LINEAR | {"linear_head_dim": 24}, n_group=4, topk_group=2, norm_topk_prob=False, n_shared_experts=2,
         mlp_layer_types=["sparse", "dense", "dense", "sparse"], linear_conv_kernel_dim=3,
         q_lora_rank=40,
+    ),
+    "ling": BailingHybridConfig(**LING),
+    "ling-unbounded": BailingHybridConfig(
+        **LING | {"head_dim": 24, "n_group": 1, "topk_group": 1}, kda_safe_gate=False, norm_topk_prob=False,
+        n_shared_experts=2, short_conv_kernel_size=3, mlp_layer_types=["sparse", "dense", "dense", "sparse"],
+        rope_theta=500.0,
     ),
     "minimax-m2": MiniMaxM2Config(
         **SHAPE, num_local_experts=8, num_experts_per_tok=3, head_dim=32, rotary_dim=16, bos_token_id=1, eos_token_id=2

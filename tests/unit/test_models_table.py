@@ -58,6 +58,13 @@ def test_every_family_is_compared(tests: Tables) -> None:
         ("cohere2", {}, "through transformers", ""),
         ("deepseek_v3", {}, NATIVE, ""),
         ("kimi_linear", {}, NATIVE, ""),
+        ("bailing_hybrid", {}, NATIVE, ""),
+        (
+            "bailing_hybrid",
+            {"architecture": "BailingMoeV2_5ForCausalLM"},
+            REFUSED,
+            "no public implementation of it can be run to compare with",
+        ),
         ("mistral4", {"keys": {"kv_lora_rank": 64}}, NATIVE, ""),
         ("granite_swa", {}, REFUSED, "s_aux (a sink)"),
         ("llava", {}, REFUSED, "it has several parts"),

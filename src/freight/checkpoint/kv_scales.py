@@ -41,6 +41,7 @@ _NAME = re.compile(
       | attention\.(?:
             (?P<h>k|v|kv)_fake_quantizer\.qscale_act    # Mistral's own files
           | (?P<i>kv)_cache_scaling_factor              # TensorRT-LLM, AMMO
+          | (?:attn\.)?(?P<l>[kv])_scale                # Ling: compressed-tensors, vLLM
         )
     )$""",
     re.VERBOSE,

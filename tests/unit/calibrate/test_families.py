@@ -58,7 +58,7 @@ def stored(folder: Path) -> list[tuple[float, float]]:
         *("hunyuan-moe", "muse-glimmer", "ernie4-5-vl-moe"),
         "mimo-v2-flash",
         "step3p7",
-        *("lfm2", "lfm2-moe", "granite-h", "nemotron-h-latent", "deepseek-v3", "kimi-linear"),
+        *("lfm2", "lfm2-moe", "granite-h", "nemotron-h-latent", "deepseek-v3", "kimi-linear", "ling"),
     ],
 )
 def test_scales_are_those_of_the_keys_and_values_that_the_engine_stores(variant: str, tmp_path: Path):

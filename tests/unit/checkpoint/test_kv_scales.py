@@ -30,6 +30,7 @@ PAIRS = [
     ("mixer.k_proj.k_scale", "mixer.v_proj.v_scale"),
     ("mixer.k_scale", "mixer.v_scale"),
     ("mixer.attn.k_scale", "mixer.attn.v_scale"),
+    ("attention.k_scale", "attention.v_scale"),
     ("attention.k_fake_quantizer.qscale_act", "attention.v_fake_quantizer.qscale_act"),
 ]
 SHARED = ["self_attn.kv_scale", "attention.kv_fake_quantizer.qscale_act", "attention.kv_cache_scaling_factor"]

@@ -29,7 +29,7 @@ SHAPE = {
 # tested on their own: what transformers does not know, and mixtures, latents and OPT in their files
 LATENTS = (
     *("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"),
-    *("kimi_k2", "kimi_linear", "mistral4"),
+    *("kimi_k2", "kimi_linear", "bailing_hybrid", "mistral4"),
 )
 APART = ("mimo", "mixtral", "qwen2_moe", "qwen3_moe", "opt", "nemotron_h", *LATENTS)
 FAMILIES = {

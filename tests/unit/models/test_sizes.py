@@ -105,7 +105,7 @@ OF_FAMILIES = (
     *("hunyuan", "hunyuan-moe", "muse-glimmer", "ernie4-5-vl-moe"),
     *("mimo-v2-flash", "step3p7", "lfm2", "lfm2-biases", "lfm2-moe"),
     *("granite-h", "granite-h-moe", "nemotron-h-biases", "nemotron-h-latent", "deepseek-v3", "glm4-moe-lite-groups"),
-    *("kimi-linear", "kimi-linear-groups"),
+    *("kimi-linear", "kimi-linear-groups", "ling"),
 )
 
 
