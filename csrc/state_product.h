@@ -131,9 +131,15 @@ inline V16 larger_finite(V16 largest, V16 values) {
   });
 }
 
+// What a row of S is multiplied by: one factor for all rows, or one for each.
+inline V16 all_lanes(float decay) { return set16(decay); }
+inline const float* all_lanes(const float* decays) { return decays; }
+inline V16 decay_of(V16 decay, int64_t) { return decay; }
+inline V16 decay_of(const float* decays, int64_t row) { return set16(decays[row]); }
+
 // Rows `row` .. `row + D` of what `advance_state` computes.
 template <int D, int N, FreightFormat F, class Decay>
-void advance_rows(const StoredState<F>& s, const Decay& decay, FloatRows k, FloatRows u, FloatRows to, int64_t row,
+void advance_rows(const StoredState<F>& s, Decay decay, FloatRows k, FloatRows u, FloatRows to, int64_t row,
                   int64_t column, V16* largest) {
   V16 sums[D][N];
   FREIGHT_UNROLL
@@ -142,7 +148,8 @@ void advance_rows(const StoredState<F>& s, const Decay& decay, FloatRows k, Floa
     FREIGHT_UNROLL
     for (int n = 0; n < N; n++) {
       const int64_t at = column + n * kLanes;
-      sums[d][n] = s.scaled(load_as<F>(from + n * kLanes * bytes_of(F), lanes_at(at, s.v_dim)), at) * decay(row + d);
+      const V16 stored = load_as<F>(from + n * kLanes * bytes_of(F), lanes_at(at, s.v_dim));
+      sums[d][n] = s.scaled(stored, at) * decay_of(decay, row + d);
     }
   }
   for (int j = 0; j < kStateTile; j++) {
@@ -166,16 +173,16 @@ void advance_rows(const StoredState<F>& s, const Decay& decay, FloatRows k, Floa
 }
 
 // to = decay * S + the sum over j of k_j u_jᵀ, j ascending, and the largest finite magnitude of each column.
-// decay(row): the V16 that a row of S is multiplied by; k: [kStateTile, padded(k_dim)], u: [kStateTile, padded(v_dim)].
+// decay: a number, or one for each row of S; k: [kStateTile, padded(k_dim)], u: [kStateTile, padded(v_dim)].
 template <FreightFormat F, class Decay>
-void advance_state(const StoredState<F>& s, const Decay& decay, FloatRows k, FloatRows u, FloatRows to, float* largest) {
+void advance_state(const StoredState<F>& s, Decay decay, FloatRows k, FloatRows u, FloatRows to, float* largest) {
   for_column_vectors<kColumnsOfMany>(0, s.v_dim, [&](auto number, int64_t column) {
     constexpr int N = decltype(number)::value;
     V16 found[N] = {};
     int64_t row = 0;
     for (; row + kRowsOfMany <= s.k_dim; row += kRowsOfMany)
-      advance_rows<kRowsOfMany, N>(s, decay, k, u, to, row, column, found);
-    for (; row < s.k_dim; row++) advance_rows<1, N>(s, decay, k, u, to, row, column, found);
+      advance_rows<kRowsOfMany, N>(s, all_lanes(decay), k, u, to, row, column, found);
+    for (; row < s.k_dim; row++) advance_rows<1, N>(s, all_lanes(decay), k, u, to, row, column, found);
     for (int n = 0; n < N; n++) store(largest + column + n * kLanes, found[n]);
   });
 }

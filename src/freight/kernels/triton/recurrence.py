@@ -275,9 +275,11 @@ def recurrence_kernel(
 BLOCK_V = 16  # channels of a program: a step of one sequence with 48 heads of 128 is 384 programs
 
 
-def _warps(target: Target, format: Format, k_block: int) -> int:
-    """With which a thread has 32 values of S, or 16 where 32 spill: if S is not quantized, and on AMD GPUs."""
-    return max(1, k_block // (64 if format.is_quantized or target.backend == "hip" else 32))
+def _warps(target: Target, format: Format, k_block: int, by_channel: bool) -> int:
+    """With which a thread has 32 values of S, or 16 where 32 spill: on NVIDIA GPUs, if S is not quantized or channels
+    have decays of their own."""
+    few = target.backend == "hip" or (format.is_quantized and not by_channel)
+    return max(1, k_block // (64 if few else 32))
 
 
 def recurrence(
@@ -337,6 +339,6 @@ def recurrence(
         FORMAT=str(format) if format.is_quantized else "",
         DELTA=delta,
         BY_CHANNEL=by_channel,
-        num_warps=_warps(target, format, k_block),
+        num_warps=_warps(target, format, k_block, by_channel),
     )
     return out
