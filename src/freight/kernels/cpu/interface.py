@@ -18,7 +18,7 @@ from freight.operands.routing import Scoring
 from freight.operands.tiles import STATE_TILE as STATE_TILE  # FREIGHT_STATE_TILE
 from freight.operands.weight import Activations
 
-ABI = 25
+ABI = 26
 LANES, CACHE_LINE, MAX_HEAD_DIM, MAX_WIDTH = 16, 64, 1024, 8
 
 FORMAT_CODES = {
