@@ -36,8 +36,13 @@ def check_kernels(kv: KVCacheConfig, device: DeviceFacts, kernels: str) -> None:
         return
     if kv.format is Format.INT8:
         raise _no_int8(device.name)
-    if kv.grouped:
+    if kv.grouped and not has_groups(device, kernels):
         raise _no_groups(device.name)
+
+
+def has_groups(device: DeviceFacts, kernels: str) -> bool:
+    """Whether the kernels have latents with a scale for each group; `kernels` is --kernels."""
+    return device.kind == "cpu" or kernels == "reference"
 
 
 def _no_int8(device: str) -> ConfigError:

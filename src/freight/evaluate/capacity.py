@@ -228,16 +228,16 @@ def _formats(compute: Format, scheme: Scheme, device: str, groups: bool) -> Iter
 
     INT8 and E5M2 take the bytes of what stands before them, so they are there to be seen and are never the choice.
     """
-    e4m3, token = Format.E4M3FN, Granularity.TOKEN
+    e4m3 = Format.E4M3FN
     static = Granularity.TENSOR  # scales per head or channel take no more memory that grows
     dtype = "--kv-cache-dtype"
     yield KVCacheConfig(compute, None, None, None), (dtype, str(compute))
-    if groups and device == "cpu":
-        group = KVCacheConfig(e4m3, Granularity.GROUP, ScaleSource.DYNAMIC, None)
-        yield group, (dtype, "fp8", "--kv-scales", "group")
-    yield KVCacheConfig(e4m3, token, ScaleSource.DYNAMIC, None), (dtype, "fp8", "--kv-scales", "dynamic")
+    measured = [(Granularity.GROUP, "group")] if groups and device == "cpu" else []
+    measured.append((Granularity.TOKEN, "dynamic"))
+    for granularity, scales in measured:
+        yield KVCacheConfig(e4m3, granularity, ScaleSource.DYNAMIC, None), (dtype, "fp8", "--kv-scales", scales)
     if device == "cpu":
-        yield KVCacheConfig(Format.INT8, token, ScaleSource.DYNAMIC, None), (dtype, "int8")
+        yield KVCacheConfig(Format.INT8, measured[0][0], ScaleSource.DYNAMIC, None), (dtype, "int8")
     source = ScaleSource.CHECKPOINT if scheme.kv_static else ScaleSource.CALIBRATED
     yield KVCacheConfig(e4m3, static, source, None), (dtype, "fp8", "--kv-scales", "checkpoint")
     yield KVCacheConfig(Format.E5M2, static, ScaleSource.UNIT, None), (dtype, "fp8_e5m2", "--kv-scales", "unit")

@@ -17,6 +17,7 @@ from freight.cache.pool import allocate_pool
 from freight.calibrate.data import read_samples
 from freight.checkpoint.reader import resolve_model
 from freight.config.engine import EngineArgs, EngineConfig, KVCacheConfig, listed_layers
+from freight.config.hardware import has_groups
 from freight.config.kv_source import groups_fit
 from freight.config.resolve import for_variant
 from freight.errors import ConfigError, choices
@@ -200,8 +201,7 @@ def _names(args: EngineArgs, grid: GridArgs, opened: OpenModel) -> tuple[str, ..
 def _has_groups(opened: OpenModel) -> bool:
     skipped = opened.skipped_layers()
     fits = groups_fit({index: mixer for index, mixer in opened.model.paged.items() if index not in skipped})
-    runs = opened.device.kind == "cpu" or opened.args.kernels == "reference"
-    return fits and runs and opened.args.attention_compute == "auto"
+    return fits and has_groups(opened.device, opened.args.kernels) and opened.args.attention_compute == "auto"
 
 
 def _fp8(opened: OpenModel) -> EngineConfig:

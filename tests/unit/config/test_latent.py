@@ -262,6 +262,28 @@ def settled(model: ModelConfig, facts: DeviceFacts = CPU, **options: Any) -> KVC
     return resolve(args, model, Scheme(), KVScales((None,) * model.num_layers), facts).kv
 
 
+@pytest.mark.parametrize("dtype", ["fp8", "int8"])
+def test_scales_per_group_are_the_default_of_latents_on_a_cpu(dtype: str) -> None:
+    model = read_model_config(R1)
+    kv = settled(model, kv_cache_dtype=dtype, kv_scales="auto")
+    assert (kv.granularity, kv.scale_source) == (Granularity.GROUP, ScaleSource.DYNAMIC)
+    assert "per group" in kv.note
+    skipping = settled(model, kv_cache_dtype=dtype, kv_scales="auto", kv_cache_dtype_skip_layers=("0",))
+    assert [skipping.of_layer(layer).granularity for layer in (0, 1)] == [None, Granularity.GROUP]
+    assert settled(model, kv_cache_dtype=dtype, kv_scales="dynamic").granularity is Granularity.TOKEN
+    narrow = read_model_config({**R1, "kv_lora_rank": 192})
+    assert settled(narrow, kv_cache_dtype=dtype, kv_scales="auto").granularity is Granularity.TOKEN
+    assert settled(model, kv_cache_dtype=dtype, kv_scales="auto", kernels="reference").granularity is Granularity.GROUP
+
+
+def test_elsewhere_the_default_of_latents_is_a_scale_per_token() -> None:
+    model = read_model_config(R1)
+    assert settled(model, GPU, kv_scales="auto").granularity is Granularity.TOKEN
+    assert settled(model, GPU, kv_scales="auto", kernels="reference").granularity is Granularity.GROUP
+    fp8 = {"kv_scales": "auto", "kernels": "reference", "attention_compute": "fp8"}
+    assert settled(model, **fp8).granularity is Granularity.TOKEN
+
+
 def test_scales_per_group_are_asked_for_by_name() -> None:
     model = read_model_config(FLASH)
     kv = settled(model)
