@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import triton
 from cases import CASES, LARGE_CASES, MORE_CASES
+from latent_cases import LATENT_CASES
 from sass import dump, instructions, spills
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
@@ -34,7 +35,8 @@ TARGETS = {
     "gfx942": (Target("hip", "gfx942"), GPUTarget("hip", "gfx942", 64)),
     "gfx950": (Target("hip", "gfx950"), GPUTarget("hip", "gfx950", 64)),
 }
-EXTENTS = {"": CASES, "large": LARGE_CASES} | dict.fromkeys(("all", "launches"), CASES | MORE_CASES | LARGE_CASES)
+LARGE = LARGE_CASES | LATENT_CASES
+EXTENTS = {"": CASES, "large": LARGE} | dict.fromkeys(("all", "launches"), CASES | MORE_CASES | LARGE)
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")
 POINTERS = {
     torch.float32: "*fp32",

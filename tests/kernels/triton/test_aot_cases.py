@@ -21,7 +21,7 @@ from freight.operands.activation import Activation, GatedFunction, GateFunction
 from freight.operands.routing import Scoring
 
 AOT = Path(__file__).parent / "aot.py"
-HEADS = {64, 80, 96, 128, 192, 256, 512}  # k_dim of the families in docs/models.md
+HEADS = {64, 80, 96, 128, 192, 256, 512, 576}  # k_dim of the families in docs/models.md
 ATTENTION = ("prefill_kernel", "decode_kernel")
 
 
@@ -60,5 +60,5 @@ def test_every_kind_of_operand_is_compiled(launched):
     for kernel in ATTENTION:
         assert values(launched, "SCALES", kernel) == {str(int(kind)) for kind in ScaleKind}
         assert {int(dim) for dim in values(launched, "K_DIM", kernel)} >= HEADS
-        for branch in ("WINDOWED", "CENTERED", "CAPPED"):
+        for branch in ("WINDOWED", "CENTERED", "CAPPED", "INSIDE"):
             assert values(launched, branch, kernel) == {"True", "False"}

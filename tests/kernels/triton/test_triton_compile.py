@@ -109,7 +109,7 @@ def fits(report: dict[str, Any], target: str) -> bool:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_largest_shapes_fit(large, target):
-    """Heads of 512 dims, keys with a center, experts of 2880: each may be the only one that does not fit."""
+    """Heads of 512 dims, latents, keys with a center, experts of 2880: each may be the only one that does not fit."""
     assert large[target]
     assert [report for report in large[target] if not fits(report, target)] == []
 

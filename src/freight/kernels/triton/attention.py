@@ -30,8 +30,12 @@ the division by their sum cancels.
     gfx950          both products, prefill and decode               v_mfma f8f6f4, fp8_fp8
 
 Online softmax (Milakov and Gimelshein 2018) over tiles as in FlashAttention-2 (Dao 2023), with powers of 2.
-Shapes: M = ROWS rows of a tile, row m is query m // GROUP of the tile and head m % GROUP of the KV head's group;
-N = KEYS; D = K_BLOCK or V_BLOCK, k_dim or v_dim padded to a power of two.
+Shapes: M = ROWS rows of a tile, row m is query m // TAKEN of the tile and head m % TAKEN of the program's share of the
+KV head's group; N = KEYS; D = K_BLOCK or V_BLOCK, k_dim (or a part of it) or v_dim padded to a power of two.
+
+Latents have one KV head for up to 128 heads, of which a program takes as many as its tile has rows. No figure of them
+was measured on a GPU: their tiles were chosen by the registers, shared memory and instructions that compilers report
+(`tests/kernels/triton/latent_cases.py`).
 """
 
 from __future__ import annotations
@@ -40,8 +44,9 @@ import triton
 import triton.language as tl
 
 from freight.kernels.triton.formats import SMALLEST, STATIC
+from freight.kernels.triton.queries import load_queries
 from freight.kernels.triton.rows import quantize_written_row, write_head
-from freight.kernels.triton.walk import initial, load_queries, no_values, summed_values, walk
+from freight.kernels.triton.walk import initial, no_values, summed_values, walk
 
 
 @triton.jit
@@ -69,18 +74,35 @@ def sequence_of(starts_ptr, tile, num_seqs, QUERIES: tl.constexpr):
     return low
 
 
+@triton.jit
+def _member(m, GROUP: tl.constexpr, TAKEN: tl.constexpr):
+    """(number in its KV head's GROUP of the head `m` of this program, whether it is one of the program's TAKEN).
+
+    Programs that take other heads are neighbours on axis 0, so that they read the same keys at a time.
+    """
+    SHARES: tl.constexpr = (GROUP + TAKEN - 1) // TAKEN
+    member = m
+    taken = m < TAKEN
+    if SHARES > 1:
+        member += tl.program_id(0) % SHARES * TAKEN
+        taken &= member < GROUP
+    return member, taken
+
+
 @triton.jit(do_not_specialize=["num_seqs", "table_stride", "window", "num_pairs", "cap"])
 def prefill_kernel(
     q_ptr, out_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, starts_ptr, lengths_ptr, tables_ptr, num_seqs,
     table_stride, q_row_stride, q_head_stride, softmax_scale, window, center_ptr, cos_ptr, sin_ptr,
-    pairs_ptr, num_pairs, cap, sinks_ptr, GROUP: tl.constexpr, HEADS: tl.constexpr, STRIDES: tl.constexpr,
-    K_DIM: tl.constexpr, K_BLOCK: tl.constexpr, V_DIM: tl.constexpr, V_BLOCK: tl.constexpr, HALF: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, FORMAT: tl.constexpr,
-    SCALES: tl.constexpr, WINDOWED: tl.constexpr, K_DOT: tl.constexpr, V_DOT: tl.constexpr, CENTERED: tl.constexpr,
-    CAPPED: tl.constexpr,
+    pairs_ptr, num_pairs, cap, sinks_ptr, GROUP: tl.constexpr, TAKEN: tl.constexpr, HEADS: tl.constexpr,
+    STRIDES: tl.constexpr, K_DIM: tl.constexpr, K_BLOCK: tl.constexpr, REST: tl.constexpr, REST_BLOCK: tl.constexpr,
+    INSIDE: tl.constexpr, V_DIM: tl.constexpr, V_BLOCK: tl.constexpr, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr,
+    WINDOWED: tl.constexpr, K_DOT: tl.constexpr, V_DOT: tl.constexpr, CENTERED: tl.constexpr, CAPPED: tl.constexpr,
+    K_PAIRS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """A program: one tile of QUERIES rows of a sequence and all heads of one KV head. softmax_scale holds log2(e)."""
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last rows of a sequence see most keys: they go first
+    """A program: one tile of QUERIES rows of a sequence and TAKEN heads of one KV head. softmax_scale holds log2(e)."""
+    SHARES: tl.constexpr = (GROUP + TAKEN - 1) // TAKEN
+    tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // SHARES  # a sequence's last rows see most keys: they go first
     head = tl.program_id(1)
     seq = sequence_of(starts_ptr, tile, num_seqs, QUERIES)
     begin = tl.load(starts_ptr + seq)
@@ -90,42 +112,40 @@ def prefill_kernel(
         return
     length = tl.load(lengths_ptr + seq)
     m = tl.arange(0, ROWS)
-    row = first_row + m // GROUP
-    live = (m < QUERIES * GROUP) & (row < end)
+    row = first_row + m // TAKEN
+    member, live = _member(m % TAKEN, GROUP, TAKEN)
+    live &= (m < QUERIES * TAKEN) & (row < end)
     position = length - end + row
     first = length - end + first_row  # position of the first row
     last = tl.minimum(first + QUERIES, length)  # keys that the last row sees
     q, factor = load_queries(
-        q_ptr, row, head * GROUP + m % GROUP, live, q_row_stride, q_head_stride, k_scale_ptr, head, K_DIM, K_BLOCK,
-        FORMAT, SCALES, K_DOT, k_ptr.dtype.element_ty,
+        q_ptr, row, head * GROUP + member, live, q_row_stride, q_head_stride, k_scale_ptr, head, K_DIM, K_BLOCK, REST,
+        REST_BLOCK, FORMAT, SCALES, K_DOT, K_PAIRS, k_ptr.dtype.element_ty,
     )  # fmt: skip
     factor *= softmax_scale
-    center_place = ((row.to(tl.int64) * HEADS + head) * GROUP + m % GROUP) * num_pairs * 2
-    acc = no_values(ROWS, V_BLOCK, "")
-    best, total = initial(sinks_ptr, head * GROUP + m % GROUP, live, V_DOT, FORMAT)
+    center_place = ((row.to(tl.int64) * HEADS + head) * GROUP + member) * num_pairs * 2
+    acc = no_values(ROWS, V_BLOCK, PAIRS)
+    best, total = initial(sinks_ptr, head * GROUP + member, live, V_DOT, FORMAT)
     unit = tl.full((), SMALLEST, tl.float32)
     table_ptr = tables_ptr + seq.to(tl.int64) * table_stride
-    if WINDOWED:
-        edge = tl.maximum(first - window + 1, 0) // KEYS * KEYS
-    else:
-        edge = (first + 1) // KEYS * KEYS
-        acc, best, total, unit = walk(
-            acc, best, total, unit, q, factor, position, 0, edge, length, window, k_ptr, v_ptr, k_scale_ptr,
-            v_scale_ptr, table_ptr, head, center_ptr, center_place, live, cos_ptr, sin_ptr, pairs_ptr, num_pairs, cap,
-            STRIDES, K_DIM, K_BLOCK, V_DIM, V_BLOCK, HALF, BLOCK_SIZE, KEYS, FORMAT, SCALES, WINDOWED, False, K_DOT,
-            V_DOT, CENTERED, CAPPED, "", None,
-        )  # fmt: skip
+    edge = tl.maximum(first - window + 1, 0) // KEYS * KEYS if WINDOWED else (first + 1) // KEYS * KEYS
     acc, best, total, unit = walk(
-        acc, best, total, unit, q, factor, position, edge, last, length, window, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
-        table_ptr, head, center_ptr, center_place, live, cos_ptr, sin_ptr, pairs_ptr, num_pairs, cap, STRIDES, K_DIM,
-        K_BLOCK, V_DIM, V_BLOCK, HALF, BLOCK_SIZE, KEYS, FORMAT, SCALES, WINDOWED, True, K_DOT, V_DOT, CENTERED, CAPPED,
-        "", None,
+        acc, best, total, unit, q, factor, position, 0, edge, last, length, window, k_ptr, v_ptr, k_scale_ptr,
+        v_scale_ptr, table_ptr, head, center_ptr, center_place, live, cos_ptr, sin_ptr, pairs_ptr, num_pairs, cap,
+        STRIDES, K_DIM, K_BLOCK, REST, REST_BLOCK, INSIDE, V_DIM, V_BLOCK, HALF, BLOCK_SIZE, KEYS, FORMAT, SCALES,
+        WINDOWED, not WINDOWED, K_DOT, V_DOT, CENTERED, CAPPED, K_PAIRS, PAIRS, None,
     )  # fmt: skip
     dims = tl.arange(0, V_BLOCK)
     output = _finished(
-        acc[0] / total[:, None], v_scale_ptr, head, dims[None, :], out_ptr.dtype.element_ty, V_DIM, SCALES
+        summed_values(acc, unit, SCALES, V_DOT, PAIRS) / total[:, None],
+        v_scale_ptr,
+        head,
+        dims[None, :],
+        out_ptr.dtype.element_ty,
+        V_DIM,
+        SCALES,
     )
-    place = (row.to(tl.int64) * HEADS + head) * GROUP + m % GROUP
+    place = (row.to(tl.int64) * HEADS + head) * GROUP + member
     mask = live[:, None] & (dims < V_DIM)[None, :]
     tl.store(out_ptr + place[:, None] * V_DIM + dims[None, :], output, mask=mask)
 
@@ -134,16 +154,18 @@ def prefill_kernel(
 def decode_kernel(
     q_ptr, partial_ptr, stats_ptr, arrived_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, starts_ptr, lengths_ptr,
     tables_ptr, table_stride, max_splits, q_row_stride, q_head_stride, softmax_scale, window, center_ptr, cos_ptr,
-    sin_ptr, pairs_ptr, num_pairs, cap, GROUP: tl.constexpr, HEADS: tl.constexpr, STRIDES: tl.constexpr,
-    K_DIM: tl.constexpr, K_BLOCK: tl.constexpr, V_DIM: tl.constexpr, V_BLOCK: tl.constexpr, HALF: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, FORMAT: tl.constexpr,
-    SCALES: tl.constexpr, WINDOWED: tl.constexpr, K_DOT: tl.constexpr, V_DOT: tl.constexpr, CENTERED: tl.constexpr,
-    CAPPED: tl.constexpr, PAIRS: tl.constexpr,
+    sin_ptr, pairs_ptr, num_pairs, cap, GROUP: tl.constexpr, TAKEN: tl.constexpr, HEADS: tl.constexpr,
+    STRIDES: tl.constexpr, K_DIM: tl.constexpr, K_BLOCK: tl.constexpr, REST: tl.constexpr, REST_BLOCK: tl.constexpr,
+    INSIDE: tl.constexpr, V_DIM: tl.constexpr, V_BLOCK: tl.constexpr, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr,
+    WINDOWED: tl.constexpr, K_DOT: tl.constexpr, V_DOT: tl.constexpr, CENTERED: tl.constexpr, CAPPED: tl.constexpr,
+    K_PAIRS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """A program: every num_programs(0)-th split of one sequence and KV head. Sets arrived [num_seqs] to 0.
+    """A program: TAKEN heads of a KV head, and a sequence's splits in turn with others. Sets arrived [num_seqs] to 0.
 
     Writes acc to partial [num_seqs, HEADS, max_splits, GROUP, V_DIM] and (best, total) to stats [the same, 2].
     """
+    SHARES: tl.constexpr = (GROUP + TAKEN - 1) // TAKEN
     head = tl.program_id(1)
     seq = tl.program_id(2)
     row = tl.load(starts_ptr + seq)
@@ -153,39 +175,33 @@ def decode_kernel(
     tl.store(arrived_ptr + seq, 0, mask=(head == 0) & (tl.program_id(0) == 0))
     m = tl.arange(0, ROWS)
     dims = tl.arange(0, V_BLOCK)
-    live = m < GROUP
+    member, live = _member(m, GROUP, TAKEN)
     rows = tl.full((ROWS,), 0, tl.int32) + row
     q, factor = load_queries(
-        q_ptr, rows, head * GROUP + m, live, q_row_stride, q_head_stride, k_scale_ptr, head, K_DIM, K_BLOCK, FORMAT,
-        SCALES, K_DOT, k_ptr.dtype.element_ty,
+        q_ptr, rows, head * GROUP + member, live, q_row_stride, q_head_stride, k_scale_ptr, head, K_DIM, K_BLOCK, REST,
+        REST_BLOCK, FORMAT, SCALES, K_DOT, K_PAIRS, k_ptr.dtype.element_ty,
     )  # fmt: skip
     factor *= softmax_scale
-    center_place = ((rows.to(tl.int64) * HEADS + head) * GROUP + m) * num_pairs * 2
+    center_place = ((rows.to(tl.int64) * HEADS + head) * GROUP + member) * num_pairs * 2
     position = tl.full((ROWS,), 0, tl.int32) + length - 1
     table_ptr = tables_ptr + seq.to(tl.int64) * table_stride
     first = tl.maximum(length - window, 0) // KEYS * KEYS if WINDOWED else 0
-    for split in range(first // SPLIT + tl.program_id(0), tl.cdiv(length, SPLIT), tl.num_programs(0)):
+    turn, turns = tl.program_id(0) // SHARES, tl.num_programs(0) // SHARES
+    for split in range(first // SPLIT + turn, tl.cdiv(length, SPLIT), turns):
         begin = tl.maximum(split * SPLIT, first)
         end = tl.minimum(split * SPLIT + SPLIT, length)
-        edge = end // KEYS * KEYS
         acc = no_values(ROWS, V_BLOCK, PAIRS)
         best = tl.full((ROWS,), float("-inf"), tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
         unit = tl.full((), SMALLEST, tl.float32)
         acc, best, total, unit = walk(
-            acc, best, total, unit, q, factor, position, begin, edge, length, window, k_ptr, v_ptr, k_scale_ptr,
-            v_scale_ptr, table_ptr, head, center_ptr, center_place, live, cos_ptr, sin_ptr, pairs_ptr, num_pairs, cap,
-            STRIDES, K_DIM, K_BLOCK, V_DIM, V_BLOCK, HALF, BLOCK_SIZE, KEYS, FORMAT, SCALES, WINDOWED, False, K_DOT,
-            V_DOT, CENTERED, CAPPED, PAIRS, None,
-        )  # fmt: skip
-        acc, best, total, unit = walk(
-            acc, best, total, unit, q, factor, position, edge, end, length, window, k_ptr, v_ptr, k_scale_ptr,
-            v_scale_ptr, table_ptr, head, center_ptr, center_place, live, cos_ptr, sin_ptr, pairs_ptr, num_pairs, cap,
-            STRIDES, K_DIM, K_BLOCK, V_DIM, V_BLOCK, HALF, BLOCK_SIZE, KEYS, FORMAT, SCALES, WINDOWED, True, K_DOT,
-            V_DOT, CENTERED, CAPPED, PAIRS, 1,
+            acc, best, total, unit, q, factor, position, begin, end // KEYS * KEYS, end, length, window, k_ptr, v_ptr,
+            k_scale_ptr, v_scale_ptr, table_ptr, head, center_ptr, center_place, live, cos_ptr, sin_ptr, pairs_ptr,
+            num_pairs, cap, STRIDES, K_DIM, K_BLOCK, REST, REST_BLOCK, INSIDE, V_DIM, V_BLOCK, HALF, BLOCK_SIZE, KEYS,
+            FORMAT, SCALES, WINDOWED, True, K_DOT, V_DOT, CENTERED, CAPPED, K_PAIRS, PAIRS, 1,
         )  # fmt: skip
         values = summed_values(acc, unit, SCALES, V_DOT, PAIRS)
-        place = ((seq.to(tl.int64) * HEADS + head) * max_splits + split) * GROUP + m
+        place = ((seq.to(tl.int64) * HEADS + head) * max_splits + split) * GROUP + member
         mask = live[:, None] & (dims < V_DIM)[None, :]
         tl.store(partial_ptr + place[:, None] * V_DIM + dims[None, :], values, mask=mask)
         tl.store(stats_ptr + place * 2, best, mask=live)

@@ -26,6 +26,7 @@ from freight.operands.kv_pages import KVPages
 from freight.operands.tiles import KEY_TILE
 from freight.operands.weight import Weight
 
+WHOLE = 128  # channels of a head of k that are never taken apart
 SPLIT = 512  # keys of one split in decoding
 MERGE_TILE = 16
 MERGE_WARPS = 4
@@ -53,6 +54,12 @@ def prefill_tile(target: Target, block_dim: int, bytes_per_value: int, centered:
     """`bytes_per_value` is that of the product's operands; `centered` is whether keys have a center."""
     if bytes_per_value == 4:
         return Tile(32, 32, 4, 1) if block_dim <= 128 else Tile(16, 16, _warps(target, block_dim), 1)
+    if block_dim > 512:  # latents
+        if target.backend == "cuda":
+            return Tile(32, 32, 8, 3 if target.small else 5)
+        if bytes_per_value > 1:
+            return Tile(32, 16, 4, 1)
+        return Tile(16 if target.arch == "gfx950" else 32, 32, 4, 1)
     if block_dim > 256:  # 64 rows of sums spill everywhere, and on gfx950 32 keys, which FP8 products need
         if target.backend == "hip":
             return Tile(32, 16 if target.arch == "gfx950" and bytes_per_value > 1 else 32, 4, 1)
@@ -71,10 +78,17 @@ def _warps(target: Target, block_dim: int) -> int:
     return 8 if target.small and block_dim > 256 else 4
 
 
-def decode_tile(target: Target, block_dim: int, bytes_per_value: int, pairs: str) -> Tile:
-    """`rows` is the least that the matrix units take; a KV head's group mostly has fewer. `pairs` is `Target.pairs`."""
+def decode_tile(target: Target, block_dim: int, bytes_per_value: int, pairs: str, group: int = 1) -> Tile:
+    """`rows` is the least that the matrix units take; a KV head's group mostly has fewer. `pairs` is `Target.pairs`.
+
+    Latents have one KV head, whose `group` is all heads: programs of 32 rows read its keys half as often.
+    """
     if bytes_per_value == 4:
         return Tile(16, 32 if block_dim <= 128 else 16, 4, 1)
+    if block_dim > 512 and target.backend == "cuda":
+        if target.small:
+            return Tile(16, 32, 8, 3)
+        return Tile(32, 32, 8, 5) if group > 16 else Tile(16, 32, 4, 5)
     if block_dim > 256:  # 32 keys spill on sm_80 and gfx942, but products of FP8 sum over no fewer
         stages = 5 if target.hopper_or_newer else 2 if target.backend == "hip" else 3
         return Tile(16, 32 if bytes_per_value == 1 else 16, _warps(target, block_dim), stages)
@@ -83,6 +97,24 @@ def decode_tile(target: Target, block_dim: int, bytes_per_value: int, pairs: str
     if pairs and block_dim <= 128 and target.hopper_or_newer:
         return Tile(16, 64, 4, 5)
     return Tile(16, 32, 4, 7 if block_dim <= 128 and target.hopper_or_newer else 5)
+
+
+UNPAIRED = {"K_PAIRS": "", "PAIRS": ""}
+
+
+def pairs_of(target: Target, pages: KVPages, made: dict[str, Any]) -> dict[str, str]:
+    """How keys and values are read two neighbours at a time, as `Target.pairs` says it. `made`: the other constants.
+
+    No product of FP8 takes pairs. Keys that are one part are not transposed, and need none.
+    """
+    if made["K_DOT"] == tl.uint8 or made["V_DOT"] == tl.uint8:
+        return UNPAIRED
+    k_even, v_even = (
+        all(size % 2 == 0 for size in (tensor.shape[3], strides[-1], tensor.data_ptr()))
+        for tensor, strides in zip((pages.k, pages.v), pages.strides, strict=False)
+    )
+    pairs = target.pairs(pages.format)
+    return {"K_PAIRS": pairs if made["REST"] and k_even else "", "PAIRS": pairs if v_even else ""}
 
 
 def dot_types(target: Target, q: torch.dtype, pages: KVPages, fp8: bool, decoding: bool) -> dict[str, tl.dtype]:
@@ -101,17 +133,51 @@ def dot_types(target: Target, q: torch.dtype, pages: KVPages, fp8: bool, decodin
     return {"K_DOT": k_dot, "V_DOT": v_dot}
 
 
+def rest_of(k_dim: int) -> int:
+    """How many channels of keys are multiplied apart from the others, which are a power of two; 0: none, all together.
+
+    They are the first, and a latent's values the others. A head of 128 channels or fewer is padded to a power of two.
+    """
+    return 0 if k_dim <= WHOLE else k_dim - (1 << k_dim.bit_length() - 1)
+
+
+def heads_taken(group: int, rows: int, block_dim: int, one_row: bool) -> int:
+    """How many of the `group` heads of a KV head a program takes, whose tile has `rows` rows of heads.
+
+    All of them where sums are small. With heads of more than 256 channels sums of more rows do not fit into registers:
+    then the fewest programs divide them, or twice as many if that leaves fewer rows of a tile without a head.
+    `one_row`: each program has one row of a sequence.
+    """
+    if block_dim <= 256:
+        return group
+    least = -(-group // rows)
+    if one_row:
+        return -(-group // least)
+
+    def filled(count: int) -> float:
+        taken = -(-group // count)
+        return round(group / (-(-group // taken) * taken) * (rows // taken * taken) / rows, 2)
+
+    count = max(range(least, 2 * least + 1), key=lambda count: (filled(count), -count))
+    return -(-group // count)
+
+
 def constants(q: Tensor, pages: KVPages, window: int | None, soft_cap: float | None) -> dict[str, Any]:
     """Compile-time constants that the attention kernels share, except the operand types."""
     num_kv_heads, k_dim = pages.k.shape[2:]
     v_dim = pages.v.shape[3]
+    least = 32 if pages.format.is_fp8 else 16  # matrix units sum over that many values or more at a time
+    rest = rest_of(k_dim)
+    at_the_end = pages.v_in_k and pages.v.storage_offset() - pages.k.storage_offset() == k_dim - v_dim
     return {
         "GROUP": q.shape[1] // num_kv_heads,
         "HEADS": num_kv_heads,
         "STRIDES": pages.strides,
         "K_DIM": k_dim,
-        # matrix units sum over 16 values or more at a time, over 32 of FP8
-        "K_BLOCK": max(32 if pages.format.is_fp8 else 16, triton.next_power_of_2(k_dim)),
+        "K_BLOCK": max(least, triton.next_power_of_2(k_dim - rest)),
+        "REST": rest,
+        "REST_BLOCK": max(least, triton.next_power_of_2(rest)) if rest else 0,
+        "INSIDE": at_the_end and rest == k_dim - v_dim > 0,
         "V_DIM": v_dim,
         "V_BLOCK": max(32, triton.next_power_of_2(v_dim)),
         "HALF": 0 if pages.k_center is None else pages.k_center.cos.shape[1],
@@ -209,16 +275,21 @@ def _prefill(work: _Work) -> None:
     q, pages, sequences = work.q, work.pages, work.sequences
     shared = work.constants | work.dot_types(decoding=False)
     bytes_per_value = shared["V_DOT"].primitive_bitwidth // 8
-    tile = prefill_tile(work.target, max(shared["K_BLOCK"], shared["V_BLOCK"]), bytes_per_value, shared["CENTERED"])
+    block_dim = max(shared["K_BLOCK"] + shared["REST_BLOCK"], shared["V_BLOCK"])
+    # keys and values of few channels go to matrix units that take them as they are stored
+    shared |= pairs_of(work.target, pages, shared) if shared["REST"] and block_dim > 256 else UNPAIRED
+    tile = prefill_tile(work.target, block_dim, bytes_per_value, shared["CENTERED"])
     assert KEY_TILE % tile.keys == 0
-    queries = max(1, tile.rows // shared["GROUP"])
-    grid = (len(q) // queries + sequences.num_seqs, shared["HEADS"])
+    taken = heads_taken(shared["GROUP"], tile.rows, block_dim, False)
+    queries = max(1, tile.rows // taken)
+    grid = ((len(q) // queries + sequences.num_seqs) * triton.cdiv(shared["GROUP"], taken), shared["HEADS"])
     prefill_kernel[grid](
         *(q, work.out, work.k, work.v, pages.k_scale, pages.v_scale, sequences.query_starts, sequences.context_lens),
         *(sequences.block_tables, sequences.num_seqs, sequences.block_tables.stride(0), q.stride(0), q.stride(1)),
         *(work.scale, work.window or 0, *work.extras, work.sinks),
         **shared,
-        ROWS=max(tile.rows, triton.next_power_of_2(shared["GROUP"])),
+        TAKEN=taken,
+        ROWS=max(tile.rows, triton.next_power_of_2(taken)),
         QUERIES=queries,
         KEYS=tile.keys,
         num_warps=tile.warps,
@@ -234,11 +305,11 @@ def _decode(work: _Work, consumer: Weight | None) -> Quantized | None:
     """
     target, q, pages, sequences = work.target, work.q, work.pages, work.sequences
     shared = work.constants | work.dot_types(decoding=True)
-    even = all(size % 2 == 0 for size in (shared["V_DIM"], pages.strides[1][-1], pages.v.data_ptr()))
-    in_pairs = shared["V_DOT"] is not tl.uint8 and even
-    shared["PAIRS"] = target.pairs(pages.format) if in_pairs else ""
+    block_dim = max(shared["K_BLOCK"] + shared["REST_BLOCK"], shared["V_BLOCK"])
+    shared |= pairs_of(target, pages, shared)
     bytes_per_value = shared["V_DOT"].primitive_bitwidth // 8
-    tile = decode_tile(target, max(shared["K_BLOCK"], shared["V_BLOCK"]), bytes_per_value, shared["PAIRS"])
+    tile = decode_tile(target, block_dim, bytes_per_value, shared["PAIRS"], shared["GROUP"])
+    shared["TAKEN"] = heads_taken(shared["GROUP"], tile.rows, block_dim, True)
     assert KEY_TILE % tile.keys == SPLIT % tile.keys == 0
     heads, num_seqs, tables = shared["HEADS"], sequences.num_seqs, sequences.block_tables
     max_splits = triton.cdiv(tables.shape[1] * pages.block_size, SPLIT)
@@ -250,11 +321,12 @@ def _decode(work: _Work, consumer: Weight | None) -> Quantized | None:
         *(q, partial, stats, arrived, work.k, work.v, pages.k_scale, pages.v_scale, *lengths, tables, tables.stride(0)),
         *(max_splits, q.stride(0), q.stride(1), work.scale, work.window or 0, *work.extras),
     )
-    rows = max(tile.rows, triton.next_power_of_2(shared["GROUP"]))
+    rows = max(tile.rows, triton.next_power_of_2(shared["TAKEN"]))
     sizes = {"ROWS": rows, "KEYS": tile.keys, "SPLIT": SPLIT, "num_warps": tile.warps, "num_stages": tile.stages}
     places = programs_per_unit(target, decode_kernel, arguments, shared | sizes) * target.units
-    programs = programs_for(num_seqs * heads, places, max_splits)
-    decode_kernel[(programs, heads, num_seqs)](*arguments, **shared, **sizes)
+    shares = triton.cdiv(shared["GROUP"], shared["TAKEN"])
+    programs = programs_for(num_seqs * heads * shares, places, max_splits)
+    decode_kernel[(programs * shares, heads, num_seqs)](*arguments, **shared, **sizes)
     result, written, form = _merged_output(work, consumer)
     kept = ("GROUP", "HEADS", "V_DIM", "V_BLOCK", "FORMAT", "SCALES", "WINDOWED", "V_DOT")
     merge_kernel[(q.shape[1], num_seqs)](

@@ -1,12 +1,17 @@
 """Paged attention: the walk over tiles of keys that the kernels of prefill and of decoding share.
 
-It loads queries in the operand type, then takes one tile of keys and values after another into a running softmax:
-scales, a center of keys, soft caps, masks and sinks are compile-time branches. `attention.py` says which types the
+It takes one tile of keys and values after another into a running softmax: scales, a center of keys, soft caps, masks
+and sinks are compile-time branches. `queries.py` loads the queries. `attention.py` says which types the
 products multiply, and has the names of shapes.
 
 FP8 values are read in pairs in decoding: no GPU of this time transposes bytes on their way from shared memory, which
 made loads of single bytes most of the instructions. Two neighbouring dims are one 16-bit element, a few instructions
 decode both, and even and odd dims are summed by products of their own, interleaved once at the end of a split.
+
+Keys of a latent, and of other wide heads whose size is not a power of two, are two products: 512 + 64 channels instead
+of 576 in 1024. The 512 of a latent are its values, too, and are loaded once for both products. They are loaded as
+values are and transposed for the scores: so Triton reads both operands from one tile in shared memory, and has the next
+one on its way meanwhile.
 
 A center of keys is a loop over pairs of channels inside the loop over tiles, in which Triton then keeps no loads in
 flight. Two matrix products a tile would let it, but have not been shown to fit the registers of every target and to
@@ -20,43 +25,13 @@ import triton.language as tl
 
 from freight.kernels.triton import formats
 from freight.kernels.triton.formats import (
-    STATIC,
     TOKEN,
     decode,
     decode_pairs,
-    encode,
     encode_bits,
     finite_amax,
     power_of_two,
-    scale_from_amax,
 )
-
-
-@triton.jit
-def load_queries(
-    q_ptr, row, query_head, live, row_stride, head_stride, k_scale_ptr, head, K_DIM: tl.constexpr,
-    K_BLOCK: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr, K_DOT: tl.constexpr,
-    LIKE: tl.constexpr,
-):  # fmt: skip
-    """q [M, D] in the operand type, and the factor [M] that each row's scores must be multiplied with."""
-    dims = tl.arange(0, K_BLOCK)
-    mask = live[:, None] & (dims < K_DIM)[None, :]
-    place = row.to(tl.int64) * row_stride + query_head * head_stride
-    q = tl.load(q_ptr + place[:, None] + dims[None, :], mask=mask, other=0.0)
-    factor = tl.full(row.shape, 1.0, tl.float32)
-    if SCALES == STATIC or K_DOT == tl.float16 or K_DOT == tl.uint8:
-        q = q.to(tl.float32)
-    if SCALES == STATIC:
-        q *= tl.load(k_scale_ptr + head * K_DIM + dims, mask=dims < K_DIM, other=0.0)[None, :]
-    if K_DOT == tl.float16:
-        factor, inverse = power_of_two(finite_amax(q, 1))
-        q *= inverse[:, None]
-    if K_DOT == tl.uint8:
-        factor = scale_from_amax(finite_amax(q, 1), FORMAT)
-        q = encode(tl.div_rn(q, tl.broadcast_to(factor[:, None], q.shape)), LIKE, FORMAT)
-    else:
-        q = q.to(K_DOT)
-    return q, factor
 
 
 @triton.jit
@@ -210,31 +185,94 @@ def _load_values(
 
 
 @triton.jit
-def walk(
+def _load_others(
+    k_ptr, place, stored, REST: tl.constexpr, K_BLOCK: tl.constexpr, MASKED: tl.constexpr, INSIDE: tl.constexpr,
+    PAIRS: tl.constexpr,
+):  # fmt: skip
+    """The K_BLOCK channels of K behind the REST first, as `_load_values` loads values. INSIDE: they are values, too.
+
+    Only what is loaded as values are can be both, and be on its way from memory while another tile is computed.
+    """
+    WIDTH: tl.constexpr = 2 if PAIRS != "" else 1
+    source = place[:, None] + (tl.arange(0, K_BLOCK // WIDTH) + REST // WIDTH)[None, :]
+    if PAIRS != "":
+        source = k_ptr.to(tl.pointer_type(tl.int16), bitcast=True) + source
+    else:
+        source = k_ptr + source
+    if MASKED and INSIDE:  # a slot that was never written may hold a NaN
+        k = tl.load(source, mask=stored[:, None], other=0.0)
+    else:
+        k = tl.load(source)
+    return k
+
+
+@triton.jit
+def _key_scores(
+    q, k_ptr, block, token, stored, head, STRIDES: tl.constexpr, K_DIM: tl.constexpr, K_BLOCK: tl.constexpr,
+    REST: tl.constexpr, REST_BLOCK: tl.constexpr, INSIDE: tl.constexpr, FORMAT: tl.constexpr, MASKED: tl.constexpr,
+    K_DOT: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """(q, of `load_queries`, @ K [D, N], what of K was loaded last); float32. PAIRS as `K_PAIRS` of `walk`."""
+    CHANNELS: tl.constexpr = K_DIM if REST == 0 else REST
+    BLOCK: tl.constexpr = K_BLOCK if REST == 0 else REST_BLOCK
+    dims = tl.arange(0, BLOCK)
+    source = formats.places(block, token, head, STRIDES[0], 1)[None, :] + dims[:, None]
+    if CHANNELS == BLOCK:
+        k = tl.load(k_ptr + source)
+    else:
+        k = tl.load(k_ptr + source, mask=(dims < CHANNELS)[:, None], other=0.0)
+    scores = _scores(q[0], k, FORMAT, K_DOT)
+    if REST > 0:
+        place = formats.places(block, token, head, STRIDES[0], 2 if PAIRS != "" else 1)
+        k = _load_others(k_ptr, place, stored, REST, K_BLOCK, MASKED, INSIDE, PAIRS)
+        if PAIRS != "":
+            even, odd = decode_pairs(tl.trans(k), k_ptr.dtype.element_ty, FORMAT, PAIRS)
+            scores = tl.dot(q[1], even.to(K_DOT), scores, input_precision="ieee")
+            scores = tl.dot(q[2], odd.to(K_DOT), scores, input_precision="ieee")
+        elif K_DOT == tl.uint8:
+            scores += _fp8_product(q[1], tl.trans(k), FORMAT)
+        else:
+            scores = tl.dot(q[1], decode(tl.trans(k), FORMAT).to(K_DOT), scores, input_precision="ieee")
+    return scores, k
+
+
+@triton.jit
+def _values(
+    k, v_ptr, block, token, stored, head, STRIDES: tl.constexpr, INSIDE: tl.constexpr, V_DIM: tl.constexpr,
+    V_BLOCK: tl.constexpr, MASKED: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """V as `_load_values` loads it; INSIDE: `k`, what `_key_scores` loaded."""
+    if INSIDE:
+        v = k
+    else:
+        place = formats.places(block, token, head, STRIDES[1], 2 if PAIRS != "" else 1)
+        v = _load_values(v_ptr, place, stored, V_DIM, V_BLOCK, MASKED, PAIRS)
+    return v
+
+
+@triton.jit
+def _walk(
     acc, best, total, unit, q, factor, position, begin, end, length, window, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
     table_ptr, head, center_ptr, center_place, live, cos_ptr, sin_ptr, pairs_ptr, num_pairs, cap,
-    STRIDES: tl.constexpr, K_DIM: tl.constexpr, K_BLOCK: tl.constexpr, V_DIM: tl.constexpr, V_BLOCK: tl.constexpr,
-    HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr,
-    WINDOWED: tl.constexpr, MASKED: tl.constexpr, K_DOT: tl.constexpr, V_DOT: tl.constexpr, CENTERED: tl.constexpr,
-    CAPPED: tl.constexpr, PAIRS: tl.constexpr, STAGES: tl.constexpr,
+    STRIDES: tl.constexpr, K_DIM: tl.constexpr, K_BLOCK: tl.constexpr, REST: tl.constexpr, REST_BLOCK: tl.constexpr,
+    INSIDE: tl.constexpr, V_DIM: tl.constexpr, V_BLOCK: tl.constexpr, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr,
+    K_DOT: tl.constexpr, V_DOT: tl.constexpr, CENTERED: tl.constexpr, CAPPED: tl.constexpr, K_PAIRS: tl.constexpr,
+    PAIRS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Add the keys of [begin, end), begin on a tile's edge, to (acc (`no_values`), best [M], total [M]).
-
-    STRIDES are `KVPages.strides`.
+    """Add the keys of [begin, end), begin on a tile's edge: see `walk`.
 
     Without MASKED every key of these tiles is stored, no row is before any, and `end` is on an edge, too.
     """
-    dims = tl.arange(0, K_BLOCK)
     for start in tl.range(begin, end, KEYS, num_stages=STAGES):
         key = start + tl.arange(0, KEYS)
         stored = key < length
         block = _blocks(table_ptr, key, stored, BLOCK_SIZE, MASKED)
-        source = formats.places(block, key % BLOCK_SIZE, head, STRIDES[0], 1)[None, :] + dims[:, None]
-        if K_DIM == K_BLOCK:
-            k = tl.load(k_ptr + source)
-        else:
-            k = tl.load(k_ptr + source, mask=(dims < K_DIM)[:, None], other=0.0)
-        scores = _scores(q, k, FORMAT, K_DOT) * factor[:, None]
+        scores, k = _key_scores(
+            q, k_ptr, block, key % BLOCK_SIZE, stored, head, STRIDES, K_DIM, K_BLOCK, REST, REST_BLOCK, INSIDE, FORMAT,
+            MASKED, K_DOT, K_PAIRS,
+        )  # fmt: skip
+        scores *= factor[:, None]
         if SCALES == TOKEN:
             place = formats.places(block, key % BLOCK_SIZE, head, STRIDES[2], 1)
             scores *= formats.token_scale(k_scale_ptr, place, stored, MASKED)[None, :]
@@ -256,8 +294,9 @@ def walk(
             probability = tl.exp2(scores - reference[:, None])
         decay = tl.exp2(best - reference)
         total = total * decay + tl.sum(probability, 1)
-        place = formats.places(block, key % BLOCK_SIZE, head, STRIDES[1], 2 if PAIRS != "" else 1)
-        v = _load_values(v_ptr, place, stored, V_DIM, V_BLOCK, MASKED, PAIRS)
+        v = _values(
+            k, v_ptr, block, key % BLOCK_SIZE, stored, head, STRIDES, INSIDE, V_DIM, V_BLOCK, MASKED, PAIRS
+        )  # fmt: skip
         if SCALES == TOKEN:
             place = formats.places(block, key % BLOCK_SIZE, head, STRIDES[3], 1)
             scale = formats.token_scale(v_scale_ptr, place, stored, MASKED)
@@ -270,3 +309,35 @@ def walk(
         acc = _add_values(acc, decay, probability, v, FORMAT, V_DOT, PAIRS, v_ptr.dtype.element_ty)
         best = new_best
     return acc, best, total, unit
+
+
+@triton.jit
+def walk(
+    acc, best, total, unit, q, factor, position, begin, edge, end, length, window, k_ptr, v_ptr, k_scale_ptr,
+    v_scale_ptr, table_ptr, head, center_ptr, center_place, live, cos_ptr, sin_ptr, pairs_ptr, num_pairs, cap,
+    STRIDES: tl.constexpr, K_DIM: tl.constexpr, K_BLOCK: tl.constexpr, REST: tl.constexpr, REST_BLOCK: tl.constexpr,
+    INSIDE: tl.constexpr, V_DIM: tl.constexpr, V_BLOCK: tl.constexpr, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr, WINDOWED: tl.constexpr, SEEN: tl.constexpr,
+    K_DOT: tl.constexpr, V_DOT: tl.constexpr, CENTERED: tl.constexpr, CAPPED: tl.constexpr, K_PAIRS: tl.constexpr,
+    PAIRS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Add the keys of [begin, end), begin and edge on a tile's edge, to (acc (`no_values`), best [M], total [M]).
+
+    Keys before `edge` are stored, and no row is before any; without SEEN there are none, and `begin` is not read.
+    STAGES are those of the tiles from `edge` on.
+    STRIDES are `KVPages.strides`. With REST, channels of keys are taken in two parts: the REST first, padded to
+    REST_BLOCK, and the K_BLOCK others, in pairs with K_PAIRS. INSIDE: those are the values, and loaded once for both.
+    """
+    if SEEN:
+        acc, best, total, unit = _walk(
+            acc, best, total, unit, q, factor, position, begin, edge, length, window, k_ptr, v_ptr, k_scale_ptr,
+            v_scale_ptr, table_ptr, head, center_ptr, center_place, live, cos_ptr, sin_ptr, pairs_ptr, num_pairs, cap,
+            STRIDES, K_DIM, K_BLOCK, REST, REST_BLOCK, INSIDE, V_DIM, V_BLOCK, HALF, BLOCK_SIZE, KEYS, FORMAT, SCALES,
+            WINDOWED, False, K_DOT, V_DOT, CENTERED, CAPPED, K_PAIRS, PAIRS, None,
+        )  # fmt: skip
+    return _walk(
+        acc, best, total, unit, q, factor, position, edge, end, length, window, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
+        table_ptr, head, center_ptr, center_place, live, cos_ptr, sin_ptr, pairs_ptr, num_pairs, cap, STRIDES, K_DIM,
+        K_BLOCK, REST, REST_BLOCK, INSIDE, V_DIM, V_BLOCK, HALF, BLOCK_SIZE, KEYS, FORMAT, SCALES, WINDOWED, True,
+        K_DOT, V_DOT, CENTERED, CAPPED, K_PAIRS, PAIRS, STAGES,
+    )  # fmt: skip
