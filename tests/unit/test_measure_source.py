@@ -1,0 +1,43 @@
+"""tools/measure_source.py: what it counts."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import measure_source
+import pytest
+
+SOURCE = '''"""A docstring
+of two lines."""
+
+from typing import Any
+
+x = [a for a in range(3)]  # a comment
+
+
+def f(y: Any) -> int:
+    """Another."""
+    if y:
+        return 1 if x else 2
+
+    def g() -> int:
+        return 0
+
+    return g()
+'''
+
+
+def test_lines_of_code_are_counted_without_docstrings_comments_and_blank_lines(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(SOURCE)
+    (tmp_path / "b.py").write_text("# alone\n" + "y = 1" + f"  # {'w' * 100}\n")
+    found = measure_source.measure(tmp_path)
+    assert (found.files, found.lines, found.comments, found.long) == (2, 9, 3, 1)
+    assert (found.comprehensions, found.conditionals, found.any) == (1, 1, 1)
+    assert found.complexity == [2, 1], "g is inside f and not part of its complexity"
+
+
+def test_a_folder_without_python_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["measure_source.py", str(tmp_path)])
+    with pytest.raises(SystemExit, match="has no Python file"):
+        measure_source.main()
