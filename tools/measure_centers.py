@@ -30,7 +30,7 @@ from freight.cache.groups import Pages
 from freight.calibrate.quantize import load_samples, open_unquantized
 from freight.checkpoint.reader import resolve_model
 from freight.config.engine import EngineArgs, KVCacheConfig
-from freight.config.plan import QuantizeArgs, plan
+from freight.config.quantize_plan import QuantizeArgs, plan
 from freight.engine.prepare import Logits, SequenceSlice, prepare
 from freight.evaluate.report import compare_caches, markdown
 from freight.fp8.formats import Format, Granularity, ScaleSource

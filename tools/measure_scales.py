@@ -22,7 +22,7 @@ from torch import Tensor
 from freight.calibrate.quantize import load_samples, open_unquantized
 from freight.checkpoint.reader import resolve_model
 from freight.config.engine import EngineArgs, KVCacheConfig
-from freight.config.plan import QuantizeArgs, plan
+from freight.config.quantize_plan import QuantizeArgs, plan
 from freight.evaluate.report import CacheRun, CacheScore, markdown, run_caches
 from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.fp8.scheme import KVScales, LayerScales

@@ -42,7 +42,7 @@ from freight.calibrate.stages import stages
 from freight.calibrate.tree import model_tree
 from freight.calibrate.write import check_disk_space
 from freight.checkpoint.writer import require_new
-from freight.config.plan import ActivationScheme, Layout, QuantizeArgs, plan
+from freight.config.quantize_plan import ActivationScheme, Layout, QuantizeArgs, plan
 from freight.errors import ConfigError
 
 logger = logging.getLogger("freight")

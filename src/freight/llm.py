@@ -16,7 +16,7 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedC
 
 from freight import terminal
 from freight.config.engine import EngineArgs
-from freight.config.foreign import CALLS
+from freight.config.other_engines import CALLS
 from freight.engine.build import BeforeWeights, build_engine, cache_facts
 from freight.engine.intake import AcceptedPrompt
 from freight.engine.turns import Turns

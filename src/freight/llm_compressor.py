@@ -41,7 +41,7 @@ from freight.calibrate.run import Calibration
 from freight.calibrate.write import check_disk_space
 from freight.checkpoint.writer import require_new
 from freight.config.modifier import QuantizationArgs, QuantizationModifier, Recipe
-from freight.config.plan import NUM_SAMPLES, ActivationScheme, Layout, QuantizePlan, plan
+from freight.config.quantize_plan import NUM_SAMPLES, ActivationScheme, Layout, QuantizePlan, plan
 from freight.config.recipe import OTHER_MODIFIERS, read_recipe
 from freight.errors import ConfigError, nearest, shown
 

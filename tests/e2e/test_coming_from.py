@@ -21,7 +21,7 @@ from freight import LLM, ConfigError, SamplingParams
 from freight.auto_fp8 import AutoFP8ForCausalLM, BaseQuantizeConfig
 from freight.cli.main import main
 from freight.config.engine import EngineArgs, EngineConfig, KVCacheConfig
-from freight.config.foreign import TGI_OPTIONS
+from freight.config.other_engines import TGI_OPTIONS
 from freight.llm_compressor import QuantizationModifier, oneshot
 from freight.models.open import open_model
 

@@ -18,7 +18,7 @@ import pytest
 import try_dockerfile
 
 from freight.cli.main import main
-from freight.config.foreign import TGI_OPTIONS
+from freight.config.other_engines import TGI_OPTIONS
 
 ROOT = Path(__file__).parents[2]
 DEFAULTS = ["--host", "0.0.0.0", "--insecure"]

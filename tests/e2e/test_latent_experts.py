@@ -27,7 +27,7 @@ from freight.calibrate.quantize import open_unquantized
 from freight.calibrate.tree import model_tree
 from freight.config.engine import EngineArgs
 from freight.config.model import parse_model_config
-from freight.config.plan import QuantizeArgs, plan
+from freight.config.quantize_plan import QuantizeArgs, plan
 from freight.errors import CheckpointError
 from freight.fp8.formats import Format
 from freight.kernels.cpu import library

@@ -18,7 +18,7 @@ from freight import LLM, CapacityError, CheckpointError, ConfigError, SamplingPa
 from freight.calibrate.quantize import load_samples, open_unquantized
 from freight.checkpoint.reader import resolve_model
 from freight.config.engine import EngineArgs
-from freight.config.plan import QuantizeArgs, plan
+from freight.config.quantize_plan import QuantizeArgs, plan
 from freight.evaluate.report import compare_caches
 from freight.fp8.cast import decode, encode
 from freight.fp8.formats import Format

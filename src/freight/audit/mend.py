@@ -22,7 +22,7 @@ from freight.checkpoint.declare import declare
 from freight.checkpoint.kv_scales import parse_scale_name
 from freight.checkpoint.reader import Checkpoint
 from freight.checkpoint.writer import CheckpointWriter, require_space
-from freight.config.plan import ActivationScheme, Layout, ObserverKind, QuantizePlan, WeightScheme
+from freight.config.quantize_plan import ActivationScheme, Layout, ObserverKind, QuantizePlan, WeightScheme
 from freight.errors import CheckpointError, ConfigError
 from freight.fp8.formats import Granularity
 from freight.fp8.scheme import KVScales

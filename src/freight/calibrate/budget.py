@@ -17,7 +17,7 @@ from freight.calibrate.run import Calibration, Progress
 from freight.calibrate.sensitivity import Meter, Samples, Sensitivity, at_most
 from freight.config.budget import BudgetKind, KVBudget
 from freight.config.engine import EngineArgs, EngineConfig, KVCacheConfig
-from freight.config.plan import KV_GRANULARITIES
+from freight.config.quantize_plan import KV_GRANULARITIES
 from freight.config.resolve import for_variant
 from freight.errors import ConfigError
 from freight.fp8.formats import Granularity, ScaleSource

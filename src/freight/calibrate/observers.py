@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from freight.config.plan import ObserverKind
+from freight.config.quantize_plan import ObserverKind
 from freight.errors import CheckpointError
 from freight.fp8.cast import decode, encode, scale_from_amax
 from freight.fp8.formats import Format, Granularity

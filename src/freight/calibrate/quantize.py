@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from freight.calibrate.beside import in_both_names, modules_beside, require_unquantized, stored_formats, tensors_beside
 from freight.calibrate.budget import KVChoice, as_chosen, choose, split
 from freight.calibrate.carried import Carried, carried_by
 from freight.calibrate.centers import WORTH, LayerCenters
@@ -26,6 +25,13 @@ from freight.calibrate.modules import (
     linear_modules,
     matched_modules,
 )
+from freight.calibrate.other_parts import (
+    in_both_names,
+    modules_beside,
+    require_unquantized,
+    stored_formats,
+    tensors_beside,
+)
 from freight.calibrate.run import Calibration, Progress, calibrate
 from freight.calibrate.write import check_disk_space, write_quantized
 from freight.checkpoint.mxfp4 import StoredExperts, find_experts
@@ -34,7 +40,7 @@ from freight.checkpoint.writer import require_new
 from freight.config.engine import EngineArgs, names_of
 from freight.config.layer import MoEConfig
 from freight.config.model import ModelConfig
-from freight.config.plan import DTYPES, Layout, QuantizeArgs, QuantizePlan, WeightScheme, plan
+from freight.config.quantize_plan import DTYPES, Layout, QuantizeArgs, QuantizePlan, WeightScheme, plan
 from freight.device import choose_threads, probe
 from freight.errors import CheckpointError, ConfigError
 from freight.fp8.weights import BLOCK

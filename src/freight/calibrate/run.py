@@ -25,14 +25,14 @@ from freight.calibrate.watch import LayerWatch, WatchedKV, observed, watch_layer
 from freight.config.engine import KVCacheConfig, LayerKVFormat
 from freight.config.layer import Mixer
 from freight.config.model import ModelConfig
-from freight.config.plan import ActivationScheme, QuantizePlan
+from freight.config.quantize_plan import ActivationScheme, QuantizePlan
 from freight.errors import CheckpointError
 from freight.fp8.formats import Format, Granularity
 from freight.fp8.scheme import KVScales
 from freight.kernels.interface import KernelSet
 from freight.kernels.reference_set import REFERENCE
 from freight.layers.attention import Attention
-from freight.layers.layer_inputs import LayerInputs
+from freight.layers.per_layer_embeddings import LayerInputs
 from freight.layers.rope import build_ropes
 from freight.models.architectures import tensor_names
 from freight.models.decoder import DecoderLayer
@@ -224,7 +224,7 @@ class _Run:
         """hidden: [total, hidden_size], samples end to end; overwritten with the layer's output.
 
         keep: the layer whose keys and values, of all samples, this one stores or reads; None: nothing reads them later
-        inputs: what the tokens of some rows have for this layer, in models that have it (`layers/layer_inputs.py`)
+        inputs: the per-layer embeddings of some rows, in models that have them (`layers/per_layer_embeddings.py`)
 
         `watch` observes keys and values as they are stored, the keys less `centers` if given, and is then finished.
         """

@@ -16,7 +16,7 @@ from freight.checkpoint.kv_scales import read_scale_json
 from freight.checkpoint.writer import require_new
 from freight.config.model import ModelConfig
 from freight.config.options import choose
-from freight.config.plan import ActivationScheme, Layout, ObserverKind, QuantizePlan, WeightScheme
+from freight.config.quantize_plan import ActivationScheme, Layout, ObserverKind, QuantizePlan, WeightScheme
 from freight.errors import ConfigError
 from freight.fp8.formats import Format
 from freight.fp8.scheme import KVScales

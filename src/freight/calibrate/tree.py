@@ -7,7 +7,7 @@ from collections.abc import Collection
 from freight.calibrate.modules import head_module, layer_modules, linear_modules
 from freight.checkpoint.reader import Checkpoint
 from freight.config.model import ModelConfig
-from freight.config.plan import QuantizePlan, WeightScheme
+from freight.config.quantize_plan import QuantizePlan, WeightScheme
 from freight.fp8.formats import Format
 from freight.models.architectures import tensor_names
 from freight.models.loader import tensor_shapes

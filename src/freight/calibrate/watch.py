@@ -15,7 +15,7 @@ from freight.calibrate.experts import ExpertWatch
 from freight.calibrate.modules import LayerModules
 from freight.calibrate.observers import Observer, by_group, make_observer
 from freight.config.layer import LatentConfig, Mixer, PagedMixer
-from freight.config.plan import KV_GRANULARITIES, ActivationScheme, QuantizePlan
+from freight.config.quantize_plan import KV_GRANULARITIES, ActivationScheme, QuantizePlan
 from freight.fp8.cast import SMALLEST_SCALE, scale_from_amax
 from freight.fp8.formats import Format, Granularity
 from freight.fp8.scheme import LayerScales

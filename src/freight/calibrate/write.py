@@ -7,8 +7,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from freight.calibrate.beside import in_both_names, kv_twins, modules_beside, tensors_beside
 from freight.calibrate.modules import head_module, layer_modules, linear_modules
+from freight.calibrate.other_parts import in_both_names, kv_twins, modules_beside, tensors_beside
 from freight.calibrate.run import Calibration, Progress
 from freight.checkpoint.declare import declare, kv_tensors, scale_format, weight_tensors
 from freight.checkpoint.extras import write_extras
@@ -16,7 +16,7 @@ from freight.checkpoint.mxfp4 import StoredExperts
 from freight.checkpoint.reader import Checkpoint
 from freight.checkpoint.writer import CheckpointWriter, require_space
 from freight.config.model import ModelConfig
-from freight.config.plan import QuantizePlan, WeightScheme
+from freight.config.quantize_plan import QuantizePlan, WeightScheme
 from freight.errors import CheckpointError
 from freight.fp8.formats import Format
 from freight.fp8.scheme import KVScales

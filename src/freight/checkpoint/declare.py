@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from freight.config.dtype import TEXT_KEYS
-from freight.config.plan import ActivationScheme, Layout, QuantizePlan, WeightScheme
+from freight.config.quantize_plan import ActivationScheme, Layout, QuantizePlan, WeightScheme
 from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
 from freight.fp8.scheme import LayerScales

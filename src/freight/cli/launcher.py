@@ -17,7 +17,7 @@ from typer.main import get_command
 
 from freight.cli.options import CONTEXT, Command, replace_parameter
 from freight.cli.serve import serve
-from freight.config.foreign import TGI_OPTIONS, as_flag, spelled
+from freight.config.other_engines import TGI_OPTIONS, as_flag, spelled
 from freight.errors import ConfigError
 
 _NOT_READ = ("hostname", "env")  # as variables

@@ -23,8 +23,8 @@ from typer.core import TyperCommand
 
 from freight.config import resolve
 from freight.config.engine import EngineArgs
-from freight.config.foreign import as_flag, instead_of
 from freight.config.kv_source import KV_DTYPES, KV_SCALES
+from freight.config.other_engines import as_flag, instead_of
 from freight.config.skip_layers import FLAG as SKIP_LAYERS
 from freight.config.skip_layers import SLIDING
 from freight.config.states import STATE_DTYPES

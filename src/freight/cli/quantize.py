@@ -13,7 +13,7 @@ from freight.calibrate.stages import stages
 from freight.cli.kv_choice import choice_facts, choice_sentences
 from freight.cli.options import IgnoredKeys, model_and_others
 from freight.config.engine import names_of
-from freight.config.plan import (
+from freight.config.quantize_plan import (
     KV_CACHES,
     KV_GRANULARITIES,
     MAX_SEQ_LEN,

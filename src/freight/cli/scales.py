@@ -10,7 +10,7 @@ import typer
 from freight.calibrate.stages import stages
 from freight.cli.options import ModelIdOption, model_and_others
 from freight.cli.quantize import Format, either
-from freight.config.plan import Layout
+from freight.config.quantize_plan import Layout
 
 if TYPE_CHECKING:
     from freight.fp8.scheme import KVScales

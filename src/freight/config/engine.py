@@ -12,9 +12,9 @@ from enum import StrEnum
 from numbers import Integral, Real
 from typing import Any
 
-from freight.config.foreign import instead_of
 from freight.config.kv_source import written
 from freight.config.options import listed_names, require_known
+from freight.config.other_engines import instead_of
 from freight.config.skip_layers import layer_names
 from freight.errors import ConfigError
 from freight.fp8.formats import COMPUTE_FORMATS, Format, Granularity, ScaleSource

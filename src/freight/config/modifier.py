@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any
 
-from freight.config.plan import ActivationScheme, QuantizeArgs, WeightScheme
+from freight.config.quantize_plan import ActivationScheme, QuantizeArgs, WeightScheme
 from freight.errors import ConfigError, choices, nearest, shown
 from freight.fp8.formats import Granularity
 

@@ -13,11 +13,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from freight.config.engine import EngineArgs, EngineConfig, KVCacheConfig, LayerKVFormat
-from freight.config.foreign import OTHER_QUANTIZATIONS
 from freight.config.hardware import check_hardware, check_kernels, fp8_attention, has_groups
 from freight.config.kv_source import KV_DTYPES, check_groups, groups_fit, kv_source, require_fit
 from freight.config.layer import MoEConfig
 from freight.config.options import choose
+from freight.config.other_engines import OTHER_QUANTIZATIONS
 from freight.config.skip_layers import check_skipped, nothing_left, skipped_layers, unquantized
 from freight.config.states import check_states, with_state
 from freight.device import DEVICES, check_threads

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from freight.checkpoint.declare import scale_format
 from freight.config.engine import EngineConfig
-from freight.config.plan import Layout
+from freight.config.quantize_plan import Layout
 from freight.errors import ConfigError, choices
 from freight.fp8.formats import Format
 from freight.fp8.weights import quantize_blocks, quantize_rows, quantize_tensor

@@ -13,10 +13,10 @@ from freight.config.model import ModelConfig
 from freight.kernels.interface import KernelSet
 from freight.layers.attention import Attention
 from freight.layers.embedding import Embedding, LogitsHead
-from freight.layers.layer_inputs import LayerInput, LayerInputs
 from freight.layers.linear import Projection
 from freight.layers.moe import ExpertsBeside, MoE
 from freight.layers.norm import Norm
+from freight.layers.per_layer_embeddings import LayerInput, LayerInputs
 from freight.operands.activation import Activation, AnyActivation, GateFunction
 from freight.operands.batch import ForwardBatch
 from freight.operands.packed import PackedWeight, Rows, plain
@@ -68,7 +68,7 @@ class Residual(NamedTuple):
 
     It is x + delta (x if delta is None), or with `delta_weight` x + the RMSNorm of delta: the next norm adds, so that
     both are one pass over the rows. `inputs`, [num_tokens, layers, size], is what the next layer and those behind it
-    have of each token (`layers/layer_inputs.py`), in models that have it.
+    have of each token (`layers/per_layer_embeddings.py`), in models that have it.
     """
 
     x: Tensor

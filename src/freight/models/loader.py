@@ -24,9 +24,9 @@ from freight.fp8.formats import Format
 from freight.fp8.scheme import Scheme
 from freight.kernels.interface import KernelSet
 from freight.layers.embedding import Embedding, LogitsHead
-from freight.layers.layer_inputs import LayerInput, LayerInputs
 from freight.layers.moe import ExpertsBeside, Latent, MoE
 from freight.layers.norm import Norm, RMSNorm
+from freight.layers.per_layer_embeddings import LayerInput, LayerInputs
 from freight.layers.rope import build_ropes
 from freight.models.architectures import skipped_parts, tensor_names
 from freight.models.building import Builder

@@ -27,7 +27,7 @@ from freight.cli.inspect import describe
 from freight.cli.quantize import facts, sentences
 from freight.config.budget import BudgetKind, KVBudget, parse_budget
 from freight.config.engine import EngineArgs
-from freight.config.plan import QuantizeArgs, plan
+from freight.config.quantize_plan import QuantizeArgs, plan
 from freight.config.resolve import mixed_cache
 from freight.errors import CheckpointError, ConfigError
 from freight.evaluate.report import run_caches

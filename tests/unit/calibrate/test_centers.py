@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from freight.calibrate.centers import WORTH, CenterWatch, Moments
 from freight.calibrate.quantize import open_unquantized
 from freight.calibrate.run import Calibration
-from freight.config.plan import QuantizeArgs, plan
+from freight.config.quantize_plan import QuantizeArgs, plan
 from freight.fp8.formats import Granularity
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"

@@ -21,7 +21,7 @@ from freight.calibrate.modules import ignored_modules, kept_modules, layer_modul
 from freight.calibrate.quantize import open_unquantized
 from freight.calibrate.run import Calibration, calibrate
 from freight.calibrate.tree import model_tree
-from freight.config.plan import QuantizeArgs, plan
+from freight.config.quantize_plan import QuantizeArgs, plan
 from freight.errors import CheckpointError, ConfigError
 from freight.kernels.reference_set import REFERENCE
 from freight.models.sources import CheckpointSource

@@ -14,7 +14,7 @@ from freight.cache.pool import allocate_pool
 from freight.calibrate.quantize import open_unquantized
 from freight.calibrate.run import Calibration
 from freight.config.engine import EngineArgs
-from freight.config.plan import QuantizeArgs, plan
+from freight.config.quantize_plan import QuantizeArgs, plan
 from freight.engine.runner import ModelRunner
 from freight.fp8.cast import scale_from_amax
 from freight.fp8.formats import Format

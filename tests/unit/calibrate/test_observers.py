@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from freight.calibrate.observers import MSE_STEPS, PERCENTILE, by_group, make_observer
-from freight.config.plan import ObserverKind
+from freight.config.quantize_plan import ObserverKind
 from freight.errors import CheckpointError
 from freight.fp8.cast import decode, encode, scale_from_amax
 from freight.fp8.formats import Format, Granularity

@@ -17,7 +17,7 @@ from freight.calibrate.observers import Observer, make_observer
 from freight.calibrate.quantize import open_unquantized
 from freight.calibrate.run import Calibration, calibrate
 from freight.calibrate.watch import FLOOR
-from freight.config.plan import ObserverKind, QuantizeArgs, plan
+from freight.config.quantize_plan import ObserverKind, QuantizeArgs, plan
 from freight.errors import CheckpointError
 from freight.fp8.formats import Format, Granularity
 from freight.fp8.scheme import LayerScales

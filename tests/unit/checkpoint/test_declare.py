@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from freight.checkpoint.declare import kv_tensors
-from freight.config.plan import QuantizeArgs, plan
+from freight.config.quantize_plan import QuantizeArgs, plan
 from freight.fp8.formats import Format, Granularity
 from freight.fp8.scheme import LayerScales
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from freight.cli.launcher import read
-from freight.config.foreign import TGI_OPTIONS
+from freight.config.other_engines import TGI_OPTIONS
 
 Run = Callable[..., Any]
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from freight.config.modifier import QuantizationArgs, QuantizationModifier, Recipe
-from freight.config.plan import ActivationScheme, QuantizeArgs, WeightScheme, plan
+from freight.config.quantize_plan import ActivationScheme, QuantizeArgs, WeightScheme, plan
 from freight.config.recipe import OTHER_MODIFIERS, read_recipe
 from freight.errors import ConfigError
 from freight.fp8.formats import Granularity

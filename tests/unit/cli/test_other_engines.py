@@ -13,7 +13,7 @@ import pytest
 from freight.cli.options import ENGINE_FLAGS
 from freight.cli.serve import SERVER_FLAGS
 from freight.config.engine import EngineArgs
-from freight.config.foreign import OTHER_QUANTIZATIONS, RENAMED, SENTENCES, TGI_OPTIONS, as_flag, instead_of
+from freight.config.other_engines import OTHER_QUANTIZATIONS, RENAMED, SENTENCES, TGI_OPTIONS, as_flag, instead_of
 from freight.config.resolve import check
 from freight.errors import ConfigError
 

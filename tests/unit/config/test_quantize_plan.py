@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from freight.config.plan import QuantizeArgs, plan
+from freight.config.quantize_plan import QuantizeArgs, plan
 from freight.errors import ConfigError
 from freight.fp8.formats import Granularity
 
