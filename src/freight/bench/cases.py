@@ -1,11 +1,13 @@
 """What `freight bench kernels` measures: one operation with the memory that it reads, by kernel, format and shape.
 
 Shapes: `linear` [rows, out_features, in_features]; `attention` [batch, new tokens, context, num_heads, num_kv_heads,
-head_dim]; `rotate_store` [tokens, num_heads + 2 * num_kv_heads, head_dim]. Weights and pages hold random finite codes.
+head_dim]; `rotate_store` [tokens, num_heads + 2 * num_kv_heads, head_dim]; `by_head` [rows, num_heads, out_features,
+in_features]. Weights and pages hold random finite codes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -136,6 +138,16 @@ class Bench:
         extents = (*shape, heads.num_heads, heads.num_kv_heads, heads.head_dim)
         num_bytes = size * batch_size * context + size_of_ends
         return Case("attention", cache_name(format, granularity) + note, extents, num_bytes, flops, calls)
+
+    def by_head(self, rows: int, shape: tuple[int, int, int]) -> Case:
+        """The product of each head with its matrix, of `shape` [num_heads, out_features, in_features] in bfloat16."""
+        heads, out_features, in_features = shape
+        x = self._activations(rows, heads * in_features).view(rows, heads, in_features)
+        source, size = self._source(Format.BFLOAT16), 2 * math.prod(shape)
+        each = [[source.weight("", (out_features, in_features)) for _ in range(heads)] for _ in self._copies(size)]
+        calls = [partial(self.kernels.by_head, x, self.kernels.pack_experts(matrices)) for matrices in each]
+        num_bytes = size + 2 * rows * heads * (out_features + in_features)
+        return Case("by_head", str(Format.BFLOAT16), (rows, *shape), num_bytes, 2 * rows * math.prod(shape), calls)
 
     def rotate_store(self, tokens: int, heads: Heads, format: Format, granularity: Granularity | None) -> Case:
         pages, size = self._pages(heads, format, granularity, -(-tokens // BLOCK_SIZE))

@@ -31,6 +31,7 @@ CACHES = (
     (Format.E5M2, None),
 )
 LLAMA_8B = Heads(num_heads=32, num_kv_heads=8, head_dim=128)
+DEEPSEEK_V3 = Heads(num_heads=128, num_kv_heads=1, head_dim=576, v_dim=512, v_in_k=True)
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,13 @@ class Sizes:
     store: int = 8192
     product: tuple[int, int, int] = (8192, 8192, 8192)
     decode_products: tuple[tuple[int, int, int], ...] = ((1, 4096, 14336), (1, 28672, 4096), (64, 28672, 4096))
+    latents: Heads = DEEPSEEK_V3
+    latent_attention: tuple[tuple[int, int, int], ...] = (
+        (32, 1, 8192),
+        (1, 4096, 4096),
+    )  # of no goal: goals.py goes by shape
+    by_head: tuple[tuple[int, int], ...] = ((512, 128), (128, 512))  # of each head of latents: keys, values
+    by_head_rows: tuple[int, ...] = (1, 64, 4096)
 
 
 def measure_on_gpu(
@@ -151,7 +159,8 @@ def cases(kernels: KernelSet, sizes: Sizes, device: str, only: Sequence[str] = (
     """Each case's kernel, and what makes it, one at a time, as together they are large."""
     bench = Bench(kernels, device)
     made = chain(
-        _attention_cases(bench, sizes, device), _store_cases(bench, sizes), _product_cases(bench, sizes, device)
+        *(_attention_cases(bench, sizes, device), _store_cases(bench, sizes), _product_cases(bench, sizes, device)),
+        _latent_cases(bench, sizes),
     )
     return ((kernel, make) for kernel, make in made if not only or kernel in only)
 
@@ -183,6 +192,15 @@ def _product_cases(bench: Bench, sizes: Sizes, device: str) -> _Made:
     if device == "cuda":
         for fast in (False, True):
             yield "torch._scaled_mm", partial(bench.scaled_mm, sizes.product[0], sizes.product[1:], fast)
+
+
+def _latent_cases(bench: Bench, sizes: Sizes) -> _Made:
+    for shape in sizes.latent_attention:
+        for format, granularity in CACHES:
+            yield "attention", partial(bench.attention, *shape, sizes.latents, format, granularity)
+    for rows in sizes.by_head_rows:
+        for matrices in sizes.by_head:
+            yield "by_head", partial(bench.by_head, rows, (sizes.latents.num_heads, *matrices))
 
 
 def _torch_attention(heads: Heads, shape: tuple[int, int, int], device: str, backend: SDPBackend) -> Case:

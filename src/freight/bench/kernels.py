@@ -16,7 +16,7 @@ import torch
 from freight.bench.cases import Bench, Case, Heads
 from freight.bench.timing import MemoryProbe, bytes_beyond_caches, time_alternately
 from freight.config.kv_source import groups_fit
-from freight.config.layer import LatentConfig
+from freight.config.layer import AttentionConfig, LatentConfig
 from freight.config.model import ModelConfig
 from freight.fp8.formats import Format, Granularity
 from freight.kernels.interface import KernelSet
@@ -91,7 +91,17 @@ def _cases(
                 yield partial(bench.torch_linear, count, shape)
             if wanted("torch._scaled_mm") and count == rows[0]:
                 yield partial(bench.scaled_mm, count, shape)
-    mixer = next(iter(model.paged.values()))
+    yield from _attention_cases(bench, next(iter(model.paged.values())), rows, context, wanted)
+
+
+def _attention_cases(
+    bench: Bench,
+    mixer: AttentionConfig | LatentConfig,
+    rows: Sequence[int],
+    context: int,
+    wanted: Callable[[str], bool],
+) -> Iterator[Callable[[], Case]]:
+    """Of the operations between the projections: over caches, and of latents the products of their heads."""
     v_in_k = isinstance(mixer, LatentConfig)
     heads = Heads(mixer.num_heads, mixer.num_kv_heads, mixer.k_dim, mixer.v_dim, v_in_k)
     caches = [one for one in CACHES if one[1] is not Granularity.GROUP or groups_fit({0: mixer})]
@@ -101,6 +111,10 @@ def _cases(
     for format, granularity in caches:
         if wanted("rotate_store"):
             yield partial(bench.rotate_store, max(rows), heads, format, granularity)
+    if isinstance(mixer, LatentConfig) and wanted("by_head"):
+        for count in rows:
+            for matrix in ((mixer.latent, mixer.nope), (mixer.head_size, mixer.latent)):
+                yield partial(bench.by_head, count, (mixer.num_heads, *matrix))
 
 
 def linear_shapes(model: ModelConfig) -> list[tuple[int, int]]:

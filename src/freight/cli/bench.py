@@ -41,7 +41,7 @@ InputLen = Annotated[int, typer.Option(metavar="TOKENS", min=1, help="Length of 
 OutputLen = Annotated[int, typer.Option(metavar="TOKENS", min=1, help="Tokens generated for each.")]
 Repeats = Annotated[int, typer.Option(metavar="COUNT", min=1, help="Runs that count; one to warm up comes before.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
-KERNEL_NAMES = ("linear", "attention", "rotate_store", "torch.linear", "torch._scaled_mm")
+KERNEL_NAMES = ("linear", "attention", "rotate_store", "by_head", "torch.linear", "torch._scaled_mm")
 GPU_KERNEL_NAMES = (*KERNEL_NAMES, "torch.sdpa")
 
 

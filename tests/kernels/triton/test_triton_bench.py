@@ -14,6 +14,10 @@ SMALL = Sizes(
     store=4,
     product=(66, 32, 128),
     decode_products=((1, 32, 128),),
+    latents=Heads(4, 1, 48, 32, True),
+    latent_attention=((2, 1, 20),),
+    by_head=((32, 16), (16, 32)),
+    by_head_rows=(3,),
 )
 
 
@@ -28,6 +32,9 @@ def test_every_case_runs(device):
     attention = {case.format: case.num_bytes for case in found if case.shape == (2, 1, 20, 2, 1, 16)}
     assert attention["fp8_e4m3fn, token"] == 2 * 20 * 2 * 1 * (16 + 2) + 2 * 2 * 2 * 2 * 16
     assert {"fp8_e4m3fn, tensor, FP8 products", "fp8_e4m3fn, token, FP8 products"} < set(attention)
+    latents = next(case for case in found if case.shape == (2, 1, 20, 4, 1, 48))
+    assert latents.num_bytes == 2 * 20 * 48 * 2 + 2 * 2 * 4 * (48 + 32)  # of each key, and of q and the result
+    assert [case.shape for case in found if case.kernel == "by_head"] == [(3, 4, 32, 16), (3, 4, 16, 32)]
     decode = next(case for case in found if case.kernel == "attention")
     assert decode.num_flops == 2 * 2 * 2 * 20 * 2 * 16
 

@@ -107,9 +107,9 @@ def test_attention_multiplies_fp8_where_it_pays():
         own, other = Format.E4M3FN, Format.E4M3FNUZ
         if target == Target("hip", "gfx942"):
             own, other = other, own
-        assert tuple(target.fp8_products(own, decoding) for decoding in (False, True)) == products, target
+        assert tuple(target.fp8_products(own, few_rows) for few_rows in (False, True)) == products, target
         for format in (other, Format.E5M2, Format.BFLOAT16):
-            assert target.fp8_products(format, decoding=False) is none
+            assert target.fp8_products(format, few_rows=False) is none
 
 
 @triton.jit

@@ -204,6 +204,21 @@ def test_kernels_rows(kernels):
     assert {row["kernel"] for row in only} == {"rotate_store"}
 
 
+@pytest.mark.parametrize("kernels", [REFERENCE, select_kernels("auto")], ids=lambda kernels: kernels.name)
+def test_latents_are_measured_with_the_products_of_their_heads(kernels):
+    name = "glm4_moe_lite"
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "kv_lora_rank": 32, "qk_nope_head_dim": 16}
+    sizes |= {"qk_rope_head_dim": 16, "v_head_dim": 24, "q_lora_rank": None, "num_hidden_layers": 2}
+    architecture = {"model_type": name, "architectures": ["Glm4MoeLiteForCausalLM"], "dtype": "bfloat16"}
+    model = parse_model_config(architecture | sizes)
+    only = ["attention", "by_head"]
+    found = list(measure_kernels(kernels, model, (48, 32), [1, 3], 40, 0.0, only, cache_size=2**12))
+    products = [tuple(row["shape"]) for row in found if row["kernel"] == "by_head"]
+    assert products == [(rows, 2, *matrix) for rows in (1, 3) for matrix in [(32, 16), (24, 32)]]
+    assert found[-1]["bytes"] == 2 * 2 * 24 * 32 + 2 * 3 * 2 * (24 + 32)
+    assert {tuple(row["shape"]) for row in found if row["kernel"] == "attention"} == {(1, 1, 40, 2, 1, 48)}
+
+
 def test_values_of_another_width_are_measured_as_they_are() -> None:
     """K and V of MiMo-V2 have 24 and 16 channels: 40 values of a token in bfloat16, and twice as many operations."""
     bench = Bench(REFERENCE, "cpu")

@@ -29,6 +29,8 @@ the division by their sum cancels.
     gfx942          both products, prefill and decode               v_mfma fp8_fp8
     gfx950          both products, prefill and decode               v_mfma f8f6f4, fp8_fp8
 
+Prefill of latents is as decode here: its tiles have as few rows.
+
 Online softmax (Milakov and Gimelshein 2018) over tiles as in FlashAttention-2 (Dao 2023), with powers of 2.
 Shapes: M = ROWS rows of a tile, row m is query m // TAKEN of the tile and head m % TAKEN of the program's share of the
 KV head's group; N = KEYS; D = K_BLOCK or V_BLOCK, k_dim (or a part of it) or v_dim padded to a power of two.

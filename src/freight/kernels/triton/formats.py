@@ -57,17 +57,17 @@ class Target:
             return amd_fp8(str(self.arch))
         return frozenset({Format.E4M3FN, Format.E5M2} if int(self.arch) >= 89 else ())
 
-    def fp8_products(self, format: Format, decoding: bool) -> Fp8Products:
+    def fp8_products(self, format: Format, few_rows: bool) -> Fp8Products:
         """Which products of attention over `format` Triton compiles to FP8 matrix instructions that are faster.
 
-        Tiles of few rows go to `mma.sync`, for which Triton widens FP8 on Hopper and on Blackwell's sm_10x; Hopper's
-        `wgmma` would need V transposed byte by byte. The interpreter, which has no FP8, rounds both.
+        Tiles of few rows, as in decoding, go to `mma.sync`, for which Triton widens FP8 on Hopper and on Blackwell's
+        sm_10x; Hopper's `wgmma` would need V transposed byte by byte. The interpreter, which has no FP8, rounds both.
         """
         if not format.is_e4m3 or (format not in self.native and self.arch):
             return Fp8Products.NONE
         if self.backend == "hip":
             return Fp8Products.BOTH
-        if 90 <= int(self.arch) < 120 and decoding:
+        if 90 <= int(self.arch) < 120 and few_rows:
             return Fp8Products.NONE
         return Fp8Products.SCORES if 90 <= int(self.arch) < 100 else Fp8Products.BOTH
 

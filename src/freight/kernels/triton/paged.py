@@ -119,7 +119,8 @@ def pairs_of(target: Target, pages: KVPages, made: dict[str, Any]) -> dict[str, 
 
 def dot_types(target: Target, q: torch.dtype, pages: KVPages, fp8: bool, decoding: bool) -> dict[str, tl.dtype]:
     """The operand types of Q·Kᵀ and P·V; uint8 stands for FP8 as it is stored."""
-    products = target.fp8_products(pages.format, decoding) if fp8 else Fp8Products.NONE
+    few_rows = decoding or pages.k.shape[3] > 512  # as `prefill_tile` has them for latents
+    products = target.fp8_products(pages.format, few_rows) if fp8 else Fp8Products.NONE
     if torch.float32 in (q, pages.k.dtype):
         k_dot = v_dot = tl.float32
     elif pages.k.dtype is torch.bfloat16:
