@@ -221,10 +221,13 @@ def _key_scores(
         k = tl.load(k_ptr + source)
     else:
         k = tl.load(k_ptr + source, mask=(dims < CHANNELS)[:, None], other=0.0)
-    scores = _scores(q[0], k, FORMAT, K_DOT)
-    if REST > 0:
+    if REST == 0:
+        scores = _scores(q[0], k, FORMAT, K_DOT)
+    else:  # both loads come before the first product: behind it, the second has float32 spill
         place = formats.places(block, token, head, STRIDES[0], 2 if PAIRS != "" else 1)
+        first = k
         k = _load_others(k_ptr, place, stored, REST, K_BLOCK, MASKED, INSIDE, PAIRS)
+        scores = _scores(q[0], first, FORMAT, K_DOT)
         if PAIRS != "":
             even, odd = decode_pairs(tl.trans(k), k_ptr.dtype.element_ty, FORMAT, PAIRS)
             scores = tl.dot(q[1], even.to(K_DOT), scores, input_precision="ieee")
