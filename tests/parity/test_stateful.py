@@ -1,10 +1,11 @@
-"""Models with short convolutions, Mamba-2 or Kimi delta attention against transformers: prompts of every length that
-begins, ends or fits in a block of states, then token by token, on every set of kernels that runs here.
+"""Models with short convolutions, Mamba-2, Kimi delta attention or latents against transformers: prompts of every
+length that begins, ends or fits in a block, then token by token, on every set of kernels that runs here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -25,25 +26,31 @@ from freight.kernels.select import select_kernels
 from freight.models import open as opening
 from freight.models.open import open_model
 
-HYBRIDS = Path(__file__).parents[1] / "fixtures/hybrids"
+FIXTURES = Path(__file__).parents[1] / "fixtures"
 PROMPTS, DECODED, EVERY = (1, 2, 3, 15, 16, 17, 40), 40, 16
 KERNELS = ("reference", *(f"cpu-{build}" for build in library.runnable()))
 CONVOLUTIONS = ("lfm2", "lfm2-biases", "lfm2-moe", "lfm2-moe-plain", "lfm2-vl")
 KIMI = ("kimi-linear", "kimi-linear-groups", "ling", "ling-unbounded")
 MAMBA = ("granite-h", "granite-h-moe", "nemotron-h", "nemotron-h-moe", "nemotron-h-latent")
 RECURRENT = (*MAMBA, *KIMI)
+LATENT = (
+    *("deepseek-v3", "deepseek-v3-without-q-lora", "glm4-moe-lite", "mistral4", "deepseek-v2", "deepseek-v32"),
+    *("deepseek-v2-lite", "glm-moe-dsa", "mistral4-groups"),
+)
 
 
 def cases() -> list[Any]:
     """(model, kernels, prompt); of recurrences prompts for convolutions are slow tests, and most on kernels that do not
-    run by default."""
+    run by default. Of latents one prompt on the default kernels is not slow."""
     late = [
         (RECURRENT, KERNELS, (2, 3)),
         (RECURRENT, (KERNELS[0], *KERNELS[2:]), [prompt for prompt in PROMPTS if prompt != 17]),
+        (LATENT, KERNELS, [prompt for prompt in PROMPTS if prompt != 17]),
+        (LATENT, (KERNELS[0], *KERNELS[2:]), PROMPTS),
     ]
     return [
         pytest.param(*case, marks=[pytest.mark.slow] if any(map(_among, late, [case] * len(late))) else [])
-        for case in product((*CONVOLUTIONS, *RECURRENT), KERNELS, PROMPTS)
+        for case in product((*CONVOLUTIONS, *RECURRENT, *LATENT), KERNELS, PROMPTS)
     ]
 
 
@@ -59,8 +66,10 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def in_steps(folder: Path, kernel_set: str, prompt: int, ids: Sequence[int]) -> torch.Tensor:
     """float32 [len(ids), vocab_size]: the first `prompt` tokens in one step, then one in each."""
-    args = EngineArgs(str(folder), skip_tokenizer_init=True, state_every=EVERY)
+    args = EngineArgs(str(folder), skip_tokenizer_init=True)
     opened, kernels = open_model(args), select_kernels(kernel_set)
+    if opened.cache_spec(opened.resolve(args)).bytes_per_state:
+        args = replace(args, state_every=EVERY)
     config = opened.resolve(args)
     spec = opened.cache_spec(config)
     with pytest.MonkeyPatch.context() as patch:
@@ -92,12 +101,12 @@ def test_a_prompt_and_the_tokens_behind_it(model: tuple[Path, Any], kernel_set: 
     assert (in_steps(folder, kernel_set, prompt, ids) - expected).abs().max() <= 1e-4
 
 
-@pytest.mark.parametrize("kind", ["delta_net", "mamba2"])
-def test_trained_hybrids(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["hybrids/delta_net", "hybrids/mamba2", "latents/deepseek_v3"])
+def test_trained_models(kind: str) -> None:
     """Their logits spread by 5, those of random models by 1."""
-    theirs = AutoModelForCausalLM.from_pretrained(HYBRIDS / kind, dtype=torch.float32, attn_implementation="eager")
+    theirs = AutoModelForCausalLM.from_pretrained(FIXTURES / kind, dtype=torch.float32, attn_implementation="eager")
     ids = tokens(150)
     with torch.no_grad():
         expected = theirs.eval()(torch.tensor([ids])).logits[0]
     assert expected.std() > 3
-    assert (freight_logits(HYBRIDS / kind, ids, "float32") - expected).abs().max() <= 1e-4
+    assert (freight_logits(FIXTURES / kind, ids, "float32") - expected).abs().max() <= 1e-4
