@@ -18,7 +18,7 @@ from freight.config.resolve import resolve
 from freight.device import DeviceFacts, DeviceKind
 from freight.errors import CheckpointError, ConfigError
 from freight.fp8.formats import Format, Granularity, ScaleSource
-from freight.fp8.scheme import KVScales, Scheme
+from freight.fp8.scheme import KVScales, LayerScales, Scheme
 from freight.models.open import read_model_config
 from freight.models.shapes import tensor_shapes
 from freight.operands.routing import Routing, Scoring
@@ -274,6 +274,25 @@ def test_scales_per_group_are_the_default_of_latents_on_a_cpu(dtype: str) -> Non
     narrow = read_model_config({**R1, "kv_lora_rank": 192})
     assert settled(narrow, kv_cache_dtype=dtype, kv_scales="auto").granularity is Granularity.TOKEN
     assert settled(model, kv_cache_dtype=dtype, kv_scales="auto", kernels="reference").granularity is Granularity.GROUP
+
+
+def test_of_a_choice_by_layer_those_per_token_are_per_group_if_no_other_is_static() -> None:
+    """Static scales are made for the formats of their layers, and stay; so does a layer in 16 bits."""
+    model, static = read_model_config(FLASH), LayerScales((0.1,), (0.1,), Granularity.TENSOR)
+
+    def chosen(*first: Granularity | None) -> KVCacheConfig:
+        mixed = (*first, *(Granularity.TOKEN,) * (model.num_layers - len(first)))
+        layers = tuple(static if one is Granularity.TENSOR else None for one in mixed)
+        args = EngineArgs(kv_cache_dtype="auto", kv_scales="auto")
+        return resolve(args, model, Scheme(), KVScales(layers, mixed=mixed), CPU).kv
+
+    measured = chosen(None)
+    assert measured.granularity is Granularity.GROUP
+    assert [measured.of_layer(layer).granularity for layer in (0, 1)] == [None, Granularity.GROUP]
+    assert "layer 0 in 16 bits" in measured.note
+    assert "per token" not in measured.note
+    partly = chosen(Granularity.TENSOR)
+    assert [partly.of_layer(layer).granularity for layer in (0, 1)] == [Granularity.TENSOR, Granularity.TOKEN]
 
 
 def test_elsewhere_the_default_of_latents_is_a_scale_per_token() -> None:
