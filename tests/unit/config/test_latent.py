@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers import AutoConfig
 
 from freight.cache.spec import cache_spec
 from freight.config.engine import EngineArgs, KVCacheConfig
-from freight.config.layer import DenseConfig, LatentConfig, MoEConfig
+from freight.config.layer import DenseConfig, KimiDeltaConfig, LatentConfig, MoEConfig
 from freight.config.model import ModelConfig
 from freight.config.resolve import resolve
 from freight.device import DeviceFacts, DeviceKind
@@ -293,6 +294,21 @@ def test_of_a_choice_by_layer_those_per_token_are_per_group_if_no_other_is_stati
     assert "per token" not in measured.note
     partly = chosen(Granularity.TENSOR)
     assert [partly.of_layer(layer).granularity for layer in (0, 1)] == [Granularity.TENSOR, Granularity.TOKEN]
+
+
+def test_the_default_is_for_the_layers_that_are_quantized() -> None:
+    """Whole groups in these are enough; where no layer stores keys and values, there are none."""
+    model = read_model_config(FLASH)
+    mixer = model.layers[0].mixer
+    assert isinstance(mixer, LatentConfig)
+    narrow = replace(model.layers[0], mixer=replace(mixer, latent=192))
+    other = replace(model, layers=(narrow, *model.layers[1:]))
+    assert settled(other, kv_scales="auto").granularity is Granularity.TOKEN
+    for said in ("auto", "group"):
+        kv = settled(other, kv_scales=said, kv_cache_dtype_skip_layers="0")
+        assert [kv.of_layer(layer).granularity for layer in (0, 1)] == [None, Granularity.GROUP]
+    states = tuple(replace(layer, mixer=KimiDeltaConfig(2, 16, 4, rank=16)) for layer in model.layers)
+    assert settled(replace(model, layers=states), kv_scales="auto").granularity is Granularity.TOKEN
 
 
 def test_elsewhere_the_default_of_latents_is_a_scale_per_token() -> None:
