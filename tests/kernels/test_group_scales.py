@@ -229,6 +229,32 @@ def test_a_nan_reaches_those_rows_alone_that_see_it(kernels, format):
     assert out[20:].isnan().any(-1).all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("format", FORMATS)
+def test_scales_that_are_nan_reach_no_other_sequence(kernels, format, dtype):
+    """Nor the next tile, whose last keys are no token's: what a tile has in their place is not of the tile before."""
+    pages, blocks = stored_sequences(format, 8, 256, 16)
+    assert pages.k_scale is not None
+    q = torch.randn(4, 4, 264).to(dtype)
+
+    def row(i: int) -> Tensor:
+        return kernels.attention(q[i : i + 1], pages, batch(pages, blocks, [int(j == i) for j in range(4)])[0], 0.06)
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        alone = [row(i) for i in range(4)]
+        pages.k_scale[blocks[2]] = torch.nan
+        together = kernels.attention(q, pages, batch(pages, blocks, [1, 1, 1, 1])[0], 0.06)
+        for i in (0, 1, 3):
+            assert torch.equal(together[i : i + 1], alone[i])
+            row(2)
+            assert torch.equal(row(i), alone[i])
+        assert together[2].isnan().any(-1).all()
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_no_product_is_of_fp8(kernels):
     """Where products may be of FP8, these are not: a key has several scales."""
     pages, blocks = stored_sequences(Format.E4M3FN, 8, 128, 16)
