@@ -290,7 +290,7 @@ def test_decays_are_the_references(kernels, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bound", [None, -5.0])
+@pytest.mark.parametrize("bound", [None, -5.0, -0.5])
 def test_decays_of_channels_are_the_references(kernels, dtype, bound):
     """Three heads of 37 channels."""
     generator = torch.Generator().manual_seed(0)

@@ -237,7 +237,7 @@ def test_decays(dtype, limits, device):
             torch.testing.assert_close(ours.cpu(), theirs, rtol=4e-6, atol=1e-37)
 
 
-@pytest.mark.parametrize("bound", [None, -5.0])
+@pytest.mark.parametrize("bound", [None, -5.0, -0.5])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_decays_of_channels(dtype, bound, device):
     """Three heads of seven channels."""
