@@ -99,6 +99,18 @@ def test_what_is_not_finite_gives_valid_ids(build, scoring, groups, best):
 
 
 @pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize("best", [1, 2])
+def test_groups_of_one_expert(build, best):
+    """Such a group has no second score, and its first is its sum."""
+    kernels = CpuKernels(library.load(build))
+    routing = Routing(6, 2, Scoring.SIGMOID, num_groups=6, top_groups=2, group_best=best)
+    logits = torch.randn(60, 6, generator=torch.Generator().manual_seed(0))
+    ids, weights = kernels.route(logits, identity(kernels, 6), routing)
+    assert torch.equal(ids, logits.topk(2, -1).indices.sort(-1).values.int())
+    torch.testing.assert_close(weights, definition.choose(logits, routing)[1], rtol=SOME_ULP, atol=1e-30)
+
+
+@pytest.mark.parametrize("build", BUILDS)
 def test_no_rows(build):
     kernels = CpuKernels(library.load(build))
     ids, weights = kernels.route(torch.zeros(0, 8), identity(kernels, 8), Routing(8, 2))
