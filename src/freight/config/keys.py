@@ -75,7 +75,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {  # keys that change the computatio
 _NULLABLE = words(
     """
     num_key_value_heads head_dim sliding_window bos_token_id eos_token_id attn_logit_softcapping
-    final_logit_softcapping attention_value_scale q_lora_rank
+    final_logit_softcapping attention_value_scale q_lora_rank norm_topk_prob rope_interleave
     """
 )
 
@@ -288,6 +288,8 @@ def with_defaults(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """
     given = {key: value for key, value in config.items() if value is not None or key in _NULLABLE}
     for name, read in family.synonyms.items():
+        if name in config and name not in given and read in _NULLABLE:
+            given.setdefault(read, None)
         value = given.pop(name, None)
         if value is not None and given.setdefault(read, value) != value:
             raise CheckpointError(f"config.json contradicts itself: {name} = {value!r}, but {read} = {given[read]!r}")

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from freight.config.family import words
-from freight.config.fields import integer, number
+from freight.config.fields import flag, integer, number
 from freight.config.layer import LatentConfig
 from freight.config.rope import yarn_mscale
 from freight.errors import CheckpointError
@@ -29,11 +29,16 @@ _SHARE = "partial_rotary_factor"
 
 
 def translate_latent(config: Mapping[str, Any], whole_heads: bool = False) -> Mapping[str, Any]:
-    """`config` with the heads that the common reading asks for. Raises CheckpointError for heads of another size.
+    """`config` with the heads that the common reading asks for. Raises CheckpointError for heads of another size, and
+    for a `rope_interleave` of null, which switches it off where transformers reads it.
 
     `whole_heads`: `head_dim` counts all channels of a head, and `partial_rotary_factor` is the share of them that is
     rotated (Mistral 4). Else `head_dim` counts those that are rotated.
     """
+    if config.get("rope_interleave", True) not in (True,):
+        raise CheckpointError(
+            f"config.json: rope_interleave = {config['rope_interleave']!r} is not implemented; true is, or no such key"
+        )
     heads, rotated = integer(config, "num_attention_heads"), integer(config, "qk_rope_head_dim")
     whole = integer(config, "qk_nope_head_dim") + rotated
     config = _without_share(config, rotated, whole) if whole_heads else config
@@ -69,6 +74,15 @@ def _without_share(config: Mapping[str, Any], rotated: int, whole: int) -> Mappi
         kept = {key: value for key, value in part.items() if key != _SHARE}
         found = {**found, where: kept} if where else kept
     return found
+
+
+def refuse_tied(config: Mapping[str, Any]) -> None:
+    """Of families whose class in transformers has a head of its own whatever `tie_word_embeddings` says."""
+    if flag(config, "tie_word_embeddings"):
+        raise CheckpointError(
+            "config.json: tie_word_embeddings = True is not implemented for this model_type: transformers' class reads "
+            "lm_head.weight all the same, and the publisher's takes the embedding; no published file has it"
+        )
 
 
 def with_latent(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:

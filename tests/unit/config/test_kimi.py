@@ -144,6 +144,7 @@ def test_by_the_defaults_of_transformers() -> None:
         ({"mla_use_nope": False}, "mla_use_nope = False is not implemented; only True is"),
         ({"moe_router_activation_func": "softmax"}, "only 'sigmoid' is"),
         ({"moe_layer_freq": 2}, "moe_layer_freq = 2"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings = True is not implemented for this model_type"),
         ({"hidden_act": "gelu_pytorch_tanh"}, "hidden_act = 'gelu_pytorch_tanh' is not implemented for layers with a"),
         ({"num_experts_per_tok": 4}, "num_experts_per_token = 8, but num_experts_per_tok = 4"),
         ({"layer_types": ["linear_attention"] * 26 + ["sliding_attention"]}, "sliding_attention"),
@@ -152,3 +153,12 @@ def test_by_the_defaults_of_transformers() -> None:
 def test_what_is_not_computed_is_refused(keys: Json, words: str) -> None:
     with pytest.raises(CheckpointError, match=words):
         read_model_config({**PUBLISHERS, **keys})
+
+
+@pytest.mark.parametrize("key", ["moe_renormalize", "norm_topk_prob"])
+def test_null_does_not_norm_the_weights_of_experts(key: str) -> None:
+    """Under both names, as transformers reads it; false says the same."""
+    plain = {name: value for name, value in PUBLISHERS.items() if name not in ("moe_renormalize", "norm_topk_prob")}
+    models = [read_model_config(plain | more) for more in ({key: None}, {key: False}, {})]
+    experts = [model.layers[-1].feed_forward for model in models]
+    assert [one.routing.normed for one in experts if isinstance(one, MoEConfig)] == [False, False, True]

@@ -125,6 +125,14 @@ def test_what_mistral_4_does_not_compute_is_refused(more: dict[str, Any], word: 
     assert word in str(error.value)
 
 
+@pytest.mark.parametrize(("value", "normed"), [(True, True), (False, False), (None, False)])
+def test_null_does_not_norm_the_weights_of_experts(value: bool | None, normed: bool) -> None:
+    """As transformers reads it; a file without the key has the default, which norms them."""
+    named = [read_model_config(config) for config in ({**R1, "norm_topk_prob": value}, small_4(norm_topk_prob=value))]
+    experts = [model.layers[-1].feed_forward for model in named]
+    assert [one.routing.normed for one in experts if isinstance(one, MoEConfig)] == [normed, normed]
+
+
 # as DeepSeek-V2's and V2-Lite's files have them
 V2: dict[str, Any] = {
     "model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"], "hidden_size": 5120,
@@ -244,6 +252,8 @@ def test_what_transformers_writes_is_read(model_type: str, tmp_path: Path) -> No
         ({"qk_head_dim": 64}, "qk_head_dim = 64"),
         ({"qk_rope_head_dim": 63}, "odd"),
         ({"rope_interleave": False}, "rope_interleave"),
+        ({"rope_interleave": None}, "rope_interleave = None"),
+        ({"rope_interleave": ""}, "rope_interleave = ''"),
         ({"attention_bias": True}, "attention_bias"),
         ({"topk_method": "greedy"}, "topk_method"),
         ({"scoring_func": "softmax"}, "scoring_func"),

@@ -120,6 +120,7 @@ def test_decays_without_a_bound() -> None:
         ({"use_mla_nope": True}, "use_mla_nope = True is not implemented"),
         ({"group_norm_size": 4}, "group_norm_size = 4 is not implemented; only 1 is"),
         ({"num_hidden_layers": 40}, "num_hidden_layers = 40 is not a multiple of layer_group_size = 6"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings = True is not implemented for this model_type"),
         ({"rotary_dim": 32}, "rotary_dim = 32, but latent attention with qk_rope_head_dim = 64"),
         ({"partial_rotary_factor": 0.25}, r"partial_rotary_factor = 0\.25, but"),
         ({"kda_lower_bound": 5.0}, r"kda_lower_bound = 5\.0 must be a number from -10000 to below 0"),

@@ -11,7 +11,7 @@ from freight.config.deriving import conv_width, require_silu, with_layers
 from freight.config.experts import DEEPSEEK_EXPERTS
 from freight.config.family import Family, words
 from freight.config.fields import integer
-from freight.config.latent import LATENT_FIXED, LATENT_KEYS, latent_of, translate_latent
+from freight.config.latent import LATENT_FIXED, LATENT_KEYS, latent_of, refuse_tied, translate_latent
 from freight.config.layer import KimiDeltaConfig
 from freight.config.tensor_names import TensorNames
 from freight.errors import CheckpointError
@@ -67,6 +67,7 @@ def _kinds(nested: Mapping[str, Any], num_layers: int) -> list[str]:
 
 def _derive(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
     require_silu(config)
+    refuse_tied(config)
     head_dim = integer(config, "linear_head_dim")
     recurrent = KimiDeltaConfig(
         heads=integer(config, "linear_num_heads"),
