@@ -75,9 +75,13 @@ def _num_layers(config: Mapping[str, Any]) -> object:
 
 
 def _without_keys(names: Collection[str], num_layers: int) -> frozenset[int]:
-    """The layers without a projection of keys, where others have one: they keep a state, or have no mixer at all."""
+    """The layers without a projection of keys, where others have one: they keep a state, or have no mixer at all.
+
+    Kimi delta attention has such a projection, of keys that a state takes up: its module has decays, too.
+    """
+    stateful = {name.removesuffix(".A_log") for name in names if name.endswith(".A_log")}
     matches = (match for match in map(_KEYS.search, names) if match and not is_other_part(match.string))
-    having = {int(match[1]) for match in matches}
+    having = {int(match[1]) for match in matches if match.string.rsplit(".", 2)[0] not in stateful}
     return frozenset(range(num_layers)) - having if having else frozenset()
 
 

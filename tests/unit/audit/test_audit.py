@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
+from tests.hybrids import folder
 from tests.unit.audit.conftest import AWQ, CT, DEMO, PLAIN, Write
 
 from freight.audit.effects import view
@@ -74,6 +75,13 @@ def test_layers_that_keep_a_state_need_no_scales(freight: Run, text: str, tmp_pa
     (vllm,) = json.loads(freight("audit", str(out), *options, "--json").out)["engines"]
     assert (vllm["scales"], [layer["layer"] for layer in vllm["layers"]]) == ({"used": 2}, [3])
     assert "uses the stored scales of the one layer with attention: safe on this text" in vllm["verdict"]
+
+
+def test_kimi_delta_attention_needs_no_scales():
+    """Its projections are named as those of attention: layers 0, 1 and 3 keep a state, and layer 2 attends."""
+    facts = read_facts(folder("kimi_linear"))[1]
+    assert facts.without_keys == {0, 1, 3}
+    assert [layer.layer for layer in view(Engine.SGLANG, "0.5.23", facts).layers] == [2]
 
 
 def test_an_undeclared_checkpoint_is_declared_and_keeps_its_scales(
