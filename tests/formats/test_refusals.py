@@ -52,6 +52,7 @@ CASES = [
     ("ct channel token", lambda made: made.tensors[f"{Q}.weight_scale"][7].zero_(), ("has 0.0 among its 192 values",)),
     ("deepseek ue8m0 as bytes", fill(f"{Q}.weight_scale_inv", 255), (f"{Q}.weight_scale_inv has inf",)),
     ("autofp8 static", drop(f"{Q}.weight_scale"), (f"{Q}.weight is stored in FP8", f"{Q}.weight_scale is missing")),
+    ("deepseek", drop(f"{Q}.weight_scale_inv"), (f"{Q}.weight is stored in FP8", f"{Q}.weight_scale_inv is missing")),
     ("autofp8 static", drop(f"{DOWN}.input_scale"), ("declared static", f"{DOWN}.input_scale is missing")),
     ("autofp8 static", drop(f"{DOWN}.weight"), (f"{DOWN}.weight is missing",)),
     ("autofp8 static", put(f"{Q}.weight_scale", torch.ones(192)), ("has shape [192]", "[192, 192], one number")),

@@ -132,8 +132,11 @@ def _stored_linear(
         )
     name = _one_of(checkpoint, module, _SCALES)
     if name is None:
+        expected = next(
+            (one for one in _SCALES if any(name.endswith(f".{one}") for name in checkpoint.names)), _SCALES[0]
+        )
         raise CheckpointError(
-            f"{checkpoint.path}: {weight} is stored in FP8, and its scale {module}.{_SCALES[0]} is missing"
+            f"{checkpoint.path}: {weight} is stored in FP8, and its scale {module}.{expected} is missing"
         )
     scale = _weight_scale(checkpoint, name, shape, declared)
     input_name = _one_of(checkpoint, module, _INPUT_SCALES)

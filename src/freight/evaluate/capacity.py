@@ -292,7 +292,8 @@ def needed_for(cache: int, share: float) -> int:
 
 def size(count: int, up: bool = False) -> str:
     """'24.0 GiB', rounded up if `up`, so that it is enough."""
-    unit, name = (GIB, "GiB") if count >= GIB else (2**20, "MiB")
+    units = ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+    unit, name = next((one for one in units if count >= one[0]), units[-1])
     tenths = -(-count * 10 // unit) if up else round(count * 10 / unit)
     return f"{tenths / 10:,.1f} {name}"
 

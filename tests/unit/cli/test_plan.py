@@ -19,6 +19,7 @@ from tests.unit.evaluate.published import GEMMA_3_27B, LLAMA_3_1_8B
 from freight.checkpoint.config_only import read_config_only
 from freight.config.presets import PRESETS
 from freight.errors import CheckpointError, ConfigError
+from freight.evaluate.capacity import size
 
 Run = Callable[..., Answer]
 WISH = ("--memory", "24GiB", "--context", "8192", "--concurrency", "16", "--device", "cuda")
@@ -224,6 +225,14 @@ def test_what_modelopt_declares_beside_is_read() -> None:
     config, beside = read_config_only(str(folder))
     assert config["model_type"] == "llama"
     assert beside is not None
+
+
+@pytest.mark.parametrize(
+    ("count", "said_of_it"),
+    [(0, "0.0 KiB"), (42_720, "41.7 KiB"), (2**20, "1.0 MiB"), (2**30 - 1, "1,024.0 MiB"), (3 * 2**29, "1.5 GiB")],
+)
+def test_no_size_that_is_more_than_nothing_is_said_to_be_nothing(count: int, said_of_it: str) -> None:
+    assert size(count) == said_of_it
 
 
 @pytest.mark.parametrize(
