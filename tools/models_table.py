@@ -132,6 +132,9 @@ What was compared:
   files, where the indexer chooses all: `--max-model-len` is that at most, and the indexer's tensors are not read.
 - *norm_topk_prob of DeepSeek-V2*, false in its files, is read over, as by transformers 5.23. In DeepSeek's own code,
   true means weights that are divided by their sum and not multiplied by `routed_scaling_factor`.
+- *limits of Ling 3.0's experts* (`expert_swiglu_limit_list`, `share_expert_swiglu_limit_list`) bound activations of
+  late layers in the publisher's models. transformers 5.23 reads over them, so there is nothing to compare with, and a
+  file with a limit is refused; `--ignore-config-keys` with both names computes what transformers does.
 - *FP8 files*: one code reads Linear modules, whatever the family: all {num_forms} forms of `tests/formats/forms.py`,
   compared on a Llama ([checkpoint-formats.md](checkpoint-formats.md)). Experts are stored in further ways: for
   mixtures the column has the forms of `tests/formats/experts.py` and `mixtures.py` that were compared with experts.

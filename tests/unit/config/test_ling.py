@@ -121,6 +121,18 @@ def test_decays_without_a_bound() -> None:
         ({"group_norm_size": 4}, "group_norm_size = 4 is not implemented; only 1 is"),
         ({"num_hidden_layers": 40}, "num_hidden_layers = 40 is not a multiple of layer_group_size = 6"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings = True is not implemented for this model_type"),
+        (
+            {"expert_swiglu_limit_list": [0] * 40 + [4.0, 4.0]},
+            "expert_swiglu_limit_list = .* only 0 is. --ignore-config",
+        ),
+        ({"share_expert_swiglu_limit_list": [7.0] * 42}, "share_expert_swiglu_limit_list = .* only 0 is"),
+        ({"num_kv_heads_for_linear_attn": 4}, "num_kv_heads_for_linear_attn = 4 is not implemented; only 0 is"),
+        ({"value_norm": True}, "value_norm = True is not implemented; only False is"),
+        ({"use_nGPT": True}, "use_nGPT = True"),
+        ({"up_proj_norm": True}, "up_proj_norm = True"),
+        ({"scale_router_input": True}, "scale_router_input = True"),
+        ({"use_kda_lora": True}, "use_kda_lora = True"),
+        ({"router_dtype": "bf16"}, "router_dtype = 'bf16' is not implemented"),
         ({"rotary_dim": 32}, "rotary_dim = 32, but latent attention with qk_rope_head_dim = 64"),
         ({"partial_rotary_factor": 0.25}, r"partial_rotary_factor = 0\.25, but"),
         ({"kda_lower_bound": 5.0}, r"kda_lower_bound = 5\.0 must be a number from -10000 to below 0"),
@@ -131,3 +143,11 @@ def test_decays_without_a_bound() -> None:
 def test_what_is_not_computed_is_refused(keys: Json, words: str) -> None:
     with pytest.raises(CheckpointError, match=words):
         read_model_config({**PUBLISHERS, **keys})
+
+
+def test_what_is_off_in_the_publishers_files_is_read() -> None:
+    off: Json = {"expert_swiglu_limit_list": [0] * 42, "share_expert_swiglu_limit_list": None, "router_dtype": "fp32"}
+    off |= dict.fromkeys(("use_kda_lora", "use_nGPT", "up_proj_norm", "value_norm", "scale_router_input"), False)
+    model = read_model_config({**PUBLISHERS, **off, "num_kv_heads_for_linear_attn": 0})
+    assert model == read_model_config(PUBLISHERS)
+    assert not model.unread_keys.unknown

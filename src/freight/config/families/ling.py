@@ -142,6 +142,12 @@ _ROW = Family(
         "use_qk_norm": (True,),  # of q and k in the recurrence
         "group_norm_size": (1,),
         "linear_silu": (True,),
+        # of the publisher's code, which transformers' class does not have; 0 is no limit for a layer
+        "expert_swiglu_limit_list": (0,),
+        "share_expert_swiglu_limit_list": (0,),
+        "num_kv_heads_for_linear_attn": (0,),
+        **dict.fromkeys(("use_kda_lora", "use_nGPT", "up_proj_norm", "value_norm", "scale_router_input"), (False,)),
+        "router_dtype": ("fp32", "float32"),
     },
     synonyms={
         "model_max_length": "max_position_embeddings",
