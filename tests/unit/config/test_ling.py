@@ -134,6 +134,8 @@ def test_decays_without_a_bound() -> None:
         ({"use_kda_lora": True}, "use_kda_lora = True"),
         ({"router_dtype": "bf16"}, "router_dtype = 'bf16' is not implemented"),
         ({"rotary_dim": 32}, "rotary_dim = 32, but latent attention with qk_rope_head_dim = 64"),
+        ({"rotary_dim": [64]}, r"rotary_dim = \[64\], but"),
+        ({"partial_rotary_factor": {}}, r"partial_rotary_factor = \{\}, but"),
         ({"partial_rotary_factor": 0.25}, r"partial_rotary_factor = 0\.25, but"),
         ({"kda_lower_bound": 5.0}, r"kda_lower_bound = 5\.0 must be a number from -10000 to below 0"),
         ({"moe_shared_expert_intermediate_size": 512}, "moe_shared_expert_intermediate_size = 512 is not implemented"),

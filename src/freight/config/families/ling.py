@@ -52,9 +52,9 @@ def _translate(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _require_rotated(config: Mapping[str, Any]) -> None:
     """Latent attention rotates `qk_rope_head_dim` channels, whatever else is written."""
     rotated, share = integer(config, "qk_rope_head_dim"), config.get("partial_rotary_factor")
-    of_heads = {1, rotated / integer(config, "head_dim")}
+    of_heads = (1, rotated / integer(config, "head_dim"))  # no sets: a value may be a list
     for key, value, allowed in (
-        ("rotary_dim", config.get("rotary_dim"), {rotated}),
+        ("rotary_dim", config.get("rotary_dim"), (rotated,)),
         ("partial_rotary_factor", share, of_heads),
     ):
         if value is not None and value not in allowed:
