@@ -90,7 +90,7 @@ def require_fit(format: Format, cache: str, source: KVSource) -> None:
         )
     if format is Format.INT8:
         raise ConfigError(
-            f"{scales} with {cache}: INT8 has one scale per token, measured as it is stored; "
+            f"{scales} with {cache}: INT8 scales are measured as values are stored, by token or by group; "
             "use --kv-cache-dtype fp8, or omit the scales"
         )
     raise ConfigError(

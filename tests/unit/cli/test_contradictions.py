@@ -10,7 +10,7 @@ REFUSED = {  # command line -> what the error says
     "generate demo --kv-cache-dtype bfloat16 --kv-scales dynamic": "--kv-scales dynamic with --kv-cache-dtype bfloat16",
     "generate demo --kv-cache-dtype fp8_e5m2 --kv-scales checkpoint": "static scales are made for E4M3",
     "generate demo --kv-cache-dtype fp8_e5m2 --kv-scales 0.03": "static scales are made for E4M3",
-    "generate demo --kv-cache-dtype int8 --kv-scales unit": "INT8 has one scale per token",
+    "generate demo --kv-cache-dtype int8 --kv-scales unit": "INT8 scales are measured as values are stored",
     "generate demo --kv-cache-dtype fp8 --kv-scales 0.03,-1": "finite and above 0",
     "generate demo --kv-cache-dtype int8 --device cuda": "no INT8 cache",
     "generate demo --attention-compute fp8 --kv-cache-dtype fp8_e5m2": "--attention-compute fp8 with a cache in",

@@ -163,7 +163,7 @@ def test_int8_measures_each_token_whatever_scales_there_are(file):
                 refused(ConfigError, f"--kv-scales {source}", "int8", "--kv-cache-dtype fp8", "omit the scales", **said)
     assert "skipped" in decide(STATIC, ALL, kv_cache_dtype="int8").kv.note
     assert "skipped" not in decide(kv_cache_dtype="int8").kv.note
-    with pytest.raises(ConfigError, match=r"--kv-scales .*json with --kv-cache-dtype int8: INT8 has one scale"):
+    with pytest.raises(ConfigError, match=r"--kv-scales .*json with --kv-cache-dtype int8: INT8 scales are measured"):
         decide(NOTHING, ALL, kv_cache_dtype="int8", kv_scales=file)
 
 

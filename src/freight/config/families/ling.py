@@ -89,8 +89,8 @@ def _derive(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
 
 def _bound(config: Mapping[str, Any]) -> float:
     bound = config["kda_lower_bound"]
-    if isinstance(bound, bool) or not isinstance(bound, int | float) or not -1e4 <= bound < 0:
-        raise CheckpointError(f"config.json: kda_lower_bound = {bound!r} must be a number from -10000 to below 0")
+    if isinstance(bound, bool) or not isinstance(bound, int | float) or not -1e4 <= bound <= -1e-30:
+        raise CheckpointError(f"config.json: kda_lower_bound = {bound!r} must be a number from -10000 to -1e-30")
     return float(bound)
 
 
